@@ -1,0 +1,22 @@
+"""ZeRO-3 for JAX as a function transformation. Start at `Zero`.
+
+    import jaxzero as jz
+
+    mesh = jz.make_mesh(nodes=2)
+    zero = jz.Zero(mesh)
+    params = zero.init(init_fn, key)
+    opt_state = zero.init_optimizer(tx, params)
+    loss, grads = zero.value_and_grad(loss_fn)(params, batch)
+"""
+
+from ._checkpoint import Checkpoints as Checkpoints
+from ._codecs import Cast as Cast
+from ._config import Hops as Hops
+from ._config import ZeroConfig as ZeroConfig
+from ._config import ddp as ddp
+from ._config import hsdp as hsdp
+from ._config import zero3 as zero3
+from ._mesh import fold_in_device as fold_in_device
+from ._mesh import make_mesh as make_mesh
+from ._schedule import Plan as Plan
+from ._zero import Zero as Zero

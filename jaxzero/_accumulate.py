@@ -1,0 +1,149 @@
+"""Micro-batches and means: from one planned program to the loss and its gradients.
+
+The program of one micro-batch runs `k` times in a `lax.scan` whose carry holds the sums
+of loss, weight and gradients. A split gradient is added up as shards, in float32, a
+whole one as it is, and reduced over devices once, at the end. Then everything is
+divided by the number of devices and micro-batches, or by the sum of the weights: one
+mean, on every path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from ._arguments import split_dim
+from ._collectives import Wire, accumulator_dtype, all_reduce
+from ._mesh import AXES
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """What one micro-batch, or several, have added up to on this device."""
+
+    loss: Array  # scalar
+    weight: Array | None  # scalar; None: all examples weigh the same
+    gradients: list[Any]  # shards of split leaves, whole others; None: not differentiable
+
+
+jax.tree_util.register_dataclass(Sums, ["loss", "weight", "gradients"], [])
+
+
+def split_microbatches(x: Array, spec: Any, num: int) -> Array:
+    """Cut the split dim of one device's rows into `num` runs, on a new leading dim."""
+    dim = split_dim(spec)
+    assert dim is not None
+    shape = (*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
+    return jnp.moveaxis(x.reshape(shape), dim, 0)
+
+
+def accumulate(
+    run: Callable[[Array | None, list[Any]], tuple[Sums, list[Any]]],
+    inputs: Sequence[Any],
+    specs: Sequence[Any],
+    num: int,
+) -> tuple[Sums, list[Any]]:
+    """Run a program on every micro-batch.
+
+    Args:
+        run: takes the micro-batch's index and its inputs; returns sums and other outputs.
+        inputs: this device's rows, and replicated values.
+        specs: which is which.
+        num: how many micro-batches. With one, the index is None and there is no loop.
+
+    Returns:
+        The sums, and the other outputs stacked over micro-batches on a new leading dim.
+    """
+    if num == 1:
+        sums, others = run(None, list(inputs))
+        return _widened(sums), [jnp.expand_dims(x, 0) for x in others]
+    is_split = [split_dim(spec) is not None for spec in specs]
+    rows = [
+        split_microbatches(x, spec, num) if split else None
+        for x, spec, split in zip(inputs, specs, is_split, strict=True)
+    ]
+
+    def step(index, rows):
+        merged = [
+            row if split else x for row, x, split in zip(rows, inputs, is_split, strict=True)
+        ]
+        sums, others = run(index, merged)
+        return _widened(sums), others
+
+    def body(carry, scanned):
+        sums, others = step(*scanned)
+        return jax.tree.map(jnp.add, carry, sums), others
+
+    indices = jnp.arange(num)
+    first = [None if row is None else row[0] for row in rows]
+    shapes = jax.eval_shape(lambda: step(indices[0], first)[0])
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return lax.scan(body, start, (indices, rows))
+
+
+def _widened(sums: Sums) -> Sums:
+    return jax.tree.map(lambda x: x.astype(accumulator_dtype(x.dtype)), sums)
+
+
+def mean_over_devices(
+    sums: Sums, is_split: Sequence[bool], num_microbatches: int, wire: Wire
+) -> tuple[Array, list[Any]]:
+    """The loss and the gradients of the whole batch, from every device's sums.
+
+    Args:
+        sums: of this device; split gradients are already sums over devices.
+        is_split: for each gradient.
+        num_microbatches: that went into the sums.
+        wire: how whole gradients travel.
+    """
+    loss = lax.psum(sums.loss, AXES)
+    if sums.weight is None:
+        total = jnp.asarray(wire.num_devices * num_microbatches, loss.dtype)
+    else:
+        total = lax.psum(sums.weight, AXES)
+    gradients = list(sums.gradients)
+    whole = [
+        i
+        for i, (x, split) in enumerate(zip(gradients, is_split, strict=True))
+        if x is not None and not split
+    ]
+    for i, x in zip(whole, all_reduce([gradients[i] for i in whole], wire), strict=True):
+        gradients[i] = x
+    gradients = [None if x is None else x / total.astype(x.dtype) for x in gradients]
+    return loss / total.astype(loss.dtype), gradients
+
+
+REDUCTIONS = ("mean", "sum", "first", "stack", "concat")
+
+
+def combine(x: Array, how: str, wire: Wire) -> Array:
+    """Combine one output over micro-batches (its leading dim) and devices.
+
+    Args:
+        x: `[microbatches, ...]`.
+        how: one of `REDUCTIONS`. "stack" and "concat" leave the devices' parts where they
+            are, to be joined by the `shard_map`'s output specification.
+    """
+    if how == "mean":
+        return lax.pmean(jnp.mean(x, axis=0), AXES)
+    if how == "sum":
+        summed = jnp.sum(x, axis=0)
+        return lax.psum(summed, AXES)
+    if how == "first":
+        return _from_first_device(x[0])
+    if how == "concat":
+        return x.reshape((x.shape[0] * x.shape[1], *x.shape[2:]))
+    return x
+
+
+def _from_first_device(x: Array) -> Array:
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = _from_first_device(jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return lax.all_gather(x, AXES)[0]

@@ -1,0 +1,273 @@
+"""What each argument of a call is: parameters, batch, replicated; and whether it fits.
+
+All mistakes that can be seen without tracing are found here, and named by argument and
+tree path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from ._mesh import AXES
+from ._partition import TreePlan, axes_of, path_name
+
+BATCH = PartitionSpec(AXES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """A leaf that is no array (a string, a function, a Python number): passed on as it is."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:  # 1 == True == 1.0, but they trace differently
+        same_type = isinstance(other, Static) and type(self.value) is type(other.value)
+        return same_type and self.value == other.value
+
+    def __hash__(self):
+        return hash((type(self.value), self.value))
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """One argument of a call: everything but its arrays."""
+
+    name: str
+    treedef: Any
+    statics: tuple[Static | None, ...]  # for each leaf; None: an array
+    plan: TreePlan | None  # a tree that `Zero` laid out
+    specs: tuple[PartitionSpec, ...]  # for each array, over `node` and `local`
+
+    def rebuild(self, arrays: Sequence[Any]) -> Any:
+        """The argument, with these arrays as its leaves."""
+        remaining = iter(arrays)
+        leaves = [next(remaining) if s is None else s.value for s in self.statics]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The arguments of a call, hashable, so that programs can be kept by it."""
+
+    arguments: tuple[Argument, ...]
+    num_positional: int
+    keywords: tuple[str, ...]
+
+    def rebuild(self, arrays: Sequence[Sequence[Any]]) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments from the arrays of each."""
+        pairs = zip(self.arguments, arrays, strict=True)
+        values = [argument.rebuild(leaves) for argument, leaves in pairs]
+        keywords = zip(self.keywords, values[self.num_positional :], strict=True)
+        return values[: self.num_positional], dict(keywords)
+
+
+def resolve(
+    function: Callable,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    argnums: Sequence[int],
+    in_specs: Sequence[Any] | None,
+    find_plan: Callable[[Any], TreePlan | None],
+    why_no_plan: Callable[[Any], str],
+) -> tuple[Call, list[list[Any]]]:
+    """Decide what every argument is.
+
+    Args:
+        function: the user's; gives names to positions.
+        args: positional arguments.
+        kwargs: keyword arguments; replicated.
+        argnums: positions that must be sharded parameter trees.
+        in_specs: for each position None or a tree prefix of `PartitionSpec`s.
+        find_plan: the plan of a tree that was laid out, or None.
+        why_no_plan: says how a tree differs from those laid out.
+
+    Returns:
+        The call, and the arrays of each argument.
+
+    Raises:
+        ValueError: see the messages.
+    """
+    names = _names(function, len(args)) + [f"`{key}` (keyword)" for key in kwargs]
+    for number in argnums:
+        if not 0 <= number < len(args):
+            raise ValueError(
+                f"`argnums` asks for argument {number}, but {len(args)} positional arguments "
+                "were given. Pass parameters by position."
+            )
+    given = _spec_for_each(in_specs, len(args), argnums) + [None] * len(kwargs)
+    values = [*args, *kwargs.values()]
+    batch_seen = False
+    arguments, arrays = [], []
+    for i, (name, value, spec) in enumerate(zip(names, values, given, strict=True)):
+        is_tree = i in argnums or jax.tree.structure(value).num_nodes > 1
+        plan = find_plan(value) if spec is None and is_tree else None
+        if i in argnums and plan is None and jax.tree.leaves(value):
+            raise ValueError(f"{name}: {why_no_plan(value)}")
+        is_batch = plan is None and spec is None and not batch_seen and i < len(args)
+        is_batch = is_batch and i not in argnums and _has_rows(value)
+        batch_seen |= is_batch
+        argument, leaves = _argument(name, value, plan, BATCH if is_batch else spec)
+        arguments.append(argument)
+        arrays.append(leaves)
+    _check_for_second_batch(arguments, arrays, given)
+    return Call(tuple(arguments), len(args), tuple(kwargs)), arrays
+
+
+def is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _has_rows(value: Any) -> bool:
+    return any(is_array(leaf) and len(leaf.shape) > 0 for leaf in jax.tree.leaves(value))
+
+
+def _names(function: Callable, num: int) -> list[str]:
+    try:
+        parameters = [
+            name
+            for name, parameter in inspect.signature(function).parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+    except (TypeError, ValueError):  # built-in functions have no signature
+        parameters = []
+    known = [f"`{name}` (argument {i})" for i, name in enumerate(parameters[:num])]
+    return known + [f"argument {i}" for i in range(len(known), num)]
+
+
+def _spec_for_each(in_specs: Any, num: int, argnums: Sequence[int]) -> list[Any]:
+    if in_specs is None:
+        return [None] * num
+    if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, Sequence):
+        raise ValueError(
+            "`in_specs` must be a sequence with one entry for each positional argument; "
+            f"got {in_specs!r}. Use `None` for an argument that needs no spec."
+        )
+    if len(in_specs) > num:
+        raise ValueError(
+            f"`in_specs` has {len(in_specs)} entries for {num} positional arguments. Give one "
+            "for each, `None` where the default will do."
+        )
+    for i in argnums:
+        if i < len(in_specs) and in_specs[i] is not None:
+            raise ValueError(
+                f"`in_specs[{i}]` is for a differentiated argument, which `Zero` lays out "
+                "itself. Give `None` there."
+            )
+    return [*in_specs, *[None] * (num - len(in_specs))]
+
+
+def _argument(
+    name: str, value: Any, plan: TreePlan | None, spec: Any
+) -> tuple[Argument, list[Any]]:
+    leaves, treedef = jax.tree.flatten(value)
+    for leaf in leaves:
+        if not is_array(leaf) and not isinstance(leaf, Hashable):
+            raise ValueError(
+                f"{name} holds a {type(leaf).__name__}, which is neither an array nor hashable. "
+                "Close over it, or register its type as a pytree."
+            )
+    statics = tuple(None if is_array(leaf) else Static(leaf) for leaf in leaves)
+    arrays = [leaf for leaf in leaves if is_array(leaf)]
+    specs = [PartitionSpec()] * len(leaves)
+    if plan is None and spec is not None:
+        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+        try:
+            tree = jax.tree.map(
+                lambda s, subtree: jax.tree.map(lambda _: s, subtree), spec, value, is_leaf=is_spec
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"`in_specs` does not fit {name}: {error}. Give a `PartitionSpec`, or a tree "
+                "of them that is a prefix of the argument."
+            ) from error
+        specs = jax.tree.leaves(tree, is_leaf=is_spec)
+    array_specs = tuple(
+        s if len(leaf.shape) else PartitionSpec()
+        for s, leaf, static in zip(specs, leaves, statics, strict=True)
+        if static is None
+    )
+    return Argument(name, treedef, statics, plan, array_specs), arrays
+
+
+def _check_for_second_batch(
+    arguments: Sequence[Argument], arrays: Sequence[Sequence[Any]], given: Sequence[Any]
+) -> None:
+    """A second argument of the batch's length is a label far more often than a table."""
+    sizes = [
+        (argument, leaf.shape[0])
+        for argument, leaves in zip(arguments, arrays, strict=True)
+        for leaf, spec in zip(leaves, argument.specs, strict=True)
+        if argument.plan is None and spec == BATCH
+    ]
+    if not sizes:
+        return
+    batch, num_rows = sizes[0]
+    for i, (argument, leaves) in enumerate(zip(arguments, arrays, strict=True)):
+        if argument is batch or argument.plan is not None or given[i] is not None:
+            continue
+        for leaf in leaves:
+            if len(leaf.shape) and leaf.shape[0] == num_rows and num_rows > 1:
+                raise ValueError(
+                    f"{argument.name} has {num_rows} rows like the batch, {batch.name}, but "
+                    "would be given whole to every device. Say which is meant with "
+                    "`in_specs`, one entry for each positional argument: `zero.batch_spec` "
+                    "splits it, `PartitionSpec()` does not; or put both in one argument."
+                )
+
+
+def check_rows(call: Call, arrays: Sequence[Sequence[Any]], mesh: Mesh, microbatches: int) -> None:
+    """Raise `ValueError` unless everything split over our axes divides evenly."""
+    for argument, leaves in zip(call.arguments, arrays, strict=True):
+        if argument.plan is not None:
+            continue
+        value = argument.rebuild(leaves)
+        paths = [
+            path_name(path)
+            for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]
+            if is_array(leaf)
+        ]
+        for path, leaf, spec in zip(paths, leaves, argument.specs, strict=True):
+            dim = split_dim(spec)
+            if dim is None:
+                continue
+            names = [axis for axis in axes_of(spec) if axis in AXES]
+            num = math.prod(mesh.shape[axis] for axis in names) * microbatches
+            if dim >= len(leaf.shape) or leaf.shape[dim] % num:
+                raise ValueError(
+                    f"{argument.name}, leaf `{path}`: dim {dim} of shape {tuple(leaf.shape)} is "
+                    f"split over {num // microbatches} devices x {microbatches} micro-batches "
+                    f"and must be a multiple of {num}. Pad or drop rows, or say with "
+                    "`in_specs` that it is not split (`PartitionSpec()`)."
+                )
+
+
+def split_dim(spec: PartitionSpec) -> int | None:
+    """The dim that a spec splits over our axes."""
+    for dim, entry in enumerate(spec):
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        if any(name in AXES for name in names):
+            return dim
+    return None
+
+
+def check_differentiable(argument: Argument, leaves: Sequence[Any], allow_int: bool) -> None:
+    """Raise `ValueError` for a leaf that has no gradient."""
+    paths = jax.tree_util.tree_flatten_with_path(argument.rebuild(leaves))[0]
+    for path, leaf in paths:
+        if is_array(leaf) and (allow_int or jnp.issubdtype(leaf.dtype, jnp.inexact)):
+            continue
+        kind = leaf.dtype if is_array(leaf) else type(leaf).__name__
+        raise ValueError(
+            f"{argument.name}, leaf `{path_name(path)}`: cannot differentiate with respect to "
+            f"{kind}. Pass it in an argument that is not in `argnums`, or use "
+            "`allow_int=True`."
+        )

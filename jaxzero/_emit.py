@@ -1,0 +1,193 @@
+"""The pass: run a planned program again, gathering at use and reducing where produced.
+
+Everything here runs inside the `shard_map`, under tracing. What to do is in the plan;
+this module only does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import _views as views
+from ._collectives import Wire, accumulator_dtype, gather, reduce
+from ._gradients import Demand
+from ._program import Barrier, Constant, Loop, Operation, Value
+from ._schedule import BlockPlan, Gather
+from ._uses import LoopUses, Weight
+
+Shards = Mapping[Weight, jax.Array]
+
+
+def emit(plan: BlockPlan, wire: Wire, inputs: Sequence[Any], shards: Shards) -> list[Any]:
+    """Run a block.
+
+    Args:
+        plan: what to gather and reduce in it.
+        wire: how.
+        inputs: one for each of the block's inputs; what is passed for a view is ignored.
+        shards: this device's piece of every weight that the block sees.
+
+    Returns:
+        The block's outputs. A demanded one is this device's shard of the sum over
+        devices, in `accumulator_dtype`; one that is handed on as a view is None.
+    """
+    return _Emitter(plan, wire, shards).run(inputs)
+
+
+class _Emitter:
+    def __init__(self, plan: BlockPlan, wire: Wire, shards: Shards):
+        self.plan = plan
+        self.wire = wire
+        self.shards = shards
+        self.env: dict[Value, Any] = {}
+        self.gathered: dict[tuple, Any] = {}
+        self.starts: dict[int, list[Gather]] = {}
+        self.ends: dict[int, list[Gather]] = {}
+        for planned in plan.gathers:
+            self.starts.setdefault(planned.at, []).append(planned)
+            self.ends.setdefault(planned.until, []).append(planned)
+
+    def run(self, inputs: Sequence[Any], handed_on: frozenset[int] = frozenset()) -> list[Any]:
+        block, end = self.plan.block, len(self.plan.block.operations)
+        for value, x in zip(block.inputs, inputs, strict=True):
+            self._write(value, x)
+        for index, operation in enumerate(block.operations):
+            self._gather(index)
+            self._run(index, operation)
+            self._drop(index)
+        self._gather(end)
+        return [
+            None if i in handed_on else self._output(i, atom)
+            for i, atom in enumerate(block.outputs)
+        ]
+
+    def _gather(self, index: int) -> None:
+        for planned in self.starts.get(index, ()):
+            weight, shard = planned.weight, self.shards[planned.weight]
+            with jax.named_scope(f"gather({weight.name})"):
+                if planned.tie is not None and planned.tie in self.env:
+                    shard, _ = lax.optimization_barrier((shard, self.env[planned.tie]))
+                shard = views.apply_on_shard(planned.ops, shard, weight.layout, weight.shape)
+                pushed = views.push(planned.ops, weight.layout, weight.shape)
+                assert pushed is not None
+                self.gathered[weight, planned.ops] = gather(shard, pushed[0], self.wire)
+
+    def _drop(self, index: int) -> None:
+        for planned in self.ends.get(index, ()):
+            del self.gathered[planned.weight, planned.ops]
+
+    def _read(self, atom: Value | Constant) -> Any:
+        if isinstance(atom, Constant):
+            return atom.value
+        view = self.plan.uses.views.get(atom)
+        if view is None:
+            return self.env[atom]
+        weight = view.weight
+        before, after = views.before_gather(view.ops, weight.layout, weight.shape)
+        x = self.gathered[weight, before]
+        for op in after:
+            x = op.apply(x)
+        return x
+
+    def _write(self, value: Value, x: Any) -> None:
+        demand = self.plan.gradients.reduces.get(value)
+        self.env[value] = x if demand is None else self._reduce(x, demand)
+
+    def _reduce(self, x: Any, demand: Demand) -> Any:
+        with jax.named_scope(f"reduce({demand.name})"):
+            return reduce(x, demand.layout, self.wire)
+
+    def _output(self, i: int, atom: Value | Constant) -> Any:
+        x = self._read(atom)
+        demand = self.plan.gradients.at_end.get(i)
+        return x if demand is None else self._reduce(jnp.asarray(x), demand)
+
+    def _run(self, index: int, operation: Operation) -> None:
+        known = self.plan.uses.views
+        if isinstance(operation, Loop):
+            outputs = self._loop(index, operation)
+        elif index in self.plan.gradients.on_shards:
+            outputs = [self._on_shards(operation, self.plan.gradients.on_shards[index])]
+        elif isinstance(operation, Barrier):
+            pairs = zip(operation.inputs, operation.outputs, strict=True)
+            held = [(given, out) for given, out in pairs if given not in known]
+            results = operation.bind([self._read(given) for given, _ in held])
+            for (_, out), x in zip(held, results, strict=True):
+                self._write(out, x)
+            return
+        elif operation.outputs and operation.outputs[0] in known:
+            return
+        elif zeros := self._zeros(operation):
+            self.env[operation.outputs[0]] = zeros[0]
+            return
+        else:
+            outputs = operation.bind([self._read(atom) for atom in operation.inputs])
+        for value, x in zip(operation.outputs, outputs, strict=True):
+            if value not in known:
+                self._write(value, x)
+
+    def _zeros(self, operation: Operation) -> list[Any]:
+        """The shard of a gradient that is nothing but zeros needs no reduction."""
+        demand = self.plan.gradients.reduces.get(operation.outputs[0]) if operation.outputs else None
+        source = operation.inputs[0] if operation.inputs else None
+        is_zero = isinstance(source, Constant) and source.is_zero
+        if demand is None or operation.name != "broadcast_in_dim" or not is_zero:
+            return []
+        out, layout = operation.outputs[0], demand.layout
+        shape = list(out.shape)
+        shape[layout.dim] = layout.padded // self.wire.pieces
+        return [jnp.zeros(shape, accumulator_dtype(out.dtype))]
+
+    def _on_shards(self, operation: Operation, layout: Any) -> Any:
+        """An operation above a reduction, on the shards that the reduction gave."""
+        inputs = [self._read(atom) for atom in operation.inputs]
+        op = operation.view()
+        if op is None:  # an addition
+            dtype = jnp.result_type(*inputs)
+            return inputs[0].astype(dtype) + inputs[1].astype(dtype)
+        if isinstance(op, views.Cast):  # the sum keeps its type until the end
+            return inputs[0]
+        source = operation.inputs[0]
+        assert isinstance(source, Value)
+        return views.apply_on_shard((op,), inputs[0], layout, source.shape)
+
+    def _loop(self, index: int, loop: Loop) -> list[Any]:
+        plan = self.plan.loops[index]
+        uses = self.plan.uses.loops[index]
+        first = loop.num_constants + loop.num_carry
+        layers = plan.uses.views
+        inputs = [
+            None if i >= first and inside in layers else self._read(outside)
+            for i, (outside, inside) in enumerate(zip(loop.inputs, loop.body.inputs, strict=True))
+        ]
+        constants, carry, stacks = (
+            inputs[: loop.num_constants],
+            inputs[loop.num_constants : first],
+            inputs[first:],
+        )
+
+        def body(carry, slices):
+            stacks, layer_shards = slices
+            shards = dict(zip((s.layer for s in uses.stacks), layer_shards, strict=True))
+            emitter = _Emitter(plan, self.wire, shards)
+            outputs = emitter.run([*constants, *carry, *stacks], uses.handed_on)
+            return outputs[: loop.num_carry], outputs[loop.num_carry :]
+
+        carry, stacked = loop.scan(body, carry, (stacks, self._stacks(uses)))
+        return [*carry, *stacked]
+
+    def _stacks(self, uses: LoopUses) -> list[Any]:
+        """The shards of the stacks that a loop scans, with the operations before it done."""
+        result = []
+        for stack in uses.stacks:
+            weight = stack.view.weight
+            shard = self.shards[weight]
+            result.append(
+                views.apply_on_shard(stack.view.ops, shard, weight.layout, weight.shape)
+            )
+        return result

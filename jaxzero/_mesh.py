@@ -1,0 +1,102 @@
+"""Two-level meshes: `node` is the slow link between nodes, `local` the fast one inside."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh
+from jaxtyping import Array, Shaped
+
+NODE = "node"
+LOCAL = "local"
+AXES = (NODE, LOCAL)  # the batch is split in this order, so that a host's rows are contiguous
+
+_microbatch: contextvars.ContextVar[Array | None] = contextvars.ContextVar(
+    "jaxzero_microbatch", default=None
+)
+
+
+def make_mesh(
+    nodes: int | None = None,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    axis_type: AxisType = AxisType.Auto,
+) -> Mesh:
+    """Arrange devices as `(node, local)`.
+
+    Args:
+        nodes: number of nodes; by default the number of processes. Devices are taken in
+            the order of `(process_index, id)`, so a node is a run of neighbours.
+        devices: the devices to use; by default all of them.
+        axis_type: `AxisType.Auto` or `AxisType.Explicit`, for both axes.
+
+    Returns:
+        A mesh of shape `(nodes, devices / nodes)` with axes `("node", "local")`. A mesh
+        made by `jax.make_mesh` serves as well, if it has these two axes; further axes
+        (tensor parallelism) are left as they are.
+
+    Raises:
+        ValueError: `nodes` does not divide the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    devices.sort(key=lambda device: (device.process_index, device.id))
+    if nodes is None:
+        nodes = len({device.process_index for device in devices})
+    if nodes < 1 or len(devices) % nodes:
+        raise ValueError(
+            f"`nodes` must divide the number of devices, {len(devices)}; got {nodes}. "
+            "Pass `devices=` to use fewer."
+        )
+    grid = np.array(devices).reshape(nodes, -1)
+    return Mesh(grid, AXES, axis_types=(axis_type,) * 2)
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Raise `ValueError` unless `mesh` has our two axes."""
+    missing = [axis for axis in AXES if axis not in mesh.shape]
+    if missing:
+        raise ValueError(
+            f"`mesh` needs the axes {AXES}; {missing} missing from {tuple(mesh.shape)}. "
+            "Make one with `jz.make_mesh(nodes=...)`, or name the axes of yours so."
+        )
+
+
+@contextlib.contextmanager
+def microbatch_index(index: Array | None) -> Iterator[None]:
+    """Let `fold_in_device` see which micro-batch is being traced."""
+    token = _microbatch.set(index)
+    try:
+        yield
+    finally:
+        _microbatch.reset(token)
+
+
+def fold_in_device(key: Shaped[Array, "*key"]) -> Shaped[Array, "*key"]:
+    """Derive a key that is different on every device, and for every micro-batch.
+
+    Call it inside a function given to `zero.value_and_grad` or `zero.apply`, on a key
+    that is the same everywhere, before dropout and the like. Without it all devices
+    drop the same positions.
+
+    Args:
+        key: a typed key (`jax.random.key`) or a raw one (`jax.random.PRNGKey`).
+
+    Raises:
+        ValueError: called where there are no devices to tell apart.
+    """
+    try:
+        index = lax.axis_index(AXES)
+    except NameError as error:
+        raise ValueError(
+            "`fold_in_device` must be called inside a function given to "
+            "`zero.value_and_grad` or `zero.apply`; there are no mesh axes "
+            f"{AXES} here. Outside, use `jax.random.fold_in`."
+        ) from error
+    key = jax.random.fold_in(key, index)
+    microbatch = _microbatch.get()
+    return key if microbatch is None else jax.random.fold_in(key, microbatch)

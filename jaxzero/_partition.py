@@ -1,0 +1,189 @@
+"""Which dim of which leaf is split over which devices: shapes in, layouts out.
+
+A leaf of a parameter tree is split on one dim into equal pieces, one for each device
+along `config.axes`. With `split="all"` these are `("local", "node")`, local major: a
+gather over `node` then yields exactly the run of pieces that this device's node shares
+out over `local`, and a gather over `local` completes it, in order, without shuffling.
+
+The dim is the largest that divides evenly (the first of equals). Largest and not first,
+because a leaf stacked over layers is scanned over its first dim, which must stay whole
+for that, and layers are fewer than features. If no dim divides, the largest is padded
+with zeros: nothing but scalars and empty leaves falls back to replication.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ._config import ZeroConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """One dim of a full array, cut into equal pieces; `padded - size` zeros at its end."""
+
+    dim: int
+    size: int
+    padded: int
+
+    @property
+    def is_padded(self) -> bool:
+        return self.padded != self.size
+
+    def moved(self, dim: int) -> Layout:
+        """The same cut where the dim has come to be at another position."""
+        return dataclasses.replace(self, dim=dim)
+
+    def pad_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """`shape` with this dim at its padded size."""
+        return (*shape[: self.dim], self.padded, *shape[self.dim + 1 :])
+
+
+def layouts_by_preference(
+    shape: tuple[int, ...], pieces: int, busy: tuple[int, ...] = ()
+) -> list[Layout]:
+    """Every way to cut `shape` into `pieces`, best first; empty if it stays whole.
+
+    Args:
+        shape: the full array's shape.
+        pieces: how many devices share it.
+        busy: for each dim, how many ways other mesh axes cut it already. Such a dim is
+            taken only if there is no other. `()`: none is.
+    """
+    if pieces == 1 or not shape or 0 in shape:
+        return []
+    busy = busy or (1,) * len(shape)
+
+    def rank(dim: int) -> tuple[bool, bool, int, int]:
+        uneven = shape[dim] % (pieces * busy[dim]) != 0
+        return (busy[dim] > 1, uneven, -shape[dim], dim)
+
+    def layout(dim: int) -> Layout:
+        unit = pieces * busy[dim]
+        return Layout(dim, shape[dim], math.ceil(shape[dim] / unit) * unit)
+
+    return [layout(dim) for dim in sorted(range(len(shape)), key=rank)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf of a tree: its own shape, and how it is cut (`layout` None: not at all)."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    layout: Layout | None
+    other_axes: PartitionSpec = PartitionSpec()  # what the user split over axes not ours
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the global array: `shape`, padded."""
+        return self.layout.pad_shape(self.shape) if self.layout else self.shape
+
+    def spec(self, axes: tuple[str, ...], *, manual_only: bool = False) -> PartitionSpec:
+        """The `PartitionSpec` of the global array; `manual_only` leaves other axes out."""
+        entries: list[Any] = [None] * len(self.shape)
+        if not manual_only:
+            entries[: len(self.other_axes)] = self.other_axes
+        if self.layout and axes:
+            old = entries[self.layout.dim]
+            others = () if old is None else (old,) if isinstance(old, str) else tuple(old)
+            entries[self.layout.dim] = (*axes, *others)
+        while entries and entries[-1] is None:
+            entries.pop()
+        return PartitionSpec(*entries)
+
+
+@dataclasses.dataclass(frozen=True)
+class TreePlan:
+    """How every leaf of one tree is stored."""
+
+    treedef: Any
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def stored_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(leaf.stored_shape for leaf in self.leaves)
+
+    def shardings(self, mesh: Mesh, axes: tuple[str, ...]) -> Any:
+        """The tree of `NamedSharding`s of the global arrays, split over `axes`."""
+        specs = [NamedSharding(mesh, leaf.spec(axes)) for leaf in self.leaves]
+        return jax.tree.unflatten(self.treedef, specs)
+
+
+def plan_tree(tree: Any, mesh: Mesh, config: ZeroConfig, specs: Any = None) -> TreePlan:
+    """Lay out a tree of arrays or `ShapeDtypeStruct`s of true shapes.
+
+    Args:
+        tree: the leaves need `shape` and `dtype`.
+        mesh: gives the number of pieces.
+        config: gives axes, stage and the persistence threshold.
+        specs: a tree prefix of `PartitionSpec`s over mesh axes that are not ours.
+
+    Raises:
+        ValueError: a leaf is not an array, or `specs` names one of our axes.
+    """
+    paths_and_leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    others = _broadcast_specs(specs, tree, config)
+    leaves = []
+    for (path, leaf), other in zip(paths_and_leaves, others, strict=True):
+        name = path_name(path)
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise ValueError(
+                f"The leaf `{name}` is not an array; got {type(leaf).__name__}. Keep functions "
+                "and settings out of the tree (`nnx.split`, `equinox.partition`)."
+            )
+        layout = _layout_of_leaf(leaf, mesh, config, other)
+        leaves.append(Leaf(name, tuple(leaf.shape), leaf.dtype, layout, other))
+    return TreePlan(treedef, tuple(leaves))
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A tree path as a person writes it: `layers.0.kernel`; the root is `.`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".") or "."
+
+
+def _broadcast_specs(specs: Any, tree: Any, config: ZeroConfig) -> list[PartitionSpec]:
+    if specs is None:
+        return [PartitionSpec()] * len(jax.tree.leaves(tree))
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    full = jax.tree.map(
+        lambda spec, subtree: jax.tree.map(lambda _: spec, subtree), specs, tree, is_leaf=is_spec
+    )
+    flat = jax.tree.leaves(full, is_leaf=is_spec)
+    for spec in flat:
+        if any(axis in config.axes or axis in ("node", "local") for axis in axes_of(spec)):
+            raise ValueError(
+                f"`specs` may name only mesh axes other than `node` and `local`; got {spec}. "
+                "Those two are laid out by `Zero`."
+            )
+    return flat
+
+
+def axes_of(spec: PartitionSpec) -> list[str]:
+    """The mesh axes that a spec names."""
+    entries = [(entry,) if isinstance(entry, str) else entry for entry in spec if entry]
+    return [axis for entry in entries for axis in entry]
+
+
+def _layout_of_leaf(
+    leaf: Any, mesh: Mesh, config: ZeroConfig, other: PartitionSpec
+) -> Layout | None:
+    shape = tuple(leaf.shape)
+    if config.stage == 0 or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return None
+    if math.prod(shape) < config.param_persistence_threshold:
+        return None
+    busy = [1] * len(shape)
+    for dim, entry in enumerate(other):
+        if entry:
+            names = (entry,) if isinstance(entry, str) else entry
+            busy[dim] = math.prod(mesh.shape[name] for name in names)
+    pieces = math.prod(mesh.shape[axis] for axis in config.axes)
+    choices = layouts_by_preference(shape, pieces, tuple(busy))
+    return choices[0] if choices else None

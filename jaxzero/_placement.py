@@ -1,0 +1,94 @@
+"""Arrays in and out of their stored form: cut, padded, one piece on each device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ._collectives import pad, unpad
+from ._partition import Leaf, TreePlan
+
+
+def auto_mesh(mesh: Mesh) -> Mesh:
+    """The same devices with all axes automatic, for programs laid out by the compiler."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def on_mesh(x: jax.Array, mesh: Mesh) -> jax.Array:
+    """The same array, its sharding said in terms of `mesh`. Moves nothing."""
+    assert isinstance(x.sharding, NamedSharding)
+    sharding = NamedSharding(mesh, x.sharding.spec)
+    pieces = [piece.data for piece in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
+
+
+def pad_leaf(leaf: Leaf, x: Any) -> Any:
+    """True shape to stored shape."""
+    return pad(x, leaf.layout) if leaf.layout else x
+
+
+def pad_tree(plan: TreePlan, leaves: list[Any]) -> list[Any]:
+    """True shapes to stored shapes."""
+    return [pad_leaf(leaf, x) for leaf, x in zip(plan.leaves, leaves, strict=True)]
+
+
+def unpad_tree(plan: TreePlan, leaves: list[Any]) -> list[Any]:
+    """Stored shapes to true shapes."""
+    pairs = zip(plan.leaves, leaves, strict=True)
+    return [unpad(x, leaf.layout) if leaf.layout else x for leaf, x in pairs]
+
+
+def place(leaf: Leaf, source: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
+    """Put one array on the mesh; each device's slice, and no more, is read from `source`."""
+    sharding = NamedSharding(mesh, leaf.spec(axes))
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return jax.device_put(source, sharding)
+    if isinstance(source, jax.Array) and not source.is_fully_addressable:
+        return jax.jit(lambda x: pad_leaf(leaf, x), out_shardings=sharding)(source)
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        bounds = [s.indices(n) for s, n in zip(index, leaf.stored_shape, strict=True)]
+        inside = tuple(
+            slice(min(start, n), min(stop, n))
+            for (start, stop, _), n in zip(bounds, leaf.shape, strict=True)
+        )
+        data = np.asarray(source[inside] if inside else source[()], dtype=leaf.dtype)
+        widths = [
+            (0, stop - start - n) for (start, stop, _), n in zip(bounds, data.shape, strict=True)
+        ]
+        return np.pad(data, widths) if any(after for _, after in widths) else data
+
+    return jax.make_array_from_callback(leaf.stored_shape, sharding, read, dtype=leaf.dtype)
+
+
+def gather_whole(plan: TreePlan, leaves: list[Any], mesh: Mesh) -> list[Any]:
+    """Every leaf in its true shape, whole on every device."""
+    whole = NamedSharding(auto_mesh(mesh), PartitionSpec())
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return unpad_tree(plan, [constrain(x, mesh, PartitionSpec()) for x in leaves])
+    leaves = [on_mesh(x, auto_mesh(mesh)) for x in leaves]
+    run = jax.jit(lambda leaves: unpad_tree(plan, leaves), out_shardings=whole)
+    return [on_mesh(x, mesh) for x in run(leaves)]
+
+
+def constrain(x: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+    """Lay `x` out as `spec`: moved now if it is an array, by the program if it is traced.
+
+    Only mesh axes of explicit type are part of a traced array's type; the compiler sees to
+    the others.
+    """
+    if not isinstance(x, jax.core.Tracer):
+        return jax.device_put(x, NamedSharding(mesh, spec))
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if AxisType.Explicit not in types.values():
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    explicit = [_only_explicit(entry, types) for entry in spec]
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*explicit)))
+
+
+def _only_explicit(entry: Any, types: dict[str, AxisType]) -> Any:
+    names = (entry,) if isinstance(entry, str) else entry or ()
+    return tuple(name for name in names if types[name] == AxisType.Explicit) or None

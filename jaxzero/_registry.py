@@ -1,0 +1,82 @@
+"""Which trees a `Zero` has laid out, so that a tree met later is known for what it is.
+
+A stored tree is plain: global arrays, perhaps padded. Its true shapes are kept here,
+found again by the tree's structure and stored shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from ._partition import TreePlan, path_name
+
+
+class Registry:
+    """The plans of all trees laid out so far."""
+
+    def __init__(self):
+        self._plans: dict[Any, list[TreePlan]] = {}
+
+    def add(self, plan: TreePlan) -> TreePlan:
+        """Remember `plan`.
+
+        Raises:
+            ValueError: another tree has the same structure and padded shapes, but other
+                true shapes: the two could not be told apart.
+        """
+        known = self._plans.setdefault(plan.treedef, [])
+        for other in known:
+            if other.stored_shapes != plan.stored_shapes:
+                continue
+            for old, new in zip(other.leaves, plan.leaves, strict=True):
+                if old.shape != new.shape:
+                    raise ValueError(
+                        f"The leaf `{new.path}` has shape {new.shape}; a tree laid out before "
+                        f"has {old.shape} there, and padded to {new.stored_shape} the two look "
+                        "alike. Use a second `jz.Zero` for one of them."
+                    )
+            known.remove(other)
+            break
+        known.append(plan)
+        return plan
+
+    def find(self, tree: Any) -> TreePlan | None:
+        """The plan of a stored tree, or None."""
+        leaves, treedef = jax.tree.flatten(tree)
+        shapes = tuple(tuple(getattr(leaf, "shape", ())) for leaf in leaves)
+        for plan in self._plans.get(treedef, ()):
+            if plan.stored_shapes == shapes:
+                return plan
+        return None
+
+    def explain(self, tree: Any) -> str:
+        """How a tree that `find` does not know differs from those it does."""
+        remedy = "Lay it out with `zero.init` or `zero.shard` first."
+        if not self._plans:
+            return f"this `Zero` has laid out no tree yet. {remedy}"
+        paths_and_leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        given = {path_name(path): leaf for path, leaf in paths_and_leaves}
+        if treedef in self._plans:
+            plan = self._plans[treedef][-1]
+            for leaf, (_, x) in zip(plan.leaves, paths_and_leaves, strict=True):
+                shape = tuple(getattr(x, "shape", ()))
+                if shape != leaf.stored_shape:
+                    return (
+                        f"the leaf `{leaf.path}` has shape {shape}, but it was laid out as "
+                        f"{leaf.stored_shape} (true shape {leaf.shape}). The tree has changed "
+                        f"since then. {remedy}"
+                    )
+        return f"{self._structure_difference(given)} {remedy}"
+
+    def _structure_difference(self, given: dict[str, Any]) -> str:
+        def distance(plan: TreePlan) -> int:
+            return len(given.keys() ^ {leaf.path for leaf in plan.leaves})
+
+        nearest = min((p for plans in self._plans.values() for p in plans), key=distance)
+        known = {leaf.path for leaf in nearest.leaves}
+        changes = [f"`{path}` is new" for path in given if path not in known]
+        changes += [f"`{path}` is gone" for path in known if path not in given]
+        what = ", ".join(changes[:3]) or "its containers are of other types"
+        return f"the tree is none that this `Zero` has laid out; next to the nearest, {what}."

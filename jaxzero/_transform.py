@@ -1,0 +1,285 @@
+"""From a user's function to a sharded program under `jit` and `shard_map`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from jaxtyping import Array
+
+from ._accumulate import REDUCTIONS, combine
+from ._arguments import BATCH, Argument, Call, split_dim
+from ._collectives import Wire
+from ._config import ZeroConfig
+from ._local import Flat, Parameters, run_on_device
+from ._mesh import AXES
+from ._partition import path_name
+from ._placement import constrain
+from ._schedule import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What was asked of `value_and_grad`, or (`argnums` None) of `apply`."""
+
+    argnums: tuple[int, ...] | None
+    has_aux: bool = False
+    microbatches: int = 1
+    weighted: bool = False
+    reduce: tuple[tuple[str, ...], Any] | None = None  # how outputs are combined: a flat tree
+
+
+class Transform:
+    """One user function for one kind of call: the jitted program, and its plan once traced."""
+
+    def __init__(
+        self, function: Callable, call: Call, options: Options, mesh: Mesh, config: ZeroConfig
+    ):
+        self.function = function
+        self.call = call
+        self.options = options
+        self.mesh = mesh
+        self.config = config
+        self.wire = Wire.of(mesh, config)
+        self.parameters = _parameters(call, options, config)
+        self.plan: Plan | None = None
+        self.program = jax.jit(self._program)
+
+    def _program(self, arrays: list[list[Array]]) -> tuple[Any, list[Any], Any]:
+        """Loss, flat gradients and other outputs of a call, from global arrays."""
+        in_specs = [self._specs(argument) for argument in self.call.arguments]
+        if AxisType.Explicit in self.mesh.axis_types:
+            arrays = [
+                [constrain(x, self.mesh, spec) for x, spec in zip(leaves, specs, strict=True)]
+                for leaves, specs in zip(arrays, in_specs, strict=True)
+            ]
+        axes = self.config.axes if self.parameters.gradients_split else ()
+        gradient_specs = [
+            self.parameters.leaves[i].spec(axes, manual_only=True)
+            for i in self.parameters.differentiated
+        ]
+        outputs = _Outputs(self.options, self._rows_per_microbatch(arrays))
+        mapped = jax.shard_map(
+            lambda arrays: self._on_device(arrays, outputs),
+            mesh=self.mesh,
+            in_specs=(in_specs,),
+            out_specs=(PartitionSpec(), gradient_specs, (PartitionSpec(), BATCH)),
+            axis_names=set(AXES),
+            check_vma=False,
+        )
+        loss, gradients, parts = mapped(arrays)
+        return loss, gradients, outputs.join(*parts)
+
+    def _specs(self, argument: Argument) -> list[PartitionSpec]:
+        if argument.plan is None:
+            return list(argument.specs)
+        axes = self.config.axes if self.parameters.weights_split else ()
+        return [leaf.spec(axes, manual_only=True) for leaf in argument.plan.leaves]
+
+    def _rows_per_microbatch(self, arrays: Sequence[Sequence[Array]]) -> int | None:
+        """How many rows of the batch one device sees at a time."""
+        for argument, leaves in zip(self.call.arguments, arrays, strict=True):
+            for x, spec in zip(leaves, argument.specs, strict=True):
+                dim = None if argument.plan else split_dim(spec)
+                if dim is not None:
+                    return x.shape[dim] // self.wire.num_devices // self.options.microbatches
+        return None
+
+    def _on_device(self, arrays: list[list[Array]], outputs: _Outputs) -> Any:
+        stored, inputs, specs = [], [], []
+        for argument, leaves in zip(self.call.arguments, arrays, strict=True):
+            if argument.plan:
+                stored += leaves
+            else:
+                inputs += leaves
+                specs += argument.specs
+        loss, gradients, others, self.plan = run_on_device(
+            Flat(lambda stored, inputs: self._flat(stored, inputs, outputs)),
+            self.parameters,
+            stored,
+            inputs,
+            specs,
+            self.options.microbatches,
+            self.wire,
+        )
+        return loss, gradients, outputs.part(others, self.wire)
+
+    def _flat(self, stored: list[Any], inputs: list[Any], outputs: _Outputs) -> Any:
+        """The user's function and its gradients on flat lists of arrays."""
+        options = self.options
+        if options.argnums is None:
+            args, kwargs = self._rebuild(stored, inputs)
+            return None, None, [], outputs.record(self.function(*args, **kwargs))
+
+        def loss(differentiated):
+            merged = list(stored)
+            for i, x in zip(self.parameters.differentiated, differentiated, strict=True):
+                merged[i] = x
+            args, kwargs = self._rebuild(merged, inputs)
+            value, aux = _split_aux(self.function(*args, **kwargs), options.has_aux)
+            value, weight = _split_weight(value, options.weighted)
+            _check_loss(value)
+            return value, (weight, outputs.record(aux))
+
+        differentiated = [stored[i] for i in self.parameters.differentiated]
+        (value, (weight, others)), gradients = jax.value_and_grad(loss, has_aux=True)(
+            differentiated
+        )
+        return value, weight, gradients, others
+
+    def _rebuild(self, stored: list[Any], inputs: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+        remaining = {True: iter(stored), False: iter(inputs)}
+        arrays = [
+            [next(remaining[argument.plan is not None]) for s in argument.statics if s is None]
+            for argument in self.call.arguments
+        ]
+        return self.call.rebuild(arrays)
+
+
+def _parameters(call: Call, options: Options, config: ZeroConfig) -> Parameters:
+    leaves, differentiated = [], []
+    for number, argument in enumerate(call.arguments):
+        for leaf in argument.plan.leaves if argument.plan else ():
+            if number in (options.argnums or ()) and jnp.issubdtype(leaf.dtype, jnp.inexact):
+                differentiated.append(len(leaves))
+            leaves.append(leaf)
+    return Parameters(
+        tuple(leaves), tuple(differentiated), config.stage >= 3, config.stage >= 2
+    )
+
+
+def _split_aux(output: Any, has_aux: bool) -> tuple[Any, Any]:
+    if not has_aux:
+        return output, None
+    if not isinstance(output, (tuple, list)) or len(output) != 2:
+        raise ValueError(
+            "With `has_aux=True` the function must return `(loss, aux)`; got "
+            f"{type(output).__name__}."
+        )
+    return output[0], output[1]
+
+
+def _split_weight(value: Any, weighted: bool) -> tuple[Any, Array | None]:
+    if not weighted:
+        return value, None
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ValueError(
+            "With `weighted=True` the function must return `(sum, weight)` as its loss, such as "
+            f"the summed loss and the number of tokens; got {type(value).__name__}."
+        )
+    total, weight = value[0], jnp.asarray(value[1])
+    if weight.shape or jnp.iscomplexobj(weight):
+        raise ValueError(
+            "With `weighted=True` the weight must be a real scalar; got "
+            f"{weight.dtype}{list(weight.shape)}. Sum it over the examples."
+        )
+    if not jnp.issubdtype(weight.dtype, jnp.floating):
+        weight = weight.astype(jnp.float32)
+    return total, jax.lax.stop_gradient(weight)
+
+
+def _check_loss(value: Any) -> None:
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic, float)):
+        shown = type(value).__name__
+        hint = "If it also returns other things, pass `has_aux=True`."
+    elif jnp.shape(value) != ():
+        shown = f"{jnp.result_type(value)}{list(jnp.shape(value))}"
+        hint = "Take the mean over the examples."
+    elif not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        shown = str(jnp.result_type(value))
+        hint = "Take the real part, or cast."
+    else:
+        return
+    raise ValueError(f"The loss must be a real floating-point scalar; got {shown}. {hint}")
+
+
+class _Outputs:
+    """Outputs other than loss and gradients: how each is combined, and the tree they form."""
+
+    def __init__(self, options: Options, rows: int | None):
+        self.options = options
+        self.rows = rows
+        self.treedef: Any = None
+        self.how: list[str] = []
+
+    def record(self, tree: Any) -> list[Any]:
+        """Flatten what the user returned; decide how each leaf is combined over devices."""
+        paths_and_leaves, self.treedef = jax.tree_util.tree_flatten_with_path(tree)
+        asked = self._asked(tree)
+        leaves = [jnp.asarray(leaf) for _, leaf in paths_and_leaves]
+        self.how = [
+            how or self._default(path_name(path), leaf)
+            for how, (path, _), leaf in zip(asked, paths_and_leaves, leaves, strict=True)
+        ]
+        return leaves
+
+    def _asked(self, tree: Any) -> list[str | None]:
+        if self.options.reduce is None:
+            return [None] * len(jax.tree.leaves(tree))
+        is_name = lambda x: isinstance(x, str)  # noqa: E731
+        try:
+            spread = jax.tree.map(
+                lambda how, subtree: jax.tree.map(lambda _: how, subtree),
+                jax.tree.unflatten(*reversed(self.options.reduce)),
+                tree,
+                is_leaf=is_name,
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"`{self._argument}` is not a tree prefix of what the function returns: {error}"
+            ) from error
+        return jax.tree.leaves(spread, is_leaf=is_name)
+
+    @property
+    def _argument(self) -> str:
+        return "out_reduce" if self.options.argnums is None else "aux_reduce"
+
+    def _default(self, path: str, leaf: Array) -> str:
+        forward_only = self.options.argnums is None
+        if forward_only and leaf.ndim and leaf.shape[0] == self.rows:
+            return "concat"
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        if is_float and not (forward_only and leaf.ndim):
+            return "mean"
+        kind = "output" if forward_only else "aux"
+        raise ValueError(
+            f"The {kind} leaf `{path}` ({leaf.dtype}{list(leaf.shape)}) differs between devices "
+            f"and cannot just be averaged. Say with `{self._argument}`, a tree prefix of "
+            f"{', '.join(map(repr, REDUCTIONS))}, how it is combined."
+        )
+
+    def part(self, leaves: Sequence[Array], wire: Wire) -> tuple[list[Array], list[Array]]:
+        """What this device contributes: values that are the same everywhere, and rows."""
+        combined = [combine(x, how, wire) for x, how in zip(leaves, self.how, strict=True)]
+        pairs = list(zip(combined, self.how, strict=True))
+        rows = [x for x, how in pairs if how in ("stack", "concat")]
+        return [x for x, how in pairs if how not in ("stack", "concat")], rows
+
+    def join(self, whole: Sequence[Array], rows: Sequence[Array]) -> Any:
+        """The tree that the user returned, of global arrays."""
+        remaining = {False: iter(whole), True: iter(rows)}
+        leaves = [next(remaining[how in ("stack", "concat")]) for how in self.how]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def flat_reductions(argument: str, reduce: Any) -> tuple[tuple[str, ...], Any] | None:
+    """A tree of names as something hashable.
+
+    Raises:
+        ValueError: a name is not in `REDUCTIONS`.
+    """
+    if reduce is None:
+        return None
+    names, treedef = jax.tree.flatten(reduce)
+    for name in names:
+        if name not in REDUCTIONS:
+            raise ValueError(
+                f"`{argument}` must be a tree prefix of {', '.join(map(repr, REDUCTIONS))}; "
+                f"it holds {name!r}."
+            )
+    return tuple(names), treedef

@@ -1,0 +1,382 @@
+"""`Zero`: what a user holds. Sharded parameters in, loss and sharded gradients out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array
+
+from ._arguments import BATCH, Call, check_differentiable, check_rows, resolve
+from ._config import ZeroConfig, zero3
+from ._mesh import check_mesh
+from ._optimizer import init_state, plan_state, true_shapes, warn_of_padding
+from ._partition import TreePlan, plan_tree
+from ._placement import auto_mesh, constrain, gather_whole, on_mesh, pad_leaf, pad_tree, place
+from ._registry import Registry
+from ._report import Report, make_report
+from ._schedule import Plan
+from ._transform import Options, Transform, flat_reductions
+
+
+class Zero:
+    """ZeRO for any differentiable function, over a mesh with axes `node` and `local`.
+
+    Args:
+        mesh: from `make_mesh`, or any mesh that has these two axes.
+        config: what is split and how it travels; by default ZeRO-3.
+
+    Raises:
+        ValueError: `mesh` lacks one of the axes.
+
+    Example:
+        >>> zero = jz.Zero(jz.make_mesh(nodes=2))
+        >>> params = zero.init(init_fn, key)
+        >>> opt_state = zero.init_optimizer(tx, params)
+        >>> loss, grads = zero.value_and_grad(loss_fn)(params, batch)
+
+    References:
+        ZeRO (https://arxiv.org/abs/1910.02054), section 5;
+        MiCS (https://arxiv.org/abs/2205.00119) for `split="local"`.
+    """
+
+    def __init__(self, mesh: Mesh, config: ZeroConfig | None = None):
+        check_mesh(mesh)
+        if config is not None and not isinstance(config, ZeroConfig):
+            raise ValueError(
+                f"`config` must be a `jz.ZeroConfig`, such as `jz.zero3()`; got {config!r}."
+            )
+        self.mesh = mesh
+        self.config = zero3() if config is None else config
+        self._plans = Registry()
+        self._states = Registry()
+        self._transform = functools.lru_cache(maxsize=256)(self._new_transform)
+
+    batch_spec: PartitionSpec = BATCH
+    """How a batch is split: dim 0 over all devices. For `in_specs` and data loading."""
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
+        return f"Zero({sizes}; {self.config})"
+
+    # Trees in and out of their sharded form.
+
+    def init(self, init_fn: Callable, *args: Any, specs: Any = None) -> Any:
+        """Run `init_fn(*args)` so that each device only ever makes its own shards.
+
+        Args:
+            init_fn: returns a tree of arrays (and `None`s).
+            args: for example a key.
+            specs: a tree prefix of `PartitionSpec`s over mesh axes other than ours.
+
+        Returns:
+            The tree of global `jax.Array`s, each split on one dim over all devices. A
+            leaf that no dim of which divides is padded with zeros.
+
+        Raises:
+            ValueError: a leaf is no array, or `specs` names our axes.
+        """
+        plan = self._plan(jax.eval_shape(init_fn, *args), specs)
+        shardings = plan.shardings(auto_mesh(self.mesh), self._weight_axes)
+
+        def run(*args):
+            leaves = pad_tree(plan, jax.tree.leaves(init_fn(*args)))
+            return jax.tree.unflatten(plan.treedef, leaves)
+
+        made = jax.jit(run, out_shardings=shardings)(*args)
+        return jax.tree.map(lambda x: on_mesh(x, self.mesh), made)
+
+    def abstract(self, init_fn: Callable, *args: Any, specs: Any = None) -> Any:
+        """What `init` would return, as `ShapeDtypeStruct`s with shardings: nothing is made.
+
+        Use it as the target of a restore, or to load a checkpoint into.
+        """
+        plan = self._plan(jax.eval_shape(init_fn, *args), specs)
+        shardings = jax.tree.leaves(plan.shardings(self.mesh, self._weight_axes))
+        structs = [
+            jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype, sharding=sharding)
+            for leaf, sharding in zip(plan.leaves, shardings, strict=True)
+        ]
+        return jax.tree.unflatten(plan.treedef, structs)
+
+    def shard(self, tree: Any, specs: Any = None) -> Any:
+        """Split a tree of whole arrays over the devices.
+
+        Args:
+            tree: leaves are numpy or jax arrays, or anything with `shape`, `dtype` and
+                `__getitem__` for a tuple of slices, such as a tensor in a file. Of each
+                leaf only the slices that this process's devices own are read.
+            specs: as for `init`.
+
+        Returns:
+            The same as `init`.
+        """
+        plan = self._plan(tree, specs)
+        axes = self._weight_axes
+        leaves = [
+            constrain(pad_leaf(leaf, x), self.mesh, leaf.spec(axes))
+            if isinstance(x, jax.core.Tracer)
+            else place(leaf, x, self.mesh, axes)
+            for leaf, x in zip(plan.leaves, jax.tree.leaves(tree), strict=True)
+        ]
+        return jax.tree.unflatten(plan.treedef, leaves)
+
+    def unshard(self, tree: Any) -> Any:
+        """Gather a sharded tree: true shapes, whole on every device.
+
+        Takes parameters, gradients, updates or optimizer state. To save a model, use
+        `Checkpoints` or an export, which never hold all of it in one place.
+        """
+        plan = self._plan_of(tree)
+        whole = gather_whole(plan, jax.tree.leaves(tree), self.mesh)
+        return jax.tree.unflatten(plan.treedef, whole)
+
+    def shardings(self, tree: Any) -> Any:
+        """The tree of `NamedSharding`s in which `tree` is stored, for `out_shardings` and the like.
+
+        Args:
+            tree: parameters from `init`, or optimizer state from `init_optimizer`.
+        """
+        state = self._states.find(tree)
+        if state is not None:
+            return state.shardings(self.mesh, self._state_axes)
+        return self._plan_of(tree).shardings(self.mesh, self._weight_axes)
+
+    # Optimizers.
+
+    def init_optimizer(self, tx: optax.GradientTransformation, params: Any) -> Any:
+        """`tx.init(params)`, with every leaf split like the parameter it belongs to.
+
+        Raises:
+            ValueError: `params` did not come from this `Zero`.
+        """
+        plan = self._plan_of(params)
+        warn_of_padding(tx, plan)
+        state_plan = plan_state(tx, plan, self.mesh, self.config)
+        self._states.add(state_plan)
+        return init_state(tx, params, state_plan, self.mesh, self._state_axes)
+
+    def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+        """Wrap `tx` so that it sees leaves in their own shapes where they are padded.
+
+        Needed only on meshes that divide no dim of a leaf, and there only by optimizers
+        that use shapes, such as Adafactor and Muon.
+        """
+        return true_shapes(tx, self._plan_of, self.mesh, self.config)
+
+    # Programs.
+
+    def value_and_grad(
+        self,
+        f: Callable,
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        allow_int: bool = False,
+        *,
+        microbatches: int = 1,
+        weighted: bool = False,
+        aux_reduce: Any = None,
+        in_specs: Sequence[Any] | None = None,
+    ) -> Callable:
+        """`jax.value_and_grad` on sharded parameters.
+
+        `f` is written for one device: it sees full parameters and this device's rows of
+        the batch, and returns the mean loss over those rows. The program is re-emitted so
+        that each parameter is gathered just before it is used, in forward and again in
+        backward, and each gradient is reduced where it is produced. Collectives over the
+        axes `("node", "local")` are allowed in `f`.
+
+        Args:
+            f: `f(params, batch, ...) -> loss`. The loss is a real scalar.
+            argnums: which positional arguments are differentiated; each must be a tree
+                from `init` or `shard`. Other arguments may be such trees too (frozen
+                parameters); they are gathered at use likewise.
+            has_aux: `f` returns `(loss, aux)`.
+            allow_int: integer leaves get gradients of type `float0`, as in JAX.
+            microbatches: run the rows of each device in this many equal runs, one after
+                the other, and add up gradients as shards in float32.
+            weighted: `f` returns `(sum, weight)` as its loss; the result is the sum of sums
+                over the sum of weights, over all devices and micro-batches. The weight (a
+                number of tokens) is taken as independent of the parameters.
+            aux_reduce: how leaves of `aux` are combined over devices and micro-batches: a
+                tree prefix of "mean", "sum", "first", or "stack" (on a new leading dim, in
+                the order of the batch). Float leaves default to "mean"; others need one.
+            in_specs: for each positional argument None, or a tree prefix of
+                `PartitionSpec`s over `node` and `local`. By default the first argument
+                that is no sharded tree is the batch, split on dim 0 (`batch_spec`);
+                others are given whole to every device.
+
+        Returns:
+            A function of the same arguments that returns `(loss, grads)`, or
+            `((loss, aux), grads)`: the mean over all devices, and its gradient, split like
+            the parameters. Works under `jax.jit` and outside of it. Leaves that are no
+            arrays (strings, functions, Python numbers) are passed to `f` unchanged, and
+            each new value compiles a new program.
+
+        Raises:
+            ValueError: before anything is compiled, with the argument and the tree path.
+        """
+        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        _check_positive("microbatches", microbatches)
+        reduce = flat_reductions("aux_reduce", aux_reduce)
+        options = Options(numbers, has_aux, microbatches, weighted, reduce)
+
+        @functools.wraps(f)
+        def wrapped(*args, **kwargs):
+            transform, arrays = self._prepare(f, args, kwargs, options, in_specs, numbers)
+            for number in numbers:
+                argument = transform.call.arguments[number]
+                check_differentiable(argument, arrays[number], allow_int)
+            loss, gradients, aux = transform.program(arrays)
+            trees = _gradient_trees(transform, gradients)
+            grads = trees[0] if isinstance(argnums, int) else tuple(trees)
+            return ((loss, aux), grads) if has_aux else (loss, grads)
+
+        return wrapped
+
+    def apply(
+        self,
+        f: Callable,
+        argnums: int | Sequence[int] = 0,
+        *,
+        in_specs: Sequence[Any] | None = None,
+        out_reduce: Any = None,
+    ) -> Callable:
+        """Run a function of sharded parameters, without gradients: for evaluation.
+
+        Args:
+            f: `f(params, batch, ...) -> outputs`, written as for `value_and_grad`.
+            argnums: which arguments must be sharded trees.
+            in_specs: as for `value_and_grad`.
+            out_reduce: how outputs are combined over devices: a tree prefix of "mean",
+                "sum", "first", "stack" and "concat". By default an output with as many
+                rows as this device's batch is joined to one of the whole batch
+                ("concat"), and a float scalar is averaged; others need one.
+
+        Returns:
+            A function of the same arguments.
+        """
+        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        options = Options(None, reduce=flat_reductions("out_reduce", out_reduce))
+
+        @functools.wraps(f)
+        def wrapped(*args, **kwargs):
+            transform, arrays = self._prepare(f, args, kwargs, options, in_specs, numbers)
+            return transform.program(arrays)[2]
+
+        return wrapped
+
+    def plan(
+        self,
+        f: Callable,
+        *args: Any,
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        microbatches: int = 1,
+        weighted: bool = False,
+        aux_reduce: Any = None,
+        in_specs: Sequence[Any] | None = None,
+    ) -> Plan:
+        """What one call of `value_and_grad(f)` would gather and reduce, and when.
+
+        Nothing is compiled or run. Arguments are as for `value_and_grad`; `print` the result.
+        """
+        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        reduce = flat_reductions("aux_reduce", aux_reduce)
+        options = Options(numbers, has_aux, microbatches, weighted, reduce)
+        transform, arrays = self._prepare(f, args, {}, options, in_specs, numbers)
+        jax.eval_shape(transform.program, arrays)
+        assert transform.plan is not None
+        return transform.plan
+
+    # What the above share.
+
+    @property
+    def _weight_axes(self) -> tuple[str, ...]:
+        return self.config.axes if self.config.stage >= 3 else ()
+
+    @property
+    def _state_axes(self) -> tuple[str, ...]:
+        return self.config.axes if self.config.stage >= 1 else ()
+
+    def _plan(self, tree: Any, specs: Any) -> TreePlan:
+        return self._plans.add(plan_tree(tree, self.mesh, self.config, specs))
+
+    def find_plan(self, tree: Any) -> TreePlan | None:
+        """How a tree from `init`, `shard` or `init_optimizer` is laid out; None: it is not."""
+        return self._plans.find(tree) or self._states.find(tree)
+
+    def report(self, params: Any, opt_state: Any = None) -> Report:
+        """What is split how, and how many bytes one device holds.
+
+        Args:
+            params: arrays, or from `abstract`.
+            opt_state: from `init_optimizer`.
+        """
+        gradient_axes = self.config.axes if self.config.stage >= 2 else ()
+        axes = {
+            "parameters": self._weight_axes,
+            "gradients": gradient_axes,
+            "optimizer state": self._state_axes,
+        }
+        state = None if opt_state is None else self._plan_of(opt_state)
+        return make_report(self._plan_of(params), state, self.mesh, axes)
+
+    def _plan_of(self, tree: Any) -> TreePlan:
+        plan = self.find_plan(tree)
+        if plan is None:
+            raise ValueError(f"The given tree: {self._plans.explain(tree)}")
+        return plan
+
+    def _prepare(
+        self,
+        f: Callable,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        options: Options,
+        in_specs: Sequence[Any] | None,
+        numbers: Sequence[int],
+    ) -> tuple[Transform, list[list[Array]]]:
+        """Find out what the arguments are, check them, and find the program for them."""
+        call, arrays = resolve(
+            f,
+            args,
+            kwargs,
+            argnums=numbers,
+            in_specs=in_specs,
+            find_plan=self._plans.find,
+            why_no_plan=self._plans.explain,
+        )
+        check_rows(call, arrays, self.mesh, options.microbatches)
+        make = self._transform if isinstance(f, Hashable) else self._new_transform
+        return make(f, call, options), arrays
+
+    def _new_transform(self, f: Callable, call: Call, options: Options) -> Transform:
+        return Transform(f, call, options, self.mesh, self.config)
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"`{name}` must be at least 1; got {value}.")
+
+
+def _gradient_trees(transform: Transform, gradients: Sequence[Array]) -> list[Any]:
+    """The flat gradients as trees like the differentiated arguments."""
+    remaining = iter(gradients)
+    trees = []
+    for number in transform.options.argnums or ():
+        argument = transform.call.arguments[number]
+        leaves = [
+            next(remaining)
+            if jnp.issubdtype(leaf.dtype, jnp.inexact)
+            else np.zeros(leaf.stored_shape, jax.dtypes.float0)
+            for leaf in (argument.plan.leaves if argument.plan else ())
+        ]
+        trees.append(jax.tree.unflatten(argument.treedef, leaves))
+    return trees
