@@ -1,12 +1,12 @@
 """ZeRO-3 for JAX as a function transformation. Start at `Zero`.
 
-    import jaxzero as jz
+import jaxzero as jz
 
-    mesh = jz.make_mesh(nodes=2)
-    zero = jz.Zero(mesh)
-    params = zero.init(init_fn, key)
-    opt_state = zero.init_optimizer(tx, params)
-    loss, grads = zero.value_and_grad(loss_fn)(params, batch)
+mesh = jz.make_mesh(nodes=2)
+zero = jz.Zero(mesh)
+params = zero.init(init_fn, key)
+opt_state = zero.init_optimizer(tx, params)
+loss, grads = zero.value_and_grad(loss_fn)(params, batch)
 """
 
 from ._checkpoint import Checkpoints as Checkpoints

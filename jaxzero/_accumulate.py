@@ -70,9 +70,7 @@ def accumulate(
     ]
 
     def step(index, rows):
-        merged = [
-            row if split else x for row, x, split in zip(rows, inputs, is_split, strict=True)
-        ]
+        merged = [row if split else x for row, x, split in zip(rows, inputs, is_split, strict=True)]
         sums, others = run(index, merged)
         return _widened(sums), others
 
@@ -143,7 +141,7 @@ def combine(x: Array, how: str, wire: Wire) -> Array:
 
 
 def _from_first_device(x: Array) -> Array:
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = _from_first_device(jax.random.key_data(x))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return lax.all_gather(x, AXES)[0]

@@ -29,8 +29,9 @@ class Static:
     value: Any
 
     def __eq__(self, other: object) -> bool:  # 1 == True == 1.0, but they trace differently
-        same_type = isinstance(other, Static) and type(self.value) is type(other.value)
-        return same_type and self.value == other.value
+        if not isinstance(other, Static) or type(self.value) is not type(other.value):
+            return False
+        return self.value == other.value
 
     def __hash__(self):
         return hash((type(self.value), self.value))

@@ -202,7 +202,6 @@ def _stored_array(leaf: Leaf, x: jax.Array | None, like: Any, zero: Zero) -> jax
     """Pad, and lay out as `like` is. `x` None: an empty leaf."""
     x = jnp.zeros(leaf.shape, leaf.dtype) if x is None else x
     sharding = getattr(like, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(zero.mesh, PartitionSpec())
-    auto = NamedSharding(auto_mesh(sharding.mesh), sharding.spec)
-    return on_mesh(jax.jit(lambda x: pad_leaf(leaf, x), out_shardings=auto)(x), sharding.mesh)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    auto = NamedSharding(auto_mesh(zero.mesh), spec)
+    return on_mesh(jax.jit(lambda x: pad_leaf(leaf, x), out_shardings=auto)(x), zero.mesh)

@@ -22,14 +22,14 @@ def is_narrow_float(dtype: DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize <= 2
 
 
-def to_bits(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+def to_bits(x: Shaped[Array, ...]) -> Shaped[Array, ...]:
     """View a narrow float as unsigned integers, so that no backend widens it in transit."""
     if not is_narrow_float(x.dtype):
         return x
     return lax.bitcast_convert_type(x, _BITS[8 * x.dtype.itemsize])
 
 
-def from_bits(x: Shaped[Array, "..."], dtype: DTypeLike) -> Shaped[Array, "..."]:
+def from_bits(x: Shaped[Array, ...], dtype: DTypeLike) -> Shaped[Array, ...]:
     """Undo `to_bits`."""
     return lax.bitcast_convert_type(x, dtype) if is_narrow_float(dtype) else x
 
@@ -64,11 +64,11 @@ class Cast:
 
     def wire_dtype(self, dtype: DTypeLike) -> jnp.dtype:
         """The type on the wire for an array of type `dtype`."""
-        dtype = jnp.dtype(dtype)
-        wider = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > self.dtype.itemsize
-        return self.dtype if wider else dtype
+        old, new = jnp.dtype(dtype), jnp.dtype(self.dtype)
+        wider = jnp.issubdtype(old, jnp.floating) and old.itemsize > new.itemsize
+        return new if wider else old
 
-    def encode(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    def encode(self, x: Shaped[Array, ...]) -> Shaped[Array, ...]:
         """What is sent for `x`: the same shape, rounded to nearest."""
         wire = self.wire_dtype(x.dtype)
         return x if wire == x.dtype else jax.lax.optimization_barrier(x.astype(wire))

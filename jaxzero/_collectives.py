@@ -52,7 +52,7 @@ class Wire:
         return tuple(axis for axis in AXES if axis not in self.axes)
 
 
-def pad(x: Shaped[Array, "..."], layout: Layout) -> Shaped[Array, "..."]:
+def pad(x: Shaped[Array, ...], layout: Layout) -> Shaped[Array, ...]:
     """Append the zeros that make `layout.dim` divisible."""
     if not layout.is_padded:
         return x
@@ -61,12 +61,12 @@ def pad(x: Shaped[Array, "..."], layout: Layout) -> Shaped[Array, "..."]:
     return jnp.pad(x, widths)
 
 
-def unpad(x: Shaped[Array, "..."], layout: Layout) -> Shaped[Array, "..."]:
+def unpad(x: Shaped[Array, ...], layout: Layout) -> Shaped[Array, ...]:
     """Drop the zeros that `pad` appended."""
     return lax.slice_in_dim(x, 0, layout.size, axis=layout.dim) if layout.is_padded else x
 
 
-def gather(shard: Shaped[Array, "..."], layout: Layout, wire: Wire) -> Shaped[Array, "..."]:
+def gather(shard: Shaped[Array, ...], layout: Layout, wire: Wire) -> Shaped[Array, ...]:
     """All-gather the full array from every device's shard, over `node`, then `local`."""
     x = shard
     for axis in reversed(wire.axes):
@@ -79,7 +79,7 @@ def gather(shard: Shaped[Array, "..."], layout: Layout, wire: Wire) -> Shaped[Ar
     return unpad(x, layout)
 
 
-def reduce(full: Shaped[Array, "..."], layout: Layout, wire: Wire) -> Shaped[Array, "..."]:
+def reduce(full: Shaped[Array, ...], layout: Layout, wire: Wire) -> Shaped[Array, ...]:
     """Sum over all devices, and keep this device's shard: over `local`, then `node`.
 
     Returns:
@@ -99,8 +99,8 @@ def accumulator_dtype(dtype: DTypeLike) -> jnp.dtype:
 
 
 def _reduce_hop(
-    x: Shaped[Array, "..."], axis: str, dim: int, dtype: DTypeLike, wire: Wire
-) -> Shaped[Array, "..."]:
+    x: Shaped[Array, ...], axis: str, dim: int, dtype: DTypeLike, wire: Wire
+) -> Shaped[Array, ...]:
     """Sum over one axis and keep one piece of `dim`.
 
     Values that travel in 16 bits are exchanged all-to-all and summed in float32, once.
@@ -120,7 +120,7 @@ def _reduce_hop(
     return jnp.sum(from_bits(pieces, sent.dtype), axis=0, dtype=jnp.float32)
 
 
-def _sum_over(x: Shaped[Array, "..."], axis: str, wire: Wire) -> Shaped[Array, "..."]:
+def _sum_over(x: Shaped[Array, ...], axis: str, wire: Wire) -> Shaped[Array, ...]:
     """All-reduce over one axis, in the codec's type, as a reduce and a gather."""
     num = wire.sizes[axis]
     if num == 1:
@@ -149,8 +149,8 @@ def all_reduce(arrays: list[Array], wire: Wire) -> list[Array]:
 
 
 def move_split(
-    shard: Shaped[Array, "..."], shape: tuple[int, ...], old: Layout, new: Layout, wire: Wire
-) -> Shaped[Array, "..."]:
+    shard: Shaped[Array, ...], shape: tuple[int, ...], old: Layout, new: Layout, wire: Wire
+) -> Shaped[Array, ...]:
     """Cut a split array along another dim, by one all-to-all of the shards.
 
     Args:
@@ -167,6 +167,6 @@ def move_split(
     return unpad(from_bits(x, shard.dtype), old)
 
 
-def gathered_aval(shard: jax.ShapeDtypeStruct, layout: Layout, wire: Wire):
+def gathered_aval(shard: Shaped[Array, ...], layout: Layout, wire: Wire) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of `gather(shard)`, as seen inside the `shard_map`."""
     return jax.eval_shape(lambda x: gather(x, layout, wire), shard)

@@ -133,7 +133,9 @@ class _Emitter:
 
     def _zeros(self, operation: Operation) -> list[Any]:
         """The shard of a gradient that is nothing but zeros needs no reduction."""
-        demand = self.plan.gradients.reduces.get(operation.outputs[0]) if operation.outputs else None
+        demand = (
+            self.plan.gradients.reduces.get(operation.outputs[0]) if operation.outputs else None
+        )
         source = operation.inputs[0] if operation.inputs else None
         is_zero = isinstance(source, Constant) and source.is_zero
         if demand is None or operation.name != "broadcast_in_dim" or not is_zero:
@@ -187,7 +189,5 @@ class _Emitter:
         for stack in uses.stacks:
             weight = stack.view.weight
             shard = self.shards[weight]
-            result.append(
-                views.apply_on_shard(stack.view.ops, shard, weight.layout, weight.shape)
-            )
+            result.append(views.apply_on_shard(stack.view.ops, shard, weight.layout, weight.shape))
         return result

@@ -46,9 +46,7 @@ class _Gain(enum.IntEnum):
     SMALLER = 2  # below, no whole stack of gradients is ever made
 
 
-def find_reduces(
-    block: Block, uses: BlockUses, demands: Sequence[Demand | None]
-) -> BlockGradients:
+def find_reduces(block: Block, uses: BlockUses, demands: Sequence[Demand | None]) -> BlockGradients:
     """Place the reduction of every demanded output.
 
     Args:
@@ -65,16 +63,11 @@ def find_reduces(
             search.place(out, demand)
         else:
             at_end[i] = demand
-    loops = {
-        index: _body(block, uses, index, wanted)
-        for index, wanted in search.loops.items()
-    }
+    loops = {index: _body(block, uses, index, wanted) for index, wanted in search.loops.items()}
     return BlockGradients(search.reduces, search.on_shards, loops, at_end)
 
 
-def _body(
-    block: Block, uses: BlockUses, index: int, wanted: dict[int, Demand]
-) -> BlockGradients:
+def _body(block: Block, uses: BlockUses, index: int, wanted: dict[int, Demand]) -> BlockGradients:
     loop = block.operations[index]
     assert isinstance(loop, Loop)
     demands = [wanted.get(i) for i in range(len(loop.outputs))]

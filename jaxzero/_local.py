@@ -76,11 +76,7 @@ def run_on_device(
         and the plan.
     """
     whole = [
-        None
-        if parameters.weight_layout(i)
-        else unpad(x, leaf.layout)
-        if leaf.layout
-        else x
+        None if parameters.weight_layout(i) else unpad(x, leaf.layout) if leaf.layout else x
         for i, (leaf, x) in enumerate(zip(parameters.leaves, stored, strict=True))
     ]
     block, shapes = _trace(flat, parameters, stored, whole, inputs, specs, microbatches, wire)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +25,7 @@ _microbatch: contextvars.ContextVar[Array | None] = contextvars.ContextVar(
 def make_mesh(
     nodes: int | None = None,
     *,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
     axis_type: AxisType = AxisType.Auto,
 ) -> Mesh:
     """Arrange devices as `(node, local)`.

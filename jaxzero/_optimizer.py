@@ -9,17 +9,20 @@ decides by shape (Adafactor, Muon), would: `true_shapes` wraps it.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
 
 from ._config import ZeroConfig
-from ._partition import Leaf, TreePlan, path_name, plan_tree
+from ._partition import Layout, Leaf, TreePlan, path_name, plan_tree
 from ._placement import auto_mesh, constrain, on_mesh, pad_tree, unpad_tree
+from ._program import is_traced
 
 
 class _TrueShapes(optax.GradientTransformationExtraArgs):
@@ -29,15 +32,47 @@ class _TrueShapes(optax.GradientTransformationExtraArgs):
 
 
 def warn_of_padding(tx: optax.GradientTransformation, plan: TreePlan) -> None:
-    """Say so if the optimizer will see padded leaves."""
+    """Warn if `tx` gives other updates because some of its leaves are padded."""
     padded = [leaf.path for leaf in plan.leaves if leaf.layout and leaf.layout.is_padded]
-    if padded and not isinstance(tx, _TrueShapes):
+    if padded and not isinstance(tx, _TrueShapes) and _notices_padding(tx, plan):
         warnings.warn(
-            f"{len(padded)} leaves are padded on this mesh, `{padded[0]}` the first. Adam, LAMB "
-            "and clipping are right as they are; an optimizer that uses shapes (Adafactor, "
-            "Muon) is not. Wrap any optimizer with `tx = zero.optimizer(tx)` to be sure.",
+            f"{len(padded)} leaves are padded with zeros on this mesh, `{padded[0]}` the first, "
+            "and this optimizer would not give them the updates of their own shapes. Wrap it: "
+            "`tx = zero.optimizer(tx)`.",
             stacklevel=3,
         )
+
+
+def _notices_padding(tx: optax.GradientTransformation, plan: TreePlan) -> bool:
+    """Try `tx` on tiny leaves of the same ranks, with and without a row of zeros."""
+    random = np.random.default_rng(0)
+    params, grads = [], []
+    for leaf in plan.leaves:
+        for values in (params, grads):
+            values.append(random.normal(size=(2,) * len(leaf.shape)).astype(leaf.dtype))
+    layouts = [
+        leaf.layout if leaf.layout and leaf.layout.is_padded else None for leaf in plan.leaves
+    ]
+
+    def widen(x: np.ndarray, layout: Layout | None) -> np.ndarray:
+        return x if layout is None else np.pad(x, [(0, d == layout.dim) for d in range(x.ndim)])
+
+    def update(params: list[Any], grads: list[Any]) -> list[Any]:
+        params, grads = (jax.tree.unflatten(plan.treedef, x) for x in (params, grads))
+        return jax.tree.leaves(tx.update(grads, tx.init(params), params)[0])
+
+    try:
+        small = jax.jit(update)(params, grads)
+    except TypeError:  # it needs more than gradients and parameters, and cannot be tried here
+        return False
+    wide = jax.jit(update)(
+        [widen(x, layout) for x, layout in zip(params, layouts, strict=True)],
+        [widen(x, layout) for x, layout in zip(grads, layouts, strict=True)],
+    )
+    return not all(
+        np.allclose(np.float32(a), np.float32(b[tuple(slice(n) for n in a.shape)]), rtol=1e-3)
+        for a, b in zip(small, wide, strict=True)
+    )
 
 
 def plan_state(
@@ -59,16 +94,21 @@ def plan_state(
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     plan = plan_tree(state, mesh, config)
     leaves = [
-        _like_parameter(leaf, path, by_path) for path, leaf in zip(paths, plan.leaves, strict=True)
+        _like_parameter(leaf, path, by_path, wrapped)
+        for path, leaf in zip(paths, plan.leaves, strict=True)
     ]
     return TreePlan(plan.treedef, tuple(leaves))
 
 
-def _like_parameter(leaf: Leaf, path: tuple[Any, ...], parameters: dict[str, Leaf]) -> Leaf:
+def _like_parameter(
+    leaf: Leaf, path: tuple[Any, ...], parameters: dict[str, Leaf], wrapped: bool
+) -> Leaf:
     for i in range(len(path) + 1):
         twin = parameters.get(path_name(path[i:]))
-        if twin and leaf.shape in (twin.shape, twin.stored_shape):
+        if twin and leaf.shape == (twin.shape if wrapped else twin.stored_shape):
             return Leaf(leaf.path, twin.shape, leaf.dtype, twin.layout, twin.other_axes)
+    if leaf.layout and leaf.layout.is_padded and not wrapped:
+        return dataclasses.replace(leaf, layout=None)  # only `true_shapes` can pad it
     return leaf
 
 
@@ -89,7 +129,7 @@ def init_state(
         axes: that split it.
     """
     leaves = jax.tree.leaves(params)
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+    if any(is_traced(x) for x in leaves):
         pairs = zip(jax.tree.leaves(tx.init(params)), plan.leaves, strict=True)
         placed = [constrain(x, mesh, leaf.spec(axes)) for x, leaf in pairs]
         return jax.tree.unflatten(plan.treedef, placed)
@@ -156,6 +196,4 @@ def _with_automatic_axes(function: Callable, out_shardings: Any, mesh: Mesh) -> 
     """Run `function` with all axes automatic: explicit ones cannot cut a dim unevenly."""
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = tuple(name for name, kind in types if kind == AxisType.Explicit)
-    return jax.jit(
-        jax.sharding.auto_axes(function, axes=explicit, out_sharding=out_shardings)
-    )
+    return jax.jit(jax.sharding.auto_axes(function, axes=explicit, out_sharding=out_shardings))

@@ -8,7 +8,7 @@ out over `local`, and a gather over `local` completes it, in order, without shuf
 The dim is the largest that divides evenly (the first of equals). Largest and not first,
 because a leaf stacked over layers is scanned over its first dim, which must stay whole
 for that, and layers are fewer than features. If no dim divides, the largest is padded
-with zeros: nothing but scalars and empty leaves falls back to replication.
+with zeros: nothing but single numbers and empty leaves falls back to replication.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ._config import ZeroConfig
@@ -55,7 +56,7 @@ def layouts_by_preference(
         busy: for each dim, how many ways other mesh axes cut it already. Such a dim is
             taken only if there is no other. `()`: none is.
     """
-    if pieces == 1 or not shape or 0 in shape:
+    if pieces == 1 or math.prod(shape) <= 1:
         return []
     busy = busy or (1,) * len(shape)
 
@@ -175,7 +176,7 @@ def _layout_of_leaf(
     leaf: Any, mesh: Mesh, config: ZeroConfig, other: PartitionSpec
 ) -> Layout | None:
     shape = tuple(leaf.shape)
-    if config.stage == 0 or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+    if config.stage == 0 or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return None
     if math.prod(shape) < config.param_persistence_threshold:
         return None

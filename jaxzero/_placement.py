@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ._collectives import pad, unpad
 from ._partition import Leaf, TreePlan
+from ._program import is_traced
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
@@ -44,12 +46,13 @@ def unpad_tree(plan: TreePlan, leaves: list[Any]) -> list[Any]:
 def place(leaf: Leaf, source: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
     """Put one array on the mesh; each device's slice, and no more, is read from `source`."""
     sharding = NamedSharding(mesh, leaf.spec(axes))
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return jax.device_put(source, sharding)
     if isinstance(source, jax.Array) and not source.is_fully_addressable:
         return jax.jit(lambda x: pad_leaf(leaf, x), out_shardings=sharding)(source)
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         bounds = [s.indices(n) for s, n in zip(index, leaf.stored_shape, strict=True)]
         inside = tuple(
             slice(min(start, n), min(stop, n))
@@ -67,7 +70,7 @@ def place(leaf: Leaf, source: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Arr
 def gather_whole(plan: TreePlan, leaves: list[Any], mesh: Mesh) -> list[Any]:
     """Every leaf in its true shape, whole on every device."""
     whole = NamedSharding(auto_mesh(mesh), PartitionSpec())
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+    if any(is_traced(x) for x in leaves):
         return unpad_tree(plan, [constrain(x, mesh, PartitionSpec()) for x in leaves])
     leaves = [on_mesh(x, auto_mesh(mesh)) for x in leaves]
     run = jax.jit(lambda leaves: unpad_tree(plan, leaves), out_shardings=whole)
@@ -80,7 +83,7 @@ def constrain(x: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
     Only mesh axes of explicit type are part of a traced array's type; the compiler sees to
     the others.
     """
-    if not isinstance(x, jax.core.Tracer):
+    if not is_traced(x):
         return jax.device_put(x, NamedSharding(mesh, spec))
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if AxisType.Explicit not in types.values():

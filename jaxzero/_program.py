@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core as jex
 
 from . import _views as views
@@ -49,8 +50,9 @@ class Constant:
     @property
     def is_zero(self) -> bool:
         """Whether it is a scalar zero; a value that is traced outside is never known to be."""
-        traced = isinstance(self.value, jax.core.Tracer)
-        return not traced and np.ndim(self.value) == 0 and bool(np.all(self.value == 0))
+        return (
+            not is_traced(self.value) and np.ndim(self.value) == 0 and bool(np.all(self.value == 0))
+        )
 
 
 Atom = Value | Constant
@@ -87,7 +89,9 @@ class Operation:
 class Barrier(Operation):
     """`optimization_barrier` on all inputs at once, as `jax.checkpoint` sets it."""
 
-    has_effects = False
+    @property
+    def has_effects(self) -> bool:
+        return False
 
     def bind(self, inputs: Sequence[Any]) -> list[Any]:
         return list(jax.lax.optimization_barrier(tuple(inputs)))
@@ -136,6 +140,11 @@ def trace(function: Callable, *avals: Any) -> tuple[Block, Any]:
     return _without_dead_code(_block(closed)), shapes
 
 
+def is_traced(x: Any) -> bool:
+    """Whether `x` stands for a value of a program being traced, rather than being an array."""
+    return isinstance(x, Tracer)
+
+
 def _scope(equation: Any) -> contextlib.AbstractContextManager:
     name = str(equation.source_info.name_stack)
     return jax.named_scope(name) if name else contextlib.nullcontext()
@@ -165,9 +174,7 @@ def _inline(
     return [read(var) for var in jaxpr.outvars]
 
 
-def _operation(
-    equation: Any, inputs: list[Atom], operations: list[Operation]
-) -> Sequence[Atom]:
+def _operation(equation: Any, inputs: list[Atom], operations: list[Operation]) -> Sequence[Atom]:
     """Append what `equation` amounts to; return its outputs."""
     name, params = equation.primitive.name, equation.params
     if name in _ALIAS:
@@ -254,12 +261,8 @@ def _narrow_barrier(barrier: Barrier, live: set[Value]) -> Barrier:
 
 def _narrow_loop(loop: Loop, live: set[Value]) -> Loop:
     """Drop the stacks that nobody reads, and inputs that the body does not."""
-    keep_out = [
-        i for i, value in enumerate(loop.outputs) if i < loop.num_carry or value in live
-    ]
-    body = dataclasses.replace(
-        loop.body, outputs=tuple(loop.body.outputs[i] for i in keep_out)
-    )
+    keep_out = [i for i, value in enumerate(loop.outputs) if i < loop.num_carry or value in live]
+    body = dataclasses.replace(loop.body, outputs=tuple(loop.body.outputs[i] for i in keep_out))
     body = _without_dead_code(body)
     read = {atom for op in body.operations for atom in op.inputs if isinstance(atom, Value)}
     read.update(atom for atom in body.outputs if isinstance(atom, Value))

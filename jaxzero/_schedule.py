@@ -25,10 +25,23 @@ from ._gradients import BlockGradients, Demand, find_reduces
 from ._program import Block, Loop, Value
 from ._uses import BlockUses, Weight
 
-_COSTLY = frozenset(
-    "dot_general ragged_dot conv_general_dilated gather scatter scatter-add scan while cond "
-    "custom_jvp_call custom_vjp_call shard_map pallas_call sort fft".split()
-)
+_COSTLY = {
+    "dot_general",
+    "ragged_dot",
+    "conv_general_dilated",
+    "gather",
+    "scatter",
+    "scatter-add",
+    "scan",
+    "while",
+    "cond",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "shard_map",
+    "pallas_call",
+    "sort",
+    "fft",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +162,9 @@ def _plan_block(
 
 def _gathers(block: Block, uses: BlockUses, boundary: int | None) -> tuple[Gather, ...]:
     """One gather for each weight, wire type and region. `boundary` None: the body of a loop."""
-    ties = [None] * (len(block.operations) + 1) if boundary is None else _ties(block, uses, boundary)
+    ties = (
+        [None] * (len(block.operations) + 1) if boundary is None else _ties(block, uses, boundary)
+    )
     planned: dict[tuple, Gather] = {}
     for use in uses.uses:
         weight = use.view.weight
@@ -200,11 +215,20 @@ def _steps(plan: BlockPlan, where: str, trips: int) -> Iterator[Step]:
         events.append((gather.at, step))
     ends = [(plan.block.outputs[i], demand) for i, demand in plan.gradients.at_end.items()]
     for value, demand in [*plan.gradients.reduces.items(), *ends]:
-        at = makers.get(value, len(operations)) if isinstance(value, Value) else len(operations)
-        shape, dtype = (value.shape, value.dtype) if isinstance(value, Value) else ((), "float32")
-        size = math.prod(shape) * (dtype.itemsize if isinstance(value, Value) else 4)
-        region = where or "backward"
-        step = Step(region, "reduce", demand.name, shape, str(dtype), size, names[at], "", trips)
+        if not isinstance(value, Value):
+            continue  # a constant gradient, such as that of an unused scalar
+        at = makers.get(value, len(operations))
+        step = Step(
+            where or "backward",
+            "reduce",
+            demand.name,
+            value.shape,
+            str(value.dtype),
+            math.prod(value.shape) * value.dtype.itemsize,
+            names[at],
+            "",
+            trips,
+        )
         events.append((at + 0.5, step))
     inner = [(index + 0.25, index) for index in plan.loops]
     for _, event in sorted([*events, *inner], key=lambda pair: pair[0]):

@@ -148,9 +148,7 @@ def _parameters(call: Call, options: Options, config: ZeroConfig) -> Parameters:
             if number in (options.argnums or ()) and jnp.issubdtype(leaf.dtype, jnp.inexact):
                 differentiated.append(len(leaves))
             leaves.append(leaf)
-    return Parameters(
-        tuple(leaves), tuple(differentiated), config.stage >= 3, config.stage >= 2
-    )
+    return Parameters(tuple(leaves), tuple(differentiated), config.stage >= 3, config.stage >= 2)
 
 
 def _split_aux(output: Any, has_aux: bool) -> tuple[Any, Any]:

@@ -11,12 +11,12 @@ is not computed at all, but becomes a view of the same stack outside.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from . import _views as views
 from ._partition import Layout
-from ._program import Barrier, Block, Loop, Operation, Value
+from ._program import Atom, Barrier, Block, Loop, Operation, Value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,20 +77,20 @@ class LoopUses:
 class BlockUses:
     """What a block does with the weights."""
 
-    views: dict[Value, View]
+    views: Mapping[Atom, View]
     uses: tuple[Use, ...]
     loops: dict[int, LoopUses]
     conflicts: frozenset[int]  # leaves that are scanned or sliced along the split dim
 
 
-def find_uses(block: Block, inputs: dict[Value, View]) -> BlockUses:
+def find_uses(block: Block, inputs: Mapping[Value, View]) -> BlockUses:
     """Find every place in `block` that needs a weight whole.
 
     Args:
         block: the program, or a loop's body.
         inputs: which of its inputs are views of weights.
     """
-    walk = _Walk(block, dict(inputs))
+    walk = _Walk(block, {**inputs})
     walk.walk()
     return walk.finish()
 
@@ -98,7 +98,7 @@ def find_uses(block: Block, inputs: dict[Value, View]) -> BlockUses:
 class _Walk:
     """One pass over a block, in program order."""
 
-    def __init__(self, block: Block, known: dict[Value, View]):
+    def __init__(self, block: Block, known: dict[Atom, View]):
         self.block = block
         self.views = known
         self.uses: list[Use] = []
@@ -140,7 +140,7 @@ class _Walk:
     def _loop(self, index: int, loop: Loop) -> None:
         first = loop.num_constants + loop.num_carry
         stacks: dict[tuple, Stack] = {}
-        inner: dict[Value, View] = {}
+        inner: dict[Atom, View] = {}
         whole = list(loop.inputs[:first])
         for outside, inside in zip(loop.inputs[first:], loop.body.inputs[first:], strict=True):
             view = self.views.get(outside)
@@ -159,14 +159,14 @@ class _Walk:
         self.loops[index] = LoopUses(tuple(stacks.values()), handed_on, uses)
 
     def _take_back(
-        self, loop: Loop, inside: dict[Value, View], stacks: tuple[Stack, ...]
+        self, loop: Loop, inside: Mapping[Atom, View], stacks: tuple[Stack, ...]
     ) -> frozenset[int]:
         """Make outputs of the loop that stack up views of its own layers views here."""
         by_layer = {stack.layer: stack.view for stack in stacks}
         handed_on = set()
         for i in range(loop.num_carry, len(loop.outputs)):
             out = loop.body.outputs[i]
-            view = inside.get(out) if isinstance(out, Value) else None
+            view = inside.get(out)
             if view is not None and view.weight in by_layer:
                 stacked = (op.of_stack(loop.length) for op in view.ops)
                 self.views[loop.outputs[i]] = by_layer[view.weight].then(*stacked)

@@ -30,7 +30,7 @@ class Op(abc.ABC):
     narrows = False  # whether it leaves fewer bytes to send
 
     @abc.abstractmethod
-    def apply(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    def apply(self, x: Shaped[Array, ...]) -> Shaped[Array, ...]:
         """Do it."""
 
     def out_shape(self, shape: Shape) -> Shape:
@@ -245,8 +245,8 @@ def push(ops: tuple[Op, ...], layout: Layout, shape: Shape) -> tuple[Layout, Sha
 
 
 def apply_on_shard(
-    ops: tuple[Op, ...], shard: Shaped[Array, "..."], layout: Layout, shape: Shape
-) -> Shaped[Array, "..."]:
+    ops: tuple[Op, ...], shard: Shaped[Array, ...], layout: Layout, shape: Shape
+) -> Shaped[Array, ...]:
     """Run `ops`, meant for an array of `shape`, on one device's piece of it."""
     for op in ops:
         local = shard.shape[layout.dim]

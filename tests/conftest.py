@@ -1,0 +1,87 @@
+"""Every test sees 8 CPU devices, strict promotion of dtypes and ranks, and warnings as errors.
+
+The warnings and the runtime check of annotations are set in `pyproject.toml`.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+from collections.abc import Iterator
+from typing import Any
+
+# Tests look at values and at HLO, never at CPU speed: LLVM without optimization compiles in half
+# the time. It comes after HLO, so collectives and memory figures are those of a default run.
+os.environ["XLA_FLAGS"] = " ".join(
+    ["--xla_backend_optimization_level=0", os.environ.get("XLA_FLAGS", "")]
+).strip()
+# Fake devices are what the suite is about, so a GPU does not become the default by being there.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Models come from files here; a library that would ask a hub for one fails at once instead.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Plots are files; on a machine without a screen nothing may look for one.
+os.environ.setdefault("MPLBACKEND", "agg")
+
+import hypothesis
+import jax
+import pytest
+
+# Before any backend exists: afterwards the number of devices is fixed.
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# What compiles here is what is tested, not what an earlier run left on disk.
+jax.config.update("jax_enable_compilation_cache", False)
+
+# The first example of a property compiles, so time per example says nothing; and the same examples
+# on every run: a red run must be red again.
+hypothesis.settings.register_profile("jaxzero", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("jaxzero")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests, with a reason, where there is no GPU."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _has_gpu():
+        skip = pytest.mark.skip(reason="needs a GPU: JAX_PLATFORMS=cpu,cuda where there is one")
+        for item in marked:
+            item.add_marker(skip)
+
+
+def _has_gpu() -> bool:
+    if "cuda" not in os.environ["JAX_PLATFORMS"]:
+        return False
+    return bool(jax.devices("gpu"))
+
+
+@pytest.fixture(autouse=True)
+def _promotion(request: pytest.FixtureRequest) -> Iterator[None]:
+    """JAX's ordinary dtype promotion for tests marked `standard_promotion`.
+
+    optax computes `decay**count` from a float and an int32, and Flax normalizes bfloat16 with
+    float32 statistics; strict promotion refuses both. In one dtype Flax and Equinox are
+    strict-clean, and no library needs implicit promotion of ranks.
+    """
+    if request.node.get_closest_marker("standard_promotion"):
+        with jax.numpy_dtype_promotion("standard"):
+            yield
+    else:
+        yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which JAX ran, and how many tests were skipped for want of a GPU or of torch."""
+    counts = collections.Counter(
+        _wanted(report.longrepr) for report in terminalreporter.stats.get("skipped", [])
+    )
+    terminalreporter.write_line(
+        f"JAX {jax.__version__}; skipped for want of a GPU: {counts['gpu']}, of torch: "
+        f"{counts['torch']}, for another reason: {counts['other']}"
+    )
+
+
+def _wanted(skip: Any) -> str:
+    reason = str(skip[2] if isinstance(skip, tuple) else skip).lower()  # (file, line, reason)
+    if "torch" in reason or "transformers" in reason:
+        return "torch"
+    return "gpu" if "gpu" in reason else "other"
