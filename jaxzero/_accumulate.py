@@ -27,8 +27,8 @@ from ._mesh import AXES
 class Sums:
     """What one micro-batch, or several, have added up to on this device."""
 
-    loss: Array  # scalar
-    weight: Array | None  # scalar; None: all examples weigh the same
+    loss: Any  # scalar array
+    weight: Any  # scalar array; None: all examples weigh the same
     gradients: list[Any]  # shards of split leaves, whole others; None: not differentiable
 
 

@@ -106,25 +106,47 @@ def resolve(
             )
     given = _spec_for_each(in_specs, len(args), argnums) + [None] * len(kwargs)
     values = [*args, *kwargs.values()]
-    batch_seen = False
-    arguments, arrays = [], []
-    for i, (name, value, spec) in enumerate(zip(names, values, given, strict=True)):
-        is_tree = i in argnums or jax.tree.structure(value).num_nodes > 1
-        plan = find_plan(value) if spec is None and is_tree else None
-        if i in argnums and plan is None and jax.tree.leaves(value):
-            raise ValueError(f"{name}: {why_no_plan(value)}")
-        is_batch = plan is None and spec is None and not batch_seen and i < len(args)
-        is_batch = is_batch and i not in argnums and _has_rows(value)
-        batch_seen |= is_batch
-        argument, leaves = _argument(name, value, plan, BATCH if is_batch else spec)
-        arguments.append(argument)
-        arrays.append(leaves)
-    _check_for_second_batch(arguments, arrays, given)
+    plans = [find_plan(x) if spec is None else None for x, spec in zip(values, given, strict=True)]
+    for number in argnums:
+        if plans[number] is None and jax.tree.leaves(values[number]):
+            raise ValueError(f"{names[number]}: {why_no_plan(values[number])}")
+    batch = _find_batch(values[: len(args)], plans, given, argnums)
+    if batch is not None:
+        plans[batch], given[batch] = None, BATCH
+    pairs = zip(names, values, plans, given, strict=True)
+    resolved = [_argument(*each) for each in pairs]
+    arguments = [argument for argument, _ in resolved]
+    arrays = [leaves for _, leaves in resolved]
+    if batch is not None:
+        _check_for_second_batch(batch, arguments, arrays, given)
     return Call(tuple(arguments), len(args), tuple(kwargs)), arrays
 
 
 def is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _find_batch(
+    values: Sequence[Any],
+    plans: Sequence[TreePlan | None],
+    given: Sequence[Any],
+    argnums: Sequence[int],
+) -> int | None:
+    """The first argument with rows that is neither a sharded tree nor has a spec.
+
+    There is none behind one that `in_specs` splits. If all are sharded trees, a bare array that has
+    the shape of a sharded one is the batch after all.
+    """
+    free = []
+    for i, value in enumerate(values):
+        specs = jax.tree.leaves(given[i], is_leaf=lambda x: isinstance(x, PartitionSpec))
+        if any(split_dim(spec) is not None for spec in specs):
+            break
+        if given[i] is None and i not in argnums and _has_rows(value):
+            free.append(i)
+    unplanned = [i for i in free if plans[i] is None]
+    bare = [i for i in free if is_array(values[i])]
+    return next(iter(unplanned or bare), None)
 
 
 def _has_rows(value: Any) -> bool:
@@ -200,28 +222,24 @@ def _argument(
 
 
 def _check_for_second_batch(
-    arguments: Sequence[Argument], arrays: Sequence[Sequence[Any]], given: Sequence[Any]
+    batch: int,
+    arguments: Sequence[Argument],
+    arrays: Sequence[Sequence[Any]],
+    given: Sequence[Any],
 ) -> None:
     """A second argument of the batch's length is a label far more often than a table."""
-    sizes = [
-        (argument, leaf.shape[0])
-        for argument, leaves in zip(arguments, arrays, strict=True)
-        for leaf, spec in zip(leaves, argument.specs, strict=True)
-        if argument.plan is None and spec == BATCH
-    ]
-    if not sizes:
-        return
-    batch, num_rows = sizes[0]
+    num_rows = next(leaf.shape[0] for leaf in arrays[batch] if len(leaf.shape))
     for i, (argument, leaves) in enumerate(zip(arguments, arrays, strict=True)):
-        if argument is batch or argument.plan is not None or given[i] is not None:
+        if argument.plan is not None or given[i] is not None:
             continue
         for leaf in leaves:
             if len(leaf.shape) and leaf.shape[0] == num_rows and num_rows > 1:
                 raise ValueError(
-                    f"{argument.name} has {num_rows} rows like the batch, {batch.name}, but "
-                    "would be given whole to every device. Say which is meant with "
-                    "`in_specs`, one entry for each positional argument: `zero.batch_spec` "
-                    "splits it, `PartitionSpec()` does not; or put both in one argument."
+                    f"{argument.name} has {num_rows} rows like the batch, "
+                    f"{arguments[batch].name}, but would be given whole to every device. Say which "
+                    "is meant with `in_specs`, one entry for each positional argument: "
+                    "`zero.batch_spec` splits it, `PartitionSpec()` does not. Or put both in "
+                    "one argument."
                 )
 
 

@@ -128,7 +128,7 @@ def _sum_over(x: Shaped[Array, ...], axis: str, wire: Wire) -> Shaped[Array, ...
     codec = getattr(wire.gradients, axis)
     if codec is None or codec.wire_dtype(x.dtype) == x.dtype:
         return lax.psum(x.astype(accumulator_dtype(x.dtype)), axis)
-    layout = Layout(0, x.size, math.ceil(x.size / num) * num)
+    layout = Layout(0, x.size, num)
     piece = _reduce_hop(pad(x.reshape(-1), layout), axis, 0, x.dtype, wire)
     sent = codec.encode(piece)
     bits = lax.all_gather(to_bits(sent), axis, axis=0, tiled=True)

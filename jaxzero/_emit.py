@@ -103,9 +103,9 @@ class _Emitter:
             return reduce(x, demand.layout, self.wire)
 
     def _output(self, i: int, atom: Value | Constant) -> Any:
-        x = self._read(atom)
+        x = jnp.asarray(self._read(atom))
         demand = self.plan.gradients.at_end.get(i)
-        return x if demand is None else self._reduce(jnp.asarray(x), demand)
+        return x if demand is None else self._reduce(x, demand)
 
     def _run(self, index: int, operation: Operation) -> None:
         known = self.plan.uses.views
@@ -133,16 +133,14 @@ class _Emitter:
 
     def _zeros(self, operation: Operation) -> list[Any]:
         """The shard of a gradient that is nothing but zeros needs no reduction."""
-        demand = (
-            self.plan.gradients.reduces.get(operation.outputs[0]) if operation.outputs else None
-        )
-        source = operation.inputs[0] if operation.inputs else None
-        is_zero = isinstance(source, Constant) and source.is_zero
-        if demand is None or operation.name != "broadcast_in_dim" or not is_zero:
+        if operation.name != "broadcast_in_dim":
             return []
-        out, layout = operation.outputs[0], demand.layout
+        out, source = operation.outputs[0], operation.inputs[0]
+        demand = self.plan.gradients.reduces.get(out)
+        if demand is None or not (isinstance(source, Constant) and source.is_zero):
+            return []
         shape = list(out.shape)
-        shape[layout.dim] = layout.padded // self.wire.pieces
+        shape[demand.layout.dim] = demand.layout.padded // self.wire.pieces
         return [jnp.zeros(shape, accumulator_dtype(out.dtype))]
 
     def _on_shards(self, operation: Operation, layout: Any) -> Any:

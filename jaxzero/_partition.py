@@ -26,11 +26,24 @@ from ._config import ZeroConfig
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One dim of a full array, cut into equal pieces; `padded - size` zeros at its end."""
+    """One dim of a full array, cut into equal pieces; zeros at its end make it a multiple.
+
+    Attributes:
+        dim: which.
+        size: its true size.
+        unit: what its stored size is a multiple of.
+        extra: units more than are needed (see `_registry`).
+    """
 
     dim: int
     size: int
-    padded: int
+    unit: int
+    extra: int = 0
+
+    @property
+    def padded(self) -> int:
+        """The stored size."""
+        return (math.ceil(self.size / self.unit) + self.extra) * self.unit
 
     @property
     def is_padded(self) -> bool:
@@ -65,8 +78,7 @@ def layouts_by_preference(
         return (busy[dim] > 1, uneven, -shape[dim], dim)
 
     def layout(dim: int) -> Layout:
-        unit = pieces * busy[dim]
-        return Layout(dim, shape[dim], math.ceil(shape[dim] / unit) * unit)
+        return Layout(dim, shape[dim], pieces * busy[dim])
 
     return [layout(dim) for dim in sorted(range(len(shape)), key=rank)]
 
@@ -140,8 +152,14 @@ def plan_tree(tree: Any, mesh: Mesh, config: ZeroConfig, specs: Any = None) -> T
                 "and settings out of the tree (`nnx.split`, `equinox.partition`)."
             )
         layout = _layout_of_leaf(leaf, mesh, config, other)
-        leaves.append(Leaf(name, tuple(leaf.shape), leaf.dtype, layout, other))
+        leaves.append(Leaf(name, tuple(leaf.shape), _jax_dtype(leaf.dtype), layout, other))
     return TreePlan(treedef, tuple(leaves))
+
+
+def _jax_dtype(dtype: Any) -> Any:
+    """What JAX makes of a dtype: without x64, 32 bits of 64."""
+    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
+    return dtype if extended else jax.dtypes.canonicalize_dtype(dtype)
 
 
 def path_name(path: tuple[Any, ...]) -> str:

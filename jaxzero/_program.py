@@ -284,7 +284,7 @@ def _narrow_loop(loop: Loop, live: set[Value]) -> Loop:
 def _view(operation: Operation) -> views.Op | None:
     """Read an operation's parameters, for those that only move or round elements."""
     source = operation.inputs[0] if operation.inputs else None
-    if not isinstance(source, Value) or not source.is_array:
+    if not isinstance(source, Value) or not source.is_array or not operation.outputs:
         return None
     out, params = operation.outputs[0], operation.equation.params
     if params.get("sharding") is not None or params.get("out_sharding") is not None:
@@ -293,22 +293,27 @@ def _view(operation: Operation) -> views.Op | None:
         case "convert_element_type":
             return views.Cast(out.dtype, _narrows(source.dtype, out.dtype))
         case "transpose":
-            return views.Transpose(tuple(params["permutation"]))
+            return views.Transpose(_ints(params["permutation"]))
         case "reshape" if params["dimensions"] is None:
             return views.Reshape(out.shape)
         case "squeeze" | "expand_dims":
             return views.Reshape(out.shape)
         case "broadcast_in_dim" if len(operation.inputs) == 1:
-            return views.Broadcast(out.shape, tuple(params["broadcast_dimensions"]))
+            return views.Broadcast(out.shape, _ints(params["broadcast_dimensions"]))
         case "slice":
-            start, limit = tuple(params["start_indices"]), tuple(params["limit_indices"])
-            return views.Slice(start, limit, tuple(params["strides"] or (1,) * len(start)))
+            start, limit = _ints(params["start_indices"]), _ints(params["limit_indices"])
+            return views.Slice(start, limit, _ints(params["strides"] or (1,) * len(start)))
         case "pad" if isinstance(operation.inputs[1], Constant) and operation.inputs[1].is_zero:
             config = tuple((int(a), int(b), int(c)) for a, b, c in params["padding_config"])
             return views.Pad(config)
         case name if name in _ELEMENTWISE:
             return views.Elementwise(operation)
     return None
+
+
+def _ints(sequence: Sequence[Any]) -> tuple[int, ...]:
+    """Rules of differentiation leave numpy integers in parameters."""
+    return tuple(int(x) for x in sequence)
 
 
 def _narrows(old: Any, new: Any) -> bool:

@@ -6,11 +6,18 @@ found again by the tree's structure and stored shapes.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 
 from ._partition import TreePlan, path_name
+
+
+def _first_difference(one: TreePlan, other: TreePlan) -> int | None:
+    """The first leaf whose true shapes differ."""
+    pairs = zip(one.leaves, other.leaves, strict=True)
+    return next((i for i, (a, b) in enumerate(pairs) if a.shape != b.shape), None)
 
 
 class Registry:
@@ -20,27 +27,26 @@ class Registry:
         self._plans: dict[Any, list[TreePlan]] = {}
 
     def add(self, plan: TreePlan) -> TreePlan:
-        """Remember `plan`.
+        """Remember `plan`, changed if need be so that it can be told from the others.
 
-        Raises:
-            ValueError: another tree has the same structure and padded shapes, but other
-                true shapes: the two could not be told apart.
+        Two trees of the same structure may have different shapes that padding makes equal.
+        Then the later one is padded by one more unit.
         """
         known = self._plans.setdefault(plan.treedef, [])
-        for other in known:
-            if other.stored_shapes != plan.stored_shapes:
-                continue
-            for old, new in zip(other.leaves, plan.leaves, strict=True):
-                if old.shape != new.shape:
-                    raise ValueError(
-                        f"The leaf `{new.path}` has shape {new.shape}; a tree laid out before "
-                        f"has {old.shape} there, and padded to {new.stored_shape} the two look "
-                        "alike. Use a second `jz.Zero` for one of them."
-                    )
-            known.remove(other)
-            break
-        known.append(plan)
-        return plan
+        while True:
+            alike = [old for old in known if old.stored_shapes == plan.stored_shapes]
+            if not alike:
+                known.append(plan)
+                return plan
+            new, differing = plan.leaves, _first_difference(alike[0], plan)
+            if differing is None:
+                known[known.index(alike[0])] = plan
+                return plan
+            layout = new[differing].layout
+            assert layout is not None  # whole leaves differ in their stored shapes
+            layout = dataclasses.replace(layout, extra=layout.extra + 1)
+            leaf = dataclasses.replace(new[differing], layout=layout)
+            plan = TreePlan(plan.treedef, (*new[:differing], leaf, *new[differing + 1 :]))
 
     def find(self, tree: Any) -> TreePlan | None:
         """The plan of a stored tree, or None."""

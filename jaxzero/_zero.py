@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -160,7 +161,7 @@ class Zero:
         plan = self._plan_of(params)
         warn_of_padding(tx, plan)
         state_plan = plan_state(tx, plan, self.mesh, self.config)
-        self._states.add(state_plan)
+        state_plan = self._states.add(state_plan)
         return init_state(tx, params, state_plan, self.mesh, self._state_axes)
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -231,7 +232,7 @@ class Zero:
         @functools.wraps(f)
         def wrapped(*args, **kwargs):
             transform, arrays = self._prepare(f, args, kwargs, options, in_specs, numbers)
-            for number in numbers:
+            for number in transform.options.argnums or ():
                 argument = transform.call.arguments[number]
                 check_differentiable(argument, arrays[number], allow_int)
             loss, gradients, aux = transform.program(arrays)
@@ -345,6 +346,9 @@ class Zero:
         numbers: Sequence[int],
     ) -> tuple[Transform, list[list[Any]]]:
         """Find out what the arguments are, check them, and find the program for them."""
+        numbers = tuple(i + len(args) if i < 0 else i for i in numbers)
+        if options.argnums is not None:
+            options = dataclasses.replace(options, argnums=numbers)
         call, arrays = resolve(
             f,
             args,
@@ -369,9 +373,9 @@ def _check_positive(name: str, value: int) -> None:
 
 def _gradient_trees(transform: Transform, gradients: Sequence[Array]) -> list[Any]:
     """The flat gradients as trees like the differentiated arguments."""
-    remaining = iter(gradients)
-    trees = []
-    for number in transform.options.argnums or ():
+    remaining = iter(gradients)  # in the order of arguments, not of `argnums`
+    trees = {}
+    for number in sorted(transform.options.argnums or ()):
         argument = transform.call.arguments[number]
         leaves = [
             next(remaining)
@@ -379,5 +383,5 @@ def _gradient_trees(transform: Transform, gradients: Sequence[Array]) -> list[An
             else np.zeros(leaf.stored_shape, jax.dtypes.float0)
             for leaf in (argument.plan.leaves if argument.plan else ())
         ]
-        trees.append(jax.tree.unflatten(argument.treedef, leaves))
-    return trees
+        trees[number] = jax.tree.unflatten(argument.treedef, leaves)
+    return [trees[number] for number in transform.options.argnums or ()]
