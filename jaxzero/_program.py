@@ -287,7 +287,7 @@ def _view(operation: Operation) -> views.Op | None:
     if not isinstance(source, Value) or not source.is_array or not operation.outputs:
         return None
     out, params = operation.outputs[0], operation.equation.params
-    if params.get("sharding") is not None or params.get("out_sharding") is not None:
+    if _is_split(params.get("sharding")) or _is_split(params.get("out_sharding")):
         return None
     match operation.name:
         case "convert_element_type":
@@ -309,6 +309,11 @@ def _view(operation: Operation) -> views.Op | None:
         case name if name in _ELEMENTWISE:
             return views.Elementwise(operation)
     return None
+
+
+def _is_split(sharding: Any) -> bool:
+    """Whether an operation asks for a split over explicit axes (and not just for a mesh)."""
+    return sharding is not None and any(entry is not None for entry in sharding.spec)
 
 
 def _ints(sequence: Sequence[Any]) -> tuple[int, ...]:

@@ -1,0 +1,23 @@
+"""Between checkpoints of PyTorch models and trees of sharded JAX arrays, shard by shard.
+
+`load_encoder` gives a tree whose leaves are tensors *in a file*; `zero.shard` reads from each only
+the slices that its devices own. `export_encoder` writes the same files back. PyTorch is needed for
+neither: only `embed_with_transformers`, which checks an export, imports it, when called.
+
+    loaded = interop.load_encoder(directory)
+    params = zero.shard(loaded.params)
+    interop.export_encoder(zero.unshard(params), "export", source=directory)
+"""
+
+if __name__ != "jaxzero.interop":
+    raise ImportError(
+        f"This package is a part of jaxzero and was imported as {__name__!r}. Write "
+        "`from jaxzero import interop`, and keep the folder that holds it off `sys.path`."
+    )
+
+from jaxzero.interop._encoder import LoadedEncoder as LoadedEncoder
+from jaxzero.interop._encoder import export_encoder as export_encoder
+from jaxzero.interop._encoder import load_encoder as load_encoder
+from jaxzero.interop._file_tensor import FileTensor as FileTensor
+from jaxzero.interop._file_tensor import tensors_in as tensors_in
+from jaxzero.interop._transformers import embed_with_transformers as embed_with_transformers

@@ -1,0 +1,69 @@
+"""What the original implementation, Hugging Face transformers on PyTorch, computes from a
+directory.
+
+Both are optional (`pip install "jaxzero[torch]"`) and are imported when called, never before.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def embed_with_transformers(
+    directory: Path | str, ids: np.ndarray, mask: np.ndarray, *, batch_size: int = 32
+) -> np.ndarray:
+    """Mean-pooled, normalised embeddings by `transformers.BertModel`, in float32 on the CPU.
+
+    Independent of every line of `jaxzero.models`, so it can judge an exported checkpoint.
+
+    Args:
+        directory: a Hugging Face directory, e.g. one that `export_encoder` wrote.
+        ids: token ids, `[texts, tokens]`.
+        mask: True for tokens, False for padding, same shape.
+        batch_size: texts per forward pass.
+
+    Returns:
+        float32 array `[texts, hidden]` of unit rows.
+
+    Raises:
+        ImportError: torch or transformers is not installed.
+    """
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            "Comparing with PyTorch needs torch and transformers, which are optional. Install them "
+            'with `pip install "jaxzero[torch]"`.'
+        ) from error
+
+    with _without_progress_bar(transformers):
+        model = transformers.BertModel.from_pretrained(
+            directory, local_files_only=True, dtype=torch.float32
+        ).eval()
+    vectors = []
+    with torch.inference_mode():
+        for start in range(0, len(ids), batch_size):
+            rows = slice(start, start + batch_size)
+            some_ids = torch.from_numpy(np.asarray(ids[rows], np.int64))
+            some_mask = torch.from_numpy(np.asarray(mask[rows], np.int64))
+            hidden = model(input_ids=some_ids, attention_mask=some_mask).last_hidden_state
+            weights = some_mask[:, :, None].float()
+            mean = (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
+            vectors.append(torch.nn.functional.normalize(mean, dim=-1).numpy())
+    return np.concatenate(vectors)
+
+
+@contextlib.contextmanager
+def _without_progress_bar(transformers: Any) -> Iterator[None]:
+    # Its bar would be drawn over the caller's.
+    was_on = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            transformers.utils.logging.enable_progress_bar()

@@ -1,0 +1,75 @@
+"""The `jaxzero` command. Flags are the fields of the settings in `jaxzero.jobs`, by tyro.
+
+jaxzero train --steps 100 --learning-rate 1e-4
+jaxzero report --stage 2
+"""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from . import jobs
+
+_INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
+
+_Command = (
+    Annotated[jobs.Train, tyro.conf.subcommand("train", prefix_name=False)]
+    | Annotated[jobs.Report, tyro.conf.subcommand("report", prefix_name=False)]
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status.
+
+    Args:
+        arguments: of the command line, without the program's name; `sys.argv[1:]` if left out.
+
+    Returns:
+        0, or 2 for a mistake in the arguments, or 130 after Ctrl-C.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    console, errors = Console(), Console(stderr=True)
+    try:
+        command = tyro.cli(
+            _Command,
+            args=arguments,
+            prog="jaxzero",
+            description="Train with parameters, gradients and optimizer state split over devices.",
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+        )
+        if isinstance(command, jobs.Train):
+            jobs.train(command, console)
+        else:
+            jobs.report(command, console)
+    except ValueError as error:
+        errors.print(f"[bold red]Error:[/] {_plain(str(error))}", highlight=False)
+        return 2
+    except jobs.Interrupted as interrupted:
+        console.print(
+            f"Interrupted; saved after step {interrupted.step}. Go on with:", highlight=False
+        )
+        resume = resume_command(arguments, interrupted.name)
+        console.print(f"  {_plain(resume)}", highlight=False, soft_wrap=True)
+        return _INTERRUPTED
+    except KeyboardInterrupt:
+        errors.print("Interrupted; nothing was saved since the last checkpoint.")
+        return _INTERRUPTED
+    return 0
+
+
+def resume_command(arguments: Sequence[str], name: str | None) -> str:
+    """The command line that goes on with a run that was started with `arguments`."""
+    words = ["jaxzero", *arguments]
+    if not any(word.split("=")[0] == "--name" for word in words):
+        words += ["--name", str(name)]
+    if "--resume" not in words:
+        words.append("--resume")
+    return shlex.join(words)
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", "\\[")  # rich would read `[...]` as markup

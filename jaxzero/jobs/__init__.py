@@ -1,0 +1,13 @@
+"""Jobs that `jaxzero` runs from the command line; each is a function of one frozen dataclass."""
+
+from ._loop import Interrupted as Interrupted
+from ._report import report as report
+from ._settings import Data as Data
+from ._settings import Devices as Devices
+from ._settings import Optimization as Optimization
+from ._settings import Report as Report
+from ._settings import Run as Run
+from ._settings import Sharding as Sharding
+from ._settings import Train as Train
+from ._train import Outcome as Outcome
+from ._train import train as train

@@ -1,0 +1,29 @@
+"""Which devices the job runs on: real ones where there are any, else fake ones on the CPU."""
+
+import contextlib
+from typing import Any
+
+import jax
+
+_FAKE_DEVICES = 8
+
+
+def choose_devices(num_devices: int | None) -> list[Any]:
+    """Take `num_devices` devices (`jax.Device`) of the default backend.
+
+    On a machine without accelerators the CPU is made to look like several devices. This is a
+    setting of the CPU backend that must be made before JAX starts any backend; it changes nothing
+    on a machine with accelerators, so it need not be known which of the two this is.
+
+    Raises:
+        ValueError: there are fewer devices than asked for.
+    """
+    with contextlib.suppress(RuntimeError):  # a backend runs already: take what it has
+        jax.config.update("jax_num_cpu_devices", num_devices or _FAKE_DEVICES)
+    found = jax.devices()
+    if num_devices is not None and num_devices > len(found):
+        raise ValueError(
+            f"`devices` asks for {num_devices}, JAX sees {len(found)} ({found[0].platform}). Ask "
+            "for at most that many, or run on fake ones with JAX_PLATFORMS=cpu."
+        )
+    return found[:num_devices]

@@ -1,0 +1,47 @@
+"""`metrics.jsonl`: one JSON object per line, appended while the job runs.
+
+Every line has a `kind` ("step" or "evaluation") and a `step`; a resumed run first drops the lines
+of steps that come after its checkpoint, so the file reads as if nothing had happened.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+class Journal:
+    """The rows of one run, on disk."""
+
+    def __init__(self, path: Path):
+        """Open, or continue, the journal at `path`."""
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def append(self, kind: str, step: int, **values: float) -> None:
+        """Add a row. It is on disk in full, or not at all, when the process dies."""
+        with self.path.open("a") as file:
+            file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+
+    def rows(self, kind: str) -> list[Row]:
+        """All rows of a kind, in the order of writing."""
+        return [row for row in self._read() if row["kind"] == kind]
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.path.unlink(missing_ok=True)
+
+    def drop_after(self, step: int) -> None:
+        """Forget the rows of later steps, and of evaluations that came after training."""
+        kept = [row for row in self._read() if row["step"] <= step]
+        kept = [row for row in kept if row["kind"] == "step" or row["step"] == 0]
+        text = "".join(json.dumps(row) + "\n" for row in kept)
+        partial = self.path.with_suffix(".tmp")
+        partial.write_text(text)
+        partial.replace(self.path)
+
+    def _read(self) -> list[Row]:
+        if not self.path.is_file():
+            return []
+        return [json.loads(line) for line in self.path.read_text().splitlines()]

@@ -1,0 +1,58 @@
+"""The training loop: step, note, save now and then, stop when asked to."""
+
+import time
+
+from ._interrupt import polite_interrupt
+from ._progress import progress_bar
+from ._resume import save
+from ._session import Session, State
+from ._step import StepFn, make_step
+from ._tokens import rows_of_step
+
+
+class Interrupted(Exception):
+    """Ctrl-C was pressed; the run was saved after `step` steps and can be resumed under `name`."""
+
+    def __init__(self, name: str | None, step: int):
+        super().__init__(f"Run {name!r} was interrupted after step {step} and saved.")
+        self.name = name
+        self.step = step
+
+
+def run_steps(session: Session, state: State) -> State:
+    """Train up to the last step, and leave a checkpoint of it.
+
+    Raises:
+        Interrupted: Ctrl-C was pressed. The step was finished and the state saved.
+    """
+    optimization, run = session.settings.optimization, session.settings.run
+    step_fn = make_step(session.setup, temperature=optimization.temperature)
+    bar = progress_bar(session.console, completed=state.step, total=optimization.steps)
+    with polite_interrupt() as interrupted:
+        with bar as advance:
+            while state.step < optimization.steps and not interrupted():
+                state, numbers = _one_step(session, state, step_fn)
+                session.journal.append("step", state.step, **numbers)
+                advance(numbers)
+                if state.step % run.save_every == 0:
+                    save(session, state)
+        if session.checkpoints.latest_step() != state.step:
+            save(session, state)
+        if interrupted() and state.step < optimization.steps:
+            raise Interrupted(run.name, state.step)
+    return state
+
+
+def _one_step(session: Session, state: State, step_fn: StepFn) -> tuple[State, dict[str, float]]:
+    optimization, pairs = session.settings.optimization, session.examples.train
+    began = time.perf_counter()
+    rows = rows_of_step(
+        state.step,
+        num_rows=len(pairs),
+        rows_per_step=optimization.pairs,
+        seed=optimization.seed,
+    )
+    params, opt_state, metrics = step_fn(state.params, state.opt_state, pairs.rows(rows))
+    numbers = {name: float(value) for name, value in metrics.items()}  # waits for the step
+    numbers["pairs_per_second"] = optimization.pairs / (time.perf_counter() - began)
+    return State(step=state.step + 1, params=params, opt_state=opt_state), numbers

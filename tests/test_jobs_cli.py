@@ -1,0 +1,114 @@
+"""The command line: help that reads well, exit statuses, and the command that resumes."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+import pytest
+
+from jaxzero import cli, jobs
+
+
+def called_with(monkeypatch: pytest.MonkeyPatch, arguments: str) -> jobs.Train:
+    seen = []
+    monkeypatch.setattr(jobs, "train", lambda settings, console: seen.append(settings))
+    assert cli.main(shlex.split(arguments)) == 0
+    return seen[0]
+
+
+def test_defaults(monkeypatch: pytest.MonkeyPatch):
+    assert called_with(monkeypatch, "train") == jobs.Train()
+
+
+def test_flags_are_fields(monkeypatch: pytest.MonkeyPatch):
+    settings = called_with(
+        monkeypatch,
+        "train --checkpoint c --data d --max-tokens 9 --steps 7 --pairs 16 --learning-rate 0.5 "
+        "--warmup-steps 3 --temperature 0.1 --seed 4 --stage 2 --gather-dtype bfloat16 "
+        "--reduce-dtype bfloat16 --nodes 4 --devices 8 --name n --runs r --save-every 5 --resume",
+    )
+    assert settings == jobs.Train(
+        checkpoint=Path("c"),
+        data=jobs.Data(data=Path("d"), max_tokens=9),
+        optimization=jobs.Optimization(
+            steps=7, pairs=16, learning_rate=0.5, warmup_steps=3, temperature=0.1, seed=4
+        ),
+        sharding=jobs.Sharding(stage=2, gather_dtype="bfloat16", reduce_dtype="bfloat16"),
+        devices=jobs.Devices(nodes=4, devices=8),
+        run=jobs.Run(name="n", runs=Path("r"), save_every=5, resume=True),
+    )
+
+
+@pytest.mark.parametrize("command", ["train", "report"])
+def test_help_explains_every_field(command: str, capsys: pytest.CaptureFixture[str], monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as exit:
+        cli.main([command, "--help"])
+    assert exit.value.code == 0
+    text = capsys.readouterr().out
+    groups = {"train": jobs.Train(), "report": jobs.Report()}[command]
+    fields = [field.name for field in dataclasses.fields(groups)]
+    names = {"checkpoint"}
+    for field in fields:
+        group = getattr(groups, field)
+        if dataclasses.is_dataclass(group):
+            assert f"{field} options" in text
+            names |= {each.name for each in dataclasses.fields(group)}
+    for name in names:
+        assert f"--{name.replace('_', '-')} " in text
+    for unwanted in ("--data.", "--no-", "{None}", "tyro", "<"):
+        assert unwanted not in text
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert "usage: jaxzero [-h] {train,report}" in text
+    assert "Fine-tune a text encoder to find code by its description." in text
+
+
+def test_mistakes_are_one_line_and_status_2(monkeypatch, capsys: pytest.CaptureFixture[str]):
+    def fail(settings, console):
+        raise ValueError("`x[0]` must be [bold]; got 3.")
+
+    monkeypatch.setattr(jobs, "train", fail)
+    assert cli.main(["train"]) == 2
+    assert capsys.readouterr().err == "Error: `x[0]` must be [bold]; got 3.\n"
+
+
+def test_ctrl_c_prints_the_command_that_resumes(monkeypatch, capsys: pytest.CaptureFixture[str]):
+    def interrupted(settings, console):
+        raise jobs.Interrupted("20260131-235959", 7)
+
+    monkeypatch.setattr(jobs, "train", interrupted)
+    monkeypatch.setenv("COLUMNS", "40")  # the command must not be broken into lines
+    assert cli.main(["train", "--data", "my [old] code", "--steps", "9"]) == 130
+    lines = capsys.readouterr().out.splitlines()
+    command = "jaxzero train --data 'my [old] code' --steps 9 --name 20260131-235959 --resume"
+    assert lines[-1].strip() == command
+    assert "after step 7" in " ".join(lines)
+
+
+def test_ctrl_c_before_anything_was_saved(monkeypatch, capsys: pytest.CaptureFixture[str]):
+    def interrupted(settings, console):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jobs, "train", interrupted)
+    assert cli.main(["train"]) == 130
+    assert "nothing was saved" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "printed"),
+    [
+        ("train", "jaxzero train --name n --resume"),
+        ("train --name n", "jaxzero train --name n --resume"),
+        ("train --name=n --seed 1", "jaxzero train --name=n --seed 1 --resume"),
+        ("train --name n --resume", "jaxzero train --name n --resume"),
+    ],
+)
+def test_resume_command(given: str, printed: str):
+    assert cli.resume_command(given.split(), "n") == printed

@@ -1,0 +1,253 @@
+"""The whole job on a tiny encoder: what it writes, going on after a stop, and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+import tiny_checkpoint
+from rich.console import Console
+from safetensors.numpy import load_file
+
+from jaxzero import jobs
+from jaxzero.jobs import _loop
+
+# optax computes `decay**count` from a float and an integer.
+pytestmark = pytest.mark.standard_promotion
+
+OPTIMIZATION = jobs.Optimization(steps=4, pairs=16, learning_rate=1e-2, warmup_steps=1)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    held = {name: x for name, x in tiny_checkpoint.tensors().items() if ".layer.1." not in name}
+    return tiny_checkpoint.write(tmp_path_factory.mktemp("tiny"), held, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    for module in range(20):
+        (directory / f"module_{module}.py").write_text(
+            "\n".join(
+                f'def f():\n    "Return {name} of {module} quickly."\n'
+                f"    return compute_the_{name}_of(argument_{module}, {name})\n"
+                for name in ("width", "height", "name", "colour", "weight")
+            )
+        )
+    return directory
+
+
+def make_settings(checkpoint: Path, data: Path, runs: Path) -> jobs.Train:
+    return jobs.Train(
+        checkpoint=checkpoint,
+        data=jobs.Data(data=data, max_tokens=10),
+        optimization=OPTIMIZATION,
+        run=jobs.Run(name="run", runs=runs, save_every=2),
+    )
+
+
+@pytest.fixture
+def settings(checkpoint: Path, data: Path, tmp_path: Path) -> jobs.Train:
+    return make_settings(checkpoint, data, tmp_path)
+
+
+class Finished(NamedTuple):
+    """A run from the first step to the last, which the tests here only look at."""
+
+    settings: jobs.Train
+    outcome: jobs.Outcome
+    text: str
+
+    @property
+    def directory(self) -> Path:
+        return self.settings.run.directory
+
+
+@pytest.fixture(scope="module")
+def finished(checkpoint: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    settings = make_settings(checkpoint, data, tmp_path_factory.mktemp("runs"))
+    output = io.StringIO()
+    with jax.numpy_dtype_promotion("standard"):
+        outcome = jobs.train(settings, Console(file=output, width=120))
+    return Finished(settings, outcome, output.getvalue())
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(file=io.StringIO(), width=120, record=True)
+
+
+def losses(directory: Path) -> list[float]:
+    rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [row["loss"] for row in rows if row["kind"] == "step"]
+
+
+def exported(directory: Path) -> dict[str, bytes]:
+    tensors = load_file(directory / "export" / "model.safetensors")
+    return {name: array.tobytes() for name, array in tensors.items()}
+
+
+def with_run(settings: jobs.Train, **changes) -> jobs.Train:
+    return dataclasses.replace(settings, run=dataclasses.replace(settings.run, **changes))
+
+
+def at_step(step: int, action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do something while the given step runs."""
+    one_step = _loop._one_step
+
+    def with_action(session, state, step_fn):
+        if state.step + 1 == step:
+            action()
+        return one_step(session, state, step_fn)
+
+    monkeypatch.setattr(_loop, "_one_step", with_action)
+
+
+def power_cut() -> None:
+    raise OSError("The power is gone.")
+
+
+def test_writes_everything_and_learns(finished: Finished):
+    settings, outcome, text = finished
+    directory = finished.directory
+    assert (directory / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "checkpoints",
+        "export",
+        "loss.png",
+        "metrics.jsonl",
+    ]
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["kind"], row["step"]) for row in rows] == [
+        ("evaluation", 0),
+        *(("step", step) for step in range(1, 5)),
+        ("evaluation", 4),
+    ]
+    assert rows[0]["mrr_at_10"] == outcome.before.mrr_at_10
+    assert rows[-1]["recall_at_1"] == outcome.after.recall_at_1
+    assert losses(directory)[-1] < losses(directory)[0]
+    # The pooler took no part; everything that did was changed.
+    before, after = (
+        load_file(f / "model.safetensors") for f in (settings.checkpoint, directory / "export")
+    )
+    same = {name for name in before if np.array_equal(before[name], after[name])}
+    assert same == {"embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"}
+    assert "8 fake CPU devices, 2 nodes x 4" in text
+    assert "MRR@10" in text and "recall@1" in text
+
+
+def test_stopped_and_resumed_equals_uninterrupted(
+    settings: jobs.Train, finished: Finished, console: Console, monkeypatch: pytest.MonkeyPatch
+):
+    directory = settings.run.directory
+    with monkeypatch.context() as patch:
+        at_step(1, lambda: os.kill(os.getpid(), signal.SIGINT), patch)
+        with pytest.raises(jobs.Interrupted, match="'run' was interrupted after step 1") as error:
+            jobs.train(settings, console)
+    assert (error.value.name, error.value.step) == ("run", 1)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not (directory / "export").exists()
+
+    resumed = with_run(settings, resume=True)
+    with monkeypatch.context() as patch:
+        at_step(4, power_cut, patch)
+        with pytest.raises(OSError, match="The power is gone"):
+            jobs.train(resumed, console)
+    assert len(losses(directory)) == 3  # the last checkpoint is that of step 2
+
+    jobs.train(resumed, console)
+    assert losses(directory) == losses(finished.directory)
+    assert exported(directory) == exported(finished.directory)
+
+
+def test_the_same_run_on_another_mesh(settings: jobs.Train, finished: Finished, console: Console):
+    other = dataclasses.replace(
+        settings,
+        devices=jobs.Devices(nodes=1, devices=2),
+        sharding=jobs.Sharding(stage=1),
+    )
+    jobs.train(other, console)
+    # Sums in another order: a few roundings of float32, which four Adam steps multiply.
+    np.testing.assert_allclose(losses(other.run.directory), losses(finished.directory), rtol=1e-4)
+
+
+def test_refuses_to_resume_or_to_start(settings: jobs.Train, finished: Finished, console: Console):
+    with pytest.raises(ValueError, match="nothing to resume in .*Leave out `resume`"):
+        jobs.train(with_run(settings, resume=True), console)
+    with pytest.raises(ValueError, match="already holds a run, at step 4.*choose another `name`"):
+        jobs.train(finished.settings, console)
+    changed = dataclasses.replace(
+        with_run(finished.settings, resume=True),
+        optimization=dataclasses.replace(OPTIMIZATION, learning_rate=1.0),
+    )
+    with pytest.raises(ValueError, match="another `learning_rate`: .* with 0.01, got 1.0"):
+        jobs.train(changed, console)
+
+
+def test_says_plainly_when_torch_is_missing(
+    settings: jobs.Train, console: Console, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert jobs.train(untrained(settings), console).torch_difference is None
+    assert "not compared: torch or transformers is missing" in console.export_text()
+
+
+def test_an_export_that_disagrees_is_an_error(
+    settings: jobs.Train, console: Console, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setattr(
+        "jaxzero.jobs._export.embed_with_transformers",
+        lambda directory, ids, mask: np.zeros((len(ids), tiny_checkpoint.HIDDEN), np.float32),
+    )
+    with pytest.raises(RuntimeError, match="embeddings differ by .*, more than 1e-04"):
+        jobs.train(untrained(settings), console)
+
+
+def untrained(settings: jobs.Train) -> jobs.Train:
+    """Zero steps: the training step is not even compiled."""
+    return dataclasses.replace(settings, optimization=jobs.Optimization(steps=0))
+
+
+def test_too_many_devices(settings: jobs.Train, console: Console):
+    many = dataclasses.replace(settings, devices=jobs.Devices(devices=9))
+    with pytest.raises(ValueError, match=r"`devices` asks for 9, JAX sees 8 \(cpu\)"):
+        jobs.train(many, console)
+
+
+def test_report_trains_and_writes_nothing(checkpoint: Path, console: Console, monkeypatch):
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: pytest.fail("made a folder"))
+    jobs.report(jobs.Report(checkpoint=checkpoint), console)
+    text = console.export_text()
+    assert "8 fake CPU devices" in text
+    assert "embeddings.word.embedding" in text
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jobs.Data(max_tokens=0), "`max_tokens` must be positive; got 0"),
+        (lambda: jobs.Devices(devices=0), "`devices` must be positive; got 0"),
+        (lambda: jobs.Optimization(learning_rate=-1.0), "`learning_rate` must be positive"),
+        (lambda: jobs.Optimization(steps=-1), "`steps` cannot be negative; got -1"),
+        (lambda: jobs.Run(name="../x"), r"`name` must be a plain folder name; got '\.\./x'"),
+        (lambda: jobs.Run(resume=True), "`resume` needs the `name` of the run"),
+    ],
+)
+def test_settings_check_themselves(make, message: str):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_run_without_a_name_gets_the_time():
+    assert len(jobs.Run().named().directory.name) == len("20260131-235959")

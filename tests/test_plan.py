@@ -1,0 +1,85 @@
+"""The plan as data: what is gathered and reduced, where, and how it prints."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxzero as jz
+
+WIDTH, LAYERS = 16, 3
+
+
+@pytest.fixture(scope="module")
+def zero():
+    return jz.Zero(jz.make_mesh(2))
+
+
+def _params():
+    ones = np.ones
+    return {
+        "stack": ones((LAYERS, WIDTH, WIDTH), np.float32),
+        "head": ones((WIDTH, 8), np.float32),
+        "scale": np.float32(1),
+    }
+
+
+def _loss(params, x):
+    def layer(x, w):
+        return jnp.tanh(x @ w.astype(jnp.bfloat16).astype(jnp.float32)), None
+
+    x, _ = jax.lax.scan(layer, x, params["stack"])
+    return jnp.mean(x @ params["head"]) * params["scale"]
+
+
+def test_steps_of_a_scanned_model(zero):
+    params = zero.shard(_params())
+    plan = zero.plan(_loss, params, np.ones((8, WIDTH), np.float32))
+    steps = [(s.action, s.name, s.shape, s.dtype, s.trips) for s in plan.steps]
+    layer, head = (WIDTH, WIDTH), (WIDTH, 8)
+    assert steps == [
+        ("gather", "stack[i]", layer, "bfloat16", LAYERS),
+        ("gather", "head", head, "float32", 1),
+        ("reduce", "head", head, "float32", 1),
+        ("gather", "head", head, "float32", 1),
+        ("gather", "stack[i]", layer, "bfloat16", LAYERS),
+        ("reduce", "stack[i]", layer, "bfloat16", LAYERS),
+    ]
+    regions = [s.region for s in plan.steps if s.name == "head"]
+    assert regions == ["forward", "backward", "backward"]
+    assert plan.at_end == ("scale",)
+
+
+def test_it_prints(zero):
+    params = zero.shard(_params())
+    text = str(zero.plan(_loss, params, np.ones((8, WIDTH), np.float32)))
+    assert "gather head" in text
+    assert "x3" in text
+    assert text.endswith("at the end: all-reduce scale")
+
+
+def test_slices_of_a_stack_are_gathered_one_by_one(zero):
+    def loss(params, x):
+        for i in range(LAYERS):
+            x = jnp.tanh(x @ params["stack"][i])
+        return jnp.mean(x)
+
+    params = zero.shard({"stack": _params()["stack"]})
+    plan = zero.plan(loss, params, np.ones((8, WIDTH), np.float32))
+    assert {s.shape for s in plan.steps} == {(1, WIDTH, WIDTH)}
+    assert sum(s.action == "reduce" for s in plan.steps) == LAYERS
+
+
+def test_stage_two_gathers_nothing_and_still_reduces_in_the_loop():
+    zero = jz.Zero(jz.make_mesh(2), jz.ZeroConfig(stage=2))
+    plan = zero.plan(_loss, zero.shard(_params()), np.ones((8, WIDTH), np.float32))
+    assert {s.action for s in plan.steps} == {"reduce"}
+    assert ("stack[i]", LAYERS) in {(s.name, s.trips) for s in plan.steps}
+
+
+def test_unused_leaves_cost_nothing(zero):
+    params = zero.shard(
+        {"used": np.ones((8, 8), np.float32), "unused": np.ones((8, 8), np.float32)}
+    )
+    plan = zero.plan(lambda p, x: jnp.mean(x @ p["used"]), params, np.ones((8, 8), np.float32))
+    assert {s.name for s in plan.steps if s.action == "gather"} <= {"used"}

@@ -1,0 +1,21 @@
+"""A zoo of models and losses for the oracle tests. `_case.py` says what a case is."""
+
+from . import _collectives as _collectives
+from . import _control as _control
+from . import _custom_rules as _custom_rules
+from . import _equinox as _equinox
+from . import _flax as _flax
+from . import _loops as _loops
+from . import _numerics as _numerics
+from . import _plain as _plain
+from . import _remats as _remats
+from . import _sequence as _sequence
+from . import _weights as _weights
+from ._case import AXES as AXES
+from ._case import CASES as CASES
+from ._case import Case as Case
+from ._case import normal as normal
+from ._compare import assert_close as assert_close
+from ._compare import check as check
+from ._meshes import make_mesh as make_mesh
+from ._meshes import rotation as rotation

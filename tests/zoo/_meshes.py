@@ -1,0 +1,44 @@
+"""The meshes that the zoo runs on, and which case meets which."""
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from ._case import AXES, CASES
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+_EIGHT = ("1x8", "2x4", "4x2", "8x1", "2x2x2")  # "2x2x2" has a third axis, "tensor"
+_SIX = ("2x3", "3x2")  # nothing in the zoo divides by six by design: padding everywhere
+
+
+def make_mesh(name: str) -> Mesh:
+    """A mesh from its name, such as "2x3-explicit"; its third axis, if any, is always automatic."""
+    sizes, _, kind = name.partition("-")
+    shape = tuple(int(size) for size in sizes.split("x"))
+    num_devices = 1
+    for size in shape:
+        num_devices *= size
+    types = ({"auto": AUTO, "explicit": EXPLICIT}[kind],) * 2 + (AUTO,) * (len(shape) - 2)
+    names = (*AXES, "tensor")[: len(shape)]
+    return jax.make_mesh(shape, names, types, devices=jax.devices()[:num_devices])
+
+
+def _kinds(sizes: tuple[str, ...]) -> list[str]:
+    return [f"{size}-{kind}" for size in sizes for kind in ("auto", "explicit")]
+
+
+def rotation(dtype: str) -> list[tuple[str, str]]:
+    """(case, mesh) pairs for one dtype.
+
+    Each case runs on eight devices and on six (now and then on one): one of them in float32, the
+    other in float64. Cases that compute in 16 bits run in "float32" only.
+    """
+    eight, six, one = _kinds(_EIGHT), _kinds(_SIX), _kinds(("1x1",))
+    pairs = []
+    for i, (name, case) in enumerate(CASES.items()):
+        small = one[i // 10 % 2] if i % 10 == 9 else six[i // 2 % 4]
+        meshes = [eight[i % 10], small] if i // 10 % 2 else [small, eight[i % 10]]
+        if case.tolerance is not None:
+            pairs += [(name, mesh) for mesh in meshes if dtype == "float32"]
+        else:
+            pairs.append((name, meshes[dtype == "float64"]))
+    return pairs
