@@ -40,7 +40,7 @@ def append_row(name: str, results: Mapping[str, Any], *, directory: Path = RESUL
     row = {
         "benchmark": name,
         "command": shlex.join([Path(sys.executable).name, *_command()]),
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": current_commit(),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--", *_CODE)),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": _versions(),
@@ -53,6 +53,11 @@ def append_row(name: str, results: Mapping[str, Any], *, directory: Path = RESUL
         file.write(line + "\n")
     print(line)
     return row
+
+
+def current_commit() -> str | None:
+    """The commit that is checked out."""
+    return _git("rev-parse", "HEAD")
 
 
 def _command() -> list[str]:

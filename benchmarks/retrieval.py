@@ -1,0 +1,82 @@
+"""The main job with several seeds: held-out retrieval before and after training.
+
+    python benchmarks/retrieval.py
+
+Appends a row as each run ends, and one for all of them; a seed whose row is there, for the same
+settings and commit, is not run again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import tyro
+from _rows import RESULTS, append_row, current_commit
+from rich.console import Console
+
+from jaxzero import jobs
+
+_NAME = "retrieval"
+
+
+def _run(seed: int, optimization: jobs.Optimization, directory: Path) -> dict[str, Any]:
+    settings = jobs.Train(
+        optimization=dataclasses.replace(optimization, seed=seed),
+        run=jobs.Run(name=f"seed-{seed}", runs=directory),
+    )
+    outcome = jobs.train(settings, Console())
+    result = dataclasses.asdict(outcome)
+    del result["directory"]
+    return {"seed": seed, **result}
+
+
+def _done(optimization: jobs.Optimization) -> dict[int, dict[str, Any]]:
+    file = RESULTS / f"{_NAME}.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    wanted = {**vars(optimization), "seed": None}
+    return {
+        row["results"]["run"]["seed"]: row["results"]["run"]
+        for row in rows
+        if "run" in row["results"]
+        and row["commit"] == current_commit()
+        and {**row["results"]["optimization"], "seed": None} == wanted
+    }
+
+
+def _mean_and_range(runs: list[dict[str, Any]], when: str, score: str) -> dict[str, float]:
+    values = [run[when][score] for run in runs]
+    return {"mean": statistics.mean(values), "min": min(values), "max": max(values)}
+
+
+def main(
+    seeds: tuple[int, ...] = (0, 1, 2),
+    optimization: jobs.Optimization = jobs.Optimization(),  # noqa: B008
+) -> None:
+    """Run the job once for each seed.
+
+    Args:
+        seeds: which decide the order of the pairs.
+        optimization: everything else about learning.
+    """
+    done = _done(optimization)
+    with tempfile.TemporaryDirectory() as directory:
+        for seed in seeds:
+            if seed not in done:
+                done[seed] = _run(seed, optimization, Path(directory))
+                append_row(_NAME, {"optimization": vars(optimization), "run": done[seed]})
+    runs = [done[seed] for seed in seeds]
+    scores = [field for field in runs[0]["before"] if field != "pairs"]
+    summary = {
+        when: {score: _mean_and_range(runs, when, score) for score in scores}
+        for when in ("before", "after")
+    }
+    append_row(_NAME, {"optimization": vars(optimization), "seeds": list(seeds), **summary})
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
