@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 AXES = ("node", "local")
+# The mean of gradients in bfloat16 may be rounded once on each of two hops, by 2**-9 each time.
+BFLOAT16 = 2.0**-8
 Tree = Any
 
 

@@ -51,23 +51,32 @@ def nnx_mlp(params, batch):
     return squared(_mlp(params)(batch["x"]), batch)
 
 
+def _attention(query, key, value, mask=None, **_):
+    """Softmax attention in the dtype of its inputs, where Flax's own takes float32."""
+    scores = jnp.einsum("...thd,...shd->...hts", query, key) / query.shape[-1] ** 0.5
+    weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
+    return jnp.einsum("...hts,...shd->...thd", weights, value)
+
+
 class _Block(nnx.Module):
     def __init__(self, rngs):
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, keep_rngs=False, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            2, WIDTH, decode=False, attention_fn=_attention, keep_rngs=False, rngs=rngs
+        )
         self.up = nnx.Linear(WIDTH, 12, rngs=rngs)
         self.down = nnx.Linear(12, WIDTH, use_bias=False, rngs=rngs)
 
     def __call__(self, x):
-        x = x + self.attention(self.norm(x), mask=nnx.make_causal_mask(x[..., 0]))
+        x = x + self.attention(self.norm(x), mask=nnx.make_causal_mask(x[..., 0], dtype=bool))
         return x + self.down(jax.nn.silu(self.up(x)))
 
 
 class _Decoder(nnx.Module):
-    """Its output layer is its embedding."""
+    """Its output layer is its embedding (no `nnx.Embed`: it remembers the dtype it was made in)."""
 
     def __init__(self, rngs, scanned):
-        self.embed = nnx.Embed(11, WIDTH, rngs=rngs)
+        self.embed = nnx.Param(jax.random.normal(rngs.params(), (11, WIDTH)))
         self.scanned = scanned
         if scanned:
             self.blocks = nnx.vmap(lambda rngs: _Block(rngs))(rngs.split(3))
@@ -75,7 +84,7 @@ class _Decoder(nnx.Module):
             self.blocks = nnx.List([_Block(rngs) for _ in range(2)])
 
     def __call__(self, tokens):
-        x = self.embed(tokens)
+        x = self.embed[...][tokens]
         if self.scanned:
             x = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
                 x, self.blocks
@@ -83,7 +92,7 @@ class _Decoder(nnx.Module):
         else:
             for block in self.blocks:
                 x = nnx.remat(lambda block, x: block(x))(block, x)
-        return self.embed.attend(x)
+        return x @ self.embed[...].T
 
 
 _decoder = _Cached(functools.partial(_Decoder, scanned=False))
@@ -230,8 +239,8 @@ def linen_conv_net_with_synchronised_batch_norm(params, stats, batch):
 class _LinenRecurrent(nn.Module):
     @nn.compact
     def __call__(self, x):
-        h = nn.RNN(nn.OptimizedLSTMCell(6))(x)
-        return nn.Dense(3)(nn.RNN(nn.GRUCell(5))(h)[:, -1])
+        h = nn.RNN(nn.OptimizedLSTMCell(6, param_dtype=x.dtype))(x)
+        return nn.Dense(3)(nn.RNN(nn.GRUCell(5, param_dtype=x.dtype))(h)[:, -1])
 
 
 @case(_linen_init(_LinenRecurrent(), 1, 4, 5), sequences(4, 5, 3))

@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._case import affine, case, normal, sequences, squared, vectors
-
-_BFLOAT16 = 2.0**-6
+from ._case import BFLOAT16, affine, case, normal, sequences, squared, vectors
 
 
 def _stack(key, layers=8, width=6):
@@ -238,7 +236,7 @@ def unrolled_with_remat(params, batch):
     return squared(x, batch)
 
 
-@case(_stack, vectors(6, 6), tolerance=_BFLOAT16)
+@case(_stack, vectors(6, 6), tolerance=BFLOAT16)
 def scanned_with_casts_in_the_body(params, batch):
     def layer(x, p):
         p = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), p)
@@ -248,7 +246,7 @@ def scanned_with_casts_in_the_body(params, batch):
     return squared(x, batch)
 
 
-@case(lambda key: normal(key, 0, 8, 6, 6), vectors(6, 6), tolerance=_BFLOAT16)
+@case(lambda key: normal(key, 0, 8, 6, 6), vectors(6, 6), tolerance=BFLOAT16)
 def scanned_over_a_cast_and_turned_stack(params, batch):
     stack = jnp.swapaxes(params.astype(jnp.bfloat16), 1, 2)
     x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w.astype(jnp.float32)), None), batch["x"], stack)
@@ -258,7 +256,7 @@ def scanned_over_a_cast_and_turned_stack(params, batch):
 @case(
     lambda key: jax.tree.map(lambda p: p.astype(jnp.bfloat16), _stack(key)),
     vectors(6, 6),
-    tolerance=_BFLOAT16,
+    tolerance=BFLOAT16,
 )
 def scanned_stack_of_bfloat16(params, batch):
     x, _ = lax.scan(_layer, batch["x"].astype(jnp.bfloat16), params)

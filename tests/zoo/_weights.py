@@ -4,9 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._case import affine, case, cross_entropy, dense, normal, squared, tokens, vectors
-
-_BFLOAT16 = 2.0**-6  # two or three roundings to 8 bits
+from ._case import BFLOAT16, affine, case, cross_entropy, dense, normal, squared, tokens, vectors
 
 
 @case(lambda key: {"a": normal(key, 0, 16, 8), "b": normal(key, 1, 4, 16)}, vectors(8, 4))
@@ -156,13 +154,13 @@ def half_of_it_stopped(params, batch):
     return squared(jnp.tanh(batch["x"] @ frozen) @ params + batch["x"] @ frozen, batch)
 
 
-@case(lambda key: normal(key, 0, 8, 8), vectors(8, 8), tolerance=_BFLOAT16)
+@case(lambda key: normal(key, 0, 8, 8), vectors(8, 8), tolerance=BFLOAT16)
 def cast_to_bfloat16_and_back(params, batch):
     w = params.astype(jnp.bfloat16).astype(jnp.float32)
     return squared(jnp.tanh(batch["x"] @ w) @ w.T, batch)
 
 
-@case(lambda key: [normal(key, i, 8, 8) for i in range(2)], vectors(8, 8), tolerance=_BFLOAT16)
+@case(lambda key: [normal(key, i, 8, 8) for i in range(2)], vectors(8, 8), tolerance=BFLOAT16)
 def computed_in_bfloat16(params, batch):
     x = batch["x"].astype(jnp.bfloat16)
     for w in params:
@@ -170,7 +168,7 @@ def computed_in_bfloat16(params, batch):
     return squared(x.astype(jnp.float32), batch)
 
 
-@case(lambda key: normal(key, 0, 7, 5), vectors(5, 7), tolerance=_BFLOAT16)
+@case(lambda key: normal(key, 0, 7, 5), vectors(5, 7), tolerance=BFLOAT16)
 def cast_turned_and_cast_again(params, batch):
     w = params.T.astype(jnp.float16).reshape(5, 7, 1)[..., 0].astype(jnp.float32)
     return squared(batch["x"] @ w, batch)
@@ -183,7 +181,7 @@ def cast_turned_and_cast_again(params, batch):
         "high": normal(key, 2, 8, 5),
     },
     vectors(8, 3),
-    tolerance=_BFLOAT16,
+    tolerance=BFLOAT16,
 )
 def bfloat16_parameters(params, batch):
     x = jnp.tanh(batch["x"].astype(jnp.bfloat16) @ params["low"]).astype(jnp.float32)
