@@ -106,13 +106,23 @@ def resolve(
             )
     given = _spec_for_each(in_specs, len(args), argnums) + [None] * len(kwargs)
     values = [*args, *kwargs.values()]
-    plans = [find_plan(x) if spec is None else None for x, spec in zip(values, given, strict=True)]
+    plans = [find_plan(value) for value in values]
+    for i, spec in enumerate(given):
+        if spec is not None and not is_array(values[i]) and plans[i] is not None:
+            raise ValueError(
+                f"`in_specs[{i}]` is for {names[i]}, a tree that `Zero` lays out itself. Give "
+                "`None` there."
+            )
+        plans[i] = plans[i] if spec is None else None
     for number in argnums:
         if plans[number] is None and jax.tree.leaves(values[number]):
             raise ValueError(f"{names[number]}: {why_no_plan(values[number])}")
     batch = _find_batch(values[: len(args)], plans, given, argnums)
     if batch is not None:
+        _check_equal_rows(names[batch], values[batch])
         plans[batch], given[batch] = None, BATCH
+    elif in_specs is None:
+        _check_no_keyword_batch(names[len(args) :], values[len(args) :], plans[len(args) :])
     pairs = zip(names, values, plans, given, strict=True)
     resolved = [_argument(*each) for each in pairs]
     arguments = [argument for argument, _ in resolved]
@@ -147,6 +157,31 @@ def _find_batch(
     unplanned = [i for i in free if plans[i] is None]
     bare = [i for i in free if is_array(values[i])]
     return next(iter(unplanned or bare), None)
+
+
+def _check_equal_rows(name: str, value: Any) -> None:
+    """The rows of a batch are its examples, so all its leaves have as many."""
+    paths = jax.tree_util.tree_flatten_with_path(value)[0]
+    rows = {path_name(path): x.shape[0] for path, x in paths if is_array(x) and len(x.shape)}
+    if len(set(rows.values())) > 1:
+        first, other = next((a, b) for a in rows for b in rows if rows[a] != rows[b])
+        raise ValueError(
+            f"{name} is taken as the batch, whose dim 0 is split over all devices, but its leaf "
+            f"`{first}` has {rows[first]} rows and `{other}` has {rows[other]}. Say with "
+            "`in_specs`, one entry for each positional argument, what is split: "
+            "`zero.batch_spec` or `PartitionSpec()`, or a tree of them."
+        )
+
+
+def _check_no_keyword_batch(
+    names: Sequence[str], values: Sequence[Any], plans: Sequence[TreePlan | None]
+) -> None:
+    for name, value, plan in zip(names, values, plans, strict=True):
+        if plan is None and _has_rows(value):
+            raise ValueError(
+                f"{name} would be given whole to every device, and no positional argument is the "
+                "batch. Pass the batch by position."
+            )
 
 
 def _has_rows(value: Any) -> bool:
@@ -258,7 +293,7 @@ def check_rows(call: Call, arrays: Sequence[Sequence[Any]], mesh: Mesh, microbat
             dim = split_dim(spec)
             if dim is None:
                 continue
-            names = [axis for axis in axes_of(spec) if axis in AXES]
+            names = [axis for axis in axes_of(PartitionSpec(spec[dim])) if axis in AXES]
             num = math.prod(mesh.shape[axis] for axis in names) * microbatches
             if dim >= len(leaf.shape) or leaf.shape[dim] % num:
                 raise ValueError(

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ._collectives import unpad
 from ._partition import Leaf, TreePlan, path_name
-from ._placement import auto_mesh, on_mesh, pad_leaf
+from ._placement import auto_mesh, pad_leaf, run_automatic
 from ._zero import Zero
 
 _STATE, _EXTRA = "state", "extra"
@@ -107,6 +107,7 @@ class Checkpoints:
             FileNotFoundError: there is no such checkpoint.
             ValueError: it holds other leaves, or other shapes, than `like`.
         """
+        self._manager.wait_until_finished()  # one that is being saved counts
         step = self.latest_step() if step is None else step
         if step is None or step not in self._manager.all_steps():
             raise FileNotFoundError(
@@ -194,8 +195,7 @@ def _true_array(leaf: Leaf, x: Any, zero: Zero) -> Any:
     if leaf.layout is None or not leaf.layout.is_padded:
         return x
     layout = leaf.layout
-    cut = jax.jit(lambda x: unpad(x, layout), out_shardings=_even_sharding(leaf, zero))
-    return cut(on_mesh(x, auto_mesh(zero.mesh)))
+    return run_automatic(lambda x: unpad(x, layout), _even_sharding(leaf, zero), zero.mesh, x)
 
 
 def _stored_array(leaf: Leaf, x: jax.Array | None, like: Any, zero: Zero) -> jax.Array:
@@ -204,4 +204,4 @@ def _stored_array(leaf: Leaf, x: jax.Array | None, like: Any, zero: Zero) -> jax
     sharding = getattr(like, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
     auto = NamedSharding(auto_mesh(zero.mesh), spec)
-    return on_mesh(jax.jit(lambda x: pad_leaf(leaf, x), out_shardings=auto)(x), zero.mesh)
+    return run_automatic(lambda x: pad_leaf(leaf, x), auto, zero.mesh, x)

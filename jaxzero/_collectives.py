@@ -85,11 +85,12 @@ def reduce(full: Shaped[Array, ...], layout: Layout, wire: Wire) -> Shaped[Array
     Returns:
         The sum, not the mean, in `accumulator_dtype(full.dtype)`.
     """
-    x = pad(full, layout)
+    x, summed = pad(full, layout), 1
     for axis in wire.axes:
-        x = _reduce_hop(x, axis, layout.dim, full.dtype, wire)
+        x = _reduce_hop(x, axis, layout.dim, full.dtype, wire, summed)
+        summed *= wire.sizes[axis]
     for axis in wire.replica_axes:
-        x = _sum_over(x, axis, wire)
+        x = _sum_over(x, axis, wire, summed)
     return x.astype(accumulator_dtype(full.dtype))
 
 
@@ -99,28 +100,31 @@ def accumulator_dtype(dtype: DTypeLike) -> jnp.dtype:
 
 
 def _reduce_hop(
-    x: Shaped[Array, ...], axis: str, dim: int, dtype: DTypeLike, wire: Wire
+    x: Shaped[Array, ...], axis: str, dim: int, dtype: DTypeLike, wire: Wire, summed: int
 ) -> Shaped[Array, ...]:
     """Sum over one axis and keep one piece of `dim`.
 
     Values that travel in 16 bits are exchanged all-to-all and summed in float32, once.
-    A reduce-scatter of the same bytes would round after each of its steps.
+    A reduce-scatter of the same bytes would round after each of its steps. What is sent is
+    the mean of the devices `summed` so far: a sum could overflow where the mean does not.
     """
     num = wire.sizes[axis]
     if num == 1:
         return x
     codec = getattr(wire.gradients, axis)
-    sent = x.astype(dtype) if is_narrow_float(dtype) else x
+    wire_dtype = codec.wire_dtype(dtype) if codec else jnp.dtype(dtype)
+    if not is_narrow_float(wire_dtype):
+        return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    sent = (x if summed == 1 else x / jnp.asarray(summed, x.dtype)).astype(dtype)
     sent = codec.encode(sent) if codec else sent
-    if not is_narrow_float(sent.dtype):
-        return lax.psum_scatter(sent, axis, scatter_dimension=dim, tiled=True)
     shape = (*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
     pieces = jnp.moveaxis(to_bits(sent).reshape(shape), dim, 0)
     pieces = lax.all_to_all(pieces, axis, split_axis=0, concat_axis=0, tiled=True)
-    return jnp.sum(from_bits(pieces, sent.dtype), axis=0, dtype=jnp.float32)
+    total = jnp.sum(from_bits(pieces, sent.dtype), axis=0, dtype=jnp.float32)
+    return total if summed == 1 else total * jnp.float32(summed)
 
 
-def _sum_over(x: Shaped[Array, ...], axis: str, wire: Wire) -> Shaped[Array, ...]:
+def _sum_over(x: Shaped[Array, ...], axis: str, wire: Wire, summed: int) -> Shaped[Array, ...]:
     """All-reduce over one axis, in the codec's type, as a reduce and a gather."""
     num = wire.sizes[axis]
     if num == 1:
@@ -129,10 +133,12 @@ def _sum_over(x: Shaped[Array, ...], axis: str, wire: Wire) -> Shaped[Array, ...
     if codec is None or codec.wire_dtype(x.dtype) == x.dtype:
         return lax.psum(x.astype(accumulator_dtype(x.dtype)), axis)
     layout = Layout(0, x.size, num)
-    piece = _reduce_hop(pad(x.reshape(-1), layout), axis, 0, x.dtype, wire)
-    sent = codec.encode(piece)
+    piece = _reduce_hop(pad(x.reshape(-1), layout), axis, 0, x.dtype, wire, summed)
+    scale = jnp.asarray(summed * num, x.dtype)
+    sent = codec.encode(piece.astype(x.dtype) / scale)
     bits = lax.all_gather(to_bits(sent), axis, axis=0, tiled=True)
-    return unpad(from_bits(bits, sent.dtype).astype(x.dtype), layout).reshape(x.shape)
+    total = from_bits(bits, sent.dtype).astype(x.dtype) * scale
+    return unpad(total, layout).reshape(x.shape)
 
 
 def all_reduce(arrays: list[Array], wire: Wire) -> list[Array]:
@@ -140,11 +146,13 @@ def all_reduce(arrays: list[Array], wire: Wire) -> list[Array]:
     if not arrays:
         return []
     arrays = [x.astype(accumulator_dtype(x.dtype)) for x in arrays]
+    summed = 1
     for axis in reversed(AXES):
         if getattr(wire.gradients, axis) is not None:
-            arrays = [_sum_over(x, axis, wire) for x in arrays]
+            arrays = [_sum_over(x, axis, wire, summed) for x in arrays]
         elif wire.sizes[axis] > 1:
             arrays = list(lax.psum(arrays, axis))
+        summed *= wire.sizes[axis]
     return arrays
 
 

@@ -145,16 +145,16 @@ class _Emitter:
 
     def _on_shards(self, operation: Operation, layout: Any) -> Any:
         """An operation above a reduction, on the shards that the reduction gave."""
-        inputs = [self._read(atom) for atom in operation.inputs]
-        op = operation.view()
-        if op is None:  # an addition
-            dtype = jnp.result_type(*inputs)
-            return inputs[0].astype(dtype) + inputs[1].astype(dtype)
+        op, source = operation.view(), operation.source
+        if source is None:  # an addition
+            one, other = (self._read(atom) for atom in operation.inputs)
+            dtype = jnp.promote_types(one.dtype, other.dtype)
+            return one.astype(dtype) + other.astype(dtype)
+        x = self._read(source)
         if isinstance(op, views.Cast):  # the sum keeps its type until the end
-            return inputs[0]
-        source = operation.inputs[0]
-        assert isinstance(source, Value)
-        return views.apply_on_shard((op,), inputs[0], layout, source.shape)
+            return x
+        assert op is not None
+        return views.apply_on_shard((op,), x, layout, source.shape)
 
     def _loop(self, index: int, loop: Loop) -> list[Any]:
         plan = self.plan.loops[index]

@@ -16,6 +16,8 @@ import enum
 from collections import Counter
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+
 from . import _views as views
 from ._partition import Layout
 from ._program import Atom, Block, Loop, Operation, Value
@@ -38,6 +40,9 @@ class BlockGradients:
     on_shards: dict[int, Layout | None]  # operations run on shards; how their input is cut
     loops: dict[int, BlockGradients]  # in the bodies of loops
     at_end: dict[int, Demand]  # outputs reduced last, because they are also needed whole
+
+
+_ADDITIONS = ("add", "add_any")
 
 
 class _Gain(enum.IntEnum):
@@ -104,10 +109,35 @@ class _Search:
             inside = Demand(f"{demand.name}[i]", layout)
             self.loops.setdefault(index, {})[operation.outputs.index(value)] = inside
             return
-        layouts = _below(operation, demand.layout)
-        self.on_shards[index] = layouts[0][1]
-        for source, layout in layouts:
-            self.place(source, dataclasses.replace(demand, layout=layout))
+        if operation.name in _ADDITIONS:
+            terms, additions = self._terms(value)
+            self.on_shards.update(dict.fromkeys(additions))
+            for term in terms:
+                self.place(term, demand)
+            return
+        below = _below(operation, demand.layout)
+        assert below is not None
+        self.on_shards[index] = below[1]
+        self.place(below[0], dataclasses.replace(demand, layout=below[1]))
+
+    def _terms(self, value: Value) -> tuple[list[Value], list[int]]:
+        """What is added up to `value`, through additions of additions; and which those are.
+
+        A weight that is used a thousand times has a chain of a thousand.
+        """
+        terms: list[Value] = []
+        additions: list[int] = []
+        waiting = [value]
+        while waiting:
+            index, operation = self.maker.get(waiting[-1], (-1, None))
+            inputs = _addends(operation) if operation else []
+            opened = waiting.pop()
+            if inputs and (opened is value or self.only_use(opened)):
+                additions.append(index)
+                waiting += inputs
+            else:
+                terms.append(opened)
+        return terms, additions
 
     def _gain(self, value: Value, layout: Layout) -> _Gain:
         """What is gained by reducing below the operation that makes `value`."""
@@ -118,23 +148,27 @@ class _Search:
             position = operation.outputs.index(value)
             stacked = position >= operation.num_carry and layout.dim != 0
             return _Gain.SMALLER if stacked else _Gain.NONE
-        below = _below(operation, layout)
-        if not below or not all(self.only_use(source) for source, _ in below):
-            return _Gain.NONE
-        gains = [self._gain(source, inner) for source, inner in below]
-        if len(gains) > 1:
+        if operation.name in _ADDITIONS:
+            terms, additions = self._terms(value)
+            if not additions or not all(self.only_use(term) for term in terms):
+                return _Gain.NONE
+            gains = [self._gain(term, layout) for term in terms]
             return max(gains) if max(gains) == _Gain.SMALLER else min(gains)
-        if _narrows(operation) and gains[0] < _Gain.SMALLER:
+        below = _below(operation, layout)
+        if below is None or not self.only_use(below[0]):
             return _Gain.NONE
-        return max(gains[0], _own_gain(operation))
+        gain = self._gain(*below)
+        if _narrows(operation) and gain < _Gain.SMALLER:
+            return _Gain.NONE
+        return max(gain, _own_gain(operation))
 
 
 def _own_gain(operation: Operation) -> _Gain:
     op = operation.view()
     if isinstance(op, views.Pad):
         return _Gain.SMALLER
-    source = operation.inputs[0]
-    if isinstance(op, views.Cast) and isinstance(source, Value):
+    source = operation.source
+    if isinstance(op, views.Cast) and source is not None:
         narrower = source.dtype.itemsize < operation.outputs[0].dtype.itemsize
         return _Gain.CHEAPER if narrower else _Gain.NONE
     return _Gain.NONE
@@ -145,17 +179,25 @@ def _narrows(operation: Operation) -> bool:
     return isinstance(op, views.Cast) and op.narrows
 
 
-def _below(operation: Operation, layout: Layout) -> list[tuple[Value, Layout]]:
-    """The inputs whose reduction gives that of the output, with their layouts; or nothing."""
-    inputs = operation.inputs
-    if operation.name in ("add", "add_any"):
-        shapes = {atom.shape for atom in inputs if isinstance(atom, Value)}
-        alike = all(isinstance(atom, Value) for atom in inputs) and len(shapes) == 1
-        return [(atom, layout) for atom in inputs if isinstance(atom, Value)] if alike else []
-    op, source = operation.view(), inputs[0] if inputs else None
-    if op is None or not isinstance(source, Value) or operation.name == "reduce_precision":
+def _addends(operation: Operation) -> list[Value]:
+    """The inputs of an addition of two arrays of one shape; else nothing."""
+    if operation.name not in _ADDITIONS:
         return []
-    if isinstance(op, views.Slice):
-        return []
+    arrays = [atom for atom in operation.inputs if isinstance(atom, Value)]
+    alike = len(arrays) == 2 and arrays[0].shape == arrays[1].shape
+    return arrays if alike else []
+
+
+def _below(operation: Operation, layout: Layout) -> tuple[Value, Layout] | None:
+    """The input whose reduction gives that of the output, and how it is cut; or None."""
+    op, source = operation.view(), operation.source
+    if op is None or source is None or isinstance(op, views.Slice):
+        return None
+    if operation.name == "reduce_precision":
+        return None
+    if isinstance(op, views.Cast):
+        ends = (source.dtype, operation.outputs[0].dtype)
+        if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in ends):
+            return None  # rounding to integers does not commute with a sum
     inner = op.back(layout, source.shape)
-    return [(source, inner)] if inner is not None else []
+    return None if inner is None else (source, inner)

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh
 
 from ._config import ZeroConfig
 from ._partition import Layout, Leaf, TreePlan, path_name, plan_tree
-from ._placement import auto_mesh, constrain, on_mesh, pad_tree, unpad_tree
+from ._placement import auto_mesh, constrain, pad_tree, run_automatic, unpad_tree
 from ._program import is_traced
 
 
@@ -139,10 +139,7 @@ def init_state(
             jax.eval_shape(tx.init, params),
             plan.shardings(mesh, axes),
         )
-    auto = auto_mesh(mesh)
-    on_auto = jax.tree.map(lambda x: on_mesh(x, auto), params)
-    state = jax.jit(tx.init, out_shardings=plan.shardings(auto, axes))(on_auto)
-    return jax.tree.map(lambda x: on_mesh(x, mesh), state)
+    return run_automatic(tx.init, plan.shardings(auto_mesh(mesh), axes), mesh, params)
 
 
 def true_shapes(

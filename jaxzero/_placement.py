@@ -19,6 +19,27 @@ def auto_mesh(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
+def run_automatic(function: Any, out_shardings: Any, mesh: Mesh, *args: Any) -> Any:
+    """Run a program that the compiler lays out, and give its outputs in terms of `mesh`.
+
+    Args:
+        function: of trees of arrays.
+        out_shardings: of its outputs, over `auto_mesh(mesh)`.
+        mesh: where it runs. Arrays that are laid out on it are passed as such.
+        args: for `function`.
+    """
+    auto = auto_mesh(mesh)
+    args = jax.tree.map(lambda x: on_mesh(x, auto) if _is_on(x, mesh) else x, args)
+    with jax.sharding.use_abstract_mesh(auto.abstract_mesh):
+        made = jax.jit(function, out_shardings=out_shardings)(*args)
+    return jax.tree.map(lambda x: on_mesh(x, mesh), made)
+
+
+def _is_on(x: Any, mesh: Mesh) -> bool:
+    sharding = getattr(x, "sharding", None)
+    return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+
+
 def on_mesh(x: jax.Array, mesh: Mesh) -> jax.Array:
     """The same array, its sharding said in terms of `mesh`. Moves nothing."""
     assert isinstance(x.sharding, NamedSharding)
@@ -72,9 +93,7 @@ def gather_whole(plan: TreePlan, leaves: list[Any], mesh: Mesh) -> list[Any]:
     whole = NamedSharding(auto_mesh(mesh), PartitionSpec())
     if any(is_traced(x) for x in leaves):
         return unpad_tree(plan, [constrain(x, mesh, PartitionSpec()) for x in leaves])
-    leaves = [on_mesh(x, auto_mesh(mesh)) for x in leaves]
-    run = jax.jit(lambda leaves: unpad_tree(plan, leaves), out_shardings=whole)
-    return [on_mesh(x, mesh) for x in run(leaves)]
+    return run_automatic(lambda leaves: unpad_tree(plan, leaves), whole, mesh, leaves)
 
 
 def constrain(x: Any, mesh: Mesh, spec: PartitionSpec) -> Any:

@@ -80,6 +80,12 @@ class Operation:
             out = equation.primitive.bind(*args, *inputs, **params)
         return list(out) if equation.primitive.multiple_results else [out]
 
+    @property
+    def source(self) -> Value | None:
+        """The only input that is no constant, if there is one."""
+        values = [atom for atom in self.inputs if isinstance(atom, Value)]
+        return values[0] if len(values) == 1 else None
+
     def view(self) -> views.Op | None:
         """The same as an operation that a view can hold, or None."""
         return _view(self)
@@ -283,8 +289,8 @@ def _narrow_loop(loop: Loop, live: set[Value]) -> Loop:
 
 def _view(operation: Operation) -> views.Op | None:
     """Read an operation's parameters, for those that only move or round elements."""
-    source = operation.inputs[0] if operation.inputs else None
-    if not isinstance(source, Value) or not source.is_array or not operation.outputs:
+    source = operation.source
+    if source is None or not source.is_array or not operation.outputs:
         return None
     out, params = operation.outputs[0], operation.equation.params
     if _is_split(params.get("sharding")) or _is_split(params.get("out_sharding")):
@@ -303,12 +309,26 @@ def _view(operation: Operation) -> views.Op | None:
         case "slice":
             start, limit = _ints(params["start_indices"]), _ints(params["limit_indices"])
             return views.Slice(start, limit, _ints(params["strides"] or (1,) * len(start)))
+        case "rev":
+            return views.Reverse(_ints(params["dimensions"]))
+        case "mul" | "div" if (factor := _factor(operation)) is not None:
+            return views.Scale(factor, operation.name == "div")
         case "pad" if isinstance(operation.inputs[1], Constant) and operation.inputs[1].is_zero:
             config = tuple((int(a), int(b), int(c)) for a, b, c in params["padding_config"])
             return views.Pad(config)
         case name if name in _ELEMENTWISE:
             return views.Elementwise(operation)
     return None
+
+
+def _factor(operation: Operation) -> float | None:
+    """The known number that an array is multiplied with, or divided by."""
+    if operation.name == "div" and not isinstance(operation.inputs[1], Constant):
+        return None
+    constants = [atom.value for atom in operation.inputs if isinstance(atom, Constant)]
+    known = len(constants) == 1 and not is_traced(constants[0]) and np.ndim(constants[0]) == 0
+    is_float = known and jax.numpy.issubdtype(operation.outputs[0].dtype, jax.numpy.floating)
+    return float(constants[0]) if is_float else None
 
 
 def _is_split(sharding: Any) -> bool:

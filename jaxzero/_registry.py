@@ -20,6 +20,16 @@ def _first_difference(one: TreePlan, other: TreePlan) -> int | None:
     return next((i for i, (a, b) in enumerate(pairs) if a.shape != b.shape), None)
 
 
+def _with_known_specs(plan: TreePlan, known: TreePlan) -> TreePlan:
+    """A copy of a tree that is laid out again without `specs` is laid out as the tree was."""
+    if any(leaf.other_axes for leaf in plan.leaves):
+        return plan
+    pairs = zip(plan.leaves, known.leaves, strict=True)
+    return TreePlan(
+        plan.treedef, tuple(dataclasses.replace(old, dtype=new.dtype) for new, old in pairs)
+    )
+
+
 class Registry:
     """The plans of all trees laid out so far."""
 
@@ -40,6 +50,7 @@ class Registry:
                 return plan
             new, differing = plan.leaves, _first_difference(alike[0], plan)
             if differing is None:
+                plan = _with_known_specs(plan, alike[0])
                 known[known.index(alike[0])] = plan
                 return plan
             layout = new[differing].layout
@@ -49,12 +60,14 @@ class Registry:
             plan = TreePlan(plan.treedef, (*new[:differing], leaf, *new[differing + 1 :]))
 
     def find(self, tree: Any) -> TreePlan | None:
-        """The plan of a stored tree, or None."""
+        """The plan of a stored tree, with the dtypes that the tree has now; or None."""
         leaves, treedef = jax.tree.flatten(tree)
         shapes = tuple(tuple(getattr(leaf, "shape", ())) for leaf in leaves)
         for plan in self._plans.get(treedef, ()):
             if plan.stored_shapes == shapes:
-                return plan
+                pairs = zip(plan.leaves, leaves, strict=True)
+                now = (dataclasses.replace(leaf, dtype=x.dtype) for leaf, x in pairs)
+                return TreePlan(treedef, tuple(now))
         return None
 
     def explain(self, tree: Any) -> str:

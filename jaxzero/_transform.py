@@ -73,6 +73,12 @@ class Transform:
             check_vma=False,
         )
         loss, gradients, parts = mapped(arrays)
+        gradients = [
+            constrain(x, self.mesh, self.parameters.leaves[i].spec(axes))
+            if self.parameters.leaves[i].other_axes
+            else x
+            for x, i in zip(gradients, self.parameters.differentiated, strict=True)
+        ]
         return loss, gradients, outputs.join(*parts)
 
     def _specs(self, argument: Argument) -> list[PartitionSpec]:
@@ -86,7 +92,7 @@ class Transform:
         for argument, leaves in zip(self.call.arguments, arrays, strict=True):
             for x, spec in zip(leaves, argument.specs, strict=True):
                 dim = None if argument.plan else split_dim(spec)
-                if dim is not None:
+                if dim is not None and spec[dim] == AXES:
                     return x.shape[dim] // self.wire.num_devices // self.options.microbatches
         return None
 
@@ -211,10 +217,21 @@ class _Outputs:
         asked = self._asked(tree)
         leaves = [jnp.asarray(leaf) for _, leaf in paths_and_leaves]
         self.how = [
-            how or self._default(path_name(path), leaf)
+            self._checked(how, path_name(path), leaf)
+            if how
+            else self._default(path_name(path), leaf)
             for how, (path, _), leaf in zip(asked, paths_and_leaves, leaves, strict=True)
         ]
         return leaves
+
+    def _checked(self, how: str, path: str, leaf: Array) -> str:
+        if how == "concat" and (not leaf.ndim or self.rows is None):
+            why = "it is a scalar" if not leaf.ndim else "no argument is split as `batch_spec`"
+            raise ValueError(
+                f"`{self._argument}` asks to concatenate the leaf `{path}`, but {why}. Use "
+                "'stack', or split the batch by `zero.batch_spec`."
+            )
+        return how
 
     def _asked(self, tree: Any) -> list[str | None]:
         if self.options.reduce is None:

@@ -126,12 +126,13 @@ class _Walk:
         self.uses += [Use(index, view) for view in needed]
 
     def _stays_view(self, operation: Operation) -> bool:
-        view = self.views.get(operation.inputs[0]) if operation.inputs else None
+        source = operation.source
+        view = None if source is None else self.views.get(source)
         op = operation.view() if view else None
         if view is None or op is None:
             return False
         self.views[operation.outputs[0]] = view.then(op)
-        if isinstance(op, views.Slice):
+        if isinstance(op, (views.Slice, views.Reverse)):
             pushed = views.push(view.ops, view.weight.layout, view.weight.shape)
             if pushed and op.through(*pushed) is None:
                 self.conflicts.add(view.weight.leaf)
@@ -192,9 +193,12 @@ class _Walk:
 def _of_slice(view: View) -> tuple[views.Op, ...] | None:
     shape, sliced = view.weight.shape, []
     for op in view.ops:
-        sliced.append(op.of_slice(shape))
+        one = op.of_slice(shape)
+        if one is None:
+            return None
+        sliced.append(one)
         shape = op.out_shape(shape)
-    return None if None in sliced else tuple(sliced)
+    return tuple(sliced)
 
 
 def _stack(view: View) -> Stack:

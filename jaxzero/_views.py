@@ -82,6 +82,37 @@ class Elementwise(Op):
 
 
 @dataclasses.dataclass(frozen=True)
+class Scale(Op):
+    """`mul` with, or `div` by, a known number."""
+
+    factor: float
+    divides: bool
+
+    def apply(self, x):
+        factor = jnp.asarray(self.factor, x.dtype)
+        return x / factor if self.divides else x * factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Reverse(Op):
+    """`rev`."""
+
+    dims: tuple[int, ...]
+
+    def apply(self, x):
+        return lax.rev(x, self.dims)
+
+    def through(self, layout, shape):
+        return None if layout.dim in self.dims else layout
+
+    def of_slice(self, shape):
+        return None if 0 in self.dims else Reverse(tuple(dim - 1 for dim in self.dims))
+
+    def of_stack(self, num):
+        return Reverse(tuple(dim + 1 for dim in self.dims))
+
+
+@dataclasses.dataclass(frozen=True)
 class Transpose(Op):
     """`transpose`."""
 
@@ -130,7 +161,7 @@ class Reshape(Op):
         return Reshape((*self.shape[: out.dim], local, *self.shape[out.dim + 1 :]))
 
     def of_slice(self, shape):
-        if not self.shape or shape[0] != self.shape[0]:
+        if not shape or not self.shape or shape[0] != self.shape[0]:
             return None
         return Reshape(self.shape[1:])
 
@@ -262,7 +293,7 @@ def casts_first(ops: tuple[Op, ...]) -> tuple[Op, ...]:
     moved: list[Op] = []
     rest: list[Op] = []
     for i, op in enumerate(ops):
-        if isinstance(op, Elementwise) or (isinstance(op, Cast) and not op.narrows):
+        if isinstance(op, (Elementwise, Scale)) or (isinstance(op, Cast) and not op.narrows):
             rest += ops[i:]
             break
         (moved if isinstance(op, Cast) else rest).append(op)

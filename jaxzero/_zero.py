@@ -19,7 +19,15 @@ from ._config import ZeroConfig, zero3
 from ._mesh import check_mesh
 from ._optimizer import init_state, plan_state, true_shapes, warn_of_padding
 from ._partition import TreePlan, plan_tree
-from ._placement import auto_mesh, constrain, gather_whole, on_mesh, pad_leaf, pad_tree, place
+from ._placement import (
+    auto_mesh,
+    constrain,
+    gather_whole,
+    pad_leaf,
+    pad_tree,
+    place,
+    run_automatic,
+)
 from ._program import is_traced
 from ._registry import Registry
 from ._report import Report, make_report
@@ -91,8 +99,7 @@ class Zero:
             leaves = pad_tree(plan, jax.tree.leaves(init_fn(*args)))
             return jax.tree.unflatten(plan.treedef, leaves)
 
-        made = jax.jit(run, out_shardings=shardings)(*args)
-        return jax.tree.map(lambda x: on_mesh(x, self.mesh), made)
+        return run_automatic(run, shardings, self.mesh, *args)
 
     def abstract(self, init_fn: Callable, *args: Any, specs: Any = None) -> Any:
         """What `init` would return, as `ShapeDtypeStruct`s with shardings: nothing is made.
@@ -347,6 +354,8 @@ class Zero:
     ) -> tuple[Transform, list[list[Any]]]:
         """Find out what the arguments are, check them, and find the program for them."""
         numbers = tuple(i + len(args) if i < 0 else i for i in numbers)
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(f"`argnums` names an argument twice; got {tuple(numbers)}.")
         if options.argnums is not None:
             options = dataclasses.replace(options, argnums=numbers)
         call, arrays = resolve(
@@ -367,8 +376,8 @@ class Zero:
 
 
 def _check_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"`{name}` must be at least 1; got {value}.")
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"`{name}` must be a whole number of at least 1; got {value!r}.")
 
 
 def _gradient_trees(transform: Transform, gradients: Sequence[Array]) -> list[Any]:
