@@ -162,7 +162,11 @@ class Checkpoints:
             tree = state[key]
             plan = self._zero.find_plan(tree) or _plan_as_it_is(tree)
             for leaf, x in zip(plan.leaves, jax.tree.leaves(tree), strict=True):
-                named[key if leaf.path == "." else f"{key}.{leaf.path}"] = (leaf, x)
+                stored = leaf
+                if _is_key(x):
+                    data = jax.eval_shape(jax.random.key_data, x)
+                    stored = Leaf(leaf.path, data.shape, data.dtype, None)
+                named[key if leaf.path == "." else f"{key}.{leaf.path}"] = (stored, x)
         return named
 
 
@@ -191,7 +195,14 @@ def _even_sharding(leaf: Leaf, zero: Zero) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def _is_key(x: Any) -> bool:
+    """Whether it is a typed random key, which is stored as the numbers it stands for."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def _true_array(leaf: Leaf, x: Any, zero: Zero) -> Any:
+    if _is_key(x):
+        return jax.random.key_data(x)
     if leaf.layout is None or not leaf.layout.is_padded:
         return x
     layout = leaf.layout
@@ -201,6 +212,8 @@ def _true_array(leaf: Leaf, x: Any, zero: Zero) -> Any:
 def _stored_array(leaf: Leaf, x: jax.Array | None, like: Any, zero: Zero) -> jax.Array:
     """Pad, and lay out as `like` is. `x` None: an empty leaf."""
     x = jnp.zeros(leaf.shape, leaf.dtype) if x is None else x
+    if _is_key(like):
+        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
     sharding = getattr(like, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
     auto = NamedSharding(auto_mesh(zero.mesh), spec)

@@ -46,6 +46,8 @@ class _Emitter:
         self.shards = shards
         self.env: dict[Value, Any] = {}
         self.gathered: dict[tuple, Any] = {}
+        self.reduced_before: list[Any] = []  # before the last tied gather
+        self.reduced_since: list[Any] = []
         self.starts: dict[int, list[Gather]] = {}
         self.ends: dict[int, list[Gather]] = {}
         for planned in plan.gathers:
@@ -71,7 +73,9 @@ class _Emitter:
             weight, shard = planned.weight, self.shards[planned.weight]
             with jax.named_scope(f"gather({weight.name})"):
                 if planned.tie is not None and planned.tie in self.env:
-                    shard, _ = lax.optimization_barrier((shard, self.env[planned.tie]))
+                    ties = (self.env[planned.tie], *self.reduced_before)
+                    shard, _ = lax.optimization_barrier((shard, ties))
+                    self.reduced_before, self.reduced_since = self.reduced_since, []
                 shard = views.apply_on_shard(planned.ops, shard, weight.layout, weight.shape)
                 pushed = views.push(planned.ops, weight.layout, weight.shape)
                 assert pushed is not None
@@ -96,7 +100,10 @@ class _Emitter:
 
     def _write(self, value: Value, x: Any) -> None:
         demand = self.plan.gradients.reduces.get(value)
-        self.env[value] = x if demand is None else self._reduce(x, demand)
+        if demand is not None:
+            x = self._reduce(x, demand)
+            self.reduced_since.append(x)
+        self.env[value] = x
 
     def _reduce(self, x: Any, demand: Demand) -> Any:
         with jax.named_scope(f"reduce({demand.name})"):

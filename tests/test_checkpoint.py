@@ -60,6 +60,17 @@ def test_restore_on_any_mesh(saved, nodes, devices):
     assert shardings == jax.tree.map(lambda x: x.sharding, params)
 
 
+def test_random_keys_and_a_restore_right_after_a_save(tmp_path):
+    zero = _zero(2, 8)
+    state = {"params": zero.init(_init), "random": {"key": jax.random.key(7)}}
+    with jz.Checkpoints(tmp_path, zero) as checkpoints:
+        checkpoints.save(1, state)
+        restored, _ = checkpoints.restore(state)
+    np.testing.assert_array_equal(
+        jax.random.bits(restored["random"]["key"]), jax.random.bits(state["random"]["key"])
+    )
+
+
 def test_only_the_newest_are_kept(tmp_path):
     zero = _zero(2, 8)
     params = zero.init(_init)

@@ -64,7 +64,7 @@ def test_batch_that_does_not_divide(zero, params):
 
 def test_one_leaf_of_the_batch_that_does_not_divide(zero, params):
     batch = _batch() | {"y": {"label": np.zeros(15, np.int32)}}
-    with _raises("`batch`", "label", "(15,)"):
+    with _raises("`batch`", "16 rows", "label", "15"):
         zero.value_and_grad(_loss)(params, batch)
 
 

@@ -366,34 +366,6 @@ def test_not_a_number_stays_one(zero, params):
     assert np.isnan(np.asarray(grads["w"])).any()
 
 
-def test_tensor_parallel_third_axis():
-    """Weights also split over an axis that is not ours stay so, and results are the same."""
-    mesh = zoo.make_mesh("2x2x2-auto")
-    zero = jz.Zero(mesh)
-    whole = {
-        "up": zoo.normal(jax.random.key(0), 0, 8, 12),
-        "down": zoo.normal(jax.random.key(0), 1, 12, 8),
-    }
-
-    def loss(params, x, constrain=lambda x: x):
-        hidden = constrain(jnp.tanh(x @ params["up"]))
-        return jnp.mean((hidden @ params["down"]) ** 2)
-
-    def over_tensor(x):
-        return lax.with_sharding_constraint(x, P(None, "tensor"))
-
-    want = jax.value_and_grad(loss)(whole, _x())
-    params = zero.shard(whole)
-    with jax.set_mesh(mesh):
-        step = zero.value_and_grad(functools.partial(loss, constrain=over_tensor))
-        got, grads = step(params, _x())
-    _close((got, zero.unshard(grads)), want)
-    specs = zero.shard(whole, specs={"up": P(None, "tensor"), "down": P("tensor")})
-    got, grads = zero.value_and_grad(loss)(specs, _x())
-    _close((got, zero.unshard(grads)), want)
-    assert "tensor" in str(grads["up"].sharding.spec)
-
-
 def test_bfloat16_on_the_wire():
     codec = jz.Hops(node=jz.Cast(jnp.bfloat16), local=jz.Cast(jnp.bfloat16))
     zero = jz.Zero(zoo.make_mesh(_MESH), jz.zero3(weights=codec, gradients=codec))
@@ -401,16 +373,3 @@ def test_bfloat16_on_the_wire():
     loss, grads = zero.value_and_grad(_loss)(zero.shard(_whole()), _x())
     assert grads["w"].dtype == jnp.float32
     _close((loss, zero.unshard(grads)), want, tolerance=2.0**-6)
-
-
-def test_plan_can_be_printed(zero, params):
-    text = str(zero.plan(_loss, params, _x()))
-    assert "w" in text and "gather" in text and "reduce" in text
-
-
-def test_trees_that_padding_would_make_alike_are_told_apart(zero):
-    trees = [{"alike": np.full((rows, 2), rows, np.float32)} for rows in (3, 5, 8, 3)]
-    sharded = [zero.shard(tree) for tree in trees]
-    for tree, mine in zip(trees, sharded, strict=True):
-        np.testing.assert_array_equal(zero.unshard(mine)["alike"], tree["alike"])
-    assert sharded[0]["alike"].shape == sharded[3]["alike"].shape
