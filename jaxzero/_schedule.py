@@ -13,9 +13,8 @@ value that does not exist earlier. That value is the last result of a costly ope
 in the region, and not the other operand of the use itself, which may be a cheap
 expression that XLA fuses into the use and that a tie would force into memory. It also
 passes the gradients that were reduced before the gather before it: without that, XLA may
-put off all reductions to the end, and full gradients pile up. (24 unrolled layers on 8 CPU
-devices, JAX 0.12: 25.8 MB of temporary memory without, 5.0 MB with.) One gather late, so that
-a reduction can overlap with one unit of compute.
+put off all reductions to the end, and full gradients pile up. One gather late, so that a
+reduction can overlap with one unit of compute.
 """
 
 from __future__ import annotations
