@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from ._mesh import AXES
-from ._partition import TreePlan, axes_of, path_name
+from ._partition import TreePlan, axes_of, path_name, spread_prefix
 
 BATCH = PartitionSpec(AXES)
 
@@ -237,17 +237,13 @@ def _argument(
     arrays = [leaf for leaf in leaves if is_array(leaf)]
     specs = [PartitionSpec()] * len(leaves)
     if plan is None and spec is not None:
-        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
         try:
-            tree = jax.tree.map(
-                lambda s, subtree: jax.tree.map(lambda _: s, subtree), spec, value, is_leaf=is_spec
-            )
+            specs = spread_prefix(spec, value, PartitionSpec)
         except ValueError as error:
             raise ValueError(
                 f"`in_specs` does not fit {name}: {error}. Give a `PartitionSpec`, or a tree "
                 "of them that is a prefix of the argument."
             ) from error
-        specs = jax.tree.leaves(tree, is_leaf=is_spec)
     array_specs = tuple(
         s if len(leaf.shape) else PartitionSpec()
         for s, leaf, static in zip(specs, leaves, statics, strict=True)

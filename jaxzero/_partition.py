@@ -167,14 +167,31 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".") or "."
 
 
+def spread_prefix(prefix: Any, tree: Any, kind: type) -> list[Any]:
+    """For each leaf of `tree`, the leaf of a tree prefix that stands for it.
+
+    Args:
+        prefix: its leaves are of type `kind`.
+        tree: what it is a prefix of.
+        kind: of the prefix's leaves, even where JAX would take them apart.
+
+    Raises:
+        ValueError: it is no prefix of `tree`.
+    """
+
+    def is_leaf(x: Any) -> bool:
+        return isinstance(x, kind)
+
+    spread = jax.tree.map(
+        lambda leaf, subtree: jax.tree.map(lambda _: leaf, subtree), prefix, tree, is_leaf=is_leaf
+    )
+    return jax.tree.leaves(spread, is_leaf=is_leaf)
+
+
 def _broadcast_specs(specs: Any, tree: Any, config: ZeroConfig) -> list[PartitionSpec]:
     if specs is None:
         return [PartitionSpec()] * len(jax.tree.leaves(tree))
-    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    full = jax.tree.map(
-        lambda spec, subtree: jax.tree.map(lambda _: spec, subtree), specs, tree, is_leaf=is_spec
-    )
-    flat = jax.tree.leaves(full, is_leaf=is_spec)
+    flat = spread_prefix(specs, tree, PartitionSpec)
     for spec in flat:
         if any(axis in config.axes or axis in ("node", "local") for axis in axes_of(spec)):
             raise ValueError(

@@ -18,7 +18,7 @@ from ._collectives import Wire
 from ._config import ZeroConfig
 from ._local import Flat, Parameters, run_on_device
 from ._mesh import AXES
-from ._partition import path_name
+from ._partition import path_name, spread_prefix
 from ._placement import constrain
 from ._schedule import Plan
 
@@ -236,19 +236,13 @@ class _Outputs:
     def _asked(self, tree: Any) -> list[str | None]:
         if self.options.reduce is None:
             return [None] * len(jax.tree.leaves(tree))
-        is_name = lambda x: isinstance(x, str)  # noqa: E731
+        prefix = jax.tree.unflatten(*reversed(self.options.reduce))
         try:
-            spread = jax.tree.map(
-                lambda how, subtree: jax.tree.map(lambda _: how, subtree),
-                jax.tree.unflatten(*reversed(self.options.reduce)),
-                tree,
-                is_leaf=is_name,
-            )
+            return spread_prefix(prefix, tree, str)
         except ValueError as error:
             raise ValueError(
                 f"`{self._argument}` is not a tree prefix of what the function returns: {error}"
             ) from error
-        return jax.tree.leaves(spread, is_leaf=is_name)
 
     @property
     def _argument(self) -> str:
