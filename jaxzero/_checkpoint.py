@@ -6,6 +6,7 @@ at hand on the way in. Leaves are stored under their tree paths.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -185,9 +186,7 @@ def _even_sharding(leaf: Leaf, zero: Zero) -> NamedSharding:
     """A sharding of the true shape that divides evenly, over as many devices as can be."""
     mesh = auto_mesh(zero.mesh)
     for axes in (zero.config.axes, ("local",), ("node",)):
-        pieces = 1
-        for axis in axes:
-            pieces *= mesh.shape[axis]
+        pieces = math.prod(mesh.shape[axis] for axis in axes)
         dims = [dim for dim, size in enumerate(leaf.shape) if size and size % pieces == 0]
         if leaf.layout and dims:
             dim = leaf.layout.dim if leaf.layout.dim in dims else dims[0]

@@ -41,14 +41,9 @@ class Parameters:
         return self.leaves[i].layout if self.gradients_split else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Flat:
-    """The user's function on flat arrays, returning `(loss, weight, gradients, others)`.
-
-    `loss`, `weight` and `gradients` are `None`, `None` and `[]` in a forward-only program.
-    """
-
-    run: Callable[[list[Any], list[Any]], tuple[Any, Any, list[Any], list[Any]]]
+# The user's function on flat arrays, parameters and inputs: `(loss, weight, gradients, others)`.
+# The first three are None, None and [] in a forward-only program.
+Flat = Callable[[list[Any], list[Any]], tuple[Any, Any, list[Any], list[Any]]]
 
 
 def run_on_device(
@@ -137,7 +132,7 @@ def _trace(
         index = arrays[0] if microbatches > 1 else None
         arrays = arrays[1:] if microbatches > 1 else arrays
         with microbatch_index(index):
-            return flat.run(list(arrays[: len(stored)]), list(arrays[len(stored) :]))
+            return flat(list(arrays[: len(stored)]), list(arrays[len(stored) :]))
 
     index = [jax.ShapeDtypeStruct((), jnp.arange(1).dtype)] if microbatches > 1 else []
     return trace(function, *index, *full, *rows)

@@ -16,7 +16,7 @@ from ._accumulate import REDUCTIONS, combine
 from ._arguments import BATCH, Argument, Call, split_dim
 from ._collectives import Wire
 from ._config import ZeroConfig
-from ._local import Flat, Parameters, run_on_device
+from ._local import Parameters, run_on_device
 from ._mesh import AXES
 from ._partition import path_name, spread_prefix
 from ._placement import constrain
@@ -105,7 +105,7 @@ class Transform:
                 inputs += leaves
                 specs += argument.specs
         loss, gradients, others, self.plan = run_on_device(
-            Flat(lambda stored, inputs: self._flat(stored, inputs, outputs)),
+            lambda stored, inputs: self._flat(stored, inputs, outputs),
             self.parameters,
             stored,
             inputs,
