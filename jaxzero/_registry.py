@@ -62,7 +62,11 @@ class Registry:
     def find(self, tree: Any) -> TreePlan | None:
         """The plan of a stored tree, with the dtypes that the tree has now; or None."""
         leaves, treedef = jax.tree.flatten(tree)
-        shapes = tuple(tuple(getattr(leaf, "shape", ())) for leaf in leaves)
+        if not all(
+            hasattr(leaf, "dtype") for leaf in leaves
+        ):  # a number where an array was laid out
+            return None
+        shapes = tuple(tuple(leaf.shape) for leaf in leaves)
         for plan in self._plans.get(treedef, ()):
             if plan.stored_shapes == shapes:
                 pairs = zip(plan.leaves, leaves, strict=True)
@@ -80,7 +84,12 @@ class Registry:
         if treedef in self._plans:
             plan = self._plans[treedef][-1]
             for leaf, (_, x) in zip(plan.leaves, paths_and_leaves, strict=True):
-                shape = tuple(getattr(x, "shape", ()))
+                if not hasattr(x, "dtype"):
+                    return (
+                        f"the leaf `{leaf.path}` is of type {type(x).__name__}, but was laid out "
+                        f"as an array. {remedy}"
+                    )
+                shape = tuple(x.shape)
                 if shape != leaf.stored_shape:
                     return (
                         f"the leaf `{leaf.path}` has shape {shape}, but it was laid out as "

@@ -25,13 +25,14 @@ from ._schedule import Plan
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What was asked of `value_and_grad`, or (`argnums` None) of `apply`."""
+    """What was asked of `value_and_grad`, or (`has_gradients` False) of `apply`."""
 
-    argnums: tuple[int, ...] | None
+    argnums: tuple[int, ...]
     has_aux: bool = False
     microbatches: int = 1
     weighted: bool = False
     reduce: tuple[tuple[str, ...], Any] | None = None  # how outputs are combined: a flat tree
+    has_gradients: bool = True
 
 
 class Transform:
@@ -118,7 +119,7 @@ class Transform:
     def _flat(self, stored: list[Any], inputs: list[Any], outputs: _Outputs) -> Any:
         """The user's function and its gradients on flat lists of arrays."""
         options = self.options
-        if options.argnums is None:
+        if not options.has_gradients:
             args, kwargs = self._rebuild(stored, inputs)
             return None, None, [], outputs.record(self.function(*args, **kwargs))
 
@@ -149,9 +150,10 @@ class Transform:
 
 def _parameters(call: Call, options: Options, config: ZeroConfig) -> Parameters:
     leaves, differentiated = [], []
+    numbers = options.argnums if options.has_gradients else ()
     for number, argument in enumerate(call.arguments):
         for leaf in argument.plan.leaves if argument.plan else ():
-            if number in (options.argnums or ()) and jnp.issubdtype(leaf.dtype, jnp.inexact):
+            if number in numbers and jnp.issubdtype(leaf.dtype, jnp.inexact):
                 differentiated.append(len(leaves))
             leaves.append(leaf)
     return Parameters(tuple(leaves), tuple(differentiated), config.stage >= 3, config.stage >= 2)
@@ -246,10 +248,10 @@ class _Outputs:
 
     @property
     def _argument(self) -> str:
-        return "out_reduce" if self.options.argnums is None else "aux_reduce"
+        return "aux_reduce" if self.options.has_gradients else "out_reduce"
 
     def _default(self, path: str, leaf: Array) -> str:
-        forward_only = self.options.argnums is None
+        forward_only = not self.options.has_gradients
         if forward_only and leaf.ndim and leaf.shape[0] == self.rows:
             return "concat"
         is_float = jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -231,15 +231,12 @@ class Zero:
         Raises:
             ValueError: before anything is compiled, with the argument and the tree path.
         """
-        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        _check_positive("microbatches", microbatches)
-        reduce = flat_reductions("aux_reduce", aux_reduce)
-        options = Options(numbers, has_aux, microbatches, weighted, reduce)
+        options = _gradient_options(argnums, has_aux, microbatches, weighted, aux_reduce)
 
         @functools.wraps(f)
         def wrapped(*args, **kwargs):
-            transform, arrays = self._prepare(f, args, kwargs, options, in_specs, numbers)
-            for number in transform.options.argnums or ():
+            transform, arrays = self._prepare(f, args, kwargs, options, in_specs)
+            for number in transform.options.argnums:
                 argument = transform.call.arguments[number]
                 check_differentiable(argument, arrays[number], allow_int)
             loss, gradients, aux = transform.program(arrays)
@@ -272,11 +269,12 @@ class Zero:
             A function of the same arguments.
         """
         numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        options = Options(None, reduce=flat_reductions("out_reduce", out_reduce))
+        reduce = flat_reductions("out_reduce", out_reduce)
+        options = Options(numbers, has_gradients=False, reduce=reduce)
 
         @functools.wraps(f)
         def wrapped(*args, **kwargs):
-            transform, arrays = self._prepare(f, args, kwargs, options, in_specs, numbers)
+            transform, arrays = self._prepare(f, args, kwargs, options, in_specs)
             return transform.program(arrays)[2]
 
         return wrapped
@@ -296,10 +294,8 @@ class Zero:
 
         Nothing is compiled or run. Arguments are as for `value_and_grad`; `print` the result.
         """
-        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        reduce = flat_reductions("aux_reduce", aux_reduce)
-        options = Options(numbers, has_aux, microbatches, weighted, reduce)
-        transform, arrays = self._prepare(f, args, {}, options, in_specs, numbers)
+        options = _gradient_options(argnums, has_aux, microbatches, weighted, aux_reduce)
+        transform, arrays = self._prepare(f, args, {}, options, in_specs)
         jax.eval_shape(transform.program, arrays)
         assert transform.plan is not None
         return transform.plan
@@ -350,14 +346,12 @@ class Zero:
         kwargs: dict[str, Any],
         options: Options,
         in_specs: Sequence[Any] | None,
-        numbers: Sequence[int],
     ) -> tuple[Transform, list[list[Any]]]:
         """Find out what the arguments are, check them, and find the program for them."""
-        numbers = tuple(i + len(args) if i < 0 else i for i in numbers)
+        numbers = tuple(i + len(args) if i < 0 else i for i in options.argnums)
         if len(set(numbers)) < len(numbers):
-            raise ValueError(f"`argnums` names an argument twice; got {tuple(numbers)}.")
-        if options.argnums is not None:
-            options = dataclasses.replace(options, argnums=numbers)
+            raise ValueError(f"`argnums` names an argument twice; got {numbers}.")
+        options = dataclasses.replace(options, argnums=numbers)
         call, arrays = resolve(
             f,
             args,
@@ -375,16 +369,23 @@ class Zero:
         return Transform(f, call, options, self.mesh, self.config)
 
 
-def _check_positive(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{name}` must be a whole number of at least 1; got {value!r}.")
+def _gradient_options(
+    argnums: int | Sequence[int], has_aux: bool, microbatches: int, weighted: bool, aux_reduce: Any
+) -> Options:
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(
+            f"`microbatches` must be a whole number of at least 1; got {microbatches!r}."
+        )
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    reduce = flat_reductions("aux_reduce", aux_reduce)
+    return Options(numbers, has_aux, microbatches, weighted, reduce)
 
 
 def _gradient_trees(transform: Transform, gradients: Sequence[Array]) -> list[Any]:
     """The flat gradients as trees like the differentiated arguments."""
     remaining = iter(gradients)  # in the order of arguments, not of `argnums`
     trees = {}
-    for number in sorted(transform.options.argnums or ()):
+    for number in sorted(transform.options.argnums):
         argument = transform.call.arguments[number]
         leaves = [
             next(remaining)
@@ -393,4 +394,4 @@ def _gradient_trees(transform: Transform, gradients: Sequence[Array]) -> list[An
             for leaf in (argument.plan.leaves if argument.plan else ())
         ]
         trees[number] = jax.tree.unflatten(argument.treedef, leaves)
-    return [trees[number] for number in transform.options.argnums or ()]
+    return [trees[number] for number in transform.options.argnums]

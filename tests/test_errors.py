@@ -227,3 +227,10 @@ def test_stage_and_split_that_do_not_exist():
         jz.ZeroConfig(stage=4)
     with pytest.raises((ValueError, TypeError), match="(?s)split.*node"):
         jz.ZeroConfig(split="node")
+
+
+def test_a_number_where_an_array_was_laid_out(zero):
+    zero.shard({"scale": np.float32(2.0), "w": np.ones(8, np.float32)})
+    tree = {"scale": 2.0, "w": np.ones(8, np.float32)}
+    with pytest.raises(ValueError, match=r"`scale`.*float.*zero\.shard"):
+        zero.unshard(tree)
