@@ -150,12 +150,13 @@ def test_stopped_and_resumed_equals_uninterrupted(
     settings: jobs.Train, finished: Finished, console: Console, monkeypatch: pytest.MonkeyPatch
 ):
     directory = settings.run.directory
+    handler = signal.getsignal(signal.SIGINT)  # ignored where the tests run in the background
     with monkeypatch.context() as patch:
         at_step(1, lambda: os.kill(os.getpid(), signal.SIGINT), patch)
         with pytest.raises(jobs.Interrupted, match="'run' was interrupted after step 1") as error:
             jobs.train(settings, console)
     assert (error.value.name, error.value.step) == ("run", 1)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
     assert not (directory / "export").exists()
 
     resumed = with_run(settings, resume=True)
