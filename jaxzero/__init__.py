@@ -1,9 +1,9 @@
-"""ZeRO-3 for JAX as a function transformation. Start at `Zero`.
+"""ZeRO-3 and ZeRO++ for JAX as a function transformation. Start at `Zero`.
 
 import jaxzero as jz
 
 mesh = jz.make_mesh(nodes=2)
-zero = jz.Zero(mesh)
+zero = jz.Zero(mesh, jz.zeropp())
 params = zero.init(init_fn, key)
 opt_state = zero.init_optimizer(tx, params)
 loss, grads = zero.value_and_grad(loss_fn)(params, batch)
@@ -11,11 +11,19 @@ loss, grads = zero.value_and_grad(loss_fn)(params, batch)
 
 from ._checkpoint import Checkpoints as Checkpoints
 from ._codecs import Cast as Cast
+from ._codecs import Float8 as Float8
+from ._codecs import Int4 as Int4
+from ._codecs import Int8 as Int8
+from ._config import Difference as Difference
+from ._config import ErrorFeedback as ErrorFeedback
 from ._config import Hops as Hops
+from ._config import HpZ as HpZ
 from ._config import ZeroConfig as ZeroConfig
 from ._config import ddp as ddp
 from ._config import hsdp as hsdp
 from ._config import zero3 as zero3
+from ._config import zeropp as zeropp
+from ._config import zeropp4 as zeropp4
 from ._mesh import fold_in_device as fold_in_device
 from ._mesh import make_mesh as make_mesh
 from ._schedule import Plan as Plan

@@ -1,10 +1,8 @@
-"""Micro-batches and means: from one planned program to the loss and its gradients.
+"""Micro-batches: from one planned program to the sums of a step, on one device.
 
 The program of one micro-batch runs `k` times in a `lax.scan` whose carry holds the sums
-of loss, weight and gradients. A split gradient is added up as shards, in float32, a
-whole one as it is, and reduced over devices once, at the end. Then everything is
-divided by the number of devices and micro-batches, or by the sum of the weights: one
-mean, on every path.
+of loss, weight and gradients. A split gradient is added up as it was reduced, in float32,
+as shards or as the node's slices; a whole one as it is. `_means` makes means of them.
 """
 
 from __future__ import annotations
@@ -19,8 +17,9 @@ from jax import lax
 from jaxtyping import Array
 
 from ._arguments import split_dim
-from ._collectives import Wire, accumulator_dtype, all_reduce
+from ._collectives import Wire, accumulator_dtype
 from ._mesh import AXES
+from ._traffic import all_gather, all_reduce, recording, repeated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Sums:
 
     loss: Any  # scalar array
     weight: Any  # scalar array; None: all examples weigh the same
-    gradients: list[Any]  # shards of split leaves, whole others; None: not differentiable
+    gradients: list[Any]  # shards or slices of split leaves, whole others; None: not a float
 
 
 jax.tree_util.register_dataclass(Sums, ["loss", "weight", "gradients"], [])
@@ -80,41 +79,17 @@ def accumulate(
 
     indices = jnp.arange(num)
     first = [None if row is None else row[0] for row in rows]
-    shapes = jax.eval_shape(lambda: step(indices[0], first)[0])
+    with recording(None):
+        shapes = jax.eval_shape(lambda: step(indices[0], first)[0])
     start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return lax.scan(body, start, (indices, rows))
+    traced, note = repeated(body, num)
+    result = lax.scan(traced, start, (indices, rows))
+    note()
+    return result
 
 
 def _widened(sums: Sums) -> Sums:
     return jax.tree.map(lambda x: x.astype(accumulator_dtype(x.dtype)), sums)
-
-
-def mean_over_devices(
-    sums: Sums, is_split: Sequence[bool], num_microbatches: int, wire: Wire
-) -> tuple[Array, list[Any]]:
-    """The loss and the gradients of the whole batch, from every device's sums.
-
-    Args:
-        sums: of this device; split gradients are already sums over devices.
-        is_split: for each gradient.
-        num_microbatches: that went into the sums.
-        wire: how whole gradients travel.
-    """
-    loss = lax.psum(sums.loss, AXES)
-    if sums.weight is None:
-        total = jnp.asarray(wire.num_devices * num_microbatches, loss.dtype)
-    else:
-        total = lax.psum(sums.weight, AXES)
-    gradients = list(sums.gradients)
-    whole = [
-        i
-        for i, (x, split) in enumerate(zip(gradients, is_split, strict=True))
-        if x is not None and not split
-    ]
-    for i, x in zip(whole, all_reduce([gradients[i] for i in whole], wire), strict=True):
-        gradients[i] = x
-    gradients = [None if x is None else x / total.astype(x.dtype) for x in gradients]
-    return loss / total.astype(loss.dtype), gradients
 
 
 REDUCTIONS = ("mean", "sum", "first", "stack", "concat")
@@ -129,10 +104,10 @@ def combine(x: Array, how: str, wire: Wire) -> Array:
             are, to be joined by the `shard_map`'s output specification.
     """
     if how == "mean":
-        return lax.pmean(jnp.mean(x, axis=0), AXES)
+        total = all_reduce(jnp.mean(x, axis=0), AXES)
+        return total / jnp.asarray(wire.num_devices, total.dtype)
     if how == "sum":
-        summed = jnp.sum(x, axis=0)
-        return lax.psum(summed, AXES)
+        return all_reduce(jnp.sum(x, axis=0), AXES)
     if how == "first":
         return _from_first_device(x[0])
     if how == "concat":
@@ -144,4 +119,4 @@ def _from_first_device(x: Array) -> Array:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = _from_first_device(jax.random.key_data(x))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return lax.all_gather(x, AXES)[0]
+    return all_gather(jnp.expand_dims(x, 0), AXES, 0)[0]

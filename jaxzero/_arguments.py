@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ._mesh import AXES
 from ._partition import TreePlan, axes_of, path_name, spread_prefix
+from ._registry import Registry
 
 BATCH = PartitionSpec(AXES)
 
@@ -77,8 +78,7 @@ def resolve(
     *,
     argnums: Sequence[int],
     in_specs: Sequence[Any] | None,
-    find_plan: Callable[[Any], TreePlan | None],
-    why_no_plan: Callable[[Any], str],
+    registry: Registry,
 ) -> tuple[Call, list[list[Any]]]:
     """Decide what every argument is.
 
@@ -88,8 +88,7 @@ def resolve(
         kwargs: keyword arguments; replicated.
         argnums: positions that must be sharded parameter trees.
         in_specs: for each position None or a tree prefix of `PartitionSpec`s.
-        find_plan: the plan of a tree that was laid out, or None.
-        why_no_plan: says how a tree differs from those laid out.
+        registry: knows the trees that were laid out.
 
     Returns:
         The call, and the arrays of each argument.
@@ -106,7 +105,7 @@ def resolve(
             )
     given = _spec_for_each(in_specs, len(args), argnums) + [None] * len(kwargs)
     values = [*args, *kwargs.values()]
-    plans = [find_plan(value) for value in values]
+    plans = [registry.find(value) for value in values]
     for i, spec in enumerate(given):
         if spec is not None and not is_array(values[i]) and plans[i] is not None:
             raise ValueError(
@@ -116,7 +115,7 @@ def resolve(
         plans[i] = plans[i] if spec is None else None
     for number in argnums:
         if plans[number] is None and jax.tree.leaves(values[number]):
-            raise ValueError(f"{names[number]}: {why_no_plan(values[number])}")
+            raise ValueError(f"{names[number]}: {registry.explain(values[number])}")
     batch = _find_batch(values[: len(args)], plans, given, argnums)
     if batch is not None:
         _check_equal_rows(names[batch], values[batch])

@@ -2,7 +2,10 @@
 
 Gathers go over `node` first and `local` second, reductions the other way round: what
 crosses between nodes is then the smallest piece, and arrives in order (`_partition`).
-Legend: `shard` is what one device owns, `full` the whole array in its own shape.
+Every codec is used hop by hop: a reduction encodes pieces, exchanges them all-to-all,
+decodes and sums in float32, and starts again on the next axis (ZeRO++, qgZ).
+Legend: `shard` is what one device owns, `slice` what the devices of one position in all
+nodes own together, `full` the whole array in its own shape.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike, Shaped
 
-from ._codecs import from_bits, is_narrow_float, to_bits
-from ._config import Hops, ZeroConfig
-from ._mesh import AXES
+from ._codecs import Cast, Codec, from_bits, is_narrow_float, to_bits
+from ._config import Difference, ErrorFeedback, Hops, HpZ, ZeroConfig
+from ._mesh import AXES, LOCAL, NODE, REDUCTION_HOPS, device_index
 from ._partition import Layout
+from ._pieces import Pieces
+from ._traffic import all_reduce, all_to_all, reduce_scatter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +36,20 @@ class Wire:
     sizes: Mapping[str, int]  # of both axes
     weights: Hops
     gradients: Hops
+    hpz: HpZ | None
+    min_quantized_size: int
 
     @classmethod
     def of(cls, mesh: Mesh, config: ZeroConfig) -> Wire:
         sizes = {axis: mesh.shape[axis] for axis in AXES}
-        return cls(config.axes, sizes, config.weights, config.gradients)
+        return cls(
+            config.axes,
+            sizes,
+            config.weights,
+            config.gradients,
+            config.hpz,
+            config.min_quantized_size,
+        )
 
     @property
     def pieces(self) -> int:
@@ -47,9 +61,36 @@ class Wire:
         return math.prod(self.sizes.values())
 
     @property
-    def replica_axes(self) -> tuple[str, ...]:
-        """The axes over which a leaf is replicated."""
-        return tuple(axis for axis in AXES if axis not in self.axes)
+    def gather_axes(self) -> tuple[str, ...]:
+        """The axes that a weight is gathered over where it is used, in this order."""
+        return (LOCAL,) if self.hpz else self.axes[::-1]
+
+    def long(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of `axes` that have more than one device."""
+        return tuple(axis for axis in axes if self.sizes[axis] > 1)
+
+    def weight_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
+        """What a weight of `num` elements in full is written with on one axis."""
+        codec = getattr(self.weights, axis)
+        if isinstance(codec, Difference):  # where no wire state is at hand
+            codec = self.hpz and self.hpz.codec
+        return self.suitable(codec, num, dtype)
+
+    def gradient_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
+        """The same for a gradient; 16-bit floats always travel as a `Cast` would send them."""
+        codec = getattr(self.gradients, axis)
+        if isinstance(codec, ErrorFeedback):
+            codec = codec.codec
+        codec = self.suitable(codec, num, dtype)
+        return Cast(dtype) if codec is None and is_narrow_float(dtype) else codec
+
+    def suitable(self, codec: Codec | None, num: int, dtype: DTypeLike) -> Codec | None:
+        """`codec`, unless an array of `num` elements travels as it is."""
+        if codec is None or not jnp.issubdtype(dtype, jnp.floating) or num == 0:
+            return None
+        if isinstance(codec, Cast):
+            return codec if codec.wire_dtype(dtype) != dtype else None
+        return codec if num >= self.min_quantized_size else None
 
 
 def pad(x: Shaped[Array, ...], layout: Layout) -> Shaped[Array, ...]:
@@ -66,32 +107,94 @@ def unpad(x: Shaped[Array, ...], layout: Layout) -> Shaped[Array, ...]:
     return lax.slice_in_dim(x, 0, layout.size, axis=layout.dim) if layout.is_padded else x
 
 
-def gather(shard: Shaped[Array, ...], layout: Layout, wire: Wire) -> Shaped[Array, ...]:
-    """All-gather the full array from every device's shard, over `node`, then `local`."""
-    x = shard
-    for axis in reversed(wire.axes):
-        if wire.sizes[axis] == 1:
-            continue
-        codec = getattr(wire.weights, axis)
-        sent = codec.encode(x) if codec else x
-        bits = lax.all_gather(to_bits(sent), axis, axis=layout.dim, tiled=True)
-        x = from_bits(bits, sent.dtype).astype(shard.dtype)
-    return unpad(x, layout)
+def gather(pieces: Pieces, axes: tuple[str, ...], wire: Wire) -> Pieces:
+    """All-gather over `axes`, in this order.
+
+    A message that arrived over one axis is passed on over the next, if that has the same
+    codec; else it is decoded and encoded again.
+    """
+    full = pieces.num_elements * math.prod(wire.sizes[axis] for axis in axes)
+    for axis in axes:
+        if wire.sizes[axis] > 1:
+            if not pieces.pinned:
+                pieces = pieces.encode(wire.weight_codec(axis, full, pieces.dtype))
+            pieces = pieces.gather(axis)
+    return pieces
 
 
-def reduce(full: Shaped[Array, ...], layout: Layout, wire: Wire) -> Shaped[Array, ...]:
-    """Sum over all devices, and keep this device's shard: over `local`, then `node`.
+def node_slice(shard: Pieces, wire: Wire) -> Pieces:
+    """What a node keeps of a weight for a whole step (hpZ): one gather between nodes."""
+    assert wire.hpz is not None
+    kept = gather(shard, (NODE,), wire)
+    return kept if kept.pinned else keep(kept, wire)
+
+
+def keep(pieces: Pieces, wire: Wire) -> Pieces:
+    """A node's slice as hpZ stores it."""
+    assert wire.hpz is not None
+    full = pieces.num_elements * wire.sizes[LOCAL]
+    return pieces.encode(wire.suitable(wire.hpz.codec, full, pieces.dtype))
+
+
+def reduce(
+    full: Shaped[Array, ...],
+    layout: Layout,
+    wire: Wire,
+    hops: tuple[str, ...] = REDUCTION_HOPS,
+) -> Shaped[Array, ...]:
+    """Sum over devices, and keep this device's piece: over `local`, then `node`.
+
+    Args:
+        full: this device's gradient.
+        layout: how it is cut.
+        wire: how it travels.
+        hops: all of them, or only `local`, which leaves the node's slice of the sum.
 
     Returns:
         The sum, not the mean, in `accumulator_dtype(full.dtype)`.
     """
     x, summed = pad(full, layout), 1
-    for axis in wire.axes:
-        x = _reduce_hop(x, axis, layout.dim, full.dtype, wire, summed)
+    for axis in hops:
+        if axis in wire.axes:
+            x = _reduce_hop(x, axis, layout.dim, full.dtype, full.size, wire, summed)
+        else:
+            x = _sum_over(x, axis, wire, summed)
         summed *= wire.sizes[axis]
-    for axis in wire.replica_axes:
-        x = _sum_over(x, axis, wire, summed)
     return x.astype(accumulator_dtype(full.dtype))
+
+
+def reduce_over_node(
+    x: Shaped[Array, ...],
+    layout: Layout,
+    size: int,
+    dtype: DTypeLike,
+    wire: Wire,
+    error: Shaped[Array, ...] | None = None,
+) -> tuple[Shaped[Array, ...], Shaped[Array, ...] | None]:
+    """The second half of `reduce`, where the first was only over `local`.
+
+    Args:
+        x: the node's slice of the sum, divided by what makes it a mean.
+        layout: how the full array is cut.
+        size: of the full array, or of one layer of it, for `min_quantized_size`.
+        dtype: that the gradient had.
+        wire: how it travels.
+        error: what rounding lost in the step before, in the units of `x`; None: not kept.
+
+    Returns:
+        This device's shard of the sum over nodes, and what rounding lost now.
+    """
+    codec = wire.gradient_codec(NODE, size, dtype)
+    if NODE not in wire.axes:
+        return _sum_over(x, NODE, wire, 1), error
+    if error is None or codec is None:
+        return _reduce_hop(x, NODE, layout.dim, dtype, size, wire, 1), error
+    rows = _rows(x + error.astype(x.dtype), layout.dim, wire.sizes[NODE])
+    message = codec.encode(rows, seed=device_index())
+    lost = rows - codec.decode(message, rows.shape[1], x.dtype)
+    total = _exchange(message, rows.shape[1], codec, NODE)
+    shape = _piece_shape(x, layout.dim, wire.sizes[NODE])
+    return total.reshape(shape), _from_rows(lost, x, layout.dim).astype(error.dtype)
 
 
 def accumulator_dtype(dtype: DTypeLike) -> jnp.dtype:
@@ -100,81 +203,116 @@ def accumulator_dtype(dtype: DTypeLike) -> jnp.dtype:
 
 
 def _reduce_hop(
-    x: Shaped[Array, ...], axis: str, dim: int, dtype: DTypeLike, wire: Wire, summed: int
+    x: Shaped[Array, ...],
+    axis: str,
+    dim: int,
+    dtype: DTypeLike,
+    size: int,
+    wire: Wire,
+    summed: int,
 ) -> Shaped[Array, ...]:
     """Sum over one axis and keep one piece of `dim`.
 
-    Values that travel in 16 bits are exchanged all-to-all and summed in float32, once.
-    A reduce-scatter of the same bytes would round after each of its steps. What is sent is
-    the mean of the devices `summed` so far: a sum could overflow where the mean does not.
+    Values that travel in 16 bits or fewer are exchanged all-to-all and summed in float32,
+    once. A reduce-scatter of the same bytes would round after each of its steps. What is sent
+    is the mean of the devices `summed` so far: a sum could overflow where the mean does not.
     """
     num = wire.sizes[axis]
     if num == 1:
         return x
-    codec = getattr(wire.gradients, axis)
-    wire_dtype = codec.wire_dtype(dtype) if codec else jnp.dtype(dtype)
-    if not is_narrow_float(wire_dtype):
-        return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
-    sent = (x if summed == 1 else x / jnp.asarray(summed, x.dtype)).astype(dtype)
-    sent = codec.encode(sent) if codec else sent
-    shape = (*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
-    pieces = jnp.moveaxis(to_bits(sent).reshape(shape), dim, 0)
-    pieces = lax.all_to_all(pieces, axis, split_axis=0, concat_axis=0, tiled=True)
-    total = jnp.sum(from_bits(pieces, sent.dtype), axis=0, dtype=jnp.float32)
+    codec = wire.gradient_codec(axis, size, dtype)
+    if codec is None:
+        return reduce_scatter(x, axis, dim)
+    mean = (x if summed == 1 else x / jnp.asarray(summed, x.dtype)).astype(dtype)
+    rows = _rows(mean, dim, num)
+    total = _exchange(codec.encode(rows, seed=device_index()), rows.shape[1], codec, axis)
+    total = total.reshape(_piece_shape(x, dim, num))
     return total if summed == 1 else total * jnp.float32(summed)
 
 
+def _rows(x: Shaped[Array, ...], dim: int, num: int) -> Shaped[Array, "num n"]:
+    """The `num` pieces of `dim`, each as one row."""
+    shape = (*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
+    return jnp.moveaxis(x.reshape(shape), dim, 0).reshape(num, x.size // num)
+
+
+def _piece_shape(x: Shaped[Array, ...], dim: int, num: int) -> tuple[int, ...]:
+    return (*x.shape[:dim], x.shape[dim] // num, *x.shape[dim + 1 :])
+
+
+def _from_rows(rows: Shaped[Array, "num n"], like: Shaped[Array, ...], dim: int) -> Array:
+    """Undo `_rows`."""
+    pieces = rows.reshape(len(rows), *_piece_shape(like, dim, len(rows)))
+    return jnp.moveaxis(pieces, 0, dim).reshape(like.shape)
+
+
+def _exchange(
+    message: Shaped[Array, "num m"], length: int, codec: Codec, axis: str
+) -> Shaped[Array, " n"]:
+    """Send row i to device i of the axis; decode what arrives and sum it in float32."""
+    arrived = all_to_all(lax.optimization_barrier(message), axis)
+    return jnp.sum(codec.decode(arrived, length, jnp.float32), axis=0)
+
+
 def _sum_over(x: Shaped[Array, ...], axis: str, wire: Wire, summed: int) -> Shaped[Array, ...]:
-    """All-reduce over one axis, in the codec's type, as a reduce and a gather."""
+    """All-reduce over one axis; with a codec as a reduction and a gather."""
     num = wire.sizes[axis]
     if num == 1:
         return x
-    codec = getattr(wire.gradients, axis)
-    if codec is None or codec.wire_dtype(x.dtype) == x.dtype:
-        return lax.psum(x.astype(accumulator_dtype(x.dtype)), axis)
+    codec = wire.gradient_codec(axis, x.size, x.dtype)
+    if codec is None or getattr(wire.gradients, axis) is None:
+        return all_reduce(x.astype(accumulator_dtype(x.dtype)), axis)
     layout = Layout(0, x.size, num)
-    piece = _reduce_hop(pad(x.reshape(-1), layout), axis, 0, x.dtype, wire, summed)
+    piece = _reduce_hop(pad(x.reshape(-1), layout), axis, 0, x.dtype, x.size, wire, summed)
     scale = jnp.asarray(summed * num, x.dtype)
-    sent = codec.encode(piece.astype(x.dtype) / scale)
-    bits = lax.all_gather(to_bits(sent), axis, axis=0, tiled=True)
-    total = from_bits(bits, sent.dtype).astype(x.dtype) * scale
-    return unpad(total, layout).reshape(x.shape)
+    mean = Pieces.plain(piece.astype(x.dtype) / scale, 0).encode(codec).gather(axis)
+    return unpad(mean.join() * scale, layout).reshape(x.shape)
 
 
-def all_reduce(arrays: list[Array], wire: Wire) -> list[Array]:
+def sum_whole(arrays: list[Array], wire: Wire) -> list[Array]:
     """Sum whole arrays over every device, in one collective for each hop and type."""
     if not arrays:
         return []
     arrays = [x.astype(accumulator_dtype(x.dtype)) for x in arrays]
     summed = 1
-    for axis in reversed(AXES):
+    for axis in REDUCTION_HOPS:
         if getattr(wire.gradients, axis) is not None:
             arrays = [_sum_over(x, axis, wire, summed) for x in arrays]
         elif wire.sizes[axis] > 1:
-            arrays = list(lax.psum(arrays, axis))
+            arrays = list(all_reduce(arrays, axis))
         summed *= wire.sizes[axis]
     return arrays
 
 
 def move_split(
-    shard: Shaped[Array, ...], shape: tuple[int, ...], old: Layout, new: Layout, wire: Wire
+    x: Shaped[Array, ...],
+    shape: tuple[int, ...],
+    old: Layout,
+    new: Layout,
+    axes: tuple[str, ...],
 ) -> Shaped[Array, ...]:
-    """Cut a split array along another dim, by one all-to-all of the shards.
+    """Cut a split array along another dim, by one all-to-all.
 
     Args:
-        shard: this device's piece along `old`.
+        x: this device's piece along `old`.
         shape: the full array's true shape.
         old: how it is cut.
         new: how it is wanted, on another dim.
-        wire: gives the axes.
+        axes: that cut it, of more than one device each.
     """
     assert old.dim != new.dim and shape[new.dim] == new.size
-    axes = tuple(axis for axis in wire.axes if wire.sizes[axis] > 1)
-    x = to_bits(pad(shard, new))
-    x = lax.all_to_all(x, axes, split_axis=new.dim, concat_axis=old.dim, tiled=True)
-    return unpad(from_bits(x, shard.dtype), old)
+    if not axes:
+        return unpad(pad(x, new), old)
+    bits = all_to_all(to_bits(pad(x, new)), axes, new.dim, old.dim)
+    return unpad(from_bits(bits, x.dtype), old)
 
 
 def gathered_aval(shard: Shaped[Array, ...], layout: Layout, wire: Wire) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of `gather(shard)`, as seen inside the `shard_map`."""
-    return jax.eval_shape(lambda x: gather(x, layout, wire), shard)
+    """Shape, dtype and sharding of the full array, as seen inside the `shard_map`."""
+
+    def full(x: Array) -> Array:
+        for axis in reversed(wire.axes):
+            x = lax.all_gather(x, axis, axis=layout.dim, tiled=True)
+        return unpad(x, layout)
+
+    return jax.eval_shape(full, shard)

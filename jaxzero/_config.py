@@ -5,24 +5,103 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from ._codecs import Codec
+import jax.numpy as jnp
+from jaxtyping import DTypeLike
+
+from ._codecs import Codec, Int4, Int8
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Send a weight between nodes as its change since the last step, for `weights.node`.
+
+    Every node keeps its slice of the weights from step to step, in a wire state
+    (`Zero.init_wire_state`). The owner of a shard sends the difference to what the nodes
+    hold, and they add it. What rounding lost is part of the next difference, so 4 bits do.
+
+    Args:
+        codec: of the difference.
+
+    References:
+        SDP4Bit (https://arxiv.org/abs/2410.15526), quantisation on weight differences.
+    """
+
+    codec: Codec = Int4(block=128)
+
+    def __post_init__(self):
+        _check_codec("codec", "Difference", self.codec)
+
+    def __str__(self) -> str:
+        return f"difference in {self.codec}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorFeedback:
+    """Add what rounding lost to the next step's gradient, for `gradients.node`.
+
+    The memory is as large as a node's slice of the gradients, one for each device, in a
+    wire state (`Zero.init_wire_state`). There is none for `gradients.local`, where it would
+    be as large as the whole model on every device.
+
+    Args:
+        codec: of the gradient with the error added.
+        dtype: of the memory.
+
+    References:
+        Seide et al., 1-bit SGD (Interspeech 2014), section 3;
+        LoCo (https://arxiv.org/abs/2407.04480).
+    """
+
+    codec: Codec = Int4(block=128, hadamard=32)
+    dtype: DTypeLike = jnp.bfloat16
+
+    def __post_init__(self):
+        _check_codec("codec", "ErrorFeedback", self.codec)
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            raise ValueError(
+                f"`dtype` of `ErrorFeedback` must be a float type; got {self.dtype!r}."
+            )
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+
+    def __str__(self) -> str:
+        return f"{self.codec} with error feedback"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hops:
     """One codec for each mesh axis that a value crosses; `None` sends it as it is."""
 
-    node: Codec | None = None
+    node: Codec | Difference | ErrorFeedback | None = None
     local: Codec | None = None
 
     def __post_init__(self):
-        for name in ("node", "local"):
-            codec = getattr(self, name)
-            if codec is not None and not isinstance(codec, Codec):
-                raise ValueError(
-                    f"`{name}` of `Hops` must be a codec such as `jz.Cast(jnp.bfloat16)`, or "
-                    f"`None`; got {codec!r}."
-                )
+        if self.node is not None and not isinstance(self.node, (Difference, ErrorFeedback)):
+            _check_codec("node", "Hops", self.node)
+        if self.local is not None:
+            _check_codec("local", "Hops", self.local)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HpZ:
+    """Keep each node's slice of the weights, once gathered between nodes, for a whole step.
+
+    Forward, backward and all micro-batches then gather inside the node only, and read the
+    same bits. It costs the size of the model, as `codec` writes it, over the devices of a
+    node.
+
+    Args:
+        codec: how the slice is kept; `None` keeps it whole. If it is also the codec of the
+            wire, a weight is encoded once, by its owner, and decoded where it is used.
+
+    References:
+        ZeRO++ (https://arxiv.org/abs/2306.10209), hierarchical partitioning (hpZ).
+    """
+
+    codec: Codec | None = Int8(block=256)
+
+    def __post_init__(self):
+        if self.codec is not None:
+            _check_codec("codec", "HpZ", self.codec)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,17 +116,25 @@ class ZeroConfig:
         weights: codecs of the weight gathers, per axis.
         gradients: codecs of the gradient reductions, per axis. Sums are in float32
             (float64 for float64 gradients).
+        hpz: keep the node's slice of the weights for the step (ZeRO++); `None` gathers
+            between nodes for every use.
+        min_quantized_size: arrays with fewer elements than this (norms, biases) are not
+            quantised in blocks, but travel as they are. A layer of a scanned stack counts
+            by itself.
         param_persistence_threshold: leaves with fewer elements than this are stored
             whole on every device. 0 splits everything but scalars.
 
     References:
-        ZeRO (https://arxiv.org/abs/1910.02054), section 5.
+        ZeRO (https://arxiv.org/abs/1910.02054), section 5;
+        ZeRO++ (https://arxiv.org/abs/2306.10209).
     """
 
     stage: Literal[0, 1, 2, 3] = 3
     split: Literal["all", "local"] = "all"
     weights: Hops = Hops()
     gradients: Hops = Hops()
+    hpz: HpZ | None = None
+    min_quantized_size: int = 2**14
     param_persistence_threshold: int = 0
 
     def __post_init__(self):
@@ -64,10 +151,40 @@ class ZeroConfig:
                     f"`{name}` must be a `jz.Hops(node=..., local=...)`; "
                     f"got {getattr(self, name)!r}."
                 )
-        if self.param_persistence_threshold < 0:
+        for name in ("param_persistence_threshold", "min_quantized_size"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"`{name}` counts elements and cannot be negative; got {getattr(self, name)}."
+                )
+        self._check_hops()
+
+    def _check_hops(self) -> None:
+        if isinstance(self.weights.node, ErrorFeedback):
             raise ValueError(
-                "`param_persistence_threshold` counts elements and cannot be negative; "
-                f"got {self.param_persistence_threshold}."
+                "`weights.node` cannot be `ErrorFeedback`, which is for gradients; use "
+                "`Difference`."
+            )
+        if isinstance(self.gradients.node, Difference):
+            raise ValueError(
+                "`gradients.node` cannot be `Difference`, which is for weights; use "
+                "`ErrorFeedback`."
+            )
+        if self.hpz is not None and not isinstance(self.hpz, HpZ):
+            raise ValueError(f"`hpz` must be a `jz.HpZ` or None; got {self.hpz!r}.")
+        if self.hpz is not None and (self.stage < 3 or self.split != "all"):
+            raise ValueError(
+                "`hpz` keeps what was gathered between nodes, so it needs `stage=3` and "
+                f'`split="all"`; got {self.stage} and {self.split!r}. Leave it out: nothing is '
+                "gathered between nodes there."
+            )
+        if isinstance(self.weights.node, Difference) and self.hpz is None:
+            raise ValueError(
+                "`weights.node=Difference(...)` needs the slice that differences are added to: "
+                "give `hpz=jz.HpZ()`."
+            )
+        if isinstance(self.gradients.node, ErrorFeedback) and self.stage < 2:
+            raise ValueError(
+                "`gradients.node=ErrorFeedback(...)` needs split gradients: `stage` 2 or 3."
             )
 
     @property
@@ -75,10 +192,54 @@ class ZeroConfig:
         """The mesh axes that split a leaf, major first."""
         return ("local", "node") if self.split == "all" else ("local",)
 
+    @property
+    def needs_wire_state(self) -> bool:
+        """Whether something is remembered from step to step (`Zero.init_wire_state`)."""
+        return isinstance(self.weights.node, Difference) or isinstance(
+            self.gradients.node, ErrorFeedback
+        )
+
+
+def _check_codec(name: str, owner: str, codec: object) -> None:
+    if not isinstance(codec, Codec):
+        raise ValueError(
+            f"`{name}` of `{owner}` must be a codec such as `jz.Int8()` or "
+            f"`jz.Cast(jnp.bfloat16)`; got {codec!r}."
+        )
+
 
 def zero3(*, weights: Hops = Hops(), gradients: Hops = Hops()) -> ZeroConfig:  # noqa: B008
     """Parameters, gradients and optimizer state split over all devices (ZeRO-3, FSDP)."""
     return ZeroConfig(weights=weights, gradients=gradients)
+
+
+def zeropp() -> ZeroConfig:
+    """ZeRO++ as its paper has it: qwZ in 8 bits, hpZ, and qgZ in 4 bits on both hops.
+
+    Between nodes a step moves 0.5 M for weights and 0.25 M for gradients, where ZeRO-3 moves
+    3 M (M: the model in 16 bits); with micro-batches it stays that, once per optimizer step.
+    """
+    return ZeroConfig(
+        weights=Hops(node=Int8(block=256), local=Int8(block=256)),
+        gradients=Hops(node=Int4(block=128), local=Int4(block=128)),
+        hpz=HpZ(codec=Int8(block=256)),
+    )
+
+
+def zeropp4() -> ZeroConfig:
+    """4 bits between nodes both ways: weight differences, and rotated gradient blocks.
+
+    Between nodes a step moves 0.25 M each way; inside a node weights and gradients travel
+    in 8 bits. Needs a wire state (`Zero.init_wire_state`).
+
+    References:
+        SDP4Bit (https://arxiv.org/abs/2410.15526).
+    """
+    return ZeroConfig(
+        weights=Hops(node=Difference(Int4(block=128)), local=Int8(block=256)),
+        gradients=Hops(node=Int4(block=128, hadamard=32), local=Int8(block=128, hadamard=32)),
+        hpz=HpZ(codec=Int8(block=256)),
+    )
 
 
 def hsdp(*, weights: Hops = Hops(), gradients: Hops = Hops()) -> ZeroConfig:  # noqa: B008

@@ -6,6 +6,8 @@ this module only does it.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,36 +16,40 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import _views as views
-from ._collectives import Wire, accumulator_dtype, gather, reduce
+from ._codecs import Cast
+from ._collectives import Wire, accumulator_dtype, gather, reduce, unpad
 from ._gradients import Demand
+from ._partition import Layout
+from ._pieces import Pieces
 from ._program import Barrier, Constant, Loop, Operation, Value
 from ._schedule import BlockPlan, Gather
-from ._uses import LoopUses, Weight
+from ._traffic import labelled, repeated
+from ._uses import Stack, Weight
 
-Shards = Mapping[Weight, jax.Array]
+Held = Mapping[Weight, Pieces]
 
 
-def emit(plan: BlockPlan, wire: Wire, inputs: Sequence[Any], shards: Shards) -> list[Any]:
+def emit(plan: BlockPlan, wire: Wire, inputs: Sequence[Any], held: Held) -> list[Any]:
     """Run a block.
 
     Args:
         plan: what to gather and reduce in it.
         wire: how.
         inputs: one for each of the block's inputs; what is passed for a view is ignored.
-        shards: this device's piece of every weight that the block sees.
+        held: what this device has of every weight that the block sees.
 
     Returns:
         The block's outputs. A demanded one is this device's shard of the sum over
-        devices, in `accumulator_dtype`; one that is handed on as a view is None.
+        its hops, in `accumulator_dtype`; one that is handed on as a view is None.
     """
-    return _Emitter(plan, wire, shards).run(inputs)
+    return _Emitter(plan, wire, held).run(inputs)
 
 
 class _Emitter:
-    def __init__(self, plan: BlockPlan, wire: Wire, shards: Shards):
+    def __init__(self, plan: BlockPlan, wire: Wire, held: Held):
         self.plan = plan
         self.wire = wire
-        self.shards = shards
+        self.held = held
         self.env: dict[Value, Any] = {}
         self.gathered: dict[tuple, Any] = {}
         self.reduced_before: list[Any] = []  # before the last tied gather
@@ -70,16 +76,14 @@ class _Emitter:
 
     def _gather(self, index: int) -> None:
         for planned in self.starts.get(index, ()):
-            weight, shard = planned.weight, self.shards[planned.weight]
-            with jax.named_scope(f"gather({weight.name})"):
+            weight, pieces = planned.weight, self.held[planned.weight]
+            with labelled("weights", weight.name):
                 if planned.tie is not None and planned.tie in self.env:
                     ties = (self.env[planned.tie], *self.reduced_before)
-                    shard, _ = lax.optimization_barrier((shard, ties))
+                    data, _ = lax.optimization_barrier((pieces.data, ties))
+                    pieces = dataclasses.replace(pieces, data=data)
                     self.reduced_before, self.reduced_since = self.reduced_since, []
-                shard = views.apply_on_shard(planned.ops, shard, weight.layout, weight.shape)
-                pushed = views.push(planned.ops, weight.layout, weight.shape)
-                assert pushed is not None
-                self.gathered[weight, planned.ops] = gather(shard, pushed[0], self.wire)
+                self.gathered[weight, planned.ops] = _whole(pieces, planned.ops, weight, self.wire)
 
     def _drop(self, index: int) -> None:
         for planned in self.ends.get(index, ()):
@@ -106,8 +110,8 @@ class _Emitter:
         self.env[value] = x
 
     def _reduce(self, x: Any, demand: Demand) -> Any:
-        with jax.named_scope(f"reduce({demand.name})"):
-            return reduce(x, demand.layout, self.wire)
+        with labelled("gradients", demand.name):
+            return reduce(x, demand.layout, self.wire, demand.hops)
 
     def _output(self, i: int, atom: Value | Constant) -> Any:
         x = jnp.asarray(self._read(atom))
@@ -146,8 +150,10 @@ class _Emitter:
         demand = self.plan.gradients.reduces.get(out)
         if demand is None or not (isinstance(source, Constant) and source.is_zero):
             return []
-        shape = list(out.shape)
-        shape[demand.layout.dim] = demand.layout.padded // self.wire.pieces
+        shape = list(demand.layout.pad_shape(out.shape))
+        for axis in demand.hops:
+            if axis in self.wire.axes:
+                shape[demand.layout.dim] //= self.wire.sizes[axis]
         return [jnp.zeros(shape, accumulator_dtype(out.dtype))]
 
     def _on_shards(self, operation: Operation, layout: Any) -> Any:
@@ -178,21 +184,59 @@ class _Emitter:
             inputs[first:],
         )
 
+        held = [self._stack(stack) for stack in uses.stacks]
+
         def body(carry, slices):
-            stacks, layer_shards = slices
-            shards = dict(zip((s.layer for s in uses.stacks), layer_shards, strict=True))
-            emitter = _Emitter(plan, self.wire, shards)
-            outputs = emitter.run([*constants, *carry, *stacks], uses.handed_on)
+            stacks, data = slices
+            layers = [pieces.layer(x) for pieces, x in zip(held, data, strict=True)]
+            named = dict(zip((stack.layer for stack in uses.stacks), layers, strict=True))
+            outputs = _Emitter(plan, self.wire, named).run(
+                [*constants, *carry, *stacks], uses.handed_on
+            )
             return outputs[: loop.num_carry], outputs[loop.num_carry :]
 
-        carry, stacked = loop.scan(body, carry, (stacks, self._stacks(uses)))
+        traced, note = repeated(body, loop.length)
+        data = [pieces.data for pieces in held]
+        carry, stacked = loop.scan(traced, carry, (stacks, data))
+        note()
         return [*carry, *stacked]
 
-    def _stacks(self, uses: LoopUses) -> list[Any]:
-        """The shards of the stacks that a loop scans, with the operations before it done."""
-        result = []
-        for stack in uses.stacks:
-            weight = stack.view.weight
-            shard = self.shards[weight]
-            result.append(views.apply_on_shard(stack.view.ops, shard, weight.layout, weight.shape))
-        return result
+    def _stack(self, stack: Stack) -> Pieces:
+        """What a loop scans of a stack, with the operations before it done."""
+        view = stack.view
+        pieces = self.held[view.weight]
+        only_casts = all(isinstance(op, views.Cast) for op in view.ops)
+        if pieces.codec is not None and pieces.lead and only_casts:
+            return dataclasses.replace(pieces, dtype=stack.layer.dtype)
+        return _on_shard(pieces, view.ops, view.weight)[0]
+
+
+def _whole(pieces: Pieces, ops: tuple[views.Op, ...], weight: Weight, wire: Wire) -> jax.Array:
+    """Gather a weight, with `ops` done to it.
+
+    What will be quantised is quantised as it is stored, and cast to the type of its use when
+    it is decoded; of the operations only slices are worth doing first.
+    """
+    size = math.prod(weight.shape)
+    codecs = [wire.weight_codec(axis, size, weight.dtype) for axis in wire.gather_axes]
+    after: tuple[views.Op, ...] = ()
+    if pieces.codec is not None or any(codec and not isinstance(codec, Cast) for codec in codecs):
+        ops, after = views.up_to_last_slice(ops)
+    if ops:
+        pieces, layout = _on_shard(pieces, ops, weight)
+    else:
+        layout = weight.layout
+    full = gather(pieces, wire.gather_axes, wire)
+    first = after[0] if after else None
+    x = unpad(full.join(first.dtype if isinstance(first, views.Cast) else None), layout)
+    for op in after:
+        x = op.apply(x)
+    return x
+
+
+def _on_shard(pieces: Pieces, ops: tuple[views.Op, ...], weight: Weight) -> tuple[Pieces, Layout]:
+    """Do `ops` to this device's piece of a weight."""
+    pushed = views.push(ops, weight.layout, weight.shape)
+    assert pushed is not None
+    x = views.apply_on_shard(ops, pieces.join(), weight.layout, weight.shape)
+    return Pieces.plain(x, pushed[0].dim), pushed[0]

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from . import _views as views
+from ._mesh import REDUCTION_HOPS
 from ._partition import Layout
 from ._program import Atom, Block, Loop, Operation, Value
 from ._uses import BlockUses
@@ -30,6 +31,7 @@ class Demand:
 
     name: str
     layout: Layout
+    hops: tuple[str, ...] = REDUCTION_HOPS  # the axes to sum over, in this order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +108,7 @@ class _Search:
         index, operation = self.maker[value]
         if isinstance(operation, Loop):
             layout = demand.layout.moved(demand.layout.dim - 1)
-            inside = Demand(f"{demand.name}[i]", layout)
+            inside = Demand(f"{demand.name}[i]", layout, demand.hops)
             self.loops.setdefault(index, {})[operation.outputs.index(value)] = inside
             return
         if operation.name in _ADDITIONS:

@@ -6,23 +6,29 @@ All of it happens while the body of the `shard_map` is traced.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ._accumulate import Sums, accumulate, mean_over_devices, split_microbatches
+from ._accumulate import Sums, accumulate, split_microbatches
 from ._arguments import split_dim
-from ._collectives import Wire, gathered_aval, move_split, pad, unpad
+from ._collectives import Wire, gathered_aval, unpad
 from ._emit import emit
 from ._gradients import Demand
-from ._mesh import microbatch_index
+from ._held import hold, kept_slice, next_slice, scan_depths
+from ._means import Wanted, mean_over_devices
+from ._mesh import LOCAL, NODE, REDUCTION_HOPS, microbatch_index
 from ._partition import Layout, Leaf, layouts_by_preference
+from ._pieces import Pieces
 from ._program import Block, Value, trace
 from ._schedule import Plan, make_plan
+from ._traffic import Ledger, labelled, recording
 from ._uses import BlockUses, View, Weight, find_uses
+from ._wire_state import Memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,30 +52,40 @@ class Parameters:
 Flat = Callable[[list[Any], list[Any]], tuple[Any, Any, list[Any], list[Any]]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one device made of a step."""
+
+    loss: Array | None  # None in a forward-only program
+    gradients: list[Any]  # means, in stored form
+    others: list[Array]  # other outputs, stacked over micro-batches
+    memory: Memory
+    plan: Plan
+
+
 def run_on_device(
     flat: Flat,
     parameters: Parameters,
     stored: Sequence[Array],
+    memory: Memory,
     inputs: Sequence[Array],
     specs: Sequence[Any],
     microbatches: int,
     wire: Wire,
-) -> tuple[Array | None, list[Any], list[Array], Plan]:
+) -> Result:
     """Trace, plan and run.
 
     Args:
         flat: the user's function.
         parameters: what `stored` are.
         stored: this device's pieces of the sharded arguments.
+        memory: what is remembered from the step before.
         inputs: this device's rows of the batch, and replicated values.
         specs: for each input, which it is.
         microbatches: how many.
         wire: how values travel.
-
-    Returns:
-        The mean loss; gradients in stored form; other outputs, stacked over micro-batches;
-        and the plan.
     """
+    ledger = Ledger(wire.sizes)
     whole = [
         None if parameters.weight_layout(i) else unpad(x, leaf.layout) if leaf.layout else x
         for i, (leaf, x) in enumerate(zip(parameters.leaves, stored, strict=True))
@@ -78,32 +94,67 @@ def run_on_device(
     first = 1 if microbatches > 1 else 0
     values = block.inputs[first : first + len(stored)]
     weights, uses = _choose_layouts(block, values, parameters, wire)
-    demands, is_split = _demands(shapes, parameters, weights)
+    depths = {weight.leaf: depth for weight, depth in scan_depths(uses).items()}
+    wanted = []
+    if shapes[0] is not None:
+        wanted = _wanted(parameters, weights, depths, memory, microbatches, wire)
     loss = block.outputs[0] if shapes[0] is not None else None
+    demands = _demands(shapes, wanted)
     top = make_plan(block, uses, demands, loss if isinstance(loss, Value) else None)
-    plan = Plan(top, tuple(_reduced_last(parameters, is_split)))
 
-    shards = {
-        weight: _to_layout(stored[i], parameters.leaves[i], weight.layout, wire)
-        for i, weight in weights.items()
+    with recording(ledger):
+        slices, held = _held(stored, parameters, weights, depths, memory, wire)
+
+        def run(index: Array | None, inputs: list[Any]) -> tuple[Sums, list[Any]]:
+            indices = [] if index is None else [index]
+            outputs = emit(top, wire, [*indices, *whole, *inputs], held)
+            loss, weight, gradients, others = jax.tree.unflatten(
+                jax.tree.structure(shapes), outputs
+            )
+            zero = jnp.zeros(()) if loss is None else loss
+            return Sums(zero, weight, gradients), others
+
+        sums, others = accumulate(run, inputs, specs, microbatches)
+        if shapes[0] is None:
+            return Result(None, [], others, memory, Plan(top, (), tuple(ledger.transfers)))
+        errors = [
+            memory.errors[i][0] if i in memory.errors else None for i in parameters.differentiated
+        ]
+        loss, gradients, lost = mean_over_devices(sums, wanted, errors, microbatches, wire)
+    at_end = tuple(want.leaf.path for want in wanted if want.demand is None)
+    lost = {
+        i: jnp.expand_dims(x, 0)
+        for i, x in zip(parameters.differentiated, lost, strict=True)
+        if x is not None
     }
+    return Result(
+        loss.astype(shapes[0].dtype),
+        gradients,
+        others,
+        Memory(slices, lost),
+        Plan(top, at_end, tuple(ledger.transfers)),
+    )
 
-    def run(index: Array | None, inputs: list[Any]) -> tuple[Sums, list[Any]]:
-        indices = [] if index is None else [index]
-        outputs = emit(top, wire, [*indices, *whole, *inputs], shards)
-        loss, weight, gradients, others = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
-        zero = jnp.zeros(()) if loss is None else loss
-        return Sums(zero, weight, gradients), others
 
-    sums, others = accumulate(run, inputs, specs, microbatches)
-    if shapes[0] is None:
-        return None, [], others, plan
-    loss, gradients = mean_over_devices(sums, is_split, microbatches, wire)
-    gradients = [
-        _stored_gradient(x, parameters, i, weights.get(i), wire)
-        for x, i in zip(gradients, parameters.differentiated, strict=True)
-    ]
-    return loss.astype(shapes[0].dtype), gradients, others, plan
+def _held(
+    stored: Sequence[Array],
+    parameters: Parameters,
+    weights: dict[int, Weight],
+    depths: Mapping[int, int],
+    memory: Memory,
+    wire: Wire,
+) -> tuple[dict[int, Array], dict[Weight, Pieces]]:
+    """What each weight is gathered from; and the slices to remember."""
+    slices, held = {}, {}
+    for i, weight in weights.items():
+        leaf, known = parameters.leaves[i], None
+        if i in memory.slices:
+            kept = kept_slice(memory.slices[i], leaf, wire)
+            known = next_slice(stored[i], kept, leaf, wire)
+            slices[i] = known.data
+        with labelled("weights", leaf.path):
+            held[weight] = hold(stored[i], leaf, weight, depths.get(i, 0), wire, known)
+    return slices, held
 
 
 def _trace(
@@ -172,42 +223,38 @@ def _choose_layouts(
                 hopeless.add(i)
 
 
-def _demands(
-    shapes: Any, parameters: Parameters, weights: dict[int, Weight]
-) -> tuple[list[Demand | None], list[bool]]:
-    """How each output of the program is wanted; and for each gradient, whether it is split."""
-    loss, weight, gradients, others = shapes
-    wanted: list[Demand | None] = []
-    for i in parameters.differentiated if gradients else ():
-        layout = weights[i].layout if i in weights else parameters.gradient_layout(i)
-        wanted.append(Demand(parameters.leaves[i].path, layout) if layout else None)
+def _wanted(
+    parameters: Parameters,
+    weights: dict[int, Weight],
+    depths: Mapping[int, int],
+    memory: Memory,
+    microbatches: int,
+    wire: Wire,
+) -> list[Wanted]:
+    """For each differentiated leaf, how far the program reduces its gradient.
+
+    Only inside the node, if the sum over nodes is better taken once, at the end: for all
+    micro-batches, if the memory for slices is there anyway; if an error is added to it; or if
+    the slice still has to be cut along another dim.
+    """
+    wanted = []
+    once = microbatches > 1 and (wire.hpz is not None or NODE not in wire.axes)
+    for i in parameters.differentiated:
+        leaf, stored = parameters.leaves[i], parameters.gradient_layout(i)
+        layout = weights[i].layout if i in weights else stored
+        demand = None
+        if layout is not None:
+            moved = stored is not None and layout.dim != stored.dim
+            late = once or moved or i in memory.errors
+            hops = (LOCAL,) if late and wire.sizes[NODE] > 1 else REDUCTION_HOPS
+            demand = Demand(leaf.path, layout, hops)
+        size = math.prod(leaf.shape[depths.get(i, 0) :])
+        wanted.append(Wanted(leaf, stored, demand, size))
+    return wanted
+
+
+def _demands(shapes: Any, wanted: Sequence[Wanted]) -> list[Demand | None]:
+    """How each output of the program is wanted."""
+    loss, weight, _, others = shapes
     num_before = len(jax.tree.leaves((loss, weight)))
-    demands = [*[None] * num_before, *wanted, *[None] * len(others)]
-    return demands, [demand is not None for demand in wanted]
-
-
-def _reduced_last(parameters: Parameters, is_split: Sequence[bool]) -> list[str]:
-    pairs = zip(parameters.differentiated, is_split, strict=False)
-    return [parameters.leaves[i].path for i, split in pairs if not split]
-
-
-def _to_layout(shard: Array, leaf: Leaf, layout: Layout, wire: Wire) -> Array:
-    assert leaf.layout is not None
-    if leaf.layout.dim == layout.dim:
-        return shard
-    return move_split(shard, leaf.shape, leaf.layout, layout, wire)
-
-
-def _stored_gradient(
-    x: Array, parameters: Parameters, i: int, weight: Weight | None, wire: Wire
-) -> Array:
-    """A mean gradient in the type, cut and padding of its parameter."""
-    leaf = parameters.leaves[i]
-    x = x.astype(leaf.dtype)
-    if leaf.layout is None:
-        return x
-    if parameters.gradient_layout(i) is None:
-        return pad(x, leaf.layout)
-    if weight is None or weight.layout.dim == leaf.layout.dim:
-        return x
-    return move_split(x, leaf.shape, weight.layout, leaf.layout, wire)
+    return [*[None] * num_before, *[want.demand for want in wanted], *[None] * len(others)]

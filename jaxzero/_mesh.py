@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh
@@ -16,6 +17,7 @@ from jaxtyping import Array, Shaped
 NODE = "node"
 LOCAL = "local"
 AXES = (NODE, LOCAL)  # the batch is split in this order, so that a host's rows are contiguous
+REDUCTION_HOPS = (LOCAL, NODE)  # what crosses between nodes is a sum already
 
 _microbatch: contextvars.ContextVar[Array | None] = contextvars.ContextVar(
     "jaxzero_microbatch", default=None
@@ -75,6 +77,11 @@ def microbatch_index(index: Array | None) -> Iterator[None]:
         yield
     finally:
         _microbatch.reset(token)
+
+
+def device_index() -> Array:
+    """This device's number over both axes, uint32, inside the per-device program."""
+    return lax.axis_index(AXES).astype(jnp.uint32)
 
 
 def fold_in_device(key: Shaped[Array, "*key"]) -> Shaped[Array, "*key"]:

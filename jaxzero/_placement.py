@@ -88,6 +88,16 @@ def place(leaf: Leaf, source: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Arr
     return jax.make_array_from_callback(leaf.stored_shape, sharding, read, dtype=leaf.dtype)
 
 
+def place_tree(plan: TreePlan, leaves: list[Any], mesh: Mesh, axes: tuple[str, ...]) -> list[Any]:
+    """Split whole arrays over `axes`: now, or in the program where they are traced."""
+    return [
+        constrain(pad_leaf(leaf, x), mesh, leaf.spec(axes))
+        if is_traced(x)
+        else place(leaf, x, mesh, axes)
+        for leaf, x in zip(plan.leaves, leaves, strict=True)
+    ]
+
+
 def gather_whole(plan: TreePlan, leaves: list[Any], mesh: Mesh) -> list[Any]:
     """Every leaf in its true shape, whole on every device."""
     whole = NamedSharding(auto_mesh(mesh), PartitionSpec())

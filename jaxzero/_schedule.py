@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from . import _views as views
 from ._gradients import BlockGradients, Demand, find_reduces
 from ._program import Block, Loop, Value
+from ._traffic import Transfer
 from ._uses import BlockUses, Weight
 
 _COSTLY = {
@@ -109,6 +110,7 @@ class Plan:
 
     top: BlockPlan
     at_end: tuple[str, ...] = ()  # leaves that are stored whole: all-reduced last, together
+    transfers: tuple[Transfer, ...] = ()  # every collective, in the order it was issued
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -21,6 +21,7 @@ from ._mesh import AXES
 from ._partition import path_name, spread_prefix
 from ._placement import constrain
 from ._schedule import Plan
+from ._wire_state import Memory, specs_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +52,20 @@ class Transform:
         self.plan: Plan | None = None
         self.program = jax.jit(self._program)
 
-    def _program(self, arrays: list[list[Array]]) -> tuple[Any, list[Any], Any]:
-        """Loss, flat gradients and other outputs of a call, from global arrays."""
+    def _program(
+        self, arrays: list[list[Array]], memory: Memory
+    ) -> tuple[Any, list[Any], Any, Memory]:
+        """Loss, flat gradients, other outputs and the new memory, from global arrays."""
         in_specs = [self._specs(argument) for argument in self.call.arguments]
+        memory_specs = self._memory_specs(memory)
         if AxisType.Explicit in self.mesh.axis_types:
             arrays = [
                 [constrain(x, self.mesh, spec) for x, spec in zip(leaves, specs, strict=True)]
                 for leaves, specs in zip(arrays, in_specs, strict=True)
             ]
+            memory = jax.tree.map(
+                lambda x, spec: constrain(x, self.mesh, spec), memory, memory_specs
+            )
         axes = self.config.axes if self.parameters.gradients_split else ()
         gradient_specs = [
             self.parameters.leaves[i].spec(axes, manual_only=True)
@@ -66,27 +73,33 @@ class Transform:
         ]
         outputs = _Outputs(self.options, self._rows_per_microbatch(arrays))
         mapped = jax.shard_map(
-            lambda arrays: self._on_device(arrays, outputs),
+            lambda arrays, memory: self._on_device(arrays, memory, outputs),
             mesh=self.mesh,
-            in_specs=(in_specs,),
-            out_specs=(PartitionSpec(), gradient_specs, (PartitionSpec(), BATCH)),
+            in_specs=(in_specs, memory_specs),
+            out_specs=(PartitionSpec(), gradient_specs, (PartitionSpec(), BATCH), memory_specs),
             axis_names=set(AXES),
             check_vma=False,
         )
-        loss, gradients, parts = mapped(arrays)
+        loss, gradients, parts, memory = mapped(arrays, memory)
         gradients = [
             constrain(x, self.mesh, self.parameters.leaves[i].spec(axes))
             if self.parameters.leaves[i].other_axes
             else x
             for x, i in zip(gradients, self.parameters.differentiated, strict=True)
         ]
-        return loss, gradients, outputs.join(*parts)
+        return loss, gradients, outputs.join(*parts), memory
 
     def _specs(self, argument: Argument) -> list[PartitionSpec]:
         if argument.plan is None:
             return list(argument.specs)
         axes = self.config.axes if self.parameters.weights_split else ()
         return [leaf.spec(axes, manual_only=True) for leaf in argument.plan.leaves]
+
+    def _memory_specs(self, memory: Memory) -> Memory:
+        specs = specs_of(self.parameters.leaves, self.wire)
+        return Memory(
+            {i: specs.slices[i] for i in memory.slices}, {i: specs.errors[i] for i in memory.errors}
+        )
 
     def _rows_per_microbatch(self, arrays: Sequence[Sequence[Array]]) -> int | None:
         """How many rows of the batch one device sees at a time."""
@@ -97,7 +110,7 @@ class Transform:
                     return x.shape[dim] // self.wire.num_devices // self.options.microbatches
         return None
 
-    def _on_device(self, arrays: list[list[Array]], outputs: _Outputs) -> Any:
+    def _on_device(self, arrays: list[list[Array]], memory: Memory, outputs: _Outputs) -> Any:
         stored, inputs, specs = [], [], []
         for argument, leaves in zip(self.call.arguments, arrays, strict=True):
             if argument.plan:
@@ -105,16 +118,19 @@ class Transform:
             else:
                 inputs += leaves
                 specs += argument.specs
-        loss, gradients, others, self.plan = run_on_device(
+        result = run_on_device(
             lambda stored, inputs: self._flat(stored, inputs, outputs),
             self.parameters,
             stored,
+            memory,
             inputs,
             specs,
             self.options.microbatches,
             self.wire,
         )
-        return loss, gradients, outputs.part(others, self.wire)
+        self.plan = result.plan
+        parts = outputs.part(result.others, self.wire)
+        return result.loss, result.gradients, parts, result.memory
 
     def _flat(self, stored: list[Any], inputs: list[Any], outputs: _Outputs) -> Any:
         """The user's function and its gradients on flat lists of arrays."""

@@ -318,3 +318,9 @@ def before_gather(
         if op.narrows:
             cut = i + 1
     return ops[:cut], ops[cut:]
+
+
+def up_to_last_slice(ops: tuple[Op, ...]) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+    """Split a view into what leaves fewer elements, and the rest."""
+    cut = max((i + 1 for i, op in enumerate(ops) if isinstance(op, Slice)), default=0)
+    return ops[:cut], ops[cut:]

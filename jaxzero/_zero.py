@@ -8,31 +8,28 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array
 
 from ._arguments import BATCH, Call, check_differentiable, check_rows, resolve
+from ._calls import gradient_options, gradient_trees, memory_of, state_trees
+from ._collectives import Wire
 from ._config import ZeroConfig, zero3
 from ._mesh import check_mesh
 from ._optimizer import init_state, plan_state, true_shapes, warn_of_padding
 from ._partition import TreePlan, plan_tree
 from ._placement import (
     auto_mesh,
-    constrain,
     gather_whole,
-    pad_leaf,
     pad_tree,
-    place,
+    place_tree,
     run_automatic,
 )
-from ._program import is_traced
 from ._registry import Registry
 from ._report import Report, make_report
 from ._schedule import Plan
 from ._transform import Options, Transform, flat_reductions
+from ._wire_state import Memory, WireState, make_state
 
 
 class Zero:
@@ -127,13 +124,7 @@ class Zero:
             The same as `init`.
         """
         plan = self._plan(tree, specs)
-        axes = self._weight_axes
-        leaves = [
-            constrain(pad_leaf(leaf, x), self.mesh, leaf.spec(axes))
-            if is_traced(x)
-            else place(leaf, x, self.mesh, axes)
-            for leaf, x in zip(plan.leaves, jax.tree.leaves(tree), strict=True)
-        ]
+        leaves = place_tree(plan, jax.tree.leaves(tree), self.mesh, self._weight_axes)
         return jax.tree.unflatten(plan.treedef, leaves)
 
     def unshard(self, tree: Any) -> Any:
@@ -178,6 +169,23 @@ class Zero:
         that use shapes, such as Adafactor and Muon.
         """
         return true_shapes(tx, self._plan_of, self.mesh, self.config)
+
+    def init_wire_state(self, params: Any) -> WireState:
+        """What the wire has to remember of `params` from step to step, before the first step.
+
+        Only `Difference` and `ErrorFeedback` remember anything (`config.needs_wire_state`).
+        Pass it to the function from `value_and_grad`, which returns the next one; save it
+        like optimizer state. After parameters have changed otherwise (a restored
+        checkpoint), make it anew: the slices in it are those of the old ones.
+
+        Returns:
+            Sharded arrays: of each leaf, a device holds its node's slice.
+
+        Raises:
+            ValueError: `params` did not come from this `Zero`.
+        """
+        wire = Wire.of(self.mesh, self.config)
+        return make_state(self._plan_of(params), params, self._weight_axes, self.mesh, wire)
 
     # Programs.
 
@@ -224,25 +232,33 @@ class Zero:
         Returns:
             A function of the same arguments that returns `(loss, grads)`, or
             `((loss, aux), grads)`: the mean over all devices, and its gradient, split like
-            the parameters. Works under `jax.jit` and outside of it. Leaves that are no
+            the parameters. Given `wire_state=` (`init_wire_state`), it returns the next one as
+            its last result. Works under `jax.jit` and outside of it. Leaves that are no
             arrays (strings, functions, Python numbers) are passed to `f` unchanged, and
             each new value compiles a new program.
 
         Raises:
             ValueError: before anything is compiled, with the argument and the tree path.
         """
-        options = _gradient_options(argnums, has_aux, microbatches, weighted, aux_reduce)
+        options = gradient_options(argnums, has_aux, microbatches, weighted, aux_reduce)
 
         @functools.wraps(f)
-        def wrapped(*args, **kwargs):
+        def wrapped(*args, wire_state=None, **kwargs):
             transform, arrays = self._prepare(f, args, kwargs, options, in_specs)
-            for number in transform.options.argnums:
-                argument = transform.call.arguments[number]
-                check_differentiable(argument, arrays[number], allow_int)
-            loss, gradients, aux = transform.program(arrays)
-            trees = _gradient_trees(transform, gradients)
-            grads = trees[0] if isinstance(argnums, int) else tuple(trees)
-            return ((loss, aux), grads) if has_aux else (loss, grads)
+            call, numbers = transform.call, transform.options.argnums
+            for number in numbers:
+                check_differentiable(call.arguments[number], arrays[number], allow_int)
+            memory = self._memory(transform, wire_state)
+            loss, gradients, aux, memory = transform.program(arrays, memory)
+
+            def as_given(trees: list[Any]) -> Any:
+                return trees[0] if isinstance(argnums, int) else tuple(trees)
+
+            grads = as_given(gradient_trees(transform, gradients))
+            value = (loss, aux) if has_aux else loss
+            if wire_state is None:
+                return value, grads
+            return value, grads, as_given(state_trees(call, numbers, memory))
 
         return wrapped
 
@@ -275,7 +291,7 @@ class Zero:
         @functools.wraps(f)
         def wrapped(*args, **kwargs):
             transform, arrays = self._prepare(f, args, kwargs, options, in_specs)
-            return transform.program(arrays)[2]
+            return transform.program(arrays, Memory())[2]
 
         return wrapped
 
@@ -289,14 +305,15 @@ class Zero:
         weighted: bool = False,
         aux_reduce: Any = None,
         in_specs: Sequence[Any] | None = None,
+        wire_state: Any = None,
     ) -> Plan:
         """What one call of `value_and_grad(f)` would gather and reduce, and when.
 
         Nothing is compiled or run. Arguments are as for `value_and_grad`; `print` the result.
         """
-        options = _gradient_options(argnums, has_aux, microbatches, weighted, aux_reduce)
+        options = gradient_options(argnums, has_aux, microbatches, weighted, aux_reduce)
         transform, arrays = self._prepare(f, args, {}, options, in_specs)
-        jax.eval_shape(transform.program, arrays)
+        jax.eval_shape(transform.program, arrays, self._memory(transform, wire_state))
         assert transform.plan is not None
         return transform.plan
 
@@ -309,6 +326,16 @@ class Zero:
     @property
     def _state_axes(self) -> tuple[str, ...]:
         return self.config.axes if self.config.stage >= 1 else ()
+
+    def _memory(self, transform: Transform, wire_state: Any) -> Memory:
+        if wire_state is None and self.config.needs_wire_state:
+            raise ValueError(
+                "`wire_state` is missing: this config remembers something from step to step "
+                f"(weights {self.config.weights.node}, gradients {self.config.gradients.node}). "
+                "Make it with `wire_state = zero.init_wire_state(params)`, pass it as "
+                "`wire_state=`, and take the next one as the last result."
+            )
+        return memory_of(transform.call, transform.options.argnums, wire_state, transform.wire)
 
     def _plan(self, tree: Any, specs: Any) -> TreePlan:
         return self._plans.add(plan_tree(tree, self.mesh, self.config, specs))
@@ -353,13 +380,7 @@ class Zero:
             raise ValueError(f"`argnums` names an argument twice; got {numbers}.")
         options = dataclasses.replace(options, argnums=numbers)
         call, arrays = resolve(
-            f,
-            args,
-            kwargs,
-            argnums=numbers,
-            in_specs=in_specs,
-            find_plan=self._plans.find,
-            why_no_plan=self._plans.explain,
+            f, args, kwargs, argnums=numbers, in_specs=in_specs, registry=self._plans
         )
         check_rows(call, arrays, self.mesh, options.microbatches)
         make = self._transform if isinstance(f, Hashable) else self._new_transform
@@ -367,31 +388,3 @@ class Zero:
 
     def _new_transform(self, f: Callable, call: Call, options: Options) -> Transform:
         return Transform(f, call, options, self.mesh, self.config)
-
-
-def _gradient_options(
-    argnums: int | Sequence[int], has_aux: bool, microbatches: int, weighted: bool, aux_reduce: Any
-) -> Options:
-    if not isinstance(microbatches, int) or microbatches < 1:
-        raise ValueError(
-            f"`microbatches` must be a whole number of at least 1; got {microbatches!r}."
-        )
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    reduce = flat_reductions("aux_reduce", aux_reduce)
-    return Options(numbers, has_aux, microbatches, weighted, reduce)
-
-
-def _gradient_trees(transform: Transform, gradients: Sequence[Array]) -> list[Any]:
-    """The flat gradients as trees like the differentiated arguments."""
-    remaining = iter(gradients)  # in the order of arguments, not of `argnums`
-    trees = {}
-    for number in sorted(transform.options.argnums):
-        argument = transform.call.arguments[number]
-        leaves = [
-            next(remaining)
-            if jnp.issubdtype(leaf.dtype, jnp.inexact)
-            else np.zeros(leaf.stored_shape, jax.dtypes.float0)
-            for leaf in (argument.plan.leaves if argument.plan else ())
-        ]
-        trees[number] = jax.tree.unflatten(argument.treedef, leaves)
-    return [trees[number] for number in transform.options.argnums]

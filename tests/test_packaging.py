@@ -26,13 +26,15 @@ OUTSIDE = ["interop", "pallas_kernels"]  # beside `jaxzero/`, installed inside i
 
 # A module imports from its own layer and from those above it in this list, never from one below.
 LAYERS = [
-    {"_codecs", "_config", "_mesh"},
+    {"_blocks", "_codecs", "_config", "_mesh"},
     {"pallas_kernels"},
-    {"_partition"},
+    {"_partition", "_traffic"},
+    {"_pieces"},
     {"_collectives"},
     {"_views", "_program", "_uses", "_gradients", "_schedule", "_emit"},
     {"_accumulate", "_arguments", "_placement", "_registry", "_report"},
-    {"_local", "_optimizer", "_transform"},
+    {"_held", "_means", "_wire_state"},
+    {"_local", "_optimizer", "_transform", "_calls"},
     {"_zero"},
     {"_checkpoint", "_simigrad", "interop", "models"},
     {"jobs"},

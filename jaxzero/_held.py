@@ -1,0 +1,135 @@
+"""What a device holds of each weight while a step runs: its shard, or its node's slice.
+
+With hpZ every weight is gathered between nodes once, before anything else, and the node's
+slice stays: forward, backward and all micro-batches gather from it. With weight differences
+the slice of the step before is brought up to date instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Shaped
+
+from . import _views as views
+from ._collectives import Wire, keep, move_split, node_slice
+from ._config import Difference
+from ._mesh import LOCAL, NODE
+from ._partition import Leaf
+from ._pieces import Pieces
+from ._traffic import labelled
+from ._uses import BlockUses, Weight
+
+
+def scan_depths(uses: BlockUses) -> Mapping[Weight, int]:
+    """For each weight, how many of its leading dims loops scan over, layer by layer."""
+    depths: dict[Weight, int] = {}
+    for loop in uses.loops.values():
+        inner = scan_depths(loop.body)
+        depths.update(inner)
+        for stack in loop.stacks:
+            if all(isinstance(op, views.Cast) for op in stack.view.ops):
+                weight = stack.view.weight
+                depth = 1 + inner.get(stack.layer, 0)
+                depths[weight] = max(depths.get(weight, 0), depth)
+    return depths
+
+
+def hold(
+    shard: Shaped[Array, ...],
+    leaf: Leaf,
+    weight: Weight,
+    depth: int,
+    wire: Wire,
+    known: Pieces | None = None,
+) -> Pieces:
+    """What a program gathers a weight from.
+
+    Args:
+        shard: this device's piece, as it is stored.
+        leaf: how it is stored.
+        weight: how the program cuts it, perhaps along another dim.
+        depth: how many leading dims it scans over.
+        wire: whether slices are kept, and how.
+        known: the node's slice, where it is at hand already.
+    """
+    assert leaf.layout is not None
+    moved = leaf.layout.dim != weight.layout.dim
+    if not wire.hpz:
+        if not moved:
+            return Pieces.plain(shard, leaf.layout.dim, depth)
+        axes = wire.long(wire.axes)
+        x = move_split(shard, leaf.shape, leaf.layout, weight.layout, axes)
+        return Pieces.plain(x, weight.layout.dim, depth)
+    if known is None:
+        known = Pieces.plain(shard, leaf.layout.dim, 0 if moved else depth)
+        known = node_slice(known, wire)
+    if moved:  # inside the node: a slice is there already
+        axes = wire.long((LOCAL,))
+        x = move_split(known.join(), leaf.shape, leaf.layout, weight.layout, axes)
+        return keep(Pieces.plain(x, weight.layout.dim, depth), wire)
+    if known.codec is not None and known.lead != depth:
+        return keep(Pieces.plain(known.join(), known.dim, depth), wire)
+    return known
+
+
+# Weight differences (SDP4Bit): the slice of the step before, kept in the wire state. It is
+# laid out by the leaf's shape alone, because the state exists before any program does.
+
+
+def has_kept_slice(leaf: Leaf, wire: Wire) -> bool:
+    """Whether a leaf travels as differences. Small ones and those stored whole do not."""
+    codec = wire.weights.node
+    if not isinstance(codec, Difference) or leaf.layout is None:
+        return False
+    size = math.prod(leaf.shape[kept_lead(leaf) :])
+    return wire.suitable(codec.codec, size, leaf.dtype) is not None
+
+
+def kept_lead(leaf: Leaf) -> int:
+    """How many leading dims of a kept slice are encoded element by element.
+
+    A stack of matrices is encoded layer by layer, since it may be scanned.
+    """
+    assert leaf.layout is not None
+    return 1 if len(leaf.shape) >= 3 and leaf.layout.dim != 0 else 0
+
+
+def first_slice(shard: Shaped[Array, ...], leaf: Leaf, wire: Wire) -> Pieces:
+    """The node's slice of a weight, gathered whole: the start of all differences."""
+    assert leaf.layout is not None
+    with labelled("weights", leaf.path):
+        full = Pieces.plain(shard, leaf.layout.dim, kept_lead(leaf))
+        if wire.sizes[NODE] > 1:
+            full = full.gather(NODE)
+        return keep(full, wire)
+
+
+def kept_slice(data: Shaped[Array, ...], leaf: Leaf, wire: Wire) -> Pieces:
+    """What `first_slice` and `next_slice` returned, from its `data`."""
+    assert leaf.layout is not None and wire.hpz is not None
+    lead, dim = kept_lead(leaf), leaf.layout.dim
+    shape = list(leaf.stored_shape)
+    shape[dim] //= wire.sizes[LOCAL]
+    size = math.prod(shape[lead:]) * wire.sizes[LOCAL]
+    codec = wire.suitable(wire.hpz.codec, size, leaf.dtype)
+    return Pieces(data, codec, tuple(shape), dim, leaf.dtype, lead)
+
+
+def next_slice(shard: Shaped[Array, ...], kept: Pieces, leaf: Leaf, wire: Wire) -> Pieces:
+    """Bring the node's slice up to date: the owners send how far it is from their shards."""
+    assert isinstance(wire.weights.node, Difference) and leaf.layout is not None
+    with labelled("weights", leaf.path):
+        old = kept.join(jnp.float32)
+        size = shard.shape[kept.dim]
+        start = lax.axis_index(NODE) * size
+        mine = lax.dynamic_slice_in_dim(old, start, size, axis=kept.dim)
+        change = Pieces.plain(shard.astype(jnp.float32) - mine, kept.dim, kept.lead)
+        change = change.encode(wire.weights.node.codec)
+        if wire.sizes[NODE] > 1:
+            change = change.gather(NODE)
+        new = (old + change.join()).astype(leaf.dtype)
+        return keep(Pieces.plain(new, kept.dim, kept.lead), wire)

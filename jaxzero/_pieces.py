@@ -1,0 +1,100 @@
+"""A weight on its way: whole numbers of shards, as arrays or as encoded messages.
+
+Each owner encodes its shard once. What is gathered, kept and gathered again are those
+messages, side by side; they are decoded where the weight is used. So every use, on every
+device, in forward and backward, reads the same bits.
+
+Legend: a message is `[*lead, pieces, bytes]`. `lead` are the leading dims that a loop
+scans over: each of their elements (a layer) is encoded by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Shaped
+
+from ._codecs import Cast, Codec, from_bits, to_bits
+from ._mesh import device_index
+from ._traffic import all_gather
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """Neighbouring pieces of an array that is cut along one dim.
+
+    Attributes:
+        data: without a codec the pieces, joined; else their messages.
+        codec: that wrote the messages.
+        shape: of one piece; without a codec, of `data`.
+        dim: that the array is cut along.
+        dtype: of the array.
+        lead: how many leading dims are encoded element by element.
+        pinned: it is stored encoded, so it travels as it is, whatever the wire's codecs.
+    """
+
+    data: Shaped[Array, ...]
+    codec: Codec | None
+    shape: tuple[int, ...]
+    dim: int
+    dtype: Any
+    lead: int = 0
+    pinned: bool = False
+
+    @classmethod
+    def plain(cls, x: Shaped[Array, ...], dim: int, lead: int = 0) -> Pieces:
+        """An array as it is."""
+        return cls(x, None, tuple(x.shape), dim, x.dtype, lead)
+
+    @property
+    def num_elements(self) -> int:
+        """Of all pieces together; of one element of `lead`."""
+        num = self.data.shape[self.lead] if self.codec else 1
+        return num * math.prod(self.shape[self.lead :])
+
+    def encode(self, codec: Codec | None) -> Pieces:
+        """The same as messages of `codec`; decoded first, if another codec wrote it."""
+        if codec == self.codec:
+            return self
+        x = self.join()
+        if codec is None:
+            return Pieces.plain(x, self.dim, self.lead)
+        rows = x.reshape(*x.shape[: self.lead], math.prod(x.shape[self.lead :]))
+        # The barrier keeps XLA from moving the decoding across the collective that follows.
+        message = lax.optimization_barrier(codec.encode(rows, seed=device_index()))
+        data = jnp.expand_dims(message, self.lead)
+        return dataclasses.replace(self, data=data, codec=codec, shape=tuple(x.shape))
+
+    def join(self, dtype: Any = None) -> Shaped[Array, ...]:
+        """The array that the pieces form, as `dtype` (by default its own)."""
+        dtype = self.dtype if dtype is None else dtype
+        if self.codec is None:
+            return self.data.astype(dtype)
+        lead, num = self.shape[: self.lead], self.data.shape[self.lead]
+        read_as = self.dtype if isinstance(self.codec, Cast) else dtype
+        x = self.codec.decode(self.data, math.prod(self.shape[self.lead :]), read_as)
+        x = x.reshape(*lead, num, *self.shape[self.lead :])
+        x = jnp.moveaxis(x.astype(dtype), self.lead, self.dim)
+        return x.reshape(
+            *self.shape[: self.dim], num * self.shape[self.dim], *self.shape[self.dim + 1 :]
+        )
+
+    def gather(self, axis: str) -> Pieces:
+        """Put the pieces of all devices along `axis` side by side."""
+        if self.codec is not None:
+            return dataclasses.replace(self, data=all_gather(self.data, axis, self.lead))
+        bits = all_gather(to_bits(self.data), axis, self.dim)
+        return Pieces.plain(from_bits(bits, self.dtype), self.dim, self.lead)
+
+    def layer(self, data: Shaped[Array, ...]) -> Pieces:
+        """One element of the leading dim, as a loop's body gets its `data`."""
+        if self.codec is None:
+            return Pieces.plain(data, self.dim - 1, max(self.lead - 1, 0))
+        assert self.lead > 0
+        return dataclasses.replace(
+            self, data=data, shape=self.shape[1:], dim=self.dim - 1, lead=self.lead - 1
+        )

@@ -1,0 +1,154 @@
+"""Every collective that the library issues, and a ledger of them.
+
+A ledger is written while a program is traced, so that a report says what is really sent:
+which axis, how many bytes, how often.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax import lax
+from jaxtyping import Array, Shaped
+
+Axes = str | tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """One collective of a program.
+
+    Attributes:
+        purpose: "weights", "gradients", or "other" (losses, weights of examples, aux).
+        name: of the leaf, or "".
+        collective: "all-gather", "all-to-all", "reduce-scatter" or "all-reduce".
+        axis: the mesh axis it runs over, or "node+local".
+        dtype: on the wire.
+        num_bytes: of the gathered result, of the message cut into pieces, or of the array
+            that is reduced, on one device.
+        entering_bytes: that one device receives: `num_bytes * (n - 1) / n` over `n` devices,
+            twice that for an all-reduce.
+        trips: how often one execution of the program does it.
+    """
+
+    purpose: str
+    name: str
+    collective: str
+    axis: str
+    dtype: str
+    num_bytes: int
+    entering_bytes: int
+    trips: int = 1
+
+
+class Ledger:
+    """What has been noted so far, in program order."""
+
+    def __init__(self, sizes: Mapping[str, int]):
+        self.sizes = sizes
+        self.transfers: list[Transfer] = []
+
+    def note(self, collective: str, axis: Axes, dtype: Any, num_bytes: int) -> None:
+        axes = (axis,) if isinstance(axis, str) else axis
+        num = math.prod(self.sizes[name] for name in axes)
+        if num == 1:
+            return
+        times = 2 if collective == "all-reduce" else 1
+        entering = times * num_bytes * (num - 1) // num
+        purpose, name = _label.get()
+        self.transfers.append(
+            Transfer(purpose, name, collective, "+".join(axes), str(dtype), num_bytes, entering)
+        )
+
+
+_ledger: contextvars.ContextVar[Ledger | None] = contextvars.ContextVar(
+    "jaxzero_ledger", default=None
+)
+_label: contextvars.ContextVar[tuple[str, str]] = contextvars.ContextVar(
+    "jaxzero_label", default=("other", "")
+)
+
+
+@contextlib.contextmanager
+def recording(ledger: Ledger | None) -> Iterator[None]:
+    """Note the collectives that are traced inside; `None` notes nothing."""
+    token = _ledger.set(ledger)
+    try:
+        yield
+    finally:
+        _ledger.reset(token)
+
+
+@contextlib.contextmanager
+def labelled(purpose: str, name: str = "") -> Iterator[None]:
+    """Say what the collectives inside are for; the compiled program carries it as a scope."""
+    token = _label.set((purpose, name))
+    try:
+        with jax.named_scope(f"{purpose}({name})" if name else purpose):
+            yield
+    finally:
+        _label.reset(token)
+
+
+def repeated(body: Callable, trips: int) -> tuple[Callable, Callable[[], None]]:
+    """For a loop's body that may be traced more than once and runs `trips` times.
+
+    Returns:
+        The body to trace, and what to call afterwards to note what is in it.
+    """
+    outer, last = _ledger.get(), None
+
+    def traced(*args):
+        nonlocal last
+        last = None if outer is None else Ledger(outer.sizes)
+        with recording(last):
+            return body(*args)
+
+    def done() -> None:
+        if outer is not None and last is not None:
+            outer.transfers += [
+                dataclasses.replace(transfer, trips=transfer.trips * trips)
+                for transfer in last.transfers
+            ]
+
+    return traced, done
+
+
+def _note(collective: str, axis: Axes, x: Any) -> None:
+    ledger = _ledger.get()
+    if ledger is not None:
+        ledger.note(collective, axis, x.dtype, x.size * x.dtype.itemsize)
+
+
+def all_gather(x: Shaped[Array, ...], axis: Axes, dim: int) -> Shaped[Array, ...]:
+    """Join the devices' arrays along `dim`, in the order of `axis`."""
+    full = lax.all_gather(x, axis, axis=dim, tiled=True)
+    _note("all-gather", axis, full)
+    return full
+
+
+def all_to_all(
+    x: Shaped[Array, ...], axis: Axes, split_dim: int = 0, concat_dim: int = 0
+) -> Shaped[Array, ...]:
+    """Send the i-th piece of `split_dim` to device i; join what arrives along `concat_dim`."""
+    _note("all-to-all", axis, x)
+    return lax.all_to_all(x, axis, split_axis=split_dim, concat_axis=concat_dim, tiled=True)
+
+
+def reduce_scatter(x: Shaped[Array, ...], axis: Axes, dim: int) -> Shaped[Array, ...]:
+    """Sum over devices; device i keeps the i-th piece of `dim`."""
+    _note("reduce-scatter", axis, x)
+    return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+
+
+def all_reduce(x: Any, axis: Axes) -> Any:
+    """Sum an array, or several in one collective, over devices."""
+    for leaf in jax.tree.leaves(x):
+        _note("all-reduce", axis, leaf)
+    return lax.psum(x, axis)
