@@ -82,7 +82,7 @@ def accumulate(
     with recording(None):
         shapes = jax.eval_shape(lambda: step(indices[0], first)[0])
     start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    traced, note = repeated(body, num)
+    traced, note = repeated(body, num, microbatches=True)
     result = lax.scan(traced, start, (indices, rows))
     note()
     return result

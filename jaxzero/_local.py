@@ -104,6 +104,7 @@ def run_on_device(
 
     with recording(ledger):
         slices, held = _held(stored, parameters, weights, depths, memory, wire)
+        kept = sum(x.data.nbytes for x in held.values()) if wire.hpz else 0
 
         def run(index: Array | None, inputs: list[Any]) -> tuple[Sums, list[Any]]:
             indices = [] if index is None else [index]
@@ -116,7 +117,7 @@ def run_on_device(
 
         sums, others = accumulate(run, inputs, specs, microbatches)
         if shapes[0] is None:
-            return Result(None, [], others, memory, Plan(top, (), tuple(ledger.transfers)))
+            return Result(None, [], others, memory, Plan(top, (), tuple(ledger.transfers), kept))
         errors = [
             memory.errors[i][0] if i in memory.errors else None for i in parameters.differentiated
         ]
@@ -132,7 +133,7 @@ def run_on_device(
         gradients,
         others,
         Memory(slices, lost),
-        Plan(top, at_end, tuple(ledger.transfers)),
+        Plan(top, at_end, tuple(ledger.transfers), kept),
     )
 
 

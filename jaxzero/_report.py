@@ -1,4 +1,4 @@
-"""What is split how, and the bytes that one device holds, as a table."""
+"""What is split how, the bytes that one device holds, and what a step sends, as tables."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ._partition import Leaf, TreePlan
+from ._schedule import Plan
+from ._wire_report import Traffic, readable_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +31,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The layout of a training job's state."""
+    """The layout of a training job's state, and what a step of it sends."""
 
     num_devices: int
     rows: tuple[Row, ...]
+    traffic: Traffic | None = None  # of one optimizer step, if a plan was given
 
     def device_bytes(self, kind: str) -> int:
         """Bytes that one device holds of `kind`."""
@@ -55,6 +58,7 @@ class Report:
                 for kind in self.kinds
             },
             "leaves": [dataclasses.asdict(row) for row in self.rows],
+            "traffic": None if self.traffic is None else self.traffic.as_dict(),
         }
 
     def print(self, console: Console | None = None) -> None:
@@ -69,25 +73,32 @@ class Report:
                     row.dtype,
                     "whole" if row.dim is None else f"dim {row.dim}",
                     str(row.padding or ""),
-                    _readable(row.device_bytes),
+                    readable_bytes(row.device_bytes),
                 )
         console.print(leaves)
         sums = Table("held by one device", "bytes", "of", "share")
         for kind in self.kinds:
             mine, total = self.device_bytes(kind), self.total_bytes(kind)
             share = f"1/{total / mine:.2f}" if mine else ""
-            sums.add_row(kind, _readable(mine), _readable(total), share)
+            sums.add_row(kind, readable_bytes(mine), readable_bytes(total), share)
         console.print(sums)
+        if self.traffic is not None:
+            console.print(self.traffic.table())
 
 
 def make_report(
-    params: TreePlan, state: TreePlan | None, mesh: Mesh, axes: dict[str, tuple[str, ...]]
+    params: TreePlan,
+    state: TreePlan | None,
+    plan: Plan | None,
+    mesh: Mesh,
+    axes: dict[str, tuple[str, ...]],
 ) -> Report:
     """Describe trees that are laid out.
 
     Args:
         params: the plan of parameters; gradients are like them.
         state: the plan of the optimizer state, if there is one.
+        plan: of the training step, if there is one.
         mesh: gives the number of devices.
         axes: for each kind of row, the axes that split it.
     """
@@ -95,7 +106,7 @@ def make_report(
     rows += [_row("gradients", leaf, mesh, axes["gradients"]) for leaf in params.leaves]
     for leaf in state.leaves if state else ():
         rows.append(_row("optimizer state", leaf, mesh, axes["optimizer state"]))
-    return Report(mesh.size, tuple(rows))
+    return Report(mesh.size, tuple(rows), plan and Traffic.of(plan, mesh))
 
 
 def _row(kind: str, leaf: Leaf, mesh: Mesh, axes: tuple[str, ...]) -> Row:
@@ -111,10 +122,3 @@ def _row(kind: str, leaf: Leaf, mesh: Mesh, axes: tuple[str, ...]) -> Row:
         total_bytes=math.prod(leaf.shape) * size,
         device_bytes=math.prod(leaf.stored_shape) * size // pieces,
     )
-
-
-def _readable(num_bytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes} B"

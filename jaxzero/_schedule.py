@@ -111,6 +111,7 @@ class Plan:
     top: BlockPlan
     at_end: tuple[str, ...] = ()  # leaves that are stored whole: all-reduced last, together
     transfers: tuple[Transfer, ...] = ()  # every collective, in the order it was issued
+    slice_bytes: int = 0  # of the nodes' slices that one device keeps for the step (hpZ)
 
     @property
     def steps(self) -> tuple[Step, ...]:

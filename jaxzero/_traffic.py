@@ -34,7 +34,9 @@ class Transfer:
             that is reduced, on one device.
         entering_bytes: that one device receives: `num_bytes * (n - 1) / n` over `n` devices,
             twice that for an all-reduce.
-        trips: how often one execution of the program does it.
+        trips: how often one execution of the program, an optimizer step, does it.
+        microbatches: how many of those are for the micro-batches of the step; 1: it is done
+            once for all of them.
     """
 
     purpose: str
@@ -45,6 +47,7 @@ class Transfer:
     num_bytes: int
     entering_bytes: int
     trips: int = 1
+    microbatches: int = 1
 
 
 class Ledger:
@@ -96,8 +99,15 @@ def labelled(purpose: str, name: str = "") -> Iterator[None]:
         _label.reset(token)
 
 
-def repeated(body: Callable, trips: int) -> tuple[Callable, Callable[[], None]]:
+def repeated(
+    body: Callable, trips: int, *, microbatches: bool = False
+) -> tuple[Callable, Callable[[], None]]:
     """For a loop's body that may be traced more than once and runs `trips` times.
+
+    Args:
+        body: of the loop.
+        trips: how often it runs.
+        microbatches: whether each trip is a micro-batch.
 
     Returns:
         The body to trace, and what to call afterwards to note what is in it.
@@ -113,7 +123,11 @@ def repeated(body: Callable, trips: int) -> tuple[Callable, Callable[[], None]]:
     def done() -> None:
         if outer is not None and last is not None:
             outer.transfers += [
-                dataclasses.replace(transfer, trips=transfer.trips * trips)
+                dataclasses.replace(
+                    transfer,
+                    trips=transfer.trips * trips,
+                    microbatches=trips if microbatches else transfer.microbatches,
+                )
                 for transfer in last.transfers
             ]
 

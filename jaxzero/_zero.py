@@ -344,12 +344,16 @@ class Zero:
         """How a tree from `init`, `shard` or `init_optimizer` is laid out; None: it is not."""
         return self._plans.find(tree) or self._states.find(tree)
 
-    def report(self, params: Any, opt_state: Any = None) -> Report:
-        """What is split how, and how many bytes one device holds.
+    def report(self, params: Any, opt_state: Any = None, plan: Plan | None = None) -> Report:
+        """What is split how, how many bytes one device holds, and what a step sends.
 
         Args:
             params: arrays, or from `abstract`.
             opt_state: from `init_optimizer`.
+            plan: of a training step, from `plan`: then the report has its traffic.
+
+        Returns:
+            Data that prints itself (`print`) or becomes plain data (`as_dict`).
         """
         gradient_axes = self.config.axes if self.config.stage >= 2 else ()
         axes = {
@@ -358,7 +362,7 @@ class Zero:
             "optimizer state": self._state_axes,
         }
         state = None if opt_state is None else self._plan_of(opt_state)
-        return make_report(self._plan_of(params), state, self.mesh, axes)
+        return make_report(self._plan_of(params), state, plan, self.mesh, axes)
 
     def _plan_of(self, tree: Any) -> TreePlan:
         plan = self.find_plan(tree)

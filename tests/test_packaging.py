@@ -32,7 +32,7 @@ LAYERS = [
     {"_pieces"},
     {"_collectives"},
     {"_views", "_program", "_uses", "_gradients", "_schedule", "_emit"},
-    {"_accumulate", "_arguments", "_placement", "_registry", "_report"},
+    {"_accumulate", "_arguments", "_placement", "_registry", "_report", "_wire_report"},
     {"_held", "_means", "_wire_state"},
     {"_local", "_optimizer", "_transform", "_calls"},
     {"_zero"},

@@ -1,0 +1,165 @@
+"""Reading compiled HLO: the shapes in it, the collectives, how often each runs, between whom."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+
+import numpy as np
+
+_BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
+_SHAPE = re.compile(r"\b(pred|bf16|f8e\w+|[fsuc]\d+)\[([\d,]*)\]")
+_COLLECTIVE = re.compile(
+    r"= (?P<result>[^=]*?) "
+    r"(?P<op>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+_COMPUTATION = re.compile(r"^(ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
+_LOOP = re.compile(r"body=%?([\w.\-]+)")
+_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+_CALLS = re.compile(
+    r"(?:to_apply|calls|true_computation|false_computation|called_computations)=\{?%?([\w.\-]+)"
+)
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_LISTED = re.compile(r"replica_groups=\{(\{[\d,{} ]*\})\}")
+_COUNTED = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """An array's element type and dims, as HLO writes them."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def num_bytes(self) -> int:
+        if self.dtype.startswith("f8"):
+            return self.size
+        bits = re.fullmatch(r"[fsu](\d+)", self.dtype)
+        return self.size * (int(bits[1]) // 8 if bits else _BYTES[self.dtype])
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.dims)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a program.
+
+    Attributes:
+        op: its name in HLO.
+        results: what it leaves on one device.
+        groups: the devices that take part together.
+        trips: how often one execution of the program runs it.
+        line: of the HLO.
+    """
+
+    op: str
+    results: tuple[Shape, ...]
+    groups: tuple[tuple[int, ...], ...]
+    trips: int
+    line: str
+
+    @property
+    def entering_bytes(self) -> int:
+        """Bytes that one device receives in one run, if every byte is sent once."""
+        num = len(self.groups[0])
+        held = sum(shape.num_bytes for shape in self.results)
+        if self.op == "reduce-scatter":
+            return held * (num - 1)
+        if self.op == "all-reduce":
+            return 2 * held * (num - 1) // num
+        return held * (num - 1) // num
+
+    def crosses(self, num_local: int) -> bool:
+        """Whether its groups span several nodes of `num_local` devices each."""
+        return any(len({device // num_local for device in group}) > 1 for group in self.groups)
+
+
+def shapes(text: str) -> list[Shape]:
+    """Every array shape that occurs in a piece of HLO, in order."""
+    return [
+        Shape(dtype, tuple(int(dim) for dim in dims.split(",") if dim))
+        for dtype, dims in _SHAPE.findall(text)
+    ]
+
+
+def floats_of_at_least(text: str, size: int) -> list[str]:
+    """The lines that hold a floating-point array of `size` elements or more."""
+    return [
+        line.strip()
+        for line in text.splitlines()
+        if any(shape.size >= size and "f" in shape.dtype for shape in shapes(line))
+    ]
+
+
+def collectives(text: str) -> list[Collective]:
+    """Every collective of a compiled program; a piece of one counts as run once."""
+    trips = _trips(text)
+    found, computation = [], ""
+    for line in text.splitlines():
+        if match := _COMPUTATION.match(line):
+            computation = match["name"]
+        if match := _COLLECTIVE.search(line):
+            results = tuple(shapes(match["result"]))
+            if "-start(" in line:  # the result repeats the operands
+                results = results[len(results) // 2 :]
+            times = trips[computation] if trips else 1
+            found.append(Collective(match["op"], results, _groups(line), times, line.strip()))
+    return found
+
+
+def _groups(line: str) -> tuple[tuple[int, ...], ...]:
+    if match := _LISTED.search(line):
+        inner = re.findall(r"\{([\d,]*)\}", match[1])
+        return tuple(tuple(int(device) for device in group.split(",")) for group in inner)
+    if match := _COUNTED.search(line):
+        shape, reshape = (tuple(int(n) for n in match[i].split(",")) for i in (1, 2))
+        devices = np.arange(math.prod(reshape)).reshape(reshape)
+        if match[3]:
+            devices = devices.transpose([int(dim) for dim in match[3].split(",")])
+        return tuple(tuple(group) for group in devices.reshape(shape).tolist())
+    return ()
+
+
+def _trips(text: str) -> Counter[str]:
+    """How often each computation runs, by following loops and calls from the entry."""
+    callees: dict[str, list[tuple[str, int]]] = {}
+    entry = computation = ""
+    for line in text.splitlines():
+        if match := _COMPUTATION.match(line):
+            computation = match["name"]
+            entry = computation if match[1] else entry
+            callees[computation] = []
+            continue
+        if not computation:
+            continue
+        if loop := _LOOP.search(line):
+            count = _TRIPS.search(line)
+            if count is None and _COLLECTIVE.search(_body_of(text, loop[1])):
+                raise ValueError(f"a loop with collectives has no known trip count: {line.strip()}")
+            callees[computation].append((loop[1], int(count[1]) if count else 1))
+        callees[computation] += [(name, 1) for name in _CALLS.findall(line)]
+        for names in _BRANCHES.findall(line):
+            callees[computation] += [(name.strip(" %"), 1) for name in names.split(",")]
+    total: Counter[str] = Counter()
+
+    def run(name: str, times: int) -> None:
+        total[name] += times
+        for callee, trips in callees.get(name, ()):
+            run(callee, times * trips)
+
+    if entry:
+        run(entry, 1)
+    return total
+
+
+def _body_of(text: str, name: str) -> str:
+    match = re.search(rf"^%?{re.escape(name)} \(.*?^\}}", text, re.MULTILINE | re.DOTALL)
+    return match[0] if match else ""

@@ -1,0 +1,139 @@
+"""What one optimizer step sends: bytes for each axis and purpose, and how many collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jax.sharding import Mesh
+from rich.table import Table
+
+from ._mesh import LOCAL, NODE
+from ._schedule import Plan
+from ._traffic import Transfer
+
+
+@dataclasses.dataclass(frozen=True)
+class Amount:
+    """Of some of the collectives of one optimizer step.
+
+    Attributes:
+        collectives: how many are run.
+        device_bytes: that enter one device.
+        microbatch_bytes: those of them that enter it for every single micro-batch; the rest
+            enters once for all.
+    """
+
+    collectives: int
+    device_bytes: int
+    microbatch_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Everything that one optimizer step sends.
+
+    Attributes:
+        transfers: every collective of the program, in the order it was issued.
+        num_local: devices of a node.
+        slice_bytes: of the nodes' slices that one device keeps for the step (hpZ).
+    """
+
+    transfers: tuple[Transfer, ...]
+    num_local: int
+    slice_bytes: int
+
+    @classmethod
+    def of(cls, plan: Plan, mesh: Mesh) -> Traffic:
+        """The traffic of a plan."""
+        return cls(plan.transfers, mesh.shape[LOCAL], plan.slice_bytes)
+
+    def amount(self, wanted: Callable[[Transfer], bool] = lambda _: True) -> Amount:
+        """The sum over those transfers that are `wanted`."""
+        some = [transfer for transfer in self.transfers if wanted(transfer)]
+        return Amount(
+            sum(transfer.trips for transfer in some),
+            sum(transfer.entering_bytes * transfer.trips for transfer in some),
+            sum(
+                transfer.entering_bytes * transfer.trips // transfer.microbatches
+                for transfer in some
+                if transfer.microbatches > 1
+            ),
+        )
+
+    @property
+    def node_bytes(self) -> int:
+        """Bytes that enter one node in one optimizer step, over all of its devices.
+
+        Collectives over both axes at once are counted with all they bring to a device.
+        """
+        crossing = self.amount(lambda transfer: NODE in transfer.axis.split("+"))
+        return crossing.device_bytes * self.num_local
+
+    @property
+    def kinds(self) -> tuple[tuple[str, str, str, str], ...]:
+        """Purpose, axis, collective and wire type of all transfers, without repetition."""
+        return tuple(
+            dict.fromkeys((t.purpose, t.axis, t.collective, t.dtype) for t in self.transfers)
+        )
+
+    def of_kind(self, kind: tuple[str, str, str, str]) -> Amount:
+        """The sum over one of `kinds`."""
+        return self.amount(lambda t: (t.purpose, t.axis, t.collective, t.dtype) == kind)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, as plain data: in all, by kind, and leaf by leaf."""
+        leaves = dict.fromkeys((t.purpose, t.name, t.axis) for t in self.transfers)
+        return {
+            "node_bytes": self.node_bytes,
+            "slice_bytes": self.slice_bytes,
+            **dataclasses.asdict(self.amount()),
+            "kinds": [
+                {
+                    **dict(zip(("purpose", "axis", "collective", "dtype"), kind, strict=True)),
+                    **dataclasses.asdict(self.of_kind(kind)),
+                }
+                for kind in self.kinds
+            ],
+            "leaves": [
+                {
+                    **dict(zip(("purpose", "name", "axis"), leaf, strict=True)),
+                    **dataclasses.asdict(
+                        self.amount(lambda t, leaf=leaf: (t.purpose, t.name, t.axis) == leaf)
+                    ),
+                }
+                for leaf in leaves
+            ],
+        }
+
+    def table(self) -> Table:
+        """A `rich` table: one line for each kind, then what enters a node."""
+        table = Table(
+            "sent in one optimizer step",
+            "axis",
+            "collective",
+            "as",
+            "times",
+            "enters a device",
+            "of it each micro-batch",
+        )
+        for kind in self.kinds:
+            amount = self.of_kind(kind)
+            each = readable_bytes(amount.microbatch_bytes) if amount.microbatch_bytes else ""
+            table.add_row(*kind, str(amount.collectives), readable_bytes(amount.device_bytes), each)
+        table.add_section()
+        enters = readable_bytes(self.node_bytes)
+        table.add_row("all", NODE, "enters a node", "", "", enters, "")
+        if self.slice_bytes:
+            kept = readable_bytes(self.slice_bytes)
+            table.add_row("kept slices (hpZ)", LOCAL, "held by a device", "", "", kept, "")
+        return table
+
+
+def readable_bytes(num_bytes: int) -> str:
+    """A number of bytes as a person says it."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} B"
