@@ -310,6 +310,13 @@ def split_dim(spec: PartitionSpec) -> int | None:
 
 def check_differentiable(argument: Argument, leaves: Sequence[Any], allow_int: bool) -> None:
     """Raise `ValueError` for a leaf that has no gradient."""
+    for leaf in argument.plan.leaves if argument.plan else ():
+        if leaf.codec is not None:
+            raise ValueError(
+                f"{argument.name}, leaf `{leaf.path}`: it is stored as messages of "
+                f"{leaf.codec}, which cannot be trained. Pass it in an argument that is not in "
+                "`argnums`."
+            )
     paths = jax.tree_util.tree_flatten_with_path(argument.rebuild(leaves))[0]
     for path, leaf in paths:
         if is_array(leaf) and (allow_int or jnp.issubdtype(leaf.dtype, jnp.inexact)):

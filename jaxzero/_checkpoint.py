@@ -164,6 +164,8 @@ class Checkpoints:
             plan = self._zero.find_plan(tree) or _plan_as_it_is(tree)
             for leaf, x in zip(plan.leaves, jax.tree.leaves(tree), strict=True):
                 stored = leaf
+                if leaf.codec is not None:  # messages, as they are
+                    stored = Leaf(leaf.path, leaf.stored.shape, leaf.stored.dtype, None)
                 if _is_key(x):
                     data = jax.eval_shape(jax.random.key_data, x)
                     stored = Leaf(leaf.path, data.shape, data.dtype, None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -307,7 +308,7 @@ def move_split(
     return unpad(from_bits(bits, x.dtype), old)
 
 
-def gathered_aval(shard: Shaped[Array, ...], layout: Layout, wire: Wire) -> jax.ShapeDtypeStruct:
+def gathered_aval(shard: Any, layout: Layout, wire: Wire) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of the full array, as seen inside the `shard_map`."""
 
     def full(x: Array) -> Array:

@@ -19,7 +19,7 @@ from ._collectives import Wire, keep, move_split, node_slice
 from ._config import Difference
 from ._mesh import LOCAL, NODE
 from ._partition import Leaf
-from ._pieces import Pieces
+from ._pieces import Pieces, from_stored
 from ._traffic import labelled
 from ._uses import BlockUses, Weight
 
@@ -58,6 +58,11 @@ def hold(
     """
     assert leaf.layout is not None
     moved = leaf.layout.dim != weight.layout.dim
+    if leaf.codec is not None:
+        pieces = from_stored(shard, leaf)
+        if not moved:
+            return node_slice(pieces, wire) if wire.hpz else pieces
+        shard = pieces.join()
     if not wire.hpz:
         if not moved:
             return Pieces.plain(shard, leaf.layout.dim, depth)
@@ -83,26 +88,17 @@ def hold(
 def has_kept_slice(leaf: Leaf, wire: Wire) -> bool:
     """Whether a leaf travels as differences. Small ones and those stored whole do not."""
     codec = wire.weights.node
-    if not isinstance(codec, Difference) or leaf.layout is None:
+    if not isinstance(codec, Difference) or leaf.layout is None or leaf.codec is not None:
         return False
-    size = math.prod(leaf.shape[kept_lead(leaf) :])
+    size = math.prod(leaf.shape[leaf.num_lead :])
     return wire.suitable(codec.codec, size, leaf.dtype) is not None
-
-
-def kept_lead(leaf: Leaf) -> int:
-    """How many leading dims of a kept slice are encoded element by element.
-
-    A stack of matrices is encoded layer by layer, since it may be scanned.
-    """
-    assert leaf.layout is not None
-    return 1 if len(leaf.shape) >= 3 and leaf.layout.dim != 0 else 0
 
 
 def first_slice(shard: Shaped[Array, ...], leaf: Leaf, wire: Wire) -> Pieces:
     """The node's slice of a weight, gathered whole: the start of all differences."""
     assert leaf.layout is not None
     with labelled("weights", leaf.path):
-        full = Pieces.plain(shard, leaf.layout.dim, kept_lead(leaf))
+        full = Pieces.plain(shard, leaf.layout.dim, leaf.num_lead)
         if wire.sizes[NODE] > 1:
             full = full.gather(NODE)
         return keep(full, wire)
@@ -111,8 +107,8 @@ def first_slice(shard: Shaped[Array, ...], leaf: Leaf, wire: Wire) -> Pieces:
 def kept_slice(data: Shaped[Array, ...], leaf: Leaf, wire: Wire) -> Pieces:
     """What `first_slice` and `next_slice` returned, from its `data`."""
     assert leaf.layout is not None and wire.hpz is not None
-    lead, dim = kept_lead(leaf), leaf.layout.dim
-    shape = list(leaf.stored_shape)
+    lead, dim = leaf.num_lead, leaf.layout.dim
+    shape = list(leaf.padded_shape)
     shape[dim] //= wire.sizes[LOCAL]
     size = math.prod(shape[lead:]) * wire.sizes[LOCAL]
     codec = wire.suitable(wire.hpz.codec, size, leaf.dtype)

@@ -23,7 +23,7 @@ from ._held import hold, kept_slice, next_slice, scan_depths
 from ._means import Wanted, mean_over_devices
 from ._mesh import LOCAL, NODE, REDUCTION_HOPS, microbatch_index
 from ._partition import Layout, Leaf, layouts_by_preference
-from ._pieces import Pieces
+from ._pieces import Pieces, from_stored
 from ._program import Block, Value, trace
 from ._schedule import Plan, make_plan
 from ._traffic import Ledger, labelled, recording
@@ -172,7 +172,11 @@ def _trace(
     full = []
     for i, (shard, x) in enumerate(zip(stored, whole, strict=True)):
         layout = parameters.weight_layout(i)
-        full.append(gathered_aval(shard, layout, wire) if layout else x)
+        leaf = parameters.leaves[i]
+        piece = shard
+        if leaf.codec is not None:
+            piece = jax.ShapeDtypeStruct(from_stored(shard, leaf).shape, leaf.dtype)
+        full.append(gathered_aval(piece, layout, wire) if layout else x)
     rows = [
         jax.eval_shape(lambda x, spec=spec: split_microbatches(x, spec, microbatches)[0], x)
         if microbatches > 1 and split_dim(spec) is not None

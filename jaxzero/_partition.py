@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ._codecs import Codec
 from ._config import ZeroConfig
 
 
@@ -92,14 +93,46 @@ class Leaf:
     dtype: Any
     layout: Layout | None
     other_axes: PartitionSpec = PartitionSpec()  # what the user split over axes not ours
+    codec: Codec | None = None  # stored as messages, one for each device, and never trained
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """`shape`, with the zeros that make it divisible."""
+        return self.layout.pad_shape(self.shape) if self.layout else self.shape
+
+    @property
+    def num_lead(self) -> int:
+        """How many leading dims are encoded element by element, where messages are stored.
+
+        A stack of matrices is encoded layer by layer, since it may be scanned.
+        """
+        stacked = self.layout is not None and len(self.shape) >= 3 and self.layout.dim != 0
+        return 1 if stacked else 0
+
+    def messages(self, codec: Codec, pieces: int) -> jax.ShapeDtypeStruct:
+        """The messages of all `pieces`: `[*lead, pieces, numbers]`."""
+        lead = self.num_lead
+        row = jax.ShapeDtypeStruct((math.prod(self.padded_shape[lead:]) // pieces,), self.dtype)
+        message = jax.eval_shape(codec.encode, row)
+        shape = (*self.shape[:lead], pieces, *message.shape)
+        return jax.ShapeDtypeStruct(shape, message.dtype)
+
+    @property
+    def stored(self) -> jax.ShapeDtypeStruct:
+        """The global array: padded, or messages."""
+        if self.codec is None or self.layout is None:
+            return jax.ShapeDtypeStruct(self.padded_shape, self.dtype)
+        return self.messages(self.codec, self.layout.unit)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of the global array: `shape`, padded."""
-        return self.layout.pad_shape(self.shape) if self.layout else self.shape
+        """The shape of the global array."""
+        return self.stored.shape
 
     def spec(self, axes: tuple[str, ...], *, manual_only: bool = False) -> PartitionSpec:
         """The `PartitionSpec` of the global array; `manual_only` leaves other axes out."""
+        if self.codec is not None:
+            return PartitionSpec(*[None] * self.num_lead, axes or None)
         entries: list[Any] = [None] * len(self.shape)
         if not manual_only:
             entries[: len(self.other_axes)] = self.other_axes
@@ -129,7 +162,9 @@ class TreePlan:
         return jax.tree.unflatten(self.treedef, specs)
 
 
-def plan_tree(tree: Any, mesh: Mesh, config: ZeroConfig, specs: Any = None) -> TreePlan:
+def plan_tree(
+    tree: Any, mesh: Mesh, config: ZeroConfig, specs: Any = None, codec: Codec | None = None
+) -> TreePlan:
     """Lay out a tree of arrays or `ShapeDtypeStruct`s of true shapes.
 
     Args:
@@ -137,10 +172,17 @@ def plan_tree(tree: Any, mesh: Mesh, config: ZeroConfig, specs: Any = None) -> T
         mesh: gives the number of pieces.
         config: gives axes, stage and the persistence threshold.
         specs: a tree prefix of `PartitionSpec`s over mesh axes that are not ours.
+        codec: store float leaves of at least `min_quantized_size` elements as its messages.
 
     Raises:
-        ValueError: a leaf is not an array, or `specs` names one of our axes.
+        ValueError: a leaf is not an array, or `specs` names one of our axes; a codec is given
+            where parameters are not split.
     """
+    if codec is not None and (not isinstance(codec, Codec) or config.stage < 3):
+        raise ValueError(
+            f"`codec` must be a codec such as `jz.Int8()`, at ZeRO stage 3; got {codec!r} at "
+            f"stage {config.stage}."
+        )
     paths_and_leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     others = _broadcast_specs(specs, tree, config)
     leaves = []
@@ -152,8 +194,16 @@ def plan_tree(tree: Any, mesh: Mesh, config: ZeroConfig, specs: Any = None) -> T
                 "and settings out of the tree (`nnx.split`, `equinox.partition`)."
             )
         layout = _layout_of_leaf(leaf, mesh, config, other)
-        leaves.append(Leaf(name, tuple(leaf.shape), _jax_dtype(leaf.dtype), layout, other))
+        new = Leaf(name, tuple(leaf.shape), _jax_dtype(leaf.dtype), layout, other)
+        if codec is not None and layout and not other and _is_large_float(new, config):
+            new = dataclasses.replace(new, codec=codec)
+        leaves.append(new)
     return TreePlan(treedef, tuple(leaves))
+
+
+def _is_large_float(leaf: Leaf, config: ZeroConfig) -> bool:
+    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return is_float and math.prod(leaf.shape) >= max(config.min_quantized_size, 1)
 
 
 def _jax_dtype(dtype: Any) -> Any:

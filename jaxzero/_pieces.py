@@ -20,6 +20,7 @@ from jaxtyping import Array, Shaped
 
 from ._codecs import Cast, Codec, from_bits, to_bits
 from ._mesh import device_index
+from ._partition import Leaf
 from ._traffic import all_gather
 
 
@@ -98,3 +99,20 @@ class Pieces:
         return dataclasses.replace(
             self, data=data, shape=self.shape[1:], dim=self.dim - 1, lead=self.lead - 1
         )
+
+
+def to_stored(x: Shaped[Array, ...], leaf: Leaf) -> Shaped[Array, ...]:
+    """A whole padded array as the messages that its `codec` stores, one for each device."""
+    assert leaf.layout is not None and leaf.codec is not None
+    dim, num, lead = leaf.layout.dim, leaf.layout.unit, leaf.num_lead
+    x = x.reshape(*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
+    x = jnp.moveaxis(x, dim, lead)
+    return leaf.codec.encode(x.reshape(*x.shape[: lead + 1], math.prod(x.shape[lead + 1 :])))
+
+
+def from_stored(data: Shaped[Array, ...], leaf: Leaf) -> Pieces:
+    """Stored messages as pieces: on a device its own one, outside those of all devices."""
+    assert leaf.layout is not None and leaf.codec is not None
+    dim, shape = leaf.layout.dim, list(leaf.padded_shape)
+    shape[dim] //= leaf.layout.unit
+    return Pieces(data, leaf.codec, tuple(shape), dim, leaf.dtype, leaf.num_lead, pinned=True)

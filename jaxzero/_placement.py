@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ._collectives import pad, unpad
 from ._partition import Leaf, TreePlan
+from ._pieces import from_stored, to_stored
 from ._program import is_traced
 
 
@@ -50,7 +52,9 @@ def on_mesh(x: jax.Array, mesh: Mesh) -> jax.Array:
 
 def pad_leaf(leaf: Leaf, x: Any) -> Any:
     """True shape to stored shape."""
-    return pad(x, leaf.layout) if leaf.layout else x
+    if leaf.layout is None:
+        return x
+    return pad(x, leaf.layout) if leaf.codec is None else to_stored(pad(x, leaf.layout), leaf)
 
 
 def pad_tree(plan: TreePlan, leaves: list[Any]) -> list[Any]:
@@ -60,12 +64,20 @@ def pad_tree(plan: TreePlan, leaves: list[Any]) -> list[Any]:
 
 def unpad_tree(plan: TreePlan, leaves: list[Any]) -> list[Any]:
     """Stored shapes to true shapes."""
-    pairs = zip(plan.leaves, leaves, strict=True)
+    joined = [
+        x if leaf.codec is None else from_stored(x, leaf).join()
+        for leaf, x in zip(plan.leaves, leaves, strict=True)
+    ]
+    pairs = zip(plan.leaves, joined, strict=True)
     return [unpad(x, leaf.layout) if leaf.layout else x for leaf, x in pairs]
 
 
 def place(leaf: Leaf, source: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
     """Put one array on the mesh; each device's slice, and no more, is read from `source`."""
+    if leaf.codec is not None:
+        whole = place(dataclasses.replace(leaf, codec=None), source, mesh, axes)
+        sharding = NamedSharding(auto_mesh(mesh), leaf.spec(axes))
+        return run_automatic(lambda x: to_stored(x, leaf), sharding, mesh, whole)
     sharding = NamedSharding(mesh, leaf.spec(axes))
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return jax.device_put(source, sharding)

@@ -70,7 +70,10 @@ class Registry:
         for plan in self._plans.get(treedef, ()):
             if plan.stored_shapes == shapes:
                 pairs = zip(plan.leaves, leaves, strict=True)
-                now = (dataclasses.replace(leaf, dtype=x.dtype) for leaf, x in pairs)
+                now = (
+                    dataclasses.replace(leaf, dtype=x.dtype) if leaf.codec is None else leaf
+                    for leaf, x in pairs
+                )
                 return TreePlan(treedef, tuple(now))
         return None
 

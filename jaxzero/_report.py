@@ -116,9 +116,9 @@ def _row(kind: str, leaf: Leaf, mesh: Mesh, axes: tuple[str, ...]) -> Row:
         kind=kind,
         path=leaf.path,
         shape=leaf.shape,
-        dtype=str(leaf.dtype),
+        dtype=str(leaf.codec or leaf.dtype),
         dim=leaf.layout.dim if leaf.layout and axes else None,
         padding=leaf.layout.padded - leaf.layout.size if leaf.layout else 0,
         total_bytes=math.prod(leaf.shape) * size,
-        device_bytes=math.prod(leaf.stored_shape) * size // pieces,
+        device_bytes=leaf.stored.size * leaf.stored.dtype.itemsize // pieces,
     )

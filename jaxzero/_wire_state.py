@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from ._collectives import Wire
 from ._config import ErrorFeedback
-from ._held import first_slice, has_kept_slice, kept_lead
+from ._held import first_slice, has_kept_slice
 from ._mesh import AXES, LOCAL, NODE
 from ._partition import Leaf, TreePlan
 
@@ -38,10 +38,10 @@ class WireState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The same for the leaves of all sharded arguments of a call, by number."""
+    """The same for the leaves of all sharded arguments of a call, by number; or their specs."""
 
-    slices: Mapping[int, Array] = dataclasses.field(default_factory=dict)
-    errors: Mapping[int, Array] = dataclasses.field(default_factory=dict)
+    slices: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    errors: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
 
 jax.tree_util.register_dataclass(Memory, ["slices", "errors"], [])
@@ -61,27 +61,25 @@ def slice_of(leaf: Leaf, wire: Wire) -> Stored | None:
     if not has_kept_slice(leaf, wire):
         return None
     assert leaf.layout is not None and wire.hpz is not None
-    lead, dim = kept_lead(leaf), leaf.layout.dim
-    size = math.prod(leaf.stored_shape[lead:])
+    lead, dim = leaf.num_lead, leaf.layout.dim
+    size = math.prod(leaf.padded_shape[lead:])
     codec = wire.suitable(wire.hpz.codec, size, leaf.dtype)
     if codec is None:
-        return Stored(leaf.stored_shape, leaf.dtype, PartitionSpec(*[None] * dim, LOCAL))
-    pieces = wire.sizes[LOCAL]
-    rows = jax.ShapeDtypeStruct((*leaf.shape[:lead], pieces, size // pieces), leaf.dtype)
-    message = jax.eval_shape(lambda x: codec.encode(x, seed=0), rows)
-    return Stored(message.shape, message.dtype, PartitionSpec(*[None] * lead, LOCAL))
+        return Stored(leaf.padded_shape, leaf.dtype, PartitionSpec(*[None] * dim, LOCAL))
+    messages = leaf.messages(codec, wire.sizes[LOCAL])
+    return Stored(messages.shape, messages.dtype, PartitionSpec(*[None] * lead, LOCAL))
 
 
 def error_of(leaf: Leaf, wire: Wire) -> Stored | None:
     """How the errors of a leaf's gradient are stored; None: there is no feedback."""
     feedback = wire.gradients.node
-    if not isinstance(feedback, ErrorFeedback) or leaf.layout is None:
+    if not isinstance(feedback, ErrorFeedback) or leaf.layout is None or leaf.codec is not None:
         return None
     size = math.prod(leaf.shape)
     if NODE not in wire.axes or wire.suitable(feedback.codec, size, leaf.dtype) is None:
         return None
     spec = PartitionSpec(NODE, *[None] * leaf.layout.dim, LOCAL)
-    return Stored((wire.sizes[NODE], *leaf.stored_shape), feedback.dtype, spec)
+    return Stored((wire.sizes[NODE], *leaf.padded_shape), feedback.dtype, spec)
 
 
 def make_state(
@@ -114,7 +112,7 @@ def _first_memory(leaves: Sequence[Leaf], shards: Sequence[Array], wire: Wire) -
             slices[i] = first_slice(shard, leaf, wire).data
         if stored := error_of(leaf, wire):
             assert leaf.layout is not None
-            shape = list(leaf.stored_shape)
+            shape = list(leaf.padded_shape)
             shape[leaf.layout.dim] //= wire.sizes[LOCAL]
             errors[i] = jnp.zeros((1, *shape), stored.dtype)
     return Memory(slices, errors)

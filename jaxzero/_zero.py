@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ._arguments import BATCH, Call, check_differentiable, check_rows, resolve
 from ._calls import gradient_options, gradient_trees, memory_of, state_trees
+from ._codecs import Codec
 from ._collectives import Wire
 from ._config import ZeroConfig, zero3
 from ._mesh import check_mesh
@@ -106,12 +107,12 @@ class Zero:
         plan = self._plan(jax.eval_shape(init_fn, *args), specs)
         shardings = jax.tree.leaves(plan.shardings(self.mesh, self._weight_axes))
         structs = [
-            jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype, sharding=sharding)
+            jax.ShapeDtypeStruct(leaf.stored.shape, leaf.stored.dtype, sharding=sharding)
             for leaf, sharding in zip(plan.leaves, shardings, strict=True)
         ]
         return jax.tree.unflatten(plan.treedef, structs)
 
-    def shard(self, tree: Any, specs: Any = None) -> Any:
+    def shard(self, tree: Any, specs: Any = None, codec: Codec | None = None) -> Any:
         """Split a tree of whole arrays over the devices.
 
         Args:
@@ -119,11 +120,14 @@ class Zero:
                 `__getitem__` for a tuple of slices, such as a tensor in a file. Of each
                 leaf only the slices that this process's devices own are read.
             specs: as for `init`.
+            codec: store float leaves of at least `config.min_quantized_size` elements as its
+                messages, which are gathered as they are: for frozen parameters, such as
+                those beneath LoRA (ZeRO++, mixed precision).
 
         Returns:
-            The same as `init`.
+            The same as `init`; with a codec, leaves of unsigned integers.
         """
-        plan = self._plan(tree, specs)
+        plan = self._plans.add(plan_tree(tree, self.mesh, self.config, specs, codec))
         leaves = place_tree(plan, jax.tree.leaves(tree), self.mesh, self._weight_axes)
         return jax.tree.unflatten(plan.treedef, leaves)
 

@@ -18,4 +18,7 @@ from ._case import normal as normal
 from ._compare import assert_close as assert_close
 from ._compare import check as check
 from ._meshes import make_mesh as make_mesh
+from ._meshes import preset_rotation as preset_rotation
 from ._meshes import rotation as rotation
+from ._quantised import PRESETS as PRESETS
+from ._quantised import check_quantised as check_quantised

@@ -42,3 +42,13 @@ def rotation(dtype: str) -> list[tuple[str, str]]:
         else:
             pairs.append((name, meshes[dtype == "float64"]))
     return pairs
+
+
+def preset_rotation(presets: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    """(case, preset, mesh): every case under every preset, each on another mesh."""
+    meshes = _kinds(_EIGHT + _SIX)
+    return [
+        (name, preset, meshes[(i + 5 * j) % len(meshes)])
+        for i, name in enumerate(CASES)
+        for j, preset in enumerate(presets)
+    ]
