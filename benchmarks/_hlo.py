@@ -101,6 +101,7 @@ def floats_of_at_least(text: str, size: int) -> list[str]:
 
 def collectives(text: str) -> list[Collective]:
     """Every collective of a compiled program; a piece of one counts as run once."""
+    text = re.sub(r"/\*.*?\*/", "", text)  # long tuples are numbered by comments
     trips = _trips(text)
     found, computation = [], ""
     for line in text.splitlines():

@@ -10,11 +10,18 @@ import jaxzero as jz
 
 pytestmark = pytest.mark.slow
 
-_ROTATION = zoo.preset_rotation(tuple(zoo.PRESETS))
+_EACH = [
+    pytest.param(
+        name,
+        preset,
+        mesh,
+        id=f"{name}-{preset}-{mesh}",
+        marks=() if always else (pytest.mark.exhaustive,),
+    )
+    for name, preset, mesh, always in zoo.preset_rotation(tuple(zoo.PRESETS))
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "preset", "mesh"), _ROTATION, ids=["-".join(each) for each in _ROTATION]
-)
+@pytest.mark.parametrize(("name", "preset", "mesh"), _EACH)
 def test_gradients_are_within_the_codecs_error(name, preset, mesh):
     zoo.check_quantised(zoo.CASES[name], jz.Zero(zoo.make_mesh(mesh), zoo.PRESETS[preset]))

@@ -1,0 +1,131 @@
+"""What the report says is sent is what the compiled program sends, to the byte."""
+
+import collections
+import dataclasses
+import functools
+import io
+
+import _hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import zoo
+from rich.console import Console
+
+import jaxzero as jz
+
+CONFIGS = {
+    "zero3": jz.zero3(),
+    "zeropp": jz.zeropp(),
+    "zeropp4": jz.zeropp4(),
+    "hsdp": jz.hsdp(gradients=jz.zeropp().gradients),
+    "stage 1": jz.ZeroConfig(stage=1, gradients=jz.zeropp().gradients),
+    "feedback": jz.zero3(gradients=jz.Hops(node=jz.ErrorFeedback())),
+}
+WIRE_TYPES = {"u8": "uint8", "u16": "uint16", "f32": "float32"}
+
+
+def _loss(params, x):
+    """All in one scan: XLA:CPU would merge a gather of forward with one of backward."""
+
+    def layer(h, weights):
+        h = jnp.tanh(h @ weights["up"]) @ weights["down"]
+        return h * weights["scale"][None], None
+
+    return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
+
+
+@functools.cache
+def _compiled(name, mesh, microbatches):
+    """(the HLO, the report's traffic)."""
+    config = dataclasses.replace(CONFIGS[name], min_quantized_size=100)
+    zero = jz.Zero(zoo.make_mesh(mesh), config)
+    key = jax.random.key(0)
+    whole = {
+        "up": zoo.normal(key, 0, 5, 40, 72),
+        "down": zoo.normal(key, 1, 5, 72, 40),
+        "scale": np.ones((5, 40), np.float32),
+    }
+    params = zero.shard(whole)
+    x = zoo.normal(key, 2, 24 * microbatches, 40, scale=1.0)
+    state = {"wire_state": zero.init_wire_state(params)} if config.needs_wire_state else {}
+    step = jax.jit(zero.value_and_grad(_loss, microbatches=microbatches))
+    text = step.lower(params, x, **state).compile().as_text()
+    plan = zero.plan(_loss, params, x, microbatches=microbatches, **state)
+    return text, zero.report(params, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "microbatches"),
+    [
+        ("zero3", "2x4-auto", 1),
+        ("zeropp", "2x4-auto", 1),
+        ("zeropp", "3x2-explicit", 3),
+        ("zeropp4", "2x4-auto", 3),
+        ("zeropp4", "2x3-auto", 1),
+        ("hsdp", "2x4-auto", 2),
+        ("stage 1", "2x4-auto", 1),
+        ("feedback", "2x4-auto", 1),
+        ("zeropp", "1x8-auto", 1),
+        ("zeropp", "8x1-auto", 1),
+    ],
+)
+def test_report_equals_the_program(name, mesh, microbatches):
+    text, report = _compiled(name, mesh, microbatches)
+    nodes, local = (int(n) for n in mesh.split("-")[0].split("x"))
+    sent = collections.Counter()
+    for c in _hlo.collectives(text):
+        whole_mesh = len(c.groups[0]) == nodes * local and min(nodes, local) > 1
+        axis = "node+local" if whole_mesh else "node" if c.crosses(local) else "local"
+        if "other" in c.line and min(nodes, local) == 1:
+            axis = "node+local"
+        dtype = WIRE_TYPES[c.results[0].dtype]
+        sent[axis, c.op, dtype] += c.entering_bytes * c.trips
+    said = collections.Counter()
+    for transfer in report.traffic.transfers:
+        key = (transfer.axis, transfer.collective, transfer.dtype)
+        said[key] += transfer.entering_bytes * transfer.trips
+    assert sent == said
+
+
+@pytest.mark.parametrize("preset", ["zeropp", "zeropp4"])
+def test_only_bytes_scales_and_small_arrays_cross_nodes(preset):
+    text, _ = _compiled(preset, "2x4-auto", 1)
+    wide = [
+        c
+        for c in _hlo.collectives(text)
+        if c.crosses(4) and any(shape.dtype != "u8" and shape.size >= 100 for shape in c.results)
+    ]
+    # The stack of norm scales: its layers are small, and their slices are kept together.
+    assert all("scale" in c.line for c in wide), [c.line for c in wide]
+
+
+@pytest.mark.parametrize("preset", ["zeropp", "zeropp4"])
+def test_between_nodes_once_for_all_microbatches(preset):
+    mesh = "3x2-explicit" if preset == "zeropp" else "2x4-auto"
+    text, report = _compiled(preset, mesh, 3)
+    local = int(mesh[2])
+    crossing = [c for c in _hlo.collectives(text) if c.crosses(local)]
+    assert crossing
+    assert all(c.trips == 1 for c in crossing)
+    traffic = report.traffic
+    assert traffic.amount(lambda t: t.axis == "node").microbatch_bytes == 0
+    inside = traffic.amount(lambda t: t.axis == "local")
+    assert inside.device_bytes == 3 * inside.microbatch_bytes
+
+
+def test_report_as_table_and_data():
+    _, report = _compiled("zeropp", "2x4-auto", 1)
+    out = io.StringIO()
+    report.print(Console(file=out, width=140))
+    for word in ("weights", "gradients", "node", "local", "uint8", "enters a node", "hpZ"):
+        assert word in out.getvalue(), word
+    data = report.as_dict()["traffic"]
+    assert data["node_bytes"] == report.traffic.node_bytes
+    assert data["slice_bytes"] > 0
+    by_leaf = sum(row["device_bytes"] for row in data["leaves"])
+    by_kind = sum(row["device_bytes"] for row in data["kinds"])
+    assert by_leaf == by_kind == data["device_bytes"]
+    names = {row["name"] for row in data["leaves"] if row["purpose"] == "gradients"}
+    assert names == {"up[i]", "down[i]", "scale[i]"}
