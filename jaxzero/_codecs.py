@@ -257,20 +257,20 @@ class _Integers(_Blocks):
 class Int8(_Integers):
     """Send floats as integers of 8 bits, from -127 to 127 times the scale of their block.
 
-    A block with a number that is not finite arrives as NaN. Arithmetic is in float32:
-    what is below 2**-126 may arrive as zero.
+    A block with a number that is not finite arrives as NaN. Arithmetic is in float32, so
+    numbers below 2**-126 may arrive as zero.
 
-    Stochastic rounding goes up or down so that the mean is right, by a hash of `seed`, the
-    number, its place in its row, and its block's scale. It needs no key and no state, and
-    can be repeated. Its weakness: where all four are the same, so is the rounding. So give
-    devices whose numbers are added up a `seed` each.
+    Stochastic rounding takes its random numbers from a hash of `seed`, the number, its place
+    in its row, and its block's scale: no key, no state, and the same every time. Its weakness:
+    where all four are the same, so is the rounding, and errors add up. So give devices
+    whose numbers are summed a `seed` each.
 
     Args:
         block: numbers for each scale, a power of two from 32 to 8192.
-        rounding: "nearest" has the smaller error, half a step at most. "stochastic" is right
-            on average, with errors of up to one step: for gradients that are summed.
-        hadamard: 32 rotates every 32 numbers together, which spreads outliers. It helps
-            heavy tails at 4 bits, and does harm where most numbers are zero.
+        rounding: "nearest" has the smaller error, half a step at most; "stochastic", up to one
+            step, is right on average, for what is summed over many devices or steps.
+        hadamard: 32 multiplies each 32 numbers by an orthogonal matrix, which spreads outliers:
+            better for heavy tails, a little worse where most numbers are zero.
         scale_dtype: of the scales, `jnp.bfloat16` or `jnp.float32`.
 
     Raises:
@@ -287,7 +287,7 @@ class Int8(_Integers):
 class Int4(_Integers):
     """Send floats as integers of 4 bits, from -7 to 7 times the scale of their block.
 
-    Two go in a byte. All else, and the options, are as in `Int8`.
+    Two go in a byte. Else, and in its options, it is as `Int8`.
     """
 
     block: int = 128
@@ -298,12 +298,13 @@ class Int4(_Integers):
 class Float8(_Blocks):
     """Send floats as floats of 8 bits times the scale of their block.
 
-    Small numbers keep their relative precision, large ones get less of it than in `Int8`.
-    All else, and the other options, are as there; a step is that at the number's size.
+    Small numbers keep their relative precision: better than `Int8` for numbers of very
+    different sizes in one block, worse for others. A step is the distance of the floats next
+    to a number. Outliers do no harm, so `hadamard` has little to gain. Else it is as `Int8`.
 
     Args:
-        dtype: `jnp.float8_e4m3fn`, or `jnp.float8_e5m2` with one bit less of precision and
-            a wider range.
+        dtype: `jnp.float8_e4m3fn`, or `jnp.float8_e5m2` with a bit less of precision and a
+            wider range.
     """
 
     dtype: DTypeLike = jnp.float8_e4m3fn

@@ -94,7 +94,8 @@ def run_on_device(
     first = 1 if microbatches > 1 else 0
     values = block.inputs[first : first + len(stored)]
     weights, uses = _choose_layouts(block, values, parameters, wire)
-    depths = {weight.leaf: depth for weight, depth in scan_depths(uses).items()}
+    all_depths = scan_depths(uses)
+    depths = {i: all_depths.get(weight, 0) for i, weight in weights.items()}
     wanted = []
     if shapes[0] is not None:
         wanted = _wanted(parameters, weights, depths, memory, microbatches, wire)

@@ -76,7 +76,7 @@ def error_of(leaf: Leaf, wire: Wire) -> Stored | None:
     if not isinstance(feedback, ErrorFeedback) or leaf.layout is None or leaf.codec is not None:
         return None
     size = math.prod(leaf.shape)
-    if NODE not in wire.axes or wire.suitable(feedback.codec, size, leaf.dtype) is None:
+    if NODE not in wire.long(wire.axes) or wire.suitable(feedback.codec, size, leaf.dtype) is None:
         return None
     spec = PartitionSpec(NODE, *[None] * leaf.layout.dim, LOCAL)
     return Stored((wire.sizes[NODE], *leaf.padded_shape), feedback.dtype, spec)
