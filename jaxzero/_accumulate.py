@@ -119,4 +119,6 @@ def _from_first_device(x: Array) -> Array:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = _from_first_device(jax.random.key_data(x))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return all_gather(jnp.expand_dims(x, 0), AXES, 0)[0]
+    for axis in AXES:
+        x = all_gather(jnp.expand_dims(x, 0), axis, 0)[0]
+    return x

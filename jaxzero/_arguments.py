@@ -14,11 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ._mesh import AXES
 from ._partition import TreePlan, axes_of, path_name, spread_prefix
 from ._registry import Registry
+from ._simulate import AnyMesh
 
 BATCH = PartitionSpec(AXES)
 
@@ -273,7 +274,9 @@ def _check_for_second_batch(
                 )
 
 
-def check_rows(call: Call, arrays: Sequence[Sequence[Any]], mesh: Mesh, microbatches: int) -> None:
+def check_rows(
+    call: Call, arrays: Sequence[Sequence[Any]], mesh: AnyMesh, microbatches: int
+) -> None:
     """Raise `ValueError` unless everything split over our axes divides evenly."""
     for argument, leaves in zip(call.arguments, arrays, strict=True):
         if argument.plan is not None:

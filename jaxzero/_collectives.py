@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike, Shaped
 
 from ._codecs import Cast, Codec, from_bits, is_narrow_float, to_bits
@@ -26,6 +25,7 @@ from ._config import Difference, ErrorFeedback, Hops, HpZ, ZeroConfig
 from ._mesh import AXES, LOCAL, NODE, REDUCTION_HOPS, device_index
 from ._partition import Layout
 from ._pieces import Pieces
+from ._simulate import AnyMesh
 from ._traffic import all_reduce, all_to_all, reduce_scatter
 
 
@@ -41,7 +41,7 @@ class Wire:
     min_quantized_size: int
 
     @classmethod
-    def of(cls, mesh: Mesh, config: ZeroConfig) -> Wire:
+    def of(cls, mesh: AnyMesh, config: ZeroConfig) -> Wire:
         sizes = {axis: mesh.shape[axis] for axis in AXES}
         return cls(
             config.axes,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Shaped
+
+from ._simulate import AnyMesh, SimulatedMesh
 
 NODE = "node"
 LOCAL = "local"
@@ -24,12 +26,29 @@ _microbatch: contextvars.ContextVar[Array | None] = contextvars.ContextVar(
 )
 
 
+@overload
 def make_mesh(
     nodes: int | None = None,
     *,
     devices: Sequence[Any] | None = None,
     axis_type: AxisType = AxisType.Auto,
-) -> Mesh:
+    simulate: None = None,
+) -> Mesh: ...
+
+
+@overload
+def make_mesh(
+    nodes: int | None = None, *, devices: Sequence[Any] | None = None, simulate: int
+) -> SimulatedMesh: ...
+
+
+def make_mesh(
+    nodes: int | None = None,
+    *,
+    devices: Sequence[Any] | None = None,
+    axis_type: AxisType = AxisType.Auto,
+    simulate: int | None = None,
+) -> AnyMesh:
     """Arrange devices as `(node, local)`.
 
     Args:
@@ -37,15 +56,23 @@ def make_mesh(
             the order of `(process_index, id)`, so a node is a run of neighbours.
         devices: the devices to use; by default all of them.
         axis_type: `AxisType.Auto` or `AxisType.Explicit`, for both axes.
+        simulate: make a mesh of this many devices that do not exist. All arrays are then
+            whole on the first of `devices`, and it does the arithmetic of every device, with
+            the same collectives. For what quantisation or small batches do to training, not
+            for memory or speed.
 
     Returns:
         A mesh of shape `(nodes, devices / nodes)` with axes `("node", "local")`. A mesh
         made by `jax.make_mesh` serves as well, if it has these two axes; further axes
-        (tensor parallelism) are left as they are.
+        (tensor parallelism) are left as they are. With `simulate` it is for `Zero` alone;
+        `zero.mesh` is then the one device, for shardings.
 
     Raises:
         ValueError: `nodes` does not divide the number of devices.
     """
+    if simulate is not None:
+        devices = jax.local_devices() if devices is None else devices
+        return _simulated(1 if nodes is None else nodes, simulate, devices[0], axis_type)
     devices = list(jax.devices() if devices is None else devices)
     devices.sort(key=lambda device: (device.process_index, device.id))
     if nodes is None:
@@ -59,7 +86,32 @@ def make_mesh(
     return Mesh(grid, AXES, axis_types=(axis_type,) * 2)
 
 
-def check_mesh(mesh: Mesh) -> None:
+def _simulated(nodes: int, num_devices: int, device: Any, axis_type: AxisType) -> SimulatedMesh:
+    if nodes < 1 or num_devices < 1 or num_devices % nodes:
+        raise ValueError(
+            f"`nodes` must divide the number of simulated devices, {num_devices}; got {nodes}. "
+            "Give `simulate` a multiple of it."
+        )
+    if axis_type != AxisType.Auto:
+        raise ValueError("A simulated mesh has no explicit axes. Leave out `axis_type`.")
+    return SimulatedMesh(AXES, (nodes, num_devices // nodes), device)
+
+
+def map_devices(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any) -> Callable:
+    """Run `function` on every device's pieces of global arrays; specs are over our two axes."""
+    if isinstance(mesh, SimulatedMesh):
+        return mesh.map(function, in_specs, out_specs)
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(AXES),
+        check_vma=False,
+    )
+
+
+def check_mesh(mesh: AnyMesh) -> None:
     """Raise `ValueError` unless `mesh` has our two axes."""
     missing = [axis for axis in AXES if axis not in mesh.shape]
     if missing:

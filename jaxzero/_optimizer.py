@@ -23,6 +23,7 @@ from ._config import ZeroConfig
 from ._partition import Layout, Leaf, TreePlan, path_name, plan_tree
 from ._placement import auto_mesh, constrain, pad_tree, run_automatic, unpad_tree
 from ._program import is_traced
+from ._simulate import AnyMesh
 
 
 class _TrueShapes(optax.GradientTransformationExtraArgs):
@@ -76,7 +77,7 @@ def _notices_padding(tx: optax.GradientTransformation, plan: TreePlan) -> bool:
 
 
 def plan_state(
-    tx: optax.GradientTransformation, params: TreePlan, mesh: Mesh, config: ZeroConfig
+    tx: optax.GradientTransformation, params: TreePlan, mesh: AnyMesh, config: ZeroConfig
 ) -> TreePlan:
     """Lay out the state of `tx`.
 
@@ -145,7 +146,7 @@ def init_state(
 def true_shapes(
     tx: optax.GradientTransformation,
     find_plan: Callable[[Any], TreePlan],
-    mesh: Mesh,
+    mesh: AnyMesh,
     config: ZeroConfig,
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap `tx` so that padding is cut off before it and put back after it.
@@ -178,7 +179,7 @@ def true_shapes(
             )
             return stored(new, plan), stored(state, state_plan)
 
-        if AxisType.Explicit in mesh.axis_types:
+        if isinstance(mesh, Mesh) and AxisType.Explicit in mesh.axis_types:
             axes = config.axes if config.stage >= 1 else ()
             out = (plan.shardings(mesh, axes), state_plan.shardings(mesh, axes))
             run = _with_automatic_axes(run, out, mesh)

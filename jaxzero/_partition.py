@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ._codecs import Codec
 from ._config import ZeroConfig
+from ._simulate import AnyMesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +164,7 @@ class TreePlan:
 
 
 def plan_tree(
-    tree: Any, mesh: Mesh, config: ZeroConfig, specs: Any = None, codec: Codec | None = None
+    tree: Any, mesh: AnyMesh, config: ZeroConfig, specs: Any = None, codec: Codec | None = None
 ) -> TreePlan:
     """Lay out a tree of arrays or `ShapeDtypeStruct`s of true shapes.
 
@@ -258,7 +259,7 @@ def axes_of(spec: PartitionSpec) -> list[str]:
 
 
 def _layout_of_leaf(
-    leaf: Any, mesh: Mesh, config: ZeroConfig, other: PartitionSpec
+    leaf: Any, mesh: AnyMesh, config: ZeroConfig, other: PartitionSpec
 ) -> Layout | None:
     shape = tuple(leaf.shape)
     if config.stage == 0 or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):

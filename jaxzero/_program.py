@@ -18,12 +18,14 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core as jex
 
+from . import _simulate as simulate
 from . import _views as views
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 _REMAT = {"checkpoint", "remat", "remat2"}
 _ALIAS = {"copy", "copy_p", "name"}  # hand on their one input unchanged
 _ELEMENTWISE = {"neg", "reduce_precision"}
+_EXCHANGES = {"all_gather", "reduce_scatter", "ppermute", "all_to_all"}
 
 
 class Value:
@@ -74,6 +76,11 @@ class Operation:
     def bind(self, inputs: Sequence[Any]) -> list[Any]:
         """Apply the primitive to other values of the same types."""
         equation = self.equation
+        if simulate.is_simulating():
+            if self.name in _EXCHANGES:
+                with _scope(equation):
+                    return [_exchange(self.name, inputs[0], equation.params)]
+            _refuse_exchanges_inside(equation)
         params = equation.primitive.get_bind_params(equation.params)
         args, params = params if isinstance(params, tuple) else ((), params)
         with _scope(equation), equation.ctx.manager:
@@ -149,6 +156,39 @@ def trace(function: Callable, *avals: Any) -> tuple[Block, Any]:
 def is_traced(x: Any) -> bool:
     """Whether `x` stands for a value of a program being traced, rather than being an array."""
     return isinstance(x, Tracer)
+
+
+def _exchange(name: str, x: Any, params: dict[str, Any]) -> Any:
+    """A collective of the user's between simulated devices."""
+    axes = params["axis_name"]
+    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    if params.get("axis_index_groups") is not None:
+        raise NotImplementedError(
+            f"`{name}` with `axis_index_groups` cannot be simulated. Use the mesh axes."
+        )
+    match name:
+        case "all_gather":
+            return simulate.gather_in_turn(x, axes, params["all_gather_dimension"], params["tiled"])
+        case "reduce_scatter":
+            return simulate.scatter_in_turn(x, axes, params["scatter_dimension"], params["tiled"])
+        case "ppermute":
+            return simulate.permute(x, axes, params["perm"])
+    x = simulate.varying(x, axes)
+    return jax.lax.all_to_all(x, axes, params["split_axis"], params["concat_axis"], tiled=True)
+
+
+def _refuse_exchanges_inside(equation: Any) -> None:
+    """Raise rather than leave to `vmap` what it gets wrong."""
+    for param in equation.params.values():
+        for inner in param if isinstance(param, tuple | list) else (param,):
+            for other in getattr(getattr(inner, "jaxpr", inner), "eqns", ()):
+                name, axes = other.primitive.name, other.params.get("axis_name", ())
+                if name == "all_to_all" or (name in _EXCHANGES and len(axes) > 1):
+                    raise NotImplementedError(
+                        f"`{name}` over {axes} inside `{equation.primitive.name}` cannot be "
+                        "simulated. Call it outside, or `all_gather` over one axis at a time."
+                    )
+                _refuse_exchanges_inside(other)
 
 
 def _scope(equation: Any) -> contextlib.AbstractContextManager:

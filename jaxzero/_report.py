@@ -6,12 +6,12 @@ import dataclasses
 import math
 from typing import Any
 
-from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
 from ._partition import Leaf, TreePlan
 from ._schedule import Plan
+from ._simulate import AnyMesh
 from ._wire_report import Traffic, readable_bytes
 
 
@@ -90,7 +90,7 @@ def make_report(
     params: TreePlan,
     state: TreePlan | None,
     plan: Plan | None,
-    mesh: Mesh,
+    mesh: AnyMesh,
     axes: dict[str, tuple[str, ...]],
 ) -> Report:
     """Describe trees that are laid out.
@@ -109,7 +109,7 @@ def make_report(
     return Report(mesh.size, tuple(rows), plan and Traffic.of(plan, mesh))
 
 
-def _row(kind: str, leaf: Leaf, mesh: Mesh, axes: tuple[str, ...]) -> Row:
+def _row(kind: str, leaf: Leaf, mesh: AnyMesh, axes: tuple[str, ...]) -> Row:
     pieces = math.prod(mesh.shape[axis] for axis in axes) if leaf.layout else 1
     size = leaf.dtype.itemsize
     return Row(

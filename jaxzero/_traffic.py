@@ -17,6 +17,8 @@ import jax
 from jax import lax
 from jaxtyping import Array, Shaped
 
+from ._simulate import varying
+
 Axes = str | tuple[str, ...]
 
 
@@ -152,6 +154,7 @@ def all_to_all(
 ) -> Shaped[Array, ...]:
     """Send the i-th piece of `split_dim` to device i; join what arrives along `concat_dim`."""
     _note("all-to-all", axis, x)
+    x = varying(x, axis)
     return lax.all_to_all(x, axis, split_axis=split_dim, concat_axis=concat_dim, tiled=True)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
 from ._accumulate import REDUCTIONS, combine
@@ -17,10 +17,11 @@ from ._arguments import BATCH, Argument, Call, split_dim
 from ._collectives import Wire
 from ._config import ZeroConfig
 from ._local import Parameters, run_on_device
-from ._mesh import AXES
+from ._mesh import AXES, map_devices
 from ._partition import path_name, spread_prefix
 from ._placement import constrain
 from ._schedule import Plan
+from ._simulate import AnyMesh, physical
 from ._wire_state import Memory, specs_of
 
 
@@ -40,12 +41,13 @@ class Transform:
     """One user function for one kind of call: the jitted program, and its plan once traced."""
 
     def __init__(
-        self, function: Callable, call: Call, options: Options, mesh: Mesh, config: ZeroConfig
+        self, function: Callable, call: Call, options: Options, mesh: AnyMesh, config: ZeroConfig
     ):
         self.function = function
         self.call = call
         self.options = options
-        self.mesh = mesh
+        self.devices = mesh
+        self.mesh = physical(mesh)
         self.config = config
         self.wire = Wire.of(mesh, config)
         self.parameters = _parameters(call, options, config)
@@ -72,13 +74,11 @@ class Transform:
             for i in self.parameters.differentiated
         ]
         outputs = _Outputs(self.options, self._rows_per_microbatch(arrays))
-        mapped = jax.shard_map(
+        mapped = map_devices(
             lambda arrays, memory: self._on_device(arrays, memory, outputs),
-            mesh=self.mesh,
+            self.devices,
             in_specs=(in_specs, memory_specs),
             out_specs=(PartitionSpec(), gradient_specs, (PartitionSpec(), BATCH), memory_specs),
-            axis_names=set(AXES),
-            check_vma=False,
         )
         loss, gradients, parts, memory = mapped(arrays, memory)
         gradients = [

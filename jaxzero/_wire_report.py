@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jax.sharding import Mesh
 from rich.table import Table
 
 from ._mesh import LOCAL, NODE
 from ._schedule import Plan
+from ._simulate import AnyMesh
 from ._traffic import Transfer
 
 
@@ -45,7 +45,7 @@ class Traffic:
     slice_bytes: int
 
     @classmethod
-    def of(cls, plan: Plan, mesh: Mesh) -> Traffic:
+    def of(cls, plan: Plan, mesh: AnyMesh) -> Traffic:
         """The traffic of a plan."""
         return cls(plan.transfers, mesh.shape[LOCAL], plan.slice_bytes)
 

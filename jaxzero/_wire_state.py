@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from ._collectives import Wire
 from ._config import ErrorFeedback
 from ._held import first_slice, has_kept_slice
-from ._mesh import AXES, LOCAL, NODE
+from ._mesh import LOCAL, NODE, map_devices
 from ._partition import Leaf, TreePlan
+from ._simulate import AnyMesh
 
 
 class WireState(NamedTuple):
@@ -83,7 +84,7 @@ def error_of(leaf: Leaf, wire: Wire) -> Stored | None:
 
 
 def make_state(
-    plan: TreePlan, params: Any, axes: tuple[str, ...], mesh: Mesh, wire: Wire
+    plan: TreePlan, params: Any, axes: tuple[str, ...], mesh: AnyMesh, wire: Wire
 ) -> WireState:
     """The state before the first step.
 
@@ -94,13 +95,11 @@ def make_state(
         mesh: where they are.
         wire: which leaves need what.
     """
-    mapped = jax.shard_map(
+    mapped = map_devices(
         lambda shards: _first_memory(plan.leaves, shards, wire),
-        mesh=mesh,
+        mesh,
         in_specs=([leaf.spec(axes, manual_only=True) for leaf in plan.leaves],),
         out_specs=specs_of(plan.leaves, wire),
-        axis_names=set(AXES),
-        check_vma=False,
     )
     return to_tree(plan, jax.jit(mapped)(jax.tree.leaves(params)))
 

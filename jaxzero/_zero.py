@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ._arguments import BATCH, Call, check_differentiable, check_rows, resolve
 from ._calls import gradient_options, gradient_trees, memory_of, state_trees
@@ -19,16 +19,11 @@ from ._config import ZeroConfig, zero3
 from ._mesh import check_mesh
 from ._optimizer import init_state, plan_state, true_shapes, warn_of_padding
 from ._partition import TreePlan, plan_tree
-from ._placement import (
-    auto_mesh,
-    gather_whole,
-    pad_tree,
-    place_tree,
-    run_automatic,
-)
+from ._placement import auto_mesh, gather_whole, pad_tree, place_tree, run_automatic
 from ._registry import Registry
 from ._report import Report, make_report
 from ._schedule import Plan
+from ._simulate import AnyMesh, physical
 from ._transform import Options, Transform, flat_reductions
 from ._wire_state import Memory, WireState, make_state
 
@@ -54,13 +49,14 @@ class Zero:
         MiCS (https://arxiv.org/abs/2205.00119) for `split="local"`.
     """
 
-    def __init__(self, mesh: Mesh, config: ZeroConfig | None = None):
+    def __init__(self, mesh: AnyMesh, config: ZeroConfig | None = None):
         check_mesh(mesh)
         if config is not None and not isinstance(config, ZeroConfig):
             raise ValueError(
                 f"`config` must be a `jz.ZeroConfig`, such as `jz.zero3()`; got {config!r}."
             )
-        self.mesh = mesh
+        self.mesh = physical(mesh)
+        self._devices = mesh
         self.config = zero3() if config is None else config
         self._plans = Registry()
         self._states = Registry()
@@ -70,7 +66,7 @@ class Zero:
     """How a batch is split: dim 0 over all devices. For `in_specs` and data loading."""
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self._devices.shape.items())
         return f"Zero({sizes}; {self.config})"
 
     # Trees in and out of their sharded form.
@@ -127,7 +123,7 @@ class Zero:
         Returns:
             The same as `init`; with a codec, leaves of unsigned integers.
         """
-        plan = self._plans.add(plan_tree(tree, self.mesh, self.config, specs, codec))
+        plan = self._plans.add(plan_tree(tree, self._devices, self.config, specs, codec))
         leaves = place_tree(plan, jax.tree.leaves(tree), self.mesh, self._weight_axes)
         return jax.tree.unflatten(plan.treedef, leaves)
 
@@ -162,7 +158,7 @@ class Zero:
         """
         plan = self._plan_of(params)
         warn_of_padding(tx, plan)
-        state_plan = plan_state(tx, plan, self.mesh, self.config)
+        state_plan = plan_state(tx, plan, self._devices, self.config)
         state_plan = self._states.add(state_plan)
         return init_state(tx, params, state_plan, self.mesh, self._state_axes)
 
@@ -172,7 +168,7 @@ class Zero:
         Needed only on meshes that divide no dim of a leaf, and there only by optimizers
         that use shapes, such as Adafactor and Muon.
         """
-        return true_shapes(tx, self._plan_of, self.mesh, self.config)
+        return true_shapes(tx, self._plan_of, self._devices, self.config)
 
     def init_wire_state(self, params: Any) -> WireState:
         """What the wire has to remember of `params` from step to step, before the first step.
@@ -188,8 +184,8 @@ class Zero:
         Raises:
             ValueError: `params` did not come from this `Zero`.
         """
-        wire = Wire.of(self.mesh, self.config)
-        return make_state(self._plan_of(params), params, self._weight_axes, self.mesh, wire)
+        wire = Wire.of(self._devices, self.config)
+        return make_state(self._plan_of(params), params, self._weight_axes, self._devices, wire)
 
     # Programs.
 
@@ -342,7 +338,7 @@ class Zero:
         return memory_of(transform.call, transform.options.argnums, wire_state, transform.wire)
 
     def _plan(self, tree: Any, specs: Any) -> TreePlan:
-        return self._plans.add(plan_tree(tree, self.mesh, self.config, specs))
+        return self._plans.add(plan_tree(tree, self._devices, self.config, specs))
 
     def find_plan(self, tree: Any) -> TreePlan | None:
         """How a tree from `init`, `shard` or `init_optimizer` is laid out; None: it is not."""
@@ -366,7 +362,7 @@ class Zero:
             "optimizer state": self._state_axes,
         }
         state = None if opt_state is None else self._plan_of(opt_state)
-        return make_report(self._plan_of(params), state, plan, self.mesh, axes)
+        return make_report(self._plan_of(params), state, plan, self._devices, axes)
 
     def _plan_of(self, tree: Any) -> TreePlan:
         plan = self.find_plan(tree)
@@ -390,9 +386,9 @@ class Zero:
         call, arrays = resolve(
             f, args, kwargs, argnums=numbers, in_specs=in_specs, registry=self._plans
         )
-        check_rows(call, arrays, self.mesh, options.microbatches)
+        check_rows(call, arrays, self._devices, options.microbatches)
         make = self._transform if isinstance(f, Hashable) else self._new_transform
         return make(f, call, options), arrays
 
     def _new_transform(self, f: Callable, call: Call, options: Options) -> Transform:
-        return Transform(f, call, options, self.mesh, self.config)
+        return Transform(f, call, options, self._devices, self.config)

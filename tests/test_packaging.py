@@ -26,7 +26,7 @@ OUTSIDE = ["interop", "pallas_kernels"]  # beside `jaxzero/`, installed inside i
 
 # A module imports from its own layer and from those above it in this list, never from one below.
 LAYERS = [
-    {"_blocks", "_codecs", "_config", "_mesh"},
+    {"_blocks", "_codecs", "_config", "_mesh", "_simulate"},
     {"pallas_kernels"},
     {"_partition", "_traffic"},
     {"_pieces"},

@@ -1,0 +1,188 @@
+"""Many devices on one: a mesh whose devices are only axes of arrays.
+
+The program that `shard_map` would run on every device runs under one `vmap` for each mesh
+axis instead, with the same axis names, so that collectives in it mean what they mean on
+devices. What all devices hold together is an ordinary array on one device. So the
+arithmetic of many devices (rounding on the wire, noise of small batches) can be studied
+where there is one. Their memory and their speed cannot.
+
+A few collectives are not right under `vmap` (JAX 0.10 to 0.12): `all_gather`,
+`psum_scatter` and `ppermute` over several axes at once, and `all_to_all` of a value that
+is the same on all devices. The twins of these here do one axis after the other.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from jaxtyping import Array, Shaped
+
+# The axes of the simulated mesh whose program is being traced.
+_axis_names: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
+    "jaxzero_simulated_axes", default=()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedMesh:
+    """Stands for a `Mesh` of as many devices as `sizes` says; all of it is on `device`."""
+
+    axis_names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    device: Any
+
+    @property
+    def shape(self) -> Mapping[str, int]:
+        return dict(zip(self.axis_names, self.sizes, strict=True))
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def physical(self) -> Mesh:
+        """The one device, as a mesh with axes of the same names: what shardings are over."""
+        grid = np.array([self.device]).reshape((1,) * len(self.sizes))
+        return Mesh(grid, self.axis_names, axis_types=(AxisType.Auto,) * len(self.sizes))
+
+    def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """As `jax.shard_map`: run `function` on every device's pieces of global arrays.
+
+        Args:
+            function: of trees of arrays; returns a tree.
+            in_specs: a tuple of tree prefixes of `PartitionSpec`s, one for each argument.
+            out_specs: a tree prefix. What is not split is taken from the first device.
+        """
+
+        def on_device(*args):
+            token = _axis_names.set(self.axis_names)
+            try:
+                return function(*args)
+            finally:
+                _axis_names.reset(token)
+
+        def run(*args):
+            mapped = on_device
+            for axis in reversed(self.axis_names):
+                in_axes = _map_prefix(
+                    lambda x, spec, axis=axis: 0 if _splits(spec, axis) else None, in_specs, args
+                )
+                mapped = jax.vmap(mapped, in_axes, axis_name=axis, axis_size=self.shape[axis])
+            pieces = mapped(*_map_prefix(self._cut, in_specs, args))
+            return _map_prefix(self._join, out_specs, pieces)
+
+        return run
+
+    def _cut(self, x: Array, spec: PartitionSpec) -> Array:
+        """Put the devices' pieces of a global array on new leading dims, one for each axis."""
+        shape: list[int] = []
+        for size, axes in zip(x.shape, _axes_of_dims(spec, x.ndim), strict=True):
+            counts = [self.shape[axis] for axis in axes]
+            shape += [*counts, size // math.prod(counts)]
+        places = self._places(spec, x.ndim)
+        return jnp.moveaxis(x.reshape(shape), places, range(len(places)))
+
+    def _join(self, x: Array, spec: PartitionSpec) -> Array:
+        """The reverse of `_cut`, where all axes of the mesh lead."""
+        x = x[tuple(slice(None) if _splits(spec, axis) else 0 for axis in self.axis_names)]
+        ndim = x.ndim - sum(_splits(spec, axis) for axis in self.axis_names)
+        places = self._places(spec, ndim)
+        shape = [
+            size * math.prod(self.shape[axis] for axis in axes)
+            for size, axes in zip(x.shape[len(places) :], _axes_of_dims(spec, ndim), strict=True)
+        ]
+        return jnp.moveaxis(x, range(len(places)), places).reshape(shape)
+
+    def _places(self, spec: PartitionSpec, ndim: int) -> list[int]:
+        """Where the axes of `spec`, in the mesh's order, lie in front of the dims they split."""
+        order = [name for axes in _axes_of_dims(spec, ndim) for name in (*axes, None)]
+        return [order.index(axis) for axis in self.axis_names if axis in order]
+
+
+AnyMesh = Mesh | SimulatedMesh
+
+
+def physical(mesh: AnyMesh) -> Mesh:
+    """The mesh that arrays are laid out on."""
+    return mesh.physical if isinstance(mesh, SimulatedMesh) else mesh
+
+
+def _axes_of_dims(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
+    """For each dim, the mesh axes that split it, major first."""
+    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+    return entries + [()] * (ndim - len(entries))
+
+
+def _splits(spec: PartitionSpec, axis: str) -> bool:
+    return any(axis in axes for axes in _axes_of_dims(spec, 0))
+
+
+def _map_prefix(function: Callable, specs: Any, tree: Any) -> Any:
+    """`function(leaf, spec)` of every leaf of `tree` and what stands for it in `specs`."""
+    return jax.tree.map(
+        lambda spec, subtree: jax.tree.map(lambda x: function(x, spec), subtree),
+        specs,
+        tree,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+
+
+# Collectives. Each is right under `shard_map` too, but may be dearer there.
+
+
+def is_simulating() -> bool:
+    """Whether what is being traced runs on simulated devices."""
+    return bool(_axis_names.get())
+
+
+def varying(x: Shaped[Array, ...], axes: str | tuple[str, ...]) -> Shaped[Array, ...]:
+    """`x`, as a value of each simulated device, also if it is the same on all of them.
+
+    On real devices it is `x`. `vmap` gives an `all_to_all` of anything else a wrong shape.
+    """
+    return jnp.where(lax.axis_index(axes) >= 0, x, x) if is_simulating() else x
+
+
+def gather_in_turn(
+    x: Shaped[Array, ...], axes: tuple[str, ...], dim: int, tiled: bool
+) -> Shaped[Array, ...]:
+    """`lax.all_gather` over one axis after the other, minor first."""
+    x = x if tiled else jnp.expand_dims(x, dim)
+    for axis in reversed(axes):
+        x = lax.all_gather(x, axis, axis=dim, tiled=True)
+    return x
+
+
+def scatter_in_turn(
+    x: Shaped[Array, ...], axes: tuple[str, ...], dim: int, tiled: bool
+) -> Shaped[Array, ...]:
+    """`lax.psum_scatter` over one axis after the other, major first."""
+    for axis in axes:
+        x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    return x if tiled else jnp.squeeze(x, dim)
+
+
+def permute(
+    x: Shaped[Array, ...], axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]
+) -> Shaped[Array, ...]:
+    """`lax.ppermute`, by a gather: each device picks what its source sent, or zeros.
+
+    As there, devices are numbered in the order of the mesh, whatever the order of `axes`.
+    """
+    axes = tuple(axis for axis in _axis_names.get() if axis in axes)
+    source = np.full(math.prod(lax.axis_size(axis) for axis in axes), -1)
+    for start, end in pairs:
+        source[end] = start
+    mine = jnp.asarray(source, jnp.int32)[lax.axis_index(axes)]
+    everyone = gather_in_turn(x, axes, 0, tiled=False)
+    picked = lax.dynamic_index_in_dim(everyone, jnp.maximum(mine, 0), keepdims=False)
+    return jnp.where(mine >= 0, picked, jnp.zeros_like(picked))
