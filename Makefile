@@ -11,21 +11,25 @@ OLDEST_PINS := .ci/constraints-oldest.txt
 NEWEST_PINS := .ci/constraints-newest.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format test-latest clean
+.PHONY: help train test test-exhaustive lint format test-latest clean
 
 help:
-	@echo "make train        fine-tune a text encoder on 8 devices of this machine (ARGS='--help')"
-	@echo "make test         the tests, on the oldest JAX that is supported (ARGS='-k name')"
-	@echo "make test-latest  the tests, on the newest JAX; needs Python 3.12"
-	@echo "make lint         formatting, lint, types"
-	@echo "make format       put the files into the form that lint asks for"
-	@echo "make clean        remove the environments and what was built"
+	@echo "make train            fine-tune a text encoder on 8 devices of this machine (ARGS='--help')"
+	@echo "make test             the tests, on the oldest JAX that is supported (ARGS='-k name')"
+	@echo "make test-exhaustive  the rest of the models under the presets of ZeRO++: 15 minutes more"
+	@echo "make test-latest      the tests, on the newest JAX; needs Python 3.12"
+	@echo "make lint             formatting, lint, types"
+	@echo "make format           put the files into the form that lint asks for"
+	@echo "make clean            remove the environments and what was built"
 
 train: $(VENV)/.installed
 	$(VENV)/bin/jaxzero train $(ARGS)
 
 test: $(VENV)/.installed
 	$(VENV)/bin/pytest -n $(WORKERS) $(ARGS)
+
+test-exhaustive: $(VENV)/.installed
+	$(VENV)/bin/pytest -n $(WORKERS) -m exhaustive $(ARGS)
 
 test-latest: $(LATEST)/.installed
 	$(LATEST)/bin/pytest -n $(WORKERS) $(ARGS)
