@@ -1,9 +1,9 @@
-"""The main job with several seeds: held-out retrieval before and after training.
+"""The main job with several seeds and wires: held-out retrieval before and after training.
 
-    python benchmarks/retrieval.py
+    python benchmarks/retrieval.py --wires zeropp zeropp4 float32
 
-Appends a row as each run ends, and one for all of them; a seed whose row is there, for the same
-settings and commit, is not run again.
+Appends a row as each run ends, and one for all seeds of a wire; a seed whose row is there, for the
+same wire, settings and commit, is not run again.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from jaxzero import jobs
 _NAME = "retrieval"
 
 
-def _run(seed: int, optimization: jobs.Optimization, directory: Path) -> dict[str, Any]:
+def _run(
+    wire: jobs.Wire, seed: int, optimization: jobs.Optimization, directory: Path
+) -> dict[str, Any]:
     settings = jobs.Train(
         optimization=dataclasses.replace(optimization, seed=seed),
-        run=jobs.Run(name=f"seed-{seed}", runs=directory),
+        sharding=jobs.Sharding(wire=wire),
+        run=jobs.Run(name=f"{wire}-seed-{seed}", runs=directory),
     )
     outcome = jobs.train(settings, Console())
     result = dataclasses.asdict(outcome)
@@ -35,7 +38,7 @@ def _run(seed: int, optimization: jobs.Optimization, directory: Path) -> dict[st
     return {"seed": seed, **result}
 
 
-def _done(optimization: jobs.Optimization) -> dict[int, dict[str, Any]]:
+def _done(wire: jobs.Wire, optimization: jobs.Optimization) -> dict[int, dict[str, Any]]:
     file = RESULTS / f"{_NAME}.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     wanted = {**vars(optimization), "seed": None}
@@ -43,6 +46,7 @@ def _done(optimization: jobs.Optimization) -> dict[int, dict[str, Any]]:
         row["results"]["run"]["seed"]: row["results"]["run"]
         for row in rows
         if "run" in row["results"]
+        and row["results"].get("wire") == wire
         and row["commit"] == current_commit()
         and {**row["results"]["optimization"], "seed": None} == wanted
     }
@@ -55,27 +59,35 @@ def _mean_and_range(runs: list[dict[str, Any]], when: str, score: str) -> dict[s
 
 def main(
     seeds: tuple[int, ...] = (0, 1, 2),
+    wires: tuple[jobs.Wire, ...] = ("zeropp",),
     optimization: jobs.Optimization = jobs.Optimization(),  # noqa: B008
 ) -> None:
-    """Run the job once for each seed.
+    """Run the job once for each wire and seed.
 
     Args:
         seeds: which decide the order of the pairs.
+        wires: how weights and gradients travel.
         optimization: everything else about learning.
     """
-    done = _done(optimization)
+    for wire in wires:
+        _run_seeds(wire, seeds, optimization)
+
+
+def _run_seeds(wire: jobs.Wire, seeds: tuple[int, ...], optimization: jobs.Optimization) -> None:
+    same: dict[str, Any] = {"optimization": vars(optimization), "wire": wire}
+    done = _done(wire, optimization)
     with tempfile.TemporaryDirectory() as directory:
         for seed in seeds:
             if seed not in done:
-                done[seed] = _run(seed, optimization, Path(directory))
-                append_row(_NAME, {"optimization": vars(optimization), "run": done[seed]})
+                done[seed] = _run(wire, seed, optimization, Path(directory))
+                append_row(_NAME, {**same, "run": done[seed]})
     runs = [done[seed] for seed in seeds]
     scores = [field for field in runs[0]["before"] if field != "pairs"]
     summary = {
         when: {score: _mean_and_range(runs, when, score) for score in scores}
         for when in ("before", "after")
     }
-    append_row(_NAME, {"optimization": vars(optimization), "seeds": list(seeds), **summary})
+    append_row(_NAME, {**same, "seeds": list(seeds), **summary})
 
 
 if __name__ == "__main__":

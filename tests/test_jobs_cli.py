@@ -19,15 +19,17 @@ def called_with(monkeypatch: pytest.MonkeyPatch, arguments: str) -> jobs.Train:
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch):
-    assert called_with(monkeypatch, "train") == jobs.Train()
+    settings = called_with(monkeypatch, "train")
+    assert settings == jobs.Train()
+    assert settings.sharding.wire == "zeropp"
 
 
 def test_flags_are_fields(monkeypatch: pytest.MonkeyPatch):
     settings = called_with(
         monkeypatch,
         "train --checkpoint c --data d --max-tokens 9 --steps 7 --pairs 16 --learning-rate 0.5 "
-        "--warmup-steps 3 --temperature 0.1 --seed 4 --stage 2 --gather-dtype bfloat16 "
-        "--reduce-dtype bfloat16 --nodes 4 --devices 8 --name n --runs r --save-every 5 --resume",
+        "--warmup-steps 3 --temperature 0.1 --seed 4 --stage 2 --wire bfloat16 "
+        "--nodes 4 --devices 8 --name n --runs r --save-every 5 --resume",
     )
     assert settings == jobs.Train(
         checkpoint=Path("c"),
@@ -35,7 +37,7 @@ def test_flags_are_fields(monkeypatch: pytest.MonkeyPatch):
         optimization=jobs.Optimization(
             steps=7, pairs=16, learning_rate=0.5, warmup_steps=3, temperature=0.1, seed=4
         ),
-        sharding=jobs.Sharding(stage=2, gather_dtype="bfloat16", reduce_dtype="bfloat16"),
+        sharding=jobs.Sharding(stage=2, wire="bfloat16"),
         devices=jobs.Devices(nodes=4, devices=8),
         run=jobs.Run(name="n", runs=Path("r"), save_every=5, resume=True),
     )

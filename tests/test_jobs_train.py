@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -24,13 +25,19 @@ from jaxzero.jobs import _loop
 # optax computes `decay**count` from a float and an integer.
 pytestmark = pytest.mark.standard_promotion
 
+WIDTH = 2**12  # times the hidden size of 16: four times the least that is quantised
 OPTIMIZATION = jobs.Optimization(steps=4, pairs=16, learning_rate=1e-2, warmup_steps=1)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    held = {name: x for name, x in tiny_checkpoint.tensors().items() if ".layer.1." not in name}
-    return tiny_checkpoint.write(tmp_path_factory.mktemp("tiny"), held, num_hidden_layers=1)
+    """One layer; its perceptron is wide enough to travel in blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_checkpoint, "INTERMEDIATE", WIDTH)
+        held = {name: x for name, x in tiny_checkpoint.tensors().items() if ".layer.1." not in name}
+    held["encoder.layer.0.output.dense.weight"] *= (tiny_checkpoint.INTERMEDIATE / WIDTH) ** 0.5
+    directory = tmp_path_factory.mktemp("tiny")
+    return tiny_checkpoint.write(directory, held, num_hidden_layers=1, intermediate_size=WIDTH)
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +81,24 @@ class Finished(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def finished(checkpoint: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    settings = make_settings(checkpoint, data, tmp_path_factory.mktemp("runs"))
-    output = io.StringIO()
-    with jax.numpy_dtype_promotion("standard"):
-        outcome = jobs.train(settings, Console(file=output, width=120))
-    return Finished(settings, outcome, output.getvalue())
+def finish(
+    checkpoint: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[jobs.Wire], Finished]:
+    @functools.cache
+    def run(wire: jobs.Wire) -> Finished:
+        settings = make_settings(checkpoint, data, tmp_path_factory.mktemp("runs"))
+        settings = dataclasses.replace(settings, sharding=jobs.Sharding(wire=wire))
+        output = io.StringIO()
+        with jax.numpy_dtype_promotion("standard"):
+            outcome = jobs.train(settings, Console(file=output, width=120))
+        return Finished(settings, outcome, output.getvalue())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(finish: Callable[[jobs.Wire], Finished]) -> Finished:
+    return finish("zeropp")
 
 
 @pytest.fixture
@@ -132,9 +151,10 @@ def test_writes_everything_and_learns(finished: Finished):
         ("evaluation", 0),
         *(("step", step) for step in range(1, 5)),
         ("evaluation", 4),
+        ("node_bytes", 4),
     ]
     assert rows[0]["mrr_at_10"] == outcome.before.mrr_at_10
-    assert rows[-1]["recall_at_1"] == outcome.after.recall_at_1
+    assert rows[-2]["recall_at_1"] == outcome.after.recall_at_1
     assert losses(directory)[-1] < losses(directory)[0]
     # The pooler took no part; everything that did was changed.
     before, after = (
@@ -146,9 +166,16 @@ def test_writes_everything_and_learns(finished: Finished):
     assert "MRR@10" in text and "recall@1" in text
 
 
+@pytest.mark.parametrize("wire", ["zeropp", "zeropp4"])
 def test_stopped_and_resumed_equals_uninterrupted(
-    settings: jobs.Train, finished: Finished, console: Console, monkeypatch: pytest.MonkeyPatch
+    wire: jobs.Wire,
+    settings: jobs.Train,
+    finish: Callable[[jobs.Wire], Finished],
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    finished = finish(wire)
+    settings = dataclasses.replace(settings, sharding=jobs.Sharding(wire=wire))
     directory = settings.run.directory
     handler = signal.getsignal(signal.SIGINT)  # ignored where the tests run in the background
     with monkeypatch.context() as patch:
@@ -169,17 +196,23 @@ def test_stopped_and_resumed_equals_uninterrupted(
     jobs.train(resumed, console)
     assert losses(directory) == losses(finished.directory)
     assert exported(directory) == exported(finished.directory)
+    assert "starts anew" not in console.export_text()
 
 
-def test_the_same_run_on_another_mesh(settings: jobs.Train, finished: Finished, console: Console):
+def test_the_same_run_on_another_mesh(
+    settings: jobs.Train, finish: Callable[[jobs.Wire], Finished], console: Console
+):
     other = dataclasses.replace(
         settings,
         devices=jobs.Devices(nodes=1, devices=2),
-        sharding=jobs.Sharding(stage=1),
+        sharding=jobs.Sharding(stage=1, wire="float32"),
     )
-    jobs.train(other, console)
+    outcome = jobs.train(other, console)
+    expected = losses(finish("float32").directory)
     # Sums in another order: a few roundings of float32, which four Adam steps multiply.
-    np.testing.assert_allclose(losses(other.run.directory), losses(finished.directory), rtol=1e-4)
+    np.testing.assert_allclose(losses(other.run.directory), expected, rtol=1e-4)
+    assert outcome.node_bytes is None
+    assert "between nodes" not in console.export_text()
 
 
 def test_refuses_to_resume_or_to_start(settings: jobs.Train, finished: Finished, console: Console):

@@ -9,5 +9,6 @@ from ._settings import Report as Report
 from ._settings import Run as Run
 from ._settings import Sharding as Sharding
 from ._settings import Train as Train
+from ._settings import Wire as Wire
 from ._train import Outcome as Outcome
 from ._train import train as train

@@ -1,7 +1,8 @@
 """`metrics.jsonl`: one JSON object per line, appended while the job runs.
 
-Every line has a `kind` ("step" or "evaluation") and a `step`; a resumed run first drops the lines
-of steps that come after its checkpoint, so the file reads as if nothing had happened.
+Every line has a `kind` ("step", "evaluation" or, after training, "node_bytes") and a `step`; a
+resumed run first drops the lines of steps that come after its checkpoint, so the file reads as if
+nothing had happened.
 """
 
 import json
@@ -19,7 +20,7 @@ class Journal:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
 
-    def append(self, kind: str, step: int, **values: float) -> None:
+    def append(self, kind: str, step: int, **values: float | int) -> None:
         """Add a row. It is on disk in full, or not at all, when the process dies."""
         with self.path.open("a") as file:
             file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
@@ -33,7 +34,7 @@ class Journal:
         self.path.unlink(missing_ok=True)
 
     def drop_after(self, step: int) -> None:
-        """Forget the rows of later steps, and of evaluations that came after training."""
+        """Forget the rows of later steps, and those that were written after training."""
         kept = [row for row in self._read() if row["step"] <= step]
         kept = [row for row in kept if row["kind"] == "step" or row["step"] == 0]
         text = "".join(json.dumps(row) + "\n" for row in kept)

@@ -26,7 +26,7 @@ def run_steps(session: Session, state: State) -> State:
         Interrupted: Ctrl-C was pressed. The step was finished and the state saved.
     """
     optimization, run = session.settings.optimization, session.settings.run
-    step_fn = make_step(session.setup, temperature=optimization.temperature)
+    step_fn = make_step(session.setup, session.loss)
     bar = progress_bar(session.console, completed=state.step, total=optimization.steps)
     with polite_interrupt() as interrupted:
         with bar as advance:
@@ -52,7 +52,10 @@ def _one_step(session: Session, state: State, step_fn: StepFn) -> tuple[State, d
         rows_per_step=optimization.pairs,
         seed=optimization.seed,
     )
-    params, opt_state, metrics = step_fn(state.params, state.opt_state, pairs.rows(rows))
+    params, opt_state, wire_state, metrics = step_fn(
+        state.params, state.opt_state, state.wire_state, pairs.rows(rows)
+    )
     numbers = {name: float(value) for name, value in metrics.items()}  # waits for the step
     numbers["pairs_per_second"] = optimization.pairs / (time.perf_counter() - began)
-    return State(step=state.step + 1, params=params, opt_state=opt_state), numbers
+    state = State(step=state.step + 1, params=params, opt_state=opt_state, wire_state=wire_state)
+    return state, numbers

@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from .._wire_report import readable_bytes
 from ._journal import Row
+from ._node_bytes import NodeBytes
 
 
 @contextlib.contextmanager
@@ -45,6 +47,7 @@ def print_summary(
     *,
     scores: Mapping[str, Mapping[str, float]],
     rows: Sequence[Row],
+    node_bytes: NodeBytes | None,
     directory: Path,
     torch_difference: float | None,
     seconds: float,
@@ -55,6 +58,7 @@ def print_summary(
         console: where to.
         scores: "before" and "after", each with `mrr_at_10` and `recall_at_1`.
         rows: the "step" rows of the journal.
+        node_bytes: of one step, if anything crossed between nodes.
         directory: of the run.
         torch_difference: from `export_and_compare`.
         seconds: that the job took, all told.
@@ -72,12 +76,25 @@ def print_summary(
     if rows:
         speed = statistics.median(row["pairs_per_second"] for row in rows)
         facts.add_row("steps", f"{rows[-1]['step']}, median {speed:.1f} pairs/s")
+    if node_bytes:
+        facts.add_row("between nodes", _comparison(node_bytes))
     facts.add_row("time", f"{seconds:.0f} s in all")
     facts.add_row("metrics", f"{directory / 'metrics.jsonl'}, {directory / 'loss.png'}")
     facts.add_row("checkpoints", f"{directory / 'checkpoints'}")
     facts.add_row("PyTorch checkpoint", f"{directory / 'export'}")
     facts.add_row("loaded by PyTorch", _verdict(torch_difference))
     console.print(facts, highlight=False)
+
+
+def _comparison(node_bytes: NodeBytes) -> str:
+    def beside(name: str, num_bytes: int) -> str:
+        return f"{readable_bytes(num_bytes)} in {name} (this is {node_bytes.sent / num_bytes:.0%})"
+
+    return (
+        f"{readable_bytes(node_bytes.sent)} of weights and gradients entered each node per step; "
+        f"plain ZeRO-3 sends {beside('float32', node_bytes.zero3_float32)} or "
+        f"{beside('bfloat16', node_bytes.zero3_bfloat16)}"
+    )
 
 
 def _verdict(difference: float | None) -> str:

@@ -1,8 +1,13 @@
 """Where a run starts: at step 0, or at its last checkpoint if that is of the same run."""
 
 import dataclasses
+import shutil
+from pathlib import Path
 from typing import Any
 
+import jax
+
+from .._checkpoint import Checkpoints
 from ._session import Session, State
 
 
@@ -19,17 +24,22 @@ def begin(session: Session) -> State:
             "with it by `resume`, choose another `name`, or delete the folder."
         )
     session.journal.clear()  # of a run that ended before its first checkpoint
+    _drop_wire_states(session)
     return _initial(session)
 
 
 def save(session: Session, state: State) -> None:
     """Save a state, with what `restore` will compare."""
+    if jax.tree.leaves(state.wire_state):
+        # First, and to the end: where there is a checkpoint, there is its wire state.
+        with _wire_checkpoints(session) as wire_checkpoints:
+            wire_checkpoints.save(state.step, {"wire_state": state.wire_state})
     tree = {"params": state.params, "opt_state": state.opt_state}
     session.checkpoints.save(state.step, tree, extra=_identity(session))
 
 
 def restore(session: Session) -> State:
-    """The state of the last checkpoint. It may come from a run on other devices.
+    """The state of the last checkpoint. It may come from a run on other devices, or another wire.
 
     Raises:
         ValueError: there is no checkpoint, or a setting that decides the course of training differs
@@ -47,11 +57,54 @@ def restore(session: Session) -> State:
     )
     _check_same(_identity(session), saved)
     session.journal.drop_after(step)
-    return State(step=step, params=tree["params"], opt_state=tree["opt_state"])
+    wire_state = _restored_wire_state(session, step, tree["params"])
+    return State(step=step, **tree, wire_state=wire_state)
+
+
+def _restored_wire_state(session: Session, step: int, params: Any) -> Any:
+    """The wire state of a step if it fits these devices and this wire, else a new one."""
+    first = _first_wire_state(session, params)
+    if jax.tree.leaves(first):
+        with _wire_checkpoints(session) as wire_checkpoints:
+            try:
+                return wire_checkpoints.restore({"wire_state": first}, step=step)[0]["wire_state"]
+            except (FileNotFoundError, ValueError):
+                session.console.print(
+                    "The run was saved with another wire or on other devices, so the wire state "
+                    "starts anew.",
+                    highlight=False,
+                )
+    _drop_wire_states(session)
+    return first
+
+
+def _first_wire_state(session: Session, params: Any) -> Any:
+    zero = session.setup.zero
+    return zero.init_wire_state(params) if zero.config.needs_wire_state else None
+
+
+def _wire_checkpoints(session: Session) -> Checkpoints:
+    """Apart from the others: a run may go on without them, on other devices or another wire."""
+    return Checkpoints(_wire_directory(session), session.setup.zero, keep=2)
+
+
+def _drop_wire_states(session: Session) -> None:
+    """Those of another layout, which would stay: a step that is there is not saved again."""
+    shutil.rmtree(_wire_directory(session), ignore_errors=True)
+
+
+def _wire_directory(session: Session) -> Path:
+    return session.settings.run.directory.absolute() / "wire_state"
 
 
 def _initial(session: Session) -> State:
-    return State(step=0, params=session.setup.params, opt_state=session.setup.opt_state)
+    setup = session.setup
+    return State(
+        step=0,
+        params=setup.params,
+        opt_state=setup.opt_state,
+        wire_state=_first_wire_state(session, setup.params),
+    )
 
 
 def _identity(session: Session) -> dict[str, Any]:

@@ -1,15 +1,18 @@
 """What a training run has open, and the state that changes while it trains."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 
 from .._checkpoint import Checkpoints
-from ._examples import Examples
+from ._examples import Examples, load_examples
 from ._journal import Journal
 from ._settings import Train
-from ._setup import Setup
+from ._setup import Setup, describe_devices, set_up
+from ._step import LossFn, make_loss
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,6 +21,7 @@ class Session:
 
     settings: Train
     setup: Setup
+    loss: LossFn
     examples: Examples
     checkpoints: Checkpoints
     journal: Journal
@@ -31,3 +35,28 @@ class State:
     step: int  # steps done
     params: Any
     opt_state: Any
+    wire_state: Any  # from `zero.init_wire_state`; None: the wire remembers nothing
+
+
+@contextlib.contextmanager
+def open_session(settings: Train, console: Console) -> Iterator[Session]:
+    """Load checkpoint and data, and open the folder of the run.
+
+    Raises:
+        ValueError: a setting does not fit the machine or the data.
+    """
+    directory = settings.run.directory
+    setup = set_up(settings.checkpoint, settings.devices, settings.sharding, settings.optimization)
+    console.print(
+        f"{setup.checkpoint}\non {describe_devices(setup)}", highlight=False, soft_wrap=True
+    )
+    with Checkpoints(directory.absolute() / "checkpoints", setup.zero, keep=2) as checkpoints:
+        yield Session(
+            settings=settings,
+            setup=setup,
+            loss=make_loss(setup, temperature=settings.optimization.temperature),
+            examples=load_examples(settings.data, setup.checkpoint, console),
+            checkpoints=checkpoints,
+            journal=Journal(directory / "metrics.jsonl"),
+            console=console,
+        )

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-WireDtype = Literal["float32", "bfloat16"]
+Wire = Literal["zeropp", "zeropp4", "bfloat16", "float32"]
 Directory = Annotated[Path | None, arg(metavar="DIR")]
 
 
@@ -55,11 +55,10 @@ class Sharding:
     stage: Literal[0, 1, 2, 3] = 3
     """ZeRO stage. 0 splits nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
 
-    gather_dtype: WireDtype = "float32"
-    """Dtype in which weights travel when they are gathered."""
-
-    reduce_dtype: WireDtype = "float32"
-    """Dtype in which gradients travel when they are reduced; sums are in float32."""
+    wire: Wire = "zeropp"
+    """How weights and gradients travel. zeropp (ZeRO++): weights in 8 bits, gradients in 4.
+    zeropp4: both in 4 bits between nodes and in 8 inside; each node keeps a copy of the weights
+    from step to step. bfloat16, float32: plain ZeRO, in that type."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +149,7 @@ class Train:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """Show how `jaxzero train` would split a checkpoint, and the bytes on each device.
+    """Show how `jaxzero train` would split a checkpoint, what a device holds, what a step sends.
 
     Loads the checkpoint and makes the optimizer state, but trains nothing and writes nothing.
     """

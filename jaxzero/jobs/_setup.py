@@ -9,14 +9,22 @@ import jax.numpy as jnp
 import optax
 
 from .._codecs import Cast
-from .._config import Hops, ZeroConfig
+from .._config import Hops, ZeroConfig, zero3, zeropp, zeropp4
 from .._mesh import make_mesh
 from .._zero import Zero
 from ..interop import load_encoder
 from ..models import EncoderConfig
 from ._devices import choose_devices
 from ._packaged_checkpoint import packaged_checkpoint
-from ._settings import Devices, Optimization, Sharding, WireDtype
+from ._settings import Devices, Optimization, Sharding
+
+_BFLOAT16 = Hops(node=Cast(jnp.bfloat16), local=Cast(jnp.bfloat16))
+_CONFIGS = {
+    "zeropp": zeropp(),
+    "zeropp4": zeropp4(),
+    "bfloat16": zero3(weights=_BFLOAT16, gradients=_BFLOAT16),
+    "float32": zero3(),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +34,7 @@ class Setup:
     checkpoint: Path
     config: EncoderConfig
     graph: Any  # nnx.GraphDef[Encoder]
+    shapes: Any  # of the parameters when whole
     zero: Zero
     params: Any
     optimizer: optax.GradientTransformation
@@ -35,6 +44,15 @@ class Setup:
     def num_devices(self) -> int:
         """Devices of the mesh."""
         return self.zero.mesh.size
+
+    def other_zero(self, config: ZeroConfig) -> tuple[Zero, Any]:
+        """Another `Zero` on the same devices, and the parameters as it stores them, abstract."""
+        zero = Zero(self.zero.mesh, config)
+
+        def make() -> Any:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.shapes)
+
+        return zero, zero.abstract(make)
 
 
 def set_up(
@@ -48,7 +66,7 @@ def set_up(
     checkpoint = packaged_checkpoint() if checkpoint is None else checkpoint
     # First of all: it has to come before anything that starts a JAX backend.
     mesh = make_mesh(devices.nodes, devices=choose_devices(devices.devices))
-    zero = Zero(mesh, config=_zero_config(sharding))
+    zero = Zero(mesh, zero_config(sharding))
     loaded = load_encoder(checkpoint, dtype=jnp.float32)
     params = zero.shard(loaded.params)
     optimizer = _optimizer(optimization)
@@ -56,6 +74,7 @@ def set_up(
         checkpoint=checkpoint,
         config=loaded.config,
         graph=loaded.graph,
+        shapes=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loaded.params),
         zero=zero,
         params=params,
         optimizer=optimizer,
@@ -71,17 +90,12 @@ def describe_devices(setup: Setup) -> str:
     return f"{mesh.size} {kind}, {mesh.shape['node']} nodes x {mesh.shape['local']}"
 
 
-def _zero_config(sharding: Sharding) -> ZeroConfig:
-    return ZeroConfig(
-        stage=sharding.stage,
-        weights=_hops(sharding.gather_dtype),
-        gradients=_hops(sharding.reduce_dtype),
-    )
-
-
-def _hops(dtype: WireDtype) -> Hops:
-    codec = None if dtype == "float32" else Cast(jnp.dtype(dtype))
-    return Hops(node=codec, local=codec)
+def zero_config(sharding: Sharding) -> ZeroConfig:
+    """The preset of the wire; below stage 3 weights are whole, and only gradients travel."""
+    config = _CONFIGS[sharding.wire]
+    if sharding.stage == 3:
+        return config
+    return dataclasses.replace(config, stage=sharding.stage, weights=Hops(), hpz=None)
 
 
 def _optimizer(optimization: Optimization) -> optax.GradientTransformation:

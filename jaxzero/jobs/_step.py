@@ -8,37 +8,57 @@ import optax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
+from .._config import ZeroConfig
 from ._retrieval import Metrics, Params, contrastive_loss, make_embed
 from ._setup import Setup
 from ._tokens import PairTokens
 
-StepFn = Callable[[Params, Any, PairTokens], tuple[Params, Any, Metrics]]
+LossFn = Callable[[Params, PairTokens], tuple[Float[Array, ""], Metrics]]
+StepFn = Callable[[Params, Any, Any, PairTokens], tuple[Params, Any, Any, Metrics]]
 
 
-def make_step(setup: Setup, *, temperature: float) -> StepFn:
-    """Make `step(params, opt_state, tokens) -> (params, opt_state, metrics)`.
-
-    The first two arguments are donated: their memory is taken over by the results.
-    """
+def make_loss(setup: Setup, *, temperature: float) -> LossFn:
+    """Make `loss(params, tokens) -> (loss, metrics)`, which is trained on."""
     embed = make_embed(setup.graph)
 
     def loss(params: Params, tokens: PairTokens) -> tuple[Float[Array, ""], Metrics]:
         return contrastive_loss(embed(params, tokens), temperature=temperature)
 
+    return loss
+
+
+def make_step(setup: Setup, loss: LossFn) -> StepFn:
+    """Make `step(params, opt_state, wire_state, tokens)`, which returns the next of each.
+
+    In the place of the tokens it returns metrics. The other arguments are donated: their memory is
+    taken over by the results. `wire_state` is None where the wire remembers nothing.
+    """
     loss_and_grads = setup.zero.value_and_grad(loss, has_aux=True)
 
-    def step(params: Params, opt_state: Any, tokens: PairTokens):
-        (value, metrics), grads = loss_and_grads(params, tokens)
+    def step(params: Params, opt_state: Any, wire_state: Any, tokens: PairTokens):
+        (value, metrics), grads, *wire_states = loss_and_grads(
+            params, tokens, wire_state=wire_state
+        )
         updates, opt_state = setup.optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, {"loss": value, **metrics}
+        wire_state = wire_states[0] if wire_states else None
+        metrics = {"loss": value, **metrics}
+        return optax.apply_updates(params, updates), opt_state, wire_state, metrics
 
-    compiled = jax.jit(step, donate_argnums=(0, 1))
-    return lambda params, opt_state, tokens: compiled(params, opt_state, place(setup, tokens))
+    compiled = jax.jit(step, donate_argnums=(0, 1, 2))
+
+    def placed(params: Params, opt_state: Any, wire_state: Any, tokens: PairTokens):
+        return compiled(params, opt_state, wire_state, place(setup, tokens))
+
+    return placed
 
 
 def make_sharded_embed(setup: Setup) -> Callable[[Params, PairTokens], Float[Array, "b 2 d"]]:
-    """Make `embed(params, tokens)` over all devices, for evaluation."""
-    compiled = jax.jit(setup.zero.apply(make_embed(setup.graph)))
+    """Make `embed(params, tokens)` over all devices, for evaluation.
+
+    Weights travel as they are, whatever the wire of the training: judged is what is exported.
+    """
+    zero, _ = setup.other_zero(ZeroConfig(stage=setup.zero.config.stage))
+    compiled = jax.jit(zero.apply(make_embed(setup.graph)))
     return lambda params, tokens: compiled(params, place(setup, tokens))
 
 

@@ -10,18 +10,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from .._checkpoint import Checkpoints
-from ._examples import load_examples
 from ._export import export_and_compare
 from ._journal import Journal
 from ._loop import run_steps
 from ._metrics import Retrieval, embed_in_batches, retrieval_scores
+from ._node_bytes import NodeBytes, abstract_tokens, node_bytes
 from ._plot import plot_run
 from ._progress import print_summary
 from ._resume import begin, restore
-from ._session import Session, State
+from ._session import Session, State, open_session
 from ._settings import Train
-from ._setup import describe_devices, set_up
 from ._step import make_sharded_embed
 
 _EVALUATED_PAIRS = 16  # per device and forward pass: a pass gathers every weight, so not too few
@@ -34,6 +32,7 @@ class Outcome:
     before: Retrieval
     after: Retrieval
     directory: Path
+    node_bytes: NodeBytes | None  # of one step; None: nothing was trained, or there is one node
     torch_difference: float | None  # None: PyTorch is not installed, nothing was compared
     seconds: float
 
@@ -49,28 +48,18 @@ def train(settings: Train, console: Console) -> Outcome:
     began = time.perf_counter()
     settings = dataclasses.replace(settings, run=settings.run.named())
     directory = settings.run.directory
-    setup = set_up(settings.checkpoint, settings.devices, settings.sharding, settings.optimization)
-    console.print(
-        f"{setup.checkpoint}\non {describe_devices(setup)}", highlight=False, soft_wrap=True
-    )
-    with Checkpoints(directory.absolute() / "checkpoints", setup.zero, keep=2) as checkpoints:
-        session = Session(
-            settings=settings,
-            setup=setup,
-            examples=load_examples(settings.data, setup.checkpoint, console),
-            checkpoints=checkpoints,
-            journal=Journal(directory / "metrics.jsonl"),
-            console=console,
-        )
+    with open_session(settings, console) as session:
         before, state, after = _evaluated_training(session)
+    entered = _note_node_bytes(session) if state.step else None
     plot_run(session.journal.rows("step"), directory / "loss.png", title=f"{settings.run.name}")
     difference = export_and_compare(
-        setup, state.params, session.examples.held_out, directory / "export"
+        session.setup, state.params, session.examples.held_out, directory / "export"
     )
     outcome = Outcome(
         before=before,
         after=after,
         directory=directory,
+        node_bytes=entered,
         torch_difference=difference,
         seconds=time.perf_counter() - began,
     )
@@ -78,6 +67,7 @@ def train(settings: Train, console: Console) -> Outcome:
         console,
         scores={"before": dataclasses.asdict(before), "after": dataclasses.asdict(after)},
         rows=session.journal.rows("step"),
+        node_bytes=entered,
         directory=directory,
         torch_difference=difference,
         seconds=outcome.seconds,
@@ -96,6 +86,15 @@ def _evaluated_training(session: Session) -> tuple[Retrieval, State, Retrieval]:
         before = evaluate("Before training", state)
     state = run_steps(session, state)
     return before, state, evaluate("After training", state)
+
+
+def _note_node_bytes(session: Session) -> NodeBytes | None:
+    optimization, data = session.settings.optimization, session.settings.data
+    tokens = abstract_tokens(optimization.pairs, data.max_tokens)
+    entered = node_bytes(session.setup, session.loss, tokens)
+    if entered is not None:
+        session.journal.append("node_bytes", optimization.steps, **dataclasses.asdict(entered))
+    return entered
 
 
 def _noted(journal: Journal) -> Retrieval:
