@@ -23,6 +23,7 @@ import numpy as np
 import tyro
 from _rows import RESULTS, append_row
 from matplotlib.figure import Figure
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -95,9 +96,9 @@ def _error(codec: Any, data: Rows) -> float:
     """The median over arrays of |decoded - x| / |x|."""
     errors = []
     for x in data:
-        change = np.asarray(_round_trip(codec, x), np.float64) - x
-        sizes = np.linalg.norm(x.astype(np.float64), axis=1)
-        errors += list(np.linalg.norm(change, axis=1) / sizes)
+        for row, back in zip(x, np.asarray(_round_trip(codec, x)), strict=True):
+            change = back.astype(np.float64) - row
+            errors.append(np.sqrt(change @ change / np.dot(row, row.astype(np.float64))))
     return float(f"{np.median(errors):.4g}")
 
 
@@ -113,8 +114,9 @@ def _errors(data: Rows, blocks: tuple[int, ...]) -> Errors:
                 for block in blocks
             }
             errors[f"{label}+SR"] = {str(codec.block): _error(random, data)}
-    for dtype in (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2):
-        errors[f"cast to {jnp.dtype(dtype).name}"] = {"none": _error(jz.Cast(dtype), data)}
+    casts = {"bf16": jnp.bfloat16, "e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+    for name, dtype in casts.items():
+        errors[f"cast {name}"] = {"none": _error(jz.Cast(dtype), data)}
     return errors
 
 
@@ -131,7 +133,8 @@ def _bits(blocks: tuple[int, ...], num: int = 2**20) -> Errors:
 
 def _table(name: str, errors: Errors) -> Table:
     columns = list(next(iter(errors.values())))
-    table = Table("", *columns, title=f"Relative RMS error in %, by size of blocks: {name}")
+    title = f"Relative RMS error in %, by size of blocks: {name}"
+    table = Table("", *columns, title=title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     for label, by_block in errors.items():
         cells = [f"{100 * by_block[c]:.2f}" if c in by_block else "" for c in columns]
         if "none" in by_block:
