@@ -119,16 +119,8 @@ def run_on_device(
         sums, others = accumulate(run, inputs, specs, microbatches)
         if shapes[0] is None:
             return Result(None, [], others, memory, Plan(top, (), tuple(ledger.transfers), kept))
-        errors = [
-            memory.errors[i][0] if i in memory.errors else None for i in parameters.differentiated
-        ]
-        loss, gradients, lost = mean_over_devices(sums, wanted, errors, microbatches, wire)
+        loss, gradients, lost = _means(sums, wanted, parameters, memory, microbatches, wire)
     at_end = tuple(want.leaf.path for want in wanted if want.demand is None)
-    lost = {
-        i: jnp.expand_dims(x, 0)
-        for i, x in zip(parameters.differentiated, lost, strict=True)
-        if x is not None
-    }
     return Result(
         loss.astype(shapes[0].dtype),
         gradients,
@@ -157,6 +149,22 @@ def _held(
         with labelled("weights", leaf.path):
             held[weight] = hold(stored[i], leaf, weight, depths.get(i, 0), wire, known)
     return slices, held
+
+
+def _means(
+    sums: Sums,
+    wanted: Sequence[Wanted],
+    parameters: Parameters,
+    memory: Memory,
+    microbatches: int,
+    wire: Wire,
+) -> tuple[Array, list[Any], dict[int, Array]]:
+    """The mean loss and gradients, and what rounding lost, by number of leaf."""
+    numbers = parameters.differentiated
+    errors = [memory.errors[i][0] if i in memory.errors else None for i in numbers]
+    loss, gradients, lost = mean_over_devices(sums, wanted, errors, microbatches, wire)
+    pairs = zip(numbers, lost, strict=True)
+    return loss, gradients, {i: jnp.expand_dims(x, 0) for i, x in pairs if x is not None}
 
 
 def _trace(

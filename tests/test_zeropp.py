@@ -11,7 +11,7 @@ import zoo
 
 import jaxzero as jz
 
-BOTH = {
+CONFIGS = {
     "zeropp": jz.zeropp(),
     "zeropp4": jz.zeropp4(),
     "error feedback": jz.zero3(gradients=jz.Hops(node=jz.ErrorFeedback(), local=jz.Int8())),
@@ -19,7 +19,7 @@ BOTH = {
     "stage 1": jz.ZeroConfig(stage=1, gradients=jz.zeropp().gradients),
     "hsdp": jz.hsdp(gradients=jz.zeropp().gradients),
 }
-MESHES = ("2x4-auto", "3x2-explicit", "1x8-auto", "2x3-auto")
+MESHES = (("2x4-auto", 1), ("3x2-explicit", 2), ("1x8-auto", 1), ("2x3-auto", 2))
 
 
 def _zero(config, mesh="2x4-auto", **changes):
@@ -37,9 +37,8 @@ def _step(zero, loss, params, batch, **options):
     return jax.device_get(value), jax.device_get(zero.unshard(grads))
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_one_mean_for_every_shape(name, mesh, microbatches):
     """Each device's gradient is constant, which codecs write almost exactly: so means show.
 
@@ -56,7 +55,7 @@ def test_one_mean_for_every_shape(name, mesh, microbatches):
         "scalar": (),
         "one": (1, 1),
     }
-    zero = _zero(BOTH[name], mesh)
+    zero = _zero(CONFIGS[name], mesh)
     whole = {key: np.zeros(shape, np.float32) for key, shape in shapes.items()}
 
     def loss(params, batch):
