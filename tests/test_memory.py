@@ -99,7 +99,13 @@ def _measure(name: str) -> dict[str, float]:
 
 @functools.cache
 def _measured(name: str) -> dict[str, float]:
-    environment = dict(os.environ, XLA_FLAGS=_FLAGS, JAX_NUM_CPU_DEVICES="8", JAX_PLATFORMS="cpu")
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": _FLAGS,
+        "JAX_NUM_CPU_DEVICES": "8",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
     done = subprocess.run(
         [sys.executable, __file__, name],
         env=environment,

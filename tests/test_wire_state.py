@@ -47,9 +47,7 @@ def test_what_rounding_lost_is_in_the_next_difference(mesh):
     )
     moved = jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), moved, params)
     step = jax.jit(zero.value_and_grad(_loss))
-    before = {
-        key: np.abs(x - np.asarray(moved[key])).max() for key, x in _slices(zero, state).items()
-    }
+    before = _distances(state, moved)
     assert set(before) == {"w", "stack"}
     for _ in range(4):
         _, _, state = step(moved, X, wire_state=state)

@@ -80,8 +80,8 @@ def test_forward_and_backward_read_the_same_weights():
     def loss(params, x):
         return jnp.mean((x @ params["w"]) ** 2)
 
-    for config in (jz.zeropp(), jz.zeropp4()):
-        zero = _zero(config, gradients=jz.Hops())
+    for mesh in ("2x4-auto", "2x3-explicit"):
+        zero = _zero(jz.zeropp(), mesh, gradients=jz.Hops())
         params = zero.shard(whole)
         used = zero.apply(
             lambda params, x: params, in_specs=(None, zero.batch_spec), out_reduce="first"
@@ -89,7 +89,7 @@ def test_forward_and_backward_read_the_same_weights():
         assert np.abs(used["w"] - whole["w"]).max() > 0
         with jax.default_matmul_precision("highest"):
             want, want_grads = jax.value_and_grad(loss)(jax.device_get(used), x)
-            for microbatches in (1, 3):
+            for microbatches in (1, 2):
                 got, grads = _step(zero, loss, params, x, microbatches=microbatches)
                 np.testing.assert_allclose(got, want, rtol=1e-5)
                 zoo.assert_close(grads, jax.device_get(want_grads), 1e-5, "grads")
@@ -97,18 +97,21 @@ def test_forward_and_backward_read_the_same_weights():
 
 @pytest.mark.parametrize("preset", [jz.zeropp, jz.zeropp4])
 def test_bfloat16_parameters_and_gradients(preset):
-    zero = _zero(preset())
+    plain = jz.Hops(node=jz.Int8(), local=jz.Int8())  # not rotated: what has one size stays exact
+    zero = _zero(preset(), gradients=plain)
     whole = {"w": np.full((16, 24), 0.5, jnp.bfloat16), "b": np.zeros(24, jnp.bfloat16)}
     x = np.tile(np.array([1, -1], jnp.bfloat16), (48, 8))
 
     def loss(params, x):
-        return jnp.mean((x @ params["w"] + params["b"] - jnp.bfloat16(1)).astype(jnp.float32) ** 2)
+        return jnp.mean(
+            (x @ params["w"] + params["b"][None] - jnp.bfloat16(1)).astype(jnp.float32) ** 2
+        )
 
     want = jax.device_get(jax.grad(loss)(whole, x))
     _, grads = _step(zero, loss, zero.shard(whole), x)
     for key, leaf in want.items():
         assert grads[key].dtype == jnp.bfloat16
-        # Constant along the columns: two roundings of bfloat16 scales, one of the result.
+        # All of one size: two roundings of bfloat16 scales, one of the result.
         np.testing.assert_allclose(
             np.float32(grads[key]), np.float32(leaf), rtol=3 / 128, atol=1e-6, err_msg=key
         )
@@ -123,17 +126,17 @@ def test_clipping_sees_the_norm_of_the_mean():
     batch = {"x": zoo.normal(key, 2, 48, 16, scale=1.0), "y": zoo.normal(key, 3, 48, 24, scale=1.0)}
 
     def loss(params, batch):
-        return jnp.mean((jnp.tanh(batch["x"] @ params["w"] + params["b"]) - batch["y"]) ** 2)
+        return jnp.mean((jnp.tanh(batch["x"] @ params["w"] + params["b"][None]) - batch["y"]) ** 2)
 
     params = zero.shard(whole)
     _, grads = zero.value_and_grad(loss)(params, batch)
     clipped, _ = optax.clip_by_global_norm(1e-3).update(grads, optax.EmptyState())
-    np.testing.assert_allclose(optax.global_norm(clipped), 1e-3, rtol=1e-5)
+    np.testing.assert_allclose(optax.tree.norm(clipped), 1e-3, rtol=1e-5)
     want = jax.grad(loss)(whole, batch)
     lost = jax.tree.map(lambda a, b: a - b, jax.device_get(zero.unshard(grads)), want)
-    norm, right = optax.global_norm(grads), optax.global_norm(want)
-    assert abs(norm - right) <= optax.global_norm(lost) + 1e-6
-    assert optax.global_norm(lost) <= 0.25 * right  # int4, twice, blocks of 128: 0.1 to 0.2
+    norm, right = optax.tree.norm(grads), optax.tree.norm(want)
+    assert abs(norm - right) <= optax.tree.norm(lost) + 1e-6
+    assert optax.tree.norm(lost) <= 0.25 * right  # int4, twice, blocks of 128: 0.1 to 0.2
 
 
 def test_small_arrays_travel_whole():
@@ -212,17 +215,12 @@ def test_frozen_weights_stored_as_messages():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: jz.Hops(node="int8"), "`node` of `Hops`"),
-        (lambda: jz.Hops(local=jz.Difference()), "`local` of `Hops`"),
-        (lambda: jz.HpZ(codec=8), "`codec` of `HpZ`"),
-        (lambda: jz.Difference("int4"), "`codec` of `Difference`"),
         (lambda: jz.ErrorFeedback(dtype=jnp.int8), "`dtype` of `ErrorFeedback`"),
         (lambda: jz.zero3(weights=jz.Hops(node=jz.ErrorFeedback())), "`weights.node`"),
         (lambda: jz.zero3(gradients=jz.Hops(node=jz.Difference())), "`gradients.node`"),
         (lambda: jz.zero3(weights=jz.Hops(node=jz.Difference())), "hpz=jz.HpZ"),
         (lambda: jz.ZeroConfig(stage=2, hpz=jz.HpZ()), "`hpz`"),
         (lambda: jz.ZeroConfig(split="local", hpz=jz.HpZ()), "`hpz`"),
-        (lambda: jz.ZeroConfig(hpz=jz.Int8()), "`hpz` must be"),
         (lambda: jz.ZeroConfig(min_quantized_size=-1), "`min_quantized_size`"),
         (
             lambda: jz.ZeroConfig(stage=1, gradients=jz.Hops(node=jz.ErrorFeedback())),
