@@ -7,10 +7,11 @@ import functools
 import io
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -21,6 +22,10 @@ from safetensors.numpy import load_file
 
 from jaxzero import jobs
 from jaxzero.jobs import _loop
+from jaxzero.jobs._loop import run_steps
+from jaxzero.jobs._resume import begin, restore, save
+from jaxzero.jobs._session import State, open_session
+from jaxzero.jobs._setup import zero_config
 
 # optax computes `decay**count` from a float and an integer.
 pytestmark = pytest.mark.standard_promotion
@@ -87,7 +92,7 @@ def finish(
     @functools.cache
     def run(wire: jobs.Wire) -> Finished:
         settings = make_settings(checkpoint, data, tmp_path_factory.mktemp("runs"))
-        settings = dataclasses.replace(settings, sharding=jobs.Sharding(wire=wire))
+        settings = with_wire(settings, wire)
         output = io.StringIO()
         with jax.numpy_dtype_promotion("standard"):
             outcome = jobs.train(settings, Console(file=output, width=120))
@@ -118,6 +123,10 @@ def exported(directory: Path) -> dict[str, bytes]:
 
 def with_run(settings: jobs.Train, **changes) -> jobs.Train:
     return dataclasses.replace(settings, run=dataclasses.replace(settings.run, **changes))
+
+
+def with_wire(settings: jobs.Train, wire: jobs.Wire) -> jobs.Train:
+    return dataclasses.replace(settings, sharding=jobs.Sharding(wire=wire))
 
 
 def at_step(step: int, action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,16 +175,27 @@ def test_writes_everything_and_learns(finished: Finished):
     assert "MRR@10" in text and "recall@1" in text
 
 
-@pytest.mark.parametrize("wire", ["zeropp", "zeropp4"])
+def test_the_summary_says_what_entered_a_node(finished: Finished):
+    crossed = finished.outcome.node_bytes
+    lines = (finished.directory / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1]) == {"kind": "node_bytes", "step": 4, **dataclasses.asdict(crossed)}
+    # 0.75 M of the 3 M that ZeRO-3 sends in 16 bits, and 6 M in 32; M for all but small leaves.
+    assert crossed.sent / crossed.zero3_bfloat16 == pytest.approx(0.75 / 3, abs=0.1)
+    assert crossed.zero3_bfloat16 / crossed.zero3_float32 == pytest.approx(1 / 2, abs=1e-3)
+    text = " ".join(finished.text.split())
+    share = f"{crossed.sent / crossed.zero3_float32:.0%}"
+    assert f"between nodes {crossed.sent / 2**10:.2f} KiB of weights and gradients" in text
+    assert f"{crossed.zero3_float32 / 2**10:.2f} KiB in float32 (this is {share})" in text
+
+
 def test_stopped_and_resumed_equals_uninterrupted(
-    wire: jobs.Wire,
     settings: jobs.Train,
     finish: Callable[[jobs.Wire], Finished],
     console: Console,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    finished = finish(wire)
-    settings = dataclasses.replace(settings, sharding=jobs.Sharding(wire=wire))
+    finished = finish("zeropp4")  # which has the most to remember: all others, and a wire state
+    settings = with_wire(settings, "zeropp4")
     directory = settings.run.directory
     handler = signal.getsignal(signal.SIGINT)  # ignored where the tests run in the background
     with monkeypatch.context() as patch:
@@ -199,16 +219,69 @@ def test_stopped_and_resumed_equals_uninterrupted(
     assert "starts anew" not in console.export_text()
 
 
-def test_the_same_run_on_another_mesh(
-    settings: jobs.Train, finish: Callable[[jobs.Wire], Finished], console: Console
+def saved_after_one_step(settings: jobs.Train, console: Console) -> State:
+    """As a run would; the wire state is made to differ from a new one."""
+    with open_session(settings, console) as session:
+        state = begin(session)
+        changed = jax.tree.map(lambda x: x + 1, state.wire_state)
+        state = dataclasses.replace(state, step=1, wire_state=changed)
+        save(session, state)
+    return state
+
+
+def restored(settings: jobs.Train, console: Console) -> State:
+    with open_session(with_run(settings, resume=True), console) as session:
+        return restore(session)
+
+
+def same_arrays(one: Any, other: Any) -> bool:
+    return jax.tree.all(jax.tree.map(np.array_equal, one, other))
+
+
+def test_the_wire_state_is_saved_and_restored(settings: jobs.Train, console: Console):
+    settings = with_wire(settings, "zeropp4")
+    saved = saved_after_one_step(settings, console)
+    assert len(jax.tree.leaves(saved.wire_state)) == 2  # of the perceptron
+    found = restored(settings, console)
+    assert found.step == 1
+    assert same_arrays(saved.wire_state, found.wire_state)
+    shardings = [jax.tree.map(lambda x: x.sharding, s.wire_state) for s in (saved, found)]
+    assert shardings[0] == shardings[1]
+    assert "starts anew" not in console.export_text()
+
+
+def test_another_wire_or_other_devices_start_a_new_wire_state(
+    settings: jobs.Train, console: Console
 ):
+    zeropp4 = with_wire(settings, "zeropp4")
+    saved = saved_after_one_step(zeropp4, console)
+    fewer = restored(
+        dataclasses.replace(zeropp4, devices=jobs.Devices(nodes=1, devices=2)), console
+    )
+    assert same_arrays(saved.params, fewer.params)
+    assert not same_arrays(saved.wire_state, fewer.wire_state)
+    assert "the wire state starts anew" in console.export_text()
+
+    plain = restored(with_wire(settings, "float32"), console)
+    assert plain.wire_state is None
+    assert "starts anew" not in console.export_text()
+
+    again = restored(zeropp4, console)
+    assert "the wire state starts anew" in console.export_text()
+    assert not same_arrays(saved.wire_state, again.wire_state)
+
+
+def test_the_same_run_on_another_mesh(settings: jobs.Train, console: Console):
+    plain = with_run(with_wire(settings, "float32"), name="plain")
+    with open_session(plain, console) as session:
+        run_steps(session, begin(session))
     other = dataclasses.replace(
         settings,
         devices=jobs.Devices(nodes=1, devices=2),
         sharding=jobs.Sharding(stage=1, wire="float32"),
     )
     outcome = jobs.train(other, console)
-    expected = losses(finish("float32").directory)
+    expected = losses(plain.run.directory)
     # Sums in another order: a few roundings of float32, which four Adam steps multiply.
     np.testing.assert_allclose(losses(other.run.directory), expected, rtol=1e-4)
     assert outcome.node_bytes is None
@@ -265,6 +338,19 @@ def test_report_trains_and_writes_nothing(checkpoint: Path, console: Console, mo
     text = console.export_text()
     assert "8 fake CPU devices" in text
     assert "embeddings.word.embedding" in text
+    assert re.search("weights +│ node +│ all-gather +│ uint8", text)
+    assert re.search("gradients +│ local +│ all-to-all +│ uint8", text)
+    assert "enters a node" in text and "kept slices (hpZ)" in text
+
+
+@pytest.mark.parametrize("wire", get_args(jobs.Wire))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_wire_goes_with_every_stage(stage: int, wire: jobs.Wire):
+    config = zero_config(jobs.Sharding(stage=stage, wire=wire))
+    assert config.stage == stage
+    assert (config.hpz is not None) == (stage == 3 and wire.startswith("zeropp"))
+    assert config.needs_wire_state == (stage == 3 and wire == "zeropp4")
+    assert (config.gradients.node is not None) == (wire != "float32")
 
 
 @pytest.mark.parametrize(

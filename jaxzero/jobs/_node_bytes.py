@@ -1,8 +1,8 @@
 """The bytes that a training step brings to a node, beside those that ZeRO-3 would.
 
-They come from the plans of the step: the model is traced, nothing is compiled or run. What the
-compiler sends for itself is not in a plan. Below stage 3 that is the new weights, which are made
-in shards and stored whole.
+They come from plans of the step: the model is traced, nothing is compiled or run. What the loss
+itself sends (embeddings) and what the compiler does is not in a plan: at stages 1 and 2 it gathers
+the weights, which the optimizer makes in shards.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ class NodeBytes:
     """Bytes that enter each node in one step, of weights and gradients."""
 
     sent: int
+    weights_counted: bool  # else `sent` is of gradients, and whole weights come on top
     zero3_float32: int  # what plain ZeRO-3 would have sent, without codecs
     zero3_bfloat16: int  # the same in 16 bits, the ZeRO-3 of the papers
 
@@ -51,6 +52,7 @@ def node_bytes(setup: Setup, loss: LossFn, tokens: PairTokens) -> NodeBytes | No
 
     return NodeBytes(
         sent=count(setup.zero.config),
+        weights_counted=setup.zero.config.stage in (0, 3),
         zero3_float32=count(zero_config(Sharding(wire="float32"))),
         zero3_bfloat16=count(zero_config(Sharding(wire="bfloat16"))),
     )

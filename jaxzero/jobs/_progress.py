@@ -90,9 +90,12 @@ def _comparison(node_bytes: NodeBytes) -> str:
     def beside(name: str, num_bytes: int) -> str:
         return f"{readable_bytes(num_bytes)} in {name} (this is {node_bytes.sent / num_bytes:.0%})"
 
+    sent = readable_bytes(node_bytes.sent)
+    if not node_bytes.weights_counted:
+        return f"{sent} of gradients entered each node per step; on top come the whole weights"
     return (
-        f"{readable_bytes(node_bytes.sent)} of weights and gradients entered each node per step; "
-        f"plain ZeRO-3 sends {beside('float32', node_bytes.zero3_float32)} or "
+        f"{sent} of weights and gradients entered each node per step; plain ZeRO-3 sends "
+        f"{beside('float32', node_bytes.zero3_float32)}, "
         f"{beside('bfloat16', node_bytes.zero3_bfloat16)}"
     )
 
