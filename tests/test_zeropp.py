@@ -62,9 +62,7 @@ def test_one_mean_for_every_shape(name, mesh, microbatches):
         return sum(jnp.mean(batch) * jnp.sum(leaf) for leaf in params.values())
 
     batch = np.arange(1.0, 49.0, dtype=np.float32)
-    codec = zero.config.gradients.node
-    codec = codec.codec if isinstance(codec, jz.ErrorFeedback) else codec
-    allowed = 0.45 if codec.hadamard else 3 / 128
+    allowed = 0.45 if "+H32" in str(zero.config.gradients.node) else 3 / 128
     _, grads = _step(zero, loss, zero.shard(whole), batch, microbatches=microbatches)
     for key, shape in shapes.items():
         np.testing.assert_allclose(
