@@ -24,6 +24,7 @@ _CALLS = re.compile(
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,{} ]*\})\}")
 _COUNTED = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_NAMED = re.compile(r"replica_groups=mesh\[(?P<mesh>[^\]]*)\] \{(?P<axes>[^}]*)\}")  # JAX 0.12 on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +127,15 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
         if match[3]:
             devices = devices.transpose([int(dim) for dim in match[3].split(",")])
         return tuple(tuple(group) for group in devices.reshape(shape).tolist())
+    if match := _NAMED.search(line):
+        mesh = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match["mesh"])}
+        devices = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
+        within = [list(mesh).index(axis.strip("' ")) for axis in match["axes"].split(",")]
+        devices = np.moveaxis(devices, within, range(-len(within), 0))
+        size = math.prod(devices.shape[-len(within) :])
+        return tuple(tuple(group) for group in devices.reshape(-1, size).tolist())
+    if "replica_groups=" in line:
+        raise ValueError(f"cannot read who takes part: {line.strip()}")
     return ()
 
 

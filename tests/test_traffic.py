@@ -57,6 +57,27 @@ def _compiled(name, mesh, microbatches):
 
 
 @pytest.mark.parametrize(
+    ("written", "groups"),
+    [
+        ("{{0,2},{1,3}}", ((0, 2), (1, 3))),
+        ("[2,2]<=[4]", ((0, 1), (2, 3))),
+        ("[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
+        ("mesh['node'=2,'local'=2] {'local'}", ((0, 1), (2, 3))),
+        ("mesh['node'=2,'local'=2] {'node'}", ((0, 2), (1, 3))),
+        ("mesh['node'=2,'local'=2] {'node','local'}", ((0, 1, 2, 3),)),
+    ],
+)
+def test_groups_are_read_as_each_jax_writes_them(written, groups):
+    line = f"%x = u8[4]{{0}} all-gather(%y), replica_groups={written}, dimensions={{0}}"
+    assert _hlo.collectives(line)[0].groups == groups
+
+
+def test_groups_that_cannot_be_read_are_refused():
+    with pytest.raises(ValueError, match="who takes part"):
+        _hlo.collectives("%x = u8[4]{0} all-gather(%y), replica_groups=@someone")
+
+
+@pytest.mark.parametrize(
     ("name", "mesh", "microbatches"),
     [
         ("zero3", "2x4-auto", 1),
