@@ -1,11 +1,12 @@
 """Bytes that enter a node in one optimizer step, read from the compiled program.
 
     python benchmarks/wire.py --nodes 2 --local 8
+    python benchmarks/wire.py --target h200           # needs jaxzero[aot]
 
-The model is compiled for fake CPU devices and never run. Of every collective whose groups
-span nodes, the bytes are counted (loops by their trip counts), scales and small leaves
-included. The unit is M (nodes - 1) / nodes, where M is the model in 16 bits: what one
-all-gather of it brings to a node.
+The model is compiled, for fake CPU devices or for GPUs that are not there, and never run. Of
+every collective whose groups span nodes, the bytes are counted (loops by their trip counts),
+scales and small leaves included. The unit is M (nodes - 1) / nodes, where M is the model in 16
+bits: what one all-gather of it brings to a node.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
 import _llama
 import jax
 import jax.numpy as jnp
 import tyro
+from _h200 import h200_mesh
 from _hlo import collectives
 from _llama import LlamaSize
 from _rows import append_row
@@ -34,6 +37,7 @@ def main(
     local: int = 8,
     microbatches: Sequence[int] = (1, 8),
     tokens: int = 128,
+    target: Literal["cpu", "h200"] = "cpu",
 ) -> None:
     """Compile, count, and append a row for each config and number of micro-batches.
 
@@ -43,8 +47,12 @@ def main(
         local: devices of a node.
         microbatches: of an optimizer step.
         tokens: of each sequence; one sequence for each device and micro-batch.
+        target: what to compile for.
     """
-    mesh = jz.make_mesh(nodes, devices=jax.devices()[: nodes * local])
+    if target == "h200":
+        mesh = h200_mesh(nodes, local)
+    else:
+        mesh = jz.make_mesh(nodes, devices=jax.devices()[: nodes * local])
     unit = 2 * _llama.num_parameters(size) * (nodes - 1) / nodes
     for name, config in _CONFIGS.items():
         for num in microbatches:
@@ -60,6 +68,7 @@ def main(
                 "wire",
                 {
                     "config": name,
+                    "target": target,
                     "nodes": nodes,
                     "local": local,
                     "microbatches": num,

@@ -116,18 +116,23 @@ def gather(pieces: Pieces, axes: tuple[str, ...], wire: Wire) -> Pieces:
     """
     full = pieces.num_elements * math.prod(wire.sizes[axis] for axis in axes)
     for axis in axes:
-        if wire.sizes[axis] > 1:
-            if not pieces.pinned:
-                pieces = pieces.encode(wire.weight_codec(axis, full, pieces.dtype))
-            pieces = pieces.gather(axis)
+        pieces = _gather_hop(pieces, axis, full, wire)
     return pieces
 
 
 def node_slice(shard: Pieces, wire: Wire) -> Pieces:
     """What a node keeps of a weight for a whole step (hpZ): one gather between nodes."""
-    assert wire.hpz is not None
-    kept = gather(shard, (NODE,), wire)
+    kept = _gather_hop(shard, NODE, shard.num_elements * wire.pieces, wire)
     return kept if kept.pinned else keep(kept, wire)
+
+
+def _gather_hop(pieces: Pieces, axis: str, full: int, wire: Wire) -> Pieces:
+    """All-gather over one axis a weight that has `full` elements when all of it is there."""
+    if wire.sizes[axis] == 1:
+        return pieces
+    if not pieces.pinned:
+        pieces = pieces.encode(wire.weight_codec(axis, full, pieces.dtype))
+    return pieces.gather(axis)
 
 
 def keep(pieces: Pieces, wire: Wire) -> Pieces:

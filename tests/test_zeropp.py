@@ -1,5 +1,6 @@
 """ZeRO++: what is averaged, with which weights, on any mesh, in any dtype, of any shape."""
 
+import copy
 import dataclasses
 
 import jax
@@ -229,3 +230,22 @@ def test_frozen_weights_stored_as_messages():
 def test_choices_that_do_not_fit(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value", "words"),
+    [
+        (jz.Hops(), "node", "int8", r"`node` of `Hops` must be a codec such as.*got 'int8'"),
+        (jz.Hops(), "local", jz.Int8, r"`local` of `Hops`.*got <class"),
+        (jz.HpZ(), "codec", 8, r"`codec` of `HpZ`.*got 8"),
+        (jz.Difference(), "codec", None, r"`codec` of `Difference`.*got None"),
+        (jz.ErrorFeedback(), "codec", "int4", r"`codec` of `ErrorFeedback`.*got 'int4'"),
+        (jz.ZeroConfig(), "weights", jz.Int8(), r"`weights` must be a `jz.Hops\("),
+        (jz.ZeroConfig(), "hpz", True, r"`hpz` must be a `jz.HpZ` or None; got True"),
+    ],
+)
+def test_what_is_not_a_codec_is_refused(config, field, value, words):
+    config = copy.copy(config)  # and not `type(config)(...)`: tests check annotations first
+    object.__setattr__(config, field, value)
+    with pytest.raises(ValueError, match=words):
+        config.__post_init__()

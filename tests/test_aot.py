@@ -1,0 +1,37 @@
+"""What is compiled for sixteen H200s, on a machine without one: `pip install jaxzero[aot]`."""
+
+import collections
+
+import _hlo
+import jax
+import pytest
+import wire
+from _h200 import h200_mesh
+from _llama import LlamaSize
+
+import jaxzero as jz
+
+SIZE = LlamaSize(layers=3, width=256, hidden=704, heads=4, vocabulary=512)
+NODES, LOCAL = 2, 8
+NORMS = SIZE.layers * SIZE.width  # elements of the largest leaf that is not quantised
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jaxzero[aot]")
+    return h200_mesh(NODES, LOCAL)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("preset", [jz.zeropp, jz.zeropp4])
+def test_only_bytes_scales_and_small_leaves_cross_nodes(mesh, preset):
+    with jax.numpy_rank_promotion("allow"):
+        text, planned = wire.compiled(jz.Zero(mesh, preset()), SIZE, 1, 32)
+    crossing = [c for c in _hlo.collectives(text) if c.crosses(LOCAL)]
+    elements = collections.Counter()
+    for c in crossing:
+        for shape in c.results:
+            elements[shape.dtype] = max(elements[shape.dtype], shape.size)
+    assert elements["u8"] > NORMS  # the large leaves do cross
+    assert all(size <= NORMS for dtype, size in elements.items() if dtype != "u8"), elements
+    assert sum(c.entering_bytes * c.trips * LOCAL for c in crossing) == planned
