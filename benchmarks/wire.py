@@ -62,7 +62,7 @@ def main(
             bytes_by_type: Counter[str] = Counter()
             for c in crossing:
                 dtype = c.results[0].dtype
-                bytes_by_type[dtype] += c.entering_bytes * c.trips * local
+                bytes_by_type[dtype] += c.node_bytes(local) * c.trips * local
             entering = sum(bytes_by_type.values())
             append_row(
                 "wire",

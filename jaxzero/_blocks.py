@@ -28,6 +28,14 @@ _TAIL = 8.0  # near sqrt(GROUP), by which `rotate` makes typical numbers smaller
 _TINY = 2.0**-126  # the smallest normal float32 and bfloat16: XLA takes less for zero
 
 
+def to_float32(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """As float32; a finite float64 beyond its range becomes the largest number."""
+    if x.dtype.itemsize <= 4:
+        return x.astype(jnp.float32)
+    largest = float(jnp.finfo(jnp.float32).max)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x).astype(jnp.float32)
+
+
 def split(x: Shaped[Array, "*rows n"], block: int) -> Shaped[Array, "*rows k b"]:
     """Cut each row into blocks, the last filled up with zeros."""
     blocks = math.ceil(x.shape[-1] / block)

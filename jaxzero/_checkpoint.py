@@ -119,9 +119,9 @@ class Checkpoints:
         self._check(named, step)
         targets = {
             name: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=_even_sharding(leaf, self._zero)
+                leaf.shape, leaf.dtype, sharding=_sharding_to_read(leaf, x, self._zero)
             )
-            for name, (leaf, _) in named.items()
+            for name, (leaf, x) in named.items()
             if not _is_empty(leaf)
         }
         args = ocp.args.Composite(
@@ -182,6 +182,14 @@ def _plan_as_it_is(tree: Any) -> TreePlan:
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = (Leaf(path_name(path), tuple(x.shape), x.dtype, None) for path, x in paths)
     return TreePlan(treedef, tuple(leaves))
+
+
+def _sharding_to_read(leaf: Leaf, like: Any, zero: Zero) -> NamedSharding:
+    """That of the array wanted, where it has the same shape and is cut evenly."""
+    sharding = getattr(like, "sharding", None)
+    if leaf.layout is None and isinstance(sharding, NamedSharding) and not _is_key(like):
+        return NamedSharding(auto_mesh(zero.mesh), sharding.spec)
+    return _even_sharding(leaf, zero)
 
 
 def _even_sharding(leaf: Leaf, zero: Zero) -> NamedSharding:

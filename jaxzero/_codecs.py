@@ -204,7 +204,7 @@ class _Blocks(Codec):
                 "other types as they are."
             )
         num = x.shape[-1]
-        x_kb = blocks.split(x.astype(jnp.float32), self.block)
+        x_kb = blocks.split(blocks.to_float32(x), self.block)
         if self.hadamard:
             x_kb = blocks.rotate(x_kb, num)
         scale_k = blocks.scales(x_kb, self._limit, self.scale_dtype)

@@ -108,38 +108,37 @@ def unpad(x: Shaped[Array, ...], layout: Layout) -> Shaped[Array, ...]:
     return lax.slice_in_dim(x, 0, layout.size, axis=layout.dim) if layout.is_padded else x
 
 
-def gather(pieces: Pieces, axes: tuple[str, ...], wire: Wire) -> Pieces:
+def gather(pieces: Pieces, axes: tuple[str, ...], size: int, wire: Wire) -> Pieces:
     """All-gather over `axes`, in this order.
 
     A message that arrived over one axis is passed on over the next, if that has the same
     codec; else it is decoded and encoded again.
+
+    Args:
+        pieces: this device's.
+        axes: to gather over.
+        size: of the whole array, or of one layer of it, for `min_quantized_size`.
+        wire: how it travels.
     """
-    full = pieces.num_elements * math.prod(wire.sizes[axis] for axis in axes)
     for axis in axes:
-        pieces = _gather_hop(pieces, axis, full, wire)
+        if wire.sizes[axis] > 1:
+            if not pieces.pinned:
+                codec = wire.weight_codec(axis, size, pieces.dtype)
+                pieces = pieces.encode(codec, wire.axes[: wire.axes.index(axis) + 1])
+            pieces = pieces.gather(axis)
     return pieces
 
 
-def node_slice(shard: Pieces, wire: Wire) -> Pieces:
+def node_slice(shard: Pieces, size: int, wire: Wire) -> Pieces:
     """What a node keeps of a weight for a whole step (hpZ): one gather between nodes."""
-    kept = _gather_hop(shard, NODE, shard.num_elements * wire.pieces, wire)
-    return kept if kept.pinned else keep(kept, wire)
+    kept = gather(shard, (NODE,), size, wire)
+    return kept if kept.pinned else keep(kept, size, wire)
 
 
-def _gather_hop(pieces: Pieces, axis: str, full: int, wire: Wire) -> Pieces:
-    """All-gather over one axis a weight that has `full` elements when all of it is there."""
-    if wire.sizes[axis] == 1:
-        return pieces
-    if not pieces.pinned:
-        pieces = pieces.encode(wire.weight_codec(axis, full, pieces.dtype))
-    return pieces.gather(axis)
-
-
-def keep(pieces: Pieces, wire: Wire) -> Pieces:
-    """A node's slice as hpZ stores it."""
+def keep(pieces: Pieces, size: int, wire: Wire) -> Pieces:
+    """A node's slice as hpZ stores it; `size` as for `gather`."""
     assert wire.hpz is not None
-    full = pieces.num_elements * wire.sizes[LOCAL]
-    return pieces.encode(wire.suitable(wire.hpz.codec, full, pieces.dtype))
+    return pieces.encode(wire.suitable(wire.hpz.codec, size, pieces.dtype), (LOCAL,))
 
 
 def reduce(
@@ -164,7 +163,7 @@ def reduce(
         if axis in wire.axes:
             x = _reduce_hop(x, axis, layout.dim, full.dtype, full.size, wire, summed)
         else:
-            x = _sum_over(x, axis, wire, summed)
+            x = _sum_over(x, axis, full.size, wire, summed)
         summed *= wire.sizes[axis]
     return x.astype(accumulator_dtype(full.dtype))
 
@@ -192,12 +191,13 @@ def reduce_over_node(
     """
     codec = wire.gradient_codec(NODE, size, dtype)
     if NODE not in wire.axes:
-        return _sum_over(x, NODE, wire, 1), error
+        return _sum_over(x, NODE, size, wire, 1), error
     if error is None or codec is None:
         return _reduce_hop(x, NODE, layout.dim, dtype, size, wire, 1), error
     rows = _rows(x + error.astype(x.dtype), layout.dim, wire.sizes[NODE])
-    message = codec.encode(rows, seed=device_index())
+    message = codec.encode(rows, seed=device_index(_told_apart(NODE)))
     lost = rows - codec.decode(message, rows.shape[1], x.dtype)
+    lost = jnp.where(jnp.isfinite(lost), lost, 0)  # a step that overflowed must not be the last
     total = _exchange(message, rows.shape[1], codec, NODE)
     shape = _piece_shape(x, layout.dim, wire.sizes[NODE])
     return total.reshape(shape), _from_rows(lost, x, layout.dim).astype(error.dtype)
@@ -231,9 +231,20 @@ def _reduce_hop(
         return reduce_scatter(x, axis, dim)
     mean = (x if summed == 1 else x / jnp.asarray(summed, x.dtype)).astype(dtype)
     rows = _rows(mean, dim, num)
-    total = _exchange(codec.encode(rows, seed=device_index()), rows.shape[1], codec, axis)
+    total = _exchange(
+        codec.encode(rows, seed=device_index(_told_apart(axis))), rows.shape[1], codec, axis
+    )
     total = total.reshape(_piece_shape(x, dim, num))
     return total if summed == 1 else total * jnp.float32(summed)
+
+
+def _told_apart(axis: str) -> tuple[str, ...]:
+    """The axes along which devices round differently in a sum over `axis`, if at random.
+
+    What is summed over `node` may be a sum over the node already, the same on all of its
+    devices, and must stay the same on all of them.
+    """
+    return AXES if axis == LOCAL else (axis,)
 
 
 def _rows(x: Shaped[Array, ...], dim: int, num: int) -> Shaped[Array, "num n"]:
@@ -260,30 +271,40 @@ def _exchange(
     return jnp.sum(codec.decode(arrived, length, jnp.float32), axis=0)
 
 
-def _sum_over(x: Shaped[Array, ...], axis: str, wire: Wire, summed: int) -> Shaped[Array, ...]:
+def _sum_over(
+    x: Shaped[Array, ...], axis: str, size: int, wire: Wire, summed: int
+) -> Shaped[Array, ...]:
     """All-reduce over one axis; with a codec as a reduction and a gather."""
     num = wire.sizes[axis]
     if num == 1:
         return x
-    codec = wire.gradient_codec(axis, x.size, x.dtype)
+    codec = wire.gradient_codec(axis, size, x.dtype)
     if codec is None or getattr(wire.gradients, axis) is None:
         return all_reduce(x.astype(accumulator_dtype(x.dtype)), axis)
     layout = Layout(0, x.size, num)
-    piece = _reduce_hop(pad(x.reshape(-1), layout), axis, 0, x.dtype, x.size, wire, summed)
+    piece = _reduce_hop(pad(x.reshape(-1), layout), axis, 0, x.dtype, size, wire, summed)
     scale = jnp.asarray(summed * num, x.dtype)
-    mean = Pieces.plain(piece.astype(x.dtype) / scale, 0).encode(codec).gather(axis)
+    mean = Pieces.plain(piece.astype(x.dtype) / scale, 0)
+    mean = mean.encode(codec, _told_apart(axis)).gather(axis)
     return unpad(mean.join() * scale, layout).reshape(x.shape)
 
 
-def sum_whole(arrays: list[Array], wire: Wire) -> list[Array]:
-    """Sum whole arrays over every device, in one collective for each hop and type."""
+def sum_whole(arrays: list[Array], sizes: list[int], wire: Wire) -> list[Array]:
+    """Sum whole arrays over every device, in one collective for each hop and type.
+
+    Args:
+        arrays: of this device.
+        sizes: of each, or of one layer of it, for `min_quantized_size`.
+        wire: how they travel.
+    """
     if not arrays:
         return []
     arrays = [x.astype(accumulator_dtype(x.dtype)) for x in arrays]
     summed = 1
     for axis in REDUCTION_HOPS:
         if getattr(wire.gradients, axis) is not None:
-            arrays = [_sum_over(x, axis, wire, summed) for x in arrays]
+            pairs = zip(arrays, sizes, strict=True)
+            arrays = [_sum_over(x, axis, size, wire, summed) for x, size in pairs]
         elif wire.sizes[axis] > 1:
             arrays = list(all_reduce(arrays, axis))
         summed *= wire.sizes[axis]

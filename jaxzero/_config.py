@@ -115,12 +115,12 @@ class ZeroConfig:
             node and replicates between nodes (HSDP, MiCS).
         weights: codecs of the weight gathers, per axis.
         gradients: codecs of the gradient reductions, per axis. Sums are in float32
-            (float64 for float64 gradients).
+            (float64 for float64 gradients without a codec).
         hpz: keep the node's slice of the weights for the step (ZeRO++); `None` gathers
             between nodes for every use.
         min_quantized_size: arrays with fewer elements than this (norms, biases) are not
             quantised in blocks, but travel as they are. A layer of a scanned stack counts
-            by itself.
+            by itself (at `stage` 3, where the stack is cut for that).
         param_persistence_threshold: leaves with fewer elements than this are stored
             whole on every device. 0 splits everything but scalars.
 
@@ -157,6 +157,7 @@ class ZeroConfig:
                     f"`{name}` counts elements and cannot be negative; got {getattr(self, name)}."
                 )
         self._check_hops()
+        self._check_use()
 
     def _check_hops(self) -> None:
         if isinstance(self.weights.node, ErrorFeedback):
@@ -182,9 +183,24 @@ class ZeroConfig:
                 "`weights.node=Difference(...)` needs the slice that differences are added to: "
                 "give `hpz=jz.HpZ()`."
             )
-        if isinstance(self.gradients.node, ErrorFeedback) and self.stage < 2:
+
+    def _check_use(self) -> None:
+        """Refuse what would be of no effect."""
+        feedback = isinstance(self.gradients.node, ErrorFeedback)
+        if feedback and (self.stage < 2 or self.split != "all"):
             raise ValueError(
-                "`gradients.node=ErrorFeedback(...)` needs split gradients: `stage` 2 or 3."
+                "`gradients.node=ErrorFeedback(...)` needs gradients that are split over nodes: "
+                f'`stage` 2 or 3 and `split="all"`; got {self.stage} and {self.split!r}.'
+            )
+        if self.weights != Hops() and self.stage < 3:
+            raise ValueError(
+                f"`weights` are codecs of gathers, which `stage={self.stage}` has none of. "
+                "Leave them out, or take `stage=3`."
+            )
+        if self.weights.node is not None and self.split != "all":
+            raise ValueError(
+                '`weights.node` has nothing to encode: with `split="local"` no weights are '
+                "gathered between nodes. Leave it out."
             )
 
     @property

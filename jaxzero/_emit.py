@@ -24,7 +24,7 @@ from ._pieces import Pieces
 from ._program import Barrier, Constant, Loop, Operation, Value
 from ._schedule import BlockPlan, Gather
 from ._traffic import labelled, repeated
-from ._uses import Stack, Weight
+from ._uses import Stack, View, Weight
 
 Held = Mapping[Weight, Pieces]
 
@@ -205,9 +205,8 @@ class _Emitter:
         """What a loop scans of a stack, with the operations before it done."""
         view = stack.view
         pieces = self.held[view.weight]
-        only_casts = all(isinstance(op, views.Cast) for op in view.ops)
-        if pieces.codec is not None and pieces.lead and only_casts:
-            return dataclasses.replace(pieces, dtype=stack.layer.dtype)
+        if pieces.codec is not None and pieces.lead and not view.ops:
+            return pieces
         return _on_shard(pieces, view.ops, view.weight)[0]
 
 
@@ -217,16 +216,17 @@ def _whole(pieces: Pieces, ops: tuple[views.Op, ...], weight: Weight, wire: Wire
     What will be quantised is quantised as it is stored, and cast to the type of its use when
     it is decoded; of the operations only slices are worth doing first.
     """
-    size = math.prod(weight.shape)
+    slices, rest = views.up_to_last_slice(ops)
+    size = math.prod(View(weight, slices).shape)
     codecs = [wire.weight_codec(axis, size, weight.dtype) for axis in wire.gather_axes]
     after: tuple[views.Op, ...] = ()
     if pieces.codec is not None or any(codec and not isinstance(codec, Cast) for codec in codecs):
-        ops, after = views.up_to_last_slice(ops)
+        ops, after = slices, rest
     if ops:
         pieces, layout = _on_shard(pieces, ops, weight)
     else:
         layout = weight.layout
-    full = gather(pieces, wire.gather_axes, wire)
+    full = gather(pieces, wire.gather_axes, size, wire)
     first = after[0] if after else None
     x = unpad(full.join(first.dtype if isinstance(first, views.Cast) else None), layout)
     for op in after:

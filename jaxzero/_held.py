@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from . import _views as views
 from ._collectives import Wire, keep, move_split, node_slice
 from ._config import Difference
 from ._mesh import LOCAL, NODE
@@ -31,7 +30,7 @@ def scan_depths(uses: BlockUses) -> Mapping[Weight, int]:
         inner = scan_depths(loop.body)
         depths.update(inner)
         for stack in loop.stacks:
-            if all(isinstance(op, views.Cast) for op in stack.view.ops):
+            if not stack.view.ops:
                 weight = stack.view.weight
                 depth = 1 + inner.get(stack.layer, 0)
                 depths[weight] = max(depths.get(weight, 0), depth)
@@ -58,10 +57,11 @@ def hold(
     """
     assert leaf.layout is not None
     moved = leaf.layout.dim != weight.layout.dim
+    size = math.prod(leaf.shape[depth:])
     if leaf.codec is not None:
         pieces = from_stored(shard, leaf)
         if not moved:
-            return node_slice(pieces, wire) if wire.hpz else pieces
+            return node_slice(pieces, size, wire) if wire.hpz else pieces
         shard = pieces.join()
     if not wire.hpz:
         if not moved:
@@ -71,13 +71,13 @@ def hold(
         return Pieces.plain(x, weight.layout.dim, depth)
     if known is None:
         known = Pieces.plain(shard, leaf.layout.dim, 0 if moved else depth)
-        known = node_slice(known, wire)
+        known = node_slice(known, size, wire)
     if moved:  # inside the node: a slice is there already
         axes = wire.long((LOCAL,))
         x = move_split(known.join(), leaf.shape, leaf.layout, weight.layout, axes)
-        return keep(Pieces.plain(x, weight.layout.dim, depth), wire)
+        return keep(Pieces.plain(x, weight.layout.dim, depth), size, wire)
     if known.codec is not None and known.lead != depth:
-        return keep(Pieces.plain(known.join(), known.dim, depth), wire)
+        return keep(Pieces.plain(known.join(), known.dim, depth), size, wire)
     return known
 
 
@@ -86,22 +86,21 @@ def hold(
 
 
 def has_kept_slice(leaf: Leaf, wire: Wire) -> bool:
-    """Whether a leaf travels as differences. Small ones and those stored whole do not."""
+    """Whether a leaf travels as differences. Small ones, those stored
+    whole, and any on a single node do not."""
     codec = wire.weights.node
     if not isinstance(codec, Difference) or leaf.layout is None or leaf.codec is not None:
         return False
-    size = math.prod(leaf.shape[leaf.num_lead :])
-    return wire.suitable(codec.codec, size, leaf.dtype) is not None
+    suitable = wire.suitable(codec.codec, leaf.layer_size, leaf.dtype) is not None
+    return suitable and wire.sizes[NODE] > 1
 
 
 def first_slice(shard: Shaped[Array, ...], leaf: Leaf, wire: Wire) -> Pieces:
     """The node's slice of a weight, gathered whole: the start of all differences."""
     assert leaf.layout is not None
     with labelled("weights", leaf.path):
-        full = Pieces.plain(shard, leaf.layout.dim, leaf.num_lead)
-        if wire.sizes[NODE] > 1:
-            full = full.gather(NODE)
-        return keep(full, wire)
+        full = Pieces.plain(shard, leaf.layout.dim, leaf.num_lead).gather(NODE)
+        return keep(full, leaf.layer_size, wire)
 
 
 def kept_slice(data: Shaped[Array, ...], leaf: Leaf, wire: Wire) -> Pieces:
@@ -110,8 +109,7 @@ def kept_slice(data: Shaped[Array, ...], leaf: Leaf, wire: Wire) -> Pieces:
     lead, dim = leaf.num_lead, leaf.layout.dim
     shape = list(leaf.padded_shape)
     shape[dim] //= wire.sizes[LOCAL]
-    size = math.prod(shape[lead:]) * wire.sizes[LOCAL]
-    codec = wire.suitable(wire.hpz.codec, size, leaf.dtype)
+    codec = wire.suitable(wire.hpz.codec, leaf.layer_size, leaf.dtype)
     return Pieces(data, codec, tuple(shape), dim, leaf.dtype, lead)
 
 
@@ -120,12 +118,11 @@ def next_slice(shard: Shaped[Array, ...], kept: Pieces, leaf: Leaf, wire: Wire) 
     assert isinstance(wire.weights.node, Difference) and leaf.layout is not None
     with labelled("weights", leaf.path):
         old = kept.join(jnp.float32)
+        old = jnp.where(jnp.isfinite(old), old, 0)  # weights that were NaN may be restored
         size = shard.shape[kept.dim]
         start = lax.axis_index(NODE) * size
         mine = lax.dynamic_slice_in_dim(old, start, size, axis=kept.dim)
         change = Pieces.plain(shard.astype(jnp.float32) - mine, kept.dim, kept.lead)
-        change = change.encode(wire.weights.node.codec)
-        if wire.sizes[NODE] > 1:
-            change = change.gather(NODE)
+        change = change.encode(wire.weights.node.codec, wire.axes).gather(NODE)
         new = (old + change.join()).astype(leaf.dtype)
-        return keep(Pieces.plain(new, kept.dim, kept.lead), wire)
+        return keep(Pieces.plain(new, kept.dim, kept.lead), leaf.layer_size, wire)

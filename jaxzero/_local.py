@@ -26,7 +26,7 @@ from ._partition import Layout, Leaf, layouts_by_preference
 from ._pieces import Pieces, from_stored
 from ._program import Block, Value, trace
 from ._schedule import Plan, make_plan
-from ._traffic import Ledger, labelled, recording
+from ._traffic import labelled
 from ._uses import BlockUses, View, Weight, find_uses
 from ._wire_state import Memory
 
@@ -85,7 +85,6 @@ def run_on_device(
         microbatches: how many.
         wire: how values travel.
     """
-    ledger = Ledger(wire.sizes)
     whole = [
         None if parameters.weight_layout(i) else unpad(x, leaf.layout) if leaf.layout else x
         for i, (leaf, x) in enumerate(zip(parameters.leaves, stored, strict=True))
@@ -103,30 +102,27 @@ def run_on_device(
     demands = _demands(shapes, wanted)
     top = make_plan(block, uses, demands, loss if isinstance(loss, Value) else None)
 
-    with recording(ledger):
-        slices, held = _held(stored, parameters, weights, depths, memory, wire)
-        kept = sum(x.data.nbytes for x in held.values()) if wire.hpz else 0
+    slices, held = _held(stored, parameters, weights, depths, memory, wire)
+    kept = sum(x.data.nbytes for x in held.values()) if wire.hpz else 0
 
-        def run(index: Array | None, inputs: list[Any]) -> tuple[Sums, list[Any]]:
-            indices = [] if index is None else [index]
-            outputs = emit(top, wire, [*indices, *whole, *inputs], held)
-            loss, weight, gradients, others = jax.tree.unflatten(
-                jax.tree.structure(shapes), outputs
-            )
-            zero = jnp.zeros(()) if loss is None else loss
-            return Sums(zero, weight, gradients), others
+    def run(index: Array | None, inputs: list[Any]) -> tuple[Sums, list[Any]]:
+        indices = [] if index is None else [index]
+        outputs = emit(top, wire, [*indices, *whole, *inputs], held)
+        loss, weight, gradients, others = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+        zero = jnp.zeros(()) if loss is None else loss
+        return Sums(zero, weight, gradients), others
 
-        sums, others = accumulate(run, inputs, specs, microbatches)
-        if shapes[0] is None:
-            return Result(None, [], others, memory, Plan(top, (), tuple(ledger.transfers), kept))
-        loss, gradients, lost = _means(sums, wanted, parameters, memory, microbatches, wire)
+    sums, others = accumulate(run, inputs, specs, microbatches)
+    if shapes[0] is None:
+        return Result(None, [], others, memory, Plan(top, slice_bytes=kept))
+    loss, gradients, lost = _means(sums, wanted, parameters, memory, microbatches, wire)
     at_end = tuple(want.leaf.path for want in wanted if want.demand is None)
     return Result(
         loss.astype(shapes[0].dtype),
         gradients,
         others,
         Memory(slices, lost),
-        Plan(top, at_end, tuple(ledger.transfers), kept),
+        Plan(top, at_end, slice_bytes=kept),
     )
 
 
@@ -263,6 +259,8 @@ def _wanted(
             hops = (LOCAL,) if late and wire.sizes[NODE] > 1 else REDUCTION_HOPS
             demand = Demand(leaf.path, layout, hops)
         size = math.prod(leaf.shape[depths.get(i, 0) :])
+        if i in memory.errors:  # made for it, whatever the program scans
+            size = leaf.layer_size
         wanted.append(Wanted(leaf, stored, demand, size))
     return wanted
 

@@ -71,7 +71,7 @@ def mean_over_devices(
         if x is not None and want.demand is None
     ]
     with labelled("gradients"):
-        summed = sum_whole([gradients[i] for i in whole], wire)
+        summed = sum_whole([gradients[i] for i in whole], [wanted[i].size for i in whole], wire)
     for i, x in zip(whole, summed, strict=True):
         gradients[i] = x
     lost: list[Array | None] = []

@@ -131,9 +131,9 @@ def microbatch_index(index: Array | None) -> Iterator[None]:
         _microbatch.reset(token)
 
 
-def device_index() -> Array:
-    """This device's number over both axes, uint32, inside the per-device program."""
-    return lax.axis_index(AXES).astype(jnp.uint32)
+def device_index(axes: tuple[str, ...] = AXES) -> Array:
+    """This device's number over `axes`, uint32, inside the per-device program."""
+    return lax.axis_index(axes).astype(jnp.uint32)
 
 
 def fold_in_device(key: Shaped[Array, "*key"]) -> Shaped[Array, "*key"]:

@@ -110,6 +110,11 @@ class Leaf:
         stacked = self.layout is not None and len(self.shape) >= 3 and self.layout.dim != 0
         return 1 if stacked else 0
 
+    @property
+    def layer_size(self) -> int:
+        """Elements of what is encoded by itself."""
+        return math.prod(self.shape[self.num_lead :])
+
     def messages(self, codec: Codec, pieces: int) -> jax.ShapeDtypeStruct:
         """The messages of all `pieces`: `[*lead, pieces, numbers]`."""
         lead = self.num_lead

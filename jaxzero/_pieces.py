@@ -51,14 +51,14 @@ class Pieces:
         """An array as it is."""
         return cls(x, None, tuple(x.shape), dim, x.dtype, lead)
 
-    @property
-    def num_elements(self) -> int:
-        """Of all pieces together; of one element of `lead`."""
-        num = self.data.shape[self.lead] if self.codec else 1
-        return num * math.prod(self.shape[self.lead :])
+    def encode(self, codec: Codec | None, axes: tuple[str, ...]) -> Pieces:
+        """The same as messages of `codec`; decoded first, if another codec wrote it.
 
-    def encode(self, codec: Codec | None) -> Pieces:
-        """The same as messages of `codec`; decoded first, if another codec wrote it."""
+        Args:
+            codec: None leaves arrays.
+            axes: along which devices hold different pieces. Those that hold the same must
+                write the same, also where rounding is stochastic.
+        """
         if codec == self.codec:
             return self
         x = self.join()
@@ -66,7 +66,7 @@ class Pieces:
             return Pieces.plain(x, self.dim, self.lead)
         rows = x.reshape(*x.shape[: self.lead], math.prod(x.shape[self.lead :]))
         # The barrier keeps XLA from moving the decoding across the collective that follows.
-        message = lax.optimization_barrier(codec.encode(rows, seed=device_index()))
+        message = lax.optimization_barrier(codec.encode(rows, seed=device_index(axes)))
         data = jnp.expand_dims(message, self.lead)
         return dataclasses.replace(self, data=data, codec=codec, shape=tuple(x.shape))
 

@@ -112,10 +112,20 @@ def place_tree(plan: TreePlan, leaves: list[Any], mesh: Mesh, axes: tuple[str, .
 
 def gather_whole(plan: TreePlan, leaves: list[Any], mesh: Mesh) -> list[Any]:
     """Every leaf in its true shape, whole on every device."""
-    whole = NamedSharding(auto_mesh(mesh), PartitionSpec())
-    if any(is_traced(x) for x in leaves):
-        return unpad_tree(plan, [constrain(x, mesh, PartitionSpec()) for x in leaves])
-    return run_automatic(lambda leaves: unpad_tree(plan, leaves), whole, mesh, leaves)
+    float0 = jax.dtypes.float0  # the gradient of an integer: nothing to gather
+    arrays = [i for i, x in enumerate(leaves) if x.dtype != float0]
+    some = TreePlan(None, tuple(plan.leaves[i] for i in arrays))
+    given = [leaves[i] for i in arrays]
+    if any(is_traced(x) for x in given):
+        made = unpad_tree(some, [constrain(x, mesh, PartitionSpec()) for x in given])
+    else:
+        whole = NamedSharding(auto_mesh(mesh), PartitionSpec())
+        made = run_automatic(lambda leaves: unpad_tree(some, leaves), whole, mesh, given)
+    by_number = dict(zip(arrays, made, strict=True))
+    return [
+        by_number[i] if i in by_number else np.zeros(leaf.shape, float0)
+        for i, leaf in enumerate(plan.leaves)
+    ]
 
 
 def constrain(x: Any, mesh: Mesh, spec: PartitionSpec) -> Any:

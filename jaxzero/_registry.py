@@ -11,13 +11,18 @@ from typing import Any
 
 import jax
 
-from ._partition import TreePlan, path_name
+from ._partition import Leaf, TreePlan, path_name
 
 
 def _first_difference(one: TreePlan, other: TreePlan) -> int | None:
-    """The first leaf whose true shapes differ."""
+    """The first leaf that is not the same array, stored in the same way."""
     pairs = zip(one.leaves, other.leaves, strict=True)
-    return next((i for i, (a, b) in enumerate(pairs) if a.shape != b.shape), None)
+    return next((i for i, (a, b) in enumerate(pairs) if _content(a) != _content(b)), None)
+
+
+def _content(leaf: Leaf) -> tuple:
+    """What a stored array does not say of itself. Of messages that is the type, too."""
+    return leaf.shape, leaf.codec, leaf.codec and leaf.dtype
 
 
 def _with_known_specs(plan: TreePlan, known: TreePlan) -> TreePlan:
@@ -39,8 +44,8 @@ class Registry:
     def add(self, plan: TreePlan) -> TreePlan:
         """Remember `plan`, changed if need be so that it can be told from the others.
 
-        Two trees of the same structure may have different shapes that padding makes equal.
-        Then the later one is padded by one more unit.
+        Two trees of the same structure may have different shapes that padding makes equal,
+        or different codecs with equal messages. Then the later one is padded by one more unit.
         """
         known = self._plans.setdefault(plan.treedef, [])
         while True:

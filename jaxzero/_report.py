@@ -96,14 +96,15 @@ def make_report(
     """Describe trees that are laid out.
 
     Args:
-        params: the plan of parameters; gradients are like them.
+        params: the plan of parameters; gradients are like those that are not stored encoded.
         state: the plan of the optimizer state, if there is one.
         plan: of the training step, if there is one.
         mesh: gives the number of devices.
         axes: for each kind of row, the axes that split it.
     """
     rows = [_row("parameters", leaf, mesh, axes["parameters"]) for leaf in params.leaves]
-    rows += [_row("gradients", leaf, mesh, axes["gradients"]) for leaf in params.leaves]
+    trained = [leaf for leaf in params.leaves if leaf.codec is None]
+    rows += [_row("gradients", leaf, mesh, axes["gradients"]) for leaf in trained]
     for leaf in state.leaves if state else ():
         rows.append(_row("optimizer state", leaf, mesh, axes["optimizer state"]))
     return Report(mesh.size, tuple(rows), plan and Traffic.of(plan, mesh))

@@ -17,6 +17,7 @@ import jax
 from jax import lax
 from jaxtyping import Array, Shaped
 
+from ._mesh import NODE
 from ._simulate import varying
 
 Axes = str | tuple[str, ...]
@@ -30,12 +31,13 @@ class Transfer:
         purpose: "weights", "gradients", or "other" (losses, weights of examples, aux).
         name: of the leaf, or "".
         collective: "all-gather", "all-to-all", "reduce-scatter" or "all-reduce".
-        axis: the mesh axis it runs over, or "node+local".
+        axis: the mesh axis it runs over, of more than one device; or "node+local".
         dtype: on the wire.
         num_bytes: of the gathered result, of the message cut into pieces, or of the array
             that is reduced, on one device.
         entering_bytes: that one device receives: `num_bytes * (n - 1) / n` over `n` devices,
             twice that for an all-reduce.
+        node_bytes: those of them that come from other nodes.
         trips: how often one execution of the program, an optimizer step, does it.
         microbatches: how many of those are for the micro-batches of the step; 1: it is done
             once for all of them.
@@ -48,6 +50,7 @@ class Transfer:
     dtype: str
     num_bytes: int
     entering_bytes: int
+    node_bytes: int
     trips: int = 1
     microbatches: int = 1
 
@@ -60,15 +63,24 @@ class Ledger:
         self.transfers: list[Transfer] = []
 
     def note(self, collective: str, axis: Axes, dtype: Any, num_bytes: int) -> None:
-        axes = (axis,) if isinstance(axis, str) else axis
-        num = math.prod(self.sizes[name] for name in axes)
-        if num == 1:
+        axes = tuple(a for a in ((axis,) if isinstance(axis, str) else axis) if self.sizes[a] > 1)
+        if not axes:
             return
-        times = 2 if collective == "all-reduce" else 1
-        entering = times * num_bytes * (num - 1) // num
+        sent = 2 * num_bytes if collective == "all-reduce" else num_bytes
+        num = math.prod(self.sizes[name] for name in axes)
+        nodes = self.sizes[NODE] if NODE in axes else 1
         purpose, name = _label.get()
         self.transfers.append(
-            Transfer(purpose, name, collective, "+".join(axes), str(dtype), num_bytes, entering)
+            Transfer(
+                purpose,
+                name,
+                collective,
+                "+".join(axes),
+                str(dtype),
+                num_bytes,
+                entering_bytes=sent * (num - 1) // num,
+                node_bytes=sent * (nodes - 1) // nodes,
+            )
         )
 
 

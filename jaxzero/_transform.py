@@ -22,6 +22,7 @@ from ._partition import path_name, spread_prefix
 from ._placement import constrain
 from ._schedule import Plan
 from ._simulate import AnyMesh, physical
+from ._traffic import Ledger, labelled, recording
 from ._wire_state import Memory, specs_of
 
 
@@ -51,8 +52,14 @@ class Transform:
         self.config = config
         self.wire = Wire.of(mesh, config)
         self.parameters = _parameters(call, options, config)
-        self.plan: Plan | None = None
+        self._plan: Plan | None = None  # of what was traced last
         self.program = jax.jit(self._program)
+
+    def plan(self, arrays: list[list[Any]], memory: Memory) -> Plan:
+        """What one call of `program` gathers, reduces and sends; it is traced anew."""
+        jax.eval_shape(lambda *args: self._program(*args), arrays, memory)
+        assert self._plan is not None
+        return self._plan
 
     def _program(
         self, arrays: list[list[Array]], memory: Memory
@@ -118,18 +125,21 @@ class Transform:
             else:
                 inputs += leaves
                 specs += argument.specs
-        result = run_on_device(
-            lambda stored, inputs: self._flat(stored, inputs, outputs),
-            self.parameters,
-            stored,
-            memory,
-            inputs,
-            specs,
-            self.options.microbatches,
-            self.wire,
-        )
-        self.plan = result.plan
-        parts = outputs.part(result.others, self.wire)
+        ledger = Ledger(self.wire.sizes)
+        with recording(ledger):
+            result = run_on_device(
+                lambda stored, inputs: self._flat(stored, inputs, outputs),
+                self.parameters,
+                stored,
+                memory,
+                inputs,
+                specs,
+                self.options.microbatches,
+                self.wire,
+            )
+            with labelled("other", "aux" if self.options.has_gradients else "output"):
+                parts = outputs.part(result.others, self.wire)
+        self._plan = dataclasses.replace(result.plan, transfers=tuple(ledger.transfers))
         return result.loss, result.gradients, parts, result.memory
 
     def _flat(self, stored: list[Any], inputs: list[Any], outputs: _Outputs) -> Any:

@@ -64,12 +64,8 @@ class Traffic:
 
     @property
     def node_bytes(self) -> int:
-        """Bytes that enter one node in one optimizer step, over all of its devices.
-
-        Collectives over both axes at once are counted with all they bring to a device.
-        """
-        crossing = self.amount(lambda transfer: NODE in transfer.axis.split("+"))
-        return crossing.device_bytes * self.num_local
+        """Bytes that enter one node in one optimizer step, over all of its devices."""
+        return self.num_local * sum(t.node_bytes * t.trips for t in self.transfers)
 
     @property
     def kinds(self) -> tuple[tuple[str, str, str, str], ...]:

@@ -8,7 +8,6 @@ slice of each. Like optimizer state it is the caller's, to carry and to save.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -63,8 +62,7 @@ def slice_of(leaf: Leaf, wire: Wire) -> Stored | None:
         return None
     assert leaf.layout is not None and wire.hpz is not None
     lead, dim = leaf.num_lead, leaf.layout.dim
-    size = math.prod(leaf.padded_shape[lead:])
-    codec = wire.suitable(wire.hpz.codec, size, leaf.dtype)
+    codec = wire.suitable(wire.hpz.codec, leaf.layer_size, leaf.dtype)
     if codec is None:
         return Stored(leaf.padded_shape, leaf.dtype, PartitionSpec(*[None] * dim, LOCAL))
     messages = leaf.messages(codec, wire.sizes[LOCAL])
@@ -76,8 +74,8 @@ def error_of(leaf: Leaf, wire: Wire) -> Stored | None:
     feedback = wire.gradients.node
     if not isinstance(feedback, ErrorFeedback) or leaf.layout is None or leaf.codec is not None:
         return None
-    size = math.prod(leaf.shape)
-    if NODE not in wire.long(wire.axes) or wire.suitable(feedback.codec, size, leaf.dtype) is None:
+    codec = wire.suitable(feedback.codec, leaf.layer_size, leaf.dtype)
+    if NODE not in wire.long(wire.axes) or codec is None:
         return None
     spec = PartitionSpec(NODE, *[None] * leaf.layout.dim, LOCAL)
     return Stored((wire.sizes[NODE], *leaf.padded_shape), feedback.dtype, spec)

@@ -313,9 +313,7 @@ class Zero:
         """
         options = gradient_options(argnums, has_aux, microbatches, weighted, aux_reduce)
         transform, arrays = self._prepare(f, args, {}, options, in_specs)
-        jax.eval_shape(transform.program, arrays, self._memory(transform, wire_state))
-        assert transform.plan is not None
-        return transform.plan
+        return transform.plan(arrays, self._memory(transform, wire_state))
 
     # What the above share.
 

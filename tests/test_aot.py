@@ -34,4 +34,4 @@ def test_only_bytes_scales_and_small_leaves_cross_nodes(mesh, preset):
             elements[shape.dtype] = max(elements[shape.dtype], shape.size)
     assert elements["u8"] > NORMS  # the large leaves do cross
     assert all(size <= NORMS for dtype, size in elements.items() if dtype != "u8"), elements
-    assert sum(c.entering_bytes * c.trips * LOCAL for c in crossing) == planned
+    assert sum(c.node_bytes(LOCAL) * c.trips * LOCAL for c in crossing) == planned

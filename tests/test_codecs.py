@@ -355,3 +355,14 @@ def test_wrong_dtypes():
         jz.Int8().encode(jnp.arange(4))
     with pytest.raises(ValueError, match="`dtype` of `Cast` must be a float type"):
         jz.Cast(jnp.int8)
+
+
+@pytest.mark.parametrize("codec", [jz.Int8(), jz.Int4(), jz.Float8()])
+def test_float64_beyond_float32(codec):
+    """Finite numbers stay finite; what is not is seen."""
+    with jax.enable_x64(True):
+        x = np.array([1e300, -1e300, 1.0, 0.0])
+        got = oracle.round_trip(codec, x)
+        largest = float(jnp.finfo(np.float32).max)
+        np.testing.assert_allclose(got, [largest, -largest, 0, 0], rtol=1 / 64)
+        assert np.isnan(oracle.round_trip(codec, np.array([np.inf, 1.0]))).all()

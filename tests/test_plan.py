@@ -83,3 +83,25 @@ def test_unused_leaves_cost_nothing(zero):
     )
     plan = zero.plan(lambda p, x: jnp.mean(x @ p["used"]), params, np.ones((8, 8), np.float32))
     assert {s.name for s in plan.steps if s.action == "gather"} <= {"used"}
+
+
+def test_a_plan_is_of_the_arguments_given(zero):
+    """Also where a program for arguments of those shapes has been traced before."""
+
+    def loss(params, batch):
+        return _loss(params, batch["x"]), batch["extra"].mean(0)
+
+    def sent(num):
+        batch = {"x": np.ones((8, WIDTH), np.float32), "extra": np.ones((8, num), np.float32)}
+        plan = zero.plan(loss, params, batch, has_aux=True)
+        return [t.num_bytes for t in plan.transfers if t.name == "aux"]
+
+    params = zero.shard(_params())
+    assert [sent(num) for num in (3, 50, 3)] == [[12], [200], [12]]
+
+
+def test_nothing_enters_the_only_node():
+    zero = jz.Zero(jz.make_mesh(1), jz.zeropp())
+    params = zero.shard(_params())
+    plan = zero.plan(_loss, params, np.ones((8, WIDTH), np.float32))
+    assert zero.report(params, plan=plan).traffic.node_bytes == 0

@@ -205,6 +205,9 @@ def test_allow_int_gives_float0(zero):
     _, grads = zero.value_and_grad(loss, allow_int=True)(zero.shard(whole), _x())
     _close(grads["w"], want["w"], "w")
     assert grads["ids"].dtype == jax.dtypes.float0 == want["ids"].dtype
+    whole_grads = zero.unshard(grads)
+    assert whole_grads["ids"].dtype == jax.dtypes.float0
+    assert whole_grads["ids"].shape == whole["ids"].shape
 
 
 def test_aux_reductions(zero, params):

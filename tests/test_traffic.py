@@ -22,8 +22,9 @@ CONFIGS = {
     "hsdp": jz.hsdp(gradients=jz.zeropp().gradients),
     "stage 1": jz.ZeroConfig(stage=1, gradients=jz.zeropp().gradients),
     "feedback": jz.zero3(gradients=jz.Hops(node=jz.ErrorFeedback())),
+    "aux": jz.zeropp(),
 }
-WIRE_TYPES = {"u8": "uint8", "u16": "uint16", "f32": "float32"}
+WIRE_TYPES = {"u8": "uint8", "u16": "uint16", "f32": "float32", "s32": "int32"}
 
 
 def _loss(params, x):
@@ -34,6 +35,10 @@ def _loss(params, x):
         return h * weights["scale"][None], None
 
     return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
+
+
+def _loss_and_aux(params, x):
+    return _loss(params, x), {"mean": x.mean(0), "rows": jnp.int32(len(x)), "first": x[0]}
 
 
 @functools.cache
@@ -51,9 +56,14 @@ def _compiled(name, mesh, microbatches):
     params = zero.shard(whole)
     x = zoo.normal(key, 2, 24 * microbatches, 40, scale=1.0)
     state = {"wire_state": zero.init_wire_state(params)} if config.needs_wire_state else {}
-    step = jax.jit(zero.value_and_grad(_loss, microbatches=microbatches))
+    loss, options = _loss, {"microbatches": microbatches}
+    if name == "aux":
+        loss = _loss_and_aux
+        reduce = {"mean": "mean", "rows": "sum", "first": "first"}
+        options |= {"has_aux": True, "aux_reduce": reduce}
+    step = jax.jit(zero.value_and_grad(loss, **options))
     text = step.lower(params, x, **state).compile().as_text()
-    plan = zero.plan(_loss, params, x, microbatches=microbatches, **state)
+    plan = zero.plan(loss, params, x, **options, **state)
     return text, zero.report(params, plan=plan)
 
 
@@ -89,6 +99,7 @@ def test_groups_that_cannot_be_read_are_refused():
         ("hsdp", "2x4-auto", 2),
         ("stage 1", "2x4-auto", 1),
         ("feedback", "2x4-auto", 1),
+        ("aux", "2x4-auto", 1),
         ("zeropp", "1x8-auto", 1),
         ("zeropp", "8x1-auto", 1),
     ],
@@ -100,18 +111,16 @@ def test_report_equals_the_program(name, mesh, microbatches):
     for c in _hlo.collectives(text):
         whole_mesh = len(c.groups[0]) == nodes * local and min(nodes, local) > 1
         axis = "node+local" if whole_mesh else "node" if c.crosses(local) else "local"
-        if "other" in c.line and min(nodes, local) == 1:
-            axis = "node+local"
-        dtype = WIRE_TYPES[c.results[0].dtype]
-        sent[axis, c.op, dtype] += c.entering_bytes * c.trips
+        key = (axis, c.op, WIRE_TYPES[c.results[0].dtype])
+        sent[key] += np.array([c.entering_bytes, c.node_bytes(local)]) * c.trips
     said = collections.Counter()
     for transfer in report.traffic.transfers:
         key = (transfer.axis, transfer.collective, transfer.dtype)
-        said[key] += transfer.entering_bytes * transfer.trips
-    assert sent == said
+        said[key] += np.array([transfer.entering_bytes, transfer.node_bytes]) * transfer.trips
+    assert {key: x.tolist() for key, x in sent.items()} == {k: x.tolist() for k, x in said.items()}
 
 
-@pytest.mark.parametrize("preset", ["zeropp", "zeropp4"])
+@pytest.mark.parametrize("preset", ["zeropp", "zeropp4", "hsdp"])
 def test_only_bytes_scales_and_small_arrays_cross_nodes(preset):
     text, _ = _compiled(preset, "2x4-auto", 1)
     wide = [

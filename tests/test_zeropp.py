@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import zoo
+from _codec_oracle import round_trip
 
 import jaxzero as jz
 
@@ -38,14 +39,23 @@ def _step(zero, loss, params, batch, **options):
     return jax.device_get(value), jax.device_get(zero.unshard(grads))
 
 
+def _unrotated(hops):
+    """The same codecs without rotation, which would not write a constant exactly."""
+    node = hops.node
+    if isinstance(node, jz.ErrorFeedback):
+        node = dataclasses.replace(node, codec=dataclasses.replace(node.codec, hadamard=None))
+    else:
+        node = dataclasses.replace(node, hadamard=None)
+    return jz.Hops(node=node, local=dataclasses.replace(hops.local, hadamard=None))
+
+
 @pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_one_mean_for_every_shape(name, mesh, microbatches):
     """Each device's gradient is constant, which codecs write almost exactly: so means show.
 
     A scale in bfloat16 is rounded up, by one part in 128 at most, on each of two hops; an
-    all-reduce gathers what it has summed, which rounds once more. A rotated group has one large
-    coefficient, of sqrt(32); what shares its block is off by half a step of that, sqrt(32) / 14.
+    all-reduce gathers what it has summed, which rounds once more.
     """
     shapes = {
         "matrix": (24, 16),
@@ -56,18 +66,17 @@ def test_one_mean_for_every_shape(name, mesh, microbatches):
         "scalar": (),
         "one": (1, 1),
     }
-    zero = _zero(CONFIGS[name], mesh)
+    zero = _zero(CONFIGS[name], mesh, gradients=_unrotated(CONFIGS[name].gradients))
     whole = {key: np.zeros(shape, np.float32) for key, shape in shapes.items()}
 
     def loss(params, batch):
         return sum(jnp.mean(batch) * jnp.sum(leaf) for leaf in params.values())
 
     batch = np.arange(1.0, 49.0, dtype=np.float32)
-    allowed = 0.45 if "+H32" in str(zero.config.gradients.node) else 3 / 128
     _, grads = _step(zero, loss, zero.shard(whole), batch, microbatches=microbatches)
     for key, shape in shapes.items():
         np.testing.assert_allclose(
-            grads[key], np.full(shape, batch.mean()), rtol=allowed, err_msg=key
+            grads[key], np.full(shape, batch.mean()), rtol=3 / 128, err_msg=key
         )
 
 
@@ -116,10 +125,31 @@ def test_bfloat16_parameters_and_gradients(preset):
         )
 
 
+@pytest.mark.parametrize("preset", [jz.zeropp, jz.zeropp4])
+def test_two_hops_equal_those_of_numpy(preset):
+    """The presets' own gradient codecs: piece by piece what is sent, summed, and sent again."""
+    nodes, local, num = 2, 4, 1280  # pieces of 320, then of 160: blocks are not full
+    zero = _zero(preset())
+    hops = zero.config.gradients
+    each = zoo.normal(jax.random.key(0), 0, nodes, local, num, scale=1.0)  # devices' gradients
+    params = zero.shard({"w": np.zeros(num, np.float32)})
+    rows = each.reshape(nodes * local, num)
+    _, grads = _step(zero, lambda params, rows: jnp.mean(rows @ params["w"]), params, rows)
+    arrived = round_trip(hops.local, each.reshape(nodes, local, local, num // local))
+    means = arrived.sum(axis=1, dtype=np.float32) / np.float32(local)  # [node, piece, numbers]
+    sent = means.reshape(nodes, local, nodes, num // local // nodes)
+    want = round_trip(hops.node, sent).sum(axis=0, dtype=np.float32) / np.float32(nodes)
+    off = np.abs(grads["w"] - want.reshape(num))
+    # A sum in another order may fall on the other side of a rounding, which changes its group.
+    assert np.mean(off > 1e-5) < 0.05, "more than one group"
+    assert off.max() < 1
+
+
 @pytest.mark.standard_promotion  # optax
 def test_clipping_sees_the_norm_of_the_mean():
-    """The global norm is off by no more than the gradients are, leaf by leaf."""
-    zero = _zero(jz.zeropp(), "3x2-auto")
+    """With 8 bits in blocks of 32 the norm is off by as much as `zoo/_quantised.py` derives."""
+    codec = jz.Int8(block=32, scale_dtype="float32")
+    zero = _zero(jz.zero3(), "3x2-auto", gradients=jz.Hops(node=codec, local=codec))
     key = jax.random.key(0)
     whole = {"w": zoo.normal(key, 0, 16, 24), "b": zoo.normal(key, 1, 24)}
     batch = {"x": zoo.normal(key, 2, 48, 16, scale=1.0), "y": zoo.normal(key, 3, 48, 24, scale=1.0)}
@@ -129,13 +159,20 @@ def test_clipping_sees_the_norm_of_the_mean():
 
     params = zero.shard(whole)
     _, grads = zero.value_and_grad(loss)(params, batch)
-    clipped, _ = optax.clip_by_global_norm(1e-3).update(grads, optax.EmptyState())
-    np.testing.assert_allclose(optax.tree.norm(clipped), 1e-3, rtol=1e-5)
-    want = jax.grad(loss)(whole, batch)
-    lost = jax.tree.map(lambda a, b: a - b, jax.device_get(zero.unshard(grads)), want)
-    norm, right = optax.tree.norm(grads), optax.tree.norm(want)
-    assert abs(norm - right) <= optax.tree.norm(lost) + 1e-6
-    assert optax.tree.norm(lost) <= 0.25 * right  # int4, twice, blocks of 128: 0.1 to 0.2
+    grad = jax.jit(jax.grad(loss))
+    right = grad(whole, batch)
+    each = [grad(whole, jax.tree.map(lambda x, i=i: x[8 * i : 8 * i + 8], batch)) for i in range(6)]
+    mean_norm = np.mean([optax.tree.norm(one) for one in each])
+    c = 32**0.5 / 254
+    allowed = (c + c * (1 + c)) * mean_norm
+    assert abs(optax.tree.norm(grads) - optax.tree.norm(right)) <= allowed
+    limit = float(optax.tree.norm(right)) / 2
+    clip = optax.clip_by_global_norm(limit)
+    clipped, _ = clip.update(grads, optax.EmptyState())
+    want, _ = clip.update(right, optax.EmptyState())
+    for key, leaf in jax.device_get(zero.unshard(clipped)).items():
+        # Half of the gradient's own error, and half of that of the norm.
+        assert np.linalg.norm(leaf - want[key]) <= allowed, key
 
 
 def test_small_arrays_travel_whole():
@@ -152,6 +189,10 @@ def test_small_arrays_travel_whole():
     for microbatches in (1, 2):
         _, grads = _step(zero, loss, zero.shard(whole), x, microbatches=microbatches)
         np.testing.assert_allclose(grads["layers"], want["layers"], atol=1e-7)
+    params = zero.shard(whole)
+    transfers = zero.report(params, plan=zero.plan(loss, params, x)).traffic.transfers
+    assert {t.dtype for t in transfers if t.name.startswith("layers")} == {"float32"}
+    assert {t.dtype for t in transfers if t.name == "w"} == {"uint8"}
 
 
 def test_right_after_a_checkpoint_is_loaded(tmp_path):
@@ -220,6 +261,9 @@ def test_frozen_weights_stored_as_messages():
         (lambda: jz.zero3(weights=jz.Hops(node=jz.Difference())), "hpz=jz.HpZ"),
         (lambda: jz.ZeroConfig(stage=2, hpz=jz.HpZ()), "`hpz`"),
         (lambda: jz.ZeroConfig(split="local", hpz=jz.HpZ()), "`hpz`"),
+        (lambda: jz.ZeroConfig(stage=2, weights=jz.Hops(local=jz.Int8())), "`weights`.*stage=2"),
+        (lambda: jz.hsdp(weights=jz.Hops(node=jz.Int8())), "`weights.node`"),
+        (lambda: jz.hsdp(gradients=jz.Hops(node=jz.ErrorFeedback())), "`gradients.node=Err"),
         (lambda: jz.ZeroConfig(min_quantized_size=-1), "`min_quantized_size`"),
         (
             lambda: jz.ZeroConfig(stage=1, gradients=jz.Hops(node=jz.ErrorFeedback())),
@@ -249,3 +293,67 @@ def test_what_is_not_a_codec_is_refused(config, field, value, words):
     object.__setattr__(config, field, value)
     with pytest.raises(ValueError, match=words):
         config.__post_init__()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_copies_stay_copies_where_rounding_is_stochastic(stage):
+    """Gradients that are whole on every device are the same on every device."""
+    codec = jz.Int4(rounding="stochastic")
+    zero = _zero(jz.ZeroConfig(stage=stage), gradients=jz.Hops(node=codec, local=codec))
+    params = zero.shard({"w": zoo.normal(jax.random.key(0), 0, 16, 24)})
+    x = zoo.normal(jax.random.key(0), 1, 48, 16, scale=1.0)
+    _, grads = zero.value_and_grad(lambda p, x: jnp.mean(jnp.tanh(x @ p["w"])))(params, x)
+    first, *others = (np.asarray(shard.data) for shard in grads["w"].addressable_shards)
+    for other in others:
+        np.testing.assert_array_equal(first, other)
+
+
+def test_messages_of_another_codec_or_type_are_told_apart():
+    """Their arrays would have the same shape; where they do, one is stored longer."""
+    zero = _zero(jz.zero3())
+    whole = {"w": zoo.normal(jax.random.key(0), 0, 16, 24)}
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), whole)
+    stored = [
+        (whole, zero.shard(whole, codec=jz.Int8())),
+        (whole, zero.shard(whole, codec=jz.Float8())),
+        (narrow, zero.shard(narrow, codec=jz.Int8())),
+    ]
+    assert len({tree["w"].shape for _, tree in stored}) == 3
+    for given, tree in stored:
+        back = zero.unshard(tree)["w"]
+        assert back.dtype == given["w"].dtype
+        np.testing.assert_allclose(
+            np.float32(back), np.float32(given["w"]), atol=0.07 * np.abs(whole["w"]).max()
+        )
+
+
+def _wire_types(zero, whole, loss, x):
+    """The types that weights and gradients of leaves travel in."""
+    params = zero.shard(whole)
+    transfers = zero.report(params, plan=zero.plan(loss, params, x)).traffic.transfers
+    return {(t.purpose, t.dtype) for t in transfers if t.purpose != "other"}
+
+
+def test_padding_makes_nothing_large():
+    def loss(params, x):
+        return jnp.mean(x @ params["w"])
+
+    zero = _zero(jz.zeropp(), min_quantized_size=120)
+    x = zoo.normal(jax.random.key(0), 1, 48, 7, scale=1.0)
+    small = _wire_types(zero, {"w": np.ones((7, 17), np.float32)}, loss, x)  # 119, stored as 168
+    assert small == {("weights", "float32"), ("gradients", "float32")}
+    assert ("weights", "uint8") in _wire_types(zero, {"w": np.ones((7, 18), np.float32)}, loss, x)
+
+
+def test_a_small_slice_of_a_large_stack_travels_as_it_is_cast():
+    whole = {"stack": np.ones((4, 16, 24), np.float32)}
+
+    def loss(params, x):
+        stack = params["stack"].astype(jnp.bfloat16)
+        return jnp.mean((x.astype(jnp.bfloat16) @ stack[1]).astype(jnp.float32))
+
+    x = zoo.normal(jax.random.key(0), 1, 48, 16, scale=1.0)
+    zero = _zero(jz.zero3(), weights=jz.zeropp().weights, min_quantized_size=1000)
+    assert ("weights", "uint16") in _wire_types(zero, whole, loss, x)
+    zero = _zero(jz.zero3(), weights=jz.zeropp().weights, min_quantized_size=384)
+    assert ("weights", "uint8") in _wire_types(zero, whole, loss, x)

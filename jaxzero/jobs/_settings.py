@@ -65,7 +65,7 @@ class Sharding:
 class Optimization:
     """How it learns: AdamW on a symmetric contrastive loss, gradients clipped to norm 1."""
 
-    steps: int = 100
+    steps: int = 32
     """Optimizer steps in all, those before a resume included."""
 
     pairs: int = 32

@@ -15,10 +15,13 @@ from ._case import AXES as AXES
 from ._case import CASES as CASES
 from ._case import Case as Case
 from ._case import normal as normal
+from ._compare import arguments as arguments
 from ._compare import assert_close as assert_close
 from ._compare import check as check
 from ._meshes import make_mesh as make_mesh
 from ._meshes import preset_rotation as preset_rotation
 from ._meshes import rotation as rotation
 from ._quantised import PRESETS as PRESETS
+from ._quantised import assert_within as assert_within
 from ._quantised import check_quantised as check_quantised
+from ._quantised import expected_and_sizes as expected_and_sizes

@@ -52,7 +52,7 @@ def preset_rotation(presets: tuple[str, ...]) -> list[tuple[str, str, str, bool]
     """
     meshes = _kinds(_EIGHT + _SIX)
     return [
-        (name, preset, meshes[(i + 5 * j) % len(meshes)], i % 8 == 4 * j)
+        (name, preset, meshes[(i // 8 + i + 5 * j) % len(meshes)], i % 8 == 4 * j)
         for i, name in enumerate(CASES)
         for j, preset in enumerate(presets)
     ]
