@@ -40,7 +40,7 @@ def append_row(name: str, results: Mapping[str, Any], *, directory: Path = RESUL
     row = {
         "benchmark": name,
         "command": shlex.join([Path(sys.executable).name, *_command()]),
-        "commit": current_commit(),
+        "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--", *_CODE)),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": _versions(),
@@ -55,9 +55,12 @@ def append_row(name: str, results: Mapping[str, Any], *, directory: Path = RESUL
     return row
 
 
-def current_commit() -> str | None:
-    """The commit that is checked out."""
-    return _git("rev-parse", "HEAD")
+def is_current(row: Mapping[str, Any], *paths: str) -> bool:
+    """Whether the files under `paths`, from the root, are as they were when `row` was made."""
+    if row["commit"] is None or row["uncommitted_changes"]:
+        return False
+    named = (f":/{path}" for path in paths)
+    return _git("diff", "--quiet", row["commit"], "--", *named) is not None
 
 
 def _command() -> list[str]:

@@ -6,7 +6,7 @@
 A seed decides initial parameters and the order of the data, the same for every variant, so
 variants are compared seed by seed. All are judged alike: the float32 parameters, gathered
 whole, on held-out modules, on one device. A row is appended as each run ends; a run whose
-row is there, for the same settings and commit, is not run again.
+row is there, for the same settings and code, is not run again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 import optax
 import tyro
 from _byte_decoder import Size, even_windows, init, losses, random_windows, read_corpus
-from _rows import RESULTS, append_row, current_commit
+from _rows import RESULTS, append_row, is_current
 from rich.console import Console
 from rich.table import Table
 
@@ -33,6 +33,7 @@ import jaxzero as jz
 
 _NAME = "codec_training"
 _BASELINE = "zero3"
+_CODE = ("jaxzero", "benchmarks/codec_training.py", "benchmarks/_byte_decoder.py")
 
 _ROTATED4 = jz.Int4(block=128, hadamard=32)
 _PLAIN4 = jz.Hops(node=jz.Int4(block=128), local=jz.Int4(block=128))
@@ -215,7 +216,7 @@ def _run_all(study: Study) -> None:
     done = {
         (row["results"]["variant"], row["results"]["seed"])
         for row in _rows(study)
-        if row["commit"] == current_commit()
+        if is_current(row, *_CODE)
     }
     for seed in study.seeds:  # outermost: when stopped, what is there can be compared
         for variant in study.variants or VARIANTS:

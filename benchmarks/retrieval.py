@@ -3,7 +3,7 @@
     python benchmarks/retrieval.py --wires zeropp zeropp4 float32
 
 Appends a row as each run ends, and one for all seeds of a wire; a seed whose row is there, for the
-same wire, settings and commit, is not run again.
+same wire, settings and code, is not run again.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from _rows import RESULTS, append_row, current_commit
+from _rows import RESULTS, append_row, is_current
 from rich.console import Console
 
 from jaxzero import jobs
 
 _NAME = "retrieval"
+_CODE = ("jaxzero", "interop", "benchmarks/retrieval.py")
 
 
 def _run(
@@ -47,7 +48,7 @@ def _done(wire: jobs.Wire, optimization: jobs.Optimization) -> dict[int, dict[st
         for row in rows
         if "run" in row["results"]
         and row["results"].get("wire") == wire
-        and row["commit"] == current_commit()
+        and is_current(row, *_CODE)
         and {**row["results"]["optimization"], "seed": None} == wanted
     }
 

@@ -84,6 +84,7 @@ class Report:
         console.print(sums)
         if self.traffic is not None:
             console.print(self.traffic.table())
+            console.print(self.traffic.group_table())
 
 
 def make_report(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from rich.table import Table
 
-from ._mesh import LOCAL, NODE
+from ._mesh import AXES, LOCAL, NODE
 from ._schedule import Plan
 from ._simulate import AnyMesh
 from ._traffic import Transfer
@@ -78,8 +79,29 @@ class Traffic:
         """The sum over one of `kinds`."""
         return self.amount(lambda t: (t.purpose, t.axis, t.collective, t.dtype) == kind)
 
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The parts of the model that leaves belong to: where their paths begin to differ."""
+        return tuple(dict.fromkeys(self._group(t) for t in self.transfers if t.purpose != "other"))
+
+    def of_group(self, group: str, axis: str) -> Amount:
+        """The sum over the weights and gradients of one of `groups`, on one axis."""
+        return self.amount(
+            lambda t: t.purpose != "other" and t.axis == axis and self._group(t) == group
+        )
+
+    def _group(self, transfer: Transfer) -> str:
+        shared = self._shared_components
+        return ".".join(_components(transfer)[: shared + 1]) or "leaves stored whole"
+
+    @functools.cached_property
+    def _shared_components(self) -> int:
+        paths = [_components(t) for t in self.transfers if t.purpose != "other" and t.name]
+        columns = zip(*(path[:-1] for path in paths), strict=False)
+        return next((i for i, column in enumerate(columns) if len(set(column)) > 1), 0)
+
     def as_dict(self) -> dict[str, Any]:
-        """Everything, as plain data: in all, by kind, and leaf by leaf."""
+        """Everything, as plain data: in all, by kind, by part of the model, and leaf by leaf."""
         leaves = dict.fromkeys((t.purpose, t.name, t.axis) for t in self.transfers)
         return {
             "node_bytes": self.node_bytes,
@@ -91,6 +113,11 @@ class Traffic:
                     **dataclasses.asdict(self.of_kind(kind)),
                 }
                 for kind in self.kinds
+            ],
+            "groups": [
+                {"name": group, "axis": axis, **dataclasses.asdict(self.of_group(group, axis))}
+                for group in self.groups
+                for axis in AXES
             ],
             "leaves": [
                 {
@@ -125,6 +152,20 @@ class Traffic:
             kept = readable_bytes(self.slice_bytes)
             table.add_row("kept slices (hpZ)", LOCAL, "held by a device", "", "", kept, "")
         return table
+
+    def group_table(self) -> Table:
+        """A `rich` table: for each part of the model, what its leaves bring to a device."""
+        table = Table("sent for", *(f"enters a device over {axis}" for axis in AXES), "collectives")
+        for group in self.groups:
+            amounts = [self.of_group(group, axis) for axis in AXES]
+            sizes = (readable_bytes(amount.device_bytes) for amount in amounts)
+            table.add_row(group, *sizes, str(sum(amount.collectives for amount in amounts)))
+        return table
+
+
+def _components(transfer: Transfer) -> list[str]:
+    """The path of a leaf, without what marks a layer of a stack."""
+    return transfer.name.replace("[i]", "").split(".")
 
 
 def readable_bytes(num_bytes: int) -> str:

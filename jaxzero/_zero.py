@@ -95,12 +95,15 @@ class Zero:
 
         return run_automatic(run, shardings, self.mesh, *args)
 
-    def abstract(self, init_fn: Callable, *args: Any, specs: Any = None) -> Any:
+    def abstract(
+        self, init_fn: Callable, *args: Any, specs: Any = None, codec: Codec | None = None
+    ) -> Any:
         """What `init` would return, as `ShapeDtypeStruct`s with shardings: nothing is made.
 
-        Use it as the target of a restore, or to load a checkpoint into.
+        Use it as the target of a restore, or to load a checkpoint into. With `codec`, what
+        `shard` would return.
         """
-        plan = self._plan(jax.eval_shape(init_fn, *args), specs)
+        plan = self._plan(jax.eval_shape(init_fn, *args), specs, codec)
         shardings = jax.tree.leaves(plan.shardings(self.mesh, self._weight_axes))
         structs = [
             jax.ShapeDtypeStruct(leaf.stored.shape, leaf.stored.dtype, sharding=sharding)
@@ -123,7 +126,7 @@ class Zero:
         Returns:
             The same as `init`; with a codec, leaves of unsigned integers.
         """
-        plan = self._plans.add(plan_tree(tree, self._devices, self.config, specs, codec))
+        plan = self._plan(tree, specs, codec)
         leaves = place_tree(plan, jax.tree.leaves(tree), self.mesh, self._weight_axes)
         return jax.tree.unflatten(plan.treedef, leaves)
 
@@ -335,8 +338,8 @@ class Zero:
             )
         return memory_of(transform.call, transform.options.argnums, wire_state, transform.wire)
 
-    def _plan(self, tree: Any, specs: Any) -> TreePlan:
-        return self._plans.add(plan_tree(tree, self._devices, self.config, specs))
+    def _plan(self, tree: Any, specs: Any, codec: Codec | None = None) -> TreePlan:
+        return self._plans.add(plan_tree(tree, self._devices, self.config, specs, codec))
 
     def find_plan(self, tree: Any) -> TreePlan | None:
         """How a tree from `init`, `shard` or `init_optimizer` is laid out; None: it is not."""

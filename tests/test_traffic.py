@@ -158,5 +158,9 @@ def test_report_as_table_and_data():
     by_leaf = sum(row["device_bytes"] for row in data["leaves"])
     by_kind = sum(row["device_bytes"] for row in data["kinds"])
     assert by_leaf == by_kind == data["device_bytes"]
+    by_group = sum(row["device_bytes"] for row in data["groups"])
+    other = report.traffic.amount(lambda t: t.purpose == "other").device_bytes
+    assert by_group == data["device_bytes"] - other
+    assert [row["name"] for row in data["groups"][::2]] == ["down", "scale", "up"]
     names = {row["name"] for row in data["leaves"] if row["purpose"] == "gradients"}
     assert names == {"up[i]", "down[i]", "scale[i]"}

@@ -235,6 +235,8 @@ def test_frozen_weights_stored_as_messages():
         zero = _zero(config, mesh, gradients=jz.Hops(), min_quantized_size=100)
         frozen = zero.shard(whole, codec=jz.Int8(block=64))
         assert frozen["w"].dtype == jnp.uint8 and frozen["norm"].dtype == jnp.float32
+        target = zero.abstract(lambda: whole, codec=jz.Int8(block=64))
+        assert target["w"].shape == frozen["w"].shape and target["w"].dtype == jnp.uint8
         held = frozen["w"].addressable_shards[0].data.nbytes * zero.mesh.size
         assert held < 1.2 * whole["w"].size
         decoded = jax.device_get(zero.unshard(frozen))
