@@ -31,7 +31,9 @@ def _on_devices(function, mesh, in_specs, out_specs):
 
 
 def _gathered(shard, layout, wire):
-    pieces = gather(Pieces.plain(shard, layout.dim), wire.gather_axes, wire)
+    pieces = gather(
+        Pieces.plain(shard, layout.dim), wire.gather_axes, shard.size * wire.pieces, wire
+    )
     return unpad(pieces.join(), layout)
 
 
@@ -109,7 +111,7 @@ def test_sum_whole():
     for config in (jz.zero3(), CONFIGS["bfloat16"]):
         wire = Wire.of(mesh, config)
         run = _on_devices(
-            lambda xs, wire=wire: sum_whole([x[0] for x in xs], wire),
+            lambda xs, wire=wire: sum_whole([x[0] for x in xs], [x[0].size for x in xs], wire),
             mesh,
             P(("node", "local")),
             P(),

@@ -256,7 +256,7 @@ def test_another_wire_or_other_devices_start_a_new_wire_state(
     zeropp4 = with_wire(settings, "zeropp4")
     saved = saved_after_one_step(zeropp4, console)
     fewer = restored(
-        dataclasses.replace(zeropp4, devices=jobs.Devices(nodes=1, devices=2)), console
+        dataclasses.replace(zeropp4, devices=jobs.Devices(nodes=2, devices=4)), console
     )
     assert same_arrays(saved.params, fewer.params)
     assert not same_arrays(saved.wire_state, fewer.wire_state)
