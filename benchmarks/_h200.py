@@ -17,7 +17,8 @@ _TARGET = Path(__file__).with_name("h200.txtpb")  # what XLA must know of one
 
 
 def h200_mesh(nodes: int, local: int) -> jax.sharding.Mesh:
-    """`nodes` x `local` of them, each node one host."""
+    """`nodes` x `local` of them, each node one host; before any other use of JAX's devices."""
+    jax.config.update("jax_platforms", "cpu")  # or JAX, finding no GPU, drops its compiler too
     topology = topologies.get_topology_desc(
         platform="cuda", topology=f"1x{nodes}x{local}", target_config=_TARGET.read_text()
     )
