@@ -61,8 +61,9 @@ def main(
             crossing = [c for c in collectives(text) if c.crosses(local)]
             bytes_by_type: Counter[str] = Counter()
             for c in crossing:
-                dtype = c.results[0].dtype
-                bytes_by_type[dtype] += c.node_bytes(local) * c.trips * local
+                for shape in c.results:  # XLA:GPU combines collectives of several types
+                    one = dataclasses.replace(c, results=(shape,))
+                    bytes_by_type[shape.dtype] += one.node_bytes(local) * c.trips * local
             entering = sum(bytes_by_type.values())
             append_row(
                 "wire",
