@@ -48,8 +48,8 @@ def _done(wire: jobs.Wire, optimization: jobs.Optimization) -> dict[int, dict[st
         for row in rows
         if "run" in row["results"]
         and row["results"].get("wire") == wire
-        and is_current(row, *_CODE)
         and {**row["results"]["optimization"], "seed": None} == wanted
+        and is_current(row, *_CODE)
     }
 
 

@@ -185,7 +185,7 @@ def _plan_as_it_is(tree: Any) -> TreePlan:
 
 
 def _sharding_to_read(leaf: Leaf, like: Any, zero: Zero) -> NamedSharding:
-    """That of the array wanted, where it has the same shape and is cut evenly."""
+    """How a leaf is read: as the array wanted is laid out, if that is stored in its own shape."""
     sharding = getattr(like, "sharding", None)
     if leaf.layout is None and isinstance(sharding, NamedSharding) and not _is_key(like):
         return NamedSharding(auto_mesh(zero.mesh), sharding.spec)

@@ -194,7 +194,7 @@ def test_small_arrays_travel_whole():
         _, grads = _step(zero, loss, zero.shard(whole), x, microbatches=microbatches)
         np.testing.assert_allclose(grads["layers"], want["layers"], atol=1e-7)
     params = zero.shard(whole)
-    transfers = zero.report(params, plan=zero.plan(loss, params, x)).traffic.transfers
+    transfers = zero.plan(loss, params, x).transfers
     assert {t.dtype for t in transfers if t.name.startswith("layers")} == {"float32"}
     assert {t.dtype for t in transfers if t.name == "w"} == {"uint8"}
 
@@ -335,8 +335,7 @@ def test_messages_of_another_codec_or_type_are_told_apart():
 
 def _wire_types(zero, whole, loss, x):
     """The types that weights and gradients of leaves travel in."""
-    params = zero.shard(whole)
-    transfers = zero.report(params, plan=zero.plan(loss, params, x)).traffic.transfers
+    transfers = zero.plan(loss, zero.shard(whole), x).transfers
     return {(t.purpose, t.dtype) for t in transfers if t.purpose != "other"}
 
 
