@@ -17,11 +17,13 @@ from jax import lax
 
 from . import _views as views
 from ._codecs import Cast
-from ._collectives import Wire, accumulator_dtype, gather, reduce, unpad
+from ._collectives import Wire, accumulator_dtype, gather, unpad
 from ._gradients import Demand
+from ._messages import unpack
 from ._partition import Layout
 from ._pieces import Pieces
 from ._program import Barrier, Constant, Loop, Operation, Value
+from ._reductions import reduce
 from ._schedule import BlockPlan, Gather
 from ._traffic import labelled, repeated
 from ._uses import Stack, View, Weight
@@ -226,7 +228,7 @@ def _whole(pieces: Pieces, ops: tuple[views.Op, ...], weight: Weight, wire: Wire
         pieces, layout = _on_shard(pieces, ops, weight)
     else:
         layout = weight.layout
-    full = gather(pieces, wire.gather_axes, size, wire)
+    (full,) = unpack(gather([pieces], wire.gather_axes, [size], wire))
     first = after[0] if after else None
     x = unpad(full.join(first.dtype if isinstance(first, views.Cast) else None), layout)
     for op in after:

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ._accumulate import Sums
-from ._collectives import Wire, accumulator_dtype, move_split, pad, reduce_over_node, sum_whole
+from ._collectives import Wire, accumulator_dtype, move_split, pad
 from ._gradients import Demand
 from ._mesh import AXES, LOCAL, NODE
 from ._partition import Layout, Leaf
+from ._reductions import reduce_over_node, sum_whole
 from ._traffic import all_reduce, labelled
 
 

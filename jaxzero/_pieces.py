@@ -14,6 +14,7 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
@@ -99,6 +100,11 @@ class Pieces:
         return dataclasses.replace(
             self, data=data, shape=self.shape[1:], dim=self.dim - 1, lead=self.lead - 1
         )
+
+
+jax.tree_util.register_dataclass(
+    Pieces, ["data"], ["codec", "shape", "dim", "dtype", "lead", "pinned"]
+)
 
 
 def to_stored(x: Shaped[Array, ...], leaf: Leaf) -> Shaped[Array, ...]:

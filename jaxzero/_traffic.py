@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,8 @@ class Transfer:
 
     Attributes:
         purpose: "weights", "gradients", or "other" (losses, weights of examples, aux).
-        name: of the leaf, or "".
+        name: of the leaf, or of the first of several; or "".
+        parts: of a message for several leaves, the name of each and its part of `num_bytes`.
         collective: "all-gather", "all-to-all", "reduce-scatter" or "all-reduce".
         axis: the mesh axis it runs over, of more than one device; or "node+local".
         dtype: on the wire.
@@ -53,6 +54,24 @@ class Transfer:
     node_bytes: int
     trips: int = 1
     microbatches: int = 1
+    parts: tuple[tuple[str, int], ...] = ()
+
+    def by_leaf(self) -> tuple[Transfer, ...]:
+        """What it does for each of its leaves, as if each had been sent alone."""
+        if not self.parts:
+            return (self,)
+
+        def part(name: str, size: int) -> Transfer:
+            return dataclasses.replace(
+                self,
+                name=name,
+                parts=(),
+                num_bytes=size,
+                entering_bytes=self.entering_bytes * size // self.num_bytes,
+                node_bytes=self.node_bytes * size // self.num_bytes,
+            )
+
+        return tuple(part(*each) for each in self.parts)
 
 
 class Ledger:
@@ -62,24 +81,36 @@ class Ledger:
         self.sizes = sizes
         self.transfers: list[Transfer] = []
 
-    def note(self, collective: str, axis: Axes, dtype: Any, num_bytes: int) -> None:
+    def note(
+        self,
+        collective: str,
+        axis: Axes,
+        dtype: Any,
+        num_bytes: int,
+        shares: tuple[int, ...] = (),
+    ) -> None:
         axes = tuple(a for a in ((axis,) if isinstance(axis, str) else axis) if self.sizes[a] > 1)
         if not axes:
             return
         sent = 2 * num_bytes if collective == "all-reduce" else num_bytes
         num = math.prod(self.sizes[name] for name in axes)
         nodes = self.sizes[NODE] if NODE in axes else 1
-        purpose, name = _label.get()
+        purpose, names = _label.get()
+        parts: tuple[tuple[str, int], ...] = ()
+        if shares and len(names) > 1:
+            sizes = (share * num_bytes // sum(shares) for share in shares)
+            parts = tuple(zip(names, sizes, strict=True))
         self.transfers.append(
             Transfer(
                 purpose,
-                name,
+                names[0],
                 collective,
                 "+".join(axes),
                 str(dtype),
                 num_bytes,
                 entering_bytes=sent * (num - 1) // num,
                 node_bytes=sent * (nodes - 1) // nodes,
+                parts=parts,
             )
         )
 
@@ -87,8 +118,8 @@ class Ledger:
 _ledger: contextvars.ContextVar[Ledger | None] = contextvars.ContextVar(
     "jaxzero_ledger", default=None
 )
-_label: contextvars.ContextVar[tuple[str, str]] = contextvars.ContextVar(
-    "jaxzero_label", default=("other", "")
+_label: contextvars.ContextVar[tuple[str, tuple[str, ...]]] = contextvars.ContextVar(
+    "jaxzero_label", default=("other", ("",))
 )
 
 
@@ -103,12 +134,32 @@ def recording(ledger: Ledger | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def labelled(purpose: str, name: str = "") -> Iterator[None]:
-    """Say what the collectives inside are for; the compiled program carries it as a scope."""
-    token = _label.set((purpose, name))
+def labelled(purpose: str, *names: str) -> Iterator[None]:
+    """Say what the collectives inside are for; the compiled program carries it as a scope.
+
+    Args:
+        purpose: as in `Transfer`.
+        names: of the leaves.
+    """
+    token = _label.set((purpose, names or ("",)))
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     try:
-        with jax.named_scope(f"{purpose}({name})" if name else purpose):
+        with jax.named_scope(f"{purpose}({names[0]}{more})" if names else purpose):
             yield
+    finally:
+        _label.reset(token)
+
+
+@contextlib.contextmanager
+def picked(numbers: Sequence[int]) -> Iterator[None]:
+    """Of the names that `labelled` gave, say which the collectives inside are for."""
+    purpose, names = _label.get()
+    if len(names) == 1:
+        yield
+        return
+    token = _label.set((purpose, tuple(names[i] for i in numbers)))
+    try:
+        yield
     finally:
         _label.reset(token)
 
@@ -148,31 +199,42 @@ def repeated(
     return traced, done
 
 
-def _note(collective: str, axis: Axes, x: Any) -> None:
+def _note(collective: str, axis: Axes, x: Any, shares: tuple[int, ...] = ()) -> None:
     ledger = _ledger.get()
     if ledger is not None:
-        ledger.note(collective, axis, x.dtype, x.size * x.dtype.itemsize)
+        ledger.note(collective, axis, x.dtype, x.size * x.dtype.itemsize, shares)
 
 
-def all_gather(x: Shaped[Array, ...], axis: Axes, dim: int) -> Shaped[Array, ...]:
+# `shares` are the bytes that each of the leaves has in a row of a message for several.
+
+
+def all_gather(
+    x: Shaped[Array, ...], axis: Axes, dim: int, shares: tuple[int, ...] = ()
+) -> Shaped[Array, ...]:
     """Join the devices' arrays along `dim`, in the order of `axis`."""
     full = lax.all_gather(x, axis, axis=dim, tiled=True)
-    _note("all-gather", axis, full)
+    _note("all-gather", axis, full, shares)
     return full
 
 
 def all_to_all(
-    x: Shaped[Array, ...], axis: Axes, split_dim: int = 0, concat_dim: int = 0
+    x: Shaped[Array, ...],
+    axis: Axes,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    shares: tuple[int, ...] = (),
 ) -> Shaped[Array, ...]:
     """Send the i-th piece of `split_dim` to device i; join what arrives along `concat_dim`."""
-    _note("all-to-all", axis, x)
+    _note("all-to-all", axis, x, shares)
     x = varying(x, axis)
     return lax.all_to_all(x, axis, split_axis=split_dim, concat_axis=concat_dim, tiled=True)
 
 
-def reduce_scatter(x: Shaped[Array, ...], axis: Axes, dim: int) -> Shaped[Array, ...]:
+def reduce_scatter(
+    x: Shaped[Array, ...], axis: Axes, dim: int, shares: tuple[int, ...] = ()
+) -> Shaped[Array, ...]:
     """Sum over devices; device i keeps the i-th piece of `dim`."""
-    _note("reduce-scatter", axis, x)
+    _note("reduce-scatter", axis, x, shares)
     return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
 

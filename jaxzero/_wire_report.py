@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -52,16 +52,7 @@ class Traffic:
 
     def amount(self, wanted: Callable[[Transfer], bool] = lambda _: True) -> Amount:
         """The sum over those transfers that are `wanted`."""
-        some = [transfer for transfer in self.transfers if wanted(transfer)]
-        return Amount(
-            sum(transfer.trips for transfer in some),
-            sum(transfer.entering_bytes * transfer.trips for transfer in some),
-            sum(
-                transfer.entering_bytes * transfer.trips // transfer.microbatches
-                for transfer in some
-                if transfer.microbatches > 1
-            ),
-        )
+        return _sum([transfer for transfer in self.transfers if wanted(transfer)])
 
     @property
     def node_bytes(self) -> int:
@@ -82,13 +73,24 @@ class Traffic:
     @property
     def groups(self) -> tuple[str, ...]:
         """The parts of the model that leaves belong to: where their paths begin to differ."""
-        return tuple(dict.fromkeys(self._group(t) for t in self.transfers if t.purpose != "other"))
+        return tuple(dict.fromkeys(self._group(t) for t in self._by_leaf if t.purpose != "other"))
 
     def of_group(self, group: str, axis: str) -> Amount:
-        """The sum over the weights and gradients of one of `groups`, on one axis."""
-        return self.amount(
-            lambda t: t.purpose != "other" and t.axis == axis and self._group(t) == group
-        )
+        """The sum over the weights and gradients of one of `groups`, on one axis.
+
+        A collective for leaves of several groups counts in each of them.
+        """
+
+        def belongs(t: Transfer) -> bool:
+            return t.purpose != "other" and t.axis == axis and self._group(t) == group
+
+        some = [t for t in self._by_leaf if belongs(t)]
+        involved = [t for t in self.transfers if any(belongs(part) for part in t.by_leaf())]
+        return dataclasses.replace(_sum(some), collectives=_sum(involved).collectives)
+
+    @functools.cached_property
+    def _by_leaf(self) -> tuple[Transfer, ...]:
+        return tuple(part for transfer in self.transfers for part in transfer.by_leaf())
 
     def _group(self, transfer: Transfer) -> str:
         shared = self._shared_components
@@ -96,13 +98,15 @@ class Traffic:
 
     @functools.cached_property
     def _shared_components(self) -> int:
-        paths = [_components(t) for t in self.transfers if t.purpose != "other" and t.name]
+        paths = [_components(t) for t in self._by_leaf if t.purpose != "other" and t.name]
         columns = zip(*(path[:-1] for path in paths), strict=False)
         return next((i for i, column in enumerate(columns) if len(set(column)) > 1), 0)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, as plain data: in all, by kind, by part of the model, and leaf by leaf."""
-        leaves = dict.fromkeys((t.purpose, t.name, t.axis) for t in self.transfers)
+        leaves: dict[tuple[str, str, str], list[Transfer]] = {}
+        for part in self._by_leaf:
+            leaves.setdefault((part.purpose, part.name, part.axis), []).append(part)
         return {
             "node_bytes": self.node_bytes,
             "slice_bytes": self.slice_bytes,
@@ -122,11 +126,9 @@ class Traffic:
             "leaves": [
                 {
                     **dict(zip(("purpose", "name", "axis"), leaf, strict=True)),
-                    **dataclasses.asdict(
-                        self.amount(lambda t, leaf=leaf: (t.purpose, t.name, t.axis) == leaf)
-                    ),
+                    **dataclasses.asdict(_sum(parts)),
                 }
-                for leaf in leaves
+                for leaf, parts in leaves.items()
             ],
         }
 
@@ -161,6 +163,14 @@ class Traffic:
             sizes = (readable_bytes(amount.device_bytes) for amount in amounts)
             table.add_row(group, *sizes, str(sum(amount.collectives for amount in amounts)))
         return table
+
+
+def _sum(transfers: Sequence[Transfer]) -> Amount:
+    return Amount(
+        sum(t.trips for t in transfers),
+        sum(t.entering_bytes * t.trips for t in transfers),
+        sum(t.entering_bytes * t.trips // t.microbatches for t in transfers if t.microbatches > 1),
+    )
 
 
 def _components(transfer: Transfer) -> list[str]:

@@ -9,9 +9,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
-from jaxzero._collectives import Wire, gather, move_split, pad, reduce, sum_whole, unpad
+from jaxzero._collectives import Wire, gather, move_split, pad, unpad
+from jaxzero._messages import unpack
 from jaxzero._partition import Layout
 from jaxzero._pieces import Pieces
+from jaxzero._reductions import reduce, sum_whole
 
 CONFIGS = {
     "plain": jz.zero3(),
@@ -31,10 +33,9 @@ def _on_devices(function, mesh, in_specs, out_specs):
 
 
 def _gathered(shard, layout, wire):
-    pieces = gather(
-        Pieces.plain(shard, layout.dim), wire.gather_axes, shard.size * wire.pieces, wire
-    )
-    return unpad(pieces.join(), layout)
+    pieces, size = Pieces.plain(shard, layout.dim), shard.size * wire.pieces
+    (full,) = unpack(gather([pieces], wire.gather_axes, [size], wire))
+    return unpad(full.join(), layout)
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -1,0 +1,158 @@
+"""Several values as one message: what a unit of weights or gradients sends over a hop.
+
+A collective has a fixed price, whatever it carries. So the values of a unit are laid side
+by side, as bits, in one array with a row for each device; after the collective each value
+is a range of columns of it, which its decoding reads in place. What has one type stays in
+it, and types that differ are joined as bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Shaped
+
+from ._codecs import from_bits, to_bits
+from ._pieces import Pieces
+from ._traffic import all_gather, picked
+
+Column = tuple[int, Any]  # how many elements in a row, of which type
+
+
+def can_join(dtype: Any) -> bool:
+    """Whether values of a type can lie in a message beside others."""
+    is_number = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    return bool(is_number) and jnp.dtype(dtype).itemsize >= 1
+
+
+def join(rows: Sequence[Shaped[Array, "n _"]]) -> Shaped[Array, "n m"]:
+    """Lay arrays of rows side by side; as bytes, if their types differ."""
+    if len({x.dtype for x in rows}) > 1:
+        rows = [_as_bytes(x) for x in rows]
+    return rows[0] if len(rows) == 1 else lax.concatenate(rows, 1)
+
+
+def split(data: Shaped[Array, "n m"], columns: Sequence[Column]) -> list[Shaped[Array, "n _"]]:
+    """Undo `join`."""
+    mixed = len({dtype for _, dtype in columns}) > 1
+    parts, start = [], 0
+    for length, dtype in columns:
+        width = length * (jnp.dtype(dtype).itemsize if mixed else 1)
+        part = lax.slice_in_dim(data, start, start + width, axis=1)
+        parts.append(_from_bytes(part, dtype) if mixed else part)
+        start += width
+    return parts
+
+
+def widths(columns: Sequence[Column]) -> tuple[int, ...]:
+    """Bytes of each part of a row."""
+    return tuple(length * jnp.dtype(dtype).itemsize for length, dtype in columns)
+
+
+def _as_bytes(x: Shaped[Array, "n m"]) -> Shaped[Array, "n m"]:
+    if x.dtype.itemsize == 1:
+        return lax.bitcast_convert_type(x, jnp.uint8)
+    return lax.bitcast_convert_type(x, jnp.uint8).reshape(len(x), x.shape[1] * x.dtype.itemsize)
+
+
+def _from_bytes(x: Shaped[Array, "n m"], dtype: Any) -> Shaped[Array, "n m"]:
+    size = jnp.dtype(dtype).itemsize
+    if size > 1:
+        x = x.reshape(len(x), x.shape[1] // size, size)
+    return lax.bitcast_convert_type(x, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parcel:
+    """Weights on their way, or arrived: one message, or a single value as it is.
+
+    Attributes:
+        data: `[rows, m]`, one row from each device so far, or what `Pieces` holds.
+        parts: what is in a row, without data.
+        positions: their numbers among the weights that are sent together.
+    """
+
+    data: Shaped[Array, ...]
+    parts: tuple[Pieces, ...]
+    positions: tuple[int, ...]
+
+    def gather(self, axis: str) -> Parcel:
+        """Put the rows of all devices along `axis` below each other."""
+        with picked(self.positions):
+            if len(self.parts) == 1:
+                pieces = dataclasses.replace(self.parts[0], data=self.data).gather(axis)
+                return _alone(pieces, self.positions[0])
+            data = all_gather(self.data, axis, 0, widths(_columns(self.parts)))
+            return dataclasses.replace(self, data=data)
+
+    def unpack(self) -> list[Pieces]:
+        """Each of the values again."""
+        if len(self.parts) == 1:
+            return [dataclasses.replace(self.parts[0], data=self.data)]
+        rows = split(self.data, _columns(self.parts))
+        return [_from_rows(part, x) for part, x in zip(self.parts, rows, strict=True)]
+
+
+jax.tree_util.register_dataclass(Parcel, ["data"], ["parts", "positions"])
+
+
+def pack(pieces: Sequence[Pieces]) -> list[Parcel]:
+    """One message of all that can share one; of the others, one each."""
+    shared = [i for i, x in enumerate(pieces) if not x.lead and can_join(_row_type(x))]
+    if len(shared) < 2:
+        return [_alone(x, i) for i, x in enumerate(pieces)]
+    chosen = [pieces[i] for i in shared]
+    data = join([_bits(x).reshape(1, x.data.size) for x in chosen])
+    parcel = Parcel(data, tuple(_without_data(x) for x in chosen), tuple(shared))
+    return [parcel, *(_alone(x, i) for i, x in enumerate(pieces) if i not in shared)]
+
+
+def unpack(parcels: Sequence[Parcel]) -> list[Pieces]:
+    """Undo `pack`, after any number of gathers."""
+    found = {i: x for parcel in parcels for i, x in _numbered(parcel)}
+    return [found[i] for i in range(len(found))]
+
+
+def _numbered(parcel: Parcel) -> list[tuple[int, Pieces]]:
+    return list(zip(parcel.positions, parcel.unpack(), strict=True))
+
+
+def _alone(pieces: Pieces, position: int) -> Parcel:
+    return Parcel(pieces.data, (_without_data(pieces),), (position,))
+
+
+def _without_data(pieces: Pieces) -> Pieces:
+    """What is to be known of the pieces; their data only as a shape."""
+    struct = jax.ShapeDtypeStruct(pieces.data.shape, pieces.data.dtype)
+    return dataclasses.replace(pieces, data=struct)  # pyright: ignore[reportArgumentType]
+
+
+def _bits(pieces: Pieces) -> Array:
+    return pieces.data if pieces.codec is not None else to_bits(pieces.data)
+
+
+def _row_type(pieces: Pieces) -> Any:
+    return jax.eval_shape(_bits, pieces).dtype
+
+
+def _columns(parts: Sequence[Pieces]) -> list[Column]:
+    return [(math.prod(part.data.shape), np.dtype(_row_type(part))) for part in parts]
+
+
+def _from_rows(part: Pieces, rows: Shaped[Array, "n m"]) -> Pieces:
+    """Pieces again, from one row of each device."""
+    if part.codec is not None:
+        pieces, size = part.data.shape
+        return dataclasses.replace(part, data=rows.reshape(len(rows) * pieces, size))
+    x = from_bits(rows, part.dtype).reshape(len(rows), *part.shape)
+    x = jnp.moveaxis(x, 0, part.dim)
+    dim, shape = part.dim, part.shape
+    x = x.reshape(*shape[:dim], len(rows) * shape[dim], *shape[dim + 1 :])
+    return dataclasses.replace(part, data=x, shape=tuple(x.shape))
