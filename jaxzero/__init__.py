@@ -18,6 +18,7 @@ from ._config import Difference as Difference
 from ._config import ErrorFeedback as ErrorFeedback
 from ._config import Hops as Hops
 from ._config import HpZ as HpZ
+from ._config import Schedule as Schedule
 from ._config import ZeroConfig as ZeroConfig
 from ._config import ddp as ddp
 from ._config import hsdp as hsdp
@@ -26,5 +27,5 @@ from ._config import zeropp as zeropp
 from ._config import zeropp4 as zeropp4
 from ._mesh import fold_in_device as fold_in_device
 from ._mesh import make_mesh as make_mesh
-from ._schedule import Plan as Plan
+from ._plan import Plan as Plan
 from ._zero import Zero as Zero

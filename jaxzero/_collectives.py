@@ -21,13 +21,13 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Shaped
 
 from ._codecs import Cast, Codec, from_bits, is_narrow_float, to_bits
-from ._config import Difference, ErrorFeedback, Hops, HpZ, ZeroConfig
+from ._config import Difference, ErrorFeedback, Hops, HpZ, Schedule, ZeroConfig
 from ._mesh import AXES, LOCAL, NODE
 from ._messages import Parcel, pack, unpack
 from ._partition import Layout
 from ._pieces import Pieces
 from ._simulate import AnyMesh
-from ._traffic import all_to_all
+from ._traffic import all_to_all, picked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Wire:
     gradients: Hops
     hpz: HpZ | None
     min_quantized_size: int
+    schedule: Schedule
 
     @classmethod
     def of(cls, mesh: AnyMesh, config: ZeroConfig) -> Wire:
@@ -51,6 +52,7 @@ class Wire:
             config.gradients,
             config.hpz,
             config.min_quantized_size,
+            config.schedule,
         )
 
     @property
@@ -64,8 +66,8 @@ class Wire:
 
     @property
     def gather_axes(self) -> tuple[str, ...]:
-        """The axes that a weight is gathered over where it is used, in this order."""
-        return (LOCAL,) if self.hpz else self.axes[::-1]
+        """The axes that a shard is gathered over, in this order."""
+        return self.axes[::-1]
 
     def long(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Those of `axes` that have more than one device."""
@@ -109,23 +111,32 @@ def unpad(x: Shaped[Array, ...], layout: Layout) -> Shaped[Array, ...]:
     return lax.slice_in_dim(x, 0, layout.size, axis=layout.dim) if layout.is_padded else x
 
 
-def gather(
-    pieces: Sequence[Pieces], axes: tuple[str, ...], sizes: Sequence[int], wire: Wire
-) -> list[Parcel]:
-    """All-gather several weights over `axes`, in this order: one message for each hop.
+def gather(pieces: Sequence[Pieces], sizes: Sequence[int], wire: Wire) -> list[Parcel]:
+    """All-gather weights over the axes that each still is cut along: one message for each hop.
 
     What arrived over one axis is passed on over the next, if that has the same codecs; else
     it is decoded and encoded again.
 
     Args:
         pieces: this device's.
-        axes: to gather over.
         sizes: of each whole array, or of one layer of it, for `min_quantized_size`.
         wire: how they travel.
 
     Returns:
         What arrived, still as messages: `unpack` makes the weights of it.
     """
+    parcels: list[Parcel] = []
+    for axes in dict.fromkeys(x.axes for x in pieces):
+        numbers = [i for i, x in enumerate(pieces) if x.axes == axes]
+        with picked(numbers):
+            some = _gather([pieces[i] for i in numbers], axes, [sizes[i] for i in numbers], wire)
+        parcels += [x.renumbered(numbers) for x in some]
+    return parcels
+
+
+def _gather(
+    pieces: list[Pieces], axes: tuple[str, ...], sizes: list[int], wire: Wire
+) -> list[Parcel]:
     parcels = None
     for axis in wire.long(axes):
         codecs = [
@@ -141,10 +152,12 @@ def gather(
     return pack(pieces) if parcels is None else parcels
 
 
-def node_slice(shard: Pieces, size: int, wire: Wire) -> Pieces:
-    """What a node keeps of a weight for a whole step (hpZ): one gather between nodes."""
-    (kept,) = unpack(gather([shard], (NODE,), [size], wire))
-    return kept if kept.pinned else keep(kept, size, wire)
+def node_slices(shards: Sequence[Pieces], sizes: Sequence[int], wire: Wire) -> list[Pieces]:
+    """What a node keeps of weights for a whole step (hpZ): one gather between nodes."""
+    first = [dataclasses.replace(x, axes=(NODE,)) for x in shards]
+    slices = unpack(gather(first, sizes, wire))
+    kept = [x if x.pinned else keep(x, size, wire) for x, size in zip(slices, sizes, strict=True)]
+    return [dataclasses.replace(x, axes=(LOCAL,)) for x in kept]
 
 
 def keep(pieces: Pieces, size: int, wire: Wire) -> Pieces:

@@ -105,6 +105,56 @@ class HpZ:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """When weights are gathered, in how large messages, and how long they are held.
+
+    Whatever it says, losses and gradients have the same bits.
+
+    Args:
+        prefetch: how many units ahead weights are gathered, in forward and backward; with
+            more than 0 a unit's gradients are reduced while the next unit computes. In a
+            loop over stacked layers, the next layer's weights and the last one's gradients
+            are on their way while a layer computes; the loop then gathers and reduces one
+            layer more than it has. 0: weights are gathered where they are used.
+        bucket_bytes: the most that one message gathers or reduces (of whole arrays, on one
+            device), if it is of several arrays. A unit is a layer, where the program repeats
+            itself or loops. 0: one message for each array.
+        max_reuse_distance: hold a weight between two uses if at most so many elements of
+            weights are used between (DeepSpeed's `stage3_max_reuse_distance`). `None`: hold
+            it within forward and within backward, not between them.
+        max_live_parameters: the most elements of weights that are held whole at any time
+            for the sake of a later use (DeepSpeed's `stage3_max_live_parameters`).
+        live_bytes: the same in bytes. With it weights are held between forward and
+            backward too, those first that wait shortest.
+    """
+
+    prefetch: int = 1
+    bucket_bytes: int = 2**29
+    max_reuse_distance: int | None = None
+    max_live_parameters: int | None = None
+    live_bytes: int | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            optional = field.default is None
+            if optional and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                or_none = " or None" if optional else ""
+                raise ValueError(
+                    f"`{field.name}` of `Schedule` must be an integer of at least 0{or_none}; "
+                    f"got {value!r}."
+                )
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether anything but the regions decides how long weights are held."""
+        bounds = (self.max_reuse_distance, self.max_live_parameters, self.live_bytes)
+        return any(bound is not None for bound in bounds)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
     """What is split, over which devices, and how it travels.
 
@@ -124,6 +174,8 @@ class ZeroConfig:
         param_persistence_threshold: leaves with fewer elements than this are stored
             whole on every device. 0 splits everything but scalars.
 
+        schedule: when weights are gathered, and how long they are held.
+
     References:
         ZeRO (https://arxiv.org/abs/1910.02054), section 5;
         ZeRO++ (https://arxiv.org/abs/2306.10209).
@@ -136,6 +188,7 @@ class ZeroConfig:
     hpz: HpZ | None = None
     min_quantized_size: int = 2**14
     param_persistence_threshold: int = 0
+    schedule: Schedule = Schedule()
 
     def __post_init__(self):
         if self.stage not in (0, 1, 2, 3):
@@ -156,6 +209,8 @@ class ZeroConfig:
                 raise ValueError(
                     f"`{name}` counts elements and cannot be negative; got {getattr(self, name)}."
                 )
+        if not isinstance(self.schedule, Schedule):
+            raise ValueError(f"`schedule` must be a `jz.Schedule(...)`; got {self.schedule!r}.")
         self._check_hops()
         self._check_use()
 

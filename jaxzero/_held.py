@@ -7,6 +7,7 @@ the slice of the step before is brought up to date instead.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from ._collectives import Wire, keep, move_split, node_slice
+from ._collectives import Wire, keep, move_split, node_slices
 from ._config import Difference
 from ._mesh import LOCAL, NODE
 from ._partition import Leaf
@@ -45,23 +46,35 @@ def hold(
     wire: Wire,
     known: Pieces | None = None,
 ) -> Pieces:
-    """What a program gathers a weight from.
+    """What a program gathers a weight from: the shard, or the node's slice.
 
     Args:
         shard: this device's piece, as it is stored.
         leaf: how it is stored.
         weight: how the program cuts it, perhaps along another dim.
         depth: how many leading dims it scans over.
-        wire: whether slices are kept, and how.
+        wire: with `hpz`, the slice is made now; without, the shard is what is held.
         known: the node's slice, where it is at hand already.
     """
+    pieces = _hold(shard, leaf, weight, depth, wire, known)
+    return dataclasses.replace(pieces, axes=(LOCAL,) if wire.hpz else wire.gather_axes)
+
+
+def _hold(
+    shard: Shaped[Array, ...],
+    leaf: Leaf,
+    weight: Weight,
+    depth: int,
+    wire: Wire,
+    known: Pieces | None,
+) -> Pieces:
     assert leaf.layout is not None
     moved = leaf.layout.dim != weight.layout.dim
     size = math.prod(leaf.shape[depth:])
     if leaf.codec is not None:
         pieces = from_stored(shard, leaf)
         if not moved:
-            return node_slice(pieces, size, wire) if wire.hpz else pieces
+            return node_slices([pieces], [size], wire)[0] if wire.hpz else pieces
         shard = pieces.join()
     if not wire.hpz:
         if not moved:
@@ -71,7 +84,7 @@ def hold(
         return Pieces.plain(x, weight.layout.dim, depth)
     if known is None:
         known = Pieces.plain(shard, leaf.layout.dim, 0 if moved else depth)
-        known = node_slice(known, size, wire)
+        (known,) = node_slices([known], [size], wire)
     if moved:  # inside the node: a slice is there already
         axes = wire.long((LOCAL,))
         x = move_split(known.join(), leaf.shape, leaf.layout, weight.layout, axes)

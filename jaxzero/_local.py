@@ -17,6 +17,7 @@ from jaxtyping import Array
 from ._accumulate import Sums, accumulate, split_microbatches
 from ._arguments import split_dim
 from ._collectives import Wire, gathered_aval, unpad
+from ._config import Schedule
 from ._emit import emit
 from ._gradients import Demand
 from ._held import hold, kept_slice, next_slice, scan_depths
@@ -24,8 +25,9 @@ from ._means import Wanted, mean_over_devices
 from ._mesh import LOCAL, NODE, REDUCTION_HOPS, microbatch_index
 from ._partition import Layout, Leaf, layouts_by_preference
 from ._pieces import Pieces, from_stored
+from ._plan import Plan
 from ._program import Block, Value, trace
-from ._schedule import Plan, make_plan
+from ._schedule import kept_inside, make_plan
 from ._traffic import labelled
 from ._uses import BlockUses, View, Weight, find_uses
 from ._wire_state import Memory
@@ -100,19 +102,23 @@ def run_on_device(
         wanted = _wanted(parameters, weights, depths, memory, microbatches, wire)
     loss = block.outputs[0] if shapes[0] is not None else None
     demands = _demands(shapes, wanted)
-    top = make_plan(block, uses, demands, loss if isinstance(loss, Value) else None)
-
-    slices, held = _held(stored, parameters, weights, depths, memory, wire)
-    kept = sum(x.data.nbytes for x in held.values()) if wire.hpz else 0
+    loss = loss if isinstance(loss, Value) else None
+    to_keep = _to_keep(parameters, weights, memory, microbatches, wire)
+    top = make_plan(block, uses, demands, loss, _schedule(wire), to_keep)
+    slices, held = _held(stored, parameters, weights, depths, memory, kept_inside(top), wire)
+    held_last = dict(held)
 
     def run(index: Array | None, inputs: list[Any]) -> tuple[Sums, list[Any]]:
         indices = [] if index is None else [index]
-        outputs = emit(top, wire, [*indices, *whole, *inputs], held)
+        outputs, held_now = emit(top, wire, [*indices, *whole, *inputs], held)
+        if index is None:
+            held_last.update(held_now)
         loss, weight, gradients, others = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
         zero = jnp.zeros(()) if loss is None else loss
         return Sums(zero, weight, gradients), others
 
     sums, others = accumulate(run, inputs, specs, microbatches)
+    kept = sum(x.data.nbytes for x in held_last.values()) if wire.hpz else 0
     if shapes[0] is None:
         return Result(None, [], others, memory, Plan(top, slice_bytes=kept))
     loss, gradients, lost = _means(sums, wanted, parameters, memory, microbatches, wire)
@@ -132,10 +138,15 @@ def _held(
     weights: dict[int, Weight],
     depths: Mapping[int, int],
     memory: Memory,
+    later: frozenset[Weight],
     wire: Wire,
 ) -> tuple[dict[int, Array], dict[Weight, Pieces]]:
-    """What each weight is gathered from; and the slices to remember."""
+    """What each weight is gathered from; and the slices to remember.
+
+    Slices of the weights in `later` are made where the program first gathers those.
+    """
     slices, held = {}, {}
+    from_shards = dataclasses.replace(wire, hpz=None)
     for i, weight in weights.items():
         leaf, known = parameters.leaves[i], None
         if i in memory.slices:
@@ -143,8 +154,38 @@ def _held(
             known = next_slice(stored[i], kept, leaf, wire)
             slices[i] = known.data
         with labelled("weights", leaf.path):
-            held[weight] = hold(stored[i], leaf, weight, depths.get(i, 0), wire, known)
+            how = from_shards if weight in later else wire
+            held[weight] = hold(stored[i], leaf, weight, depths.get(i, 0), how, known)
     return slices, held
+
+
+def _to_keep(
+    parameters: Parameters,
+    weights: dict[int, Weight],
+    memory: Memory,
+    microbatches: int,
+    wire: Wire,
+) -> frozenset[Weight]:
+    """The weights whose slices are best made where they are first gathered (hpZ).
+
+    Not those of several micro-batches, which share them, nor those that are brought up to
+    date by differences; nor those that are cut along another dim inside the node.
+    """
+    if wire.hpz is None or microbatches > 1 or wire.sizes[NODE] == 1:
+        return frozenset()
+    leaves = parameters.leaves
+    return frozenset(
+        weight
+        for i, weight in weights.items()
+        if i not in memory.slices and leaves[i].layout == weight.layout
+    )
+
+
+def _schedule(wire: Wire) -> Schedule:
+    """What was asked for; where nothing is sent there is nothing to plan."""
+    if wire.pieces == 1:
+        return dataclasses.replace(wire.schedule, prefetch=0, bucket_bytes=0)
+    return wire.schedule
 
 
 def _means(

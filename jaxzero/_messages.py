@@ -92,6 +92,10 @@ class Parcel:
             data = all_gather(self.data, axis, 0, widths(_columns(self.parts)))
             return dataclasses.replace(self, data=data)
 
+    def renumbered(self, numbers: Sequence[int]) -> Parcel:
+        """The same among other weights: what had position `i` has `numbers[i]`."""
+        return dataclasses.replace(self, positions=tuple(numbers[i] for i in self.positions))
+
     def unpack(self) -> list[Pieces]:
         """Each of the values again."""
         if len(self.parts) == 1:

@@ -36,6 +36,7 @@ class Pieces:
         dim: that the array is cut along.
         dtype: of the array.
         lead: how many leading dims are encoded element by element.
+        axes: over which it is still to be gathered, in this order.
         pinned: it is stored encoded, so it travels as it is, whatever the wire's codecs.
     """
 
@@ -45,6 +46,7 @@ class Pieces:
     dim: int
     dtype: Any
     lead: int = 0
+    axes: tuple[str, ...] = ()
     pinned: bool = False
 
     @classmethod
@@ -64,7 +66,7 @@ class Pieces:
             return self
         x = self.join()
         if codec is None:
-            return Pieces.plain(x, self.dim, self.lead)
+            return dataclasses.replace(Pieces.plain(x, self.dim, self.lead), axes=self.axes)
         rows = x.reshape(*x.shape[: self.lead], math.prod(x.shape[self.lead :]))
         # The barrier keeps XLA from moving the decoding across the collective that follows.
         message = lax.optimization_barrier(codec.encode(rows, seed=device_index(axes)))
@@ -89,21 +91,27 @@ class Pieces:
         """Put the pieces of all devices along `axis` side by side."""
         if self.codec is not None:
             return dataclasses.replace(self, data=all_gather(self.data, axis, self.lead))
-        bits = all_gather(to_bits(self.data), axis, self.dim)
-        return Pieces.plain(from_bits(bits, self.dtype), self.dim, self.lead)
+        x = from_bits(all_gather(to_bits(self.data), axis, self.dim), self.dtype)
+        return dataclasses.replace(self, data=x, shape=tuple(x.shape))
 
     def layer(self, data: Shaped[Array, ...]) -> Pieces:
         """One element of the leading dim, as a loop's body gets its `data`."""
-        if self.codec is None:
-            return Pieces.plain(data, self.dim - 1, max(self.lead - 1, 0))
-        assert self.lead > 0
+        assert self.codec is None or self.lead > 0
+        lead = max(self.lead - 1, 0)
         return dataclasses.replace(
-            self, data=data, shape=self.shape[1:], dim=self.dim - 1, lead=self.lead - 1
+            self, data=data, shape=self.shape[1:], dim=self.dim - 1, lead=lead
+        )
+
+    def stack(self, data: Shaped[Array, ...]) -> Pieces:
+        """Undo `layer`: of many such, stacked."""
+        shape = (len(data), *self.shape)
+        return dataclasses.replace(
+            self, data=data, shape=shape, dim=self.dim + 1, lead=self.lead + 1
         )
 
 
 jax.tree_util.register_dataclass(
-    Pieces, ["data"], ["codec", "shape", "dim", "dtype", "lead", "pinned"]
+    Pieces, ["data"], ["codec", "shape", "dim", "dtype", "lead", "axes", "pinned"]
 )
 
 

@@ -122,6 +122,11 @@ class Loop(Operation):
     def length(self) -> int:
         return self.equation.params["length"]
 
+    @property
+    def is_reversed(self) -> bool:
+        """Whether it begins with the last element of its stacks."""
+        return self.equation.params["reverse"]
+
     def scan(self, body: Callable, carry: Any, stacks: Any) -> tuple[Any, Any]:
         """`lax.scan` with another body, and this loop's length, direction and unrolling."""
         params = self.equation.params

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ._partition import Leaf, TreePlan
-from ._schedule import Plan
+from ._plan import Plan
 from ._simulate import AnyMesh
 from ._wire_report import Traffic, readable_bytes
 

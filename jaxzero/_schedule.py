@@ -1,32 +1,39 @@
-"""The plan: which weight is gathered before what, held until when, reduced after what.
+"""The plan of a block: which units are gathered before what, tied to what, reduced after what.
 
-A plan is data. It is made from the two analyses (`_uses`, `_gradients`), printed by
-`str(plan)`, and carried out, without further decisions, by `_emit`.
-
-Uses of one weight in the same region share a gather. The program has two regions,
-forward (up to the loss) and backward; the body of a loop is one region of its own.
+A plan is data. It is made from the two analyses (`_uses`, `_gradients`) and carried out,
+without further decisions, by `_emit`; `_plan` prints it. Weights that are gathered are held
+as `_regions` says, and sent in `_units`. The units of a block and its loops stand in a row,
+in program order: what is prefetched `n` ahead is sent where the unit `n` places earlier begins.
 
 [Note: ties] XLA would merge the gather of the backward region with that of the forward
 region, because they read the same shard, and keep the weight alive between. So each
-gather outside loops is tied: its shard passes an `optimization_barrier` together with a
-value that does not exist earlier. That value is the last result of a costly operation
-in the region, and not the other operand of the use itself, which may be a cheap
-expression that XLA fuses into the use and that a tie would force into memory. It also
-passes the gradients that were reduced before the gather before it: without that, XLA may
-put off all reductions to the end, and full gradients pile up. One gather late, so that a
-reduction can overlap with one unit of compute.
+gather is tied: its shards pass an `optimization_barrier` together with a value that does
+not exist earlier. That value is the last result of a costly operation, and not an operand
+of the use itself, which may be a cheap expression that XLA fuses into the use and that a
+tie would force into memory. It also passes the gradients that were reduced before the
+gather before it: without that, XLA may put off all reductions to the end, and full
+gradients pile up. One gather late, so that a reduction can overlap with one unit of compute.
+
+[Note: loops] A loop over stacked layers is pipelined: its carry holds the messages of the next
+layer's first `n` units, and the last layer's last gradients, encoded but not yet sent. The
+first layer's messages are sent before the loop, as if the loop were a unit; or they are those
+that the loop before it, which runs the other way, sent last. The last iteration has no next
+layer, and sends its own again.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from . import _views as views
+from ._config import Schedule
 from ._gradients import BlockGradients, Demand, find_reduces
-from ._program import Block, Loop, Value
-from ._traffic import Transfer
+from ._program import Block, Constant, Loop, Operation, Value
+from ._regions import Gather, Live, find_gathers
+from ._units import group
 from ._uses import BlockUses, Weight
 
 _COSTLY = {
@@ -49,33 +56,43 @@ _COSTLY = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Gather:
-    """One gather: of `weight`, after `ops` on its shard, held for the operations at..until."""
+class Unit:
+    """Weights that are gathered together."""
 
-    weight: Weight
-    ops: tuple[views.Op, ...]
-    region: str
-    at: int
-    until: int
+    gathers: tuple[Gather, ...]
+    issue: int  # sent before this operation
     tie: Value | None
+    ahead: bool = False  # in a loop: sent in the iteration before
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The gathered array's full shape."""
-        shape = self.weight.shape
-        for op in self.ops:
-            shape = op.out_shape(shape)
-        return shape
+    def at(self) -> int:
+        """The operation that first needs one of them."""
+        return self.gathers[0].at
+
+
+@dataclasses.dataclass(frozen=True)
+class ReduceUnit:
+    """Gradients that are reduced together, once the last of them is made."""
+
+    values: tuple[Value, ...]
+    at: int  # the operation that makes the last
+    late: bool = False  # in a loop: sent in the iteration after
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopPlan:
+    """A loop's body, and when the first layer's weights are sent."""
+
+    body: BlockPlan
+    issue: int
+    tie: Value | None = None
+    continues: int | None = None  # the loop that has sent them already
 
     @property
-    def dtype(self):
-        casts = [op.dtype for op in self.ops if isinstance(op, views.Cast)]
-        return casts[-1] if casts else self.weight.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the gathered array."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    def is_pipelined(self) -> bool:
+        """Whether anything crosses from one iteration to the next."""
+        late = any(unit.late for unit in self.body.reduces)
+        return late or any(unit.ahead for unit in self.body.units)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,59 +102,28 @@ class BlockPlan:
     block: Block
     uses: BlockUses
     gradients: BlockGradients
-    gathers: tuple[Gather, ...]
-    loops: dict[int, BlockPlan]
+    units: tuple[Unit, ...]
+    reduces: tuple[ReduceUnit, ...]
+    zeros: frozenset[Value]  # gradients of nothing but zeros, which need no reduction
+    loops: dict[int, LoopPlan]
 
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One line of a printed plan."""
-
-    region: str
-    action: str  # "gather" or "reduce"
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    num_bytes: int  # of the full array, once
-    at: str  # the operation that it precedes (gather) or follows (reduce)
-    until: str  # the operation after which the full array is dropped
-    trips: int  # how often one execution of the program does it
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Everything that one training step gathers and reduces, in program order."""
-
-    top: BlockPlan
-    at_end: tuple[str, ...] = ()  # leaves that are stored whole: all-reduced last, together
-    transfers: tuple[Transfer, ...] = ()  # every collective, in the order it was issued
-    slice_bytes: int = 0  # of the nodes' slices that one device keeps for the step (hpZ)
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        return tuple(_steps(self.top, "", 1))
-
-    def __str__(self) -> str:
-        rows = [
-            (
-                step.region,
-                f"{step.action} {step.name}",
-                f"{step.dtype}{list(step.shape)}",
-                f"{step.num_bytes / 2**20:.2f} MiB" + (f" x{step.trips}" if step.trips > 1 else ""),
-                f"before {step.at}" if step.action == "gather" else f"after {step.at}",
-                f"dropped after {step.until}" if step.action == "gather" else "",
-            )
-            for step in self.steps
-        ]
-        widths = [max((len(row[i]) for row in rows), default=0) for i in range(6)]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
-        if self.at_end:
-            lines.append(f"at the end: all-reduce {', '.join(self.at_end)}")
-        return "\n".join(line.rstrip() for line in lines)
+    def late_values(self) -> frozenset[Value]:
+        """What is known only in the iteration after: late gradients, and what is made of them."""
+        late = {value for unit in self.reduces if unit.late for value in unit.values}
+        for index in sorted(self.gradients.on_shards):
+            operation = self.block.operations[index]
+            if not late.isdisjoint(operation.inputs):
+                late.update(operation.outputs)
+        return frozenset(late)
 
 
 def make_plan(
-    block: Block, uses: BlockUses, demands: Sequence[Demand | None], loss: Value | None
+    block: Block,
+    uses: BlockUses,
+    demands: Sequence[Demand | None],
+    loss: Value | None,
+    schedule: Schedule,
+    to_keep: frozenset[Weight] = frozenset(),
 ) -> BlockPlan:
     """Decide when to gather and reduce.
 
@@ -146,51 +132,140 @@ def make_plan(
         uses: where it needs weights.
         demands: for each output, whether and how it is to be reduced.
         loss: the value that ends the forward region; None: all is forward.
+        schedule: what was asked for.
+        to_keep: weights whose first gather should keep the node's slice. Those that cannot
+            are left as they are: see `kept_inside`.
     """
     boundary = len(block.operations)
     for index, operation in enumerate(block.operations):
         if loss in operation.outputs:
             boundary = index
     gradients = find_reduces(block, uses, demands)
-    return _plan_block(block, uses, gradients, boundary)
+    plan = _plan_block(block, uses, gradients, boundary, schedule)
+    return _with_slices(plan, to_keep) if to_keep else plan
+
+
+def kept_inside(plan: BlockPlan) -> frozenset[Weight]:
+    """The weights whose slices the program makes, where it first gathers them."""
+    here = {x.weight for unit in plan.units for x in unit.gathers if x.keeps}
+    for index, loop in plan.loops.items():
+        inner = {x.weight for unit in loop.body.units for x in unit.gathers if x.keeps}
+        stacks = plan.uses.loops[index].stacks
+        here |= {stack.view.weight for stack in stacks if stack.layer in inner}
+    return frozenset(here)
 
 
 def _plan_block(
-    block: Block, uses: BlockUses, gradients: BlockGradients, boundary: int | None
+    block: Block,
+    uses: BlockUses,
+    gradients: BlockGradients,
+    boundary: int | None,
+    schedule: Schedule,
 ) -> BlockPlan:
+    in_loop = boundary is None
     loops = {}
     for index, operation in enumerate(block.operations):
         if isinstance(operation, Loop):
             inner = gradients.loops.get(index) or BlockGradients({}, {}, {}, {})
-            loops[index] = _plan_block(operation.body, uses.loops[index].body, inner, None)
-    return BlockPlan(block, uses, gradients, _gathers(block, uses, boundary), loops)
+            inside = schedule
+            if operation.length < 2:
+                inside = dataclasses.replace(schedule, prefetch=0)
+            body = _plan_block(operation.body, uses.loops[index].body, inner, None, inside)
+            loops[index] = LoopPlan(body, index)
+    zeros = _zeros(block, gradients)
+    reduces = _reduce_units(block, gradients, zeros, schedule, in_loop)
+    if in_loop and schedule.prefetch:
+        reduces = _last_late(block, gradients, reduces)
+    gathers, live = find_gathers(len(block.operations), uses, boundary, schedule)
+    gathers, groups = _grouped(gathers, loops, schedule, in_loop)
+    ties = _ties(block, uses, boundary)
+    starts = _starts(groups, loops)
+    ahead = _num_ahead(groups, starts, live, schedule) if in_loop else 0
+    units = []
+    for number, some in enumerate(groups):
+        issue = _issue(some, starts, live, schedule)
+        if number < ahead:
+            issue = groups[len(groups) - ahead + number][0].at
+        tie = ties[issue] if not in_loop or issue else None
+        units.append(Unit(tuple(some), issue, tie, number < ahead))
+    for index, loop in loops.items():
+        issue = _place_before(index, starts, schedule.prefetch)
+        continues = _continued(block, uses, loops, index, starts, schedule.prefetch)
+        loops[index] = dataclasses.replace(loop, issue=issue, tie=ties[issue], continues=continues)
+    return BlockPlan(block, uses, gradients, tuple(units), tuple(reduces), zeros, loops)
 
 
-def _gathers(block: Block, uses: BlockUses, boundary: int | None) -> tuple[Gather, ...]:
-    """One gather for each weight, wire type and region. `boundary` None: the body of a loop."""
-    ties = (
-        [None] * (len(block.operations) + 1) if boundary is None else _ties(block, uses, boundary)
-    )
-    planned: dict[tuple, Gather] = {}
-    for use in uses.uses:
-        weight = use.view.weight
-        ops, _ = views.before_gather(use.view.ops, weight.layout, weight.shape)
-        region = "loop" if boundary is None else "forward" if use.index <= boundary else "backward"
-        old = planned.get((weight, ops, region))
-        if old:
-            planned[weight, ops, region] = dataclasses.replace(old, until=use.index)
-        else:
-            gather = Gather(weight, ops, region, use.index, use.index, ties[use.index])
-            planned[weight, ops, region] = gather
-    return tuple(planned.values())
+def _grouped(
+    gathers: list[Gather], loops: dict[int, LoopPlan], schedule: Schedule, in_loop: bool
+) -> tuple[list[Gather], list[list[Gather]]]:
+    """The units of a block.
+
+    A weight that would be sent for backward while it is still held for forward is held on:
+    that takes no memory.
+    """
+
+    def units(some: list[Gather]) -> list[list[Gather]]:
+        return group(some, _signature, lambda x: x.num_bytes, schedule.bucket_bytes, in_loop)
+
+    groups = units(gathers)
+    if not schedule.prefetch:
+        return gathers, groups
+    starts = _starts(groups, loops)
+    held: dict[tuple, Gather] = {}
+    for one in gathers:
+        before = held.get((one.weight, one.ops))
+        start = max(x for x in starts if x <= one.at)
+        if before and _place_before(start, starts, schedule.prefetch) <= before.until:
+            one = dataclasses.replace(before, until=one.until)
+        held[one.weight, one.ops, one.at] = held[one.weight, one.ops] = one
+    gathers = [one for key, one in held.items() if len(key) == 3]
+    return gathers, units(sorted(gathers, key=lambda x: x.at))
 
 
-def _ties(block: Block, uses: BlockUses, boundary: int) -> list[Value | None]:
+def _signature(gather: Gather) -> tuple:
+    return gather.shape, gather.dtype, gather.region, gather.weight.layout.dim
+
+
+def _starts(groups: Sequence[Sequence[Gather]], loops: dict[int, LoopPlan]) -> list[int]:
+    """Where units, and loops that gather, begin."""
+    gathering = (i for i, loop in loops.items() if any(x.ahead for x in loop.body.units))
+    return sorted({*(some[0].at for some in groups), *gathering})
+
+
+def _place_before(start: int, starts: list[int], num: int) -> int:
+    """The start of what stands `num` places before what begins at `start`."""
+    return starts[max(0, bisect.bisect_left(starts, start) - num)] if num and starts else start
+
+
+def _issue(some: Sequence[Gather], starts: list[int], live: Live, schedule: Schedule) -> int:
+    """Where a unit is sent: as early as asked for, if there is room for it."""
+    at = some[0].at
+    for num in range(schedule.prefetch, 0, -1):
+        issue = _place_before(at, starts, num)
+        if live.has_room(some, issue, at):
+            for one in some:
+                live.add(one, issue, at)
+            return issue
+    return at
+
+
+def _num_ahead(
+    groups: list[list[Gather]], starts: list[int], live: Live, schedule: Schedule
+) -> int:
+    """How many units of a loop's body are sent in the iteration before."""
+    for num in range(min(schedule.prefetch, len(groups)), 0, -1):
+        first = [one for some in groups[:num] for one in some]
+        if live.has_room(first, 0, len(live.elements)):
+            return num
+    return 0
+
+
+def _ties(block: Block, uses: BlockUses, boundary: int | None) -> list[Value | None]:
     """For each operation, the value that a gather before it waits for. See [Note: ties]."""
     ties: list[Value | None] = []
     latest = None
     for index, operation in enumerate(block.operations):
-        if index == boundary + 1:
+        if boundary is not None and index == boundary + 1:
             latest = None
         arrays = [x for x in operation.inputs if isinstance(x, Value) and x.is_array]
         ready = [x for x in arrays if x not in uses.views]
@@ -201,46 +276,117 @@ def _ties(block: Block, uses: BlockUses, boundary: int) -> list[Value | None]:
     return [*ties, latest]
 
 
-def _steps(plan: BlockPlan, where: str, trips: int) -> Iterator[Step]:
-    operations = plan.block.operations
-    names = [*(operation.name for operation in operations), "the end"]
-    makers = {value: i for i, op in enumerate(operations) for value in op.outputs}
-    events: list[tuple[float, Step]] = []
-    for gather in plan.gathers:
-        step = Step(
-            where or gather.region,
-            "gather",
-            gather.weight.name,
-            gather.shape,
-            str(gather.dtype),
-            gather.num_bytes,
-            names[gather.at],
-            names[gather.until],
-            trips,
-        )
-        events.append((gather.at, step))
-    ends = [(plan.block.outputs[i], demand) for i, demand in plan.gradients.at_end.items()]
-    for value, demand in [*plan.gradients.reduces.items(), *ends]:
-        if not isinstance(value, Value):
-            continue  # a constant gradient, such as that of an unused scalar
-        at = makers.get(value, len(operations))
-        step = Step(
-            where or "backward",
-            "reduce",
-            demand.name,
-            value.shape,
-            str(value.dtype),
-            math.prod(value.shape) * value.dtype.itemsize,
-            names[at],
-            "",
-            trips,
-        )
-        events.append((at + 0.5, step))
-    inner = [(index + 0.25, index) for index in plan.loops]
-    for _, event in sorted([*events, *inner], key=lambda pair: pair[0]):
-        if isinstance(event, Step):
-            yield event
-            continue
-        loop = operations[event]
-        assert isinstance(loop, Loop)
-        yield from _steps(plan.loops[event], f"{where}loop {event}", trips * loop.length)
+def _continued(
+    block: Block,
+    uses: BlockUses,
+    loops: dict[int, LoopPlan],
+    index: int,
+    starts: list[int],
+    num: int,
+) -> int | None:
+    """The loop that ends with the layer that this one begins with, `num` units between."""
+
+    def sent(i: int) -> list[tuple]:
+        stacks = {stack.layer: stack.view for stack in uses.loops[i].stacks}
+        ahead = (unit for unit in loops[i].body.units if unit.ahead)
+        return [(stacks[one.weight], one.ops) for unit in ahead for one in unit.gathers]
+
+    before = [i for i in starts if i < index]
+    near = [i for i in before[-1 - num :] if i in loops]
+    if not near or not sent(index):
+        return None
+    one, other = block.operations[near[-1]], block.operations[index]
+    assert isinstance(one, Loop) and isinstance(other, Loop)
+    turns = one.length == other.length and one.is_reversed != other.is_reversed
+    return near[-1] if turns and sent(near[-1]) == sent(index) else None
+
+
+def _zeros(block: Block, gradients: BlockGradients) -> frozenset[Value]:
+    """The demanded values that are known to be zero."""
+
+    def is_zero(operation: Operation) -> bool:
+        if operation.name != "broadcast_in_dim":
+            return False
+        source = operation.inputs[0]
+        return isinstance(source, Constant) and source.is_zero
+
+    made = (op.outputs[0] for op in block.operations if is_zero(op))
+    return frozenset(value for value in made if value in gradients.reduces)
+
+
+def _reduce_units(
+    block: Block,
+    gradients: BlockGradients,
+    zeros: frozenset[Value],
+    schedule: Schedule,
+    in_loop: bool,
+) -> list[ReduceUnit]:
+    makers = {value: i for i, op in enumerate(block.operations) for value in op.outputs}
+    wanted = sorted(
+        (value for value in gradients.reduces if value not in zeros),
+        key=lambda value: makers.get(value, -1),
+    )
+
+    def signature(value: Value) -> tuple:
+        demand = gradients.reduces[value]
+        return value.shape, value.dtype, demand.layout.dim, demand.hops
+
+    def num_bytes(value: Value) -> int:
+        return math.prod(value.shape) * value.dtype.itemsize
+
+    groups = group(wanted, signature, num_bytes, schedule.bucket_bytes, in_loop)
+    return [ReduceUnit(tuple(some), makers.get(some[-1], -1)) for some in groups]
+
+
+def _last_late(
+    block: Block, gradients: BlockGradients, reduces: list[ReduceUnit]
+) -> list[ReduceUnit]:
+    """Put off the last unit of a body, unless its gradients are added to others."""
+    if not reduces:
+        return reduces
+    late = set(reduces[-1].values)
+    for index in sorted(gradients.on_shards):
+        operation = block.operations[index]
+        inputs = {x for x in operation.inputs if isinstance(x, Value)}
+        if late & inputs:
+            if not inputs <= late:
+                return reduces
+            late.update(operation.outputs)
+    return [*reduces[:-1], dataclasses.replace(reduces[-1], late=True)]
+
+
+def _with_slices(plan: BlockPlan, to_keep: frozenset[Weight]) -> BlockPlan:
+    """Mark the gathers that keep slices: the first of a weight, at the top or in a loop there."""
+    marked: set[Gather] = set()
+    loops = dict(plan.loops)
+    first: dict[Weight, int] = {}
+    for unit in plan.units:
+        for one in unit.gathers:
+            if first.setdefault(one.weight, one.at) == one.at and one.weight in to_keep:
+                marked.add(one)
+    for index in sorted(loops):
+        for stack in plan.uses.loops[index].stacks:
+            weight = stack.view.weight
+            if first.setdefault(weight, index) < index:
+                continue
+            marked = {one for one in marked if one.weight != weight}
+            first[weight] = index
+            if weight in to_keep and not stack.view.ops:
+                loops[index] = _keeping(loops[index], stack.layer)
+    units = tuple(_marked(unit, marked) for unit in plan.units)
+    return dataclasses.replace(plan, units=units, loops=loops)
+
+
+def _keeping(loop: LoopPlan, layer: Weight) -> LoopPlan:
+    """Mark the only gather of a layer, if it is gathered once, and in no loop inside."""
+    found = [one for unit in loop.body.units for one in unit.gathers if one.weight is layer]
+    inside = itertools.chain(*(x.stacks for x in loop.body.uses.loops.values()))
+    if len(found) != 1 or any(stack.view.weight is layer for stack in inside):
+        return loop
+    units = tuple(_marked(unit, set(found)) for unit in loop.body.units)
+    return dataclasses.replace(loop, body=dataclasses.replace(loop.body, units=units))
+
+
+def _marked(unit: Unit, marked: set[Gather]) -> Unit:
+    gathers = (dataclasses.replace(x, keeps=x in marked or x.keeps) for x in unit.gathers)
+    return dataclasses.replace(unit, gathers=tuple(gathers))

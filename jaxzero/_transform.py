@@ -20,7 +20,7 @@ from ._local import Parameters, run_on_device
 from ._mesh import AXES, map_devices
 from ._partition import path_name, spread_prefix
 from ._placement import constrain
-from ._schedule import Plan
+from ._plan import Plan
 from ._simulate import AnyMesh, physical
 from ._traffic import Ledger, labelled, recording
 from ._wire_state import Memory, specs_of

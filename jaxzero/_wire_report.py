@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from ._mesh import AXES, LOCAL, NODE
-from ._schedule import Plan
+from ._plan import Plan
 from ._simulate import AnyMesh
 from ._traffic import Transfer
 

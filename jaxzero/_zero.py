@@ -20,9 +20,9 @@ from ._mesh import check_mesh
 from ._optimizer import init_state, plan_state, true_shapes, warn_of_padding
 from ._partition import TreePlan, plan_tree
 from ._placement import auto_mesh, gather_whole, pad_tree, place_tree, run_automatic
+from ._plan import Plan
 from ._registry import Registry
 from ._report import Report, make_report
-from ._schedule import Plan
 from ._simulate import AnyMesh, physical
 from ._transform import Options, Transform, flat_reductions
 from ._wire_state import Memory, WireState, make_state

@@ -1,5 +1,6 @@
 """Gather and reduce against numpy, over both axes, padded and not, in every wire type."""
 
+import dataclasses
 import functools
 
 import jax
@@ -33,8 +34,8 @@ def _on_devices(function, mesh, in_specs, out_specs):
 
 
 def _gathered(shard, layout, wire):
-    pieces, size = Pieces.plain(shard, layout.dim), shard.size * wire.pieces
-    (full,) = unpack(gather([pieces], wire.gather_axes, [size], wire))
+    pieces = dataclasses.replace(Pieces.plain(shard, layout.dim), axes=wire.gather_axes)
+    (full,) = unpack(gather([pieces], [shard.size * wire.pieces], wire))
     return unpad(full.join(), layout)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from .._config import ZeroConfig
 from .._mesh import NODE
-from .._schedule import Plan
+from .._plan import Plan
 from .._zero import Zero
 from ._settings import Sharding
 from ._setup import Setup, zero_config
