@@ -70,18 +70,18 @@ class Collective:
     @property
     def entering_bytes(self) -> int:
         """Bytes that one device receives in one run, if every byte is sent once."""
-        return self._from_other(len(self.groups[0]))
+        return self.from_parts(len(self.groups[0]))
 
     def node_bytes(self, num_local: int) -> int:
         """Those of them that come from other nodes, of `num_local` devices each."""
-        return self._from_other(len({device // num_local for device in self.groups[0]}))
+        return self.from_parts(len({device // num_local for device in self.groups[0]}))
 
     def crosses(self, num_local: int) -> bool:
         """Whether its groups span several nodes of `num_local` devices each."""
         return any(len({device // num_local for device in group}) > 1 for group in self.groups)
 
-    def _from_other(self, parts: int) -> int:
-        """Bytes that a device gets from other parts, where its group has so many, equal ones."""
+    def from_parts(self, parts: int) -> int:
+        """Bytes that a device gets from other parts of its group, of so many equal ones."""
         held = sum(shape.num_bytes for shape in self.results)
         if self.op == "reduce-scatter":
             held *= len(self.groups[0])

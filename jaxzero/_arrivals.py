@@ -12,53 +12,77 @@ from jax import lax
 
 from . import _views as views
 from ._codecs import Cast
-from ._collectives import Wire, gather, node_slices, unpad
+from ._collectives import Wire, gather_hop, node_slices, start_gather, unpad
 from ._messages import Parcel, unpack
 from ._partition import Layout
 from ._pieces import Pieces
 from ._regions import Gather
 from ._schedule import Unit
-from ._traffic import labelled
+from ._traffic import labelled, picked
 from ._uses import View, Weight
 
 Held = dict[Weight, Pieces]
 
 
-def send(unit: Unit, held: Held, wire: Wire, ties: tuple[Any, ...] = ()) -> list[Parcel]:
-    """Gather the weights of a unit, in one message for each hop.
+def send(
+    unit: Unit, held: Held, wire: Wire, num_hops: int, ties: tuple[Any, ...] = ()
+) -> list[Parcel]:
+    """Send the weights of a unit over the first of `num_hops` hops, in one message.
 
     Args:
         unit: what is gathered.
         held: what this device has of the weights. A slice that is to be kept replaces the
             shard it was made of.
         wire: how they travel.
+        num_hops: that a shard takes. What has fewer before it (a slice) is only written.
         ties: values that must exist first.
 
     Returns:
-        What arrived, for `receive`.
+        What arrived, for `pass_on`, or after the last hop for `receive`.
     """
+    weights = list(dict.fromkeys(one.weight for one in unit.gathers))
+    data = tied([held[x].data for x in weights], ties)
+    now = {x: dataclasses.replace(held[x], data=d) for x, d in zip(weights, data, strict=True)}
     with labelled("weights", *(one.weight.name for one in unit.gathers)):
-        if ties:
-            weights = list(dict.fromkeys(one.weight for one in unit.gathers))
-            data, _ = lax.optimization_barrier(([held[x].data for x in weights], ties))
-            tied = zip(weights, data, strict=True)
-            held_now = {**held, **{x: dataclasses.replace(held[x], data=d) for x, d in tied}}
-        else:
-            held_now = held
-        kept = [one.weight for one in unit.gathers if one.keeps]
+        kept = [i for i, one in enumerate(unit.gathers) if one.keeps]
         if kept:
-            sizes = [math.prod(weight.shape) for weight in kept]
-            slices = node_slices([held_now[weight] for weight in kept], sizes, wire)
-            made = dict(zip(kept, slices, strict=True))
-            held_now = {**held_now, **made}
-            held.update(made)
-        pieces, sizes = [], []
+            layers = [unit.gathers[i].weight for i in kept]
+            with picked(kept):
+                sizes = [math.prod(x.shape) for x in layers]
+                slices = node_slices([now[x] for x in layers], sizes, wire)
+            now.update(zip(layers, slices, strict=True))
+            held.update(zip(layers, slices, strict=True))
+        pieces = []
         for one in unit.gathers:
-            mine = held_now[one.weight]
-            ops, _ = _order(one, mine, wire)
+            ops, _ = _order(one, now[one.weight], wire)
+            mine = now[one.weight]
             pieces.append(on_shard(mine, ops, one.weight)[0] if ops else mine)
-            sizes.append(math.prod(View(one.weight, views.up_to_last_slice(one.ops)[0]).shape))
-        return gather(pieces, sizes, wire)
+        parcels = start_gather(pieces, _sizes(unit), wire)
+    return pass_on(unit, parcels, wire, num_hops)
+
+
+def pass_on(
+    unit: Unit,
+    parcels: Sequence[Parcel],
+    wire: Wire,
+    num_hops: int,
+    ties: tuple[Any, ...] = (),
+) -> list[Parcel]:
+    """Send on what has still `num_hops` hops before it."""
+    waiting = [len(wire.long(x.parts[0].axes)) >= num_hops for x in parcels]
+    go = [x for x, waits in zip(parcels, waiting, strict=True) if waits]
+    stay = [x for x, waits in zip(parcels, waiting, strict=True) if not waits]
+    if not go:
+        return list(parcels)
+    data = tied([x.data for x in go], ties)
+    go = [dataclasses.replace(x, data=d) for x, d in zip(go, data, strict=True)]
+    with labelled("weights", *(one.weight.name for one in unit.gathers)):
+        return [*gather_hop(go, _sizes(unit), wire), *stay]
+
+
+def tied(arrays: list[Any], ties: tuple[Any, ...]) -> list[Any]:
+    """The same arrays, but not before `ties` exist."""
+    return lax.optimization_barrier((arrays, ties))[0] if ties and arrays else arrays
 
 
 def receive(unit: Unit, parcels: Sequence[Parcel], held: Held, wire: Wire) -> list[jax.Array]:
@@ -82,6 +106,13 @@ def on_shard(pieces: Pieces, ops: tuple[views.Op, ...], weight: Weight) -> tuple
     assert pushed is not None
     x = views.apply_on_shard(ops, pieces.join(), weight.layout, weight.shape)
     return dataclasses.replace(Pieces.plain(x, pushed[0].dim), axes=pieces.axes), pushed[0]
+
+
+def _sizes(unit: Unit) -> list[int]:
+    """Elements of what is sent of each weight, whole."""
+    slices = (views.up_to_last_slice(one.ops)[0] for one in unit.gathers)
+    pairs = zip(unit.gathers, slices, strict=True)
+    return [math.prod(View(one.weight, ops).shape) for one, ops in pairs]
 
 
 def _order(

@@ -27,7 +27,7 @@ from ._messages import Parcel, pack, unpack
 from ._partition import Layout
 from ._pieces import Pieces
 from ._simulate import AnyMesh
-from ._traffic import all_to_all, picked
+from ._traffic import all_to_all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,45 +111,68 @@ def unpad(x: Shaped[Array, ...], layout: Layout) -> Shaped[Array, ...]:
     return lax.slice_in_dim(x, 0, layout.size, axis=layout.dim) if layout.is_padded else x
 
 
-def gather(pieces: Sequence[Pieces], sizes: Sequence[int], wire: Wire) -> list[Parcel]:
-    """All-gather weights over the axes that each still is cut along: one message for each hop.
-
-    What arrived over one axis is passed on over the next, if that has the same codecs; else
-    it is decoded and encoded again.
+def start_gather(pieces: Sequence[Pieces], sizes: Sequence[int], wire: Wire) -> list[Parcel]:
+    """Write what the first hop of a gather sends: one message of all weights.
 
     Args:
-        pieces: this device's.
+        pieces: this device's, each with the axes that it still is cut along.
         sizes: of each whole array, or of one layer of it, for `min_quantized_size`.
         wire: how they travel.
-
-    Returns:
-        What arrived, still as messages: `unpack` makes the weights of it.
     """
-    parcels: list[Parcel] = []
-    for axes in dict.fromkeys(x.axes for x in pieces):
-        numbers = [i for i, x in enumerate(pieces) if x.axes == axes]
-        with picked(numbers):
-            some = _gather([pieces[i] for i in numbers], axes, [sizes[i] for i in numbers], wire)
-        parcels += [x.renumbered(numbers) for x in some]
+    return pack([_encoded(x, size, wire) for x, size in zip(pieces, sizes, strict=True)])
+
+
+def gather_hop(parcels: Sequence[Parcel], sizes: Sequence[int], wire: Wire) -> list[Parcel]:
+    """One all-gather of each message, over the next axis that its weights are cut along.
+
+    What arrived is passed on over the axis after that as it is, if that has the same codecs;
+    else it is decoded and encoded again.
+    """
+    result = []
+    for parcel in parcels:
+        axis = next_axis(parcel, wire)
+        if axis is None:
+            result.append(parcel)
+            continue
+        parcel = parcel.gather(axis)
+        mine = [sizes[i] for i in parcel.positions]
+        if all(
+            _codec(x, size, wire) == x.codec for x, size in zip(parcel.parts, mine, strict=True)
+        ):
+            result.append(parcel)
+        else:
+            again = start_gather(parcel.unpack(), mine, wire)
+            result += [x.renumbered(parcel.positions) for x in again]
+    return result
+
+
+def gather(pieces: Sequence[Pieces], sizes: Sequence[int], wire: Wire) -> list[Parcel]:
+    """`start_gather` and all hops. `unpack` makes the weights of what is returned."""
+    parcels = start_gather(pieces, sizes, wire)
+    while any(next_axis(parcel, wire) for parcel in parcels):
+        parcels = gather_hop(parcels, sizes, wire)
     return parcels
 
 
-def _gather(
-    pieces: list[Pieces], axes: tuple[str, ...], sizes: list[int], wire: Wire
-) -> list[Parcel]:
-    parcels = None
-    for axis in wire.long(axes):
-        codecs = [
-            x.codec if x.pinned else wire.weight_codec(axis, size, x.dtype)
-            for x, size in zip(pieces, sizes, strict=True)
-        ]
-        if any(x.codec != codec for x, codec in zip(pieces, codecs, strict=True)):
-            pieces = unpack(parcels) if parcels else pieces
-            cut = wire.axes[: wire.axes.index(axis) + 1]
-            pieces = [x.encode(codec, cut) for x, codec in zip(pieces, codecs, strict=True)]
-            parcels = None
-        parcels = [x.gather(axis) for x in parcels or pack(pieces)]
-    return pack(pieces) if parcels is None else parcels
+def next_axis(parcel: Parcel, wire: Wire) -> str | None:
+    """The axis of the next hop; None: everything has arrived."""
+    return next(iter(wire.long(parcel.parts[0].axes)), None)
+
+
+def _codec(pieces: Pieces, size: int, wire: Wire) -> Codec | None:
+    """What pieces are written with for their next hop; their own, if there is none."""
+    axis = next(iter(wire.long(pieces.axes)), None)
+    if pieces.pinned or axis is None:
+        return pieces.codec
+    return wire.weight_codec(axis, size, pieces.dtype)
+
+
+def _encoded(pieces: Pieces, size: int, wire: Wire) -> Pieces:
+    axis = next(iter(wire.long(pieces.axes)), None)
+    if axis is None:
+        return pieces
+    cut = wire.axes[: wire.axes.index(axis) + 1]
+    return pieces.encode(_codec(pieces, size, wire), cut)
 
 
 def node_slices(shards: Sequence[Pieces], sizes: Sequence[int], wire: Wire) -> list[Pieces]:

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from . import _views as views
-from ._arrivals import Held, receive, send
+from ._arrivals import Held, pass_on, receive, send, tied
 from ._collectives import Wire, accumulator_dtype
-from ._emit_loop import Prefetched, first_layer, run_loop
+from ._emit_loop import Prefetched, first_layers, run_loop
 from ._gradients import Demand
 from ._messages import Parcel
 from ._pieces import Pieces
 from ._program import Barrier, Constant, Loop, Operation, Value
-from ._reductions import Outbox, Summand, finish, reduce, start
+from ._reductions import Outbox, Summand, advance, hop_axes, reduce, start
 from ._schedule import BlockPlan
 from ._traffic import labelled
 from ._uses import Weight
@@ -50,8 +51,10 @@ class Emitter:
 
     Attributes:
         held: what is held of each weight; the slices that were kept replace the shards.
-        upcoming: what was sent for the next iteration of a loop, by number of the unit.
-        next_held: what is held of the weights of that iteration.
+        on_way: of each unit, by number, what has arrived after each hop; in a loop, of the
+            layers that come next after the first hops, and of this layer after the last.
+        upcoming: the same for the next iteration.
+        next_held: what is held of the layer that is sent over its first hop now.
         outboxes: late gradients, by number of the unit.
     """
 
@@ -60,19 +63,21 @@ class Emitter:
         plan: BlockPlan,
         wire: Wire,
         held: Mapping[Weight, Pieces],
-        arrived: Mapping[int, list[Parcel]] | None = None,
+        on_way: Mapping[int, list[list[Parcel]]] | None = None,
         next_held: Mapping[Weight, Pieces] | None = None,
     ):
         self.plan = plan
         self.wire = wire
         self.held: Held = dict(held)
         self.next_held: Held = dict(next_held or {})
-        self.arrived: dict[int, list[Parcel]] = dict(arrived or {})
+        self.on_way: dict[int, list[list[Parcel]]] = dict(on_way or {})
         self.prefetched: dict[int, Prefetched] = {}  # of the loops in this block
-        self.upcoming: dict[int, list[Parcel]] = {}
+        self.upcoming: dict[int, list[list[Parcel]]] = {}
         self.outboxes: dict[int, Outbox] = {}
         self.env: dict[Value, Any] = {}
         self._gathered: dict[tuple, Any] = {}
+        self._due: list[tuple[int, int, Outbox]] = []  # unit, next hop, what it sends
+        self._due_since: Value | None = None
         self._unsent: dict[int, dict[Value, Any]] = {}
         self._reduced_before: list[Any] = []  # before the last tied gather
         self._reduced_since: list[Any] = []
@@ -96,6 +101,7 @@ class Emitter:
             if index < len(block.operations):
                 self._run(index, block.operations[index])
             self._drop(index)
+        self.finish_due()
         late = plan.late_values()
         return [
             None if i in handed_on or atom in late else self._output(i, atom)
@@ -103,9 +109,9 @@ class Emitter:
         ]
 
     def settle(self, outboxes: Mapping[int, Outbox]) -> dict[int, Any]:
-        """Reduce what an iteration left late: its late outputs, by number."""
+        """The late outputs, by number, of what an iteration left, once it is reduced."""
         for number, outbox in outboxes.items():
-            self._finish(number, outbox)
+            self._reduced(number, outbox)
         late = self.plan.late_values()
         outputs = enumerate(self.plan.block.outputs)
         return {i: self._output(i, atom) for i, atom in outputs if atom in late}
@@ -113,26 +119,45 @@ class Emitter:
     # Weights.
 
     def _send(self, index: int) -> None:
-        for number, unit in enumerate(self.plan.units):
-            if unit.issue == index:
-                held = self.next_held if unit.ahead else self.held
-                parcels = send(unit, held, self.wire, self._ties(unit.tie))
-                (self.upcoming if unit.ahead else self.arrived)[number] = parcels
-        for number, loop in self.plan.loops.items():
+        plan, wire = self.plan, self.wire
+        for number, unit in enumerate(plan.units):
+            if index not in unit.issues:
+                continue
+            if unit.ahead:
+                ties = self._ties(unit.ties[0])
+                first = send(unit, self.next_held, wire, plan.num_hops, ties)
+                later = [
+                    pass_on(unit, parcels, wire, plan.num_hops - 1 - i, ties)
+                    for i, parcels in enumerate(self.on_way[number][:-1])
+                ]
+                self.upcoming[number] = [first, *later]
+                continue
+            for hop, issue in enumerate(unit.issues):
+                if issue == index:
+                    ties, left = self._ties(unit.ties[hop]), plan.num_hops - hop
+                    way = self.on_way.setdefault(number, [])
+                    if hop == 0:
+                        way.append(send(unit, self.held, wire, left, ties))
+                    else:
+                        way.append(pass_on(unit, way[-1], wire, left, ties))
+        for number, loop in plan.loops.items():
             if loop.issue == index and loop.is_pipelined and loop.continues is None:
-                self.prefetched[number] = first_layer(self, number, self._ties(loop.tie))
+                self.prefetched[number] = first_layers(self, number, self._ties(loop.tie))
 
     def _ties(self, tie: Value | None) -> tuple[Any, ...]:
+        """What must exist before something is sent; what is due to be reduced goes first."""
         if tie is None or tie not in self.env:
             return ()
-        ties = (self.env[tie], *self._reduced_before)
-        self._reduced_before, self._reduced_since = self._reduced_since, []
-        return ties
+        if self._due_since != tie:
+            self._due_since = tie
+            self._reduced_before, self._reduced_since = self._reduced_since, []
+            self._advance_due((self.env[tie],))
+        return (self.env[tie], *self._reduced_before)
 
     def _receive(self, index: int) -> None:
         for number, unit in enumerate(self.plan.units):
             if unit.at == index:
-                arrays = receive(unit, self.arrived.pop(number), self.held, self.wire)
+                arrays = receive(unit, self.on_way[number][-1], self.held, self.wire)
                 for one, x in zip(unit.gathers, arrays, strict=True):
                     self._gathered[one.weight, one.ops] = x
 
@@ -173,16 +198,49 @@ class Emitter:
             outbox = start([values[x] for x in unit.values], self._summands(number), self.wire)
         if unit.late:
             self.outboxes[number] = outbox
+        elif self.plan.overlaps:
+            self._due.append((number, 0, outbox))
         else:
-            self._finish(number, outbox)
+            self._advance(number, 0, outbox, all_hops=True)
 
-    def _finish(self, number: int, outbox: Outbox) -> None:
-        values = self.plan.reduces[number].values
-        with labelled("gradients", *(self.plan.gradients.reduces[x].name for x in values)):
-            shards = finish(outbox, self._summands(number), self.wire)
-        self._reduced_since += shards
-        for value, x in zip(values, shards, strict=True):
-            self._made(value, x)
+    def _advance(self, number: int, hop: int, outbox: Outbox, all_hops: bool) -> None:
+        """Do one hop, or all that are left."""
+        outbox, hop = self.reduce_hop(number, hop, outbox), hop + 1
+        if hop == self.num_reduce_hops(number):
+            self._reduced_since += outbox.rest.values()
+            self._reduced(number, outbox)
+        elif all_hops:
+            self._advance(number, hop, outbox, all_hops)
+        else:
+            self._due.append((number, hop, outbox))
+
+    def _advance_due(self, ties: tuple[Any, ...]) -> None:
+        due, self._due = self._due, []
+        for number, hop, outbox in due:
+            if hop:  # the first is sent as soon as it is written
+                leaves, treedef = jax.tree.flatten(outbox)
+                outbox = jax.tree.unflatten(treedef, tied(leaves, ties))
+            self._advance(number, hop, outbox, all_hops=False)
+
+    def finish_due(self) -> list[Any]:
+        """Reduce everything that is due; what was reduced since the last gather."""
+        while self._due:
+            self._advance_due(())
+        return self._reduced_since
+
+    def num_reduce_hops(self, number: int) -> int:
+        """How many hops a unit's gradients take."""
+        return len(hop_axes(self._summands(number), self.wire))
+
+    def reduce_hop(self, number: int, hop: int, outbox: Outbox) -> Outbox:
+        """Send a unit's gradients over one hop."""
+        demands, values = self.plan.gradients.reduces, self.plan.reduces[number].values
+        with labelled("gradients", *(demands[x].name for x in values)):
+            return advance(outbox, self._summands(number), hop, self.wire)
+
+    def _reduced(self, number: int, outbox: Outbox) -> None:
+        for i, value in enumerate(self.plan.reduces[number].values):
+            self._made(value, outbox.rest[i])
 
     def _summands(self, number: int) -> list[Summand]:
         demands = self.plan.gradients.reduces

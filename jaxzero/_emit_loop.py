@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ._arrivals import Held, on_shard, send
+from ._arrivals import Held, on_shard, pass_on, send, tied
 from ._messages import Parcel
 from ._pieces import Pieces
 from ._program import Loop
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 
 class Prefetched(NamedTuple):
-    """What is there before a layer begins."""
+    """What is there before a loop begins."""
 
-    arrived: dict[int, list[Parcel]]  # by number of the unit
-    slices: dict[Weight, Pieces]  # that were kept of it
+    on_way: dict[int, list[list[Parcel]]]  # of each unit: after each hop, as `Emitter.on_way`
+    slices: dict[int, dict[Weight, Pieces]]  # that were kept of it, by number of the layer
 
 
 class _State(NamedTuple):
     """What a pipelined loop carries."""
 
     carry: list[Any]
-    arrived: dict[int, list[Parcel]]
-    outboxes: dict[int, Outbox]  # of the last iteration
+    on_way: dict[int, list[list[Parcel]]]
+    outboxes: dict[int, list[Outbox]]  # of each late unit, of the iterations before: by hop
     late: dict[int, Array]  # stacks of the late outputs, by number
-    slices: list[Array]  # stacks of slices, for `_Loop.keeping`
+    slices: list[Array]  # stacks of slices, for `_Loop.kept_ahead`
 
 
 def run_loop(emitter: Emitter, index: int, loop: Loop) -> list[Any]:
@@ -50,19 +50,11 @@ def run_loop(emitter: Emitter, index: int, loop: Loop) -> list[Any]:
     return _Loop(emitter, index, loop).run()
 
 
-def first_layer(emitter: Emitter, index: int, ties: tuple[Any, ...]) -> Prefetched:
+def first_layers(emitter: Emitter, index: int, ties: tuple[Any, ...]) -> Prefetched:
     """Send the units that a loop's first iteration finds on their way."""
     loop = emitter.plan.block.operations[index]
     assert isinstance(loop, Loop)
-    running = _Loop(emitter, index, loop)
-    held = running.layer(jnp.asarray(loop.length - 1 if loop.is_reversed else 0))
-    before = dict(held)
-    arrived = {
-        number: send(unit, held, emitter.wire, ties)
-        for number, unit in enumerate(running.plan.body.units)
-        if unit.ahead
-    }
-    return Prefetched(arrived, {x: held[x] for x in held if held[x] is not before[x]})
+    return _Loop(emitter, index, loop).prologue(ties)
 
 
 class _Loop:
@@ -88,7 +80,39 @@ class _Loop:
         ]
         self.constants = inputs[: loop.num_constants]
         carry, stacks = inputs[loop.num_constants : first], inputs[first:]
+        if emitter.plan.overlaps:  # gradients made before would be held for the whole loop
+            carry = tied(carry, tuple(emitter.finish_due()))
         return (self._pipelined if self.plan.is_pipelined else self._plain)(carry, stacks)
+
+    def prologue(self, ties: tuple[Any, ...]) -> Prefetched:
+        """What is on its way before the first iteration: the layer of entry `s` has done
+        hops 0 to `s`."""
+        wire, num_hops = self.emitter.wire, self.plan.body.num_hops
+        on_way: dict[int, list[list[Parcel]]] = {}
+        slices: dict[int, dict[Weight, Pieces]] = {}
+        for hop in range(num_hops):
+            place = self.place(jnp.asarray(num_hops - 1 - hop))
+            held = self.layer(place)
+            before = dict(held)
+            for number, unit in enumerate(self.plan.body.units):
+                if unit.ahead:
+                    parcels = send(unit, held, wire, num_hops, ties)
+                    for done in range(1, hop + 1):
+                        parcels = pass_on(unit, parcels, wire, num_hops - done)
+                    on_way.setdefault(number, []).append(parcels)
+            slices[num_hops - 1 - hop] = {x: held[x] for x in held if held[x] is not before[x]}
+        return Prefetched(on_way, slices)
+
+    def place(self, turn: Array) -> Array:
+        """Which layer has its turn after `turn` iterations.
+
+        After the last one, what the loop that runs back takes; or the last one again.
+        """
+        length = self.loop.length
+        back = any(x.continues == self.index for x in self.emitter.plan.loops.values())
+        after = 2 * length - 1 - turn if back else length - 1
+        turn = jnp.where(turn < length, jnp.maximum(turn, 0), after)
+        return length - 1 - turn if self.loop.is_reversed else turn
 
     def layer(self, i: Array) -> Held:
         """What is held of layer `i` of each weight."""
@@ -127,23 +151,24 @@ class _Loop:
         return [*carry, *stacked]
 
     def _pipelined(self, carry: list[Any], stacks: list[Any]) -> list[Any]:
-        """The next layer's weights, and the last one's gradients, on their way meanwhile."""
+        """The next layers' weights, and the last ones' gradients, on their way meanwhile."""
         loop = self.loop
         before = self.emitter.prefetched.pop(self.index)
-        self.templates = dict(before.slices)
+        self.templates = {x: kept for each in before.slices.values() for x, kept in each.items()}
         state = self._start(carry, before, stacks)
 
         def body(state, scanned):
-            i, stacks = scanned
-            state, outputs, slices = self._iteration(state, i, stacks)
+            turn, stacks = scanned
+            state, outputs, slices = self._iteration(state, turn, stacks)
             return state, (outputs, slices)
 
+        turns = jnp.arange(loop.length)
         traced, note = repeated(body, loop.length)
-        order = jnp.arange(loop.length)
-        state, (stacked, slices) = loop.scan(traced, state, (order, stacks))
+        state, (stacked, slices) = loop.scan(
+            traced, state, (turns[::-1] if loop.is_reversed else turns, stacks)
+        )
         note()
-        last = 0 if loop.is_reversed else loop.length - 1
-        late = self._settled(state.late, state.outboxes, jnp.asarray(last))
+        late = self._flush(state)
         self._hold(dict(zip(self.kept_ahead, state.slices, strict=True)))
         self._hold(dict(zip(self.kept_here, slices, strict=True)))
         self._hand_on(state)
@@ -153,43 +178,51 @@ class _Loop:
         return outputs
 
     def _iteration(
-        self, state: _State, i: Array, stacks: Sequence[Any]
+        self, state: _State, turn: Array, stacks: Sequence[Any]
     ) -> tuple[_State, list[Any], list[Any]]:
         """One layer: the state after it, its outputs, and slices that it kept by itself."""
-        step, last = (-1 if self.loop.is_reversed else 1), self.loop.length - 1
-        following = jnp.clip(i + step, 0, last)
-        held = self.layer(i)
+        here, following = self.place(turn), self.place(turn + self.plan.body.num_hops)
+        held = self.layer(here)
         for weight, x in zip(self.kept_ahead, state.slices, strict=True):
-            data = lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+            data = lax.dynamic_index_in_dim(x, here, 0, keepdims=False)
             held[weight] = dataclasses.replace(self.templates[weight], data=data)
-        inside = self._emitter(held, state.arrived, self.layer(following))
+        inside = self._emitter(held, state.on_way, self.layer(following))
         outputs = inside.run([*self.constants, *state.carry, *stacks], self.uses.handed_on)
-        late = self._settled(state.late, state.outboxes, jnp.clip(i - step, 0, last))
+        outboxes, late = self._reduced(state, inside.outboxes, turn)
         slices = [
             lax.dynamic_update_index_in_dim(x, inside.next_held[weight].data, following, 0)
             for weight, x in zip(self.kept_ahead, state.slices, strict=True)
         ]
         self.templates.update({x: inside.held[x] for x in self.kept_here})
         carry = outputs[: self.loop.num_carry]
-        state = _State(carry, inside.upcoming, inside.outboxes, late, slices)
+        state = _State(carry, inside.upcoming, outboxes, late, slices)
         mine = [inside.held[weight].data for weight in self.kept_here]
         return state, outputs[self.loop.num_carry :], mine
 
     def _start(self, carry: list[Any], before: Prefetched, stacks: list[Any]) -> _State:
         """The state before the first iteration, which finds gradients of zero to send."""
         length = self.loop.length
-        first = length - 1 if self.loop.is_reversed else 0
         slices = []
         for weight in self.kept_ahead:
-            data = before.slices[weight].data
+            data = before.slices[0][weight].data
             stack = jnp.zeros((length, *data.shape), data.dtype)
-            slices.append(lax.dynamic_update_index_in_dim(stack, data, first, 0))
-        state = _State(carry, before.arrived, {}, {}, slices)
+            for turn, kept in before.slices.items():
+                place = self.place(jnp.asarray(turn))
+                stack = lax.dynamic_update_index_in_dim(stack, kept[weight].data, place, 0)
+            slices.append(stack)
+        state = _State(carry, before.on_way, {}, {}, slices)
         rows = [None if x is None else x[0] for x in stacks]
 
         def shapes():
-            outboxes = self._iteration(state, jnp.asarray(first), rows)[0].outboxes
-            return outboxes, self._emitter(self.layer(jnp.asarray(first))).settle(outboxes)
+            first = self._iteration(state, jnp.asarray(0), rows)[0].outboxes
+            boxes = {number: [outboxes[0]] for number, outboxes in first.items()}
+            inside = self._emitter({})
+            done = {}
+            for number, some in boxes.items():
+                for hop in range(inside.num_reduce_hops(number)):
+                    some.append(inside.reduce_hop(number, hop, some[hop]))
+                done[number] = some.pop()
+            return boxes, inside.settle(done)
 
         with recording(None):
             outboxes, late = jax.eval_shape(shapes)
@@ -198,26 +231,53 @@ class _Loop:
             late={i: jnp.zeros((length, *x.shape), x.dtype) for i, x in late.items()},
         )
 
-    def _settled(
-        self, late: dict[int, Array], outboxes: dict[int, Outbox], i: Array
+    def _reduced(
+        self, state: _State, new: Mapping[int, Outbox], turn: Array
+    ) -> tuple[dict[int, list[Outbox]], dict[int, Array]]:
+        """Send late gradients over a hop each; those of the oldest iteration are reduced."""
+        inside = self._emitter({})
+        outboxes, done, num_hops = {}, {}, 0
+        for number, some in state.outboxes.items():
+            sent = [inside.reduce_hop(number, hop, box) for hop, box in enumerate(some)]
+            outboxes[number], done[number] = [new[number], *sent[:-1]], sent[-1]
+            num_hops = len(some)
+        if not done:
+            return {number: [box] for number, box in new.items()}, state.late
+        return outboxes, self._written(state.late, done, turn - num_hops)
+
+    def _flush(self, state: _State) -> dict[int, Array]:
+        """Reduce what the last iterations left."""
+        late = state.late
+        inside = self._emitter({})
+        num_hops = max((len(some) for some in state.outboxes.values()), default=0)
+        for hop in reversed(range(num_hops)):
+            done = {}
+            for number, some in state.outboxes.items():
+                box = some[hop]
+                for i in range(hop, num_hops):
+                    box = inside.reduce_hop(number, i, box)
+                done[number] = box
+            late = self._written(late, done, jnp.asarray(self.loop.length - 1 - hop))
+        return late
+
+    def _written(
+        self, late: dict[int, Array], done: dict[int, Outbox], turn: Array
     ) -> dict[int, Array]:
-        """Reduce what layer `i` left, into the stacks."""
-        if not late:
-            return late
-        made = self._emitter(self.layer(i)).settle(outboxes)
+        """The stacks of late outputs with those of one more layer."""
+        made, place = self._emitter({}).settle(done), self.place(turn)
         return {
-            number: lax.dynamic_update_index_in_dim(stack, made[number], i, 0)
+            number: lax.dynamic_update_index_in_dim(stack, made[number], place, 0)
             for number, stack in late.items()
         }
 
     def _emitter(
         self,
         held: Held,
-        arrived: Mapping[int, list[Parcel]] | None = None,
+        on_way: Mapping[int, list[list[Parcel]]] | None = None,
         next_held: Held | None = None,
     ) -> Emitter:
         plan, wire = self.plan.body, self.emitter.wire
-        return type(self.emitter)(plan, wire, held, arrived, next_held)
+        return type(self.emitter)(plan, wire, held, on_way, next_held)
 
     def _hold(self, slices: dict[Weight, Array]) -> None:
         """The stacks of slices replace the stacks of shards."""
@@ -230,4 +290,4 @@ class _Loop:
         """Let the loop that runs back begin with what was sent last."""
         for number, other in self.emitter.plan.loops.items():
             if other.continues == self.index:
-                self.emitter.prefetched[number] = Prefetched(state.arrived, {})
+                self.emitter.prefetched[number] = Prefetched(state.on_way, {})

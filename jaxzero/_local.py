@@ -104,7 +104,8 @@ def run_on_device(
     demands = _demands(shapes, wanted)
     loss = loss if isinstance(loss, Value) else None
     to_keep = _to_keep(parameters, weights, memory, microbatches, wire)
-    top = make_plan(block, uses, demands, loss, _schedule(wire), to_keep)
+    num_hops = max(1, len(wire.long(wire.gather_axes if not wire.hpz or to_keep else (LOCAL,))))
+    top = make_plan(block, uses, demands, loss, _schedule(wire), num_hops, to_keep)
     slices, held = _held(stored, parameters, weights, depths, memory, kept_inside(top), wire)
     held_last = dict(held)
 

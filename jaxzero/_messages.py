@@ -90,7 +90,7 @@ class Parcel:
                 pieces = dataclasses.replace(self.parts[0], data=self.data).gather(axis)
                 return _alone(pieces, self.positions[0])
             data = all_gather(self.data, axis, 0, widths(_columns(self.parts)))
-            return dataclasses.replace(self, data=data)
+            return Parcel(data, tuple(x.over(axis) for x in self.parts), self.positions)
 
     def renumbered(self, numbers: Sequence[int]) -> Parcel:
         """The same among other weights: what had position `i` has `numbers[i]`."""
@@ -109,13 +109,21 @@ jax.tree_util.register_dataclass(Parcel, ["data"], ["parts", "positions"])
 
 def pack(pieces: Sequence[Pieces]) -> list[Parcel]:
     """One message of all that can share one; of the others, one each."""
-    shared = [i for i, x in enumerate(pieces) if not x.lead and can_join(_row_type(x))]
-    if len(shared) < 2:
-        return [_alone(x, i) for i, x in enumerate(pieces)]
-    chosen = [pieces[i] for i in shared]
-    data = join([_bits(x).reshape(1, x.data.size) for x in chosen])
-    parcel = Parcel(data, tuple(_without_data(x) for x in chosen), tuple(shared))
-    return [parcel, *(_alone(x, i) for i, x in enumerate(pieces) if i not in shared)]
+    parcels = []
+    sharing: dict[tuple[str, ...], list[int]] = {}
+    for i, x in enumerate(pieces):
+        if x.lead or not can_join(_row_type(x)):
+            parcels.append(_alone(x, i))
+        else:
+            sharing.setdefault(x.axes, []).append(i)
+    for numbers in sharing.values():
+        chosen = [pieces[i] for i in numbers]
+        if len(numbers) == 1:
+            parcels.append(_alone(chosen[0], numbers[0]))
+            continue
+        data = join([_bits(x).reshape(1, x.data.size) for x in chosen])
+        parcels.append(Parcel(data, tuple(_without_data(x) for x in chosen), tuple(numbers)))
+    return parcels
 
 
 def unpack(parcels: Sequence[Parcel]) -> list[Pieces]:

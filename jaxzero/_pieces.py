@@ -89,10 +89,16 @@ class Pieces:
 
     def gather(self, axis: str) -> Pieces:
         """Put the pieces of all devices along `axis` side by side."""
+        gathered = self.over(axis)
         if self.codec is not None:
-            return dataclasses.replace(self, data=all_gather(self.data, axis, self.lead))
+            return dataclasses.replace(gathered, data=all_gather(self.data, axis, self.lead))
         x = from_bits(all_gather(to_bits(self.data), axis, self.dim), self.dtype)
-        return dataclasses.replace(self, data=x, shape=tuple(x.shape))
+        return dataclasses.replace(gathered, data=x, shape=tuple(x.shape))
+
+    def over(self, axis: str) -> Pieces:
+        """The same without `axis`, and those before it, among the axes still to be gathered."""
+        done = self.axes.index(axis) + 1 if axis in self.axes else 0
+        return dataclasses.replace(self, axes=self.axes[done:])
 
     def layer(self, data: Shaped[Array, ...]) -> Pieces:
         """One element of the leading dim, as a loop's body gets its `data`."""

@@ -126,16 +126,21 @@ def _gather_steps(
             shape=one.shape,
             dtype=str(one.dtype),
             num_bytes=one.num_bytes,
-            sent="the iteration before" if unit.ahead else names[unit.issue],
+            sent="the iteration before" if unit.ahead else names[unit.issues[-1]],
             at=names[one.at],
             until=names[one.until],
-            tied=makers.get(unit.tie, "an argument") if unit.tie else "",
+            tied=_tied(unit, makers),
             trips=trips,
-            start=unit.issue,
+            start=unit.issues[-1],
             needed=one.at,
             stop=one.until,
             path=path,
         )
+
+
+def _tied(unit: Unit, makers: dict[Value, str]) -> str:
+    tie = unit.ties[-1]
+    return makers.get(tie, "an argument") if tie else ""
 
 
 def _reduce_steps(

@@ -63,26 +63,33 @@ class Outbox:
 jax.tree_util.register_dataclass(Outbox, ["coded", "summed", "rest"], [])
 
 
+def hop_axes(summands: Sequence[Summand], wire: Wire) -> tuple[str, ...]:
+    """The axes that gradients are sent over together, in order; at least one."""
+    axes = [axis for axis in REDUCTION_HOPS if any(axis in x.hops for x in summands)]
+    return wire.long(tuple(axes)) or REDUCTION_HOPS[:1]
+
+
 def start(fulls: Sequence[Shaped[Array, ...]], summands: Sequence[Summand], wire: Wire) -> Outbox:
-    """Write what the first hop of `finish` sends."""
+    """Write what the first hop sends."""
     padded = [pad(x, summand.layout) for x, summand in zip(fulls, summands, strict=True)]
-    return _write(padded, summands, _first_hop(wire), 1, wire)
+    return _write(padded, summands, hop_axes(summands, wire)[0], 1, wire)
 
 
-def finish(outbox: Outbox, summands: Sequence[Summand], wire: Wire) -> list[Array]:
-    """Send it, and do the other hops.
+def advance(outbox: Outbox, summands: Sequence[Summand], number: int, wire: Wire) -> Outbox:
+    """Do hop `number` of `hop_axes`, and write what the next one sends.
 
     Returns:
-        This device's piece of each sum (not mean), in `accumulator_dtype` of its type.
+        After the last hop, in `rest` this device's piece of each sum (not mean), in
+        `accumulator_dtype` of its type.
     """
-    first = _first_hop(wire)
-    arrays, num_summed = _send(outbox, summands, first, 1, wire), wire.sizes[first]
-    for axis in REDUCTION_HOPS[REDUCTION_HOPS.index(first) + 1 :]:
-        outbox = _write(arrays, summands, axis, num_summed, wire)
-        arrays = _send(outbox, summands, axis, num_summed, wire)
-        num_summed *= wire.sizes[axis]
-    pairs = zip(arrays, summands, strict=True)
-    return [x.astype(accumulator_dtype(summand.dtype)) for x, summand in pairs]
+    axes = hop_axes(summands, wire)
+    num_summed = math.prod(wire.sizes[axis] for axis in axes[:number])
+    arrays = _send(outbox, summands, axes[number], num_summed, wire)
+    if number + 1 < len(axes):
+        num_summed *= wire.sizes[axes[number]]
+        return _write(arrays, summands, axes[number + 1], num_summed, wire)
+    pairs = enumerate(zip(arrays, summands, strict=True))
+    return Outbox(None, {}, {i: x.astype(accumulator_dtype(s.dtype)) for i, (x, s) in pairs})
 
 
 def reduce(
@@ -91,13 +98,12 @@ def reduce(
     wire: Wire,
     hops: tuple[str, ...] = REDUCTION_HOPS,
 ) -> Shaped[Array, ...]:
-    """Sum one gradient over devices, and keep this device's piece: `start` and `finish`."""
+    """Sum one gradient over devices, and keep this device's piece: `start` and all hops."""
     summands = [Summand(tuple(full.shape), full.dtype, layout, hops)]
-    return finish(start([full], summands, wire), summands, wire)[0]
-
-
-def _first_hop(wire: Wire) -> str:
-    return next(iter(wire.long(REDUCTION_HOPS)), REDUCTION_HOPS[0])
+    outbox = start([full], summands, wire)
+    for number in range(len(hop_axes(summands, wire))):
+        outbox = advance(outbox, summands, number, wire)
+    return outbox.rest[0]
 
 
 def _cuts(summand: Summand, axis: str, wire: Wire) -> bool:

@@ -14,11 +14,14 @@ tie would force into memory. It also passes the gradients that were reduced befo
 gather before it: without that, XLA may put off all reductions to the end, and full
 gradients pile up. One gather late, so that a reduction can overlap with one unit of compute.
 
+Each hop has the time of a unit: what goes over two axes is sent over the first one unit earlier,
+so that no hop waits for another while nothing computes.
+
 [Note: loops] A loop over stacked layers is pipelined: its carry holds the messages of the next
-layer's first `n` units, and the last layer's last gradients, encoded but not yet sent. The
-first layer's messages are sent before the loop, as if the loop were a unit; or they are those
-that the loop before it, which runs the other way, sent last. The last iteration has no next
-layer, and sends its own again.
+layer's first `n` units, and the last layer's last gradients, encoded but not yet sent; for a
+second hop, those of the layer after next, and of the last but one. The first layers' messages
+are sent before the loop, as if the loop were a unit; or they are those that the loop before it,
+which runs the other way, sent last. Where there is no next layer the last is sent again.
 """
 
 from __future__ import annotations
@@ -60,9 +63,9 @@ class Unit:
     """Weights that are gathered together."""
 
     gathers: tuple[Gather, ...]
-    issue: int  # sent before this operation
-    tie: Value | None
-    ahead: bool = False  # in a loop: sent in the iteration before
+    issues: tuple[int, ...]  # for each hop, the operation before which it is sent
+    ties: tuple[Value | None, ...]  # for each hop, what must exist first
+    ahead: bool = False  # in a loop: sent in the iterations before
 
     @property
     def at(self) -> int:
@@ -104,6 +107,8 @@ class BlockPlan:
     gradients: BlockGradients
     units: tuple[Unit, ...]
     reduces: tuple[ReduceUnit, ...]
+    num_hops: int  # that a shard takes to become whole
+    overlaps: bool  # gradients travel while the next unit computes
     zeros: frozenset[Value]  # gradients of nothing but zeros, which need no reduction
     loops: dict[int, LoopPlan]
 
@@ -123,6 +128,7 @@ def make_plan(
     demands: Sequence[Demand | None],
     loss: Value | None,
     schedule: Schedule,
+    num_hops: int = 1,
     to_keep: frozenset[Weight] = frozenset(),
 ) -> BlockPlan:
     """Decide when to gather and reduce.
@@ -133,6 +139,7 @@ def make_plan(
         demands: for each output, whether and how it is to be reduced.
         loss: the value that ends the forward region; None: all is forward.
         schedule: what was asked for.
+        num_hops: that a shard takes to become whole.
         to_keep: weights whose first gather should keep the node's slice. Those that cannot
             are left as they are: see `kept_inside`.
     """
@@ -141,7 +148,7 @@ def make_plan(
         if loss in operation.outputs:
             boundary = index
     gradients = find_reduces(block, uses, demands)
-    plan = _plan_block(block, uses, gradients, boundary, schedule)
+    plan = _plan_block(block, uses, gradients, boundary, schedule, num_hops)
     return _with_slices(plan, to_keep) if to_keep else plan
 
 
@@ -161,6 +168,7 @@ def _plan_block(
     gradients: BlockGradients,
     boundary: int | None,
     schedule: Schedule,
+    num_hops: int,
 ) -> BlockPlan:
     in_loop = boundary is None
     loops = {}
@@ -170,7 +178,9 @@ def _plan_block(
             inside = schedule
             if operation.length < 2:
                 inside = dataclasses.replace(schedule, prefetch=0)
-            body = _plan_block(operation.body, uses.loops[index].body, inner, None, inside)
+            body = _plan_block(
+                operation.body, uses.loops[index].body, inner, None, inside, num_hops
+            )
             loops[index] = LoopPlan(body, index)
     zeros = _zeros(block, gradients)
     reduces = _reduce_units(block, gradients, zeros, schedule, in_loop)
@@ -183,16 +193,19 @@ def _plan_block(
     ahead = _num_ahead(groups, starts, live, schedule) if in_loop else 0
     units = []
     for number, some in enumerate(groups):
-        issue = _issue(some, starts, live, schedule)
+        issues = _issues(some, starts, live, schedule, num_hops)
         if number < ahead:
-            issue = groups[len(groups) - ahead + number][0].at
-        tie = ties[issue] if not in_loop or issue else None
-        units.append(Unit(tuple(some), issue, tie, number < ahead))
+            issues = (groups[len(groups) - ahead + number][0].at,) * num_hops
+        after = (ties[issue] if not in_loop or issue else None for issue in issues)
+        units.append(Unit(tuple(some), issues, tuple(after), number < ahead))
     for index, loop in loops.items():
         issue = _place_before(index, starts, schedule.prefetch)
         continues = _continued(block, uses, loops, index, starts, schedule.prefetch)
         loops[index] = dataclasses.replace(loop, issue=issue, tie=ties[issue], continues=continues)
-    return BlockPlan(block, uses, gradients, tuple(units), tuple(reduces), zeros, loops)
+    overlaps = schedule.prefetch > 0
+    return BlockPlan(
+        block, uses, gradients, tuple(units), tuple(reduces), num_hops, overlaps, zeros, loops
+    )
 
 
 def _grouped(
@@ -237,16 +250,22 @@ def _place_before(start: int, starts: list[int], num: int) -> int:
     return starts[max(0, bisect.bisect_left(starts, start) - num)] if num and starts else start
 
 
-def _issue(some: Sequence[Gather], starts: list[int], live: Live, schedule: Schedule) -> int:
-    """Where a unit is sent: as early as asked for, if there is room for it."""
+def _issues(
+    some: Sequence[Gather], starts: list[int], live: Live, schedule: Schedule, num_hops: int
+) -> tuple[int, ...]:
+    """Where a unit is sent: as early as asked for, if there is room for it.
+
+    Each hop has a unit's time; the last ends `prefetch` units ahead.
+    """
     at = some[0].at
     for num in range(schedule.prefetch, 0, -1):
-        issue = _place_before(at, starts, num)
-        if live.has_room(some, issue, at):
+        last = _place_before(at, starts, num)
+        if live.has_room(some, last, at):
             for one in some:
-                live.add(one, issue, at)
-            return issue
-    return at
+                live.add(one, last, at)
+            before = (_place_before(last, starts, i) for i in range(num_hops - 1, 0, -1))
+            return (*before, last)
+    return (at,) * num_hops
 
 
 def _num_ahead(

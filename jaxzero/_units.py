@@ -2,8 +2,9 @@
 
 A unit is what a person would call a layer: the body of a loop, or the values of one
 repetition, where a program repeats itself, found as the period of the sequence of shapes
-(`find_repetition`). What lies before, between and after is joined as long as no message gets larger than the largest
-that the block needs anyway: so units cost no memory. `bucket_bytes` bounds them all.
+(`find_repetition`). What lies before, between and after is joined as long as no message
+gets larger than the largest that the block needs anyway: so units cost no memory.
+`bucket_bytes` bounds them all.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 T = TypeVar("T")
 
 _MAX_PERIOD = 512  # values in a repetition
-_SLACK = 1.125  # small values may join a message that is nearly full
+_SLACK = 8  # a message that is full may grow by an eighth, for small values
 
 
 def group(
@@ -43,7 +44,7 @@ def group(
     repetitions = [run for run in runs if run[1]]
     largest = max((sum(map(num_bytes, run)) for run, _ in repetitions), default=0)
     largest = max(largest, max(map(num_bytes, values), default=0))
-    limit = min(bucket_bytes, largest * _SLACK)
+    limit = min(bucket_bytes, largest + largest // _SLACK)
     units: list[list[T]] = []
     for run, repeated in runs:
         units += _fill(run, num_bytes, bucket_bytes if repeated else limit)
@@ -84,7 +85,7 @@ def _runs(values: Sequence[T], signature: Callable[[T], Hashable]) -> list[tuple
     return [*_runs(values[:start], signature), *runs, *_runs(values[end:], signature)]
 
 
-def _fill(values: Sequence[T], num_bytes: Callable[[T], int], limit: float) -> list[list[T]]:
+def _fill(values: Sequence[T], num_bytes: Callable[[T], int], limit: int) -> list[list[T]]:
     """Join neighbours up to a limit."""
     units: list[list[T]] = []
     filled = 0
