@@ -24,21 +24,18 @@ from ._uses import View, Weight
 Held = dict[Weight, Pieces]
 
 
-def send(
-    unit: Unit, held: Held, wire: Wire, num_hops: int, ties: tuple[Any, ...] = ()
-) -> list[Parcel]:
-    """Send the weights of a unit over the first of `num_hops` hops, in one message.
+def write(unit: Unit, held: Held, wire: Wire, ties: tuple[Any, ...] = ()) -> list[Parcel]:
+    """Write what is sent of the weights of a unit, in one message.
 
     Args:
         unit: what is gathered.
         held: what this device has of the weights. A slice that is to be kept replaces the
             shard it was made of.
         wire: how they travel.
-        num_hops: that a shard takes. What has fewer before it (a slice) is only written.
         ties: values that must exist first.
 
     Returns:
-        What arrived, for `pass_on`, or after the last hop for `receive`.
+        The messages, for `pass_on`, and after the last hop for `receive`.
     """
     weights = list(dict.fromkeys(one.weight for one in unit.gathers))
     data = tied([held[x].data for x in weights], ties)
@@ -57,25 +54,16 @@ def send(
             ops, _ = _order(one, now[one.weight], wire)
             mine = now[one.weight]
             pieces.append(on_shard(mine, ops, one.weight)[0] if ops else mine)
-        parcels = start_gather(pieces, _sizes(unit), wire)
-    return pass_on(unit, parcels, wire, num_hops)
+        return start_gather(pieces, _sizes(unit), wire)
 
 
-def pass_on(
-    unit: Unit,
-    parcels: Sequence[Parcel],
-    wire: Wire,
-    num_hops: int,
-    ties: tuple[Any, ...] = (),
-) -> list[Parcel]:
-    """Send on what has still `num_hops` hops before it."""
+def pass_on(unit: Unit, parcels: Sequence[Parcel], wire: Wire, num_hops: int) -> list[Parcel]:
+    """Send what has still `num_hops` hops before it over one; the rest (a slice) waits."""
     waiting = [len(wire.long(x.parts[0].axes)) >= num_hops for x in parcels]
     go = [x for x, waits in zip(parcels, waiting, strict=True) if waits]
     stay = [x for x, waits in zip(parcels, waiting, strict=True) if not waits]
     if not go:
         return list(parcels)
-    data = tied([x.data for x in go], ties)
-    go = [dataclasses.replace(x, data=d) for x, d in zip(go, data, strict=True)]
     with labelled("weights", *(one.weight.name for one in unit.gathers)):
         return [*gather_hop(go, _sizes(unit), wire), *stay]
 

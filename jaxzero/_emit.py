@@ -6,14 +6,16 @@ this module only does it. `_arrivals` gathers units, `_emit_loop` runs loops.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from . import _views as views
-from ._arrivals import Held, pass_on, receive, send, tied
+from ._arrivals import Held, pass_on, receive, tied, write
 from ._collectives import Wire, accumulator_dtype
 from ._emit_loop import Prefetched, first_layers, run_loop
 from ._gradients import Demand
@@ -21,7 +23,7 @@ from ._messages import Parcel
 from ._pieces import Pieces
 from ._program import Barrier, Constant, Loop, Operation, Value
 from ._reductions import Outbox, Summand, advance, hop_axes, reduce, start
-from ._schedule import BlockPlan
+from ._schedule import BlockPlan, Unit
 from ._traffic import labelled
 from ._uses import Weight
 
@@ -124,25 +126,30 @@ class Emitter:
             if index not in unit.issues:
                 continue
             if unit.ahead:
-                ties = self._ties(unit.ties[0])
-                first = send(unit, self.next_held, wire, plan.num_hops, ties)
-                later = [
-                    pass_on(unit, parcels, wire, plan.num_hops - 1 - i, ties)
-                    for i, parcels in enumerate(self.on_way[number][:-1])
+                first = write(unit, self.next_held, wire, self._ties(unit.ties[0]))
+                way = [first, *self.on_way[number][:-1]]
+                self.upcoming[number] = [
+                    self._pass_on(unit, parcels, hop) for hop, parcels in enumerate(way)
                 ]
-                self.upcoming[number] = [first, *later]
                 continue
             for hop, issue in enumerate(unit.issues):
                 if issue == index:
-                    ties, left = self._ties(unit.ties[hop]), plan.num_hops - hop
-                    way = self.on_way.setdefault(number, [])
-                    if hop == 0:
-                        way.append(send(unit, self.held, wire, left, ties))
-                    else:
-                        way.append(pass_on(unit, way[-1], wire, left, ties))
+                    ties, way = self._ties(unit.ties[hop]), self.on_way.setdefault(number, [])
+                    parcels = way[-1] if hop else write(unit, self.held, wire, ties)
+                    way.append(self._pass_on(unit, parcels, hop))
         for number, loop in plan.loops.items():
             if loop.issue == index and loop.is_pipelined and loop.continues is None:
                 self.prefetched[number] = first_layers(self, number, self._ties(loop.tie))
+
+    def _pass_on(self, unit: Unit, parcels: list[Parcel], hop: int) -> list[Parcel]:
+        """Send a unit over a hop, before anything reads on what the hop waited for."""
+        tie = unit.ties[hop]
+        if tie is not None and tie in self.env:
+            data = [x.data for x in parcels]
+            data, self.env[tie] = lax.optimization_barrier((data, self.env[tie]))
+            pairs = zip(parcels, data, strict=True)
+            parcels = [dataclasses.replace(x, data=d) for x, d in pairs]
+        return pass_on(unit, parcels, self.wire, self.plan.num_hops - hop)
 
     def _ties(self, tie: Value | None) -> tuple[Any, ...]:
         """What must exist before something is sent; what is due to be reduced goes first."""

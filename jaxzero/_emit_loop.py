@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ._arrivals import Held, on_shard, pass_on, send, tied
+from ._arrivals import Held, on_shard, pass_on, tied, write
 from ._messages import Parcel
 from ._pieces import Pieces
 from ._program import Loop
@@ -96,8 +96,8 @@ class _Loop:
             before = dict(held)
             for number, unit in enumerate(self.plan.body.units):
                 if unit.ahead:
-                    parcels = send(unit, held, wire, num_hops, ties)
-                    for done in range(1, hop + 1):
+                    parcels = write(unit, held, wire, ties)
+                    for done in range(hop + 1):
                         parcels = pass_on(unit, parcels, wire, num_hops - done)
                     on_way.setdefault(number, []).append(parcels)
             slices[num_hops - 1 - hop] = {x: held[x] for x in held if held[x] is not before[x]}

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Shaped, UInt8
 
 from ._codecs import from_bits, to_bits
 from ._pieces import Pieces
@@ -56,13 +56,13 @@ def widths(columns: Sequence[Column]) -> tuple[int, ...]:
     return tuple(length * jnp.dtype(dtype).itemsize for length, dtype in columns)
 
 
-def _as_bytes(x: Shaped[Array, "n m"]) -> Shaped[Array, "n m"]:
+def _as_bytes(x: Shaped[Array, "n m"]) -> UInt8[Array, "n _"]:
     if x.dtype.itemsize == 1:
         return lax.bitcast_convert_type(x, jnp.uint8)
     return lax.bitcast_convert_type(x, jnp.uint8).reshape(len(x), x.shape[1] * x.dtype.itemsize)
 
 
-def _from_bytes(x: Shaped[Array, "n m"], dtype: Any) -> Shaped[Array, "n m"]:
+def _from_bytes(x: UInt8[Array, "n m"], dtype: Any) -> Shaped[Array, "n _"]:
     size = jnp.dtype(dtype).itemsize
     if size > 1:
         x = x.reshape(len(x), x.shape[1] // size, size)

@@ -55,9 +55,9 @@ class Outbox:
         rest: those that this hop leaves as they are, by number.
     """
 
-    coded: Array | None
-    summed: dict[str, Array]
-    rest: dict[int, Array]
+    coded: Any  # array, or its shape
+    summed: dict[str, Any]
+    rest: dict[int, Any]
 
 
 jax.tree_util.register_dataclass(Outbox, ["coded", "summed", "rest"], [])

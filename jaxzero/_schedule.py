@@ -196,7 +196,7 @@ def _plan_block(
         issues = _issues(some, starts, live, schedule, num_hops)
         if number < ahead:
             issues = (groups[len(groups) - ahead + number][0].at,) * num_hops
-        after = (ties[issue] if not in_loop or issue else None for issue in issues)
+        after = (ties[issue] if not in_loop or issue else _largest(block, uses) for issue in issues)
         units.append(Unit(tuple(some), issues, tuple(after), number < ahead))
     for index, loop in loops.items():
         issue = _place_before(index, starts, schedule.prefetch)
@@ -293,6 +293,12 @@ def _ties(block: Block, uses: BlockUses, boundary: int | None) -> list[Value | N
             made = [x for x in operation.outputs if x.is_array and x not in uses.views]
             latest = made[0] if made else latest
     return [*ties, latest]
+
+
+def _largest(block: Block, uses: BlockUses) -> Value | None:
+    """The largest input of a loop's body that is there from the start: the activations."""
+    arrays = [x for x in block.inputs if x.is_array and x not in uses.views]
+    return max(arrays, key=lambda x: math.prod(x.shape), default=None)
 
 
 def _continued(
