@@ -83,6 +83,10 @@ def collective_of(instruction: Instruction, program: Program) -> Collective | No
 
 def link_bytes(collective: Collective, rates: Rates) -> tuple[float, float]:
     """Bytes that a device receives from its node, and that enter a node, in one run."""
+    if collective.op == "collective-permute":
+        held = collective.entering_bytes
+        apart = [a // rates.num_local != b // rates.num_local for a, b in collective.groups]
+        return held, held * rates.num_local * sum(apart) / len(apart)
     group = collective.groups[0]
     nodes = len({device // rates.num_local for device in group})
     mine = len(group) // nodes

@@ -22,9 +22,13 @@ _CALLS = re.compile(
     r"(?:to_apply|calls|true_computation|false_computation|called_computations)=\{?%?([\w.\-]+)"
 )
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,{} ]*\})\}")
 _COUNTED = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_NAMED = re.compile(r"replica_groups=mesh\[(?P<mesh>[^\]]*)\] \{(?P<axes>[^}]*)\}")  # JAX 0.12 on
+_NAMED = re.compile(  # a mesh of devices, perhaps in another order, and the axes of a group
+    r"replica_groups=mesh\[(?P<mesh>[^\]]*)\]"
+    r"(?:, device_ids=\(\[(?P<iota>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?\))? \{(?P<axes>[^}]*)\}"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Collective:
     Attributes:
         op: its name in HLO.
         results: what it leaves on one device.
-        groups: the devices that take part together.
+        groups: the devices that take part together; of a permutation, who sends to whom.
         trips: how often one execution of the program runs it.
         line: of the HLO.
     """
@@ -83,6 +87,8 @@ class Collective:
     def from_parts(self, parts: int) -> int:
         """Bytes that a device gets from other parts of its group, of so many equal ones."""
         held = sum(shape.num_bytes for shape in self.results)
+        if self.op == "collective-permute":
+            return held if parts > 1 else 0
         if self.op == "reduce-scatter":
             held *= len(self.groups[0])
         if self.op == "all-reduce":
@@ -125,6 +131,9 @@ def collectives(text: str) -> list[Collective]:
 
 
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:
+    if match := _PAIRS.search(line):
+        pairs = re.findall(r"(\d+),(\d+)", match[1])
+        return tuple((int(source), int(target)) for source, target in pairs)
     if match := _LISTED.search(line):
         inner = re.findall(r"\{([\d,]*)\}", match[1])
         return tuple(tuple(int(device) for device in group.split(",")) for group in inner)
@@ -136,7 +145,12 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(group) for group in devices.reshape(shape).tolist())
     if match := _NAMED.search(line):
         mesh = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match["mesh"])}
-        devices = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
+        devices = np.arange(math.prod(mesh.values()))
+        if match["iota"]:
+            devices = devices.reshape([int(n) for n in match["iota"].split(",")])
+        if match["order"]:
+            devices = devices.transpose([int(dim) for dim in match["order"].split(",")])
+        devices = devices.reshape(tuple(mesh.values()))
         within = [list(mesh).index(axis.strip("' ")) for axis in match["axes"].split(",")]
         devices = np.moveaxis(devices, within, range(-len(within), 0))
         size = math.prod(devices.shape[-len(within) :])

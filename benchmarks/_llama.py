@@ -1,8 +1,9 @@
-"""A Llama-like decoder of stacked, scanned layers, for programs that are only compiled."""
+"""A Llama-like decoder, layers scanned or unrolled, for programs that are only compiled."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,32 +21,44 @@ class LlamaSize:
     width: int = 4096
     hidden: int = 11008
     heads: int = 32
+    kv_heads: int = 32
     vocabulary: int = 32000
+    experts: int = 0  # of a mixture of experts, two for each token; 0: a dense MLP
+    unrolled: bool = False
 
 
 def init(size: LlamaSize, key: Array) -> Params:
-    """Parameters in float32."""
-    width, hidden, layers = size.width, size.hidden, size.layers
+    """Parameters in float32; of unrolled layers a list."""
+    width, hidden = size.width, size.hidden
+    grouped = width * size.kv_heads // size.heads
+    experts = (size.experts,) if size.experts else ()
     shapes = {
-        "query": (layers, width, width),
-        "key": (layers, width, width),
-        "value": (layers, width, width),
-        "out": (layers, width, width),
-        "gate": (layers, width, hidden),
-        "up": (layers, width, hidden),
-        "down": (layers, hidden, width),
+        "query": (width, width),
+        "key": (width, grouped),
+        "value": (width, grouped),
+        "out": (width, width),
+        "gate": (*experts, width, hidden),
+        "up": (*experts, width, hidden),
+        "down": (*experts, hidden, width),
     }
-    keys = jax.random.split(key, len(shapes) + 2)
-    stacks = {
-        name: jax.random.normal(k, shape) * shape[1] ** -0.5
-        for k, (name, shape) in zip(keys, shapes.items(), strict=False)
-    }
-    norms = {name: jnp.ones((layers, width)) for name in ("norm1", "norm2")}
+    if experts:
+        shapes["router"] = (width, size.experts)
+
+    def layer(key: Array) -> Params:
+        keys = jax.random.split(key, len(shapes))
+        weights = {
+            name: jax.random.normal(k, shape) * shape[-2] ** -0.5
+            for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
+        return {**weights, "norm1": jnp.ones(width), "norm2": jnp.ones(width)}
+
+    first, second, third = jax.random.split(key, 3)
+    keys = jax.random.split(third, size.layers)
     return {
-        "embedding": jax.random.normal(keys[-1], (size.vocabulary, width)) * 0.02,
-        "layers": {**stacks, **norms},
+        "embedding": jax.random.normal(first, (size.vocabulary, width)) * 0.02,
+        "layers": [layer(k) for k in keys] if size.unrolled else jax.vmap(layer)(keys),
         "norm": jnp.ones(width),
-        "head": jax.random.normal(keys[-2], (width, size.vocabulary)) * width**-0.5,
+        "head": jax.random.normal(second, (width, size.vocabulary)) * width**-0.5,
     }
 
 
@@ -55,17 +68,34 @@ def num_parameters(size: LlamaSize) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
-def loss(size: LlamaSize, params: Params, tokens: Int[Array, "b t"]) -> Float[Array, ""]:
-    """Mean cross-entropy of the next token; computed in bfloat16, layers rematerialised."""
+def loss(
+    size: LlamaSize,
+    params: Params,
+    tokens: Int[Array, "b t"],
+    constrain: Callable[[Array], Array] = lambda x: x,
+) -> Float[Array, ""]:
+    """Mean cross-entropy of the next token; computed in bfloat16, layers rematerialised.
+
+    Args:
+        size: of the model.
+        params: from `init`.
+        tokens: of a batch.
+        constrain: called on the activations after every layer, and on the logits.
+    """
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    x = params["embedding"][tokens]
+    x = constrain(params["embedding"][tokens])
+    mlp = _experts if size.experts else _mlp
 
     @jax.checkpoint
     def layer(x, weights):
-        return _mlp(_attention(x, weights, size.heads), weights), None
+        return constrain(mlp(_attention(x, weights, size), weights)), None
 
-    x, _ = jax.lax.scan(layer, x, params["layers"])
-    logits = _norm(x, params["norm"]) @ params["head"]
+    if size.unrolled:
+        for weights in params["layers"]:
+            x, _ = layer(x, weights)
+    else:
+        x, _ = jax.lax.scan(layer, x, params["layers"])
+    logits = constrain(_norm(x, params["norm"]) @ params["head"])
     log_probabilities = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32))
     picked = jnp.take_along_axis(log_probabilities, tokens[:, 1:, None], axis=-1)
     return -jnp.mean(picked)
@@ -76,10 +106,12 @@ def _norm(x: Array, scale: Array) -> Array:
     return x * jax.lax.rsqrt(variance + 1e-5).astype(x.dtype) * scale
 
 
-def _attention(x: Array, weights: Params, heads: int) -> Array:
-    y = _norm(x, weights["norm1"])
-    split = (*x.shape[:2], heads, x.shape[2] // heads)
-    query, key, value = ((y @ weights[n]).reshape(split) for n in ("query", "key", "value"))
+def _attention(x: Array, weights: Params, size: LlamaSize) -> Array:
+    y, head = _norm(x, weights["norm1"]), size.width // size.heads
+    query = (y @ weights["query"]).reshape(*x.shape[:2], size.heads, head)
+    key, value = (
+        (y @ weights[name]).reshape(*x.shape[:2], size.kv_heads, head) for name in ("key", "value")
+    )
     mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
     return x + mixed.reshape(x.shape) @ weights["out"]
 
@@ -87,3 +119,20 @@ def _attention(x: Array, weights: Params, heads: int) -> Array:
 def _mlp(x: Array, weights: Params) -> Array:
     y = _norm(x, weights["norm2"])
     return x + (jax.nn.silu(y @ weights["gate"]) * (y @ weights["up"])) @ weights["down"]
+
+
+def _experts(x: Array, weights: Params) -> Array:
+    """Every expert on every token, the two best of each weighted: the weights are those of a
+    mixture, the arithmetic is more (Switch Transformers, https://arxiv.org/abs/2101.03961)."""
+    y = _norm(x, weights["norm2"])
+    scores = jax.nn.softmax((y @ weights["router"]).astype(jnp.float32))
+    best, _ = jax.lax.top_k(scores, 2)
+    chosen = jnp.where(scores >= best[..., -1:], scores, 0).astype(y.dtype)
+
+    def expert(total, one):
+        gate, up, down, share = one
+        return total + share[..., None] * ((jax.nn.silu(y @ gate) * (y @ up)) @ down), None
+
+    shares = jnp.moveaxis(chosen, -1, 0)
+    stacks = (weights["gate"], weights["up"], weights["down"], shares)
+    return jax.lax.scan(expert, x, stacks)[0]

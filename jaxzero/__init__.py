@@ -14,6 +14,7 @@ from ._codecs import Cast as Cast
 from ._codecs import Float8 as Float8
 from ._codecs import Int4 as Int4
 from ._codecs import Int8 as Int8
+from ._compiler import compiler_options as compiler_options
 from ._config import Difference as Difference
 from ._config import ErrorFeedback as ErrorFeedback
 from ._config import Hops as Hops

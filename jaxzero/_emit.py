@@ -23,6 +23,7 @@ from ._messages import Parcel
 from ._pieces import Pieces
 from ._program import Barrier, Constant, Loop, Operation, Value
 from ._reductions import Outbox, Summand, advance, hop_axes, reduce, start
+from ._regions import Gather
 from ._schedule import BlockPlan, Unit
 from ._traffic import labelled
 from ._uses import Weight
@@ -77,7 +78,7 @@ class Emitter:
         self.upcoming: dict[int, list[list[Parcel]]] = {}
         self.outboxes: dict[int, Outbox] = {}
         self.env: dict[Value, Any] = {}
-        self._gathered: dict[tuple, Any] = {}
+        self._gathered: dict[tuple, tuple[Gather, Any]] = {}
         self._due: list[tuple[int, int, Outbox]] = []  # unit, next hop, what it sends
         self._due_since: Value | None = None
         self._unsent: dict[int, dict[Value, Any]] = {}
@@ -102,7 +103,7 @@ class Emitter:
             self._receive(index)
             if index < len(block.operations):
                 self._run(index, block.operations[index])
-            self._drop(index)
+                self._drop(index)
         self.finish_due()
         late = plan.late_values()
         return [
@@ -166,13 +167,13 @@ class Emitter:
             if unit.at == index:
                 arrays = receive(unit, self.on_way[number][-1], self.held, self.wire)
                 for one, x in zip(unit.gathers, arrays, strict=True):
-                    self._gathered[one.weight, one.ops] = x
+                    self._gathered[one.weight, one.ops] = one, x
 
     def _drop(self, index: int) -> None:
-        for unit in self.plan.units:
-            for one in unit.gathers:
-                if one.until == index:
-                    del self._gathered[one.weight, one.ops]
+        """Forget what is not needed later; a later unit may have brought it again already."""
+        over = [key for key, (one, _) in self._gathered.items() if one.until == index]
+        for key in over:
+            del self._gathered[key]
 
     def read(self, atom: Value | Constant) -> Any:
         """What a value is."""
@@ -183,7 +184,7 @@ class Emitter:
             return self.env[atom]
         weight = view.weight
         before, after = views.before_gather(view.ops, weight.layout, weight.shape)
-        x = self._gathered[weight, before]
+        _, x = self._gathered[weight, before]
         for op in after:
             x = op.apply(x)
         return x

@@ -27,7 +27,8 @@ from ._partition import Layout, Leaf, layouts_by_preference
 from ._pieces import Pieces, from_stored
 from ._plan import Plan
 from ._program import Block, Value, trace
-from ._schedule import kept_inside, make_plan
+from ._schedule import make_plan
+from ._slices import keep_slices, kept_inside
 from ._traffic import labelled
 from ._uses import BlockUses, View, Weight, find_uses
 from ._wire_state import Memory
@@ -105,7 +106,8 @@ def run_on_device(
     loss = loss if isinstance(loss, Value) else None
     to_keep = _to_keep(parameters, weights, memory, microbatches, wire)
     num_hops = max(1, len(wire.long(wire.gather_axes if not wire.hpz or to_keep else (LOCAL,))))
-    top = make_plan(block, uses, demands, loss, _schedule(wire), num_hops, to_keep)
+    top = make_plan(block, uses, demands, loss, _schedule(wire), num_hops)
+    top = keep_slices(top, to_keep)
     slices, held = _held(stored, parameters, weights, depths, memory, kept_inside(top), wire)
     held_last = dict(held)
 

@@ -73,10 +73,11 @@ class Live:
         """Whether these may be held there too."""
         elements, num_bytes = sum(x.size for x in gathers), sum(x.num_bytes for x in gathers)
         most, budget = self.schedule.max_live_parameters, self.schedule.live_bytes
-        return start >= stop or (
-            (most is None or self.elements[start:stop].max() + elements <= most)
-            and (budget is None or self.num_bytes[start:stop].max() + num_bytes <= budget)
-        )
+        if start >= stop:
+            return True
+        elements += int(self.elements[start:stop].max())
+        num_bytes += int(self.num_bytes[start:stop].max())
+        return (most is None or elements <= most) and (budget is None or num_bytes <= budget)
 
 
 def find_gathers(
@@ -102,7 +103,9 @@ def find_gathers(
         weight = use.view.weight
         ops, _ = views.before_gather(use.view.ops, weight.layout, weight.shape)
         one = Gather(weight, ops, region(use.index), use.index, use.index)
-        found.setdefault((weight, ops), []).append(one)
+        some = found.setdefault((weight, ops), [])
+        if not some or some[-1].at != use.index:  # an operation may read several views of it
+            some.append(one)
     live = Live(num_operations, schedule)
     if not schedule.is_bounded:
         gathers = [_joined(list(some)) for each in found.values() for some in _by_region(each)]

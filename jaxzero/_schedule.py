@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -37,7 +36,7 @@ from ._gradients import BlockGradients, Demand, find_reduces
 from ._program import Block, Constant, Loop, Operation, Value
 from ._regions import Gather, Live, find_gathers
 from ._units import group
-from ._uses import BlockUses, Weight
+from ._uses import BlockUses
 
 _COSTLY = {
     "dot_general",
@@ -129,7 +128,6 @@ def make_plan(
     loss: Value | None,
     schedule: Schedule,
     num_hops: int = 1,
-    to_keep: frozenset[Weight] = frozenset(),
 ) -> BlockPlan:
     """Decide when to gather and reduce.
 
@@ -140,26 +138,13 @@ def make_plan(
         loss: the value that ends the forward region; None: all is forward.
         schedule: what was asked for.
         num_hops: that a shard takes to become whole.
-        to_keep: weights whose first gather should keep the node's slice. Those that cannot
-            are left as they are: see `kept_inside`.
     """
     boundary = len(block.operations)
     for index, operation in enumerate(block.operations):
         if loss in operation.outputs:
             boundary = index
     gradients = find_reduces(block, uses, demands)
-    plan = _plan_block(block, uses, gradients, boundary, schedule, num_hops)
-    return _with_slices(plan, to_keep) if to_keep else plan
-
-
-def kept_inside(plan: BlockPlan) -> frozenset[Weight]:
-    """The weights whose slices the program makes, where it first gathers them."""
-    here = {x.weight for unit in plan.units for x in unit.gathers if x.keeps}
-    for index, loop in plan.loops.items():
-        inner = {x.weight for unit in loop.body.units for x in unit.gathers if x.keeps}
-        stacks = plan.uses.loops[index].stacks
-        here |= {stack.view.weight for stack in stacks if stack.layer in inner}
-    return frozenset(here)
+    return _plan_block(block, uses, gradients, boundary, schedule, num_hops)
 
 
 def _plan_block(
@@ -378,40 +363,3 @@ def _last_late(
                 return reduces
             late.update(operation.outputs)
     return [*reduces[:-1], dataclasses.replace(reduces[-1], late=True)]
-
-
-def _with_slices(plan: BlockPlan, to_keep: frozenset[Weight]) -> BlockPlan:
-    """Mark the gathers that keep slices: the first of a weight, at the top or in a loop there."""
-    marked: set[Gather] = set()
-    loops = dict(plan.loops)
-    first: dict[Weight, int] = {}
-    for unit in plan.units:
-        for one in unit.gathers:
-            if first.setdefault(one.weight, one.at) == one.at and one.weight in to_keep:
-                marked.add(one)
-    for index in sorted(loops):
-        for stack in plan.uses.loops[index].stacks:
-            weight = stack.view.weight
-            if first.setdefault(weight, index) < index:
-                continue
-            marked = {one for one in marked if one.weight != weight}
-            first[weight] = index
-            if weight in to_keep and not stack.view.ops:
-                loops[index] = _keeping(loops[index], stack.layer)
-    units = tuple(_marked(unit, marked) for unit in plan.units)
-    return dataclasses.replace(plan, units=units, loops=loops)
-
-
-def _keeping(loop: LoopPlan, layer: Weight) -> LoopPlan:
-    """Mark the only gather of a layer, if it is gathered once, and in no loop inside."""
-    found = [one for unit in loop.body.units for one in unit.gathers if one.weight is layer]
-    inside = itertools.chain(*(x.stacks for x in loop.body.uses.loops.values()))
-    if len(found) != 1 or any(stack.view.weight is layer for stack in inside):
-        return loop
-    units = tuple(_marked(unit, set(found)) for unit in loop.body.units)
-    return dataclasses.replace(loop, body=dataclasses.replace(loop.body, units=units))
-
-
-def _marked(unit: Unit, marked: set[Gather]) -> Unit:
-    gathers = (dataclasses.replace(x, keeps=x in marked or x.keeps) for x in unit.gathers)
-    return dataclasses.replace(unit, gathers=tuple(gathers))

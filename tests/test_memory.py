@@ -121,7 +121,8 @@ def _measured(name: str) -> dict[str, float]:
 def test_unrolled_layers_take_a_third_of_the_memory_of_gspmd():
     got = _measured("remat")
     assert got["ours"] < got["gspmd"] / 3, got
-    assert got["gathers"] >= 2 * 2 * _LAYERS, "backward does not gather again"
+    # All but the last layer's, which is needed at once.
+    assert got["gathers"] >= 2 * (2 * _LAYERS - 1), "backward does not gather again"
 
 
 @pytest.mark.parametrize("name", ["no_remat", "indexed_stack"])

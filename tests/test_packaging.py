@@ -26,14 +26,16 @@ OUTSIDE = ["interop", "pallas_kernels"]  # beside `jaxzero/`, installed inside i
 
 # A module imports from its own layer and from those above it in this list, never from one below.
 LAYERS = [
-    {"_blocks", "_codecs", "_config", "_mesh", "_simulate"},
+    {"_blocks", "_codecs", "_compiler", "_config", "_mesh", "_simulate"},
     {"pallas_kernels"},
     {"_partition", "_traffic"},
     {"_pieces"},
     {"_messages"},
     {"_collectives"},
     {"_reductions"},
-    {"_views", "_program", "_uses", "_gradients", "_units", "_regions", "_schedule", "_plan"},
+    {"_views", "_program", "_uses", "_gradients"},
+    {"_units", "_regions"},
+    {"_schedule", "_slices", "_plan"},
     {"_arrivals"},
     {"_emit", "_emit_loop"},
     {"_accumulate", "_arguments", "_placement", "_registry", "_report", "_wire_report"},
@@ -204,7 +206,7 @@ def test_the_public_face_is_small_and_explicit():
         for alias in node.names:
             assert alias.asname == alias.name, f"Write `{alias.name} as {alias.name}`."
             names.append(alias.name)
-    assert len(names) <= 20, f"{len(names)} public names: the API is too big."
+    assert len(names) <= 22, f"{len(names)} public names: the API is too big."
 
 
 def test_every_folder_is_packaged():

@@ -1,0 +1,68 @@
+"""Where a program makes the slices that hpZ keeps: with the first gather of each weight.
+
+The first gather crosses nodes anyway. What arrives over `node` is kept, and from then on the
+weight is gathered inside the node: later in forward, and in backward. So the slices of all
+layers need not be there before the first layer runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from ._regions import Gather
+from ._schedule import BlockPlan, LoopPlan, Unit
+from ._uses import Weight
+
+
+def keep_slices(plan: BlockPlan, wanted: frozenset[Weight]) -> BlockPlan:
+    """Mark the gathers that keep slices: the first of a weight, at the top or in a loop there.
+
+    Args:
+        plan: of the whole program.
+        wanted: the weights whose slices are to be kept. Those of which that cannot be done (of a
+            stack in a loop in a loop, say) are left as they are: see `kept_inside`.
+    """
+    marked: set[Gather] = set()
+    loops = dict(plan.loops)
+    first: dict[Weight, int] = {}
+    for unit in plan.units:
+        for one in unit.gathers:
+            if first.setdefault(one.weight, one.at) == one.at and one.weight in wanted:
+                marked.add(one)
+    for index in sorted(loops):
+        for stack in plan.uses.loops[index].stacks:
+            weight = stack.view.weight
+            if first.setdefault(weight, index) < index:
+                continue
+            marked = {one for one in marked if one.weight != weight}
+            first[weight] = index
+            if weight in wanted and not stack.view.ops:
+                loops[index] = _keeping(loops[index], stack.layer)
+    units = tuple(_marked(unit, marked) for unit in plan.units)
+    return dataclasses.replace(plan, units=units, loops=loops)
+
+
+def _keeping(loop: LoopPlan, layer: Weight) -> LoopPlan:
+    """Mark the only gather of a layer, if it is gathered once, and in no loop inside."""
+    found = [one for unit in loop.body.units for one in unit.gathers if one.weight is layer]
+    inside = itertools.chain(*(x.stacks for x in loop.body.uses.loops.values()))
+    if len(found) != 1 or any(stack.view.weight is layer for stack in inside):
+        return loop
+    units = tuple(_marked(unit, set(found)) for unit in loop.body.units)
+    return dataclasses.replace(loop, body=dataclasses.replace(loop.body, units=units))
+
+
+def _marked(unit: Unit, marked: set[Gather]) -> Unit:
+    gathers = (dataclasses.replace(x, keeps=x in marked or x.keeps) for x in unit.gathers)
+    return dataclasses.replace(unit, gathers=tuple(gathers))
+
+
+def kept_inside(plan: BlockPlan) -> frozenset[Weight]:
+    """The weights whose slices the program makes, where it first gathers them."""
+    here = {x.weight for unit in plan.units for x in unit.gathers if x.keeps}
+    for index, loop in plan.loops.items():
+        inner = {x.weight for unit in loop.body.units for x in unit.gathers if x.keeps}
+        stacks = plan.uses.loops[index].stacks
+        here |= {stack.view.weight for stack in stacks if stack.layer in inner}
+    return frozenset(here)
