@@ -27,8 +27,8 @@ from _cost import Rates
 from _h200 import h200_mesh
 from _llama import LlamaSize
 from _rows import append_row
-from _timeline import timeline
 from jax.sharding import NamedSharding, PartitionSpec
+from timeline import timeline
 
 import jaxzero as jz
 

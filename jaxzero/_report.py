@@ -12,6 +12,7 @@ from rich.table import Table
 from ._partition import Leaf, TreePlan
 from ._plan import Plan
 from ._simulate import AnyMesh
+from ._timeline import spans, timeline_table
 from ._wire_report import Traffic, readable_bytes
 
 
@@ -36,6 +37,7 @@ class Report:
     num_devices: int
     rows: tuple[Row, ...]
     traffic: Traffic | None = None  # of one optimizer step, if a plan was given
+    plan: Plan | None = None
 
     def device_bytes(self, kind: str) -> int:
         """Bytes that one device holds of `kind`."""
@@ -59,10 +61,11 @@ class Report:
             },
             "leaves": [dataclasses.asdict(row) for row in self.rows],
             "traffic": None if self.traffic is None else self.traffic.as_dict(),
+            "timeline": [dataclasses.asdict(x) for x in spans(self.plan)] if self.plan else None,
         }
 
     def print(self, console: Console | None = None) -> None:
-        """Print the parameters leaf by leaf, and the sums of each kind."""
+        """Print the parameters leaf by leaf, the sums of each kind, a step's timeline and wire."""
         console = console or Console()
         leaves = Table("parameter", "shape", "dtype", "split on", "padding", "per device")
         for row in self.rows:
@@ -82,6 +85,8 @@ class Report:
             share = f"1/{total / mine:.2f}" if mine else ""
             sums.add_row(kind, readable_bytes(mine), readable_bytes(total), share)
         console.print(sums)
+        if self.plan is not None:
+            console.print(timeline_table(self.plan))
         if self.traffic is not None:
             console.print(self.traffic.table())
             console.print(self.traffic.group_table())
@@ -108,7 +113,7 @@ def make_report(
     rows += [_row("gradients", leaf, mesh, axes["gradients"]) for leaf in trained]
     for leaf in state.leaves if state else ():
         rows.append(_row("optimizer state", leaf, mesh, axes["optimizer state"]))
-    return Report(mesh.size, tuple(rows), plan and Traffic.of(plan, mesh))
+    return Report(mesh.size, tuple(rows), plan and Traffic.of(plan, mesh), plan)
 
 
 def _row(kind: str, leaf: Leaf, mesh: AnyMesh, axes: tuple[str, ...]) -> Row:

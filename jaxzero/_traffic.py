@@ -103,7 +103,7 @@ class Ledger:
         self.transfers.append(
             Transfer(
                 purpose,
-                names[0],
+                next(iter(names), ""),
                 collective,
                 "+".join(axes),
                 str(dtype),

@@ -3,6 +3,7 @@
 from rich.console import Console
 
 from ._node_bytes import abstract_tokens, plan_step
+from ._plan_plot import plot_plan
 from ._settings import Data, Optimization, Report
 from ._setup import describe_devices, set_up
 from ._step import make_loss
@@ -12,8 +13,14 @@ def report(settings: Report, console: Console) -> None:
     """Print the tables, of a step on the batch that `jaxzero train` takes by default.
 
     Raises:
-        ValueError: the settings do not fit the machine, or the checkpoint cannot be loaded.
+        ValueError: the settings do not fit the machine, the checkpoint cannot be loaded, or
+            there is no folder for the picture.
     """
+    if settings.plot is not None and not settings.plot.parent.is_dir():
+        raise ValueError(
+            f"`--plot {settings.plot}`: the folder {settings.plot.parent} does not exist. Make it, "
+            "or name another place."
+        )
     optimization = Optimization()
     setup = set_up(settings.checkpoint, settings.devices, settings.sharding, optimization)
     console.print(
@@ -26,3 +33,6 @@ def report(settings: Report, console: Console) -> None:
     loss = make_loss(setup, temperature=optimization.temperature)
     plan = plan_step(setup.zero, setup.params, loss, tokens)
     setup.zero.report(setup.params, setup.opt_state, plan=plan).print(console)
+    if settings.plot is not None:
+        plot_plan(plan, settings.plot, title=f"one step on {describe_devices(setup)}")
+        console.print(f"Timeline drawn to {settings.plot}", highlight=False, soft_wrap=True)

@@ -1,5 +1,10 @@
 """A compiled program as two streams: what computes, and what is on its way meanwhile.
 
+    python benchmarks/timeline.py step.hlo                  # from aot.py --keep-hlo
+    python benchmarks/timeline.py step.hlo --rates.node 12.5e9
+
+It is a model with stated rates, for comparing programs: nothing is run, kernels are priced by
+their arithmetic and their memory traffic alone, and no link is shared with others.
 The instructions are walked in the order in which the compiler scheduled them. One stream
 computes, another runs the collectives one after the other: one that is asynchronous begins
 at its `-start`, once the stream is free, and is waited for at its `-done`. A loop's body is
@@ -10,7 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from pathlib import Path
 
+import tyro
 from _cost import Rates, collective_of, collective_seconds, compute_seconds, link_bytes
 from _hlo import Collective
 from _instructions import Computation, Instruction, Program, parse
@@ -151,3 +158,25 @@ class _Walk:
             return self.computation(computations[called["to_apply"][0]]), 1
         seconds = compute_seconds(instruction, within, self.program, self.rates)
         return Timeline(seconds=seconds, compute_seconds=seconds), 1
+
+
+def main(program: tyro.conf.Positional[Path], rates: Rates = Rates()) -> None:  # noqa: B008
+    """Predict what a compiled program takes.
+
+    Args:
+        program: the text of a scheduled module (`compiled.as_text()`).
+        rates: of the machine.
+    """
+    line = timeline(program.read_text(), rates)
+    print(f"step                {line.seconds:.4f} s")
+    print(f"  computing         {line.compute_seconds:.4f} s")
+    print(f"  waiting           {line.exposed_seconds:.4f} s")
+    print(f"collectives take    {line.communication_seconds:.4f} s, {line.hidden_share:.1%} hidden")
+    for name, num in sorted(line.launches.items()):
+        print(f"  {name:18}{num}")
+    print(f"into a node         {line.node_bytes / 2**30:.3f} GiB")
+    print(f"to a device in it   {line.local_bytes / 2**30:.3f} GiB")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
