@@ -38,6 +38,7 @@ def main(
     microbatches: Sequence[int] = (1, 8),
     tokens: int = 128,
     target: Literal["cpu", "h200"] = "cpu",
+    prefetch: int = 1,
 ) -> None:
     """Compile, count, and append a row for each config and number of micro-batches.
 
@@ -48,6 +49,8 @@ def main(
         microbatches: of an optimizer step.
         tokens: of each sequence; one sequence for each device and micro-batch.
         target: what to compile for.
+        prefetch: of the schedule. With more than 0 a loop gathers and reduces a layer or two
+            more than it has.
     """
     if target == "h200":
         mesh = h200_mesh(nodes, local)
@@ -56,7 +59,8 @@ def main(
     unit = 2 * _llama.num_parameters(size) * (nodes - 1) / nodes
     for name, config in _CONFIGS.items():
         for num in microbatches:
-            zero = jz.Zero(mesh, config)
+            schedule = jz.Schedule(prefetch=prefetch)
+            zero = jz.Zero(mesh, dataclasses.replace(config, schedule=schedule))
             text, planned = compiled(zero, size, num, tokens)
             crossing = [c for c in collectives(text) if c.crosses(local)]
             bytes_by_type: Counter[str] = Counter()
@@ -73,6 +77,7 @@ def main(
                     "nodes": nodes,
                     "local": local,
                     "microbatches": num,
+                    "prefetch": prefetch,
                     "parameters": _llama.num_parameters(size),
                     "node_bytes": entering,
                     "node_bytes_in_units_of_16_bit_model": round(entering / unit, 4),
