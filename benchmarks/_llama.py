@@ -21,7 +21,7 @@ class LlamaSize:
     width: int = 4096
     hidden: int = 11008
     heads: int = 32
-    kv_heads: int = 32
+    kv_heads: int | None = None  # fewer, each for several heads; None: as many
     vocabulary: int = 32000
     experts: int = 0  # of a mixture of experts, two for each token; 0: a dense MLP
     unrolled: bool = False
@@ -30,7 +30,7 @@ class LlamaSize:
 def init(size: LlamaSize, key: Array) -> Params:
     """Parameters in float32; of unrolled layers a list."""
     width, hidden = size.width, size.hidden
-    grouped = width * size.kv_heads // size.heads
+    grouped = width * (size.kv_heads or size.heads) // size.heads
     experts = (size.experts,) if size.experts else ()
     shapes = {
         "query": (width, width),
@@ -108,9 +108,10 @@ def _norm(x: Array, scale: Array) -> Array:
 
 def _attention(x: Array, weights: Params, size: LlamaSize) -> Array:
     y, head = _norm(x, weights["norm1"]), size.width // size.heads
+    kv_heads = size.kv_heads or size.heads
     query = (y @ weights["query"]).reshape(*x.shape[:2], size.heads, head)
     key, value = (
-        (y @ weights[name]).reshape(*x.shape[:2], size.kv_heads, head) for name in ("key", "value")
+        (y @ weights[name]).reshape(*x.shape[:2], kv_heads, head) for name in ("key", "value")
     )
     mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
     return x + mixed.reshape(x.shape) @ weights["out"]

@@ -36,7 +36,7 @@ Model = Literal["7b", "7b-unrolled", "1b", "moe", "70b", "70b-unrolled", "tiny",
 Variant = Literal["gspmd", "gspmd-by-hand", "zero3", "zeropp", "zeropp4"]
 
 _LARGE = LlamaSize(layers=80, width=8192, hidden=28672, heads=64, kv_heads=8, vocabulary=128256)
-_TINY = LlamaSize(layers=4, width=256, hidden=512, heads=4, kv_heads=4, vocabulary=512)
+_TINY = LlamaSize(layers=4, width=256, hidden=512, heads=4, vocabulary=512)
 _SIZES: dict[Model, LlamaSize] = {
     "7b": LlamaSize(),
     "7b-unrolled": LlamaSize(unrolled=True),
