@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,13 @@ from ._uses import View, Weight
 Held = dict[Weight, Pieces]
 
 
-def write(unit: Unit, held: Held, wire: Wire, ties: tuple[Any, ...] = ()) -> list[Parcel]:
+def write(
+    unit: Unit,
+    held: Held,
+    wire: Wire,
+    ties: tuple[Any, ...] = (),
+    pin: Callable[[list[Parcel]], list[Parcel]] = lambda parcels: parcels,
+) -> list[Parcel]:
     """Write what is sent of the weights of a unit, in one message.
 
     Args:
@@ -33,6 +39,7 @@ def write(unit: Unit, held: Held, wire: Wire, ties: tuple[Any, ...] = ()) -> lis
             shard it was made of.
         wire: how they travel.
         ties: values that must exist first.
+        pin: sees the messages before any is sent.
 
     Returns:
         The messages, for `pass_on`, and after the last hop for `receive`.
@@ -46,7 +53,7 @@ def write(unit: Unit, held: Held, wire: Wire, ties: tuple[Any, ...] = ()) -> lis
             layers = [unit.gathers[i].weight for i in kept]
             with picked(kept):
                 sizes = [math.prod(x.shape) for x in layers]
-                slices = node_slices([now[x] for x in layers], sizes, wire)
+                slices = node_slices([now[x] for x in layers], sizes, wire, pin)
             now.update(zip(layers, slices, strict=True))
             held.update(zip(layers, slices, strict=True))
         pieces = []
@@ -54,7 +61,8 @@ def write(unit: Unit, held: Held, wire: Wire, ties: tuple[Any, ...] = ()) -> lis
             ops, _ = _order(one, now[one.weight], wire)
             mine = now[one.weight]
             pieces.append(on_shard(mine, ops, one.weight)[0] if ops else mine)
-        return start_gather(pieces, _sizes(unit), wire)
+        parcels = start_gather(pieces, _sizes(unit), wire)
+        return parcels if kept else pin(parcels)
 
 
 def pass_on(unit: Unit, parcels: Sequence[Parcel], wire: Wire, num_hops: int) -> list[Parcel]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -175,10 +175,18 @@ def _encoded(pieces: Pieces, size: int, wire: Wire) -> Pieces:
     return pieces.encode(_codec(pieces, size, wire), cut)
 
 
-def node_slices(shards: Sequence[Pieces], sizes: Sequence[int], wire: Wire) -> list[Pieces]:
-    """What a node keeps of weights for a whole step (hpZ): one gather between nodes."""
+def node_slices(
+    shards: Sequence[Pieces],
+    sizes: Sequence[int],
+    wire: Wire,
+    pin: Callable[[list[Parcel]], list[Parcel]] = lambda parcels: parcels,
+) -> list[Pieces]:
+    """What a node keeps of weights for a whole step (hpZ): one gather between nodes.
+
+    `pin` sees the messages, once they are written and before they are sent.
+    """
     first = [dataclasses.replace(x, axes=(NODE,)) for x in shards]
-    slices = unpack(gather(first, sizes, wire))
+    slices = unpack(gather_hop(pin(start_gather(first, sizes, wire)), sizes, wire))
     kept = [x if x.pinned else keep(x, size, wire) for x, size in zip(slices, sizes, strict=True)]
     return [dataclasses.replace(x, axes=(LOCAL,)) for x in kept]
 

@@ -7,6 +7,7 @@ this module only does it. `_arrivals` gathers units, `_emit_loop` runs loops.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -122,35 +123,38 @@ class Emitter:
     # Weights.
 
     def _send(self, index: int) -> None:
-        plan, wire = self.plan, self.wire
+        plan = self.plan
         for number, unit in enumerate(plan.units):
             if index not in unit.issues:
                 continue
-            if unit.ahead:
-                first = write(unit, self.next_held, wire, self._ties(unit.ties[0]))
-                way = [first, *self.on_way[number][:-1]]
-                self.upcoming[number] = [
-                    self._pass_on(unit, parcels, hop) for hop, parcels in enumerate(way)
-                ]
-                continue
             for hop, issue in enumerate(unit.issues):
-                if issue == index:
-                    ties, way = self._ties(unit.ties[hop]), self.on_way.setdefault(number, [])
-                    parcels = way[-1] if hop else write(unit, self.held, wire, ties)
-                    way.append(self._pass_on(unit, parcels, hop))
+                if issue != index:
+                    continue
+                sent = self.upcoming if unit.ahead else self.on_way
+                sent.setdefault(number, []).append(self._send_hop(number, unit, hop))
         for number, loop in plan.loops.items():
             if loop.issue == index and loop.is_pipelined and loop.continues is None:
                 self.prefetched[number] = first_layers(self, number, self._ties(loop.tie))
 
-    def _pass_on(self, unit: Unit, parcels: list[Parcel], hop: int) -> list[Parcel]:
-        """Send a unit over a hop, before anything reads on what the hop waited for."""
+    def _send_hop(self, number: int, unit: Unit, hop: int) -> list[Parcel]:
+        """Send a unit over a hop; in a loop each hop is that of another layer."""
         tie = unit.ties[hop]
-        if tie is not None and tie in self.env:
-            data = [x.data for x in parcels]
-            data, self.env[tie] = lax.optimization_barrier((data, self.env[tie]))
-            pairs = zip(parcels, data, strict=True)
-            parcels = [dataclasses.replace(x, data=d) for x, d in pairs]
+        pin = functools.partial(self._pinned, tie)
+        if hop:
+            parcels = pin(self.on_way[number][hop - 1])
+        else:
+            held = self.next_held if unit.ahead else self.held
+            parcels = write(unit, held, self.wire, self._ties(tie), pin)
         return pass_on(unit, parcels, self.wire, self.plan.num_hops - hop)
+
+    def _pinned(self, tie: Value | None, parcels: list[Parcel]) -> list[Parcel]:
+        """Messages that are written before anything reads on what they waited for."""
+        if tie is None or tie not in self.env:
+            return parcels
+        data = [x.data for x in parcels]
+        data, self.env[tie] = lax.optimization_barrier((data, self.env[tie]))
+        pairs = zip(parcels, data, strict=True)
+        return [dataclasses.replace(x, data=d) for x, d in pairs]
 
     def _ties(self, tie: Value | None) -> tuple[Any, ...]:
         """What must exist before something is sent; what is due to be reduced goes first."""
