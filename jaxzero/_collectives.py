@@ -1,9 +1,8 @@
-"""Gather and reduce one array over the two axes, hop by hop, with a codec for each.
+"""Gather weights over the two axes, several in one message, hop by hop, with a codec for each.
 
-Gathers go over `node` first and `local` second, reductions the other way round: what
-crosses between nodes is then the smallest piece, and arrives in order (`_partition`).
-Every codec is used hop by hop: a reduction encodes pieces, exchanges them all-to-all,
-decodes and sums in float32, and starts again on the next axis (ZeRO++, qgZ).
+Gathers go over `node` first and `local` second, reductions (`_reductions`) the other way
+round: what crosses between nodes is then the smallest piece, and arrives in order
+(`_partition`). A gather is written by `start_gather`, and done one hop at a time.
 Legend: `shard` is what one device owns, `slice` what the devices of one position in all
 nodes own together, `full` the whole array in its own shape.
 """
@@ -144,14 +143,6 @@ def gather_hop(parcels: Sequence[Parcel], sizes: Sequence[int], wire: Wire) -> l
             again = start_gather(parcel.unpack(), mine, wire)
             result += [x.renumbered(parcel.positions) for x in again]
     return result
-
-
-def gather(pieces: Sequence[Pieces], sizes: Sequence[int], wire: Wire) -> list[Parcel]:
-    """`start_gather` and all hops. `unpack` makes the weights of what is returned."""
-    parcels = start_gather(pieces, sizes, wire)
-    while any(next_axis(parcel, wire) for parcel in parcels):
-        parcels = gather_hop(parcels, sizes, wire)
-    return parcels
 
 
 def next_axis(parcel: Parcel, wire: Wire) -> str | None:

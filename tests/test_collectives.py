@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
-from jaxzero._collectives import Wire, gather, move_split, pad, unpad
+from jaxzero._collectives import Wire, gather_hop, move_split, pad, start_gather, unpad
 from jaxzero._messages import unpack
 from jaxzero._partition import Layout
 from jaxzero._pieces import Pieces
@@ -35,7 +35,11 @@ def _on_devices(function, mesh, in_specs, out_specs):
 
 def _gathered(shard, layout, wire):
     pieces = dataclasses.replace(Pieces.plain(shard, layout.dim), axes=wire.gather_axes)
-    (full,) = unpack(gather([pieces], [shard.size * wire.pieces], wire))
+    sizes = [shard.size * wire.pieces]
+    parcels = start_gather([pieces], sizes, wire)
+    for _ in wire.gather_axes:
+        parcels = gather_hop(parcels, sizes, wire)
+    (full,) = unpack(parcels)
     return unpad(full.join(), layout)
 
 
