@@ -129,7 +129,7 @@ def gather_hop(parcels: Sequence[Parcel], sizes: Sequence[int], wire: Wire) -> l
     """
     result = []
     for parcel in parcels:
-        axis = next_axis(parcel, wire)
+        axis = _next_axis(parcel.parts[0], wire)
         if axis is None:
             result.append(parcel)
             continue
@@ -145,21 +145,21 @@ def gather_hop(parcels: Sequence[Parcel], sizes: Sequence[int], wire: Wire) -> l
     return result
 
 
-def next_axis(parcel: Parcel, wire: Wire) -> str | None:
+def _next_axis(pieces: Pieces, wire: Wire) -> str | None:
     """The axis of the next hop; None: everything has arrived."""
-    return next(iter(wire.long(parcel.parts[0].axes)), None)
+    return next(iter(wire.long(pieces.axes)), None)
 
 
 def _codec(pieces: Pieces, size: int, wire: Wire) -> Codec | None:
     """What pieces are written with for their next hop; their own, if there is none."""
-    axis = next(iter(wire.long(pieces.axes)), None)
+    axis = _next_axis(pieces, wire)
     if pieces.pinned or axis is None:
         return pieces.codec
     return wire.weight_codec(axis, size, pieces.dtype)
 
 
 def _encoded(pieces: Pieces, size: int, wire: Wire) -> Pieces:
-    axis = next(iter(wire.long(pieces.axes)), None)
+    axis = _next_axis(pieces, wire)
     if axis is None:
         return pieces
     cut = wire.axes[: wire.axes.index(axis) + 1]

@@ -85,6 +85,12 @@ class Emitter:
         self._unsent: dict[int, dict[Value, Any]] = {}
         self._reduced_before: list[Any] = []  # before the last tied gather
         self._reduced_since: list[Any] = []
+        self._sends: dict[int, list[tuple[int, int]]] = {}  # (unit, hop) by operation
+        self._needs: dict[int, list[int]] = {}
+        for number, unit in enumerate(plan.units):
+            self._needs.setdefault(unit.at, []).append(number)
+            for hop, issue in enumerate(unit.issues):
+                self._sends.setdefault(issue, []).append((number, hop))
         self._unit_of = {x: i for i, unit in enumerate(plan.reduces) for x in unit.values}
         self._readers: dict[Value, list[int]] = {}  # the operations on shards
         self._missing: dict[int, int] = {}
@@ -123,16 +129,11 @@ class Emitter:
     # Weights.
 
     def _send(self, index: int) -> None:
-        plan = self.plan
-        for number, unit in enumerate(plan.units):
-            if index not in unit.issues:
-                continue
-            for hop, issue in enumerate(unit.issues):
-                if issue != index:
-                    continue
-                sent = self.upcoming if unit.ahead else self.on_way
-                sent.setdefault(number, []).append(self._send_hop(number, unit, hop))
-        for number, loop in plan.loops.items():
+        for number, hop in self._sends.get(index, ()):
+            unit = self.plan.units[number]
+            sent = self.upcoming if unit.ahead else self.on_way
+            sent.setdefault(number, []).append(self._send_hop(number, unit, hop))
+        for number, loop in self.plan.loops.items():
             if loop.issue == index and loop.is_pipelined and loop.continues is None:
                 self.prefetched[number] = first_layers(self, number, self._ties(loop.tie))
 
@@ -167,11 +168,11 @@ class Emitter:
         return (self.env[tie], *self._reduced_before)
 
     def _receive(self, index: int) -> None:
-        for number, unit in enumerate(self.plan.units):
-            if unit.at == index:
-                arrays = receive(unit, self.on_way[number][-1], self.held, self.wire)
-                for one, x in zip(unit.gathers, arrays, strict=True):
-                    self._gathered[one.weight, one.ops] = one, x
+        for number in self._needs.get(index, ()):
+            unit = self.plan.units[number]
+            arrays = receive(unit, self.on_way[number][-1], self.held, self.wire)
+            for one, x in zip(unit.gathers, arrays, strict=True):
+                self._gathered[one.weight, one.ops] = one, x
 
     def _drop(self, index: int) -> None:
         """Forget what is not needed later; a later unit may have brought it again already."""
@@ -213,16 +214,13 @@ class Emitter:
         elif self.plan.overlaps:
             self._due.append((number, 0, outbox))
         else:
-            self._advance(number, 0, outbox, all_hops=True)
+            self._reduced(number, self.reduce_rest(number, 0, outbox))
 
-    def _advance(self, number: int, hop: int, outbox: Outbox, all_hops: bool) -> None:
-        """Do one hop, or all that are left."""
+    def _advance(self, number: int, hop: int, outbox: Outbox) -> None:
+        """Do one hop of what is due."""
         outbox, hop = self.reduce_hop(number, hop, outbox), hop + 1
         if hop == self.num_reduce_hops(number):
-            self._reduced_since += outbox.rest.values()
             self._reduced(number, outbox)
-        elif all_hops:
-            self._advance(number, hop, outbox, all_hops)
         else:
             self._due.append((number, hop, outbox))
 
@@ -232,7 +230,7 @@ class Emitter:
             if hop:  # the first is sent as soon as it is written
                 leaves, treedef = jax.tree.flatten(outbox)
                 outbox = jax.tree.unflatten(treedef, tied(leaves, ties))
-            self._advance(number, hop, outbox, all_hops=False)
+            self._advance(number, hop, outbox)
 
     def finish_due(self) -> list[Any]:
         """Reduce everything that is due; what was reduced since the last gather."""
@@ -250,7 +248,14 @@ class Emitter:
         with labelled("gradients", *(demands[x].name for x in values)):
             return advance(outbox, self._summands(number), hop, self.wire)
 
+    def reduce_rest(self, number: int, hop: int, outbox: Outbox) -> Outbox:
+        """Send a unit's gradients over `hop` and all that follow."""
+        for i in range(hop, self.num_reduce_hops(number)):
+            outbox = self.reduce_hop(number, i, outbox)
+        return outbox
+
     def _reduced(self, number: int, outbox: Outbox) -> None:
+        self._reduced_since += outbox.rest.values()
         for i, value in enumerate(self.plan.reduces[number].values):
             self._made(value, outbox.rest[i])
 

@@ -251,12 +251,10 @@ class _Loop:
         inside = self._emitter({})
         num_hops = max((len(some) for some in state.outboxes.values()), default=0)
         for hop in reversed(range(num_hops)):
-            done = {}
-            for number, some in state.outboxes.items():
-                box = some[hop]
-                for i in range(hop, num_hops):
-                    box = inside.reduce_hop(number, i, box)
-                done[number] = box
+            done = {
+                number: inside.reduce_rest(number, hop, some[hop])
+                for number, some in state.outboxes.items()
+            }
             late = self._written(late, done, jnp.asarray(self.loop.length - 1 - hop))
         return late
 

@@ -154,12 +154,10 @@ def _write(
     coded, summed = _groups(summands, axis, wire)
     messages = []
     for i in coded:
-        x, summand = arrays[i], summands[i]
-        mean = x if num_summed == 1 else x / jnp.asarray(num_summed, x.dtype)
-        rows = _rows(mean.astype(summand.dtype), summand.layout.dim, wire.sizes[axis])
-        codec = _codec(summand, axis, wire)
+        summand, codec = summands[i], _codec(summands[i], axis, wire)
         assert codec is not None
-        messages.append(codec.encode(rows, seed=device_index(_told_apart(axis))))
+        dim, num = summand.layout.dim, wire.sizes[axis]
+        messages.append(_message(arrays[i], dim, num, summand.dtype, codec, axis, num_summed))
     beside = {}
     for name, numbers in summed.items():
         if len(numbers) == 1:
@@ -186,9 +184,7 @@ def _send(
         for i, message in zip(coded, split(arrived, columns), strict=True):
             codec, shape = _codec(summands[i], axis, wire), _piece(summands[i], axis, wire)
             assert codec is not None
-            total = jnp.sum(codec.decode(message, math.prod(shape), jnp.float32), axis=0)
-            total = total.reshape(shape)
-            arrays[i] = total if num_summed == 1 else total * jnp.float32(num_summed)
+            arrays[i] = _total(message, shape, codec, num_summed)
     for name, numbers in summed.items():
         with picked(numbers):
             arrays.update(_scatter(outbox.summed[name], numbers, summands, axis, wire))
@@ -259,9 +255,9 @@ def reduce_over_node(
     message = codec.encode(rows, seed=device_index(_told_apart(NODE)))
     lost = rows - codec.decode(message, rows.shape[1], x.dtype)
     lost = jnp.where(jnp.isfinite(lost), lost, 0)  # a step that overflowed must not be the last
-    total = _exchange(message, rows.shape[1], codec, NODE)
     shape = _piece_shape(x, layout.dim, wire.sizes[NODE])
-    return total.reshape(shape), _from_rows(lost, x, layout.dim).astype(error.dtype)
+    total = _total(_exchange(message, NODE), shape, codec)
+    return total, _from_rows(lost, x, layout.dim).astype(error.dtype)
 
 
 def _coded_hop(
@@ -277,10 +273,29 @@ def _coded_hop(
     num = wire.sizes[axis]
     if num == 1:
         return x
-    mean = (x if summed == 1 else x / jnp.asarray(summed, x.dtype)).astype(dtype)
-    rows = _rows(mean, dim, num)
-    message = codec.encode(rows, seed=device_index(_told_apart(axis)))
-    total = _exchange(message, rows.shape[1], codec, axis).reshape(_piece_shape(x, dim, num))
+    message = _message(x, dim, num, dtype, codec, axis, summed)
+    return _total(_exchange(message, axis), _piece_shape(x, dim, num), codec, summed)
+
+
+def _message(
+    x: Shaped[Array, ...],
+    dim: int,
+    num: int,
+    dtype: DTypeLike,
+    codec: Codec,
+    axis: str,
+    summed: int,
+) -> Shaped[Array, "num m"]:
+    """The mean of the devices `summed` so far, in `num` pieces for those along `axis`."""
+    mean = x if summed == 1 else x / jnp.asarray(summed, x.dtype)
+    return codec.encode(_rows(mean.astype(dtype), dim, num), seed=device_index(_told_apart(axis)))
+
+
+def _total(
+    arrived: Shaped[Array, "num m"], shape: tuple[int, ...], codec: Codec, summed: int = 1
+) -> Shaped[Array, ...]:
+    """What the devices of a hop sent, decoded and summed in float32."""
+    total = jnp.sum(codec.decode(arrived, math.prod(shape), jnp.float32), axis=0).reshape(shape)
     return total if summed == 1 else total * jnp.float32(summed)
 
 
@@ -309,12 +324,9 @@ def _from_rows(rows: Shaped[Array, "num n"], like: Shaped[Array, ...], dim: int)
     return jnp.moveaxis(pieces, 0, dim).reshape(like.shape)
 
 
-def _exchange(
-    message: Shaped[Array, "num m"], length: int, codec: Codec, axis: str
-) -> Shaped[Array, " n"]:
-    """Send row i to device i of the axis; decode what arrives and sum it in float32."""
-    arrived = all_to_all(lax.optimization_barrier(message), axis)
-    return jnp.sum(codec.decode(arrived, length, jnp.float32), axis=0)
+def _exchange(message: Shaped[Array, "num m"], axis: str) -> Shaped[Array, "num m"]:
+    """Send row i to device i of the axis."""
+    return all_to_all(lax.optimization_barrier(message), axis)
 
 
 def sum_over(

@@ -13,12 +13,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from . import _views as views
 from ._config import Schedule
-from ._uses import BlockUses, Weight
+from ._uses import BlockUses, View, Weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,15 +36,12 @@ class Gather:
     @property
     def shape(self) -> tuple[int, ...]:
         """The gathered array's full shape."""
-        shape = self.weight.shape
-        for op in self.ops:
-            shape = op.out_shape(shape)
-        return shape
+        return View(self.weight, self.ops).shape
 
     @property
-    def dtype(self):
-        casts = [op.dtype for op in self.ops if isinstance(op, views.Cast)]
-        return casts[-1] if casts else self.weight.dtype
+    def dtype(self) -> Any:
+        """The gathered array's type."""
+        return View(self.weight, self.ops).dtype
 
     @property
     def size(self) -> int:

@@ -172,10 +172,10 @@ def _plan_block(
     if in_loop and schedule.prefetch:
         reduces = _last_late(block, gradients, reduces)
     gathers, live = find_gathers(len(block.operations), uses, boundary, schedule)
-    gathers, groups = _grouped(gathers, loops, schedule, in_loop)
+    groups = _grouped(gathers, loops, schedule, in_loop)
     ties = _ties(block, uses, boundary)
     starts = _starts(groups, loops)
-    ahead = _num_ahead(groups, starts, live, schedule) if in_loop else 0
+    ahead = _num_ahead(groups, live, schedule) if in_loop else 0
     units = []
     for number, some in enumerate(groups):
         issues = _issues(some, starts, live, schedule, num_hops)
@@ -195,7 +195,7 @@ def _plan_block(
 
 def _grouped(
     gathers: list[Gather], loops: dict[int, LoopPlan], schedule: Schedule, in_loop: bool
-) -> tuple[list[Gather], list[list[Gather]]]:
+) -> list[list[Gather]]:
     """The units of a block.
 
     A weight that would be sent for backward while it is still held for forward is held on:
@@ -207,7 +207,7 @@ def _grouped(
 
     groups = units(gathers)
     if not schedule.prefetch:
-        return gathers, groups
+        return groups
     starts = _starts(groups, loops)
     held: dict[tuple, Gather] = {}
     for one in gathers:
@@ -217,7 +217,7 @@ def _grouped(
             one = dataclasses.replace(before, until=one.until)
         held[one.weight, one.ops, one.at] = held[one.weight, one.ops] = one
     gathers = [one for key, one in held.items() if len(key) == 3]
-    return gathers, units(sorted(gathers, key=lambda x: x.at))
+    return units(sorted(gathers, key=lambda x: x.at))
 
 
 def _signature(gather: Gather) -> tuple:
@@ -253,9 +253,7 @@ def _issues(
     return (at,) * num_hops
 
 
-def _num_ahead(
-    groups: list[list[Gather]], starts: list[int], live: Live, schedule: Schedule
-) -> int:
+def _num_ahead(groups: list[list[Gather]], live: Live, schedule: Schedule) -> int:
     """How many units of a loop's body are sent in the iteration before."""
     for num in range(min(schedule.prefetch, len(groups)), 0, -1):
         first = [one for some in groups[:num] for one in some]

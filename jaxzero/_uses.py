@@ -44,6 +44,11 @@ class View:
             shape = op.out_shape(shape)
         return shape
 
+    @property
+    def dtype(self) -> Any:
+        casts = [op.dtype for op in self.ops if isinstance(op, views.Cast)]
+        return casts[-1] if casts else self.weight.dtype
+
     def then(self, *ops: views.Op) -> View:
         return View(self.weight, (*self.ops, *ops))
 
@@ -206,7 +211,7 @@ def _stack(view: View) -> Stack:
     pushed = views.push(view.ops, weight.layout, weight.shape)
     assert pushed is not None
     layout, shape = pushed
-    casts = [op.dtype for op in view.ops if isinstance(op, views.Cast)]
-    dtype = casts[-1] if casts else weight.dtype
     name = f"{weight.name}[i]"
-    return Stack(view, Weight(weight.leaf, name, shape[1:], dtype, layout.moved(layout.dim - 1)))
+    return Stack(
+        view, Weight(weight.leaf, name, shape[1:], view.dtype, layout.moved(layout.dim - 1))
+    )
