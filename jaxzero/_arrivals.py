@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 
 from . import _views as views
 from ._codecs import Cast
@@ -22,15 +21,10 @@ from ._traffic import labelled, picked
 from ._uses import View, Weight
 
 Held = dict[Weight, Pieces]
+Bind = Callable[[list[Any]], list[Any]]
 
 
-def write(
-    unit: Unit,
-    held: Held,
-    wire: Wire,
-    ties: tuple[Any, ...] = (),
-    pin: Callable[[list[Parcel]], list[Parcel]] = lambda parcels: parcels,
-) -> list[Parcel]:
+def write(unit: Unit, held: Held, wire: Wire, tie: Bind, pin: Bind) -> list[Parcel]:
     """Write what is sent of the weights of a unit, in one message.
 
     Args:
@@ -38,14 +32,14 @@ def write(
         held: what this device has of the weights. A slice that is to be kept replaces the
             shard it was made of.
         wire: how they travel.
-        ties: values that must exist first.
-        pin: sees the messages before any is sent.
+        tie: binds the shards to what must exist first, so that they are not gathered early.
+        pin: binds the messages to it, so that they are not written late.
 
     Returns:
         The messages, for `pass_on`, and after the last hop for `receive`.
     """
     weights = list(dict.fromkeys(one.weight for one in unit.gathers))
-    data = tied([held[x].data for x in weights], ties)
+    data = tie([held[x].data for x in weights])
     now = {x: dataclasses.replace(held[x], data=d) for x, d in zip(weights, data, strict=True)}
     with labelled("weights", *(one.weight.name for one in unit.gathers)):
         kept = [i for i, one in enumerate(unit.gathers) if one.keeps]
@@ -53,7 +47,9 @@ def write(
             layers = [unit.gathers[i].weight for i in kept]
             with picked(kept):
                 sizes = [math.prod(x.shape) for x in layers]
-                slices = node_slices([now[x] for x in layers], sizes, wire, pin)
+                slices = node_slices(
+                    [now[x] for x in layers], sizes, wire, lambda parcels: bound(parcels, pin)
+                )
             now.update(zip(layers, slices, strict=True))
             held.update(zip(layers, slices, strict=True))
         pieces = []
@@ -62,7 +58,7 @@ def write(
             mine = now[one.weight]
             pieces.append(on_shard(mine, ops, one.weight)[0] if ops else mine)
         parcels = start_gather(pieces, _sizes(unit), wire)
-        return parcels if kept else pin(parcels)
+        return parcels if kept else bound(parcels, pin)
 
 
 def pass_on(unit: Unit, parcels: Sequence[Parcel], wire: Wire, num_hops: int) -> list[Parcel]:
@@ -76,9 +72,10 @@ def pass_on(unit: Unit, parcels: Sequence[Parcel], wire: Wire, num_hops: int) ->
         return [*gather_hop(go, _sizes(unit), wire), *stay]
 
 
-def tied(arrays: list[Any], ties: tuple[Any, ...]) -> list[Any]:
-    """The same arrays, but not before `ties` exist."""
-    return lax.optimization_barrier((arrays, ties))[0] if ties and arrays else arrays
+def bound(parcels: Sequence[Parcel], bind: Bind) -> list[Parcel]:
+    """The same messages, bound to something else."""
+    data = bind([x.data for x in parcels])
+    return [dataclasses.replace(x, data=d) for x, d in zip(parcels, data, strict=True)]
 
 
 def receive(unit: Unit, parcels: Sequence[Parcel], held: Held, wire: Wire) -> list[jax.Array]:

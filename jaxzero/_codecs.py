@@ -26,11 +26,16 @@ def is_narrow_float(dtype: DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize <= 2
 
 
+def bits_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """The type as which `to_bits` views an array."""
+    return jnp.dtype(_BITS[8 * jnp.dtype(dtype).itemsize] if is_narrow_float(dtype) else dtype)
+
+
 def to_bits(x: Shaped[Array, ...]) -> Shaped[Array, ...]:
     """View a narrow float as unsigned integers, so that no backend widens it in transit."""
     if not is_narrow_float(x.dtype):
         return x
-    return lax.bitcast_convert_type(x, _BITS[8 * x.dtype.itemsize])
+    return lax.bitcast_convert_type(x, bits_dtype(x.dtype))
 
 
 def from_bits(x: Shaped[Array, ...], dtype: DTypeLike) -> Shaped[Array, ...]:

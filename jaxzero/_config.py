@@ -129,7 +129,7 @@ class Schedule:
     """
 
     prefetch: int = 1
-    bucket_bytes: int = 2**29
+    bucket_bytes: int = 2**31
     max_reuse_distance: int | None = None
     max_live_parameters: int | None = None
     live_bytes: int | None = None

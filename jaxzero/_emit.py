@@ -6,17 +6,15 @@ this module only does it. `_arrivals` gathers units, `_emit_loop` runs loops.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from . import _views as views
-from ._arrivals import Held, pass_on, receive, tied, write
+from ._arrivals import Held, bound, pass_on, receive, write
 from ._collectives import Wire, accumulator_dtype
 from ._emit_loop import Prefetched, first_layers, run_loop
 from ._gradients import Demand
@@ -28,6 +26,8 @@ from ._regions import Gather
 from ._schedule import BlockPlan, Unit
 from ._traffic import labelled
 from ._uses import Weight
+
+Sums = list[tuple[Value, Any]]  # gradients, each with its sum over devices
 
 
 def emit(
@@ -81,16 +81,20 @@ class Emitter:
         self.env: dict[Value, Any] = {}
         self._gathered: dict[tuple, tuple[Gather, Any]] = {}
         self._due: list[tuple[int, int, Outbox]] = []  # unit, next hop, what it sends
-        self._due_since: Value | None = None
+        self._tied_to: Value | None = None  # what the last gather waited for
         self._unsent: dict[int, dict[Value, Any]] = {}
-        self._reduced_before: list[Any] = []  # before the last tied gather
-        self._reduced_since: list[Any] = []
+        self._sums: Sums = []  # reduced since the last gather
         self._sends: dict[int, list[tuple[int, int]]] = {}  # (unit, hop) by operation
         self._needs: dict[int, list[int]] = {}
         for number, unit in enumerate(plan.units):
             self._needs.setdefault(unit.at, []).append(number)
             for hop, issue in enumerate(unit.issues):
                 self._sends.setdefault(issue, []).append((number, hop))
+        self._constants = {
+            op.outputs[0]: op
+            for op in plan.block.operations
+            if op.name == "broadcast_in_dim" and isinstance(op.inputs[0], Constant)
+        }
         self._unit_of = {x: i for i, unit in enumerate(plan.reduces) for x in unit.values}
         self._readers: dict[Value, list[int]] = {}  # the operations on shards
         self._missing: dict[int, int] = {}
@@ -111,7 +115,9 @@ class Emitter:
             if index < len(block.operations):
                 self._run(index, block.operations[index])
                 self._drop(index)
-        self.finish_due()
+        while self._due:
+            self._advance_due()
+        self._settle(self._sums)
         late = plan.late_values()
         return [
             None if i in handed_on or atom in late else self._output(i, atom)
@@ -122,9 +128,48 @@ class Emitter:
         """The late outputs, by number, of what an iteration left, once it is reduced."""
         for number, outbox in outboxes.items():
             self._reduced(number, outbox)
+        self._settle(self._sums)
         late = self.plan.late_values()
         outputs = enumerate(self.plan.block.outputs)
         return {i: self._output(i, atom) for i, atom in outputs if atom in late}
+
+    # What waits for what: see [Note: ties] in `_schedule`. XLA takes out of a barrier what nothing
+    # else reads, before or behind it; so what is bound is read on from behind it where it can be.
+
+    def tie(self, value: Value | None, arrays: list[Any]) -> list[Any]:
+        """The same arrays, but not before a value exists, and what was reduced before the
+        last tie. What is due to be reduced is sent on first."""
+        if value is None or value not in self.env or not arrays:
+            return arrays
+        sums: Sums = []
+        if self._tied_to != value:
+            self._tied_to = value
+            sums, self._sums = self._sums, []
+            self._advance_due((self.env[value],))
+        return self._with_sums((arrays, self.env[value]), sums)[0]
+
+    def pin(self, value: Value | None, arrays: list[Any]) -> list[Any]:
+        """The same arrays, made before anything else reads on what they waited for."""
+        if value is None or value not in self.env or not arrays:
+            return arrays
+        arrays, self.env[value] = lax.optimization_barrier((arrays, self.env[value]))
+        return arrays
+
+    def tie_loop(self, carry: list[Any]) -> list[Any]:
+        """What a loop starts with, but not before gradients have done one more hop: the first
+        leaves messages that are much smaller, and the loop may take long."""
+        self._advance_due()
+        sums, self._sums = self._sums, []
+        carry, sent = self._with_sums((carry, [outbox for *_, outbox in self._due]), sums)
+        self._due = [(*one[:2], outbox) for one, outbox in zip(self._due, sent, strict=True)]
+        self._advance_due()
+        return carry
+
+    def _with_sums(self, operands: tuple[Any, Any], sums: Sums) -> tuple[Any, Any]:
+        """Have gradients reduced before `operands` exist, and use them as they are then."""
+        operands, reduced = lax.optimization_barrier((operands, [x for _, x in sums]))
+        self._settle([(value, x) for (value, _), x in zip(sums, reduced, strict=True)])
+        return operands
 
     # Weights.
 
@@ -135,37 +180,19 @@ class Emitter:
             sent.setdefault(number, []).append(self._send_hop(number, unit, hop))
         for number, loop in self.plan.loops.items():
             if loop.issue == index and loop.is_pipelined and loop.continues is None:
-                self.prefetched[number] = first_layers(self, number, self._ties(loop.tie))
+                tie = functools.partial(self.tie, loop.tie)
+                self.prefetched[number] = first_layers(self, number, tie)
 
     def _send_hop(self, number: int, unit: Unit, hop: int) -> list[Parcel]:
         """Send a unit over a hop; in a loop each hop is that of another layer."""
-        tie = unit.ties[hop]
-        pin = functools.partial(self._pinned, tie)
+        pin = functools.partial(self.pin, unit.ties[hop])
         if hop:
-            parcels = pin(self.on_way[number][hop - 1])
+            parcels = bound(self.on_way[number][hop - 1], pin)
         else:
             held = self.next_held if unit.ahead else self.held
-            parcels = write(unit, held, self.wire, self._ties(tie), pin)
+            tie = functools.partial(self.tie, unit.ties[hop])
+            parcels = write(unit, held, self.wire, tie, pin)
         return pass_on(unit, parcels, self.wire, self.plan.num_hops - hop)
-
-    def _pinned(self, tie: Value | None, parcels: list[Parcel]) -> list[Parcel]:
-        """Messages that are written before anything reads on what they waited for."""
-        if tie is None or tie not in self.env:
-            return parcels
-        data = [x.data for x in parcels]
-        data, self.env[tie] = lax.optimization_barrier((data, self.env[tie]))
-        pairs = zip(parcels, data, strict=True)
-        return [dataclasses.replace(x, data=d) for x, d in pairs]
-
-    def _ties(self, tie: Value | None) -> tuple[Any, ...]:
-        """What must exist before something is sent; what is due to be reduced goes first."""
-        if tie is None or tie not in self.env:
-            return ()
-        if self._due_since != tie:
-            self._due_since = tie
-            self._reduced_before, self._reduced_since = self._reduced_since, []
-            self._advance_due((self.env[tie],))
-        return (self.env[tie], *self._reduced_before)
 
     def _receive(self, index: int) -> None:
         for number in self._needs.get(index, ()):
@@ -224,19 +251,12 @@ class Emitter:
         else:
             self._due.append((number, hop, outbox))
 
-    def _advance_due(self, ties: tuple[Any, ...]) -> None:
+    def _advance_due(self, ties: tuple[Any, ...] = ()) -> None:
         due, self._due = self._due, []
         for number, hop, outbox in due:
-            if hop:  # the first is sent as soon as it is written
-                leaves, treedef = jax.tree.flatten(outbox)
-                outbox = jax.tree.unflatten(treedef, tied(leaves, ties))
+            if hop and ties:  # the first is sent as soon as it is written
+                outbox, _ = lax.optimization_barrier((outbox, ties))
             self._advance(number, hop, outbox)
-
-    def finish_due(self) -> list[Any]:
-        """Reduce everything that is due; what was reduced since the last gather."""
-        while self._due:
-            self._advance_due(())
-        return self._reduced_since
 
     def num_reduce_hops(self, number: int) -> int:
         """How many hops a unit's gradients take."""
@@ -255,9 +275,13 @@ class Emitter:
         return outbox
 
     def _reduced(self, number: int, outbox: Outbox) -> None:
-        self._reduced_since += outbox.rest.values()
-        for i, value in enumerate(self.plan.reduces[number].values):
-            self._made(value, outbox.rest[i])
+        values = self.plan.reduces[number].values
+        self._sums += [(value, outbox.rest[i]) for i, value in enumerate(values)]
+
+    def _settle(self, sums: Sums) -> None:
+        """Make reduced gradients known."""
+        for value, x in sums:
+            self._made(value, x)
 
     def _summands(self, number: int) -> list[Summand]:
         demands = self.plan.gradients.reduces
@@ -330,7 +354,22 @@ class Emitter:
             self._made(value, self._zeros(value, self.plan.gradients.reduces[value]))
             return
         else:
+            if operation.name.startswith("scatter"):
+                self._make_target(operation)
             outputs = operation.bind([self.read(atom) for atom in operation.inputs])
         for value, x in zip(operation.outputs, outputs, strict=True):
             if value not in known:
                 self._write(value, x)
+
+    def _make_target(self, operation: Operation) -> None:
+        """Make what is scattered into, if it is one constant, where that is done: with nothing to
+        wait for, XLA would make it early, and a table's gradient is as large as the table."""
+        target, *_, scattered = operation.inputs
+        if target not in self._constants or scattered not in self.env:
+            return
+        assert isinstance(target, Value) and isinstance(scattered, Value)
+        maker = self._constants[target]
+        constant = jnp.asarray(self.read(maker.inputs[0]), target.dtype)
+        operands = (constant, self.env[scattered])
+        constant, self.env[scattered] = lax.optimization_barrier(operands)
+        self.env[target] = maker.bind([constant])[0]

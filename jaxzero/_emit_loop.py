@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ._arrivals import Held, on_shard, pass_on, tied, write
+from ._arrivals import Bind, Held, on_shard, pass_on, write
 from ._messages import Parcel
 from ._pieces import Pieces
 from ._program import Loop
@@ -50,11 +50,11 @@ def run_loop(emitter: Emitter, index: int, loop: Loop) -> list[Any]:
     return _Loop(emitter, index, loop).run()
 
 
-def first_layers(emitter: Emitter, index: int, ties: tuple[Any, ...]) -> Prefetched:
+def first_layers(emitter: Emitter, index: int, tie: Bind) -> Prefetched:
     """Send the units that a loop's first iteration finds on their way."""
     loop = emitter.plan.block.operations[index]
     assert isinstance(loop, Loop)
-    return _Loop(emitter, index, loop).prologue(ties)
+    return _Loop(emitter, index, loop).prologue(tie)
 
 
 class _Loop:
@@ -80,11 +80,10 @@ class _Loop:
         ]
         self.constants = inputs[: loop.num_constants]
         carry, stacks = inputs[loop.num_constants : first], inputs[first:]
-        if emitter.plan.overlaps:  # gradients made before would be held for the whole loop
-            carry = tied(carry, tuple(emitter.finish_due()))
+        carry = emitter.tie_loop(carry)
         return (self._pipelined if self.plan.is_pipelined else self._plain)(carry, stacks)
 
-    def prologue(self, ties: tuple[Any, ...]) -> Prefetched:
+    def prologue(self, tie: Bind) -> Prefetched:
         """What is on its way before the first iteration: the layer of entry `s` has done
         hops 0 to `s`."""
         wire, num_hops = self.emitter.wire, self.plan.body.num_hops
@@ -96,7 +95,7 @@ class _Loop:
             before = dict(held)
             for number, unit in enumerate(self.plan.body.units):
                 if unit.ahead:
-                    parcels = write(unit, held, wire, ties)
+                    parcels = write(unit, held, wire, tie, lambda messages: messages)
                     for done in range(hop + 1):
                         parcels = pass_on(unit, parcels, wire, num_hops - done)
                     on_way.setdefault(number, []).append(parcels)

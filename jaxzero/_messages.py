@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Shaped, UInt8
 
-from ._codecs import from_bits, to_bits
+from ._codecs import bits_dtype, from_bits, to_bits
 from ._pieces import Pieces
 from ._traffic import all_gather, picked
 
@@ -151,7 +151,8 @@ def _bits(pieces: Pieces) -> Array:
 
 
 def _row_type(pieces: Pieces) -> Any:
-    return jax.eval_shape(_bits, pieces).dtype
+    dtype = pieces.data.dtype
+    return jnp.dtype(dtype) if pieces.codec is not None else bits_dtype(dtype)
 
 
 def _columns(parts: Sequence[Pieces]) -> list[Column]:

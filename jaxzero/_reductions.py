@@ -10,6 +10,7 @@ Legend: `full` is a whole gradient of one device, `rows` its pieces, each as one
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -218,8 +219,13 @@ def _piece(summand: Summand, axis: str, wire: Wire) -> tuple[int, ...]:
 def _message_column(summand: Summand, axis: str, wire: Wire) -> Column:
     codec = _codec(summand, axis, wire)
     assert codec is not None
-    row = jax.ShapeDtypeStruct((1, math.prod(_piece(summand, axis, wire))), summand.dtype)
-    message = jax.eval_shape(codec.encode, row)
+    return _message_size(codec, math.prod(_piece(summand, axis, wire)), summand.dtype)
+
+
+@functools.cache
+def _message_size(codec: Codec, num: int, dtype: Any) -> Column:
+    """Of the message of `num` numbers: the layers of a program send the same ones."""
+    message = jax.eval_shape(codec.encode, jax.ShapeDtypeStruct((1, num), dtype))
     return message.shape[1], message.dtype
 
 

@@ -10,6 +10,7 @@ import pytest
 import wire
 from _cost import Rates
 from _h200 import h200_mesh
+from _instructions import parse
 from _llama import LlamaSize
 from timeline import timeline
 
@@ -41,18 +42,37 @@ def test_only_bytes_scales_and_small_leaves_cross_nodes(mesh, preset):
     assert sum(c.node_bytes(LOCAL) * c.trips * LOCAL for c in crossing) == planned
 
 
-@pytest.mark.standard_promotion
-def test_every_message_is_under_way_while_a_layer_computes(mesh):
-    """Of what loops send, all but a little; it is what the schedule and the options are for."""
+DEEP = LlamaSize(layers=16, width=1024, hidden=2816, heads=8, vocabulary=4096)
+
+
+@pytest.fixture(scope="module")
+def scanned(mesh):
+    """A step of ZeRO-3 over scanned layers, as it is scheduled."""
     zero = jz.Zero(mesh)
-    size = LlamaSize(layers=16, width=1024, hidden=2816, heads=8, vocabulary=512)
-    params = zero.abstract(functools.partial(_llama.init, size), jax.random.key(0))
+    params = zero.abstract(functools.partial(_llama.init, DEEP), jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((32, 512), jax.numpy.int32)
-    with jax.numpy_rank_promotion("allow"):
-        step = jax.jit(zero.value_and_grad(functools.partial(_llama.loss, size)))
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        step = jax.jit(zero.value_and_grad(functools.partial(_llama.loss, DEEP)))
         lowered = step.lower(params, tokens)
-        text = lowered.compile(compiler_options=jz.compiler_options("cuda")).as_text()
-    line = timeline(text, Rates())
+        return lowered.compile(compiler_options=jz.compiler_options("cuda")).as_text()
+
+
+def test_every_message_is_under_way_while_a_layer_computes(scanned):
+    """Of what loops send, all but a little; it is what the schedule and the options are for."""
+    line = timeline(scanned, Rates())
     assert line.asynchronous_share > 0.95
     # One message for each hop: a layer is gathered twice and reduced once.
-    assert sum(line.launches.values()) <= 2 * (3 * size.layers + 10)
+    assert sum(line.launches.values()) <= 2 * (3 * DEEP.layers + 10)
+
+
+def test_no_whole_gradient_is_held_while_the_layers_run_backward(scanned):
+    """The head's is summed inside the node before, the embedding's has not been begun."""
+    instructions = parse(scanned).entry.instructions
+    backward = max(i for i, x in enumerate(instructions) if x.op == "while")
+    before = {x.name: x for x in instructions[:backward] if x.op not in ("parameter", "tuple")}
+    later = {name for x in instructions[backward + 1 :] for name in x.operands}
+    held = [before[name] for name in later if name in before]
+    assert held  # such as what the norms need
+    whole = DEEP.vocabulary * DEEP.width
+    large = [x.text[:120] for x in held if any(shape.size >= whole for shape in x.results)]
+    assert not large, large
