@@ -5,6 +5,7 @@ import functools
 
 import _hlo
 import _llama
+import aot
 import jax
 import pytest
 import wire
@@ -76,3 +77,22 @@ def test_no_whole_gradient_is_held_while_the_layers_run_backward(scanned):
     whole = DEEP.vocabulary * DEEP.width
     large = [x.text[:120] for x in held if any(shape.size >= whole for shape in x.results)]
     assert not large, large
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-unrolled"])
+def test_the_benchmark_compares_all_variants_of_a_small_model(mesh, monkeypatch, model):
+    rows = {}
+    monkeypatch.setattr(aot, "append_row", lambda _, row: rows.update({row["variant"]: row}))
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        aot.main(model=model, batch=32, tokens=256)
+    launches = {name: row["launches"] for name, row in rows.items()}
+    entering = {name: row["gib_into_a_node"] for name, row in rows.items()}
+    assert set(launches) == {"gspmd", "gspmd-by-hand", "zero3", "zeropp", "zeropp4"}
+    assert launches["zeropp"] < launches["zero3"], launches
+    # The weights once in 8 bits and the gradients in 4, for the weights twice in 16 and the
+    # gradients in 16; a loop that is pipelined gathers a layer or two more than it has.
+    assert entering["zeropp4"] < entering["zeropp"] < 0.4 * entering["zero3"], entering
+    for row in rows.values():
+        fast, slow = row["predicted"].values()
+        assert 0 < fast["step_seconds"] < slow["step_seconds"]
+        assert row["temporary_gib"] > 0 < row["compile_seconds"]
