@@ -54,9 +54,12 @@ def compute_seconds(
     """How long an instruction that is no collective and no loop keeps a device."""
     if instruction.op in _FREE or instruction.op.endswith("-done"):
         return 0.0
+    if instruction.op == "async-start":
+        inner = program.computations[instruction.called["calls"][0]]
+        return sum(compute_seconds(x, inner, program, rates) for x in inner.instructions)
     flops = _flops(instruction, within)
     traffic = sum(_operand_bytes(instruction, within)) + instruction.num_bytes
-    if instruction.op == "fusion":
+    if instruction.op in ("fusion", "fusion-start"):
         inner = program.computations[instruction.called["calls"][0]]
         flops = sum(_flops(x, inner) for x in inner.instructions)
         traffic = _fusion_bytes(instruction, within, inner)

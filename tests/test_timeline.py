@@ -96,3 +96,42 @@ def test_a_program_is_walked_with_stated_rates():
 def test_a_loop_of_unknown_length_is_refused():
     with pytest.raises(ValueError, match="no known trip count"):
         timeline(_HLO.replace("known_trip_count", "other"), Rates(num_local=2))
+
+
+_FUSIONS = """HloModule step, is_scheduled=true
+
+%row (p: f32[64,1024], i: s32[]) -> f32[1,1024] {
+  %p = f32[64,1024]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %row.1 = f32[1,1024]{1,0} dynamic-slice(%p, %i, %i), dynamic_slice_sizes={1,1024}
+}
+
+%wrapped (q: f32[64,1024], j: s32[]) -> f32[1,1024] {
+  %q = f32[64,1024]{1,0} parameter(0)
+  %j = s32[] parameter(1)
+  ROOT %slice = f32[1,1024]{1,0} fusion(%q, %j), kind=kLoop, calls=%row
+}
+
+ENTRY %main (a: f32[64,1024], b: s32[]) -> f32[1,1024] {
+  %a = f32[64,1024]{1,0} parameter(0)
+  %b = s32[] parameter(1)
+  FORM
+  ROOT %r = f32[1,1024]{1,0} DONE
+}
+"""
+_STARTED = "((f32[64,1024]{1,0}, s32[]), f32[1,1024]{1,0}, u32[])"
+
+
+@pytest.mark.parametrize(
+    ("form", "done"),
+    [
+        ("", "fusion(%a, %b), kind=kLoop, calls=%row"),
+        (f"%s = {_STARTED} fusion-start(%a, %b), calls=%row", "fusion-done(%s)"),
+        (f"%s = {_STARTED} async-start(%a, %b), calls=%wrapped", "async-done(%s)"),
+    ],
+)
+def test_a_fusion_costs_the_same_however_it_is_started(form, done):
+    line = timeline(_FUSIONS.replace("FORM", form).replace("DONE", done), Rates(memory=8196))
+    assert (
+        line.seconds == line.compute_seconds == 1
+    )  # one row read and one written, and where it is
