@@ -129,10 +129,9 @@ def _fusion_bytes(instruction: Instruction, within: Computation, inner: Computat
     parameters = [x for x in inner.instructions if x.op == "parameter"]
     for parameter in parameters:
         users = inner.users.get(parameter.name, [])
-        sliced = [x for x in users if x.op in ("dynamic-slice", "slice", "gather")]
-        updated = [
-            x for x in users if x.op == "dynamic-update-slice" and x.operands[0] == parameter.name
-        ]
+        first = [x for x in users if x.operands[0] == parameter.name]  # and no index of it
+        sliced = [x for x in first if x.op in ("dynamic-slice", "slice", "gather")]
+        updated = [x for x in first if x.op == "dynamic-update-slice"]
         if users and len(sliced) + len(updated) == len(users):
             total += sum(x.num_bytes for x in sliced)
         else:
