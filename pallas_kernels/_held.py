@@ -58,13 +58,12 @@ class Held:
 
     def indices(self) -> list[Array]:
         """The place of each number of each part in the tile."""
-        shape = (self.rows, self.shape.width)
-        row, column = (
-            plgpu.broadcasted_iota(jnp.uint32, shape, dim, layout=self.shape.layout)
-            for dim in (0, 1)
-        )
-        stride = GROUP if self.rotated else 1
-        place = row * jnp.uint32(self.block) + column * jnp.uint32(stride)
+        strides = (self.block, GROUP if self.rotated else 1)
+        shape, layout = self.shape.array, self.shape.layout
+        place = jnp.uint32(0)
+        for dim, stride in enumerate(strides[: len(shape)]):
+            iota = plgpu.broadcasted_iota(jnp.uint32, shape, dim, layout=layout)
+            place = place + iota * jnp.uint32(stride)
         return [place + jnp.uint32(offset) for offset in self._offsets()]
 
     def _offsets(self) -> list[int]:

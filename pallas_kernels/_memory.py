@@ -39,8 +39,8 @@ def interpret_options() -> dict[str, Any]:
     """Arguments of `plgpu.kernel`: whether it is interpreted, or how it is lowered."""
     if _interpret.get() is not None:
         return {"interpret": _interpret.get()}
-    # A layout of our own needs the semantics of warpgroups.
-    semantics = plgpu.LoweringSemantics.Warpgroup
+    import os
+    semantics = getattr(plgpu.LoweringSemantics,os.environ.get("SEM","Lane"))
     return {"compiler_params": plgpu.CompilerParams(lowering_semantics=semantics)}
 
 
@@ -64,7 +64,9 @@ class Window:
 
 
 def load(ref: Any, window: Window, layout: plgpu.Layout) -> Array:
-    """Into registers."""
+    """Into registers; one number as a scalar."""
+    if window.rows == 1 and window.width is None:
+        return ref[window.start + window.first]
     flat = ref.at[pl.ds(window.start, window.rows * window.stride)]
     if _interpret.get() is None:
         return plgpu.load(_columns(flat, window), layout=layout, optimized=False)
@@ -75,7 +77,10 @@ def load(ref: Any, window: Window, layout: plgpu.Layout) -> Array:
 
 
 def store(ref: Any, window: Window, value: Array) -> None:
-    """From registers."""
+    """Undo `load`."""
+    if window.rows == 1 and window.width is None:
+        ref[window.start + window.first] = value
+        return
     flat = ref.at[pl.ds(window.start, window.rows * window.stride)]
     if _interpret.get() is None:
         _store(_columns(flat, window), value)
@@ -94,16 +99,17 @@ def store(ref: Any, window: Window, value: Array) -> None:
 def load_columns(
     ref: Any, shape: tuple[int, int, int], first: int, width: int, num: int, layout: Any
 ) -> list[Array]:
-    """The first `num` columns of a flat array of `shape`, each [shape[0], width].
+    """The first `num` columns of a flat array of `shape`, each [shape[0], width], or one of one dim.
 
     Of its dim 1 the `width` elements from `first` on.
     """
     if _interpret.get() is None:
         view = ref.reshape(*shape)
-        slices = [view.at[:, pl.ds(first, width), j] for j in range(num)]
+        groups = pl.ds(first, width) if width > 1 else first
+        slices = [view.at[:, groups, j] for j in range(num)]
         return [plgpu.load(x, layout=layout, optimized=False) for x in slices]
     whole = ref[...].reshape(shape)[:, first : first + width]
-    return [whole[:, :, j] for j in range(num)]
+    return [whole[:, :, j] if width > 1 else whole[:, 0, j] for j in range(num)]
 
 
 def store_columns(
@@ -115,9 +121,11 @@ def store_columns(
         view = ref.reshape(*shape)
         for i, some in enumerate(columns):
             for j, column in enumerate(some):
-                _store(view.at[:, pl.ds(i * width, width), j], column)
+                groups = pl.ds(i * width, width) if width > 1 else i
+                _store(view.at[:, groups, j], column)
         return
-    whole = jnp.concatenate([jnp.stack(list(some), axis=2) for some in columns], axis=1)
+    stacked = [jnp.stack(list(some), axis=-1) for some in columns]
+    whole = jnp.concatenate([x.reshape(shape[0], width, -1) for x in stacked], axis=1)
     filling = jnp.zeros((*shape[:2], shape[2] - whole.shape[2]), whole.dtype)
     ref[...] = jnp.concatenate((whole, filling), axis=2).reshape(-1)
 

@@ -183,17 +183,18 @@ def _walk(
     blocks = inner // block
     if blocks == 0 or (outer > 1 and inner % block):
         return None
-    rows = max(1, config.elements // block)
-    # Tiles share out a run without rest, or what is left at its end is for XLA.
-    rows = min(rows, blocks & -blocks if outer > 1 or len(formats) > 1 else _below(blocks))
     halves = 2 if any(format.bits == 4 for format in formats) else 1
     rotated = formats[0].hadamard is not None
     vector = config.vector
     while any(offset % vector for offset in offsets):
         vector //= 2
-    width = block // halves
+    rows = max(1, config.elements // block)
+    if rotated:
+        rows = max(rows, Held(1, block, halves, True, vector).shape.multiple)
+    # Tiles share out a run without rest, or what is left at its end is for XLA.
+    rows = min(rows, blocks & -blocks if outer > 1 or len(formats) > 1 else _below(blocks))
     if not rotated:
-        vector = tile.fitting_vector(width, rows, vector)
+        vector = tile.fitting_vector(block // halves, rows, vector)
     if not vector:
         return None
     held = Held(rows, block, halves, rotated, vector)
@@ -264,7 +265,7 @@ def _write(
         seed = seeds[0][0]
         before = (first * held.block).astype(jnp.uint32)
         indices = [index + before for index in held.indices()]
-    codes = tile.encode(parts, scale_r, format, indices, seed)
+    codes = tile.encode(parts, scale_r, held.shape, format, indices, seed)
     size = _bytes(format)
     held.write(ref, message + first * size, size, codes, scratch.get("sent", scratch.get("codes")))
     start = message + format.code_bytes(num) + first * format.scale_bytes
@@ -289,9 +290,9 @@ def _read(
         parts = _rotated(parts)
     start = message + format.code_bytes(num) + first * format.scale_bytes
     windows = [Window(start, held.rows, format.scale_bytes, i) for i in range(format.scale_bytes)]
-    layout = held.shape.layout.reduce(1)
+    layout = held.shape.row_layout
     scale_r = tile.read_scales([memory.load(ref, w, layout) for w in windows], format)
-    return [_clipped(x * tile.along(scale_r, x), jnp.float32) for x in parts]
+    return [_clipped(x * tile.along(scale_r, held.shape), jnp.float32) for x in parts]
 
 
 def _sum(

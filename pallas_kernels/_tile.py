@@ -9,7 +9,7 @@ adds. So nothing here moves data between lanes but the largest number of a block
 The functions take and give arrays in registers. They use only what Mosaic GPU lowers: no
 `floor`, no `isfinite`, no reshape.
 
-Legend: w = a part [rows, width], r = [rows], b = packed codes [rows, width] of bytes.
+Legend: w = a part [rows, width], r = [rows], or a number if there is one row, b = packed codes [rows, width] of bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -46,38 +47,56 @@ class Shape:
     vector: int
 
     @property
-    def layout(self) -> plgpu.Layout:
+    def array(self) -> tuple[int, ...]:
+        """The shape of a part, which has one dim if it has one column."""
+        return (self.rows, self.width) if self.width > 1 else (self.rows,)
+
+    @property
+    def row_layout(self) -> Any:
+        """Of one number for each row."""
+        return self.layout.reduce(1) if self.width > 1 else self.layout
+
+    @property
+    def layout(self) -> Any:
         """Lanes lie along a row; those too many for one take the next; warps take others.
 
         Long rows are shared by the four warps: one warp has too few registers.
         """
         vector, width = self.vector, self.width
-        if wide(width, vector):
+        if width == 1:
+            return _tiled(((WARPS * LANES,), (LANES,), (1,)), (-3,), (-2,))
+        warps = self._warps
+        if warps == WARPS:
             tiles = ((1, WARPS * LANES * vector), (LANES * vector,), (vector,))
-            return plgpu.Layout.TILED(
-                plgpu.Tiling(tiles), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
-            )
+            return _tiled(tiles, (-3,), (-2,))
+        if warps == 2:
+            tiles = ((2, 2 * LANES * vector), (LANES * vector,), (vector,))
+            return _tiled(tiles, (-4, -3), (-2,))
         lanes = min(LANES, width // vector)
         rows = LANES // lanes
         if rows == 1:
-            tiles = ((WARPS, LANES * vector), (vector,))
-            return plgpu.Layout.TILED(
-                plgpu.Tiling(tiles), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
-            )
+            return _tiled(((WARPS, LANES * vector), (vector,)), (-3,), (-2,))
         tiles = ((WARPS * rows, width), (rows, width), (vector,))
-        return plgpu.Layout.TILED(
-            plgpu.Tiling(tiles), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
-        )
+        return _tiled(tiles, (-5,), (-3, -2))
+
+    @property
+    def _warps(self) -> int:
+        """How many warps share a row: one, unless that had too many numbers for each lane."""
+        lanes = self.width // self.vector
+        if self.vector > 1 and self.width < 1024:
+            return 1
+        return min(WARPS, max(1, lanes // LANES))
 
     @property
     def multiple(self) -> int:
         """What `rows` is a multiple of."""
-        return 1 if wide(self.width, self.vector) else WARPS * max(1, LANES * self.vector // self.width)
+        return WARPS // self._warps * max(1, LANES * self.vector // self.width)
 
 
-def wide(width: int, vector: int) -> bool:
-    """Whether a row is shared by all warps."""
-    return width >= max(WARPS * LANES * vector, WARPS * LANES if vector == 1 else 1024)
+def _tiled(tiles: tuple[tuple[int, ...], ...], warps: tuple[int, ...], lanes: Any) -> Any:
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(tiles), warp_dims=warps, lane_dims=lanes, vector_dim=-1
+    )
 
 
 def fitting_vector(width: int, rows: int, vector: int) -> int:
@@ -89,11 +108,11 @@ def fitting_vector(width: int, rows: int, vector: int) -> int:
 
 def scales(parts_w: Sequence[Array], format: Format) -> Array:
     """The scale of each row, as its receiver reads it; NaN if not all of it is finite."""
-    largest = [jnp.max(jnp.abs(x_w), axis=1) for x_w in parts_w[:1]]
-    if len(parts_w) > 1:
-        everywhere = functools.reduce(jnp.maximum, [jnp.abs(x_w) for x_w in parts_w])
-        largest = [jnp.max(everywhere, axis=1)]
-    amax_r = largest[0]
+    amax_r = functools.reduce(jnp.maximum, [jnp.abs(x_w) for x_w in parts_w])
+    if len(amax_r) == 1:
+        amax_r = jnp.max(jnp.max(amax_r, axis=1), axis=0)
+    elif amax_r.ndim > 1:
+        amax_r = jnp.max(amax_r, axis=1)
     scale_r = jnp.maximum(amax_r * blocks.not_above(1 / format.limit), blocks.TINY)
     scale_r = jnp.where(amax_r < _INFINITY, scale_r, jnp.nan)
     if format.scale_bytes == 4:
@@ -122,6 +141,7 @@ def read_scales(bytes_r: Sequence[Array], format: Format) -> Array:
 def encode(
     parts_w: Sequence[Array],
     scale_r: Array,
+    shape: Shape,
     format: Format,
     indices: Sequence[Array] | None = None,
     seed: Array | None = None,
@@ -132,6 +152,7 @@ def encode(
         parts_w: of the tile. For codes of 4 bits, the second half of the list holds what is
             half a block behind the first.
         scale_r: from `scales`.
+        shape: of each part.
         format: of the codes.
         indices: for stochastic rounding the place of each number in its row (uint32).
         seed: the same.
@@ -140,11 +161,11 @@ def encode(
     rounded = []
     for i, x_w in enumerate(parts_w):
         limit = jnp.float32(format.limit)
-        scaled_w = jnp.minimum(jnp.maximum(x_w * along(inverse_r, x_w), -limit), limit)
+        scaled_w = jnp.minimum(jnp.maximum(x_w * along(inverse_r, shape), -limit), limit)
         u_w = None
         if format.rounding == "stochastic":
             assert indices is not None and seed is not None
-            u_w = _uniforms(x_w, scale_r, indices[i], seed)
+            u_w = _uniforms(x_w, scale_r, shape, indices[i], seed)
         rounded.append(_rounded(scaled_w, u_w, format))
     if format.bits == 8:
         return [lax.bitcast_convert_type(x_w, jnp.uint8) for x_w in rounded]
@@ -165,9 +186,12 @@ def decode(codes_b: Sequence[Array], format: Format) -> list[Array]:
     return [x_w.astype(jnp.float32) for x_w in (*low, *high)]
 
 
-def along(x_r: Array, like_w: Array) -> Array:
+def along(x_r: Array, shape: Shape) -> Array:
     """One number for each row, in all of its columns."""
-    return lax.broadcast_in_dim(x_r, like_w.shape, (0,))
+    if shape.width == 1:
+        return x_r
+    x_w = lax.broadcast_in_dim(x_r, shape.array, tuple(range(x_r.ndim)))
+    return plgpu.layout_cast(x_w, shape.layout)
 
 
 def rotate(parts_w: Sequence[Array]) -> list[Array]:
@@ -182,10 +206,10 @@ def rotate(parts_w: Sequence[Array]) -> list[Array]:
     return parts
 
 
-def _uniforms(x_w: Array, scale_r: Array, index_w: Array, seed: Array) -> Array:
+def _uniforms(x_w: Array, scale_r: Array, shape: Shape, index_w: Array, seed: Array) -> Array:
     """As `_blocks.uniforms`."""
     key_r = blocks.mix(lax.bitcast_convert_type(scale_r, jnp.uint32) ^ blocks.mix(seed))
-    h = index_w * jnp.uint32(0x9E3779B9) + along(key_r, x_w)
+    h = index_w * jnp.uint32(0x9E3779B9) + along(key_r, shape)
     h = blocks.mix(h ^ lax.bitcast_convert_type(x_w, jnp.uint32))
     return (h >> jnp.uint32(8)).astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0**-24)
 
