@@ -1,4 +1,4 @@
-"""Sizes of tiles, and which implementation is the default where.
+"""Sizes of tiles, and which implementation is the default.
 
 No row of a benchmark on a GPU exists yet: the sizes were chosen by reading what the compiler
 makes of the kernels (no spilled registers, accesses of 16 bytes), and `xla` is the default.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Literal
 
-from ._format import Format
+Implementation = Literal["xla", "mosaic_gpu"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class TileConfig:
     fit on a multiprocessor hide each other's waiting.
 
     Args:
-        elements: numbers in a tile, a power of two. Rounded up to a block.
+        elements: numbers in a tile, a power of two. More, if a block or the lanes need it.
         vector: neighbours that a lane loads at once, a power of two.
 
     Raises:
@@ -36,17 +37,14 @@ class TileConfig:
                 raise ValueError(f"`{name}` must be a power of two; got {value!r}.")
 
 
-# By the start of the device's name; chosen from PTX, not measured.
+# By the start of a device's name, such as "NVIDIA H200"; "" is every other. Chosen from what the
+# compiler makes of them, not measured.
 TILES: Mapping[str, TileConfig] = {"": TileConfig()}
-ROTATED_TILES: Mapping[str, TileConfig] = {"": TileConfig(elements=8192)}
 
-# By platform; what is not named takes `xla`. A platform is named here once rows of
-# `benchmarks/kernels.py` show that its kernels are never slower.
-DEFAULTS: Mapping[str, str] = {}
+# On every platform, until rows of `benchmarks/kernels.py` show kernels that are never slower.
+DEFAULT: Implementation = "xla"
 
 
-def tile_config(format: Format, device_kind: str = "") -> TileConfig:
+def tile_config(device_kind: str = "") -> TileConfig:
     """What is known to suit a device best."""
-    table = ROTATED_TILES if format.hadamard else TILES
-    names = [name for name in table if device_kind.startswith(name)]
-    return table[max(names, key=len)]
+    return TILES[max((name for name in TILES if device_kind.startswith(name)), key=len)]

@@ -48,11 +48,12 @@ class Format:
                 f"`block` must be a power of two from 32 to 8192; got {self.block!r}. "
                 "Errors are smaller in small blocks, messages with large ones."
             )
-        if self.rounding not in ("nearest", "stochastic") or self.hadamard not in (None, 32):
+        if self.rounding not in ("nearest", "stochastic"):
             raise ValueError(
-                f'`rounding` must be "nearest" or "stochastic" and `hadamard` 32 or None; got '
-                f"{self.rounding!r} and {self.hadamard!r}."
+                f'`rounding` must be "nearest" or "stochastic"; got {self.rounding!r}.'
             )
+        if self.hadamard not in (None, 32):
+            raise ValueError(f"`hadamard` must be 32 or None; got {self.hadamard!r}.")
         dtype = jnp.dtype(self.scale_dtype)
         if dtype.name not in ("bfloat16", "float32"):
             raise ValueError(f"`scale_dtype` must be bfloat16 or float32; got {dtype}.")

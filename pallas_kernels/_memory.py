@@ -40,7 +40,8 @@ def interpret_options() -> dict[str, Any]:
     if _interpret.get() is not None:
         return {"interpret": _interpret.get()}
     import os
-    semantics = getattr(plgpu.LoweringSemantics,os.environ.get("SEM","Lane"))
+
+    semantics = getattr(plgpu.LoweringSemantics, os.environ.get("SEM", "Lane"))
     return {"compiler_params": plgpu.CompilerParams(lowering_semantics=semantics)}
 
 
@@ -63,7 +64,7 @@ class Window:
     width: int | None = None
 
 
-def load(ref: Any, window: Window, layout: plgpu.Layout) -> Array:
+def load(ref: Any, window: Window, layout: Any) -> Array:
     """Into registers; one number as a scalar."""
     if window.rows == 1 and window.width is None:
         return ref[window.start + window.first]
@@ -99,9 +100,10 @@ def store(ref: Any, window: Window, value: Array) -> None:
 def load_columns(
     ref: Any, shape: tuple[int, int, int], first: int, width: int, num: int, layout: Any
 ) -> list[Array]:
-    """The first `num` columns of a flat array of `shape`, each [shape[0], width], or one of one dim.
+    """The first `num` columns of a flat array of `shape`, of which dim 2 counts them.
 
-    Of its dim 1 the `width` elements from `first` on.
+    Each is [shape[0], width], the `width` elements of dim 1 from `first` on; if that is one
+    element, it has one dim.
     """
     if _interpret.get() is None:
         view = ref.reshape(*shape)

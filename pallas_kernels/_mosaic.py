@@ -141,7 +141,7 @@ def dequantize_sum_requantize(
     target: Format,
     shape: tuple[int, int, int],
     seed: UInt32[Array, ""],
-    divisor: float,
+    divisor: int,
     dtype: DTypeLike,
     config: TileConfig | None = None,
 ) -> UInt8[Array, "k r"]:
@@ -167,10 +167,8 @@ def dequantize_sum_requantize(
     seeds = [seed.reshape(1)] if target.rounding == "stochastic" else []
     out = jax.ShapeDtypeStruct((shape[1] * result,), jnp.uint8)
     call = _call("dequantize_sum_requantize", body, out, walk.grid, scratch)
-    sent = call(message.reshape(-1), *seeds).reshape(shape[1], result)
-    if walk.done == shape[2]:
-        return sent
-    raise AssertionError("a run of whole blocks has whole tiles")
+    assert walk.done == shape[2]  # whole blocks, and tiles that share them out
+    return call(message.reshape(-1), *seeds).reshape(shape[1], result)
 
 
 def _walk(
@@ -179,7 +177,7 @@ def _walk(
     """How to walk an array, whose rows start at multiples of `offsets`; None: it cannot be."""
     outer, pieces, inner = shape
     block = formats[0].block
-    config = config or tile_config(formats[0])
+    config = config or tile_config()
     blocks = inner // block
     if blocks == 0 or (outer > 1 and inner % block):
         return None
@@ -334,7 +332,7 @@ def _fit(x: Array, dtype: DTypeLike) -> Array:
     return (x if dtype == jnp.float32 else _clipped(x, dtype)).astype(dtype)
 
 
-def _divided(x: Array, divisor: float, dtype: DTypeLike) -> Array:
+def _divided(x: Array, divisor: int, dtype: DTypeLike) -> Array:
     return (x if divisor == 1 else x / jnp.float32(divisor)).astype(dtype)
 
 

@@ -46,7 +46,7 @@ def dequantize_sum_requantize(
     target: Format,
     shape: tuple[int, int, int],
     seed: UInt32[Array, ""],
-    divisor: float,
+    divisor: int,
     dtype: DTypeLike,
 ) -> UInt8[Array, "k r"]:
     """The sum, divided, rounded to `dtype`, as messages of its own pieces, `shape` = o, k, i."""

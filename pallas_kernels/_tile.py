@@ -9,7 +9,7 @@ adds. So nothing here moves data between lanes but the largest number of a block
 The functions take and give arrays in registers. They use only what Mosaic GPU lowers: no
 `floor`, no `isfinite`, no reshape.
 
-Legend: w = a part [rows, width], r = [rows], or a number if there is one row, b = packed codes [rows, width] of bytes.
+Legend: w = a part [rows, width], b = the same of bytes, r = [rows], or a scalar if that is 1.
 """
 
 from __future__ import annotations
@@ -94,9 +94,7 @@ class Shape:
 
 
 def _tiled(tiles: tuple[tuple[int, ...], ...], warps: tuple[int, ...], lanes: Any) -> Any:
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(tiles), warp_dims=warps, lane_dims=lanes, vector_dim=-1
-    )
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=warps, lane_dims=lanes, vector_dim=-1)
 
 
 def fitting_vector(width: int, rows: int, vector: int) -> int:
