@@ -149,6 +149,7 @@ class _Blocks(Codec):
             return super().recode(
                 message, source, shape, dim, num, divisor=divisor, dtype=dtype, seed=seed
             )
+        # Not rounded to `dtype`: what follows is float32, so XLA would leave that out too.
         return kernels.dequantize_sum_requantize(
             message,
             source.format,
@@ -156,7 +157,6 @@ class _Blocks(Codec):
             shape=cut(shape, dim, num),
             seed=seed,
             divisor=divisor,
-            dtype=dtype,
             implementation=self.implementation,
         )
 

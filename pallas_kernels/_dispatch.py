@@ -107,7 +107,6 @@ def dequantize_sum_requantize(
     shape: tuple[int, int, int],
     seed: Integer[Array, ""] | int | None = None,
     divisor: int = 1,
-    dtype: DTypeLike = jnp.float32,
     implementation: Implementation | None = None,
 ) -> UInt8[Array, "k r"]:
     """Sum messages, and write pieces of the sum as messages again: the middle of qgZ.
@@ -122,17 +121,15 @@ def dequantize_sum_requantize(
         shape: of the sum as `quantize` takes it: o, k, i.
         seed: as of `quantize`.
         divisor: of the sum, before it is written.
-        dtype: that it is rounded to, before it is written.
         implementation: as of `quantize`.
 
     Raises:
         NotImplementedError: as `quantize`.
     """
     size = max(message.size, math.prod(shape))
-    module = _implementation(implementation, "dequantize_sum_requantize", dtype, size)
-    dtype = jnp.dtype(dtype)
+    module = _implementation(implementation, "dequantize_sum_requantize", jnp.float32, size)
     return module.dequantize_sum_requantize(
-        message, source, target, shape, as_uint32(seed), divisor, dtype
+        message, source, target, shape, as_uint32(seed), divisor
     )
 
 

@@ -142,7 +142,6 @@ def dequantize_sum_requantize(
     shape: tuple[int, int, int],
     seed: UInt32[Array, ""],
     divisor: int,
-    dtype: DTypeLike,
     config: TileConfig | None = None,
 ) -> UInt8[Array, "k r"]:
     """As `_reference.dequantize_sum_requantize`; in two kernels, if blocks do not match."""
@@ -152,7 +151,7 @@ def dequantize_sum_requantize(
     whole = shape[2] % source.block == 0 and source.block == target.block
     walk = _walk(shape, [source, target], config, [shape[2], size, result]) if whole else None
     if walk is None or source.hadamard != target.hadamard:
-        x = _divided(dequantize_sum(message, source, total, config), divisor, dtype)
+        x = _divided(dequantize_sum(message, source, total, config), divisor)
         return quantize(x.reshape(shape), target, seed, config)
     held = walk.held
 
@@ -160,7 +159,7 @@ def dequantize_sum_requantize(
         start, piece, first = _here(walk)
         block = lax.div(start, jnp.int32(held.block))
         parts = _sum(message_ref, peers, size, block, total, source, held, scratch)
-        parts = [_divided(x, divisor, dtype).astype(jnp.float32) for x in parts]
+        parts = [_divided(x, divisor) for x in parts]
         _write(refs[-1], piece * result, first, num, parts, target, held, refs[:-1], scratch)
 
     scratch = _scratch(held, codes=(_bytes(source), jnp.uint8), sent=(_bytes(target), jnp.uint8))
@@ -310,7 +309,7 @@ def _sum(
         return [x + y for x, y in zip(total, parts, strict=True)]
 
     total = [x + jnp.float32(0) for x in _read(ref, 0, first, num, format, held, scratch)]
-    if peers > _UNROLLED:
+    if peers > (_UNROLLED if not held.rotated else 1):  # rotations are long programs
         return lax.fori_loop(1, peers, add, total)
     for peer in range(1, peers):
         total = add(peer, total)
@@ -332,8 +331,8 @@ def _fit(x: Array, dtype: DTypeLike) -> Array:
     return (x if dtype == jnp.float32 else _clipped(x, dtype)).astype(dtype)
 
 
-def _divided(x: Array, divisor: int, dtype: DTypeLike) -> Array:
-    return (x if divisor == 1 else x / jnp.float32(divisor)).astype(dtype)
+def _divided(x: Array, divisor: int) -> Array:
+    return x if divisor == 1 else x / jnp.float32(divisor)
 
 
 def _tail(

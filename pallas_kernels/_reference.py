@@ -47,12 +47,11 @@ def dequantize_sum_requantize(
     shape: tuple[int, int, int],
     seed: UInt32[Array, ""],
     divisor: int,
-    dtype: DTypeLike,
 ) -> UInt8[Array, "k r"]:
-    """The sum, divided, rounded to `dtype`, as messages of its own pieces, `shape` = o, k, i."""
+    """The sum, divided, as messages of its own pieces, `shape` = o, k, i."""
     total = dequantize_sum(message, source, shape[0] * shape[1] * shape[2])
     mean = total if divisor == 1 else total / jnp.float32(divisor)
-    return quantize(mean.astype(dtype).reshape(shape), target, seed)
+    return quantize(mean.reshape(shape), target, seed)
 
 
 def to_rows(x_oni: Shaped[Array, "o n i"]) -> Shaped[Array, "n num"]:

@@ -112,11 +112,13 @@ def scales(parts_w: Sequence[Array], format: Format) -> Array:
     elif amax_r.ndim > 1:
         amax_r = jnp.max(amax_r, axis=1)
     scale_r = jnp.maximum(amax_r * blocks.not_above(1 / format.limit), blocks.TINY)
-    scale_r = jnp.where(amax_r < _INFINITY, scale_r, jnp.nan)
+    # The largest of nothing but NaN may be NaN, or minus infinity.
+    is_finite = (amax_r >= 0) & (amax_r < _INFINITY)
+    scale_r = jnp.where(is_finite, scale_r, jnp.nan)
     if format.scale_bytes == 4:
         return scale_r
     bits_r = lax.bitcast_convert_type(scale_r, jnp.uint32)
-    bits_r = jnp.where(amax_r < _INFINITY, bits_r + jnp.uint32(0xFFFF), bits_r)
+    bits_r = jnp.where(is_finite, bits_r + jnp.uint32(0xFFFF), bits_r)
     return lax.bitcast_convert_type(bits_r & jnp.uint32(0xFFFF0000), jnp.float32)
 
 
