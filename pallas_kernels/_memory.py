@@ -18,6 +18,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+_gpu: Any = plgpu  # in JAX 0.10.2, with which types are checked, some of it differs
 _interpret = contextvars.ContextVar[Any]("interpret", default=None)
 
 
@@ -28,7 +29,7 @@ def interpreted(**options: Any) -> Iterator[None]:
     Args:
         **options: of `plgpu.InterpretGPUParams`, such as `detect_races`.
     """
-    token = _interpret.set(plgpu.InterpretGPUParams(**options))
+    token = _interpret.set(_gpu.InterpretGPUParams(**options))
     try:
         yield
     finally:
@@ -36,13 +37,10 @@ def interpreted(**options: Any) -> Iterator[None]:
 
 
 def interpret_options() -> dict[str, Any]:
-    """Arguments of `plgpu.kernel`: whether it is interpreted, or how it is lowered."""
+    """Arguments of `plgpu.kernel`: whether it is interpreted."""
     if _interpret.get() is not None:
         return {"interpret": _interpret.get()}
-    import os
-
-    semantics = getattr(plgpu.LoweringSemantics, os.environ.get("SEM", "Lane"))
-    return {"compiler_params": plgpu.CompilerParams(lowering_semantics=semantics)}
+    return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +68,7 @@ def load(ref: Any, window: Window, layout: Any) -> Array:
         return ref[window.start + window.first]
     flat = ref.at[pl.ds(window.start, window.rows * window.stride)]
     if _interpret.get() is None:
-        return plgpu.load(_columns(flat, window), layout=layout, optimized=False)
+        return _gpu.load(_columns(flat, window), layout=layout, optimized=False)
     rows = flat[...].reshape(window.rows, window.stride)
     if window.width is None:
         return rows[:, window.first]
@@ -109,7 +107,7 @@ def load_columns(
         view = ref.reshape(*shape)
         groups = pl.ds(first, width) if width > 1 else first
         slices = [view.at[:, groups, j] for j in range(num)]
-        return [plgpu.load(x, layout=layout, optimized=False) for x in slices]
+        return [_gpu.load(x, layout=layout, optimized=False) for x in slices]
     whole = ref[...].reshape(shape)[:, first : first + width]
     return [whole[:, :, j] if width > 1 else whole[:, 0, j] for j in range(num)]
 
@@ -140,7 +138,7 @@ def _columns(flat: Any, window: Window) -> Any:
 
 
 def _store(ref: Any, value: Array) -> None:
-    if hasattr(plgpu, "store"):  # JAX 0.12 must be told that some lanes write few bytes
-        plgpu.store(ref, value, optimized=False)
+    if hasattr(_gpu, "store"):  # JAX 0.12 must be told that some lanes write few bytes
+        _gpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
