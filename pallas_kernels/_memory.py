@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 _gpu: Any = plgpu  # in JAX 0.10.2, with which types are checked, some of it differs
+_LANE = _gpu.LoweringSemantics.Lane
 _interpret = contextvars.ContextVar[Any]("interpret", default=None)
 
 
@@ -37,10 +38,11 @@ def interpreted(**options: Any) -> Iterator[None]:
 
 
 def interpret_options() -> dict[str, Any]:
-    """Arguments of `plgpu.kernel`: whether it is interpreted."""
+    """Arguments of `plgpu.kernel`: whether it is interpreted, or how it is lowered."""
     if _interpret.get() is not None:
         return {"interpret": _interpret.get()}
-    return {}
+    # Layouts are ours. To infer them ("Warpgroup") fails on columns of shared memory.
+    return {"compiler_params": plgpu.CompilerParams(lowering_semantics=_LANE)}
 
 
 @dataclasses.dataclass(frozen=True)
