@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ._remote import RemoteConfig
 
 _OLDEST = (0, 11, 2)  # JAX with what the kernels need
+_FLOATS = ("bfloat16", "float16", "float32")
 _LARGEST_BLOCK = 2048  # two of them are as much as a warpgroup's registers hold
 
 
@@ -63,7 +64,7 @@ def quantized_all_gather(
     dim = range(x.ndim)[dim]
     outer, size, inner = _around(x.shape, dim)
     x_oi, seed = x.reshape(outer, size * inner), _uint32(seed)
-    if _is_kernel(implementation, x.size, format):
+    if _is_kernel(implementation, x, format):
         from ._all_gather import all_gather  # Pallas is only imported where it is used
         from ._remote import RemoteConfig
 
@@ -113,7 +114,7 @@ def quantized_reduce_scatter(
             f"shape {x.shape}. Pad it with zeros."
         )
     x_oni, seed = x.reshape(outer, devices, size // devices * inner), _uint32(seed)
-    if _is_kernel(implementation, x.size, format):
+    if _is_kernel(implementation, x, format):
         from ._reduce_scatter import reduce_scatter  # Pallas is only imported where it is used
         from ._remote import RemoteConfig
 
@@ -143,18 +144,20 @@ def scatter_reference(
     return reference.dequantize_sum(messages, format, outer * inner).reshape(outer, inner)
 
 
-def gap(num: int, format: Format) -> str | None:
-    """Why no kernel can exchange `num` numbers; None: one can, where it is compiled for a GPU."""
+def gap(x: Float[Array, ...], format: Format) -> str | None:
+    """Why no kernel can exchange an array; None: one can, where it is compiled for a GPU."""
     if jax.__version_info__ < _OLDEST:
         return f"it needs JAX 0.11.2 or newer, and this is {jax.__version__}"
     if format.hadamard:
         return "it does not rotate: set `hadamard=None`"
     if format.block > _LARGEST_BLOCK:
         return f"a block has {_LARGEST_BLOCK} numbers at most, not {format.block}"
-    return None if num else "there is nothing to send"
+    if x.dtype.name not in _FLOATS:
+        return f"numbers are of type {' or '.join(_FLOATS)}, not {x.dtype}"
+    return None if x.size else "there is nothing to send"
 
 
-def _is_kernel(implementation: str | None, num: int, format: Format) -> bool:
+def _is_kernel(implementation: str | None, x: Float[Array, ...], format: Format) -> bool:
     """Whether the kernel is wanted."""
     if implementation not in (None, "xla", "mosaic_gpu"):
         raise ValueError(
@@ -162,7 +165,7 @@ def _is_kernel(implementation: str | None, num: int, format: Format) -> bool:
         )
     if implementation != "mosaic_gpu":
         return False
-    if (reason := gap(num, format)) is not None:
+    if (reason := gap(x, format)) is not None:
         raise NotImplementedError(
             f'`implementation="mosaic_gpu"` cannot do this: {reason}. Use "xla".'
         )

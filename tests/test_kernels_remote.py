@@ -131,14 +131,16 @@ def test_the_sum_must_be_divisible():
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize(
-    ("format", "reason"),
+    ("format", "dtype", "size", "reason"),
     [
-        (Format(hadamard=32), "it does not rotate"),
-        (Format(block=8192), "a block has 2048 numbers at most"),
+        (Format(hadamard=32), jnp.float32, 8, "it does not rotate"),
+        (Format(block=8192), jnp.float32, 8, "a block has 2048 numbers at most"),
+        (Format(), jnp.float8_e5m2, 8, "numbers are of type bfloat16 or .* not float8_e5m2"),
+        (Format(), jnp.float32, 0, "there is nothing to send"),
     ],
 )
-def test_a_named_kernel_that_cannot_says_why(operation, format, reason):
-    x = np.zeros((DEVICES, 8), np.float32)
+def test_a_named_kernel_that_cannot_says_why(operation, format, dtype, size, reason):
+    x = np.zeros((DEVICES, size), dtype)
     reason = "JAX 0.11.2" if IS_OLD else reason
     with pytest.raises(NotImplementedError, match=f"mosaic_gpu.*{reason}.*xla"):
         run(operation, x, format, implementation="mosaic_gpu")
@@ -260,4 +262,7 @@ def twice_and_in_a_scan(x):
 @needs_mosaic
 def test_kernels_are_called_twice_and_in_a_scan():
     x = jax.ShapeDtypeStruct((DEVICES, 1000), jnp.float32)
-    assert num_kernels(exported(twice_and_in_a_scan, mesh_of(DEVICES), x)) == 6
+    text = exported(twice_and_in_a_scan, mesh_of(DEVICES), x)
+    assert num_kernels(text) == 6
+    # What `_protocol` takes for granted: devices wait for each other before each of them.
+    assert text.count("skip_device_barrier = false") == 6
