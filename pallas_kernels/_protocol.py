@@ -16,7 +16,8 @@ A block of device d, which is its own peer too, does this (`exchange`):
             if k + slots < tiles: signal `free` on every p
 
 So up to `slots` tiles of each peer are under way while one is decoded. What orders what, in the
-terms of PTX's memory model, and what JAX 0.11.2 and 0.12.0 make of each step:
+terms of PTX's memory model, and what JAX 0.11.2 and 0.12.0 make of each step (x < y: x happens
+before y, as base causality order has it):
 
 - *Write* is an ordinary (weak) store to the peer's memory by 128 threads: `remote_ref` only
   changes the address. No TMA, so that no proxy fence is called for.
@@ -27,6 +28,10 @@ terms of PTX's memory model, and what JAX 0.11.2 and 0.12.0 make of each step:
   `fence.acquire.sys`, then `bar.sync`. Counts only change by atomic operations, so it
   synchronizes with every signal that the count contains, from whichever device.
 - *Read* is an ordinary load, after that barrier. Not `ld.global.nc`: that may be stale.
+
+One fence for signals to several peers would do, but what JAX has for that,
+`semaphore_signal_parallel`, puts the fence behind relaxed signals, where it orders nothing that
+was stored before them. So each signal has its own.
 
 What follows from this:
 
@@ -48,18 +53,21 @@ What follows from this:
    earlier in round i without waiting for anything of this block in round i: induction on rounds.
    `free` for tile i is signalled in round i - slots + (slots - 1) = i - 1.
 
-Two things are taken for granted, and the kernels must see to them:
+Three things are taken for granted, and the kernels must see to them:
 
-- All semaphores of all devices are zero before any block of the call starts. XLA writes zeros
-  before every call; JAX's runtime then lets all devices wait for each other
+- All semaphores of all devices are zero before any block of the call starts. XLA gives each
+  call zeros of its own, written somewhere before it, in a loop in its body; JAX's runtime then
+  lets all devices of the mesh wait for each other, right before the kernel
   (`CompilerParams.skip_device_barrier=False`, the default). With that barrier 3 would hold
-  without `entered`, but what it is documented for is semaphores.
-- All blocks of a device run at once, or at least one after another does not keep block b of one
-  device waiting for ever for block b of another: the grid must fit the device, at one block for
-  each multiprocessor.
+  without `entered`. But what it is documented for is semaphores, and not whose memory is free.
+- All blocks of a device run at once. Else block b of one device may wait for ever for block b
+  of another, which waits for a block that waits for block b. The grid must fit the device, at
+  one block for each multiprocessor; kernels that run beside this one must come to an end.
+- Every device of the axis can store into the memory of every other: one NVLink domain.
 
 `tests/test_protocol.py` runs `exchange` in a model of such memory, against schedulers that
 look for trouble, and shows that it goes wrong if any one of these orderings is left out.
+`tests/test_aot_remote.py` finds the steps in the PTX that comes out, in this order.
 """
 
 from __future__ import annotations

@@ -11,13 +11,17 @@ these put things in order:
 - a kernel starts, as a whole, after what its device did before, and ends when all that its blocks
   issued has been performed.
 
-Who comes next is decided by a `Scheduler`, which hypothesis draws: a world is deterministic.
-Nothing here knows the protocol. A world raises `Broken` when something goes wrong.
+A block issues all that it can at once. That leaves nothing out: what it issued may be performed
+as late as if it had been issued then, and a load may return what it would have then.
+
+What comes next is decided by a `Scheduler`, which hypothesis draws, or by `explore`, which tries
+everything. Nothing here knows the protocol. A world raises `Broken` when something goes wrong.
 """
 
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 from typing import Any
 
@@ -103,6 +107,15 @@ class _Block:
         self.pending: list[_Pending] = []
         self.floors: dict[tuple, int] = {}
 
+    def state(self) -> tuple:
+        pending = tuple((op.number, op.floor) for op in self.pending)
+        return (self.next, pending, frozenset(self.floors.items()))
+
+    def __deepcopy__(self, _: dict) -> _Block:
+        other = copy.copy(self)
+        other.pending, other.floors = list(self.pending), dict(self.floors)
+        return other
+
     @property
     def is_done(self) -> bool:
         return self.next == len(self.steps) and not self.pending
@@ -118,6 +131,19 @@ class _Device:
         self.memory: dict[tuple, list[Any]] = {}  # all that a place ever held
         self.waiting: list[int] = []  # blocks that do not run yet
         self.running: dict[int, _Block] = {}
+
+    def held(self, b: int, op: _Pending) -> list[Any]:
+        """What the place that is loaded ever held."""
+        assert isinstance(op.step, Read)
+        return self.memory.get((b, op.step.peer, op.step.slot, op.word), [None])
+
+    def __deepcopy__(self, memo: dict) -> _Device:
+        other = copy.copy(self)
+        other.semaphores = self.semaphores.copy()
+        other.memory = {place: list(held) for place, held in self.memory.items()}
+        other.waiting = list(self.waiting)
+        other.running = {b: copy.deepcopy(block, memo) for b, block in self.running.items()}
+        return other
 
 
 _PHASES = ("zero", "meet", "enter", "run")
@@ -147,16 +173,20 @@ class World:
         self.devices = [_Device() for _ in programs]
         self.reads = 0
 
+    def __deepcopy__(self, memo: dict) -> World:
+        other = copy.copy(self)
+        other.devices = [copy.deepcopy(device, memo) for device in self.devices]
+        return other
+
     def run(self, scheduler: Scheduler) -> None:
         """Run to the end; raises `Broken` if it is not reached, or reached wrongly."""
         now = 0
-        while actions := self._actions():
-            self._do(scheduler.choose(now, actions))
+        while actions := self.actions():
+            self.do(scheduler.choose(now, actions))
             now += 1
-        if any(device.call < self.calls for device in self.devices):
-            raise Broken("deadlock")
 
-    def _actions(self) -> list[tuple]:
+    def actions(self) -> list[tuple]:
+        """All that may happen next; nothing at the end."""
         actions: list[tuple] = []
         for d, device in enumerate(self.devices):
             if device.call == self.calls:
@@ -166,12 +196,16 @@ class World:
             if len(device.running) < self.resident:
                 actions += [("start", d, b) for b in device.waiting]
             for b, block in device.running.items():
-                if self._can_issue(device, block):
-                    actions.append(("issue", d, b))
                 for i, op in enumerate(block.pending):
                     if _may_perform(block, i):
-                        actions += [("perform", d, b, op.number, v) for v in (0, 1)[: _ways(op)]]
+                        ways = 1 + self._may_be_stale(device, b, op)
+                        actions += [("perform", d, b, op.number, way) for way in range(ways)]
+        if not actions and any(device.call < self.calls for device in self.devices):
+            raise Broken("deadlock")
         return actions
+
+    def _may_be_stale(self, device: _Device, b: int, op: _Pending) -> bool:
+        return isinstance(op.step, Read) and op.floor < len(device.held(b, op)) - 1
 
     def _can_advance(self, device: _Device) -> bool:
         phase = _PHASES[device.phase]
@@ -185,7 +219,8 @@ class World:
         step = block.steps[block.next]
         return not isinstance(step, Wait) or device.semaphores[step.semaphore] >= step.count
 
-    def _do(self, action: tuple) -> None:
+    def do(self, action: tuple) -> None:
+        """One of `actions`, and what blocks issue then."""
         kind, d, *rest = action
         device = self.devices[d]
         if kind == "advance":
@@ -196,14 +231,14 @@ class World:
             block = device.running[b] = _Block(self.programs[d][b])
             self._see_all(device, block)
         else:
-            b = rest[0]
-            block = device.running[b]
-            if kind == "issue":
-                self._issue(d, device, b, block)
-            else:
-                self._perform(d, device, b, block, *rest[1:])
-            if block.is_done:
-                del device.running[b]
+            b, number, way = rest
+            self._perform(d, device, b, device.running[b], number, is_stale=way == 1)
+        for device in self.devices:
+            for b, block in list(device.running.items()):
+                while self._can_issue(device, block):
+                    self._issue(device, b, block)
+                if block.is_done:
+                    del device.running[b]
 
     def _advance(self, d: int, device: _Device) -> None:
         phase = _PHASES[device.phase]
@@ -220,7 +255,7 @@ class World:
             device.call += 1
         device.phase = (device.phase + 1) % len(_PHASES)
 
-    def _issue(self, d: int, device: _Device, b: int, block: _Block) -> None:
+    def _issue(self, device: _Device, b: int, block: _Block) -> None:
         step = block.steps[block.next]
         block.next += 1
         if isinstance(step, Wait):
@@ -238,12 +273,14 @@ class World:
     def _see_all(self, device: _Device, block: _Block) -> None:
         block.floors = {place: len(held) - 1 for place, held in device.memory.items()}
 
-    def _perform(self, d: int, device: _Device, b: int, block: _Block, number: int, v: int) -> None:
+    def _perform(
+        self, d: int, device: _Device, b: int, block: _Block, number: int, is_stale: bool
+    ) -> None:
         (op,) = [op for op in block.pending if op.number == number]
         block.pending.remove(op)
         step = op.step
         if isinstance(step, Read):
-            self._load(device, b, op, step, stale=v == 1)
+            self._load(device, b, op, step, is_stale)
             return
         target = self.devices[step.peer]
         if isinstance(step, Signal):
@@ -256,16 +293,44 @@ class World:
         held = target.memory.setdefault((b, d, step.slot, op.word), [None])
         held.append((device.call, d, step.tile))
 
-    def _load(self, device: _Device, b: int, op: _Pending, step: Read, stale: bool) -> None:
-        held = device.memory.get((b, step.peer, step.slot, op.word), [None])
-        found = held[op.floor if stale else -1]
+    def _load(self, device: _Device, b: int, op: _Pending, step: Read, is_stale: bool) -> None:
+        found = device.held(b, op)[op.floor if is_stale else -1]
         if found != (device.call, step.peer, step.tile):
             raise Broken(f"wanted tile {step.tile} of {step.peer}, call {device.call}: {found}")
         self.reads += 1
 
+    def state(self) -> tuple:
+        """All that what may happen next depends on."""
+        return tuple(
+            (
+                device.phase,
+                device.call,
+                device.is_zeroed,
+                tuple(device.waiting),
+                frozenset(device.semaphores.items()),
+                frozenset((place, tuple(held)) for place, held in device.memory.items()),
+                tuple((b, block.state()) for b, block in sorted(device.running.items())),
+            )
+            for device in self.devices
+        )
 
-def _ways(op: _Pending) -> int:
-    return 2 if isinstance(op.step, Read) else 1
+
+def explore(world: World) -> int:
+    """Try everything that may happen; raises `Broken` if anything goes wrong.
+
+    Returns:
+        How many states there are.
+    """
+    seen, found = {world.state()}, [world]
+    while found:
+        world = found.pop()
+        for action in world.actions():
+            other = copy.deepcopy(world)
+            other.do(action)
+            if (state := other.state()) not in seen:
+                seen.add(state)
+                found.append(other)
+    return len(seen)
 
 
 def _may_perform(block: _Block, i: int) -> bool:

@@ -13,7 +13,7 @@ import functools
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from _remote_memory import Broken, Read, Scheduler, Signal, Wait, World, Write
+from _remote_memory import Broken, Read, Scheduler, Signal, Wait, World, Write, explore
 
 from jaxzero.pallas_kernels._protocol import Party, exchange
 
@@ -94,7 +94,7 @@ SIZES = [
 def test_every_tile_arrives_whole_and_in_time(size):
     found = programs(size)
 
-    @hypothesis.settings(max_examples=100)
+    @hypothesis.settings(max_examples=60)
     @hypothesis.given(schedulers)
     def check(scheduler):
         world = World(found, calls=size.calls)
@@ -255,3 +255,9 @@ def test_it_breaks_if_not_all_blocks_run_at_once():
 def test_it_breaks_if_semaphores_are_zeroed_late():
     """What JAX's barrier of devices before a kernel is needed for."""
     assert breaks("deadlock", programs(ONE), ONE, device_barrier=False)
+
+
+def test_nothing_can_go_wrong_in_the_smallest_case():
+    """One tile of each device, twice: not some schedules, but all."""
+    size = Size(2, (1,), 1)
+    assert explore(World(programs(size), calls=size.calls)) > 5000
