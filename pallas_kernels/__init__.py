@@ -7,7 +7,9 @@ Each operation has its meaning in `jax.numpy`, a Pallas kernel for GPUs, and one
     message = pk.quantize(x[None], pk.Format(kind="int8"), implementation="mosaic_gpu")
 
 Kernels compile for an H200 (JAX 0.11.2 or newer) and are tested in Pallas' interpreter. None
-was ever executed on a GPU, so the default is "xla". Installed as `jaxzero.pallas_kernels`.
+was ever executed on a GPU, so the default is "xla". `quantized_all_gather` and
+`quantized_reduce_scatter` are exchanges too, on several GPUs one kernel each, which nothing but
+GPUs can run: compiles, never executed. Installed as `jaxzero.pallas_kernels`.
 """
 
 if __name__ != "jaxzero.pallas_kernels":
@@ -17,6 +19,8 @@ if __name__ != "jaxzero.pallas_kernels":
         "`sys.path` by hand."
     )
 
+from ._collectives import quantized_all_gather as quantized_all_gather
+from ._collectives import quantized_reduce_scatter as quantized_reduce_scatter
 from ._config import Implementation as Implementation
 from ._dispatch import dequantize as dequantize
 from ._dispatch import dequantize_sum as dequantize_sum

@@ -13,19 +13,17 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Integer, UInt32
 
+from . import _dispatch as dispatch
 from . import _reference as reference
+from ._config import Implementation
 from ._format import Format
 
 if TYPE_CHECKING:
     from ._remote import RemoteConfig
 
-_OLDEST = (0, 11, 2)  # JAX with what the kernels need
-_FLOATS = ("bfloat16", "float16", "float32")
 _LARGEST_BLOCK = 2048  # two of them are as much as a warpgroup's registers hold
 
 
@@ -35,8 +33,8 @@ def quantized_all_gather(
     format: Format,
     dim: int = 0,
     *,
-    seed: Integer[Array, ""] | int = 0,
-    implementation: str | None = None,
+    seed: Integer[Array, ""] | int | None = None,
+    implementation: Implementation | None = None,
     config: RemoteConfig | None = None,
 ) -> Float[Array, ...]:
     """Gather shards along `dim`, quantized on the wire; inside `shard_map`.
@@ -50,7 +48,7 @@ def quantized_all_gather(
         format: of the numbers on the wire.
         dim: along which shards are joined, in the order of the devices; from the end if less
             than 0.
-        seed: of stochastic rounding.
+        seed: of stochastic rounding. None is 0.
         implementation: "xla" or "mosaic_gpu"; None is "xla".
         config: how the kernel is cut up; None: see `RemoteConfig`.
 
@@ -63,8 +61,8 @@ def quantized_all_gather(
     """
     dim = range(x.ndim)[dim]
     outer, size, inner = _around(x.shape, dim)
-    x_oi, seed = x.reshape(outer, size * inner), _uint32(seed)
-    if _is_kernel(implementation, x, format):
+    x_oi, seed = x.reshape(outer, size * inner), dispatch.as_uint32(seed)
+    if _wants_kernel(implementation, x, format, lax.axis_size(axis) * x.size):
         from ._all_gather import all_gather  # Pallas is only imported where it is used
         from ._remote import RemoteConfig
 
@@ -80,8 +78,8 @@ def quantized_reduce_scatter(
     format: Format,
     dim: int = 0,
     *,
-    seed: Integer[Array, ""] | int = 0,
-    implementation: str | None = None,
+    seed: Integer[Array, ""] | int | None = None,
+    implementation: Implementation | None = None,
     config: RemoteConfig | None = None,
 ) -> Float32[Array, ...]:
     """Sum over devices, each of which keeps its piece along `dim`; inside `shard_map`.
@@ -95,7 +93,7 @@ def quantized_reduce_scatter(
         axis: of the mesh.
         format: of the numbers on the wire.
         dim: along which the sum is cut, in the order of the devices; from the end if less than 0.
-        seed: of stochastic rounding: give each device one of its own.
+        seed: of stochastic rounding: give each device one of its own. None is 0.
         implementation: "xla" or "mosaic_gpu"; None is "xla".
         config: how the kernel is cut up; None: see `RemoteConfig`.
 
@@ -113,8 +111,8 @@ def quantized_reduce_scatter(
             f"`dim` {dim} of `x` must be a multiple of the {devices} devices of {axis!r}; got "
             f"shape {x.shape}. Pad it with zeros."
         )
-    x_oni, seed = x.reshape(outer, devices, size // devices * inner), _uint32(seed)
-    if _is_kernel(implementation, x, format):
+    x_oni, seed = x.reshape(outer, devices, size // devices * inner), dispatch.as_uint32(seed)
+    if _wants_kernel(implementation, x, format, x.size):
         from ._reduce_scatter import reduce_scatter  # Pallas is only imported where it is used
         from ._remote import RemoteConfig
 
@@ -131,7 +129,8 @@ def gather_reference(
     # The barrier keeps XLA from moving what quantizes across the exchange (jax issue 23543).
     (message,) = lax.optimization_barrier(reference.quantize(x_oi[:, None], format, seed))
     messages = lax.all_gather(message, axis)
-    return reference.dequantize(messages, format, *x_oi.shape, x_oi.dtype)
+    outer, inner = x_oi.shape
+    return reference.dequantize(messages, format, outer, inner, x_oi.dtype)
 
 
 def scatter_reference(
@@ -144,30 +143,27 @@ def scatter_reference(
     return reference.dequantize_sum(messages, format, outer * inner).reshape(outer, inner)
 
 
-def gap(x: Float[Array, ...], format: Format) -> str | None:
-    """Why no kernel can exchange an array; None: one can, where it is compiled for a GPU."""
-    if jax.__version_info__ < _OLDEST:
-        return f"it needs JAX 0.11.2 or newer, and this is {jax.__version__}"
-    if format.hadamard:
-        return "it does not rotate: set `hadamard=None`"
-    if format.block > _LARGEST_BLOCK:
-        return f"a block has {_LARGEST_BLOCK} numbers at most, not {format.block}"
-    if x.dtype.name not in _FLOATS:
-        return f"numbers are of type {' or '.join(_FLOATS)}, not {x.dtype}"
-    return None if x.size else "there is nothing to send"
-
-
-def _is_kernel(implementation: str | None, x: Float[Array, ...], format: Format) -> bool:
-    """Whether the kernel is wanted."""
+def _wants_kernel(
+    implementation: str | None, x: Float[Array, ...], format: Format, size: int
+) -> bool:
+    """Whether the kernel is wanted, for arrays of `size` elements at most."""
     if implementation not in (None, "xla", "mosaic_gpu"):
         raise ValueError(
             f'`implementation` must be "xla", "mosaic_gpu" or None; got {implementation!r}.'
         )
     if implementation != "mosaic_gpu":
         return False
-    if (reason := gap(x, format)) is not None:
+    reason = dispatch.gap("mosaic_gpu", x.dtype, size)
+    if reason is None and format.hadamard:
+        reason = "it does not rotate"
+    if reason is None and format.block > _LARGEST_BLOCK:
+        reason = f"a block has {_LARGEST_BLOCK} numbers at most, and not {format.block}"
+    if reason is None and not x.size:
+        reason = "there is nothing to send"
+    if reason is not None:
         raise NotImplementedError(
-            f'`implementation="mosaic_gpu"` cannot do this: {reason}. Use "xla".'
+            f'`implementation="mosaic_gpu"` cannot do this: {reason}. Take "xla", or `None` for '
+            "what can."
         )
     return True
 
@@ -175,7 +171,3 @@ def _is_kernel(implementation: str | None, x: Float[Array, ...], format: Format)
 def _around(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
     """How much lies before a dim, in it, and behind it."""
     return math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
-
-
-def _uint32(seed: Integer[Array, ""] | int) -> UInt32[Array, ""]:
-    return jnp.uint32(seed % 2**32) if isinstance(seed, int) else seed.astype(jnp.uint32)

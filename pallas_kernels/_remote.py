@@ -32,6 +32,9 @@ from ._held import Held
 from ._protocol import Party, Semaphore, exchange
 
 
+_plgpu: Any = plgpu  # what pyright reads is the oldest JAX
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RemoteConfig:
     """How a collective of one kernel is cut up. Nothing of this was measured.
@@ -232,8 +235,9 @@ class Block(Party):
 
     def put(self, peer: Any, slot: Any, codes_b: Array, scale_r: Array) -> None:
         """Into this device's place in the inbox of a peer."""
+        there: Any = {self.axis: peer}
         codes, scales = (
-            plgpu.remote_ref(ref, {self.axis: peer}).at[self.device, self.block, slot]
+            plgpu.remote_ref(ref, there).at[self.device, self.block, slot]
             for ref in (self.codes, self.scales)
         )
         store_tile(codes, codes_b)
@@ -304,12 +308,12 @@ def semaphores(devices: int) -> list[Any]:
 
 def load_tile(ref: Any, layout: Any) -> Array:
     """Into registers."""
-    return plgpu.load(ref, layout=layout, optimized=False)
+    return _plgpu.load(ref, layout=layout, optimized=False)
 
 
 def store_tile(ref: Any, value: Array) -> None:
     """Out of registers."""
     if hasattr(plgpu, "store"):  # JAX 0.12 must be told that some lanes write few bytes
-        plgpu.store(ref, value, optimized=False)
+        _plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value

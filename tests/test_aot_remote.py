@@ -22,7 +22,7 @@ from test_kernels_remote import (
     twice_and_in_a_scan,
 )
 
-from jaxzero.pallas_kernels._format import Format
+from jaxzero.pallas_kernels import Format
 
 pytestmark = needs_mosaic
 

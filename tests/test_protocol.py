@@ -11,6 +11,7 @@ import dataclasses
 import functools
 
 import hypothesis
+import hypothesis.errors
 import hypothesis.strategies as st
 import pytest
 from _remote_memory import Broken, Read, Scheduler, Signal, Wait, World, Write, explore
