@@ -29,9 +29,9 @@ before y, as base causality order has it):
   synchronizes with every signal that the count contains, from whichever device.
 - *Read* is an ordinary load, after that barrier. Not `ld.global.nc`: that may be stale.
 
-One fence for signals to several peers would do, but what JAX has for that,
-`semaphore_signal_parallel`, puts the fence behind relaxed signals, where it orders nothing that
-was stored before them. So each signal has its own.
+One fence for signals to several peers would do. But what JAX has for that,
+`semaphore_signal_parallel`, makes relaxed signals with a fence behind each and none before the
+first, which then may overtake a tile. So each signal is a release of its own.
 
 What follows from this:
 
@@ -61,8 +61,8 @@ Three things are taken for granted, and the kernels must see to them:
   (`CompilerParams.skip_device_barrier=False`, the default). With that barrier 3 would hold
   without `entered`. But what it is documented for is semaphores, and not whose memory is free.
 - All blocks of a device run at once. Else block b of one device may wait for ever for block b
-  of another, which waits for a block that waits for block b. The grid must fit the device, at
-  one block for each multiprocessor; kernels that run beside this one must come to an end.
+  of another, which waits for a block that waits for block b. So the grid must fit the device,
+  and kernels that run beside this one must come to an end without it.
 - Every device of the axis can store into the memory of every other: one NVLink domain.
 
 `tests/test_protocol.py` runs `exchange` in a model of such memory, against schedulers that

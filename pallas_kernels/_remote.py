@@ -31,7 +31,6 @@ from ._format import Format
 from ._held import Held
 from ._protocol import Party, Semaphore, exchange
 
-
 _plgpu: Any = plgpu  # what pyright reads is the oldest JAX
 
 
@@ -44,7 +43,7 @@ class RemoteConfig:
         vector: neighbours that a lane loads at once, a power of two.
         slots: how many tiles of each sender a block has room for in its inbox.
         blocks: of a device. They wait for those of other devices, so all of them must run at
-            once: no more than the device has multiprocessors.
+            once: two at most for each multiprocessor, whose registers are enough for as many.
 
     Raises:
         ValueError: one of them is less than 1, or not a power of two where it must be.
@@ -53,7 +52,7 @@ class RemoteConfig:
     elements: int = 4096
     vector: int = 8
     slots: int = 4
-    blocks: int = 128  # of the 132 multiprocessors of an H100 or H200
+    blocks: int = 128  # an H100 has 114 or 132 multiprocessors, an H200 132
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
@@ -82,7 +81,7 @@ class Plan:
 
     @classmethod
     def of(cls, outer: int, inner: int, format: Format, config: RemoteConfig) -> Plan:
-        """For `outer` runs of `inner` numbers, which together have one row of blocks."""
+        """For `outer` runs of `inner` numbers. Blocks go on from one run to the next."""
         rows = max(2, config.elements // format.block)  # one scale would be no array
         while not cls(outer, inner, format, rows, config).held.vector:
             rows *= 2
@@ -159,8 +158,8 @@ class Block(Party):
         name: of the kernel.
         source: numbers of this device, cut by `Plan`: one piece, or one for each peer.
         result: what is made of those that arrive.
-        codes: the inbox: codes,
-        scales: and scales, of each sender, block and slot.
+        codes: the inbox, by sender, block and slot.
+        scales: the same for scales.
     """
 
     name: ClassVar[str]

@@ -269,3 +269,21 @@ def test_kernels_are_called_twice_and_in_a_scan():
     assert num_kernels(text) == 6
     # What `_protocol` takes for granted: devices wait for each other before each of them.
     assert text.count("skip_device_barrier = false") == 6
+
+
+@needs_mosaic
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_places_are_used_again(monkeypatch, operation):
+    """By one device, which sends to itself: 11 tiles, 2 blocks, 2 places each."""
+    import _emulated_peers
+
+    from jaxzero.pallas_kernels import _memory
+    from jaxzero.pallas_kernels._remote import RemoteConfig
+
+    _emulated_peers.replace_stores(monkeypatch)
+    x = np.random.default_rng(1).normal(size=(1, 5600)).astype(np.float32)
+    options = {"devices": 1, "config": RemoteConfig(elements=512, blocks=2, slots=2)}
+    want = run(operation, x, FORMATS["int8"], **options)
+    with _memory.interpreted(detect_races=True):
+        got = run(operation, x, FORMATS["int8"], implementation="mosaic_gpu", **options)
+    np.testing.assert_array_equal(got, want)
