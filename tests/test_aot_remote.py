@@ -123,3 +123,15 @@ def test_every_call_has_semaphores_that_are_zeroed_for_it(mesh):
                 operand = source[1]
             assert re.search(r" (fusion|broadcast)\(\)", made[operand]), made[operand]
     assert num == 6
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_nothing_is_copied_around_a_kernel(mesh, operation, dim):
+    """Of whole tiles, also where pieces are cut along an inner dim: only semaphores are written."""
+    x = jax.ShapeDtypeStruct((DEVICES, 16, 16, 1 << 14), jnp.bfloat16)
+    text = compiled(functools.partial(kernel_of(operation), dim=dim), mesh, x)
+    entry = text[text.index("ENTRY") :]
+    found = set(re.findall(r" = (?:\([^=]*\)|\S+) ([\w-]+)\(", entry))
+    assert found <= {"parameter", "bitcast", "custom-call", "get-tuple-element", "fusion"}, found
+    assert re.findall(r" = (\S+?)\[\S* fusion\(", entry) == ["s32"]

@@ -168,6 +168,16 @@ def without_the_last_tile(steps):
     return [*steps[: i - 1], *steps[i + 1 :]]
 
 
+def reads_last(steps):
+    """All tiles are sent before the first is read."""
+
+    def is_late(step):
+        own = isinstance(step, Wait) and _is(step, "arrived")
+        return own or isinstance(step, Read) or (isinstance(step, Signal) and _is(step, "free"))
+
+    return sorted(steps, key=is_late)
+
+
 def signal_before(kind):
     """Signals move in front of the stores or loads that they announce the end of."""
 
@@ -214,6 +224,7 @@ MUTATIONS = {
         ONE,
         changing(Signal, "free", release=False),
     ),
+    "nothing is read in time": ("deadlock", ONE, reads_last),
     "no place is given back": ("deadlock", ONE, dropping(Signal, "free")),
     "a place too many is given back": (LEFT, ONE, last(Signal, "free", 2)),
     "one peer has not given its place back": (TILE, ONE, fewer("free")),
