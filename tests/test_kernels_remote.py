@@ -14,6 +14,7 @@ from jax import export
 from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
+from jaxzero import pallas_kernels
 from jaxzero.pallas_kernels import (
     Format,
     _collectives,
@@ -60,7 +61,7 @@ def codes(kind, shape):
 
 def pieces(x, dim):
     """What each device keeps of the sum."""
-    return np.stack(np.split(x.sum(0), DEVICES, axis=dim))
+    return np.stack(np.split(x.sum(0), len(x), axis=dim))
 
 
 def gathered(x, dim):
@@ -156,7 +157,7 @@ def test_no_other_name_is_known():
 
 
 def _offers():
-    yield from (_collectives, quantized_all_gather, quantized_reduce_scatter)
+    yield from (pallas_kernels, _collectives, quantized_all_gather, quantized_reduce_scatter)
     if not IS_OLD:
         from jaxzero.pallas_kernels import _all_gather, _reduce_scatter, _remote
 
@@ -286,4 +287,39 @@ def test_places_are_used_again(monkeypatch, operation):
     want = run(operation, x, FORMATS["int8"], **options)
     with _memory.interpreted(detect_races=True):
         got = run(operation, x, FORMATS["int8"], implementation="mosaic_gpu", **options)
+    np.testing.assert_array_equal(got, want)
+
+
+@needs_mosaic
+@pytest.mark.gpu
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_run_on_several_gpus(operation, kind):
+    """What nobody has seen yet: 20 calls of each kernel, of codes that nothing rounds."""
+    from jaxzero.pallas_kernels._remote import RemoteConfig
+
+    gpus = jax.devices("gpu")
+    if len(gpus) < 2:
+        pytest.skip("needs several GPUs")
+    num = len(gpus)
+    x = codes(kind, (num, num, 1 << 16))
+    x[..., ::32] = LIMITS[kind]
+    config = RemoteConfig(elements=1024, blocks=8, slots=2)
+    format = Format(kind=kind, block=32)
+    call = functools.partial(
+        OPERATIONS[operation],
+        axis=AXIS,
+        format=format,
+        implementation="mosaic_gpu",
+        config=config,
+    )
+
+    signs = np.resize([1, -1, -1], 20).astype(np.float32)  # every call has other numbers
+
+    def again(x):
+        return jax.lax.scan(lambda _, sign: (None, call(x * sign)), None, signs)[1]
+
+    got = np.asarray(on_devices(again, jz.make_mesh(1, devices=gpus))(x.astype(np.float32)))
+    want = gathered(x, 0) if operation == "gather" else pieces(x, 0)
+    want = np.stack([sign * want for sign in signs], axis=1)
     np.testing.assert_array_equal(got, want)
