@@ -67,7 +67,7 @@ Three things are taken for granted, and the kernels must see to them:
 
 `tests/test_protocol.py` runs `exchange` in a model of such memory, against schedulers that
 look for trouble, and shows that it goes wrong if any one of these orderings is left out.
-`tests/test_aot_remote.py` finds the steps in the PTX that comes out, in this order.
+`tests/test_kernels_remote_aot.py` finds the steps in the PTX that comes out, in this order.
 """
 
 from __future__ import annotations
