@@ -5,6 +5,7 @@ PYTHON ?= python3.11
 VENV := .venv
 LATEST := .venv-latest
 AOT := .venv-aot
+AOT_LATEST := .venv-aot-latest
 WORKERS ?= 2
 PIP_FLAGS := -qq --disable-pip-version-check
 
@@ -12,13 +13,14 @@ OLDEST_PINS := .ci/constraints-oldest.txt
 NEWEST_PINS := .ci/constraints-newest.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-exhaustive test-aot lint format test-latest clean
+.PHONY: help train test test-exhaustive test-aot test-aot-latest lint format test-latest clean
 
 help:
 	@echo "make train            fine-tune a text encoder on 8 devices of this machine (ARGS='--help')"
 	@echo "make test             the tests, on the oldest JAX that is supported (ARGS='-k name')"
 	@echo "make test-exhaustive  the rest of the models under the presets of ZeRO++: 15 minutes more"
 	@echo "make test-aot         what XLA compiles for H200s, on a machine without: 700 MB to install"
+	@echo "make test-aot-latest  the same on the newest JAX, and of the GPU kernels: 700 MB to install"
 	@echo "make test-latest      the tests, on the newest JAX; needs Python 3.12"
 	@echo "make lint             formatting, lint, types"
 	@echo "make format           put the files into the form that lint asks for"
@@ -36,6 +38,9 @@ test-exhaustive: $(VENV)/.installed
 test-aot: $(VENV)/.installed $(AOT)/.installed
 	PYTHONPATH=$(AOT) $(VENV)/bin/pytest tests/test_aot.py $(ARGS)
 
+test-aot-latest: $(LATEST)/.installed $(AOT_LATEST)/.installed
+	PYTHONPATH=$(AOT_LATEST) $(LATEST)/bin/pytest tests/test_*aot.py $(ARGS)
+
 test-latest: $(LATEST)/.installed
 	$(LATEST)/bin/pytest -n $(WORKERS) $(ARGS)
 
@@ -51,7 +56,7 @@ format: $(VENV)/.dev-installed
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) $(LATEST) $(AOT) build dist jaxzero.egg-info
+	rm -rf $(VENV) $(LATEST) $(AOT) $(AOT_LATEST) build dist jaxzero.egg-info
 
 # torch first and alone: a CPU build, where pip has one at hand, is then settled before anything asks
 # for torch in general, which would bring the newest build and several GB of CUDA.
@@ -73,6 +78,12 @@ $(VENV)/.dev-installed: $(VENV)/.installed
 $(AOT)/.installed: $(OLDEST_PINS) | $(VENV)/.installed
 	$(VENV)/bin/pip install $(PIP_FLAGS) -c $(OLDEST_PINS) --no-deps --upgrade --target $(AOT) \
 	  jax-cuda13-pjrt jax-cuda13-plugin nvidia-cuda-nvcc nvidia-nvvm
+	@touch $@
+
+$(AOT_LATEST)/.installed: $(NEWEST_PINS) | $(LATEST)/.installed
+	version=$$($(LATEST)/bin/python -c 'import jaxlib; print(jaxlib.__version__)') && \
+	  $(LATEST)/bin/pip install $(PIP_FLAGS) --no-deps --upgrade --target $(AOT_LATEST) \
+	  jax-cuda13-pjrt==$$version jax-cuda13-plugin==$$version nvidia-cuda-nvcc nvidia-nvvm
 	@touch $@
 
 # No torch here: tests that need it skip. The checkpoint's package asks for torch, but it is only files.

@@ -9,11 +9,11 @@ opt_state = zero.init_optimizer(tx, params)
 loss, grads = zero.value_and_grad(loss_fn)(params, batch)
 """
 
+from ._block_codecs import Float8 as Float8
+from ._block_codecs import Int4 as Int4
+from ._block_codecs import Int8 as Int8
 from ._checkpoint import Checkpoints as Checkpoints
 from ._codecs import Cast as Cast
-from ._codecs import Float8 as Float8
-from ._codecs import Int4 as Int4
-from ._codecs import Int8 as Int8
 from ._compiler import compiler_options as compiler_options
 from ._config import Difference as Difference
 from ._config import ErrorFeedback as ErrorFeedback

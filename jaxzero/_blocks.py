@@ -25,7 +25,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Shaped, UInt8, UInt32
 
 GROUP = 32  # elements that are rotated together
 _TAIL = 8.0  # near sqrt(GROUP), by which `rotate` makes typical numbers smaller
-_TINY = 2.0**-126  # the smallest normal float32 and bfloat16: XLA takes less for zero
+TINY = 2.0**-126  # the smallest normal float32 and bfloat16: XLA takes less for zero
 
 
 def to_float32(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
@@ -67,7 +67,7 @@ def scales(
     back, and the codes would then belong to another scale than the one sent.
     """
     amax = jnp.max(jnp.abs(x_kb), axis=-1)
-    scale = jnp.where(jnp.isfinite(amax), jnp.maximum(amax * _below(1 / limit), _TINY), jnp.nan)
+    scale = jnp.where(jnp.isfinite(amax), jnp.maximum(amax * not_above(1 / limit), TINY), jnp.nan)
     if jnp.dtype(dtype).itemsize == 4:
         return scale
     bits = lax.bitcast_convert_type(scale, jnp.uint32)
@@ -75,7 +75,7 @@ def scales(
     return lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
 
 
-def _below(x: float) -> np.float32:
+def not_above(x: float) -> np.float32:
     """The largest float32 that is not above `x`.
 
     With it `limit * s` has the scale `s`, and not the next one, if that is a bfloat16.
@@ -111,16 +111,23 @@ def divide(
 
 
 def uniforms(
-    x_kb: Float32[Array, "*rows k b"], scale_k: Float32[Array, "*rows k"], seed: UInt32[Array, ""]
+    x_kb: Float32[Array, "*rows k b"],
+    scale_k: Float32[Array, "*rows k"],
+    seed: UInt32[Array, ""],
+    start: int = 0,
 ) -> Float32[Array, "*rows k b"]:
-    """Numbers in [0, 1): a hash of the seed, the scale, the place in the row, and the number."""
-    key_k = _mix(lax.bitcast_convert_type(scale_k, jnp.uint32) ^ _mix(seed))
-    h = _index(x_kb) * jnp.uint32(0x9E3779B9) + key_k[..., None]
-    h = _mix(h ^ lax.bitcast_convert_type(x_kb, jnp.uint32))
+    """Numbers in [0, 1): a hash of the seed, the scale, the place in the row, and the number.
+
+    Places count from `start`.
+    """
+    key_k = mix(lax.bitcast_convert_type(scale_k, jnp.uint32) ^ mix(seed))
+    index_kb = _index(x_kb) + jnp.uint32(start)
+    h = index_kb * jnp.uint32(0x9E3779B9) + key_k[..., None]
+    h = mix(h ^ lax.bitcast_convert_type(x_kb, jnp.uint32))
     return (h >> jnp.uint32(8)).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
 
 
-def _mix(h: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+def mix(h: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     """A bijection of 32 bits; each bit of its input changes half of its output (lowbias32)."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         h = (h ^ (h >> jnp.uint32(shift))) * jnp.uint32(factor)

@@ -8,7 +8,8 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from ._codecs import Codec, Int4, Int8
+from ._block_codecs import Int4, Int8
+from ._codecs import Codec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,14 +78,16 @@ class Pieces:
         dtype = self.dtype if dtype is None else dtype
         if self.codec is None:
             return self.data.astype(dtype)
-        lead, num = self.shape[: self.lead], self.data.shape[self.lead]
-        read_as = self.dtype if isinstance(self.codec, Cast) else dtype
-        x = self.codec.decode(self.data, math.prod(self.shape[self.lead :]), read_as)
-        x = x.reshape(*lead, num, *self.shape[self.lead :])
-        x = jnp.moveaxis(x.astype(dtype), self.lead, self.dim)
-        return x.reshape(
-            *self.shape[: self.dim], num * self.shape[self.dim], *self.shape[self.dim + 1 :]
-        )
+        codec, lead = self.codec, self.lead
+        read_as = self.dtype if isinstance(codec, Cast) else dtype
+
+        def one(message: Array) -> Array:
+            shape, dim = self.shape[lead:], self.dim - lead
+            return codec.decode_pieces(message, shape, dim, read_as).astype(dtype)
+
+        for _ in range(lead):
+            one = jax.vmap(one)
+        return one(self.data)
 
     def gather(self, axis: str) -> Pieces:
         """Put the pieces of all devices along `axis` side by side."""
@@ -119,6 +121,35 @@ class Pieces:
 jax.tree_util.register_dataclass(
     Pieces, ["data"], ["codec", "shape", "dim", "dtype", "lead", "axes", "pinned"]
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Addends:
+    """What the devices of a hop sent of one array that they sum.
+
+    Where the sum is written again for the next hop, its codec takes it on the way.
+
+    Attributes:
+        message: from each device.
+        codec: that wrote them.
+        shape: of the sum.
+        summed: of how many devices each is the mean.
+    """
+
+    message: Shaped[Array, "num m"]
+    codec: Codec
+    shape: tuple[int, ...]
+    summed: int = 1
+
+    def total(self) -> Shaped[Array, ...]:
+        """Decoded and summed in float32."""
+        total = self.codec.decode_sum(self.message, math.prod(self.shape)).reshape(self.shape)
+        return total if self.summed == 1 else total * jnp.float32(self.summed)
+
+
+def total_of(x: Array | Addends) -> Array:
+    """An array; the sum, if it is not taken yet."""
+    return x.total() if isinstance(x, Addends) else x
 
 
 def to_stored(x: Shaped[Array, ...], leaf: Leaf) -> Shaped[Array, ...]:

@@ -25,7 +25,7 @@ from ._collectives import Wire, accumulator_dtype, pad, unpad
 from ._mesh import AXES, LOCAL, NODE, REDUCTION_HOPS, device_index
 from ._messages import Column, can_join, join, split, widths
 from ._partition import Layout
-from ._pieces import Pieces
+from ._pieces import Addends, Pieces, total_of
 from ._traffic import all_reduce, all_to_all, picked, reduce_scatter
 
 
@@ -90,7 +90,8 @@ def advance(outbox: Outbox, summands: Sequence[Summand], number: int, wire: Wire
         num_summed *= wire.sizes[axes[number]]
         return _write(arrays, summands, axes[number + 1], num_summed, wire)
     pairs = enumerate(zip(arrays, summands, strict=True))
-    return Outbox(None, {}, {i: x.astype(accumulator_dtype(s.dtype)) for i, (x, s) in pairs})
+    done = {i: total_of(x).astype(accumulator_dtype(s.dtype)) for i, (x, s) in pairs}
+    return Outbox(None, {}, done)
 
 
 def reduce(
@@ -143,7 +144,11 @@ def _dtype_at(summand: Summand, axis: str, wire: Wire) -> Any:
 
 
 def _write(
-    arrays: Sequence[Array], summands: Sequence[Summand], axis: str, num_summed: int, wire: Wire
+    arrays: Sequence[Array | Addends],
+    summands: Sequence[Summand],
+    axis: str,
+    num_summed: int,
+    wire: Wire,
 ) -> Outbox:
     """What one hop sends.
 
@@ -159,14 +164,15 @@ def _write(
         assert codec is not None
         dim, num = summand.layout.dim, wire.sizes[axis]
         messages.append(_message(arrays[i], dim, num, summand.dtype, codec, axis, num_summed))
+    whole = {i: total_of(x) for i, x in enumerate(arrays) if i not in coded}
     beside = {}
     for name, numbers in summed.items():
         if len(numbers) == 1:
-            beside[name] = arrays[numbers[0]]
+            beside[name] = whole[numbers[0]]
         else:
-            rows = [_rows(arrays[i], summands[i].layout.dim, wire.sizes[axis]) for i in numbers]
+            rows = [_rows(whole[i], summands[i].layout.dim, wire.sizes[axis]) for i in numbers]
             beside[name] = join(rows)
-    rest = {i: arrays[i] for i, s in enumerate(summands) if not _cuts(s, axis, wire)}
+    rest = {i: whole[i] for i, s in enumerate(summands) if not _cuts(s, axis, wire)}
     # The barrier keeps XLA from moving the decoding across the exchange.
     joined = lax.optimization_barrier(join(messages)) if messages else None
     return Outbox(joined, beside, rest)
@@ -174,10 +180,10 @@ def _write(
 
 def _send(
     outbox: Outbox, summands: Sequence[Summand], axis: str, num_summed: int, wire: Wire
-) -> list[Array]:
+) -> list[Array | Addends]:
     """Do one hop."""
     coded, summed = _groups(summands, axis, wire)
-    arrays = dict(outbox.rest)
+    arrays: dict[int, Any] = dict(outbox.rest)
     if outbox.coded is not None:
         columns = [_message_column(summands[i], axis, wire) for i in coded]
         with picked(coded):
@@ -185,7 +191,7 @@ def _send(
         for i, message in zip(coded, split(arrived, columns), strict=True):
             codec, shape = _codec(summands[i], axis, wire), _piece(summands[i], axis, wire)
             assert codec is not None
-            arrays[i] = _total(message, shape, codec, num_summed)
+            arrays[i] = Addends(message, codec, shape, num_summed)
     for name, numbers in summed.items():
         with picked(numbers):
             arrays.update(_scatter(outbox.summed[name], numbers, summands, axis, wire))
@@ -262,7 +268,7 @@ def reduce_over_node(
     lost = rows - codec.decode(message, rows.shape[1], x.dtype)
     lost = jnp.where(jnp.isfinite(lost), lost, 0)  # a step that overflowed must not be the last
     shape = _piece_shape(x, layout.dim, wire.sizes[NODE])
-    total = _total(_exchange(message, NODE), shape, codec)
+    total = Addends(_exchange(message, NODE), codec, shape).total()
     return total, _from_rows(lost, x, layout.dim).astype(error.dtype)
 
 
@@ -280,11 +286,11 @@ def _coded_hop(
     if num == 1:
         return x
     message = _message(x, dim, num, dtype, codec, axis, summed)
-    return _total(_exchange(message, axis), _piece_shape(x, dim, num), codec, summed)
+    return Addends(_exchange(message, axis), codec, _piece_shape(x, dim, num), summed).total()
 
 
 def _message(
-    x: Shaped[Array, ...],
+    x: Array | Addends,
     dim: int,
     num: int,
     dtype: DTypeLike,
@@ -293,16 +299,14 @@ def _message(
     summed: int,
 ) -> Shaped[Array, "num m"]:
     """The mean of the devices `summed` so far, in `num` pieces for those along `axis`."""
+    seed = device_index(_told_apart(axis))
+    if isinstance(x, Addends) and x.summed == 1:
+        return codec.recode(
+            x.message, x.codec, x.shape, dim, num, divisor=summed, dtype=dtype, seed=seed
+        )
+    x = total_of(x)
     mean = x if summed == 1 else x / jnp.asarray(summed, x.dtype)
-    return codec.encode(_rows(mean.astype(dtype), dim, num), seed=device_index(_told_apart(axis)))
-
-
-def _total(
-    arrived: Shaped[Array, "num m"], shape: tuple[int, ...], codec: Codec, summed: int = 1
-) -> Shaped[Array, ...]:
-    """What the devices of a hop sent, decoded and summed in float32."""
-    total = jnp.sum(codec.decode(arrived, math.prod(shape), jnp.float32), axis=0).reshape(shape)
-    return total if summed == 1 else total * jnp.float32(summed)
+    return codec.encode_pieces(mean.astype(dtype), dim, num, seed=seed)
 
 
 def _told_apart(axis: str) -> tuple[str, ...]:

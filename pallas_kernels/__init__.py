@@ -1,7 +1,15 @@
-"""Pallas kernels for the wire formats: quantize, dequantize, and the collectives made of them.
+"""Kernels for the wire formats: numbers as messages of codes and scales, and back.
 
-Each operation has its meaning in `jax.numpy`, a kernel, and one dispatcher that takes the first
-implementation able to run. Installed as `jaxzero.pallas_kernels`; no kernel yet.
+Each operation has its meaning in `jax.numpy`, a Pallas kernel for GPUs, and one dispatcher:
+
+    from jaxzero import pallas_kernels as pk
+
+    message = pk.quantize(x[None], pk.Format(kind="int8"), implementation="mosaic_gpu")
+
+Kernels compile for an H200 (JAX 0.11.2 or newer) and are tested in Pallas' interpreter. None
+was ever executed on a GPU, so the default is "xla". `quantized_all_gather` and
+`quantized_reduce_scatter` are exchanges too, on several GPUs one kernel each, which nothing but
+GPUs can run: compiles, never executed. Installed as `jaxzero.pallas_kernels`.
 """
 
 if __name__ != "jaxzero.pallas_kernels":
@@ -10,3 +18,14 @@ if __name__ != "jaxzero.pallas_kernels":
         "`from jaxzero import pallas_kernels`, and do not put the folder that holds it on "
         "`sys.path` by hand."
     )
+
+from ._collectives import quantized_all_gather as quantized_all_gather
+from ._collectives import quantized_reduce_scatter as quantized_reduce_scatter
+from ._config import Implementation as Implementation
+from ._dispatch import dequantize as dequantize
+from ._dispatch import dequantize_sum as dequantize_sum
+from ._dispatch import dequantize_sum_requantize as dequantize_sum_requantize
+from ._dispatch import quantize as quantize
+from ._format import Format as Format
+from ._format import Kind as Kind
+from ._reference import to_rows as to_rows

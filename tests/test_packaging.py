@@ -26,8 +26,9 @@ OUTSIDE = ["interop", "pallas_kernels"]  # beside `jaxzero/`, installed inside i
 
 # A module imports from its own layer and from those above it in this list, never from one below.
 LAYERS = [
-    {"_blocks", "_codecs", "_compiler", "_config", "_mesh", "_simulate"},
+    {"_blocks"},
     {"pallas_kernels"},
+    {"_block_codecs", "_codecs", "_compiler", "_config", "_mesh", "_simulate"},
     {"_partition", "_traffic"},
     {"_pieces"},
     {"_messages"},

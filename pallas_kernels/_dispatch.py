@@ -1,0 +1,170 @@
+"""Which implementation does an operation.
+
+`None` takes the default, which can do everything. A name is a promise: it is kept, or refused
+with the reasons before anything is traced. That a program for a GPU is not run on a CPU is
+for JAX to say, when it compiles: a program may be traced on one machine for another.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Float, Float32, Integer, UInt8, UInt32
+
+from . import _reference
+from ._config import DEFAULT, Implementation
+from ._format import Format
+
+_OLDEST = (0, 11, 2)  # before, Mosaic GPU and its interpreter miss what is needed
+_FLOATS = ("bfloat16", "float16", "float32")
+
+
+def quantize(
+    x: Float[Array, "o n i"],
+    format: Format,
+    *,
+    seed: Integer[Array, ""] | int | None = None,
+    implementation: Implementation | None = None,
+) -> UInt8[Array, "n m"]:
+    """Write each piece of an array as a message.
+
+    Args:
+        x: cut into `n` pieces along its middle dim; a piece is `x[:, p].reshape(-1)`. Rows of an
+            array [n, i] are `x[None]`.
+        format: of the messages.
+        seed: of stochastic rounding. None is 0.
+        implementation: "xla", or "mosaic_gpu": a kernel, which reads `x` once and
+            writes the messages once. It compiles for an H200, and was never executed on a GPU.
+
+    Raises:
+        NotImplementedError: the named implementation cannot do this, with its reasons.
+
+    References:
+        ZeRO++ (https://arxiv.org/abs/2306.10209), blockwise quantization.
+    """
+    module = _implementation(implementation, "quantize", x.dtype, x.size)
+    return module.quantize(x, format, as_uint32(seed))
+
+
+def dequantize(
+    message: UInt8[Array, "n m"],
+    format: Format,
+    *,
+    outer: int,
+    inner: int,
+    dtype: DTypeLike,
+    implementation: Implementation | None = None,
+) -> Float[Array, "o n i"]:
+    """Put the pieces that messages hold where they were in the array: undo `quantize`.
+
+    Args:
+        message: of each piece, such as those that an all-gather brought.
+        format: of the messages.
+        outer: what lies before the dim that is cut. 1 gives the rows one after the other.
+        inner: elements of a piece in each of `outer`.
+        dtype: of the result.
+        implementation: as of `quantize`.
+
+    Raises:
+        NotImplementedError: as `quantize`.
+    """
+    size = len(message) * outer * inner
+    module = _implementation(implementation, "dequantize", dtype, size)
+    return module.dequantize(message, format, outer, inner, jnp.dtype(dtype))
+
+
+def dequantize_sum(
+    message: UInt8[Array, "n m"],
+    format: Format,
+    *,
+    num: int,
+    implementation: Implementation | None = None,
+) -> Float32[Array, " num"]:
+    """Sum the messages of `n` devices, each of `num` numbers, in float32.
+
+    Args:
+        message: of each device, such as those that an all-to-all brought.
+        format: of the messages.
+        num: numbers in a message.
+        implementation: as of `quantize`. Kernels add one message after the other, as XLA does
+            on a CPU; on a GPU XLA may take another order.
+
+    Raises:
+        NotImplementedError: as `quantize`.
+    """
+    module = _implementation(implementation, "dequantize_sum", jnp.float32, message.size)
+    return module.dequantize_sum(message, format, num)
+
+
+def dequantize_sum_requantize(
+    message: UInt8[Array, "n m"],
+    source: Format,
+    target: Format,
+    *,
+    shape: tuple[int, int, int],
+    seed: Integer[Array, ""] | int | None = None,
+    divisor: int = 1,
+    implementation: Implementation | None = None,
+) -> UInt8[Array, "k r"]:
+    """Sum messages, and write pieces of the sum as messages again: the middle of qgZ.
+
+    A kernel keeps the sum in registers. Where blocks of the two formats are of different
+    sizes, or cross the pieces, there are two kernels, and the sum lies in memory between them.
+
+    Args:
+        message: as of `dequantize_sum`.
+        source: their format.
+        target: the format of the result.
+        shape: of the sum as `quantize` takes it: o, k, i.
+        seed: as of `quantize`.
+        divisor: of the sum, before it is written.
+        implementation: as of `quantize`.
+
+    Raises:
+        NotImplementedError: as `quantize`.
+    """
+    size = max(message.size, math.prod(shape))
+    module = _implementation(implementation, "dequantize_sum_requantize", jnp.float32, size)
+    return module.dequantize_sum_requantize(
+        message, source, target, shape, as_uint32(seed), divisor
+    )
+
+
+def as_uint32(seed: Integer[Array, ""] | int | None) -> UInt32[Array, ""]:
+    """A seed as what is hashed."""
+    if seed is None or isinstance(seed, int):
+        return jnp.uint32((seed or 0) % 2**32)
+    return seed.astype(jnp.uint32)
+
+
+def gap(implementation: Implementation, dtype: DTypeLike, size: int) -> str | None:
+    """Why an implementation cannot handle `size` numbers of type `dtype`; None: it can."""
+    if implementation == "xla":
+        return None
+    if jax.__version_info__ < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        return f"it needs JAX {oldest} or newer, and this is {jax.__version__}"
+    if jnp.dtype(dtype).name not in _FLOATS:
+        return f"it handles {', '.join(_FLOATS)}, and not {jnp.dtype(dtype)}"
+    if size >= 2**31:
+        return f"it counts elements in 31 bits, and there are {size}"
+    return None
+
+
+def _implementation(
+    name: Implementation | None, operation: str, dtype: DTypeLike, size: int
+) -> Any:
+    name = name or DEFAULT
+    if (reason := gap(name, dtype, size)) is not None:
+        raise NotImplementedError(
+            f'`implementation="{name}"` cannot do this `{operation}`: {reason}. Take "xla", or '
+            "`None` for what can."
+        )
+    if name == "xla":
+        return _reference
+    from . import _mosaic  # here, since Pallas takes most of a second to import
+
+    return _mosaic

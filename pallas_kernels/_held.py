@@ -1,0 +1,165 @@
+"""How a tile comes from memory into registers, and back.
+
+A tile that is not rotated is read and written as it lies. One that is goes through shared
+memory: 32 numbers that lie side by side must come to lie in 32 arrays (`_tile.rotate`), so
+they are written as rows, and read as columns. Four bytes behind each row keep lanes that read a
+column out of each other's banks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import DTypeLike
+
+from . import _memory as memory
+from . import _tile as tile
+from ._memory import Window
+
+GROUP = 32  # that is rotated
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """How the blocks of a tile are cut into parts (see `_tile`).
+
+    Attributes:
+        rows: blocks of the tile.
+        block: numbers of a block.
+        halves: 2 where halves of a block are packed, else 1.
+        rotated: whether parts are made of columns.
+        vector: elements that a lane may load at once.
+    """
+
+    rows: int
+    block: int
+    halves: int
+    rotated: bool
+    vector: int
+
+    @property
+    def shape(self) -> tile.Shape:
+        """Of a part."""
+        if self.rotated:
+            return tile.Shape(self.rows, max(1, self.block // GROUP // self.halves), 1)
+        return tile.Shape(self.rows, self.block // self.halves, self.vector)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the rows of all parts fill all lanes."""
+        width, rows = self.shape.width, self.rows
+        return tile.fitting_vector(width, rows, self.shape.vector) == self.shape.vector
+
+    def indices(self) -> list[Array]:
+        """The place of each number of each part in the tile."""
+        strides = (self.block, GROUP if self.rotated else 1)
+        shape, layout = self.shape.array, self.shape.layout
+        place = jnp.uint32(0)
+        for dim, stride in enumerate(strides[: len(shape)]):
+            iota = plgpu.broadcasted_iota(jnp.uint32, shape, dim, layout=layout)
+            place = place + iota * jnp.uint32(stride)
+        return [place + jnp.uint32(offset) for offset in self._offsets()]
+
+    def _offsets(self) -> list[int]:
+        half = self.block // self.halves
+        if not self.rotated:
+            return [h * half for h in range(self.halves)]
+        if self.block == GROUP:
+            return list(range(GROUP))
+        return [h * half + j for h in range(self.halves) for j in range(GROUP)]
+
+    def scratch(self, size: int, dtype: DTypeLike) -> Any:
+        """Shared memory for a tile of which a block has `size` elements in memory."""
+        rows, groups, pitch = self._pitched(size, dtype)
+        return plgpu.SMEM((rows * groups * pitch,), dtype)
+
+    def read(self, ref: Any, start: Any, size: int, scratch: Any = None) -> list[Array]:
+        """The parts of a tile that starts at `start`, a block having `size` elements there."""
+        if not self.rotated:
+            width, layout = self.shape.width, self.shape.layout
+            windows = [
+                Window(start, self.rows, size, first, width) for first in range(0, size, width)
+            ]
+            return [memory.load(ref, window, layout) for window in windows]
+        whole, pitched, shape = self._passage(ref.dtype, start, size)
+        memory.store(scratch, pitched, memory.load(ref, whole, shape.layout))
+        length = min(GROUP, size)
+        width, view = self.shape.width, self._pitched(size, ref.dtype)
+        return [
+            column
+            for first in range(0, view[1], width)
+            for column in memory.load_columns(
+                scratch, view, first, width, length, self.shape.layout
+            )
+        ]
+
+    def write(
+        self, ref: Any, start: Any, size: int, parts: Sequence[Array], scratch: Any = None
+    ) -> None:
+        """Undo `read`."""
+        if not self.rotated:
+            width = self.shape.width
+            for first, part in zip(range(0, size, width), parts, strict=True):
+                memory.store(ref, Window(start, self.rows, size, first, width), part)
+            return
+        length, view = min(GROUP, size), self._pitched(size, ref.dtype)
+        columns = [list(parts[i : i + length]) for i in range(0, len(parts), length)]
+        memory.store_columns(scratch, view, columns)
+        whole, pitched, shape = self._passage(ref.dtype, start, size)
+        memory.store(ref, whole, memory.load(scratch, pitched, shape.layout))
+
+    def _pitched(self, size: int, dtype: DTypeLike) -> tuple[int, int, int]:
+        """Shared memory as rows, groups, and a group's numbers with what lies behind them."""
+        length = min(GROUP, size)
+        return self.rows, size // length, length + max(1, 4 // jnp.dtype(dtype).itemsize)
+
+    def _passage(
+        self, dtype: DTypeLike, start: Any, size: int
+    ) -> tuple[Window, Window, tile.Shape]:
+        """A tile in memory and in shared memory, and its layout on the way between them."""
+        rows, groups, pitch = self._pitched(size, dtype)
+        length, count = min(GROUP, size), rows * groups
+        vector = min(self.vector, max(1, 4 // jnp.dtype(dtype).itemsize))
+        vector = tile.fitting_vector(length, count, vector)
+        assert vector
+        shape = tile.Shape(count, length, vector)
+        whole = Window(start, count, length, 0, length)
+        return whole, Window(0, count, pitch, 0, length), shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The tiles of an array of `shape` = o, n, i (see `_reference`): each lies in one run.
+
+    Attributes:
+        shape: of the array.
+        held: a tile.
+    """
+
+    shape: tuple[int, int, int]
+    held: Held
+
+    @property
+    def num(self) -> int:
+        """Elements of a piece."""
+        return self.shape[0] * self.shape[2]
+
+    @property
+    def tiles(self) -> int:
+        """Of a run."""
+        return self.shape[2] // (self.held.block * self.held.rows)
+
+    @property
+    def done(self) -> int:
+        """Elements of a run that lie in tiles."""
+        return self.tiles * self.held.rows * self.held.block
+
+    @property
+    def grid(self) -> int:
+        return math.prod(self.shape[:2]) * self.tiles

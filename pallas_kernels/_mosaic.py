@@ -1,0 +1,359 @@
+"""The operations as Mosaic GPU kernels: each reads its input once, and writes its output once.
+
+One warpgroup handles one tile of blocks, all in registers, and nothing passes between tiles;
+many warpgroups on a multiprocessor hide the time that memory takes. What is left at the end of
+a row, less than a tile, is done by XLA, and written into the kernel's output in place. Pieces
+of an array that is cut along an inner dim are read and written where they are, if whole blocks
+lie in each run; else XLA transposes.
+
+Who writes what: every element of the output belongs to one tile, and every tile to one
+warpgroup. Inputs are not written. Shared memory belongs to one warpgroup, and Mosaic puts a
+barrier of it around each store.
+
+On a GPU `1 / scale` may be one unit in the last place beside that of a CPU; codes that are
+near the middle between two may then be the other one. Both are right by the bounds that
+`tests/_codec_oracle.py` derives.
+
+Legend: o, n, i as in `_reference`; a run is the `i` elements that lie together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import DTypeLike, Float, Float32, UInt8, UInt32
+
+from . import _memory as memory
+from . import _reference as reference
+from . import _tile as tile
+from ._config import TileConfig, tile_config
+from ._format import Format
+from ._held import Held, Walk
+from ._memory import Window
+
+_UNROLLED = 16  # peers whose messages are loaded without a loop
+
+
+def quantize(
+    x_oni: Float[Array, "o n i"],
+    format: Format,
+    seed: UInt32[Array, ""],
+    config: TileConfig | None = None,
+) -> UInt8[Array, "n m"]:
+    """As `_reference.quantize`."""
+    outer, pieces, inner = x_oni.shape
+    num = outer * inner
+    size = format.num_bytes(num)
+    walk = _walk(x_oni.shape, [format], config, [inner, size])
+    if walk is None and outer > 1:
+        return quantize(reference.to_rows(x_oni)[None], format, seed, config)
+    if walk is None:
+        return reference.quantize(x_oni, format, seed)
+    held = walk.held
+
+    def body(x_ref: Any, *refs: Any, **scratch: Any) -> None:
+        start, piece, first = _here(walk)
+        parts = held.read(x_ref, start, held.block, scratch.get("numbers"))
+        parts = [x.astype(jnp.float32) for x in parts]
+        message = piece * size
+        _write(refs[-1], message, first, num, parts, format, held, refs[:-1], scratch)
+
+    scratch = _scratch(held, numbers=(held.block, x_oni.dtype), codes=(_bytes(format), jnp.uint8))
+    seeds = [seed.reshape(1)] if format.rounding == "stochastic" else []
+    out = jax.ShapeDtypeStruct((pieces * size,), jnp.uint8)
+    message = _call("quantize", body, out, walk.grid, scratch)(x_oni.reshape(-1), *seeds)
+    message = message.reshape(pieces, size)
+    if walk.done == inner:
+        return message
+    codes, scales = reference.encode(x_oni[0, :, walk.done :], format, seed, walk.done)
+    return _with_tail(message, codes, scales, format, num, walk.done)
+
+
+def dequantize(
+    message: UInt8[Array, "n m"],
+    format: Format,
+    outer: int,
+    inner: int,
+    dtype: DTypeLike,
+    config: TileConfig | None = None,
+) -> Float[Array, "o n i"]:
+    """As `_reference.dequantize`."""
+    pieces, size = message.shape
+    num, shape = outer * inner, (outer, pieces, inner)
+    walk = _walk(shape, [format], config, [inner, size])
+    if walk is None and outer > 1:
+        rows = dequantize(message, format, 1, num, dtype, config)
+        return jnp.moveaxis(rows.reshape(pieces, outer, inner), 0, 1)
+    if walk is None:
+        return reference.dequantize(message, format, outer, inner, dtype)
+    held = walk.held
+
+    def body(message_ref: Any, out_ref: Any, **scratch: Any) -> None:
+        start, piece, first = _here(walk)
+        parts = _read(message_ref, piece * size, first, num, format, held, scratch)
+        held.write(
+            out_ref, start, held.block, [_fit(x, dtype) for x in parts], scratch.get("numbers")
+        )
+
+    scratch = _scratch(held, numbers=(held.block, dtype), codes=(_bytes(format), jnp.uint8))
+    out = jax.ShapeDtypeStruct((math.prod(shape),), dtype)
+    x_oni = _call("dequantize", body, out, walk.grid, scratch)(message.reshape(-1))
+    x_oni = x_oni.reshape(shape)
+    if walk.done == inner:
+        return x_oni
+    rest = reference.decode(*_tail(message, format, num, walk.done), dtype)
+    return lax.dynamic_update_slice(x_oni, rest[None], (0, 0, walk.done))
+
+
+def dequantize_sum(
+    message: UInt8[Array, "n m"], format: Format, num: int, config: TileConfig | None = None
+) -> Float32[Array, " num"]:
+    """As `_reference.dequantize_sum`."""
+    peers, size = message.shape
+    walk = _walk((1, 1, num), [format], config, [size])
+    if walk is None:
+        return reference.dequantize_sum(message, format, num)
+    held = walk.held
+
+    def body(message_ref: Any, out_ref: Any, **scratch: Any) -> None:
+        start, _, first = _here(walk)
+        parts = _sum(message_ref, peers, size, first, num, format, held, scratch)
+        held.write(out_ref, start, held.block, parts, scratch.get("numbers"))
+
+    scratch = _scratch(held, numbers=(held.block, jnp.float32), codes=(_bytes(format), jnp.uint8))
+    out = jax.ShapeDtypeStruct((num,), jnp.float32)
+    total = _call("dequantize_sum", body, out, walk.grid, scratch)(message.reshape(-1))
+    if walk.done == num:
+        return total
+    rest = reference.decode(*_tail(message, format, num, walk.done), jnp.float32)
+    return lax.dynamic_update_slice(total, jnp.sum(rest, axis=0), (walk.done,))
+
+
+def dequantize_sum_requantize(
+    message: UInt8[Array, "n m"],
+    source: Format,
+    target: Format,
+    shape: tuple[int, int, int],
+    seed: UInt32[Array, ""],
+    divisor: int,
+    config: TileConfig | None = None,
+) -> UInt8[Array, "k r"]:
+    """As `_reference.dequantize_sum_requantize`; in two kernels, if blocks do not match."""
+    peers, size = message.shape
+    total, num = math.prod(shape), shape[0] * shape[2]
+    result = target.num_bytes(num)
+    whole = shape[2] % source.block == 0 and source.block == target.block
+    walk = _walk(shape, [source, target], config, [shape[2], size, result]) if whole else None
+    if walk is None or source.hadamard != target.hadamard:
+        x = _divided(dequantize_sum(message, source, total, config), divisor)
+        return quantize(x.reshape(shape), target, seed, config)
+    held = walk.held
+
+    def body(message_ref: Any, *refs: Any, **scratch: Any) -> None:
+        start, piece, first = _here(walk)
+        block = lax.div(start, jnp.int32(held.block))
+        parts = _sum(message_ref, peers, size, block, total, source, held, scratch)
+        parts = [_divided(x, divisor) for x in parts]
+        _write(refs[-1], piece * result, first, num, parts, target, held, refs[:-1], scratch)
+
+    scratch = _scratch(held, codes=(_bytes(source), jnp.uint8), sent=(_bytes(target), jnp.uint8))
+    seeds = [seed.reshape(1)] if target.rounding == "stochastic" else []
+    out = jax.ShapeDtypeStruct((shape[1] * result,), jnp.uint8)
+    call = _call("dequantize_sum_requantize", body, out, walk.grid, scratch)
+    assert walk.done == shape[2]  # whole blocks, and tiles that share them out
+    return call(message.reshape(-1), *seeds).reshape(shape[1], result)
+
+
+def _walk(
+    shape: tuple[int, ...], formats: list[Format], config: TileConfig | None, offsets: list[int]
+) -> Walk | None:
+    """How to walk an array, whose rows start at multiples of `offsets`; None: it cannot be."""
+    outer, pieces, inner = shape
+    block = formats[0].block
+    config = config or tile_config()
+    blocks = inner // block
+    if blocks == 0 or (outer > 1 and inner % block):
+        return None
+    halves = 2 if any(format.bits == 4 for format in formats) else 1
+    rotated = formats[0].hadamard is not None
+    vector = config.vector
+    while any(offset % vector for offset in offsets):
+        vector //= 2
+    rows = max(1, config.elements // block)
+    if rotated:
+        rows = max(rows, Held(1, block, halves, True, vector).shape.multiple)
+    # Tiles share out a run without rest, or what is left at its end is for XLA.
+    rows = min(rows, blocks & -blocks if outer > 1 or len(formats) > 1 else _below(blocks))
+    if not rotated:
+        vector = tile.fitting_vector(block // halves, rows, vector)
+    if not vector:
+        return None
+    held = Held(rows, block, halves, rotated, vector)
+    return Walk((outer, pieces, inner), held) if held.is_possible else None
+
+
+def _below(num: int) -> int:
+    """The largest power of two that is not above `num`."""
+    return 1 << (num.bit_length() - 1)
+
+
+def _here(walk: Walk) -> tuple[Any, Any, Any]:
+    """Of this warpgroup's tile: its place in the array, its piece, its first block in that."""
+    outer, pieces, inner = walk.shape
+    block, rows = walk.held.block, walk.held.rows
+    number, t = _divmod(lax.axis_index("tile"), walk.tiles)
+    piece, run = _divmod(number, outer)
+    start = (run * pieces + piece) * inner + t * (rows * block)
+    return start, piece, run * (inner // block) + t * rows
+
+
+def _divmod(x: Any, y: int) -> tuple[Any, Any]:
+    return lax.div(x, jnp.int32(y)), lax.rem(x, jnp.int32(y))
+
+
+def _call(
+    name: str, body: Callable[..., None], out: Any, grid: int, scratch: dict[str, Any]
+) -> Callable[..., Array]:
+    body.__name__ = name
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        grid=(grid,),
+        grid_names=("tile",),
+        scratch_types=scratch,
+        **memory.interpret_options(),
+    )
+
+
+def _scratch(held: Held, **tiles: tuple[int, DTypeLike]) -> dict[str, Any]:
+    if not held.rotated:
+        return {}
+    return {name: held.scratch(size, dtype) for name, (size, dtype) in tiles.items()}
+
+
+def _bytes(format: Format) -> int:
+    """Of the codes of a block."""
+    return format.code_bytes(format.block)
+
+
+def _write(
+    ref: Any,
+    message: Any,
+    first: Any,
+    num: int,
+    parts: list[Array],
+    format: Format,
+    held: Held,
+    seeds: tuple[Any, ...],
+    scratch: dict[str, Any],
+) -> None:
+    """Write a tile, whose first block is number `first`, into the message at `message`."""
+    if format.hadamard:
+        parts = _rotated([x * jnp.float32(1 / 32) for x in parts])
+    scale_r = tile.scales(parts, format)
+    indices = seed = None
+    if seeds:
+        seed = seeds[0][0]
+        before = (first * held.block).astype(jnp.uint32)
+        indices = [index + before for index in held.indices()]
+    codes = tile.encode(parts, scale_r, held.shape, format, indices, seed)
+    size = _bytes(format)
+    held.write(ref, message + first * size, size, codes, scratch.get("sent", scratch.get("codes")))
+    start = message + format.code_bytes(num) + first * format.scale_bytes
+    for i, byte in enumerate(tile.scale_bytes(scale_r, format)):
+        memory.store(ref, Window(start, held.rows, format.scale_bytes, i), byte)
+
+
+def _read(
+    ref: Any,
+    message: Any,
+    first: Any,
+    num: int,
+    format: Format,
+    held: Held,
+    scratch: dict[str, Any],
+) -> list[Array]:
+    """Undo `_write`, in float32."""
+    size = _bytes(format)
+    codes = held.read(ref, message + first * size, size, scratch.get("codes"))
+    parts = tile.decode(codes, format)
+    if format.hadamard:
+        parts = _rotated(parts)
+    start = message + format.code_bytes(num) + first * format.scale_bytes
+    windows = [Window(start, held.rows, format.scale_bytes, i) for i in range(format.scale_bytes)]
+    layout = held.shape.row_layout
+    scale_r = tile.read_scales([memory.load(ref, w, layout) for w in windows], format)
+    return [_clipped(x * tile.along(scale_r, held.shape), jnp.float32) for x in parts]
+
+
+def _sum(
+    ref: Any,
+    peers: int,
+    size: int,
+    first: Any,
+    num: int,
+    format: Format,
+    held: Held,
+    scratch: dict[str, Any],
+) -> list[Array]:
+    """The sum of a tile over all messages, one after the other."""
+
+    def add(peer: Any, total: list[Array]) -> list[Array]:
+        parts = _read(ref, peer * size, first, num, format, held, scratch)
+        return [x + y for x, y in zip(total, parts, strict=True)]
+
+    total = [x + jnp.float32(0) for x in _read(ref, 0, first, num, format, held, scratch)]
+    if peers > (_UNROLLED if not held.rotated else 1):  # rotations are long programs
+        return lax.fori_loop(1, peers, add, total)
+    for peer in range(1, peers):
+        total = add(peer, total)
+    return total
+
+
+def _rotated(parts: list[Array]) -> list[Array]:
+    """Each 32 of the parts."""
+    groups = [tile.rotate(parts[i : i + 32]) for i in range(0, len(parts), 32)]
+    return [x for group in groups for x in group]
+
+
+def _clipped(x: Array, dtype: DTypeLike) -> Array:
+    largest = jnp.float32(reference.largest(dtype))
+    return jnp.minimum(jnp.maximum(x, -largest), largest)
+
+
+def _fit(x: Array, dtype: DTypeLike) -> Array:
+    return (x if dtype == jnp.float32 else _clipped(x, dtype)).astype(dtype)
+
+
+def _divided(x: Array, divisor: int) -> Array:
+    return x if divisor == 1 else x / jnp.float32(divisor)
+
+
+def _tail(
+    message: UInt8[Array, "n m"], format: Format, num: int, done: int
+) -> tuple[UInt8[Array, "n _"], UInt8[Array, "n _"], Format, int]:
+    """What of messages belongs to the numbers from `done` on, as `_reference.decode` takes it."""
+    end = format.code_bytes(num)
+    codes = message[:, format.code_bytes(done) : end]
+    scales = message[:, end + done // format.block * format.scale_bytes :]
+    return codes, scales, format, num - done
+
+
+def _with_tail(
+    message: UInt8[Array, "n m"],
+    codes: UInt8[Array, "n _"],
+    scales: UInt8[Array, "n _"],
+    format: Format,
+    num: int,
+    done: int,
+) -> UInt8[Array, "n m"]:
+    """The messages, with codes and scales of the numbers from `done` on."""
+    message = lax.dynamic_update_slice(message, codes, (0, format.code_bytes(done)))
+    start = format.code_bytes(num) + done // format.block * format.scale_bytes
+    return lax.dynamic_update_slice(message, scales, (0, start))

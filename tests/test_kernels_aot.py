@@ -1,0 +1,128 @@
+"""What Mosaic GPU makes of the kernels for an H200, on a machine without: `make test-aot-latest`.
+
+They are compiled and their PTX is read; none is executed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+import wire
+from _h200 import h200_mesh
+from _llama import LlamaSize
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_kernels import OPERATIONS, cuda_program, needs_mosaic
+
+import jaxzero as jz
+from jaxzero import pallas_kernels as pk
+
+pytestmark = needs_mosaic
+
+FORMATS = [
+    pk.Format(kind="int8", block=256),
+    pk.Format(kind="int8", block=8192, rounding="stochastic"),
+    pk.Format(kind="int4", block=128, scale_dtype="float32"),
+    pk.Format(kind="float8_e4m3fn", block=32, rounding="stochastic"),
+    pk.Format(kind="float8_e5m2", block=1024),
+]
+ROTATED = [
+    pk.Format(kind="int4", block=128, hadamard=32),
+    pk.Format(kind="int8", block=2048, hadamard=32),
+]
+
+
+@pytest.fixture(scope="module")
+def devices():
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jaxzero[aot]")
+    return h200_mesh(1, 1)
+
+
+@pytest.fixture
+def dump(tmp_path, monkeypatch):
+    """Where Mosaic writes what it makes."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    return tmp_path
+
+
+def compiled(mesh, dump, function, args):
+    """The HLO, the PTX and what ptxas says."""
+    everywhere = NamedSharding(mesh, P())
+    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for x in args]
+    text = jax.jit(function).lower(*args).compile().as_text()
+    (ptx,) = [path.read_text() for path in dump.glob("*.ptx")]
+    (said,) = [path.read_text() for path in dump.glob("*.ptxas")]
+    return text, ptx, said
+
+
+def assert_nothing_spills(said):
+    assert re.search(r"Used \d+ registers", said)
+    assert re.findall(r"(\d+) bytes spill", said) == ["0", "0"], said
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [
+        ("quantize", jnp.float32),
+        ("dequantize", jnp.float32),
+        *((op, jnp.bfloat16) for op in OPERATIONS),
+    ],
+)
+@pytest.mark.parametrize("format", FORMATS, ids=lambda x: f"{x.kind}/{x.block}")
+def test_kernels_move_16_bytes_at_once(devices, dump, op, format, dtype):
+    """The wide side of each does: numbers. Their codes come and go with the same lanes."""
+    function, args = cuda_program(op, format, 2**20, dtype)
+    text, ptx, said = compiled(devices, dump, function, args)
+    assert "sm_90a" in ptx
+    assert_nothing_spills(said)
+    loads, stores = (set(re.findall(rf"\b{way}[\w.:]*\s", ptx)) for way in ("ld", "st"))
+    if op == "quantize":
+        assert any(".v4.b32" in x for x in loads), loads
+        assert any(".v2.b32" in x or ".v4.b32" in x for x in stores), stores
+    elif op == "dequantize_sum_requantize":  # codes to codes
+        assert any(".v2.b32" in x or ".v4.b32" in x for x in loads), loads
+    else:
+        assert any(".v4.b32" in x for x in stores), stores
+    assert text.count("custom-call(") == 1
+    assert not re.search(r" (copy|transpose|concatenate|fusion)\(", text), text
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+@pytest.mark.parametrize("format", ROTATED, ids=lambda x: f"{x.kind}/{x.block}")
+def test_rotated_kernels_stay_in_registers(devices, dump, op, format):
+    """They go through shared memory, four bytes of a lane at once."""
+    text, _, said = compiled(devices, dump, *cuda_program(op, format, 2**18))
+    assert_nothing_spills(said)
+    assert text.count("custom-call(") == 1
+
+
+def with_kernels(x):
+    """A config whose codecs all use kernels."""
+    if isinstance(x, jz.Int8 | jz.Int4 | jz.Float8):
+        return dataclasses.replace(x, implementation="mosaic_gpu")
+    if not dataclasses.is_dataclass(x):
+        return x
+    fields = {field.name: with_kernels(getattr(x, field.name)) for field in dataclasses.fields(x)}
+    return dataclasses.replace(x, **fields)
+
+
+@pytest.mark.standard_promotion
+def test_a_step_of_zeropp_compiles_with_kernels(dump):
+    """For 2 x 8 H200. What is between a kernel and a collective may only join or cut messages."""
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jaxzero[aot]")
+    size = LlamaSize(layers=1, width=256, hidden=704, heads=4, vocabulary=512)
+    zero = jz.Zero(h200_mesh(2, 8), with_kernels(jz.zeropp()))
+    with jax.numpy_rank_promotion("allow"):
+        text, _ = wire.compiled(zero, size, 1, 32)
+    kernels = re.findall(r"custom_call_target=\"mosaic_gpu\w*\"", text)
+    assert len(kernels) > 10
+    names = {path.name.rpartition("_")[0] for path in dump.glob("*.ptx")}
+    assert {"quantize", "dequantize", "dequantize_sum_requantize"} <= names
+    for path in dump.glob("*.ptxas"):
+        assert_nothing_spills(path.read_text())
+    # A whole message is never copied as it is: XLA has no `copy` of bytes.
+    assert not re.findall(r"= u8\[[\d,]+\]\S* copy\(", text)
