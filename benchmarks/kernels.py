@@ -88,7 +88,7 @@ def measure(operation: str, name: str, size_mb: float, options: argparse.Namespa
 def _output(
     operation: str, format: pk.Format, num: int, implementation: pk.Implementation
 ) -> Callable[[Any], Any]:
-    how = {"implementation": implementation}
+    how: dict[str, Any] = {"implementation": implementation}
     functions = {
         "quantize": lambda x: pk.quantize(x, format, **how),
         "dequantize": lambda m: pk.dequantize(
@@ -155,7 +155,7 @@ def _interpreted(wanted: bool) -> contextlib.AbstractContextManager[None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Measure the kernels of the wire formats.")
     parser.add_argument("--sizes-mb", type=float, nargs="+", default=[1, 4, 16, 64, 256, 1000])
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))

@@ -133,17 +133,21 @@ def test_kernels_are_bit_exact(op, format, shape, dtype):
     assert_same_bits(*each(op, format, shape, dtype))
 
 
+ROTATED = [
+    ("quantize", "int8", 32, 4096 + 64),
+    ("dequantize", "int8", 32, 4096 + 64),
+    ("quantize", "int4", 32, 4096),
+    ("dequantize", "int4", 32, 4096),
+    ("quantize", "int4", 128, 8192 + 45),
+    ("dequantize", "int4", 128, 8192 + 45),
+    ("quantize", "float8_e4m3fn", 4096, 4096),
+    ("dequantize_sum", "float8_e4m3fn", 4096, 4096),
+    ("dequantize_sum_requantize", "int4", 128, 8192),
+]
+
+
 @needs_mosaic
-@each_operation
-@pytest.mark.parametrize(
-    ("kind", "block", "num"),
-    [
-        ("int8", 32, 4096 + 64),
-        ("int4", 128, 8192 + 45),
-        ("int4", 32, 4096),
-        ("float8_e4m3fn", 4096, 4096),
-    ],
-)
+@pytest.mark.parametrize(("op", "kind", "block", "num"), ROTATED)
 def test_rotated_kernels_are_bit_exact(op, kind, block, num, monkeypatch):
     """Sums of codes are exact, in whatever order; of numbers, in the order of the kernels."""
     monkeypatch.setattr(blocks, "_rotate", by_sums)
