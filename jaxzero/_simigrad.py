@@ -37,7 +37,7 @@ from ._simigrad_arguments import (
     scalar_weight,
     sum_by_label,
 )
-from ._simigrad_state import GroupState, SimigradState, new_state
+from ._simigrad_state import GroupState, SimigradState, at_least_float32, new_state
 from ._similarity import (
     Halves,
     Products,
@@ -61,7 +61,7 @@ def simigrad(
     schedule: Callable | None = None,
     groups: Any = None,
     combine: str = "mean",
-    noise_window: int = 20,
+    noise_window: Any = 20,
 ) -> optax.GradientTransformationExtraArgs:
     """Accumulate gradients over as many micro-batches as their similarity asks for.
 
@@ -306,7 +306,7 @@ def _scaled(updates: Any, state: SimigradState, settings: Settings) -> Any:
         factor *= _float32(settings.schedule(state.seen))
 
     def scale(x: Array) -> Array:
-        wide = jnp.promote_types(x.dtype, jnp.float32)
+        wide = at_least_float32(x.dtype)
         return (x.astype(wide) * factor.astype(wide)).astype(x.dtype)
 
     return jax.tree.map(scale, updates)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, DTypeLike, Float32, Int32
 
 from ._simigrad_arguments import Settings
 from ._similarity import Moments, new_moments, noise_scale, noise_scale_error
@@ -55,7 +55,7 @@ def new_state(inner_state: Any, params: Any, settings: Settings) -> SimigradStat
         return jnp.full([], jnp.nan, jnp.float32)
 
     def accumulator(x: Any) -> Any:
-        return jnp.zeros_like(x, dtype=jnp.promote_types(jnp.result_type(x), jnp.float32))
+        return jnp.zeros_like(x, dtype=at_least_float32(jnp.result_type(x)))
 
     labels = sorted(set(settings.labels(params) or []))
     return SimigradState(
@@ -76,6 +76,12 @@ def new_state(inner_state: Any, params: Any, settings: Settings) -> SimigradStat
         unmeasured=whole_number(),
         inner=inner_state,
     )
+
+
+def at_least_float32(dtype: DTypeLike) -> DTypeLike:
+    """`dtype`, or float32 if that is wider."""
+    is_wide = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32
+    return dtype if is_wide else jnp.float32
 
 
 def simigrad_stats(state: Any) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def new_moments() -> Moments:
     return Moments(*(jnp.zeros([], jnp.float32) for _ in Moments._fields))
 
 
-def add_to_moments(moments: Moments, products: Products, halves: Halves, decay: float) -> Moments:
+def add_to_moments(moments: Moments, products: Products, halves: Halves, decay: Any) -> Moments:
     """Weigh what was by `decay` and add one update's estimates of |G|^2 and T."""
     signal = products.cross
     distance = products.first + products.second - 2 * products.cross
