@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,7 +58,7 @@ class Settings:
         names = ("min_steps", "initial", "max_steps")
         known = {name: getattr(self, name) for name in names if not is_traced(getattr(self, name))}
         for name, value in known.items():
-            whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
             if not whole or not 1 <= value <= _LARGEST:
                 raise ValueError(
                     f"`{name}` is a number of micro-batches, an integer from 1 to {_LARGEST}; "
@@ -74,7 +73,7 @@ class Settings:
     def _check_target(self) -> None:
         target = self.target_similarity
         if not is_traced(target):
-            real = isinstance(target, numbers.Real) and not isinstance(target, bool)
+            real = isinstance(target, int | float | np.number) and not isinstance(target, bool)
             if not real or not 0 <= target < 1:
                 raise ValueError(
                     "`target_similarity` is a cosine, at least 0 and less than 1 (which no batch "
@@ -91,13 +90,15 @@ class Settings:
             return None
         if not callable(self.groups):
             return spread_prefix(self.groups, tree, str)
-        paths = [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-        labels = [self.groups(path) for path in paths]
-        for path, label in zip(paths, labels, strict=True):
+        labels: list[str] = []
+        for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            label = self.groups(path_name(path))
             if not isinstance(label, str):
                 raise ValueError(
-                    f"`groups` must give each leaf a label, a string; got {label!r} for `{path}`."
+                    "`groups` must give each leaf a label, a string; got "
+                    f"{label!r} for `{path_name(path)}`."
                 )
+            labels.append(label)
         return labels
 
 
@@ -156,12 +157,14 @@ def sum_by_label(
 ) -> tuple[Products, dict[str, Products]]:
     """Add up products of leaves, given as lists, over all leaves and over those of each label."""
 
-    def total(chosen: list[int]) -> Products:
+    def total(chosen: Sequence[int]) -> Products:
         return Products(*(sum((part[i] for i in chosen), jnp.float32(0)) for part in products))
 
-    whole = total(list(range(len(products[0]))))
-    chosen = {label: [i for i, x in enumerate(labels) if x == label] for label in set(labels or [])}
-    return whole, {label: total(leaves) for label, leaves in chosen.items()}
+    chosen: dict[str, list[int]] = {}
+    for i, label in enumerate(labels or []):
+        chosen.setdefault(label, []).append(i)
+    groups = {label: total(leaves) for label, leaves in chosen.items()}
+    return total(range(len(products[0]))), groups
 
 
 def given_products(

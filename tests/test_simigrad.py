@@ -150,7 +150,7 @@ def test_inside_chain_masked_and_inject_hyperparams():
         rule="jump",
     )
     check(injected)
-    assert injected.init(_params()).hyperparams["target_similarity"] == 0.5
+    assert optax.tree.get(injected.init(_params()), "target_similarity") == 0.5
 
 
 @pytest.mark.standard_promotion
@@ -488,26 +488,27 @@ _CURVATURE = np.geomspace(1, 0.1, _DIM)
 _SPREAD = np.geomspace(1, 3, _DIM)
 
 
-def _train(tx, scale, num_microbatches, weights=None, dim=_DIM, key=0):
-    """Sizes and statistics after each micro-batch, at a point that does not move.
+def _noise(scale, num_microbatches, dim=_DIM, seed=0):
+    """Curvature, and draws of the noise of one unit of weight: tr(Sigma) / |H x|^2 is `scale`."""
+    curvature, spread = (x[:: _DIM // dim] for x in (_CURVATURE, _SPREAD))
+    spread = spread * math.sqrt(scale * np.sum(curvature**2) / np.sum(spread**2))
+    draws = np.random.default_rng(seed).standard_normal((num_microbatches, dim), np.float32)
+    return jnp.asarray(curvature, jnp.float32), jnp.asarray(draws * spread.astype(np.float32))
 
-    `scale` is the noise scale in units of weight: tr(Sigma) / |H x|^2.
-    """
-    curvature, spread = (np.float64(x[:: _DIM // dim]) for x in (_CURVATURE, _SPREAD))
-    noise = spread * math.sqrt(scale * np.sum(curvature**2) / np.sum(spread**2))
-    curvature, noise = (jnp.asarray(x, jnp.float32) for x in (curvature, noise))
-    params = jnp.ones(dim)
-    weights = jnp.ones(num_microbatches) if weights is None else jnp.asarray(weights, jnp.float32)
+
+@functools.partial(jax.jit, static_argnums=0)
+def _train(tx, curvature, draws, weights=None):
+    """Sizes and statistics after each micro-batch, at a point that does not move."""
+    params = jnp.ones_like(curvature)
+    weights = jnp.ones(len(draws)) if weights is None else weights
 
     def one(state, given):
-        key, weight = given
-        draw = noise * jax.random.normal(key, (dim,)) / jnp.sqrt(weight)
-        updates, state = tx.update(curvature * params + draw, state, params, weight=weight)
-        stats = jz.simigrad_stats(state)
-        return state, stats
+        draw, weight = given
+        gradient = curvature * params + draw / jnp.sqrt(weight)
+        _, state = tx.update(gradient, state, params, weight=weight)
+        return state, jz.simigrad_stats(state)
 
-    keys = jax.random.split(jax.random.key(key), num_microbatches)
-    return jax.lax.scan(one, tx.init(params), (keys, weights))[1]
+    return jax.lax.scan(one, tx.init(params), (draws, weights))[1]
 
 
 def _at_updates(stats):
@@ -520,8 +521,7 @@ def _at_updates(stats):
 def test_similarity_and_noise_scale_of_known_noise(weights):
     steps, scale = len(weights), 6.0
     tx = _simigrad(optax.sgd(0.0), initial=steps, min_steps=steps, max_steps=steps)
-    run = jax.jit(lambda: _train(tx, scale, 40 * steps, 40 * weights))
-    stats = _at_updates(run())
+    stats = _at_updates(_train(tx, *_noise(scale, 40 * steps), jnp.float32(40 * weights)))
     want = 1 / (1 + 2 * scale / sum(weights))
     np.testing.assert_allclose(np.mean(stats["similarity"]), want, rtol=0.05)
     np.testing.assert_allclose(stats["noise_scale"][-1], scale, rtol=0.05)
@@ -532,12 +532,13 @@ def test_the_standard_error_is_that_of_many_runs():
     number, scale = 200, 10.0
     tx = _simigrad(optax.sgd(0.0), initial=8, min_steps=8, max_steps=8, noise_window=10)
 
-    def last(key):
-        stats = _train(tx, scale, 8 * 40, dim=1024, key=key)
+    curvature, draws = _noise(scale, number * 8 * 30, dim=512)
+
+    def last(draws):
+        stats = _train(tx, curvature, draws)
         return stats["noise_scale"][-1], stats["noise_scale_error"][-1]
 
-    # One after the other: under `vmap` every call would run the inner transform.
-    scales, errors = jax.jit(lambda: jax.lax.map(last, jnp.arange(number)))()
+    scales, errors = jax.lax.map(last, draws.reshape(number, 8 * 30, 512))
     # A standard deviation of 200 values is known to 1 / sqrt(2 * 200) = 5%; three times that. So is
     # their mean, to a fourteenth of it; the bias of a ratio is of second order in its error.
     np.testing.assert_allclose(np.sqrt(np.mean(errors**2)), np.std(scales), rtol=0.15)
@@ -552,8 +553,7 @@ def test_the_jump_settles_in_three_updates(rule, initial, wanted):
     tx = _simigrad(
         optax.sgd(0.0), target_similarity=target, initial=initial, max_steps=400, rule=rule
     )
-    run = jax.jit(lambda: _train(tx, scale, 600))
-    sizes = _at_updates(run())["steps"]
+    sizes = _at_updates(_train(tx, *_noise(scale, 500)))["steps"]
     assert len(sizes) >= 6
     np.testing.assert_allclose(sizes[2:], wanted, rtol=0.05)
 
@@ -567,8 +567,7 @@ def test_the_walk_settles(initial, wanted):
     while (size < wanted) == (initial < wanted):
         size = max(size + 1, int(1.1 * size)) if size < wanted else min(size - 1, int(0.9 * size))
         expected += 1
-    run = jax.jit(lambda: _train(tx, scale, 2200))
-    sizes = _at_updates(run())["steps"]
+    sizes = _at_updates(_train(tx, *_noise(scale, 2200, dim=2**13)))["steps"]
     reached = 1 + int(np.argmax(sizes >= wanted if initial < wanted else sizes <= wanted))
     formula = abs(math.log(wanted / initial)) / math.log(1.1)
     assert abs(reached - expected) <= 2 and abs(reached - formula) <= 4
