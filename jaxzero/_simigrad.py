@@ -9,7 +9,8 @@ enough of them are in:
                                   a rule makes of phi how many the next batch takes
                                   the inner transform updates with m
 
-Nothing but the three inner products of phi travels between devices, once for an update.
+Nothing but the three inner products of phi, as sums over shards of each leaf, travels between
+devices, once for an update.
 
 References:
     SimiGrad: Qin et al., NeurIPS 2021, "Fine-Grained Adaptive Batching for Large Scale
