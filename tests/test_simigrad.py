@@ -127,6 +127,15 @@ def test_the_state_keeps_its_types(rule, groups):
     assert jax.tree.map(_struct, new) == jax.tree.map(_struct, _params())
 
 
+def test_an_inner_state_that_would_widen_keeps_its_type():
+    def widen(updates, state, params=None):
+        return updates, state.astype(jnp.float32) + 1
+
+    inner = optax.GradientTransformation(lambda params: jnp.zeros([], jnp.bfloat16), widen)
+    _, states = _feed(_simigrad(inner), _gradients(4))
+    assert states[-1].inner == 1 and states[-1].inner.dtype == jnp.bfloat16
+
+
 @pytest.mark.standard_promotion
 def test_inside_chain_masked_and_inject_hyperparams():
     own = _simigrad(optax.adam(1e-2), lr_scaling="sqrt", rule="jump")
