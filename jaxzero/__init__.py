@@ -9,6 +9,8 @@ opt_state = zero.init_optimizer(tx, params)
 loss, grads = zero.value_and_grad(loss_fn)(params, batch)
 """
 
+from ._batch_rules import Jump as Jump
+from ._batch_rules import Walk as Walk
 from ._block_codecs import Float8 as Float8
 from ._block_codecs import Int4 as Int4
 from ._block_codecs import Int8 as Int8
@@ -29,4 +31,6 @@ from ._config import zeropp4 as zeropp4
 from ._mesh import fold_in_device as fold_in_device
 from ._mesh import make_mesh as make_mesh
 from ._plan import Plan as Plan
+from ._simigrad import simigrad as simigrad
+from ._simigrad_state import simigrad_stats as simigrad_stats
 from ._zero import Zero as Zero

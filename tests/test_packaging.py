@@ -51,6 +51,9 @@ LAYERS = [
     {"_held", "_means", "_wire_state"},
     {"_local", "_optimizer", "_transform", "_calls"},
     {"_zero"},
+    {"_similarity", "_batch_rules"},
+    {"_simigrad_arguments"},
+    {"_simigrad_state"},
     {"_checkpoint", "_simigrad", "interop", "models"},
     {"jobs"},
     {"cli"},
@@ -215,7 +218,8 @@ def test_the_public_face_is_small_and_explicit():
         for alias in node.names:
             assert alias.asname == alias.name, f"Write `{alias.name} as {alias.name}`."
             names.append(alias.name)
-    assert len(names) <= 22, f"{len(names)} public names: the API is too big."
+    # 21 for ZeRO and 4 for SimiGrad, which needs none of the others.
+    assert len(names) <= 25, f"{len(names)} public names: the API is too big."
 
 
 def test_every_folder_is_packaged():

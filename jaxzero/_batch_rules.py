@@ -1,0 +1,169 @@
+"""From a measured similarity to the size of the next batch.
+
+`Walk` is the rule of the SimiGrad paper: a tenth more below the target, a tenth less above.
+`Jump` solves phi = 1 / (1 + 2N/B) for the batch B* whose similarity is the target phi*:
+
+    B* = 2 N phi* / (1 - phi*),    N = (B/2) (1 - phi) / phi.
+
+A rule is a frozen dataclass with two methods, `init` and `wanted`, so another can be written
+outside of this package.
+
+References:
+    SimiGrad: Qin et al., NeurIPS 2021.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+_NEARLY_ONE = 1 - 2**-20  # a batch without noise would have an infinite signal
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """How many micro-batches the next batch should take."""
+
+    def init(self) -> Any:
+        """What the rule remembers, before anything is measured: a tree of scalars."""
+        ...
+
+    def wanted(
+        self,
+        similarity: Float32[Array, ""],
+        steps: Float32[Array, ""],
+        weight: Float32[Array, ""],
+        target: Float32[Array, ""],
+        memory: Any,
+    ) -> tuple[Float32[Array, ""], Any]:
+        """The next number of micro-batches, before bounds and rounding, and the new memory.
+
+        Args:
+            similarity: of equal halves of the last batch, finite.
+            steps: micro-batches in it.
+            weight: of it, in whatever unit micro-batches are weighed.
+            target: similarity to be reached.
+            memory: from `init` or the last call.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Walk:
+    """The paper's rule: grow by a tenth below the target, shrink by a tenth above it.
+
+    At least one micro-batch is added or taken away.
+
+    Args:
+        growth: factor below the target; more than 1.
+        shrink: factor above the target; less than 1.
+        window: compare an average of the last so many similarities (1: the paper).
+        average: "median" of them, or "ema", an exponential moving average as wide.
+    """
+
+    growth: float = 1.1
+    shrink: float = 0.9
+    window: int = 1
+    average: Literal["median", "ema"] = "median"
+
+    def __post_init__(self):
+        if not self.growth > 1 or not 0 < self.shrink < 1:
+            raise ValueError(
+                "`growth` of `Walk` must be more than 1 and `shrink` between 0 and 1; got "
+                f"{self.growth!r} and {self.shrink!r}."
+            )
+        _check_average("Walk", self.window, self.average)
+
+    def init(self) -> Any:
+        return _new_average(self.window, self.average)
+
+    def wanted(
+        self,
+        similarity: Float32[Array, ""],
+        steps: Float32[Array, ""],
+        weight: Float32[Array, ""],
+        target: Float32[Array, ""],
+        memory: Any,
+    ) -> tuple[Float32[Array, ""], Any]:
+        similarity, memory = _add_to_average(similarity, memory, self.window, self.average)
+        up = jnp.maximum(steps + 1, jnp.floor(steps * self.growth))
+        down = jnp.minimum(steps - 1, jnp.floor(steps * self.shrink))
+        steps = jnp.where(similarity < target, up, jnp.where(similarity > target, down, steps))
+        return steps, memory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Jump:
+    """Go to the batch whose similarity is the target, at once.
+
+    What is averaged over updates is 1/N, which a measurement that is all noise makes small
+    or negative rather than infinite. Then, and until a better one, the batch grows as much
+    as it may.
+
+    Args:
+        window: of the last so many measurements.
+        average: "median" of them, or "ema", an exponential moving average as wide.
+        max_change: the largest factor between one batch and the next, either way.
+    """
+
+    window: int = 5
+    average: Literal["median", "ema"] = "median"
+    max_change: float = 4.0
+
+    def __post_init__(self):
+        if not self.max_change > 1:
+            raise ValueError(
+                f"`max_change` of `Jump` is a factor of more than 1; got {self.max_change!r}."
+            )
+        _check_average("Jump", self.window, self.average)
+
+    def init(self) -> Any:
+        return _new_average(self.window, self.average)
+
+    def wanted(
+        self,
+        similarity: Float32[Array, ""],
+        steps: Float32[Array, ""],
+        weight: Float32[Array, ""],
+        target: Float32[Array, ""],
+        memory: Any,
+    ) -> tuple[Float32[Array, ""], Any]:
+        similarity = jnp.minimum(similarity, _NEARLY_ONE)
+        inverse = 2 * similarity / (1 - similarity) / weight  # 1/N
+        inverse, memory = _add_to_average(inverse, memory, self.window, self.average)
+        best = 2 * target / (1 - target) / jnp.where(inverse > 0, inverse, 0.0)
+        # The target can be 0, which any batch exceeds; 0/0 is then not a number.
+        best = jnp.where(jnp.isnan(best), 0.0, best) * steps / weight
+        return jnp.round(jnp.clip(best, steps / self.max_change, steps * self.max_change)), memory
+
+
+def _check_average(rule: str, window: Any, average: Any) -> None:
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise ValueError(f"`window` of `{rule}` counts updates, at least 1; got {window!r}.")
+    if average not in ("median", "ema"):
+        raise ValueError(f'`average` of `{rule}` must be "median" or "ema"; got {average!r}.')
+
+
+# The memory is a tuple of scalars, not an array: whoever lays out optimizer state over devices
+# splits arrays, and splits no scalar.
+def _new_average(window: int, average: str) -> tuple[Float32[Array, ""], ...]:
+    if average == "ema":
+        return (jnp.zeros([], jnp.float32), jnp.zeros([], jnp.float32))  # weight, mean
+    return tuple(jnp.full([], jnp.nan, jnp.float32) for _ in range(window))  # newest first
+
+
+def _add_to_average(
+    value: Float[Array, ""], memory: tuple[Float32[Array, ""], ...], window: int, average: str
+) -> tuple[Float32[Array, ""], tuple[Float32[Array, ""], ...]]:
+    if average == "ema":
+        weight = (1 - 2 / (window + 1)) * memory[0] + 1
+        mean = memory[1] + (value - memory[1]) / weight
+        return mean, (weight, mean)
+    memory = (value, *memory[:-1])
+    return jnp.nanmedian(jnp.stack(memory)), memory
+
+
+RULES = {"walk": Walk(), "jump": Jump()}

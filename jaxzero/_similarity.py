@@ -1,0 +1,141 @@
+"""How alike the gradients of two halves of a batch are, and the noise scale that follows.
+
+A batch of weight W (examples, tokens, micro-batches) is cut into halves of weights w1 and w2
+with mean gradients g1 and g2. If one unit of weight has the gradient G and a covariance of
+trace T, then a half has E|g|^2 = |G|^2 + T/w, and g1, g2 share nothing but G:
+
+    phi = g1.g2 / (|g1| |g2|)  is about  1 / sqrt((1 + N/w1) (1 + N/w2)),    N = T / |G|^2,
+
+up to fluctuations that shrink with the number of parameters. N is the gradient noise scale.
+For equal halves phi = 1 / (1 + 2N/W). Unequal halves of f1 W and f2 W make the angle between
+them, arccos(phi), larger: its tangent grows by 1 / sqrt(4 f1 f2), which `balanced` takes back.
+
+N itself is estimated without bias in T and |G|^2, whatever the halves:
+
+    |G|^2: g1.g2        T: |g1 - g2|^2 w1 w2 / W
+
+averaged over updates separately, and divided at the end. With e = T - N |G|^2 of one update and
+averages by weights v (sum V1, of squares V2), q = V2 / V1^2, the standard error of N is that of
+a ratio (delta method):
+
+    se(N)^2 = mean(e^2) * q / (1 - q) / mean(|G|^2)^2.
+
+References:
+    SimiGrad: Qin et al., NeurIPS 2021 (the similarity);
+    McCandlish et al. 2018 (https://arxiv.org/abs/1812.06162), section 2 and appendix A (the
+    noise scale, and why numerator and denominator are averaged apart).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+
+class Products(NamedTuple):
+    """Inner products of the mean gradients of two halves of a batch."""
+
+    first: Float32[Array, ""]  # |g1|^2
+    second: Float32[Array, ""]  # |g2|^2
+    cross: Float32[Array, ""]  # g1.g2
+
+    def cosine(self) -> Float32[Array, ""]:
+        """In [-1, 1]; NaN if a half is zero, or anything is not finite."""
+        cosine = self.cross / (jnp.sqrt(self.first) * jnp.sqrt(self.second))
+        return jnp.clip(jnp.where(jnp.isfinite(cosine), cosine, jnp.nan), -1.0, 1.0)
+
+
+class Halves(NamedTuple):
+    """The weights of two halves of a batch."""
+
+    first: Float32[Array, ""]
+    second: Float32[Array, ""]
+
+    @property
+    def total(self) -> Float32[Array, ""]:
+        return self.first + self.second
+
+
+class Moments(NamedTuple):
+    """Averages of |G|^2 and T over updates, older ones fading; all zero before the first."""
+
+    weight: Float32[Array, ""]  # V1: sum of the weights of updates
+    weight_squares: Float32[Array, ""]  # V2
+    signal: Float32[Array, ""]  # mean of |G|^2
+    noise: Float32[Array, ""]  # mean of T
+    signal_squares: Float32[Array, ""]  # weighted sum of squared deviations, of signal
+    noise_squares: Float32[Array, ""]  # of noise
+    cross: Float32[Array, ""]  # and of the one times the other
+
+
+def leaf_products(mean: Any, first_mean: Any, halves: Halves) -> tuple[list[Array], ...]:
+    """For each leaf its part of `Products`, from the means of the batch and of its first half.
+
+    The second half is what the first leaves of the whole. Leaves may be sharded: each
+    product is a sum over the shards, so nothing but scalars travels.
+    """
+    first, second, cross = [], [], []
+    pairs = zip(jax.tree.leaves(mean), jax.tree.leaves(first_mean), strict=True)
+    for whole, one in pairs:
+        share = (halves.first / halves.second).astype(whole.dtype)
+        other = whole + share * (whole - one)
+        first.append(_dot(one, one))
+        second.append(_dot(other, other))
+        cross.append(_dot(one, other))
+    return first, second, cross
+
+
+def _dot(x: Array, y: Array) -> Float32[Array, ""]:
+    product = x * y if not jnp.iscomplexobj(x) else jnp.real(jnp.conj(x) * y)
+    return jnp.sum(product).astype(jnp.float32)
+
+
+def balanced(cosine: Float32[Array, ""], halves: Halves) -> Float32[Array, ""]:
+    """The cosine that equal halves of the same batch would have had."""
+    ratio = 4 * (halves.first / halves.total) * (halves.second / halves.total)
+    return cosine / jnp.sqrt(cosine**2 + ratio * (1 - cosine**2))
+
+
+def new_moments() -> Moments:
+    return Moments(*(jnp.zeros([], jnp.float32) for _ in Moments._fields))
+
+
+def add_to_moments(moments: Moments, products: Products, halves: Halves, decay: Any) -> Moments:
+    """Weigh what was by `decay` and add one update's estimates of |G|^2 and T."""
+    signal = products.cross
+    distance = products.first + products.second - 2 * products.cross
+    noise = jnp.maximum(distance, 0.0) * halves.first * halves.second / halves.total
+    weight = decay * moments.weight + 1
+    # Deviations from the old mean and from the new one: no difference of large squares.
+    from_old = signal - moments.signal, noise - moments.noise
+    mean_signal = moments.signal + from_old[0] / weight
+    mean_noise = moments.noise + from_old[1] / weight
+    return Moments(
+        weight=weight,
+        weight_squares=decay**2 * moments.weight_squares + 1,
+        signal=mean_signal,
+        noise=mean_noise,
+        signal_squares=decay * moments.signal_squares + from_old[0] * (signal - mean_signal),
+        noise_squares=decay * moments.noise_squares + from_old[1] * (noise - mean_noise),
+        cross=decay * moments.cross + from_old[0] * (noise - mean_noise),
+    )
+
+
+def noise_scale(moments: Moments) -> Float32[Array, ""]:
+    """N = T / |G|^2. NaN before anything is measured; infinite if |G|^2 drowns in noise."""
+    ratio = jnp.where(moments.signal > 0, moments.noise / moments.signal, jnp.inf)
+    return jnp.where(moments.weight > 0, ratio, jnp.nan)
+
+
+def noise_scale_error(moments: Moments) -> Float32[Array, ""]:
+    """The standard error of `noise_scale`; NaN with fewer than two measurements."""
+    scale = noise_scale(moments)
+    squares = moments.noise_squares - 2 * scale * moments.cross + scale**2 * moments.signal_squares
+    mean_square = jnp.maximum(squares, 0.0) / moments.weight
+    q = moments.weight_squares / moments.weight**2
+    # One measurement has q = 1, and says nothing about how much they differ.
+    factor = jnp.where(q < 1 - 1e-6, q / (1 - q), jnp.nan)
+    return jnp.sqrt(mean_square * factor) / jnp.abs(moments.signal)
