@@ -79,12 +79,11 @@ def test_no_whole_gradient_is_held_while_the_layers_run_backward(scanned):
     assert not large, large
 
 
-@pytest.mark.parametrize("model", ["tiny", "tiny-unrolled"])
-def test_the_benchmark_compares_all_variants_of_a_small_model(mesh, monkeypatch, model):
+def test_the_benchmark_compares_all_variants_of_a_small_model(mesh, monkeypatch):
     rows = {}
     monkeypatch.setattr(aot, "append_row", lambda _, row: rows.update({row["variant"]: row}))
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        aot.main(model=model, batch=32, tokens=256)
+        aot.main(model="tiny", batch=32, tokens=256)
     launches = {name: row["launches"] for name, row in rows.items()}
     entering = {name: row["gib_into_a_node"] for name, row in rows.items()}
     assert set(launches) == {"gspmd", "gspmd-by-hand", "zero3", "zeropp", "zeropp4"}
