@@ -4,7 +4,8 @@ One warpgroup handles one tile of blocks, all in registers, and nothing passes b
 many warpgroups on a multiprocessor hide the time that memory takes. What is left at the end of
 a row, less than a tile, is done by XLA, and written into the kernel's output in place. Pieces
 of an array that is cut along an inner dim are read and written where they are, if whole blocks
-lie in each run; else XLA transposes.
+lie in each run; else XLA transposes. Messages are read where a collective left them, among
+others (`_in_place`), unless they begin where a lane could load fewer bytes at once.
 
 Who writes what: every element of the output belongs to one tile, and every tile to one
 warpgroup. Inputs are not written. Shared memory belongs to one warpgroup, and Mosaic puts a
