@@ -12,7 +12,7 @@ import jax
 from . import _views as views
 from ._codecs import Cast
 from ._collectives import Wire, gather_hop, node_slices, start_gather, unpad
-from ._messages import Parcel, unpack
+from ._messages import Parcel, arrays
 from ._partition import Layout
 from ._pieces import Pieces
 from ._regions import Gather
@@ -80,17 +80,22 @@ def bound(parcels: Sequence[Parcel], bind: Bind) -> list[Parcel]:
 
 def receive(unit: Unit, parcels: Sequence[Parcel], held: Held, wire: Wire) -> list[jax.Array]:
     """The whole weights, with the operations of their gathers done to them."""
-    arrays = []
-    for one, full in zip(unit.gathers, unpack(parcels), strict=True):
-        ops, after = _order(one, held[one.weight], wire)
+    orders = [_order(one, held[one.weight], wire) for one in unit.gathers]
+    dtypes = [_first_type(after) for _, after in orders]
+    wholes = []
+    for one, (ops, after), x in zip(unit.gathers, orders, arrays(parcels, dtypes), strict=True):
         pushed = views.push(ops, one.weight.layout, one.weight.shape)
         assert pushed is not None
-        first = after[0] if after else None
-        x = unpad(full.join(first.dtype if isinstance(first, views.Cast) else None), pushed[0])
+        x = unpad(x, pushed[0])
         for op in after:
             x = op.apply(x)
-        arrays.append(x)
-    return arrays
+        wholes.append(x)
+    return wholes
+
+
+def _first_type(ops: tuple[views.Op, ...]) -> Any:
+    """The type that operations begin with a cast to; None: with another one."""
+    return ops[0].dtype if ops and isinstance(ops[0], views.Cast) else None
 
 
 def on_shard(pieces: Pieces, ops: tuple[views.Op, ...], weight: Weight) -> tuple[Pieces, Layout]:

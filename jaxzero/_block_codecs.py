@@ -122,20 +122,26 @@ class _Blocks(Codec):
         return self._quantize(x.reshape(cut(x.shape, dim, num)), seed)
 
     def decode_pieces(
-        self, message: UInt8[Array, "num m"], shape: tuple[int, ...], dim: int, dtype: DTypeLike
+        self,
+        message: UInt8[Array, "num m"] | kernels.InPlace,
+        shape: tuple[int, ...],
+        dim: int,
+        dtype: DTypeLike,
     ) -> Float[Array, ...]:
         outer, inner = math.prod(shape[:dim]), math.prod(shape[dim:])
         x = self._dequantize(message, outer, inner, dtype)
         return joined(x, shape, dim, len(message))
 
-    def decode_sum(self, message: UInt8[Array, "peers m"], num: int) -> Float32[Array, " num"]:
+    def decode_sum(
+        self, message: UInt8[Array, "peers m"] | kernels.InPlace, num: int
+    ) -> Float32[Array, " num"]:
         return kernels.dequantize_sum(
             message, self.format, num=num, implementation=self.implementation
         )
 
     def recode(
         self,
-        message: Shaped[Array, "peers m"],
+        message: Shaped[Array, "peers m"] | kernels.InPlace,
         source: Codec,
         shape: tuple[int, ...],
         dim: int,
@@ -171,7 +177,11 @@ class _Blocks(Codec):
         return kernels.quantize(x_oni, self.format, seed=seed, implementation=self.implementation)
 
     def _dequantize(
-        self, message: UInt8[Array, "n m"], outer: int, inner: int, dtype: DTypeLike
+        self,
+        message: UInt8[Array, "n m"] | kernels.InPlace,
+        outer: int,
+        inner: int,
+        dtype: DTypeLike,
     ) -> Float[Array, "o n i"]:
         return kernels.dequantize(
             message,

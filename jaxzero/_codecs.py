@@ -88,19 +88,27 @@ class Codec(abc.ABC):
         return self.encode(kernels.to_rows(x.reshape(cut(x.shape, dim, num))), seed=seed)
 
     def decode_pieces(
-        self, message: Shaped[Array, "num m"], shape: tuple[int, ...], dim: int, dtype: DTypeLike
+        self,
+        message: Shaped[Array, "num m"] | kernels.InPlace,
+        shape: tuple[int, ...],
+        dim: int,
+        dtype: DTypeLike,
     ) -> Shaped[Array, ...]:
         """The array that pieces, each of `shape`, form side by side along `dim`."""
-        x = self.decode(message, math.prod(shape), dtype).reshape(len(message), *shape)
+        x = self.decode(kernels.cut_out(message), math.prod(shape), dtype).reshape(
+            len(message), *shape
+        )
         return joined(jnp.moveaxis(x, 0, dim), shape, dim, len(message))
 
-    def decode_sum(self, message: Shaped[Array, "peers m"], num: int) -> Float32[Array, " num"]:
+    def decode_sum(
+        self, message: Shaped[Array, "peers m"] | kernels.InPlace, num: int
+    ) -> Float32[Array, " num"]:
         """The sum of messages of `num` numbers each, in float32."""
-        return jnp.sum(self.decode(message, num, jnp.float32), axis=0)
+        return jnp.sum(self.decode(kernels.cut_out(message), num, jnp.float32), axis=0)
 
     def recode(
         self,
-        message: Shaped[Array, "peers m"],
+        message: Shaped[Array, "peers m"] | kernels.InPlace,
         source: Codec,
         shape: tuple[int, ...],
         dim: int,

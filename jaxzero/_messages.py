@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Shaped, UInt8
 
+from . import pallas_kernels as kernels
 from ._codecs import bits_dtype, from_bits, to_bits
 from ._pieces import Pieces
 from ._traffic import all_gather, picked
@@ -41,12 +42,22 @@ def join(rows: Sequence[Shaped[Array, "n _"]]) -> Shaped[Array, "n m"]:
 
 def split(data: Shaped[Array, "n m"], columns: Sequence[Column]) -> list[Shaped[Array, "n _"]]:
     """Undo `join`."""
+    return [x.cut_out() for x in in_place(data, columns)]
+
+
+def in_place(data: Shaped[Array, "n m"], columns: Sequence[Column]) -> list[kernels.InPlace]:
+    """The parts of what was joined, where they lie, for what reads them there.
+
+    What is not bytes, and was joined as bytes, cannot be read there.
+    """
     mixed = len({dtype for _, dtype in columns}) > 1
     parts, start = [], 0
     for length, dtype in columns:
         width = length * (jnp.dtype(dtype).itemsize if mixed else 1)
-        part = lax.slice_in_dim(data, start, start + width, axis=1)
-        parts.append(_from_bytes(part, dtype) if mixed else part)
+        part = kernels.InPlace(data, start, width)
+        if mixed and dtype != jnp.uint8:
+            part = kernels.InPlace.whole(_from_bytes(part.cut_out(), dtype))
+        parts.append(part)
         start += width
     return parts
 
@@ -103,6 +114,13 @@ class Parcel:
         rows = split(self.data, _columns(self.parts))
         return [_from_rows(part, x) for part, x in zip(self.parts, rows, strict=True)]
 
+    def arrays(self, dtypes: Sequence[Any]) -> list[Array]:
+        """The same joined, as `dtypes` (None: their own): messages are read where they lie."""
+        if len(self.parts) == 1:
+            return [self.unpack()[0].join(dtypes[0])]
+        rows = in_place(self.data, _columns(self.parts))
+        return [_joined(*each) for each in zip(self.parts, rows, dtypes, strict=True)]
+
 
 jax.tree_util.register_dataclass(Parcel, ["data"], ["parts", "positions"])
 
@@ -132,6 +150,15 @@ def unpack(parcels: Sequence[Parcel]) -> list[Pieces]:
     return [found[i] for i in range(len(found))]
 
 
+def arrays(parcels: Sequence[Parcel], dtypes: Sequence[Any]) -> list[Array]:
+    """What `unpack` gives, joined; see `Parcel.arrays`."""
+    found: dict[int, Array] = {}
+    for parcel in parcels:
+        mine = parcel.arrays([dtypes[i] for i in parcel.positions])
+        found.update(zip(parcel.positions, mine, strict=True))
+    return [found[i] for i in range(len(found))]
+
+
 def _numbered(parcel: Parcel) -> list[tuple[int, Pieces]]:
     return list(zip(parcel.positions, parcel.unpack(), strict=True))
 
@@ -157,6 +184,14 @@ def _row_type(pieces: Pieces) -> Any:
 
 def _columns(parts: Sequence[Pieces]) -> list[Column]:
     return [(math.prod(part.data.shape), np.dtype(_row_type(part))) for part in parts]
+
+
+def _joined(part: Pieces, row: kernels.InPlace, dtype: Any) -> Array:
+    """An array, from one row of each device."""
+    if part.codec is None:
+        return _from_rows(part, row.cut_out()).join(dtype)
+    pieces, size = part.data.shape
+    return part.decode(dataclasses.replace(row, size=size, count=pieces), dtype)
 
 
 def _from_rows(part: Pieces, rows: Shaped[Array, "n m"]) -> Pieces:

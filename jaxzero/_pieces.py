@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
+from . import pallas_kernels as kernels
 from ._codecs import Cast, Codec, from_bits, to_bits
 from ._mesh import device_index
 from ._partition import Leaf
@@ -75,19 +76,26 @@ class Pieces:
 
     def join(self, dtype: Any = None) -> Shaped[Array, ...]:
         """The array that the pieces form, as `dtype` (by default its own)."""
-        dtype = self.dtype if dtype is None else dtype
         if self.codec is None:
-            return self.data.astype(dtype)
+            return self.data.astype(self.dtype if dtype is None else dtype)
+        return self.decode(self.data, dtype)
+
+    def decode(
+        self, data: Shaped[Array, ...] | kernels.InPlace, dtype: Any = None
+    ) -> Shaped[Array, ...]:
+        """The same, where the messages are not its own data; in place if there is no `lead`."""
+        assert self.codec is not None
+        dtype = self.dtype if dtype is None else dtype
         codec, lead = self.codec, self.lead
         read_as = self.dtype if isinstance(codec, Cast) else dtype
 
-        def one(message: Array) -> Array:
+        def one(message: Any) -> Array:
             shape, dim = self.shape[lead:], self.dim - lead
             return codec.decode_pieces(message, shape, dim, read_as).astype(dtype)
 
         for _ in range(lead):
             one = jax.vmap(one)
-        return one(self.data)
+        return one(data)
 
     def gather(self, axis: str) -> Pieces:
         """Put the pieces of all devices along `axis` side by side."""
@@ -130,13 +138,13 @@ class Addends:
     Where the sum is written again for the next hop, its codec takes it on the way.
 
     Attributes:
-        message: from each device.
+        message: from each device, where it arrived.
         codec: that wrote them.
         shape: of the sum.
         summed: of how many devices each is the mean.
     """
 
-    message: Shaped[Array, "num m"]
+    message: Shaped[Array, "num m"] | kernels.InPlace
     codec: Codec
     shape: tuple[int, ...]
     summed: int = 1

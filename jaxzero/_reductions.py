@@ -23,7 +23,7 @@ from jaxtyping import Array, DTypeLike, Shaped
 from ._codecs import Codec
 from ._collectives import Wire, accumulator_dtype, pad, unpad
 from ._mesh import AXES, LOCAL, NODE, REDUCTION_HOPS, device_index
-from ._messages import Column, can_join, join, split, widths
+from ._messages import Column, can_join, in_place, join, split, widths
 from ._partition import Layout
 from ._pieces import Addends, Pieces, total_of
 from ._traffic import all_reduce, all_to_all, picked, reduce_scatter
@@ -188,7 +188,7 @@ def _send(
         columns = [_message_column(summands[i], axis, wire) for i in coded]
         with picked(coded):
             arrived = all_to_all(outbox.coded, axis, shares=widths(columns))
-        for i, message in zip(coded, split(arrived, columns), strict=True):
+        for i, message in zip(coded, in_place(arrived, columns), strict=True):
             codec, shape = _codec(summands[i], axis, wire), _piece(summands[i], axis, wire)
             assert codec is not None
             arrays[i] = Addends(message, codec, shape, num_summed)

@@ -17,6 +17,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Integer, UInt8, UInt32
 from . import _reference
 from ._config import DEFAULT, Implementation
 from ._format import Format
+from ._in_place import InPlace, cut_out
 
 _OLDEST = (0, 11, 2)  # before, Mosaic GPU and its interpreter miss what is needed
 _FLOATS = ("bfloat16", "float16", "float32")
@@ -50,7 +51,7 @@ def quantize(
 
 
 def dequantize(
-    message: UInt8[Array, "n m"],
+    message: UInt8[Array, "n m"] | InPlace,
     format: Format,
     *,
     outer: int,
@@ -61,7 +62,8 @@ def dequantize(
     """Put the pieces that messages hold where they were in the array: undo `quantize`.
 
     Args:
-        message: of each piece, such as those that an all-gather brought.
+        message: of each piece, such as those that an all-gather brought. What lies in a larger
+            array, a kernel reads there.
         format: of the messages.
         outer: what lies before the dim that is cut. 1 gives the rows one after the other.
         inner: elements of a piece in each of `outer`.
@@ -73,11 +75,11 @@ def dequantize(
     """
     size = len(message) * outer * inner
     module = _implementation(implementation, "dequantize", dtype, size)
-    return module.dequantize(message, format, outer, inner, jnp.dtype(dtype))
+    return module.dequantize(_for(module, message), format, outer, inner, jnp.dtype(dtype))
 
 
 def dequantize_sum(
-    message: UInt8[Array, "n m"],
+    message: UInt8[Array, "n m"] | InPlace,
     format: Format,
     *,
     num: int,
@@ -86,7 +88,7 @@ def dequantize_sum(
     """Sum the messages of `n` devices, each of `num` numbers, in float32.
 
     Args:
-        message: of each device, such as those that an all-to-all brought.
+        message: of each device, such as those that an all-to-all brought; in place, as above.
         format: of the messages.
         num: numbers in a message.
         implementation: as of `quantize`. Kernels add one message after the other, as XLA does
@@ -95,12 +97,13 @@ def dequantize_sum(
     Raises:
         NotImplementedError: as `quantize`.
     """
-    module = _implementation(implementation, "dequantize_sum", jnp.float32, message.size)
-    return module.dequantize_sum(message, format, num)
+    size = len(message) * format.num_bytes(num)
+    module = _implementation(implementation, "dequantize_sum", jnp.float32, size)
+    return module.dequantize_sum(_for(module, message), format, num)
 
 
 def dequantize_sum_requantize(
-    message: UInt8[Array, "n m"],
+    message: UInt8[Array, "n m"] | InPlace,
     source: Format,
     target: Format,
     *,
@@ -126,10 +129,11 @@ def dequantize_sum_requantize(
     Raises:
         NotImplementedError: as `quantize`.
     """
-    size = max(message.size, math.prod(shape))
+    num = math.prod(shape)
+    size = max(len(message) * source.num_bytes(num), num)
     module = _implementation(implementation, "dequantize_sum_requantize", jnp.float32, size)
     return module.dequantize_sum_requantize(
-        message, source, target, shape, as_uint32(seed), divisor
+        _for(module, message), source, target, shape, as_uint32(seed), divisor
     )
 
 
@@ -168,3 +172,8 @@ def _implementation(
     from . import _mosaic  # here, since Pallas takes most of a second to import
 
     return _mosaic
+
+
+def _for(module: Any, message: UInt8[Array, "n m"] | InPlace) -> Any:
+    """Messages as an implementation takes them: only kernels read them in place."""
+    return cut_out(message) if module is _reference else message

@@ -4,7 +4,8 @@ One warpgroup handles one tile of blocks, all in registers, and nothing passes b
 many warpgroups on a multiprocessor hide the time that memory takes. What is left at the end of
 a row, less than a tile, is done by XLA, and written into the kernel's output in place. Pieces
 of an array that is cut along an inner dim are read and written where they are, if whole blocks
-lie in each run; else XLA transposes.
+lie in each run; else XLA transposes. Messages are read where a collective left them, among
+others (`_in_place`), unless they begin where a lane could load fewer bytes at once.
 
 Who writes what: every element of the output belongs to one tile, and every tile to one
 warpgroup. Inputs are not written. Shared memory belongs to one warpgroup, and Mosaic puts a
@@ -35,6 +36,7 @@ from . import _tile as tile
 from ._config import TileConfig, tile_config
 from ._format import Format
 from ._held import Held, Walk
+from ._in_place import InPlace
 from ._memory import Window
 
 _UNROLLED = 16  # peers whose messages are loaded without a loop
@@ -76,7 +78,7 @@ def quantize(
 
 
 def dequantize(
-    message: UInt8[Array, "n m"],
+    message: UInt8[Array, "n m"] | InPlace,
     format: Format,
     outer: int,
     inner: int,
@@ -84,26 +86,27 @@ def dequantize(
     config: TileConfig | None = None,
 ) -> Float[Array, "o n i"]:
     """As `_reference.dequantize`."""
-    pieces, size = message.shape
+    message = _readable(message, config)
+    pieces = len(message)
     num, shape = outer * inner, (outer, pieces, inner)
-    walk = _walk(shape, [format], config, [inner, size])
+    walk = _walk(shape, [format], config, [inner, *message.offsets])
     if walk is None and outer > 1:
         rows = dequantize(message, format, 1, num, dtype, config)
         return jnp.moveaxis(rows.reshape(pieces, outer, inner), 0, 1)
     if walk is None:
-        return reference.dequantize(message, format, outer, inner, dtype)
+        return reference.dequantize(message.cut_out(), format, outer, inner, dtype)
     held = walk.held
 
     def body(message_ref: Any, out_ref: Any, **scratch: Any) -> None:
         start, piece, first = _here(walk)
-        parts = _read(message_ref, piece * size, first, num, format, held, scratch)
+        parts = _read(message_ref, message.begin(piece), first, num, format, held, scratch)
         held.write(
             out_ref, start, held.block, [_fit(x, dtype) for x in parts], scratch.get("numbers")
         )
 
     scratch = _scratch(held, numbers=(held.block, dtype), codes=(_bytes(format), jnp.uint8))
     out = jax.ShapeDtypeStruct((math.prod(shape),), dtype)
-    x_oni = _call("dequantize", body, out, walk.grid, scratch)(message.reshape(-1))
+    x_oni = _call("dequantize", body, out, walk.grid, scratch)(message.array.reshape(-1))
     x_oni = x_oni.reshape(shape)
     if walk.done == inner:
         return x_oni
@@ -112,23 +115,26 @@ def dequantize(
 
 
 def dequantize_sum(
-    message: UInt8[Array, "n m"], format: Format, num: int, config: TileConfig | None = None
+    message: UInt8[Array, "n m"] | InPlace,
+    format: Format,
+    num: int,
+    config: TileConfig | None = None,
 ) -> Float32[Array, " num"]:
     """As `_reference.dequantize_sum`."""
-    peers, size = message.shape
-    walk = _walk((1, 1, num), [format], config, [size])
+    message = _readable(message, config)
+    walk = _walk((1, 1, num), [format], config, message.offsets)
     if walk is None:
-        return reference.dequantize_sum(message, format, num)
+        return reference.dequantize_sum(message.cut_out(), format, num)
     held = walk.held
 
     def body(message_ref: Any, out_ref: Any, **scratch: Any) -> None:
         start, _, first = _here(walk)
-        parts = _sum(message_ref, peers, size, first, num, format, held, scratch)
+        parts = _sum(message_ref, message, first, num, format, held, scratch)
         held.write(out_ref, start, held.block, parts, scratch.get("numbers"))
 
     scratch = _scratch(held, numbers=(held.block, jnp.float32), codes=(_bytes(format), jnp.uint8))
     out = jax.ShapeDtypeStruct((num,), jnp.float32)
-    total = _call("dequantize_sum", body, out, walk.grid, scratch)(message.reshape(-1))
+    total = _call("dequantize_sum", body, out, walk.grid, scratch)(message.array.reshape(-1))
     if walk.done == num:
         return total
     rest = reference.decode(*_tail(message, format, num, walk.done), jnp.float32)
@@ -136,7 +142,7 @@ def dequantize_sum(
 
 
 def dequantize_sum_requantize(
-    message: UInt8[Array, "n m"],
+    message: UInt8[Array, "n m"] | InPlace,
     source: Format,
     target: Format,
     shape: tuple[int, int, int],
@@ -145,11 +151,12 @@ def dequantize_sum_requantize(
     config: TileConfig | None = None,
 ) -> UInt8[Array, "k r"]:
     """As `_reference.dequantize_sum_requantize`; in two kernels, if blocks do not match."""
-    peers, size = message.shape
+    message = _readable(message, config)
     total, num = math.prod(shape), shape[0] * shape[2]
     result = target.num_bytes(num)
     whole = shape[2] % source.block == 0 and source.block == target.block
-    walk = _walk(shape, [source, target], config, [shape[2], size, result]) if whole else None
+    offsets = [shape[2], *message.offsets, result]
+    walk = _walk(shape, [source, target], config, offsets) if whole else None
     if walk is None or source.hadamard != target.hadamard:
         x = _divided(dequantize_sum(message, source, total, config), divisor)
         return quantize(x.reshape(shape), target, seed, config)
@@ -158,7 +165,7 @@ def dequantize_sum_requantize(
     def body(message_ref: Any, *refs: Any, **scratch: Any) -> None:
         start, piece, first = _here(walk)
         block = lax.div(start, jnp.int32(held.block))
-        parts = _sum(message_ref, peers, size, block, total, source, held, scratch)
+        parts = _sum(message_ref, message, block, total, source, held, scratch)
         parts = [_divided(x, divisor) for x in parts]
         _write(refs[-1], piece * result, first, num, parts, target, held, refs[:-1], scratch)
 
@@ -167,7 +174,7 @@ def dequantize_sum_requantize(
     out = jax.ShapeDtypeStruct((shape[1] * result,), jnp.uint8)
     call = _call("dequantize_sum_requantize", body, out, walk.grid, scratch)
     assert walk.done == shape[2]  # whole blocks, and tiles that share them out
-    return call(message.reshape(-1), *seeds).reshape(shape[1], result)
+    return call(message.array.reshape(-1), *seeds).reshape(shape[1], result)
 
 
 def _walk(
@@ -182,9 +189,7 @@ def _walk(
         return None
     halves = 2 if any(format.bits == 4 for format in formats) else 1
     rotated = formats[0].hadamard is not None
-    vector = config.vector
-    while any(offset % vector for offset in offsets):
-        vector //= 2
+    vector = _common(config.vector, offsets)
     rows = max(1, config.elements // block)
     if rotated:
         rows = max(rows, Held(1, block, halves, True, vector).shape.multiple)
@@ -196,6 +201,20 @@ def _walk(
         return None
     held = Held(rows, block, halves, rotated, vector)
     return Walk((outer, pieces, inner), held) if held.is_possible else None
+
+
+def _common(vector: int, offsets: list[int]) -> int:
+    """The longest vector, at most `vector`, that divides all offsets."""
+    return math.gcd(vector, *offsets)
+
+
+def _readable(message: UInt8[Array, "n m"] | InPlace, config: TileConfig | None) -> InPlace:
+    """Messages as a kernel reads them: in place, unless it would read less at once there."""
+    there, vector = InPlace.whole(message), (config or tile_config()).vector
+    alone = [there.size] if len(there) > 1 else []
+    if there.array.size < 2**31 and _common(vector, there.offsets) >= _common(vector, alone):
+        return there
+    return InPlace.whole(there.cut_out())
 
 
 def _below(num: int) -> int:
@@ -294,8 +313,7 @@ def _read(
 
 def _sum(
     ref: Any,
-    peers: int,
-    size: int,
+    messages: InPlace,
     first: Any,
     num: int,
     format: Format,
@@ -305,10 +323,12 @@ def _sum(
     """The sum of a tile over all messages, one after the other."""
 
     def add(peer: Any, total: list[Array]) -> list[Array]:
-        parts = _read(ref, peer * size, first, num, format, held, scratch)
+        parts = _read(ref, messages.begin(peer), first, num, format, held, scratch)
         return [x + y for x, y in zip(total, parts, strict=True)]
 
-    total = [x + jnp.float32(0) for x in _read(ref, 0, first, num, format, held, scratch)]
+    peers = len(messages)
+    parts = _read(ref, messages.begin(0), first, num, format, held, scratch)
+    total = [x + jnp.float32(0) for x in parts]
     if peers > (_UNROLLED if not held.rotated else 1):  # rotations are long programs
         return lax.fori_loop(1, peers, add, total)
     for peer in range(1, peers):
@@ -336,10 +356,10 @@ def _divided(x: Array, divisor: int) -> Array:
 
 
 def _tail(
-    message: UInt8[Array, "n m"], format: Format, num: int, done: int
+    messages: InPlace, format: Format, num: int, done: int
 ) -> tuple[UInt8[Array, "n _"], UInt8[Array, "n _"], Format, int]:
     """What of messages belongs to the numbers from `done` on, as `_reference.decode` takes it."""
-    end = format.code_bytes(num)
+    message, end = messages.cut_out(), format.code_bytes(num)  # XLA cuts out the tail alone
     codes = message[:, format.code_bytes(done) : end]
     scales = message[:, end + done // format.block * format.scale_bytes :]
     return codes, scales, format, num - done

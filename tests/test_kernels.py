@@ -93,7 +93,24 @@ shapes = st.one_of(  # o, n, i: rows of any length, and pieces of an array cut i
 )
 
 
-def each(op, format, shape, dtype, peers=3):
+def surrounded(message, around):
+    """Messages among other bytes, as one array, and what finds them in it.
+
+    Args:
+        message: of which there are a multiple of `count`.
+        around: columns before them, columns behind them, `count` in a row; None: nothing.
+    """
+    if around is None:
+        return message, lambda array: array
+    before, behind, count = around
+    rows, size = len(message) // count, message.shape[1]
+    others = np.random.default_rng(1).integers(0, 256, (rows, before + behind), np.uint8)
+    columns = [others[:, :before], np.asarray(message).reshape(rows, count * size)]
+    array = jnp.asarray(np.concatenate([*columns, others[:, before:]], axis=1))
+    return array, lambda array: pk.InPlace(array, before, size, count)
+
+
+def each(op, format, shape, dtype, peers=3, around=None):
     """One operation, on one input: the shared body of all tests of kernels."""
     outer, pieces, inner = shape
     num = outer * inner
@@ -102,22 +119,22 @@ def each(op, format, shape, dtype, peers=3):
         return run(lambda how, x: pk.quantize(x, format, seed=5, implementation=how), x)
     if op == "dequantize":
         options = {"outer": outer, "inner": inner, "dtype": dtype}
+        array, find = surrounded(encoded(x, format), around)
         return run(
-            lambda how, m: pk.dequantize(m, format, **options, implementation=how),
-            encoded(x, format),
+            lambda how, m: pk.dequantize(find(m), format, **options, implementation=how), array
         )
     total = num if op == "dequantize_sum" else math.prod(shape)
     rows = numbers((1, peers, total), dtype) if total else jnp.zeros((1, peers, 0), dtype)
-    message = encoded(rows, format)
+    array, find = surrounded(encoded(rows, format), around)
     if op == "dequantize_sum":
         return run(
-            lambda how, m: pk.dequantize_sum(m, format, num=total, implementation=how), message
+            lambda how, m: pk.dequantize_sum(find(m), format, num=total, implementation=how), array
         )
     return run(
         lambda how, m: pk.dequantize_sum_requantize(
-            m, format, format, shape=shape, seed=5, divisor=peers, implementation=how
+            find(m), format, format, shape=shape, seed=5, divisor=peers, implementation=how
         ),
-        message,
+        array,
     )
 
 

@@ -100,6 +100,42 @@ def test_rotated_kernels_stay_in_registers(devices, dump, op, format):
     assert text.count("custom-call(") == 1
 
 
+@pytest.mark.parametrize("op", [op for op in OPERATIONS if op != "quantize"])
+@pytest.mark.parametrize("start", [4096, 4097])
+def test_messages_are_read_in_place_where_that_is_as_fast(devices, dump, op, start):
+    """Bytes that lie at odd places would be read one by one: there a copy is made first."""
+    function, (message, *rest) = cuda_program(op, FORMATS[0], 2**20)
+    peers, size = message.shape
+    array = jax.ShapeDtypeStruct((peers, 8192 + size), jnp.uint8)
+    text, ptx, said = compiled(
+        devices, dump, lambda x, *s: function(pk.InPlace(x, start, size), *s), (array, *rest)
+    )
+    assert_nothing_spills(said)
+    assert re.search(r"\bld[\w.:]*\.v[24]\.b32\s", ptx)
+    assert text.count("custom-call(") == 1
+    makers = made_by(text)
+    assert makers == (["parameter"] if start == 4096 else ["fusion"]), text
+
+
+def made_by(text):
+    """Of each array of bytes that a kernel reads in a program, the operation that made it."""
+    made = {
+        name: (shape, op, operand)
+        for name, shape, op, operand in re.findall(
+            r"%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(%?([\w.\-]*)", text
+        )
+    }
+    makers = []
+    for operands in re.findall(r"custom-call\(([^)]*)\)[^\n]*_target=\"mosaic_gpu", text):
+        for name in re.findall(r"%([\w.\-]+)", operands):
+            if not made[name][0].startswith("u8["):
+                continue
+            while made[name][1] in ("bitcast", "get-tuple-element"):
+                name = made[name][2]
+            makers.append(made[name][1])
+    return makers
+
+
 def with_kernels(x):
     """A config whose codecs all use kernels."""
     if isinstance(x, jz.Int8 | jz.Int4 | jz.Float8):
@@ -112,7 +148,7 @@ def with_kernels(x):
 
 @pytest.mark.standard_promotion
 def test_a_step_of_zeropp_compiles_with_kernels(dump):
-    """For 2 x 8 H200. What is between a kernel and a collective may only join or cut messages."""
+    """For 2 x 8 H200. Kernels read what collectives brought; what they write may be joined."""
     pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jaxzero[aot]")
     size = LlamaSize(layers=1, width=256, hidden=704, heads=4, vocabulary=512)
     zero = jz.Zero(h200_mesh(2, 8), with_kernels(jz.zeropp()))
@@ -124,5 +160,8 @@ def test_a_step_of_zeropp_compiles_with_kernels(dump):
     assert {"quantize", "dequantize", "dequantize_sum_requantize"} <= names
     for path in dump.glob("*.ptxas"):
         assert_nothing_spills(path.read_text())
+    makers = made_by(text)
+    arrived = {"parameter", "all-gather", "all-gather-done", "all-to-all", "all-to-all-done"}
+    assert len(makers) > 20 and set(makers) <= arrived, makers
     # A whole message is never copied as it is: XLA has no `copy` of bytes.
     assert not re.findall(r"= u8\[[\d,]+\]\S* copy\(", text)

@@ -1,0 +1,66 @@
+"""Messages inside a larger array, such as those that shared a collective with others.
+
+A kernel reads them where they lie, and needs no copy of them before it starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax import lax
+from jaxtyping import Array, Shaped
+
+
+@dataclasses.dataclass(frozen=True)
+class InPlace:
+    """Columns of an array, which hold messages: `count` of them side by side in each row.
+
+    Attributes:
+        array: that they lie in.
+        start: the column where the first one begins.
+        size: of each, in columns.
+        count: of them in a row. They are numbered row by row.
+    """
+
+    array: Shaped[Array, "rows columns"]
+    start: int
+    size: int
+    count: int = 1
+
+    @classmethod
+    def whole(cls, messages: Shaped[Array, "n m"] | InPlace) -> InPlace:
+        """An array of messages as it is, if they are not in place already."""
+        return messages if isinstance(messages, InPlace) else cls(messages, 0, messages.shape[1])
+
+    def __len__(self) -> int:
+        return len(self.array) * self.count
+
+    @property
+    def offsets(self) -> list[int]:
+        """The numbers of which multiples, added up, are where messages begin."""
+        pitch = [self.array.shape[1]] if len(self.array) > 1 else []
+        return [self.start, *pitch, *([self.size] if self.count > 1 else [])]
+
+    def begin(self, number: Any) -> Any:
+        """Where message `number` begins in the flat array."""
+        pitch = self.array.shape[1]
+        if self.count == 1:
+            return self.start + number * pitch
+        if isinstance(number, int):
+            row, place = divmod(number, self.count)
+        else:
+            count = lax.full_like(number, self.count)
+            row, place = lax.div(number, count), lax.rem(number, count)
+        return self.start + row * pitch + place * self.size
+
+    def cut_out(self) -> Shaped[Array, "n m"]:
+        """The messages as an array of their own, as what is not a kernel reads them."""
+        stop = self.start + self.count * self.size
+        columns = lax.slice_in_dim(self.array, self.start, stop, axis=1)
+        return columns if self.count == 1 else columns.reshape(len(self), self.size)
+
+
+def cut_out(messages: Shaped[Array, "n m"] | InPlace) -> Shaped[Array, "n m"]:
+    """Messages as an array of their own."""
+    return messages.cut_out() if isinstance(messages, InPlace) else messages
