@@ -32,7 +32,7 @@ places = st.one_of(st.integers(0, 100), st.integers(0, 100).map(lambda i: 16 * i
     format=formats,
     shape=shapes,
     dtype=st.sampled_from(FLOATS),
-    rows=st.integers(1, 3),
+    rows=st.sampled_from([1, 2, 4]),  # division by other numbers of peers is not exact
     around=st.tuples(places, places, st.integers(1, 2)),
 )
 @hypothesis.settings(max_examples=10, phases=[hypothesis.Phase.generate])
