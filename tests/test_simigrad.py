@@ -133,7 +133,7 @@ def test_an_inner_state_that_would_widen_keeps_its_type():
 
     inner = optax.GradientTransformation(lambda params: jnp.zeros([], jnp.bfloat16), widen)
     _, states = _feed(_simigrad(inner), _gradients(4))
-    assert states[-1].inner == 1 and states[-1].inner.dtype == jnp.bfloat16
+    assert states[-1].inner.dtype == jnp.bfloat16 and states[-1].inner == 1
 
 
 @pytest.mark.standard_promotion
