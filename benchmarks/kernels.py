@@ -12,7 +12,6 @@ in each repeat, so that a clock that changes changes all.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import importlib.util
@@ -20,11 +19,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import _rows
 import jax
 import jax.numpy as jnp
+import tyro
 
 from jaxzero import pallas_kernels as pk
 
@@ -35,23 +35,42 @@ FORMATS = {
     "int4-hadamard": pk.Format(kind="int4", block=128, hadamard=32),
     "float8": pk.Format(kind="float8_e4m3fn", block=256),
 }
-OPERATIONS = ("quantize", "dequantize", "dequantize_sum", "dequantize_sum_requantize")
+Operation = Literal["quantize", "dequantize", "dequantize_sum", "dequantize_sum_requantize"]
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 PEERS = 8  # whose messages are summed
 
 
-def main(argv: Sequence[str] | None = None) -> list[dict]:
-    options = _parser().parse_args(argv)
+def main(
+    sizes_mb: Sequence[float] = (1, 4, 16, 64, 256, 1000),
+    formats: Sequence[str] = tuple(FORMATS),
+    operations: Sequence[Operation] = OPERATIONS,
+    repeats: int = 20,
+    interpret: bool = False,
+    directory: Path = _rows.RESULTS,
+) -> list[dict]:
+    """Measure and append a row for each.
+
+    Args:
+        sizes_mb: of the bfloat16 numbers, in millions of bytes; of each peer if they are summed.
+        formats: int8, int4, int4-stochastic, int4-hadamard, float8.
+        operations: of the kernels.
+        repeats: how often each has its turn.
+        interpret: run the kernels in Pallas' interpreter, on a CPU: for tests.
+        directory: of the rows.
+    """
     rows = []
-    for size_mb in options.sizes_mb:
-        for name in options.formats:
-            for operation in options.operations:
-                results = measure(operation, name, size_mb, options)
-                rows.append(_rows.append_row("kernels", results, directory=options.directory))
+    for size_mb in sizes_mb:
+        for name in formats:
+            for operation in operations:
+                results = measure(operation, name, size_mb, repeats, interpret)
+                rows.append(_rows.append_row("kernels", results, directory=directory))
     return rows
 
 
-def measure(operation: str, name: str, size_mb: float, options: argparse.Namespace) -> dict:
-    """One operation on `size_mb` million bytes of bfloat16, of each peer if they are summed."""
+def measure(
+    operation: Operation, name: str, size_mb: float, repeats: int, interpret: bool
+) -> dict[str, Any]:
+    """The row of one operation, format and size."""
     format = FORMATS[name]
     num = max(1, round(size_mb * 1e6 / 2 / 8192)) * 8192
     x = jax.random.normal(jax.random.key(0), (1, 1, num), jnp.bfloat16)
@@ -67,10 +86,10 @@ def measure(operation: str, name: str, size_mb: float, options: argparse.Namespa
         runs[implementation] = functools.partial(function, argument)
     if operation == "quantize" and name == "int8" and (compiled := _torch(num, format)):
         runs["torch_compile"] = compiled
-    with _interpreted(options.interpret):
+    with _interpreted(interpret):
         for run in runs.values():  # compiles
             jax.block_until_ready(run())
-        seconds = _take_turns(runs, options.repeats)
+        seconds = _take_turns(runs, repeats)
     rate = {key: moved / value / 1e9 for key, value in seconds.items()}
     return {
         "operation": operation,
@@ -78,7 +97,7 @@ def measure(operation: str, name: str, size_mb: float, options: argparse.Namespa
         "numbers": num,
         "peers": PEERS if operation.startswith("dequantize_sum") else 1,
         "moved_bytes": moved,
-        "interpreted": options.interpret,
+        "interpreted": interpret,
         **{f"{key}_gb_per_s": float(f"{value:.4g}") for key, value in rate.items()},
         "mosaic_gpu_share_of_copy": round(rate["mosaic_gpu"] / rate["copy"], 4),
         "mosaic_gpu_over_xla": round(rate["mosaic_gpu"] / rate["xla"], 4),
@@ -154,16 +173,5 @@ def _interpreted(wanted: bool) -> contextlib.AbstractContextManager[None]:
     return _memory.interpreted()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Measure the kernels of the wire formats.")
-    parser.add_argument("--sizes-mb", type=float, nargs="+", default=[1, 4, 16, 64, 256, 1000])
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--interpret", action="store_true", help="run kernels on a CPU")
-    parser.add_argument("--directory", type=Path, default=_rows.RESULTS)
-    return parser
-
-
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)
