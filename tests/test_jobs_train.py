@@ -238,6 +238,28 @@ def same_arrays(one: Any, other: Any) -> bool:
     return jax.tree.all(jax.tree.map(np.array_equal, one, other))
 
 
+def test_batches_that_adapt_go_on_in_the_middle_of_one(
+    settings: jobs.Train, console: Console, monkeypatch: pytest.MonkeyPatch
+):
+    optimization = dataclasses.replace(OPTIMIZATION, steps=6, adaptive_batch=0.2, largest_batch=64)
+    settings = dataclasses.replace(settings, optimization=optimization)
+    whole = jobs.train(with_run(settings, name="whole"), console)
+    rows = map(json.loads, (whole.directory / "metrics.jsonl").read_text().splitlines())
+    steps = [row for row in rows if row["kind"] == "step"]
+    assert [row["updates"] for row in steps[:2]] == [0, 1]  # the first batch is of two steps
+    assert all(2 <= row["steps_per_update"] <= 4 for row in steps)  # 64 pairs are four
+    assert ["gradient_similarity" in row for row in steps] == [False] + [True] * 5
+    assert "steps on average" in console.export_text()
+
+    cut = with_run(settings, save_every=3)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="The power is gone"):
+        at_step(5, power_cut, patch)
+        jobs.train(cut, console)
+    assert steps[2]["updates"] == 1  # where it was saved: one step into a batch
+    resumed = jobs.train(with_run(cut, resume=True), console)
+    assert exported(resumed.directory) == exported(whole.directory)
+
+
 def test_the_wire_state_is_saved_and_restored(settings: jobs.Train, console: Console):
     settings = with_wire(settings, "zeropp4")
     saved = saved_after_one_step(settings, console)
@@ -360,6 +382,11 @@ def test_every_wire_goes_with_every_stage(stage: int, wire: jobs.Wire):
         (lambda: jobs.Devices(devices=0), "`devices` must be positive; got 0"),
         (lambda: jobs.Optimization(learning_rate=-1.0), "`learning_rate` must be positive"),
         (lambda: jobs.Optimization(steps=-1), "`steps` cannot be negative; got -1"),
+        (lambda: jobs.Optimization(adaptive_batch=1.0), "`adaptive_batch` .* less than 1; got 1.0"),
+        (
+            lambda: jobs.Optimization(adaptive_batch=0.1, pairs=32, largest_batch=63),
+            "`largest_batch` must be at least two steps of 32 `pairs`.* got 63",
+        ),
         (lambda: jobs.Run(name="../x"), r"`name` must be a plain folder name; got '\.\./x'"),
         (lambda: jobs.Run(resume=True), "`resume` needs the `name` of the run"),
     ],

@@ -1,12 +1,13 @@
 """The training loop: step, note, save now and then, stop when asked to."""
 
+import math
 import time
 
 from ._interrupt import polite_interrupt
 from ._progress import progress_bar
 from ._resume import save
 from ._session import Session, State
-from ._step import StepFn, make_step
+from ._step import UNKNOWN_AT_FIRST, StepFn, make_step
 from ._tokens import rows_of_step
 
 
@@ -56,6 +57,8 @@ def _one_step(session: Session, state: State, step_fn: StepFn) -> tuple[State, d
         state.params, state.opt_state, state.wire_state, pairs.rows(rows)
     )
     numbers = {name: float(value) for name, value in metrics.items()}  # waits for the step
+    unknown = [name for name in UNKNOWN_AT_FIRST if math.isnan(numbers.get(name, 0.0))]
+    numbers = {name: value for name, value in numbers.items() if name not in unknown}
     numbers["pairs_per_second"] = optimization.pairs / (time.perf_counter() - began)
     state = State(step=state.step + 1, params=params, opt_state=opt_state, wire_state=wire_state)
     return state, numbers

@@ -11,7 +11,7 @@ _SMOOTHING = 10  # steps in the running mean
 
 
 def plot_run(rows: Sequence[Row], path: Path, *, title: str) -> None:
-    """Draw loss, in-batch accuracy and similarities over steps.
+    """Draw loss, in-batch accuracy and similarities over steps, and the batch if it adapts.
 
     Args:
         rows: the "step" rows of a journal.
@@ -21,8 +21,9 @@ def plot_run(rows: Sequence[Row], path: Path, *, title: str) -> None:
     from matplotlib.figure import Figure  # slow to import, and drawn once: not at module level
 
     # Without pyplot: no display is looked for, and no global state is left.
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
-    loss_axes, share_axes = figure.subplots(1, 2)
+    adapts = bool(rows) and "steps_per_update" in rows[0]
+    figure = Figure(figsize=(15 if adapts else 10, 4.4), layout="constrained")
+    loss_axes, share_axes, *batch_axes = figure.subplots(1, 3 if adapts else 2)
     steps = [row["step"] for row in rows]
     losses = [row["loss"] for row in rows]
     loss_axes.plot(steps, losses, color="tab:blue", alpha=0.3, label="each step")
@@ -36,7 +37,11 @@ def plot_run(rows: Sequence[Row], path: Path, *, title: str) -> None:
     for name, label in curves.items():
         share_axes.plot(steps, _running_mean([row[name] for row in rows]), label=label)
     share_axes.set(xlabel="step", ylabel=f"mean of {_SMOOTHING} steps", ylim=(0, 1))
-    for axes in (loss_axes, share_axes):
+    for axes in batch_axes:
+        batches = [row["steps_per_update"] for row in rows]
+        axes.step(steps, batches, where="post", label="steps in an update")
+        axes.set(xlabel="step", ylabel="steps in an update", ylim=(0, None))
+    for axes in (loss_axes, share_axes, *batch_axes):
         axes.grid(alpha=0.3)
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, frameon=False)
         axes.spines[["top", "right"]].set_visible(False)

@@ -35,10 +35,13 @@ def progress_bar(
 
 
 def _numbers(metrics: Mapping[str, float]) -> str:
+    batch = ""
+    if "steps_per_update" in metrics:
+        batch = f"batch of {metrics['steps_per_update']:.0f} steps "
     return (
         f"loss {metrics['loss']:.3f} accuracy {metrics['accuracy']:.2f} "
         f"cosine {metrics['similarity']:.2f}/{metrics['similarity_others']:.2f} "
-        f"{metrics['pairs_per_second']:.1f} pairs/s"
+        f"{batch}{metrics['pairs_per_second']:.1f} pairs/s"
     )
 
 
@@ -76,6 +79,8 @@ def print_summary(
     if rows:
         speed = statistics.median(row["pairs_per_second"] for row in rows)
         facts.add_row("steps", f"{rows[-1]['step']}, median {speed:.1f} pairs/s")
+    if rows and "updates" in rows[-1]:
+        facts.add_row("updates", _batches(rows))
     if node_bytes:
         facts.add_row("between nodes", _comparison(node_bytes))
     facts.add_row("time", f"{seconds:.0f} s in all")
@@ -84,6 +89,14 @@ def print_summary(
     facts.add_row("PyTorch checkpoint", f"{directory / 'export'}")
     facts.add_row("loaded by PyTorch", _verdict(torch_difference))
     console.print(facts, highlight=False)
+
+
+def _batches(rows: Sequence[Row]) -> str:
+    updates, last = rows[-1]["updates"], rows[-1]
+    mean = f", of {last['step'] / updates:.1f} steps on average" if updates else ""
+    noise = last.get("noise_scale_steps")
+    scale = f"; gradient noise scale {noise:.1f} steps" if noise is not None else ""
+    return f"{updates:.0f}{mean}{scale}"
 
 
 def _comparison(node_bytes: NodeBytes) -> str:

@@ -77,6 +77,14 @@ class Optimization:
     warmup_steps: int = 10
     """Steps over which the learning rate rises from 0."""
 
+    adaptive_batch: Annotated[float | None, arg(metavar="SIMILARITY")] = None
+    """Let the batch grow and shrink (SimiGrad): one update then takes the pairs of as many steps,
+    2 or more, as bring the cosine between the gradients of its halves to this value, from 0 up
+    to 1. Left out, every step updates."""
+
+    largest_batch: int = 512
+    """With `adaptive_batch`, the most pairs that one update takes."""
+
     temperature: float = 0.05
     """Cosine similarities are divided by this before the softmax."""
 
@@ -88,6 +96,19 @@ class Optimization:
         for name in ("steps", "warmup_steps", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` cannot be negative; got {getattr(self, name)}.")
+        if self.adaptive_batch is not None:
+            _check_adaptive(self)
+
+
+def _check_adaptive(optimization: Optimization) -> None:
+    target, largest = optimization.adaptive_batch, optimization.largest_batch
+    if not 0 <= target < 1:
+        raise ValueError(f"`adaptive_batch` must be at least 0 and less than 1; got {target!r}.")
+    if largest < 2 * optimization.pairs:
+        raise ValueError(
+            f"`largest_batch` must be at least two steps of {optimization.pairs} `pairs`, whose "
+            f"gradients are compared; got {largest}."
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

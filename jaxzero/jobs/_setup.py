@@ -15,6 +15,7 @@ from .._zero import Zero
 from ..interop import load_encoder
 from ..models import EncoderConfig
 from ._devices import choose_devices
+from ._optimizer import make_optimizer
 from ._packaged_checkpoint import packaged_checkpoint
 from ._settings import Devices, Optimization, Sharding
 
@@ -69,7 +70,7 @@ def set_up(
     zero = Zero(mesh, zero_config(sharding))
     loaded = load_encoder(checkpoint, dtype=jnp.float32)
     params = zero.shard(loaded.params)
-    optimizer = _optimizer(optimization)
+    optimizer = make_optimizer(optimization)
     return Setup(
         checkpoint=checkpoint,
         config=loaded.config,
@@ -96,12 +97,3 @@ def zero_config(sharding: Sharding) -> ZeroConfig:
     if sharding.stage == 3:
         return config
     return dataclasses.replace(config, stage=sharding.stage, weights=Hops(), hpz=None)
-
-
-def _optimizer(optimization: Optimization) -> optax.GradientTransformation:
-    peak, warmup = optimization.learning_rate, optimization.warmup_steps
-    rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
-    # Falling to 0 averages out the noise of small batches, which a constant rate would end with.
-    fall = optax.linear_schedule(peak, 0, max(optimization.steps - warmup, 1))
-    rate = optax.join_schedules([rise, fall], [warmup])
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))

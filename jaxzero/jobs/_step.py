@@ -4,16 +4,21 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from .._config import ZeroConfig
+from .._simigrad_state import SimigradState, simigrad_stats
 from ._retrieval import Metrics, Params, contrastive_loss, make_embed
 from ._setup import Setup
 from ._tokens import PairTokens
 
 LossFn = Callable[[Params, PairTokens], tuple[Float[Array, ""], Metrics]]
+# Metrics that are not a number before the first update, and what `simigrad_stats` calls them.
+UNKNOWN_AT_FIRST = {"gradient_similarity": "similarity", "noise_scale_steps": "noise_scale"}
+
 StepFn = Callable[[Params, Any, Any, PairTokens], tuple[Params, Any, Any, Metrics]]
 
 
@@ -41,7 +46,7 @@ def make_step(setup: Setup, loss: LossFn) -> StepFn:
         )
         updates, opt_state = setup.optimizer.update(grads, opt_state, params)
         wire_state = wire_states[0] if wire_states else None
-        metrics = {"loss": value, **metrics}
+        metrics = {"loss": value, **metrics, **_batch_metrics(opt_state)}
         return optax.apply_updates(params, updates), opt_state, wire_state, metrics
 
     compiled = jax.jit(step, donate_argnums=(0, 1, 2))
@@ -50,6 +55,18 @@ def make_step(setup: Setup, loss: LossFn) -> StepFn:
         return compiled(params, opt_state, wire_state, place(setup, tokens))
 
     return placed
+
+
+def _batch_metrics(opt_state: Any) -> Metrics:
+    """What is known of batches that adapt; nothing if they do not."""
+    if not isinstance(opt_state, SimigradState):
+        return {}
+    stats = simigrad_stats(opt_state)
+    return {
+        "updates": stats["updates"].astype(jnp.float32),
+        "steps_per_update": stats["steps"].astype(jnp.float32),
+        **{name: stats[stat] for name, stat in UNKNOWN_AT_FIRST.items()},
+    }
 
 
 def make_sharded_embed(setup: Setup) -> Callable[[Params, PairTokens], Float[Array, "b 2 d"]]:
