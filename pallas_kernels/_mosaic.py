@@ -46,6 +46,7 @@ def quantize(
     x_oni: Float[Array, "o n i"],
     format: Format,
     seed: UInt32[Array, ""],
+    divisor: int = 1,
     config: TileConfig | None = None,
 ) -> UInt8[Array, "n m"]:
     """As `_reference.quantize`."""
@@ -54,9 +55,9 @@ def quantize(
     size = format.num_bytes(num)
     walk = _walk(x_oni.shape, [format], config, [inner, size])
     if walk is None and outer > 1:
-        return quantize(reference.to_rows(x_oni)[None], format, seed, config)
+        return quantize(reference.to_rows(x_oni)[None], format, seed, divisor, config)
     if walk is None:
-        return reference.quantize(x_oni, format, seed)
+        return reference.quantize(x_oni, format, seed, divisor)
     held = walk.held
 
     def body(x_ref: Any, *refs: Any, **scratch: Any) -> None:
@@ -64,7 +65,7 @@ def quantize(
         parts = held.read(x_ref, start, held.block, scratch.get("numbers"))
         parts = [x.astype(jnp.float32) for x in parts]
         message = piece * size
-        _write(refs[-1], message, first, num, parts, format, held, refs[:-1], scratch)
+        _write(refs[-1], message, first, num, parts, format, held, refs[:-1], scratch, divisor)
 
     scratch = _scratch(held, numbers=(held.block, x_oni.dtype), codes=(_bytes(format), jnp.uint8))
     seeds = [seed.reshape(1)] if format.rounding == "stochastic" else []
@@ -73,7 +74,8 @@ def quantize(
     message = message.reshape(pieces, size)
     if walk.done == inner:
         return message
-    codes, scales = reference.encode(x_oni[0, :, walk.done :], format, seed, walk.done)
+    rest = x_oni[0, :, walk.done :]
+    codes, scales = reference.encode(rest, format, seed, walk.done, divisor)
     return _with_tail(message, codes, scales, format, num, walk.done)
 
 
@@ -158,16 +160,16 @@ def dequantize_sum_requantize(
     offsets = [shape[2], *message.offsets, result]
     walk = _walk(shape, [source, target], config, offsets) if whole else None
     if walk is None or source.hadamard != target.hadamard:
-        x = _divided(dequantize_sum(message, source, total, config), divisor)
-        return quantize(x.reshape(shape), target, seed, config)
+        x = dequantize_sum(message, source, total, config)
+        return quantize(x.reshape(shape), target, seed, divisor, config)
     held = walk.held
 
     def body(message_ref: Any, *refs: Any, **scratch: Any) -> None:
         start, piece, first = _here(walk)
         block = lax.div(start, jnp.int32(held.block))
         parts = _sum(message_ref, message, block, total, source, held, scratch)
-        parts = [_divided(x, divisor) for x in parts]
-        _write(refs[-1], piece * result, first, num, parts, target, held, refs[:-1], scratch)
+        into = piece * result
+        _write(refs[-1], into, first, num, parts, target, held, refs[:-1], scratch, divisor)
 
     scratch = _scratch(held, codes=(_bytes(source), jnp.uint8), sent=(_bytes(target), jnp.uint8))
     seeds = [seed.reshape(1)] if target.rounding == "stochastic" else []
@@ -271,17 +273,18 @@ def _write(
     held: Held,
     seeds: tuple[Any, ...],
     scratch: dict[str, Any],
+    divisor: int,
 ) -> None:
     """Write a tile, whose first block is number `first`, into the message at `message`."""
     if format.hadamard:
         parts = _rotated([x * jnp.float32(1 / 32) for x in parts])
-    scale_r = tile.scales(parts, format)
+    scale_r = tile.scales(parts, format, divisor)
     indices = seed = None
     if seeds:
         seed = seeds[0][0]
         before = (first * held.block).astype(jnp.uint32)
         indices = [index + before for index in held.indices()]
-    codes = tile.encode(parts, scale_r, held.shape, format, indices, seed)
+    codes = tile.encode(parts, scale_r, held.shape, format, indices, seed, divisor)
     size = _bytes(format)
     held.write(ref, message + first * size, size, codes, scratch.get("sent", scratch.get("codes")))
     start = message + format.code_bytes(num) + first * format.scale_bytes
@@ -349,10 +352,6 @@ def _clipped(x: Array, dtype: DTypeLike) -> Array:
 
 def _fit(x: Array, dtype: DTypeLike) -> Array:
     return (x if dtype == jnp.float32 else _clipped(x, dtype)).astype(dtype)
-
-
-def _divided(x: Array, divisor: int) -> Array:
-    return x if divisor == 1 else x / jnp.float32(divisor)
 
 
 def _tail(
