@@ -103,7 +103,7 @@ def dequantize_sum(
         format: of the messages.
         num: numbers in a message.
         implementation: as of `quantize`. Kernels add one message after the other, as XLA does
-            on a CPU; on a GPU XLA may take another order.
+            on a CPU for up to five; else XLA may take another order.
 
     Raises:
         NotImplementedError: as `quantize`.

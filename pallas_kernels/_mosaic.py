@@ -12,9 +12,11 @@ Who writes what: every element of the output belongs to one tile, and every tile
 warpgroup. Inputs are not written. Shared memory belongs to one warpgroup, and Mosaic puts a
 barrier of it around each store.
 
-On a GPU `1 / scale` may be one unit in the last place beside that of a CPU; codes that are
-near the middle between two may then be the other one. Both are right by the bounds that
-`tests/_codec_oracle.py` derives.
+A GPU's reciprocal, `rcp.approx` in the PTX of Mosaic as in that of XLA, may be one unit in the
+last place beside the right one. For bfloat16 scales that is mended (`_blocks.refine`), so
+that codes are those of a CPU. For float32 scales it is not: a kernel and XLA still take the same
+reciprocal on the same GPU, but a code that is near the middle between two may be the other one on
+a CPU. Both are right by the bounds that `tests/_codec_oracle.py` derives.
 
 Legend: o, n, i as in `_reference`; a run is the `i` elements that lie together.
 """
