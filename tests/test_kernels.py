@@ -20,6 +20,7 @@ import pytest
 import jaxzero as jz
 from jaxzero import _blocks as blocks
 from jaxzero import pallas_kernels as pk
+from jaxzero.pallas_kernels import _config as config
 
 KINDS = ["int8", "int4", "float8_e4m3fn", "float8_e5m2"]
 FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16]
@@ -306,6 +307,14 @@ def cuda_program(op, format, num, dtype=jnp.bfloat16, peers=8):
 
 
 # The dispatcher
+
+
+def test_tiles_are_those_of_the_device(monkeypatch):
+    large, small = config.TileConfig(elements=8192), config.TileConfig(elements=1024)
+    kind = jax.local_devices()[0].device_kind
+    monkeypatch.setattr(config, "TILES", {"": small, kind: large, "NVIDIA H": large})
+    assert config.tile_config() == config.tile_config("NVIDIA H200") == large
+    assert config.tile_config("NVIDIA A100") == small
 
 
 def test_the_default_can_do_everything():
