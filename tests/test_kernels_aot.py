@@ -193,10 +193,11 @@ def test_messages_are_written_in_place_where_that_is_as_fast(devices, dump, op, 
         assert_nothing_spills(path.read_text())
     for path in dump.glob("*.ptx"):
         assert re.search(r"\bst[\w.:]*\.v[24]\.b32\s", path.read_text())
-    assert len(re.findall(r"_target=\"mosaic_gpu", text)) == 2
     assert "concatenate(" not in text and " copy(" not in text
-    aliased = re.findall(r"output_to_operand_aliasing", text)
-    assert len(aliased) == (1 if start == 4096 else 0), text
+    num_kernels = len(re.findall(r"_target=\"mosaic_gpu", text))
+    num_in_place = len(re.findall(r"output_to_operand_aliasing", text))
+    # Of two that do the same, and do not write into one array, XLA keeps one.
+    assert (num_kernels, num_in_place) == ((2, 1) if start == 4096 else (1, 0)), text
 
 
 def with_kernels(x):
