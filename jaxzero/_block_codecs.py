@@ -92,6 +92,10 @@ class _Blocks(Codec):
     def _kind(self) -> kernels.Kind:
         """Of the codes."""
 
+    @property
+    def writes_in_place(self) -> bool:
+        return self.implementation == "mosaic_gpu"
+
     def num_bytes(self, num: int, dtype: DTypeLike) -> int:
         return self.format.num_bytes(num)
 
@@ -118,8 +122,9 @@ class _Blocks(Codec):
         num: int,
         *,
         seed: Integer[Array, ""] | int | None = None,
-    ) -> UInt8[Array, "num m"]:
-        return self._quantize(x.reshape(cut(x.shape, dim, num)), seed)
+        place: kernels.Place | None = None,
+    ) -> UInt8[Array, "num _"]:
+        return self._quantize(x.reshape(cut(x.shape, dim, num)), seed, place)
 
     def decode_pieces(
         self,
@@ -150,11 +155,11 @@ class _Blocks(Codec):
         divisor: int,
         dtype: DTypeLike,
         seed: Integer[Array, ""] | int | None = None,
-    ) -> UInt8[Array, "num r"]:
+        place: kernels.Place | None = None,
+    ) -> UInt8[Array, "num _"]:
         if not isinstance(source, _Blocks) or source.implementation != self.implementation:
-            return super().recode(
-                message, source, shape, dim, num, divisor=divisor, dtype=dtype, seed=seed
-            )
+            options = {"divisor": divisor, "dtype": dtype, "seed": seed, "place": place}
+            return super().recode(message, source, shape, dim, num, **options)
         # Not rounded to `dtype`: what follows is float32, so XLA would leave that out too.
         return kernels.dequantize_sum_requantize(
             message,
@@ -163,18 +168,24 @@ class _Blocks(Codec):
             shape=cut(shape, dim, num),
             seed=seed,
             divisor=divisor,
+            place=place,
             implementation=self.implementation,
         )
 
     def _quantize(
-        self, x_oni: Shaped[Array, "o n i"], seed: Integer[Array, ""] | int | None
-    ) -> UInt8[Array, "n m"]:
+        self,
+        x_oni: Shaped[Array, "o n i"],
+        seed: Integer[Array, ""] | int | None,
+        place: kernels.Place | None = None,
+    ) -> UInt8[Array, "n _"]:
         if not jnp.issubdtype(x_oni.dtype, jnp.floating):
             raise ValueError(
                 f"`x` of `{type(self).__name__}.encode` must be floats; got {x_oni.dtype}. Send "
                 "other types as they are."
             )
-        return kernels.quantize(x_oni, self.format, seed=seed, implementation=self.implementation)
+        return kernels.quantize(
+            x_oni, self.format, seed=seed, place=place, implementation=self.implementation
+        )
 
     def _dequantize(
         self,

@@ -58,16 +58,19 @@ def _index(x_kb: Shaped[Array, "*rows k b"]) -> UInt32[Array, "*rows k b"]:
 
 
 def scales(
-    x_kb: Float32[Array, "*rows k b"], limit: float, dtype: DTypeLike
+    x_kb: Float32[Array, "*rows k b"], limit: float, dtype: DTypeLike, divisor: int = 1
 ) -> Float32[Array, "*rows k"]:
     """The scale of each block, as its receiver will read it; NaN if not all of it is finite.
+
+    Of `x / divisor`, which itself is never made (`divide`).
 
     A bfloat16 scale is rounded up: one that is too small would clip the largest number. It
     is rounded on its bits, and stays a float32 here: XLA may drop a cast to bfloat16 and
     back, and the codes would then belong to another scale than the one sent.
     """
     amax = jnp.max(jnp.abs(x_kb), axis=-1)
-    scale = jnp.where(jnp.isfinite(amax), jnp.maximum(amax * not_above(1 / limit), TINY), jnp.nan)
+    largest = jnp.maximum(amax * not_above(1 / (limit * divisor)), TINY)
+    scale = jnp.where(jnp.isfinite(amax), largest, jnp.nan)
     if jnp.dtype(dtype).itemsize == 4:
         return scale
     bits = lax.bitcast_convert_type(scale, jnp.uint32)
@@ -104,10 +107,45 @@ def read_scales(sent: UInt8[Array, "*rows m"], dtype: DTypeLike) -> Float32[Arra
 
 
 def divide(
-    x_kb: Float32[Array, "*rows k b"], scale_k: Float32[Array, "*rows k"], limit: float
+    x_kb: Float32[Array, "*rows k b"],
+    scale_k: Float32[Array, "*rows k"],
+    limit: float,
+    scale_dtype: DTypeLike,
+    divisor: int = 1,
 ) -> Float32[Array, "*rows k b"]:
-    """Each number in units of its scale, without what rounding adds to the largest."""
-    return jnp.clip(x_kb * (1 / scale_k)[..., None], -limit, limit)
+    """Each number over `divisor`, in units of its scale, without what rounding adds to the largest.
+
+    Each is multiplied once: of two factors one after the other, which are the same for many
+    numbers, some versions of XLA multiply the factors first, and others do not.
+    """
+    inverse_k = inverse(scale_k, scale_dtype, divisor)
+    return jnp.clip(x_kb * inverse_k[..., None], -limit, limit)
+
+
+def inverse(
+    scale: Float32[Array, "*shape"], dtype: DTypeLike, divisor: int = 1
+) -> Float32[Array, "*shape"]:
+    """What `divide` multiplies with. If scales are bfloat16, it is the same on every device."""
+    first = 1 / scale
+    if jnp.dtype(dtype).itemsize == 2:
+        first = refine(first, scale)
+    return first if divisor == 1 else first * np.float32(1 / divisor)
+
+
+def refine(
+    first: Float32[Array, "*shape"], scale: Float32[Array, "*shape"]
+) -> Float32[Array, "*shape"]:
+    """The reciprocal of bfloat16 scales correctly rounded, from one that is nearly so.
+
+    That of a GPU is at times the float next to it (`rcp.approx`, which XLA takes as well as
+    Mosaic). This is a step of Newton's method. A scale has 8 bits, so its products with the
+    halves of the reciprocal's 24 are exact, and so is the error that they add up to. Where the
+    lower half could be too small for a float, above 2**100, nothing is done.
+    """
+    bits = lax.bitcast_convert_type(first, jnp.uint32) & jnp.uint32(0xFFFFF000)
+    high = lax.bitcast_convert_type(bits, jnp.float32)
+    error = (1 - scale * high) - scale * (first - high)
+    return first + jnp.where(scale < 2.0**100, first * error, 0)
 
 
 def uniforms(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -42,12 +43,40 @@ def from_bits(x: Shaped[Array, ...], dtype: DTypeLike) -> Shaped[Array, ...]:
     return lax.bitcast_convert_type(x, dtype) if is_narrow_float(dtype) else x
 
 
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """Messages that are not written yet, so that it can be said where.
+
+    Attributes:
+        shape: of the messages, one in each row, in bytes.
+        write: writes them into a `place`, or without one makes an array of them.
+    """
+
+    shape: tuple[int, int]
+    write: Callable[..., Shaped[Array, "n _"]]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the messages: bytes."""
+        return jnp.dtype(jnp.uint8)
+
+
+def written(x: Shaped[Array, "n m"] | Draft) -> Shaped[Array, "n m"]:
+    """Messages as an array of their own."""
+    return x.write() if isinstance(x, Draft) else x
+
+
 class Codec(abc.ABC):
     """How rows of floats are written as messages.
 
     The last dim is a row, which becomes one message; other dims stay. Both ways are pure
     functions of arrays, and work under `jit`, `vmap`, `scan` and `shard_map`.
     """
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether `encode_pieces` and `recode` save a copy where they are given a `place`."""
+        return False
 
     @abc.abstractmethod
     def num_bytes(self, num: int, dtype: DTypeLike) -> int:
@@ -83,9 +112,14 @@ class Codec(abc.ABC):
         num: int,
         *,
         seed: Integer[Array, ""] | int | None = None,
-    ) -> Shaped[Array, "num m"]:
-        """The messages of `num` pieces of an array that is cut along `dim`."""
-        return self.encode(kernels.to_rows(x.reshape(cut(x.shape, dim, num))), seed=seed)
+        place: kernels.Place | None = None,
+    ) -> Shaped[Array, "num _"]:
+        """The messages of `num` pieces of an array that is cut along `dim`.
+
+        With `place` the larger array, whose columns there are these messages.
+        """
+        message = self.encode(kernels.to_rows(x.reshape(cut(x.shape, dim, num))), seed=seed)
+        return message if place is None else place.put(message)
 
     def decode_pieces(
         self,
@@ -117,7 +151,8 @@ class Codec(abc.ABC):
         divisor: int,
         dtype: DTypeLike,
         seed: Integer[Array, ""] | int | None = None,
-    ) -> Shaped[Array, "num r"]:
+        place: kernels.Place | None = None,
+    ) -> Shaped[Array, "num _"]:
         """The sum of messages of `source`, over `divisor`, as messages of its own pieces.
 
         Args:
@@ -129,10 +164,11 @@ class Codec(abc.ABC):
             divisor: what makes a mean of the sum.
             dtype: that the mean is rounded to.
             seed: as of `encode`.
+            place: as of `encode_pieces`.
         """
         total = source.decode_sum(message, math.prod(shape)).reshape(shape)
         mean = total if divisor == 1 else total / jnp.float32(divisor)
-        return self.encode_pieces(mean.astype(dtype), dim, num, seed=seed)
+        return self.encode_pieces(mean.astype(dtype), dim, num, seed=seed, place=place)
 
 
 def cut(shape: tuple[int, ...], dim: int, num: int) -> tuple[int, int, int]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Shaped
 
-from ._codecs import Cast, Codec, from_bits, is_narrow_float, to_bits
+from ._codecs import Cast, Codec, Draft, from_bits, is_narrow_float, to_bits
 from ._config import Difference, ErrorFeedback, Hops, HpZ, Schedule, ZeroConfig
 from ._mesh import AXES, LOCAL, NODE
 from ._messages import Parcel, pack, unpack
@@ -118,7 +118,7 @@ def start_gather(pieces: Sequence[Pieces], sizes: Sequence[int], wire: Wire) -> 
         sizes: of each whole array, or of one layer of it, for `min_quantized_size`.
         wire: how they travel.
     """
-    return pack([_encoded(x, size, wire) for x, size in zip(pieces, sizes, strict=True)])
+    return pack([_sent(x, size, wire) for x, size in zip(pieces, sizes, strict=True)])
 
 
 def gather_hop(parcels: Sequence[Parcel], sizes: Sequence[int], wire: Wire) -> list[Parcel]:
@@ -150,20 +150,22 @@ def _next_axis(pieces: Pieces, wire: Wire) -> str | None:
     return next(iter(wire.long(pieces.axes)), None)
 
 
+def _sent(pieces: Pieces, size: int, wire: Wire) -> tuple[Pieces, Draft | None]:
+    """As the next hop sends them; with what is to be written in place, if it is."""
+    axis = _next_axis(pieces, wire)
+    if axis is None:
+        return pieces, None
+    cut = wire.axes[: wire.axes.index(axis) + 1]
+    codec = _codec(pieces, size, wire)
+    return pieces.draft(codec, cut) or (pieces.encode(codec, cut), None)
+
+
 def _codec(pieces: Pieces, size: int, wire: Wire) -> Codec | None:
     """What pieces are written with for their next hop; their own, if there is none."""
     axis = _next_axis(pieces, wire)
     if pieces.pinned or axis is None:
         return pieces.codec
     return wire.weight_codec(axis, size, pieces.dtype)
-
-
-def _encoded(pieces: Pieces, size: int, wire: Wire) -> Pieces:
-    axis = _next_axis(pieces, wire)
-    if axis is None:
-        return pieces
-    cut = wire.axes[: wire.axes.index(axis) + 1]
-    return pieces.encode(_codec(pieces, size, wire), cut)
 
 
 def node_slices(

@@ -9,6 +9,7 @@ it, and types that differ are joined as bytes.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Shaped, UInt8
 
 from . import pallas_kernels as kernels
-from ._codecs import bits_dtype, from_bits, to_bits
+from ._codecs import Draft, bits_dtype, from_bits, to_bits, written
 from ._pieces import Pieces
 from ._traffic import all_gather, picked
 
@@ -33,11 +34,34 @@ def can_join(dtype: Any) -> bool:
     return bool(is_number) and jnp.dtype(dtype).itemsize >= 1
 
 
-def join(rows: Sequence[Shaped[Array, "n _"]]) -> Shaped[Array, "n m"]:
-    """Lay arrays of rows side by side; as bytes, if their types differ."""
+def join(rows: Sequence[Shaped[Array, "n _"] | Draft]) -> Shaped[Array, "n m"]:
+    """Lay arrays of rows side by side; as bytes, if their types differ.
+
+    Drafts are written there, so that nothing is copied but what is an array already.
+    """
     if len({x.dtype for x in rows}) > 1:
-        rows = [_as_bytes(x) for x in rows]
-    return rows[0] if len(rows) == 1 else lax.concatenate(rows, 1)
+        rows = [x if isinstance(x, Draft) else _as_bytes(x) for x in rows]
+    arrays = [x for x in rows if not isinstance(x, Draft)]
+    if len(rows) == 1:
+        return written(rows[0])
+    return lax.concatenate(arrays, 1) if len(arrays) == len(rows) else _filled(rows)
+
+
+def _filled(rows: Sequence[UInt8[Array, "n _"] | Draft]) -> UInt8[Array, "n m"]:
+    """As `join`: first kernels write theirs, one after the other, and then comes the rest."""
+    shape = rows[0].shape[0], sum(x.shape[1] for x in rows)
+    data, start, rest = None, 0, []
+    for is_draft, run in itertools.groupby(rows, lambda x: isinstance(x, Draft)):
+        for x in run if is_draft else [join(list(run))]:
+            if isinstance(x, Draft):
+                data = x.write(place=kernels.Place(shape, start, data))
+            else:
+                rest.append((start, x))
+            start += x.shape[1]
+    for start, x in rest:
+        data = kernels.Place(shape, start, data).put(x)
+    assert data is not None
+    return data
 
 
 def split(data: Shaped[Array, "n m"], columns: Sequence[Column]) -> list[Shaped[Array, "n _"]]:
@@ -125,21 +149,26 @@ class Parcel:
 jax.tree_util.register_dataclass(Parcel, ["data"], ["parts", "positions"])
 
 
-def pack(pieces: Sequence[Pieces]) -> list[Parcel]:
-    """One message of all that can share one; of the others, one each."""
+def pack(sent: Sequence[tuple[Pieces, Draft | None]]) -> list[Parcel]:
+    """One message of all that can share one; of the others, one each.
+
+    A draft is the data of pieces that have none yet.
+    """
     parcels = []
     sharing: dict[tuple[str, ...], list[int]] = {}
-    for i, x in enumerate(pieces):
+    for i, (x, _) in enumerate(sent):
         if x.lead or not can_join(_row_type(x)):
             parcels.append(_alone(x, i))
         else:
             sharing.setdefault(x.axes, []).append(i)
     for numbers in sharing.values():
-        chosen = [pieces[i] for i in numbers]
-        if len(numbers) == 1:
+        chosen, drafts = zip(*(sent[i] for i in numbers), strict=True)
+        if drafts == (None,):
             parcels.append(_alone(chosen[0], numbers[0]))
             continue
-        data = join([_bits(x).reshape(1, x.data.size) for x in chosen])
+        data = join([draft or _row(x) for x, draft in zip(chosen, drafts, strict=True)])
+        if any(drafts):  # what is written already has this barrier: see `Pieces.encode`
+            data = lax.optimization_barrier(data)
         parcels.append(Parcel(data, tuple(_without_data(x) for x in chosen), tuple(numbers)))
     return parcels
 
@@ -169,12 +198,12 @@ def _alone(pieces: Pieces, position: int) -> Parcel:
 
 def _without_data(pieces: Pieces) -> Pieces:
     """What is to be known of the pieces; their data only as a shape."""
-    struct = jax.ShapeDtypeStruct(pieces.data.shape, pieces.data.dtype)
-    return dataclasses.replace(pieces, data=struct)  # pyright: ignore[reportArgumentType]
+    return pieces.described(jax.ShapeDtypeStruct(pieces.data.shape, pieces.data.dtype))
 
 
-def _bits(pieces: Pieces) -> Array:
-    return pieces.data if pieces.codec is not None else to_bits(pieces.data)
+def _row(pieces: Pieces) -> Array:
+    bits = pieces.data if pieces.codec is not None else to_bits(pieces.data)
+    return bits.reshape(1, bits.size)
 
 
 def _row_type(pieces: Pieces) -> Any:

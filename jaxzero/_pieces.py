@@ -11,6 +11,7 @@ scans over: each of their elements (a layer) is encoded by itself.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -20,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from . import pallas_kernels as kernels
-from ._codecs import Cast, Codec, from_bits, to_bits
+from ._codecs import Cast, Codec, Draft, from_bits, to_bits
 from ._mesh import device_index
 from ._partition import Leaf
 from ._traffic import all_gather
@@ -73,6 +74,25 @@ class Pieces:
         message = lax.optimization_barrier(codec.encode(rows, seed=device_index(axes)))
         data = jnp.expand_dims(message, self.lead)
         return dataclasses.replace(self, data=data, codec=codec, shape=tuple(x.shape))
+
+    def draft(self, codec: Codec | None, axes: tuple[str, ...]) -> tuple[Pieces, Draft] | None:
+        """`encode`, of a message that is to be written in place: what is known of it, and it.
+
+        None: it is not.
+        """
+        if codec is None or codec == self.codec or self.lead or not codec.writes_in_place:
+            return None
+        x = self.join()
+        shape = (1, codec.num_bytes(x.size, x.dtype))
+        draft = Draft(
+            shape, functools.partial(codec.encode_pieces, x, 0, 1, seed=device_index(axes))
+        )
+        known = self.described(jax.ShapeDtypeStruct(shape, draft.dtype))
+        return dataclasses.replace(known, codec=codec, shape=tuple(x.shape)), draft
+
+    def described(self, data: jax.ShapeDtypeStruct) -> Pieces:
+        """What is to be known of pieces, without their data."""
+        return dataclasses.replace(self, data=data)  # pyright: ignore[reportArgumentType]
 
     def join(self, dtype: Any = None) -> Shaped[Array, ...]:
         """The array that the pieces form, as `dtype` (by default its own)."""

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Shaped
 
-from ._codecs import Codec
+from ._codecs import Codec, Draft, written
 from ._collectives import Wire, accumulator_dtype, pad, unpad
 from ._mesh import AXES, LOCAL, NODE, REDUCTION_HOPS, device_index
 from ._messages import Column, can_join, in_place, join, split, widths
@@ -285,7 +285,7 @@ def _coded_hop(
     num = wire.sizes[axis]
     if num == 1:
         return x
-    message = _message(x, dim, num, dtype, codec, axis, summed)
+    message = written(_message(x, dim, num, dtype, codec, axis, summed))
     return Addends(_exchange(message, axis), codec, _piece_shape(x, dim, num), summed).total()
 
 
@@ -297,16 +297,19 @@ def _message(
     codec: Codec,
     axis: str,
     summed: int,
-) -> Shaped[Array, "num m"]:
+) -> Shaped[Array, "num m"] | Draft:
     """The mean of the devices `summed` so far, in `num` pieces for those along `axis`."""
     seed = device_index(_told_apart(axis))
     if isinstance(x, Addends) and x.summed == 1:
-        return codec.recode(
-            x.message, x.codec, x.shape, dim, num, divisor=summed, dtype=dtype, seed=seed
-        )
-    x = total_of(x)
-    mean = x if summed == 1 else x / jnp.asarray(summed, x.dtype)
-    return codec.encode_pieces(mean.astype(dtype), dim, num, seed=seed)
+        args = (x.message, x.codec, x.shape, dim, num)
+        write = functools.partial(codec.recode, *args, divisor=summed, dtype=dtype, seed=seed)
+    else:
+        x = total_of(x)
+        mean = x if summed == 1 else x / jnp.asarray(summed, x.dtype)
+        write = functools.partial(codec.encode_pieces, mean.astype(dtype), dim, num, seed=seed)
+    if not codec.writes_in_place:
+        return write()
+    return Draft((num, codec.num_bytes(math.prod(x.shape) // num, dtype)), write)
 
 
 def _told_apart(axis: str) -> tuple[str, ...]:

@@ -29,5 +29,6 @@ from ._dispatch import quantize as quantize
 from ._format import Format as Format
 from ._format import Kind as Kind
 from ._in_place import InPlace as InPlace
+from ._in_place import Place as Place
 from ._in_place import cut_out as cut_out
 from ._reference import to_rows as to_rows

@@ -155,7 +155,7 @@ def _wants_kernel(
         return False
     reason = dispatch.gap("mosaic_gpu", x.dtype, size)
     if reason is None and format.hadamard:
-        reason = "it does not rotate"
+        reason = "it does not rotate, for which tiles would pass through shared memory"
     if reason is None and format.block > _LARGEST_BLOCK:
         reason = f"a block has {_LARGEST_BLOCK} numbers at most, and not {format.block}"
     if reason is None and not x.size:

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
+import jax
+
 Implementation = Literal["xla", "mosaic_gpu"]
 
 
@@ -45,6 +47,7 @@ TILES: Mapping[str, TileConfig] = {"": TileConfig()}
 DEFAULT: Implementation = "xla"
 
 
-def tile_config(device_kind: str = "") -> TileConfig:
-    """What is known to suit a device best."""
+def tile_config(device_kind: str | None = None) -> TileConfig:
+    """What is known to suit a device best; by default this process's first one."""
+    device_kind = jax.local_devices()[0].device_kind if device_kind is None else device_kind
     return TILES[max((name for name in TILES if device_kind.startswith(name)), key=len)]

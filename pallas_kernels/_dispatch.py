@@ -17,7 +17,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Integer, UInt8, UInt32
 from . import _reference
 from ._config import DEFAULT, Implementation
 from ._format import Format
-from ._in_place import InPlace, cut_out
+from ._in_place import InPlace, Place, cut_out
 
 _OLDEST = (0, 11, 2)  # before, Mosaic GPU and its interpreter miss what is needed
 _FLOATS = ("bfloat16", "float16", "float32")
@@ -28,8 +28,9 @@ def quantize(
     format: Format,
     *,
     seed: Integer[Array, ""] | int | None = None,
+    place: Place | None = None,
     implementation: Implementation | None = None,
-) -> UInt8[Array, "n m"]:
+) -> UInt8[Array, "n _"]:
     """Write each piece of an array as a message.
 
     Args:
@@ -37,17 +38,27 @@ def quantize(
             array [n, i] are `x[None]`.
         format: of the messages.
         seed: of stochastic rounding. None is 0.
+        place: columns of a larger array to write them into, where a kernel does so at once.
         implementation: "xla", or "mosaic_gpu": a kernel, which reads `x` once and
             writes the messages once. It compiles for an H200, and was never executed on a GPU.
 
+    Returns:
+        The messages; with `place`, the larger array.
+
     Raises:
         NotImplementedError: the named implementation cannot do this, with its reasons.
+        ValueError: the messages do not fit into `place`.
 
     References:
         ZeRO++ (https://arxiv.org/abs/2306.10209), blockwise quantization.
     """
     module = _implementation(implementation, "quantize", x.dtype, x.size)
-    return module.quantize(x, format, as_uint32(seed))
+    outer, pieces, inner = x.shape
+    _check(place, pieces, format.num_bytes(outer * inner))
+    if module is not _reference:
+        return module.quantize(x, format, as_uint32(seed), place=place)
+    message = module.quantize(x, format, as_uint32(seed))
+    return message if place is None else place.put(message)
 
 
 def dequantize(
@@ -92,7 +103,7 @@ def dequantize_sum(
         format: of the messages.
         num: numbers in a message.
         implementation: as of `quantize`. Kernels add one message after the other, as XLA does
-            on a CPU; on a GPU XLA may take another order.
+            on a CPU for up to five; else XLA may take another order.
 
     Raises:
         NotImplementedError: as `quantize`.
@@ -110,8 +121,9 @@ def dequantize_sum_requantize(
     shape: tuple[int, int, int],
     seed: Integer[Array, ""] | int | None = None,
     divisor: int = 1,
+    place: Place | None = None,
     implementation: Implementation | None = None,
-) -> UInt8[Array, "k r"]:
+) -> UInt8[Array, "k _"]:
     """Sum messages, and write pieces of the sum as messages again: the middle of qgZ.
 
     A kernel keeps the sum in registers. Where blocks of the two formats are of different
@@ -123,18 +135,40 @@ def dequantize_sum_requantize(
         target: the format of the result.
         shape: of the sum as `quantize` takes it: o, k, i.
         seed: as of `quantize`.
-        divisor: of the sum, before it is written.
+        divisor: of the sum. What is written is the mean, rounded once: of the sum, by the code
+            and the scale.
+        place: as of `quantize`.
         implementation: as of `quantize`.
+
+    Returns:
+        As of `quantize`.
 
     Raises:
         NotImplementedError: as `quantize`.
+        ValueError: as `quantize`.
     """
     num = math.prod(shape)
     size = max(len(message) * source.num_bytes(num), num)
     module = _implementation(implementation, "dequantize_sum_requantize", jnp.float32, size)
-    return module.dequantize_sum_requantize(
-        _for(module, message), source, target, shape, as_uint32(seed), divisor
-    )
+    _check(place, shape[1], target.num_bytes(shape[0] * shape[2]))
+    args = (_for(module, message), source, target, shape, as_uint32(seed), divisor)
+    if module is not _reference:
+        return module.dequantize_sum_requantize(*args, place)
+    result = module.dequantize_sum_requantize(*args)
+    return result if place is None else place.put(result)
+
+
+def _check(place: Place | None, rows: int, size: int) -> None:
+    """That messages fit into their place."""
+    if place is None:
+        return
+    is_right = place.array is None or place.array.shape == place.shape
+    if not is_right or place.shape[0] != rows or not 0 <= place.start <= place.shape[1] - size:
+        array = "" if place.array is None else f", in an array of shape {place.array.shape}"
+        raise ValueError(
+            f"`place` must have a row for each of {rows} messages, and room for {size} bytes from "
+            f"its `start` on; got shape {place.shape}, start {place.start}{array}."
+        )
 
 
 def as_uint32(seed: Integer[Array, ""] | int | None) -> UInt32[Array, ""]:

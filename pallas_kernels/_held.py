@@ -9,7 +9,6 @@ column out of each other's banks.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +52,8 @@ class Held:
     @property
     def is_possible(self) -> bool:
         """Whether the rows of all parts fill all lanes."""
+        if not self.vector:
+            return False
         width, rows = self.shape.width, self.rows
         return tile.fitting_vector(width, rows, self.shape.vector) == self.shape.vector
 
@@ -131,35 +132,3 @@ class Held:
         shape = tile.Shape(count, length, vector)
         whole = Window(start, count, length, 0, length)
         return whole, Window(0, count, pitch, 0, length), shape
-
-
-@dataclasses.dataclass(frozen=True)
-class Walk:
-    """The tiles of an array of `shape` = o, n, i (see `_reference`): each lies in one run.
-
-    Attributes:
-        shape: of the array.
-        held: a tile.
-    """
-
-    shape: tuple[int, int, int]
-    held: Held
-
-    @property
-    def num(self) -> int:
-        """Elements of a piece."""
-        return self.shape[0] * self.shape[2]
-
-    @property
-    def tiles(self) -> int:
-        """Of a run."""
-        return self.shape[2] // (self.held.block * self.held.rows)
-
-    @property
-    def done(self) -> int:
-        """Elements of a run that lie in tiles."""
-        return self.tiles * self.held.rows * self.held.block
-
-    @property
-    def grid(self) -> int:
-        return math.prod(self.shape[:2]) * self.tiles

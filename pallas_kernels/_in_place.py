@@ -1,6 +1,7 @@
-"""Messages inside a larger array, such as those that shared a collective with others.
+"""Messages inside a larger array, such as those that share a collective with others.
 
-A kernel reads them where they lie, and needs no copy of them before it starts.
+A kernel reads them where they lie, and writes them where they are to be, and needs no copy of
+them before it starts or after it ends.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Shaped, UInt8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,32 @@ class InPlace:
         stop = self.start + self.count * self.size
         columns = lax.slice_in_dim(self.array, self.start, stop, axis=1)
         return columns if self.count == 1 else columns.reshape(len(self), self.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Columns of an array, into which messages are to be written: one into each row.
+
+    Attributes:
+        shape: of the array.
+        start: the first of the columns.
+        array: whose other columns stay as they are. None: a new one, whose others are not
+            defined.
+    """
+
+    shape: tuple[int, int]
+    start: int
+    array: UInt8[Array, "n _"] | None = None
+
+    @property
+    def offsets(self) -> list[int]:
+        """As of `InPlace`."""
+        return [self.start, *(self.shape[1:] if self.shape[0] > 1 else ())]
+
+    def put(self, message: UInt8[Array, "n m"], first: int = 0) -> UInt8[Array, "n _"]:
+        """The array with messages, or what belongs to them from column `first` on, in it."""
+        array = jnp.zeros(self.shape, message.dtype) if self.array is None else self.array
+        return lax.dynamic_update_slice(array, message, (0, self.start + first))
 
 
 def cut_out(messages: Shaped[Array, "n m"] | InPlace) -> Shaped[Array, "n m"]:

@@ -5,21 +5,25 @@ many warpgroups on a multiprocessor hide the time that memory takes. What is lef
 a row, less than a tile, is done by XLA, and written into the kernel's output in place. Pieces
 of an array that is cut along an inner dim are read and written where they are, if whole blocks
 lie in each run; else XLA transposes. Messages are read where a collective left them, among
-others (`_in_place`), unless they begin where a lane could load fewer bytes at once.
+others, and written where it is to find them (`_in_place`), unless they begin where a lane could
+move fewer bytes at once.
 
 Who writes what: every element of the output belongs to one tile, and every tile to one
 warpgroup. Inputs are not written. Shared memory belongs to one warpgroup, and Mosaic puts a
 barrier of it around each store.
 
-On a GPU `1 / scale` may be one unit in the last place beside that of a CPU; codes that are
-near the middle between two may then be the other one. Both are right by the bounds that
-`tests/_codec_oracle.py` derives.
+A GPU's reciprocal, `rcp.approx` in the PTX of Mosaic as in that of XLA, may be one unit in the
+last place beside the right one. For bfloat16 scales that is mended (`_blocks.refine`), so
+that codes are those of a CPU. For float32 scales it is not: a kernel and XLA still take the same
+reciprocal on the same GPU, but a code that is near the middle between two may be the other one on
+a CPU. Both are right by the bounds that `tests/_codec_oracle.py` derives.
 
 Legend: o, n, i as in `_reference`; a run is the `i` elements that lie together.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -33,11 +37,12 @@ from jaxtyping import DTypeLike, Float, Float32, UInt8, UInt32
 from . import _memory as memory
 from . import _reference as reference
 from . import _tile as tile
-from ._config import TileConfig, tile_config
+from ._config import TileConfig
 from ._format import Format
-from ._held import Held, Walk
-from ._in_place import InPlace
+from ._held import Held
+from ._in_place import InPlace, Place
 from ._memory import Window
+from ._walk import Walk, plan, readable, writable
 
 _UNROLLED = 16  # peers whose messages are loaded without a loop
 
@@ -46,35 +51,41 @@ def quantize(
     x_oni: Float[Array, "o n i"],
     format: Format,
     seed: UInt32[Array, ""],
+    divisor: int = 1,
+    place: Place | None = None,
     config: TileConfig | None = None,
-) -> UInt8[Array, "n m"]:
+) -> UInt8[Array, "n _"]:
     """As `_reference.quantize`."""
     outer, pieces, inner = x_oni.shape
     num = outer * inner
     size = format.num_bytes(num)
-    walk = _walk(x_oni.shape, [format], config, [inner, size])
+    there = writable(place, pieces, size, config)
+    if there is None:
+        return _put(place, quantize(x_oni, format, seed, divisor, None, config))
+    walk = plan(x_oni.shape, [format], config, [inner, *there.offsets])
     if walk is None and outer > 1:
-        return quantize(reference.to_rows(x_oni)[None], format, seed, config)
+        return quantize(reference.to_rows(x_oni)[None], format, seed, divisor, place, config)
     if walk is None:
-        return reference.quantize(x_oni, format, seed)
+        return _put(place, reference.quantize(x_oni, format, seed, divisor))
     held = walk.held
 
     def body(x_ref: Any, *refs: Any, **scratch: Any) -> None:
         start, piece, first = _here(walk)
         parts = held.read(x_ref, start, held.block, scratch.get("numbers"))
         parts = [x.astype(jnp.float32) for x in parts]
-        message = piece * size
-        _write(refs[-1], message, first, num, parts, format, held, refs[:-1], scratch)
+        message = there.start + piece * there.shape[1]
+        _write(refs[-1], message, first, num, parts, format, held, refs[:-1], scratch, divisor)
 
     scratch = _scratch(held, numbers=(held.block, x_oni.dtype), codes=(_bytes(format), jnp.uint8))
     seeds = [seed.reshape(1)] if format.rounding == "stochastic" else []
-    out = jax.ShapeDtypeStruct((pieces * size,), jnp.uint8)
-    message = _call("quantize", body, out, walk.grid, scratch)(x_oni.reshape(-1), *seeds)
-    message = message.reshape(pieces, size)
+    array = _fill("quantize", body, there, walk.grid, scratch)(x_oni.reshape(-1), *seeds)
     if walk.done == inner:
-        return message
-    codes, scales = reference.encode(x_oni[0, :, walk.done :], format, seed, walk.done)
-    return _with_tail(message, codes, scales, format, num, walk.done)
+        return array
+    rest = x_oni[0, :, walk.done :]
+    codes, scales = reference.encode(rest, format, seed, walk.done, divisor)
+    array = dataclasses.replace(there, array=array).put(codes, format.code_bytes(walk.done))
+    before = format.code_bytes(num) + walk.done // format.block * format.scale_bytes
+    return dataclasses.replace(there, array=array).put(scales, before)
 
 
 def dequantize(
@@ -86,10 +97,10 @@ def dequantize(
     config: TileConfig | None = None,
 ) -> Float[Array, "o n i"]:
     """As `_reference.dequantize`."""
-    message = _readable(message, config)
+    message = readable(message, config)
     pieces = len(message)
     num, shape = outer * inner, (outer, pieces, inner)
-    walk = _walk(shape, [format], config, [inner, *message.offsets])
+    walk = plan(shape, [format], config, [inner, *message.offsets])
     if walk is None and outer > 1:
         rows = dequantize(message, format, 1, num, dtype, config)
         return jnp.moveaxis(rows.reshape(pieces, outer, inner), 0, 1)
@@ -121,8 +132,8 @@ def dequantize_sum(
     config: TileConfig | None = None,
 ) -> Float32[Array, " num"]:
     """As `_reference.dequantize_sum`."""
-    message = _readable(message, config)
-    walk = _walk((1, 1, num), [format], config, message.offsets)
+    message = readable(message, config)
+    walk = plan((1, 1, num), [format], config, message.offsets)
     if walk is None:
         return reference.dequantize_sum(message.cut_out(), format, num)
     held = walk.held
@@ -148,78 +159,41 @@ def dequantize_sum_requantize(
     shape: tuple[int, int, int],
     seed: UInt32[Array, ""],
     divisor: int,
+    place: Place | None = None,
     config: TileConfig | None = None,
-) -> UInt8[Array, "k r"]:
+) -> UInt8[Array, "k _"]:
     """As `_reference.dequantize_sum_requantize`; in two kernels, if blocks do not match."""
-    message = _readable(message, config)
+    message = readable(message, config)
     total, num = math.prod(shape), shape[0] * shape[2]
     result = target.num_bytes(num)
+    there = writable(place, shape[1], result, config)
+    if there is None:
+        args = (message, source, target, shape, seed, divisor)
+        return _put(place, dequantize_sum_requantize(*args, None, config))
     whole = shape[2] % source.block == 0 and source.block == target.block
-    offsets = [shape[2], *message.offsets, result]
-    walk = _walk(shape, [source, target], config, offsets) if whole else None
+    offsets = [shape[2], *message.offsets, *there.offsets]
+    walk = plan(shape, [source, target], config, offsets) if whole else None
     if walk is None or source.hadamard != target.hadamard:
-        x = _divided(dequantize_sum(message, source, total, config), divisor)
-        return quantize(x.reshape(shape), target, seed, config)
+        x = dequantize_sum(message, source, total, config)
+        return quantize(x.reshape(shape), target, seed, divisor, place, config)
     held = walk.held
 
     def body(message_ref: Any, *refs: Any, **scratch: Any) -> None:
         start, piece, first = _here(walk)
         block = lax.div(start, jnp.int32(held.block))
         parts = _sum(message_ref, message, block, total, source, held, scratch)
-        parts = [_divided(x, divisor) for x in parts]
-        _write(refs[-1], piece * result, first, num, parts, target, held, refs[:-1], scratch)
+        into = there.start + piece * there.shape[1]
+        _write(refs[-1], into, first, num, parts, target, held, refs[:-1], scratch, divisor)
 
     scratch = _scratch(held, codes=(_bytes(source), jnp.uint8), sent=(_bytes(target), jnp.uint8))
     seeds = [seed.reshape(1)] if target.rounding == "stochastic" else []
-    out = jax.ShapeDtypeStruct((shape[1] * result,), jnp.uint8)
-    call = _call("dequantize_sum_requantize", body, out, walk.grid, scratch)
+    fill = _fill("dequantize_sum_requantize", body, there, walk.grid, scratch)
     assert walk.done == shape[2]  # whole blocks, and tiles that share them out
-    return call(message.array.reshape(-1), *seeds).reshape(shape[1], result)
+    return fill(message.array.reshape(-1), *seeds)
 
 
-def _walk(
-    shape: tuple[int, ...], formats: list[Format], config: TileConfig | None, offsets: list[int]
-) -> Walk | None:
-    """How to walk an array, whose rows start at multiples of `offsets`; None: it cannot be."""
-    outer, pieces, inner = shape
-    block = formats[0].block
-    config = config or tile_config()
-    blocks = inner // block
-    if blocks == 0 or (outer > 1 and inner % block):
-        return None
-    halves = 2 if any(format.bits == 4 for format in formats) else 1
-    rotated = formats[0].hadamard is not None
-    vector = _common(config.vector, offsets)
-    rows = max(1, config.elements // block)
-    if rotated:
-        rows = max(rows, Held(1, block, halves, True, vector).shape.multiple)
-    # Tiles share out a run without rest, or what is left at its end is for XLA.
-    rows = min(rows, blocks & -blocks if outer > 1 or len(formats) > 1 else _below(blocks))
-    if not rotated:
-        vector = tile.fitting_vector(block // halves, rows, vector)
-    if not vector:
-        return None
-    held = Held(rows, block, halves, rotated, vector)
-    return Walk((outer, pieces, inner), held) if held.is_possible else None
-
-
-def _common(vector: int, offsets: list[int]) -> int:
-    """The longest vector, at most `vector`, that divides all offsets."""
-    return math.gcd(vector, *offsets)
-
-
-def _readable(message: UInt8[Array, "n m"] | InPlace, config: TileConfig | None) -> InPlace:
-    """Messages as a kernel reads them: in place, unless it would read less at once there."""
-    there, vector = InPlace.whole(message), (config or tile_config()).vector
-    alone = [there.size] if len(there) > 1 else []
-    if there.array.size < 2**31 and _common(vector, there.offsets) >= _common(vector, alone):
-        return there
-    return InPlace.whole(there.cut_out())
-
-
-def _below(num: int) -> int:
-    """The largest power of two that is not above `num`."""
-    return 1 << (num.bit_length() - 1)
+def _put(place: Place | None, message: UInt8[Array, "n m"]) -> UInt8[Array, "n _"]:
+    return message if place is None else place.put(message)
 
 
 def _here(walk: Walk) -> tuple[Any, Any, Any]:
@@ -250,6 +224,22 @@ def _call(
     )
 
 
+def _fill(
+    name: str, body: Callable[..., None], place: Place, grid: int, scratch: dict[str, Any]
+) -> Callable[..., UInt8[Array, "n _"]]:
+    """As `_call`: a kernel whose output is an array, of which it writes some columns."""
+
+    def filled(*args: Array) -> Array:
+        if place.array is None:
+            out = jax.ShapeDtypeStruct((math.prod(place.shape),), jnp.uint8)
+            return _call(name, body, out, grid, scratch)(*args).reshape(place.shape)
+        ref = jax.new_ref(place.array.reshape(-1))
+        _call(name, body, (), grid, scratch)(*args, ref)
+        return jax.freeze(ref).reshape(place.shape)
+
+    return filled
+
+
 def _scratch(held: Held, **tiles: tuple[int, DTypeLike]) -> dict[str, Any]:
     if not held.rotated:
         return {}
@@ -271,17 +261,18 @@ def _write(
     held: Held,
     seeds: tuple[Any, ...],
     scratch: dict[str, Any],
+    divisor: int,
 ) -> None:
     """Write a tile, whose first block is number `first`, into the message at `message`."""
     if format.hadamard:
         parts = _rotated([x * jnp.float32(1 / 32) for x in parts])
-    scale_r = tile.scales(parts, format)
+    scale_r = tile.scales(parts, format, divisor)
     indices = seed = None
     if seeds:
         seed = seeds[0][0]
         before = (first * held.block).astype(jnp.uint32)
         indices = [index + before for index in held.indices()]
-    codes = tile.encode(parts, scale_r, held.shape, format, indices, seed)
+    codes = tile.encode(parts, scale_r, held.shape, format, indices, seed, divisor)
     size = _bytes(format)
     held.write(ref, message + first * size, size, codes, scratch.get("sent", scratch.get("codes")))
     start = message + format.code_bytes(num) + first * format.scale_bytes
@@ -351,10 +342,6 @@ def _fit(x: Array, dtype: DTypeLike) -> Array:
     return (x if dtype == jnp.float32 else _clipped(x, dtype)).astype(dtype)
 
 
-def _divided(x: Array, divisor: int) -> Array:
-    return x if divisor == 1 else x / jnp.float32(divisor)
-
-
 def _tail(
     messages: InPlace, format: Format, num: int, done: int
 ) -> tuple[UInt8[Array, "n _"], UInt8[Array, "n _"], Format, int]:
@@ -363,17 +350,3 @@ def _tail(
     codes = message[:, format.code_bytes(done) : end]
     scales = message[:, end + done // format.block * format.scale_bytes :]
     return codes, scales, format, num - done
-
-
-def _with_tail(
-    message: UInt8[Array, "n m"],
-    codes: UInt8[Array, "n _"],
-    scales: UInt8[Array, "n _"],
-    format: Format,
-    num: int,
-    done: int,
-) -> UInt8[Array, "n m"]:
-    """The messages, with codes and scales of the numbers from `done` on."""
-    message = lax.dynamic_update_slice(message, codes, (0, format.code_bytes(done)))
-    start = format.code_bytes(num) + done // format.block * format.scale_bytes
-    return lax.dynamic_update_slice(message, scales, (0, start))

@@ -16,10 +16,10 @@ from ._format import Format
 
 
 def quantize(
-    x_oni: Float[Array, "o n i"], format: Format, seed: UInt32[Array, ""]
+    x_oni: Float[Array, "o n i"], format: Format, seed: UInt32[Array, ""], divisor: int = 1
 ) -> UInt8[Array, "n m"]:
-    """The message of each piece."""
-    codes, scales = encode(to_rows(x_oni), format, seed)
+    """The message of each piece of `x / divisor`."""
+    codes, scales = encode(to_rows(x_oni), format, seed, divisor=divisor)
     return jnp.concatenate((codes, scales), axis=-1)
 
 
@@ -36,7 +36,7 @@ def dequantize(
 def dequantize_sum(
     message: UInt8[Array, "n m"], format: Format, num: int
 ) -> Float32[Array, " num"]:
-    """The sum of all messages, each of `num` numbers: `((0 + first) + second) + ...`."""
+    """The sum of all messages, each of `num` numbers, in an order that XLA chooses."""
     return jnp.sum(dequantize(message, format, 1, num, jnp.float32)[0], axis=0)
 
 
@@ -50,8 +50,7 @@ def dequantize_sum_requantize(
 ) -> UInt8[Array, "k r"]:
     """The sum, divided, as messages of its own pieces, `shape` = o, k, i."""
     total = dequantize_sum(message, source, shape[0] * shape[1] * shape[2])
-    mean = total if divisor == 1 else total / jnp.float32(divisor)
-    return quantize(mean.reshape(shape), target, seed)
+    return quantize(total.reshape(shape), target, seed, divisor)
 
 
 def to_rows(x_oni: Shaped[Array, "o n i"]) -> Shaped[Array, "n num"]:
@@ -61,17 +60,24 @@ def to_rows(x_oni: Shaped[Array, "o n i"]) -> Shaped[Array, "n num"]:
 
 
 def encode(
-    x: Float[Array, "rows num"], format: Format, seed: UInt32[Array, ""], start: int = 0
+    x: Float[Array, "rows num"],
+    format: Format,
+    seed: UInt32[Array, ""],
+    start: int = 0,
+    divisor: int = 1,
 ) -> tuple[UInt8[Array, "rows _"], UInt8[Array, "rows _"]]:
-    """Codes and scales of rows, of which `start` numbers, whole blocks, were done before."""
+    """Codes and scales of rows, of which `start` numbers, whole blocks, were done before.
+
+    They are those of `x / divisor`, of which only stochastic rounding sees no more than `x`.
+    """
     num = x.shape[-1]
     x_kb = blocks.split(blocks.to_float32(x), format.block)
     if format.hadamard:
         x_kb = blocks.rotate(x_kb, num)
-    scale_k = blocks.scales(x_kb, format.limit, format.scale_dtype)
+    scale_k = blocks.scales(x_kb, format.limit, format.scale_dtype, divisor)
     is_random = format.rounding == "stochastic"
     u_kb = blocks.uniforms(x_kb, scale_k, seed, start) if is_random else None
-    scaled_kb = blocks.divide(x_kb, scale_k, format.limit)
+    scaled_kb = blocks.divide(x_kb, scale_k, format.limit, format.scale_dtype, divisor)
     if format.is_integer:
         rounded_kb = blocks.round_to_integer(scaled_kb, u_kb).astype(jnp.int8)
     else:

@@ -104,14 +104,14 @@ def fitting_vector(width: int, rows: int, vector: int) -> int:
     return vector
 
 
-def scales(parts_w: Sequence[Array], format: Format) -> Array:
-    """The scale of each row, as its receiver reads it; NaN if not all of it is finite."""
+def scales(parts_w: Sequence[Array], format: Format, divisor: int = 1) -> Array:
+    """The scale of each row over `divisor`, as its receiver reads it; NaN if it is not finite."""
     amax_r = functools.reduce(jnp.maximum, [jnp.abs(x_w) for x_w in parts_w])
     if len(amax_r) == 1:
         amax_r = jnp.max(jnp.max(amax_r, axis=1), axis=0)
     elif amax_r.ndim > 1:
         amax_r = jnp.max(amax_r, axis=1)
-    scale_r = jnp.maximum(amax_r * blocks.not_above(1 / format.limit), blocks.TINY)
+    scale_r = jnp.maximum(amax_r * blocks.not_above(1 / (format.limit * divisor)), blocks.TINY)
     # The largest of nothing but NaN may be NaN, or minus infinity.
     is_finite = (amax_r >= 0) & (amax_r < _INFINITY)
     scale_r = jnp.where(is_finite, scale_r, jnp.nan)
@@ -145,6 +145,7 @@ def encode(
     format: Format,
     indices: Sequence[Array] | None = None,
     seed: Array | None = None,
+    divisor: int = 1,
 ) -> list[Array]:
     """The codes of numbers in float32, as bytes; of 4 bits, of two halves of parts.
 
@@ -156,8 +157,9 @@ def encode(
         format: of the codes.
         indices: for stochastic rounding the place of each number in its row (uint32).
         seed: the same.
+        divisor: of the numbers.
     """
-    inverse_r = 1 / scale_r
+    inverse_r = blocks.inverse(scale_r, format.scale_dtype, divisor)
     rounded = []
     for i, x_w in enumerate(parts_w):
         limit = jnp.float32(format.limit)

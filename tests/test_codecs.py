@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
 from jaxzero import _blocks as blocks
+from jaxzero import pallas_kernels as pk
 
 E5M2 = jnp.float8_e5m2
 NEAREST = [
@@ -147,7 +148,30 @@ def test_nothing_is_above_the_largest_code():
     for limit in [7.0, 127.0, 448.0]:
         scale_k = blocks.scales(jnp.asarray(x_kb), limit, jnp.float32)
         assert np.max(x_kb * (np.float32(1) / np.asarray(scale_k))[:, None]) > limit
-        assert jnp.max(blocks.divide(jnp.asarray(x_kb), scale_k, limit)) <= limit
+        assert jnp.max(blocks.divide(jnp.asarray(x_kb), scale_k, limit, jnp.float32)) <= limit
+
+
+@pytest.mark.parametrize("off", [-2, -1, 0, 1, 2])
+def test_a_reciprocal_that_is_nearly_right_is_mended(off):
+    """The PTX ISA allows `rcp.approx.f32` a relative error of 2**-23: two units below 1."""
+    mantissas = np.arange(128, 256, dtype=np.float64)  # all that a bfloat16 can have
+    scales = (mantissas[:, None] * 2.0 ** np.array([-133, -60, -7, 0, 92])).astype(np.float32)
+    right = (1 / scales.astype(np.float64)).astype(np.float32)
+    first = (right.view(np.int32) + off).view(np.float32)
+    got = np.asarray(jax.jit(blocks.refine)(first, scales))
+    np.testing.assert_array_equal(got, right)
+
+
+@pytest.mark.parametrize("scale_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("divisor", [1, 2, 3, 6, 48])
+def test_a_mean_is_its_sum_with_another_scale(divisor, scale_dtype):
+    format = pk.Format(kind="int8", block=64, scale_dtype=scale_dtype)
+    codes = np.random.default_rng(0).integers(-127, 128, (5, 6400)).astype(np.float32)
+    rows = pk.quantize(jnp.asarray(codes)[None], format)
+    total = np.asarray(pk.dequantize_sum(rows, format, num=6400)).astype(np.float64)
+    codec = jz.Int8(block=64, scale_dtype=jnp.dtype(scale_dtype))
+    message = codec.recode(rows, codec, (6400,), 0, 1, divisor=divisor, dtype=jnp.float32)
+    oracle.check_message(codec, total / divisor, np.asarray(message[0]))
 
 
 @integers

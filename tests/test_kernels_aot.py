@@ -14,6 +14,7 @@ import pytest
 import wire
 from _h200 import h200_mesh
 from _llama import LlamaSize
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_kernels import OPERATIONS, cuda_program, needs_mosaic
@@ -49,11 +50,18 @@ def dump(tmp_path, monkeypatch):
     return tmp_path
 
 
-def compiled(mesh, dump, function, args):
-    """The HLO, the PTX and what ptxas says."""
+def program(mesh, function, args):
+    """The HLO."""
     everywhere = NamedSharding(mesh, P())
     args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for x in args]
     text = jax.jit(function).lower(*args).compile().as_text()
+    assert text is not None
+    return text
+
+
+def compiled(mesh, dump, function, args):
+    """The HLO, the PTX and what ptxas says."""
+    text = program(mesh, function, args)
     (ptx,) = [path.read_text() for path in dump.glob("*.ptx")]
     (said,) = [path.read_text() for path in dump.glob("*.ptxas")]
     return text, ptx, said
@@ -118,23 +126,78 @@ def test_messages_are_read_in_place_where_that_is_as_fast(devices, dump, op, sta
     assert makers == (["parameter"] if start == 4096 else ["fusion"]), text
 
 
+VIEWS = ("bitcast", "get-tuple-element")  # the same bytes
+
+
+def instructions(text):
+    """By name the shape, the operation and the first operand of each."""
+    pattern = r"%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(%?([\w.\-]*)"
+    return {name: rest for name, *rest in re.findall(pattern, text)}
+
+
 def made_by(text):
     """Of each array of bytes that a kernel reads in a program, the operation that made it."""
-    made = {
-        name: (shape, op, operand)
-        for name, shape, op, operand in re.findall(
-            r"%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(%?([\w.\-]*)", text
-        )
-    }
-    makers = []
+    made, makers = instructions(text), []
     for operands in re.findall(r"custom-call\(([^)]*)\)[^\n]*_target=\"mosaic_gpu", text):
         for name in re.findall(r"%([\w.\-]+)", operands):
             if not made[name][0].startswith("u8["):
                 continue
-            while made[name][1] in ("bitcast", "get-tuple-element"):
+            while made[name][1] in VIEWS:
                 name = made[name][2]
             makers.append(made[name][1])
     return makers
+
+
+def read_by(text):
+    """Of each array of bytes that a kernel writes in a program, what reads it.
+
+    A fusion that puts something else into the same array, where it lies, is one of `put`.
+    """
+    entry = text[text.index("\nENTRY") :]
+    bodies = {x.partition(" ")[0]: x for x in re.split(r"\n\n+%", text)}
+    made, readers = instructions(entry), {}
+    for line in entry.splitlines():
+        if found := re.match(r"\s*(?:ROOT )?%([\w.\-]+) = .*? ([a-z][\w\-]*)\((.*?)\)", line):
+            name, op, operands = found.groups()
+            called = re.search(r"calls=%([\w.\-]+)", line)
+            body = bodies[called[1]] if called else ""
+            if " dynamic-update-slice(" in body and " concatenate(" not in body:
+                op = "put"
+            for operand in re.findall(r"%([\w.\-]+)", operands):
+                readers.setdefault(operand, []).append((op, name))
+
+    def ends(name):
+        for op, reader in readers[name]:
+            yield from ends(reader) if op in VIEWS else [op]
+
+    kernels = [
+        name for name, (shape, op, _) in made.items() if op == "custom-call" and "u8[" in shape
+    ]
+    return [op for name in kernels for op in ends(name)]
+
+
+@pytest.mark.parametrize("op", ["quantize", "dequantize_sum_requantize"])
+@pytest.mark.parametrize("start", [4096, 4097])
+def test_messages_are_written_in_place_where_that_is_as_fast(devices, dump, op, start):
+    """Two of them into one array; else a copy is put there."""
+    function, args = cuda_program(op, FORMATS[0], 2**18 + 2**17)  # a size of its own: see above
+    rows, size = jax.eval_shape(function, *args).shape
+
+    def twice(*args):
+        first = function(*args, place=pk.Place((rows, start + 2 * size), start))
+        array = lax.dynamic_update_slice(first, jnp.zeros((rows, start), jnp.uint8), (0, 0))
+        return function(*args, place=pk.Place(array.shape, start + size, array))
+
+    text = program(devices, twice, args)
+    for path in dump.glob("*.ptxas"):
+        assert_nothing_spills(path.read_text())
+    for path in dump.glob("*.ptx"):
+        assert re.search(r"\bst[\w.:]*\.v[24]\.b32\s", path.read_text())
+    assert "concatenate(" not in text and " copy(" not in text
+    num_kernels = len(re.findall(r"_target=\"mosaic_gpu", text))
+    num_in_place = len(re.findall(r"output_to_operand_aliasing", text))
+    # Of two that do the same, and do not write into one array, XLA keeps one.
+    assert (num_kernels, num_in_place) == ((2, 1) if start == 4096 else (1, 0)), text
 
 
 def with_kernels(x):
@@ -149,9 +212,9 @@ def with_kernels(x):
 
 @pytest.mark.standard_promotion
 def test_a_step_of_zeropp_compiles_with_kernels(dump):
-    """For 2 x 8 H200. Kernels read what collectives brought; what they write may be joined."""
+    """For 2 x 8 H200. Kernels read what collectives brought, and write what they send."""
     pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jaxzero[aot]")
-    size = LlamaSize(layers=1, width=256, hidden=704, heads=4, vocabulary=512)
+    size = LlamaSize(layers=1, width=512, hidden=1536, heads=4, vocabulary=512)
     zero = jz.Zero(h200_mesh(2, 8), with_kernels(jz.zeropp()))
     with jax.numpy_rank_promotion("allow"):
         text, _ = wire.compiled(zero, size, 1, 32)
@@ -163,6 +226,9 @@ def test_a_step_of_zeropp_compiles_with_kernels(dump):
         assert_nothing_spills(path.read_text())
     makers = made_by(text)
     arrived = {"parameter", "all-gather", "all-gather-done", "all-to-all", "all-to-all-done"}
-    assert len(makers) > 20 and set(makers) <= arrived, makers
+    assert len(makers) > 20 and set(makers) <= arrived | {"custom-call"}, makers
+    readers = read_by(text)
+    sent = {"all-gather", "all-gather-start", "all-to-all", "all-to-all-start"}
+    assert len(readers) > 20 and set(readers) <= sent | {"custom-call", "put"}, readers
     # A whole message is never copied as it is: XLA has no `copy` of bytes.
     assert not re.findall(r"= u8\[[\d,]+\]\S* copy\(", text)
