@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,37 +12,63 @@ from jaxtyping import Array
 
 from ._arguments import Argument, Call
 from ._collectives import Wire
+from ._mesh import AXES
+from ._partition import Leaf
+from ._simulate import AnyMesh
 from ._transform import Options, Transform, flat_reductions
 from ._wire_state import Memory, WireState, from_tree, to_tree
 
 
 def gradient_options(
-    argnums: int | Sequence[int], has_aux: bool, microbatches: int, weighted: bool, aux_reduce: Any
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    microbatches: int,
+    weighted: bool,
+    aux_reduce: Any,
+    halves: bool,
+    mesh: AnyMesh,
 ) -> Options:
     """What `value_and_grad` was asked for.
 
     Raises:
-        ValueError: `microbatches` is no number of at least 1, or `aux_reduce` names no reduction.
+        ValueError: `microbatches` is no number of at least 1, `aux_reduce` names no reduction, or
+            there is one device, which has no `halves`.
     """
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(
             f"`microbatches` must be a whole number of at least 1; got {microbatches!r}."
         )
+    if halves and all(mesh.shape[axis] == 1 for axis in AXES):
+        raise ValueError(
+            "`halves=True` compares two halves of the devices, and the mesh has one device. Leave "
+            "it out: `jz.simigrad` compares micro-batches, if it is given two or more."
+        )
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     reduce = flat_reductions("aux_reduce", aux_reduce)
-    return Options(numbers, has_aux, microbatches, weighted, reduce)
+    return Options(numbers, has_aux, microbatches, weighted, reduce, halves=halves)
 
 
 def gradient_trees(transform: Transform, gradients: Sequence[Array]) -> list[Any]:
     """The flat gradients as trees like the differentiated arguments, in the order of `argnums`."""
-    remaining = iter(gradients)  # in the order of arguments, not of `argnums`
+    return _as_trees(
+        transform, gradients, lambda leaf: np.zeros(leaf.stored_shape, jax.dtypes.float0)
+    )
+
+
+def halves_trees(transform: Transform, values: Array) -> list[Any]:
+    """A vector with a number for each differentiated leaf, as such trees of scalars."""
+    return _as_trees(transform, list(values), lambda leaf: jnp.zeros([], values.dtype))
+
+
+def _as_trees(
+    transform: Transform, values: Sequence[Any], other: Callable[[Leaf], Any]
+) -> list[Any]:
+    remaining = iter(values)  # in the order of arguments, not of `argnums`
     trees = {}
     for number in sorted(transform.options.argnums):
         argument = transform.call.arguments[number]
         leaves = [
-            next(remaining)
-            if jnp.issubdtype(leaf.dtype, jnp.inexact)
-            else np.zeros(leaf.stored_shape, jax.dtypes.float0)
+            next(remaining) if jnp.issubdtype(leaf.dtype, jnp.inexact) else other(leaf)
             for leaf in (argument.plan.leaves if argument.plan else ())
         ]
         trees[number] = jax.tree.unflatten(argument.treedef, leaves)

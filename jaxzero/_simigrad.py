@@ -30,11 +30,12 @@ from jaxtyping import Array, Bool, Float32
 
 from ._batch_rules import Rule
 from ._simigrad_arguments import (
+    GivenHalves,
     Settings,
     check_gradients,
     check_inner,
     check_rule,
-    given_products,
+    given_halves,
     scalar_weight,
     sum_by_label,
 )
@@ -81,9 +82,11 @@ def simigrad(
     - `weight`: a scalar, of this micro-batch: its examples or tokens, if they differ. All
       weights together are the unit of `seen` and of the noise scale; without it, one
       micro-batch. A micro-batch of weight 0 is left out, whatever its gradient.
-    - `halves`: `(|g1|^2, |g2|^2, g1.g2)` of the means over two equal halves of this
-      micro-batch, as scalars, or as trees like the gradients with a scalar for each leaf
-      (needed with `groups`). Read where the batch is this one micro-batch only. Without it a
+    - `halves`: what `zero.value_and_grad(..., halves=True)` returns; or `(|g1|^2, |g2|^2,
+      g1.g2)` of the means over two halves of this micro-batch, as scalars, or as trees like
+      the gradients with a scalar for each leaf (needed with `groups`), and, unless they are
+      equal, the part of the weight that is in the first half. Read where the batch is this one
+      micro-batch only. Without it a
       batch of one micro-batch cannot be measured: its size stays, `unmeasured` counts it,
       and no rule goes down to one.
 
@@ -147,7 +150,7 @@ def simigrad(
     def update(updates, state, params=None, *, weight=None, halves=None, **extra_args):
         check_gradients(updates, state.mean)
         labels = settings.labels(updates)
-        given = given_products(halves, updates, labels)
+        given = given_halves(halves, updates, labels)
         state = _accumulate(state, updates, scalar_weight(weight))
 
         def run_inner():
@@ -213,7 +216,7 @@ class _Measurement(NamedTuple):
 def _half_products(
     state: SimigradState,
     labels: list[str] | None,
-    given: tuple[Products, dict[str, Products]] | None,
+    given: GivenHalves | None,
 ) -> _Measurement:
     halves = Halves(state.half_weight, state.weight - state.half_weight)
     by_leaf = leaf_products(state.mean, state.half_mean, halves)
@@ -221,10 +224,10 @@ def _half_products(
     is_single = state.count == 1
     if given is None:
         return _Measurement(halves, whole, groups, ~is_single, 2)
-    half = state.weight / 2
+    first = given.share * state.weight
     halves, whole, groups = jax.tree.map(
         lambda x, y: jnp.where(is_single, x, y),
-        (Halves(half, half), *given),
+        (Halves(first, state.weight - first), given.whole, given.groups),
         (halves, whole, groups),
     )
     return _Measurement(halves, whole, groups, jnp.bool_(True), 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -167,27 +167,36 @@ def sum_by_label(
     return total(range(len(products[0]))), groups
 
 
-def given_products(
-    halves: Any, updates: Any, labels: list[str] | None
-) -> tuple[Products, dict[str, Products]] | None:
+class GivenHalves(NamedTuple):
+    """The halves of a micro-batch, as they were given."""
+
+    share: Float32[Array, ""]  # of its weight, in the first half
+    whole: Products
+    groups: dict[str, Products]
+
+
+def given_halves(halves: Any, updates: Any, labels: list[str] | None) -> GivenHalves | None:
     """`halves` as products of the whole gradient and of each group; None if not given."""
     if halves is None:
         return None
-    if not isinstance(halves, tuple | list) or len(halves) != 3:
+    if not isinstance(halves, tuple | list) or len(halves) not in (3, 4):
         raise ValueError(
-            "`halves` must be three: (|g1|^2, |g2|^2, g1.g2) of the mean gradients of two halves "
-            f"of this micro-batch; got {type(halves).__name__}."
+            "`halves` must be from `zero.value_and_grad(..., halves=True)`, or (|g1|^2, |g2|^2, "
+            "g1.g2) of the mean gradients of two halves of this micro-batch, and, if these are "
+            f"not equal, the part of its weight in the first; got {type(halves).__name__} of "
+            f"{len(halves) if isinstance(halves, tuple | list) else 1}."
         )
+    parts, share = halves[:3], _scalar(halves[3] if len(halves) == 4 else 0.5)
     treedef = jax.tree.structure(updates)
-    if all(jax.tree.structure(part) == treedef for part in halves):
-        by_leaf = [[_scalar(x) for x in jax.tree.leaves(part)] for part in halves]
-        return sum_by_label(by_leaf, labels)
+    if all(jax.tree.structure(part) == treedef for part in parts):
+        by_leaf = [[_scalar(x) for x in jax.tree.leaves(part)] for part in parts]
+        return GivenHalves(share, *sum_by_label(by_leaf, labels))
     if labels is not None:
         raise ValueError(
             "`halves` must be three trees like the gradients, with a scalar for each leaf, where "
             "`groups` are measured."
         )
-    return Products(*(_scalar(part) for part in halves)), {}
+    return GivenHalves(share, Products(*(_scalar(part) for part in parts)), {})
 
 
 def _scalar(x: Any) -> Float32[Array, ""]:

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from ._arguments import BATCH, Call, check_differentiable, check_rows, resolve
-from ._calls import gradient_options, gradient_trees, memory_of, state_trees
+from ._calls import gradient_options, gradient_trees, halves_trees, memory_of, state_trees
 from ._codecs import Codec
 from ._collectives import Wire
 from ._config import ZeroConfig, zero3
@@ -23,6 +23,7 @@ from ._placement import auto_mesh, gather_whole, pad_tree, place_tree, run_autom
 from ._plan import Plan
 from ._registry import Registry
 from ._report import Report, make_report
+from ._similarity import GradientHalves
 from ._simulate import AnyMesh, physical
 from ._transform import Options, Transform, flat_reductions
 from ._wire_state import Memory, WireState, make_state
@@ -202,6 +203,7 @@ class Zero:
         microbatches: int = 1,
         weighted: bool = False,
         aux_reduce: Any = None,
+        halves: bool = False,
         in_specs: Sequence[Any] | None = None,
     ) -> Callable:
         """`jax.value_and_grad` on sharded parameters.
@@ -227,6 +229,11 @@ class Zero:
             aux_reduce: how leaves of `aux` are combined over devices and micro-batches: a
                 tree prefix of "mean", "sum", "first", or "stack" (on a new leading dim, in
                 the order of the batch). Float leaves default to "mean"; others need one.
+            halves: also compare the gradients of two halves of the nodes (on one node: of its
+                devices), for `jz.simigrad(...).update(..., halves=halves)`. Moves no more than
+                three numbers for each leaf. One more float32 shard of each gradient is held;
+                what was reduce-scattered is exchanged and summed. With `split="local"` nodes
+                are summed over once, at the end.
             in_specs: for each positional argument None, or a tree prefix of
                 `PartitionSpec`s over `node` and `local`. By default the first argument
                 that is no sharded tree is the batch, split on dim 0 (`batch_spec`);
@@ -235,15 +242,18 @@ class Zero:
         Returns:
             A function of the same arguments that returns `(loss, grads)`, or
             `((loss, aux), grads)`: the mean over all devices, and its gradient, split like
-            the parameters. Given `wire_state=` (`init_wire_state`), it returns the next one as
-            its last result. Works under `jax.jit` and outside of it. Leaves that are no
-            arrays (strings, functions, Python numbers) are passed to `f` unchanged, and
-            each new value compiles a new program.
+            the parameters. With `halves` comes a `GradientHalves` behind it. Given
+            `wire_state=` (`init_wire_state`), it returns the next one as its last result.
+            Works under `jax.jit` and outside of it. Leaves that are no arrays (strings,
+            functions, Python numbers) are passed to `f` unchanged, and each new value
+            compiles a new program.
 
         Raises:
             ValueError: before anything is compiled, with the argument and the tree path.
         """
-        options = gradient_options(argnums, has_aux, microbatches, weighted, aux_reduce)
+        options = gradient_options(
+            argnums, has_aux, microbatches, weighted, aux_reduce, halves, self._devices
+        )
 
         @functools.wraps(f)
         def wrapped(*args, wire_state=None, **kwargs):
@@ -252,16 +262,20 @@ class Zero:
             for number in numbers:
                 check_differentiable(call.arguments[number], arrays[number], allow_int)
             memory = self._memory(transform, wire_state)
-            loss, gradients, aux, memory = transform.program(arrays, memory)
+            loss, gradients, aux, memory, compared = transform.program(arrays, memory)
 
             def as_given(trees: list[Any]) -> Any:
                 return trees[0] if isinstance(argnums, int) else tuple(trees)
 
-            grads = as_given(gradient_trees(transform, gradients))
-            value = (loss, aux) if has_aux else loss
-            if wire_state is None:
-                return value, grads
-            return value, grads, as_given(state_trees(call, numbers, memory))
+            result = [(loss, aux) if has_aux else loss]
+            result.append(as_given(gradient_trees(transform, gradients)))
+            if halves:
+                *parts, share = compared
+                trees = (as_given(halves_trees(transform, x)) for x in parts)
+                result.append(GradientHalves(*trees, share))
+            if wire_state is not None:
+                result.append(as_given(state_trees(call, numbers, memory)))
+            return tuple(result)
 
         return wrapped
 
@@ -307,6 +321,7 @@ class Zero:
         microbatches: int = 1,
         weighted: bool = False,
         aux_reduce: Any = None,
+        halves: bool = False,
         in_specs: Sequence[Any] | None = None,
         wire_state: Any = None,
     ) -> Plan:
@@ -314,7 +329,9 @@ class Zero:
 
         Nothing is compiled or run. Arguments are as for `value_and_grad`; `print` the result.
         """
-        options = gradient_options(argnums, has_aux, microbatches, weighted, aux_reduce)
+        options = gradient_options(
+            argnums, has_aux, microbatches, weighted, aux_reduce, halves, self._devices
+        )
         transform, arrays = self._prepare(f, args, {}, options, in_specs)
         return transform.plan(arrays, self._memory(transform, wire_state))
 

@@ -26,13 +26,14 @@ OUTSIDE = ["interop", "pallas_kernels"]  # beside `jaxzero/`, installed inside i
 
 # A module imports from its own layer and from those above it in this list, never from one below.
 LAYERS = [
-    {"_blocks"},
+    {"_blocks", "_similarity"},
     {"pallas_kernels"},
     {"_block_codecs", "_codecs", "_compiler", "_config", "_mesh", "_simulate"},
     {"_partition", "_traffic"},
     {"_pieces"},
-    {"_messages"},
+    {"_messages", "_sums"},
     {"_collectives"},
+    {"_halves", "_hops"},
     {"_reductions"},
     {"_views", "_program", "_uses", "_gradients"},
     {"_units", "_regions"},
@@ -51,7 +52,7 @@ LAYERS = [
     {"_held", "_means", "_wire_state"},
     {"_local", "_optimizer", "_transform", "_calls"},
     {"_zero"},
-    {"_similarity", "_batch_rules"},
+    {"_batch_rules"},
     {"_simigrad_arguments"},
     {"_simigrad_state"},
     {"_checkpoint", "_simigrad", "interop", "models"},
