@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from ._arguments import Argument, Call
 from ._collectives import Wire
 from ._mesh import AXES
 from ._partition import Leaf
+from ._similarity import GradientHalves
 from ._simulate import AnyMesh
 from ._transform import Options, Transform, flat_reductions
 from ._wire_state import Memory, WireState, from_tree, to_tree
@@ -48,21 +48,45 @@ def gradient_options(
     return Options(numbers, has_aux, microbatches, weighted, reduce, halves=halves)
 
 
-def gradient_trees(transform: Transform, gradients: Sequence[Array]) -> list[Any]:
-    """The flat gradients as trees like the differentiated arguments, in the order of `argnums`."""
-    return _as_trees(
-        transform, gradients, lambda leaf: np.zeros(leaf.stored_shape, jax.dtypes.float0)
-    )
+def returned(
+    transform: Transform, outputs: tuple[Any, ...], is_one: bool, has_state: bool
+) -> tuple[Any, ...]:
+    """What `value_and_grad` returns of a program's outputs.
+
+    Args:
+        transform: that made the program.
+        outputs: of it.
+        is_one: whether one argument is differentiated, and given as a number.
+        has_state: whether there is a wire state.
+    """
+    loss, gradients, aux, memory, halves = outputs
+    options = transform.options
+
+    def trees(values: Sequence[Any], other: Callable[[Leaf], Any]) -> Any:
+        return _as_given(_as_trees(transform, values, other), is_one)
+
+    gradients = trees(gradients, lambda leaf: np.zeros(leaf.stored_shape, jax.dtypes.float0))
+    result = [(loss, aux) if options.has_aux else loss, gradients]
+    if halves is not None:
+        *parts, share = halves
+        first, second, cross = (trees(x, lambda leaf: jnp.zeros([], jnp.float32)) for x in parts)
+        result.append(GradientHalves(first, second, cross, share))
+    if has_state:
+        result.append(_as_given(_state_trees(transform.call, options.argnums, memory), is_one))
+    return tuple(result)
 
 
-def halves_trees(transform: Transform, values: Array) -> list[Any]:
-    """A vector with a number for each differentiated leaf, as such trees of scalars."""
-    return _as_trees(transform, list(values), lambda leaf: jnp.zeros([], values.dtype))
+def _as_given(trees: list[Any], is_one: bool) -> Any:
+    return trees[0] if is_one else tuple(trees)
 
 
 def _as_trees(
     transform: Transform, values: Sequence[Any], other: Callable[[Leaf], Any]
 ) -> list[Any]:
+    """A value for each differentiated leaf, as trees in the order of `argnums`.
+
+    Those that are no floats have `other`.
+    """
     remaining = iter(values)  # in the order of arguments, not of `argnums`
     trees = {}
     for number in sorted(transform.options.argnums):
@@ -106,7 +130,7 @@ def memory_of(call: Call, numbers: Sequence[int], wire_state: Any, wire: Wire) -
     return memory
 
 
-def state_trees(call: Call, numbers: Sequence[int], memory: Memory) -> list[WireState]:
+def _state_trees(call: Call, numbers: Sequence[int], memory: Memory) -> list[WireState]:
     """Undo `memory_of`: one state for each of `numbers`."""
     trees = {
         number: to_tree(argument.plan, memory, start)

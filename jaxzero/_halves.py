@@ -43,7 +43,7 @@ def gradient_halves(
         wire: which devices are the first half.
 
     Returns:
-        Vectors with a number for each leaf.
+        Lists with a scalar for each leaf.
     """
     pairs = zip(pieces, copies, strict=True)
     none = jnp.zeros(3, jnp.float32)
@@ -60,9 +60,10 @@ def gradient_halves(
             first = jnp.where(lax.axis_index(axis) < half, mine, 0.0)
             sums = all_reduce(jnp.concatenate([products, jnp.stack([first, mine])]), AXES)
             share, sums = sums[-2] / sums[-1], sums[:-2]
-    of_first, of_second, cross = sums.reshape(len(pieces), 3).T
     rest = 1 - share
-    return GradientHalves(of_first / share**2, of_second / rest**2, cross / (share * rest), share)
+    scale = jnp.stack([share * share, rest * rest, share * rest])
+    first, second, cross = sums.reshape(len(pieces), 3).T / scale[:, None]
+    return GradientHalves(list(first), list(second), list(cross), share)
 
 
 def _products(x: HalvedSum, copies: int) -> Float32[Array, " 3"]:

@@ -178,12 +178,12 @@ def sum_whole(
     halves: list[HalvedSum | None] = [None] * len(arrays)
     arrays = [x.astype(accumulator_dtype(x.dtype)) for x in arrays]
     summed = 1
-    for axis in REDUCTION_HOPS:
+    for axis in wire.long(REDUCTION_HOPS) if arrays else ():
         if getattr(wire.gradients, axis) is not None:
             pairs = zip(arrays, sizes, strict=True)
             both = [sum_over(x, axis, size, wire, summed) for x, size in pairs]
             arrays, halves = [x for x, _ in both], [piece for _, piece in both]
-        elif wire.sizes[axis] > 1 and arrays:
+        else:
             arrays, halves = _sum_plain(arrays, axis, wire)
         summed *= wire.sizes[axis]
     return arrays, halves

@@ -52,7 +52,7 @@ class Means:
         loss: the mean over the whole batch.
         gradients: means, as they are stored; None: not a float.
         lost: of each what rounding lost now; None: not kept.
-        halves: of the devices, if they are wanted: vectors with a number for each leaf.
+        halves: of the devices, if they are wanted: lists with a scalar for each leaf.
     """
 
     loss: Array

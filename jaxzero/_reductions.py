@@ -184,8 +184,8 @@ def _write(
 
 def _send(
     outbox: Outbox, summands: Sequence[Summand], axis: str, num_summed: int, wire: Wire
-) -> list[Sum | Addends]:
-    """Do one hop."""
+) -> list[Any]:
+    """Do one hop: arrays, with halves where they are wanted on it, or what is to be added up."""
     coded, summed = _groups(summands, axis, wire)
     arrays: dict[int, Any] = dict(outbox.rest)
     if outbox.coded is not None:

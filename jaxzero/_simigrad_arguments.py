@@ -179,12 +179,13 @@ def given_halves(halves: Any, updates: Any, labels: list[str] | None) -> GivenHa
     """`halves` as products of the whole gradient and of each group; None if not given."""
     if halves is None:
         return None
-    if not isinstance(halves, tuple | list) or len(halves) not in (3, 4):
+    is_tuple = isinstance(halves, tuple | list)
+    if not is_tuple or len(halves) not in (3, 4):
         raise ValueError(
             "`halves` must be from `zero.value_and_grad(..., halves=True)`, or (|g1|^2, |g2|^2, "
             "g1.g2) of the mean gradients of two halves of this micro-batch, and, if these are "
-            f"not equal, the part of its weight in the first; got {type(halves).__name__} of "
-            f"{len(halves) if isinstance(halves, tuple | list) else 1}."
+            "not equal, the part of its weight in the first; got "
+            f"{type(halves).__name__}{f' of {len(halves)}' if is_tuple else ''}."
         )
     parts, share = halves[:3], _scalar(halves[3] if len(halves) == 4 else 0.5)
     treedef = jax.tree.structure(updates)

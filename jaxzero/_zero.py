@@ -12,7 +12,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from ._arguments import BATCH, Call, check_differentiable, check_rows, resolve
-from ._calls import gradient_options, gradient_trees, halves_trees, memory_of, state_trees
+from ._calls import gradient_options, memory_of, returned
 from ._codecs import Codec
 from ._collectives import Wire
 from ._config import ZeroConfig, zero3
@@ -23,7 +23,6 @@ from ._placement import auto_mesh, gather_whole, pad_tree, place_tree, run_autom
 from ._plan import Plan
 from ._registry import Registry
 from ._report import Report, make_report
-from ._similarity import GradientHalves
 from ._simulate import AnyMesh, physical
 from ._transform import Options, Transform, flat_reductions
 from ._wire_state import Memory, WireState, make_state
@@ -258,24 +257,10 @@ class Zero:
         @functools.wraps(f)
         def wrapped(*args, wire_state=None, **kwargs):
             transform, arrays = self._prepare(f, args, kwargs, options, in_specs)
-            call, numbers = transform.call, transform.options.argnums
-            for number in numbers:
-                check_differentiable(call.arguments[number], arrays[number], allow_int)
-            memory = self._memory(transform, wire_state)
-            loss, gradients, aux, memory, compared = transform.program(arrays, memory)
-
-            def as_given(trees: list[Any]) -> Any:
-                return trees[0] if isinstance(argnums, int) else tuple(trees)
-
-            result = [(loss, aux) if has_aux else loss]
-            result.append(as_given(gradient_trees(transform, gradients)))
-            if halves:
-                *parts, share = compared
-                trees = (as_given(halves_trees(transform, x)) for x in parts)
-                result.append(GradientHalves(*trees, share))
-            if wire_state is not None:
-                result.append(as_given(state_trees(call, numbers, memory)))
-            return tuple(result)
+            for number in transform.options.argnums:
+                check_differentiable(transform.call.arguments[number], arrays[number], allow_int)
+            outputs = transform.program(arrays, self._memory(transform, wire_state))
+            return returned(transform, outputs, isinstance(argnums, int), wire_state is not None)
 
         return wrapped
 
