@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._arguments import Argument, Call
-from ._collectives import Wire
 from ._mesh import AXES
 from ._partition import Leaf
 from ._similarity import GradientHalves
@@ -99,18 +98,25 @@ def _as_trees(
     return [trees[number] for number in transform.options.argnums]
 
 
-def memory_of(call: Call, numbers: Sequence[int], wire_state: Any, wire: Wire) -> Memory:
+def memory_of(transform: Transform, wire_state: Any) -> Memory:
     """What the wire remembers, by number of leaf.
 
     Args:
-        call: the arguments.
-        numbers: those that are differentiated.
-        wire_state: one state for each of `numbers`; None: nothing is remembered.
-        wire: which leaves need what.
+        transform: what is called.
+        wire_state: one state for each differentiated argument; None: nothing is remembered.
 
     Raises:
-        ValueError: the state does not belong to these parameters.
+        ValueError: the state is missing, or does not belong to these parameters.
     """
+    call, config, wire = transform.call, transform.config, transform.wire
+    numbers = transform.options.argnums
+    if wire_state is None and config.needs_wire_state:
+        raise ValueError(
+            "`wire_state` is missing: this config remembers something from step to step "
+            f"(weights {config.weights.node}, gradients {config.gradients.node}). "
+            "Make it with `wire_state = zero.init_wire_state(params)`, pass it as "
+            "`wire_state=`, and take the next one as the last result."
+        )
     if wire_state is None:
         return Memory()
     states = (wire_state,) if isinstance(wire_state, WireState) else wire_state

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float32
 
 from ._batch_rules import RULES, Rule
 from ._partition import path_name, spread_prefix
-from ._similarity import Products
+from ._similarity import CodecNoise, Products
 
 _LARGEST = 2**24  # float32 counts no further
 
@@ -198,6 +198,18 @@ def given_halves(halves: Any, updates: Any, labels: list[str] | None) -> GivenHa
             "`groups` are measured."
         )
     return GivenHalves(share, Products(*(_scalar(part) for part in parts)), {})
+
+
+def given_codec_noise(noise: Any) -> CodecNoise | None:
+    """`codec_noise` as float32 scalars; None if not given."""
+    if noise is None:
+        return None
+    if not isinstance(noise, tuple | list) or len(noise) != 2 or any(map(jnp.shape, noise)):
+        raise ValueError(
+            "`codec_noise` must be from `zero.codec_noise(grads)`, or two scalars: what codecs add "
+            f"to the noise, relative to it and to |G|^2; got {noise!r}."
+        )
+    return CodecNoise(*(jnp.asarray(x).astype(jnp.float32) for x in noise))
 
 
 def _scalar(x: Any) -> Float32[Array, ""]:

@@ -223,6 +223,55 @@ def test_noise_scale_of_one_micro_batch(mesh, scale):
     assert low < scale < high  # noise rises and curvature falls from the one to the other
 
 
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize(("microbatches", "bias"), [(1, 0.05), (2, 0.03)])
+def test_noise_of_codecs_is_taken_out(microbatches, bias):
+    """4 bits on both hops, at a noise scale of a fifth of the batch; the same draws without."""
+    mesh = zoo.make_mesh("2x4-explicit")
+    dim, updates, scale = 2**14, 10, 0.2
+    num = mesh.size * microbatches
+    curvature, _, noise = _noisy_rows(scale * num, updates * num, dim)
+    random = np.random.default_rng(1)
+    gradient = random.permutation(curvature) * random.choice([-1, 1], dim)
+    gradient = gradient.astype(np.float32)
+    tx = jz.simigrad(
+        optax.sgd(0.0),
+        target_similarity=0.5,
+        initial=microbatches,
+        min_steps=microbatches,
+        max_steps=microbatches,
+        noise_window=updates,
+    )
+
+    def loss(params, noise):
+        return jnp.mean((gradient[None] + noise) @ params["w"])
+
+    def noise_scales(config):
+        zero = jz.Zero(mesh, config)
+        params = zero.shard({"w": np.zeros(dim, np.float32)})
+        states = [zero.init_optimizer(tx, params)] * 2
+
+        @jax.jit
+        def step(states, noise):
+            _, grads, *halves = zero.value_and_grad(loss, halves=microbatches == 1)(params, noise)
+            extras = {"halves": halves[0]} if halves else {}
+            return [
+                tx.update(grads, state, params, codec_noise=added, **extras)[1]
+                for state, added in zip(states, (None, zero.codec_noise(grads)), strict=True)
+            ]
+
+        for batch in noise.reshape(updates * microbatches, mesh.size, dim):
+            states = step(states, batch)
+        return [float(jz.simigrad_stats(x)["noise_scale"]) / microbatches for x in states]
+
+    whole, unchanged = noise_scales(jz.zero3())
+    assert whole == unchanged  # nothing is encoded
+    coded, corrected = noise_scales(jz.zero3(gradients=jz.zeropp().gradients))
+    np.testing.assert_allclose(whole, scale, rtol=0.05)
+    assert coded > (1 + bias) * whole
+    np.testing.assert_allclose(corrected, whole, rtol=0.01)
+
+
 # Mistakes.
 
 

@@ -49,7 +49,7 @@ LAYERS = [
         "_timeline",
         "_wire_report",
     },
-    {"_held", "_means", "_wire_state"},
+    {"_codec_noise", "_held", "_means", "_wire_state"},
     {"_local", "_optimizer", "_transform", "_calls"},
     {"_zero"},
     {"_batch_rules"},
