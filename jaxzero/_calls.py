@@ -2,65 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from ._arguments import Argument, Call
-from ._collectives import Wire
+from ._mesh import AXES
+from ._partition import Leaf
+from ._similarity import GradientHalves
+from ._simulate import AnyMesh
 from ._transform import Options, Transform, flat_reductions
 from ._wire_state import Memory, WireState, from_tree, to_tree
 
 
 def gradient_options(
-    argnums: int | Sequence[int], has_aux: bool, microbatches: int, weighted: bool, aux_reduce: Any
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    microbatches: int,
+    weighted: bool,
+    aux_reduce: Any,
+    halves: bool,
+    mesh: AnyMesh,
 ) -> Options:
     """What `value_and_grad` was asked for.
 
     Raises:
-        ValueError: `microbatches` is no number of at least 1, or `aux_reduce` names no reduction.
+        ValueError: `microbatches` is no number of at least 1, `aux_reduce` names no reduction, or
+            there is one device, which has no `halves`.
     """
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(
             f"`microbatches` must be a whole number of at least 1; got {microbatches!r}."
         )
+    if halves and all(mesh.shape[axis] == 1 for axis in AXES):
+        raise ValueError(
+            "`halves=True` compares two halves of the devices, and the mesh has one device. Leave "
+            "it out: `jz.simigrad` compares micro-batches, if it is given two or more."
+        )
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     reduce = flat_reductions("aux_reduce", aux_reduce)
-    return Options(numbers, has_aux, microbatches, weighted, reduce)
+    return Options(numbers, has_aux, microbatches, weighted, reduce, halves=halves)
 
 
-def gradient_trees(transform: Transform, gradients: Sequence[Array]) -> list[Any]:
-    """The flat gradients as trees like the differentiated arguments, in the order of `argnums`."""
-    remaining = iter(gradients)  # in the order of arguments, not of `argnums`
+def returned(
+    transform: Transform, outputs: tuple[Any, ...], is_one: bool, has_state: bool
+) -> tuple[Any, ...]:
+    """What `value_and_grad` returns of a program's outputs.
+
+    Args:
+        transform: that made the program.
+        outputs: of it.
+        is_one: whether one argument is differentiated, and given as a number.
+        has_state: whether there is a wire state.
+    """
+    loss, gradients, aux, memory, halves = outputs
+    options = transform.options
+
+    def trees(values: Sequence[Any], other: Callable[[Leaf], Any]) -> Any:
+        return _as_given(_as_trees(transform, values, other), is_one)
+
+    gradients = trees(gradients, lambda leaf: np.zeros(leaf.stored_shape, jax.dtypes.float0))
+    result = [(loss, aux) if options.has_aux else loss, gradients]
+    if halves is not None:
+        *parts, share = halves
+        first, second, cross = (trees(x, lambda leaf: jnp.zeros([], jnp.float32)) for x in parts)
+        result.append(GradientHalves(first, second, cross, share))
+    if has_state:
+        result.append(_as_given(_state_trees(transform.call, options.argnums, memory), is_one))
+    return tuple(result)
+
+
+def _as_given(trees: list[Any], is_one: bool) -> Any:
+    return trees[0] if is_one else tuple(trees)
+
+
+def _as_trees(
+    transform: Transform, values: Sequence[Any], other: Callable[[Leaf], Any]
+) -> list[Any]:
+    """A value for each differentiated leaf, as trees in the order of `argnums`.
+
+    Those that are no floats have `other`.
+    """
+    remaining = iter(values)  # in the order of arguments, not of `argnums`
     trees = {}
     for number in sorted(transform.options.argnums):
         argument = transform.call.arguments[number]
         leaves = [
-            next(remaining)
-            if jnp.issubdtype(leaf.dtype, jnp.inexact)
-            else np.zeros(leaf.stored_shape, jax.dtypes.float0)
+            next(remaining) if jnp.issubdtype(leaf.dtype, jnp.inexact) else other(leaf)
             for leaf in (argument.plan.leaves if argument.plan else ())
         ]
         trees[number] = jax.tree.unflatten(argument.treedef, leaves)
     return [trees[number] for number in transform.options.argnums]
 
 
-def memory_of(call: Call, numbers: Sequence[int], wire_state: Any, wire: Wire) -> Memory:
+def memory_of(transform: Transform, wire_state: Any) -> Memory:
     """What the wire remembers, by number of leaf.
 
     Args:
-        call: the arguments.
-        numbers: those that are differentiated.
-        wire_state: one state for each of `numbers`; None: nothing is remembered.
-        wire: which leaves need what.
+        transform: what is called.
+        wire_state: one state for each differentiated argument; None: nothing is remembered.
 
     Raises:
-        ValueError: the state does not belong to these parameters.
+        ValueError: the state is missing, or does not belong to these parameters.
     """
+    call, config, wire = transform.call, transform.config, transform.wire
+    numbers = transform.options.argnums
+    if wire_state is None and config.needs_wire_state:
+        raise ValueError(
+            "`wire_state` is missing: this config remembers something from step to step "
+            f"(weights {config.weights.node}, gradients {config.gradients.node}). "
+            "Make it with `wire_state = zero.init_wire_state(params)`, pass it as "
+            "`wire_state=`, and take the next one as the last result."
+        )
     if wire_state is None:
         return Memory()
     states = (wire_state,) if isinstance(wire_state, WireState) else wire_state
@@ -80,7 +136,7 @@ def memory_of(call: Call, numbers: Sequence[int], wire_state: Any, wire: Wire) -
     return memory
 
 
-def state_trees(call: Call, numbers: Sequence[int], memory: Memory) -> list[WireState]:
+def _state_trees(call: Call, numbers: Sequence[int], memory: Memory) -> list[WireState]:
     """Undo `memory_of`: one state for each of `numbers`."""
     trees = {
         number: to_tree(argument.plan, memory, start)

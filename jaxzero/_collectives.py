@@ -40,9 +40,10 @@ class Wire:
     hpz: HpZ | None
     min_quantized_size: int
     schedule: Schedule
+    halves: bool = False  # whether sums are wanted of the first half of the devices too
 
     @classmethod
-    def of(cls, mesh: AnyMesh, config: ZeroConfig) -> Wire:
+    def of(cls, mesh: AnyMesh, config: ZeroConfig, halves: bool = False) -> Wire:
         sizes = {axis: mesh.shape[axis] for axis in AXES}
         return cls(
             config.axes,
@@ -52,6 +53,7 @@ class Wire:
             config.hpz,
             config.min_quantized_size,
             config.schedule,
+            halves,
         )
 
     @property
@@ -62,6 +64,20 @@ class Wire:
     @property
     def num_devices(self) -> int:
         return math.prod(self.sizes.values())
+
+    @property
+    def halves_axis(self) -> str:
+        """The axis that is cut in two halves: the last that gradients are summed over."""
+        return NODE if self.sizes[NODE] > 1 else LOCAL
+
+    @property
+    def num_copies(self) -> int:
+        """How many devices hold the same piece of a sum that is taken whole, in halves."""
+        return self.num_devices // self.sizes[self.halves_axis]
+
+    def half(self, axis: str) -> int:
+        """How many of the devices along `axis` are the first half; 0: there are no halves."""
+        return self.sizes[axis] // 2 if self.halves and axis == self.halves_axis else 0
 
     @property
     def gather_axes(self) -> tuple[str, ...]:

@@ -10,8 +10,10 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array
 
 from . import _views as views
 from ._arrivals import Held, bound, pass_on, receive, write
@@ -24,6 +26,7 @@ from ._program import Barrier, Constant, Loop, Operation, Value
 from ._reductions import Outbox, Summand, advance, hop_axes, reduce, start
 from ._regions import Gather
 from ._schedule import BlockPlan, Unit
+from ._sums import HalvedSum
 from ._traffic import labelled
 from ._uses import Weight
 
@@ -307,14 +310,12 @@ class Emitter:
         """An operation above a reduction, on the shards that the reduction gave."""
         op, source = operation.view(), operation.source
         if source is None:  # an addition
-            one, other = (self.read(atom) for atom in operation.inputs)
-            dtype = jnp.promote_types(one.dtype, other.dtype)
-            return one.astype(dtype) + other.astype(dtype)
+            return jax.tree.map(_add, *(self.read(atom) for atom in operation.inputs))
         x = self.read(source)
         if isinstance(op, views.Cast):  # the sum keeps its type until the end
             return x
         assert op is not None
-        return views.apply_on_shard((op,), x, layout, source.shape)
+        return jax.tree.map(lambda x: views.apply_on_shard((op,), x, layout, source.shape), x)
 
     def _zeros(self, value: Value, demand: Demand) -> Any:
         """The shard of a gradient that is nothing but zeros needs no reduction."""
@@ -322,10 +323,12 @@ class Emitter:
         for axis in demand.hops:
             if axis in self.wire.axes:
                 shape[demand.layout.dim] //= self.wire.sizes[axis]
-        return jnp.zeros(shape, accumulator_dtype(value.dtype))
+        zeros = jnp.zeros(shape, accumulator_dtype(value.dtype))
+        is_halved = self.wire.halves and self.wire.halves_axis in demand.hops
+        return HalvedSum(zeros, zeros) if is_halved else zeros
 
     def _output(self, i: int, atom: Value | Constant) -> Any:
-        x = jnp.asarray(self.read(atom))
+        x = jax.tree.map(jnp.asarray, self.read(atom))
         demand = self.plan.gradients.at_end.get(i)
         if demand is None:
             return x
@@ -373,3 +376,9 @@ class Emitter:
         operands = (constant, self.env[scattered])
         constant, self.env[scattered] = lax.optimization_barrier(operands)
         self.env[target] = maker.bind([constant])[0]
+
+
+def _add(one: Array, other: Array) -> Array:
+    """In the wider of two types."""
+    dtype = jnp.promote_types(one.dtype, other.dtype)
+    return one.astype(dtype) + other.astype(dtype)

@@ -21,6 +21,7 @@ from ._messages import Parcel
 from ._pieces import Pieces
 from ._program import Loop
 from ._reductions import Outbox
+from ._sums import Sum
 from ._traffic import recording, repeated
 from ._uses import Stack, Weight
 
@@ -41,7 +42,7 @@ class _State(NamedTuple):
     carry: list[Any]
     on_way: dict[int, list[list[Parcel]]]
     outboxes: dict[int, list[Outbox]]  # of each late unit, of the iterations before: by hop
-    late: dict[int, Array]  # stacks of the late outputs, by number
+    late: dict[int, Sum]  # stacks of the late outputs, by number
     slices: list[Array]  # stacks of slices, for `_Loop.kept_ahead`
 
 
@@ -227,12 +228,12 @@ class _Loop:
             outboxes, late = jax.eval_shape(shapes)
         return state._replace(
             outboxes=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), outboxes),
-            late={i: jnp.zeros((length, *x.shape), x.dtype) for i, x in late.items()},
+            late=jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), late),
         )
 
     def _reduced(
         self, state: _State, new: Mapping[int, Outbox], turn: Array
-    ) -> tuple[dict[int, list[Outbox]], dict[int, Array]]:
+    ) -> tuple[dict[int, list[Outbox]], dict[int, Sum]]:
         """Send late gradients over a hop each; those of the oldest iteration are reduced."""
         inside = self._emitter({})
         outboxes, done, num_hops = {}, {}, 0
@@ -244,7 +245,7 @@ class _Loop:
             return {number: [box] for number, box in new.items()}, state.late
         return outboxes, self._written(state.late, done, turn - num_hops)
 
-    def _flush(self, state: _State) -> dict[int, Array]:
+    def _flush(self, state: _State) -> dict[int, Sum]:
         """Reduce what the last iterations left."""
         late = state.late
         inside = self._emitter({})
@@ -258,12 +259,16 @@ class _Loop:
         return late
 
     def _written(
-        self, late: dict[int, Array], done: dict[int, Outbox], turn: Array
-    ) -> dict[int, Array]:
+        self, late: dict[int, Sum], done: dict[int, Outbox], turn: Array
+    ) -> dict[int, Sum]:
         """The stacks of late outputs with those of one more layer."""
         made, place = self._emitter({}).settle(done), self.place(turn)
         return {
-            number: lax.dynamic_update_index_in_dim(stack, made[number], place, 0)
+            number: jax.tree.map(
+                lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, place, 0),
+                stack,
+                made[number],
+            )
             for number, stack in late.items()
         }
 

@@ -21,13 +21,14 @@ from ._config import Schedule
 from ._emit import emit
 from ._gradients import Demand
 from ._held import hold, kept_slice, next_slice, scan_depths
-from ._means import Wanted, mean_over_devices
+from ._means import Means, Wanted, mean_over_devices
 from ._mesh import LOCAL, NODE, REDUCTION_HOPS, microbatch_index
 from ._partition import Layout, Leaf, layouts_by_preference
 from ._pieces import Pieces, from_stored
 from ._plan import Plan
 from ._program import Block, Value, trace
 from ._schedule import make_plan
+from ._similarity import GradientHalves
 from ._slices import keep_slices, kept_inside
 from ._traffic import labelled
 from ._uses import BlockUses, View, Weight, find_uses
@@ -64,6 +65,7 @@ class Result:
     others: list[Array]  # other outputs, stacked over micro-batches
     memory: Memory
     plan: Plan
+    halves: GradientHalves | None = None  # of the devices, if they are wanted
 
 
 def run_on_device(
@@ -124,14 +126,15 @@ def run_on_device(
     kept = sum(x.data.nbytes for x in held_last.values()) if wire.hpz else 0
     if shapes[0] is None:
         return Result(None, [], others, memory, Plan(top, slice_bytes=kept))
-    loss, gradients, lost = _means(sums, wanted, parameters, memory, microbatches, wire)
+    means, lost = _means(sums, wanted, parameters, memory, microbatches, wire)
     at_end = tuple(want.leaf.path for want in wanted if want.demand is None)
     return Result(
-        loss.astype(shapes[0].dtype),
-        gradients,
+        means.loss.astype(shapes[0].dtype),
+        means.gradients,
         others,
         Memory(slices, lost),
         Plan(top, at_end, slice_bytes=kept),
+        means.halves,
     )
 
 
@@ -198,13 +201,13 @@ def _means(
     memory: Memory,
     microbatches: int,
     wire: Wire,
-) -> tuple[Array, list[Any], dict[int, Array]]:
-    """The mean loss and gradients, and what rounding lost, by number of leaf."""
+) -> tuple[Means, dict[int, Array]]:
+    """The means, and what rounding lost, by number of leaf."""
     numbers = parameters.differentiated
     errors = [memory.errors[i][0] if i in memory.errors else None for i in numbers]
-    loss, gradients, lost = mean_over_devices(sums, wanted, errors, microbatches, wire)
-    pairs = zip(numbers, lost, strict=True)
-    return loss, gradients, {i: jnp.expand_dims(x, 0) for i, x in pairs if x is not None}
+    means = mean_over_devices(sums, wanted, errors, microbatches, wire)
+    pairs = zip(numbers, means.lost, strict=True)
+    return means, {i: jnp.expand_dims(x, 0) for i, x in pairs if x is not None}
 
 
 def _trace(
@@ -288,11 +291,13 @@ def _wanted(
     """For each differentiated leaf, how far the program reduces its gradient.
 
     Only inside the node, if the sum over nodes is better taken once, at the end: for all
-    micro-batches, if the memory for slices is there anyway; if an error is added to it; or if
-    the slice still has to be cut along another dim.
+    micro-batches, if the memory for slices is there anyway; if an error is added to it; if
+    the slice still has to be cut along another dim; or if it stays whole on every node, and is
+    wanted in halves.
     """
     wanted = []
-    once = microbatches > 1 and (wire.hpz is not None or NODE not in wire.axes)
+    once = wire.hpz is not None and microbatches > 1
+    once |= NODE not in wire.axes and (microbatches > 1 or wire.halves)
     for i in parameters.differentiated:
         leaf, stored = parameters.leaves[i], parameters.gradient_layout(i)
         layout = weights[i].layout if i in weights else stored

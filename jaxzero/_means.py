@@ -13,15 +13,19 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from ._accumulate import Sums
 from ._collectives import Wire, accumulator_dtype, move_split, pad
 from ._gradients import Demand
+from ._halves import gradient_halves
+from ._hops import reduce_over_node, sum_whole
 from ._mesh import AXES, LOCAL, NODE
 from ._partition import Layout, Leaf
-from ._reductions import reduce_over_node, sum_whole
+from ._similarity import GradientHalves
+from ._sums import HalvedSum, as_pair
 from ._traffic import all_reduce, labelled
 
 
@@ -40,13 +44,30 @@ class Wanted:
         return self.demand is not None and NODE not in self.demand.hops
 
 
+@dataclasses.dataclass(frozen=True)
+class Means:
+    """What a step is after.
+
+    Attributes:
+        loss: the mean over the whole batch.
+        gradients: means, as they are stored; None: not a float.
+        lost: of each what rounding lost now; None: not kept.
+        halves: of the devices, if they are wanted: lists with a scalar for each leaf.
+    """
+
+    loss: Array
+    gradients: list[Any]
+    lost: list[Array | None]
+    halves: GradientHalves | None
+
+
 def mean_over_devices(
     sums: Sums,
     wanted: Sequence[Wanted],
     errors: Sequence[Array | None],
     num_microbatches: int,
     wire: Wire,
-) -> tuple[Array, list[Any], list[Array | None]]:
+) -> Means:
     """The loss and the gradients of the whole batch, from every device's sums.
 
     Args:
@@ -55,9 +76,6 @@ def mean_over_devices(
         errors: for each, what rounding lost in the step before; None: not kept.
         num_microbatches: that went into the sums.
         wire: how gradients travel.
-
-    Returns:
-        The mean loss; mean gradients as they are stored; what rounding lost now.
     """
     with labelled("other", "loss"):
         loss = all_reduce(sums.loss, AXES)
@@ -65,32 +83,47 @@ def mean_over_devices(
             total = jnp.asarray(wire.num_devices * num_microbatches, loss.dtype)
         else:
             total = all_reduce(sums.weight, AXES)
-    gradients = list(sums.gradients)
-    whole = [
-        i
-        for i, (x, want) in enumerate(zip(gradients, wanted, strict=True))
-        if x is not None and want.demand is None
-    ]
+    pairs = enumerate(zip(sums.gradients, wanted, strict=True))
+    whole = [i for i, (x, want) in pairs if x is not None and want.demand is None]
     with labelled("gradients"):
-        summed = sum_whole([gradients[i] for i in whole], [wanted[i].size for i in whole], wire)
-    for i, x in zip(whole, summed, strict=True):
-        gradients[i] = x
-    lost: list[Array | None] = []
-    for i, (x, want, error) in enumerate(zip(gradients, wanted, errors, strict=True)):
-        gradients[i], new_error = _mean(x, want, error, total, wire)
-        lost.append(new_error)
-    return loss / total.astype(loss.dtype), gradients, lost
+        summed = sum_whole(
+            [sums.gradients[i] for i in whole], [wanted[i].size for i in whole], wire
+        )
+    known = dict(zip(whole, zip(*summed, strict=True), strict=True))
+    means = []
+    for i, (x, want, error) in enumerate(zip(sums.gradients, wanted, errors, strict=True)):
+        if i in known:
+            x, piece = known[i]
+        else:
+            x, piece = as_pair(x)
+        means.append(_mean(x, piece, want, error, total, wire))
+    halves = None
+    if wire.halves:
+        copies = [wire.num_copies if i in known else 1 for i in range(len(wanted))]
+        halves = gradient_halves([piece for *_, piece in means], copies, sums.weight, wire)
+    return Means(
+        loss / total.astype(loss.dtype),
+        [x for x, *_ in means],
+        [error for _, error, _ in means],
+        halves,
+    )
 
 
 def _mean(
-    x: Any, want: Wanted, error: Array | None, total: Array, wire: Wire
-) -> tuple[Any, Array | None]:
-    """One gradient, as it is stored."""
+    x: Any,
+    piece: HalvedSum | None,
+    want: Wanted,
+    error: Array | None,
+    total: Array,
+    wire: Wire,
+) -> tuple[Any, Array | None, HalvedSum | None]:
+    """One gradient, as it is stored; what rounding lost; and a piece of it in halves."""
     if x is None:
-        return None, error
+        return None, error, None
     leaf, new_error = want.leaf, None
     if not want.in_node_only:
         x = x / total.astype(x.dtype)
+        piece = jax.tree.map(lambda part: part / total.astype(part.dtype), piece)
         x = _moved(x, want, wire, wire.axes)
     else:
         assert want.demand is not None
@@ -98,10 +131,11 @@ def _mean(
         x = _moved(x / (total.astype(x.dtype) / nodes), want, wire, (LOCAL,))
         layout = want.stored or want.demand.layout
         with labelled("gradients", leaf.path):
-            x, new_error = reduce_over_node(x, layout, want.size, leaf.dtype, wire, error)
+            x, piece, new_error = reduce_over_node(x, layout, want.size, leaf.dtype, wire, error)
+        piece = jax.tree.map(lambda part: part / nodes.astype(part.dtype), piece)
         x = x.astype(accumulator_dtype(leaf.dtype)) / nodes.astype(accumulator_dtype(leaf.dtype))
     x = x.astype(leaf.dtype)
-    return (pad(x, leaf.layout) if leaf.layout and want.demand is None else x), new_error
+    return (pad(x, leaf.layout) if leaf.layout and want.demand is None else x), new_error, piece
 
 
 def _moved(x: Array, want: Wanted, wire: Wire, axes: tuple[str, ...]) -> Array:

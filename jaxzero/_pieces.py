@@ -151,35 +151,6 @@ jax.tree_util.register_dataclass(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Addends:
-    """What the devices of a hop sent of one array that they sum.
-
-    Where the sum is written again for the next hop, its codec takes it on the way.
-
-    Attributes:
-        message: from each device, where it arrived.
-        codec: that wrote them.
-        shape: of the sum.
-        summed: of how many devices each is the mean.
-    """
-
-    message: Shaped[Array, "num m"] | kernels.InPlace
-    codec: Codec
-    shape: tuple[int, ...]
-    summed: int = 1
-
-    def total(self) -> Shaped[Array, ...]:
-        """Decoded and summed in float32."""
-        total = self.codec.decode_sum(self.message, math.prod(self.shape)).reshape(self.shape)
-        return total if self.summed == 1 else total * jnp.float32(self.summed)
-
-
-def total_of(x: Array | Addends) -> Array:
-    """An array; the sum, if it is not taken yet."""
-    return x.total() if isinstance(x, Addends) else x
-
-
 def to_stored(x: Shaped[Array, ...], leaf: Leaf) -> Shaped[Array, ...]:
     """A whole padded array as the messages that its `codec` stores, one for each device."""
     assert leaf.layout is not None and leaf.codec is not None

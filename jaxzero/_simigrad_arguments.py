@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float32
 
 from ._batch_rules import RULES, Rule
 from ._partition import path_name, spread_prefix
-from ._similarity import Products
+from ._similarity import CodecNoise, Products
 
 _LARGEST = 2**24  # float32 counts no further
 
@@ -167,27 +167,49 @@ def sum_by_label(
     return total(range(len(products[0]))), groups
 
 
-def given_products(
-    halves: Any, updates: Any, labels: list[str] | None
-) -> tuple[Products, dict[str, Products]] | None:
+class GivenHalves(NamedTuple):
+    """The halves of a micro-batch, as they were given."""
+
+    share: Float32[Array, ""]  # of its weight, in the first half
+    whole: Products
+    groups: dict[str, Products]
+
+
+def given_halves(halves: Any, updates: Any, labels: list[str] | None) -> GivenHalves | None:
     """`halves` as products of the whole gradient and of each group; None if not given."""
     if halves is None:
         return None
-    if not isinstance(halves, tuple | list) or len(halves) != 3:
+    is_tuple = isinstance(halves, tuple | list)
+    if not is_tuple or len(halves) not in (3, 4):
         raise ValueError(
-            "`halves` must be three: (|g1|^2, |g2|^2, g1.g2) of the mean gradients of two halves "
-            f"of this micro-batch; got {type(halves).__name__}."
+            "`halves` must be from `zero.value_and_grad(..., halves=True)`, or (|g1|^2, |g2|^2, "
+            "g1.g2) of the mean gradients of two halves of this micro-batch, and, if these are "
+            "not equal, the part of its weight in the first; got "
+            f"{type(halves).__name__}{f' of {len(halves)}' if is_tuple else ''}."
         )
+    parts, share = halves[:3], _scalar(halves[3] if len(halves) == 4 else 0.5)
     treedef = jax.tree.structure(updates)
-    if all(jax.tree.structure(part) == treedef for part in halves):
-        by_leaf = [[_scalar(x) for x in jax.tree.leaves(part)] for part in halves]
-        return sum_by_label(by_leaf, labels)
+    if all(jax.tree.structure(part) == treedef for part in parts):
+        by_leaf = [[_scalar(x) for x in jax.tree.leaves(part)] for part in parts]
+        return GivenHalves(share, *sum_by_label(by_leaf, labels))
     if labels is not None:
         raise ValueError(
             "`halves` must be three trees like the gradients, with a scalar for each leaf, where "
             "`groups` are measured."
         )
-    return Products(*(_scalar(part) for part in halves)), {}
+    return GivenHalves(share, Products(*(_scalar(part) for part in parts)), {})
+
+
+def given_codec_noise(noise: Any) -> CodecNoise | None:
+    """`codec_noise` as float32 scalars; None if not given."""
+    if noise is None:
+        return None
+    if not isinstance(noise, tuple | list) or len(noise) != 2 or any(map(jnp.shape, noise)):
+        raise ValueError(
+            "`codec_noise` must be from `zero.codec_noise(grads)`, or two scalars: what codecs add "
+            f"to the noise, relative to it and to |G|^2; got {noise!r}."
+        )
+    return CodecNoise(*(jnp.asarray(x).astype(jnp.float32) for x in noise))
 
 
 def _scalar(x: Any) -> Float32[Array, ""]:

@@ -59,6 +59,26 @@ class Halves(NamedTuple):
         return self.first + self.second
 
 
+class GradientHalves(NamedTuple):
+    """What `Zero.value_and_grad(..., halves=True)` says of the halves of one micro-batch.
+
+    Trees are like the gradients, with a float32 scalar for each leaf; leaves that have no
+    gradient have 0.
+    """
+
+    first: Any  # |g1|^2 of the mean over the first half
+    second: Any  # |g2|^2
+    cross: Any  # g1.g2
+    share: Float32[Array, ""]  # of the weight of the micro-batch, in the first half
+
+
+class CodecNoise(NamedTuple):
+    """What codecs add to the noise T of one micro-batch, of mean gradient G (`_codec_noise`)."""
+
+    of_noise: Float32[Array, ""]  # relative to T
+    of_signal: Float32[Array, ""]  # relative to |G|^2
+
+
 class Moments(NamedTuple):
     """Averages of |G|^2 and T over updates, older ones fading; all zero before the first."""
 
@@ -82,15 +102,39 @@ def leaf_products(mean: Any, first_mean: Any, halves: Halves) -> tuple[list[Arra
     for whole, one in pairs:
         share = (halves.first / halves.second).astype(whole.dtype)
         other = whole + share * (whole - one)
-        first.append(_dot(one, one))
-        second.append(_dot(other, other))
-        cross.append(_dot(one, other))
+        first.append(dot(one, one))
+        second.append(dot(other, other))
+        cross.append(dot(one, other))
     return first, second, cross
 
 
-def _dot(x: Array, y: Array) -> Float32[Array, ""]:
+def dot(x: Array, y: Array) -> Float32[Array, ""]:
+    """The real inner product, summed in the type of `x`: float32 or wider."""
     product = x * y if not jnp.iscomplexobj(x) else jnp.real(jnp.conj(x) * y)
     return jnp.sum(product).astype(jnp.float32)
+
+
+def without_codec_noise(
+    products: Products, halves: Halves, noise: CodecNoise, microbatch: Float32[Array, ""]
+) -> Products:
+    """What the products would have been without codecs, on average over their errors.
+
+    Args:
+        products: of gradients that were decoded.
+        halves: the weights.
+        noise: of a micro-batch.
+        microbatch: its weight.
+    """
+
+    def corrected(square: Array, weight: Array) -> Array:
+        added = noise.of_signal * microbatch / weight * products.cross
+        return products.cross + (square - products.cross - added) / (1 + noise.of_noise)
+
+    return Products(
+        corrected(products.first, halves.first),
+        corrected(products.second, halves.second),
+        products.cross,
+    )
 
 
 def balanced(cosine: Float32[Array, ""], halves: Halves) -> Float32[Array, ""]:

@@ -21,6 +21,7 @@ from ._mesh import AXES, map_devices
 from ._partition import path_name, spread_prefix
 from ._placement import constrain
 from ._plan import Plan
+from ._similarity import GradientHalves
 from ._simulate import AnyMesh, physical
 from ._traffic import Ledger, labelled, recording
 from ._wire_state import Memory, specs_of
@@ -36,6 +37,7 @@ class Options:
     weighted: bool = False
     reduce: tuple[tuple[str, ...], Any] | None = None  # how outputs are combined: a flat tree
     has_gradients: bool = True
+    halves: bool = False  # of the devices are to be compared
 
 
 class Transform:
@@ -50,7 +52,7 @@ class Transform:
         self.devices = mesh
         self.mesh = physical(mesh)
         self.config = config
-        self.wire = Wire.of(mesh, config)
+        self.wire = Wire.of(mesh, config, options.halves)
         self.parameters = _parameters(call, options, config)
         self._plan: Plan | None = None  # of what was traced last
         self.program = jax.jit(self._program)
@@ -63,8 +65,8 @@ class Transform:
 
     def _program(
         self, arrays: list[list[Array]], memory: Memory
-    ) -> tuple[Any, list[Any], Any, Memory]:
-        """Loss, flat gradients, other outputs and the new memory, from global arrays."""
+    ) -> tuple[Any, list[Any], Any, Memory, GradientHalves | None]:
+        """Loss, flat gradients, other outputs, the new memory and halves, from global arrays."""
         in_specs = [self._specs(argument) for argument in self.call.arguments]
         memory_specs = self._memory_specs(memory)
         if AxisType.Explicit in self.mesh.axis_types:
@@ -85,16 +87,22 @@ class Transform:
             lambda arrays, memory: self._on_device(arrays, memory, outputs),
             self.devices,
             in_specs=(in_specs, memory_specs),
-            out_specs=(PartitionSpec(), gradient_specs, (PartitionSpec(), BATCH), memory_specs),
+            out_specs=(
+                PartitionSpec(),
+                gradient_specs,
+                (PartitionSpec(), BATCH),
+                memory_specs,
+                PartitionSpec(),
+            ),
         )
-        loss, gradients, parts, memory = mapped(arrays, memory)
+        loss, gradients, parts, memory, halves = mapped(arrays, memory)
         gradients = [
             constrain(x, self.mesh, self.parameters.leaves[i].spec(axes))
             if self.parameters.leaves[i].other_axes
             else x
             for x, i in zip(gradients, self.parameters.differentiated, strict=True)
         ]
-        return loss, gradients, outputs.join(*parts), memory
+        return loss, gradients, outputs.join(*parts), memory, halves
 
     def _specs(self, argument: Argument) -> list[PartitionSpec]:
         if argument.plan is None:
@@ -140,7 +148,7 @@ class Transform:
             with labelled("other", "aux" if self.options.has_gradients else "output"):
                 parts = outputs.part(result.others, self.wire)
         self._plan = dataclasses.replace(result.plan, transfers=tuple(ledger.transfers))
-        return result.loss, result.gradients, parts, result.memory
+        return result.loss, result.gradients, parts, result.memory, result.halves
 
     def _flat(self, stored: list[Any], inputs: list[Any], outputs: _Outputs) -> Any:
         """The user's function and its gradients on flat lists of arrays."""

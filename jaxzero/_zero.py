@@ -12,7 +12,8 @@ import optax
 from jax.sharding import PartitionSpec
 
 from ._arguments import BATCH, Call, check_differentiable, check_rows, resolve
-from ._calls import gradient_options, gradient_trees, memory_of, state_trees
+from ._calls import gradient_options, memory_of, returned
+from ._codec_noise import measure_codec_noise
 from ._codecs import Codec
 from ._collectives import Wire
 from ._config import ZeroConfig, zero3
@@ -23,6 +24,7 @@ from ._placement import auto_mesh, gather_whole, pad_tree, place_tree, run_autom
 from ._plan import Plan
 from ._registry import Registry
 from ._report import Report, make_report
+from ._similarity import CodecNoise
 from ._simulate import AnyMesh, physical
 from ._transform import Options, Transform, flat_reductions
 from ._wire_state import Memory, WireState, make_state
@@ -190,6 +192,19 @@ class Zero:
         wire = Wire.of(self._devices, self.config)
         return make_state(self._plan_of(params), params, self._weight_axes, self._devices, wire)
 
+    def codec_noise(self, grads: Any) -> CodecNoise:
+        """How much noise the codecs have added to gradients like these, for `jz.simigrad`.
+
+        Call it in the jitted step, or now and then: devices encode and decode their shards of
+        `grads`, from `value_and_grad`, and sum three scalars.
+
+        Raises:
+            ValueError: `grads` are not like parameters of this `Zero`.
+            NotImplementedError: errors are fed back, or sums are encoded twice.
+        """
+        leaves = self._plan_of(grads).leaves
+        return measure_codec_noise(leaves, jax.tree.leaves(grads), self._devices, self.config)
+
     # Programs.
 
     def value_and_grad(
@@ -202,6 +217,7 @@ class Zero:
         microbatches: int = 1,
         weighted: bool = False,
         aux_reduce: Any = None,
+        halves: bool = False,
         in_specs: Sequence[Any] | None = None,
     ) -> Callable:
         """`jax.value_and_grad` on sharded parameters.
@@ -227,6 +243,10 @@ class Zero:
             aux_reduce: how leaves of `aux` are combined over devices and micro-batches: a
                 tree prefix of "mean", "sum", "first", or "stack" (on a new leading dim, in
                 the order of the batch). Float leaves default to "mean"; others need one.
+            halves: also compare the gradients of two halves of the nodes (of one node's
+                devices), for `jz.simigrad`. This sends three numbers for each leaf, and holds
+                one more float32 shard of it. Gradients keep their bits where reduce-scatters
+                add in the order of devices, as on CPUs; but the last with `split="local"`.
             in_specs: for each positional argument None, or a tree prefix of
                 `PartitionSpec`s over `node` and `local`. By default the first argument
                 that is no sharded tree is the batch, split on dim 0 (`batch_spec`);
@@ -235,33 +255,25 @@ class Zero:
         Returns:
             A function of the same arguments that returns `(loss, grads)`, or
             `((loss, aux), grads)`: the mean over all devices, and its gradient, split like
-            the parameters. Given `wire_state=` (`init_wire_state`), it returns the next one as
-            its last result. Works under `jax.jit` and outside of it. Leaves that are no
-            arrays (strings, functions, Python numbers) are passed to `f` unchanged, and
-            each new value compiles a new program.
+            the parameters; then, with `halves`, a `GradientHalves`; and, given `wire_state=`
+            (`init_wire_state`), the next one. Works under `jax.jit` and outside of it. Leaves
+            that are no arrays (strings, functions, Python numbers) are passed to `f`
+            unchanged, and each new value compiles a new program.
 
         Raises:
             ValueError: before anything is compiled, with the argument and the tree path.
         """
-        options = gradient_options(argnums, has_aux, microbatches, weighted, aux_reduce)
+        options = gradient_options(
+            argnums, has_aux, microbatches, weighted, aux_reduce, halves, self._devices
+        )
 
         @functools.wraps(f)
         def wrapped(*args, wire_state=None, **kwargs):
             transform, arrays = self._prepare(f, args, kwargs, options, in_specs)
-            call, numbers = transform.call, transform.options.argnums
-            for number in numbers:
-                check_differentiable(call.arguments[number], arrays[number], allow_int)
-            memory = self._memory(transform, wire_state)
-            loss, gradients, aux, memory = transform.program(arrays, memory)
-
-            def as_given(trees: list[Any]) -> Any:
-                return trees[0] if isinstance(argnums, int) else tuple(trees)
-
-            grads = as_given(gradient_trees(transform, gradients))
-            value = (loss, aux) if has_aux else loss
-            if wire_state is None:
-                return value, grads
-            return value, grads, as_given(state_trees(call, numbers, memory))
+            for number in transform.options.argnums:
+                check_differentiable(transform.call.arguments[number], arrays[number], allow_int)
+            outputs = transform.program(arrays, memory_of(transform, wire_state))
+            return returned(transform, outputs, isinstance(argnums, int), wire_state is not None)
 
         return wrapped
 
@@ -307,6 +319,7 @@ class Zero:
         microbatches: int = 1,
         weighted: bool = False,
         aux_reduce: Any = None,
+        halves: bool = False,
         in_specs: Sequence[Any] | None = None,
         wire_state: Any = None,
     ) -> Plan:
@@ -314,9 +327,11 @@ class Zero:
 
         Nothing is compiled or run. Arguments are as for `value_and_grad`; `print` the result.
         """
-        options = gradient_options(argnums, has_aux, microbatches, weighted, aux_reduce)
+        options = gradient_options(
+            argnums, has_aux, microbatches, weighted, aux_reduce, halves, self._devices
+        )
         transform, arrays = self._prepare(f, args, {}, options, in_specs)
-        return transform.plan(arrays, self._memory(transform, wire_state))
+        return transform.plan(arrays, memory_of(transform, wire_state))
 
     # What the above share.
 
@@ -327,16 +342,6 @@ class Zero:
     @property
     def _state_axes(self) -> tuple[str, ...]:
         return self.config.axes if self.config.stage >= 1 else ()
-
-    def _memory(self, transform: Transform, wire_state: Any) -> Memory:
-        if wire_state is None and self.config.needs_wire_state:
-            raise ValueError(
-                "`wire_state` is missing: this config remembers something from step to step "
-                f"(weights {self.config.weights.node}, gradients {self.config.gradients.node}). "
-                "Make it with `wire_state = zero.init_wire_state(params)`, pass it as "
-                "`wire_state=`, and take the next one as the last result."
-            )
-        return memory_of(transform.call, transform.options.argnums, wire_state, transform.wire)
 
     def _plan(self, tree: Any, specs: Any, codec: Codec | None = None) -> TreePlan:
         return self._plans.add(plan_tree(tree, self._devices, self.config, specs, codec))

@@ -38,6 +38,10 @@ class InPlace:
     def __len__(self) -> int:
         return len(self.array) * self.count
 
+    def rows(self, number: int) -> InPlace:
+        """The messages in the first `number` rows."""
+        return dataclasses.replace(self, array=lax.slice_in_dim(self.array, 0, number))
+
     @property
     def offsets(self) -> list[int]:
         """The numbers of which multiples, added up, are where messages begin."""

@@ -11,10 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
 from jaxzero._collectives import Wire, gather_hop, move_split, pad, start_gather, unpad
+from jaxzero._hops import sum_whole
 from jaxzero._messages import unpack
 from jaxzero._partition import Layout
 from jaxzero._pieces import Pieces
-from jaxzero._reductions import reduce, sum_whole
+from jaxzero._reductions import reduce
 
 CONFIGS = {
     "plain": jz.zero3(),
@@ -117,7 +118,7 @@ def test_sum_whole():
     for config in (jz.zero3(), CONFIGS["bfloat16"]):
         wire = Wire.of(mesh, config)
         run = _on_devices(
-            lambda xs, wire=wire: sum_whole([x[0] for x in xs], [x[0].size for x in xs], wire),
+            lambda xs, wire=wire: sum_whole([x[0] for x in xs], [x[0].size for x in xs], wire)[0],
             mesh,
             P(("node", "local")),
             P(),

@@ -23,6 +23,7 @@ CONFIGS = {
     "stage 1": jz.ZeroConfig(stage=1, gradients=jz.zeropp().gradients),
     "feedback": jz.zero3(gradients=jz.Hops(node=jz.ErrorFeedback())),
     "aux": jz.zeropp(),
+    "halves": jz.zero3(),
 }
 WIRE_TYPES = {"u8": "uint8", "u16": "uint16", "f32": "float32", "s32": "int32"}
 
@@ -61,6 +62,8 @@ def _compiled(name, mesh, microbatches):
         loss = _loss_and_aux
         reduce = {"mean": "mean", "rows": "sum", "first": "first"}
         options |= {"has_aux": True, "aux_reduce": reduce}
+    if name == "halves":
+        options["halves"] = True
     step = jax.jit(zero.value_and_grad(loss, **options))
     text = step.lower(params, x, **state).compile().as_text()
     plan = zero.plan(loss, params, x, **options, **state)
@@ -100,6 +103,7 @@ def test_groups_that_cannot_be_read_are_refused():
         ("stage 1", "2x4-auto", 1),
         ("feedback", "2x4-auto", 1),
         ("aux", "2x4-auto", 1),
+        ("halves", "2x4-auto", 1),
         ("zeropp", "1x8-auto", 1),
         ("zeropp", "8x1-auto", 1),
     ],
@@ -170,3 +174,13 @@ def test_report_as_table_and_data():
     assert sorted(row["name"] for row in data["groups"][::2]) == ["down", "scale", "up"]
     names = {row["name"] for row in data["leaves"] if row["purpose"] == "gradients"}
     assert names == {"up[i]", "down[i]", "scale[i]"}
+
+
+def test_halves_of_devices_add_scalars_alone():
+    _, plain = _compiled("zero3", "2x4-auto", 1)
+    text, halved = _compiled("halves", "2x4-auto", 1)
+    added = halved.traffic.amount().device_bytes - plain.traffic.amount().device_bytes
+    (scalars,) = (c for c in _hlo.collectives(text) if "halves" in c.line)
+    sizes = [shape.size for shape in scalars.results]  # XLA:CPU joins it with that of the loss
+    assert (scalars.op, scalars.trips, sizes) == ("all-reduce", 1, [1, 9])
+    assert added == 9 * 4 * 2 * 7 // 8
