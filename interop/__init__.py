@@ -1,12 +1,17 @@
 """Between checkpoints of PyTorch models and trees of sharded JAX arrays, shard by shard.
 
-`load_encoder` gives a tree whose leaves are tensors *in a file*; `zero.shard` reads from each only
-the slices that its devices own. `export_encoder` writes the same files back. PyTorch is needed for
-neither: only `embed_with_transformers`, which checks an export, imports it, when called.
+Loading gives a tree whose leaves are tensors *in a file*; `zero.shard` reads from each only the
+slices that its devices own. Saving writes the same files back, tensor by tensor. What lies between
+names and layouts are rules, which both directions share. PyTorch is needed for neither: only
+`embed_with_transformers`, which checks an export, imports it, when called.
 
-    loaded = interop.load_encoder(directory)
-    params = zero.shard(loaded.params)
-    interop.export_encoder(zero.unshard(params), "export", source=directory)
+    rules = [interop.Rule("kernel", "fc.weight", interop.Transpose())]
+    loaded = interop.load_into({"kernel": shape}, "checkpoint", rules=rules)
+    params = zero.shard(loaded)
+    tensors = interop.tensors_from(params, rules, like=loaded)
+    interop.save_tensors(tensors, "export", source="checkpoint")
+
+`load_encoder` and `export_encoder` do this for the models of `jaxzero.models`.
 """
 
 if __name__ != "jaxzero.interop":
@@ -20,4 +25,16 @@ from jaxzero.interop._encoder import export_encoder as export_encoder
 from jaxzero.interop._encoder import load_encoder as load_encoder
 from jaxzero.interop._file_tensor import FileTensor as FileTensor
 from jaxzero.interop._file_tensor import tensors_in as tensors_in
+from jaxzero.interop._load_into import load_into as load_into
+from jaxzero.interop._load_into import tensors_from as tensors_from
+from jaxzero.interop._match import Proposal as Proposal
+from jaxzero.interop._match import match as match
+from jaxzero.interop._rules import Rule as Rule
+from jaxzero.interop._save import save_tensors as save_tensors
+from jaxzero.interop._steps import Flatten as Flatten
+from jaxzero.interop._steps import Merge as Merge
+from jaxzero.interop._steps import Split as Split
+from jaxzero.interop._steps import Transpose as Transpose
+from jaxzero.interop._steps import Unflatten as Unflatten
+from jaxzero.interop._tensor import LazyTensor as LazyTensor
 from jaxzero.interop._transformers import embed_with_transformers as embed_with_transformers

@@ -1,147 +1,134 @@
-"""Tensors that stay in their file until somebody asks for a slice of them.
+"""Tensors in safetensors files (https://github.com/huggingface/safetensors), one file or several.
 
-A checkpoint of n bytes on N devices needs n/N bytes on each. So nothing is loaded up front: a tree
-of `FileTensor`s goes to `zero.shard`, which asks each leaf for the slices its devices own, and
-safetensors (https://github.com/huggingface/safetensors) maps just those bytes into memory.
+The library reads slices by mapping the file and parsing its header anew each time, which many
+tensors on many devices would have it do very often, and its pages count as memory of the process.
+So slices are read here, straight from the byte range that the header gives.
 """
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"  # says which of several files holds which tensor
+from jaxzero.interop._header import read_header
+from jaxzero.interop._rules import some
+from jaxzero.interop._tensor import Box, LazyTensor
 
-# Names of the format; those that numpy has no type for come from ml_dtypes.
-_DTYPES: dict[str, np.dtype] = {
-    "BOOL": np.dtype(np.bool_),
-    "U8": np.dtype(np.uint8),
-    "I8": np.dtype(np.int8),
-    "I16": np.dtype(np.int16),
-    "I32": np.dtype(np.int32),
-    "I64": np.dtype(np.int64),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64),
-}
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"  # says which of several files holds which tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FileTensor:
-    """A tensor in a safetensors file, seen in the orientation and dtype that the model wants.
+class FileTensor(LazyTensor):
+    """A tensor in a safetensors file.
 
     It holds no bytes and no open file. Indexing reads: the file's bytes of that slice, no more.
     """
 
     file: Path
     name: str  # in the file
-    shape: tuple[int, ...]  # as seen: reversed if `transposed`
-    dtype: np.dtype  # as seen: slices are cast to it after they were read
-    transposed: bool = False
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    offset: int  # of its first byte in the file
 
     @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
+    def label(self) -> str:
+        """Name and file."""
+        return f"{self.name!r} in {str(self.file)!r}"
 
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    def transpose(self) -> "FileTensor":
-        """The same tensor with its dimensions reversed. Reads nothing."""
-        return dataclasses.replace(self, shape=self.shape[::-1], transposed=not self.transposed)
-
-    def astype(self, dtype: np.typing.DTypeLike) -> "FileTensor":
-        """The same tensor as another dtype. Reads nothing."""
-        return dataclasses.replace(self, dtype=np.dtype(dtype))
-
-    def read(self) -> np.ndarray:
-        """Read the whole tensor."""
-        return self[tuple(slice(None) for _ in self.shape)]
-
-    def __getitem__(self, slices: tuple[slice, ...]) -> np.ndarray:
-        """Read one slice per dimension, each with step 1, from the file into a new array.
-
-        Raises:
-            ValueError: there are too many or too few slices, or a step other than 1.
-        """
-        bounds = self._bounds(slices)
-        shape = tuple(stop - start for start, stop in bounds)
-        if 0 in shape:
-            return np.empty(shape, self.dtype)
-        if self.transposed:
-            bounds = bounds[::-1]
-        array = self._read_file(tuple(slice(start, stop) for start, stop in bounds))
-        return (array.T if self.transposed else array).astype(self.dtype, copy=False)
-
-    def _bounds(self, slices: tuple[slice, ...]) -> list[tuple[int, int]]:
-        slices = slices if isinstance(slices, tuple) else (slices,)
-        plain = all(isinstance(each, slice) and each.step in (None, 1) for each in slices)
-        if len(slices) != self.ndim or not plain:
+    def _read_box(self, box: Box) -> np.ndarray:
+        if self.file.stat().st_size < self.offset + self.nbytes:
             raise ValueError(
-                f"`slices` of tensor {self.name!r} must be {self.ndim} slices with step 1, one per "
-                f"dimension of {self.shape}; got {slices!r}. Use `read()` and index the array."
+                f"{str(self.file)!r} ends inside tensor {self.name!r}: it was cut off after it was "
+                "opened. Copy or download it again."
             )
-        bounds = (each.indices(dim) for each, dim in zip(slices, self.shape, strict=True))
-        return [(start, max(start, stop)) for start, stop, _ in bounds]
+        whole = self.ndim  # from this dimension on, all is asked for
+        while whole and box[whole - 1] == (0, self.shape[whole - 1]):
+            whole -= 1
+        lead = [stop - start for start, stop in box[: max(whole - 1, 0)]]
+        if math.prod(lead) > 1:
+            return self._read_scattered(box)
+        return self._read_run(box)
 
-    def _read_file(self, slices: tuple[slice, ...]) -> np.ndarray:
-        with safe_open(self.file, framework="np") as file:
-            return file.get_slice(self.name)[slices] if slices else file.get_tensor(self.name)
+    def _read_run(self, box: Box) -> np.ndarray:
+        start = 0
+        for (first, _), size in zip(box, self.shape, strict=True):
+            start = start * size + first
+        shape = [stop - start for start, stop in box]
+        with open(self.file, "rb") as file:
+            file.seek(self.offset + start * self.dtype.itemsize)
+            array = np.fromfile(file, self.dtype, math.prod(shape))
+        return array.reshape(shape)
+
+    def _read_scattered(self, box: Box) -> np.ndarray:
+        # Mapped for this slice only: pages that stay mapped would count as memory of the process.
+        # Read as integers: numpy copies types that are not its own (bfloat16) one by one.
+        raw = np.dtype(f"u{self.dtype.itemsize}")
+        mapped = np.memmap(self.file, raw, "r", self.offset, self.shape)
+        return np.array(mapped[tuple(slice(start, stop) for start, stop in box)]).view(self.dtype)
 
 
-def tensors_in(directory: Path | str) -> dict[str, FileTensor]:
-    """List the tensors of a checkpoint, in one file or in several. Reads headers only.
+def tensors_in(path: Path | str) -> dict[str, FileTensor]:
+    """List the tensors of a checkpoint. Reads headers only.
+
+    Args:
+        path: a safetensors file, or a directory with `model.safetensors` or with several files and
+            their index.
 
     Raises:
-        ValueError: the directory holds no safetensors checkpoint, a file of it is missing or cut
-            short, or a tensor has a dtype that JAX has no type for.
+        ValueError: there is no safetensors checkpoint, a file of it is missing, cut short or
+            broken, a tensor has a dtype that numpy has no type for, or the index does not tell the
+            truth.
     """
-    found = {}
-    for file in _files_of(Path(directory)):
-        try:
-            with safe_open(file, framework="np") as opened:
-                for name in opened.keys():  # noqa: SIM118 (not a dict)
-                    view = opened.get_slice(name)
-                    dtype = _dtype_of(view.get_dtype(), name, file)
-                    shape = tuple(view.get_shape())
-                    found[name] = FileTensor(file=file, name=name, shape=shape, dtype=dtype)
-        except SafetensorError as error:
+    path = Path(path)
+    if path.is_file():
+        return _tensors_in_files([path], path)
+    index = path / INDEX
+    if not index.is_file():
+        return _tensors_in_files([path / SINGLE], path)
+    file_of = _read_index(index)
+    tensors = _tensors_in_files([path / name for name in sorted(set(file_of.values()))], path)
+    for name, file in file_of.items():
+        if name not in tensors or tensors[name].file.name != file:
             raise ValueError(
-                f"{str(file)!r} is not a whole safetensors file ({error}). Copy or download the "
-                "checkpoint again."
-            ) from error
-    return found
+                f"{str(index)!r} says that tensor {name!r} is in {file}, which does not hold it. "
+                "Copy or download the checkpoint again."
+            )
+    return tensors
 
 
-def _files_of(directory: Path) -> list[Path]:
-    index = directory / _INDEX
-    if index.is_file():
-        names = json.loads(index.read_text())["weight_map"].values()
-        files = [directory / name for name in sorted(set(names))]
-    else:
-        files = [directory / _SINGLE]
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        file_of = json.loads(index.read_bytes())["weight_map"]
+        plain = all(isinstance(file, str) and Path(file).name == file for file in file_of.values())
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        plain = False
+    if not plain or not file_of:
+        raise ValueError(
+            f"{str(index)!r} is not an index of safetensors files: its `weight_map` must give a "
+            "file of the same directory for each tensor. Copy or download it again."
+        )
+    return file_of
+
+
+def _tensors_in_files(files: list[Path], path: Path) -> dict[str, FileTensor]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ValueError(
-            f"{str(directory)!r} lacks {', '.join(missing)}. Give a directory that "
-            "`save_pretrained` of Hugging Face transformers wrote. It writes safetensors, so it "
-            "converts an older checkpoint (`pytorch_model.bin`) that it has loaded."
+            f"{str(path)!r} lacks {some(missing)}. Give a directory that `save_pretrained` of "
+            "Hugging Face transformers wrote. It writes safetensors, so it converts an older "
+            "checkpoint (`pytorch_model.bin`) that it has loaded."
         )
-    return files
-
-
-def _dtype_of(name: str, tensor: str, file: Path) -> np.dtype:
-    if name not in _DTYPES:
-        raise ValueError(
-            f"Tensor {tensor!r} in {str(file)!r} has dtype {name}, which is not one of "
-            f"{', '.join(_DTYPES)}. Save the checkpoint again in one of those."
-        )
-    return _DTYPES[name]
+    found: dict[str, FileTensor] = {}
+    for file in files:
+        for name, dtype, shape, offset in read_header(file):
+            if name in found:
+                raise ValueError(
+                    f"Tensor {name!r} is in {found[name].file.name} and in {file.name} of "
+                    f"{str(path)!r}. One of the two is left over from another checkpoint: save "
+                    "it again into an empty directory."
+                )
+            found[name] = FileTensor(file=file, name=name, shape=shape, dtype=dtype, offset=offset)
+    return found

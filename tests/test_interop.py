@@ -85,14 +85,13 @@ def test_failed_export_leaves_nothing_behind(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, had_one: bool
 ):
     def full_disk(*args):
-        Path(args[1]).write_bytes(b"half")
         raise OSError("No space left on device")
 
     params = read_all(interop.load_encoder(checkpoint).params)
     if had_one:
         (tmp_path / "export").mkdir()
         (tmp_path / "export" / "kept").write_text("")
-    monkeypatch.setattr("jaxzero.interop._encoder.save_file", full_disk)
+    monkeypatch.setattr("jaxzero.interop._writer.SafetensorsWriter.write", full_disk)
     with pytest.raises(OSError, match="No space left"):
         interop.export_encoder(params, tmp_path / "export", source=checkpoint)
     left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*"))
@@ -113,7 +112,7 @@ def test_slices_equal_those_of_numpy(checkpoint: Path, data, transposed: bool):
 
 def test_tensor_is_described_and_cast_without_reading(checkpoint: Path, monkeypatch):
     tensor = interop.tensors_in(checkpoint)[UP]
-    monkeypatch.setattr(FileTensor, "_read_file", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(FileTensor, "_read_box", lambda *_: pytest.fail("read"))
     seen = tensor.transpose().astype(np.float16)
     assert (seen.shape, seen.dtype, seen.ndim, seen.size) == ((16, 40), np.float16, 2, 640)
     monkeypatch.undo()
@@ -133,21 +132,21 @@ def test_scalars_and_empty_tensors(tmp_path: Path):
 def test_slices_that_are_refused(checkpoint: Path, slices):
     tensor = interop.tensors_in(checkpoint)[UP]
     with pytest.raises(
-        ValueError, match=rf"`slices` of tensor '{UP}' must be 2 slices with step 1"
+        ValueError, match=rf"`slices` of tensor '{UP}' in .* must be 2 slices with step 1"
     ):
         tensor[slices]
 
 
 def test_each_device_reads_its_own_slice_only(checkpoint: Path, monkeypatch):
     sizes: dict[str, list[int]] = {}
-    read_file = FileTensor._read_file
+    read_box = FileTensor._read_box
 
-    def counted(self, slices):
-        array = read_file(self, slices)
+    def counted(self, box):
+        array = read_box(self, box)
         sizes.setdefault(self.name, []).append(array.size)
         return array
 
-    monkeypatch.setattr(FileTensor, "_read_file", counted)
+    monkeypatch.setattr(FileTensor, "_read_box", counted)
     zero = jz.Zero(jz.make_mesh(nodes=2))
     params = zero.shard(interop.load_encoder(checkpoint).params)
     for name, shape in tiny_checkpoint.shapes().items():
@@ -174,7 +173,7 @@ def test_a_checkpoint_in_several_files(checkpoint: Path, tmp_path: Path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
     assert interop.tensors_in(tmp_path).keys() == held.keys()
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"lacks model-00002-of-00002.safetensors\. Give a dir"):
+    with pytest.raises(ValueError, match=r"lacks 'model-00002-of-00002\.safetensors'\. Give a dir"):
         interop.tensors_in(tmp_path)
 
 
@@ -204,21 +203,21 @@ def test_wrong_model_type(tmp_path: Path):
 
 
 def test_cut_off_and_missing_files(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"lacks model\.safetensors.*`pytorch_model\.bin`"):
+    with pytest.raises(ValueError, match=r"lacks 'model\.safetensors'.*`pytorch_model\.bin`"):
         interop.tensors_in(tmp_path)
     tiny_checkpoint.write(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"is not a whole safetensors file .*Copy or download"):
+    with pytest.raises(ValueError, match=r"is not a whole safetensors file: .*Copy or download"):
         interop.tensors_in(tmp_path)
 
 
 def test_export_refuses_another_tree(checkpoint: Path, tmp_path: Path):
     params = read_all(interop.load_encoder(checkpoint).params)
-    with pytest.raises(ValueError, match=r"'embeddings\..*' is in only one of them"):
+    with pytest.raises(ValueError, match=r"`embeddings\..*` is in only one of the"):
         interop.export_encoder({"layers": params["layers"]}, tmp_path / "e", source=checkpoint)
     padded = jax.tree.map(lambda x: np.pad(x, [(0, 1)] * x.ndim), params)
-    with pytest.raises(ValueError, match=r"at 'embeddings\..*pass `zero\.unshard\(params\)`"):
+    with pytest.raises(ValueError, match=r"have shape .* at `embeddings\..*the model has"):
         interop.export_encoder(padded, tmp_path / "e", source=checkpoint)
     with pytest.raises(ValueError, match="`directory` and `source` are both"):
         interop.export_encoder(params, checkpoint, source=checkpoint)
