@@ -1,5 +1,6 @@
 """Flax NNX models that converted checkpoints run in. `jaxzero.interop` fills their parameters."""
 
+from ._config_json import read_config as read_config
 from ._decoder import Decoder as Decoder
 from ._decoder_config import DecoderConfig as DecoderConfig
 from ._encoder import Encoder as Encoder

@@ -53,9 +53,11 @@ class Decoder(nnx.Module):
             rngs=rngs,
         )
         self.norm = make_norm(config, config.hidden_size, rngs)
-        self.head = None
-        if not config.tied_head:
-            self.head = make_linear(config, config.hidden_size, config.vocabulary_size, False, rngs)
+        self.head = (
+            None
+            if config.tied_head
+            else make_linear(config, config.hidden_size, config.vocabulary_size, False, rngs)
+        )
 
     def _table(self, num_rows: int, rngs: nnx.Rngs) -> nnx.Embed:
         return nnx.Embed(

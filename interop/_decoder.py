@@ -1,0 +1,118 @@
+"""Decoders from and to a Hugging Face directory: weights, `config.json`, tokenizer."""
+
+import fnmatch
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from flax import nnx
+
+from jaxzero.interop._convert import to_ours
+from jaxzero.interop._decoder_table import BUFFERS, HEAD, rules_of, without_prefix
+from jaxzero.interop._directory import export_directory
+from jaxzero.interop._file_tensor import tensors_in
+from jaxzero.interop._rules import Rule
+from jaxzero.interop._tree import named_leaves
+from jaxzero.models import Decoder, DecoderConfig, read_config
+
+_SAVE_A_CAUSAL_MODEL = (
+    "It must hold the tensors of a decoder with a head for the next token: load it with "
+    "`transformers.AutoModelForCausalLM.from_pretrained` and save it with `save_pretrained`."
+)
+
+
+class LoadedDecoder(NamedTuple):
+    """A `Decoder` whose parameters are still in their file.
+
+    `nnx.merge(graph, arrays)` builds the model once `params` has become arrays of the same tree.
+    """
+
+    config: DecoderConfig
+    graph: Any  # nnx.GraphDef[Decoder]; beartype warns of the annotations inside Flax's types
+    params: Any  # nnx.State whose leaves are lazy tensors
+
+
+def load_decoder(
+    directory: Path | str, *, dtype: np.typing.DTypeLike | None = None, **changes: Any
+) -> LoadedDecoder:
+    """Open the checkpoint of a decoder. No tensor is read yet; give `params` to `zero.shard`.
+
+    Args:
+        directory: holds `config.json` and `model.safetensors` (or its parts and their index).
+        dtype: of the parameters; as in the file if left out.
+        **changes: fields of `DecoderConfig` to set differently, such as `compute_dtype`,
+            `scan_layers` and `remat`.
+
+    Raises:
+        ValueError: the directory is not such a checkpoint, is of a `model_type` or has an option
+            that the decoder does not compute, or a tensor is unknown, missing, or of another shape
+            than `config.json` says. Keys and tensors are named.
+    """
+    directory = Path(directory)
+    config = DecoderConfig.from_json(directory, **changes)
+    graph, abstract = _abstract(config)
+    named = named_leaves(abstract)
+    source = tensors_in(directory)
+    loaded = to_ours(
+        _rules(directory, config, source),
+        {path: leaf.shape for path, leaf in named.leaves.items()},
+        source,
+        where=f"in {str(directory)!r}",
+        ignore=(*BUFFERS, HEAD) if config.tied_head else BUFFERS,
+        remedy=_SAVE_A_CAUSAL_MODEL,
+    )
+    if dtype is not None:
+        loaded = {path: tensor.astype(dtype) for path, tensor in loaded.items()}
+    return LoadedDecoder(config, graph, named.rebuild(loaded))
+
+
+def export_decoder(params: Any, directory: Path | str, *, source: Path | str) -> Path:
+    """Write parameters as a directory that `transformers.AutoModelForCausalLM` loads.
+
+    The directory appears whole or not at all: it is written under a temporary name beside its
+    place, flushed to disk, and renamed. One that was there before is replaced in the same manner.
+
+    Args:
+        params: the tree of `load_decoder`, with full arrays for leaves (`zero.unshard(params)`),
+            of layers in a list or in a stack.
+        directory: where to write.
+        source: the directory that was loaded. Its `config.json`, tokenizer files and the tensors
+            that are computed here (masks, speeds of rotation) are carried along. A head that is
+            tied to the embeddings is not written, as transformers does not.
+
+    Returns:
+        `directory`.
+
+    Raises:
+        ValueError: `params` is not the parameter tree of `source`, or `directory` is `source`.
+    """
+    given = named_leaves(params).leaves
+    listed = any(re.match(r"layers\.\d+\.", path) for path in given)
+    config = DecoderConfig.from_json(source, scan_layers=not listed)
+    held = tensors_in(source)
+    return export_directory(
+        params,
+        _abstract(config)[1],
+        _rules(Path(source), config, held),
+        directory,
+        source=source,
+        carried=[name for name in held if _is_buffer(name)],
+    )
+
+
+def _is_buffer(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in BUFFERS)
+
+
+def _abstract(config: DecoderConfig) -> tuple[Any, Any]:
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+
+
+def _rules(directory: Path, config: DecoderConfig, held: Iterable[str]) -> tuple[Rule, ...]:
+    content, _ = read_config(directory)
+    rules = rules_of(content["model_type"], config)
+    # A model that was saved without its head has names without the prefix; a tied head is no loss.
+    has_prefix = any(name.startswith(("model.", "transformer.")) for name in held)
+    return rules if has_prefix else without_prefix(rules)
