@@ -1,9 +1,9 @@
-"""Causal attention: grouped heads, sliding windows, caps on the logits, rotated or not.
+"""Attention: grouped heads, sliding windows, caps on the logits, rotated or not.
 
     attention(q, k, v) = softmax(cap(scale q k^T) + mask) v,   cap(x) = c tanh(x / c)
 
-A query sees keys of its own and of earlier positions that are no padding, and with a window w the
-last w of them only. Each of the g key-value heads serves h / g query heads (GQA,
+A query sees keys that are no padding: in a decoder those of its own and of earlier positions, with
+a window w the last w of them. Each of the g key-value heads serves h / g query heads (GQA,
 https://arxiv.org/abs/2305.13245).
 
 `jax.nn.dot_product_attention` does the work where it can. It has neither a cap nor dropout of
@@ -98,6 +98,7 @@ def attend(
     value_bsgk: Float[Array, "b s g k"],
     mask_bs: Bool[Array, "b s"] | None = None,
     *,
+    is_causal: bool = True,
     window: Window = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -105,7 +106,7 @@ def attend(
     dropout_key: Key[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "b t h k"]:
-    """Causal attention, by `jax.nn.dot_product_attention` unless it lacks what is asked for."""
+    """Attention, by `jax.nn.dot_product_attention` unless it lacks what is asked for."""
     has_dropout = dropout_key is not None and dropout_rate > 0
     if softcap is None and not has_dropout and not isinstance(window, jax.Array):
         return jax.nn.dot_product_attention(
@@ -114,7 +115,7 @@ def attend(
             value_bsgk,
             mask=None if mask_bs is None else mask_bs[:, None, None, :],
             scale=scale,
-            is_causal=True,
+            is_causal=is_causal,
             local_window_size=None if window is None else (window - 1, 0),
             implementation=implementation,  # pyright: ignore[reportArgumentType]
         )
@@ -131,18 +132,20 @@ def attend(
     logits = logits * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
-    seen = _seen(query.shape[1], window, mask_bs)[:, None, None]
+    seen = _seen(query.shape[1], is_causal, window, mask_bs)
     # Finite, as there: a row of padding that sees nothing gets a mean and not NaN.
-    logits = jnp.where(seen, logits, 0.7 * jnp.finfo(wide).min)
+    logits = jnp.where(seen[:, None, None], logits, 0.7 * jnp.finfo(wide).min)
     probabilities = dropout(jax.nn.softmax(logits), dropout_rate, dropout_key)
     mixed = jnp.einsum("bgnts,bsgk->btgnk", probabilities.astype(value_bsgk.dtype), value_bsgk)
     return mixed.reshape(query_bthk.shape)
 
 
-def _seen(num_tokens: int, window: Window, mask_bs: Bool[Array, "b s"] | None) -> Array:
-    """Which keys each query sees, `[b or 1, t, s]`."""
+def _seen(
+    num_tokens: int, is_causal: bool, window: Window, mask_bs: Bool[Array, "b s"] | None
+) -> Bool[Array, "_ t s"]:
+    """Which keys each query sees."""
     distance = jnp.arange(num_tokens)[:, None] - jnp.arange(num_tokens)[None]
-    seen = distance >= 0
+    seen = distance >= (0 if is_causal else -num_tokens)
     if window is not None:
         seen = seen & (distance < window)
     return seen[None] if mask_bs is None else seen[None] & mask_bs[:, None, :]

@@ -8,7 +8,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from ._checks import check_choices, check_positive
+from ._checks import check_choices, check_dropout, check_positive
 from ._config_json import read_config
 from ._decoder_families import fields_of
 from ._experts_config import ExpertsConfig
@@ -98,9 +98,7 @@ class DecoderConfig:
     def __post_init__(self):
         check_positive(self)
         check_choices(self)
-        for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be in [0, 1); got {getattr(self, name)}.")
+        check_dropout(self)
         self._check_attention()
         if self.scan_layers and self.experts is not None and self.experts.dense_layers:
             raise ValueError(
