@@ -79,8 +79,10 @@ class FileTensor(LazyTensor):
 
     def _read_scattered(self, box: Box) -> np.ndarray:
         # Mapped for this slice only: pages that stay mapped would count as memory of the process.
-        mapped = np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
-        return np.array(mapped[tuple(slice(start, stop) for start, stop in box)])
+        # Read as integers: numpy copies types that are not its own (bfloat16) one by one.
+        raw = np.dtype(f"u{self.dtype.itemsize}")
+        mapped = np.memmap(self.file, raw, "r", self.offset, self.shape)
+        return np.array(mapped[tuple(slice(start, stop) for start, stop in box)]).view(self.dtype)
 
 
 def tensors_in(directory: Path | str) -> dict[str, FileTensor]:
