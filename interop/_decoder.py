@@ -1,7 +1,5 @@
 """Decoders from and to a Hugging Face directory: weights, `config.json`, tokenizer."""
 
-import fnmatch
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,12 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
-from jaxzero.interop._convert import to_ours
 from jaxzero.interop._decoder_table import BUFFERS, HEAD, rules_of, without_prefix
-from jaxzero.interop._directory import export_directory
+from jaxzero.interop._directory import export_directory, is_stacked, lazy_params
 from jaxzero.interop._file_tensor import tensors_in
 from jaxzero.interop._rules import Rule
-from jaxzero.interop._tree import named_leaves
 from jaxzero.models import Decoder, DecoderConfig, read_config
 
 _SAVE_A_CAUSAL_MODEL = (
@@ -53,19 +49,17 @@ def load_decoder(
     directory = Path(directory)
     config = DecoderConfig.from_json(directory, **changes)
     graph, abstract = _abstract(config)
-    named = named_leaves(abstract)
-    source = tensors_in(directory)
-    loaded = to_ours(
-        _rules(directory, config, source),
-        {path: leaf.shape for path, leaf in named.leaves.items()},
-        source,
-        where=f"in {str(directory)!r}",
+    held = tensors_in(directory)
+    params = lazy_params(
+        abstract,
+        _rules(directory, config, held),
+        held,
+        directory,
         ignore=(*BUFFERS, HEAD) if config.tied_head else BUFFERS,
         remedy=_SAVE_A_CAUSAL_MODEL,
+        dtype=dtype,
     )
-    if dtype is not None:
-        loaded = {path: tensor.astype(dtype) for path, tensor in loaded.items()}
-    return LoadedDecoder(config, graph, named.rebuild(loaded))
+    return LoadedDecoder(config, graph, params)
 
 
 def export_decoder(params: Any, directory: Path | str, *, source: Path | str) -> Path:
@@ -88,22 +82,15 @@ def export_decoder(params: Any, directory: Path | str, *, source: Path | str) ->
     Raises:
         ValueError: `params` is not the parameter tree of `source`, or `directory` is `source`.
     """
-    given = named_leaves(params).leaves
-    listed = any(re.match(r"layers\.\d+\.", path) for path in given)
-    config = DecoderConfig.from_json(source, scan_layers=not listed)
-    held = tensors_in(source)
+    config = DecoderConfig.from_json(source, scan_layers=is_stacked(params))
     return export_directory(
         params,
         _abstract(config)[1],
-        _rules(Path(source), config, held),
+        _rules(Path(source), config, tensors_in(source)),
         directory,
         source=source,
-        carried=[name for name in held if _is_buffer(name)],
+        carried=BUFFERS,
     )
-
-
-def _is_buffer(name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in BUFFERS)
 
 
 def _abstract(config: DecoderConfig) -> tuple[Any, Any]:

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 
 from jaxzero.interop._rules import Rule
 from jaxzero.interop._steps import Split, Transpose
+from jaxzero.interop._table import LAYER, embedding, linear, norm, stacked
 from jaxzero.models import DecoderConfig
 
-_OURS, _THEIRS = "layers.{i}", "model.layers.{i}"
+_THEIRS = "model.layers.{i}"
 
 # In files, but no parameters: masks and speeds of rotation, which are computed here.
 BUFFERS = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq")
@@ -22,11 +23,11 @@ HEAD = "lm_head.weight"
 def rules_of(model_type: str, config: DecoderConfig) -> tuple[Rule, ...]:
     """The table of a family, for layers in a list or in a stack as `config` has them."""
     rules = _phi3(config) if model_type == "phi3" else _TABLES[model_type]
-    return _stacked(rules) if config.scan_layers else rules
+    return stacked(rules) if config.scan_layers else rules
 
 
 def without_prefix(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """The names in a checkpoint of the model without its head: `h.0...`, not `transformer.h.0...`."""
+    """The names in a checkpoint that was saved without its head: not `model.norm`, but `norm`."""
     return tuple(
         Rule(rule.ours, tuple(_after_prefix(name) for name in rule.theirs), *rule.steps)
         for rule in rules
@@ -39,55 +40,41 @@ def _after_prefix(name: str) -> str:
     return name
 
 
-def _stacked(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    return tuple(
-        Rule(tuple(path.replace(_OURS, "layers") for path in rule.ours), rule.theirs, *rule.steps)
-        for rule in rules
-    )
-
-
-def _linear(ours: str, theirs: str) -> tuple[Rule, ...]:
-    # `torch.nn.Linear` keeps `[out, in]`, ours is `[in, out]`.
-    return (
-        Rule(f"{ours}.kernel", f"{theirs}.weight", Transpose()),
-        Rule(f"{ours}.bias", f"{theirs}.bias"),
-    )
-
-
 def _norms(**names: str) -> tuple[Rule, ...]:
     return tuple(
-        Rule(f"{_OURS}.{ours}.scale", f"{_THEIRS}.{theirs}.weight")
+        rule
         for ours, theirs in names.items()
+        for rule in norm(f"{LAYER}.{ours}", f"{_THEIRS}.{theirs}")
     )
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     each = f"{_THEIRS}.{block}.experts.{{e}}"
     return (
-        *_linear(f"{_OURS}.mlp.router", f"{_THEIRS}.{block}.gate"),
-        Rule(f"{_OURS}.mlp.gate", f"{each}.{gate}.weight", Transpose()),
-        Rule(f"{_OURS}.mlp.up", f"{each}.{up}.weight", Transpose()),
-        Rule(f"{_OURS}.mlp.down", f"{each}.{down}.weight", Transpose()),
+        *linear(f"{LAYER}.mlp.router", f"{_THEIRS}.{block}.gate"),
+        Rule(f"{LAYER}.mlp.gate", f"{each}.{gate}.weight", Transpose()),
+        Rule(f"{LAYER}.mlp.up", f"{each}.{up}.weight", Transpose()),
+        Rule(f"{LAYER}.mlp.down", f"{each}.{down}.weight", Transpose()),
     )
 
 
 _ENDS = (
-    Rule("embedding.embedding", "model.embed_tokens.weight"),
-    Rule("norm.scale", "model.norm.weight"),
-    *_linear("head", "lm_head"),
+    *embedding("embedding", "model.embed_tokens"),
+    *norm("norm", "model.norm"),
+    *linear("head", "lm_head"),
 )
 _ATTENTION = (
-    *_linear(f"{_OURS}.attention.query", f"{_THEIRS}.self_attn.q_proj"),
-    *_linear(f"{_OURS}.attention.key", f"{_THEIRS}.self_attn.k_proj"),
-    *_linear(f"{_OURS}.attention.value", f"{_THEIRS}.self_attn.v_proj"),
-    *_linear(f"{_OURS}.attention.output", f"{_THEIRS}.self_attn.o_proj"),
-    Rule(f"{_OURS}.attention.query_norm.scale", f"{_THEIRS}.self_attn.q_norm.weight"),
-    Rule(f"{_OURS}.attention.key_norm.scale", f"{_THEIRS}.self_attn.k_norm.weight"),
+    *linear(f"{LAYER}.attention.query", f"{_THEIRS}.self_attn.q_proj"),
+    *linear(f"{LAYER}.attention.key", f"{_THEIRS}.self_attn.k_proj"),
+    *linear(f"{LAYER}.attention.value", f"{_THEIRS}.self_attn.v_proj"),
+    *linear(f"{LAYER}.attention.output", f"{_THEIRS}.self_attn.o_proj"),
+    *norm(f"{LAYER}.attention.query_norm", f"{_THEIRS}.self_attn.q_norm"),
+    *norm(f"{LAYER}.attention.key_norm", f"{_THEIRS}.self_attn.k_norm"),
 )
 _MLP = (
-    *_linear(f"{_OURS}.mlp.gate", f"{_THEIRS}.mlp.gate_proj"),
-    *_linear(f"{_OURS}.mlp.up", f"{_THEIRS}.mlp.up_proj"),
-    *_linear(f"{_OURS}.mlp.down", f"{_THEIRS}.mlp.down_proj"),
+    *linear(f"{LAYER}.mlp.gate", f"{_THEIRS}.mlp.gate_proj"),
+    *linear(f"{LAYER}.mlp.up", f"{_THEIRS}.mlp.up_proj"),
+    *linear(f"{LAYER}.mlp.down", f"{_THEIRS}.mlp.down_proj"),
 )
 _NORMS_BEFORE = _norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
 _NORMS_AFTER = _norms(
@@ -110,20 +97,17 @@ def _gpt2() -> tuple[Rule, ...]:
 
     def conv(ours: str, name: str) -> tuple[Rule, ...]:
         return (
-            Rule(f"{_OURS}.{ours}.kernel", f"{theirs}.{name}.weight"),
-            Rule(f"{_OURS}.{ours}.bias", f"{theirs}.{name}.bias"),
+            Rule(f"{LAYER}.{ours}.kernel", f"{theirs}.{name}.weight"),
+            Rule(f"{LAYER}.{ours}.bias", f"{theirs}.{name}.bias"),
         )
 
-    def norm(ours: str, name: str) -> tuple[Rule, ...]:
-        return (Rule(f"{ours}.scale", f"{name}.weight"), Rule(f"{ours}.bias", f"{name}.bias"))
-
-    thirds = [f"{_OURS}.attention.{part}" for part in ("query", "key", "value")]
+    thirds = [f"{LAYER}.attention.{part}" for part in ("query", "key", "value")]
     return (
-        Rule("embedding.embedding", "transformer.wte.weight"),
-        Rule("positions.embedding", "transformer.wpe.weight"),
+        *embedding("embedding", "transformer.wte"),
+        *embedding("positions", "transformer.wpe"),
         *norm("norm", "transformer.ln_f"),
-        *_linear("head", "lm_head"),
-        *norm(f"{_OURS}.attention_norm", f"{theirs}.ln_1"),
+        *linear("head", "lm_head"),
+        *norm(f"{LAYER}.attention_norm", f"{theirs}.ln_1"),
         Rule(
             tuple(f"{part}.kernel" for part in thirds),
             f"{theirs}.attn.c_attn.weight",
@@ -131,7 +115,7 @@ def _gpt2() -> tuple[Rule, ...]:
         ),
         Rule(tuple(f"{part}.bias" for part in thirds), f"{theirs}.attn.c_attn.bias", Split(0, 3)),
         *conv("attention.output", "attn.c_proj"),
-        *norm(f"{_OURS}.mlp_norm", f"{theirs}.ln_2"),
+        *norm(f"{LAYER}.mlp_norm", f"{theirs}.ln_2"),
         *conv("mlp.up", "mlp.c_fc"),
         *conv("mlp.down", "mlp.c_proj"),
     )
@@ -144,19 +128,19 @@ def _phi3(config: DecoderConfig) -> tuple[Rule, ...]:
     return (
         *_ENDS,
         Rule(
-            tuple(f"{_OURS}.attention.{part}.kernel" for part in ("query", "key", "value")),
+            tuple(f"{LAYER}.attention.{part}.kernel" for part in ("query", "key", "value")),
             f"{_THEIRS}.self_attn.qkv_proj.weight",
             Split(0, sizes),
             Transpose(),
         ),
-        *_linear(f"{_OURS}.attention.output", f"{_THEIRS}.self_attn.o_proj"),
+        *linear(f"{LAYER}.attention.output", f"{_THEIRS}.self_attn.o_proj"),
         Rule(
-            (f"{_OURS}.mlp.gate.kernel", f"{_OURS}.mlp.up.kernel"),
+            (f"{LAYER}.mlp.gate.kernel", f"{LAYER}.mlp.up.kernel"),
             f"{_THEIRS}.mlp.gate_up_proj.weight",
             Split(0, 2),
             Transpose(),
         ),
-        *_linear(f"{_OURS}.mlp.down", f"{_THEIRS}.mlp.down_proj"),
+        *linear(f"{LAYER}.mlp.down", f"{_THEIRS}.mlp.down_proj"),
         *_NORMS_BEFORE,
     )
 

@@ -1,8 +1,10 @@
-"""Writing a Hugging Face directory: weights by rules, the rest carried along from another one."""
+"""A model in a Hugging Face directory: its weights read and written by rules, the rest carried."""
 
+import fnmatch
 import json
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxzero.interop._atomic import new_directory
-from jaxzero.interop._convert import to_theirs
+from jaxzero.interop._convert import to_ours, to_theirs
 from jaxzero.interop._file_tensor import tensors_in
 from jaxzero.interop._rules import Rule
-from jaxzero.interop._tensor import ArrayTensor
+from jaxzero.interop._tensor import ArrayTensor, LazyTensor
 from jaxzero.interop._tree import named_leaves
 
 # What makes a directory usable besides its weights. Files, or folders with files.
@@ -35,6 +37,49 @@ _CARRIED_FILES = (
 )
 
 
+def lazy_params(
+    abstract: Any,
+    rules: Iterable[Rule],
+    held: Mapping[str, LazyTensor],
+    directory: Path,
+    *,
+    ignore: Iterable[str],
+    remedy: str,
+    dtype: np.typing.DTypeLike | None,
+) -> Any:
+    """The tree `abstract` of shapes, with tensors of a checkpoint for leaves. Nothing is read.
+
+    Args:
+        abstract: the parameters that the model has.
+        rules: the table.
+        held: the tensors of the checkpoint.
+        directory: where they lie, for messages.
+        ignore: names of tensors that are no parameters, with `*` for any text.
+        remedy: what to do about missing and unknown tensors, for messages.
+        dtype: of the parameters; as in the checkpoint if None.
+
+    Raises:
+        ValueError: a tensor is missing, unknown or of another shape than the model's.
+    """
+    named = named_leaves(abstract)
+    loaded = to_ours(
+        rules,
+        {path: leaf.shape for path, leaf in named.leaves.items()},
+        held,
+        where=f"in {str(directory)!r}",
+        ignore=ignore,
+        remedy=remedy,
+    )
+    if dtype is not None:
+        loaded = {path: tensor.astype(dtype) for path, tensor in loaded.items()}
+    return named.rebuild(loaded)
+
+
+def is_stacked(params: Any) -> bool:
+    """Whether a tree has its layers in one stack, to be scanned, and not in a list."""
+    return not any(re.match(r"layers\.\d+\.", path) for path in named_leaves(params).leaves)
+
+
 def export_directory(
     params: Any,
     abstract: Any,
@@ -52,7 +97,7 @@ def export_directory(
         rules: the table.
         directory: where to write.
         source: whose `config.json` and tokenizer files are carried along.
-        carried: names of tensors that are copied from `source`.
+        carried: names of tensors that are copied from `source`, with `*` for any text.
 
     Raises:
         ValueError: `params` is another tree than `abstract`, or `directory` is `source`.
@@ -66,7 +111,11 @@ def export_directory(
     tensors = _to_tensors(params, abstract, rules)
     dtype = next(iter(tensors.values())).dtype.name
     held = tensors_in(source)
-    tensors |= {name: held[name].read() for name in carried}
+    tensors |= {
+        name: held[name].read()
+        for name in held
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in carried)
+    }
     with new_directory(directory) as folder:
         _write_config(source, folder, dtype)
         for name in _CARRIED_FILES:
