@@ -1,6 +1,5 @@
 """Decoders from and to a Hugging Face directory: weights, `config.json`, tokenizer."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,8 +7,8 @@ import numpy as np
 from flax import nnx
 
 from jaxzero.interop._decoder_table import BUFFERS, HEAD, rules_of, without_prefix
-from jaxzero.interop._directory import export_directory, is_stacked, lazy_params
 from jaxzero.interop._file_tensor import tensors_in
+from jaxzero.interop._model_directory import is_stacked, load_params, save_params
 from jaxzero.interop._rules import Rule
 from jaxzero.models import Decoder, DecoderConfig, read_config
 
@@ -49,11 +48,9 @@ def load_decoder(
     directory = Path(directory)
     config = DecoderConfig.from_json(directory, **changes)
     graph, abstract = _abstract(config)
-    held = tensors_in(directory)
-    params = lazy_params(
+    params = load_params(
         abstract,
-        _rules(directory, config, held),
-        held,
+        _rules(directory, config),
         directory,
         ignore=(*BUFFERS, HEAD) if config.tied_head else BUFFERS,
         remedy=_SAVE_A_CAUSAL_MODEL,
@@ -65,11 +62,10 @@ def load_decoder(
 def export_decoder(params: Any, directory: Path | str, *, source: Path | str) -> Path:
     """Write parameters as a directory that `transformers.AutoModelForCausalLM` loads.
 
-    The directory appears whole or not at all: it is written under a temporary name beside its
-    place, flushed to disk, and renamed. One that was there before is replaced in the same manner.
+    The directory appears whole or not at all, as `save_tensors` says.
 
     Args:
-        params: the tree of `load_decoder`, with full arrays for leaves (`zero.unshard(params)`),
+        params: the tree of `load_decoder`, with whole arrays for leaves or those of `zero.shard`,
             of layers in a list or in a stack.
         directory: where to write.
         source: the directory that was loaded. Its `config.json`, tokenizer files and the tensors
@@ -83,12 +79,12 @@ def export_decoder(params: Any, directory: Path | str, *, source: Path | str) ->
         ValueError: `params` is not the parameter tree of `source`, or `directory` is `source`.
     """
     config = DecoderConfig.from_json(source, scan_layers=is_stacked(params))
-    return export_directory(
+    return save_params(
         params,
         _abstract(config)[1],
-        _rules(Path(source), config, tensors_in(source)),
+        _rules(Path(source), config),
         directory,
-        source=source,
+        source=Path(source),
         carried=BUFFERS,
     )
 
@@ -97,9 +93,10 @@ def _abstract(config: DecoderConfig) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
 
 
-def _rules(directory: Path, config: DecoderConfig, held: Iterable[str]) -> tuple[Rule, ...]:
+def _rules(directory: Path, config: DecoderConfig) -> tuple[Rule, ...]:
     content, _ = read_config(directory)
     rules = rules_of(content["model_type"], config)
     # A model that was saved without its head has names without the prefix; a tied head is no loss.
-    has_prefix = any(name.startswith(("model.", "transformer.")) for name in held)
+    prefixes = ("model.", "transformer.")
+    has_prefix = any(name.startswith(prefixes) for name in tensors_in(directory))
     return rules if has_prefix else without_prefix(rules)

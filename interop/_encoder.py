@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
-from jaxzero.interop._directory import export_directory, is_stacked, lazy_params
 from jaxzero.interop._encoder_table import ENCODER_CARRIED, ENCODERS
-from jaxzero.interop._file_tensor import tensors_in
+from jaxzero.interop._model_directory import is_stacked, load_params, save_params
 from jaxzero.interop._rules import Rule
 from jaxzero.interop._table import stacked
 from jaxzero.models import Encoder, EncoderConfig, read_config
@@ -48,10 +47,9 @@ def load_encoder(
     directory = Path(directory)
     config = EncoderConfig.from_json(directory, **changes)
     graph, abstract = _abstract(config)
-    params = lazy_params(
+    params = load_params(
         abstract,
         _rules(directory, config),
-        tensors_in(directory),
         directory,
         ignore=ENCODER_CARRIED,
         remedy=_SAVE_A_PLAIN_ENCODER,
@@ -63,11 +61,10 @@ def load_encoder(
 def export_encoder(params: Any, directory: Path | str, *, source: Path | str) -> Path:
     """Write parameters as a directory that `transformers` and `sentence-transformers` load.
 
-    The directory appears whole or not at all: it is written under a temporary name beside its
-    place, flushed to disk, and renamed. One that was there before is replaced in the same manner.
+    The directory appears whole or not at all, as `save_tensors` says.
 
     Args:
-        params: the tree of `load_encoder`, with full arrays for leaves (`zero.unshard(params)`).
+        params: the tree of `load_encoder`, with whole arrays for leaves or those of `zero.shard`.
         directory: where to write.
         source: the directory that was loaded. Its `config.json`, tokenizer files and the tensors
             that take no part in the encoder (the pooler) are carried along.
@@ -79,12 +76,12 @@ def export_encoder(params: Any, directory: Path | str, *, source: Path | str) ->
         ValueError: `params` is not the parameter tree of `source`, or `directory` is `source`.
     """
     config = EncoderConfig.from_json(source, scan_layers=is_stacked(params))
-    return export_directory(
+    return save_params(
         params,
         _abstract(config)[1],
         _rules(Path(source), config),
         directory,
-        source=source,
+        source=Path(source),
         carried=ENCODER_CARRIED,
     )
 
