@@ -25,6 +25,7 @@ from ._decoder_config import DecoderConfig
 from ._dropout import dropout
 from ._norms import make_norm
 from ._rope import Turns, rotate
+from ._wide import widened
 
 Window = int | Int[Array, ""] | None
 
@@ -127,7 +128,7 @@ def attend(
         )
     num_groups = key_bsgk.shape[2]
     query = query_bthk.reshape(*query_bthk.shape[:2], num_groups, -1, query_bthk.shape[-1])
-    wide = jnp.promote_types(query.dtype, jnp.float32)
+    wide = widened(query.dtype)
     logits = jnp.einsum("btgnk,bsgk->bgnts", query, key_bsgk, preferred_element_type=wide)
     logits = logits * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if softcap is not None:

@@ -119,8 +119,13 @@ class DecoderConfig:
                     f"`rotary_size` of `{name}` is {rope.rotary_size}, a head has {self.head_size} "
                     "numbers. Rotate at most all of them."
                 )
-        if self.sliding_rope is not None and self.rope is None:
-            raise ValueError("`sliding_rope` needs a `rope` for the other layers; got None.")
+        if self.sliding_rope is not None and (
+            self.rope is None or self.rope.rotary_size != self.sliding_rope.rotary_size
+        ):
+            raise ValueError(
+                "`sliding_rope` needs a `rope` of the same `rotary_size` for the other layers; "
+                f"got {self.sliding_rope} and {self.rope}."
+            )
         if bool(self.sliding_layers) != (self.sliding_window is not None):
             raise ValueError(
                 f"`sliding_window` is {self.sliding_window} and `sliding_layers` is "

@@ -1,6 +1,6 @@
 """A mixture of experts (https://arxiv.org/abs/2101.03961): a router sends each token to a few.
 
-    p = softmax(router(x))             over all experts, in float32
+    p = softmax(router(x))             over all experts
     y = sum of p_e mlp_e(x)            over the k experts with the largest p_e
 
 Two ways to the same sum. "scan" takes one expert after another and computes it for every token:
@@ -15,12 +15,13 @@ Dimensions: n tokens of the batch, k experts per token, e experts, d hidden, f w
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Int
 
 from ._attention import make_linear
 from ._decoder_config import DecoderConfig
 from ._experts_config import ExpertsConfig
 from ._mlp import ACTIVATIONS
+from ._wide import widened
 
 
 class Experts(nnx.Module):
@@ -43,10 +44,10 @@ class Experts(nnx.Module):
         bend = ACTIVATIONS[self.config.activation]
         return compute(bend, weights, x_nd, shares_nk, chosen_nk).reshape(x_btd.shape)
 
-    def route(self, x_nd: Float[Array, "n d"]) -> tuple[Float32[Array, "n k"], Int[Array, "n k"]]:
+    def route(self, x_nd: Float[Array, "n d"]) -> tuple[Float[Array, "n k"], Int[Array, "n k"]]:
         """The share and the number of each expert that a token is sent to, largest share first."""
         logits_ne = self.router(x_nd)
-        shares_ne = jax.nn.softmax(logits_ne.astype(jnp.float32), axis=-1)
+        shares_ne = jax.nn.softmax(logits_ne.astype(widened(logits_ne.dtype)), axis=-1)
         shares_nk, chosen_nk = jax.lax.top_k(shares_ne, self.experts.num_experts_per_token)
         if self.experts.normalize:
             shares_nk = shares_nk / shares_nk.sum(axis=-1, keepdims=True)
@@ -58,10 +59,10 @@ def _one_by_one(bend, weights, x_nd, shares_nk, chosen_nk):
         number, gate_df, up_df, down_fd = scanned
         share_n = jnp.where(chosen_nk == number, shares_nk, 0.0).sum(axis=-1)
         y_nd = (bend(x_nd @ gate_df) * (x_nd @ up_df)) @ down_fd
-        return total_nd + share_n[:, None] * y_nd.astype(jnp.float32), None
+        return total_nd + share_n[:, None] * y_nd.astype(share_n.dtype), None
 
     numbers = jnp.arange(weights[0].shape[0], dtype=chosen_nk.dtype)
-    start = jnp.zeros(x_nd.shape, jnp.float32)
+    start = jnp.zeros(x_nd.shape, shares_nk.dtype)
     total_nd, _ = jax.lax.scan(add_expert, start, (numbers, *weights))
     return total_nd.astype(x_nd.dtype)
 
@@ -76,6 +77,6 @@ def _sorted_by_expert(bend, weights, x_nd, shares_nk, chosen_nk):
     rows = x_nd[tokens]
     wide = bend(jax.lax.ragged_dot(rows, gate_edf, counts_e))
     wide = wide * jax.lax.ragged_dot(rows, up_edf, counts_e)
-    y = jax.lax.ragged_dot(wide, down_efd, counts_e).astype(jnp.float32)
+    y = jax.lax.ragged_dot(wide, down_efd, counts_e).astype(shares_nk.dtype)
     y = y * shares_nk.reshape(-1)[order][:, None]
-    return jnp.zeros(x_nd.shape, jnp.float32).at[tokens].add(y).astype(x_nd.dtype)
+    return jnp.zeros(x_nd.shape, y.dtype).at[tokens].add(y).astype(x_nd.dtype)

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ._decoder_config import DecoderConfig
+from ._wide import widened
 
 
 class RMSNorm(nnx.Module):
@@ -22,7 +23,7 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.full(size, 1 - offset, jnp.float32))
 
     def __call__(self, x: Float[Array, "*dims d"]) -> Float[Array, "*dims d"]:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = x.astype(widened(x.dtype))
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         scale = self.scale[...].astype(wide.dtype) + self.offset
         scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
