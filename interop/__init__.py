@@ -25,6 +25,8 @@ from jaxzero.interop._file_tensor import FileTensor as FileTensor
 from jaxzero.interop._file_tensor import tensors_in as tensors_in
 from jaxzero.interop._load_into import load_into as load_into
 from jaxzero.interop._load_into import tensors_from as tensors_from
+from jaxzero.interop._match import Proposal as Proposal
+from jaxzero.interop._match import match as match
 from jaxzero.interop._rules import Rule as Rule
 from jaxzero.interop._save import save_tensors as save_tensors
 from jaxzero.interop._steps import Flatten as Flatten

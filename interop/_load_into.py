@@ -1,5 +1,6 @@
 """Any model's parameters from a checkpoint, and back: `load_into` and `tensors_from`."""
 
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def load_into(
             Linen, Equinox, plain). Their shapes and paths matter, their values do not.
         source: a directory or file of safetensors, or tensors by name.
         rules: which parameter comes from which tensor. If left out, `match` proposes them, and what
-            it cannot decide is an error.
+            it cannot decide is an error, what it assumed is a warning.
         ignore: names of tensors that are no parameters of the model, with `*` for any text.
         dtype: of floating-point parameters; as in the checkpoint if left out. Others have the dtype
             of `tree`.
@@ -54,9 +55,11 @@ def load_into(
     else:
         tensors, where = tensors_in(source), f"in {str(source)!r}"
     if rules is None:
-        proposal = match(tree, tensors)
+        proposal = match(tree, tensors, ignore=ignore)
         proposal.raise_if_undecided()
-        rules, ignore = proposal.rules, (*ignore, *proposal.left_out)
+        if proposal.assumed:
+            warnings.warn(f"`load_into` assumed: {'; '.join(proposal.assumed)}.", stacklevel=2)
+        rules, ignore = proposal.rules, proposal.left_out
     loaded = to_ours(rules, shapes, tensors, where=where, ignore=ignore)
     return named.rebuild(
         {
