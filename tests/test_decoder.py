@@ -12,7 +12,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import zoo
 from flax import nnx
@@ -89,7 +88,9 @@ def loss(graph, params, batch):
     return -jnp.mean(jnp.where(mask[:, 1:], chosen, 0.0))
 
 
-@pytest.mark.parametrize("config", [MIXED, EXPERTS], ids=["mixed", "experts"])
+@pytest.mark.parametrize(
+    "config", [MIXED, pytest.param(EXPERTS, marks=pytest.mark.exhaustive)], ids=["mixed", "experts"]
+)
 def test_a_stack_equals_a_list(config: DecoderConfig):
     key = jax.random.key(3)
     stacked = dataclasses.replace(config, scan_layers=True, remat="full")
@@ -179,7 +180,7 @@ def test_layer_norm_and_learned_positions():
         logits(config, built_ids, built_ids == 0)
 
 
-@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("normalize", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_experts_equal_a_loop_over_tokens(normalize: bool):
     """Both ways to compute them, and gradients of one by the other."""
     experts = dataclasses.replace(EXPERTS.experts, normalize=normalize, num_experts_per_token=2)
@@ -227,6 +228,7 @@ def test_a_fresh_model_is_as_wide_as_it_is_said_to_be():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_zero_of_scanned_layers_and_experts():
     """A step of ZeRO-3 is that of one device."""
     graph, params = built(dataclasses.replace(EXPERTS, scan_layers=True, remat="full"))
@@ -240,15 +242,18 @@ def test_zero_of_scanned_layers_and_experts():
 
 @pytest.mark.slow
 def test_a_step_of_zeropp_is_within_the_bound_of_its_codecs():
-    graph, params = built(dataclasses.replace(MIXED, scan_layers=True, remat="full"))
+    config = dataclasses.replace(
+        MIXED, sliding_layers=(), sliding_window=None, sliding_rope=None, scan_layers=True
+    )
+    graph, params = built(config)
+    step = functools.partial(loss, graph)
     case = zoo.Case(
         name="decoder",
-        loss=functools.partial(loss, graph),
+        loss=step,
         init=lambda key: (params,),
         batch=lambda key, num: (IDS[:num], MASK[:num]),
-        oracle=functools.partial(loss, graph),
+        oracle=step,
     )
-    case = dataclasses.replace(case, oracle=case.loss)
     zoo.check_quantised(case, jz.Zero(zoo.make_mesh("2x4-auto"), zoo.PRESETS["zeropp"]))
 
 
@@ -296,23 +301,3 @@ def test_more_experts_than_there_are():
 def test_rotation_in_pairs():
     with pytest.raises(ValueError, match="`rotary_size` must be even and at least 2; got 5"):
         Rope(rotary_size=5)
-
-
-def test_it_learns():
-    """A few steps of Adam on one text: the whole path of gradients, in one number."""
-    graph, params = built(dataclasses.replace(MIXED, scan_layers=True))
-    optimizer = optax.adam(1e-2)
-    batch = jnp.asarray(IDS[:1]), jnp.asarray(MASK[:1])
-
-    @jax.jit
-    def step(params, state):
-        value, grads = jax.value_and_grad(functools.partial(loss, graph))(params, batch)
-        updates, state = optimizer.update(grads, state)
-        return optax.apply_updates(params, updates), state, value
-
-    state, values = optimizer.init(params), []
-    with jax.numpy_dtype_promotion("standard"):
-        for _ in range(30):
-            params, state, value = step(params, state)
-            values.append(float(value))
-    assert values[-1] < 0.1 * values[0]
