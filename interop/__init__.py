@@ -20,6 +20,9 @@ if __name__ != "jaxzero.interop":
         "`from jaxzero import interop`, and keep the folder that holds it off `sys.path`."
     )
 
+from jaxzero.interop._decoder import LoadedDecoder as LoadedDecoder
+from jaxzero.interop._decoder import export_decoder as export_decoder
+from jaxzero.interop._decoder import load_decoder as load_decoder
 from jaxzero.interop._encoder import LoadedEncoder as LoadedEncoder
 from jaxzero.interop._encoder import export_encoder as export_encoder
 from jaxzero.interop._encoder import load_encoder as load_encoder

@@ -1,4 +1,4 @@
-"""BERT encoders from and to a Hugging Face directory: weights, `config.json`, tokenizer."""
+"""Encoders from and to a Hugging Face directory: weights, `config.json`, tokenizer."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -6,17 +6,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
-from jaxzero.interop._convert import to_ours
-from jaxzero.interop._file_tensor import tensors_in
-from jaxzero.interop._load_into import tensors_from
-from jaxzero.interop._save import save_tensors
-from jaxzero.interop._table import BERT, BERT_CARRIED
-from jaxzero.interop._tree import named_leaves
-from jaxzero.models import Encoder, EncoderConfig
+from jaxzero.interop._encoder_table import ENCODER_CARRIED, ENCODERS
+from jaxzero.interop._model_directory import is_stacked, load_params, save_params
+from jaxzero.interop._rules import Rule
+from jaxzero.interop._table import stacked
+from jaxzero.models import Encoder, EncoderConfig, read_config
 
 _SAVE_A_PLAIN_ENCODER = (
     "It must hold the tensors of a plain encoder: load it with "
-    "`transformers.BertModel.from_pretrained` and save it with `save_pretrained`, which drops "
+    "`transformers.AutoModel.from_pretrained` and save it with `save_pretrained`, which drops "
     "heads and prefixes."
 )
 
@@ -33,37 +31,30 @@ class LoadedEncoder(NamedTuple):
 
 
 def load_encoder(
-    directory: Path | str,
-    *,
-    dtype: np.typing.DTypeLike | None = None,
-    compute_dtype: str = "float32",
+    directory: Path | str, *, dtype: np.typing.DTypeLike | None = None, **changes: Any
 ) -> LoadedEncoder:
-    """Open a BERT checkpoint. No tensor is read yet; give `params` to `zero.shard`.
+    """Open the checkpoint of an encoder. No tensor is read yet; give `params` to `zero.shard`.
 
     Args:
         directory: holds `config.json` and `model.safetensors` (or its parts and their index).
         dtype: of the parameters; as in the file if left out.
-        compute_dtype: what layers compute in, see `EncoderConfig`.
+        **changes: fields of `EncoderConfig` to set differently, such as `compute_dtype`.
 
     Raises:
         ValueError: the directory is not such a checkpoint, is of another `model_type`, or a tensor
             is unknown, missing, or of another shape than `config.json` says. Tensors are named.
     """
     directory = Path(directory)
-    config = EncoderConfig.from_json(directory, compute_dtype=compute_dtype)
+    config = EncoderConfig.from_json(directory, **changes)
     graph, abstract = _abstract(config)
-    named = named_leaves(abstract)
-    loaded = to_ours(
-        BERT,
-        {path: leaf.shape for path, leaf in named.leaves.items()},
-        tensors_in(directory),
-        where=f"in {str(directory)!r}",
-        ignore=BERT_CARRIED,
+    params = load_params(
+        abstract,
+        _rules(directory, config),
+        directory,
+        ignore=ENCODER_CARRIED,
         remedy=_SAVE_A_PLAIN_ENCODER,
+        dtype=dtype,
     )
-    if dtype is not None:
-        loaded = {path: tensor.astype(dtype) for path, tensor in loaded.items()}
-    params = named.rebuild(loaded)
     return LoadedEncoder(config, graph, params)
 
 
@@ -84,12 +75,22 @@ def export_encoder(params: Any, directory: Path | str, *, source: Path | str) ->
     Raises:
         ValueError: `params` is not the parameter tree of `source`, or `directory` is `source`.
     """
-    source = Path(source)
-    model = _abstract(EncoderConfig.from_json(source))[1]
-    tensors = tensors_from(params, BERT, like=model)
-    carried = {name: held for name, held in tensors_in(source).items() if name in BERT_CARRIED}
-    return save_tensors(tensors | carried, directory, source=source)
+    config = EncoderConfig.from_json(source, scan_layers=is_stacked(params))
+    return save_params(
+        params,
+        _abstract(config)[1],
+        _rules(Path(source), config),
+        directory,
+        source=Path(source),
+        carried=ENCODER_CARRIED,
+    )
 
 
 def _abstract(config: EncoderConfig) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(lambda: Encoder(config, rngs=nnx.Rngs(0))))
+
+
+def _rules(directory: Path, config: EncoderConfig) -> tuple[Rule, ...]:
+    content, _ = read_config(directory)
+    rules = ENCODERS[content["model_type"]]
+    return stacked(rules) if config.scan_layers else rules

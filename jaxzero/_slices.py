@@ -40,7 +40,23 @@ def keep_slices(plan: BlockPlan, wanted: frozenset[Weight]) -> BlockPlan:
             if weight in wanted and not stack.view.ops:
                 loops[index] = _keeping(loops[index], stack.layer)
     units = tuple(_marked(unit, marked) for unit in plan.units)
+    kept = {index: _kept_in_loop(plan, index, loop) for index, loop in loops.items()}
+    for index, loop in loops.items():
+        taken = {stack.view.weight for stack in plan.uses.loops[index].stacks}
+        makers = [i for i, weights in kept.items() if i < index and weights & taken]
+        if makers:
+            loops[index] = _after(loop, max(makers))
     return dataclasses.replace(plan, units=units, loops=loops)
+
+
+def _after(loop: LoopPlan, maker: int) -> LoopPlan:
+    """A loop that takes the slices that the loop `maker` keeps.
+
+    It begins to send when they are there; and what `maker` has sent last of its own, over both
+    hops, is not what is sent of slices.
+    """
+    continues = None if loop.continues == maker else loop.continues
+    return dataclasses.replace(loop, issue=max(loop.issue, maker + 1), continues=continues)
 
 
 def _keeping(loop: LoopPlan, layer: Weight) -> LoopPlan:
@@ -62,7 +78,11 @@ def kept_inside(plan: BlockPlan) -> frozenset[Weight]:
     """The weights whose slices the program makes, where it first gathers them."""
     here = {x.weight for unit in plan.units for x in unit.gathers if x.keeps}
     for index, loop in plan.loops.items():
-        inner = {x.weight for unit in loop.body.units for x in unit.gathers if x.keeps}
-        stacks = plan.uses.loops[index].stacks
-        here |= {stack.view.weight for stack in stacks if stack.layer in inner}
+        here |= _kept_in_loop(plan, index, loop)
     return frozenset(here)
+
+
+def _kept_in_loop(plan: BlockPlan, index: int, loop: LoopPlan) -> set[Weight]:
+    inner = {x.weight for unit in loop.body.units for x in unit.gathers if x.keeps}
+    stacks = plan.uses.loops[index].stacks
+    return {stack.view.weight for stack in stacks if stack.layer in inner}

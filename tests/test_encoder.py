@@ -113,7 +113,12 @@ def test_config_reads_the_json(checkpoint: Path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "roberta"}, r"`model_type` in .* must be 'bert'; got 'roberta'"),
+        (
+            {"model_type": "electra"},
+            r"`model_type` in .* is 'electra'; .* bert, distilbert, roberta",
+        ),
+        ({"hidden_dropout_prob": 1.0}, r"`embedding_dropout` must be in \[0, 1\); got 1\.0"),
+        ({"type_vocab_size": -1}, r"`num_token_types` must be an integer of at least 0; got -1"),
         ({"hidden_act": "relu"}, r"`hidden_act` in .* must be 'gelu'; got 'relu'"),
         (
             {"position_embedding_type": "relative_key"},

@@ -1,6 +1,14 @@
 """Flax NNX models that converted checkpoints run in. `jaxzero.interop` fills their parameters."""
 
+from ._config_json import read_config as read_config
+from ._decoder import Decoder as Decoder
+from ._decoder_config import DecoderConfig as DecoderConfig
 from ._encoder import Encoder as Encoder
 from ._encoder_config import EncoderConfig as EncoderConfig
+from ._experts_config import ExpertsConfig as ExpertsConfig
 from ._pooling import mean_pool as mean_pool
 from ._pooling import normalize as normalize
+from ._rope import LinearScaling as LinearScaling
+from ._rope import Llama3Scaling as Llama3Scaling
+from ._rope import LongScaling as LongScaling
+from ._rope import Rope as Rope

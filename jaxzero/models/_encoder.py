@@ -1,13 +1,15 @@
-"""A BERT encoder (https://arxiv.org/abs/1810.04805) in Flax NNX.
+"""A BERT encoder (https://arxiv.org/abs/1810.04805), and those of its kind, in Flax NNX.
 
 Each layer is post-normalised, as in the original transformer:
 
     x = LayerNorm(x + attention(x))
     x = LayerNorm(x + down(gelu(up(x))))
 
-with the exact (erf) GELU. There is no dropout (fine-tuning is short) and no pooler: nothing in
-`jaxzero` reads its output, and `jaxzero.interop` carries its weights from the file it read to the
-file it writes. Modules know nothing of devices; `jz.Zero` splits whatever parameters they hold.
+with the exact (erf) GELU. RoBERTa counts positions from its padding token on, DistilBERT has no
+token types; MiniLM is a small BERT. There is no pooler: nothing in `jaxzero` reads its output, and
+`jaxzero.interop` carries its weights from the file it read to the file it writes. Modules know
+nothing of devices; `jz.Zero` splits whatever parameters they hold. Nothing in them is random state
+either: dropout happens when a call is given a key.
 
 Dimensions: b batch, t tokens, d hidden, h heads, k head size.
 """
@@ -15,9 +17,12 @@ Dimensions: b batch, t tokens, d hidden, h heads, k head size.
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
+from ._attention import attend
+from ._dropout import dropout, split_key
 from ._encoder_config import EncoderConfig
+from ._layers import make_layers, run_layers
 
 
 class Encoder(nnx.Module):
@@ -37,13 +42,20 @@ class Encoder(nnx.Module):
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.embeddings = Embeddings(config, rngs=rngs)
-        self.layers = nnx.List([Layer(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.layers = make_layers(
+            lambda rngs, _: Layer(config, rngs=rngs),
+            config.num_layers,
+            scanned=config.scan_layers,
+            rngs=rngs,
+        )
 
     def __call__(
         self,
         ids: Int[Array, "b t"],
         mask: Bool[Array, "b t"],
         token_types: Int[Array, "b t"] | None = None,
+        *,
+        dropout_key: Key[Array, ""] | None = None,
     ) -> Float[Array, "b t d"]:
         """Encode a padded batch.
 
@@ -51,7 +63,10 @@ class Encoder(nnx.Module):
             ids: token ids.
             mask: True for tokens, False for padding. Padding is attended by nothing, so it does not
                 change the vectors of the tokens; its own vectors mean nothing.
-            token_types: sentence number of each token in a pair; all 0 if left out.
+            token_types: sentence number of each token in a pair; all 0 if left out. Ignored by a
+                model without token types.
+            dropout_key: turns dropout on, at the rates of the config. Give each device its own
+                (`jz.fold_in_device`).
 
         Raises:
             ValueError: there are more tokens than the model has position embeddings.
@@ -61,10 +76,15 @@ class Encoder(nnx.Module):
                 f"`ids` holds {ids.shape[1]} tokens per row, the model has positions for "
                 f"{self.config.max_length}. Truncate when tokenising."
             )
+        embedding_key, layers_key = split_key(dropout_key, 2)
         x_btd = self.embeddings(ids, token_types)
-        for layer in self.layers:
-            x_btd = layer(x_btd, mask)
-        return x_btd
+        x_btd = dropout(x_btd, self.config.embedding_dropout, embedding_key)
+
+        def step(layer: Layer, x_btd: Array, i: int | Array) -> Array:
+            key = None if layers_key is None else jax.random.fold_in(layers_key, i)
+            return layer(x_btd, mask, dropout_key=key)
+
+        return run_layers(self.layers, step, x_btd, self.config.num_layers, self.config.remat)
 
 
 class Embeddings(nnx.Module):
@@ -74,24 +94,34 @@ class Embeddings(nnx.Module):
         def table(num_rows: int) -> nnx.Embed:
             return nnx.Embed(num_rows, config.hidden_size, dtype=_dtype(config), rngs=rngs)
 
+        self.padding_id = config.padding_id
         self.word = table(config.vocabulary_size)
-        self.position = table(config.max_length)
-        self.token_type = table(config.num_token_types)
+        self.position = table(config.num_positions)
+        self.token_type = table(config.num_token_types) if config.num_token_types else None
         self.norm = _layer_norm(config, rngs)
 
     def __call__(
         self, ids: Int[Array, "b t"], token_types: Int[Array, "b t"] | None
     ) -> Float[Array, "b t d"]:
-        positions = jnp.arange(ids.shape[1])[None]
-        if token_types is None:
-            token_types = jnp.zeros((1, 1), ids.dtype)
-        return self.norm(self.word(ids) + self.position(positions) + self.token_type(token_types))
+        x_btd = self.word(ids) + self.position(self._positions(ids))
+        if self.token_type is not None:
+            if token_types is None:
+                token_types = jnp.zeros((1, 1), ids.dtype)
+            x_btd = x_btd + self.token_type(token_types)
+        return self.norm(x_btd)
+
+    def _positions(self, ids: Int[Array, "b t"]) -> Int[Array, "_ t"]:
+        if self.padding_id is None:
+            return jnp.arange(ids.shape[1])[None]
+        is_token = (ids != self.padding_id).astype(jnp.int32)
+        return jnp.cumsum(is_token, axis=1) * is_token + self.padding_id
 
 
 class Layer(nnx.Module):
     """Self-attention and a two-layer perceptron, each followed by residual and LayerNorm."""
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
         self.attention = SelfAttention(config, rngs=rngs)
         self.attention_norm = _layer_norm(config, rngs)
         self.up = _linear(config, config.hidden_size, config.intermediate_size, rngs)
@@ -99,31 +129,49 @@ class Layer(nnx.Module):
         self.mlp_norm = _layer_norm(config, rngs)
 
     def __call__(
-        self, x_btd: Float[Array, "b t d"], mask: Bool[Array, "b t"]
+        self,
+        x_btd: Float[Array, "b t d"],
+        mask: Bool[Array, "b t"],
+        *,
+        dropout_key: Key[Array, ""] | None = None,
     ) -> Float[Array, "b t d"]:
-        x_btd = self.attention_norm(x_btd + self.attention(x_btd, mask))
-        hidden = jax.nn.gelu(self.up(x_btd), approximate=False)
-        return self.mlp_norm(x_btd + self.down(hidden))
+        config = self.config
+        probabilities_key, attention_key, mlp_key = split_key(dropout_key, 3)
+        added = self.attention(x_btd, mask, dropout_key=probabilities_key)
+        added = dropout(added, config.attention_output_dropout, attention_key)
+        x_btd = self.attention_norm(x_btd + added)
+        added = self.down(jax.nn.gelu(self.up(x_btd), approximate=False))
+        return self.mlp_norm(x_btd + dropout(added, config.mlp_dropout, mlp_key))
 
 
 class SelfAttention(nnx.Module):
     """Multi-head attention of all tokens to all tokens that are not padding."""
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs):
-        self.head_shape = (config.num_heads, config.head_size)
+        self.config = config
         self.query, self.key, self.value, self.output = (
             _linear(config, config.hidden_size, config.hidden_size, rngs) for _ in range(4)
         )
 
     def __call__(
-        self, x_btd: Float[Array, "b t d"], mask: Bool[Array, "b t"]
+        self,
+        x_btd: Float[Array, "b t d"],
+        mask: Bool[Array, "b t"],
+        *,
+        dropout_key: Key[Array, ""] | None = None,
     ) -> Float[Array, "b t d"]:
         query_bthk, key_bthk, value_bthk = (
-            project(x_btd).reshape(*x_btd.shape[:2], *self.head_shape)
+            project(x_btd).reshape(*x_btd.shape[:2], self.config.num_heads, self.config.head_size)
             for project in (self.query, self.key, self.value)
         )
-        mixed_bthk = jax.nn.dot_product_attention(
-            query_bthk, key_bthk, value_bthk, mask=mask[:, None, None, :]
+        mixed_bthk = attend(
+            query_bthk,
+            key_bthk,
+            value_bthk,
+            mask,
+            is_causal=False,
+            dropout_rate=self.config.attention_dropout,
+            dropout_key=dropout_key,
         )
         return self.output(mixed_bthk.reshape(x_btd.shape))
 

@@ -1,15 +1,19 @@
-"""What a BERT encoder's `config.json` says, as a frozen dataclass that was checked once.
+"""What an encoder's `config.json` says, as a frozen dataclass that was checked once.
 
-Field names are ours (spelled-out, `num_` for counts); `from_json` holds the one list that maps the
-names of a Hugging Face `config.json` to them, and refuses what `Encoder` does not compute.
+Field names are ours (spelled out, `num_` for counts). One table for each family maps the names of a
+Hugging Face `config.json` to them; what `Encoder` does not compute is refused.
 """
 
 import dataclasses
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-_JSON_NAMES = {
+from ._checks import check_choices, check_dropout, check_positive
+from ._config_json import check_present, read_config
+from ._layers import Remat
+
+_BERT_SIZES = {
     "vocab_size": "vocabulary_size",
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
@@ -19,23 +23,44 @@ _JSON_NAMES = {
     "type_vocab_size": "num_token_types",
     "layer_norm_eps": "layer_norm_epsilon",
 }
-# Keys that change the meaning of the model, and the only value `Encoder` computes.
-_REQUIRED = {
-    "model_type": "bert",
+_DISTILBERT_SIZES = {
+    "vocab_size": "vocabulary_size",
+    "dim": "hidden_size",
+    "hidden_dim": "intermediate_size",
+    "n_layers": "num_layers",
+    "n_heads": "num_heads",
+    "max_position_embeddings": "max_length",
+}
+# Keys that change the meaning of the model: the only value that `Encoder` computes, which is also
+# what a file that lacks the key means.
+_BERT_MEANING = {
     "hidden_act": "gelu",
     "position_embedding_type": "absolute",
     "is_decoder": False,
 }
-_DEFAULTS = {"hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """Sizes of a BERT encoder, and the dtype it computes in.
+    """Sizes of an encoder, and how it is computed.
 
     The defaults are those of all-MiniLM-L6-v2. Parameters keep the dtype they are loaded in;
     `compute_dtype` is what they and the activations are cast to inside a layer. Softmax and
     normalisation statistics stay in float32.
+
+    Args:
+        vocabulary_size, hidden_size, intermediate_size, num_layers, num_heads: as the names say.
+        max_length: of a text, in tokens, the special ones included.
+        num_token_types: kinds of sentences that have an embedding; 0 for no such embedding.
+        layer_norm_epsilon: under the root.
+        padding_id: token that has no position (RoBERTa); None if positions count from the first
+            token of a row, whatever it is.
+        embedding_dropout, attention_dropout, attention_output_dropout, mlp_dropout: rates, used
+            when the encoder is called with a `dropout_key`.
+        compute_dtype: of what layers compute.
+        scan_layers: hold the layers as one stack and scan it; False for a list of them.
+        remat: what layers keep for the backward pass: everything ("none"), only what enters them
+            ("full"), or what the policy of that name in `jax.checkpoint_policies` keeps.
     """
 
     vocabulary_size: int = 30522
@@ -43,16 +68,22 @@ class EncoderConfig:
     intermediate_size: int = 1536
     num_layers: int = 6
     num_heads: int = 12
-    max_length: int = 512  # positions that have an embedding, in tokens
+    max_length: int = 512
     num_token_types: int = 2
     layer_norm_epsilon: float = 1e-12
+    padding_id: int | None = None
+    embedding_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    attention_output_dropout: float = 0.1
+    mlp_dropout: float = 0.1
     compute_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    scan_layers: bool = False
+    remat: Remat = "none"
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type in (int, "int") and not (isinstance(value, int) and value > 0):
-                raise ValueError(f"`{field.name}` must be a positive integer; got {value!r}.")
+        check_positive(self, or_zero=("num_token_types", "padding_id"))
+        check_choices(self)
+        check_dropout(self)
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"`hidden_size` must be a multiple of `num_heads`; got {self.hidden_size} and "
@@ -64,8 +95,13 @@ class EncoderConfig:
         """Width of one attention head."""
         return self.hidden_size // self.num_heads
 
+    @property
+    def num_positions(self) -> int:
+        """Rows of the table of positions: RoBERTa's first ones stand for padding."""
+        return self.max_length + (0 if self.padding_id is None else self.padding_id + 1)
+
     @classmethod
-    def from_json(cls, path: Path, **changes: Any) -> "EncoderConfig":
+    def from_json(cls, path: Path | str, **changes: Any) -> "EncoderConfig":
         """Read a Hugging Face `config.json` (or the directory that holds one).
 
         Args:
@@ -76,30 +112,73 @@ class EncoderConfig:
             ValueError: the file is missing, lacks a size, or describes a model that `Encoder` does
                 not compute (another `model_type`, activation or kind of position embedding).
         """
-        path = Path(path)
-        path = path / "config.json" if path.is_dir() else path
-        if not path.is_file():
+        content, path = read_config(path)
+        name = content.get("model_type")
+        if name not in _FAMILIES:
             raise ValueError(
-                f"There is no `config.json` at {str(path)!r}. Give a directory that "
-                "`save_pretrained` of Hugging Face transformers wrote."
+                f"`model_type` in {str(path)!r} is {name!r}; encoders are read of the families "
+                f"{', '.join(sorted(_FAMILIES))}. Choose such a checkpoint, or load another "
+                "model's weights into a model of your own."
             )
-        content = json.loads(path.read_text())
-        _check_meaning(content, path)
-        missing = sorted(_JSON_NAMES.keys() - content.keys())
-        if missing:
-            raise ValueError(
-                f"{str(path)!r} lacks {', '.join(missing)}. Save the checkpoint again with "
-                "`save_pretrained` of a current transformers release, which writes every size."
-            )
-        return cls(**{ours: content[theirs] for theirs, ours in _JSON_NAMES.items()}, **changes)
+        family = _FAMILIES[name]
+        check_present(content, set(family.sizes), path)
+        family.check_meaning(content, path)
+        fields = {ours: content[key] for key, ours in family.sizes.items()}
+        fields |= {ours: content.get(key, 0.1) for ours, key in family.dropout.items()}
+        fields |= family.fixed
+        if family.counts_from_padding:
+            check_present(content, {"pad_token_id"}, path)
+            fields["padding_id"] = content["pad_token_id"]
+            fields["max_length"] -= content["pad_token_id"] + 1
+        return cls(**(fields | changes))
 
 
-def _check_meaning(content: dict[str, Any], path: Path) -> None:
-    for key, required in _REQUIRED.items():
-        given = content.get(key, _DEFAULTS.get(key))
-        if given != required:
-            raise ValueError(
-                f"`{key}` in {str(path)!r} must be {required!r}; got {given!r}. Only BERT encoders "
-                "(such as all-MiniLM-L6-v2) can be loaded so far; convert another checkpoint or "
-                "write its model beside `jaxzero.models.Encoder`."
-            )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Family:
+    sizes: Mapping[str, str]  # their key: our field
+    dropout: Mapping[str, str]  # our field: their key
+    meaning: Mapping[str, Any]  # their key: the only value
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # our field: its value
+    counts_from_padding: bool = False
+
+    def check_meaning(self, content: dict[str, Any], path: Path) -> None:
+        for key, required in self.meaning.items():
+            given = content.get(key, required)
+            if given != required:
+                raise ValueError(
+                    f"`{key}` in {str(path)!r} must be {required!r}; got {given!r}. The encoder "
+                    "computes nothing else; convert another checkpoint or write its model beside "
+                    "`jaxzero.models.Encoder`."
+                )
+
+
+_BERT = _Family(
+    sizes=_BERT_SIZES,
+    dropout={
+        "embedding_dropout": "hidden_dropout_prob",
+        "attention_dropout": "attention_probs_dropout_prob",
+        "attention_output_dropout": "hidden_dropout_prob",
+        "mlp_dropout": "hidden_dropout_prob",
+    },
+    meaning=_BERT_MEANING,
+)
+_ROBERTA = dataclasses.replace(_BERT, counts_from_padding=True)
+_FAMILIES: dict[str, _Family] = {
+    "bert": _BERT,
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+    "distilbert": _Family(
+        sizes=_DISTILBERT_SIZES,
+        dropout={
+            "embedding_dropout": "dropout",
+            "attention_dropout": "attention_dropout",
+            "mlp_dropout": "dropout",
+        },
+        meaning={"activation": "gelu"},
+        fixed={
+            "num_token_types": 0,
+            "layer_norm_epsilon": 1e-12,
+            "attention_output_dropout": 0.0,
+        },
+    ),
+}

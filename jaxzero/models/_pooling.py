@@ -7,6 +7,8 @@ normalize(v) = v / max(|v|, 1e-12)
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from ._wide import widened
+
 _SMALLEST_NORM = 1e-12
 
 
@@ -15,8 +17,7 @@ def mean_pool(hidden: Float[Array, "b t d"], mask: Bool[Array, "b t"]) -> Float[
 
     A row that is all padding gives zeros, not NaN: batches are filled up with such rows.
     """
-    if hidden.dtype.itemsize < 4:
-        hidden = hidden.astype(jnp.float32)
+    hidden = hidden.astype(widened(hidden.dtype))
     weights = mask.astype(hidden.dtype)
     total = jnp.einsum("btd,bt->bd", hidden, weights)
     return total / jnp.maximum(weights.sum(axis=1, keepdims=True), 1)

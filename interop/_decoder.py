@@ -1,0 +1,102 @@
+"""Decoders from and to a Hugging Face directory: weights, `config.json`, tokenizer."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from flax import nnx
+
+from jaxzero.interop._decoder_table import BUFFERS, HEAD, rules_of, without_prefix
+from jaxzero.interop._file_tensor import tensors_in
+from jaxzero.interop._model_directory import is_stacked, load_params, save_params
+from jaxzero.interop._rules import Rule
+from jaxzero.models import Decoder, DecoderConfig, read_config
+
+_SAVE_A_CAUSAL_MODEL = (
+    "It must hold the tensors of a decoder with a head for the next token: load it with "
+    "`transformers.AutoModelForCausalLM.from_pretrained` and save it with `save_pretrained`."
+)
+
+
+class LoadedDecoder(NamedTuple):
+    """A `Decoder` whose parameters are still in their file.
+
+    `nnx.merge(graph, arrays)` builds the model once `params` has become arrays of the same tree.
+    """
+
+    config: DecoderConfig
+    graph: Any  # nnx.GraphDef[Decoder]; beartype warns of the annotations inside Flax's types
+    params: Any  # nnx.State whose leaves are lazy tensors
+
+
+def load_decoder(
+    directory: Path | str, *, dtype: np.typing.DTypeLike | None = None, **changes: Any
+) -> LoadedDecoder:
+    """Open the checkpoint of a decoder. No tensor is read yet; give `params` to `zero.shard`.
+
+    Args:
+        directory: holds `config.json` and `model.safetensors` (or its parts and their index).
+        dtype: of the parameters; as in the file if left out.
+        **changes: fields of `DecoderConfig` to set differently, such as `compute_dtype`,
+            `scan_layers` and `remat`.
+
+    Raises:
+        ValueError: the directory is not such a checkpoint, is of a `model_type` or has an option
+            that the decoder does not compute, or a tensor is unknown, missing, or of another shape
+            than `config.json` says. Keys and tensors are named.
+    """
+    directory = Path(directory)
+    config = DecoderConfig.from_json(directory, **changes)
+    graph, abstract = _abstract(config)
+    params = load_params(
+        abstract,
+        _rules(directory, config),
+        directory,
+        ignore=(*BUFFERS, HEAD) if config.tied_head else BUFFERS,
+        remedy=_SAVE_A_CAUSAL_MODEL,
+        dtype=dtype,
+    )
+    return LoadedDecoder(config, graph, params)
+
+
+def export_decoder(params: Any, directory: Path | str, *, source: Path | str) -> Path:
+    """Write parameters as a directory that `transformers.AutoModelForCausalLM` loads.
+
+    The directory appears whole or not at all, as `save_tensors` says.
+
+    Args:
+        params: the tree of `load_decoder`, with whole arrays for leaves or those of `zero.shard`,
+            of layers in a list or in a stack.
+        directory: where to write.
+        source: the directory that was loaded. Its `config.json`, tokenizer files and the tensors
+            that are computed here (masks, speeds of rotation) are carried along. A head that is
+            tied to the embeddings is not written, as transformers does not.
+
+    Returns:
+        `directory`.
+
+    Raises:
+        ValueError: `params` is not the parameter tree of `source`, or `directory` is `source`.
+    """
+    config = DecoderConfig.from_json(source, scan_layers=is_stacked(params))
+    return save_params(
+        params,
+        _abstract(config)[1],
+        _rules(Path(source), config),
+        directory,
+        source=Path(source),
+        carried=BUFFERS,
+    )
+
+
+def _abstract(config: DecoderConfig) -> tuple[Any, Any]:
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+
+
+def _rules(directory: Path, config: DecoderConfig) -> tuple[Rule, ...]:
+    content, _ = read_config(directory)
+    rules = rules_of(content["model_type"], config)
+    # A model that was saved without its head has names without the prefix; a tied head is no loss.
+    prefixes = ("model.", "transformer.")
+    has_prefix = any(name.startswith(prefixes) for name in tensors_in(directory))
+    return rules if has_prefix else without_prefix(rules)

@@ -1,0 +1,86 @@
+"""A model of ours in a Hugging Face directory: its parameters by rules, in and out."""
+
+import fnmatch
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxzero.interop._convert import to_ours
+from jaxzero.interop._file_tensor import tensors_in
+from jaxzero.interop._load_into import tensors_from
+from jaxzero.interop._rules import Rule
+from jaxzero.interop._save import save_tensors
+from jaxzero.interop._tree import named_leaves
+
+
+def load_params(
+    abstract: Any,
+    rules: Iterable[Rule],
+    directory: Path,
+    *,
+    ignore: Iterable[str],
+    remedy: str,
+    dtype: np.typing.DTypeLike | None,
+) -> Any:
+    """The tree `abstract` of shapes, with lazy tensors of a checkpoint for leaves.
+
+    Args:
+        abstract: the parameters that the model has.
+        rules: the table of its family.
+        directory: of the checkpoint.
+        ignore: names of tensors that are no parameters, with `*` for any text.
+        remedy: what to do about missing and unknown tensors, for messages.
+        dtype: of the parameters; as in the checkpoint if None.
+
+    Raises:
+        ValueError: a tensor is missing, unknown or of another shape than the model's.
+    """
+    named = named_leaves(abstract)
+    loaded = to_ours(
+        rules,
+        {path: leaf.shape for path, leaf in named.leaves.items()},
+        tensors_in(directory),
+        where=f"in {str(directory)!r}",
+        ignore=ignore,
+        remedy=remedy,
+    )
+    if dtype is not None:
+        loaded = {path: tensor.astype(dtype) for path, tensor in loaded.items()}
+    return named.rebuild(loaded)
+
+
+def save_params(
+    params: Any,
+    abstract: Any,
+    rules: Iterable[Rule],
+    directory: Path | str,
+    *,
+    source: Path,
+    carried: Iterable[str],
+) -> Path:
+    """The inverse of `load_params`, with the rest of the directory `source`.
+
+    Args:
+        params: whole arrays, or those of `zero.shard`.
+        abstract: the parameters that the model has.
+        rules: the table of its family.
+        directory: where to write.
+        source: the directory that was loaded.
+        carried: names of tensors that are copied from it, with `*` for any text.
+
+    Raises:
+        ValueError: `params` is another tree than `abstract`, or `directory` is `source`.
+    """
+    tensors = tensors_from(params, rules, like=abstract)
+    for name, held in tensors_in(source).items():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in carried):
+            tensors[name] = held
+    return save_tensors(tensors, directory, source=source)
+
+
+def is_stacked(params: Any) -> bool:
+    """Whether a tree has its layers in one stack, to be scanned, and not in a list."""
+    return not any(re.match(r"layers\.\d+\.", path) for path in named_leaves(params).leaves)

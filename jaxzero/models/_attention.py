@@ -1,0 +1,166 @@
+"""Attention: grouped heads, sliding windows, caps on the logits, rotated or not.
+
+    attention(q, k, v) = softmax(cap(scale q k^T) + mask) v,   cap(x) = c tanh(x / c)
+
+A query sees keys that are no padding: in a decoder those of its own and of earlier positions, with
+a window w the last w of them. Each of the g key-value heads serves h / g query heads (GQA,
+https://arxiv.org/abs/2305.13245).
+
+`jax.nn.dot_product_attention` does the work where it can. It has neither a cap nor dropout of
+probabilities, and its window is a constant, while a scan over layers that differ has the window as
+data; those are computed here, in the same order and with logits and softmax in float32 likewise.
+
+Dimensions: b batch, t queries, s keys, d hidden, h heads, g key-value heads, n heads per group,
+k head size.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from ._decoder_config import DecoderConfig
+from ._dropout import dropout
+from ._norms import make_norm
+from ._rope import Turns, rotate
+from ._wide import widened
+
+Window = int | Int[Array, ""] | None
+
+
+class Attention(nnx.Module):
+    """Multi-head attention of each token to itself and to those before it."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        size = config.head_size
+        num_query, num_key = config.num_heads * size, config.num_key_value_heads * size
+        bias = config.query_key_value_bias
+        self.query = make_linear(config, config.hidden_size, num_query, bias, rngs)
+        self.key = make_linear(config, config.hidden_size, num_key, bias, rngs)
+        self.value = make_linear(config, config.hidden_size, num_key, bias, rngs)
+        self.output = make_linear(
+            config, num_query, config.hidden_size, config.attention_output_bias, rngs
+        )
+        if config.query_key_norm != "none":
+            each_head = config.query_key_norm == "head"
+            self.query_norm = make_norm(config, size if each_head else num_query, rngs)
+            self.key_norm = make_norm(config, size if each_head else num_key, rngs)
+
+    def __call__(
+        self,
+        x_btd: Float[Array, "b t d"],
+        mask: Bool[Array, "b t"] | None,
+        *,
+        window: Window = None,
+        turns: Turns | None = None,
+        dropout_key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "b t d"]:
+        """Attend, and project back.
+
+        Args:
+            x_btd: what the layer sees.
+            mask: True for tokens, False for padding; None if there is no padding.
+            window: how many positions a token sees, itself included; None for all.
+            turns: rotation of queries and keys; None for none.
+            dropout_key: for dropout of the probabilities.
+        """
+        config = self.config
+        query, key, value = self.query(x_btd), self.key(x_btd), self.value(x_btd)
+        if config.query_key_norm == "projection":
+            query, key = self.query_norm(query), self.key_norm(key)
+        query_bthk, key_bsgk, value_bsgk = (
+            each.reshape(*each.shape[:2], -1, config.head_size) for each in (query, key, value)
+        )
+        if config.query_key_norm == "head":
+            query_bthk, key_bsgk = self.query_norm(query_bthk), self.key_norm(key_bsgk)
+        if turns is not None:
+            query_bthk, key_bsgk = rotate(query_bthk, turns), rotate(key_bsgk, turns)
+        mixed_bthk = attend(
+            query_bthk,
+            key_bsgk,
+            value_bsgk,
+            mask,
+            window=window,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            dropout_rate=config.attention_dropout,
+            dropout_key=dropout_key,
+            implementation=config.attention_implementation,
+        )
+        return self.output(mixed_bthk.reshape(*mixed_bthk.shape[:2], -1))
+
+
+def attend(
+    query_bthk: Float[Array, "b t h k"],
+    key_bsgk: Float[Array, "b s g k"],
+    value_bsgk: Float[Array, "b s g k"],
+    mask_bs: Bool[Array, "b s"] | None = None,
+    *,
+    is_causal: bool = True,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Key[Array, ""] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "b t h k"]:
+    """Attention, by `jax.nn.dot_product_attention` unless it lacks what is asked for."""
+    has_dropout = dropout_key is not None and dropout_rate > 0
+    if softcap is None and not has_dropout and not isinstance(window, jax.Array):
+        return jax.nn.dot_product_attention(
+            query_bthk,
+            key_bsgk,
+            value_bsgk,
+            mask=None if mask_bs is None else mask_bs[:, None, None, :],
+            scale=scale,
+            is_causal=is_causal,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation=implementation,  # pyright: ignore[reportArgumentType]
+        )
+    if implementation == "cudnn":
+        raise NotImplementedError(
+            '`attention_implementation="cudnn"` has no cap on logits, no dropout of probabilities, '
+            "and no window that differs between scanned layers. Leave it None, or set "
+            "`attention_dropout` to 0, or `scan_layers` to False."
+        )
+    num_groups = key_bsgk.shape[2]
+    query = query_bthk.reshape(*query_bthk.shape[:2], num_groups, -1, query_bthk.shape[-1])
+    wide = widened(query.dtype)
+    logits = jnp.einsum("btgnk,bsgk->bgnts", query, key_bsgk, preferred_element_type=wide)
+    logits = logits * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    seen = _seen(query.shape[1], is_causal, window, mask_bs)
+    # Finite, as there: a row of padding that sees nothing gets a mean and not NaN.
+    logits = jnp.where(seen[:, None, None], logits, 0.7 * jnp.finfo(wide).min)
+    probabilities = dropout(jax.nn.softmax(logits), dropout_rate, dropout_key)
+    mixed = jnp.einsum("bgnts,bsgk->btgnk", probabilities.astype(value_bsgk.dtype), value_bsgk)
+    return mixed.reshape(query_bthk.shape)
+
+
+def _seen(
+    num_tokens: int, is_causal: bool, window: Window, mask_bs: Bool[Array, "b s"] | None
+) -> Bool[Array, "_ t s"]:
+    """Which keys each query sees."""
+    distance = jnp.arange(num_tokens)[:, None] - jnp.arange(num_tokens)[None]
+    seen = distance >= (0 if is_causal else -num_tokens)
+    if window is not None:
+        seen = seen & (distance < window)
+    return seen[None] if mask_bs is None else seen[None] & mask_bs[:, None, :]
+
+
+def make_linear(
+    config: DecoderConfig, num_in: int, num_out: int, bias: bool, rngs: nnx.Rngs
+) -> nnx.Linear:
+    """A projection of this decoder."""
+    return nnx.Linear(
+        num_in,
+        num_out,
+        use_bias=bias,
+        kernel_init=nnx.initializers.normal(config.initializer_range),
+        dtype=jnp.dtype(config.compute_dtype),
+        rngs=rngs,
+    )

@@ -1,0 +1,42 @@
+"""Reading the `config.json` of a Hugging Face directory."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_config(path: Path | str) -> tuple[dict[str, Any], Path]:
+    """What the file says, and where it is.
+
+    Args:
+        path: the file, or its directory.
+
+    Raises:
+        ValueError: there is no such file, or it is no JSON object.
+    """
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(
+            f"There is no `config.json` at {str(path)!r}. Give a directory that "
+            "`save_pretrained` of Hugging Face transformers wrote."
+        )
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{str(path)!r} is not JSON ({error}). Copy or download the checkpoint again."
+        ) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{str(path)!r} must hold a JSON object; got {type(content).__name__}.")
+    return content, path
+
+
+def check_present(content: dict[str, Any], keys: set[str], path: Path) -> None:
+    """Refuse a file that lacks one of `keys`."""
+    missing = sorted(keys - content.keys())
+    if missing:
+        raise ValueError(
+            f"{str(path)!r} lacks {', '.join(missing)}. Save the checkpoint again with "
+            "`save_pretrained` of a current transformers release, which writes every size."
+        )

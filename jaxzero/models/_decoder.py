@@ -1,0 +1,205 @@
+"""A decoder in Flax NNX: GPT-2, Llama, and what came after them, from one block and a config.
+
+    x = embedding(ids)
+    x = x + norm(attention(norm(x)))          each norm where the config has one
+    x = x + norm(perceptron(norm(x)))
+    logits = head(norm(x))
+
+Modules know nothing of devices; `jz.Zero` splits whatever parameters they hold. Nothing in them is
+random state either: dropout happens when a call is given a key.
+
+Dimensions: b batch, t tokens, d hidden, v vocabulary.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from ._attention import Attention, make_linear
+from ._decoder_config import DecoderConfig
+from ._dropout import dropout, split_key
+from ._experts import Experts
+from ._layers import make_layers, run_layers
+from ._mlp import Mlp
+from ._norms import make_norm
+from ._rope import Turns, turns
+
+
+class Decoder(nnx.Module):
+    """Token ids to the logits of the next token at every position.
+
+    Build it under `nnx.eval_shape` when the parameters come from a checkpoint: then no random
+    weights are ever made.
+
+    Example:
+        ```python
+        loaded = interop.load_decoder(directory, compute_dtype="bfloat16", scan_layers=True)
+        params = zero.shard(loaded.params)
+        logits = nnx.merge(loaded.graph, params)(ids)
+        ```
+    """
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embedding = self._table(config.vocabulary_size, rngs)
+        self.positions = None if config.rope else self._table(config.max_length, rngs)
+        self.layers = make_layers(
+            lambda rngs, i: Block(config, i, rngs=rngs),
+            config.num_layers,
+            scanned=config.scan_layers,
+            rngs=rngs,
+        )
+        self.norm = make_norm(config, config.hidden_size, rngs)
+        self.head = (
+            None
+            if config.tied_head
+            else make_linear(config, config.hidden_size, config.vocabulary_size, False, rngs)
+        )
+
+    def _table(self, num_rows: int, rngs: nnx.Rngs) -> nnx.Embed:
+        return nnx.Embed(
+            num_rows,
+            self.config.hidden_size,
+            embedding_init=nnx.initializers.normal(self.config.initializer_range),
+            dtype=jnp.dtype(self.config.compute_dtype),
+            rngs=rngs,
+        )
+
+    def __call__(
+        self,
+        ids: Int[Array, "b t"],
+        mask: Bool[Array, "b t"] | None = None,
+        *,
+        positions: Int[Array, "b t"] | None = None,
+        dropout_key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "b t v"]:
+        """Compute logits, in `compute_dtype`.
+
+        Args:
+            ids: token ids.
+            mask: True for tokens, False for padding, which is seen by nothing, so that it does not
+                change the logits of the tokens; its own logits mean nothing. None: no padding.
+            positions: of each token; 0, 1, 2, ... if left out, also with padding on the left.
+            dropout_key: turns dropout on, at the rates of the config. Give each device its own
+                (`jz.fold_in_device`).
+
+        Raises:
+            ValueError: positions are learned, and there are more tokens than positions.
+        """
+        return self.logits(self.hidden(ids, mask, positions=positions, dropout_key=dropout_key))
+
+    def hidden(
+        self,
+        ids: Int[Array, "b t"],
+        mask: Bool[Array, "b t"] | None = None,
+        *,
+        positions: Int[Array, "b t"] | None = None,
+        dropout_key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "b t d"]:
+        """What `logits` takes: the normalised vectors after the last layer. Arguments as above."""
+        config = self.config
+        if positions is None:
+            positions = jnp.arange(ids.shape[1])[None]
+        embedding_key, layers_key = split_key(dropout_key, 2)
+        x_btd = dropout(self._embed(ids, positions), config.embedding_dropout, embedding_key)
+        all_turns = [turns(rope, positions) for rope in (config.rope, config.sliding_rope) if rope]
+
+        def step(block: Block, x_btd: Array, i: int | Array) -> Array:
+            slides = _slides(config, i)
+            return block(
+                x_btd,
+                mask,
+                window=_window(config, slides, ids.shape[1]),
+                turns=_choose_turns(all_turns, slides),
+                dropout_key=None if layers_key is None else jax.random.fold_in(layers_key, i),
+            )
+
+        return self.norm(run_layers(self.layers, step, x_btd, config.num_layers, config.remat))
+
+    def logits(self, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
+        """Logits of the next token, for instance of a piece of the text at a time."""
+        logits = self.embedding.attend(hidden) if self.head is None else self.head(hidden)
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def _embed(self, ids: Int[Array, "b t"], positions: Int[Array, "_ t"]) -> Array:
+        x_btd = self.embedding(ids)
+        x_btd = x_btd * jnp.asarray(self.config.embedding_scale, x_btd.dtype)
+        if self.positions is None:
+            return x_btd
+        if ids.shape[1] > self.config.max_length:
+            raise ValueError(
+                f"`ids` holds {ids.shape[1]} tokens per row, the model has positions for "
+                f"{self.config.max_length}. Cut the texts into shorter pieces."
+            )
+        return x_btd + self.positions(positions)
+
+
+class Block(nnx.Module):
+    """One layer: attention, then a perceptron or experts, each added to what came in."""
+
+    def __init__(self, config: DecoderConfig, number: int, *, rngs: nnx.Rngs):
+        self.config = config
+        before = config.norm_placement in ("before", "both")
+        after = config.norm_placement in ("after", "both")
+        size = config.hidden_size
+        self.attention_norm = make_norm(config, size, rngs) if before else None
+        self.attention = Attention(config, rngs=rngs)
+        self.attention_post_norm = make_norm(config, size, rngs) if after else None
+        self.mlp_norm = make_norm(config, size, rngs) if before else None
+        if config.experts is None or number in config.experts.dense_layers:
+            self.mlp: Any = Mlp(config, rngs=rngs)
+        else:
+            self.mlp = Experts(config, config.experts, rngs=rngs)
+        self.mlp_post_norm = make_norm(config, size, rngs) if after else None
+
+    def __call__(
+        self,
+        x_btd: Float[Array, "b t d"],
+        mask: Bool[Array, "b t"] | None,
+        *,
+        window: int | Int[Array, ""] | None = None,
+        turns: Turns | None = None,
+        dropout_key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "b t d"]:
+        """Arguments as those of `Attention`."""
+        probabilities_key, attention_key, mlp_key = split_key(dropout_key, 3)
+        rate = self.config.residual_dropout
+        seen = _normalized(self.attention_norm, x_btd)
+        added = self.attention(
+            seen, mask, window=window, turns=turns, dropout_key=probabilities_key
+        )
+        x_btd = x_btd + _normalized(self.attention_post_norm, dropout(added, rate, attention_key))
+        added = self.mlp(_normalized(self.mlp_norm, x_btd))
+        return x_btd + _normalized(self.mlp_post_norm, dropout(added, rate, mlp_key))
+
+
+def _normalized(norm: Any, x_btd: Array) -> Array:
+    return x_btd if norm is None else norm(x_btd)
+
+
+def _slides(config: DecoderConfig, i: int | Array) -> bool | Array:
+    """Whether layer i has the window: known now, unless layers that differ are scanned."""
+    numbers = config.sliding_layers
+    if len(numbers) in (0, config.num_layers):
+        return bool(numbers)
+    if isinstance(i, int):
+        return i in numbers
+    return jnp.array([number in numbers for number in range(config.num_layers)])[i]
+
+
+def _window(config: DecoderConfig, slides: bool | Array, num_tokens: int) -> int | Array | None:
+    if isinstance(slides, bool):
+        return config.sliding_window if slides else None
+    return jnp.where(slides, config.sliding_window, num_tokens)
+
+
+def _choose_turns(all_turns: list[Turns], slides: bool | Array) -> Turns | None:
+    if len(all_turns) < 2:
+        return all_turns[0] if all_turns else None
+    if isinstance(slides, bool):
+        return all_turns[int(slides)]
+    return jax.tree.map(lambda full, sliding: jnp.where(slides, sliding, full), *all_turns)

@@ -1,0 +1,152 @@
+"""What a decoder computes, as a frozen dataclass that was checked once.
+
+Field names are ours (spelled out, `num_` for counts). `DecoderConfig.from_json` reads the
+`config.json` of every family that `_decoder_families` has a table for.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+from ._checks import check_choices, check_dropout, check_positive
+from ._config_json import read_config
+from ._decoder_families import fields_of
+from ._experts_config import ExpertsConfig
+from ._layers import Remat
+from ._rope import Rope
+
+ComputeDtype = Literal["float32", "bfloat16", "float16", "float64"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Sizes and parts of a decoder, and how it is computed.
+
+    The defaults of the parts are Llama's. Parameters keep the dtype they are loaded in;
+    `compute_dtype` is what they and the activations are cast to inside a layer. Norms, rotations,
+    attention's softmax and the shares of experts are computed in float32.
+
+    Args:
+        vocabulary_size, hidden_size, intermediate_size, num_layers: as the names say.
+        num_heads: of the queries.
+        num_key_value_heads: divides `num_heads`; equal to it without grouped queries.
+        head_size: width of a head; `num_heads * head_size` may differ from `hidden_size`.
+        max_length: positions that have an embedding, in tokens. With `rope` nothing ends there.
+        norm: RMSNorm, RMSNorm that stores its scale less 1, or LayerNorm.
+        norm_epsilon: under the root.
+        norm_placement: before each half of a layer, after it (its sum with the residual is not
+            normalised), or both.
+        query_key_norm: normalise queries and keys "head" by head, or each whole "projection".
+        activation: of the perceptron, or of its gate.
+        gated_mlp: whether the perceptron has a gate.
+        query_key_value_bias, attention_output_bias, mlp_bias: whether those projections have one.
+        tied_head: whether logits are products with the embeddings of the words.
+        embedding_scale: multiplies embeddings, rounded to `compute_dtype`.
+        rope: rotation of queries and keys; None for a learned embedding of each position.
+        sliding_rope: of the layers with a window, if they have another.
+        sliding_window: positions that a token of a `sliding_layers` sees, itself included.
+        sliding_layers: numbers of the layers with that window.
+        attention_scale: multiplies products of queries and keys; None for `head_size ** -0.5`.
+        attention_softcap, logit_softcap: x becomes c tanh(x / c), before softmax.
+        experts: a mixture of experts; None for a perceptron in every layer.
+        embedding_dropout, attention_dropout, residual_dropout: rates, used when the decoder is
+            called with a `dropout_key`: of what enters the first layer, of the probabilities of
+            attention, and of what each half of a layer adds.
+        initializer_range: standard deviation of fresh weights.
+        scan_layers: hold the layers as one stack and scan it; False for a list of them.
+        remat: what layers keep for the backward pass: everything ("none"), only what enters them
+            ("full"), or what the policy of that name in `jax.checkpoint_policies` keeps.
+        attention_implementation: as in `jax.nn.dot_product_attention`.
+    """
+
+    vocabulary_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_key_value_heads: int
+    head_size: int
+    max_length: int = 2048
+    norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
+    norm_epsilon: float = 1e-6
+    norm_placement: Literal["before", "after", "both"] = "before"
+    query_key_norm: Literal["none", "head", "projection"] = "none"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    gated_mlp: bool = True
+    query_key_value_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    tied_head: bool = False
+    embedding_scale: float = 1.0
+    rope: Rope | None = None
+    sliding_rope: Rope | None = None
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    experts: ExpertsConfig | None = None
+    embedding_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    initializer_range: float = 0.02
+    compute_dtype: ComputeDtype = "float32"
+    scan_layers: bool = False
+    remat: Remat = "none"
+    attention_implementation: Literal["xla", "cudnn"] | None = None
+
+    def __post_init__(self):
+        check_positive(self)
+        check_choices(self)
+        check_dropout(self)
+        self._check_attention()
+        if self.scan_layers and self.experts is not None and self.experts.dense_layers:
+            raise ValueError(
+                f"`scan_layers` needs layers that are alike, but layers "
+                f"{list(self.experts.dense_layers)} have no experts. Set it to False."
+            )
+
+    def _check_attention(self) -> None:
+        if self.num_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_heads` must be a multiple of `num_key_value_heads`; got {self.num_heads} "
+                f"and {self.num_key_value_heads}. Each key serves as many queries as any other."
+            )
+        for name in ("rope", "sliding_rope"):
+            rope = getattr(self, name)
+            if rope is not None and rope.rotary_size > self.head_size:
+                raise ValueError(
+                    f"`rotary_size` of `{name}` is {rope.rotary_size}, a head has {self.head_size} "
+                    "numbers. Rotate at most all of them."
+                )
+        if self.sliding_rope is not None and (
+            self.rope is None or self.rope.rotary_size != self.sliding_rope.rotary_size
+        ):
+            raise ValueError(
+                "`sliding_rope` needs a `rope` of the same `rotary_size` for the other layers; "
+                f"got {self.sliding_rope} and {self.rope}."
+            )
+        if bool(self.sliding_layers) != (self.sliding_window is not None):
+            raise ValueError(
+                f"`sliding_window` is {self.sliding_window} and `sliding_layers` is "
+                f"{self.sliding_layers}. Give both or neither."
+            )
+        if not set(self.sliding_layers) <= set(range(self.num_layers)):
+            raise ValueError(
+                f"`sliding_layers` must be numbers from 0 to {self.num_layers - 1}; got "
+                f"{self.sliding_layers}."
+            )
+
+    @classmethod
+    def from_json(cls, path: Path | str, **changes: Any) -> "DecoderConfig":
+        """Read a Hugging Face `config.json` (or the directory that holds one).
+
+        Args:
+            path: the file, or its directory.
+            **changes: fields to set differently, e.g. `compute_dtype="bfloat16"`.
+
+        Raises:
+            ValueError: the file is missing or lacks a size, its `model_type` is not one of those
+                that this decoder covers, or it asks for something that is not computed here.
+        """
+        return cls(**(fields_of(*read_config(path)) | changes))

@@ -1,0 +1,71 @@
+"""Layers one after the other: a list of them, or one stack of equal ones that is scanned.
+
+A scan compiles one layer whatever their number, and a stack is what `jz.Zero` gathers layer by
+layer in a loop. A list is free to hold layers that differ, and lets XLA schedule across them.
+
+Recomputation (`remat`) is `jax.checkpoint` around each layer: its activations are dropped after the
+forward pass, but for those that the policy keeps, and are computed again in the backward pass.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Remat = Literal["none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable"]
+
+
+def make_layers(
+    make: Callable[[nnx.Rngs, int], nnx.Module], num_layers: int, *, scanned: bool, rngs: nnx.Rngs
+) -> Any:
+    """A list of `num_layers` modules, or one whose every parameter has a leading dim of them."""
+    if not scanned:
+        return nnx.List([make(rngs, i) for i in range(num_layers)])
+    stacked = nnx.vmap(lambda rngs: make(rngs, 0), in_axes=0, out_axes=0)
+    return nnx.split_rngs(splits=num_layers)(stacked)(rngs)
+
+
+def run_layers(
+    layers: Any,
+    step: Callable[[Any, jax.Array, int | jax.Array], jax.Array],
+    x: jax.Array,
+    num_layers: int,
+    remat: Remat,
+) -> jax.Array:
+    """`x = step(layer, x, i)` for each layer i: an `int` in a list, a traced one in a scan.
+
+    Args:
+        layers: from `make_layers`.
+        step: what a layer does; the shape and dtype of `x` stay.
+        x: what the first layer sees.
+        num_layers: how many there are.
+        remat: what is kept for the backward pass: everything ("none"), only what enters each layer
+            ("full"), or also what the policy of that name in `jax.checkpoint_policies` keeps.
+    """
+    if isinstance(layers, nnx.List):
+        for i, layer in enumerate(layers):
+            graph, state = nnx.split(layer)
+            x = _layer_function(graph, step, remat, index=i)(state, x)
+        return x
+    graph, states = nnx.split(layers)
+
+    def body(x, scanned):
+        state, i = scanned
+        return _layer_function(graph, step, remat, index=i, in_scan=True)(state, x), None
+
+    return jax.lax.scan(body, x, (states, jnp.arange(num_layers)))[0]
+
+
+def _layer_function(
+    graph: Any, step: Any, remat: Remat, *, index: int | jax.Array, in_scan: bool = False
+) -> Callable[[Any, jax.Array], jax.Array]:
+    def run(state, x):
+        return step(nnx.merge(graph, state), x, index)
+
+    if remat == "none":
+        return run
+    policy = None if remat == "full" else getattr(jax.checkpoint_policies, remat)
+    # Inside a scan there is nothing that the recomputation could be merged with.
+    return jax.checkpoint(run, policy=policy, prevent_cse=not in_scan)

@@ -1,0 +1,200 @@
+"""Random models of many families, small and odd, as transformers makes, runs and saves them.
+
+What needs torch imports it when called.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_HIDDEN = {
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
+_SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+_DECODER = _HIDDEN | _SPECIAL | {"num_key_value_heads": 2}
+_GPT2 = _SPECIAL | {"vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+_GEMMA = _DECODER | {"head_dim": 12, "query_pre_attn_scalar": 10, "sliding_window": 4}
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 6}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.5],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+}
+
+# name: (`model_type`, its config)
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", _GPT2),
+    "llama": ("llama", _DECODER),
+    "llama3-tied-1-kv-head": (
+        "llama",
+        _DECODER
+        | {"num_key_value_heads": 1, "tie_word_embeddings": True, "rope_parameters": _LLAMA3},
+    ),
+    "mistral-window": ("mistral", _DECODER | {"sliding_window": 4}),
+    "qwen2-late-window": (
+        "qwen2",
+        _DECODER | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", _DECODER | {"head_dim": 12}),
+    "gemma2": (
+        "gemma2",
+        _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.0},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        _GEMMA
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "phi3-partial": (
+        "phi3",
+        _DECODER
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+    ),
+    "olmo2": ("olmo2", _DECODER),
+    "mixtral": ("mixtral", _DECODER | {"num_local_experts": 3}),
+    "qwen3-moe": ("qwen3_moe", _DECODER | _EXPERTS | {"norm_topk_prob": True}),
+}
+MORE_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2-untied-relu-odd": (
+        "gpt2",
+        _GPT2
+        | {
+            "vocab_size": 41,
+            "n_embd": 21,
+            "n_head": 3,
+            "n_inner": 50,
+            "activation_function": "relu",
+            "tie_word_embeddings": False,
+        },
+    ),
+    "llama-biases-linear": (
+        "llama",
+        _DECODER
+        | {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "head_dim": 6,
+            "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4},
+        },
+    ),
+    "mistral-no-window": ("mistral", _DECODER | {"sliding_window": None, "head_dim": 10}),
+    "qwen2-tied": ("qwen2", _DECODER | {"tie_word_embeddings": True}),
+    "qwen3-biases-windows": (
+        "qwen3",
+        _DECODER
+        | {
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 0,
+        },
+    ),
+    "gemma2-untied": ("gemma2", _GEMMA | {"tie_word_embeddings": False, "head_dim": 8}),
+    "gemma3-capped-linear": (
+        "gemma3_text",
+        _GEMMA
+        | {
+            "final_logit_softcapping": 2.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "phi3-long": (
+        "phi3",
+        _DECODER
+        | {
+            "original_max_position_embeddings": 10,
+            "sliding_window": 6,
+            "rope_parameters": _LONG,
+        },
+    ),
+    "phi3-long-but-short-text": (
+        "phi3",
+        _DECODER | {"original_max_position_embeddings": 20, "rope_parameters": _LONG},
+    ),
+    "olmo2-1-kv-head": ("olmo2", _DECODER | {"num_key_value_heads": 1, "attention_bias": True}),
+    "mixtral-window": ("mixtral", _DECODER | {"num_local_experts": 4, "sliding_window": 3}),
+    "qwen3-moe-some-dense": (
+        "qwen3_moe",
+        _DECODER | _EXPERTS | {"mlp_only_layers": [0], "tie_word_embeddings": True},
+    ),
+}
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "roberta": ("roberta", _HIDDEN | {"pad_token_id": 1, "type_vocab_size": 1}),
+    "distilbert": (
+        "distilbert",
+        {
+            "vocab_size": 37,
+            "dim": 32,
+            "hidden_dim": 48,
+            "n_layers": 2,
+            "n_heads": 4,
+            "max_position_embeddings": 32,
+        },
+    ),
+}
+
+
+def make(model_type: str, config: dict[str, Any], *, causal: bool = True) -> Any:
+    """A random model of transformers: attention as its own formula says, no dropout.
+
+    Every tensor is moved away from what it starts as, so that each norm and bias matters.
+    """
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()  # special tokens outside of small vocabularies
+    transformers.logging.disable_progress_bar()
+    kind = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+    torch.manual_seed(0)
+    model = kind.from_config(
+        transformers.AutoConfig.for_model(model_type, **config), attn_implementation="eager"
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim > 1 else 0.1))
+    return model.eval()
+
+
+def save(model: Any, directory: Path) -> Path:
+    """Write a model with `save_pretrained`."""
+    model.save_pretrained(directory)
+    return directory
+
+
+def outputs(model: Any, ids: np.ndarray, mask: np.ndarray) -> Any:
+    """What a model of transformers gives for a padded batch."""
+    import torch
+
+    return model(
+        input_ids=torch.from_numpy(ids.astype(np.int64)),
+        attention_mask=torch.from_numpy(mask.astype(np.int64)),
+    )
