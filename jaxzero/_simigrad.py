@@ -96,9 +96,10 @@ def simigrad(
       Without it the error of the codecs passes as noise. On gradients with heavy tails, 2
       nodes of 4 devices, a batch of similarity 0.5 then has a noise scale that is too large
       by 0.2% (`Int8`), 4% (`zeropp`; 9% with stochastic rounding) or 18% (`Int4` without
-      rotation); at 0.83 by 11% with `zeropp`. With it, less than 0.5% are left with `zeropp`
-      (`benchmarks/simigrad_noise.py`). It takes the mean gradient to lose as much as those
-      of the devices, which holds for rotated codecs and signs that vary.
+      rotation); at 0.83 by 11% with `zeropp`. With it at most 0.2% are left with `zeropp`, at
+      similarities of 0.2 to 0.83 (`benchmarks/simigrad_noise.py`). It takes the mean
+      gradient to lose as much as those of the devices, which holds for rotated codecs and
+      signs that vary; of `Int4` without rotation 5% and more are left.
 
     Args:
         inner: any optax transform. It sees the mean gradient, and its schedules count
