@@ -26,6 +26,7 @@ CONFIGS = {
     "zeropp4": jz.zeropp4(),
     "feedback": jz.zero3(gradients=jz.Hops(node=jz.ErrorFeedback(jz.Int4(block=32)))),
     "hsdp": jz.hsdp(),
+    "hsdp coded": jz.hsdp(gradients=_CODED),
     "ddp": jz.ddp(),
     "coded": jz.zero3(gradients=_CODED),
     "stage 1 coded": jz.ZeroConfig(stage=1, gradients=_CODED),
@@ -82,8 +83,8 @@ def _leaves(tree):
         ("feedback", "2x2-auto", {}),
         ("hsdp", "2x4-auto", {}),
         ("ddp", "3x2-explicit", {}),
-        ("stage 1 coded", "1x3-auto", {}),
         ("stage 2 persistent", "8x1-auto", {}),
+        pytest.param("stage 1 coded", "1x3-auto", {}, marks=pytest.mark.exhaustive),
         pytest.param("zeropp4", "2x4-auto", {}, marks=pytest.mark.exhaustive),
         pytest.param(
             "unscheduled",
@@ -181,7 +182,7 @@ def _noisy_rows(scale, num, dim=_DIM, seed=0):
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize(("mesh", "scale"), [("2x4-auto", 3.0), ("3x2-explicit", 0.5)])
+@pytest.mark.parametrize(("mesh", "scale"), [("1x8-auto", 3.0), ("3x2-explicit", 0.5)])
 def test_noise_scale_of_one_micro_batch(mesh, scale):
     """Each batch is one micro-batch, a row for each device."""
     mesh = zoo.make_mesh(mesh)
@@ -224,7 +225,9 @@ def test_noise_scale_of_one_micro_batch(mesh, scale):
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize(("microbatches", "bias"), [(1, 0.05), (2, 0.03)])
+@pytest.mark.parametrize(
+    ("microbatches", "bias"), [(1, 0.05), pytest.param(2, 0.03, marks=pytest.mark.exhaustive)]
+)
 def test_noise_of_codecs_is_taken_out(microbatches, bias):
     """4 bits on both hops, at a noise scale of a fifth of the batch; the same draws without."""
     mesh = zoo.make_mesh("2x4-explicit")
@@ -269,7 +272,7 @@ def test_noise_of_codecs_is_taken_out(microbatches, bias):
     coded, corrected = noise_scales(jz.zero3(gradients=jz.zeropp().gradients))
     np.testing.assert_allclose(whole, scale, rtol=0.05)
     assert coded > (1 + bias) * whole
-    np.testing.assert_allclose(corrected, whole, rtol=0.01)
+    np.testing.assert_allclose(corrected, whole, rtol=0.005)
 
 
 # Mistakes.
@@ -279,3 +282,18 @@ def test_one_device_has_no_halves():
     zero = jz.Zero(zoo.make_mesh("1x1-auto"))
     with pytest.raises(ValueError, match="`halves=True` compares.*one device.*jz.simigrad"):
         zero.value_and_grad(_loss, halves=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("feedback", "`ErrorFeedback` makes up for errors later"),
+        ("hsdp coded", 'with `split="local"` sums over nodes are encoded twice'),
+        ("stage 1 coded", "with `stage=1` sums are encoded twice"),
+    ],
+)
+def test_noise_that_is_not_known(config, message):
+    zero = jz.Zero(zoo.make_mesh("2x2-auto"), CONFIGS[config])
+    params = zero.shard({"w": WHOLE["w"]})
+    with pytest.raises(NotImplementedError, match=f"{message}.*Leave out `codec_noise`"):
+        zero.codec_noise(params)

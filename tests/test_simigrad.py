@@ -686,6 +686,8 @@ def test_wrong_rules(rule, field, value, message):
         ({}, {"a": jnp.ones(3), "b": {"c": jnp.ones(5)}}, {}, r"shape \(3,\) at `a`.*\(3, 4\)"),
         ({}, None, {"weight": jnp.ones(2)}, r"`weight` must be a real scalar.*\(2,\)"),
         ({}, None, {"halves": (1.0, 2.0)}, "`halves` must be from.*got tuple of 2"),
+        ({}, None, {"codec_noise": 0.01}, "`codec_noise` must be from.*got 0.01"),
+        ({}, None, {"codec_noise": (0.01, jnp.ones(2))}, "`codec_noise` must be from"),
         ({}, None, {"halves": 1.0}, "`halves` must be from.*got float"),
         ({}, None, {"halves": (1.0, 2.0, jnp.ones(3))}, r"`halves` must be three scalars"),
         ({"groups": lambda p: p}, None, {"halves": (1.0, 2.0, 1.0)}, "three trees like the grad"),
