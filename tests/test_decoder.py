@@ -202,7 +202,7 @@ def test_experts_equal_a_loop_over_tokens(normalize: bool):
             wide = x[at] @ gate[e]
             wide = wide / (1 + np.exp(-wide)) * (x[at] @ up[e])
             want[at] += shares[e] / total * (wide @ down[e])
-    ragged = dataclasses.replace(config, experts=dataclasses.replace(experts, loop="ragged"))
+    ragged = dataclasses.replace(config, expert_loop="ragged")
     results = []
     for each in (config, ragged):
         graph, _ = built(each)

@@ -120,7 +120,7 @@ def read_rope(
 
 
 def _rope(
-    given: Content, base: float, content: Content, path: Path, head_size: int, partial: bool
+    given: Content, base: Any, content: Content, path: Path, head_size: int, partial: bool
 ) -> Rope:
     part = given.get("partial_rotary_factor", content.get("partial_rotary_factor")) or 1.0
     if part != 1 and not partial:
@@ -157,18 +157,18 @@ def _scaling(given: Content, content: Content, path: Path) -> Scaling | None:
         "original_max_position_embeddings", given.get("original_max_position_embeddings", longest)
     )
     if kind == "linear":
-        return LinearScaling(factor=given["factor"])
+        return LinearScaling(factor=float(given["factor"]))
     if kind == "llama3":
         return Llama3Scaling(
-            factor=given["factor"],
-            slow_turns=given["low_freq_factor"],
-            fast_turns=given["high_freq_factor"],
+            factor=float(given["factor"]),
+            slow_turns=float(given["low_freq_factor"]),
+            fast_turns=float(given["high_freq_factor"]),
             trained_length=trained,
         )
     if kind == "longrope":
         return LongScaling(
-            short=tuple(given["short_factor"]),
-            long=tuple(given["long_factor"]),
+            short=tuple(map(float, given["short_factor"])),
+            long=tuple(map(float, given["long_factor"])),
             trained_length=trained,
             magnitude=_magnitude(given, longest / trained, trained),
         )
@@ -177,6 +177,6 @@ def _scaling(given: Content, content: Content, path: Path) -> Scaling | None:
 
 def _magnitude(given: Content, stretch: float, trained: int) -> float:
     if given.get("attention_factor") is not None:
-        return given["attention_factor"]
+        return float(given["attention_factor"])
     stretch = given.get("factor") or stretch
     return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(trained))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ._config_json import check_present
+from ._config_json import as_float, check_present
 from ._config_parts import (
     mixtral_experts,
     no_window,
@@ -218,7 +218,7 @@ def fields_of(content: dict[str, Any], path: Path) -> dict[str, Any]:
     content = {**_DEFAULTS, **family.defaults, **content}
     _check_meaning(content, family, path)
     fields: dict[str, Any] = {ours: content[key] for ours, key in family.sizes.items()}
-    fields |= {ours: content[key] for ours, key in family.names.items()}
+    fields |= {ours: as_float(content[key]) for ours, key in family.names.items()}
     fields |= family.fixed
     fields["activation"] = _ACTIVATIONS[content[family.activation]]
     fields |= _heads(content, fields)
