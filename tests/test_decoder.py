@@ -242,6 +242,7 @@ def test_zero_of_scanned_layers_and_experts():
 
 @pytest.mark.slow
 def test_a_step_of_zeropp_is_within_the_bound_of_its_codecs():
+    # The head is tied and nothing is recomputed, so nothing is gathered between the two loops.
     config = dataclasses.replace(
         MIXED, sliding_layers=(), sliding_window=None, sliding_rope=None, scan_layers=True
     )

@@ -203,6 +203,7 @@ def test_what_the_keys_mean(tmp_path: Path):
             {"layer_types": ["chunked_attention"] * 4},
             "`layer_types` .*'chunked_attention'",
         ),
+        ("gemma3_text", {"sliding_window": None}, "`sliding_window` in .* is null"),
         ("mixtral", {"router_jitter_noise": 0.1}, r"`router_jitter_noise` in .* is 0\.1"),
     ],
 )

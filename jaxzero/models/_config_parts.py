@@ -109,6 +109,11 @@ def read_rope(
     given = content.get("rope_parameters") or content.get("rope_scaling") or {}
     if sliding_key is None:
         return {"rope": _rope(given, content["rope_theta"], content, path, head_size, partial)}
+    if not content.get("sliding_window"):
+        raise ValueError(
+            f"`sliding_window` in {str(path)!r} is null, but some layers rotate as those with a "
+            "window do, which the decoder does not compute. Choose another checkpoint."
+        )
     # Nested by kind of layer, or as transformers 4 wrote it: a scaling of the others alone.
     full = given.get("full_attention") or ({} if "sliding_attention" in given else given)
     sliding = given.get("sliding_attention") or {}
