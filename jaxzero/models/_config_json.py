@@ -1,6 +1,7 @@
 """Reading the `config.json` of a Hugging Face directory."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def as_float(value: Any) -> Any:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def check_present(content: dict[str, Any], keys: set[str], path: Path) -> None:
+def check_present(content: Mapping[str, Any], keys: set[str], path: Path) -> None:
     """Refuse a file that lacks one of `keys`."""
     missing = sorted(keys - content.keys())
     if missing:

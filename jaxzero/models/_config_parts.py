@@ -155,7 +155,7 @@ def _scaling(given: Content, content: Content, path: Path) -> Scaling | None:
             f"`rope_type` in {str(path)!r} is {kind!r}; the decoder computes "
             f"{', '.join(needed)}. Choose a checkpoint without this scaling."
         )
-    check_present(dict(given), needed[kind], path)
+    check_present(given, needed[kind], path)
     longest = content["max_position_embeddings"]
     # Beside the scaling (Phi-3), in it (Llama), or nowhere.
     trained = content.get(

@@ -69,11 +69,11 @@ _ATTENTION_BIAS = {
 class Family:
     """How one `model_type` is written, and what all models of it have in common."""
 
-    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # our field: its value
-    names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # our field: their key
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # their key: its value
-    sizes: Mapping[str, str] = dataclasses.field(default_factory=lambda: _SIZES)
-    required: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # their key: only value
+    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)  # our field: its value
+    names: dict[str, str] = dataclasses.field(default_factory=dict)  # our field: their key
+    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)  # their key: its value
+    sizes: dict[str, str] = dataclasses.field(default_factory=lambda: _SIZES)
+    required: dict[str, Any] = dataclasses.field(default_factory=dict)  # their key: only value
     activation: str = "hidden_act"
     windows: Callable[[Content, int], tuple[int, ...]] = no_window
     experts: Callable[[Content, int, Path], ExpertsConfig | None] | None = None
