@@ -202,7 +202,7 @@ def test_experts_equal_a_loop_over_tokens(normalize: bool):
             wide = x[at] @ gate[e]
             wide = wide / (1 + np.exp(-wide)) * (x[at] @ up[e])
             want[at] += shares[e] / total * (wide @ down[e])
-    ragged = dataclasses.replace(config, experts=dataclasses.replace(experts, loop="ragged"))
+    ragged = dataclasses.replace(config, expert_loop="ragged")
     results = []
     for each in (config, ragged):
         graph, _ = built(each)
@@ -242,6 +242,7 @@ def test_zero_of_scanned_layers_and_experts():
 
 @pytest.mark.slow
 def test_a_step_of_zeropp_is_within_the_bound_of_its_codecs():
+    # The head is tied and nothing is recomputed, so nothing is gathered between the two loops.
     config = dataclasses.replace(
         MIXED, sliding_layers=(), sliding_window=None, sliding_rope=None, scan_layers=True
     )

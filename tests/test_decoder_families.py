@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny_models
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxzero import interop
 
@@ -130,3 +130,44 @@ def test_gradients_equal_those_of_torch(made, name: str, tmp_path: Path):
         # Twice as many sums as forward; a small gradient is a sum of larger ones that cancel.
         atol = 2 * allowed(loaded.config.num_layers) * max(np.abs(array).max(), 0.01 * total)
         np.testing.assert_allclose(got[key], array, rtol=0, atol=atol, err_msg=key)
+
+
+def test_a_model_without_its_head_has_names_without_prefix(made, tmp_path: Path):
+    """So is GPT-2 published, with masks in its file besides."""
+    model, _ = made("gpt2")
+    source = tiny_models.save(model.transformer, tmp_path / "source")
+    held = load_file(source / "model.safetensors")
+    buffers = {f"h.{i}.attn.bias": np.tri(32, dtype=np.float32)[None, None] for i in range(2)}
+    save_file(held | buffers, source / "model.safetensors")
+    loaded = interop.load_decoder(source)
+    export = interop.export_decoder(read(loaded.params), tmp_path / "export", source=source)
+    again = load_file(export / "model.safetensors")
+    assert again.keys() == held.keys() | buffers.keys()
+    assert all(again[key].tobytes() == (held | buffers)[key].tobytes() for key in again)
+
+
+def test_a_tied_head_in_the_file_is_not_written_again(made, tmp_path: Path):
+    _, directory = made("llama3-tied-1-kv-head")
+    held = load_file(directory / "model.safetensors")
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_bytes((directory / "config.json").read_bytes())
+    head = {"lm_head.weight": held["model.embed_tokens.weight"]}
+    save_file(held | head, source / "model.safetensors")
+    params = read(interop.load_decoder(source).params)
+    export = interop.export_decoder(params, tmp_path / "export", source=source)
+    assert load_file(export / "model.safetensors").keys() == held.keys()
+
+
+def test_tensors_that_do_not_fit_are_named(made, tmp_path: Path):
+    _, directory = made("phi3-partial")
+    held = load_file(directory / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
+    fused = "model.layers.1.self_attn.qkv_proj.weight"
+    save_file(held | {fused: held[fused][:-1]}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"'{fused}' .* has shape \(63, 32\), .* \(64, 32\)"):
+        interop.load_decoder(tmp_path)
+    left = {key: array for key, array in held.items() if key not in (fused, "lm_head.weight")}
+    save_file(left, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"lacks 'lm_head.weight', '{fused}'.*AutoModelForCausal"):
+        interop.load_decoder(tmp_path)

@@ -149,6 +149,7 @@ MORE_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("roberta", _HIDDEN | {"pad_token_id": 1, "type_vocab_size": 1}),
+    "xlm-roberta": ("xlm-roberta", _HIDDEN | {"pad_token_id": 0, "type_vocab_size": 2}),
     "distilbert": (
         "distilbert",
         {

@@ -15,6 +15,7 @@ k head size.
 """
 
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,7 @@ def attend(
     softcap: float | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Key[Array, ""] | None = None,
-    implementation: str | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
 ) -> Float[Array, "b t h k"]:
     """Attention, by `jax.nn.dot_product_attention` unless it lacks what is asked for."""
     has_dropout = dropout_key is not None and dropout_rate > 0
@@ -118,7 +119,7 @@ def attend(
             scale=scale,
             is_causal=is_causal,
             local_window_size=None if window is None else (window - 1, 0),
-            implementation=implementation,  # pyright: ignore[reportArgumentType]
+            implementation=implementation,
         )
     if implementation == "cudnn":
         raise NotImplementedError(

@@ -1,6 +1,7 @@
 """Reading the `config.json` of a Hugging Face directory."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,12 @@ def read_config(path: Path | str) -> tuple[dict[str, Any], Path]:
     return content, path
 
 
-def check_present(content: dict[str, Any], keys: set[str], path: Path) -> None:
+def as_float(value: Any) -> Any:
+    """A number as a float, whether it was written as 0 or as 0.0; flags and null as they are."""
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def check_present(content: Mapping[str, Any], keys: set[str], path: Path) -> None:
     """Refuse a file that lacks one of `keys`."""
     missing = sorted(keys - content.keys())
     if missing:

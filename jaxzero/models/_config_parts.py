@@ -109,6 +109,11 @@ def read_rope(
     given = content.get("rope_parameters") or content.get("rope_scaling") or {}
     if sliding_key is None:
         return {"rope": _rope(given, content["rope_theta"], content, path, head_size, partial)}
+    if not content.get("sliding_window"):
+        raise ValueError(
+            f"`sliding_window` in {str(path)!r} is null, but some layers rotate as those with a "
+            "window do, which the decoder does not compute. Choose another checkpoint."
+        )
     # Nested by kind of layer, or as transformers 4 wrote it: a scaling of the others alone.
     full = given.get("full_attention") or ({} if "sliding_attention" in given else given)
     sliding = given.get("sliding_attention") or {}
@@ -120,7 +125,7 @@ def read_rope(
 
 
 def _rope(
-    given: Content, base: float, content: Content, path: Path, head_size: int, partial: bool
+    given: Content, base: Any, content: Content, path: Path, head_size: int, partial: bool
 ) -> Rope:
     part = given.get("partial_rotary_factor", content.get("partial_rotary_factor")) or 1.0
     if part != 1 and not partial:
@@ -150,25 +155,25 @@ def _scaling(given: Content, content: Content, path: Path) -> Scaling | None:
             f"`rope_type` in {str(path)!r} is {kind!r}; the decoder computes "
             f"{', '.join(needed)}. Choose a checkpoint without this scaling."
         )
-    check_present(dict(given), needed[kind], path)
+    check_present(given, needed[kind], path)
     longest = content["max_position_embeddings"]
     # Beside the scaling (Phi-3), in it (Llama), or nowhere.
     trained = content.get(
         "original_max_position_embeddings", given.get("original_max_position_embeddings", longest)
     )
     if kind == "linear":
-        return LinearScaling(factor=given["factor"])
+        return LinearScaling(factor=float(given["factor"]))
     if kind == "llama3":
         return Llama3Scaling(
-            factor=given["factor"],
-            slow_turns=given["low_freq_factor"],
-            fast_turns=given["high_freq_factor"],
+            factor=float(given["factor"]),
+            slow_turns=float(given["low_freq_factor"]),
+            fast_turns=float(given["high_freq_factor"]),
             trained_length=trained,
         )
     if kind == "longrope":
         return LongScaling(
-            short=tuple(given["short_factor"]),
-            long=tuple(given["long_factor"]),
+            short=tuple(map(float, given["short_factor"])),
+            long=tuple(map(float, given["long_factor"])),
             trained_length=trained,
             magnitude=_magnitude(given, longest / trained, trained),
         )
@@ -177,6 +182,6 @@ def _scaling(given: Content, content: Content, path: Path) -> Scaling | None:
 
 def _magnitude(given: Content, stretch: float, trained: int) -> float:
     if given.get("attention_factor") is not None:
-        return given["attention_factor"]
+        return float(given["attention_factor"])
     stretch = given.get("factor") or stretch
     return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(trained))

@@ -192,9 +192,10 @@ def _slides(config: DecoderConfig, i: int | Array) -> bool | Array:
 
 
 def _window(config: DecoderConfig, slides: bool | Array, num_tokens: int) -> int | Array | None:
-    if isinstance(slides, bool):
-        return config.sliding_window if slides else None
-    return jnp.where(slides, config.sliding_window, num_tokens)
+    window = config.sliding_window
+    if window is None or isinstance(slides, bool):
+        return window if slides is True else None
+    return jnp.where(slides, window, num_tokens)
 
 
 def _choose_turns(all_turns: list[Turns], slides: bool | Array) -> Turns | None:

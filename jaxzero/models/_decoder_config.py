@@ -56,6 +56,8 @@ class DecoderConfig:
         scan_layers: hold the layers as one stack and scan it; False for a list of them.
         remat: what layers keep for the backward pass: everything ("none"), only what enters them
             ("full"), or what the policy of that name in `jax.checkpoint_policies` keeps.
+        expert_loop: "scan" computes one expert after another for every token, so that ZeRO gathers
+            one at a time; "ragged" sorts tokens by expert and computes each where it was chosen.
         attention_implementation: as in `jax.nn.dot_product_attention`.
     """
 
@@ -93,6 +95,7 @@ class DecoderConfig:
     compute_dtype: ComputeDtype = "float32"
     scan_layers: bool = False
     remat: Remat = "none"
+    expert_loop: Literal["scan", "ragged"] = "scan"
     attention_implementation: Literal["xla", "cudnn"] | None = None
 
     def __post_init__(self):

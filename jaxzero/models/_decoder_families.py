@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ._config_json import check_present
+from ._config_json import as_float, check_present
 from ._config_parts import (
     mixtral_experts,
     no_window,
@@ -69,11 +69,11 @@ _ATTENTION_BIAS = {
 class Family:
     """How one `model_type` is written, and what all models of it have in common."""
 
-    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # our field: its value
-    names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # our field: their key
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # their key: its value
-    sizes: Mapping[str, str] = dataclasses.field(default_factory=lambda: _SIZES)
-    required: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # their key: only value
+    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)  # our field: its value
+    names: dict[str, str] = dataclasses.field(default_factory=dict)  # our field: their key
+    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)  # their key: its value
+    sizes: dict[str, str] = dataclasses.field(default_factory=lambda: _SIZES)
+    required: dict[str, Any] = dataclasses.field(default_factory=dict)  # their key: only value
     activation: str = "hidden_act"
     windows: Callable[[Content, int], tuple[int, ...]] = no_window
     experts: Callable[[Content, int, Path], ExpertsConfig | None] | None = None
@@ -218,7 +218,7 @@ def fields_of(content: dict[str, Any], path: Path) -> dict[str, Any]:
     content = {**_DEFAULTS, **family.defaults, **content}
     _check_meaning(content, family, path)
     fields: dict[str, Any] = {ours: content[key] for ours, key in family.sizes.items()}
-    fields |= {ours: content[key] for ours, key in family.names.items()}
+    fields |= {ours: as_float(content[key]) for ours, key in family.names.items()}
     fields |= family.fixed
     fields["activation"] = _ACTIVATIONS[content[family.activation]]
     fields |= _heads(content, fields)

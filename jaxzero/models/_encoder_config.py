@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ._checks import check_choices, check_dropout, check_positive
-from ._config_json import check_present, read_config
+from ._config_json import as_float, check_present, read_config
 from ._layers import Remat
 
 _BERT_SIZES = {
@@ -124,7 +124,7 @@ class EncoderConfig:
         check_present(content, set(family.sizes), path)
         family.check_meaning(content, path)
         fields = {ours: content[key] for key, ours in family.sizes.items()}
-        fields |= {ours: content.get(key, 0.1) for ours, key in family.dropout.items()}
+        fields |= {ours: as_float(content.get(key, 0.1)) for ours, key in family.dropout.items()}
         fields |= family.fixed
         if family.counts_from_padding:
             check_present(content, {"pad_token_id"}, path)

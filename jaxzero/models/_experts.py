@@ -39,7 +39,7 @@ class Experts(nnx.Module):
     def __call__(self, x_btd: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
         x_nd = x_btd.reshape(-1, x_btd.shape[-1])
         shares_nk, chosen_nk = self.route(x_nd)
-        compute = _one_by_one if self.experts.loop == "scan" else _sorted_by_expert
+        compute = _one_by_one if self.config.expert_loop == "scan" else _sorted_by_expert
         weights = tuple(each[...].astype(x_nd.dtype) for each in (self.gate, self.up, self.down))
         bend = ACTIVATIONS[self.config.activation]
         return compute(bend, weights, x_nd, shares_nk, chosen_nk).reshape(x_btd.shape)

@@ -1,9 +1,8 @@
 """What a mixture of experts computes, as a frozen dataclass that was checked once."""
 
 import dataclasses
-from typing import Literal
 
-from ._checks import check_choices, check_positive
+from ._checks import check_positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,8 +15,6 @@ class ExpertsConfig:
         intermediate_size: width of an expert.
         normalize: whether the shares of the chosen experts are scaled to sum to 1.
         dense_layers: numbers of the layers that have an ordinary perceptron instead.
-        loop: "scan" computes one expert after another for every token, so that ZeRO gathers one at
-            a time; "ragged" sorts tokens by expert and computes each only where it was chosen.
     """
 
     num_experts: int
@@ -25,11 +22,9 @@ class ExpertsConfig:
     intermediate_size: int
     normalize: bool = True
     dense_layers: tuple[int, ...] = ()
-    loop: Literal["scan", "ragged"] = "scan"
 
     def __post_init__(self):
         check_positive(self)
-        check_choices(self)
         if self.num_experts_per_token > self.num_experts:
             raise ValueError(
                 f"`num_experts_per_token` is {self.num_experts_per_token}, but there are "

@@ -1,0 +1,229 @@
+"""`config.json` of decoders as transformers 4 and 5 wrote it, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxzero import interop
+from jaxzero.models import (
+    DecoderConfig,
+    ExpertsConfig,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    Rope,
+)
+
+_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+# What published files of transformers 4 say beside sizes.
+OLD: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64},
+    "llama": {
+        **_SIZES,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "rope_type": "llama3",
+        },
+        "tie_word_embeddings": False,
+    },
+    "mistral": {**_SIZES, "num_key_value_heads": 2, "sliding_window": 16, "rope_theta": 1e4},
+    "qwen2": {
+        **_SIZES,
+        "num_key_value_heads": 2,
+        "sliding_window": 32,
+        "max_window_layers": 2,
+        "use_sliding_window": False,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {
+        **_SIZES,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "max_window_layers": 3,
+        "use_sliding_window": True,
+        "rope_theta": 1e6,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    },
+    "gemma2": {
+        **_SIZES,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 8,
+        "rope_theta": 10000.0,
+    },
+    "gemma3_text": {
+        **_SIZES,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 8,
+        "sliding_window_pattern": 3,
+        "rope_theta": 1000000,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    },
+    "phi3": {
+        **_SIZES,
+        "num_key_value_heads": 4,
+        "original_max_position_embeddings": 16,
+        "partial_rotary_factor": 0.5,
+        "pad_token_id": 0,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.5],
+            "long_factor": [2.0, 3.0],
+        },
+        "sliding_window": 20,
+    },
+    "olmo2": {**_SIZES, "num_key_value_heads": 4, "rope_theta": 500000, "rms_norm_eps": 1e-6},
+    "mixtral": {
+        **_SIZES,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+    },
+    "qwen3_moe": {
+        **_SIZES,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 16,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+        "norm_topk_prob": True,
+        "rope_theta": 1e6,
+    },
+}
+
+
+def write(directory: Path, model_type: str, **changes: Any) -> Path:
+    content = {"model_type": model_type, **OLD.get(model_type, _SIZES), **changes}
+    (directory / "config.json").write_text(json.dumps(content))
+    return directory
+
+
+@pytest.mark.parametrize("model_type", OLD)
+def test_old_files_mean_what_transformers_takes_them_for(tmp_path: Path, model_type: str):
+    """Read by transformers 5 and written again, a file of transformers 4 says the same."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    transformers.logging.set_verbosity_error()
+    old = write(tmp_path, model_type)
+    config = transformers.AutoConfig.from_pretrained(old)
+    config.save_pretrained(tmp_path / "new")
+    assert "transformers_version" in json.loads((tmp_path / "new" / "config.json").read_text())
+    assert DecoderConfig.from_json(old) == DecoderConfig.from_json(tmp_path / "new")
+
+
+def test_what_the_keys_mean(tmp_path: Path):
+    def read(model_type: str, **changes: Any) -> DecoderConfig:
+        return DecoderConfig.from_json(write(tmp_path, model_type, **changes))
+
+    gpt2 = read("gpt2")
+    assert (gpt2.intermediate_size, gpt2.tied_head, gpt2.rope) == (128, True, None)
+    assert gpt2.embedding_dropout == gpt2.attention_dropout == gpt2.residual_dropout == 0.1
+    scaling = Llama3Scaling(factor=8.0, slow_turns=1.0, fast_turns=4.0, trained_length=32)
+    assert read("llama").rope == Rope(rotary_size=8, base=500000.0, scaling=scaling)
+    assert read("mistral").sliding_layers == (0, 1, 2, 3)
+    assert (read("qwen2").sliding_layers, read("qwen2").sliding_window) == ((), None)
+    assert (read("qwen3").sliding_layers, read("qwen3").sliding_window) == ((3,), 8)
+    assert read("qwen3").rope == Rope(rotary_size=16, base=1e6, scaling=LinearScaling(factor=2.0))
+    gemma2 = read("gemma2")
+    assert (gemma2.attention_softcap, gemma2.logit_softcap) == (50.0, 30.0)
+    assert gemma2.sliding_layers == (0, 2)
+    np.testing.assert_allclose(
+        (gemma2.embedding_scale, gemma2.attention_scale), (32**0.5, 24**-0.5)
+    )
+    gemma3 = read("gemma3_text")
+    assert gemma3.sliding_layers == (0, 1, 3)
+    assert gemma3.rope == Rope(rotary_size=16, base=1e6, scaling=LinearScaling(factor=8.0))
+    assert gemma3.sliding_rope == Rope(rotary_size=16, base=1e4)
+    phi3 = read("phi3").rope
+    assert phi3 is not None and isinstance(phi3.scaling, LongScaling)
+    # sqrt(1 + ln(64 / 16) / ln 16) = sqrt(1.5)
+    np.testing.assert_allclose(phi3.scaling.magnitude, 1.5**0.5)
+    assert (phi3.rotary_size, phi3.scaling.trained_length) == (4, 16)
+    assert read("qwen3_moe").experts == ExpertsConfig(
+        num_experts=8,
+        num_experts_per_token=4,
+        intermediate_size=16,
+        normalize=True,
+        dense_layers=(0, 2, 3),
+    )
+    assert read("qwen3_moe", num_experts=0).experts is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "message"),
+    [
+        ("gemma3", {}, r"`model_type` in .* is 'gemma3'; decoders are read of .*gemma3_text"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "yarn"}},
+            r"`rope_type` in .* is 'yarn'; .*llama3",
+        ),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "is 'dynamic'"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "lacks factor"),
+        ("llama", {"partial_rotary_factor": 0.5}, r"`partial_rotary_factor` in .* is 0\.5"),
+        ("llama", {"hidden_act": "tanh"}, r"`hidden_act` in .* is 'tanh'; the decoder computes"),
+        ("llama", {"quantization_config": {"bits": 4}}, "its weights are codes of numbers"),
+        ("llama", {"hidden_size": 33}, "`hidden_size` must be a multiple of .*; got 33 and 4"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "`scale_attn_by_inverse_layer_idx` in"),
+        ("gpt2", {"add_cross_attention": True}, "is True; the decoder computes False only"),
+        ("gemma2", {"use_bidirectional_attention": True}, "`use_bidirectional_attention` in .*"),
+        (
+            "gemma2",
+            {"layer_types": ["chunked_attention"] * 4},
+            "`layer_types` .*'chunked_attention'",
+        ),
+        ("gemma3_text", {"sliding_window": None}, "`sliding_window` in .* is null"),
+        ("mixtral", {"router_jitter_noise": 0.1}, r"`router_jitter_noise` in .* is 0\.1"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(
+    tmp_path: Path, model_type: str, change: dict[str, Any], message: str
+):
+    with pytest.raises(ValueError, match=message):
+        DecoderConfig.from_json(write(tmp_path, model_type, **change))
+
+
+def test_broken_files(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"')
+    with pytest.raises(ValueError, match=r"config\.json' is not JSON .*Copy or download"):
+        DecoderConfig.from_json(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="must hold a JSON object; got list"):
+        DecoderConfig.from_json(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
+    with pytest.raises(ValueError, match=r"lacks hidden_size, .*Save the checkpoint again"):
+        DecoderConfig.from_json(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", **_SIZES}))
+    with pytest.raises(ValueError, match=r"lacks num_experts_per_tok, num_local_experts"):
+        interop.load_decoder(tmp_path)
