@@ -1,0 +1,257 @@
+"""Make the checkpoints in `tests/data/deepspeed` with a real DeepSpeed, on two CPU processes.
+
+They are committed, so the tests need no DeepSpeed. To make them again, in an environment of its own
+(its optimizers are those of torch, so nothing is compiled):
+
+    python3.11 -m venv ENV
+    ENV/bin/pip install torch setuptools wheel numpy
+    DS_ACCELERATOR=cpu DS_BUILD_OPS=0 ENV/bin/pip install --no-build-isolation deepspeed==0.19.8
+    ENV/bin/python tests/make_deepspeed_checkpoints.py
+
+Each case is trained for 3 steps and saved, and then for 5 more. `expected.npz` holds what DeepSpeed
+itself says of its state when it saved (full parameters and moments), the batches and losses of the
+5 steps, and the parameters after them. Two more files are read off DeepSpeed's own classes:
+`schedules.json`, learning rates by step, and `loss_scale.json`, loss scales by overflows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import numpy as np
+import torch
+
+HERE = Path(__file__).resolve().parent / "data" / "deepspeed"
+VOCABULARY, WIDTH, HIDDEN = 11, 6, 9  # odd sizes, so that partitions are padded
+BEFORE, AFTER, ROWS, LENGTH = 3, 5, 8, 4
+RANKS = 2
+
+BASE = {
+    "train_micro_batch_size_per_gpu": ROWS // RANKS,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 0.5,
+    "zero_allow_untested_optimizer": True,
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 0.02, "betas": [0.9, 0.98], "eps": 1e-7, "torch_adam": True},
+    },
+}
+
+CASES = {
+    "zero1": BASE | {"zero_optimization": {"stage": 1}},
+    "zero1_bf16": BASE | {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
+    "zero2": BASE | {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
+    "zero3": BASE
+    | {
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "sub_group_size": 60,  # several groups, so that parameters are found in each
+        }
+    },
+}
+
+
+class Model(torch.nn.Module):
+    """A language model with tied embeddings, a frozen layer and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, WIDTH)
+        self.frozen = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up = torch.nn.Linear(WIDTH, HIDDEN)
+        self.down = torch.nn.Linear(HIDDEN, WIDTH)
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen.weight.requires_grad = False
+        self.register_buffer("scale", torch.tensor(1.5))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        x = x + self.frozen(x)
+        x = self.norm(x + self.down(torch.tanh(self.up(x))) * self.scale)
+        logits = self.head(x)[:, :-1].float()
+        return torch.nn.functional.cross_entropy(
+            logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1)
+        )
+
+
+def groups(model: Model) -> list[dict]:
+    """Two groups, as is usual: matrices decay, vectors do not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def whole(engine, prefix: str) -> dict[str, np.ndarray]:
+    """Everything DeepSpeed knows of the trained parameters, by name."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+        # DeepSpeed links the moments of all groups after the first group has stepped, when those of
+        # the second do not exist yet.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    found = {}
+    for name, p in engine.module.named_parameters():
+        if p.requires_grad:
+            found[f"{prefix}/fp32/{name}"] = safe_get_full_fp32_param(p)
+            for key in ("exp_avg", "exp_avg_sq"):
+                found[f"{prefix}/{key}/{name}"] = safe_get_full_optimizer_state(p, key)
+    return {name: value.detach().float().numpy().copy() for name, value in found.items()}
+
+
+def train(case: str) -> None:
+    """One process of the two."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = Model()
+    frozen = model.frozen.weight.detach().numpy().copy()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model), config=CASES[case])
+    rank = torch.distributed.get_rank()
+    batches = torch.randint(
+        0, VOCABULARY, (BEFORE + AFTER, ROWS, LENGTH), generator=torch.Generator().manual_seed(1)
+    )
+
+    def step(batch):
+        loss = engine(batch.chunk(RANKS)[rank])
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().float().clone()
+        torch.distributed.all_reduce(mean)
+        return mean.item() / RANKS
+
+    for batch in batches[:BEFORE]:
+        step(batch)
+    folder = HERE / case
+    engine.save_checkpoint(str(folder), tag="step3")
+    expected = whole(engine, "saved")
+    losses = [step(batch) for batch in batches[BEFORE:]]
+    expected |= whole(engine, "after")
+    if rank == 0:
+        expected |= {"batches": batches[BEFORE:].numpy(), "losses": np.array(losses)}
+        np.savez_compressed(folder / "expected.npz", frozen=frozen, **expected)
+    torch.distributed.barrier()
+
+
+def schedules() -> dict[str, dict]:
+    """Learning rates of the first 24 steps, from DeepSpeed's schedulers."""
+    from deepspeed.runtime import lr_schedules
+
+    asked = {
+        "WarmupLR": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.02, "warmup_num_steps": 6},
+        "WarmupLR linear": {"warmup_max_lr": 0.02, "warmup_num_steps": 6, "warmup_type": "linear"},
+        "WarmupDecayLR": {"total_num_steps": 20, "warmup_max_lr": 0.02, "warmup_num_steps": 5},
+        "WarmupCosineLR": {
+            "total_num_steps": 20,
+            "warmup_min_ratio": 0.1,
+            "warmup_num_steps": 5,
+            "cos_min_ratio": 0.05,
+        },
+        "OneCycle": {
+            "cycle_min_lr": 0.001,
+            "cycle_max_lr": 0.02,
+            "cycle_first_step_size": 6,
+            "cycle_second_step_size": 4,
+            "decay_step_size": 3,
+            "decay_lr_rate": 0.5,
+            "cycle_momentum": False,
+        },
+        "LRRangeTest": {
+            "lr_range_test_min_lr": 0.001,
+            "lr_range_test_step_size": 4,
+            "lr_range_test_step_rate": 2.0,
+            "lr_range_test_staircase": True,
+        },
+    }
+    found = {}
+    for name, params in asked.items():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
+        scheduler = getattr(lr_schedules, name.split()[0])(optimizer, **params)
+        rates = []
+        for _ in range(24):
+            rates.append(optimizer.param_groups[0]["lr"])
+            scheduler.step()
+        found[name] = {"type": name.split()[0], "params": params, "rates": rates}
+    return found
+
+
+def loss_scales() -> list[dict]:
+    """Scales that DeepSpeed's scaler takes when steps overflow or do not."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    found = []
+    draw = random.Random(0)
+    for window, hysteresis, consecutive in [(3, 2, False), (4, 1, False), (3, 3, True)]:
+        overflows = [draw.random() < 0.25 for _ in range(60)]
+        scaler = DynamicLossScaler(
+            2.0**8, window, 1.0, hysteresis, consecutive, raise_error_at_min_scale=False
+        )
+        scales = []
+        for overflow in overflows:
+            scales.append(scaler.cur_scale)
+            scaler.update_scale(overflow)
+        found.append(
+            {
+                "fp16": {
+                    "initial_scale_power": 8,
+                    "loss_scale_window": window,
+                    "hysteresis": hysteresis,
+                    "consecutive_hysteresis": consecutive,
+                    "min_loss_scale": 1.0,
+                },
+                "overflows": overflows,
+                "scales": scales,
+            }
+        )
+    return found
+
+
+def main() -> None:
+    """Run two processes for each case, then convert one to a universal checkpoint."""
+    for case in CASES:
+        shutil.rmtree(HERE / case, ignore_errors=True)
+        environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, case],
+                env=environment
+                | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)},
+            )
+            for rank in range(RANKS)
+        ]
+        if any(rank.wait() for rank in ranks):
+            raise SystemExit(f"DeepSpeed failed in case {case!r}.")
+        for script in (HERE / case).glob("*.py"):  # copies of DeepSpeed's own
+            script.unlink()
+    universal = HERE / "universal" / "step3"
+    shutil.rmtree(universal.parent, ignore_errors=True)
+    universal.parent.mkdir()
+    subprocess.run(
+        [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+        + ["--input_folder", str(HERE / "zero2" / "step3"), "--output_folder", str(universal)]
+        + ["--num_extract_workers", "1", "--num_merge_workers", "1"],
+        check=True,
+    )
+    (HERE / "schedules.json").write_text(json.dumps(schedules(), indent=1) + "\n")
+    import deepspeed
+
+    rendezvous = {"init_method": "tcp://127.0.0.1:29534", "rank": 0, "world_size": 1}
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, **rendezvous)
+    (HERE / "loss_scale.json").write_text(json.dumps(loss_scales()) + "\n")
+
+
+if __name__ == "__main__":
+    train(sys.argv[1]) if len(sys.argv) > 1 else main()
