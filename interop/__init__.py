@@ -20,4 +20,11 @@ from jaxzero.interop._encoder import export_encoder as export_encoder
 from jaxzero.interop._encoder import load_encoder as load_encoder
 from jaxzero.interop._file_tensor import FileTensor as FileTensor
 from jaxzero.interop._file_tensor import tensors_in as tensors_in
+from jaxzero.interop._rules import Rule as Rule
+from jaxzero.interop._steps import Flatten as Flatten
+from jaxzero.interop._steps import Merge as Merge
+from jaxzero.interop._steps import Split as Split
+from jaxzero.interop._steps import Transpose as Transpose
+from jaxzero.interop._steps import Unflatten as Unflatten
+from jaxzero.interop._tensor import LazyTensor as LazyTensor
 from jaxzero.interop._transformers import embed_with_transformers as embed_with_transformers

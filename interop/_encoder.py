@@ -5,14 +5,16 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxzero.interop._atomic import new_directory
-from jaxzero.interop._file_tensor import FileTensor, tensors_in
-from jaxzero.interop._table import BERT, BERT_CARRIED, Stored, dotted, expand
+from jaxzero.interop._convert import to_ours, to_theirs
+from jaxzero.interop._file_tensor import tensors_in
+from jaxzero.interop._table import BERT, BERT_CARRIED
+from jaxzero.interop._tensor import ArrayTensor
+from jaxzero.interop._tree import named_leaves
 from jaxzero.models import Encoder, EncoderConfig
 
 # What makes a directory usable as a text encoder besides its weights. Files, or folders with files.
@@ -27,6 +29,11 @@ _CARRIED_FILES = (
     "config_sentence_transformers.json",
     "1_Pooling",
 )
+_SAVE_A_PLAIN_ENCODER = (
+    "It must hold the tensors of a plain encoder: load it with "
+    "`transformers.BertModel.from_pretrained` and save it with `save_pretrained`, which drops "
+    "heads and prefixes."
+)
 
 
 class LoadedEncoder(NamedTuple):
@@ -37,7 +44,7 @@ class LoadedEncoder(NamedTuple):
 
     config: EncoderConfig
     graph: Any  # nnx.GraphDef[Encoder]; beartype warns of the annotations inside Flax's types
-    params: Any  # nnx.State whose leaves are `FileTensor`
+    params: Any  # nnx.State whose leaves are lazy tensors
 
 
 def load_encoder(
@@ -60,18 +67,18 @@ def load_encoder(
     directory = Path(directory)
     config = EncoderConfig.from_json(directory, compute_dtype=compute_dtype)
     graph, abstract = _abstract(config)
-    tensors = tensors_in(directory)
-    stored = expand(BERT, config.num_layers)
-    _check_names(tensors.keys(), {where.name for where in stored.values()}, directory)
-
-    def leaf(path: tuple[Any, ...], wanted: jax.ShapeDtypeStruct) -> FileTensor:
-        where = stored[dotted(path)]
-        tensor = tensors[where.name]
-        tensor = tensor.transpose() if where.transposed else tensor
-        _check_shape(tensor.shape, wanted.shape, where, directory)
-        return tensor if dtype is None else tensor.astype(dtype)
-
-    params = jax.tree_util.tree_map_with_path(leaf, abstract)
+    named = named_leaves(abstract)
+    loaded = to_ours(
+        BERT,
+        {path: leaf.shape for path, leaf in named.leaves.items()},
+        tensors_in(directory),
+        where=f"in {str(directory)!r}",
+        ignore=BERT_CARRIED,
+        remedy=_SAVE_A_PLAIN_ENCODER,
+    )
+    if dtype is not None:
+        loaded = {path: tensor.astype(dtype) for path, tensor in loaded.items()}
+    params = named.rebuild(loaded)
     return LoadedEncoder(config, graph, params)
 
 
@@ -117,9 +124,8 @@ def _abstract(config: EncoderConfig) -> tuple[Any, Any]:
 
 
 def _to_tensors(params: Any, config: EncoderConfig) -> dict[str, np.ndarray]:
-    stored = expand(BERT, config.num_layers)
-    wanted = _leaves(_abstract(config)[1])
-    given = _leaves(params)
+    wanted = named_leaves(_abstract(config)[1]).leaves
+    given = named_leaves(params).leaves
     if given.keys() != wanted.keys():
         differing = sorted(given.keys() ^ wanted.keys())
         raise ValueError(
@@ -127,22 +133,17 @@ def _to_tensors(params: Any, config: EncoderConfig) -> dict[str, np.ndarray]:
             f"them ({len(differing)} such paths). Pass the tree that `load_encoder` gave, with "
             "arrays for leaves."
         )
-    tensors = {}
     for path, value in given.items():
         if value.shape != wanted[path].shape:
             raise ValueError(
                 f"`params` has shape {value.shape} at {path!r}, the model has "
                 f"{wanted[path].shape}. Sharded leaves may be padded: pass `zero.unshard(params)`."
             )
-        array = np.asarray(value)
-        where = stored[path]
-        # safetensors writes memory as it lies, so a transposed view must be copied into order.
-        tensors[where.name] = np.ascontiguousarray(array.T if where.transposed else array)
-    return tensors
-
-
-def _leaves(tree: Any) -> dict[str, Any]:
-    return {dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    ours = {path: ArrayTensor(np.asarray(value), path) for path, value in given.items()}
+    # safetensors writes memory as it lies, so a transposed view must be copied into order.
+    return {
+        name: np.ascontiguousarray(tensor.read()) for name, tensor in to_theirs(BERT, ours).items()
+    }
 
 
 def _write_config(source: Path, folder: Path, tensors: dict[str, np.ndarray]) -> None:
@@ -157,34 +158,3 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copytree(source, target)
     elif source.is_file():
         shutil.copyfile(source, target)
-
-
-def _check_names(given: Any, wanted: set[str], directory: Path) -> None:
-    missing = sorted(wanted - set(given))
-    unknown = sorted(set(given) - wanted - BERT_CARRIED)
-    if missing or unknown:
-        found = [f"lacks {_some(missing)}"] if missing else []
-        found += [f"holds unknown {_some(unknown)}"] if unknown else []
-        raise ValueError(
-            f"The checkpoint in {str(directory)!r} {' and '.join(found)}. It must hold the tensors "
-            "of a plain encoder: load it with `transformers.BertModel.from_pretrained` and save it "
-            "with `save_pretrained`, which drops heads and prefixes."
-        )
-
-
-def _some(names: list[str]) -> str:
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(repr(name) for name in names[:3]) + rest
-
-
-def _check_shape(
-    given: tuple[int, ...], wanted: tuple[int, ...], where: Stored, directory: Path
-) -> None:
-    if given != wanted:
-        if where.transposed:  # speak of the tensor as the file has it
-            given, wanted = given[::-1], wanted[::-1]
-        raise ValueError(
-            f"Tensor {where.name!r} in {str(directory)!r} has shape {given}, but its `config.json` "
-            f"asks for {wanted}. Weights and config belong to different models: copy both from one "
-            "checkpoint."
-        )

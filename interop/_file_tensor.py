@@ -1,17 +1,21 @@
-"""Tensors that stay in their file until somebody asks for a slice of them.
+"""Tensors in safetensors files (https://github.com/huggingface/safetensors), one file or several.
 
-A checkpoint of n bytes on N devices needs n/N bytes on each. So nothing is loaded up front: a tree
-of `FileTensor`s goes to `zero.shard`, which asks each leaf for the slices its devices own, and
-safetensors (https://github.com/huggingface/safetensors) maps just those bytes into memory.
+A file is 8 bytes that give the length of a header, the header (JSON: dtype, shape and byte range of
+each tensor), and the bytes. The library judges headers; it reads slices by mapping the file and
+parsing the header anew each time, which a checkpoint of many tensors on many devices does very
+often. So slices are read here, straight from the byte range that the header gives.
 """
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
+
+from jaxzero.interop._tensor import Box, LazyTensor
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"  # says which of several files holds which tensor
@@ -32,69 +36,51 @@ _DTYPES: dict[str, np.dtype] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FileTensor:
-    """A tensor in a safetensors file, seen in the orientation and dtype that the model wants.
+class FileTensor(LazyTensor):
+    """A tensor in a safetensors file.
 
     It holds no bytes and no open file. Indexing reads: the file's bytes of that slice, no more.
     """
 
     file: Path
     name: str  # in the file
-    shape: tuple[int, ...]  # as seen: reversed if `transposed`
-    dtype: np.dtype  # as seen: slices are cast to it after they were read
-    transposed: bool = False
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    offset: int  # of its first byte in the file
 
     @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
+    def label(self) -> str:
+        """Name and file."""
+        return f"{self.name!r} in {str(self.file)!r}"
 
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+    def _read_box(self, box: Box) -> np.ndarray:
+        whole = self.ndim  # from this dimension on, all is asked for
+        while whole and box[whole - 1] == (0, self.shape[whole - 1]):
+            whole -= 1
+        lead = [stop - start for start, stop in box[: max(whole - 1, 0)]]
+        if math.prod(lead) > 1:
+            return self._read_scattered(box)
+        return self._read_run(box)
 
-    def transpose(self) -> "FileTensor":
-        """The same tensor with its dimensions reversed. Reads nothing."""
-        return dataclasses.replace(self, shape=self.shape[::-1], transposed=not self.transposed)
-
-    def astype(self, dtype: np.typing.DTypeLike) -> "FileTensor":
-        """The same tensor as another dtype. Reads nothing."""
-        return dataclasses.replace(self, dtype=np.dtype(dtype))
-
-    def read(self) -> np.ndarray:
-        """Read the whole tensor."""
-        return self[tuple(slice(None) for _ in self.shape)]
-
-    def __getitem__(self, slices: tuple[slice, ...]) -> np.ndarray:
-        """Read one slice per dimension, each with step 1, from the file into a new array.
-
-        Raises:
-            ValueError: there are too many or too few slices, or a step other than 1.
-        """
-        bounds = self._bounds(slices)
-        shape = tuple(stop - start for start, stop in bounds)
-        if 0 in shape:
-            return np.empty(shape, self.dtype)
-        if self.transposed:
-            bounds = bounds[::-1]
-        array = self._read_file(tuple(slice(start, stop) for start, stop in bounds))
-        return (array.T if self.transposed else array).astype(self.dtype, copy=False)
-
-    def _bounds(self, slices: tuple[slice, ...]) -> list[tuple[int, int]]:
-        slices = slices if isinstance(slices, tuple) else (slices,)
-        plain = all(isinstance(each, slice) and each.step in (None, 1) for each in slices)
-        if len(slices) != self.ndim or not plain:
+    def _read_run(self, box: Box) -> np.ndarray:
+        start = 0
+        for (first, _), size in zip(box, self.shape, strict=True):
+            start = start * size + first
+        shape = [stop - start for start, stop in box]
+        with open(self.file, "rb") as file:
+            file.seek(self.offset + start * self.dtype.itemsize)
+            array = np.fromfile(file, self.dtype, math.prod(shape))
+        if array.size != math.prod(shape):
             raise ValueError(
-                f"`slices` of tensor {self.name!r} must be {self.ndim} slices with step 1, one per "
-                f"dimension of {self.shape}; got {slices!r}. Use `read()` and index the array."
+                f"{str(self.file)!r} ends inside tensor {self.name!r}: it was cut off after it was "
+                "opened. Copy or download it again."
             )
-        bounds = (each.indices(dim) for each, dim in zip(slices, self.shape, strict=True))
-        return [(start, max(start, stop)) for start, stop, _ in bounds]
+        return array.reshape(shape)
 
-    def _read_file(self, slices: tuple[slice, ...]) -> np.ndarray:
-        with safe_open(self.file, framework="np") as file:
-            return file.get_slice(self.name)[slices] if slices else file.get_tensor(self.name)
+    def _read_scattered(self, box: Box) -> np.ndarray:
+        # Mapped for this slice only: pages that stay mapped would count as memory of the process.
+        mapped = np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
+        return np.array(mapped[tuple(slice(start, stop) for start, stop in box)])
 
 
 def tensors_in(directory: Path | str) -> dict[str, FileTensor]:
@@ -104,21 +90,49 @@ def tensors_in(directory: Path | str) -> dict[str, FileTensor]:
         ValueError: the directory holds no safetensors checkpoint, a file of it is missing or cut
             short, or a tensor has a dtype that JAX has no type for.
     """
-    found = {}
+    found: dict[str, FileTensor] = {}
     for file in _files_of(Path(directory)):
-        try:
-            with safe_open(file, framework="np") as opened:
-                for name in opened.keys():  # noqa: SIM118 (not a dict)
-                    view = opened.get_slice(name)
-                    dtype = _dtype_of(view.get_dtype(), name, file)
-                    shape = tuple(view.get_shape())
-                    found[name] = FileTensor(file=file, name=name, shape=shape, dtype=dtype)
-        except SafetensorError as error:
-            raise ValueError(
-                f"{str(file)!r} is not a whole safetensors file ({error}). Copy or download the "
-                "checkpoint again."
-            ) from error
+        for tensor in _tensors_of(file):
+            if tensor.name in found:
+                raise ValueError(
+                    f"Tensor {tensor.name!r} is in {found[tensor.name].file.name} and in "
+                    f"{file.name} of {str(directory)!r}. One of the two is left over from another "
+                    "checkpoint: save it again into an empty directory."
+                )
+            found[tensor.name] = tensor
     return found
+
+
+def _tensors_of(file: Path) -> list[FileTensor]:
+    try:
+        with safe_open(file, framework="np") as opened:
+            views = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            described = {
+                name: (tuple(view.get_shape()), _dtype_of(view.get_dtype(), name, file))
+                for name, view in views.items()
+            }
+    except SafetensorError as error:
+        raise ValueError(
+            f"{str(file)!r} is not a whole safetensors file ({error}). Copy or download the "
+            "checkpoint again."
+        ) from error
+    offsets = _offsets_in(file)
+    return [
+        FileTensor(file=file, name=name, shape=shape, dtype=dtype, offset=offsets[name])
+        for name, (shape, dtype) in described.items()
+    ]
+
+
+def _offsets_in(file: Path) -> dict[str, int]:
+    # The library has found the header whole and the ranges in it without gap or overlap.
+    with open(file, "rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    return {
+        name: 8 + size + entry["data_offsets"][0]
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _files_of(directory: Path) -> list[Path]:
