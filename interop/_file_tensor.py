@@ -91,7 +91,8 @@ def tensors_in(directory: Path | str) -> dict[str, FileTensor]:
             short, or a tensor has a dtype that JAX has no type for.
     """
     found: dict[str, FileTensor] = {}
-    for file in _files_of(Path(directory)):
+    directory = Path(directory)
+    for file in [directory] if directory.is_file() else _files_of(directory):
         for tensor in _tensors_of(file):
             if tensor.name in found:
                 raise ValueError(
