@@ -197,7 +197,7 @@ class _Unpickler(pickle.Unpickler):
         makers = self._makers()
         if full in makers:
             return makers[full]
-        if full in _DESCRIBING or full in self._records or module.startswith(_DESCRIPTIONS):
+        if full in _DESCRIBING or full in self._records or full.startswith(_DESCRIPTIONS):
             return type("Record", (Record,), {"name": full})
         raise _Refused(
             f"{self._where} names `{full}`, which is neither a tensor nor a description of a run, "

@@ -28,26 +28,22 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import numpy as np
 import torch
+import torch_model
+from torch_model import BEFORE, RANKS, ROWS
 
 HERE = Path(__file__).resolve().parent / "data" / "deepspeed"
-VOCABULARY, WIDTH, HIDDEN = 11, 6, 9  # odd sizes, so that partitions are padded
-BEFORE, AFTER, ROWS, LENGTH = 3, 5, 8, 4
-RANKS = 2
-
 BASE = {
     "train_micro_batch_size_per_gpu": ROWS // RANKS,
     "gradient_accumulation_steps": 1,
-    "gradient_clipping": 0.5,
+    "gradient_clipping": torch_model.CLIP,
     "zero_allow_untested_optimizer": True,
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": 0.02, "betas": [0.9, 0.98], "eps": 1e-7, "torch_adam": True},
-    },
+    "optimizer": {"type": "AdamW", "params": torch_model.ADAMW | {"torch_adam": True}},
 }
 
 CASES = {
     "zero1": BASE | {"zero_optimization": {"stage": 1}},
     "zero1_bf16": BASE | {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
+    "zero1_elastic": BASE | {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}},
     "zero2": BASE | {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
     "zero3": BASE
     | {
@@ -58,40 +54,6 @@ CASES = {
         }
     },
 }
-
-
-class Model(torch.nn.Module):
-    """A language model with tied embeddings, a frozen layer and a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = torch.nn.Embedding(VOCABULARY, WIDTH)
-        self.frozen = torch.nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up = torch.nn.Linear(WIDTH, HIDDEN)
-        self.down = torch.nn.Linear(HIDDEN, WIDTH)
-        self.norm = torch.nn.LayerNorm(WIDTH)
-        self.head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embed.weight
-        self.frozen.weight.requires_grad = False
-        self.register_buffer("scale", torch.tensor(1.5))
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        x = x + self.frozen(x)
-        x = self.norm(x + self.down(torch.tanh(self.up(x))) * self.scale)
-        logits = self.head(x)[:, :-1].float()
-        return torch.nn.functional.cross_entropy(
-            logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1)
-        )
-
-
-def groups(model: Model) -> list[dict]:
-    """Two groups, as is usual: matrices decay, vectors do not."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
 
 
 def whole(engine, prefix: str) -> dict[str, np.ndarray]:
@@ -117,13 +79,13 @@ def train(case: str) -> None:
     import deepspeed
 
     torch.manual_seed(0)
-    model = Model()
+    model = torch_model.Model()
     frozen = model.frozen.weight.detach().numpy().copy()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model), config=CASES[case])
-    rank = torch.distributed.get_rank()
-    batches = torch.randint(
-        0, VOCABULARY, (BEFORE + AFTER, ROWS, LENGTH), generator=torch.Generator().manual_seed(1)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=torch_model.groups(model), config=CASES[case]
     )
+    rank = torch.distributed.get_rank()
+    batches = torch_model.batches()
 
     def step(batch):
         loss = engine(batch.chunk(RANKS)[rank])
@@ -219,6 +181,15 @@ def loss_scales() -> list[dict]:
     return found
 
 
+def _age(directory: Path) -> None:
+    """Take out of a checkpoint what DeepSpeed did not write before 0.7."""
+    for file in directory.glob("*_optim_states.pt"):
+        state = torch.load(file, weights_only=False)
+        for key in ("param_slice_mappings", "param_alignment_paddings"):
+            del state["optimizer_state_dict"][key]
+        torch.save(state, file)
+
+
 def main() -> None:
     """Run two processes for each case, then convert one to a universal checkpoint."""
     for case in CASES:
@@ -236,6 +207,7 @@ def main() -> None:
             raise SystemExit(f"DeepSpeed failed in case {case!r}.")
         for script in (HERE / case).glob("*.py"):  # copies of DeepSpeed's own
             script.unlink()
+    _age(HERE / "zero1_elastic" / "step3")
     universal = HERE / "universal" / "step3"
     shutil.rmtree(universal.parent, ignore_errors=True)
     universal.parent.mkdir()
