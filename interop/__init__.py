@@ -20,7 +20,10 @@ from jaxzero.interop._encoder import export_encoder as export_encoder
 from jaxzero.interop._encoder import load_encoder as load_encoder
 from jaxzero.interop._file_tensor import FileTensor as FileTensor
 from jaxzero.interop._file_tensor import tensors_in as tensors_in
+from jaxzero.interop._load_into import load_into as load_into
+from jaxzero.interop._load_into import tensors_from as tensors_from
 from jaxzero.interop._rules import Rule as Rule
+from jaxzero.interop._save import save_tensors as save_tensors
 from jaxzero.interop._steps import Flatten as Flatten
 from jaxzero.interop._steps import Merge as Merge
 from jaxzero.interop._steps import Split as Split

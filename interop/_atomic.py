@@ -1,36 +1,64 @@
-"""A directory that appears whole or not at all.
+"""A directory that appears whole or not at all, filled by one process or by several.
 
 Write under a temporary name beside the target, flush files and folders to disk, then rename: after
 a crash there is either the old directory, or the new one, or a leftover whose name says it is one.
+With several processes all fill one folder, on a file system that all of them see; the first of
+them makes it and renames it, once all have said that they are done.
 """
 
 import contextlib
 import os
 import shutil
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
+
+import jax
+
+from jaxzero.interop._processes import all_succeed, shared_mark
 
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Give a temporary folder to fill; on leaving, it becomes `target`.
+    """Give a temporary folder to fill; on leaving, it becomes `target`. Collective.
 
-    If the body raises, the folder is removed and `target` is as it was.
+    If the body raises, on any process, the folder is removed and `target` is as it was.
+
+    Raises:
+        ValueError: a process does not see the folder that the first one made.
+        RuntimeError: on a process that succeeded, if another failed.
     """
     target = Path(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    mark = uuid.uuid4().hex[:8]
+    mark = shared_mark()
     filled = target.with_name(f".{target.name}.{mark}.tmp")
     replaced = target.with_name(f".{target.name}.{mark}.old")
-    filled.mkdir()
+    is_first = jax.process_index() == 0
+    what = f"Writing {str(target)!r}"
     try:
-        yield filled
-        _flush(filled)
-        _exchange(filled, target, replaced)
+        with all_succeed(what):
+            if is_first:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                filled.mkdir()
+        with all_succeed(what):
+            _check_seen(filled)
+        with all_succeed(what):
+            yield filled
+            _flush(filled)
+        with all_succeed(what):
+            if is_first:
+                _exchange(filled, target, replaced)
     finally:
-        shutil.rmtree(filled, ignore_errors=True)
-    shutil.rmtree(replaced, ignore_errors=True)
+        if is_first:
+            shutil.rmtree(filled, ignore_errors=True)
+    if is_first:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _check_seen(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ValueError(
+            f"Process {jax.process_index()} does not see {str(folder)!r}, which process 0 has "
+            "made. Write to a directory on a file system that all processes share."
+        )
 
 
 def _exchange(filled: Path, target: Path, replaced: Path) -> None:

@@ -11,28 +11,14 @@ import json
 import math
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxzero.interop._safetensors import DTYPES
 from jaxzero.interop._tensor import Box, LazyTensor
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"  # says which of several files holds which tensor
-
-# Names of the format; those that numpy has no type for come from ml_dtypes.
-_DTYPES: dict[str, np.dtype] = {
-    "BOOL": np.dtype(np.bool_),
-    "U8": np.dtype(np.uint8),
-    "I8": np.dtype(np.int8),
-    "I16": np.dtype(np.int16),
-    "I32": np.dtype(np.int32),
-    "I64": np.dtype(np.int64),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,8 +65,10 @@ class FileTensor(LazyTensor):
 
     def _read_scattered(self, box: Box) -> np.ndarray:
         # Mapped for this slice only: pages that stay mapped would count as memory of the process.
-        mapped = np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
-        return np.array(mapped[tuple(slice(start, stop) for start, stop in box)])
+        # Read as integers: numpy copies types that are not its own (bfloat16) one by one.
+        raw = np.dtype(f"u{self.dtype.itemsize}")
+        mapped = np.memmap(self.file, raw, "r", self.offset, self.shape)
+        return np.array(mapped[tuple(slice(start, stop) for start, stop in box)]).view(self.dtype)
 
 
 def tensors_in(directory: Path | str) -> dict[str, FileTensor]:
@@ -154,9 +142,9 @@ def _files_of(directory: Path) -> list[Path]:
 
 
 def _dtype_of(name: str, tensor: str, file: Path) -> np.dtype:
-    if name not in _DTYPES:
+    if name not in DTYPES:
         raise ValueError(
             f"Tensor {tensor!r} in {str(file)!r} has dtype {name}, which is not one of "
-            f"{', '.join(_DTYPES)}. Save the checkpoint again in one of those."
+            f"{', '.join(DTYPES)}. Save the checkpoint again in one of those."
         )
-    return _DTYPES[name]
+    return DTYPES[name]

@@ -42,6 +42,11 @@ class LazyTensor(abc.ABC):
         """Read one box into an array of its shape and of `dtype`, in whatever memory order."""
 
     @property
+    def collective(self) -> bool:
+        """Whether all processes must read it together, in the same order as other such tensors."""
+        return False
+
+    @property
     def ndim(self) -> int:
         """Number of dimensions."""
         return len(self.shape)
@@ -174,19 +179,22 @@ class _View(LazyTensor):
     shape: tuple[int, ...]
     dtype: np.dtype
     label: str
+    viewed: LazyTensor
+
+    @property
+    def collective(self) -> bool:
+        """As what is viewed."""
+        return self.viewed.collective
 
 
 @dataclasses.dataclass(frozen=True)
 class _Cast(_View):
-    viewed: LazyTensor
-
     def _read_box(self, box: Box) -> np.ndarray:
         return self.viewed._read_box(box).astype(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Transposed(_View):
-    viewed: LazyTensor
     dims: tuple[int, ...]
 
     def _read_box(self, box: Box) -> np.ndarray:
@@ -196,7 +204,6 @@ class _Transposed(_View):
 
 @dataclasses.dataclass(frozen=True)
 class _Narrowed(_View):
-    viewed: LazyTensor
     dim: int
     start: int
 
@@ -208,9 +215,17 @@ class _Narrowed(_View):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Concatenated(_View):
+class _Concatenated(LazyTensor):
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    label: str
     viewed: tuple[LazyTensor, ...]
     dim: int
+
+    @property
+    def collective(self) -> bool:
+        """As any of what is viewed."""
+        return any(each.collective for each in self.viewed)
 
     def _read_box(self, box: Box) -> np.ndarray:
         start, stop = box[self.dim]
@@ -239,8 +254,6 @@ class _Reshaped(_View):
     cut into boxes of its old dimensions. With the groups that keep their one dimension as they are,
     this covers `[heads * size, d] -> [heads, size, d]` and its inverse without reading around.
     """
-
-    viewed: LazyTensor
 
     def _read_box(self, box: Box) -> np.ndarray:
         groups = _groups(self.viewed.shape, self.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -84,8 +85,7 @@ def place(leaf: Leaf, source: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Arr
     if isinstance(source, jax.Array) and not source.is_fully_addressable:
         return jax.jit(lambda x: pad_leaf(leaf, x), out_shardings=sharding)(source)
 
-    def read(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
+    def read(index: tuple[slice, ...]) -> np.ndarray:
         bounds = [s.indices(n) for s, n in zip(index, leaf.stored_shape, strict=True)]
         inside = tuple(
             slice(min(start, n), min(stop, n))
@@ -97,7 +97,30 @@ def place(leaf: Leaf, source: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Arr
         ]
         return np.pad(data, widths) if any(after for _, after in widths) else data
 
-    return jax.make_array_from_callback(leaf.stored_shape, sharding, read, dtype=leaf.dtype)
+    return _place_slices(read, leaf.stored_shape, sharding)
+
+
+def _place_slices(
+    read: Callable[[tuple[slice, ...]], np.ndarray],
+    shape: tuple[int, ...],
+    sharding: NamedSharding,
+) -> jax.Array:
+    # Slice by slice, two of them under way: `jax.make_array_from_callback` reads the slices of all
+    # devices before it puts the first, and host memory would hold a stack of layers twice.
+    devices_of: dict[tuple[tuple[int | None, int | None], ...], list[jax.Device]] = {}
+    indices = sharding.addressable_devices_indices_map(shape)
+    for device, index in indices.items():
+        assert index is not None
+        devices_of.setdefault(tuple((s.start, s.stop) for s in index), []).append(device)
+    placed: dict[jax.Device, jax.Array] = {}
+    under_way: list[jax.Array] = []
+    for bounds, devices in devices_of.items():
+        data = read(tuple(slice(*bound) for bound in bounds))
+        jax.block_until_ready(under_way)
+        under_way = [jax.device_put(data, device) for device in devices]
+        placed |= zip(devices, under_way, strict=True)
+    arrays = [placed[device] for device in indices]
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def place_tree(plan: TreePlan, leaves: list[Any], mesh: Mesh, axes: tuple[str, ...]) -> list[Any]:

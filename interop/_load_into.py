@@ -1,0 +1,127 @@
+"""Any model's parameters from a checkpoint, and back: `load_into` and `tensors_from`."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxzero.interop._convert import to_ours, to_theirs
+from jaxzero.interop._file_tensor import tensors_in
+from jaxzero.interop._match import match
+from jaxzero.interop._rules import Rule
+from jaxzero.interop._sharded_tensor import ShardedTensor
+from jaxzero.interop._tensor import ArrayTensor, LazyTensor
+from jaxzero.interop._tree import named_leaves
+
+
+def load_into(
+    tree: Any,
+    source: Path | str | Mapping[str, LazyTensor],
+    *,
+    rules: Iterable[Rule] | None = None,
+    ignore: Iterable[str] = (),
+    dtype: np.typing.DTypeLike | None = None,
+) -> Any:
+    """Open a checkpoint as the parameters of your own model.
+
+    No tensor is read yet: give the result to `zero.shard`, of which each process reads what its
+    devices own, or read it here and now: `jax.tree.map(lambda tensor: tensor.read(), loaded)`.
+
+    Args:
+        tree: parameters of the model: arrays or `jax.ShapeDtypeStruct`s, in any tree (Flax NNX or
+            Linen, Equinox, plain). Their shapes and paths matter, their values do not.
+        source: a directory or file of safetensors, or tensors by name.
+        rules: which parameter comes from which tensor. If left out, `match` proposes them, and what
+            it cannot decide is an error.
+        ignore: names of tensors that are no parameters of the model, with `*` for any text.
+        dtype: of floating-point parameters; as in the checkpoint if left out. Others have the dtype
+            of `tree`.
+
+    Returns:
+        The tree, its leaves of type `LazyTensor`.
+
+    Raises:
+        ValueError: a tensor is missing, unknown, or of another shape or kind than the model needs,
+            or the rules do not fit the model. Tensors are named.
+    """
+    named = named_leaves(tree)
+    shapes = {path: tuple(leaf.shape) for path, leaf in named.leaves.items()}
+    if isinstance(source, Mapping):
+        tensors, where = source, "in `source`"
+    else:
+        tensors, where = tensors_in(source), f"in {str(source)!r}"
+    if rules is None:
+        proposal = match(tree, tensors)
+        proposal.raise_if_undecided()
+        rules, ignore = proposal.rules, (*ignore, *proposal.left_out)
+    loaded = to_ours(rules, shapes, tensors, where=where, ignore=ignore)
+    return named.rebuild(
+        {
+            path: _cast(tensor, named.leaves[path].dtype, path, dtype)
+            for path, tensor in loaded.items()
+        }
+    )
+
+
+def tensors_from(tree: Any, rules: Iterable[Rule], *, like: Any = None) -> dict[str, LazyTensor]:
+    """The tensors of a checkpoint, made of parameters: the inverse of `load_into`.
+
+    Nothing is read or gathered yet; `save_tensors` does it tensor by tensor.
+
+    Args:
+        tree: parameters: whole arrays, or sharded ones as `zero.shard` gives them.
+        rules: those of `load_into`.
+        like: a tree of the true shapes, such as `load_into` gave. Needed where `zero.shard` has
+            padded a parameter whose shape the devices do not divide.
+
+    Raises:
+        ValueError: the rules do not fit the tree, or `tree` and `like` differ in more than padding.
+    """
+    leaves = named_leaves(tree).leaves
+    wanted = leaves if like is None else named_leaves(like).leaves
+    if leaves.keys() != wanted.keys():
+        differing = sorted(leaves.keys() ^ wanted.keys())
+        raise ValueError(
+            f"The parameters are not those of the model: `{differing[0]}` is in only one of the "
+            f"two trees ({len(differing)} such paths). Pass a tree such as was loaded."
+        )
+    held = {path: _held(leaf, tuple(wanted[path].shape), path) for path, leaf in leaves.items()}
+    return to_theirs(rules, held)
+
+
+def _held(leaf: Any, shape: tuple[int, ...], path: str) -> LazyTensor:
+    if tuple(leaf.shape) != shape and not _is_padded(leaf, shape):
+        raise ValueError(
+            f"The parameters have shape {tuple(leaf.shape)} at `{path}`, the model has {shape}."
+        )
+    if isinstance(leaf, LazyTensor):
+        return leaf
+    if isinstance(leaf, jax.Array):
+        return ShardedTensor(leaf, shape, path)
+    return ArrayTensor(np.asarray(leaf), path)
+
+
+def _is_padded(leaf: Any, shape: tuple[int, ...]) -> bool:
+    """Whether one dimension, the one that is split over devices, is larger than in `shape`."""
+    if not isinstance(leaf, jax.Array) or leaf.ndim != len(shape):
+        return False
+    cut = leaf.sharding.shard_shape(leaf.shape)
+    larger = [dim for dim in range(leaf.ndim) if leaf.shape[dim] != shape[dim]]
+    return all(leaf.shape[dim] > shape[dim] and cut[dim] < leaf.shape[dim] for dim in larger)
+
+
+def _cast(
+    tensor: LazyTensor, wanted: Any, path: str, dtype: np.typing.DTypeLike | None
+) -> LazyTensor:
+    floating = jnp.issubdtype(tensor.dtype, jnp.floating)
+    if floating != jnp.issubdtype(wanted, jnp.floating):
+        raise ValueError(
+            f"Tensor {tensor.label} has dtype {tensor.dtype}, but `{path}` of the model has "
+            f"{wanted}: one is floating-point and the other is not."
+        )
+    if floating:
+        return tensor if dtype is None else tensor.astype(dtype)
+    return tensor.astype(wanted)

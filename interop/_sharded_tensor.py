@@ -1,0 +1,95 @@
+"""A `jax.Array`, on devices of one process or of many, as a tensor that is read slice by slice."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxzero.interop._tensor import Box, LazyTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedTensor(LazyTensor):
+    """An array on devices, without the zeros that `jz.Zero` may have padded it with.
+
+    Attributes:
+        array: may be larger than `shape`: what is beyond is padding.
+        shape: the true shape.
+        label: the path of the parameter.
+    """
+
+    array: jax.Array
+    shape: tuple[int, ...]
+    label: str
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the array."""
+        return np.dtype(self.array.dtype)
+
+    @property
+    def collective(self) -> bool:
+        """Whether a part lies on devices of another process."""
+        return not self.array.is_fully_addressable
+
+    def _read_box(self, box: Box) -> np.ndarray:
+        # What no device is asked to share is cut off first, such as other layers of a stack.
+        whole = self.array.sharding.shard_shape(self.array.shape) == np.array(self.array.shape)
+        bounds = [
+            (start, stop) if uncut else (0, size)
+            for (start, stop), uncut, size in zip(box, whole, self.array.shape, strict=True)
+        ]
+        sizes = tuple(stop - start for start, stop in bounds)
+        array = self.array
+        if sizes != array.shape:
+            starts = np.array([start for start, _ in bounds], np.int32)
+            array = _cut(array.sharding)(array, starts, sizes)
+        inside = tuple(
+            slice(start - first, stop - first)
+            for (start, stop), (first, _) in zip(box, bounds, strict=True)
+        )
+        if self.collective:
+            return np.asarray(multihost_utils.process_allgather(array, tiled=True))[inside]
+        return _assemble(array, inside)
+
+
+@functools.cache
+def _cut(sharding: jax.sharding.Sharding):
+    def cut(array: jax.Array, starts: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+        return jax.lax.dynamic_slice(array, list(starts), sizes)
+
+    return jax.jit(cut, static_argnums=2, out_shardings=sharding)
+
+
+def _assemble(array: jax.Array, inside: tuple[slice, ...]) -> np.ndarray:
+    box = [(part.start, part.stop) for part in inside]
+    whole = None
+    for shard in array.addressable_shards:
+        bounds = [s.indices(n)[:2] for s, n in zip(shard.index, array.shape, strict=True)]
+        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(bounds, box, strict=True)]
+        if shard.replica_id or any(start >= stop for start, stop in common):
+            continue
+        source = tuple(
+            slice(start - first, stop - first)
+            for (start, stop), (first, _) in zip(common, bounds, strict=True)
+        )
+        part = _to_host(shard.data)[source]
+        if common == box:
+            return part
+        if whole is None:
+            whole = np.empty([stop - start for start, stop in box], array.dtype)
+        target = tuple(
+            slice(start - first, stop - first)
+            for (start, stop), (first, _) in zip(common, box, strict=True)
+        )
+        whole[target] = part
+    assert whole is not None
+    return whole
+
+
+def _to_host(data: jax.Array) -> np.ndarray:
+    # JAX keeps a host copy with the array that was asked for it, here one that is dropped at once:
+    # otherwise host memory would come to hold all that is saved.
+    return np.asarray(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))
