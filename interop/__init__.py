@@ -15,6 +15,13 @@ if __name__ != "jaxzero.interop":
         "`from jaxzero import interop`, and keep the folder that holds it off `sys.path`."
     )
 
+from jaxzero.interop._adam import adam_from as adam_from
+from jaxzero.interop._adam import load_adam as load_adam
+from jaxzero.interop._adam import torch_state_dict as torch_state_dict
+from jaxzero.interop._checkpoint import AdamMoments as AdamMoments
+from jaxzero.interop._checkpoint import Checkpoint as Checkpoint
+from jaxzero.interop._deepspeed_config import DeepSpeedRun as DeepSpeedRun
+from jaxzero.interop._deepspeed_config import from_deepspeed as from_deepspeed
 from jaxzero.interop._encoder import LoadedEncoder as LoadedEncoder
 from jaxzero.interop._encoder import export_encoder as export_encoder
 from jaxzero.interop._encoder import load_encoder as load_encoder
@@ -22,6 +29,10 @@ from jaxzero.interop._file_tensor import FileTensor as FileTensor
 from jaxzero.interop._file_tensor import tensors_in as tensors_in
 from jaxzero.interop._load_into import load_into as load_into
 from jaxzero.interop._load_into import tensors_from as tensors_from
+from jaxzero.interop._loss_scale import DynamicScale as DynamicScale
+from jaxzero.interop._loss_scale import loss_scale_of as loss_scale_of
+from jaxzero.interop._loss_scale import scale_loss as scale_loss
+from jaxzero.interop._open import open_checkpoint as open_checkpoint
 from jaxzero.interop._rules import Rule as Rule
 from jaxzero.interop._save import save_tensors as save_tensors
 from jaxzero.interop._steps import Flatten as Flatten

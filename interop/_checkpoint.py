@@ -1,5 +1,6 @@
 """A checkpoint of PyTorch, whatever wrote it: tensors by name, and the moments of Adam."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -62,7 +63,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
                 f"{str(self.path)!r} ({self.form}) holds no optimizer state. Give the checkpoint "
                 "that was written for resuming, or start with a new state."
             )
-        return self.moments(names)
+        with laid_out_as(self.form, self.path):
+            return self.moments(names)
 
 
 def gather_moments(
@@ -97,9 +99,7 @@ def gather_moments(
         means[name], squares[name] = held["exp_avg"], held["exp_avg_sq"]
         steps[name] = step(held["step"])
     if len(set(steps.values())) != 1:
-        least, most = (
-            pick(steps, key=steps.__getitem__, default="") for pick in (min, max)
-        )
+        least, most = (pick(steps, key=steps.__getitem__, default="") for pick in (min, max))
         raise ValueError(
             f"{where} has no step that holds for all parameters: "
             + (f"{steps[least]} for {least!r}, {steps[most]} for {most!r}" if steps else "no state")
@@ -114,3 +114,15 @@ def read_step(value: object) -> int:
     if not isinstance(number, int | float) or number != int(number) or number < 0:
         raise ValueError(f"A step must be a whole number that is not negative; got {number!r}.")
     return int(number)
+
+
+@contextlib.contextmanager
+def laid_out_as(form: str, path: Path) -> Iterator[None]:
+    """Say which checkpoint it is whose content is not where its form has it."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{str(path)!r} is not laid out as {form} lays it out ({type(error).__name__}: "
+            f"{error}). Copy the checkpoint again; if it is whole, its version is not known here."
+        ) from error

@@ -250,7 +250,8 @@ def _moments(
 
 def _intersection(a: Box, b: Box) -> Box | None:
     common = tuple(
-        (max(first), min(last)) for first, last in (zip(*pair) for pair in zip(a, b, strict=True))
+        (max(begin, start), min(end, stop))
+        for (begin, end), (start, stop) in zip(a, b, strict=True)
     )
     return None if any(start >= stop for start, stop in common) else common
 

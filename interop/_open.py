@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from jaxzero.interop._checkpoint import Checkpoint
+from jaxzero.interop._checkpoint import Checkpoint, laid_out_as
 from jaxzero.interop._dcp import METADATA, open_dcp
 from jaxzero.interop._deepspeed import is_deepspeed, open_deepspeed
 from jaxzero.interop._file_tensor import tensors_in
@@ -47,9 +47,11 @@ def open_checkpoint(
     if not path.is_dir():
         raise ValueError(f"{str(path)!r} is neither a file nor a directory.")
     if (path / METADATA).is_file():
-        return open_dcp(path)
+        with laid_out_as("torch.distributed.checkpoint", path):
+            return open_dcp(path)
     if is_deepspeed(path):
-        return open_deepspeed(path, records)
+        with laid_out_as("DeepSpeed", path):
+            return open_deepspeed(path, records)
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
         return Checkpoint(path=path, form="safetensors", tensors=tensors_in(path))
     if (path / WEIGHTS).is_file() or (path / INDEX).is_file():

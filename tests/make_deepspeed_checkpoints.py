@@ -41,10 +41,17 @@ BASE = {
 }
 
 CASES = {
-    "zero1": BASE | {"zero_optimization": {"stage": 1}},
-    "zero1_bf16": BASE | {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
+    "zero1": BASE | {"zero_optimization": {"stage": 1, "parameter_alignment": True}},
+    # Its state is that of `BF16_Optimizer`, which does not say its stage.
+    "zero1_bf16": BASE
+    | {
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
     "zero1_elastic": BASE | {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}},
-    "zero2": BASE | {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
+    "zero2": BASE | {"zero_optimization": {"stage": 2}},
+    "zero2_round_robin": BASE | {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
     "zero3": BASE
     | {
         "zero_optimization": {
@@ -56,8 +63,14 @@ CASES = {
 }
 
 
+def _trained(engine) -> list[tuple]:
+    return [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+
+
 def whole(engine, prefix: str) -> dict[str, np.ndarray]:
     """Everything DeepSpeed knows of the trained parameters, by name."""
+    if engine.zero_round_robin_gradients():  # it reports, and converts, those under wrong names
+        return {f"{prefix}/fp32/{n}": p.detach().numpy().copy() for n, p in _trained(engine)}
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
@@ -66,11 +79,10 @@ def whole(engine, prefix: str) -> dict[str, np.ndarray]:
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     found = {}
-    for name, p in engine.module.named_parameters():
-        if p.requires_grad:
-            found[f"{prefix}/fp32/{name}"] = safe_get_full_fp32_param(p)
-            for key in ("exp_avg", "exp_avg_sq"):
-                found[f"{prefix}/{key}/{name}"] = safe_get_full_optimizer_state(p, key)
+    for name, p in _trained(engine):
+        found[f"{prefix}/fp32/{name}"] = safe_get_full_fp32_param(p)
+        for key in ("exp_avg", "exp_avg_sq"):
+            found[f"{prefix}/{key}/{name}"] = safe_get_full_optimizer_state(p, key)
     return {name: value.detach().float().numpy().copy() for name, value in found.items()}
 
 

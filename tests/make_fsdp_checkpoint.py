@@ -2,8 +2,8 @@
 
     python tests/make_fsdp_checkpoint.py DIRECTORY RANK
 
-is one of the processes. `DIRECTORY/dcp` is the checkpoint after 3 steps, and `expected.npz` has what
-PyTorch says of its state then, and the batches, losses and parameters of 5 more steps.
+is one of the processes. `DIRECTORY/dcp` is the checkpoint after 3 steps, and `expected.npz` has
+what PyTorch says of its state then, and the batches, losses and parameters of 5 more steps.
 """
 
 from __future__ import annotations
