@@ -1,8 +1,8 @@
 """The state of Adam between PyTorch and optax.
 
 Both keep the same two means of each parameter, and a number of steps. So a parameter's way from a
-checkpoint into a tree (rules, or `match`) is also the way of its means, and a run that is moved goes
-on where it was: nothing has to warm up again.
+checkpoint into a tree (rules, or `match`) is also the way of its means, and a run that is moved
+goes on where it was: nothing has to warm up again.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

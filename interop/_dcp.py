@@ -60,9 +60,9 @@ class DcpTensor(LazyTensor):
                 held = _archived(chunk, self.name)
                 if held.shape != _shape(chunk.box) or held.dtype != self.dtype:
                     raise ValueError(
-                        f"A chunk of {self.label} is {held.dtype}{list(held.shape)}, but `.metadata` "
-                        f"says {self.dtype}{list(_shape(chunk.box))}. The files are of different "
-                        "checkpoints: copy the directory again."
+                        f"A chunk of {self.label} is {held.dtype}{list(held.shape)}, but "
+                        f"`.metadata` says {self.dtype}{list(_shape(chunk.box))}. The files are of "
+                        "different checkpoints: copy the directory again."
                     )
                 whole[_inside(common, box)] = held[_inside(common, chunk.box)]
         return whole

@@ -1,7 +1,7 @@
 """Optimizers and schedules of DeepSpeed in terms of optax: the same updates for the same file.
 
 A schedule gives the learning rate of update t = 0, 1, 2, ... DeepSpeed's schedulers are stepped
-after an update, so update t has the rate of their iteration t - 1; before it, they give their lowest.
+after an update, so update t has the rate of their iteration t - 1, and the first one the lowest.
 """
 
 from collections.abc import Callable
