@@ -32,6 +32,8 @@ from jaxzero.interop._load_into import tensors_from as tensors_from
 from jaxzero.interop._loss_scale import DynamicScale as DynamicScale
 from jaxzero.interop._loss_scale import loss_scale_of as loss_scale_of
 from jaxzero.interop._loss_scale import scale_loss as scale_loss
+from jaxzero.interop._match import Proposal as Proposal
+from jaxzero.interop._match import match as match
 from jaxzero.interop._open import open_checkpoint as open_checkpoint
 from jaxzero.interop._rules import Rule as Rule
 from jaxzero.interop._save import save_tensors as save_tensors
@@ -42,3 +44,5 @@ from jaxzero.interop._steps import Transpose as Transpose
 from jaxzero.interop._steps import Unflatten as Unflatten
 from jaxzero.interop._tensor import LazyTensor as LazyTensor
 from jaxzero.interop._transformers import embed_with_transformers as embed_with_transformers
+from jaxzero.interop._write import check_copy as check_copy
+from jaxzero.interop._write import write_checkpoint as write_checkpoint

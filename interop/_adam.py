@@ -19,6 +19,7 @@ from jaxzero.interop._rules import Rule
 from jaxzero.interop._sharded_tensor import ShardedTensor
 from jaxzero.interop._tensor import ArrayTensor, LazyTensor
 from jaxzero.interop._tree import named_leaves
+from jaxzero.interop._write import to_torch
 
 _COUNTERS = ("count", "gradient_step")  # fields of optax's states that count updates
 
@@ -56,7 +57,7 @@ def load_adam(
     if not rules:
         if not isinstance(source, Checkpoint):
             raise ValueError("`rules` are needed where `source` is no `Checkpoint`. Pass them.")
-        proposal = match(tree, source)
+        proposal = match(tree, source, ignore=ignore)
         proposal.raise_if_undecided()
         rules, ignore = tuple(proposal.rules), (*ignore, *proposal.left_out)
     moments = source.adam() if isinstance(source, Checkpoint) else source
@@ -134,18 +135,12 @@ def torch_state_dict(moments: AdamMoments, param_groups: Sequence[Mapping[str, A
             "moments. Name every parameter in one group."
         )
 
-    def tensor(held: LazyTensor) -> Any:
-        # As bytes, since numpy has no bfloat16 of its own that PyTorch would know.
-        array = np.ascontiguousarray(held.read())
-        dtype = getattr(torch, array.dtype.name)
-        data = torch.frombuffer(bytearray(array.tobytes()), dtype=dtype) if array.size else ()
-        return torch.as_tensor(data, dtype=dtype).reshape(array.shape)
-
+    means, squares = (to_torch(kind) for kind in (moments.exp_avg, moments.exp_avg_sq))
     state = {
         number: {
             "step": torch.tensor(float(moments.step)),
-            "exp_avg": tensor(moments.exp_avg[name]),
-            "exp_avg_sq": tensor(moments.exp_avg_sq[name]),
+            "exp_avg": means[name],
+            "exp_avg_sq": squares[name],
         }
         for name, number in numbers.items()
         if name in moments.exp_avg

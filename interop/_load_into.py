@@ -1,5 +1,6 @@
 """Any model's parameters from a checkpoint, and back: `load_into` and `tensors_from`."""
 
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxzero.interop._convert import to_ours, to_theirs
-from jaxzero.interop._file_tensor import tensors_in
 from jaxzero.interop._match import match
+from jaxzero.interop._open import open_checkpoint
 from jaxzero.interop._rules import Rule
 from jaxzero.interop._sharded_tensor import ShardedTensor
 from jaxzero.interop._tensor import ArrayTensor, LazyTensor
@@ -33,9 +34,9 @@ def load_into(
     Args:
         tree: parameters of the model: arrays or `jax.ShapeDtypeStruct`s, in any tree (Flax NNX or
             Linen, Equinox, plain). Their shapes and paths matter, their values do not.
-        source: a directory or file of safetensors, or tensors by name.
+        source: a checkpoint's directory or file, for `open_checkpoint`, or tensors by name.
         rules: which parameter comes from which tensor. If left out, `match` proposes them, and what
-            it cannot decide is an error.
+            it cannot decide is an error, what it assumed is a warning.
         ignore: names of tensors that are no parameters of the model, with `*` for any text.
         dtype: of floating-point parameters; as in the checkpoint if left out. Others have the dtype
             of `tree`.
@@ -52,11 +53,13 @@ def load_into(
     if isinstance(source, Mapping):
         tensors, where = source, "in `source`"
     else:
-        tensors, where = tensors_in(source), f"in {str(source)!r}"
+        tensors, where = open_checkpoint(source), f"in {str(source)!r}"
     if rules is None:
-        proposal = match(tree, tensors)
+        proposal = match(tree, tensors, ignore=ignore)
         proposal.raise_if_undecided()
-        rules, ignore = proposal.rules, (*ignore, *proposal.left_out)
+        if proposal.assumed:
+            warnings.warn(f"`load_into` assumed: {'; '.join(proposal.assumed)}.", stacklevel=2)
+        rules, ignore = proposal.rules, proposal.left_out
     loaded = to_ours(rules, shapes, tensors, where=where, ignore=ignore)
     return named.rebuild(
         {

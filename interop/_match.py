@@ -1,5 +1,170 @@
-"""x"""
+"""Proposing rules: which tensor of a checkpoint is which parameter, from names and shapes alone.
+
+1. Names are taken apart into modules (`_match_names`). Two modules *fit* if they have the same
+   roles (weight, bias, running mean and variance) and known steps lead from each shape to the other
+   (`_match_steps`).
+2. Of those that fit, the most alike are paired (`_match_pairs`). A tie stays one.
+3. A shape that allows several steps takes those that every other tensor of its kind takes; if there
+   is none, those that the parameter's name stands for, which `assumed` says.
+4. Rules that differ in numbers only become one (`_match_rules`).
+
+What is left over at the end is told, not guessed.
+"""
+
+import collections
+import dataclasses
+import fnmatch
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxzero.interop._match_names import modules_of, parts_of, stacks_of
+from jaxzero.interop._match_pairs import Pair, pair
+from jaxzero.interop._match_rules import generalize
+from jaxzero.interop._match_steps import Steps
+from jaxzero.interop._rules import Rule, some
+from jaxzero.interop._steps import Split, Transpose
+from jaxzero.interop._tensor import LazyTensor
+from jaxzero.interop._tree import named_leaves
+
+_LEFT_OUT = ("*num_batches_tracked",)  # how often torch has updated running statistics
 
 
-def match(tree, tensors):
-    raise NotImplementedError
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """Rules for `load_into`, and what could not be decided.
+
+    Attributes:
+        rules: for the parameters that were decided.
+        undecided: path of each other parameter -> what it might come from.
+        unused: tensors of the checkpoint that nothing comes from.
+        left_out: those of them that no model needs, such as torch's `num_batches_tracked`.
+        assumed: what shapes left open and the names of parameters settled, for a look.
+    """
+
+    rules: tuple[Rule, ...]
+    undecided: Mapping[str, tuple[str, ...]]
+    unused: tuple[str, ...]
+    left_out: tuple[str, ...]
+    assumed: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = ["rules = (", *(f"    {rule}," for rule in self.rules), ")"]
+        lines += [f"assumed: {each}" for each in self.assumed]
+        for path, names in self.undecided.items():
+            lines.append(f"undecided: {path}: {' or '.join(names) or 'nothing fits'}")
+        lines += [f"unused: {name}" for name in self.unused]
+        lines += [f"left out: {name}" for name in self.left_out]
+        return "\n".join(lines)
+
+    def raise_if_undecided(self) -> None:
+        """Refuse to go on with half of the rules.
+
+        Raises:
+            ValueError: a parameter is undecided, or a tensor unused.
+        """
+        if self.undecided:
+            path, names = next(iter(self.undecided.items()))
+            raise ValueError(
+                f"`rules` could not be found for {len(self.undecided)} parameters: "
+                f"`{path}` may be {some(list(names)) if names else 'no tensor at all'}. Print "
+                "`interop.match(tree, source)`, complete its rules, and pass them as `rules`."
+            )
+        if self.unused:
+            raise ValueError(
+                f"No parameter seems to come from {some(list(self.unused))}. If that is right, "
+                "name them in `ignore`; if not, pass `rules`."
+            )
+
+
+def match(tree: Any, source: Mapping[str, LazyTensor], *, ignore: Iterable[str] = ()) -> Proposal:
+    """Propose which parameter comes from which tensor, from names and shapes.
+
+    Known are: linear layers, convolutions and attention of Flax, Equinox and PyTorch, also fused
+    as in `torch.nn.MultiheadAttention`; norms with and without running statistics; embeddings;
+    layers that are numbered differently, or stacked for a scan. Look at what comes out, and keep
+    it: rules are code.
+
+    Args:
+        tree: parameters of the model: arrays or `jax.ShapeDtypeStruct`s.
+        source: tensors of the checkpoint, by name.
+        ignore: names of tensors that are no parameters, with `*` for any text.
+    """
+    leaves = named_leaves(tree).leaves
+    ours = modules_of({path: tuple(leaf.shape) for path, leaf in leaves.items()})
+    ignore = (*ignore, *_LEFT_OUT)
+    out = [name for name in source if any(fnmatch.fnmatchcase(name, each) for each in ignore)]
+    single = modules_of({name: held.shape for name, held in source.items() if name not in out})
+    single += parts_of(single)
+    pairs, rivals = pair(ours, [*single, *stacks_of(single)])
+    decided, assumed, open_steps = _settle(pairs)
+    rules, open_parts = _rules(decided)
+    rules.sort(key=lambda rule: list(leaves).index(rule.ours[0]))
+    made = {path for rule in rules for path in rule.ours}
+    undecided = rivals | open_steps | open_parts
+    used = {name for each in pairs for name in each.theirs.members}
+    return Proposal(
+        rules=generalize(rules, leaves),
+        undecided={path: undecided[path] for path in leaves if path not in made},
+        unused=tuple(name for name in source if name not in used and name not in out),
+        left_out=tuple(out),
+        assumed=tuple(assumed),
+    )
+
+
+def _settle(
+    pairs: list[Pair],
+) -> tuple[list[tuple[Pair, dict[str, Steps]]], list[str], dict[str, tuple[str, ...]]]:
+    """Choose steps where several are possible, by what all others of the kind take."""
+    habits: dict[tuple[str, int], set[bool]] = collections.defaultdict(set)
+    for each in pairs:
+        for role, ways in each.ways.items():
+            if len(ways) == 1:
+                habits[_kind(each, role)].add(_is_transposed(ways[0]))
+    decided, assumed, undecided = [], [], {}
+    for each in pairs:
+        steps = {}
+        for role, ways in each.ways.items():
+            path, name = each.ours.tensors[role].name, each.theirs.tensors[role].name
+            habit = habits[_kind(each, role)]
+            usual = [way for way in ways if _is_transposed(way) in habit or not habit]
+            if len(ways) > 1 and len(habit) == 1 and len(usual) == 1:
+                steps[role] = usual[0]
+            elif len(ways) == 1 or not habit:
+                steps[role] = ways[0]
+            else:
+                undecided[path] = tuple(f"{name!r} through {list(way)}" for way in ways)
+            if len(ways) > 1 and not habit:
+                assumed.append(f"`{path}` is {name!r} through {list(ways[0])}, by its name")
+        if each.without_words:
+            assumed.append(f"`{each.ours.name}` is {each.theirs.name!r}, by shape and number alone")
+        decided.append((each, steps))
+    return decided, assumed, undecided
+
+
+def _kind(each: Pair, role: str) -> tuple[str, int]:
+    return each.ours.tensors[role].name.rpartition(".")[2], len(each.theirs.tensors[role].shape)
+
+
+def _is_transposed(steps: Steps) -> bool:
+    return any(isinstance(step, Transpose) for step in steps)
+
+
+def _rules(
+    decided: list[tuple[Pair, dict[str, Steps]]],
+) -> tuple[list[Rule], dict[str, tuple[str, ...]]]:
+    rules, undecided = [], {}
+    parts: dict[tuple[str, Steps], dict[int, str]] = collections.defaultdict(dict)
+    for each, steps in decided:
+        for role, chosen in steps.items():
+            path, name = each.ours.tensors[role].name, each.theirs.tensors[role].name
+            if each.theirs.part is None:
+                rules.append(Rule(path, name, *chosen))
+            else:
+                parts[name, chosen][each.theirs.part] = path
+    for (name, chosen), paths in parts.items():
+        if len(paths) == 3:
+            ours = tuple(paths[part] for part in range(3))
+            rules.append(Rule(ours, name, Split(0, 3), *chosen))
+        else:
+            undecided |= {path: (f"a third of {name!r}",) for path in paths.values()}
+    return rules, undecided

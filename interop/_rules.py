@@ -117,7 +117,7 @@ def _uses_of_one(rule: Rule, shapes: Shapes) -> list[Use]:
     ours_only = [name for name in our_variables if name not in shared]
     theirs_only = [name for name in their_variables if name not in shared]
     found: dict[Index, dict[Index, tuple[str, ...]]] = {}
-    pattern = _regular_expression(rule.ours[0])
+    pattern = pattern_of(rule.ours[0])
     for match in filter(None, map(pattern.fullmatch, shapes)):
         numbers = {name: int(text) for name, text in match.groupdict().items()}
         paths = tuple(_filled(each, numbers) for each in rule.ours)
@@ -168,21 +168,8 @@ def _counts(
     return first
 
 
-def some(names: list[str]) -> str:
-    """The first names of a list, for a message."""
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(repr(name) for name in names[:3]) + rest
-
-
-def _variables(pattern: str) -> list[str]:
-    return list(dict.fromkeys(_VARIABLE.findall(pattern)))
-
-
-def _filled(pattern: str, numbers: Mapping[str, int]) -> str:
-    return _VARIABLE.sub(lambda found: str(numbers[found[1]]), pattern)
-
-
-def _regular_expression(pattern: str) -> re.Pattern[str]:
+def pattern_of(pattern: str) -> re.Pattern[str]:
+    """What matches the names that a pattern stands for; a group for each variable."""
     parts, seen = [], set()
     for text, name in _PIECES.findall(pattern):
         # The first occurrence of a variable captures, a later one repeats what was captured.
@@ -195,3 +182,17 @@ def _regular_expression(pattern: str) -> re.Pattern[str]:
         )
         seen.add(name)
     return re.compile("".join(parts))
+
+
+def some(names: list[str]) -> str:
+    """The first names of a list, for a message."""
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(repr(name) for name in names[:3]) + rest
+
+
+def _variables(pattern: str) -> list[str]:
+    return list(dict.fromkeys(_VARIABLE.findall(pattern)))
+
+
+def _filled(pattern: str, numbers: Mapping[str, int]) -> str:
+    return _VARIABLE.sub(lambda found: str(numbers[found[1]]), pattern)

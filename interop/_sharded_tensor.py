@@ -35,24 +35,36 @@ class ShardedTensor(LazyTensor):
         return not self.array.is_fully_addressable
 
     def _read_box(self, box: Box) -> np.ndarray:
-        # What no device is asked to share is cut off first, such as other layers of a stack.
-        whole = self.array.sharding.shard_shape(self.array.shape) == np.array(self.array.shape)
-        bounds = [
-            (start, stop) if uncut else (0, size)
-            for (start, stop), uncut, size in zip(box, whole, self.array.shape, strict=True)
-        ]
-        sizes = tuple(stop - start for start, stop in bounds)
-        array = self.array
-        if sizes != array.shape:
-            starts = np.array([start for start, _ in bounds], np.int32)
-            array = _cut(array.sharding)(array, starts, sizes)
-        inside = tuple(
-            slice(start - first, stop - first)
-            for (start, stop), (first, _) in zip(box, bounds, strict=True)
-        )
+        inside = tuple(slice(start, stop) for start, stop in box)
+        if not self.collective and _is_in_host_memory(self.array):
+            return _assemble(self.array, inside)
+        array, inside = _cut_unsplit(self.array, inside)
         if self.collective:
             return np.asarray(multihost_utils.process_allgather(array, tiled=True))[inside]
         return _assemble(array, inside)
+
+
+def _is_in_host_memory(array: jax.Array) -> bool:
+    return all(device.platform == "cpu" for device in array.sharding.device_set)
+
+
+def _cut_unsplit(
+    array: jax.Array, inside: tuple[slice, ...]
+) -> tuple[jax.Array, tuple[slice, ...]]:
+    """Cut off, on the devices, what is not asked for: other layers of a stack.
+
+    Only in dimensions that every device has whole, so that nothing moves between devices.
+    """
+    own = array.sharding.shard_shape(array.shape)
+    starts, sizes, left = [], [], []
+    for part, size, own_size in zip(inside, array.shape, own, strict=True):
+        unsplit = own_size == size
+        starts.append(part.start if unsplit else 0)
+        sizes.append(part.stop - part.start if unsplit else size)
+        left.append(slice(0, part.stop - part.start) if unsplit else part)
+    if tuple(sizes) != array.shape:
+        array = _cut(array.sharding)(array, np.array(starts, np.int32), tuple(sizes))
+    return array, tuple(left)
 
 
 @functools.cache

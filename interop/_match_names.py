@@ -1,0 +1,213 @@
+"""Names of parameters taken apart: module and role, words that mean the same, numbers.
+
+`encoder.layers.3.self_attn.q_proj.weight` and `blocks.3.attention.query.kernel` are both the
+weight of module number 3 that is called "attention query". A checkpoint's modules may also be
+*parts* (query, key and value fused in one tensor) or *stacks* (one tensor per layer, one parameter
+for all layers).
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+_ROLES = {
+    "weight": ("kernel", "weight", "scale", "embedding", "gamma", "w"),
+    "bias": ("bias", "beta", "b"),
+    "mean": ("mean", "running_mean"),
+    "var": ("var", "running_var"),
+}
+ROLE_OF = {name: role for role, names in _ROLES.items() for name in names}
+_COLLECTIONS = ("params", "batch_stats")  # of Flax Linen; a module has its parts in both
+# Words that mean the same; the first stands for all.
+_WORDS = (
+    ("attention", "attn", "mha", "selfattention", "multiheadattention"),
+    ("query", "q", "wq"),
+    ("key", "k", "wk"),
+    ("value", "v", "wv"),
+    ("out", "output", "o", "wo"),
+    ("norm", "ln", "layernorm", "rmsnorm", "batchnorm", "groupnorm", "bn"),
+    ("embed", "embedding", "embeddings", "emb", "wte", "wpe"),
+    ("position", "pos", "positional", "positions"),
+    ("token", "tok", "word", "tokens"),
+    ("convolution", "conv"),
+    ("head", "classifier", "logits", "lm"),
+    ("linear", "dense", "fc", "proj", "projection"),
+    ("layer", "layers", "block", "blocks", "h"),
+)
+_MEANING = {word: words[0] for words in _WORDS for word in words}
+# Words that say little: they are in every name, or in none of the other side.
+_FAINT = frozenset({"layer", "linear", "model", "module", "encoder", "decoder", "self", "mlp"})
+_FAINT_WEIGHT = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of a module: its full name, and its shape without stacked dimensions."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """Tensors that belong together.
+
+    Attributes:
+        name: what they share of their names.
+        tensors: by role: `weight`, `bias`, `mean`, `var`.
+        ranks: for each number in the name, how many smaller ones stand in its place elsewhere.
+        stack: how many modules are stacked, over each variable in the names.
+        part: which of several equal parts along the first dimension; None: it is the whole.
+        members: names of the tensors that it stands for.
+    """
+
+    name: str
+    tensors: Mapping[str, Tensor]
+    ranks: tuple[int, ...] = ()
+    stack: tuple[int, ...] = ()
+    part: int | None = None
+    members: frozenset[str] = frozenset()
+
+
+def modules_of(shapes: Mapping[str, tuple[int, ...]]) -> list[Module]:
+    """Group tensors into modules."""
+    grouped: dict[str, dict[str, Tensor]] = {}
+    for name, shape in shapes.items():
+        module, role = _module_and_role(name)
+        if role in grouped.get(module, {}):  # two parameters of one role, such as `w` and `scale`
+            module, role = name, "weight"
+        grouped.setdefault(module, {})[role] = Tensor(name, shape)
+    modules = [
+        Module(name, tensors, members=frozenset(each.name for each in tensors.values()))
+        for name, tensors in grouped.items()
+    ]
+    return _ranked(modules)
+
+
+def parts_of(modules: Iterable[Module]) -> list[Module]:
+    """Query, key and value that `torch.nn.MultiheadAttention` holds as one `in_proj`."""
+    parts = []
+    for module in modules:
+        prefix, found, rest = module.name.rpartition("in_proj")
+        rows = {tensor.shape[0] % 3 for tensor in module.tensors.values() if tensor.shape}
+        if found and not rest and rows == {0}:
+            tensors = {
+                role: Tensor(each.name, (each.shape[0] // 3, *each.shape[1:]))
+                for role, each in module.tensors.items()
+            }
+            for number, word in enumerate(("query", "key", "value")):
+                parts.append(
+                    dataclasses.replace(module, name=prefix + word, tensors=tensors, part=number)
+                )
+    return parts
+
+
+def stacks_of(modules: Sequence[Module]) -> list[Module]:
+    """Modules that differ in one number (0, 1, 2, ...), or in two, as one module."""
+    stacks = []
+    for num_variables in (1, 2):
+        groups: dict[tuple, dict[tuple[int, ...], Module]] = {}
+        for module in modules:
+            pieces = _pieces(module.name)
+            numbers = range(1, len(pieces), 2)
+            for positions in itertools.combinations(numbers, num_variables):
+                pattern = _pattern(pieces, positions)
+                index = tuple(int(pieces[position]) for position in positions)
+                key = (pattern, positions, module.part, _shapes(module))
+                groups.setdefault(key, {})[index] = module
+        for (pattern, positions, *_), members in groups.items():
+            stack = _full_range(members)
+            if stack is not None:
+                stacks.append(_stacked(pattern, positions, stack, members))
+    return stacks
+
+
+def similarity(ours: Module, theirs: Module) -> float:
+    """How alike two names are: words, from 0 to 1, and numbers, from 0 to 1."""
+    mine, other = words_of(ours.name), words_of(theirs.name)
+    every, both = _weight(mine | other), _weight(mine & other)
+    pairs = list(zip(ours.ranks, theirs.ranks, strict=False))
+    numbers = sum(a == b for a, b in pairs) / len(pairs) if pairs else 0.0
+    return (both / every if every else 0.0) + numbers
+
+
+def words_of(name: str) -> frozenset[str]:
+    """The words of a module's name, by meaning."""
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", re.sub(r"\{\w+\}|[\d._\W]+", " ", name))
+    spaced = re.sub(r"[\d_]+", " ", spaced)
+    return frozenset(_MEANING.get(word, word) for word in spaced.lower().split())
+
+
+def _weight(words: Iterable[str]) -> float:
+    return sum(_FAINT_WEIGHT if word in _FAINT else 1.0 for word in words)
+
+
+def _module_and_role(name: str) -> tuple[str, str]:
+    components = name.split(".")
+    if components[0] in _COLLECTIONS and len(components) > 1:
+        components = components[1:]
+    *module, last = components
+    if last in ROLE_OF and module:
+        return ".".join(module), ROLE_OF[last]
+    for suffix in ("_weight", "_bias"):
+        if last.endswith(suffix):
+            return ".".join([*module, last.removesuffix(suffix)]), suffix[1:]
+    return ".".join(components), "weight"
+
+
+def _ranked(modules: list[Module]) -> list[Module]:
+    seen: dict[tuple, set[int]] = {}
+    keyed = []
+    for module in modules:
+        pieces = _pieces(module.name)
+        numbers = [int(piece) for piece in pieces[1::2]]
+        kind = tuple(sorted((role, len(each.shape)) for role, each in module.tensors.items()))
+        keys = [(tuple(pieces[::2]), kind, place) for place in range(len(numbers))]
+        for key, number in zip(keys, numbers, strict=True):
+            seen.setdefault(key, set()).add(number)
+        keyed.append((module, list(zip(keys, numbers, strict=True))))
+    return [
+        dataclasses.replace(
+            module, ranks=tuple(sorted(seen[key]).index(number) for key, number in numbers)
+        )
+        for module, numbers in keyed
+    ]
+
+
+def _pieces(name: str) -> list[str]:
+    return re.split(r"(\d+)", name)  # text and numbers in turn
+
+
+def _pattern(pieces: list[str], positions: tuple[int, ...]) -> str:
+    pieces = list(pieces)
+    for position, letter in zip(positions, "ij", strict=False):
+        pieces[position] = f"{{{letter}}}"
+    return "".join(pieces)
+
+
+def _shapes(module: Module) -> tuple:
+    return tuple(sorted((role, each.shape) for role, each in module.tensors.items()))
+
+
+def _full_range(members: Mapping[tuple[int, ...], Module]) -> tuple[int, ...] | None:
+    counts = tuple(max(numbers) + 1 for numbers in zip(*members, strict=True))
+    full = all(index in members for index in itertools.product(*map(range, counts)))
+    return counts if full and len(members) > 1 else None
+
+
+def _stacked(
+    pattern: str,
+    positions: tuple[int, ...],
+    stack: tuple[int, ...],
+    members: Mapping[tuple[int, ...], Module],
+) -> Module:
+    first = next(iter(members.values()))
+    left = [rank for place, rank in enumerate(first.ranks) if 2 * place + 1 not in positions]
+    # A module's name begins its tensors' names, except that a part has a name of its own.
+    tensors = {
+        role: Tensor(_pattern(_pieces(each.name), positions), each.shape)
+        for role, each in first.tensors.items()
+    }
+    names = frozenset(itertools.chain(*(each.members for each in members.values())))
+    return Module(pattern, tensors, tuple(left), stack, first.part, names)
