@@ -22,6 +22,7 @@ from jaxzero.interop._zero_partitions import MOMENTS, called, fragments_of, join
 LATEST = ("latest", "latest_universal")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_CUT_OTHERWISE = ("layer_", "expert_")  # how names of such files begin
 
 
 def is_deepspeed(directory: Path) -> bool:
@@ -66,7 +67,8 @@ def _tagged(directory: Path) -> Path:
     for name in LATEST:
         if (directory / name).is_file():
             tag = (directory / name).read_text().strip()
-            if Path(tag).name != tag or not (directory / tag).is_dir():
+            inside = Path(tag).name == tag and tag not in ("", "..")
+            if not inside or not (directory / tag).is_dir():
                 raise ValueError(
                     f"{str(directory / name)!r} names {tag!r}, which is no directory beside it. "
                     "Copy that as well, or give the directory of another step."
@@ -79,6 +81,11 @@ def _ranked(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
     """The files of all processes, in their order."""
     found: dict[int, Path] = {}
     for path in directory.iterdir():
+        if path.name.startswith(_CUT_OTHERWISE):
+            raise NotImplementedError(
+                f"{str(path)!r} was written by pipeline or expert parallelism. Convert the "
+                "checkpoint with DeepSpeed's `ds_to_universal.py` and open the result."
+            )
         match = pattern.fullmatch(path.name)
         if match is None:
             continue
@@ -87,7 +94,13 @@ def _ranked(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
                 f"{str(path)!r} was cut by tensor parallelism too. Convert the checkpoint with "
                 "DeepSpeed's `ds_to_universal.py` and open the result."
             )
-        found[int(match[1] or 0)] = path
+        rank = int(match[1] or 0)
+        if rank in found:
+            raise ValueError(
+                f"{str(path)!r} and {found[rank].name!r} are both of rank {rank}. Files of two "
+                "checkpoints lie in one directory: keep those of one."
+            )
+        found[rank] = path
     missing = sorted(set(range(max(found, default=-1) + 1)) - found.keys())
     if missing:
         raise ValueError(

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -49,7 +50,8 @@ def write_checkpoint(
     if form == "dcp":
         from torch.distributed.checkpoint import FileSystemWriter, save
 
-        with new_directory(path) as folder:
+        with new_directory(path) as folder, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             save(to_torch(tensors), storage_writer=FileSystemWriter(folder), no_dist=True)
         return path
     import torch

@@ -11,7 +11,8 @@ They are committed, so the tests need no DeepSpeed. To make them again, in an en
 Each case is trained for 3 steps and saved, and then for 5 more. `expected.npz` holds what DeepSpeed
 itself says of its state when it saved (full parameters and moments), the batches and losses of the
 5 steps, and the parameters after them. Two more files are read off DeepSpeed's own classes:
-`schedules.json`, learning rates by step, and `loss_scale.json`, loss scales by overflows.
+`schedules.json`, learning rates by step, and `loss_scale.json`, loss scales by overflows; and
+`optimizers.json` holds what optimizers of PyTorch make of some gradients.
 """
 
 from __future__ import annotations
@@ -193,6 +194,31 @@ def loss_scales() -> list[dict]:
     return found
 
 
+def optimizers() -> list[dict]:
+    """What DeepSpeed builds for an entry "optimizer", and parameters after each of 5 updates."""
+    adam = {"weight_decay": 0.1, "eps": 1e-6}
+    adamw = {"lr": 0.1, "weight_decay": 0.1, "betas": [0.5, 0.7]}
+    sgd = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
+    asked = [
+        ("AdamW", {"torch_adam": True}, torch.optim.AdamW, {}),
+        ("Adam", adam | {"adam_w_mode": False, "torch_adam": True}, torch.optim.Adam, adam),
+        ("Adam", adamw | {"torch_adam": True}, torch.optim.AdamW, adamw),
+        ("SGD", sgd, torch.optim.SGD, sgd),
+    ]
+    gradients = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    found = []
+    for kind, params, make, options in asked:
+        x = torch.nn.Parameter(torch.linspace(-1, 1, 6))
+        optimizer, after = make([x], **options), []
+        for gradient in gradients:
+            x.grad = gradient.clone()
+            optimizer.step()
+            after.append(x.tolist())
+        run = {"optimizer": {"type": kind, "params": params}}
+        found.append(run | {"gradients": gradients.tolist(), "after": after})
+    return found
+
+
 def _age(directory: Path) -> None:
     """Take out of a checkpoint what DeepSpeed did not write before 0.7."""
     for file in directory.glob("*_optim_states.pt"):
@@ -230,6 +256,7 @@ def main() -> None:
         check=True,
     )
     (HERE / "schedules.json").write_text(json.dumps(schedules(), indent=1) + "\n")
+    (HERE / "optimizers.json").write_text(json.dumps(optimizers()) + "\n")
     import deepspeed
 
     rendezvous = {"init_method": "tcp://127.0.0.1:29534", "rank": 0, "world_size": 1}

@@ -57,10 +57,8 @@ def loss_fn(params, tokens, frozen):
     x = params["embed"][tokens]
     x = x + x @ frozen["kernel"]
     hidden = jnp.tanh(x @ params["up"]["kernel"] + params["up"]["bias"][None, None])
-    x = (
-        x
-        + (hidden @ params["down"]["kernel"] + params["down"]["bias"][None, None]) * frozen["scale"]
-    )
+    down = hidden @ params["down"]["kernel"] + params["down"]["bias"][None, None]
+    x = x + down * frozen["scale"]
     mean, var = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
     x = (x - mean) / jnp.sqrt(var + 1e-5) * params["norm"]["scale"][None, None]
     x = x + params["norm"]["bias"][None, None]

@@ -18,8 +18,12 @@ def convert(settings: Convert, console: Console) -> None:
     """Write the checkpoint, with a bar, and compare the copy if that was asked for.
 
     Raises:
-        ValueError: the source cannot be opened, or the copy differs.
+        ValueError: the source cannot be opened, the target is there, or the copy differs.
     """
+    if settings.target.exists():
+        raise ValueError(
+            f"{str(settings.target)!r} exists. Name a target that does not: nothing is replaced."
+        )
     checkpoint = open_checkpoint(settings.source, key=settings.key)
     form = settings.form or ("torch" if settings.target.suffix in _FILES else "safetensors")
     tensors = {name: _cast(x, settings.dtype) for name, x in checkpoint.items()}

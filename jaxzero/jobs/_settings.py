@@ -170,7 +170,7 @@ class Report:
 class Inspect:
     """Show what a checkpoint holds: safetensors, torch.save, FSDP (DCP) or DeepSpeed."""
 
-    path: Positional[Path]
+    path: Annotated[Positional[Path], arg(metavar="PATH")]
     """File or directory. Nothing that it pickles is run."""
 
     key: Annotated[str | None, arg(metavar="KEY")] = None
@@ -184,11 +184,11 @@ class Inspect:
 class Convert:
     """Write a checkpoint in another form: safetensors, torch.save or FSDP (DCP)."""
 
-    source: Positional[Path]
+    source: Annotated[Positional[Path], arg(metavar="SOURCE")]
     """File or directory, in any form that `jaxzero inspect` shows."""
 
-    target: Positional[Path]
-    """Directory, or a file that ends in .bin, .pt or .pth. What is there is replaced."""
+    target: Annotated[Positional[Path], arg(metavar="TARGET")]
+    """Directory, or a file that ends in .bin, .pt or .pth. Nothing may be there yet."""
 
     form: Annotated[Literal["safetensors", "torch", "dcp"] | None, arg(metavar="FORM")] = None
     """safetensors, torch or dcp. Left out, torch for a file and safetensors for a directory."""
