@@ -74,9 +74,8 @@ class DeepSpeedRun:
                 loss = _times(loss, scale)
             return (loss, *aux) if aux else loss
 
-        differentiate = self.zero.value_and_grad(
-            scaled, **({"microbatches": self.microbatches} | options)
-        )
+        options = {"microbatches": self.microbatches, **options}
+        differentiate = self.zero.value_and_grad(scaled, **options)
 
         def value_and_grad(params, opt_state, batch, *rest):
             scale = loss_scale_of(opt_state)
@@ -162,9 +161,10 @@ def _read_batch(keys: Keys, mesh: AnyMesh) -> tuple[int, int]:
         )
     if steps is None:
         steps = 1 if rows is None or total is None else total // (rows * devices)
+    if total is None:
+        total = (rows or 0) * steps * devices
     if rows is None:
-        rows = total // (devices * steps)
-    total = rows * steps * devices if total is None else total
+        rows = total // (devices * max(steps, 1))
     if total != rows * steps * devices or total < 1:
         raise ValueError(
             "`train_batch_size` must be micro-batch x accumulation x devices; got "

@@ -1,9 +1,8 @@
 """Tensors in safetensors files (https://github.com/huggingface/safetensors), one file or several.
 
-A file is 8 bytes that give the length of a header, the header (JSON: dtype, shape and byte range of
-each tensor), and the bytes. The library judges headers; it reads slices by mapping the file and
-parsing the header anew each time, which a checkpoint of many tensors on many devices does very
-often. So slices are read here, straight from the byte range that the header gives.
+The library reads slices by mapping the file and parsing its header anew each time, which many
+tensors on many devices would have it do very often, and its pages count as memory of the process.
+So slices are read here, straight from the byte range that the header gives.
 """
 
 import dataclasses
@@ -12,13 +11,13 @@ import math
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from jaxzero.interop._safetensors import DTYPES
+from jaxzero.interop._header import read_header
+from jaxzero.interop._rules import some
 from jaxzero.interop._tensor import Box, LazyTensor
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"  # says which of several files holds which tensor
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"  # says which of several files holds which tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +39,11 @@ class FileTensor(LazyTensor):
         return f"{self.name!r} in {str(self.file)!r}"
 
     def _read_box(self, box: Box) -> np.ndarray:
+        if self.file.stat().st_size < self.offset + self.nbytes:
+            raise ValueError(
+                f"{str(self.file)!r} ends inside tensor {self.name!r}: it was cut off after it was "
+                "opened. Copy or download it again."
+            )
         whole = self.ndim  # from this dimension on, all is asked for
         while whole and box[whole - 1] == (0, self.shape[whole - 1]):
             whole -= 1
@@ -56,11 +60,6 @@ class FileTensor(LazyTensor):
         with open(self.file, "rb") as file:
             file.seek(self.offset + start * self.dtype.itemsize)
             array = np.fromfile(file, self.dtype, math.prod(shape))
-        if array.size != math.prod(shape):
-            raise ValueError(
-                f"{str(self.file)!r} ends inside tensor {self.name!r}: it was cut off after it was "
-                "opened. Copy or download it again."
-            )
         return array.reshape(shape)
 
     def _read_scattered(self, box: Box) -> np.ndarray:
@@ -71,80 +70,65 @@ class FileTensor(LazyTensor):
         return np.array(mapped[tuple(slice(start, stop) for start, stop in box)]).view(self.dtype)
 
 
-def tensors_in(directory: Path | str) -> dict[str, FileTensor]:
-    """List the tensors of a checkpoint, in one file or in several. Reads headers only.
+def tensors_in(path: Path | str) -> dict[str, FileTensor]:
+    """List the tensors of a checkpoint. Reads headers only.
+
+    Args:
+        path: a safetensors file, or a directory with `model.safetensors` or with several files and
+            their index.
 
     Raises:
-        ValueError: the directory holds no safetensors checkpoint, a file of it is missing or cut
-            short, or a tensor has a dtype that JAX has no type for.
+        ValueError: there is no safetensors checkpoint, a file of it is missing, cut short or
+            broken, a tensor has a dtype that numpy has no type for, or the index does not tell the
+            truth.
     """
-    found: dict[str, FileTensor] = {}
-    directory = Path(directory)
-    for file in [directory] if directory.is_file() else _files_of(directory):
-        for tensor in _tensors_of(file):
-            if tensor.name in found:
-                raise ValueError(
-                    f"Tensor {tensor.name!r} is in {found[tensor.name].file.name} and in "
-                    f"{file.name} of {str(directory)!r}. One of the two is left over from another "
-                    "checkpoint: save it again into an empty directory."
-                )
-            found[tensor.name] = tensor
-    return found
+    path = Path(path)
+    if path.is_file():
+        return _tensors_in_files([path], path)
+    index = path / INDEX
+    if not index.is_file():
+        return _tensors_in_files([path / SINGLE], path)
+    file_of = _read_index(index)
+    tensors = _tensors_in_files([path / name for name in sorted(set(file_of.values()))], path)
+    for name, file in file_of.items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise ValueError(
+                f"{str(index)!r} says that tensor {name!r} is in {file}, which does not hold it. "
+                "Copy or download the checkpoint again."
+            )
+    return tensors
 
 
-def _tensors_of(file: Path) -> list[FileTensor]:
+def _read_index(index: Path) -> dict[str, str]:
     try:
-        with safe_open(file, framework="np") as opened:
-            views = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            described = {
-                name: (tuple(view.get_shape()), _dtype_of(view.get_dtype(), name, file))
-                for name, view in views.items()
-            }
-    except SafetensorError as error:
+        file_of = json.loads(index.read_bytes())["weight_map"]
+        plain = all(isinstance(file, str) and Path(file).name == file for file in file_of.values())
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        plain = False
+    if not plain or not file_of:
         raise ValueError(
-            f"{str(file)!r} is not a whole safetensors file ({error}). Copy or download the "
-            "checkpoint again."
-        ) from error
-    offsets = _offsets_in(file)
-    return [
-        FileTensor(file=file, name=name, shape=shape, dtype=dtype, offset=offsets[name])
-        for name, (shape, dtype) in described.items()
-    ]
+            f"{str(index)!r} is not an index of safetensors files: its `weight_map` must give a "
+            "file of the same directory for each tensor. Copy or download it again."
+        )
+    return file_of
 
 
-def _offsets_in(file: Path) -> dict[str, int]:
-    # The library has found the header whole and the ranges in it without gap or overlap.
-    with open(file, "rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(size))
-    return {
-        name: 8 + size + entry["data_offsets"][0]
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
-
-
-def _files_of(directory: Path) -> list[Path]:
-    index = directory / _INDEX
-    if index.is_file():
-        names = json.loads(index.read_text())["weight_map"].values()
-        files = [directory / name for name in sorted(set(names))]
-    else:
-        files = [directory / _SINGLE]
+def _tensors_in_files(files: list[Path], path: Path) -> dict[str, FileTensor]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ValueError(
-            f"{str(directory)!r} lacks {', '.join(missing)}. Give a directory that "
-            "`save_pretrained` of Hugging Face transformers wrote. It writes safetensors, so it "
-            "converts an older checkpoint (`pytorch_model.bin`) that it has loaded."
+            f"{str(path)!r} lacks {some(missing)}. Give a directory that `save_pretrained` of "
+            "Hugging Face transformers wrote. It writes safetensors, so it converts an older "
+            "checkpoint (`pytorch_model.bin`) that it has loaded."
         )
-    return files
-
-
-def _dtype_of(name: str, tensor: str, file: Path) -> np.dtype:
-    if name not in DTYPES:
-        raise ValueError(
-            f"Tensor {tensor!r} in {str(file)!r} has dtype {name}, which is not one of "
-            f"{', '.join(DTYPES)}. Save the checkpoint again in one of those."
-        )
-    return DTYPES[name]
+    found: dict[str, FileTensor] = {}
+    for file in files:
+        for name, dtype, shape, offset in read_header(file):
+            if name in found:
+                raise ValueError(
+                    f"Tensor {name!r} is in {found[name].file.name} and in {file.name} of "
+                    f"{str(path)!r}. One of the two is left over from another checkpoint: save "
+                    "it again into an empty directory."
+                )
+            found[name] = FileTensor(file=file, name=name, shape=shape, dtype=dtype, offset=offset)
+    return found

@@ -81,8 +81,9 @@ def match(tree: Any, source: Mapping[str, LazyTensor], *, ignore: Iterable[str] 
 
     Known are: linear layers, convolutions and attention of Flax, Equinox and PyTorch, also fused
     as in `torch.nn.MultiheadAttention`; norms with and without running statistics; embeddings;
-    layers that are numbered differently, or stacked for a scan. Look at what comes out, and keep
-    it: rules are code.
+    layers that are numbered differently, or stacked for a scan. Neither names nor shapes say in
+    which order an image was flattened before a linear layer (torch has channels first): write that
+    rule yourself. Look at what comes out, and keep it: rules are code.
 
     Args:
         tree: parameters of the model: arrays or `jax.ShapeDtypeStruct`s.

@@ -140,7 +140,7 @@ def words_of(name: str) -> frozenset[str]:
 
 
 def _weight(words: Iterable[str]) -> float:
-    return sum(_FAINT_WEIGHT if word in _FAINT else 1.0 for word in words)
+    return sum((_FAINT_WEIGHT if word in _FAINT else 1.0 for word in words), 0.0)
 
 
 def _module_and_role(name: str) -> tuple[str, str]:

@@ -18,11 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxzero.interop._atomic import new_directory
-from jaxzero.interop._safetensors import SafetensorsWriter, check_dtype, file_order
+from jaxzero.interop._file_tensor import INDEX, SINGLE
+from jaxzero.interop._header import check_writable, file_order
 from jaxzero.interop._tensor import LazyTensor
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"  # says which of several files holds which tensor
+from jaxzero.interop._writer import SafetensorsWriter
 
 # What makes a directory usable besides its weights. Files, or folders with files.
 _CARRIED = (
@@ -81,7 +80,7 @@ def save_tensors(
     if not tensors:
         raise ValueError("`tensors` must hold at least one tensor; got none.")
     for name, tensor in tensors.items():
-        check_dtype(name, tensor.dtype)
+        check_writable(name, tensor)
     if source is not None and directory.resolve() == Path(source).resolve():
         raise ValueError(
             f"`directory` and `source` are both {str(source)!r}. Write to another directory, so "

@@ -171,7 +171,7 @@ class ArrayTensor(LazyTensor):
         return self.array.dtype
 
     def _read_box(self, box: Box) -> np.ndarray:
-        return self.array[_slices(box)]
+        return np.asarray(self.array[tuple(slice(start, stop) for start, stop in box)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,10 +348,6 @@ def _boxes_of_run(sizes: list[int], run: tuple[int, int]) -> Iterator[Box]:
     if last * inner < stop:
         for part in _boxes_of_run(sizes[1:], (0, stop - last * inner)):
             yield ((last, last + 1), *part)
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)
 
 
 def _box_shape(box: Box) -> tuple[int, ...]:

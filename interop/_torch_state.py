@@ -40,37 +40,46 @@ def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
         tensors = _named(_state_dict(read_torch_file(directory / WEIGHTS), directory), directory)
         return Checkpoint(path=directory, form="torch.save", tensors=tensors)
     tensors: dict[str, LazyTensor] = {}
-    for file in indexed_files(index):
-        tensors |= _named(_state_dict(read_torch_file(file, records=records), file), file)
+    file_of = read_index(index)
+    for file in sorted({directory / name for name in file_of.values()}):
+        held = _named(_state_dict(read_torch_file(file, records=records), file), file)
+        absent = [name for name in file_of if file_of[name] == file.name and name not in held]
+        if absent:
+            raise ValueError(
+                f"{str(index)!r} says that tensor {absent[0]!r} is in {file.name}, which does not "
+                "hold it. Copy or download the checkpoint again."
+            )
+        tensors |= held
     return Checkpoint(path=directory, form="torch.save", tensors=tensors)
 
 
-def indexed_files(index: Path) -> list[Path]:
-    """The files that an index of Hugging Face names, in order.
+def read_index(index: Path) -> dict[str, str]:
+    """Tensor -> file, as an index of Hugging Face has it.
 
     Raises:
         ValueError: the index is broken, names files outside of its directory, or one is missing.
     """
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files = [index.parent / name for name in names]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        file_of = dict(json.loads(index.read_bytes())["weight_map"])
+        outside = [name for name in file_of.values() if Path(name).name != name]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{str(index)!r} is no index: it must hold a `weight_map` from tensors to files "
             f"({type(error).__name__}: {error}). Copy or download the checkpoint again."
         ) from error
-    outside = [name for name in names if Path(name).name != name]
     if outside:
         raise ValueError(
             f"{str(index)!r} names {outside[0]!r}, which is not a file beside it. Do not load it."
         )
-    missing = [file.name for file in files if not file.is_file()]
+    missing = [
+        name for name in sorted(set(file_of.values())) if not (index.parent / name).is_file()
+    ]
     if missing:
         raise ValueError(
             f"{str(index.parent)!r} lacks {', '.join(missing)}, which {index.name} names. Copy or "
             "download the checkpoint again."
         )
-    return files
+    return file_of
 
 
 def moments_of(

@@ -75,6 +75,8 @@ class Record:
     """What a pickle says of an object whose class was not imported."""
 
     name = ""  # of the class, with its module
+    arguments: tuple[Any, ...]  # that it was called with
+    state: Any  # that was set afterwards; `field` looks into it
 
     def __new__(cls, *arguments: Any, **_: Any) -> "Record":
         """Keep the arguments; nothing else happens to them."""

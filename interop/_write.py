@@ -48,7 +48,8 @@ def write_checkpoint(
     if form == "safetensors":
         return save_tensors(tensors, path, max_shard_bytes=max_shard_bytes, source=source)
     if form == "dcp":
-        from torch.distributed.checkpoint import FileSystemWriter, save
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
 
         with new_directory(path) as folder, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

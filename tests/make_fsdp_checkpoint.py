@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
 from torch_model import BEFORE, RANKS
 
@@ -24,8 +24,8 @@ from torch_model import BEFORE, RANKS
 def train(rank: int, directory: str) -> None:
     """One process of the two."""
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(directory) / "rendezvous"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    meeting = f"file://{Path(directory, 'rendezvous').absolute()}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
     torch.manual_seed(0)
     model = torch_model.Model()
     mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
@@ -48,7 +48,7 @@ def train(rank: int, directory: str) -> None:
     for batch in batches[:BEFORE]:
         step(batch)
     weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optim": state}, checkpoint_id=Path(directory) / "dcp")
+    save({"model": weights, "optim": state}, checkpoint_id=Path(directory) / "dcp")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights, state = get_state_dict(model, optimizer, options=options)
     expected = _arrays("saved", weights, state)

@@ -22,7 +22,7 @@ def main(address: str, number: int, count: int, source: Path, directory: Path) -
     import jaxzero as jz
     from jaxzero import interop
     from jaxzero.interop import Merge, Rule, Transpose
-    from jaxzero.interop._safetensors import SafetensorsWriter
+    from jaxzero.interop._writer import SafetensorsWriter
 
     rules = [
         Rule("stack", "layers.{i}.weight", Transpose()),

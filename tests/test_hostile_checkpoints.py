@@ -274,6 +274,9 @@ def test_an_index_that_lies(tmp_path: Path):
     pack(tmp_path / "a.bin", tensor_pickle(), {"0": bytes(16)})
     index.write_text(json.dumps({"weight_map": {"w": "a.bin"}}))
     assert list(interop.open_checkpoint(tmp_path)) == ["w"]
+    index.write_text(json.dumps({"weight_map": {"w": "a.bin", "v": "a.bin"}}))
+    with pytest.raises(ValueError, match="says that tensor 'v' is in a.bin, which does not hold"):
+        interop.open_checkpoint(tmp_path)
 
 
 def test_a_copy_that_differs_is_found(tmp_path: Path):

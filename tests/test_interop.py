@@ -91,7 +91,7 @@ def test_failed_export_leaves_nothing_behind(
     if had_one:
         (tmp_path / "export").mkdir()
         (tmp_path / "export" / "kept").write_text("")
-    monkeypatch.setattr("jaxzero.interop._safetensors.SafetensorsWriter.write", full_disk)
+    monkeypatch.setattr("jaxzero.interop._writer.SafetensorsWriter.write", full_disk)
     with pytest.raises(OSError, match="No space left"):
         interop.export_encoder(params, tmp_path / "export", source=checkpoint)
     left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*"))
@@ -173,7 +173,7 @@ def test_a_checkpoint_in_several_files(checkpoint: Path, tmp_path: Path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
     assert interop.tensors_in(tmp_path).keys() == held.keys()
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"lacks model-00002-of-00002.safetensors\. Give a dir"):
+    with pytest.raises(ValueError, match=r"lacks 'model-00002-of-00002\.safetensors'\. Give a dir"):
         interop.tensors_in(tmp_path)
 
 
@@ -203,12 +203,12 @@ def test_wrong_model_type(tmp_path: Path):
 
 
 def test_cut_off_and_missing_files(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"lacks model\.safetensors.*`pytorch_model\.bin`"):
+    with pytest.raises(ValueError, match=r"lacks 'model\.safetensors'.*`pytorch_model\.bin`"):
         interop.tensors_in(tmp_path)
     tiny_checkpoint.write(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"is not a whole safetensors file .*Copy or download"):
+    with pytest.raises(ValueError, match=r"is not a whole safetensors file: .*Copy or download"):
         interop.tensors_in(tmp_path)
 
 
