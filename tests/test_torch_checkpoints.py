@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -140,3 +142,91 @@ def test_without_moments_training_goes_elsewhere(run: torch_run.Run):
     kept, _, _ = run._step(params, opt_state, tokens, frozen)
     lost, _, _ = run._step(params, fresh, tokens, frozen)
     assert np.abs(np.asarray(kept["embed"]) - np.asarray(lost["embed"])).max() > 100 * TOLERANCE
+
+
+@pytest.fixture
+def broken(fsdp: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint of FSDP2, to be broken."""
+    return Path(shutil.copytree(fsdp / "dcp", tmp_path / "dcp"))
+
+
+@needs_torch
+def test_files_of_fsdp_that_are_missing_or_cut_short(broken: Path):
+    part = broken / "__1_0.distcp"
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match=r"__1_0\.distcp' is cut short: '.*' should end at byte"):
+        interop.open_checkpoint(broken)
+    part.unlink()
+    with pytest.raises(ValueError, match=r"lacks __1_0\.distcp, in which '.*' lies"):
+        interop.open_checkpoint(broken)
+    part.write_bytes(bytes(len(whole)))
+    with pytest.raises(ValueError, match=r"__1_0\.distcp' \('model\..*'\) is not a zip archive"):
+        interop.open_checkpoint(broken)["up.weight"].read()
+    (broken / ".metadata").write_bytes((broken / ".metadata").read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"\.metadata' does not hold a whole pickle"):
+        interop.open_checkpoint(broken)
+
+
+def change_chunk(metadata, **fields):
+    chunk = metadata.state_dict_metadata["model.up.weight"].chunks[0]
+    for name, value in fields.items():
+        setattr(chunk, name, torch_size(value))
+
+
+def torch_size(values):
+    import torch
+
+    return torch.Size(values)
+
+
+def change_place(metadata, **fields):
+    for index, place in metadata.storage_data.items():
+        if index.fqn == "model.up.weight":
+            for name, value in fields.items():
+                setattr(place, name, value)
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda m: change_chunk(m, sizes=(4, 6)),
+            "do not make up its shape .* without gap or overlap",
+        ),
+        (
+            lambda m: change_chunk(m, sizes=(6, 6)),
+            "do not make up its shape .* without gap or overlap",
+        ),
+        (lambda m: change_chunk(m, sizes=(10, 6)), r"which is not inside its shape \(9, 6\)"),
+        (lambda m: change_chunk(m, offsets=(1, 0)), r"at \(1, 0\), which no file holds"),
+        (lambda m: change_place(m, relative_path="../x"), r"in '\.\./x', which is not a place"),
+        (lambda m: change_place(m, offset=-1), "is cut short"),
+        (lambda m: change_place(m, length=10**12), "is cut short"),
+        (lambda m: m.state_dict_metadata["model.up.weight"].chunks.pop(), "without gap or overlap"),
+        (lambda m: m.storage_data.clear(), "which no file holds"),
+        (lambda m: setattr(m, "storage_data", None), "it has no `storage_data`"),
+    ],
+)
+def test_metadata_of_fsdp_that_lies(broken: Path, change, message: str):
+    path = broken / ".metadata"
+    metadata = pickle.loads(path.read_bytes())  # our own
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=f"{broken}.*{message}"):
+        interop.open_checkpoint(broken)
+
+
+@needs_torch
+def test_a_chunk_of_another_shape_or_dtype(broken: Path):
+    path = broken / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    properties = metadata.state_dict_metadata["model.up.weight"].properties
+    import torch
+
+    properties.dtype = torch.float16
+    path.write_bytes(pickle.dumps(metadata))
+    checkpoint = interop.open_checkpoint(broken)
+    with pytest.raises(ValueError, match=r"chunk of 'model\.up\.weight' .*float32.* says float16"):
+        checkpoint["up.weight"].read()
