@@ -1,12 +1,17 @@
 """Between checkpoints of PyTorch models and trees of sharded JAX arrays, shard by shard.
 
-`load_encoder` gives a tree whose leaves are tensors *in a file*; `zero.shard` reads from each only
-the slices that its devices own. `export_encoder` writes the same files back. PyTorch is needed for
-neither: only `embed_with_transformers`, which checks an export, imports it, when called.
+Loading gives a tree whose leaves are tensors *in a file*; `zero.shard` reads from each only the
+slices that its devices own. Saving writes the same files back, tensor by tensor. What lies between
+names and layouts are rules, which both directions share. PyTorch is needed for neither: only
+`embed_with_transformers`, which checks an export, imports it, when called.
 
-    loaded = interop.load_encoder(directory)
-    params = zero.shard(loaded.params)
-    interop.export_encoder(zero.unshard(params), "export", source=directory)
+    rules = [interop.Rule("kernel", "fc.weight", interop.Transpose())]
+    loaded = interop.load_into({"kernel": shape}, "checkpoint", rules=rules)
+    params = zero.shard(loaded)
+    tensors = interop.tensors_from(params, rules, like=loaded)
+    interop.save_tensors(tensors, "export", source="checkpoint")
+
+`load_encoder` and `export_encoder` do this for the models of `jaxzero.models`.
 """
 
 if __name__ != "jaxzero.interop":

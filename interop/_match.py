@@ -5,15 +5,17 @@
    (`_match_steps`).
 2. Of those that fit, the most alike are paired (`_match_pairs`). A tie stays one.
 3. A shape that allows several steps takes those that every other tensor of its kind takes; if there
-   is none, those that the parameter's name stands for, which `assumed` says.
+   is none, those that the parameter's name stands for.
 4. Rules that differ in numbers only become one (`_match_rules`).
 
-What is left over at the end is told, not guessed.
+What is left over at the end is told, not guessed; and of what was decided, `assumed` says what
+rests on names that differ.
 """
 
 import collections
 import dataclasses
 import fnmatch
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -38,7 +40,8 @@ class Proposal:
         undecided: path of each other parameter -> what it might come from.
         unused: tensors of the checkpoint that nothing comes from.
         left_out: those of them that no model needs, such as torch's `num_batches_tracked`.
-        assumed: what shapes left open and the names of parameters settled, for a look.
+        assumed: what shapes left open, and names that are alike, but do not say the same, settled.
+            Look at these. `*` stands for the numbers of layers.
     """
 
     rules: tuple[Rule, ...]
@@ -97,9 +100,10 @@ def match(tree: Any, source: Mapping[str, LazyTensor], *, ignore: Iterable[str] 
     single = modules_of({name: held.shape for name, held in source.items() if name not in out})
     single += parts_of(single)
     pairs, rivals = pair(ours, [*single, *stacks_of(single)])
+    order = {path: number for number, path in enumerate(leaves)}
+    pairs.sort(key=lambda each: min(order[path] for path in each.ours.members))
     decided, assumed, open_steps = _settle(pairs)
     rules, open_parts = _rules(decided)
-    rules.sort(key=lambda rule: list(leaves).index(rule.ours[0]))
     made = {path for rule in rules for path in rule.ours}
     undecided = rivals | open_steps | open_parts
     used = {name for each in pairs for name in each.theirs.members}
@@ -108,7 +112,8 @@ def match(tree: Any, source: Mapping[str, LazyTensor], *, ignore: Iterable[str] 
         undecided={path: undecided[path] for path in leaves if path not in made},
         unused=tuple(name for name in source if name not in used and name not in out),
         left_out=tuple(out),
-        assumed=tuple(assumed),
+        # Once for all layers.
+        assumed=tuple(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", each) for each in assumed)),
     )
 
 
@@ -127,19 +132,24 @@ def _settle(
         for role, ways in each.ways.items():
             path, name = each.ours.tensors[role].name, each.theirs.tensors[role].name
             habit = habits[_kind(each, role)]
-            usual = [way for way in ways if _is_transposed(way) in habit or not habit]
-            if len(ways) > 1 and len(habit) == 1 and len(usual) == 1:
-                steps[role] = usual[0]
-            elif len(ways) == 1 or not habit:
-                steps[role] = ways[0]
-            else:
+            chosen = _choose(ways, habit)
+            if chosen is None:
                 undecided[path] = tuple(f"{name!r} through {list(way)}" for way in ways)
-            if len(ways) > 1 and not habit:
+            else:
+                steps[role] = chosen
+            if not habit:
                 assumed.append(f"`{path}` is {name!r} through {list(ways[0])}, by its name")
-        if each.without_words:
-            assumed.append(f"`{each.ours.name}` is {each.theirs.name!r}, by shape and number alone")
+        if each.doubt is not None:
+            assumed.append(f"`{each.ours.name}` is {each.theirs.name!r}, {each.doubt}")
         decided.append((each, steps))
     return decided, assumed, undecided
+
+
+def _choose(ways: list[Steps], habit: set[bool]) -> Steps | None:
+    if not habit:  # of no other is it known: what the parameter's name stands for
+        return ways[0]
+    usual = [way for way in ways if _is_transposed(way) in habit]
+    return usual[0] if len(usual) == 1 else None
 
 
 def _kind(each: Pair, role: str) -> tuple[str, int]:

@@ -7,7 +7,9 @@ for all layers).
 """
 
 import dataclasses
+import functools
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -132,10 +134,20 @@ def similarity(ours: Module, theirs: Module) -> float:
     return (both / every if every else 0.0) + numbers
 
 
+def say_the_same(one: str, other: str) -> bool:
+    """Whether the words of two names differ in faint ones only.
+
+    A word more may mean anything: the norm before attention is `attention_norm` in one model, and
+    `post_attention_layernorm` in another the norm after it.
+    """
+    return _FAINT.issuperset(words_of(one) ^ words_of(other))
+
+
+@functools.cache
 def words_of(name: str) -> frozenset[str]:
     """The words of a module's name, by meaning."""
-    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", re.sub(r"\{\w+\}|[\d._\W]+", " ", name))
-    spaced = re.sub(r"[\d_]+", " ", spaced)
+    text = re.sub(r"\{\w+\}", " ", name)  # variables
+    spaced = re.sub(r"[\d_\W]+|(?<=[a-z])(?=[A-Z])", " ", text)
     return frozenset(_MEANING.get(word, word) for word in spaced.lower().split())
 
 
@@ -192,8 +204,7 @@ def _shapes(module: Module) -> tuple:
 
 def _full_range(members: Mapping[tuple[int, ...], Module]) -> tuple[int, ...] | None:
     counts = tuple(max(numbers) + 1 for numbers in zip(*members, strict=True))
-    full = all(index in members for index in itertools.product(*map(range, counts)))
-    return counts if full and len(members) > 1 else None
+    return counts if math.prod(counts) == len(members) > 1 else None
 
 
 def _stacked(

@@ -7,10 +7,11 @@ changes. So a tie is broken when one of the two has found another partner, and n
 
 import collections
 import dataclasses
+import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from jaxzero.interop._match_names import Module, similarity, words_of
+from jaxzero.interop._match_names import Module, say_the_same, similarity, words_of
 from jaxzero.interop._match_steps import Steps, possible_steps
 
 _MARGIN = 0.05  # of similarity, by which the best must lead
@@ -23,11 +24,16 @@ class Pair:
     ours: Module
     theirs: Module
     ways: Mapping[str, list[Steps]]
+    num_rivals: int  # how many others fit, to begin with
 
     @property
-    def without_words(self) -> bool:
-        """Whether the two names have not a word in common."""
-        return not words_of(self.ours.name) & words_of(self.theirs.name)
+    def doubt(self) -> str | None:
+        """Why the pair may be wrong; None if the names say the same, or nothing else fits."""
+        if not words_of(self.ours.name) & words_of(self.theirs.name):
+            return "by shape and number alone"
+        if self.num_rivals and not say_the_same(self.ours.name, self.theirs.name):
+            return "whose name is the most alike"
+        return None
 
 
 def pair(
@@ -39,24 +45,26 @@ def pair(
         The pairs; and for each parameter that has none, the tensors that it may be.
     """
     candidates = _candidates(ours, theirs)
+    num_rivals = {mine: len(scores) - 1 for mine, scores in candidates.items()}
+    claims = [_claims(module) for module in theirs]
     made: list[Pair] = []
+    taken: set[tuple[str, int]] = set()
     while True:
-        best = {mine: _leader(scores) for mine, scores in candidates.items()}
-        rivals = collections.defaultdict(dict)
-        for mine, scores in candidates.items():
-            for other, score in scores.items():
-                rivals[other][mine] = score
-        accepted = [
-            (candidates[mine][other], mine, other)
-            for mine, other in best.items()
-            if other is not None and _leader(rivals[other]) == mine
-        ]
-        if not accepted:
+        leaders = _mutual_leaders(candidates)
+        if not leaders:
             break
-        for _, mine, other in sorted(accepted, reverse=True):
-            if other in candidates.get(mine, {}):  # not taken by another in this round
-                made.append(Pair(ours[mine], theirs[other], _ways(ours[mine], theirs[other])))
-                _take(candidates, mine, _claims(theirs[other]), theirs)
+        for _, mine, other in leaders:
+            if claims[other].isdisjoint(taken):  # by another pair of this round
+                ways = _ways(ours[mine], theirs[other])
+                made.append(Pair(ours[mine], theirs[other], ways, num_rivals[mine]))
+                taken |= claims[other]
+                del candidates[mine]
+        candidates = {
+            mine: {
+                other: score for other, score in scores.items() if claims[other].isdisjoint(taken)
+            }
+            for mine, scores in candidates.items()
+        }
     undecided = {
         tensor.name: tuple(theirs[other].tensors[role].name for other in scores)
         for mine, scores in candidates.items()
@@ -101,8 +109,23 @@ def _ways(ours: Module, theirs: Module) -> dict[str, list[Steps]]:
     return ways
 
 
+def _mutual_leaders(candidates: Candidates) -> list[tuple[float, int, int]]:
+    """Pairs of which each is the other's best, the most alike first."""
+    rivals: Candidates = collections.defaultdict(dict)
+    for mine, scores in candidates.items():
+        for other, score in scores.items():
+            rivals[other][mine] = score
+    best = ((mine, _leader(scores)) for mine, scores in candidates.items())
+    mutual = [
+        (candidates[mine][other], mine, other)
+        for mine, other in best
+        if other is not None and _leader(rivals[other]) == mine
+    ]
+    return sorted(mutual, reverse=True)
+
+
 def _leader(scores: Mapping[int, float]) -> int | None:
-    ranked = sorted(scores.items(), key=lambda item: -item[1])
+    ranked = heapq.nlargest(2, scores.items(), key=lambda item: item[1])
     if not ranked or (len(ranked) > 1 and ranked[0][1] - ranked[1][1] < _MARGIN):
         return None
     return ranked[0][0]
@@ -112,13 +135,3 @@ def _claims(module: Module) -> set[tuple[str, int]]:
     """What of the checkpoint a module takes: a third of a tensor, or all three."""
     parts = range(3) if module.part is None else (module.part,)
     return {(name, part) for name in module.members for part in parts}
-
-
-def _take(
-    candidates: Candidates, mine: int, claims: Iterable[tuple[str, int]], theirs: Sequence[Module]
-) -> None:
-    claims = set(claims)
-    del candidates[mine]
-    for scores in candidates.values():
-        for other in [other for other in scores if claims & _claims(theirs[other])]:
-            del scores[other]

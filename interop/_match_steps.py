@@ -25,8 +25,8 @@ def possible_steps(name: str, ours: Shape, theirs: Shape) -> list[Steps]:
         step = Transpose(*dims) if window else Transpose()
         shape = tuple(theirs[dim] for dim in dims)
         turned = [(step,)] if shape == ours else _with_heads((step,), ours, shape)
-    split = _with_heads((), ours, theirs) if name != "kernel" else []
-    return [*turned, *as_is] if name == "kernel" else [*as_is, *split, *turned]
+    unturned = [*as_is, *_with_heads((), ours, theirs)]
+    return [*turned, *unturned] if name == "kernel" else [*unturned, *turned]
 
 
 def _with_heads(steps: Steps, ours: Shape, theirs: Shape) -> list[Steps]:

@@ -107,12 +107,12 @@ def _place_slices(
 ) -> jax.Array:
     # Slice by slice, two of them under way: `jax.make_array_from_callback` reads the slices of all
     # devices before it puts the first, and host memory would hold a stack of layers twice.
-    devices_of: dict[tuple[tuple[int | None, int | None], ...], list[jax.Device]] = {}
+    devices_of: dict[tuple[tuple[int | None, int | None], ...], list[Any]] = {}
     indices = sharding.addressable_devices_indices_map(shape)
     for device, index in indices.items():
         assert index is not None
         devices_of.setdefault(tuple((s.start, s.stop) for s in index), []).append(device)
-    placed: dict[jax.Device, jax.Array] = {}
+    placed: dict[Any, jax.Array] = {}
     under_way: list[jax.Array] = []
     for bounds, devices in devices_of.items():
         data = read(tuple(slice(*bound) for bound in bounds))

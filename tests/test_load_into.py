@@ -248,11 +248,16 @@ def test_a_transformer_in_nnx_by_rules_that_were_found(scanned: bool, tmp_path):
         nnx.eval_shape(lambda: NNXTransformer(nnx.Rngs(0), scanned)), nnx.Param, ...
     )
     found = match(state, held)
-    assert not (found.undecided or found.unused or found.assumed)
+    assert not (found.undecided or found.unused)
+    assert found.assumed == (
+        "`final_norm` is 'norm', whose name is the most alike",
+        "`token_embed` is 'embed', whose name is the most alike",
+    )
     assert len(found.rules) < 20, "layers are numbers of one rule"
     interop.save_tensors(held, tmp_path / "torch")
     zero = jz.Zero(jz.make_mesh(nodes=2))
-    loaded = interop.load_into(state, tmp_path / "torch")
+    with pytest.warns(UserWarning, match="`token_embed` is 'embed', whose name is the most alike"):
+        loaded = interop.load_into(state, tmp_path / "torch")
     params = zero.shard(loaded)
     import torch
 
@@ -298,6 +303,27 @@ def test_a_tie_that_another_name_breaks():
         Rule("query.kernel", "q_proj.weight", Transpose()),
     )
     assert found.assumed == ("`left` is 'x', by shape and number alone",)
+
+
+def test_names_that_are_alike_and_do_not_say_the_same_are_told():
+    # Of Llama's norms the other one is right.
+    tree = {name: {"scale": shape(4)} for name in ("attention_norm", "mlp_norm")}
+    found = match(tree, zeros(input_layernorm__weight=(4,), post_attention_layernorm__weight=(4,)))
+    assert Rule("attention_norm.scale", "post_attention_layernorm.weight") in found.rules
+    assert len(found.assumed) == 2
+    told = "`attention_norm` is 'post_attention_layernorm', whose name is the most alike"
+    assert told in found.assumed
+    found = match(
+        {"layers": [tree] * 3},
+        zeros(
+            **{
+                f"h__{layer}__{name}__weight": (4,)
+                for layer in range(3)
+                for name in ("input_layernorm", "post_attention_layernorm")
+            }
+        ),
+    )
+    assert len(found.assumed) == 2, "once for all layers"
 
 
 def test_nothing_fits_and_nothing_is_left():
