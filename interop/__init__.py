@@ -2,8 +2,9 @@
 
 Loading gives a tree whose leaves are tensors *in a file*; `zero.shard` reads from each only the
 slices that its devices own. Saving writes the same files back, tensor by tensor. What lies between
-names and layouts are rules, which both directions share. PyTorch is needed for neither: only
-`embed_with_transformers`, which checks an export, imports it, when called.
+names and layouts are rules, which both directions share. PyTorch is imported only by what hands
+something to it, when called: `embed_with_transformers`, `torch_state_dict`, and `write_checkpoint`
+in its forms.
 
     rules = [interop.Rule("kernel", "fc.weight", interop.Transpose())]
     loaded = interop.load_into({"kernel": shape}, "checkpoint", rules=rules)
@@ -11,7 +12,9 @@ names and layouts are rules, which both directions share. PyTorch is needed for 
     tensors = interop.tensors_from(params, rules, like=loaded)
     interop.save_tensors(tensors, "export", source="checkpoint")
 
-`load_encoder` and `export_encoder` do this for the models of `jaxzero.models`.
+`load_encoder` and `export_encoder` do this for the models of `jaxzero.models`. `open_checkpoint`
+opens what PyTorch, FSDP and DeepSpeed write, `load_adam` takes over the state of the optimizer, and
+`from_deepspeed` the configuration.
 """
 
 if __name__ != "jaxzero.interop":
