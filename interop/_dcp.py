@@ -46,6 +46,11 @@ class DcpTensor(LazyTensor):
     shape: tuple[int, ...]
     dtype: np.dtype
     chunks: tuple[_Chunk, ...]
+    # Where the archives that were read from lie in their files: found once, since a tensor is read
+    # in many slices.
+    opened: dict[_Chunk, LazyTensor] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def label(self) -> str:
@@ -57,7 +62,7 @@ class DcpTensor(LazyTensor):
         for chunk in self.chunks:
             common = _intersection(chunk.box, box)
             if common is not None:
-                held = _archived(chunk, self.name)
+                held = self._archived(chunk)
                 if held.shape != _shape(chunk.box) or held.dtype != self.dtype:
                     raise ValueError(
                         f"A chunk of {self.label} is {held.dtype}{list(held.shape)}, but "
@@ -67,13 +72,17 @@ class DcpTensor(LazyTensor):
                 whole[_inside(common, box)] = held[_inside(common, chunk.box)]
         return whole
 
-
-@functools.lru_cache(maxsize=1024)
-def _archived(chunk: _Chunk, name: str) -> LazyTensor:
-    held = read_torch_file(chunk.file, within=(chunk.start, chunk.length), name=name)
-    if not isinstance(held, LazyTensor):
-        raise ValueError(f"{name!r} in {str(chunk.file)!r} is no tensor: {type(held).__name__}.")
-    return held
+    def _archived(self, chunk: _Chunk) -> LazyTensor:
+        if chunk not in self.opened:
+            within = (chunk.start, chunk.length)
+            held = read_torch_file(chunk.file, within=within, name=self.name)
+            if not isinstance(held, LazyTensor):
+                raise ValueError(
+                    f"{self.name!r} in {str(chunk.file)!r} is no tensor but a "
+                    f"{type(held).__name__}. Save the checkpoint again."
+                )
+            self.opened[chunk] = held
+        return self.opened[chunk]
 
 
 def open_dcp(directory: Path) -> Checkpoint:
@@ -87,7 +96,7 @@ def open_dcp(directory: Path) -> Checkpoint:
     metadata = unpickle(path.read_bytes(), repr(str(path)))
     entries = _mapping(metadata, "state_dict_metadata", path)
     places = _mapping(metadata, "storage_data", path)
-    paths = _mapping(metadata, "planner_data", path)
+    paths = metadata.field("planner_data") or {}  # none where the dict was saved as it was
     chunks = _chunks_of(places, directory)
     tensors: dict[str, LazyTensor] = {}
     for name, entry in entries.items():
@@ -207,7 +216,7 @@ def _sort(tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], dic
         match = matches[name]
         if match and match["above"] in above:
             state.setdefault(match["name"], {})[match["key"]] = tensor
-        elif not any(name.startswith(f"{each}.") for each in above if each):
+        elif not any(name.startswith(f"{each or 'param_groups'}.") for each in above):
             kept[name] = tensor
     return kept, state
 
