@@ -71,10 +71,10 @@ def load_adam(
 
     def moved(path: tuple[Any, ...], leaf: Any) -> Any:
         if isinstance(leaf, optax.ScaleByAdamState):
-            count = _placed(np.asarray(moments.step, leaf.count.dtype), leaf.count)
+            count = _counter(moments.step, leaf.count)
             return leaf._replace(count=count, **{k: _filled(leaf, k, kinds[k]) for k in kinds})
         if _counts(path, leaf):
-            return _placed(np.asarray(moments.step, leaf.dtype), leaf)
+            return _counter(moments.step, leaf)
         return leaf
 
     return jax.tree_util.tree_map_with_path(moved, opt_state, is_leaf=_is_adam)
@@ -108,7 +108,7 @@ def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoment
         )
         for kind in ("mu", "nu")
     )
-    return AdamMoments(step=int(states[0].count), exp_avg=means, exp_avg_sq=squares)
+    return AdamMoments(step=int(np.asarray(states[0].count)), exp_avg=means, exp_avg_sq=squares)
 
 
 def torch_state_dict(moments: AdamMoments, param_groups: Sequence[Mapping[str, Any]]) -> dict:
@@ -190,11 +190,13 @@ def _filled(state: Any, kind: str, tensors: Mapping[str, LazyTensor]) -> Any:
 
 def _counts(path: tuple[Any, ...], leaf: Any) -> bool:
     last = path[-1] if path else None
-    named = isinstance(last, jax.tree_util.GetAttrKey) and last.name in _COUNTERS
-    return named and np.issubdtype(leaf.dtype, np.integer) and leaf.shape == ()
+    if not isinstance(last, jax.tree_util.GetAttrKey) or last.name not in _COUNTERS:
+        return False
+    return np.issubdtype(leaf.dtype, np.integer) and leaf.shape == ()
 
 
-def _placed(value: np.ndarray, like: Any) -> Any:
+def _counter(step: int, like: Any) -> Any:
+    value = np.asarray(step, like.dtype)
     return jax.device_put(value, like.sharding) if isinstance(like, jax.Array) else value
 
 
@@ -204,7 +206,7 @@ def _read_like(tensor: LazyTensor, like: Any) -> Any:
     if not isinstance(like, jax.Array):
         return tensor.read()
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
+    def read(index: Any) -> np.ndarray:
         data = tensor[index]  # slices end where the tensor ends
         bounds = (each.indices(size) for each, size in zip(index, like.shape, strict=True))
         sizes = [stop - start for start, stop, _ in bounds]

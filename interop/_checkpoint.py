@@ -68,7 +68,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
 
 def gather_moments(
-    state: Mapping[str | int, Mapping],
+    state: Mapping[str, Mapping],
     shapes: Mapping[str, tuple[int, ...]],
     where: str,
     step: Callable[[object], int],
