@@ -157,11 +157,12 @@ def _write_index(folder: Path, files: dict[str, dict[str, LazyTensor]]) -> None:
 
 
 def _carry(source: Path, folder: Path, tensors: Mapping[str, LazyTensor]) -> None:
-    config = source / "config.json"
+    config, dtype = source / "config.json", _usual_dtype(tensors)
     if config.is_file():
         content = json.loads(config.read_text())
-        names = {key: _usual_dtype(tensors) for key in ("dtype", "torch_dtype") if key in content}
-        text = json.dumps(content | names, indent=2, sort_keys=True)
+        if dtype is not None:
+            content |= {key: dtype for key in ("dtype", "torch_dtype") if key in content}
+        text = json.dumps(content, indent=2, sort_keys=True)
         (folder / "config.json").write_text(text + "\n")
     for name in _CARRIED:
         if (source / name).is_dir():
@@ -170,9 +171,10 @@ def _carry(source: Path, folder: Path, tensors: Mapping[str, LazyTensor]) -> Non
             shutil.copyfile(source / name, folder / name)
 
 
-def _usual_dtype(tensors: Mapping[str, LazyTensor]) -> str:
+def _usual_dtype(tensors: Mapping[str, LazyTensor]) -> str | None:
+    """What most floating-point elements have."""
     sizes: collections.Counter[str] = collections.Counter()
     for tensor in tensors.values():
         if jnp.issubdtype(tensor.dtype, jnp.floating):
             sizes[tensor.dtype.name] += tensor.size
-    return sizes.most_common(1)[0][0]
+    return next((dtype for dtype, _ in sizes.most_common(1)), None)

@@ -19,23 +19,20 @@ _CHUNK_BYTES = 4 * 2**20  # of a tensor whose memory order is not the file's, co
 
 
 class SafetensorsWriter:
-    """A safetensors file that is filled tensor by tensor, in its own order. A context manager.
+    """A safetensors file that is filled tensor by tensor, in `file_order`. A context manager.
 
     Leaving flushes the file to disk.
 
     Args:
         path: made, or written over.
         tensors: what the file is to hold. Only shapes and dtypes are looked at.
-
-    Attributes:
-        names: of the tensors, in the order in which `write` wants them.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, LazyTensor]):
-        self.names = file_order(tensors)
-        self._left = [(name, tensors[name].shape, tensors[name].dtype) for name in self.names]
+        ordered = {name: tensors[name] for name in file_order(tensors)}
+        self._left = [(name, tensor.shape, tensor.dtype) for name, tensor in ordered.items()]
         self._path = path
-        self._header = header_of({name: tensors[name] for name in self.names})
+        self._header = header_of(ordered)
 
     def __enter__(self) -> "SafetensorsWriter":
         self._file = open(self._path, "wb")

@@ -83,6 +83,13 @@ def test_a_header_that_is_longer_than_its_file(tmp_path: Path, length: int):
     tracemalloc.stop()
 
 
+def test_a_header_that_is_too_long_to_be_one(tmp_path: Path, monkeypatch):
+    write(tmp_path, {"a": entry()})
+    monkeypatch.setattr("jaxzero.interop._header._MAX_HEADER_BYTES", 10)
+    with pytest.raises(ValueError, match="bytes do not hold"):
+        interop.tensors_in(tmp_path)
+
+
 JUNK = st.recursive(
     st.none() | st.booleans() | st.floats() | st.text(max_size=3) | st.integers(-(2**70), 2**70),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),

@@ -137,7 +137,7 @@ def test_slices_that_are_refused(checkpoint: Path, slices):
         tensor[slices]
 
 
-def test_each_device_reads_its_own_slice_only(checkpoint: Path, monkeypatch):
+def test_each_device_reads_its_own_slice_only(checkpoint: Path, tmp_path: Path, monkeypatch):
     sizes: dict[str, list[int]] = {}
     read_box = FileTensor._read_box
 
@@ -161,6 +161,10 @@ def test_each_device_reads_its_own_slice_only(checkpoint: Path, monkeypatch):
         strict=True,
     ):
         np.testing.assert_array_equal(given, held.read())
+    export = interop.export_encoder(params, tmp_path / "export", source=checkpoint)
+    before, after = interop.tensors_in(checkpoint), interop.tensors_in(export)
+    for name, held in before.items():
+        np.testing.assert_array_equal(after[name].read(), held.read(), strict=True)
 
 
 def test_a_checkpoint_in_several_files(checkpoint: Path, tmp_path: Path):

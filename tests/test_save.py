@@ -78,6 +78,8 @@ def test_config_and_tokenizer_are_carried(tmp_path: Path):
     assert json.loads((out / "config.json").read_text()) == {"model_type": "x", "dtype": "bfloat16"}
     assert all((out / name).read_text() == name for name in carried)
     assert not (out / "optimizer.pt").exists()
+    numbers = interop.save_tensors(lazy({"n": held["n"]}), tmp_path / "n", source=source)
+    assert json.loads((numbers / "config.json").read_text())["dtype"] == "float32", "as it was"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory):
         )
         for number in range(2)
     ]
-    said = [process.communicate(timeout=120) for process in running]
+    said = [process.communicate(timeout=300) for process in running]
     assert [process.returncode for process in running] == [0, 0], said
     return held, folder / "out", [json.loads(out.splitlines()[-1]) for out, _ in said]
 
