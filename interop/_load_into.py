@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxzero.interop._convert import to_ours, to_theirs
-from jaxzero.interop._file_tensor import tensors_in
 from jaxzero.interop._match import match
+from jaxzero.interop._open import open_checkpoint
 from jaxzero.interop._rules import Rule
 from jaxzero.interop._sharded_tensor import ShardedTensor
 from jaxzero.interop._tensor import ArrayTensor, LazyTensor
@@ -34,7 +34,7 @@ def load_into(
     Args:
         tree: parameters of the model: arrays or `jax.ShapeDtypeStruct`s, in any tree (Flax NNX or
             Linen, Equinox, plain). Their shapes and paths matter, their values do not.
-        source: a directory or file of safetensors, or tensors by name.
+        source: a checkpoint's directory or file, for `open_checkpoint`, or tensors by name.
         rules: which parameter comes from which tensor. If left out, `match` proposes them, and what
             it cannot decide is an error, what it assumed is a warning.
         ignore: names of tensors that are no parameters of the model, with `*` for any text.
@@ -53,7 +53,7 @@ def load_into(
     if isinstance(source, Mapping):
         tensors, where = source, "in `source`"
     else:
-        tensors, where = tensors_in(source), f"in {str(source)!r}"
+        tensors, where = open_checkpoint(source), f"in {str(source)!r}"
     if rules is None:
         proposal = match(tree, tensors, ignore=ignore)
         proposal.raise_if_undecided()

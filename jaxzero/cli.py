@@ -2,6 +2,8 @@
 
 jaxzero train --steps 100 --learning-rate 1e-4
 jaxzero report --stage 2
+jaxzero inspect checkpoints/7b
+jaxzero convert checkpoints/7b exported --dtype bfloat16 --check
 """
 
 import shlex
@@ -19,6 +21,8 @@ _INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
 _Command = (
     Annotated[jobs.Train, tyro.conf.subcommand("train", prefix_name=False)]
     | Annotated[jobs.Report, tyro.conf.subcommand("report", prefix_name=False)]
+    | Annotated[jobs.Inspect, tyro.conf.subcommand("inspect", prefix_name=False)]
+    | Annotated[jobs.Convert, tyro.conf.subcommand("convert", prefix_name=False)]
 )
 
 
@@ -41,11 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             description="Train with parameters, gradients and optimizer state split over devices.",
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
         )
-        if isinstance(command, jobs.Train):
-            jobs.train(command, console)
-        else:
-            jobs.report(command, console)
-    except ValueError as error:
+        match command:
+            case jobs.Train():
+                jobs.train(command, console)
+            case jobs.Report():
+                jobs.report(command, console)
+            case jobs.Inspect():
+                jobs.inspect(command, console)
+            case jobs.Convert():
+                jobs.convert(command, console)
+    except (ValueError, NotImplementedError) as error:
         errors.print(f"[bold red]Error:[/] {_plain(str(error))}", highlight=False)
         return 2
     except jobs.Interrupted as interrupted:

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import arg
+from tyro.conf import Positional, arg
 
 Wire = Literal["zeropp", "zeropp4", "bfloat16", "float32"]
 Directory = Annotated[Path | None, arg(metavar="DIR")]
@@ -185,3 +185,46 @@ class Report:
 
     sharding: Sharding = Sharding()
     devices: Devices = Devices()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inspect:
+    """Show what a checkpoint holds: safetensors, torch.save, FSDP (DCP) or DeepSpeed."""
+
+    path: Annotated[Positional[Path], arg(metavar="PATH")]
+    """File or directory. Nothing that it pickles is run."""
+
+    key: Annotated[str | None, arg(metavar="KEY")] = None
+    """Which entry of a file with several state dicts is the model's."""
+
+    every: bool = False
+    """A row for every tensor. Otherwise those that differ only in numbers of layers share one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Convert:
+    """Write a checkpoint in another form: safetensors, torch.save or FSDP (DCP)."""
+
+    source: Annotated[Positional[Path], arg(metavar="SOURCE")]
+    """File or directory, in any form that `jaxzero inspect` shows."""
+
+    target: Annotated[Positional[Path], arg(metavar="TARGET")]
+    """Directory, or a file that ends in .bin, .pt or .pth. Nothing may be there yet."""
+
+    form: Annotated[Literal["safetensors", "torch", "dcp"] | None, arg(metavar="FORM")] = None
+    """safetensors, torch or dcp. Left out, torch for a file and safetensors for a directory."""
+
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, arg(metavar="DTYPE")] = None
+    """float32, bfloat16 or float16, of floating-point tensors. Left out, as in the source."""
+
+    check: bool = False
+    """Read the copy and compare: the same names, and the same bits."""
+
+    max_shard_gb: float = 5.0
+    """Largest file of safetensors, in 10^9 bytes."""
+
+    key: Annotated[str | None, arg(metavar="KEY")] = None
+    """Which entry of a file with several state dicts is the model's."""
+
+    def __post_init__(self):
+        _positive(self, "max_shard_gb")
