@@ -189,8 +189,7 @@ def _filled(state: Any, kind: str, tensors: Mapping[str, LazyTensor]) -> Any:
 
 
 def _counts(path: tuple[Any, ...], leaf: Any) -> bool:
-    last = path[-1] if path else None
-    if not isinstance(last, jax.tree_util.GetAttrKey) or last.name not in _COUNTERS:
+    if not path or getattr(path[-1], "name", None) not in _COUNTERS:
         return False
     return np.issubdtype(leaf.dtype, np.integer) and leaf.shape == ()
 
