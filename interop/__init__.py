@@ -14,7 +14,7 @@ in its forms.
 
 `load_encoder` and `export_encoder` do this for the models of `jaxzero.models`. `open_checkpoint`
 opens what PyTorch, FSDP and DeepSpeed write, `load_adam` takes over the state of the optimizer, and
-`from_deepspeed` the configuration.
+`jz.from_deepspeed` the configuration.
 """
 
 if __name__ != "jaxzero.interop":
@@ -23,6 +23,10 @@ if __name__ != "jaxzero.interop":
         "`from jaxzero import interop`, and keep the folder that holds it off `sys.path`."
     )
 
+from jaxzero._deepspeed_config import DeepSpeedRun as DeepSpeedRun
+from jaxzero._loss_scale import DynamicScale as DynamicScale
+from jaxzero._loss_scale import loss_scale_of as loss_scale_of
+from jaxzero._loss_scale import scale_loss as scale_loss
 from jaxzero.interop._adam import adam_from as adam_from
 from jaxzero.interop._adam import load_adam as load_adam
 from jaxzero.interop._adam import torch_state_dict as torch_state_dict
@@ -31,8 +35,6 @@ from jaxzero.interop._checkpoint import Checkpoint as Checkpoint
 from jaxzero.interop._decoder import LoadedDecoder as LoadedDecoder
 from jaxzero.interop._decoder import export_decoder as export_decoder
 from jaxzero.interop._decoder import load_decoder as load_decoder
-from jaxzero.interop._deepspeed_config import DeepSpeedRun as DeepSpeedRun
-from jaxzero.interop._deepspeed_config import from_deepspeed as from_deepspeed
 from jaxzero.interop._encoder import LoadedEncoder as LoadedEncoder
 from jaxzero.interop._encoder import export_encoder as export_encoder
 from jaxzero.interop._encoder import load_encoder as load_encoder
@@ -40,9 +42,6 @@ from jaxzero.interop._file_tensor import FileTensor as FileTensor
 from jaxzero.interop._file_tensor import tensors_in as tensors_in
 from jaxzero.interop._load_into import load_into as load_into
 from jaxzero.interop._load_into import tensors_from as tensors_from
-from jaxzero.interop._loss_scale import DynamicScale as DynamicScale
-from jaxzero.interop._loss_scale import loss_scale_of as loss_scale_of
-from jaxzero.interop._loss_scale import scale_loss as scale_loss
 from jaxzero.interop._match import Proposal as Proposal
 from jaxzero.interop._match import match as match
 from jaxzero.interop._open import open_checkpoint as open_checkpoint

@@ -28,6 +28,7 @@ from ._config import hsdp as hsdp
 from ._config import zero3 as zero3
 from ._config import zeropp as zeropp
 from ._config import zeropp4 as zeropp4
+from ._deepspeed_config import from_deepspeed as from_deepspeed
 from ._mesh import fold_in_device as fold_in_device
 from ._mesh import make_mesh as make_mesh
 from ._plan import Plan as Plan

@@ -39,7 +39,7 @@ def test_learning_rates_are_those_of_deepspeed(mesh, name: str):
     asked = SCHEDULES[name]
     sgd = {"type": "SGD", "params": {"lr": 0.01}}
     scheduler = {"type": asked["type"], "params": asked["params"]}
-    run = interop.from_deepspeed(config(optimizer=sgd, scheduler=scheduler), mesh)
+    run = jz.from_deepspeed(config(optimizer=sgd, scheduler=scheduler), mesh)
     assert not run.unhonoured
     update = jax.jit(run.optimizer.update)
     state = run.optimizer.init(jnp.float32(0))
@@ -53,7 +53,7 @@ def test_learning_rates_are_those_of_deepspeed(mesh, name: str):
 
 @pytest.mark.parametrize("asked", LOSS_SCALES, ids=lambda asked: str(asked["fp16"]))
 def test_loss_scales_are_those_of_deepspeed(mesh, asked: dict):
-    run = interop.from_deepspeed(config(fp16={"enabled": True} | asked["fp16"]), mesh)
+    run = jz.from_deepspeed(config(fp16={"enabled": True} | asked["fp16"]), mesh)
     assert not run.unhonoured and run.compute_dtype == np.float16
     update = jax.jit(run.optimizer.update)
     params = jnp.ones(3)
@@ -73,7 +73,7 @@ def test_loss_scales_are_those_of_deepspeed(mesh, asked: dict):
 
 
 def test_a_loss_scale_that_stays(mesh):
-    run = interop.from_deepspeed(config(fp16={"enabled": True, "loss_scale": 128}), mesh)
+    run = jz.from_deepspeed(config(fp16={"enabled": True, "loss_scale": 128}), mesh)
     state = run.optimizer.init(jnp.ones(3))
     for bad in (1.0, jnp.nan):
         _, state = run.optimizer.update(jnp.full(3, bad), state, jnp.ones(3))
@@ -86,7 +86,7 @@ def test_a_loss_scale_that_stays(mesh):
 def test_losses_are_true_and_updates_free_of_the_scale(mesh, enabled: str):
     keys = {"gradient_accumulation_steps": 2, enabled: {"enabled": True}}
     keys |= {"fp16": {"enabled": True, "initial_scale_power": 8}} if enabled == "fp16" else {}
-    run = interop.from_deepspeed(config(gradient_clipping=0.1, **keys), mesh)
+    run = jz.from_deepspeed(config(gradient_clipping=0.1, **keys), mesh)
     assert (run.batch_size, run.microbatches) == (32, 2)
     params = run.zero.shard({"w": np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)})
     batch = jax.random.normal(jax.random.key(0), (32, 8))
@@ -115,7 +115,7 @@ def test_losses_are_true_and_updates_free_of_the_scale(mesh, enabled: str):
 
 @pytest.mark.parametrize("asked", OPTIMIZERS, ids=lambda asked: str(asked["optimizer"]))
 def test_optimizers_are_those_of_torch(mesh, asked: dict):
-    run = interop.from_deepspeed(config(optimizer=asked["optimizer"]), mesh)
+    run = jz.from_deepspeed(config(optimizer=asked["optimizer"]), mesh)
     assert not run.unhonoured
     update = jax.jit(run.optimizer.update)
     params = jnp.linspace(-1, 1, 6)
@@ -127,7 +127,7 @@ def test_optimizers_are_those_of_torch(mesh, asked: dict):
 
 
 def test_clipping_is_that_of_torch(mesh):
-    run = interop.from_deepspeed(
+    run = jz.from_deepspeed(
         config(gradient_clipping=0.5, optimizer={"type": "SGD", "params": {"lr": 1.0}}), mesh
     )
     for size in (0.1, 3.0):
@@ -149,7 +149,7 @@ def test_zero_is_set_up(mesh):
         "zero_hpz_partition_size": 4,
     }
     bf16 = {"enabled": True}
-    made = interop.from_deepspeed(config(zero_optimization=zero, bf16=bf16), mesh).zero.config
+    made = jz.from_deepspeed(config(zero_optimization=zero, bf16=bf16), mesh).zero.config
     preset = jz.zeropp()
     assert (made.weights, made.gradients, made.hpz) == (
         preset.weights,
@@ -160,10 +160,10 @@ def test_zero_is_set_up(mesh):
     assert made.schedule == jz.Schedule(
         prefetch=0, bucket_bytes=10**9, max_live_parameters=10**9, max_reuse_distance=10**8
     )
-    assert interop.from_deepspeed(config(), mesh).zero.config.stage == 0
+    assert jz.from_deepspeed(config(), mesh).zero.config.stage == 0
     mics = {"zero_optimization": {"stage": 3, "mics_shard_size": 4}}
     mics |= {"communication_data_type": "bf16"}
-    made = interop.from_deepspeed(config(**mics), mesh).zero.config
+    made = jz.from_deepspeed(config(**mics), mesh).zero.config
     cast = jz.Cast(jnp.bfloat16)
     assert (made.split, made.gradients) == ("local", jz.Hops(node=cast, local=cast))
 
@@ -184,7 +184,7 @@ def test_keys_without_effect_are_named(mesh):
         "scheduler.params.cycle_min_mom",
     )
     with pytest.warns(UserWarning, match="no effect here: " + ", ".join(wanted)):
-        run = interop.from_deepspeed(config(**keys), mesh)
+        run = jz.from_deepspeed(config(**keys), mesh)
     assert run.unhonoured == wanted
 
 
@@ -200,13 +200,13 @@ def test_a_file_and_what_it_leaves_open(mesh, tmp_path: Path):
         )
     )
     with pytest.raises(ValueError, match=r"`train_batch_size` is \"auto\".*`values=\{'train_batch"):
-        interop.from_deepspeed(path, mesh)
+        jz.from_deepspeed(path, mesh)
     values = {"train_batch_size": 48}
     with pytest.raises(ValueError, match=r"`optimizer\.params\.lr` is \"auto\""):
-        interop.from_deepspeed(path, mesh, values=values)
+        jz.from_deepspeed(path, mesh, values=values)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run = interop.from_deepspeed(path, mesh, values=values | {"optimizer.params.lr": 0.1})
+        run = jz.from_deepspeed(path, mesh, values=values | {"optimizer.params.lr": 0.1})
     assert (run.batch_size, run.microbatches) == (48, 2)
 
 
@@ -236,7 +236,7 @@ def test_a_file_and_what_it_leaves_open(mesh, tmp_path: Path):
 )
 def test_mistakes(mesh, keys: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        interop.from_deepspeed(config(**keys), mesh)
+        jz.from_deepspeed(config(**keys), mesh)
 
 
 def test_files_that_are_none(mesh, tmp_path: Path):
@@ -247,9 +247,9 @@ def test_files_that_are_none(mesh, tmp_path: Path):
     ]:
         (tmp_path / "c.json").write_text(content)
         with pytest.raises(ValueError, match=message):
-            interop.from_deepspeed(tmp_path / "c.json", mesh)
+            jz.from_deepspeed(tmp_path / "c.json", mesh)
     with pytest.raises(ValueError, match="there is no file"):
-        interop.from_deepspeed(tmp_path / "d.json", mesh)
+        jz.from_deepspeed(tmp_path / "d.json", mesh)
 
 
 def test_another_optimizer(mesh):
@@ -262,7 +262,7 @@ def test_another_optimizer(mesh):
 
     keys = config(scheduler=scheduler)
     del keys["optimizer"]
-    interop.from_deepspeed(keys, mesh, optimizer=optimizer)
+    jz.from_deepspeed(keys, mesh, optimizer=optimizer)
     assert float(made[0](10)) == 0.5
     with pytest.raises(ValueError, match="neither `optimizer` nor `scheduler`"):
-        interop.from_deepspeed({"train_batch_size": 8}, mesh, optimizer=optimizer)
+        jz.from_deepspeed({"train_batch_size": 8}, mesh, optimizer=optimizer)

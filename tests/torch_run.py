@@ -76,7 +76,7 @@ class Run:
 
     def __init__(self):
         mesh = jz.make_mesh(nodes=2)
-        self.run = interop.from_deepspeed(CONFIG, mesh, weight_decay_mask=matrices)
+        self.run = jz.from_deepspeed(CONFIG, mesh, weight_decay_mask=matrices)
         differentiate = self.run.value_and_grad(loss_fn)
 
         def step(params, opt_state, tokens, frozen):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jaxzero.interop._deepspeed_keys import Keys
+from ._deepspeed_keys import Keys
 
 MakeOptimizer = Callable[[optax.ScalarOrSchedule], optax.GradientTransformation]
 Schedule = Callable[[Any], Any]

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxzero._block_codecs import Int8
-from jaxzero._codecs import Cast
-from jaxzero._config import Hops, HpZ, Schedule, ZeroConfig, zeropp
-from jaxzero._mesh import AXES, LOCAL
-from jaxzero._simulate import AnyMesh
-from jaxzero._zero import Zero
-from jaxzero.interop._deepspeed_keys import Keys, read_keys
-from jaxzero.interop._deepspeed_optimizer import MakeOptimizer, read_optimizer
-from jaxzero.interop._loss_scale import DynamicScale, loss_scale_of, scale_loss
+from ._block_codecs import Int8
+from ._codecs import Cast
+from ._config import Hops, HpZ, Schedule, ZeroConfig, zeropp
+from ._deepspeed_keys import Keys, read_keys
+from ._deepspeed_optimizer import MakeOptimizer, read_optimizer
+from ._loss_scale import DynamicScale, loss_scale_of, scale_loss
+from ._mesh import AXES, LOCAL
+from ._simulate import AnyMesh
+from ._zero import Zero
 
 _DTYPES = {
     "fp32": jnp.float32,
@@ -115,7 +115,7 @@ def from_deepspeed(
         ValueError: a value is missing, "auto", or contradicts others or the mesh.
 
     Example:
-        >>> run = interop.from_deepspeed("ds_config.json", jz.make_mesh(nodes=2))
+        >>> run = jz.from_deepspeed("ds_config.json", jz.make_mesh(nodes=2))
         >>> params = run.zero.init(init_fn, key)
         >>> opt_state = run.zero.init_optimizer(run.optimizer, params)
         >>> loss, grads = run.value_and_grad(loss_fn)(params, opt_state, batch)
