@@ -7,8 +7,8 @@ import numpy as np
 from flax import nnx
 
 from jaxzero.interop._decoder_table import BUFFERS, HEAD, rules_of, without_prefix
-from jaxzero.interop._file_tensor import tensors_in
 from jaxzero.interop._model_directory import is_stacked, load_params, save_params
+from jaxzero.interop._open import open_checkpoint
 from jaxzero.interop._rules import Rule
 from jaxzero.models import Decoder, DecoderConfig, read_config
 
@@ -35,7 +35,8 @@ def load_decoder(
     """Open the checkpoint of a decoder. No tensor is read yet; give `params` to `zero.shard`.
 
     Args:
-        directory: holds `config.json` and `model.safetensors` (or its parts and their index).
+        directory: holds `config.json` and weights in a form that `open_checkpoint` knows, such as
+            `model.safetensors` or `pytorch_model.bin`, in one file or in parts.
         dtype: of the parameters; as in the file if left out.
         **changes: fields of `DecoderConfig` to set differently, such as `compute_dtype`,
             `scan_layers` and `remat`.
@@ -98,5 +99,5 @@ def _rules(directory: Path, config: DecoderConfig) -> tuple[Rule, ...]:
     rules = rules_of(content["model_type"], config)
     # A model that was saved without its head has names without the prefix; a tied head is no loss.
     prefixes = ("model.", "transformer.")
-    has_prefix = any(name.startswith(prefixes) for name in tensors_in(directory))
+    has_prefix = any(name.startswith(prefixes) for name in open_checkpoint(directory))
     return rules if has_prefix else without_prefix(rules)

@@ -36,7 +36,8 @@ def load_encoder(
     """Open the checkpoint of an encoder. No tensor is read yet; give `params` to `zero.shard`.
 
     Args:
-        directory: holds `config.json` and `model.safetensors` (or its parts and their index).
+        directory: holds `config.json` and weights in a form that `open_checkpoint` knows, such as
+            `model.safetensors` or `pytorch_model.bin`, in one file or in parts.
         dtype: of the parameters; as in the file if left out.
         **changes: fields of `EncoderConfig` to set differently, such as `compute_dtype`.
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from jaxzero.interop._convert import to_ours
-from jaxzero.interop._file_tensor import tensors_in
 from jaxzero.interop._load_into import tensors_from
+from jaxzero.interop._open import open_checkpoint
 from jaxzero.interop._rules import Rule
 from jaxzero.interop._save import save_tensors
 from jaxzero.interop._tree import named_leaves
@@ -42,7 +42,7 @@ def load_params(
     loaded = to_ours(
         rules,
         {path: leaf.shape for path, leaf in named.leaves.items()},
-        tensors_in(directory),
+        open_checkpoint(directory),
         where=f"in {str(directory)!r}",
         ignore=ignore,
         remedy=remedy,
@@ -75,7 +75,7 @@ def save_params(
         ValueError: `params` is another tree than `abstract`, or `directory` is `source`.
     """
     tensors = tensors_from(params, rules, like=abstract)
-    for name, held in tensors_in(source).items():
+    for name, held in open_checkpoint(source).items():
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in carried):
             tensors[name] = held
     return save_tensors(tensors, directory, source=source)

@@ -92,6 +92,16 @@ def test_a_round_trip_is_bit_exact(made, name: str, tmp_path: Path):
     assert all(torch.equal(again[key], held[key]) for key in held)
 
 
+def test_weights_saved_by_torch_load_as_well(made, tmp_path: Path):
+    import torch
+
+    model, directory = made("gpt2")
+    (tmp_path / "config.json").write_text((directory / "config.json").read_text())
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")  # with the tied head
+    want, got = (read(interop.load_decoder(each).params) for each in (directory, tmp_path))
+    jax.tree.map(np.testing.assert_array_equal, want, got)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "gemma3", "mixtral"])
 def test_gradients_equal_those_of_torch(made, name: str, tmp_path: Path):
     """Of the mean loss of the next token, written as checkpoints, so that tensors have names."""
