@@ -216,12 +216,12 @@ def _table(task: Task, found: dict[str, list[dict[str, Any]]]) -> Table:
     table = Table(title=f"{task.name}: {task.metric}")
     table.add_column("variant", no_wrap=True)
     has_accuracy = any("held_out_accuracy" in run for runs in found.values() for run in runs)
-    columns = ["loss", *["accuracy"] * has_accuracy, "batch, mean", "updates", "seeds"]
+    columns = ["loss", *["accuracy"] * has_accuracy, "batch", "updates", "seeds"]
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for variant, runs in found.items():
         keys = ["held_out_loss", *["held_out_accuracy"] * has_accuracy]
-        metrics = ("{:.4f} ± {:.4f}".format(*_mean_and_error(runs, key)) for key in keys)
+        metrics = (_shown(*_mean_and_error(runs, key)) for key in keys)
         table.add_row(
             variant,
             *metrics,
@@ -232,6 +232,10 @@ def _table(task: Task, found: dict[str, list[dict[str, Any]]]) -> Table:
     return table
 
 
+def _shown(mean: float, error: float) -> str:
+    return f"{mean:.4f}" if math.isnan(error) else f"{mean:.4f} ± {error:.4f}"
+
+
 def _draw(task: Task, found: dict[str, list[dict[str, Any]]]) -> None:
     """The final loss against the mean batch, and the batch over the examples seen."""
     from matplotlib.figure import Figure  # without pyplot no display is looked for
@@ -239,11 +243,11 @@ def _draw(task: Task, found: dict[str, list[dict[str, Any]]]) -> None:
     figure = Figure(figsize=(10, 4.6), layout="constrained")
     front, sizes = figure.subplots(1, 2)
     points = []
-    for i, (variant, runs) in enumerate(found.items()):
+    for variant, runs in found.items():
         loss, error = _mean_and_error(runs)
         batch = statistics.mean(run["mean_batch_examples"] for run in runs)
         is_fixed = variant not in _ADAPTIVE
-        color = "gray" if is_fixed else f"C{i % 10}"
+        color = "gray" if is_fixed else f"C{_ADAPTIVE.index(variant)}"
         if is_fixed:
             points.append((batch, loss))
         bar = None if math.isnan(error) else error
@@ -259,6 +263,7 @@ def _draw(task: Task, found: dict[str, list[dict[str, Any]]]) -> None:
     front.plot(*zip(*sorted(points), strict=True), "--", color="gray", label="fixed")
     front.set(xlabel="examples in a batch, mean", ylabel=task.metric)
     front.set_xscale("log", base=2)
+    front.set_yscale("log")
     sizes.set(xlabel="examples seen", ylabel="examples in a batch")
     sizes.set_yscale("log", base=2)
     for axes in (front, sizes):
