@@ -12,9 +12,9 @@ in its forms.
     tensors = interop.tensors_from(params, rules, like=loaded)
     interop.save_tensors(tensors, "export", source="checkpoint")
 
-`load_encoder` and `export_encoder` do this for the models of `jaxzero.models`. `open_checkpoint`
-opens what PyTorch, FSDP and DeepSpeed write, `load_adam` takes over the state of the optimizer, and
-`jz.from_deepspeed` the configuration.
+`load_decoder`, `load_encoder` and their `export_` twins do this for the models of `jaxzero.models`.
+`open_checkpoint` opens what PyTorch, FSDP and DeepSpeed write, `load_adam` takes over the state of
+the optimizer, and `jz.from_deepspeed` the configuration.
 """
 
 if __name__ != "jaxzero.interop":

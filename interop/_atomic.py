@@ -7,27 +7,34 @@ them makes it and renames it, once all have said that they are done.
 """
 
 import contextlib
+import fnmatch
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import jax
 
 from jaxzero.interop._processes import all_succeed, shared_mark
+from jaxzero.interop._rules import some
 
 
 @contextlib.contextmanager
-def new_directory(target: Path) -> Iterator[Path]:
+def new_directory(target: Path, *, replaces: Collection[str]) -> Iterator[Path]:
     """Give a temporary folder to fill; on leaving, it becomes `target`. Collective.
 
     If the body raises, on any process, the folder is removed and `target` is as it was.
 
+    Args:
+        target: the directory. The one that a link leads to, if it is a link.
+        replaces: names, with `*` for any text, of what an earlier `target` may hold.
+
     Raises:
-        ValueError: a process does not see the folder that the first one made.
+        ValueError: there is a file at `target`, or a directory that holds anything else, or a
+            process does not see the folder that the first one made.
         RuntimeError: on a process that succeeded, if another failed.
     """
-    target = Path(target)
+    target = Path(target).resolve()
     mark = shared_mark()
     filled = target.with_name(f".{target.name}.{mark}.tmp")
     replaced = target.with_name(f".{target.name}.{mark}.old")
@@ -36,6 +43,7 @@ def new_directory(target: Path) -> Iterator[Path]:
     try:
         with all_succeed(what):
             if is_first:
+                _check_replaced(target, replaces)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 filled.mkdir()
         with all_succeed(what):
@@ -51,6 +59,23 @@ def new_directory(target: Path) -> Iterator[Path]:
             shutil.rmtree(filled, ignore_errors=True)
     if is_first:
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _check_replaced(target: Path, replaces: Collection[str]) -> None:
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise ValueError(f"{str(target)!r} is a file. Name a directory to write a checkpoint to.")
+    others = sorted(
+        path.name
+        for path in target.iterdir()
+        if not any(fnmatch.fnmatchcase(path.name, pattern) for pattern in replaces)
+    )
+    if others:
+        raise ValueError(
+            f"{str(target)!r} holds {some(others)}, which no checkpoint of this form does and "
+            "which would be lost: the whole directory is replaced. Name one of its own."
+        )
 
 
 def _check_seen(folder: Path) -> None:

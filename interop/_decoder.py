@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
-from jaxzero.interop._decoder_table import BUFFERS, HEAD, rules_of, without_prefix
+from jaxzero.interop._decoder_table import BUFFERS, EMBEDDINGS, HEAD, rules_of, without_prefix
 from jaxzero.interop._model_directory import is_stacked, load_params, save_params
 from jaxzero.interop._open import open_checkpoint
 from jaxzero.interop._rules import Rule
+from jaxzero.interop._tree import named_leaves
 from jaxzero.models import Decoder, DecoderConfig, read_config
 
+_ROWS = 4096  # of embeddings that are compared at a time
 _SAVE_A_CAUSAL_MODEL = (
     "It must hold the tensors of a decoder with a head for the next token: load it with "
     "`transformers.AutoModelForCausalLM.from_pretrained` and save it with `save_pretrained`."
@@ -34,6 +36,8 @@ def load_decoder(
 ) -> LoadedDecoder:
     """Open the checkpoint of a decoder. No tensor is read yet; give `params` to `zero.shard`.
 
+    A head that is tied to the embeddings and in the file all the same is read, to compare them.
+
     Args:
         directory: holds `config.json` and weights in a form that `open_checkpoint` knows, such as
             `model.safetensors` or `pytorch_model.bin`, in one file or in parts.
@@ -44,7 +48,8 @@ def load_decoder(
     Raises:
         ValueError: the directory is not such a checkpoint, is of a `model_type` or has an option
             that the decoder does not compute, or a tensor is unknown, missing, or of another shape
-            than `config.json` says. Keys and tensors are named.
+            than `config.json` says, or the head is not the embeddings that it should be tied to.
+            Keys and tensors are named.
     """
     directory = Path(directory)
     config = DecoderConfig.from_json(directory, **changes)
@@ -57,6 +62,8 @@ def load_decoder(
         remedy=_SAVE_A_CAUSAL_MODEL,
         dtype=dtype,
     )
+    if config.tied_head:
+        _check_tied(directory, params)
     return LoadedDecoder(config, graph, params)
 
 
@@ -88,6 +95,25 @@ def export_decoder(params: Any, directory: Path | str, *, source: Path | str) ->
         source=Path(source),
         carried=BUFFERS,
     )
+
+
+def _check_tied(directory: Path, params: Any) -> None:
+    """Refuse a head that would be lost: transformers 5 does not tie one that differs."""
+    head = open_checkpoint(directory).get(HEAD)
+    if head is None:
+        return
+    embeddings = named_leaves(params).leaves[EMBEDDINGS]
+    head = head.astype(embeddings.dtype)
+    same = head.shape == embeddings.shape and all(
+        head[rows].tobytes() == embeddings[rows].tobytes()
+        for rows in ((slice(i, i + _ROWS), slice(None)) for i in range(0, head.shape[0], _ROWS))
+    )
+    if not same:
+        raise ValueError(
+            f"`tie_word_embeddings` in {str(directory)!r} says that the head is the embeddings, "
+            f"but {HEAD!r} differs from them. Set it to false in `config.json` to keep both, or "
+            "take the head out of the checkpoint."
+        )
 
 
 def _abstract(config: DecoderConfig) -> tuple[Any, Any]:

@@ -18,6 +18,7 @@ _THEIRS = "model.layers.{i}"
 # In files, but no parameters: masks and speeds of rotation, which are computed here.
 BUFFERS = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq")
 HEAD = "lm_head.weight"
+EMBEDDINGS = "embedding.embedding"  # of ours
 
 
 def rules_of(model_type: str, config: DecoderConfig) -> tuple[Rule, ...]:

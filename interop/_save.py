@@ -23,7 +23,7 @@ from jaxzero.interop._header import check_writable, file_order
 from jaxzero.interop._tensor import LazyTensor
 from jaxzero.interop._writer import SafetensorsWriter
 
-# What makes a directory usable besides its weights. Files, or folders with files.
+# What makes a directory usable besides its weights: files, or folders with files, by patterns.
 _CARRIED = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -41,8 +41,10 @@ _CARRIED = (
     "tokenizer_config.json",
     "vocab.json",
     "vocab.txt",
-    "1_Pooling",
+    "[0-9]_*",  # modules of sentence-transformers, such as 1_Pooling
 )
+# What an earlier checkpoint consists of, which a new one replaces.
+_OWN = ("*.safetensors", INDEX, "config.json", *_CARRIED)
 
 
 def save_tensors(
@@ -55,8 +57,9 @@ def save_tensors(
     """Write a checkpoint of safetensors files, which transformers and torch load. Collective.
 
     The directory appears whole or not at all, whichever process fails: it is written under a
-    temporary name beside its place, flushed to disk, and renamed. One that was there before is
-    replaced in the same manner. With several processes (`jax.distributed`) all must call this, with
+    temporary name beside its place, flushed to disk, and renamed. A checkpoint that was there is
+    replaced in the same manner; a directory that holds anything else is left as it is, with an
+    error. With several processes (`jax.distributed`) all must call this, with
     the same names in the same order, on a file system that they share; each writes some files.
 
     Args:
@@ -71,7 +74,7 @@ def save_tensors(
 
     Raises:
         ValueError: there are no tensors, one has a dtype that the format has not, or `directory` is
-            `source`.
+            `source`, a file, or a directory that holds more than a checkpoint.
         RuntimeError: another process failed.
     """
     directory = Path(directory)
@@ -87,7 +90,7 @@ def save_tensors(
             "that the checkpoint that was loaded stays as it is."
         )
     files = _divide(tensors, max_shard_bytes)
-    with new_directory(directory) as folder:
+    with new_directory(directory, replaces=_OWN) as folder:
         _write_files(folder, files)
         if jax.process_index() == 0:
             _write_index(folder, files)
@@ -164,11 +167,11 @@ def _carry(source: Path, folder: Path, tensors: Mapping[str, LazyTensor]) -> Non
             content |= {key: dtype for key in ("dtype", "torch_dtype") if key in content}
         text = json.dumps(content, indent=2, sort_keys=True)
         (folder / "config.json").write_text(text + "\n")
-    for name in _CARRIED:
-        if (source / name).is_dir():
-            shutil.copytree(source / name, folder / name)
-        elif (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    for path in (path for pattern in _CARRIED for path in source.glob(pattern)):
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name)
+        else:
+            shutil.copyfile(path, folder / path.name)
 
 
 def _usual_dtype(tensors: Mapping[str, LazyTensor]) -> str | None:

@@ -37,7 +37,8 @@ def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
     """Open a directory with `pytorch_model.bin`, or its parts and their index."""
     index = directory / INDEX
     if not index.is_file():
-        tensors = _named(_state_dict(read_torch_file(directory / WEIGHTS), directory), directory)
+        file = directory / WEIGHTS
+        tensors = _named(_state_dict(read_torch_file(file, records=records), file), file)
         return Checkpoint(path=directory, form="torch.save", tensors=tensors)
     tensors: dict[str, LazyTensor] = {}
     file_of = read_index(index)

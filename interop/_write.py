@@ -30,14 +30,16 @@ def write_checkpoint(
 
     Args:
         tensors: by name.
-        path: a directory, or with "torch" a file. What is there is replaced.
+        path: a directory, or with "torch" a file. A checkpoint of that form that is there is
+            replaced.
         form: "safetensors" holds one tensor in memory at a time. "torch" (`torch.save`) and "dcp"
             (`torch.distributed.checkpoint`) need PyTorch, and hold all.
         max_shard_bytes: largest file of safetensors.
         source: a directory whose config and tokenizer are carried along, with "safetensors".
 
     Raises:
-        ValueError: `path` is a file where a directory is needed, or the reverse.
+        ValueError: `path` is a file where a directory is needed, or the reverse, or a directory
+            that holds more than a checkpoint.
     """
     path = Path(path)
     if path.is_dir() if form == "torch" else path.is_file():
@@ -51,7 +53,10 @@ def write_checkpoint(
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        with new_directory(path) as folder, warnings.catch_warnings():
+        with (
+            new_directory(path, replaces=(".metadata", "*.distcp")) as folder,
+            warnings.catch_warnings(),
+        ):
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             save(to_torch(tensors), storage_writer=FileSystemWriter(folder), no_dist=True)
         return path

@@ -48,20 +48,18 @@ def read_optimizer(
 
 
 def _adam(keys: Keys, rate: optax.ScalarOrSchedule, mask: Any) -> optax.GradientTransformation:
-    decoupled = keys.get("optimizer.params.adam_w_mode", True)
-    return _any_adam(keys, rate, mask, decoupled, 0.0)
+    return _any_adam(keys, rate, mask, keys.get("optimizer.params.adam_w_mode", True))
 
 
 def _adamw(keys: Keys, rate: optax.ScalarOrSchedule, mask: Any) -> optax.GradientTransformation:
     keys.get("optimizer.params.adam_w_mode", True)  # of no effect on AdamW
-    by_torch = keys.get("optimizer.params.torch_adam", False)
-    return _any_adam(keys, rate, mask, True, 0.01 if by_torch else 0.0)  # their defaults
+    return _any_adam(keys, rate, mask, True)
 
 
 def _any_adam(
-    keys: Keys, rate: optax.ScalarOrSchedule, mask: Any, decoupled: bool, decay: float
+    keys: Keys, rate: optax.ScalarOrSchedule, mask: Any, decoupled: bool
 ) -> optax.GradientTransformation:
-    keys.get("optimizer.params.torch_adam", False)  # which implementation; the updates are the same
+    by_torch = keys.get("optimizer.params.torch_adam", False)  # the same updates, other defaults
     if not keys.get("optimizer.params.bias_correction", True):
         raise ValueError(
             "`optimizer.params.bias_correction` is false, which optax's Adam cannot be. Pass an "
@@ -69,7 +67,7 @@ def _any_adam(
         )
     b1, b2 = keys.get("optimizer.params.betas", (0.9, 0.999))
     eps = keys.get("optimizer.params.eps", 1e-8)
-    decay = keys.get("optimizer.params.weight_decay", decay)
+    decay = keys.get("optimizer.params.weight_decay", 0.01 if by_torch and decoupled else 0.0)
     if decoupled:
         return optax.adamw(rate, b1, b2, eps, weight_decay=decay, mask=mask)
     return optax.chain(optax.add_decayed_weights(decay, mask), optax.adam(rate, b1, b2, eps))

@@ -34,12 +34,15 @@ def test_to_safetensors(tmp_path: Path, capsys: pytest.CaptureFixture):
         np.testing.assert_array_equal(array, source[name].read().astype(ml_dtypes.bfloat16))
     assert cli.main(command) == 2
     assert "exists. Name a target that does not" in one_line(capsys.readouterr().err)
+    command[2] = str(tmp_path / "out.safetensors")
+    assert cli.main(command) == 2 and not Path(command[2]).exists()
+    assert "would be a directory" in one_line(capsys.readouterr().err)
 
 
 def test_through_every_form(tmp_path: Path, capsys: pytest.CaptureFixture):
     torch = pytest.importorskip("torch", reason="needs torch: it writes two of the forms")
     source = str(DEEPSPEED / "zero1_bf16")
-    for options in (["w.bin"], ["dcp", "--form", "dcp"], ["s", "--max-shard-gb", "3e-7"]):
+    for options in (["w.ckpt"], ["dcp", "--form", "dcp"], ["s", "--max-shard-gb", "3e-7"]):
         target = str(tmp_path / options[0])
         assert cli.main(["convert", source, target, *options[1:], "--check"]) == 0
         source = target
@@ -47,7 +50,7 @@ def test_through_every_form(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert len(list(Path(source).glob("*.safetensors"))) > 2
     interop.check_copy(first, source)
     assert last["frozen.weight"].dtype == ml_dtypes.bfloat16
-    loaded = torch.load(tmp_path / "w.bin", weights_only=True)
+    loaded = torch.load(tmp_path / "w.ckpt", weights_only=True)
     np.testing.assert_array_equal(loaded["up.weight"].numpy(), first["up.weight"].read())
     assert loaded["frozen.weight"].dtype == torch.bfloat16
     assert "torch DCP" in capsys.readouterr().out
@@ -65,7 +68,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture):
     layers = {f"h.{i}.w": np.ones((2, 3), np.float16) for i in range(12)}
 
     save_file(layers, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": None}))
     assert cli.main(["inspect", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "family gpt2" in printed and "no optimizer state" in printed

@@ -170,6 +170,14 @@ def test_what_the_keys_mean(tmp_path: Path):
     # sqrt(1 + ln(64 / 16) / ln 16) = sqrt(1.5)
     np.testing.assert_allclose(phi3.scaling.magnitude, 1.5**0.5)
     assert (phi3.rotary_size, phi3.scaling.trained_length) == (4, 16)
+    older = json.loads((tmp_path / "config.json").read_text())
+    del older["original_max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(older))
+    silent = DecoderConfig.from_json(tmp_path).rope
+    assert silent is not None and isinstance(silent.scaling, LongScaling)
+    assert (silent.scaling.trained_length, silent.scaling.magnitude) == (4096, 1.0)
+    both = read("llama", rope_parameters={"rope_type": "default", "rope_theta": 1e4}).rope
+    assert both is not None and isinstance(both.scaling, Llama3Scaling) and both.base == 500000
     assert read("qwen3_moe").experts == ExpertsConfig(
         num_experts=8,
         num_experts_per_token=4,
@@ -203,6 +211,7 @@ def test_what_the_keys_mean(tmp_path: Path):
             {"layer_types": ["chunked_attention"] * 4},
             "`layer_types` .*'chunked_attention'",
         ),
+        ("gemma2", {"layer_types": ["full_attention"] * 3}, "`layer_types` .* 3 layers, .* 4"),
         ("gemma3_text", {"sliding_window": None}, "`sliding_window` in .* is null"),
         ("mixtral", {"router_jitter_noise": 0.1}, r"`router_jitter_noise` in .* is 0\.1"),
     ],
@@ -227,3 +236,10 @@ def test_broken_files(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", **_SIZES}))
     with pytest.raises(ValueError, match=r"lacks num_experts_per_tok, num_local_experts"):
         interop.load_decoder(tmp_path)
+    for key, value in (("hidden_size", "32"), ("num_attention_heads", 0), ("head_dim", 1.5)):
+        with pytest.raises(
+            ValueError, match=rf"`{key}` in .*config\.json' must be .*; got {value!r}"
+        ):
+            DecoderConfig.from_json(write(tmp_path, "llama", **{key: value}))
+    with pytest.raises(ValueError, match="lacks vocab_size"):
+        DecoderConfig.from_json(write(tmp_path, "llama", vocab_size=None))

@@ -167,6 +167,10 @@ def test_a_tied_head_in_the_file_is_not_written_again(made, tmp_path: Path):
     params = read(interop.load_decoder(source).params)
     export = interop.export_decoder(params, tmp_path / "export", source=source)
     assert load_file(export / "model.safetensors").keys() == held.keys()
+    head = {"lm_head.weight": np.roll(held["model.embed_tokens.weight"], 1, 0)}
+    save_file(held | head, source / "model.safetensors")
+    with pytest.raises(ValueError, match="`tie_word_embeddings` .*, but 'lm_head.weight' differs"):
+        interop.load_decoder(source)
 
 
 def test_tensors_that_do_not_fit_are_named(made, tmp_path: Path):

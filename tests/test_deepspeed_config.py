@@ -126,6 +126,15 @@ def test_optimizers_are_those_of_torch(mesh, asked: dict):
         np.testing.assert_allclose(params, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_torch_decays_where_the_file_is_silent(mesh, kind: str):
+    for by_torch, decay in ((True, 0.01), (False, 0.0)):
+        asked = {"type": kind, "params": {"lr": 0.5, "torch_adam": by_torch}}
+        run = jz.from_deepspeed(config(optimizer=asked), mesh)
+        update, _ = run.optimizer.update(jnp.zeros(2), run.optimizer.init(jnp.ones(2)), jnp.ones(2))
+        np.testing.assert_allclose(update, -0.5 * decay, rtol=1e-6)
+
+
 def test_clipping_is_that_of_torch(mesh):
     run = jz.from_deepspeed(
         config(gradient_clipping=0.5, optimizer={"type": "SGD", "params": {"lr": 1.0}}), mesh

@@ -91,8 +91,10 @@ def test_classes_can_be_passed_over(tmp_path: Path):
     path = pack(tmp_path / "m.bin", class_by_name)
     with pytest.raises(ValueError, match=r"names `mine\.Config`"):
         interop.open_checkpoint(path)
-    with pytest.raises(ValueError, match="holds no dict of tensors"):
-        interop.open_checkpoint(path, records=["mine.Config"])
+    parts = pack(tmp_path / "parts" / "pytorch_model.bin", class_by_name).parent
+    for each in (path, parts):
+        with pytest.raises(ValueError, match=r"\.bin' holds no dict of tensors"):
+            interop.open_checkpoint(each, records=["mine.Config"])
 
 
 @pytest.mark.parametrize(

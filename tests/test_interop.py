@@ -74,10 +74,10 @@ def test_export_loads_in_transformers(checkpoint: Path, tmp_path: Path):
 def test_export_replaces_an_older_one(checkpoint: Path, tmp_path: Path):
     params = read_all(interop.load_encoder(checkpoint).params)
     (tmp_path / "export").mkdir()
-    (tmp_path / "export" / "stale").write_text("")
+    (tmp_path / "export" / "old.safetensors").write_text("")
     interop.export_encoder(params, tmp_path / "export", source=checkpoint)
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
-    assert not (tmp_path / "export" / "stale").exists()
+    assert not (tmp_path / "export" / "old.safetensors").exists()
 
 
 @pytest.mark.parametrize("had_one", [False, True])
@@ -90,12 +90,12 @@ def test_failed_export_leaves_nothing_behind(
     params = read_all(interop.load_encoder(checkpoint).params)
     if had_one:
         (tmp_path / "export").mkdir()
-        (tmp_path / "export" / "kept").write_text("")
+        (tmp_path / "export" / "vocab.txt").write_text("")
     monkeypatch.setattr("jaxzero.interop._writer.SafetensorsWriter.write", full_disk)
     with pytest.raises(OSError, match="No space left"):
         interop.export_encoder(params, tmp_path / "export", source=checkpoint)
     left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*"))
-    assert left == (["export", "export/kept"] if had_one else [])
+    assert left == (["export", "export/vocab.txt"] if had_one else [])
 
 
 @hypothesis.given(data=st.data(), transposed=st.booleans())

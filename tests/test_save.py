@@ -68,8 +68,10 @@ def test_files_are_as_large_as_they_may_be(tmp_path: Path):
 def test_config_and_tokenizer_are_carried(tmp_path: Path):
     source = tmp_path / "source"
     (source / "1_Pooling").mkdir(parents=True)
+    (source / "2_Dense").mkdir()
     (source / "config.json").write_text('{"model_type": "x", "dtype": "float32"}')
     carried = ["tokenizer.json", "merges.txt", "1_Pooling/config.json", "generation_config.json"]
+    carried += ["2_Dense/config.json", "2_Dense/model.safetensors"]
     for name in carried:
         (source / name).write_text(name)
     (source / "optimizer.pt").write_text("large, and not asked for")
@@ -97,6 +99,25 @@ def test_saves_that_are_refused(tmp_path: Path, monkeypatch, held, options, mess
     with pytest.raises(ValueError, match=message):
         interop.save_tensors(lazy(held), "c", **options)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_is_replaced_and_nothing_else(tmp_path: Path):
+    runs, link = tmp_path / "runs", tmp_path / "link"
+    source = interop.save_tensors(lazy({"x": np.zeros(2)}), runs / "a")
+    with pytest.raises(ValueError, match=r"runs' holds 'a', .* would be lost: the whole directory"):
+        interop.save_tensors(lazy({"x": np.ones(2)}), runs, source=source)
+    with pytest.raises(ValueError, match="holds 'a', which no checkpoint of this form does"):
+        interop.save_tensors(lazy({"x": np.ones(2)}), runs)
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(ValueError, match="notes' is a file. Name a directory"):
+        interop.save_tensors(lazy({"x": np.ones(2)}), tmp_path / "notes")
+    assert (tmp_path / "notes").read_text() == "mine"
+    assert load_file(source / "model.safetensors")["x"].sum() == 0
+    link.symlink_to(source)
+    interop.save_tensors(lazy({"x": np.ones(2)}), link)
+    assert link.is_symlink() and load_file(source / "model.safetensors")["x"].sum() == 2
+    left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*"))
+    assert left == ["link", "notes", "runs", "runs/a", "runs/a/model.safetensors"]
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from ..interop import LazyTensor, check_copy, open_checkpoint, write_checkpoint
 from ._settings import Convert
 
-_FILES = (".bin", ".pt", ".pth")
+_FILES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def convert(settings: Convert, console: Console) -> None:
     """Write the checkpoint, with a bar, and compare the copy if that was asked for.
 
     Raises:
-        ValueError: the source cannot be opened, the target is there, or the copy differs.
+        ValueError: the source cannot be opened, the target is there or is called like a file of
+            safetensors, or the copy differs.
     """
     if settings.target.exists():
         raise ValueError(
@@ -26,6 +27,11 @@ def convert(settings: Convert, console: Console) -> None:
         )
     checkpoint = open_checkpoint(settings.source, key=settings.key)
     form = settings.form or ("torch" if settings.target.suffix in _FILES else "safetensors")
+    if settings.target.suffix == ".safetensors":
+        raise ValueError(
+            f"{str(settings.target)!r} would be a directory: safetensors are written with their "
+            f"config and index. Name it {settings.target.stem!r}."
+        )
     tensors = {name: _cast(x, settings.dtype) for name, x in checkpoint.items()}
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True))
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:

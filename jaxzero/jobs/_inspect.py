@@ -71,7 +71,7 @@ def _family(path: Path) -> list[str]:
         return []
     try:
         content = json.loads(config.read_text())
-        kind, *architectures = content["model_type"], *content.get("architectures", [])
+        kind, *architectures = content["model_type"], *(content.get("architectures") or ())
     except (ValueError, KeyError, TypeError) as error:
         return [f"config.json says no `model_type` ({type(error).__name__}: {error})"]
     return [f"family {kind}" + (f" ({', '.join(architectures)})" if architectures else "")]

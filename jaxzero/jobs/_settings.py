@@ -209,7 +209,7 @@ class Convert:
     """File or directory, in any form that `jaxzero inspect` shows."""
 
     target: Annotated[Positional[Path], arg(metavar="TARGET")]
-    """Directory, or a file that ends in .bin, .pt or .pth. Nothing may be there yet."""
+    """Directory, or a file that ends in .bin, .pt, .pth or .ckpt. Nothing may be there yet."""
 
     form: Annotated[Literal["safetensors", "torch", "dcp"] | None, arg(metavar="FORM")] = None
     """safetensors, torch or dcp. Left out, torch for a file and safetensors for a directory."""

@@ -1,7 +1,7 @@
 """Reading the `config.json` of a Hugging Face directory."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,17 @@ def read_config(path: Path | str) -> tuple[dict[str, Any], Path]:
 def as_float(value: Any) -> Any:
     """A number as a float, whether it was written as 0 or as 0.0; flags and null as they are."""
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def check_counts(content: Mapping[str, Any], keys: Iterable[str], path: Path) -> None:
+    """Refuse a file in which one of `keys` is there, and neither null nor a positive integer."""
+    for key in keys:
+        value = content.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(
+                f"`{key}` in {str(path)!r} must be a positive integer; got {value!r}. Copy or "
+                "download the checkpoint again."
+            )
 
 
 def check_present(content: Mapping[str, Any], keys: set[str], path: Path) -> None:

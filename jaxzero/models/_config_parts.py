@@ -35,26 +35,33 @@ def window_if_used(content: Content, num_layers: int) -> tuple[int, ...]:
 def window_late(content: Content, num_layers: int) -> tuple[int, ...]:
     """Layers from a certain one on, if a key says that it is used."""
     late = range(content.get("max_window_layers", 28), num_layers)
-    return _window_by_type(content, late) if content.get("use_sliding_window") else ()
+    return _window_by_type(content, num_layers, late) if content.get("use_sliding_window") else ()
 
 
 def window_alternating(content: Content, num_layers: int) -> tuple[int, ...]:
     """The first layer, and every second one from there."""
-    return _window_by_type(content, range(0, num_layers, 2))
+    return _window_by_type(content, num_layers, range(0, num_layers, 2))
 
 
 def window_but_every_nth(content: Content, num_layers: int) -> tuple[int, ...]:
     """All but every nth layer."""
     n = content.get("sliding_window_pattern", content.get("_sliding_window_pattern", 6))
-    return _window_by_type(content, [i for i in range(num_layers) if (i + 1) % n])
+    return _window_by_type(content, num_layers, [i for i in range(num_layers) if (i + 1) % n])
 
 
-def _window_by_type(content: Content, unless_said: Iterable[int]) -> tuple[int, ...]:
+def _window_by_type(
+    content: Content, num_layers: int, unless_said: Iterable[int]
+) -> tuple[int, ...]:
     if not content.get("sliding_window"):
         return ()
     types = content.get("layer_types")
     if types is None:
         return tuple(unless_said)
+    if len(types) != num_layers:
+        raise ValueError(
+            f"`layer_types` in `config.json` speaks of {len(types)} layers, of which there are "
+            f"{num_layers}. Copy or download the checkpoint again."
+        )
     unknown = sorted(set(types) - {"sliding_attention", "full_attention"})
     if unknown:
         raise ValueError(
@@ -106,8 +113,9 @@ def read_rope(
             rotate alike.
         partial: whether `partial_rotary_factor` means something in this family.
     """
-    given = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    scaling, given = content.get("rope_scaling") or {}, content.get("rope_parameters") or {}
     if sliding_key is None:
+        given = scaling or given  # where a file has both, as transformers 5
         return {"rope": _rope(given, content["rope_theta"], content, path, head_size, partial)}
     if not content.get("sliding_window"):
         raise ValueError(
@@ -116,6 +124,7 @@ def read_rope(
         )
     # Nested by kind of layer, or as transformers 4 wrote it: a scaling of the others alone.
     full = given.get("full_attention") or ({} if "sliding_attention" in given else given)
+    full = {**full, **scaling}
     sliding = given.get("sliding_attention") or {}
     bases = content["rope_theta"], content[sliding_key]
     return {

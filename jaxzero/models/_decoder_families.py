@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ._config_json import as_float, check_present
+from ._config_json import as_float, check_counts, check_present
 from ._config_parts import (
     mixtral_experts,
     no_window,
@@ -43,6 +43,7 @@ _SIZES = {
     "num_heads": "num_attention_heads",
     "max_length": "max_position_embeddings",
 }
+_OPTIONAL_COUNTS = ("head_dim", "num_key_value_heads")  # or null
 _PARTS = {
     "norm_epsilon": "rms_norm_eps",
     "tied_head": "tie_word_embeddings",
@@ -177,7 +178,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi3": Family(
         names=_PARTS | {"residual_dropout": "resid_pdrop"},
-        defaults={"rms_norm_eps": 1e-5, "resid_pdrop": 0.0},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "resid_pdrop": 0.0,
+            "original_max_position_embeddings": 4096,
+        },
         windows=window_everywhere,
         partial_rotation=True,
     ),
@@ -214,7 +219,9 @@ def fields_of(content: dict[str, Any], path: Path) -> dict[str, Any]:
         ValueError: see `DecoderConfig.from_json`.
     """
     family = _family_of(content, path)
-    check_present(content, set(family.sizes.values()), path)
+    given = {key: value for key, value in content.items() if value is not None}
+    check_present(given, set(family.sizes.values()), path)
+    check_counts(content, (*family.sizes.values(), *_OPTIONAL_COUNTS), path)
     content = {**_DEFAULTS, **family.defaults, **content}
     _check_meaning(content, family, path)
     fields: dict[str, Any] = {ours: content[key] for ours, key in family.sizes.items()}
