@@ -6,7 +6,8 @@ from pathlib import Path
 from jaxzero.interop._checkpoint import Checkpoint, laid_out_as
 from jaxzero.interop._dcp import METADATA, open_dcp
 from jaxzero.interop._deepspeed import is_deepspeed, open_deepspeed
-from jaxzero.interop._file_tensor import tensors_in
+from jaxzero.interop._file_tensor import INDEX as SAFETENSORS_INDEX
+from jaxzero.interop._file_tensor import SINGLE, tensors_in
 from jaxzero.interop._torch_state import INDEX, WEIGHTS, open_torch_file, open_torch_parts
 
 
@@ -52,10 +53,12 @@ def open_checkpoint(
     if is_deepspeed(path):
         with laid_out_as("DeepSpeed", path):
             return open_deepspeed(path, records)
-    if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
-        return Checkpoint(path=path, form="safetensors", tensors=tensors_in(path))
-    if (path / WEIGHTS).is_file() or (path / INDEX).is_file():
+    # By the names of whole models first: adapters may lie beside them.
+    whole = any((path / name).is_file() for name in (SINGLE, SAFETENSORS_INDEX))
+    if not whole and ((path / WEIGHTS).is_file() or (path / INDEX).is_file()):
         return open_torch_parts(path, records)
+    if whole or any(path.glob("*.safetensors")):
+        return Checkpoint(path=path, form="safetensors", tensors=tensors_in(path))
     raise ValueError(
         f"{str(path)!r} holds no checkpoint that is known: no safetensors, no {WEIGHTS}, no "
         f"{METADATA} of torch.distributed.checkpoint, no `latest` of DeepSpeed. Give the directory "

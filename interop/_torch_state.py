@@ -50,6 +50,12 @@ def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
                 f"{str(index)!r} says that tensor {absent[0]!r} is in {file.name}, which does not "
                 "hold it. Copy or download the checkpoint again."
             )
+        strange = [name for name in held if file_of.get(name) != file.name]
+        if strange:
+            raise ValueError(
+                f"{str(file)!r} holds tensor {strange[0]!r}, which {index.name} does not look for "
+                "there. Copy or download the checkpoint again."
+            )
         tensors |= held
     return Checkpoint(path=directory, form="torch.save", tensors=tensors)
 
@@ -68,6 +74,10 @@ def read_index(index: Path) -> dict[str, str]:
             f"{str(index)!r} is no index: it must hold a `weight_map` from tensors to files "
             f"({type(error).__name__}: {error}). Copy or download the checkpoint again."
         ) from error
+    if not file_of:
+        raise ValueError(
+            f"{str(index)!r} has an empty `weight_map`. Copy or download the checkpoint again."
+        )
     if outside:
         raise ValueError(
             f"{str(index)!r} names {outside[0]!r}, which is not a file beside it. Do not load it."

@@ -1,6 +1,7 @@
 """Any checkpoint that can be read, written in any form that can be written."""
 
 import contextlib
+import importlib.util
 import os
 import uuid
 import warnings
@@ -40,6 +41,7 @@ def write_checkpoint(
     Raises:
         ValueError: `path` is a file where a directory is needed, or the reverse, or a directory
             that holds more than a checkpoint.
+        ImportError: the form needs PyTorch, which is not installed.
     """
     path = Path(path)
     if path.is_dir() if form == "torch" else path.is_file():
@@ -49,6 +51,7 @@ def write_checkpoint(
         )
     if form == "safetensors":
         return save_tensors(tensors, path, max_shard_bytes=max_shard_bytes, source=source)
+    _check_torch(form)
     if form == "dcp":
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
@@ -65,6 +68,14 @@ def write_checkpoint(
     with _new_file(path) as file:
         torch.save(to_torch(tensors), file)
     return path
+
+
+def _check_torch(form: Form) -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise ImportError(
+            f"Writing form={form!r} needs PyTorch, which is optional. Install it with "
+            '`pip install "jaxzero[torch]"`, or write safetensors.'
+        )
 
 
 def check_copy(tensors: Mapping[str, LazyTensor], path: Path | str) -> None:

@@ -147,6 +147,11 @@ def _of_stage_2(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) ->
     for index, group in enumerate(groups):
         sizes = [((rank, index), each.flat["fp32"][index].size) for rank, each in enumerate(ranks)]
         paddings = ranks[0].paddings[index] if ranks[0].paddings else [0] * len(group)
+        if len(paddings) != len(group):
+            raise ValueError(
+                f"{str(ranks[0].file)!r} has {len(paddings)} paddings for the {len(group)} "
+                f"parameters of group {index}. Copy the checkpoint again."
+            )
         offset = 0
         for (name, shape), padding in zip(group.items(), paddings, strict=True):
             found[name] = _cut(offset, math.prod(shape), sizes)

@@ -154,6 +154,14 @@ def _read_batch(keys: Keys, mesh: AnyMesh) -> tuple[int, int]:
     total = keys.get("train_batch_size")
     rows = keys.get("train_micro_batch_size_per_gpu")
     steps = keys.get("gradient_accumulation_steps")
+    asked = {
+        "train_batch_size": total,
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": steps,
+    }
+    for name, value in asked.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"`{name}` must be a positive integer; got {value!r}.")
     if total is None and rows is None:
         raise ValueError(
             "The file has neither `train_batch_size` nor `train_micro_batch_size_per_gpu`. Give "

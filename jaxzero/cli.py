@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 jobs.inspect(command, console)
             case jobs.Convert():
                 jobs.convert(command, console)
-    except (ValueError, NotImplementedError) as error:
+    except (ImportError, NotImplementedError, ValueError) as error:
         errors.print(f"[bold red]Error:[/] {_plain(str(error))}", highlight=False)
         return 2
     except jobs.Interrupted as interrupted:

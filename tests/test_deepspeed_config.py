@@ -223,6 +223,10 @@ def test_a_file_and_what_it_leaves_open(mesh, tmp_path: Path):
     ("keys", "message"),
     [
         ({"train_micro_batch_size_per_gpu": None}, "neither `train_batch_size` nor `train_micro"),
+        (
+            {"train_micro_batch_size_per_gpu": 0, "train_batch_size": 16},
+            "`train_micro_batch_size_per_gpu` must be a positive integer; got 0",
+        ),
         ({"train_batch_size": 17}, r"micro-batch x accumulation x devices; got 17, 2, 1 and 8"),
         (
             {"optimizer": {"type": "OneBitAdam"}},

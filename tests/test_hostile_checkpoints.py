@@ -268,6 +268,7 @@ def test_an_index_that_lies(tmp_path: Path):
         ('{"weight_map": {"w": "../m.bin"}}', "which is not a file beside it"),
         ('{"weight_map": {"w": "a.bin"}}', "lacks a.bin, which pytorch_model.bin.index.json names"),
         ('{"weight_map": 3}', "is no index"),
+        ('{"weight_map": {}}', "has an empty `weight_map`"),
         ("{", "is no index"),
     ]:
         index.write_text(content)
@@ -279,6 +280,52 @@ def test_an_index_that_lies(tmp_path: Path):
     index.write_text(json.dumps({"weight_map": {"w": "a.bin", "v": "a.bin"}}))
     with pytest.raises(ValueError, match="says that tensor 'v' is in a.bin, which does not hold"):
         interop.open_checkpoint(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"v": "b.bin", "w": "a.bin"}}))
+    pack(tmp_path / "b.bin", tensor_pickle().replace(b"w", b"v", 1), {"0": bytes(16)})
+    assert sorted(interop.open_checkpoint(tmp_path)) == ["v", "w"]
+    index.write_text(json.dumps({"weight_map": {"v": "b.bin"}}))
+    pack(tmp_path / "b.bin", two_tensors(), {"0": bytes(16)})
+    with pytest.raises(ValueError, match=r"b\.bin' holds tensor 'w', which pytorch_model"):
+        interop.open_checkpoint(tmp_path)
+
+
+def two_tensors() -> bytes:
+    first, second = tensor_pickle()[2:-1], tensor_pickle().replace(b"w", b"v", 1)[3:-1]
+    return b"\x80\x02" + first + second + b"."
+
+
+def test_an_adapter_beside_the_model_is_not_the_model(tmp_path: Path):
+    pack(tmp_path / "pytorch_model.bin", tensor_pickle(), {"0": bytes(16)})
+    save_file({"a": np.ones(2, np.float32)}, tmp_path / "adapter_model.safetensors")
+    assert list(interop.open_checkpoint(tmp_path)) == ["w"]
+    save_file({"b": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    assert list(interop.open_checkpoint(tmp_path)) == ["b"]
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp"])
+def test_writing_without_torch_says_what_to_install(tmp_path: Path, form, monkeypatch):
+    save_file({"a": np.ones(2, np.float32)}, tmp_path / "s.safetensors")
+    tensors = interop.open_checkpoint(tmp_path / "s.safetensors")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=f"form='{form}' needs PyTorch.*pip install"):
+        interop.write_checkpoint(tensors, tmp_path / "out", form=form)
+    assert [path.name for path in tmp_path.iterdir()] == ["s.safetensors"]
+
+
+def test_paddings_that_are_not_one_for_each_parameter(tmp_path: Path, monkeypatch):
+    from jaxzero.interop import _zero_partitions
+
+    read = _zero_partitions.read_ranks
+
+    def with_another_padding(files, records):
+        stage, ranks = read(files, records)
+        return stage, [rank._replace(paddings=[[0]]) for rank in ranks]
+
+    monkeypatch.setattr("jaxzero.interop._deepspeed.read_ranks", with_another_padding)
+    with pytest.raises(
+        ValueError, match=r"optim_states\.pt' has 1 paddings for the \d+ parameters"
+    ):
+        list(interop.open_checkpoint(DEEPSPEED / "zero2").values())
 
 
 def test_a_copy_that_differs_is_found(tmp_path: Path):
