@@ -34,6 +34,12 @@ class Sums:
 jax.tree_util.register_dataclass(Sums, ["loss", "weight", "gradients"], [])
 
 
+def check_microbatches(num: Any) -> None:
+    """Raise `ValueError` for what is no number of micro-batches."""
+    if not isinstance(num, int) or num < 1:
+        raise ValueError(f"`microbatches` must be a whole number of at least 1; got {num!r}.")
+
+
 def split_microbatches(x: Array, spec: Any, num: int) -> Array:
     """Cut the split dim of one device's rows into `num` runs, on a new leading dim."""
     dim = split_dim(spec)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._accumulate import check_microbatches
 from ._arguments import Argument, Call
 from ._mesh import AXES
 from ._partition import Leaf
@@ -33,10 +34,7 @@ def gradient_options(
         ValueError: `microbatches` is no number of at least 1, `aux_reduce` names no reduction, or
             there is one device, which has no `halves`.
     """
-    if not isinstance(microbatches, int) or microbatches < 1:
-        raise ValueError(
-            f"`microbatches` must be a whole number of at least 1; got {microbatches!r}."
-        )
+    check_microbatches(microbatches)
     if halves and all(mesh.shape[axis] == 1 for axis in AXES):
         raise ValueError(
             "`halves=True` compares two halves of the devices, and the mesh has one device. Leave "

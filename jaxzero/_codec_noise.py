@@ -8,7 +8,8 @@ sends its mean, of |G|^2 + m T. So the mean has the noise
     T' = T (1 + r_l^2 + r_n^2) + |G|^2 (r_l^2 / n + r_n^2 / m),
 
 and not T; `r_l`, `r_n` are of the codecs on the axes `local` and `node`. Both are measured on the
-mean gradient, which stands for those of devices.
+mean gradient, which stands for those of devices. With k micro-batches in one gradient, each sent by
+itself, n and m are k times as large; with hpZ a node sends their mean, and m is not.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float32
 
+from ._accumulate import check_microbatches
 from ._codecs import Codec
-from ._collectives import Wire
+from ._collectives import Wire, accumulator_dtype
 from ._config import ErrorFeedback, ZeroConfig
 from ._mesh import AXES, LOCAL, NODE, REDUCTION_HOPS, device_index, map_devices
 from ._partition import Leaf
@@ -49,7 +51,11 @@ def _check(config: ZeroConfig) -> None:
 
 
 def measure_codec_noise(
-    leaves: tuple[Leaf, ...], gradients: Sequence[Array], mesh: AnyMesh, config: ZeroConfig
+    leaves: tuple[Leaf, ...],
+    gradients: Sequence[Array],
+    mesh: AnyMesh,
+    config: ZeroConfig,
+    microbatches: int,
 ) -> CodecNoise:
     """Encode and decode gradients as they travel; three sums over devices are all that is sent.
 
@@ -58,10 +64,13 @@ def measure_codec_noise(
         gradients: means, as they are stored.
         mesh: where they are.
         config: the codecs.
+        microbatches: that gradients are the means of, on each device.
 
     Raises:
+        ValueError: `microbatches` is no number of at least 1.
         NotImplementedError: errors are fed back, or sums are encoded twice.
     """
+    check_microbatches(microbatches)
     _check(config)
     pairs = zip(leaves, gradients, strict=True)
     known = [(leaf, x) for leaf, x in pairs if jnp.issubdtype(leaf.dtype, jnp.inexact)]
@@ -69,7 +78,9 @@ def measure_codec_noise(
     energy, lost_local, lost_node = measure([x for _, x in known])
     scale = jnp.where(energy > 0, 1 / energy, 0.0)
     local, node = lost_local * scale, lost_node * scale
-    of_signal = local / (mesh.shape[NODE] * mesh.shape[LOCAL]) + node / mesh.shape[NODE]
+    nodes = mesh.shape[NODE]
+    sent_by_nodes = nodes * (1 if config.hpz is not None else microbatches)
+    of_signal = local / (nodes * mesh.shape[LOCAL] * microbatches) + node / sent_by_nodes
     return CodecNoise(local + node, of_signal)
 
 
@@ -83,7 +94,8 @@ def _measurement(leaves: tuple[Leaf, ...], mesh: AnyMesh, config: ZeroConfig) ->
         for leaf, x in zip(leaves, shards, strict=True):
             lost = [_lost(x, _codec(leaf, axis, wire)) for axis in REDUCTION_HOPS]
             copies = wire.num_devices // (wire.pieces if leaf.layout else 1)
-            sums += jnp.stack([dot(x, x), *lost]) / copies
+            wide = x.astype(accumulator_dtype(x.dtype))
+            sums += jnp.stack([dot(wide, wide), *lost]) / copies
         return all_reduce(sums, AXES)
 
     specs = [leaf.spec(config.axes, manual_only=True) for leaf in leaves]

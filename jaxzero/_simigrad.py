@@ -92,7 +92,8 @@ def simigrad(
       micro-batch only. Without it a
       batch of one micro-batch cannot be measured: its size stays, `unmeasured` counts it,
       and no rule goes down to one.
-    - `codec_noise`: `zero.codec_noise(grads)`, where gradients are encoded on their way.
+    - `codec_noise`: `zero.codec_noise(grads)`, where gradients are encoded on their way (with the
+      `microbatches` that `value_and_grad` has).
       Without it the error of the codecs passes as noise. On gradients with heavy tails, 2
       nodes of 4 devices, a batch of similarity 0.5 then has a noise scale that is too large
       by 0.2% (`Int8`), 4% (`zeropp`; 9% with stochastic rounding) or 18% (`Int4` without

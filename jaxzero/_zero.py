@@ -192,18 +192,18 @@ class Zero:
         wire = Wire.of(self._devices, self.config)
         return make_state(self._plan_of(params), params, self._weight_axes, self._devices, wire)
 
-    def codec_noise(self, grads: Any) -> CodecNoise:
+    def codec_noise(self, grads: Any, *, microbatches: int = 1) -> CodecNoise:
         """How much noise the codecs have added to gradients like these, for `jz.simigrad`.
 
         Call it in the jitted step, or now and then: devices encode and decode their shards of
-        `grads`, from `value_and_grad`, and sum three scalars.
+        `grads`, from `value_and_grad` with as many `microbatches`, and sum three scalars.
 
         Raises:
-            ValueError: `grads` are not like parameters of this `Zero`.
+            ValueError: `grads` are not like parameters of this `Zero`, or `microbatches` < 1.
             NotImplementedError: errors are fed back, or sums are encoded twice.
         """
-        leaves = self._plan_of(grads).leaves
-        return measure_codec_noise(leaves, jax.tree.leaves(grads), self._devices, self.config)
+        leaves, grads = self._plan_of(grads).leaves, jax.tree.leaves(grads)
+        return measure_codec_noise(leaves, grads, self._devices, self.config, microbatches)
 
     # Programs.
 
@@ -246,7 +246,7 @@ class Zero:
             halves: also compare the gradients of two halves of the nodes (of one node's
                 devices), for `jz.simigrad`. This sends three numbers for each leaf, and holds
                 one more float32 shard of it. Gradients keep their bits where reduce-scatters
-                add in the order of devices, as on CPUs; but the last with `split="local"`.
+                add in the order of devices, as on CPUs; `split="local"` may round otherwise.
             in_specs: for each positional argument None, or a tree prefix of
                 `PartitionSpec`s over `node` and `local`. By default the first argument
                 that is no sharded tree is the batch, split on dim 0 (`batch_spec`);

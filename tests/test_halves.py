@@ -226,13 +226,22 @@ def test_noise_scale_of_one_micro_batch(mesh, scale):
 
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(
-    ("microbatches", "bias"), [(1, 0.05), pytest.param(2, 0.03, marks=pytest.mark.exhaustive)]
+    ("microbatches", "runs", "hpz", "bias"),
+    [
+        (1, 1, None, 0.05),
+        pytest.param(2, 1, None, 0.03, marks=pytest.mark.exhaustive),
+        pytest.param(1, 4, None, 0.02, marks=pytest.mark.exhaustive),
+        pytest.param(1, 4, jz.HpZ(), 0.04, marks=pytest.mark.exhaustive),
+    ],
 )
-def test_noise_of_codecs_is_taken_out(microbatches, bias):
-    """4 bits on both hops, at a noise scale of a fifth of the batch; the same draws without."""
+def test_noise_of_codecs_is_taken_out(microbatches, runs, hpz, bias):
+    """4 bits on both hops, at a noise scale of a fifth of the batch; the same draws without.
+
+    A gradient is the mean of `runs`, which send theirs each (between nodes together, with hpZ).
+    """
     mesh = zoo.make_mesh("2x4-explicit")
     dim, updates, scale = 2**14, 10, 0.2
-    num = mesh.size * microbatches
+    num = mesh.size * microbatches * runs
     curvature, _, noise = _noisy_rows(scale * num, updates * num, dim)
     random = np.random.default_rng(1)
     gradient = random.permutation(curvature) * random.choice([-1, 1], dim)
@@ -256,23 +265,38 @@ def test_noise_of_codecs_is_taken_out(microbatches, bias):
 
         @jax.jit
         def step(states, noise):
-            _, grads, *halves = zero.value_and_grad(loss, halves=microbatches == 1)(params, noise)
+            run = zero.value_and_grad(loss, microbatches=runs, halves=microbatches == 1)
+            _, grads, *halves = run(params, noise)
             extras = {"halves": halves[0]} if halves else {}
+            noises = None, zero.codec_noise(grads, microbatches=runs)
             return [
                 tx.update(grads, state, params, codec_noise=added, **extras)[1]
-                for state, added in zip(states, (None, zero.codec_noise(grads)), strict=True)
+                for state, added in zip(states, noises, strict=True)
             ]
 
-        for batch in noise.reshape(updates * microbatches, mesh.size, dim):
+        for batch in noise.reshape(updates * microbatches, mesh.size * runs, dim):
             states = step(states, batch)
         return [float(jz.simigrad_stats(x)["noise_scale"]) / microbatches for x in states]
 
     whole, unchanged = noise_scales(jz.zero3())
     assert whole == unchanged  # nothing is encoded
-    coded, corrected = noise_scales(jz.zero3(gradients=jz.zeropp().gradients))
+    config = dataclasses.replace(jz.zero3(gradients=jz.zeropp().gradients), hpz=hpz)
+    coded, corrected = noise_scales(config)
     np.testing.assert_allclose(whole, scale, rtol=0.05)
     assert coded > (1 + bias) * whole
     np.testing.assert_allclose(corrected, whole, rtol=0.005)
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e3])
+def test_noise_of_codecs_is_measured_in_float32(size):
+    """Whose squares are beyond float16, as gradients are."""
+    zero = jz.Zero(zoo.make_mesh("2x2-auto"), jz.zero3(gradients=jz.zeropp().gradients))
+    w = np.random.default_rng(0).standard_t(3, 2**14).astype(np.float16).astype(np.float32)
+    want = zero.codec_noise(zero.shard({"w": w}))
+    got = zero.codec_noise(zero.shard({"w": (size * w).astype(np.float16)}))
+    assert want.of_noise > 0.02
+    # Near 1e-4 steps of float16 are 2**-24: they change some codes, and sums of squares little.
+    np.testing.assert_allclose(got, want, rtol=0.02)
 
 
 # Mistakes.
@@ -282,6 +306,13 @@ def test_one_device_has_no_halves():
     zero = jz.Zero(zoo.make_mesh("1x1-auto"))
     with pytest.raises(ValueError, match="`halves=True` compares.*one device.*jz.simigrad"):
         zero.value_and_grad(_loss, halves=True)
+
+
+def test_noise_of_no_micro_batch():
+    zero = jz.Zero(zoo.make_mesh("2x2-auto"))
+    params = zero.shard({"w": WHOLE["w"]})
+    with pytest.raises(ValueError, match="`microbatches` must be a whole number.*got 0"):
+        zero.codec_noise(params, microbatches=0)
 
 
 @pytest.mark.parametrize(

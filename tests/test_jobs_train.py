@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_checkpoint
@@ -258,6 +260,12 @@ def test_batches_that_adapt_go_on_in_the_middle_of_one(
     assert steps[2]["updates"] == 1  # where it was saved: one step into a batch
     resumed = jobs.train(with_run(cut, resume=True), console)
     assert exported(resumed.directory) == exported(whole.directory)
+
+
+def test_a_noise_scale_without_bounds_is_no_number_of_a_row():
+    metrics = {"loss": math.nan, "gradient_similarity": 0.1, "noise_scale_steps": math.inf}
+    known = _loop._known({name: jnp.float32(x) for name, x in metrics.items()})
+    assert list(known) == ["loss", "gradient_similarity"]  # a loss is always a row's
 
 
 def test_the_wire_state_is_saved_and_restored(settings: jobs.Train, console: Console):

@@ -6,8 +6,9 @@ import time
 from ._interrupt import polite_interrupt
 from ._progress import progress_bar
 from ._resume import save
+from ._retrieval import Metrics
 from ._session import Session, State
-from ._step import UNKNOWN_AT_FIRST, StepFn, make_step
+from ._step import SOMETIMES_UNKNOWN, StepFn, make_step
 from ._tokens import rows_of_step
 
 
@@ -56,9 +57,14 @@ def _one_step(session: Session, state: State, step_fn: StepFn) -> tuple[State, d
     params, opt_state, wire_state, metrics = step_fn(
         state.params, state.opt_state, state.wire_state, pairs.rows(rows)
     )
-    numbers = {name: float(value) for name, value in metrics.items()}  # waits for the step
-    unknown = [name for name in UNKNOWN_AT_FIRST if math.isnan(numbers.get(name, 0.0))]
-    numbers = {name: value for name, value in numbers.items() if name not in unknown}
+    numbers = _known(metrics)  # waits for the step
     numbers["pairs_per_second"] = optimization.pairs / (time.perf_counter() - began)
     state = State(step=state.step + 1, params=params, opt_state=opt_state, wire_state=wire_state)
     return state, numbers
+
+
+def _known(metrics: Metrics) -> dict[str, float]:
+    """As numbers; JSON has none for those that are not known."""
+    numbers = {name: float(value) for name, value in metrics.items()}
+    unknown = {name for name in SOMETIMES_UNKNOWN if not math.isfinite(numbers.get(name, 0.0))}
+    return {name: value for name, value in numbers.items() if name not in unknown}

@@ -16,8 +16,9 @@ from ._setup import Setup
 from ._tokens import PairTokens
 
 LossFn = Callable[[Params, PairTokens], tuple[Float[Array, ""], Metrics]]
-# Metrics that are not a number before the first update, and what `simigrad_stats` calls them.
-UNKNOWN_AT_FIRST = {"gradient_similarity": "similarity", "noise_scale_steps": "noise_scale"}
+# Metrics that are not finite before the first update, or where gradients drown in noise, and what
+# `simigrad_stats` calls them.
+SOMETIMES_UNKNOWN = {"gradient_similarity": "similarity", "noise_scale_steps": "noise_scale"}
 
 StepFn = Callable[[Params, Any, Any, PairTokens], tuple[Params, Any, Any, Metrics]]
 
@@ -65,7 +66,7 @@ def _batch_metrics(opt_state: Any) -> Metrics:
     return {
         "updates": stats["updates"].astype(jnp.float32),
         "steps_per_update": stats["steps"].astype(jnp.float32),
-        **{name: stats[stat] for name, stat in UNKNOWN_AT_FIRST.items()},
+        **{name: stats[stat] for name, stat in SOMETIMES_UNKNOWN.items()},
     }
 
 
