@@ -66,7 +66,7 @@ def loss_fn(params, tokens, frozen):
 
 def set_up() -> interop.DeepSpeedRun:
     """What the configuration asks for. A warning names the keys that have no effect here."""
-    run = interop.from_deepspeed(
+    run = jz.from_deepspeed(
         CONFIG,
         jz.make_mesh(nodes=2),
         values={"optimizer.params.lr": 0.02},  # the file leaves it "auto"
