@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import shutil
 import socket
 import statistics
@@ -74,11 +73,13 @@ def write_checkpoint(directory: Path, size: Size) -> None:
         parts[-1][name] = tensor.shape
         filled += num_bytes
     weight_map = {}
+    values = (0.02 * torch.randn(2**20)).to(torch.bfloat16)
     for number, part in enumerate(parts, start=1):
         file = f"model-{number:05}-of-{len(parts):05}.safetensors"
         weight_map |= dict.fromkeys(part, file)
         tensors = {
-            name: (0.02 * torch.randn(shape)).to(torch.bfloat16) for name, shape in part.items()
+            name: values.repeat(-(-shape.numel() // len(values)))[: shape.numel()].reshape(shape)
+            for name, shape in part.items()
         }
         save_file(tensors, directory / file, metadata={"format": "pt"})
     config.architectures = ["LlamaForCausalLM"]
@@ -91,7 +92,9 @@ def write_checkpoint(directory: Path, size: Size) -> None:
 
 
 def _memory(key: str) -> int:
-    return int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sizes = dict(line.split(":", 1) for line in lines)  # in kB
+    return int(sizes[key].split()[0]) * 1024
 
 
 def _measure(work: Callable[[], Any]) -> tuple[dict[str, float], Any]:

@@ -76,7 +76,7 @@ def make_adapters(key: jax.Array, shapes: dict[str, tuple[int, ...]], rank: int)
     }
 
 
-def add_adapters(model: nnx.Module, adapters: dict[str, Any]) -> None:
+def add_adapters(model: Any, adapters: dict[str, Any]) -> None:
     """Put an `Adapted` in the place of each linear layer that has an adapter."""
     for path, adapter in adapters.items():
         *owners, name = path.split(".")
