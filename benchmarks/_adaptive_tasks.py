@@ -7,10 +7,11 @@ an image.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,8 @@ from _byte_decoder import Size, even_windows, init, losses, random_windows, read
 Tree = Any
 
 
-class Task(Protocol):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task(abc.ABC):
     """What is trained.
 
     Attributes:
@@ -46,38 +48,38 @@ class Task(Protocol):
     learning_rate: float
     lr_scaling: Literal["linear", "sqrt"]
 
+    def __post_init__(self):
+        if self.budget % (self.rows * self.per_call):
+            raise ValueError(
+                f"`budget` must be a multiple of {self.rows} rows x {self.per_call} "
+                f"micro-batches; got {self.budget}."
+            )
+        if min(self.sizes) < 2 or list(self.sizes) != sorted(set(self.sizes)):
+            raise ValueError(
+                f"`sizes` must rise, from 2 micro-batches (two halves) or more; got {self.sizes}."
+            )
+
+    @abc.abstractmethod
     def optimizer(self, learning_rate: float) -> optax.GradientTransformation: ...
 
+    @abc.abstractmethod
     def init(self, key: jax.Array) -> Tree: ...
 
+    @abc.abstractmethod
     def loss(self, params: Tree, batch: Tree) -> jax.Array:
         """The mean over a micro-batch."""
-        ...
 
+    @abc.abstractmethod
     def batches(self, seed: int) -> Iterator[Tree]:
         """Without end: `per_call` micro-batches, stacked."""
-        ...
 
+    @abc.abstractmethod
     def evaluate(self, params: Tree) -> dict[str, float]:
         """On what was held out; `metric` first."""
-        ...
-
-
-def check(task: Task) -> None:
-    """Raise a `ValueError` where numbers do not fit together."""
-    if task.budget % (task.rows * task.per_call):
-        raise ValueError(
-            f"`budget` must be a multiple of {task.rows} rows x {task.per_call} micro-batches; "
-            f"got {task.budget}."
-        )
-    if min(task.sizes) < 2 or list(task.sizes) != sorted(set(task.sizes)):
-        raise ValueError(
-            f"`sizes` must rise, from 2 micro-batches (two halves) or more; got {task.sizes}."
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bytes:
+class Bytes(Task):
     """A decoder from scratch on the Python standard library, with AdamW."""
 
     name: ClassVar[str] = "bytes"
@@ -92,9 +94,6 @@ class Bytes:
     lr_scaling: Literal["linear", "sqrt"] = "sqrt"
     size: Size = Size()
     held_out: int = 3072  # windows
-
-    def __post_init__(self):
-        check(self)
 
     def optimizer(self, learning_rate: float) -> optax.GradientTransformation:
         return optax.chain(
@@ -126,7 +125,7 @@ def _part_losses(size: Size, params: Tree, parts: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Digits:
+class Digits(Task):
     """A small conv net on the 1797 handwritten digits that scikit-learn carries, with SGD.
 
     Each image is shifted by up to one pixel each way, anew each time it is seen. Every fifth one
@@ -144,9 +143,6 @@ class Digits:
     learning_rate: float = 0.02
     lr_scaling: Literal["linear", "sqrt"] = "linear"
     channels: int = 12
-
-    def __post_init__(self):
-        check(self)
 
     def optimizer(self, learning_rate: float) -> optax.GradientTransformation:
         return optax.chain(optax.add_decayed_weights(5e-4), optax.sgd(learning_rate, momentum=0.9))
@@ -193,7 +189,7 @@ def _read_digits() -> tuple[np.ndarray, np.ndarray]:
     """Images, float32 `[1797, 8, 8]` in 0 to 1, and labels, int32."""
     from sklearn.datasets import load_digits  # of the extra `benchmarks`
 
-    digits = load_digits()
+    digits: Any = load_digits()
     return (digits.images / 16).astype(np.float32), digits.target.astype(np.int32)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import _rows
 import jax
@@ -88,7 +89,7 @@ def test_digits_are_shifted_by_at_most_a_pixel_and_none_is_held_out_and_trained_
     assert images.shape == (8, 4, 8, 8) and labels.shape == (8, 4)
     from sklearn.datasets import load_digits
 
-    digits = load_digits()
+    digits: Any = load_digits()
     train = np.delete(np.arange(1797), np.s_[::5])
     padded = np.pad(digits.images[train] / 16, ((0, 0), (1, 1), (1, 1))).astype(np.float32)
     views = np.stack([padded[:, i : i + 8, j : j + 8] for i in range(3) for j in range(3)], 1)

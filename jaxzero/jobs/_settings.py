@@ -97,18 +97,18 @@ class Optimization:
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` cannot be negative; got {getattr(self, name)}.")
         if self.adaptive_batch is not None:
-            _check_adaptive(self)
+            self._check_adaptive(self.adaptive_batch)
 
-
-def _check_adaptive(optimization: Optimization) -> None:
-    target, largest = optimization.adaptive_batch, optimization.largest_batch
-    if not 0 <= target < 1:
-        raise ValueError(f"`adaptive_batch` must be at least 0 and less than 1; got {target!r}.")
-    if largest < 2 * optimization.pairs:
-        raise ValueError(
-            f"`largest_batch` must be at least two steps of {optimization.pairs} `pairs`, whose "
-            f"gradients are compared; got {largest}."
-        )
+    def _check_adaptive(self, target: float) -> None:
+        if not 0 <= target < 1:
+            raise ValueError(
+                f"`adaptive_batch` must be at least 0 and less than 1; got {target!r}."
+            )
+        if self.largest_batch < 2 * self.pairs:
+            raise ValueError(
+                f"`largest_batch` must be at least two steps of {self.pairs} `pairs`, whose "
+                f"gradients are compared; got {self.largest_batch}."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
