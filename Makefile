@@ -30,10 +30,10 @@ train: $(VENV)/.installed
 	$(VENV)/bin/jaxzero train $(ARGS)
 
 test: $(VENV)/.installed
-	$(VENV)/bin/pytest -n $(WORKERS) $(ARGS)
+	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-exhaustive: $(VENV)/.installed
-	$(VENV)/bin/pytest -n $(WORKERS) -m exhaustive $(ARGS)
+	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal -m exhaustive $(ARGS)
 
 test-aot: $(VENV)/.installed $(AOT)/.installed
 	PYTHONPATH=$(AOT) $(VENV)/bin/pytest tests/test_aot.py $(ARGS)
@@ -42,7 +42,7 @@ test-aot-latest: $(LATEST)/.installed $(AOT_LATEST)/.installed
 	PYTHONPATH=$(AOT_LATEST) $(LATEST)/bin/pytest tests/test_*aot.py $(ARGS)
 
 test-latest: $(LATEST)/.installed
-	$(LATEST)/bin/pytest -n $(WORKERS) $(ARGS)
+	$(LATEST)/bin/pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 # pyright reads the packages in .venv, so it is installed beside them; its own look for a newer release
 # of itself is switched off.

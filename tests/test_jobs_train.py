@@ -23,7 +23,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from jaxzero import jobs
-from jaxzero.jobs import _loop
+from jaxzero.jobs import _loop, _progress
 from jaxzero.jobs._loop import run_steps
 from jaxzero.jobs._resume import begin, restore, save
 from jaxzero.jobs._session import State, open_session
@@ -245,27 +245,33 @@ def test_batches_that_adapt_go_on_in_the_middle_of_one(
 ):
     optimization = dataclasses.replace(OPTIMIZATION, steps=6, adaptive_batch=0.2, largest_batch=64)
     settings = dataclasses.replace(settings, optimization=optimization)
-    whole = jobs.train(with_run(settings, name="whole"), console)
-    rows = map(json.loads, (whole.directory / "metrics.jsonl").read_text().splitlines())
-    steps = [row for row in rows if row["kind"] == "step"]
-    assert [row["updates"] for row in steps[:2]] == [0, 1]  # the first batch is of two steps
-    assert all(2 <= row["steps_per_update"] <= 4 for row in steps)  # 64 pairs are four
-    assert ["gradient_similarity" in row for row in steps] == [False] + [True] * 5
-    assert "steps on average" in console.export_text()
+    with open_session(with_run(settings, name="whole"), console) as session:
+        whole = run_steps(session, begin(session))
+        rows = session.journal.rows("step")
+    assert [row["updates"] for row in rows[:2]] == [0, 1]  # the first batch is of two steps
+    assert all(2 <= row["steps_per_update"] <= 4 for row in rows)  # 64 pairs are four
+    assert ["gradient_similarity" in row for row in rows] == [False] + [True] * 5
+    assert rows[2]["updates"] == 1  # where it is saved now: one step into a batch
 
-    cut = with_run(settings, save_every=3)
     with monkeypatch.context() as patch, pytest.raises(OSError, match="The power is gone"):
-        at_step(5, power_cut, patch)
-        jobs.train(cut, console)
-    assert steps[2]["updates"] == 1  # where it was saved: one step into a batch
-    resumed = jobs.train(with_run(cut, resume=True), console)
-    assert exported(resumed.directory) == exported(whole.directory)
+        at_step(4, power_cut, patch)
+        with open_session(with_run(settings, save_every=3), console) as session:
+            run_steps(session, begin(session))
+    with open_session(with_run(settings, resume=True), console) as session:
+        resumed = run_steps(session, restore(session))
+    assert same_arrays(resumed.params, whole.params)
 
 
 def test_a_noise_scale_without_bounds_is_no_number_of_a_row():
     metrics = {"loss": math.nan, "gradient_similarity": 0.1, "noise_scale_steps": math.inf}
     known = _loop._known({name: jnp.float32(x) for name, x in metrics.items()})
     assert list(known) == ["loss", "gradient_similarity"]  # a loss is always a row's
+
+
+def test_the_summary_says_how_many_updates_there_were():
+    rows = [{"step": 1, "updates": 0.0}, {"step": 9, "updates": 4.0, "noise_scale_steps": 3.25}]
+    assert _progress._batches(rows) == "4, of 2.2 steps on average; gradient noise scale 3.2 steps"
+    assert _progress._batches(rows[:1]) == "0"
 
 
 def test_the_wire_state_is_saved_and_restored(settings: jobs.Train, console: Console):

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxzero import _views as views
@@ -58,6 +58,7 @@ def _values(shape):
     return np.arange(1, np.prod(shape, dtype=int) + 1, dtype=np.float32).reshape(shape)
 
 
+@settings(max_examples=50)  # each compiles
 @given(ops_and_shapes())
 def test_on_shards_equals_on_the_whole(drawn):
     make, shape = drawn
@@ -104,6 +105,7 @@ def test_reduction_commutes_where_back_says_so(drawn):
             np.testing.assert_array_equal(got, want)
 
 
+@settings(max_examples=50)  # each compiles
 @given(ops_and_shapes())
 def test_of_slice_and_of_stack(drawn):
     make, shape = drawn
