@@ -39,7 +39,8 @@ test-aot: $(VENV)/.installed $(AOT)/.installed
 	PYTHONPATH=$(AOT) $(VENV)/bin/pytest tests/test_aot.py $(ARGS)
 
 test-aot-latest: $(LATEST)/.installed $(AOT_LATEST)/.installed
-	PYTHONPATH=$(AOT_LATEST) $(LATEST)/bin/pytest tests/test_*aot.py $(ARGS)
+	PYTHONPATH=$(AOT_LATEST) $(LATEST)/bin/pytest -n $(WORKERS) --dist worksteal \
+	  tests/test_*aot.py $(ARGS)
 
 test-latest: $(LATEST)/.installed
 	$(LATEST)/bin/pytest -n $(WORKERS) --dist worksteal $(ARGS)
