@@ -1,4 +1,4 @@
-"""A directory that appears whole or not at all, filled by one process or by several.
+"""A directory or a file that appears whole or not at all; a directory by one process or several.
 
 Write under a temporary name beside the target, flush files and folders to disk, then rename: after
 a crash there is either the old directory, or the new one, or a leftover whose name says it is one.
@@ -10,6 +10,7 @@ import contextlib
 import fnmatch
 import os
 import shutil
+import uuid
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -59,6 +60,23 @@ def new_directory(target: Path, *, replaces: Collection[str]) -> Iterator[Path]:
             shutil.rmtree(filled, ignore_errors=True)
     if is_first:
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_file(target: Path) -> Iterator[Path]:
+    """Give the name of a temporary file to write; on leaving, it becomes `target`.
+
+    If the body raises, the file is removed and `target` is as it was.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    filled = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        yield filled
+        _flush_one(filled)
+        os.replace(filled, target)
+        _flush_one(target.parent)
+    finally:
+        filled.unlink(missing_ok=True)
 
 
 def _check_replaced(target: Path, replaces: Collection[str]) -> None:

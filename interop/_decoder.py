@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
+from jaxzero.interop._checkpoint import Checkpoint
 from jaxzero.interop._decoder_table import BUFFERS, EMBEDDINGS, HEAD, rules_of, without_prefix
 from jaxzero.interop._model_directory import is_stacked, load_params, save_params
 from jaxzero.interop._open import open_checkpoint
@@ -51,19 +52,19 @@ def load_decoder(
             than `config.json` says, or the head is not the embeddings that it should be tied to.
             Keys and tensors are named.
     """
-    directory = Path(directory)
     config = DecoderConfig.from_json(directory, **changes)
     graph, abstract = _abstract(config)
+    checkpoint = open_checkpoint(directory)
     params = load_params(
         abstract,
-        _rules(directory, config),
-        directory,
+        _rules(checkpoint, config),
+        checkpoint,
         ignore=(*BUFFERS, HEAD) if config.tied_head else BUFFERS,
         remedy=_SAVE_A_CAUSAL_MODEL,
         dtype=dtype,
     )
     if config.tied_head:
-        _check_tied(directory, params)
+        _check_tied(checkpoint, params)
     return LoadedDecoder(config, graph, params)
 
 
@@ -87,19 +88,20 @@ def export_decoder(params: Any, directory: Path | str, *, source: Path | str) ->
         ValueError: `params` is not the parameter tree of `source`, or `directory` is `source`.
     """
     config = DecoderConfig.from_json(source, scan_layers=is_stacked(params))
+    checkpoint = open_checkpoint(source)
     return save_params(
         params,
         _abstract(config)[1],
-        _rules(Path(source), config),
+        _rules(checkpoint, config),
         directory,
-        source=Path(source),
+        source=checkpoint,
         carried=BUFFERS,
     )
 
 
-def _check_tied(directory: Path, params: Any) -> None:
+def _check_tied(checkpoint: Checkpoint, params: Any) -> None:
     """Refuse a head that would be lost: transformers 5 does not tie one that differs."""
-    head = open_checkpoint(directory).get(HEAD)
+    head = checkpoint.get(HEAD)
     if head is None:
         return
     embeddings = named_leaves(params).leaves[EMBEDDINGS]
@@ -110,9 +112,9 @@ def _check_tied(directory: Path, params: Any) -> None:
     )
     if not same:
         raise ValueError(
-            f"`tie_word_embeddings` in {str(directory)!r} says that the head is the embeddings, "
-            f"but {HEAD!r} differs from them. Set it to false in `config.json` to keep both, or "
-            "take the head out of the checkpoint."
+            f"`tie_word_embeddings` in {str(checkpoint.path)!r} says that the head is the "
+            f"embeddings, but {HEAD!r} differs from them. Set it to false in `config.json` to keep "
+            "both, or take the head out of the checkpoint."
         )
 
 
@@ -120,10 +122,10 @@ def _abstract(config: DecoderConfig) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
 
 
-def _rules(directory: Path, config: DecoderConfig) -> tuple[Rule, ...]:
-    content, _ = read_config(directory)
+def _rules(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[Rule, ...]:
+    content, _ = read_config(checkpoint.path)
     rules = rules_of(content["model_type"], config)
     # A model that was saved without its head has names without the prefix; a tied head is no loss.
     prefixes = ("model.", "transformer.")
-    has_prefix = any(name.startswith(prefixes) for name in open_checkpoint(directory))
+    has_prefix = any(name.startswith(prefixes) for name in checkpoint)
     return rules if has_prefix else without_prefix(rules)

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxzero.interop._encoder_table import ENCODER_CARRIED, ENCODERS
 from jaxzero.interop._model_directory import is_stacked, load_params, save_params
+from jaxzero.interop._open import open_checkpoint
 from jaxzero.interop._rules import Rule
 from jaxzero.interop._table import stacked
 from jaxzero.models import Encoder, EncoderConfig, read_config
@@ -51,7 +52,7 @@ def load_encoder(
     params = load_params(
         abstract,
         _rules(directory, config),
-        directory,
+        open_checkpoint(directory),
         ignore=ENCODER_CARRIED,
         remedy=_SAVE_A_PLAIN_ENCODER,
         dtype=dtype,
@@ -82,7 +83,7 @@ def export_encoder(params: Any, directory: Path | str, *, source: Path | str) ->
         _abstract(config)[1],
         _rules(Path(source), config),
         directory,
-        source=Path(source),
+        source=open_checkpoint(source),
         carried=ENCODER_CARRIED,
     )
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxzero.interop._checkpoint import Checkpoint
 from jaxzero.interop._convert import to_ours
 from jaxzero.interop._load_into import tensors_from
-from jaxzero.interop._open import open_checkpoint
 from jaxzero.interop._rules import Rule
 from jaxzero.interop._save import save_tensors
 from jaxzero.interop._tree import named_leaves
@@ -19,7 +19,7 @@ from jaxzero.interop._tree import named_leaves
 def load_params(
     abstract: Any,
     rules: Iterable[Rule],
-    directory: Path,
+    checkpoint: Checkpoint,
     *,
     ignore: Iterable[str],
     remedy: str,
@@ -30,7 +30,7 @@ def load_params(
     Args:
         abstract: the parameters that the model has.
         rules: the table of its family.
-        directory: of the checkpoint.
+        checkpoint: that holds them.
         ignore: names of tensors that are no parameters, with `*` for any text.
         remedy: what to do about missing and unknown tensors, for messages.
         dtype: of the parameters; as in the checkpoint if None.
@@ -42,8 +42,8 @@ def load_params(
     loaded = to_ours(
         rules,
         {path: leaf.shape for path, leaf in named.leaves.items()},
-        open_checkpoint(directory),
-        where=f"in {str(directory)!r}",
+        checkpoint,
+        where=f"in {str(checkpoint.path)!r}",
         ignore=ignore,
         remedy=remedy,
     )
@@ -58,7 +58,7 @@ def save_params(
     rules: Iterable[Rule],
     directory: Path | str,
     *,
-    source: Path,
+    source: Checkpoint,
     carried: Iterable[str],
 ) -> Path:
     """The inverse of `load_params`, with the rest of the directory `source`.
@@ -68,17 +68,17 @@ def save_params(
         abstract: the parameters that the model has.
         rules: the table of its family.
         directory: where to write.
-        source: the directory that was loaded.
+        source: the checkpoint that was loaded.
         carried: names of tensors that are copied from it, with `*` for any text.
 
     Raises:
         ValueError: `params` is another tree than `abstract`, or `directory` is `source`.
     """
     tensors = tensors_from(params, rules, like=abstract)
-    for name, held in open_checkpoint(source).items():
+    for name, held in source.items():
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in carried):
             tensors[name] = held
-    return save_tensors(tensors, directory, source=source)
+    return save_tensors(tensors, directory, source=source.path)
 
 
 def is_stacked(params: Any) -> bool:

@@ -1,17 +1,14 @@
 """Any checkpoint that can be read, written in any form that can be written."""
 
-import contextlib
 import importlib.util
-import os
-import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from jaxzero.interop._atomic import new_directory
+from jaxzero.interop._atomic import new_directory, new_file
 from jaxzero.interop._open import open_checkpoint
 from jaxzero.interop._save import save_tensors
 from jaxzero.interop._tensor import LazyTensor
@@ -65,7 +62,7 @@ def write_checkpoint(
         return path
     import torch
 
-    with _new_file(path) as file:
+    with new_file(path) as file:
         torch.save(to_torch(tensors), file)
     return path
 
@@ -113,17 +110,3 @@ def _tensor(array: np.ndarray) -> Any:
     if not array.size:
         return torch.empty(array.shape, dtype=dtype)
     return torch.frombuffer(bytearray(array.tobytes()), dtype=dtype).reshape(array.shape)
-
-
-@contextlib.contextmanager
-def _new_file(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` that becomes `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    filled = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        yield filled
-        with open(filled, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(filled, path)
-    finally:
-        filled.unlink(missing_ok=True)
