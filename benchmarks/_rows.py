@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shlex
@@ -53,6 +54,23 @@ def append_row(name: str, results: Mapping[str, Any], *, directory: Path = RESUL
         file.write(line + "\n")
     print(line)
     return row
+
+
+def read_rows(
+    name: str, settings: Mapping[str, Any] | None = None, *, directory: Path = RESULTS
+) -> list[dict[str, Any]]:
+    """The rows of a benchmark, oldest first; with `settings`, those whose results have the same."""
+    file = directory / f"{name}.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if settings is None:
+        return rows
+    wanted = json.loads(json.dumps(settings))  # a row has lists where settings have tuples
+    return [row for row in rows if row["results"]["settings"] == wanted]
+
+
+def rounded(number: Any) -> float | None:
+    """To five places; None: not finite, which JSON has no number for."""
+    return round(float(number), 5) if math.isfinite(number) else None
 
 
 def is_current(row: Mapping[str, Any], *paths: str) -> bool:

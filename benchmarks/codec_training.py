@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import statistics
 import time
@@ -25,7 +24,7 @@ import numpy as np
 import optax
 import tyro
 from _byte_decoder import Size, even_windows, init, losses, random_windows, read_corpus
-from _rows import RESULTS, append_row, is_current
+from _rows import RESULTS, append_row, is_current, read_rows, rounded
 from rich.console import Console
 from rich.table import Table
 
@@ -192,30 +191,17 @@ def _run(study: Study, variant: str, seed: int) -> dict[str, Any]:
         "settings": study.settings,
         "config": repr(zero.config),
         "parameters": sum(x.size for x in jax.tree.leaves(whole)),
-        "held_out_loss": _rounded(parts.mean()),
-        "held_out_loss_of_parts": [_rounded(loss) for loss in parts],
-        _CURVE: [_rounded(loss) for loss in curve],
+        "held_out_loss": rounded(parts.mean()),
+        "held_out_loss_of_parts": [rounded(loss) for loss in parts],
+        _CURVE: [rounded(loss) for loss in curve],
         "seconds": round(time.perf_counter() - start, 1),
     }
-
-
-def _rounded(loss: Any) -> float | None:
-    """None: not finite, which JSON has no number for."""
-    return round(float(loss), 5) if math.isfinite(loss) else None
-
-
-def _rows(study: Study) -> list[dict[str, Any]]:
-    """All rows with these settings, oldest first."""
-    file = RESULTS / f"{_NAME}.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    settings = json.loads(json.dumps(study.settings))
-    return [row for row in rows if row["results"]["settings"] == settings]
 
 
 def _run_all(study: Study) -> None:
     done = {
         (row["results"]["variant"], row["results"]["seed"])
-        for row in _rows(study)
+        for row in read_rows(_NAME, study.settings)
         if is_current(row, *_CODE)
     }
     for seed in study.seeds:  # outermost: when stopped, what is there can be compared
@@ -346,7 +332,7 @@ def main(study: Study) -> None:
         # Before any device is used: afterwards their number is fixed.
         jax.config.update("jax_num_cpu_devices", 1 if study.simulate else study.nodes * study.local)
         _run_all(study)
-    rows = _rows(study)
+    rows = read_rows(_NAME, study.settings)
     summaries = _summarize(rows)
     if summaries:
         Console(width=100).print(_table(summaries))

@@ -9,14 +9,13 @@ same wire, settings and code, is not run again.
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import tyro
-from _rows import RESULTS, append_row, is_current
+from _rows import append_row, is_current, read_rows
 from rich.console import Console
 
 from jaxzero import jobs
@@ -40,12 +39,10 @@ def _run(
 
 
 def _done(wire: jobs.Wire, optimization: jobs.Optimization) -> dict[int, dict[str, Any]]:
-    file = RESULTS / f"{_NAME}.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     wanted = {**vars(optimization), "seed": None}
     return {
         row["results"]["run"]["seed"]: row["results"]["run"]
-        for row in rows
+        for row in read_rows(_NAME)
         if "run" in row["results"]
         and row["results"].get("wire") == wire
         and {**row["results"]["optimization"], "seed": None} == wanted

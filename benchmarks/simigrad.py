@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import statistics
 import time
@@ -28,7 +27,7 @@ import numpy as np
 import optax
 import tyro
 from _adaptive_tasks import TASKS, Task
-from _rows import RESULTS, append_row, is_current
+from _rows import RESULTS, append_row, is_current, read_rows, rounded
 from rich.console import Console
 from rich.table import Table
 
@@ -142,10 +141,10 @@ def run(task: Task, variant: str, seed: int) -> dict[str, Any]:
         stats = jz.simigrad_stats(state[1])
         track.append(
             [
-                _rounded(np.asarray(losses).mean()),
+                rounded(np.asarray(losses).mean()),
                 int(stats["steps"]) * task.rows,
-                _rounded(stats["similarity"]),
-                _rounded(stats["noise_scale"]),
+                rounded(stats["similarity"]),
+                rounded(stats["noise_scale"]),
             ]
         )
     stats = jz.simigrad_stats(state[1])
@@ -155,7 +154,7 @@ def run(task: Task, variant: str, seed: int) -> dict[str, Any]:
         "variant": variant,
         "seed": seed,
         "settings": dataclasses.asdict(task),
-        **{name: _rounded(value) for name, value in task.evaluate(state[0]).items()},
+        **{name: rounded(value) for name, value in task.evaluate(state[0]).items()},
         "updates": updates,
         "mean_batch_examples": float(stats["seen"]) / max(1, updates),
         "skipped": int(stats["skipped"]),
@@ -164,19 +163,9 @@ def run(task: Task, variant: str, seed: int) -> dict[str, Any]:
     }
 
 
-def _rounded(number: Any) -> float | None:
-    """None: not finite, which JSON has no number for."""
-    return round(float(number), 5) if math.isfinite(number) else None
-
-
 def _rows(task: Task) -> list[dict[str, Any]]:
-    """All rows of the task with these settings, oldest first."""
-    file = RESULTS / f"{_NAME}.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    settings = json.loads(json.dumps(dataclasses.asdict(task)))
-    kept = (row["results"]["task"] == task.name for row in rows)
-    rows = [row for row, keep in zip(rows, kept, strict=True) if keep]
-    return [row for row in rows if row["results"]["settings"] == settings]
+    """All rows of the task: no other has these settings."""
+    return read_rows(_NAME, dataclasses.asdict(task), directory=RESULTS)
 
 
 def _run_all(task: Task, seeds: int, variants: tuple[str, ...]) -> None:
