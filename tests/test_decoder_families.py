@@ -12,6 +12,7 @@ import pytest
 import tiny_models
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+from tiny_models import read
 
 from jaxzero import interop
 
@@ -44,10 +45,6 @@ def made(tmp_path_factory: pytest.TempPathFactory):
         return found[name]
 
     return get
-
-
-def read(params: Any) -> Any:
-    return jax.tree.map(lambda tensor: jnp.asarray(tensor.read()), params)
 
 
 def allowed(num_layers: int) -> float:

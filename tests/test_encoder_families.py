@@ -13,6 +13,7 @@ import pytest
 import tiny_models
 from flax import nnx
 from safetensors.numpy import load_file
+from tiny_models import read
 
 from jaxzero import interop
 from jaxzero.models import Encoder, EncoderConfig
@@ -27,10 +28,6 @@ SMALL = EncoderConfig(
     num_heads=2,
     max_length=12,
 )
-
-
-def read(params: Any) -> Any:
-    return jax.tree.map(lambda tensor: jnp.asarray(tensor.read()), params)
 
 
 def hidden(graph: Any, params: Any, ids: np.ndarray) -> np.ndarray:

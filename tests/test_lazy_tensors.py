@@ -20,20 +20,11 @@ from jaxzero.interop._tensor import ArrayTensor, concatenate, stack
 
 
 @dataclasses.dataclass(frozen=True)
-class Counted(LazyTensor):
+class Counted(ArrayTensor):
     """An array that notes how many elements were read of it."""
 
-    array: np.ndarray
     label: str = "counted"
     reads: list[int] = dataclasses.field(default_factory=list)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.array.dtype
 
     def _read_box(self, box):
         part = self.array[tuple(slice(*bounds) for bounds in box)]

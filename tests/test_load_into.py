@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny_models import read
 
 import jaxzero as jz
 from jaxzero import interop
@@ -19,10 +20,6 @@ from jaxzero.interop._tensor import ArrayTensor
 def tensors_of(model) -> dict[str, ArrayTensor]:
     """The tensors of a torch model, as a checkpoint would hold them."""
     return {name: ArrayTensor(x.numpy(), name) for name, x in model.state_dict().items()}
-
-
-def read(tree):
-    return jax.tree.map(lambda tensor: jnp.asarray(tensor.read()), tree)
 
 
 def same(ours, theirs):

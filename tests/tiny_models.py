@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 _HIDDEN = {
@@ -189,6 +191,11 @@ def save(model: Any, directory: Path) -> Path:
     """Write a model with `save_pretrained`."""
     model.save_pretrained(directory)
     return directory
+
+
+def read(params: Any) -> Any:
+    """A tree of lazy tensors as arrays."""
+    return jax.tree.map(lambda tensor: jnp.asarray(tensor.read()), params)
 
 
 def outputs(model: Any, ids: np.ndarray, mask: np.ndarray) -> Any:
