@@ -17,6 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {  # what is imported: where it lies
     "jaxzero": ROOT / "jaxzero",
+    "jaxzero.data": ROOT / "jaxzero" / "data",
     "jaxzero.interop": ROOT / "interop",
     "jaxzero.jobs": ROOT / "jaxzero" / "jobs",
     "jaxzero.models": ROOT / "jaxzero" / "models",
@@ -55,7 +56,7 @@ LAYERS = [
     {"_batch_rules"},
     {"_simigrad_arguments"},
     {"_simigrad_state"},
-    {"_checkpoint", "_simigrad", "_deepspeed_keys", "_loss_scale", "models"},
+    {"_checkpoint", "_simigrad", "_deepspeed_keys", "_loss_scale", "data", "models"},
     {"_deepspeed_optimizer"},
     {"_deepspeed_config", "interop"},
     {"jobs"},
