@@ -173,8 +173,11 @@ def _is_function(node: ast.AST) -> TypeGuard[ast.FunctionDef | ast.AsyncFunction
 @pytest.mark.parametrize(
     ("statement", "unwanted"),
     [
-        ("import jaxzero", "torch transformers flax safetensors tokenizers tyro matplotlib"),
-        ("import jaxzero.interop, jaxzero.models, jaxzero.cli", "torch transformers"),
+        (
+            "import jaxzero",
+            "torch transformers flax safetensors tokenizers tyro matplotlib grain tensorboardX",
+        ),
+        ("import jaxzero.interop, jaxzero.models, jaxzero.cli", "torch transformers wandb"),
     ],
 )
 def test_importing_loads_no_optional_package(statement, unwanted, tmp_path):

@@ -9,7 +9,6 @@ from ._resume import save
 from ._retrieval import Metrics
 from ._session import Session, State
 from ._step import SOMETIMES_UNKNOWN, StepFn, make_step
-from ._tokens import rows_of_step
 
 
 class Interrupted(Exception):
@@ -46,19 +45,14 @@ def run_steps(session: Session, state: State) -> State:
 
 
 def _one_step(session: Session, state: State, step_fn: StepFn) -> tuple[State, dict[str, float]]:
-    optimization, pairs = session.settings.optimization, session.examples.train
     began = time.perf_counter()
-    rows = rows_of_step(
-        state.step,
-        num_rows=len(pairs),
-        rows_per_step=optimization.pairs,
-        seed=optimization.seed,
-    )
     params, opt_state, wire_state, metrics = step_fn(
-        state.params, state.opt_state, state.wire_state, pairs.rows(rows)
+        state.params, state.opt_state, state.wire_state, next(session.batches)
     )
     numbers = _known(metrics)  # waits for the step
-    numbers["pairs_per_second"] = optimization.pairs / (time.perf_counter() - began)
+    numbers["pairs_per_second"] = session.settings.optimization.pairs / (
+        time.perf_counter() - began
+    )
     state = State(step=state.step + 1, params=params, opt_state=opt_state, wire_state=wire_state)
     return state, numbers
 

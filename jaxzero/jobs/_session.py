@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from .._checkpoint import Checkpoints
-from ._examples import Examples, load_examples
+from ..data import Batches
+from ._examples import Examples, load_examples, training_batches
 from ._journal import Journal
 from ._settings import Train
 from ._setup import Setup, describe_devices, set_up
@@ -23,6 +24,7 @@ class Session:
     setup: Setup
     loss: LossFn
     examples: Examples
+    batches: Batches  # of the steps to come
     checkpoints: Checkpoints
     journal: Journal
     console: Console
@@ -50,12 +52,15 @@ def open_session(settings: Train, console: Console) -> Iterator[Session]:
     console.print(
         f"{setup.checkpoint}\non {describe_devices(setup)}", highlight=False, soft_wrap=True
     )
+    examples = load_examples(settings.data, setup.checkpoint, console)
+    batches = training_batches(examples.train, setup.zero, settings.optimization)
     with Checkpoints(directory.absolute() / "checkpoints", setup.zero, keep=2) as checkpoints:
         yield Session(
             settings=settings,
             setup=setup,
             loss=make_loss(setup, temperature=settings.optimization.temperature),
-            examples=load_examples(settings.data, setup.checkpoint, console),
+            examples=examples,
+            batches=batches,
             checkpoints=checkpoints,
             journal=Journal(directory / "metrics.jsonl"),
             console=console,
