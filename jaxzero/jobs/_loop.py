@@ -3,7 +3,10 @@
 import math
 import time
 
+import jax
+
 from ._interrupt import polite_interrupt
+from ._profile import StepProfiler
 from ._progress import progress_bar
 from ._resume import save
 from ._retrieval import Metrics
@@ -29,10 +32,12 @@ def run_steps(session: Session, state: State) -> State:
     optimization, run = session.settings.optimization, session.settings.run
     step_fn = make_step(session.setup, session.loss)
     bar = progress_bar(session.console, completed=state.step, total=optimization.steps)
+    steps = run.profiled_steps if jax.process_index() == 0 else range(0)
     with polite_interrupt() as interrupted:
-        with bar as advance:
+        with bar as advance, StepProfiler(steps, run.directory / "profile") as profiler:
             while state.step < optimization.steps and not interrupted():
-                state, numbers = _one_step(session, state, step_fn)
+                with profiler.step(state.step + 1):
+                    state, numbers = _one_step(session, state, step_fn)
                 session.journal.append("step", state.step, **numbers)
                 advance(numbers)
                 if state.step % run.save_every == 0:

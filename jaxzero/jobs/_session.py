@@ -14,6 +14,7 @@ from ._journal import Journal
 from ._settings import Train
 from ._setup import Setup, describe_devices, set_up
 from ._step import LossFn, make_loss
+from ._trackers import make_trackers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,11 @@ def open_session(settings: Train, console: Console) -> Iterator[Session]:
     )
     examples = load_examples(settings.data, setup.checkpoint, console)
     batches = training_batches(examples.train, setup.zero, settings.optimization)
-    with Checkpoints(directory.absolute() / "checkpoints", setup.zero, keep=2) as checkpoints:
+    journal = Journal(directory / "metrics.jsonl", make_trackers(settings, console))
+    with (
+        contextlib.closing(journal),
+        Checkpoints(directory.absolute() / "checkpoints", setup.zero, keep=2) as checkpoints,
+    ):
         yield Session(
             settings=settings,
             setup=setup,
@@ -62,6 +67,6 @@ def open_session(settings: Train, console: Console) -> Iterator[Session]:
             examples=examples,
             batches=batches,
             checkpoints=checkpoints,
-            journal=Journal(directory / "metrics.jsonl"),
+            journal=journal,
             console=console,
         )
