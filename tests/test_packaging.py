@@ -17,6 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {  # what is imported: where it lies
     "jaxzero": ROOT / "jaxzero",
+    "jaxzero.data": ROOT / "jaxzero" / "data",
     "jaxzero.distributed": ROOT / "jaxzero" / "distributed",
     "jaxzero.interop": ROOT / "interop",
     "jaxzero.jobs": ROOT / "jaxzero" / "jobs",
@@ -57,7 +58,7 @@ LAYERS = [
     {"_simigrad_arguments"},
     {"_simigrad_state"},
     {"distributed"},
-    {"_checkpoint", "_simigrad", "_deepspeed_keys", "_loss_scale", "models"},
+    {"_checkpoint", "_simigrad", "_deepspeed_keys", "_loss_scale", "data", "models"},
     {"_deepspeed_optimizer"},
     {"_deepspeed_config", "interop"},
     {"jobs"},
@@ -178,8 +179,11 @@ def _is_function(node: ast.AST) -> TypeGuard[ast.FunctionDef | ast.AsyncFunction
 @pytest.mark.parametrize(
     ("statement", "unwanted"),
     [
-        ("import jaxzero", "torch transformers flax safetensors tokenizers tyro matplotlib"),
-        ("import jaxzero.interop, jaxzero.models, jaxzero.cli", "torch transformers"),
+        (
+            "import jaxzero",
+            "torch transformers flax safetensors tokenizers tyro matplotlib grain tensorboardX",
+        ),
+        ("import jaxzero.interop, jaxzero.models, jaxzero.cli", "torch transformers wandb"),
     ],
 )
 def test_importing_loads_no_optional_package(statement, unwanted, tmp_path):
