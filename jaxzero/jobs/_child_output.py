@@ -23,6 +23,7 @@ from typing import IO
 _LONGEST = 64 * 1024  # bytes; a longer line is shown in pieces
 _TAIL_LINES = 15
 _QUEUE = 1000  # pieces of output that wait for the screen
+_SAY_SECONDS = 0.2  # for room among them, before a line of the launcher is dropped
 _COLOURS = (36, 33, 35, 32, 34, 31)
 _OUT, _ERR = 1, 2
 
@@ -40,13 +41,14 @@ class Output:
         """Write lines of the launcher's own to standard error, or drop them if it is stuck."""
         lines = "".join(f"launch: {line}\n" for line in text.splitlines())
         with contextlib.suppress(queue.Full):
-            self._queue.put((_ERR, lines.encode(errors="replace")), timeout=1.0)
+            self._queue.put((_ERR, lines.encode(errors="replace")), timeout=_SAY_SECONDS)
 
     def close(self, seconds: float) -> None:
         """Write what waits, for at most `seconds`."""
+        deadline = time.monotonic() + seconds
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=seconds)
-        self._writer.join(seconds)
+            self._writer.join(max(0.0, deadline - time.monotonic()))
 
     def put(self, fd: int, number: int | None, line: bytes) -> None:
         """Write a line of child `number`; wait while the screen is slower than the children."""

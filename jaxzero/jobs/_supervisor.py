@@ -25,7 +25,7 @@ from ._stop_requests import StopRequests
 _POLL_SECONDS = 0.02
 _CAUSE_SECONDS = 2.0  # how long the cause of a lost peer may take to show
 _KILL_SECONDS = 10.0  # how long the kernel may take to end what got SIGKILL
-_OUTPUT_SECONDS = 2.0  # how long output may arrive after the end of its process
+_OUTPUT_SECONDS = 5.0  # how long output may arrive after the end of its process
 
 
 class Supervisor:
