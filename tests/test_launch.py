@@ -138,6 +138,22 @@ class TestEnds:
         assert time.monotonic() - start < 5
         os.kill(int(Path("helper").read_text()), signal.SIGKILL)
 
+    def test_a_process_that_cannot_be_killed_is_left_behind_aloud(self, capfd, monkeypatch):
+        script = """
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            print(f"pid={os.getpid()}")
+            if process == 1: sys.exit(3)
+            time.sleep(60)
+        """
+        monkeypatch.setattr(os, "killpg", lambda group, number: None)
+        for name in ("_KILL_SECONDS", "_OUTPUT_SECONDS"):
+            monkeypatch.setattr(_supervisor, name, 0.2)
+        assert launch(script, nodes=2, grace=0.1) == 3
+        out, err = capfd.readouterr()
+        (pid,) = re.findall(r"\[0\] pid=(\d+)", out)
+        assert f"launch: process 0 (node 0) outlives SIGKILL: its pid is {pid}\n" in err
+        assert ends(int(pid))  # by the guard, which was still in charge of it
+
     def test_closed_streams_are_no_end(self):
         script = """
             os.close(1); os.close(2)
@@ -232,10 +248,11 @@ class TestRequests:
         signal.signal(signal.SIGINT, before)
 
     SAVES = """
+        helper = subprocess.Popen(["sleep", "60"])  # it reads data, say
         def save(*_):
             print("saving")
             time.sleep(0.2)
-            sys.exit(75)
+            sys.exit(75 if helper.poll() is None else 1)
         signal.signal(signal.SIGTERM, save)
         open(str(process), "w").write("ready")
         time.sleep(60)

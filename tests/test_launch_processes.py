@@ -87,6 +87,11 @@ class TestOutput:
         assert (tmp_path / "process-0.log").read_text() == "on\n"
         assert err == f"launch: {tmp_path}/process-1.log ends here: No space left on device\n"
 
+    def test_output_is_not_held_back(self, capfd):
+        script = "import os; print('seen'); os.kill(os.getpid(), 9)"
+        assert jobs.launch(jobs.Launch(nodes=1, command=(sys.executable, "-c", script))) == 137
+        assert capfd.readouterr().out == "seen\n"
+
     def test_a_terminal_gets_colours(self, monkeypatch):
         monkeypatch.setattr(os, "isatty", lambda fd: fd == 1)
         monkeypatch.delenv("NO_COLOR", raising=False)
@@ -216,6 +221,8 @@ class TestEnvironment:
         ports = [reserve_port() for _ in range(20)]
         assert len(set(ports)) == 20
         for port in ports:
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
             with socket.socket(socket.AF_INET6) as server:  # as gRPC binds it
                 server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 server.bind(("::", port))

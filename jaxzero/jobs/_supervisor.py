@@ -183,7 +183,8 @@ class _Child:
         self._kill_group()
 
     def given_up(self) -> Ended:
-        """How it will have ended once the kernel lets go of it."""
+        """How it will have ended once the kernel lets go of it; nobody waits for that."""
+        self.process.returncode = -signal.SIGKILL
         return self._end(-signal.SIGKILL)
 
     def _end(self, returncode: int) -> Ended:
