@@ -24,6 +24,7 @@ from ._checkpoint_integrity import DamagedCheckpoint
 from ._checkpoint_layout import (
     Named,
     check_same_leaves,
+    digests_of_own,
     named_leaves,
     stored_array,
     target,
@@ -122,15 +123,14 @@ class Checkpoints:
         if step < 0:
             raise ValueError(f"`step` must not be negative; got {step}.")
         named = named_leaves(state, self._zero)
-        arrays = {
-            name: true_array(entry, self._zero)
-            for name, entry in named.items()
-            if not entry.is_empty
-        }
-        if not arrays:
+        filled = {name: entry for name, entry in named.items() if not entry.is_empty}
+        if not filled:
             raise ValueError("`state` holds no numbers: there is nothing to save.")
-        description = describe(step, named, self._zero)
-        self._saver.start(step, Content(arrays, json.dumps(dict(extra or {})), description))
+        text, description = json.dumps(dict(extra or {})), describe(step, named, self._zero)
+        folder = self._saver.begin(step, digests_of_own(filled))
+        if folder is not None:
+            arrays = {name: true_array(entry, self._zero) for name, entry in filled.items()}
+            self._saver.write(folder, Content(arrays, text, description))
 
     def restore(self, like: Mapping[str, Any], *, step: int | None = None) -> Restored:
         """Read a checkpoint into the layout of `like`.

@@ -49,7 +49,7 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
                 f"{damaged[0]} Leave out `step` for the newest that is whole; there are those of "
                 f"steps {others}."
             )
-        warnings.warn(f"{damaged[-1]} The one before it is used.", DamagedCheckpoint, stacklevel=3)
+        warnings.warn(f"{damaged[-1]} The one before it is tried.", DamagedCheckpoint, stacklevel=3)
     if damaged:
         raise ValueError(
             f"Every checkpoint in {str(directory)!r} is damaged. Start anew, or from a copy.\n"
@@ -74,7 +74,7 @@ def _verify(name: str, folder: Path, seconds: float) -> tuple[bool, str | None]:
         )
     if not is_recorded:
         warnings.warn(
-            f"The checkpoint {str(folder)!r} holds no digests, as those of jaxzero before 0.2, and "
+            f"The checkpoint {str(folder)!r} holds no digests, as an earlier jaxzero wrote it, and "
             "cannot be verified. It is used as it is.",
             UserWarning,
             stacklevel=4,

@@ -26,7 +26,7 @@ def describe(step: int, named: Mapping[str, Named], zero: Zero) -> dict[str, Any
         "stage": zero.config.stage,
         "config": str(zero.config),
         "leaves": {
-            name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+            name: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
             for name, (leaf, _) in named.items()
         },
     }

@@ -64,7 +64,7 @@ def write_records(
 
 
 def has_records(folder: Path) -> bool:
-    """Whether there is anything to verify by: versions before 0.2 wrote nothing."""
+    """Whether there is anything to verify by; early versions of jaxzero wrote nothing."""
     return (folder / DESCRIPTION).exists() or (folder / SUMS).exists()
 
 

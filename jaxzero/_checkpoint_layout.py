@@ -81,27 +81,32 @@ def _plan_as_it_is(tree: Any) -> TreePlan:
 def true_array(named: Named, zero: Zero) -> Any:
     """What is written: the leaf in its true shape."""
     leaf, x = named
+    own = _own_array(named)
+    if own is not None:
+        return own
     if named.is_key:
-        x = jax.random.key_data(x)
-    if _is_of_one_process(x):
-        return np.asarray(x)  # which the first process writes
+        return jax.random.key_data(x)
     if leaf.layout is None or not leaf.layout.is_padded:
         return x
     layout = leaf.layout
     return run_automatic(lambda x: unpad(x, layout), _even_sharding(leaf, zero), zero.mesh, x)
 
 
-def _is_of_one_process(x: Any) -> bool:
-    return jax.process_count() > 1 and isinstance(x, jax.Array) and x.is_fully_addressable
-
-
-def digests_of_own(arrays: Mapping[str, Any]) -> dict[str, str]:
-    """Digests of the arrays that this process holds for itself; all must have the same."""
+def digests_of_own(named: Mapping[str, Named]) -> dict[str, str]:
+    """Digests of the arrays that each process holds for itself, of which the first is written."""
+    own = {name: _own_array(entry) for name, entry in named.items()}
     return {
         name: hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()
-        for name, x in arrays.items()
-        if isinstance(x, np.ndarray)
+        for name, x in own.items()
+        if x is not None
     }
+
+
+def _own_array(named: Named) -> np.ndarray | None:
+    """The leaf, if there are several processes and each holds it for itself."""
+    x = jax.random.key_data(named.value) if named.is_key else named.value
+    is_shared = isinstance(x, jax.Array) and not x.is_fully_addressable
+    return None if jax.process_count() == 1 or is_shared else np.asarray(x)
 
 
 def target(named: Named, zero: Zero) -> jax.ShapeDtypeStruct:

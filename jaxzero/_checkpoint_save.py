@@ -28,7 +28,6 @@ from etils import epath
 from ._checkpoint_agreement import new_name, tell_all
 from ._checkpoint_files import keep_newest, list_steps, make_temporary, publish
 from ._checkpoint_integrity import FileRecord, record_files, write_records
-from ._checkpoint_layout import digests_of_own
 
 STATE, EXTRA = "state", "extra"
 
@@ -52,7 +51,7 @@ class Saver:
 
     def __init__(self, directory: Path, *, keep: int, seconds: float):
         self._directory, self._keep, self._seconds = directory, keep, seconds
-        self._step = 0
+        self._step, self._name = 0, ""
         self._pending: concurrent.futures.Future[None] | None = None
 
     def wait(self) -> None:
@@ -69,47 +68,33 @@ class Saver:
         except Exception as error:
             raise self._not_saved(error) from error
 
-    def start(self, step: int, content: Content) -> None:
-        """Begin to save; a step that is there already is left as it is. Collective.
+    def begin(self, step: int, own: Mapping[str, str]) -> Path | None:
+        """Agree to save, in a folder that the first process has made. Collective.
 
-        Returns when the arrays are copied to the host.
+        Args:
+            step: of the checkpoint.
+            own: digests of what each process holds for itself, by path.
+
+        Returns:
+            The folder; None: the step is there already.
 
         Raises:
-            RuntimeError: the directory cannot be written to, or a process is lost.
-            ValueError: an array that each process holds for itself is not the same on all.
+            RuntimeError: the directory cannot be written to, or a process does not come.
+            ValueError: the digests are not the same on all processes.
         """
-        self._step, name = step, new_name()
-        try:
-            folder = self._agree_on_folder(f"{name}-begin", step, content)
-        except (OSError, RuntimeError) as error:
-            raise self._not_saved(error) from error
-        if folder is None:
-            return
-        copied = threading.Event()
-        executor = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
-        self._pending = executor.submit(self._save, name, folder, content, copied)
-        executor.shutdown(wait=False)  # its thread ends with the save
-        copied.wait()
-
-    def _agree_on_folder(self, name: str, step: int, content: Content) -> Path | None:
-        """A temporary folder that the first process has made; None: the step is there already."""
+        self._step, self._name = step, new_name()
         folder, error = None, None
         if jax.process_index() == 0 and step not in list_steps(self._directory):
             try:
                 folder = make_temporary(self._directory, step)
             except OSError as raised:
                 error = raised
-        several = jax.process_count() > 1
-        own = digests_of_own(content.arrays) if several else {}
-        reports = tell_all(name, self._seconds, error=error, folder=folder and folder.name, own=own)
-        different = sorted(
-            path
-            for path in set().union(*(report["own"] for report in reports))
-            if len({report["own"].get(path) for report in reports}) > 1
-        )
-        if different:
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+        facts = {"folder": folder and folder.name, "own": own}
+        try:
+            reports = tell_all(f"{self._name}-begin", self._seconds, error=error, **facts)
+        except (OSError, RuntimeError) as raised:
+            raise self._not_saved(raised) from raised
+        if different := _different([report["own"] for report in reports]):
             raise ValueError(
                 f"The leaf `{different[0]}` is held by each process for itself, and they hold "
                 "different values, of which a checkpoint could keep one. Make it the same on all, "
@@ -118,8 +103,16 @@ class Saver:
         made = reports[0]["folder"]
         return None if made is None else self._directory / made
 
-    def _save(self, name: str, folder: Path, content: Content, copied: threading.Event) -> None:
-        is_first = jax.process_index() == 0
+    def write(self, folder: Path, content: Content) -> None:
+        """Start to fill the folder. Returns when the arrays are copied to the host."""
+        copied = threading.Event()
+        executor = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+        self._pending = executor.submit(self._save, folder, content, copied)
+        executor.shutdown(wait=False)  # its thread ends with the save
+        copied.wait()
+
+    def _save(self, folder: Path, content: Content, copied: threading.Event) -> None:
+        is_first, name = jax.process_index() == 0, self._name
         error, records = None, {}
         try:
             records = self._write(folder, content.arrays, copied)
@@ -193,3 +186,9 @@ def _collect(folder: Path, reports: Sequence[Mapping[str, Any]]) -> dict[str, Fi
                     "directory on a file system that all processes share."
                 )
     return records
+
+
+def _different(each: Sequence[Mapping[str, str]]) -> list[str]:
+    """The names under which the processes do not all have the same."""
+    names = set().union(*each)
+    return sorted(name for name in names if len({own.get(name) for own in each}) > 1)
