@@ -47,7 +47,7 @@ def test_restore_on_any_mesh(saved, nodes, devices):
     tx = zero.optimizer(optax.adafactor(1e-3, min_dim_size_to_factor=4))
     like = {"params": params, "opt_state": zero.init_optimizer(tx, params), "step": jnp.int32(0)}
     with jz.Checkpoints(directory, zero) as checkpoints:
-        restored, extra = checkpoints.restore(like)
+        _, restored, extra = checkpoints.restore(like)
     assert extra == {"examples": 96}
     assert int(restored["step"]) == 3
     for name in ("params", "opt_state"):
@@ -65,7 +65,7 @@ def test_random_keys_and_a_restore_right_after_a_save(tmp_path):
     state = {"params": zero.init(_init), "random": {"key": jax.random.key(7)}}
     with jz.Checkpoints(tmp_path, zero) as checkpoints:
         checkpoints.save(1, state)
-        restored, _ = checkpoints.restore(state)
+        restored = checkpoints.restore(state).state
     np.testing.assert_array_equal(
         jax.random.bits(restored["random"]["key"]), jax.random.bits(state["random"]["key"])
     )

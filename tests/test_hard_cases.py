@@ -132,7 +132,7 @@ def test_explicit_axes_with_the_mesh_set(devices, tmp_path):
         assert zero.unshard(params)["w"].shape == (7, 4)
         with jz.Checkpoints(tmp_path, zero) as checkpoints:
             checkpoints.save(1, {"params": params})
-            restored, _ = checkpoints.restore({"params": params})
+            restored = checkpoints.restore({"params": params}).state
         jax.tree.map(np.testing.assert_array_equal, restored["params"], params)
 
 

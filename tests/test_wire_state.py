@@ -200,7 +200,7 @@ def test_state_is_saved_and_restored(tmp_path, monkeypatch):
         monkeypatch.setattr(
             ocp.args, "StandardRestore", lambda item: targets.update(item) or read(item)
         )
-        tree, _ = checkpoints.restore(like={"wire_state": zero.init_wire_state(params)})
+        tree = checkpoints.restore(like={"wire_state": zero.init_wire_state(params)}).state
     restored = tree["wire_state"]
     for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -216,7 +216,7 @@ def test_right_after_a_checkpoint_is_loaded(tmp_path):
             checkpoints.save(1, {"params": params})
             others = jax.tree.map(lambda leaf: leaf * 3 + 1, params)
             _step(zero, loss, others, x)
-            tree, _ = checkpoints.restore(like={"params": others})
+            tree = checkpoints.restore(like={"params": others}).state
         got, grads = _step(zero, loss, tree["params"], x)
         assert got == want
         np.testing.assert_array_equal(grads["w"], want_grads["w"])

@@ -46,14 +46,13 @@ def restore(session: Session) -> State:
         ValueError: there is no checkpoint, or a setting that decides the course of training differs
             from the run that saved it.
     """
-    step = session.checkpoints.latest_step()
-    if step is None:
+    if session.checkpoints.latest_step() is None:
         raise ValueError(
             f"There is nothing to resume in {str(session.settings.run.directory)!r}: it holds no "
             "checkpoint. Leave out `resume`, or give the `name` of another run."
         )
     like = _initial(session)
-    tree, saved = session.checkpoints.restore(
+    step, tree, saved = session.checkpoints.restore(
         like={"params": like.params, "opt_state": like.opt_state}
     )
     _check_same(_identity(session), saved)
@@ -69,7 +68,8 @@ def _restored_wire_state(session: Session, step: int, params: Any) -> Any:
     if jax.tree.leaves(first):
         with _wire_checkpoints(session) as wire_checkpoints:
             try:
-                return wire_checkpoints.restore({"wire_state": first}, step=step)[0]["wire_state"]
+                restored = wire_checkpoints.restore({"wire_state": first}, step=step)
+                return restored.state["wire_state"]
             except (FileNotFoundError, ValueError):
                 session.console.print(
                     "The run was saved with another wire or on other devices, so the wire state "

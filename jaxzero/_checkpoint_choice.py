@@ -1,0 +1,98 @@
+"""Which checkpoint is restored: the newest that is still what was written.
+
+Each process reads a share of the files, and all come to one verdict. A damaged checkpoint is set
+aside under another name, and not deleted: its step can be saved again, and most of it may be good.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import jax
+
+from ._checkpoint_agreement import new_name, tell_all
+from ._checkpoint_files import list_damaged, list_steps, set_aside
+from ._checkpoint_integrity import DamagedCheckpoint, find_damage, has_records
+
+
+def choose(directory: Path, wanted: int | None, seconds: float) -> int:
+    """The step of the checkpoint to read, found whole. Collective.
+
+    Args:
+        directory: that holds them.
+        wanted: this one only. None: the newest that is whole, with a warning for each newer.
+        seconds: to wait for the other processes.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: the one that is wanted is damaged, or all are.
+        RuntimeError: a process does not see the directory that the others see.
+    """
+    name = new_name()
+    steps = tell_all(f"{name}-steps", seconds, steps=list_steps(directory))[0]["steps"]
+    damaged = []
+    for step in [wanted] if wanted in steps else reversed(steps) if wanted is None else []:
+        folder = directory / str(step)
+        is_there, problem = _verify(f"{name}-{step}", folder, seconds)
+        if not is_there:
+            continue  # the run that saves here has just deleted it
+        if problem is None:
+            return step
+        moved = set_aside(folder) if jax.process_index() == 0 else None
+        facts = {"moved": moved and moved.name}
+        renamed = tell_all(f"{name}-{step}-aside", seconds, **facts)[0]["moved"]
+        damaged.append(_say_damage(folder, problem, renamed))
+        if wanted is not None:
+            others = [other for other in steps if other != step]
+            raise ValueError(
+                f"{damaged[0]} Leave out `step` for the newest that is whole; there are those of "
+                f"steps {others}."
+            )
+        warnings.warn(f"{damaged[-1]} The one before it is tried.", DamagedCheckpoint, stacklevel=3)
+    if damaged:
+        raise ValueError(
+            f"Every checkpoint in {str(directory)!r} is damaged. Start anew, or from a copy.\n"
+            + "\n".join(damaged)
+        )
+    raise FileNotFoundError(_say_missing(directory, wanted, steps))
+
+
+def _verify(name: str, folder: Path, seconds: float) -> tuple[bool, str | None]:
+    """Whether a checkpoint is there, and what is wrong with it. The same on all processes."""
+    problem, is_recorded = None, has_records(folder)
+    if is_recorded:
+        problem = find_damage(folder, number=jax.process_index(), count=jax.process_count())
+    reports = tell_all(name, seconds, is_there=folder.is_dir(), problem=problem)
+    blind = [number for number, report in enumerate(reports) if not report["is_there"]]
+    if 0 in blind:
+        return False, None
+    if blind:
+        raise RuntimeError(
+            f"Process {blind[0]} does not see {str(folder)!r}, which process 0 does. Keep "
+            "checkpoints in a directory on a file system that all processes share."
+        )
+    if not is_recorded:
+        warnings.warn(
+            f"The checkpoint {str(folder)!r} holds no digests, as an earlier jaxzero wrote it, and "
+            "cannot be verified. It is used as it is.",
+            UserWarning,
+            stacklevel=4,
+        )
+    problems = [report["problem"] for report in reports if report["problem"] is not None]
+    return True, "; ".join(dict.fromkeys(problems)) or None
+
+
+def _say_damage(folder: Path, problem: str, renamed: str | None) -> str:
+    fate = f"renamed to {renamed!r}" if renamed else "left where it is, since it cannot be renamed"
+    return (
+        f"The checkpoint of step {folder.name} in {str(folder.parent)!r} is damaged: {problem}. It "
+        f"was {fate}."
+    )
+
+
+def _say_missing(directory: Path, wanted: int | None, steps: list[int]) -> str:
+    what = "" if wanted is None else f"of step {wanted} "
+    aside = list_damaged(directory)
+    found_damaged = f" Damaged and set aside: {', '.join(aside)}." if aside else ""
+    return f"No checkpoint {what}in {directory}. There are: {steps or 'none'}.{found_damaged}"

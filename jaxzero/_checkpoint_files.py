@@ -1,0 +1,89 @@
+"""The directory of a run's checkpoints: a folder for each step, which is whole or not there.
+
+    40/                 a checkpoint
+    .40.1c9fe2a0.tmp    one that is being written, or was when its process died
+    .20.77d0b3e1.old    one that is being deleted
+    30.damaged          one that was found damaged and set aside
+
+A folder gets its own name by a rename, which is one step for a file system: there is no moment at
+which half a checkpoint bears the name of a whole one. One run at a time writes to a directory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+
+_LEFTOVER = re.compile(r"\.\d+\.[0-9a-f]{8}\.(tmp|old)")
+
+
+def list_steps(directory: Path) -> list[int]:
+    """The steps of all checkpoints, oldest first."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(path.name) for path in directory.iterdir() if _is_checkpoint(path))
+
+
+def list_damaged(directory: Path) -> list[str]:
+    """The names of the checkpoints that were set aside."""
+    return sorted(path.name for path in directory.glob("*.damaged*"))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.name.isdecimal() and path.is_dir()
+
+
+def make_temporary(directory: Path, step: int) -> Path:
+    """A new folder to write a checkpoint in. What a dead process left of one is removed."""
+    for path in directory.iterdir():
+        if _LEFTOVER.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+    folder = _hidden(directory, step, "tmp")
+    folder.mkdir()
+    return folder
+
+
+def publish(folder: Path, step: int) -> None:
+    """Give a folder that is complete the name of its step, on disk to the last byte."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            _flush(Path(parent, name))
+        _flush(Path(parent))
+    os.rename(folder, folder.with_name(str(step)))
+    _flush(folder.parent)
+
+
+def keep_newest(directory: Path, count: int) -> None:
+    """Delete all checkpoints but the newest `count`."""
+    for step in list_steps(directory)[:-count]:
+        doomed = _hidden(directory, step, "old")
+        os.rename(directory / str(step), doomed)  # in one step, so that nobody reads half of it
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Rename a damaged checkpoint, and say to what; None: the directory cannot be written to."""
+    number, target = 1, folder.with_name(f"{folder.name}.damaged")
+    while target.exists():
+        number += 1
+        target = folder.with_name(f"{folder.name}.damaged.{number}")
+    try:
+        os.rename(folder, target)
+    except OSError:
+        return None
+    return target
+
+
+def _hidden(directory: Path, step: int, ending: str) -> Path:
+    return directory / f".{step}.{uuid.uuid4().hex[:8]}.{ending}"
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

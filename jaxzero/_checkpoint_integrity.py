@@ -1,0 +1,135 @@
+"""Whether a checkpoint is still what was written: a size and a SHA-256 digest for every file.
+
+`jaxzero.json` says what the checkpoint is, and lists its files with their sizes. `SHA256SUMS` holds
+the digests of those files and of `jaxzero.json`, as the program of that name writes them, so that
+`sha256sum --check SHA256SUMS` does by hand what is done here. Both list the same files: a list that
+was cut short at the end of a line is found out as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Container, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+DESCRIPTION, SUMS = "jaxzero.json", "SHA256SUMS"
+
+_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
+_SAID = 3  # files that a message names
+
+
+class DamagedCheckpoint(UserWarning):
+    """A checkpoint is not what was written, and the one before it is used."""
+
+
+class FileRecord(NamedTuple):
+    """What is known of a file."""
+
+    size: int  # bytes
+    digest: str  # SHA-256, hexadecimal
+
+
+def record_files(
+    folder: Path, pattern: str = "**/*", *, known: Container[str] = ()
+) -> dict[str, FileRecord]:
+    """Size and digest of the files in `folder` that match, by path, but of those `known`."""
+    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.glob(pattern))}
+    return {
+        name: FileRecord(path.stat().st_size, digest(path))
+        for name, path in found.items()
+        if path.is_file() and name not in known
+    }
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_records(
+    folder: Path, description: Mapping[str, Any], records: Mapping[str, FileRecord]
+) -> None:
+    """Write what the checkpoint is, and the sizes and digests of its files."""
+    files = {path: records[path].size for path in sorted(records)}
+    text = json.dumps({**description, "files": files}, indent=1) + "\n"
+    (folder / DESCRIPTION).write_text(text)
+    digests = {path: record.digest for path, record in records.items()}
+    digests[DESCRIPTION] = digest(folder / DESCRIPTION)
+    lines = (f"{digests[path]}  {path}\n" for path in sorted(digests))
+    (folder / SUMS).write_text("".join(lines))
+
+
+def has_records(folder: Path) -> bool:
+    """Whether there is anything to verify by; early versions of jaxzero wrote nothing."""
+    return (folder / DESCRIPTION).exists() or (folder / SUMS).exists()
+
+
+def find_damage(folder: Path, *, number: int = 0, count: int = 1) -> str | None:
+    """Read a share of a checkpoint, and compare it with what was recorded.
+
+    Args:
+        folder: of the checkpoint.
+        number: of this process, among those that share the work.
+        count: how many they are.
+
+    Returns:
+        Which files are not what was written, and how; None: all are.
+    """
+    digests = _read_sums(folder / SUMS)
+    if isinstance(digests, str):
+        return digests
+    problem = _compare(folder, DESCRIPTION, None, digests.get(DESCRIPTION))
+    if problem is not None:
+        return problem
+    sizes = read_description(folder)["files"]
+    if sizes.keys() != digests.keys() - {DESCRIPTION}:
+        return f"{SUMS} does not list the files that {DESCRIPTION} does"
+    largest_first = sorted(sizes, key=lambda path: (-sizes[path], path))
+    compared = (
+        _compare(folder, path, sizes[path], digests[path]) for path in largest_first[number::count]
+    )
+    wrong = [problem for problem in compared if problem is not None]
+    more = f", and {len(wrong) - _SAID} more" if len(wrong) > _SAID else ""
+    return "; ".join(wrong[:_SAID]) + more if wrong else None
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """What `jaxzero.json` in the folder of a checkpoint says."""
+    return json.loads((folder / DESCRIPTION).read_text())
+
+
+def _read_sums(path: Path) -> dict[str, str] | str:
+    """Digests by file; or what is wrong with the list."""
+    try:
+        lines = path.read_text().splitlines()
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except (OSError, UnicodeDecodeError) as error:
+        return f"{path.name} cannot be read ({error})"
+    found = {}
+    for number, line in enumerate(lines, start=1):
+        match = _LINE.fullmatch(line)
+        if match is None:
+            return f"{path.name} has no digest and file in line {number}"
+        found[match[2]] = match[1]
+    return found
+
+
+def _compare(folder: Path, name: str, size: int | None, wanted: str | None) -> str | None:
+    """What is wrong with a file; None: nothing. `size` None: not known."""
+    path = folder / name
+    try:
+        found = path.stat().st_size
+        if size is not None and found != size:
+            return f"{name} has {found} bytes, and had {size} when it was written"
+        if digest(path) != wanted:
+            return f"{name} holds other bytes than when it was written (SHA-256)"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    return None

@@ -1,0 +1,92 @@
+"""One of several processes that take up a checkpoint of one process, and save their own.
+
+    python checkpoint_by_processes.py ADDRESS NUMBER COUNT DIRECTORY
+
+`DIRECTORY/one` holds the checkpoint, `DIRECTORY/want.npz` what is in it. The checkpoints of the
+processes come to `DIRECTORY/many`, and what is in the last to `DIRECTORY/many.npz`. Printed, as
+JSON, is what went wrong where it should.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+
+
+def main(address: str, number: int, count: int, directory: Path) -> None:
+    jax.distributed.initialize(address, num_processes=count, process_id=number)
+    import jax.numpy as jnp
+    import numpy as np
+    from tiny_run import assert_same_bits, make_run, whole
+
+    import jaxzero as jz
+
+    run, said = make_run(nodes=count, devices=2 * count), {}
+    double = jax.jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree), donate_argnums=0)
+    with jz.Checkpoints(directory / "one", run.zero) as checkpoints:
+        restored = checkpoints.restore(run.first)
+    assert_same_bits(whole(run, restored.state), dict(np.load(directory / "want.npz")))
+
+    with jz.Checkpoints(directory / "many", run.zero) as checkpoints:
+        checkpoints.save(1, run.first)  # its key and step are arrays of one process
+        state = restored.state | {"params": double(restored.state["params"])}
+        want = whole(run, state)
+        checkpoints.save(2, state, extra={"position": 48})
+        # It takes the memory of the arrays that are being saved.
+        state["params"] = double(state["params"])
+        again = checkpoints.restore(run.first)
+        assert (again.step, again.extra) == (2, {"position": 48})
+        assert_same_bits(whole(run, again.state), want)
+        if number == 0:
+            np.savez(directory / "many.npz", **want)
+
+        checkpoints.save(3, state)
+        checkpoints.close()
+        _damage(directory / "many" / "3", number)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", jz.Checkpoints.Damaged)
+            assert checkpoints.restore(run.first).step == 2
+        said["damaged"] = [str(warning.message) for warning in caught]
+
+        said["different"] = _message(lambda: checkpoints.save(4, {"own": jnp.int32(number)}))
+
+    with jz.Checkpoints(directory / "many", run.zero, timeout=2) as checkpoints:
+        if number == 0:  # the others do not come
+            began = time.monotonic()
+            said["lost"] = _message(lambda: checkpoints.save(5, state))
+            said["waited"] = time.monotonic() - began
+    print(json.dumps(said), flush=True)
+
+
+def _damage(folder: Path, number: int) -> None:
+    """Flip a bit in a file of the last process."""
+    if number == 0:
+        files = (folder / "state" / "ocdbt.process_1" / "d").iterdir()
+        file = max(files, key=lambda path: path.stat().st_size)
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    from jaxzero._coordination import exchange
+
+    exchange("damaged", "", 60)
+
+
+def _message(call) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+if __name__ == "__main__":
+    address, number, count, directory = sys.argv[1:]
+    main(address, int(number), int(count), Path(directory))

@@ -1,0 +1,125 @@
+"""A run goes on from a checkpoint bit for bit, on other meshes, stages and processes as well."""
+
+import dataclasses
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tiny_run import QUANTIZED, assert_same_bits, make_run, whole
+
+import jaxzero as jz
+
+pytestmark = pytest.mark.standard_promotion  # optax
+
+
+@pytest.fixture(scope="module")
+def run():
+    return make_run(nodes=2, devices=8)
+
+
+@pytest.fixture(scope="module")
+def left(run, tmp_path_factory):
+    """A run of 6 steps that was saved after the 3rd: the directory, and the state after both."""
+    directory, at = tmp_path_factory.mktemp("left"), {}
+    state = jax.jit(lambda state: jax.tree.map(lambda x: x.copy(), state))(run.first)
+    with jz.Checkpoints(directory, run.zero) as checkpoints, jax.numpy_dtype_promotion("standard"):
+        for step in range(1, 7):
+            state = run.step(state)
+            if step in (3, 6):
+                at[step] = whole(run, state)
+            if step == 3:  # the next step takes the memory of what is being saved
+                checkpoints.save(3, state, extra={"position": 72})
+    return directory, at
+
+
+def test_a_resumed_run_equals_one_that_was_not_interrupted(run, left):
+    directory, at = left
+    with jz.Checkpoints(directory, run.zero) as checkpoints:
+        step, state, extra = checkpoints.restore(run.first)
+    assert (step, extra) == (3, {"position": 72})
+    assert_same_bits(whole(run, state), at[3])
+    shardings = [jax.tree.map(lambda x: x.sharding, tree["params"]) for tree in (state, run.first)]
+    assert shardings[0] == shardings[1]
+    for _ in range(3):
+        state = run.step(state)
+    assert_same_bits(whole(run, state), at[6])
+
+
+def test_moves_between_meshes_and_stages(left, tmp_path):
+    """8 devices to 4 to 6, and stage 3 to 0 to 3."""
+    directory, at = left
+    stage0 = dataclasses.replace(jz.ddp(), schedule=QUANTIZED.schedule)
+    for number, (nodes, devices, config) in enumerate([(2, 4, stage0), (3, 6, QUANTIZED)]):
+        run = make_run(nodes, devices, config)
+        with jz.Checkpoints(directory, run.zero) as checkpoints:
+            state = checkpoints.restore(run.first).state
+        assert_same_bits(whole(run, state), at[3])
+        directory = tmp_path / str(number)
+        with jz.Checkpoints(directory, run.zero) as checkpoints:
+            checkpoints.save(3, state)
+    description = json.loads((directory / "3" / "jaxzero.json").read_text())
+    assert description["mesh"] == {"node": 3, "local": 2}
+    assert description["stage"] == 3 and "Int4(block=128" in description["config"]
+    assert description["leaves"]["params.w"] == "float32[7,5]"  # 36 elements where it is split
+
+
+@pytest.fixture(scope="module")
+def two_processes(left, tmp_path_factory):
+    """Two processes of two devices take up the run, and save theirs: where, and what they said."""
+    (saved, at), folder = left, tmp_path_factory.mktemp("processes")
+    shutil.copytree(saved, folder / "one")
+    np.savez(folder / "want.npz", **at[3])
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    script = Path(__file__).with_name("checkpoint_by_processes.py")
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(script), address, str(number), "2", str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=300) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0], said
+    return folder, [json.loads(out.splitlines()[-1]) for out, _ in said]
+
+
+def test_moves_between_numbers_of_processes(two_processes):
+    """1 process to 2, which the script compares, and 2 to 1."""
+    folder, _ = two_processes
+    run = make_run(nodes=3, devices=6)
+    files = json.loads((folder / "many" / "2" / "jaxzero.json").read_text())["files"]
+    assert {name.split("/")[1] for name in files} >= {"ocdbt.process_0", "ocdbt.process_1"}
+    with jz.Checkpoints(folder / "many", run.zero) as checkpoints:
+        step, state, extra = checkpoints.restore(run.first)
+    assert (step, extra) == (2, {"position": 48})
+    assert_same_bits(whole(run, state), dict(np.load(folder / "many.npz")))
+
+
+def test_processes_agree_on_damage_and_on_differences(two_processes):
+    folder, (first, second) = two_processes
+    assert len(first["damaged"]) == 1 and first["damaged"] == second["damaged"]
+    assert "step 3" in first["damaged"][0] and "state/ocdbt.process_1/d/" in first["damaged"][0]
+    assert (folder / "many" / "3.damaged").is_dir()
+    assert first["different"] == second["different"]
+    assert first["different"].startswith("ValueError: The leaf `own` is held by each process")
+
+
+def test_a_process_that_does_not_come_is_waited_for_so_long_and_no_longer(two_processes):
+    folder, (first, _) = two_processes
+    assert first["lost"].startswith("RuntimeError: The checkpoint of step 5 could not be saved")
+    assert "Process 1 did not come" in first["lost"] and "steps [1, 2]" in first["lost"]
+    assert 2 <= first["waited"] < 30
