@@ -163,7 +163,17 @@ class TestEnds:
         assert launch(script, nodes=1) == 6
 
     def test_there_is_nothing_to_read(self):
-        assert launch("sys.exit(len(sys.stdin.read()))", nodes=1) == 0
+        before = os.dup(0)
+        read, write = os.pipe()
+        os.write(write, b"what someone types")
+        os.dup2(read, 0)
+        for end in (read, write):
+            os.close(end)
+        try:
+            assert launch("sys.exit(len(sys.stdin.read()))", nodes=1) == 0
+        finally:
+            os.dup2(before, 0)
+            os.close(before)
 
     def test_a_peer_is_left_out_only_if_it_is_to_blame(self):
         one, two = slots([0, 1], 1, None)
@@ -177,6 +187,13 @@ class TestEnds:
         assert outcome((one, 76, False, False), (two, -9, True, True)).blamed == two
         assert outcome((one, 76, False, False), (two, -11, False, False)).blamed == two
         assert outcome((one, -15, True, False), (two, 1, False, False)).blamed == two
+
+    def test_a_save_does_not_hide_one_that_was_cut_off(self):
+        one, two = slots([0, 1], 1, None)
+        saved = Ended(one, 75, 1.0, asked=True, hung=False)
+        cut_off = Ended(two, -9, 2.0, asked=True, hung=True)
+        assert Outcome((saved, cut_off), signal.SIGTERM).status == 137
+        assert Outcome((saved,), signal.SIGTERM).status == 75
 
 
 class TestRestarts:
