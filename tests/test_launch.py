@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from _launching import PREAMBLE, PYTHON, ends, go_to, launch, wait_for
 
-from jaxzero._exit_codes import describe, exit_status
 from jaxzero.jobs import _launch, _supervisor
 from jaxzero.jobs._child_environment import slots
 from jaxzero.jobs._outcome import Ended, Outcome
@@ -383,19 +382,3 @@ class TestLauncher:
                 assert launcher.wait(30) == 143
             finally:
                 launcher.kill()
-
-
-@pytest.mark.parametrize(
-    ("returncode", "status", "words"),
-    [
-        (0, 0, "exit code 0 (done)"),
-        (75, 75, "exit code 75 (stopped by SIGTERM after saving: run again to go on)"),
-        (55, 55, "exit code 55"),
-        (143, 143, "exit code 143 (as after SIGTERM)"),
-        (-15, 143, "killed by SIGTERM"),
-        (-11, 139, "killed by SIGSEGV; a crash in native code"),
-    ],
-)
-def test_exit_codes_in_words(returncode, status, words):
-    assert describe(returncode) == words
-    assert exit_status(returncode) == status

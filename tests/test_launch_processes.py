@@ -16,7 +16,7 @@ import pytest
 from _launching import go_to, launch
 
 from jaxzero import cli, jobs
-from jaxzero._exit_codes import MEANINGS
+from jaxzero._exit_codes import MEANINGS, describe, exit_status
 from jaxzero.jobs import _child_output
 from jaxzero.jobs._child_environment import environment, reserve_port, slots
 
@@ -263,3 +263,19 @@ class TestEnvironment:
             "[0] 2 4 15.0",
             "[1] 2 4 15.0",
         ]
+
+
+@pytest.mark.parametrize(
+    ("returncode", "status", "words"),
+    [
+        (0, 0, "exit code 0 (done)"),
+        (75, 75, "exit code 75 (stopped by SIGTERM after saving: run again to go on)"),
+        (55, 55, "exit code 55"),
+        (143, 143, "exit code 143 (as after SIGTERM)"),
+        (-15, 143, "killed by SIGTERM"),
+        (-11, 139, "killed by SIGSEGV; a crash in native code"),
+    ],
+)
+def test_exit_codes_in_words(returncode, status, words):
+    assert describe(returncode) == words
+    assert exit_status(returncode) == status
