@@ -150,6 +150,13 @@ def test_refused(made: Any, batch_size: int, error: type[Exception], message: st
         Batches(made, jz.Zero(jz.make_mesh(nodes=2)), batch_size=batch_size)
 
 
+def test_a_process_without_devices_is_refused(monkeypatch: pytest.MonkeyPatch):
+    zero = jz.Zero(jz.make_mesh())
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with pytest.raises(ValueError, match="Process 1 has none of the devices of the mesh"):
+        Batches(grain.MapDataset.range(9), zero, batch_size=8)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
