@@ -274,9 +274,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(
         *after, metrics = bad(state.params, state.opt_state, state.wire_state, tokens)
     params, opt_state, wire_state = jax.tree.map(np.asarray, after)
     jax.tree.map(np.testing.assert_array_equal, (params, wire_state), before[:2])
-    jax.tree.map(
-        np.testing.assert_array_equal, opt_state.inner_state, before[2].inner_state, strict=True
-    )
+    jax.tree.map(np.testing.assert_array_equal, opt_state.inner_state, before[2].inner_state)
     assert metrics["skipped"] == metrics["skipped_in_a_row"] == 1
     assert np.isfinite(metrics["loss"]) == (what == "gradients")
 

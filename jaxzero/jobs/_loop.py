@@ -104,6 +104,7 @@ def _check(session: Session, state: State, numbers: Numbers) -> None:
 
 
 def _last_good(session: Session) -> str:
+    session.checkpoints.close()  # one that is being written counts
     step = session.checkpoints.latest_step()
     if step is None:
         return "There is no checkpoint yet. Start with a lower learning rate, or look at the data."
