@@ -70,7 +70,7 @@ LAYERS = [
 RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 
 # The one other seam: JAX's coordination service has no public client.
-COORDINATION = {"jax._src.clusters", "jax._src.distributed"}
+COORDINATION = {f"jax._src.{name}" for name in ("clusters", "distributed", "xla_bridge")}
 JAXPR_FIELDS = {"constvars", "eqns", "invars", "jaxpr", "outvars"}  # known to `_program` alone
 
 SOURCES = {
