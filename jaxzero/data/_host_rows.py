@@ -25,7 +25,7 @@ class HostRows:
     """
 
     batch_size: int
-    numbers: Int[np.ndarray, rows]
+    numbers: Int[np.ndarray, " rows"]
 
     @classmethod
     def of_sharding(cls, sharding: Sharding, batch_size: int) -> HostRows:
