@@ -29,10 +29,9 @@ from rich.table import Table
 
 import jaxzero as jz
 from jaxzero.jobs import Data, Devices, Optimization, Sharding
-from jaxzero.jobs._examples import load_examples
+from jaxzero.jobs._examples import load_examples, training_batches
 from jaxzero.jobs._retrieval import contrastive_loss, make_embed
 from jaxzero.jobs._setup import set_up
-from jaxzero.jobs._tokens import rows_of_step
 
 _NAME = "codec_error"
 _CODECS = {
@@ -66,15 +65,13 @@ def _of_a_model(optimization: Optimization) -> dict[str, Rows]:
     """The checkpoint's weights, and the gradients of the job's first batch, on one device."""
     setup = set_up(None, Devices(nodes=1, devices=1), Sharding(stage=0), optimization)
     pairs = load_examples(Data(), setup.checkpoint, Console()).train
-    first = rows_of_step(
-        0, num_rows=len(pairs), rows_per_step=optimization.pairs, seed=optimization.seed
-    )
+    first = next(training_batches(pairs, setup.zero, optimization))
     embed = make_embed(setup.graph)
 
     def loss(params, tokens):
         return contrastive_loss(embed(params, tokens), temperature=optimization.temperature)[0]
 
-    _, grads = jax.jit(setup.zero.value_and_grad(loss))(setup.params, pairs.rows(first))
+    _, grads = jax.jit(setup.zero.value_and_grad(loss))(setup.params, first)
     return {"weights": _stack(setup.params), "gradients": _stack(grads)}
 
 

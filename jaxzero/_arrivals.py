@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -41,7 +42,7 @@ def write(unit: Unit, held: Held, wire: Wire, tie: Bind, pin: Bind) -> list[Parc
     weights = list(dict.fromkeys(one.weight for one in unit.gathers))
     data = tie([held[x].data for x in weights])
     now = {x: dataclasses.replace(held[x], data=d) for x, d in zip(weights, data, strict=True)}
-    with labelled("weights", *(one.weight.name for one in unit.gathers)):
+    with _labelled(unit):
         kept = [i for i, one in enumerate(unit.gathers) if one.keeps]
         if kept:
             layers = [unit.gathers[i].weight for i in kept]
@@ -68,7 +69,7 @@ def pass_on(unit: Unit, parcels: Sequence[Parcel], wire: Wire, num_hops: int) ->
     stay = [x for x, waits in zip(parcels, waiting, strict=True) if not waits]
     if not go:
         return list(parcels)
-    with labelled("weights", *(one.weight.name for one in unit.gathers)):
+    with _labelled(unit):
         return [*gather_hop(go, _sizes(unit), wire), *stay]
 
 
@@ -82,8 +83,10 @@ def receive(unit: Unit, parcels: Sequence[Parcel], held: Held, wire: Wire) -> li
     """The whole weights, with the operations of their gathers done to them."""
     orders = [_order(one, held[one.weight], wire) for one in unit.gathers]
     dtypes = [_first_type(after) for _, after in orders]
+    with _labelled(unit):
+        arrived = arrays(parcels, dtypes)
     wholes = []
-    for one, (ops, after), x in zip(unit.gathers, orders, arrays(parcels, dtypes), strict=True):
+    for one, (ops, after), x in zip(unit.gathers, orders, arrived, strict=True):
         pushed = views.push(ops, one.weight.layout, one.weight.shape)
         assert pushed is not None
         x = unpad(x, pushed[0])
@@ -91,6 +94,10 @@ def receive(unit: Unit, parcels: Sequence[Parcel], held: Held, wire: Wire) -> li
             x = op.apply(x)
         wholes.append(x)
     return wholes
+
+
+def _labelled(unit: Unit) -> contextlib.AbstractContextManager[None]:
+    return labelled("weights", *(one.weight.name for one in unit.gathers))
 
 
 def _first_type(ops: tuple[views.Op, ...]) -> Any:

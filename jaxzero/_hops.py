@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Shaped
@@ -58,8 +59,9 @@ def reduce_over_node(
         piece = _coded_hop(x, NODE, layout.dim, dtype, codec, wire)
         return *as_pair(sum_of(piece, half)), None
     rows = rows_of(x + error.astype(x.dtype), layout.dim, wire.sizes[NODE])
-    message = codec.encode(rows, seed=device_index(_told_apart(NODE)))
-    lost = rows - codec.decode(message, rows.shape[1], x.dtype)
+    with jax.named_scope("encode"):
+        message = codec.encode(rows, seed=device_index(_told_apart(NODE)))
+        lost = rows - codec.decode(message, rows.shape[1], x.dtype)
     lost = jnp.where(jnp.isfinite(lost), lost, 0)  # a step that overflowed must not be the last
     shape = piece_shape(x.shape, layout.dim, wire.sizes[NODE])
     piece = sum_of(Addends(_exchange(message, NODE), codec, shape), half)
@@ -108,6 +110,7 @@ def encoded(
         x = total_of(x)
         mean = x if summed == 1 else x / jnp.asarray(summed, x.dtype)
         write = functools.partial(codec.encode_pieces, mean.astype(dtype), dim, num, seed=seed)
+    write = jax.named_scope("encode")(write)
     if not codec.writes_in_place:
         return write()
     return Draft((num, codec.num_bytes(math.prod(x.shape) // num, dtype)), write)

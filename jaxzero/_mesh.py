@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Shaped
 
+from ._coordination import hosts, process_count
 from ._simulate import AnyMesh, SimulatedMesh
 
 NODE = "node"
@@ -52,8 +53,10 @@ def make_mesh(
     """Arrange devices as `(node, local)`.
 
     Args:
-        nodes: number of nodes; by default the number of processes. Devices are taken in
-            the order of `(process_index, id)`, so a node is a run of neighbours.
+        nodes: number of nodes. By default a node is a slice, where devices are of several
+            (pods of TPUs, GPUs that share NVLink), else a host with all its processes; so all
+            processes call this together. If given, devices are taken in the order of
+            `(process_index, id)`, so a node is a run of neighbours.
         devices: the devices to use; by default all of them.
         axis_type: `AxisType.Auto` or `AxisType.Explicit`, for both axes.
         simulate: make a mesh of this many devices that do not exist. All arrays are then
@@ -68,7 +71,8 @@ def make_mesh(
         `zero.mesh` is then the one device, for shardings.
 
     Raises:
-        ValueError: `nodes` does not divide the number of devices.
+        ValueError: `nodes` does not divide the number of devices, or hosts have different
+            numbers of devices.
     """
     if simulate is not None:
         devices = jax.local_devices() if devices is None else devices
@@ -76,7 +80,8 @@ def make_mesh(
     devices = list(jax.devices() if devices is None else devices)
     devices.sort(key=lambda device: (device.process_index, device.id))
     if nodes is None:
-        nodes = len({device.process_index for device in devices})
+        groups = _by_node(devices)
+        nodes, devices = len(groups), [device for group in groups for device in group]
     if nodes < 1 or len(devices) % nodes:
         raise ValueError(
             f"`nodes` must divide the number of devices, {len(devices)}; got {nodes}. "
@@ -84,6 +89,27 @@ def make_mesh(
         )
     grid = np.array(devices).reshape(nodes, -1)
     return Mesh(grid, AXES, axis_types=(axis_type,) * 2)
+
+
+def _by_node(devices: Sequence[Any]) -> list[list[Any]]:
+    """Devices that share a slice, or else a host, in the order of their first device."""
+    slices = {getattr(device, "slice_index", None) for device in devices}
+    groups: dict[str, list[Any]] = {}
+    for device in devices:
+        if len(slices) > 1:
+            name = f"slice {device.slice_index}"
+        elif process_count() > 1:
+            name = hosts()[device.process_index]
+        else:  # one process, or devices that are only described
+            name = f"process {device.process_index}"
+        groups.setdefault(name, []).append(device)
+    if len({len(group) for group in groups.values()}) > 1:
+        sizes = ", ".join(f"{len(group)} on {name}" for name, group in groups.items())
+        raise ValueError(
+            f"Nodes must have equally many devices; there are {sizes}. Pass `devices=` to use "
+            "fewer of some, or `nodes=` to group them otherwise."
+        )
+    return list(groups.values())
 
 
 def _simulated(nodes: int, num_devices: int, device: Any, axis_type: AxisType) -> SimulatedMesh:

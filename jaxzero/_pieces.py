@@ -70,8 +70,10 @@ class Pieces:
         if codec is None:
             return dataclasses.replace(Pieces.plain(x, self.dim, self.lead), axes=self.axes)
         rows = x.reshape(*x.shape[: self.lead], math.prod(x.shape[self.lead :]))
+        with jax.named_scope("encode"):
+            message = codec.encode(rows, seed=device_index(axes))
         # The barrier keeps XLA from moving the decoding across the collective that follows.
-        message = lax.optimization_barrier(codec.encode(rows, seed=device_index(axes)))
+        message = lax.optimization_barrier(message)
         data = jnp.expand_dims(message, self.lead)
         return dataclasses.replace(self, data=data, codec=codec, shape=tuple(x.shape))
 
@@ -84,9 +86,8 @@ class Pieces:
             return None
         x = self.join()
         shape = (1, codec.num_bytes(x.size, x.dtype))
-        draft = Draft(
-            shape, functools.partial(codec.encode_pieces, x, 0, 1, seed=device_index(axes))
-        )
+        write = functools.partial(codec.encode_pieces, x, 0, 1, seed=device_index(axes))
+        draft = Draft(shape, jax.named_scope("encode")(write))
         known = self.described(jax.ShapeDtypeStruct(shape, draft.dtype))
         return dataclasses.replace(known, codec=codec, shape=tuple(x.shape)), draft
 
@@ -100,6 +101,7 @@ class Pieces:
             return self.data.astype(self.dtype if dtype is None else dtype)
         return self.decode(self.data, dtype)
 
+    @jax.named_scope("decode")
     def decode(
         self, data: Shaped[Array, ...] | kernels.InPlace, dtype: Any = None
     ) -> Shaped[Array, ...]:

@@ -60,6 +60,7 @@ class Addends:
     shape: tuple[int, ...]
     summed: int = 1
 
+    @jax.named_scope("decode")
     def total(self) -> Shaped[Array, ...]:
         """Decoded and summed in float32."""
         total = self.codec.decode_sum(self.message, math.prod(self.shape)).reshape(self.shape)

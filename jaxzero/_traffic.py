@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -137,17 +138,33 @@ def recording(ledger: Ledger | None) -> Iterator[None]:
 def labelled(purpose: str, *names: str) -> Iterator[None]:
     """Say what the collectives inside are for; the compiled program carries it as a scope.
 
+    A profiler shows the scopes: `jaxzero/gather/decoder.layers.3`.
+
     Args:
         purpose: as in `Transfer`.
         names: of the leaves.
     """
     token = _label.set((purpose, names or ("",)))
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     try:
-        with jax.named_scope(f"{purpose}({names[0]}{more})" if names else purpose):
+        with jax.named_scope(_scope(purpose, names)):
             yield
     finally:
         _label.reset(token)
+
+
+def _scope(purpose: str, names: tuple[str, ...]) -> str:
+    """What is done, and to what: the path that the leaves share, or the first and how many more."""
+    if purpose == "other":
+        return "/".join(("jaxzero", *names))
+    verb = {"weights": "gather", "gradients": "reduce"}[purpose]
+    names = tuple(dict.fromkeys(names)) or ("whole_leaves",)
+    if len(names) == 1:
+        return f"jaxzero/{verb}/{names[0]}"
+    shared = os.path.commonprefix([name.replace("[i]", "").split(".") for name in names])
+    if not shared:
+        return f"jaxzero/{verb}/{names[0]}+{len(names) - 1}"
+    layers = "[i]" * min(name.count("[i]") for name in names)
+    return f"jaxzero/{verb}/{'.'.join(shared)}{layers}"
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ jaxzero train --steps 100 --learning-rate 1e-4
 jaxzero report --stage 2
 jaxzero inspect checkpoints/7b
 jaxzero convert checkpoints/7b exported --dtype bfloat16 --check
+jaxzero launch --nodes 2 --restart 3 -- python train.py
 """
 
 import shlex
@@ -23,6 +24,7 @@ _Command = (
     | Annotated[jobs.Report, tyro.conf.subcommand("report", prefix_name=False)]
     | Annotated[jobs.Inspect, tyro.conf.subcommand("inspect", prefix_name=False)]
     | Annotated[jobs.Convert, tyro.conf.subcommand("convert", prefix_name=False)]
+    | Annotated[jobs.Launch, tyro.conf.subcommand("launch", prefix_name=False)]
 )
 
 
@@ -33,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line, without the program's name; `sys.argv[1:]` if left out.
 
     Returns:
-        0, or 2 for a mistake in the arguments, or 130 after Ctrl-C.
+        0, or 2 for a mistake in the arguments, or 130 after Ctrl-C; of `jaxzero launch`, that of
+        the first process that failed.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     console, errors = Console(), Console(stderr=True)
@@ -54,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 jobs.inspect(command, console)
             case jobs.Convert():
                 jobs.convert(command, console)
+            case jobs.Launch():
+                return jobs.launch(command)
     except (ImportError, NotImplementedError, ValueError) as error:
         errors.print(f"[bold red]Error:[/] {_plain(str(error))}", highlight=False)
         return 2

@@ -29,7 +29,7 @@ def test_flags_are_fields(monkeypatch: pytest.MonkeyPatch):
         monkeypatch,
         "train --checkpoint c --data d --max-tokens 9 --steps 7 --pairs 16 --learning-rate 0.5 "
         "--warmup-steps 3 --temperature 0.1 --seed 4 --stage 2 --wire bfloat16 "
-        "--nodes 4 --devices 8 --name n --runs r --save-every 5 --resume",
+        "--nodes 4 --devices 8 --name n --runs r --save-every 5 --resume --wandb p --profile 3:5",
     )
     assert settings == jobs.Train(
         checkpoint=Path("c"),
@@ -39,7 +39,7 @@ def test_flags_are_fields(monkeypatch: pytest.MonkeyPatch):
         ),
         sharding=jobs.Sharding(stage=2, wire="bfloat16"),
         devices=jobs.Devices(nodes=4, devices=8),
-        run=jobs.Run(name="n", runs=Path("r"), save_every=5, resume=True),
+        run=jobs.Run(name="n", runs=Path("r"), save_every=5, resume=True, wandb="p", profile="3:5"),
     )
 
 
@@ -68,7 +68,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     text = capsys.readouterr().out
-    assert "usage: jaxzero [-h] {train,report,inspect,convert}" in text
+    assert "usage: jaxzero [-h] {train,report,inspect,convert,launch}" in text
     assert "Fine-tune a text encoder to find code by its description." in text
 
 

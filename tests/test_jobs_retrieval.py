@@ -14,10 +14,12 @@ import tiny_checkpoint
 from jax.sharding import PartitionSpec
 
 import jaxzero as jz
+from jaxzero import jobs
+from jaxzero.jobs._examples import training_batches
 from jaxzero.jobs._metrics import embed_in_batches, ranks_of_partners, retrieval_scores
 from jaxzero.jobs._pairs import Pair
 from jaxzero.jobs._retrieval import contrastive_loss
-from jaxzero.jobs._tokens import PairTokenizer, PairTokens, rows_of_step
+from jaxzero.jobs._tokens import PairTokenizer, PairTokens
 
 
 def unit_vectors(num_pairs: int, seed: int) -> np.ndarray:
@@ -41,35 +43,55 @@ def test_tokenizer_missing(tmp_path: Path):
         PairTokenizer(tmp_path, 6)
 
 
+def made_up_pairs(num: int) -> PairTokens:
+    """Of one token each, which is the number of the pair."""
+    ids = np.arange(num, dtype=np.int32).repeat(2).reshape(num, 2, 1)
+    return PairTokens(ids, ids >= 0)
+
+
+def rows_of_steps(num: int, *, num_rows: int, rows_per_step: int, seed: int) -> list[list[int]]:
+    """Which rows the first steps train on."""
+    zero = jz.Zero(jz.make_mesh(devices=jax.devices()[:1]))
+    optimization = jobs.Optimization(pairs=rows_per_step, seed=seed)
+    batches = training_batches(made_up_pairs(num_rows), zero, optimization)
+    steps = [next(batches) for _ in range(num)]
+    assert all(isinstance(step, PairTokens) and bool(step.mask.all()) for step in steps)
+    return [np.asarray(step.ids)[:, 0, 0].tolist() for step in steps]
+
+
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(
-    num_rows=st.integers(1, 40), rows_per_step=st.integers(1, 40), seed=st.integers(0)
+    num_rows=st.integers(1, 40), rows_per_step=st.integers(1, 40), seed=st.integers(0, 2**64)
 )
 def test_each_epoch_visits_each_row_at_most_once(num_rows: int, rows_per_step: int, seed: int):
     hypothesis.assume(rows_per_step <= num_rows)
-    options = {"num_rows": num_rows, "rows_per_step": rows_per_step, "seed": seed}
     per_epoch = num_rows // rows_per_step
-    epochs = [
-        np.concatenate([rows_of_step(epoch * per_epoch + i, **options) for i in range(per_epoch)])
-        for epoch in range(2)
-    ]
-    for rows in epochs:
-        assert len(set(rows.tolist())) == len(rows) == per_epoch * rows_per_step
-        assert set(rows.tolist()) <= set(range(num_rows))
+    steps = rows_of_steps(2 * per_epoch, num_rows=num_rows, rows_per_step=rows_per_step, seed=seed)
+    for epoch in (steps[:per_epoch], steps[per_epoch:]):
+        rows = [row for step in epoch for row in step]
+        assert len(set(rows)) == len(rows) == per_epoch * rows_per_step
+        assert set(rows) <= set(range(num_rows))
 
 
 def test_order_depends_on_seed_and_epoch():
     options = {"num_rows": 64, "rows_per_step": 64}
-    first = rows_of_step(0, **options, seed=0)
-    assert not np.array_equal(first, rows_of_step(1, **options, seed=0))
-    assert not np.array_equal(first, rows_of_step(0, **options, seed=1))
-    np.testing.assert_array_equal(first, rows_of_step(0, **options, seed=0))
+    first, second = rows_of_steps(2, **options, seed=0)
+    other, _ = rows_of_steps(2, **options, seed=1)
+    assert first != second and first != other and second != other
+    assert rows_of_steps(1, **options, seed=0) == [first]
 
 
-def test_more_rows_per_step_than_rows():
-    with pytest.raises(
-        ValueError, match="`pairs` asks for 9 per step, the data has 8. Ask for fewer"
-    ):
-        rows_of_step(0, num_rows=8, rows_per_step=9, seed=0)
+@pytest.mark.parametrize(
+    ("num_rows", "pairs", "message"),
+    [
+        (8, 16, "`pairs` asks for 16 per step, the data has 8. Ask for fewer"),
+        (20, 12, "`pairs` must be a multiple of the number of devices, 8; got 12"),
+    ],
+)
+def test_pairs_that_make_no_step(num_rows: int, pairs: int, message: str):
+    optimization = jobs.Optimization(pairs=pairs)
+    with pytest.raises(ValueError, match=message):
+        training_batches(made_up_pairs(num_rows), jz.Zero(jz.make_mesh()), optimization)
 
 
 def loss_by_hand(embeddings: np.ndarray, temperature: float) -> float:

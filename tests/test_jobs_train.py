@@ -156,6 +156,7 @@ def test_writes_everything_and_learns(finished: Finished):
         "export",
         "loss.png",
         "metrics.jsonl",
+        "tensorboard",
     ]
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert [(row["kind"], row["step"]) for row in rows] == [
@@ -173,8 +174,28 @@ def test_writes_everything_and_learns(finished: Finished):
     )
     same = {name for name in before if np.array_equal(before[name], after[name])}
     assert same == {"embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"}
-    assert "8 fake CPU devices, 2 nodes x 4" in text
+    assert "8 fake CPU devices, 2 nodes x 4, 1 process" in text
     assert "MRR@10" in text and "recall@1" in text
+
+
+def test_the_first_lines_say_what_is_held_and_sent(finished: Finished):
+    first, _ = finished.text.split("Before training")
+    held, sent = first.splitlines()[-2:]
+    weights = {
+        name: x.nbytes
+        for name, x in load_file(finished.settings.checkpoint / "model.safetensors").items()
+        if x.dtype == np.float32 and not name.startswith("pooler")
+    }
+    found = re.fullmatch(
+        r"A device holds ([\d.]+) KiB of parameters and ([\d.]+) KiB of optimizer state", held
+    )
+    assert found
+    parameters, state = (float(number) * 2**10 for number in found.groups())
+    assert parameters == pytest.approx(sum(weights.values()) / 8, rel=0.01)  # and some padding
+    assert state == pytest.approx(2 * parameters, rel=0.01)  # of Adam
+    node_bytes = finished.outcome.node_bytes.sent / 2**10
+    assert sent.startswith(f"A step sends {node_bytes:.2f} KiB into each node and ")
+    assert sent.endswith("KiB to each device from its own node")
 
 
 def test_the_summary_says_what_entered_a_node(finished: Finished):
@@ -403,6 +424,9 @@ def test_every_wire_goes_with_every_stage(stage: int, wire: jobs.Wire):
         ),
         (lambda: jobs.Run(name="../x"), r"`name` must be a plain folder name; got '\.\./x'"),
         (lambda: jobs.Run(resume=True), "`resume` needs the `name` of the run"),
+        (lambda: jobs.Run(profile="0:5"), "`profile` must be the numbers of .* 3:5; got '0:5'"),
+        (lambda: jobs.Run(profile="5:3"), "got '5:3'"),
+        (lambda: jobs.Run(profile="5"), "got '5'"),
     ],
 )
 def test_settings_check_themselves(make, message: str):

@@ -4,6 +4,8 @@ import collections
 import dataclasses
 import functools
 import io
+import itertools
+import re
 
 import _hlo
 import jax
@@ -14,6 +16,7 @@ import zoo
 from rich.console import Console
 
 import jaxzero as jz
+from jaxzero._traffic import labelled
 
 CONFIGS = {
     "zero3": jz.zero3(),
@@ -123,11 +126,48 @@ def test_report_equals_the_program(name, mesh, microbatches):
         trips = transfer.trips
         _add(said[key], trips * transfer.entering_bytes, trips * transfer.node_bytes)
     assert sent == said
+    _check_names(name, text)
+
+
+def _check_names(name, text):
+    """What a profiler shows says what is carried; XLA writes those of joined ones in one list."""
+    leaf = r"(?:up|down|scale)(?:\[i\])?(?:\+[12])?"
+    named = rf"/jaxzero/\(?(?:(gather|reduce)/(?:{leaf}|whole_leaves)|loss|aux|halves)/"
+    for c in _hlo.collectives(text):
+        found = re.search(named, c.line)
+        assert found, c.line
+        assert found[1] != "gather" or c.op == "all-gather", c.line
+        assert found[1] == "reduce" or c.op != "reduce-scatter", c.line
+    coded = set(re.findall(r"/jaxzero/(gather|reduce)/[^/]*/(encode|decode)/", text))
+    verbs = ["gather"] if name in ("zeropp", "zeropp4", "aux") else []
+    verbs += ["reduce"] if name not in ("zero3", "halves") else []
+    assert coded == set(itertools.product(verbs, ("encode", "decode")))
 
 
 def _add(total, entering, from_other_nodes):
     total[0] += entering
     total[1] += from_other_nodes
+
+
+@pytest.mark.parametrize(
+    ("names", "scope"),
+    [
+        (["head"], "gather/head"),
+        (["decoder.layers.3.up", "decoder.layers.3.norm.scale"], "gather/decoder.layers.3"),
+        (["layers.up[i]", "layers.down[i]"], "gather/layers[i]"),
+        (["layers.up[i]", "layers.up[i]"], "gather/layers.up[i]"),
+        (["layers.up[i][i]", "layers.down[i]"], "gather/layers[i]"),
+        (["embed", "layers.up[i]", "head"], "gather/embed+2"),
+        ([], "gather/whole_leaves"),
+    ],
+)
+def test_several_leaves_are_called_by_what_they_share(names, scope):
+    def gather(x):
+        with labelled("weights", *names):
+            return x + 1
+
+    text = jax.jit(gather).lower(1.0).compile().as_text()
+    assert f"/jaxzero/{scope}/add" in text
 
 
 @pytest.mark.parametrize("preset", ["zeropp", "zeropp4", "hsdp"])

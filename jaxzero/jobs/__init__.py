@@ -2,6 +2,8 @@
 
 from ._convert import convert as convert
 from ._inspect import inspect as inspect
+from ._launch import Launch as Launch
+from ._launch import launch as launch
 from ._loop import Interrupted as Interrupted
 from ._report import report as report
 from ._settings import Convert as Convert

@@ -1,13 +1,16 @@
-"""The data of a run: tokenised pairs to train on, and to be judged by."""
+"""The data of a run: tokenised pairs to train on, in which order, and to be judged by."""
 
 import dataclasses
 import hashlib
 from pathlib import Path
 
+import grain
 from rich.console import Console
 
+from .._zero import Zero
+from ..data import Batches
 from ._pairs import collect_pairs, standard_library
-from ._settings import Data
+from ._settings import Data, Optimization
 from ._tokens import PairTokenizer, PairTokens
 
 
@@ -40,3 +43,32 @@ def load_examples(settings: Data, checkpoint: Path, console: Console) -> Example
         soft_wrap=True,
     )
     return Examples(train=tokenize(pairs.train), held_out=tokenize(pairs.held_out))
+
+
+def training_batches(pairs: PairTokens, zero: Zero, optimization: Optimization) -> Batches:
+    """The batches that steps train on, one each, without end.
+
+    Every epoch is a new permutation, and drops the remainder that fills no step: a pair that is
+    twice in a batch would be its own negative.
+
+    Raises:
+        ValueError: there are fewer pairs than a step takes, or they do not divide over the devices.
+    """
+    per_step, num_devices = optimization.pairs, zero.mesh.size
+    if len(pairs) < per_step:
+        raise ValueError(
+            f"`pairs` asks for {per_step} per step, the data has {len(pairs)}. Ask for fewer, or "
+            "point `data` to a larger tree."
+        )
+    if per_step % num_devices:
+        raise ValueError(
+            f"`pairs` must be a multiple of the number of devices, {num_devices}; got {per_step}."
+        )
+    order = grain.MapDataset.range(len(pairs)).seed(optimization.seed).shuffle()
+    epochs = order[: len(pairs) - len(pairs) % per_step].repeat()
+    return Batches(
+        epochs.map(lambda i: PairTokens(pairs.ids[i], pairs.mask[i])),
+        zero,
+        batch_size=per_step,
+        read_options=grain.ReadOptions(num_threads=0, prefetch_buffer_size=0),  # it is in memory
+    )

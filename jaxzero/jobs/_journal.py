@@ -6,8 +6,11 @@ nothing had happened.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from ._trackers import Tracker
 
 Row = dict[str, Any]
 
@@ -15,15 +18,18 @@ Row = dict[str, Any]
 class Journal:
     """The rows of one run, on disk."""
 
-    def __init__(self, path: Path):
-        """Open, or continue, the journal at `path`."""
+    def __init__(self, path: Path, trackers: Sequence[Tracker] = ()):
+        """Open, or continue, the journal at `path`; `trackers` are told of its rows."""
         self.path = path
+        self._trackers = trackers
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, kind: str, step: int, **values: float | int) -> None:
         """Add a row. It is on disk in full, or not at all, when the process dies."""
         with self.path.open("a") as file:
             file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        for tracker in self._trackers:
+            tracker.log(step, values)
 
     def rows(self, kind: str) -> list[Row]:
         """All rows of a kind, in the order of writing."""
@@ -32,6 +38,8 @@ class Journal:
     def clear(self) -> None:
         """Forget all rows."""
         self.path.unlink(missing_ok=True)
+        for tracker in self._trackers:
+            tracker.start(0)
 
     def drop_after(self, step: int) -> None:
         """Forget the rows of later steps, and those that were written after training."""
@@ -41,6 +49,17 @@ class Journal:
         partial = self.path.with_suffix(".tmp")
         partial.write_text(text)
         partial.replace(self.path)
+        for tracker in self._trackers:
+            tracker.start(step)
+            for row in kept:
+                if row["step"] == step:
+                    numbers = {name: x for name, x in row.items() if name not in ("kind", "step")}
+                    tracker.log(step, numbers)
+
+    def close(self) -> None:
+        """Let the trackers write what is left."""
+        for tracker in self._trackers:
+            tracker.close()
 
     def _read(self) -> list[Row]:
         if not self.path.is_file():

@@ -3,13 +3,15 @@
 import math
 import time
 
+import jax
+
 from ._interrupt import polite_interrupt
+from ._profile import StepProfiler
 from ._progress import progress_bar
 from ._resume import save
 from ._retrieval import Metrics
 from ._session import Session, State
 from ._step import SOMETIMES_UNKNOWN, StepFn, make_step
-from ._tokens import rows_of_step
 
 
 class Interrupted(Exception):
@@ -30,10 +32,12 @@ def run_steps(session: Session, state: State) -> State:
     optimization, run = session.settings.optimization, session.settings.run
     step_fn = make_step(session.setup, session.loss)
     bar = progress_bar(session.console, completed=state.step, total=optimization.steps)
+    steps = run.profiled_steps if jax.process_index() == 0 else range(0)
     with polite_interrupt() as interrupted:
-        with bar as advance:
+        with bar as advance, StepProfiler(steps, run.directory / "profile") as profiler:
             while state.step < optimization.steps and not interrupted():
-                state, numbers = _one_step(session, state, step_fn)
+                with profiler.step(state.step + 1):
+                    state, numbers = _one_step(session, state, step_fn)
                 session.journal.append("step", state.step, **numbers)
                 advance(numbers)
                 if state.step % run.save_every == 0:
@@ -46,19 +50,14 @@ def run_steps(session: Session, state: State) -> State:
 
 
 def _one_step(session: Session, state: State, step_fn: StepFn) -> tuple[State, dict[str, float]]:
-    optimization, pairs = session.settings.optimization, session.examples.train
     began = time.perf_counter()
-    rows = rows_of_step(
-        state.step,
-        num_rows=len(pairs),
-        rows_per_step=optimization.pairs,
-        seed=optimization.seed,
-    )
     params, opt_state, wire_state, metrics = step_fn(
-        state.params, state.opt_state, state.wire_state, pairs.rows(rows)
+        state.params, state.opt_state, state.wire_state, next(session.batches)
     )
     numbers = _known(metrics)  # waits for the step
-    numbers["pairs_per_second"] = optimization.pairs / (time.perf_counter() - began)
+    numbers["pairs_per_second"] = session.settings.optimization.pairs / (
+        time.perf_counter() - began
+    )
     state = State(step=state.step + 1, params=params, opt_state=opt_state, wire_state=wire_state)
     return state, numbers
 

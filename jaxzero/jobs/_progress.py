@@ -85,6 +85,8 @@ def print_summary(
         facts.add_row("between nodes", _comparison(node_bytes))
     facts.add_row("time", f"{seconds:.0f} s in all")
     facts.add_row("metrics", f"{directory / 'metrics.jsonl'}, {directory / 'loss.png'}")
+    if (directory / "tensorboard").exists():
+        facts.add_row("TensorBoard", f"tensorboard --logdir {directory.parent}")
     facts.add_row("checkpoints", f"{directory / 'checkpoints'}")
     facts.add_row("PyTorch checkpoint", f"{directory / 'export'}")
     facts.add_row("loaded by PyTorch", _verdict(torch_difference))

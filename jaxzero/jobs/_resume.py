@@ -29,13 +29,14 @@ def begin(session: Session) -> State:
 
 
 def save(session: Session, state: State) -> None:
-    """Save a state, with what `restore` will compare."""
+    """Save a state, and the place in the data, with what `restore` will compare."""
     if jax.tree.leaves(state.wire_state):
         # First, and to the end: where there is a checkpoint, there is its wire state.
         with _wire_checkpoints(session) as wire_checkpoints:
             wire_checkpoints.save(state.step, {"wire_state": state.wire_state})
     tree = {"params": state.params, "opt_state": state.opt_state}
-    session.checkpoints.save(state.step, tree, extra=_identity(session))
+    extra = {**_identity(session), "batches": session.batches.get_state()}
+    session.checkpoints.save(state.step, tree, extra=extra)
 
 
 def restore(session: Session) -> State:
@@ -55,6 +56,7 @@ def restore(session: Session) -> State:
         like={"params": like.params, "opt_state": like.opt_state}
     )
     _check_same(_identity(session), saved)
+    session.batches.set_state(saved.get("batches", {}))
     session.journal.drop_after(step)
     wire_state = _restored_wire_state(session, step, tree["params"])
     return State(step=step, **tree, wire_state=wire_state)

@@ -8,11 +8,13 @@ from typing import Any
 from rich.console import Console
 
 from .._checkpoint import Checkpoints
-from ._examples import Examples, load_examples
+from ..data import Batches
+from ._examples import Examples, load_examples, training_batches
 from ._journal import Journal
 from ._settings import Train
 from ._setup import Setup, describe_devices, set_up
 from ._step import LossFn, make_loss
+from ._trackers import make_trackers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,7 @@ class Session:
     setup: Setup
     loss: LossFn
     examples: Examples
+    batches: Batches  # of the steps to come
     checkpoints: Checkpoints
     journal: Journal
     console: Console
@@ -50,13 +53,20 @@ def open_session(settings: Train, console: Console) -> Iterator[Session]:
     console.print(
         f"{setup.checkpoint}\non {describe_devices(setup)}", highlight=False, soft_wrap=True
     )
-    with Checkpoints(directory.absolute() / "checkpoints", setup.zero, keep=2) as checkpoints:
+    examples = load_examples(settings.data, setup.checkpoint, console)
+    batches = training_batches(examples.train, setup.zero, settings.optimization)
+    journal = Journal(directory / "metrics.jsonl", make_trackers(settings, console))
+    with (
+        contextlib.closing(journal),
+        Checkpoints(directory.absolute() / "checkpoints", setup.zero, keep=2) as checkpoints,
+    ):
         yield Session(
             settings=settings,
             setup=setup,
             loss=make_loss(setup, temperature=settings.optimization.temperature),
-            examples=load_examples(settings.data, setup.checkpoint, console),
+            examples=examples,
+            batches=batches,
             checkpoints=checkpoints,
-            journal=Journal(directory / "metrics.jsonl"),
+            journal=journal,
             console=console,
         )

@@ -1,6 +1,7 @@
 """What a user of the training job decides. Field docstrings are the help of the command line."""
 
 import dataclasses
+import re
 import time
 from pathlib import Path
 from typing import Annotated, Literal
@@ -127,8 +128,15 @@ class Run:
     resume: bool = False
     """Go on from the last checkpoint of the run called NAME."""
 
+    wandb: Annotated[str | None, arg(metavar="PROJECT")] = None
+    """Also show the run in Weights & Biases, in this project. Needs `pip install wandb`."""
+
+    profile: Annotated[str | None, arg(metavar="FIRST:LAST")] = None
+    """Trace these steps with JAX's profiler, such as 3:5, to RUNS/NAME/profile."""
+
     def __post_init__(self):
         _positive(self, "save_every")
+        _ = self.profiled_steps  # which checks them
         if self.resume and self.name is None:
             raise ValueError("`resume` needs the `name` of the run to go on with.")
         if self.name is not None and (Path(self.name).name != self.name or self.name == ".."):
@@ -136,6 +144,20 @@ class Run:
                 f"`name` must be a plain folder name; got {self.name!r}. Choose its parent with "
                 "`runs`."
             )
+
+    @property
+    def profiled_steps(self) -> range:
+        """Numbers of the steps to trace, from 1."""
+        if self.profile is None:
+            return range(0)
+        found = re.fullmatch(r"(\d+):(\d+)", self.profile)
+        first, last = map(int, found.groups()) if found else (0, 0)
+        if not 1 <= first <= last:
+            raise ValueError(
+                "`profile` must be the numbers of the first and the last step to trace, such as "
+                f"3:5; got {self.profile!r}."
+            )
+        return range(first, last + 1)
 
     def named(self) -> "Run":
         """The same, with the date and time for a name if it has none."""

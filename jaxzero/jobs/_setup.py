@@ -84,11 +84,15 @@ def set_up(
 
 
 def describe_devices(setup: Setup) -> str:
-    """One line for people: `8 fake CPU devices, 2 nodes x 4`."""
+    """One line for people: `8 fake CPU devices, 2 nodes x 4, 1 process`."""
     mesh = setup.zero.mesh
     device = jax.devices()[0]
     kind = "fake CPU devices" if device.platform == "cpu" else f"{device.device_kind} devices"
-    return f"{mesh.size} {kind}, {mesh.shape['node']} nodes x {mesh.shape['local']}"
+    processes = len({device.process_index for device in mesh.devices.flat})
+    return (
+        f"{mesh.size} {kind}, {mesh.shape['node']} nodes x {mesh.shape['local']}, "
+        f"{processes} process{'es' if processes > 1 else ''}"
+    )
 
 
 def zero_config(sharding: Sharding) -> ZeroConfig:

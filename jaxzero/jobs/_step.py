@@ -50,12 +50,7 @@ def make_step(setup: Setup, loss: LossFn) -> StepFn:
         metrics = {"loss": value, **metrics, **_batch_metrics(opt_state)}
         return optax.apply_updates(params, updates), opt_state, wire_state, metrics
 
-    compiled = jax.jit(step, donate_argnums=(0, 1, 2))
-
-    def placed(params: Params, opt_state: Any, wire_state: Any, tokens: PairTokens):
-        return compiled(params, opt_state, wire_state, place(setup, tokens))
-
-    return placed
+    return jax.jit(step, donate_argnums=(0, 1, 2))
 
 
 def _batch_metrics(opt_state: Any) -> Metrics:
@@ -77,9 +72,5 @@ def make_sharded_embed(setup: Setup) -> Callable[[Params, PairTokens], Float[Arr
     """
     zero, _ = setup.other_zero(ZeroConfig(stage=setup.zero.config.stage))
     compiled = jax.jit(zero.apply(make_embed(setup.graph)))
-    return lambda params, tokens: compiled(params, place(setup, tokens))
-
-
-def place(setup: Setup, tokens: PairTokens) -> PairTokens:
-    """Put each device's rows of a batch on it."""
-    return jax.device_put(tokens, NamedSharding(setup.zero.mesh, setup.zero.batch_spec))
+    rows = NamedSharding(zero.mesh, zero.batch_spec)
+    return lambda params, tokens: compiled(params, jax.device_put(tokens, rows))

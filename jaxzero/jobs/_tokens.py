@@ -1,4 +1,4 @@
-"""Pairs as arrays of token ids, and which of them each step trains on."""
+"""Pairs as arrays of token ids."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,9 +24,9 @@ class PairTokens(NamedTuple):
     def __len__(self) -> int:  # of pairs, not of fields
         return self.ids.shape[0]
 
-    def rows(self, indices: Int[np.ndarray, "rows"] | slice) -> "PairTokens":
+    def rows(self, some: slice) -> "PairTokens":
         """Some of the pairs."""
-        return PairTokens(self.ids[indices], self.mask[indices])
+        return PairTokens(self.ids[some], self.mask[some])
 
 
 class PairTokenizer:
@@ -57,25 +57,3 @@ class PairTokenizer:
         ids = np.array([encoding.ids for encoding in encodings], np.int32)
         mask = np.array([encoding.attention_mask for encoding in encodings], bool)
         return PairTokens(ids.reshape(shape), mask.reshape(shape))
-
-
-def rows_of_step(
-    step: int, *, num_rows: int, rows_per_step: int, seed: int
-) -> Int[np.ndarray, "rows"]:
-    """Which rows step number `step` (from 0) trains on.
-
-    A pure function, so a resumed run needs no saved position. Every epoch is a new permutation and
-    drops the remainder that fills no step.
-
-    Raises:
-        ValueError: there are fewer rows than a step takes.
-    """
-    steps_per_epoch = num_rows // rows_per_step
-    if not steps_per_epoch:
-        raise ValueError(
-            f"`pairs` asks for {rows_per_step} per step, the data has {num_rows}. Ask for fewer, "
-            "or point `data` to a larger tree."
-        )
-    epoch, position = divmod(step, steps_per_epoch)
-    order = np.random.default_rng([seed, epoch]).permutation(num_rows)
-    return order[position * rows_per_step :][:rows_per_step]

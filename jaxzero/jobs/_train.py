@@ -14,13 +14,15 @@ from ._export import export_and_compare
 from ._journal import Journal
 from ._loop import run_steps
 from ._metrics import Retrieval, embed_in_batches, retrieval_scores
-from ._node_bytes import NodeBytes, abstract_tokens, node_bytes
+from ._node_bytes import NodeBytes, abstract_tokens, node_bytes, plan_step
+from ._overview import print_overview
 from ._plot import plot_run
 from ._progress import print_summary
 from ._resume import begin, restore
 from ._session import Session, State, open_session
 from ._settings import Train
 from ._step import make_sharded_embed
+from ._tokens import PairTokens
 
 _EVALUATED_PAIRS = 16  # per device and forward pass: a pass gathers every weight, so not too few
 
@@ -50,7 +52,7 @@ def train(settings: Train, console: Console) -> Outcome:
     directory = settings.run.directory
     with open_session(settings, console) as session:
         before, state, after = _evaluated_training(session)
-    entered = _note_node_bytes(session) if state.step else None
+        entered = _note_node_bytes(session) if state.step else None
     plot_run(session.journal.rows("step"), directory / "loss.png", title=f"{settings.run.name}")
     difference = export_and_compare(
         session.setup, state.params, session.examples.held_out, directory / "export"
@@ -83,18 +85,25 @@ def _evaluated_training(session: Session) -> tuple[Retrieval, State, Retrieval]:
         before = _noted(session.journal)
     else:
         state = begin(session)
-        before = evaluate("Before training", state)
+        before = None
+    if state.step < session.settings.optimization.steps:
+        plan = plan_step(session.setup.zero, state.params, session.loss, _tokens(session))
+        print_overview(session, state, plan)
+    before = before or evaluate("Before training", state)
     state = run_steps(session, state)
     return before, state, evaluate("After training", state)
 
 
 def _note_node_bytes(session: Session) -> NodeBytes | None:
-    optimization, data = session.settings.optimization, session.settings.data
-    tokens = abstract_tokens(optimization.pairs, data.max_tokens)
-    entered = node_bytes(session.setup, session.loss, tokens)
+    entered = node_bytes(session.setup, session.loss, _tokens(session))
     if entered is not None:
-        session.journal.append("node_bytes", optimization.steps, **dataclasses.asdict(entered))
+        steps = session.settings.optimization.steps
+        session.journal.append("node_bytes", steps, **dataclasses.asdict(entered))
     return entered
+
+
+def _tokens(session: Session) -> PairTokens:
+    return abstract_tokens(session.settings.optimization.pairs, session.settings.data.max_tokens)
 
 
 def _noted(journal: Journal) -> Retrieval:

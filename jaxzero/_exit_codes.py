@@ -1,0 +1,61 @@
+"""What the exit status of a training process says to whatever started it.
+
+A launcher, SLURM or Kubernetes sees one number of a process that has ended, and decides by it
+whether to start again. 75 is EX_TEMPFAIL of sysexits.h; 76 and 77 are its neighbours, used here in
+a sense of our own; 130 and the other numbers above 128 are what shells report for signals.
+"""
+
+import signal
+
+MISTAKE = 2  # in the arguments: starting again would only repeat it
+STOPPED = 75  # saved at SIGTERM: run again to go on
+PEER_LOST = 76  # another process is lost or hangs: its end, not this one, is the cause
+DIVERGED = (
+    77  # too many steps that are not finite, or replicas that differ: look before running again
+)
+INTERRUPTED = 130  # Ctrl-C
+
+MEANINGS = {
+    0: "done",
+    1: "an error in the program",
+    MISTAKE: "a mistake in the arguments",
+    STOPPED: "stopped by SIGTERM after saving: run again to go on",
+    PEER_LOST: "another process is lost or hangs",
+    DIVERGED: "too many non-finite steps, or replicas differ: look before running again",
+    126: "the command cannot be run",
+    127: "the command was not found",
+    INTERRUPTED: "interrupted by Ctrl-C",
+}
+
+_HINTS = {
+    signal.SIGKILL: "; often because memory ran out",
+    signal.SIGSEGV: "; a crash in native code",
+    signal.SIGABRT: "; native code gave up",
+}
+
+
+def describe(returncode: int) -> str:
+    """How a process ended, in words.
+
+    Args:
+        returncode: as `subprocess` has it: the exit code, or minus the number of a signal.
+    """
+    if returncode < 0:
+        return f"killed by {_signal_name(-returncode)}"
+    meaning = MEANINGS.get(returncode)
+    if meaning is None and returncode > 128:
+        meaning = f"as after {_signal_name(returncode - 128)}"
+    return f"exit code {returncode}" + (f" ({meaning})" if meaning else "")
+
+
+def exit_status(returncode: int) -> int:
+    """`returncode` of `subprocess` as a shell reports it: 128 + the number of a signal."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def _signal_name(number: int) -> str:
+    try:
+        name = signal.Signals(number)
+    except ValueError:
+        return f"signal {number}"  # a real-time signal has a number only
+    return name.name + _HINTS.get(name, "")

@@ -1,0 +1,13 @@
+"""Data for training on several hosts: each reads its own rows. Needs Grain (`pip install grain`).
+
+import grain
+from jaxzero.data import Batches
+
+examples = grain.MapDataset.source(records).shuffle(seed=0).repeat()
+batches = Batches(examples, zero, batch_size=256)
+for batch in batches:
+    params, opt_state = step(params, opt_state, batch)
+    checkpoints.save(number, state, extra={"data": batches.get_state()})
+"""
+
+from ._batches import Batches as Batches

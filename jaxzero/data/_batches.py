@@ -1,0 +1,226 @@
+"""Batches for all devices, of which each process reads the rows that its own devices hold.
+
+The dataset is in global order and the same on every process, so batch b is elements b * B to
+(b + 1) * B of it on one host as on a hundred, row by row. A position is a number of batches: a run
+that is stopped on two hosts goes on with one, and no example is lost or read twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from .._mesh import AXES
+from .._partition import path_name
+from .._zero import Zero
+from ._host_rows import HostRows
+
+_UNLIKE = {  # what a state says of where it is from
+    "batch_size": "Give the `batch_size` that the run began with",
+    "epoch_length": "Give the dataset that the run began with",
+    "seeds": "Give the dataset the seeds that the run began with",
+}
+
+
+class Batches(Iterator[Any]):
+    """Iterate over global batches of a Grain dataset. A context manager.
+
+    Each process makes it with the same dataset and iterates in step with the others. It reads
+    only the rows of its own devices, ahead of time in Grain's threads; where several processes
+    hold the same rows, each of them reads them.
+
+    Args:
+        dataset: a `grain.MapDataset` in global order, not split by process and not batched.
+            Shuffle and repeat it before; an epoch that the batch size does not divide goes on
+            in the next batch, and what fills no batch at the very end is not read. Elements are
+            trees of numbers or numpy arrays that have the same shapes in all elements.
+        zero: gives the devices, and how a batch is split over them (`zero.batch_spec`).
+        batch_size: rows of a batch, over all devices and hosts.
+        read_options: how many threads read ahead, and how many elements; by default those of
+            Grain (16 and 500). Data in memory is read fastest by `grain.ReadOptions(0, 0)`.
+
+    Yields:
+        Trees of global `jax.Array`s: the shape of a leaf is `(batch_size, *element.shape)`.
+
+    Raises:
+        TypeError: `dataset` is no `grain.MapDataset`.
+        ValueError: `batch_size` does not divide over the devices, or the dataset is shorter; and
+            while iterating, elements of different shapes, or a filter that left one out.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        zero: Zero,
+        *,
+        batch_size: int,
+        read_options: grain.ReadOptions | None = None,
+    ):
+        _check(dataset, zero, batch_size)
+        self._dataset = dataset
+        self._sharding = NamedSharding(zero.mesh, zero.batch_spec)
+        self._rows = HostRows.of_sharding(self._sharding, batch_size)
+        self._read_options = read_options
+        self._num_batches = len(dataset) // batch_size
+        self._position = 0
+        self._elements: grain.DatasetIterator | None = None  # from the position on
+        self._origin = {"batch_size": batch_size, **_described(dataset)}
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> Any:
+        if self._position == self._num_batches:
+            raise StopIteration
+        if self._elements is None:
+            self._elements = self._read_on()
+        try:
+            rows = list(itertools.islice(self._elements, len(self._rows)))
+            batch = jax.tree.map(self._spread, _stacked(rows))
+        except BaseException:
+            self.close()  # part of the batch is read: the next call reads all of it
+            raise
+        self._position += 1
+        return batch
+
+    def __enter__(self) -> Batches:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the threads that read ahead. Iterating goes on at the same place, with new ones."""
+        if self._elements is not None:
+            self._elements.close()
+        self._elements = None
+
+    def get_state(self) -> dict[str, Any]:
+        """The position, and what it is a position in, as JSON; the same on every process."""
+        return {"batches": self._position, **self._origin}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken, on any number of processes and devices.
+
+        Raises:
+            ValueError: it is no state, or one of another batch size, of a dataset with another
+                number of elements in an epoch, or with other seeds.
+        """
+        if not isinstance(state.get("batches"), int):
+            raise ValueError(f"`state` must be what `Batches.get_state` gave; got {state!r}.")
+        for name, remedy in _UNLIKE.items():
+            if state.get(name) != self._origin[name]:
+                raise ValueError(
+                    f"`state` was taken with {name} = {state.get(name)!r}, and these batches have "
+                    f"{self._origin[name]!r}. {remedy}, or start from the first batch."
+                )
+        if not 0 <= state["batches"] <= self._num_batches:
+            raise ValueError(
+                f"`state` is that after {state['batches']} batches; the dataset has "
+                f"{self._num_batches}. Repeat it at least as often as the one the run began with."
+            )
+        self.close()
+        self._position = state["batches"]
+
+    def _read_on(self) -> grain.DatasetIterator:
+        """The elements of this process, from the position on, read ahead."""
+        first, after = (n * len(self._rows) for n in (self._position, self._num_batches))
+        turns = grain.MapDataset.range(first, after).map(self._element)
+        return iter(turns.to_iter_dataset(self._read_options))
+
+    def _element(self, turn: int) -> Any:
+        number = self._rows.element(turn)
+        element = self._dataset[number]
+        if element is None:
+            raise ValueError(
+                f"The dataset has no element {number}: a filter left it out, so rows could not "
+                "keep their places. Filter the source before it becomes a dataset."
+            )
+        return element
+
+    def _spread(self, x: np.ndarray) -> jax.Array:
+        """The rows of this process, as its part of a global array."""
+        shape = (self._rows.batch_size, *x.shape[1:])
+        return jax.make_array_from_callback(
+            shape, self._sharding, lambda index: x[self._rows.place(index[0])]
+        )
+
+
+def _check(dataset: Any, zero: Zero, batch_size: int) -> None:
+    if not isinstance(dataset, grain.MapDataset):
+        raise TypeError(
+            f"`dataset` must be a `grain.MapDataset`, which can be read at any place; got "
+            f"{type(dataset).__name__}. Make one with `grain.MapDataset.source(...)`."
+        )
+    num_devices = math.prod(zero.mesh.shape[axis] for axis in AXES)
+    if not isinstance(batch_size, int) or batch_size < 1 or batch_size % num_devices:
+        raise ValueError(
+            f"`batch_size` must be a multiple of the number of devices, {num_devices}; got "
+            f"{batch_size!r}."
+        )
+    if len(dataset) < batch_size:
+        raise ValueError(
+            f"`dataset` has {len(dataset)} elements, fewer than one batch of {batch_size}. Give a "
+            "smaller `batch_size`, or repeat it: `dataset.repeat()`."
+        )
+    if jax.process_index() not in {device.process_index for device in zero.mesh.devices.flat}:
+        raise ValueError(
+            f"Process {jax.process_index()} has none of the devices of the mesh, so there are no "
+            "rows for it to read. Make the mesh of devices of all processes."
+        )
+
+
+def _stacked(rows: Sequence[Any]) -> Any:
+    """Trees of one element each, as one tree with a leading dim."""
+    leaves, treedef = jax.tree.flatten(rows[0])
+    columns = [[np.asarray(leaf)] for leaf in leaves]
+    for row in rows[1:]:
+        others, other = jax.tree.flatten(row)
+        if other != treedef:
+            raise ValueError(f"Elements differ: one is a tree {treedef}, another {other}.")
+        for column, leaf in zip(columns, others, strict=True):
+            column.append(np.asarray(leaf))
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(rows[0])[0]]
+    for path, column in zip(paths, columns, strict=True):
+        _check_column(path_name(path), column)
+    return jax.tree.unflatten(treedef, [np.stack(column) for column in columns])
+
+
+def _check_column(path: str, column: Sequence[np.ndarray]) -> None:
+    shapes = {x.shape for x in column}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"Elements differ in the shape of leaf `{path}`: {' and '.join(map(str, shapes))}. "
+            "Pad or cut them to one length with `dataset.map`."
+        )
+    if column[0].dtype.kind in "OSUMm":
+        raise ValueError(
+            f"Leaf `{path}` of an element has dtype {column[0].dtype}, which no device holds. "
+            "Drop it, or make numbers of it, with `dataset.map`."
+        )
+
+
+def _described(dataset: grain.MapDataset) -> dict[str, Any]:
+    """What can be known of a dataset's order from outside: the length of an epoch, and seeds."""
+    nodes, found = [dataset], []
+    while nodes:
+        node = nodes.pop()
+        found.append(node)
+        nodes += getattr(node, "parents", ())  # a dataset of the user's own may have none
+    # Repeating an epoch more often does not change what came before.
+    repeats = (node for node in found if type(node).__name__ == "RepeatMapDataset")
+    repeated = next(repeats, None)
+    epoch = dataset if repeated is None else repeated.parents[0]
+    seeds = [getattr(node, "_seed", None) for node in found]
+    return {
+        "epoch_length": len(epoch),
+        "seeds": [operator.index(seed) for seed in seeds if hasattr(seed, "__index__")],
+    }

@@ -1,0 +1,24 @@
+"""Several processes: start them, agree, stop together, notice when one is lost.
+
+from jaxzero import distributed
+
+distributed.initialize()  # does nothing where there is one process
+distributed.check_same(settings=settings)
+with distributed.Watchdog() as watchdog, distributed.StopRequest() as stop:
+    for step in range(first, last):
+        ...
+        watchdog.beat(step)
+        if stop.reached(step):
+            checkpoints.save(step, state)
+            raise SystemExit(distributed.STOPPED)
+"""
+
+from ._agreement import check_same as check_same
+from ._initialize import initialize as initialize
+from ._replicas import ReplicasDiffer as ReplicasDiffer
+from ._replicas import check_replicas as check_replicas
+from ._status import DIVERGED as DIVERGED
+from ._status import PEER_LOST as PEER_LOST
+from ._status import STOPPED as STOPPED
+from ._stop import StopRequest as StopRequest
+from ._watchdog import Watchdog as Watchdog

@@ -1,0 +1,62 @@
+"""Processes that should have the same settings or data say so to each other."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from .._coordination import describe_process, exchange
+
+_SHOWN = 200  # characters of a value in a message
+
+
+def check_same(*, seconds: float = 60.0, **values: Any) -> None:
+    """Compare values over all processes; for settings, digests of data, seeds.
+
+    Args:
+        seconds: how long to wait for the others.
+        **values: what JSON can hold, or whose `repr` tells it apart. Settings as a dict are
+            compared entry by entry, and the message names the entry.
+
+    Raises:
+        ValueError: a value differs: on all processes, with the name and both values.
+        TimeoutError: a process did not come.
+    """
+    entries = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            entries |= {f"{name}.{key}": _text(item) for key, item in value.items()}
+        else:
+            entries[name] = _text(value)
+    digest = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+    if len(set(exchange("check_same", digest, seconds))) == 1:
+        return
+    told = [json.loads(text) for text in exchange("check_same", json.dumps(entries), seconds)]
+    raise ValueError(_difference(told))
+
+
+def _difference(told: list[dict[str, str]]) -> str:
+    first = told[0]
+    for index, other in enumerate(told[1:], start=1):
+        for name in sorted(first.keys() | other.keys()):
+            if first.get(name) != other.get(name):
+                return (
+                    f"`{name}` is {_short(other.get(name))} in {describe_process(index)} and "
+                    f"{_short(first.get(name))} in {describe_process(0)}. All processes of a run "
+                    "must have the same."
+                )
+    raise AssertionError("digests differ, entries do not")
+
+
+def _text(value: Any) -> str:
+    try:
+        return json.dumps(value, sort_keys=True)
+    except TypeError:
+        return repr(value)
+
+
+def _short(text: str | None) -> str:
+    if text is None:
+        return "missing"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

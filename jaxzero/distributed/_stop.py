@@ -1,0 +1,75 @@
+"""SIGTERM and Ctrl-C as a polite request: finish the step, save, and say how to go on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from jax.experimental import multihost_utils
+
+from .._coordination import process_count
+
+
+class StopRequest:
+    """Whether this run was asked to stop, agreed over all processes. A context manager.
+
+    Schedulers send SIGTERM some time before they end a process, and often to one process only. All
+    must stop after the same step, or those that go on wait for the others for ever; JAX's
+    preemption service finds a step that none has passed yet. Ctrl-C is taken for the same request.
+    Pressed a second time, it acts as usual (KeyboardInterrupt), for someone who cannot wait.
+
+    Outside the main thread, where Python delivers no signals, a single process is never asked.
+
+    with StopRequest() as stop:
+        for step in range(first, last):
+            ...
+            if stop.reached(step):
+                save()
+                raise SystemExit(distributed.STOPPED)
+    """
+
+    def __init__(self):
+        self.interrupted = False
+        """Whether it was Ctrl-C, in this process."""
+        self._asked = False
+        self._usual: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._listen(signal.SIGINT, self._note_interrupt)
+            if process_count() == 1:  # else JAX's preemption service listens
+                self._listen(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._usual.items():
+            signal.signal(number, handler)
+        self._usual = {}
+
+    def reached(self, step: int) -> bool:
+        """Whether to stop after this step. All processes call it after every step.
+
+        Args:
+            step: grows by one from call to call, the same in all processes.
+        """
+        if process_count() == 1:
+            return self._asked
+        return multihost_utils.reached_preemption_sync_point(step)
+
+    def _listen(self, number: signal.Signals, handler: Any) -> None:
+        self._usual[number] = signal.getsignal(number)
+        signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+
+    def _note_interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.interrupted = self._asked = True
+        signal.signal(signal.SIGINT, self._usual[signal.SIGINT])
+        if process_count() > 1:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(os.getpid(), signal.SIGTERM)  # which tells the other processes

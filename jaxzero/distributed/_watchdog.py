@@ -1,0 +1,197 @@
+"""A process that dies or hangs ends the others, in bounded time and with a word on who it was.
+
+A collective whose partner is gone waits for ever, so the processes that are well are the ones that
+hang. Every process therefore tells its steps to JAX's coordination service, from a thread that runs
+while devices do, and looks at what the others tell. Two things end it, with status `PEER_LOST`:
+another process is silent (killed, stopped, its machine gone), or this one makes no step (a
+deadlock, a device that hangs). Clocks of different machines are not compared: what counts is when
+another's counter was last seen to move, by the clock here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+
+import jax
+
+from .._coordination import describe_process, process_count, process_index, publish, published
+from ._status import PEER_LOST
+
+_NAME = "watchdog"
+_TICKS = 4  # how often we speak and look, in `heartbeat_seconds`
+_DONE = "done"
+
+
+class Watchdog:
+    """Ends this process when it makes no progress, or another is lost. A context manager.
+
+    with Watchdog(step_seconds=600) as watchdog:
+        for step in range(first, last):
+            ...
+            watchdog.beat(step)
+
+    An exception that leaves the `with` block ends a process that is one of several at once, with
+    status 1: an ordinary exit would first wait for the others, who wait for this one. An error of a
+    collective waits for `heartbeat_seconds`, whether it was another process that failed.
+
+    Args:
+        step_seconds: the longest time from one step to the next, compiling and saving included.
+        heartbeat_seconds: after so much silence a process is lost.
+
+    Raises:
+        ValueError: a time is not positive.
+    """
+
+    def __init__(self, *, step_seconds: float = 1800.0, heartbeat_seconds: float = 30.0):
+        for name, value in (
+            ("step_seconds", step_seconds),
+            ("heartbeat_seconds", heartbeat_seconds),
+        ):
+            if not value > 0:
+                raise ValueError(f"`{name}` must be positive; got {value!r}.")
+        self._step_seconds = step_seconds
+        self._heartbeat_seconds = heartbeat_seconds
+        self._step = -1
+        self._stepped = time.monotonic()
+        self._over = threading.Event()
+        self._peers = _Peers(heartbeat_seconds)
+
+    def __enter__(self) -> Watchdog:
+        self._stepped = time.monotonic()
+        threads = [self._watch]
+        if process_count() > 1:
+            publish(_NAME, f"0 {self._step}")  # who never spoke cannot fall silent
+            threads.append(self._talk)
+        for target in threads:
+            threading.Thread(target=target, name=f"jaxzero {target.__name__}", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _) -> None:
+        if process_count() > 1 and error is not None and not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                time.sleep(2 * self._heartbeat_seconds)  # the thread says who is lost, if any is
+            _leave(f"This process leaves at once, so that the others learn of it: {error!r}", 1)
+        self._over.set()
+        if process_count() > 1:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                publish(_NAME, _DONE)
+
+    def beat(self, step: int) -> None:
+        """Say that this process has made a step."""
+        self._step = step
+        self._stepped = time.monotonic()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Allow what is inside to take any time: an evaluation, a download."""
+        allowed, self._step_seconds = self._step_seconds, float("inf")
+        try:
+            yield
+        finally:
+            self._stepped = time.monotonic()
+            self._step_seconds = allowed
+
+    def _talk(self) -> None:
+        """Tell and ask, where a call may hang because process 0 does."""
+        for count in itertools.count(1):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # `_watch` sees the silence
+                publish(_NAME, f"{count} {self._step}")
+                self._peers.note(published(_NAME))
+            if self._over.wait(self._heartbeat_seconds / _TICKS):
+                return
+
+    def _watch(self) -> None:
+        """Judge, and never wait for anybody."""
+        tick = self._heartbeat_seconds / _TICKS
+        before = time.monotonic()
+        while not self._over.wait(min(tick, self._step_seconds / _TICKS)):
+            now = time.monotonic()
+            if now - before > self._heartbeat_seconds:  # it was this process that stood still
+                self._peers.forgive()
+                self._stepped = max(self._stepped, now - self._step_seconds / 2)
+            before = now
+            if process_count() > 1 and (lost := self._peers.lost()):
+                _leave(f"{lost} The last step here was {self._step}.", PEER_LOST)
+            if now - self._stepped > self._step_seconds:
+                faulthandler.dump_traceback(all_threads=True)
+                _leave(
+                    f"No step for {self._step_seconds:g} s, since step {self._step}; above is "
+                    f"where this process stands. {self._peers.describe()}",
+                    PEER_LOST,
+                )
+
+
+class _Peers:
+    """When this process last saw each other one alive."""
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._asked = time.monotonic()  # the last time that process 0 answered
+        self._seen: dict[int, tuple[str, float]] = {}
+
+    def note(self, told: dict[int, str]) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._asked = now
+            for index, text in told.items():
+                if index not in self._seen or self._seen[index][0] != text:
+                    self._seen[index] = (text, now)
+
+    def forgive(self) -> None:
+        """Start to count anew."""
+        now = time.monotonic()
+        with self._lock:
+            self._asked = now
+            self._seen = {index: (text, now) for index, (text, _) in self._seen.items()}
+
+    def lost(self) -> str:
+        """Who is silent, as a sentence, or nothing."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._asked > 2 * self._seconds:
+                return (
+                    f"{describe_process(0)}, which coordinates, has not answered for "
+                    f"{now - self._asked:.0f} s: it died, hangs, or the network is down."
+                )
+            for index, (text, seen) in sorted(self._seen.items()):
+                silent = text != _DONE and index != process_index() and now - seen > self._seconds
+                if silent:
+                    return (
+                        f"{describe_process(index)} has been silent for {now - seen:.0f} s (it was "
+                        f"heard at {_step_of(text)}): it died, hangs, or its network is down."
+                    )
+        return ""
+
+    def describe(self) -> str:
+        """How far the others are."""
+        with self._lock:
+            others = [
+                f"{describe_process(index)}: {_step_of(text)}"
+                for index, (text, _) in sorted(self._seen.items())
+                if index != process_index()
+            ]
+        return f"The others: {'; '.join(others)}." if others else ""
+
+
+def _step_of(text: str) -> str:
+    if text == _DONE:
+        return "its end"
+    step = text.split()[1]
+    return "its start" if step == "-1" else f"step {step}"
+
+
+def _leave(message: str, status: int) -> None:
+    """End this process without waiting for anything: what ordinary exits wait for may hang."""
+    sys.stdout.flush()
+    print(f"jaxzero: {message}", file=sys.stderr, flush=True)
+    os._exit(status)

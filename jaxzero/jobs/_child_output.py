@@ -1,0 +1,181 @@
+"""The output of several processes on one screen: whole lines, each with the number of its process.
+
+    [1] step 3, loss 2.71
+
+A thread for each pipe splits what arrives into lines; one thread writes them all. So lines are
+never mixed, a screen that does not keep up slows the processes down as a pipe would, and whoever
+watches the processes is never blocked by it. Bytes pass as they are, whatever their encoding. A
+line that is written over itself by carriage returns (a progress bar) shows its last form.
+"""
+
+import collections
+import contextlib
+import os
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from typing import IO
+
+_LONGEST = 64 * 1024  # bytes; a longer line is shown in pieces
+_TAIL_LINES = 15
+_QUEUE = 1000  # pieces of output that wait for the screen
+_SAY_SECONDS = 0.2  # for room among them, before a line of the launcher is dropped
+_COLOURS = (36, 33, 35, 32, 34, 31)
+_OUT, _ERR = 1, 2
+
+
+class Output:
+    """Standard output and standard error of this process, shared by all children."""
+
+    def __init__(self):
+        self._queue: queue.Queue[tuple[int, bytes] | None] = queue.Queue(_QUEUE)
+        self._writer = threading.Thread(target=self._write_all, daemon=True)
+        self._writer.start()
+        self._coloured = {fd: os.isatty(fd) and "NO_COLOR" not in os.environ for fd in (_OUT, _ERR)}
+
+    def say(self, text: str) -> None:
+        """Write lines of the launcher's own to standard error, or drop them if it is stuck."""
+        lines = "".join(f"launch: {line}\n" for line in text.splitlines())
+        with contextlib.suppress(queue.Full):
+            self._queue.put((_ERR, lines.encode(errors="replace")), timeout=_SAY_SECONDS)
+
+    def close(self, seconds: float) -> None:
+        """Write what waits, for at most `seconds`."""
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=seconds)
+            self._writer.join(max(0.0, deadline - time.monotonic()))
+
+    def put(self, fd: int, number: int | None, line: bytes) -> None:
+        """Write a line of child `number`; wait while the screen is slower than the children."""
+        self._queue.put((fd, self._prefix(fd, number) + line + b"\n"))
+
+    def _prefix(self, fd: int, number: int | None) -> bytes:
+        if number is None:
+            return b""
+        if not self._coloured[fd]:
+            return b"[%d] " % number
+        return b"\x1b[0;%dm[%d]\x1b[0m " % (_COLOURS[number % len(_COLOURS)], number)
+
+    def _write_all(self) -> None:
+        while (item := self._queue.get()) is not None:
+            fd, data = item
+            with contextlib.suppress(OSError):  # nobody reads any more: the children go on
+                while data:
+                    data = data[os.write(fd, data) :]
+
+
+class ChildOutput:
+    """What one child writes: shown, kept in a file, and its last lines remembered.
+
+    Args:
+        output: where lines are shown.
+        process: the child; its standard output and standard error are pipes.
+        number: what lines begin with; None shows them as they are.
+        log: file to which all bytes are appended as they come, of both streams.
+    """
+
+    def __init__(
+        self,
+        output: Output,
+        process: subprocess.Popen[bytes],
+        *,
+        number: int | None,
+        log: Path | None,
+    ):
+        assert process.stdout is not None and process.stderr is not None
+        self._output, self._number = output, number
+        self._tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_LINES)
+        self._log = _Log(output, log) if log else None
+        self._threads = [
+            threading.Thread(target=self._follow, args=(stream, fd), daemon=True)
+            for stream, fd in ((process.stdout, _OUT), (process.stderr, _ERR))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self, seconds: float) -> list[str]:
+        """Wait for the rest, for at most `seconds`; return the last lines, oldest first.
+
+        A process that left the child's group may hold its pipes open for ever, so the wait ends.
+        """
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if self._log:
+            self._log.close()
+        return [line.decode(errors="replace") for line in list(self._tail)]
+
+    def _follow(self, stream: IO[bytes], fd: int) -> None:
+        for line in _lines(self._chunks(stream)):
+            self._tail.append(line)
+            self._output.put(fd, self._number, line)
+
+    def _chunks(self, stream: IO[bytes]) -> Iterator[bytes]:
+        with stream:
+            while chunk := os.read(stream.fileno(), _LONGEST):
+                if self._log:
+                    self._log.write(chunk)
+                yield chunk
+
+
+class _Log:
+    """A file that both streams of a child append to. Once it cannot be written it is left alone."""
+
+    def __init__(self, output: Output, path: Path):
+        self._output, self._path = output, path
+        self._lock = threading.Lock()
+        self._file: FileIO | None = None
+        self._over = False
+
+    def write(self, data: bytes) -> None:
+        with self._lock:
+            if self._over:
+                return
+            try:
+                if self._file is None:
+                    self._file = FileIO(self._path, "a")
+                while data:
+                    data = data[self._file.write(data) :]
+            except OSError as error:  # a full disk must not end the training
+                self._output.say(f"{self._path} ends here: {error.strerror or error}")
+                self._close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        self._over = True
+        if self._file is not None:
+            self._file.close()
+
+
+def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Lines without their ends. What is longer than `_LONGEST` bytes comes in pieces."""
+    rest = b""
+    for chunk in chunks:
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            yield from _pieces(_overwritten(line))
+        # A progress bar may run for hours without a line's end: only its last form is kept.
+        rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
+        while len(rest) > _LONGEST:
+            yield rest[:_LONGEST]
+            rest = rest[_LONGEST:]
+    if rest:
+        yield _overwritten(rest)
+
+
+def _pieces(line: bytes) -> Iterator[bytes]:
+    for start in range(0, max(len(line), 1), _LONGEST):
+        yield line[start : start + _LONGEST]
+
+
+def _overwritten(line: bytes) -> bytes:
+    """What a terminal shows in the end of a line with carriage returns."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]

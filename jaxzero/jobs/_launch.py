@@ -1,0 +1,225 @@
+"""`jaxzero launch`: several processes on this machine, as if they were on several.
+
+What a cluster's scheduler does, for trying and for one machine: start the processes, tell each who
+it is, show what they write, end all when one fails, and start again from the last checkpoint.
+"""
+
+import dataclasses
+import math
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from .._exit_codes import DIVERGED, INTERRUPTED, MISTAKE, STOPPED
+from ._child_environment import Slot, environment, reserve_port, slots
+from ._child_output import Output
+from ._orphan_guard import OrphanGuard
+from ._outcome import Outcome
+from ._stop_requests import StopRequests, noted_stop_requests
+from ._supervisor import Supervisor
+
+_LONGEST_PAUSE = 30.0  # seconds between attempts; the first is 1
+_POLL_SECONDS = 0.05
+_FLUSH_SECONDS = 5.0  # for the screen to take what was written
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Run a script in several processes on this machine, as if they were on several.
+
+    Each process finds in its environment what jaxzero.distributed.initialize() needs. Lines of
+    output begin with the number of their process. If one process fails, the others get SIGTERM, and
+    SIGKILL after the grace; so do all if the launcher gets SIGTERM or Ctrl-C. A second Ctrl-C kills
+    at once.
+
+    Exit status, of a process and, from the first that failed, of the launcher: 0 done; 2 a mistake
+    in the arguments; 75 stopped by SIGTERM after saving, run again to go on; 76 another process is
+    lost or hangs; 77 too many non-finite steps, or replicas that differ; 130 Ctrl-C; 128 + n killed
+    by signal n.
+    """
+
+    nodes: int = 2
+    """Hosts to pretend."""
+
+    procs_per_node: int = 1
+    """Processes on each."""
+
+    devices_per_proc: Annotated[int | None, arg(metavar="INT")] = None
+    """Devices of each process: as many fake ones where there is only a CPU; of the GPUs the first
+    process has the first so many, and so on. Left out, one each; a single process has all GPUs."""
+
+    restart: int = 0
+    """How often all are started again after a failure, with a pause before it that grows from 1 to
+    30 seconds. Not after 0, 2, 77, or when the launcher was asked to stop. The script must itself
+    go on from its last checkpoint: JAXZERO_RESTARTS in its environment counts the attempts
+    before."""
+
+    min_nodes: Annotated[int | None, arg(metavar="INT")] = None
+    """A restart leaves out the node that failed, as long as this many are left. Left out, all nodes
+    are started again."""
+
+    grace: float = 30.0
+    """Seconds from SIGTERM to SIGKILL: time to save."""
+
+    log_dir: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Also append the output of process N to DIR/process-N.log."""
+
+    command: Annotated[Positional[tuple[str, ...]], arg(metavar="-- COMMAND ...")]
+    """What to run, after two dashes. No shell reads it."""
+
+    def __post_init__(self):
+        for name in ("nodes", "procs_per_node", "devices_per_proc", "min_nodes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` must be positive; got {value}.")
+        if self.restart < 0:
+            raise ValueError(f"`restart` cannot be negative; got {self.restart}.")
+        if not 0 <= self.grace < math.inf:
+            raise ValueError(f"`grace` must be a number of seconds, 0 or more; got {self.grace}.")
+        if self.min_nodes is not None and self.min_nodes > self.nodes:
+            raise ValueError(
+                f"`min_nodes` can be at most `nodes`, {self.nodes}; got {self.min_nodes}."
+            )
+        if self.min_nodes is not None and not self.restart:
+            raise ValueError(
+                "`min_nodes` says how few nodes a restart may have; give `restart` too."
+            )
+        if not self.command:
+            raise ValueError(
+                "`command` is missing. Give it after two dashes: jaxzero launch -- python train.py"
+            )
+
+
+def launch(settings: Launch) -> int:
+    """Run `settings.command` in all processes until they end; return the exit status.
+
+    Takes over SIGINT, SIGTERM and SIGHUP while it runs, so it must be called in the main thread.
+
+    Raises:
+        ValueError: the command cannot be run, or `log_dir` cannot be written; nothing is running.
+    """
+    _check_command(settings.command[0])
+    if settings.log_dir is not None:
+        _make_log_dir(settings.log_dir)
+    output = Output()
+    try:
+        with noted_stop_requests() as requests, OrphanGuard() as guard:
+            return _Attempts(settings, output, requests, guard).run()
+    finally:
+        output.close(_FLUSH_SECONDS)
+
+
+class _Attempts:
+    """The first attempt, and those that follow a failure."""
+
+    def __init__(
+        self, settings: Launch, output: Output, requests: StopRequests, guard: OrphanGuard
+    ):
+        self._settings, self._output = settings, output
+        self._requests, self._guard = requests, guard
+        self._nodes = list(range(settings.nodes))  # as numbered in the first attempt
+
+    def run(self) -> int:
+        """The exit status of the last attempt."""
+        restarts = 0
+        while True:
+            began = time.monotonic()
+            outcome = self._attempt(restarts)
+            self._report(outcome, time.monotonic() - began)
+            if restarts == self._settings.restart or not _may_restart(outcome):
+                return outcome.status
+            self._leave_out(outcome.blamed)
+            restarts += 1
+            pause = min(2.0 ** (restarts - 1), _LONGEST_PAUSE)
+            self._output.say(
+                f"starting again in {pause:g} s, with {len(self._nodes)} of "
+                f"{self._settings.nodes} nodes (restart {restarts} of {self._settings.restart})"
+            )
+            if (request := self._pause(pause)) is not None:
+                return INTERRUPTED if request == signal.SIGINT else STOPPED
+
+    def _attempt(self, restarts: int) -> Outcome:
+        settings = self._settings
+        places = slots(self._nodes, settings.procs_per_node, settings.devices_per_proc)
+        port = reserve_port()  # another each time: the last may still be bound
+        supervisor = Supervisor(
+            settings.command,
+            grace=settings.grace,
+            output=self._output,
+            requests=self._requests,
+            guard=self._guard,
+            log_dir=settings.log_dir,
+        )
+        told = [
+            environment(
+                slot,
+                processes=len(places),
+                port=port,
+                restarts=restarts,
+                cpu_devices=settings.devices_per_proc,
+            )
+            for slot in places
+        ]
+        try:
+            return supervisor.run(list(zip(places, told, strict=True)))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ValueError(
+                f"`command` cannot be run: {settings.command[0]}: {reason}."
+            ) from error
+
+    def _report(self, outcome: Outcome, seconds: float) -> None:
+        first = outcome.first
+        if first is None or outcome.request is not None:
+            return
+        several = len(outcome.ended) > 1
+        self._output.say(f"after {seconds:.1f} s all have ended; the cause: {first}")
+        if several and first.tail:  # a single process has just shown them
+            lines = "\n".join(f"  {line[:500]}" for line in first.tail)
+            self._output.say(f"the last lines of process {first.slot.process}:\n{lines}")
+
+    def _leave_out(self, slot: Slot | None) -> None:
+        least = self._settings.min_nodes
+        if slot is not None and least is not None and len(self._nodes) > least:
+            self._output.say(f"node {slot.node} is left out")
+            del self._nodes[slot.node]
+
+    def _pause(self, seconds: float) -> signal.Signals | None:
+        """Wait, unless asked to stop: then return at once by what."""
+        deadline = time.monotonic() + seconds
+        while self._requests.first is None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return self._requests.first
+
+
+def _may_restart(outcome: Outcome) -> bool:
+    return outcome.request is None and outcome.status not in (0, MISTAKE, DIVERGED)
+
+
+def _check_command(program: str) -> None:
+    if shutil.which(program) is not None:
+        return
+    if Path(program).is_file():
+        raise ValueError(
+            f"`command` starts with {program!r}, which is not executable. Put the program that "
+            f"runs it first: jaxzero launch -- python {program}"
+        )
+    raise ValueError(
+        f"`command` starts with {program!r}, and there is no such program, neither at that path "
+        "nor on PATH. Give it with its path."
+    )
+
+
+def _make_log_dir(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ValueError(f"`log_dir` {directory} cannot be made: {reason}.") from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ValueError(f"`log_dir` {directory} cannot be written. Give another.")

@@ -1,0 +1,39 @@
+"""What the launcher was asked by signals, noted and acted upon later."""
+
+import contextlib
+import signal
+from collections.abc import Iterator
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopRequests:
+    """The first signal that asked to stop, and whether a second Ctrl-C asked to stop at once."""
+
+    first: signal.Signals | None = None
+    at_once: bool = False
+
+    def note(self, signum: int, frame: object) -> None:
+        """A signal handler."""
+        if self.first is not None and signum == signal.SIGINT:
+            self.at_once = True
+        if self.first is None:
+            self.first = signal.Signals(signum)
+
+
+@contextlib.contextmanager
+def noted_stop_requests() -> Iterator[StopRequests]:
+    """Note SIGINT, SIGTERM and SIGHUP inside the `with` block, in the main thread.
+
+    A signal that was ignored before stays ignored: SIGHUP under nohup, SIGINT in the background.
+    """
+    requests = StopRequests()
+    before = {number: signal.getsignal(number) for number in _STOPPING}
+    taken = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in taken:
+        signal.signal(number, requests.note)
+    try:
+        yield requests
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])

@@ -1,0 +1,56 @@
+"""Small scripts for `jaxzero launch`, and waiting for what they do."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxzero import jobs
+from jaxzero.jobs import _launch
+
+PYTHON = (sys.executable, "-u", "-S", "-E", "-c")
+PREAMBLE = """
+import os, signal, subprocess, sys, time
+process = int(os.environ["JAXZERO_PROCESS_ID"])
+restarts = int(os.environ["JAXZERO_RESTARTS"])
+"""
+
+
+def go_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits are short, and what scripts write is in a folder of the test's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_launch, "_LONGEST_PAUSE", 0.05)
+
+
+def settings(script: str, **options) -> jobs.Launch:
+    return jobs.Launch(command=(*PYTHON, PREAMBLE + textwrap.dedent(script)), **options)
+
+
+def launch(script: str, **options) -> int:
+    return jobs.launch(settings(script, **options))
+
+
+def ends(number: int, seconds: float = 5.0) -> bool:
+    """Whether process `number` is gone within `seconds`; a zombie that init has not met counts."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+            os.kill(number, 0)
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def wait_for(*names: str) -> None:
+    deadline = time.monotonic() + 20
+    while not all(Path(name).exists() and Path(name).stat().st_size for name in names):
+        assert time.monotonic() < deadline, f"not all of {names} appeared"
+        time.sleep(0.01)

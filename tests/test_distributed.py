@@ -1,0 +1,257 @@
+"""Several real processes: what they agree on, and what becomes of all when one is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import pytest
+from _processes import HERE, ended, free_address, line_from, run, started
+from distributed_run import HEARTBEAT_SECONDS
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxzero as jz
+from jaxzero import distributed
+from jaxzero._coordination import exchange
+from jaxzero.distributed._rendezvous import Hello, meet
+
+# From the last beat: silence, then one look, then what a busy machine adds.
+LOST_SECONDS = 2 * HEARTBEAT_SECONDS + 1 + 15
+
+
+def _hello(number: int, *, count: int = 2, host: str = "", **facts: str) -> Hello:
+    host = host or f"host{number}"
+    return Hello(process_id=number, num_processes=count, host=host, pid=number, facts=facts)
+
+
+def _meet(hellos: list[Hello], seconds: float = 20.0, address: str | None = None) -> list[object]:
+    """What each process gets: the hosts, or its error."""
+    address = address or free_address()
+
+    def one(hello: Hello) -> object:
+        try:
+            return meet(address, hello, seconds)
+        except (TimeoutError, ValueError) as error:
+            return error
+
+    with ThreadPoolExecutor(len(hellos)) as pool:
+        return list(pool.map(one, hellos))
+
+
+def test_processes_meet():
+    assert _meet([_hello(number, count=5) for number in (3, 0, 4, 1, 2)]) == 5 * [
+        [f"host{number}" for number in range(5)]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hellos", "message"),
+    [
+        ([_hello(0, count=3), _hello(2, count=3)], "1 of 3 processes did not come within 1 s: 1. "),
+        ([_hello(0), _hello(1, script="b.py")], r"Process 1 \(host1\) has another script .*: b.py"),
+        ([_hello(0), _hello(1, count=4)], "counts 4 processes, process 0 .* 2. Give all the same"),
+        (
+            [_hello(0, count=3), _hello(1, count=3), _hello(1, count=3, host="c")],
+            "Two processes call themselves 1: one on (host1|c), one on (host1|c).",
+        ),
+    ],
+    ids=["missing", "other code", "other count", "twins"],
+)
+def test_all_learn_what_is_wrong(hellos: list[Hello], message: str):
+    answers = _meet(hellos, seconds=1.0)
+    assert len({str(answer) for answer in answers}) == 1
+    for answer in answers:
+        assert isinstance(answer, Exception)
+        with pytest.raises(type(answer), match=message):
+            raise answer
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("no.such.host.invalid:1234", r"could not reach process 0 at no.such.host.invalid:1234"),
+        (None, r"within 0.5 s: .*[Rr]efused.* `coordinator_address` must name the host"),
+        ("host", "`coordinator_address` must be host:port of process 0; got 'host'"),
+        ("host:70000", "`coordinator_address` must be host:port"),
+    ],
+)
+def test_wrong_addresses(address: str | None, message: str):
+    with pytest.raises((TimeoutError, ValueError), match=message):
+        meet(address or free_address(), _hello(1), 0.5)
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ValueError, match="cannot listen on port .* in use"):
+            meet(address, _hello(0), 0.5)
+
+
+def test_strangers_and_broken_connections_are_passed_over():
+    address = free_address()
+    host, port = address.split(":")
+    hosts = []
+    waiting = threading.Thread(target=lambda: hosts.append(meet(address, _hello(0), 30.0)))
+    waiting.start()
+    for text in (b"GET / HTTP/1.1\r\n\r\n", b"\n", b"", b'{"jaxzero": {"process_id": 1}}\n'):
+        _say(host, int(port), text)
+    broken = {"process_id": 1, "num_processes": 2, "host": "host1", "pid": 1, "facts": {"x": "y"}}
+    _say(host, int(port), json.dumps({"jaxzero": broken | {"facts": {}}})[:-3].encode())
+    assert meet(address, _hello(1), 30.0) == ["host0", "host1"]
+    waiting.join()
+    assert hosts == [["host0", "host1"]]
+
+
+def _say(host: str, port: int, text: bytes) -> None:
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=5) as connection:
+                connection.sendall(text)
+            return
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_processes": 2}, "`coordinator_address` is not given, and nothing here says it"),
+        ({"coordinator_address": "a:1", "process_id": 0}, "`num_processes` is not given"),
+        (
+            {"coordinator_address": "a:1", "num_processes": 2, "process_id": 2},
+            "`process_id` must be from 0 to 1; got 2",
+        ),
+        ({"start_seconds": 0}, "must be positive; got 0 and 100"),
+    ],
+)
+def test_mistakes_in_arguments(options, message: str):
+    with pytest.raises(ValueError, match=message):
+        distributed.initialize(**options)
+
+
+def test_one_process_needs_nothing():
+    assert not distributed.initialize()
+    distributed.check_same(settings={"a": 1}, seed=3)
+    assert exchange("nothing", "mine", 1.0) == ["mine"]
+    mesh = jz.make_mesh(2)
+    whole = jax.device_put(1.5, NamedSharding(mesh, PartitionSpec()))
+    distributed.check_replicas({"x": whole, "step": 3}, step=3)
+    with distributed.Watchdog(step_seconds=60.0) as dog, distributed.StopRequest() as stop:
+        dog.beat(0)
+        assert not stop.reached(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.reached(1) and not stop.interrupted
+    with distributed.StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.reached(0) and stop.interrupted
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4", "bool", "float8_e4m3fn"])
+def test_replicas_of_any_dtype_differ_by_one_bit(dtype: str):
+    mesh = jz.make_mesh(2)
+    sharding = NamedSharding(mesh, PartitionSpec("node"))
+    values = jax.numpy.array([0, 1, 1, 0], dtype)
+    pieces = [
+        jax.device_put(values[index], device)
+        for device, index in sharding.addressable_devices_indices_map((4,)).items()
+    ]
+    good = jax.make_array_from_single_device_arrays((4,), sharding, pieces)
+    distributed.check_replicas({"x": good}, step=0)
+    (device,) = pieces[5].devices()
+    pieces[5] = jax.device_put(pieces[5][::-1], device)  # the same elements in another order
+    bad = jax.make_array_from_single_device_arrays((4,), sharding, pieces)
+    with pytest.raises(
+        distributed.ReplicasDiffer, match=rf"`x`: device {device.id} .* against 3 others"
+    ):
+        distributed.check_replicas({"x": bad}, step=0)
+
+
+def test_two_processes_agree_or_say_why():
+    ends = run("distributed_run.py", 2, "agree")
+    first, second = (json.loads(end.out.splitlines()[-1]) for end in ends)
+    assert first == second, "all processes say the same"
+    host = socket.gethostname()
+    assert first == {
+        "mesh": {"node": 1, "local": 4},  # two processes of one host
+        "settings": f"`settings.rate` is 1.1 in process 1 ({host}) and 0.1 in process 0 ({host}). "
+        "All processes of a run must have the same.",
+        "missing": f"`settings.rate` is 0.1 in process 1 ({host}) and missing in process 0 "
+        f"({host}). All processes of a run must have the same.",
+        "replicas whole": first["replicas whole"],
+        "replicas split": None,  # no two devices hold the same piece
+        "replicas number": f"After step 7 the leaf `n` of process 1 ({host}) differs from that of "
+        f"process 0 ({host}).",
+        "replicas step": f"process 1 ({host}) is at step 8, process 0 ({host}) at 7.",
+    }
+    assert "1 of 4 leaves differ" in first["replicas whole"]
+    assert f"`whole`: device 2049 of process 1 ({host}) against 3" in first["replicas whole"]
+
+
+def test_a_process_that_is_elsewhere_is_named():
+    first, _ = run("distributed_run.py", 2, "alone")
+    assert "TimeoutError: At 'a place of its own' this process waited up to 2 s for process 1" in (
+        first.err
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "signum"),
+    [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)],
+    ids=["killed", "stopped", "coordinator stopped"],
+)
+def test_a_lost_process_ends_the_others(number: int, signum: signal.Signals):
+    with started("distributed_run.py", 2, "train") as processes:
+        for process in processes:
+            line_from(process, "training")
+        began = time.monotonic()
+        os.kill(processes[number].pid, signum)
+        (end,) = ended([processes[1 - number]], seconds=60)
+        took = time.monotonic() - began
+    assert end.status == distributed.PEER_LOST, end.err
+    assert f"process {number} (" in end.err and "it died, hangs, or" in end.err
+    assert took < LOST_SECONDS
+
+
+def test_a_coordinator_that_dies_ends_the_others():
+    with started("distributed_run.py", 2, "train") as processes:
+        for process in processes:
+            line_from(process, "training")
+        processes[0].kill()
+        (end,) = ended([processes[1]], seconds=60)
+    # JAX may see the broken connection first, and then ends the process itself.
+    assert end.status in (distributed.PEER_LOST, -signal.SIGABRT), end.err
+    assert "process 0" in end.err or "another task died" in end.err
+
+
+def test_an_exception_ends_all():
+    first, second = run("distributed_run.py", 2, "raise", seconds=60)
+    assert second.status == 1 and "ValueError: a mistake of one process" in second.err
+    assert first.status in (distributed.PEER_LOST, -signal.SIGABRT)
+
+
+def test_a_process_that_makes_no_step_says_where_it_stands():
+    first, second = run("distributed_run.py", 2, "hang", seconds=60)
+    assert {first.status, second.status} <= {distributed.PEER_LOST, -signal.SIGABRT}
+    message = "No step for 6 s, since step 3; above is where this process stands. The others: "
+    assert message in second.err and f'{HERE / "distributed_run.py"}", line' in second.err
+
+
+def test_sigterm_to_one_stops_all_after_the_same_step():
+    with started("distributed_run.py", 2, "train") as processes:
+        for process in processes:
+            line_from(process, "training")
+        os.kill(processes[1].pid, signal.SIGTERM)
+        first, second = ended(processes, seconds=60)
+    assert first.status == second.status == distributed.STOPPED, first.err + second.err
+    assert first.out == second.out and first.out.startswith("stopped after")
