@@ -47,7 +47,8 @@ class Checkpoints:
 
     Saving is asynchronous: `save` returns when the arrays are safe from being changed, and
     a checkpoint appears under its final name only when it is complete, with a digest of
-    every file. `restore` reads nothing that differs from its digest.
+    every file. `restore` reads nothing that differs from its digest. What is on disk, and what
+    happens when, is told in docs/checkpoints.md.
 
     With several processes each method but `latest_step` is collective, and the directory is
     on a file system that all of them see. One run at a time saves to it; any number read.
@@ -55,7 +56,8 @@ class Checkpoints:
     Args:
         directory: made if it is missing.
         zero: what laid out the trees to be saved.
-        keep: how many of the newest checkpoints to keep. Damaged ones do not count.
+        keep: how many of the newest checkpoints to keep, the one just saved among them.
+            Damaged ones do not count.
         timeout: seconds that a save may take, and that processes wait for each other.
 
     Raises:

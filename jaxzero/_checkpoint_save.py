@@ -80,7 +80,7 @@ class Saver:
 
         Raises:
             RuntimeError: the directory cannot be written to, or a process does not come.
-            ValueError: the digests are not the same on all processes.
+            ValueError: the step or the digests are not the same on all processes.
         """
         self._step, self._name = step, new_name()
         folder, error = None, None
@@ -89,17 +89,16 @@ class Saver:
                 folder = make_temporary(self._directory, step)
             except OSError as raised:
                 error = raised
-        facts = {"folder": folder and folder.name, "own": own}
+        facts = {"folder": folder and folder.name, "step": step, "own": own}
         try:
             reports = tell_all(f"{self._name}-begin", self._seconds, error=error, **facts)
-        except (OSError, RuntimeError) as raised:
+            _check_same(reports)
+        except Exception as raised:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(raised, ValueError):
+                raise
             raise self._not_saved(raised) from raised
-        if different := _different([report["own"] for report in reports]):
-            raise ValueError(
-                f"The leaf `{different[0]}` is held by each process for itself, and they hold "
-                "different values, of which a checkpoint could keep one. Make it the same on all, "
-                "or a global array."
-            )
         made = reports[0]["folder"]
         return None if made is None else self._directory / made
 
@@ -164,7 +163,7 @@ class Saver:
         records |= record_files(folder, known=records)
         write_records(folder, content.description, records)
         publish(folder, self._step)
-        keep_newest(self._directory, self._keep)
+        keep_newest(self._directory, self._keep, self._step)
 
     def _not_saved(self, error: Exception) -> RuntimeError:
         return RuntimeError(
@@ -188,7 +187,16 @@ def _collect(folder: Path, reports: Sequence[Mapping[str, Any]]) -> dict[str, Fi
     return records
 
 
-def _different(each: Sequence[Mapping[str, str]]) -> list[str]:
-    """The names under which the processes do not all have the same."""
+def _check_same(reports: Sequence[Mapping[str, Any]]) -> None:
+    steps = [report["step"] for report in reports]
+    if len(set(steps)) > 1:
+        raise ValueError(f"`step` must be the same on all processes; got {steps}.")
+    each = [report["own"] for report in reports]
     names = set().union(*each)
-    return sorted(name for name in names if len({own.get(name) for own in each}) > 1)
+    different = sorted(name for name in names if len({own.get(name) for own in each}) > 1)
+    if different:
+        raise ValueError(
+            f"The leaf `{different[0]}` is held by each process for itself, and they hold "
+            "different values, of which a checkpoint could keep one. Make it the same on all, "
+            "or a global array."
+        )

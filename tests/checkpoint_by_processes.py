@@ -56,6 +56,13 @@ def main(address: str, number: int, count: int, directory: Path) -> None:
             assert checkpoints.restore(run.first).step == 2
         said["damaged"] = [str(warning.message) for warning in caught]
 
+        if number == 1:
+            checkpoints._saver._write = _fail
+        checkpoints.save(4, state)
+        said["failed"] = _message(checkpoints.close)
+        checkpoints._saver.__dict__.pop("_write", None)
+
+        said["steps"] = _message(lambda: checkpoints.save(4 + number, state))
         said["different"] = _message(lambda: checkpoints.save(4, {"own": jnp.int32(number)}))
 
     with jz.Checkpoints(directory / "many", run.zero, timeout=2) as checkpoints:
@@ -77,6 +84,10 @@ def _damage(folder: Path, number: int) -> None:
     from jaxzero._coordination import exchange
 
     exchange("damaged", "", 60)
+
+
+def _fail(*args: object) -> None:
+    raise OSError("this disk is full")
 
 
 def _message(call) -> str:

@@ -110,11 +110,25 @@ def test_moves_between_numbers_of_processes(two_processes, six):
     assert_same_bits(whole(six, state), dict(np.load(folder / "many.npz")))
 
 
+def test_processes_fail_together(two_processes):
+    """One cannot write, and both hear of it. Nothing is left of this, nor of what did not begin."""
+    folder, said = two_processes
+    for number, each in enumerate(said):
+        reason = "OSError" if number == 1 else "RuntimeError: process 1: OSError"
+        assert f"step 4 could not be saved in '{folder / 'many'}' ({reason}: " in each["failed"]
+    assert sorted(path.name for path in (folder / "many").iterdir()) == ["2", "3.damaged"]
+
+
 def test_processes_agree_on_damage_and_on_differences(two_processes):
     folder, (first, second) = two_processes
     assert len(first["damaged"]) == 1 and first["damaged"] == second["damaged"]
     assert "step 3" in first["damaged"][0] and "state/ocdbt.process_1/d/" in first["damaged"][0]
     assert (folder / "many" / "3.damaged").is_dir()
+    assert first["steps"] == second["steps"]
+    assert (
+        first["steps"].startswith("ValueError: `step` must be the same")
+        and "[4, 5]" in first["steps"]
+    )
     assert first["different"] == second["different"]
     assert first["different"].startswith("ValueError: The leaf `own` is held by each process")
 
