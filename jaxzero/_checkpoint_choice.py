@@ -32,7 +32,7 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
     name = new_name()
     steps = tell_all(f"{name}-steps", seconds, steps=list_steps(directory))[0]["steps"]
     damaged = []
-    for step in [wanted] if wanted in steps else reversed(steps) if wanted is None else []:
+    for step in [step for step in reversed(steps) if wanted in (None, step)]:
         folder = directory / str(step)
         is_there, problem = _verify(f"{name}-{step}", folder, seconds)
         if not is_there:
@@ -40,8 +40,8 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
         if problem is None:
             return step
         moved = set_aside(folder) if jax.process_index() == 0 else None
-        facts = {"moved": moved and moved.name}
-        renamed = tell_all(f"{name}-{step}-aside", seconds, **facts)[0]["moved"]
+        name_now = moved and moved.name
+        renamed = tell_all(f"{name}-{step}-aside", seconds, renamed=name_now)[0]["renamed"]
         damaged.append(_say_damage(folder, problem, renamed))
         if wanted is not None:
             others = [other for other in steps if other != step]

@@ -100,9 +100,9 @@ def test_what_was_just_saved_is_kept(tmp_path):
 def test_inspect_shows_what_a_checkpoint_says_of_itself(saved, tmp_path):
     directory, _, _ = saved
     for path in (directory, directory / "3"):
-        console = Console(file=io.StringIO(), width=100)
-        inspect(Inspect(path=path), console)
-        said = console.file.getvalue()
+        written = io.StringIO()
+        inspect(Inspect(path=path), Console(file=written, width=100))
+        said = written.getvalue()
         assert f"step 3, in {directory / '3'}" in said
         assert "processes: 1, mesh: node=2, local=3;" in said and "stage=3" in said
         assert re.search(r"params\.odd +float32\[7,5\]", said)
