@@ -10,9 +10,7 @@ import signal
 MISTAKE = 2  # in the arguments: starting again would only repeat it
 STOPPED = 75  # saved at SIGTERM: run again to go on
 PEER_LOST = 76  # another process is lost or hangs: its end, not this one, is the cause
-DIVERGED = (
-    77  # too many steps that are not finite, or replicas that differ: look before running again
-)
+DIVERGED = 77  # too many non-finite steps, or replicas that differ: look before running again
 INTERRUPTED = 130  # Ctrl-C
 
 MEANINGS = {

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -160,7 +160,8 @@ def _scope(purpose: str, names: tuple[str, ...]) -> str:
     names = tuple(dict.fromkeys(names)) or ("whole_leaves",)
     if len(names) == 1:
         return f"jaxzero/{verb}/{names[0]}"
-    shared = os.path.commonprefix([name.replace("[i]", "").split(".") for name in names])
+    paths = zip(*(name.replace("[i]", "").split(".") for name in names), strict=False)
+    shared = [each[0] for each in itertools.takewhile(lambda each: len(set(each)) == 1, paths)]
     if not shared:
         return f"jaxzero/{verb}/{names[0]}+{len(names) - 1}"
     layers = "[i]" * min(name.count("[i]") for name in names)

@@ -15,9 +15,17 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from . import jobs
+from . import distributed, jobs
+from ._exit_codes import DIVERGED, INTERRUPTED, MISTAKE, PEER_LOST, STOPPED
 
-_INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
+_STATUSES = {
+    distributed.ReplicasDiffer: DIVERGED,
+    jobs.Diverged: DIVERGED,
+    TimeoutError: PEER_LOST,
+    ImportError: MISTAKE,
+    NotImplementedError: MISTAKE,
+    ValueError: MISTAKE,
+}
 
 _Command = (
     Annotated[jobs.Train, tyro.conf.subcommand("train", prefix_name=False)]
@@ -35,8 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line, without the program's name; `sys.argv[1:]` if left out.
 
     Returns:
-        0, or 2 for a mistake in the arguments, or 130 after Ctrl-C; of `jaxzero launch`, that of
-        the first process that failed.
+        0, or 2 for a mistake in the arguments, or 130 after Ctrl-C; of `jaxzero train` also 75
+        after SIGTERM, 76 when another process is lost, 77 when training makes no sense any more; of
+        `jaxzero launch`, that of the first process that failed.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     console, errors = Console(), Console(stderr=True)
@@ -59,19 +68,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 jobs.convert(command, console)
             case jobs.Launch():
                 return jobs.launch(command)
-    except (ImportError, NotImplementedError, ValueError) as error:
-        errors.print(f"[bold red]Error:[/] {_plain(str(error))}", highlight=False)
-        return 2
     except jobs.Interrupted as interrupted:
         console.print(
             f"Interrupted; saved after step {interrupted.step}. Go on with:", highlight=False
         )
         resume = resume_command(arguments, interrupted.name)
         console.print(f"  {_plain(resume)}", highlight=False, soft_wrap=True)
-        return _INTERRUPTED
+        return INTERRUPTED if interrupted.by_ctrl_c else STOPPED
     except KeyboardInterrupt:
         errors.print("Interrupted; nothing was saved since the last checkpoint.")
-        return _INTERRUPTED
+        return INTERRUPTED
+    except tuple(_STATUSES) as error:
+        errors.print(f"[bold red]Error:[/] {_plain(str(error))}", highlight=False)
+        status = next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
+        distributed.leave(status)  # the other processes may not have failed
+        return status
     return 0
 
 

@@ -17,7 +17,14 @@ PYTHON = (sys.executable, "-u", "-S", "-E", "-c")
 PREAMBLE = """
 import os, signal, subprocess, sys, time
 process = int(os.environ["JAXZERO_PROCESS_ID"])
+processes = int(os.environ["JAXZERO_NUM_PROCESSES"])
 restarts = int(os.environ["JAXZERO_RESTARTS"])
+
+def meet():  # wait for all processes of this attempt
+    mine = f"met-{restarts}-"
+    open(f"{mine}{process}", "w").close()
+    while sum(name.startswith(mine) for name in os.listdir()) < processes:
+        time.sleep(0.01)
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 import json
 import socket
@@ -79,8 +80,8 @@ def test_batches_go_into_a_step():
 @pytest.mark.parametrize("options", [None, IN_MEMORY])
 def test_a_state_goes_on_with_the_next_batch(options: grain.ReadOptions | None):
     zero = jz.Zero(jz.make_mesh(nodes=2))
-    options = {"batch_size": ROWS, "read_options": options}
-    with Batches(dataset(Source()), zero, **options) as batches:
+    make = functools.partial(Batches, batch_size=ROWS, read_options=options)
+    with make(dataset(Source()), zero) as batches:
         start = numbers(batches, 2)
         state = json.loads(json.dumps(batches.get_state()))
         rest = numbers(batches, 3)
@@ -88,7 +89,7 @@ def test_a_state_goes_on_with_the_next_batch(options: grain.ReadOptions | None):
         batches.set_state(state)
         assert numbers(batches, 3) == rest
     fewer = jz.Zero(jz.make_mesh(devices=jax.devices()[:2]))
-    with Batches(dataset(Source()), fewer, **options) as batches:
+    with make(dataset(Source()), fewer) as batches:
         batches.set_state(state)
         assert numbers(batches, 3) == rest
         assert batches.get_state() == {**state, "batches": 5}
@@ -148,6 +149,13 @@ def test_more_epochs_may_follow():
 def test_refused(made: Any, batch_size: int, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         Batches(made, jz.Zero(jz.make_mesh(nodes=2)), batch_size=batch_size)
+
+
+def test_a_process_without_devices_is_refused(monkeypatch: pytest.MonkeyPatch):
+    zero = jz.Zero(jz.make_mesh())
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with pytest.raises(ValueError, match="Process 1 has none of the devices of the mesh"):
+        Batches(grain.MapDataset.range(9), zero, batch_size=8)
 
 
 @pytest.mark.parametrize(

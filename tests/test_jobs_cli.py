@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxzero import cli, jobs
+from jaxzero import cli, distributed, jobs
 
 
 def called_with(monkeypatch: pytest.MonkeyPatch, arguments: str) -> jobs.Train:
@@ -81,13 +81,16 @@ def test_mistakes_are_one_line_and_status_2(monkeypatch, capsys: pytest.CaptureF
     assert capsys.readouterr().err == "Error: `x[0]` must be [bold]; got 3.\n"
 
 
-def test_ctrl_c_prints_the_command_that_resumes(monkeypatch, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(("by_ctrl_c", "status"), [(True, 130), (False, 75)])
+def test_a_stop_prints_the_command_that_resumes(
+    monkeypatch, capsys: pytest.CaptureFixture[str], by_ctrl_c: bool, status: int
+):
     def interrupted(settings, console):
-        raise jobs.Interrupted("20260131-235959", 7)
+        raise jobs.Interrupted("20260131-235959", 7, by_ctrl_c=by_ctrl_c)
 
     monkeypatch.setattr(jobs, "train", interrupted)
     monkeypatch.setenv("COLUMNS", "40")  # the command must not be broken into lines
-    assert cli.main(["train", "--data", "my [old] code", "--steps", "9"]) == 130
+    assert cli.main(["train", "--data", "my [old] code", "--steps", "9"]) == status
     lines = capsys.readouterr().out.splitlines()
     command = "jaxzero train --data 'my [old] code' --steps 9 --name 20260131-235959 --resume"
     assert lines[-1].strip() == command
@@ -101,6 +104,24 @@ def test_ctrl_c_before_anything_was_saved(monkeypatch, capsys: pytest.CaptureFix
     monkeypatch.setattr(jobs, "train", interrupted)
     assert cli.main(["train"]) == 130
     assert "nothing was saved" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (jobs.Diverged("10 steps in a row"), 77),
+        (distributed.ReplicasDiffer("two devices"), 77),
+        (TimeoutError("process 1"), 76),
+        (NotImplementedError("not yet"), 2),
+    ],
+)
+def test_each_end_has_its_status(monkeypatch, capsys, error: Exception, status: int):
+    def fail(settings, console):
+        raise error
+
+    monkeypatch.setattr(jobs, "train", fail)
+    assert cli.main(["train"]) == status
+    assert capsys.readouterr().err == f"Error: {error}\n"
 
 
 @pytest.mark.parametrize(

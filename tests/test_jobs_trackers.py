@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import json
 import struct
 import sys
 from collections.abc import Iterator
@@ -12,14 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.profiler import ProfileData
 from rich.console import Console
-from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto import event_pb2
 
 from jaxzero import jobs
 from jaxzero.jobs._journal import Journal
 from jaxzero.jobs._profile import StepProfiler
 from jaxzero.jobs._trackers import make_trackers
+
+Event = vars(event_pb2)["Event"]  # made when it is imported
 
 
 def make_settings(runs: Path, **run) -> jobs.Train:
@@ -49,7 +52,7 @@ def stopped_and_resumed(settings: jobs.Train) -> Journal:
     return journal
 
 
-def events(file: Path) -> Iterator[Event]:
+def events(file: Path) -> Iterator[Any]:
     """Records are a length, its checksum, the bytes and theirs: little-endian, sums of 4 bytes."""
     data = file.read_bytes()
     while data:
@@ -64,7 +67,7 @@ def points(directory: Path) -> list[tuple[str, int, float]]:
     shown: list[tuple[str, int, float]] = []
     for file in sorted(directory.iterdir(), key=lambda file: file.stat().st_mtime_ns):
         for event in events(file):
-            if event.session_log.status == SessionLog.START:
+            if event.session_log.status == 1:  # START
                 shown = [point for point in shown if point[1] < event.step]
             shown += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
     return shown
@@ -96,7 +99,8 @@ def test_a_run_that_starts_again_shows_nothing_of_the_first(tmp_path: Path):
 def test_nothing_is_shown_where_nothing_is_installed_or_on_other_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    console = Console(file=io.StringIO(), width=200)
+    output = io.StringIO()
+    console = Console(file=output, width=200)
     settings = make_settings(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_index", lambda: 1)
@@ -104,8 +108,10 @@ def test_nothing_is_shown_where_nothing_is_installed_or_on_other_processes(
     assert len(make_trackers(settings, console)) == 1
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert not make_trackers(settings, console)
-    text = console.file.getvalue()
-    assert text == 'Nothing for TensorBoard: tensorboardX is missing (in "jaxzero[train]")\n'
+    assert (
+        output.getvalue()
+        == 'Nothing for TensorBoard: tensorboardX is missing (in "jaxzero[train]")\n'
+    )
     with pytest.raises(
         ValueError, match="`wandb='p'` needs the package wandb.* `pip install wandb`"
     ):
@@ -156,16 +162,14 @@ def test_weights_and_biases_keeps_the_run(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def traced_steps(directory: Path) -> list[list[int]]:
-    """The numbers of the steps in each trace."""
+    """The numbers of the steps in each trace, as the file for Chrome has them."""
     return [
         [
-            dict(event.stats)["step_num"]
-            for plane in ProfileData.from_file(str(file)).planes
-            for line in plane.lines
-            for event in line.events
-            if event.name == "train"
+            int(event["args"]["step_num"])
+            for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+            if event.get("name") == "train"
         ]
-        for file in sorted(directory.rglob("*.xplane.pb"))
+        for file in sorted(directory.rglob("*.trace.json.gz"))
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
+import itertools
 import json
 import math
 import os
@@ -28,6 +29,7 @@ from jaxzero.jobs._loop import run_steps
 from jaxzero.jobs._resume import begin, restore, save
 from jaxzero.jobs._session import State, open_session
 from jaxzero.jobs._setup import zero_config
+from jaxzero.jobs._step import make_step
 
 # optax computes `decay**count` from a float and an integer.
 pytestmark = pytest.mark.standard_promotion
@@ -240,6 +242,72 @@ def test_stopped_and_resumed_equals_uninterrupted(
     assert losses(directory) == losses(finished.directory)
     assert exported(directory) == exported(finished.directory)
     assert "starts anew" not in console.export_text()
+
+
+def test_sigterm_saves_and_says_so(
+    settings: jobs.Train, console: Console, monkeypatch: pytest.MonkeyPatch
+):
+    handler = signal.getsignal(signal.SIGTERM)
+    at_step(1, lambda: os.kill(os.getpid(), signal.SIGTERM), monkeypatch)
+    with pytest.raises(jobs.Interrupted, match="after step 1 and saved") as error:
+        jobs.train(with_run(settings, resume_or_start=True), console)
+    assert not error.value.by_ctrl_c
+    assert signal.getsignal(signal.SIGTERM) is handler
+    with open_session(with_run(settings, resume=True), console) as session:
+        assert session.checkpoints.latest_step() == 1
+
+
+@pytest.mark.parametrize("what", ["loss", "gradients"])
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(
+    settings: jobs.Train, console: Console, what: str
+):
+    settings = with_wire(settings, "zeropp4")  # whose wire state would carry it on
+    with open_session(settings, console) as session:
+        state, tokens = begin(session), next(session.batches)
+
+        def steep(params, tokens):
+            loss, metrics = session.loss(params, tokens)
+            return loss + jnp.sqrt(0 * jnp.sum(jax.tree.leaves(params)[0])), metrics
+
+        before = jax.tree.map(np.asarray, (state.params, state.wire_state, state.opt_state))
+        bad = make_step(session.setup, _infinite(session.loss) if what == "loss" else steep)
+        *after, metrics = bad(state.params, state.opt_state, state.wire_state, tokens)
+    params, opt_state, wire_state = jax.tree.map(np.asarray, after)
+    jax.tree.map(np.testing.assert_array_equal, (params, wire_state), before[:2])
+    jax.tree.map(np.testing.assert_array_equal, opt_state.inner_state, before[2].inner_state)
+    assert metrics["skipped"] == metrics["skipped_in_a_row"] == 1
+    assert np.isfinite(metrics["loss"]) == (what == "gradients")
+
+
+def test_too_many_steps_that_are_not_finite_end_the_run(
+    settings: jobs.Train, console: Console, monkeypatch: pytest.MonkeyPatch
+):
+    def poisoned(setup, loss):
+        good, bad = make_step(setup, loss), make_step(setup, _infinite(loss))
+        count = itertools.count(1)
+        return lambda *state: (good if next(count) < 3 else bad)(*state)
+
+    monkeypatch.setattr(_loop, "make_step", poisoned)
+    settings = dataclasses.replace(
+        settings,
+        optimization=dataclasses.replace(settings.optimization, steps=9),
+        faults=jobs.Faults(max_skipped=3),
+    )
+    with pytest.raises(jobs.Diverged, match="3 steps in a row .* the last was step 5") as error:
+        jobs.train(settings, console)
+    assert "The last good checkpoint is that of step 4" in str(error.value)
+    rows = [json.loads(line) for line in (settings.run.directory / "metrics.jsonl").open()]
+    assert [row["skipped_in_a_row"] for row in rows if row["kind"] == "step"] == [0, 0, 1, 2, 3]
+
+
+def _infinite(loss):
+    """The same gradients, and a loss that has none."""
+
+    def infinite(params, tokens):
+        value, metrics = loss(params, tokens)
+        return value + jnp.inf, metrics
+
+    return infinite
 
 
 def saved_after_one_step(settings: jobs.Train, console: Console) -> State:

@@ -16,7 +16,7 @@ import pytest
 from _launching import go_to, launch
 
 from jaxzero import cli, jobs
-from jaxzero._exit_codes import MEANINGS
+from jaxzero._exit_codes import MEANINGS, describe, exit_status
 from jaxzero.jobs import _child_output
 from jaxzero.jobs._child_environment import environment, reserve_port, slots
 
@@ -79,6 +79,14 @@ class TestOutput:
         assert out.count(b"y") == 64 * 65536
         assert max(map(len, out.split(b"\n"))) == 64 * 1024
 
+    def test_a_long_progress_bar_is_one_line(self, capfd):
+        script = """
+            for i in range(4000): os.write(1, b"%60d steps\\r" % i)
+            os.write(1, b"done\\n")
+        """
+        assert launch(script, nodes=2) == 0
+        assert sorted(capfd.readouterr().out.splitlines()) == ["[0] done", "[1] done"]
+
     def test_a_log_that_cannot_be_written_ends_alone(self, capfd, tmp_path):
         (tmp_path / "process-1.log").symlink_to("/dev/full")
         assert launch("print('on')", nodes=2, log_dir=tmp_path) == 0
@@ -87,7 +95,8 @@ class TestOutput:
         assert (tmp_path / "process-0.log").read_text() == "on\n"
         assert err == f"launch: {tmp_path}/process-1.log ends here: No space left on device\n"
 
-    def test_output_is_not_held_back(self, capfd):
+    def test_output_is_not_held_back(self, capfd, monkeypatch):
+        monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
         script = "import os; print('seen'); os.kill(os.getpid(), 9)"
         assert jobs.launch(jobs.Launch(nodes=1, command=(sys.executable, "-c", script))) == 137
         assert capfd.readouterr().out == "seen\n"
@@ -254,3 +263,19 @@ class TestEnvironment:
             "[0] 2 4 15.0",
             "[1] 2 4 15.0",
         ]
+
+
+@pytest.mark.parametrize(
+    ("returncode", "status", "words"),
+    [
+        (0, 0, "exit code 0 (done)"),
+        (75, 75, "exit code 75 (stopped by SIGTERM after saving: run again to go on)"),
+        (55, 55, "exit code 55"),
+        (143, 143, "exit code 143 (as after SIGTERM)"),
+        (-15, 143, "killed by SIGTERM"),
+        (-11, 139, "killed by SIGSEGV; a crash in native code"),
+    ],
+)
+def test_exit_codes_in_words(returncode, status, words):
+    assert describe(returncode) == words
+    assert exit_status(returncode) == status

@@ -166,7 +166,7 @@ def test_several_leaves_are_called_by_what_they_share(names, scope):
         with labelled("weights", *names):
             return x + 1
 
-    text = jax.jit(gather).lower(1.0).compile().as_text()
+    text = str(jax.jit(gather).lower(1.0).compile().as_text())
     assert f"/jaxzero/{scope}/add" in text
 
 

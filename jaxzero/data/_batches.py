@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -149,9 +148,11 @@ class Batches(Iterator[Any]):
     def _spread(self, x: np.ndarray) -> jax.Array:
         """The rows of this process, as its part of a global array."""
         shape = (self._rows.batch_size, *x.shape[1:])
-        return jax.make_array_from_callback(
-            shape, self._sharding, lambda index: x[self._rows.place(index[0])]
-        )
+
+        def held(index: Any) -> np.ndarray:
+            return x[self._rows.place(index[0])]
+
+        return jax.make_array_from_callback(shape, self._sharding, held)
 
 
 def _check(dataset: Any, zero: Zero, batch_size: int) -> None:
@@ -222,5 +223,5 @@ def _described(dataset: grain.MapDataset) -> dict[str, Any]:
     seeds = [getattr(node, "_seed", None) for node in found]
     return {
         "epoch_length": len(epoch),
-        "seeds": [operator.index(seed) for seed in seeds if hasattr(seed, "__index__")],
+        "seeds": [int(seed) for seed in seeds if isinstance(seed, int | np.integer)],
     }

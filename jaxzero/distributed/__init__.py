@@ -13,12 +13,13 @@ with distributed.Watchdog() as watchdog, distributed.StopRequest() as stop:
             raise SystemExit(distributed.STOPPED)
 """
 
+from .._exit_codes import DIVERGED as DIVERGED
+from .._exit_codes import PEER_LOST as PEER_LOST
+from .._exit_codes import STOPPED as STOPPED
 from ._agreement import check_same as check_same
 from ._initialize import initialize as initialize
 from ._replicas import ReplicasDiffer as ReplicasDiffer
 from ._replicas import check_replicas as check_replicas
-from ._status import DIVERGED as DIVERGED
-from ._status import PEER_LOST as PEER_LOST
-from ._status import STOPPED as STOPPED
 from ._stop import StopRequest as StopRequest
 from ._watchdog import Watchdog as Watchdog
+from ._watchdog import leave as leave

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import jax
 
 from .._coordination import describe_process, process_count, process_index, publish, published
-from ._status import PEER_LOST
+from .._exit_codes import PEER_LOST
 
 _NAME = "watchdog"
 _TICKS = 4  # how often we speak and look, in `heartbeat_seconds`
@@ -190,8 +190,20 @@ def _step_of(text: str) -> str:
     return "its start" if step == "-1" else f"step {step}"
 
 
+def leave(status: int) -> None:
+    """End this process as one of several: at once, where an exit would wait for the others.
+
+    An ordinary exit waits until all processes have come to their end. One that has failed must
+    not: the others wait for it elsewhere. Alone, this does nothing.
+    """
+    if process_count() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
 def _leave(message: str, status: int) -> None:
-    """End this process without waiting for anything: what ordinary exits wait for may hang."""
+    """The same with a last word, and when alone too: what hangs would hang an ordinary exit."""
     sys.stdout.flush()
     print(f"jaxzero: {message}", file=sys.stderr, flush=True)
     os._exit(status)

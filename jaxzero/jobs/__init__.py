@@ -4,11 +4,13 @@ from ._convert import convert as convert
 from ._inspect import inspect as inspect
 from ._launch import Launch as Launch
 from ._launch import launch as launch
+from ._loop import Diverged as Diverged
 from ._loop import Interrupted as Interrupted
 from ._report import report as report
 from ._settings import Convert as Convert
 from ._settings import Data as Data
 from ._settings import Devices as Devices
+from ._settings import Faults as Faults
 from ._settings import Inspect as Inspect
 from ._settings import Optimization as Optimization
 from ._settings import Report as Report

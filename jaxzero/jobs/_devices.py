@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from .._coordination import process_count
+
 _FAKE_DEVICES = 8
 
 
@@ -18,8 +20,9 @@ def choose_devices(num_devices: int | None) -> list[Any]:
     Raises:
         ValueError: there are fewer devices than asked for.
     """
-    with contextlib.suppress(RuntimeError):  # a backend runs already: take what it has
-        jax.config.update("jax_num_cpu_devices", num_devices or _FAKE_DEVICES)
+    if jax.config.jax_num_cpu_devices < 0:  # else `jaxzero launch` or the user has said it
+        with contextlib.suppress(RuntimeError):  # a backend runs already: take what it has
+            jax.config.update("jax_num_cpu_devices", _fake_devices(num_devices))
     found = jax.devices()
     if num_devices is not None and num_devices > len(found):
         raise ValueError(
@@ -27,3 +30,8 @@ def choose_devices(num_devices: int | None) -> list[Any]:
             "for at most that many, or run on fake ones with JAX_PLATFORMS=cpu."
         )
     return found[:num_devices]
+
+
+def _fake_devices(num_devices: int | None) -> int:
+    """Of this process; several processes stand for as many machines, with one device each."""
+    return 1 if process_count() > 1 else num_devices or _FAKE_DEVICES

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._coordination import process_index
 from ..interop import embed_with_transformers, export_encoder
 from ._retrieval import make_embed
 from ._setup import Setup
@@ -19,17 +20,20 @@ _NUM_COMPARED = 32  # pairs
 def export_and_compare(
     setup: Setup, params: Any, tokens: PairTokens, directory: Path
 ) -> float | None:
-    """Write a PyTorch checkpoint, load it with transformers, and compare embeddings.
+    """Write a PyTorch checkpoint, load it with transformers, and compare embeddings. Collective.
 
     Returns:
-        The largest difference in any component, or None if torch or transformers is not installed.
+        The largest difference in any component, or None if torch or transformers is not installed,
+        and on processes other than the first.
 
     Raises:
         RuntimeError: the embeddings differ by more than `TOLERANCE`; the export is left for a look.
     """
     full = jax.tree.map(np.asarray, setup.zero.unshard(params))
     export_encoder(full, directory, source=setup.checkpoint)
-    if not all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
+    if process_index() != 0 or not all(
+        importlib.util.find_spec(name) for name in ("torch", "transformers")
+    ):
         return None
     some = tokens.rows(slice(_NUM_COMPARED))
     ours = np.asarray(jax.jit(make_embed(setup.graph))(full, some))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .._coordination import process_index
 from ._trackers import Tracker
 
 Row = dict[str, Any]
@@ -19,13 +20,19 @@ class Journal:
     """The rows of one run, on disk."""
 
     def __init__(self, path: Path, trackers: Sequence[Tracker] = ()):
-        """Open, or continue, the journal at `path`; `trackers` are told of its rows."""
+        """Open, or continue, the journal at `path`; `trackers` are told of its rows.
+
+        Of several processes the first writes, and all can read.
+        """
         self.path = path
         self._trackers = trackers
+        self._writes = process_index() == 0
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, kind: str, step: int, **values: float | int) -> None:
         """Add a row. It is on disk in full, or not at all, when the process dies."""
+        if not self._writes:
+            return
         with self.path.open("a") as file:
             file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         for tracker in self._trackers:
@@ -37,12 +44,16 @@ class Journal:
 
     def clear(self) -> None:
         """Forget all rows."""
+        if not self._writes:
+            return
         self.path.unlink(missing_ok=True)
         for tracker in self._trackers:
             tracker.start(0)
 
     def drop_after(self, step: int) -> None:
         """Forget the rows of later steps, and those that were written after training."""
+        if not self._writes:
+            return
         kept = [row for row in self._read() if row["step"] <= step]
         kept = [row for row in kept if row["kind"] == "step" or row["step"] == 0]
         text = "".join(json.dumps(row) + "\n" for row in kept)

@@ -175,11 +175,10 @@ class _Attempts:
 
     def _report(self, outcome: Outcome, seconds: float) -> None:
         first = outcome.first
-        if first is None or outcome.request is not None:
-            return
-        several = len(outcome.ended) > 1
+        if first is None or outcome.request is not None or len(outcome.ended) == 1:
+            return  # what a single process did has just been shown
         self._output.say(f"after {seconds:.1f} s all have ended; the cause: {first}")
-        if several and first.tail:  # a single process has just shown them
+        if first.tail:
             lines = "\n".join(f"  {line[:500]}" for line in first.tail)
             self._output.say(f"the last lines of process {first.slot.process}:\n{lines}")
 

@@ -1,60 +1,78 @@
-"""The training loop: step, note, save now and then, stop when asked to."""
+"""The training loop: step, note, save now and then, and stop when asked to or when it must."""
 
 import math
 import time
 
 import jax
 
-from ._interrupt import polite_interrupt
+from ..distributed import StopRequest, Watchdog, check_replicas
 from ._profile import StepProfiler
 from ._progress import progress_bar
 from ._resume import save
 from ._retrieval import Metrics
 from ._session import Session, State
-from ._step import SOMETIMES_UNKNOWN, StepFn, make_step
+from ._step import StepFn, make_step
+
+Numbers = dict[str, float]
 
 
 class Interrupted(Exception):
-    """Ctrl-C was pressed; the run was saved after `step` steps and can be resumed under `name`."""
+    """The run was asked to stop and saved after `step` steps; `name` can be resumed."""
 
-    def __init__(self, name: str | None, step: int):
+    def __init__(self, name: str | None, step: int, *, by_ctrl_c: bool):
         super().__init__(f"Run {name!r} was interrupted after step {step} and saved.")
         self.name = name
         self.step = step
+        self.by_ctrl_c = by_ctrl_c  # else by SIGTERM
+
+
+class Diverged(RuntimeError):
+    """Losses or gradients stay non-finite."""
 
 
 def run_steps(session: Session, state: State) -> State:
     """Train up to the last step, and leave a checkpoint of it.
 
     Raises:
-        Interrupted: Ctrl-C was pressed. The step was finished and the state saved.
+        Interrupted: Ctrl-C was pressed, or SIGTERM came. The step was finished and the state saved.
+        Diverged: too many steps in a row were not finite.
+        ReplicasDiffer: devices hold different bits that should be the same.
     """
     optimization, run = session.settings.optimization, session.settings.run
+    faults = session.settings.faults
     step_fn = make_step(session.setup, session.loss)
     bar = progress_bar(session.console, completed=state.step, total=optimization.steps)
-    steps = run.profiled_steps if jax.process_index() == 0 else range(0)
-    with polite_interrupt() as interrupted:
-        with bar as advance, StepProfiler(steps, run.directory / "profile") as profiler:
-            while state.step < optimization.steps and not interrupted():
+    profiled = run.profiled_steps if jax.process_index() == 0 else range(0)
+    watchdog = Watchdog(
+        step_seconds=faults.step_seconds, heartbeat_seconds=faults.heartbeat_seconds
+    )
+    with watchdog, StopRequest() as stop:
+        with bar as advance, StepProfiler(profiled, run.directory / "profile") as profiler:
+            is_asked, saved = False, session.checkpoints.latest_step()
+            while state.step < optimization.steps and not is_asked:
                 with profiler.step(state.step + 1):
                     state, numbers = _one_step(session, state, step_fn)
-                session.journal.append("step", state.step, **numbers)
+                watchdog.beat(state.step)
+                session.journal.append("step", state.step, **_finite(numbers))
                 advance(numbers)
+                _check(session, state, numbers)
                 if state.step % run.save_every == 0:
                     save(session, state)
-        if session.checkpoints.latest_step() != state.step:
+                    saved = state.step
+                is_asked = stop.reached(state.step)
+        if saved != state.step:
             save(session, state)
-        if interrupted() and state.step < optimization.steps:
-            raise Interrupted(run.name, state.step)
+        if is_asked and state.step < optimization.steps:
+            raise Interrupted(run.name, state.step, by_ctrl_c=stop.interrupted)
     return state
 
 
-def _one_step(session: Session, state: State, step_fn: StepFn) -> tuple[State, dict[str, float]]:
+def _one_step(session: Session, state: State, step_fn: StepFn) -> tuple[State, Numbers]:
     began = time.perf_counter()
     params, opt_state, wire_state, metrics = step_fn(
         state.params, state.opt_state, state.wire_state, next(session.batches)
     )
-    numbers = _known(metrics)  # waits for the step
+    numbers = _numbers(metrics)  # waits for the step
     numbers["pairs_per_second"] = session.settings.optimization.pairs / (
         time.perf_counter() - began
     )
@@ -62,8 +80,35 @@ def _one_step(session: Session, state: State, step_fn: StepFn) -> tuple[State, d
     return state, numbers
 
 
-def _known(metrics: Metrics) -> dict[str, float]:
-    """As numbers; JSON has none for those that are not known."""
-    numbers = {name: float(value) for name, value in metrics.items()}
-    unknown = {name for name in SOMETIMES_UNKNOWN if not math.isfinite(numbers.get(name, 0.0))}
-    return {name: value for name, value in numbers.items() if name not in unknown}
+def _numbers(metrics: Metrics) -> Numbers:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _finite(numbers: Numbers) -> Numbers:
+    """Those that JSON has a number for: similarities are not known at first, losses overflow."""
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def _check(session: Session, state: State, numbers: Numbers) -> None:
+    """Whether it makes sense to go on."""
+    faults = session.settings.faults
+    if numbers["skipped_in_a_row"] >= faults.max_skipped:
+        raise Diverged(
+            f"{numbers['skipped_in_a_row']:.0f} steps in a row had a loss or gradients that are "
+            f"not finite, the last was step {state.step} (loss {numbers['loss']}). "
+            f"{_last_good(session)}"
+        )
+    if faults.check_every and state.step % faults.check_every == 0:
+        tree = {"params": state.params, "opt_state": state.opt_state}
+        check_replicas(tree, step=state.step)
+
+
+def _last_good(session: Session) -> str:
+    session.checkpoints.close()  # one that is being written counts
+    step = session.checkpoints.latest_step()
+    if step is None:
+        return "There is no checkpoint yet. Start with a lower learning rate, or look at the data."
+    return (
+        f"The last good checkpoint is that of step {step}, in "
+        f"{str(session.checkpoints.directory)!r}."
+    )

@@ -8,7 +8,10 @@ from typing import Any
 import jax
 
 from .._checkpoint import Checkpoints
+from .._coordination import barrier, process_index
 from ._session import Session, State
+
+_REMOVING_SECONDS = 300.0
 
 
 def begin(session: Session) -> State:
@@ -92,7 +95,9 @@ def _wire_checkpoints(session: Session) -> Checkpoints:
 
 def _drop_wire_states(session: Session) -> None:
     """Those of another layout, which would stay: a step that is there is not saved again."""
-    shutil.rmtree(_wire_directory(session), ignore_errors=True)
+    if process_index() == 0:
+        shutil.rmtree(_wire_directory(session), ignore_errors=True)
+    barrier("no wire states", _REMOVING_SECONDS)
 
 
 def _wire_directory(session: Session) -> Path:

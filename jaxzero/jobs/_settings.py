@@ -37,14 +37,16 @@ class Data:
 class Devices:
     """Where it runs."""
 
-    nodes: int = 2
-    """Groups that the devices form; links between groups are taken to be the slow ones."""
+    nodes: Annotated[int | None, arg(metavar="INT")] = None
+    """Groups that the devices form; links between groups are taken to be the slow ones. Left out,
+    the hosts; 2 groups if there is only one process."""
 
     devices: Annotated[int | None, arg(metavar="INT")] = None
     """How many to use. Left out, all accelerators, or 8 fake devices if there is only a CPU."""
 
     def __post_init__(self):
-        _positive(self, "nodes")
+        if self.nodes is not None:
+            _positive(self, "nodes")
         if self.devices is not None:
             _positive(self, "devices")
 
@@ -123,10 +125,13 @@ class Run:
     """Folder that holds the results of all runs."""
 
     save_every: int = 50
-    """Steps between checkpoints; one is also saved at the end and at Ctrl-C."""
+    """Steps between checkpoints; one is also saved at the end, at Ctrl-C and at SIGTERM."""
 
     resume: bool = False
     """Go on from the last checkpoint of the run called NAME."""
+
+    resume_or_start: bool = False
+    """The same, and if there is no checkpoint yet, start: for whatever starts a run again."""
 
     wandb: Annotated[str | None, arg(metavar="PROJECT")] = None
     """Also show the run in Weights & Biases, in this project. Needs `pip install wandb`."""
@@ -137,8 +142,9 @@ class Run:
     def __post_init__(self):
         _positive(self, "save_every")
         _ = self.profiled_steps  # which checks them
-        if self.resume and self.name is None:
-            raise ValueError("`resume` needs the `name` of the run to go on with.")
+        if (self.resume or self.resume_or_start) and self.name is None:
+            flag = "resume" if self.resume else "resume_or_start"
+            raise ValueError(f"`{flag}` needs the `name` of the run to go on with.")
         if self.name is not None and (Path(self.name).name != self.name or self.name == ".."):
             raise ValueError(
                 f"`name` must be a plain folder name; got {self.name!r}. Choose its parent with "
@@ -171,6 +177,29 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Faults:
+    """What is watched while it trains, and when the run gives up."""
+
+    max_skipped: int = 10
+    """A step whose loss or gradients are not finite changes nothing. After so many in a row the run
+    ends, with exit status 77."""
+
+    check_every: int = 100
+    """Steps between comparisons of what several devices should hold the same. 0: never."""
+
+    step_seconds: float = 1800.0
+    """A step that takes longer, compiling included, ends the process with exit status 76."""
+
+    heartbeat_seconds: float = 30.0
+    """A process that is silent for so long ends the others with exit status 76."""
+
+    def __post_init__(self):
+        _positive(self, "max_skipped", "step_seconds", "heartbeat_seconds")
+        if self.check_every < 0:
+            raise ValueError(f"`check_every` cannot be negative; got {self.check_every}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Train:
     """Fine-tune a text encoder to find code by its description.
 
@@ -188,6 +217,7 @@ class Train:
     sharding: Sharding = Sharding()
     devices: Devices = Devices()
     run: Run = Run()
+    faults: Faults = Faults()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

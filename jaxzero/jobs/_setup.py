@@ -10,6 +10,7 @@ import optax
 
 from .._codecs import Cast
 from .._config import Hops, ZeroConfig, zero3, zeropp, zeropp4
+from .._coordination import process_count
 from .._mesh import make_mesh
 from .._zero import Zero
 from ..interop import load_encoder
@@ -66,7 +67,8 @@ def set_up(
     """
     checkpoint = packaged_checkpoint() if checkpoint is None else checkpoint
     # First of all: it has to come before anything that starts a JAX backend.
-    mesh = make_mesh(devices.nodes, devices=choose_devices(devices.devices))
+    found = choose_devices(devices.devices)
+    mesh = make_mesh(devices.nodes or (None if process_count() > 1 else 2), devices=found)
     zero = Zero(mesh, zero_config(sharding))
     loaded = load_encoder(checkpoint, dtype=jnp.float32)
     params = zero.shard(loaded.params)

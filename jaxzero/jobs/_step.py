@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from .._config import ZeroConfig
@@ -16,10 +16,6 @@ from ._setup import Setup
 from ._tokens import PairTokens
 
 LossFn = Callable[[Params, PairTokens], tuple[Float[Array, ""], Metrics]]
-# Metrics that are not finite before the first update, or where gradients drown in noise, and what
-# `simigrad_stats` calls them.
-SOMETIMES_UNKNOWN = {"gradient_similarity": "similarity", "noise_scale_steps": "noise_scale"}
-
 StepFn = Callable[[Params, Any, Any, PairTokens], tuple[Params, Any, Any, Metrics]]
 
 
@@ -45,23 +41,37 @@ def make_step(setup: Setup, loss: LossFn) -> StepFn:
         (value, metrics), grads, *wire_states = loss_and_grads(
             params, tokens, wire_state=wire_state
         )
+        # A loss that is not finite counts as such gradients: both leave the step out.
+        grads = jax.tree.map(lambda g: jnp.where(jnp.isfinite(value), g, jnp.nan), grads)
         updates, opt_state = setup.optimizer.update(grads, opt_state, params)
-        wire_state = wire_states[0] if wire_states else None
-        metrics = {"loss": value, **metrics, **_batch_metrics(opt_state)}
+        if wire_states:  # errors fed back would stay non-finite for ever
+            wire_state = jax.tree.map(
+                lambda new, old: jnp.where(opt_state.last_finite, new, old),
+                wire_states[0],
+                wire_state,
+            )
+        metrics = {"loss": value, **metrics, **_optimizer_metrics(opt_state)}
         return optax.apply_updates(params, updates), opt_state, wire_state, metrics
 
     return jax.jit(step, donate_argnums=(0, 1, 2))
 
 
-def _batch_metrics(opt_state: Any) -> Metrics:
-    """What is known of batches that adapt; nothing if they do not."""
-    if not isinstance(opt_state, SimigradState):
-        return {}
-    stats = simigrad_stats(opt_state)
+def _optimizer_metrics(opt_state: Any) -> Metrics:
+    """Steps that were left out; and of batches that adapt, what is known of them."""
+    skipped = {
+        "skipped": opt_state.total_notfinite.astype(jnp.float32),
+        "skipped_in_a_row": opt_state.notfinite_count.astype(jnp.float32),
+    }
+    if not isinstance(opt_state.inner_state, SimigradState):
+        return skipped
+    stats = simigrad_stats(opt_state.inner_state)
     return {
+        **skipped,
         "updates": stats["updates"].astype(jnp.float32),
         "steps_per_update": stats["steps"].astype(jnp.float32),
-        **{name: stats[stat] for name, stat in SOMETIMES_UNKNOWN.items()},
+        # Not finite before the first update, or where gradients drown in noise.
+        "gradient_similarity": stats["similarity"],
+        "noise_scale_steps": stats["noise_scale"],
     }
 
 
@@ -71,6 +81,7 @@ def make_sharded_embed(setup: Setup) -> Callable[[Params, PairTokens], Float[Arr
     Weights travel as they are, whatever the wire of the training: judged is what is exported.
     """
     zero, _ = setup.other_zero(ZeroConfig(stage=setup.zero.config.stage))
-    compiled = jax.jit(zero.apply(make_embed(setup.graph)))
+    everywhere = NamedSharding(zero.mesh, PartitionSpec())  # each process ranks all of them
+    compiled = jax.jit(zero.apply(make_embed(setup.graph)), out_shardings=everywhere)
     rows = NamedSharding(zero.mesh, zero.batch_spec)
     return lambda params, tokens: compiled(params, jax.device_put(tokens, rows))

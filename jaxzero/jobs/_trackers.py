@@ -26,7 +26,7 @@ class Tracker(Protocol):
         """Begin, or go on: what was logged of `step` and later ones is void."""
         ...
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float | int]) -> None:
         """Show numbers of a step."""
         ...
 
@@ -69,7 +69,7 @@ class TensorBoard:
         suffix = f".{step}.{os.getpid()}"
         self._writer = SummaryWriter(str(self._directory), purge_step=step, filename_suffix=suffix)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float | int]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()  # what comes before a checkpoint must be there when it is resumed
@@ -114,7 +114,7 @@ class WeightsAndBiases:
             config=dict(self._config),
         )
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float | int]) -> None:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from .._coordination import barrier, exchange, process_index
+from ..distributed import check_same, initialize
 from ._export import export_and_compare
 from ._journal import Journal
 from ._loop import run_steps
@@ -24,6 +26,8 @@ from ._settings import Train
 from ._step import make_sharded_embed
 from ._tokens import PairTokens
 
+_MEETING_SECONDS = 60.0
+_EXPORT_SECONDS = 3600.0
 _EVALUATED_PAIRS = 16  # per device and forward pass: a pass gathers every weight, so not too few
 
 
@@ -40,23 +44,30 @@ class Outcome:
 
 
 def train(settings: Train, console: Console) -> Outcome:
-    """Run the whole job, or the rest of one.
+    """Run the whole job, or the rest of one; of several processes, all call it.
+
+    The first process alone writes metrics, the picture and the export, and says what goes on.
 
     Raises:
-        ValueError: a setting does not fit the machine, the data, or the run to resume.
-        Interrupted: Ctrl-C was pressed while training; the run was saved and can be resumed.
+        ValueError: a setting does not fit the machine, the data, or the run to resume; or the
+            processes differ in theirs.
+        TimeoutError: another process did not come, or is lost.
+        Interrupted: Ctrl-C was pressed while training, or SIGTERM came; the run was saved and can
+            be resumed.
+        Diverged: losses or gradients stay non-finite.
         RuntimeError: the export does not compute what was trained.
+        ReplicasDiffer: devices hold different bits that should be the same.
     """
     began = time.perf_counter()
-    settings = dataclasses.replace(settings, run=settings.run.named())
+    initialize()
+    if process_index() != 0:
+        console = Console(quiet=True)
+    settings = _agreed(settings)
     directory = settings.run.directory
     with open_session(settings, console) as session:
         before, state, after = _evaluated_training(session)
         entered = _note_node_bytes(session) if state.step else None
-    plot_run(session.journal.rows("step"), directory / "loss.png", title=f"{settings.run.name}")
-    difference = export_and_compare(
-        session.setup, state.params, session.examples.held_out, directory / "export"
-    )
+    difference = _export(session, state)
     outcome = Outcome(
         before=before,
         after=after,
@@ -77,9 +88,28 @@ def train(settings: Train, console: Console) -> Outcome:
     return outcome
 
 
+def _agreed(settings: Train) -> Train:
+    """The settings, with one name for the run, if all processes have the same."""
+    check_same(settings=dataclasses.asdict(settings))
+    (name, *_) = exchange("run name", settings.run.named().name or "", _MEETING_SECONDS)
+    return dataclasses.replace(settings, run=dataclasses.replace(settings.run, name=name))
+
+
+def _export(session: Session, state: State) -> float | None:
+    """Draw the curves, and write and check the PyTorch checkpoint."""
+    directory, held_out = session.settings.run.directory, session.examples.held_out
+    if process_index() == 0:
+        rows = session.journal.rows("step")
+        plot_run(rows, directory / "loss.png", title=f"{session.settings.run.name}")
+    difference = export_and_compare(session.setup, state.params, held_out, directory / "export")
+    barrier("the export", _EXPORT_SECONDS)
+    return difference
+
+
 def _evaluated_training(session: Session) -> tuple[Retrieval, State, Retrieval]:
     evaluate = _Evaluation(session)
-    if session.settings.run.resume:
+    run, is_saved = session.settings.run, session.checkpoints.latest_step() is not None
+    if run.resume or (run.resume_or_start and is_saved):
         state = restore(session)
         session.console.print(f"Resumed after step {state.step}", highlight=False)
         before = _noted(session.journal)

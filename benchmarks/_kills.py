@@ -1,0 +1,151 @@
+"""One run of `examples/several_hosts.py` in which a process is killed, and what became of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "several_hosts.py"
+STEPS, SAVE_EVERY, HOSTS = 30, 2, 2
+_SAVING = ".*.tmp"  # what a checkpoint is called until it is complete
+_KILLED = "killed"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kill:
+    """Whom to kill, and when."""
+
+    host: int
+    after_step: int
+    during_save: bool  # wait for the next save to begin, and kill a moment later
+    moment: float  # seconds to wait then
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Aftermath:
+    """What became of a run."""
+
+    status: int
+    digest: str  # of the final parameters
+    saved: int  # the last checkpoint that was reported before the kill; 0: none
+    resumed: int  # after which step the run went on; 0: from the start
+    was_saving: bool  # whether a save was under way at the kill
+    seconds: float | None  # from the kill to the first step after it
+
+
+def random_kill(seed: int, *, during_save: bool) -> Kill:
+    """A host, a step and a moment, by chance."""
+    chance = random.Random(seed)
+    return Kill(
+        host=chance.randrange(HOSTS),
+        after_step=chance.randrange(1, STEPS - SAVE_EVERY),
+        during_save=during_save,
+        moment=chance.uniform(0.0, 0.15 if during_save else 1.0),
+    )
+
+
+def train(folder: Path, kill: Kill | None, *, launch: list[str] | None = None) -> Aftermath:
+    """Run the example to its end on two hosts of this machine; with `kill`, start again after it.
+
+    Args:
+        folder: for the checkpoints; emptied first.
+        kill: what happens on the way.
+        launch: options for `jaxzero launch`.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    lines: list[str] = []
+    saved = resumed = 0
+    killed: float | None = None
+    was_saving, seconds = False, None
+    with _launched(folder, launch or []) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            step = re.search(r"step (\d+) loss \S+ saved (\d+|None)", line)
+            if match := re.search(r"resumed after (\d+)", line):
+                resumed = int(match[1])
+            if step and killed is not None and seconds is None and _has_restarted(lines):
+                seconds = time.monotonic() - killed
+            if step and killed is None:
+                saved = int(step[2]) if step[2] != "None" else 0
+                if kill is not None and int(step[1]) >= kill.after_step:
+                    was_saving = _kill(kill, folder, process.pid)
+                    killed = time.monotonic()
+                    lines.append(_KILLED)
+        status = process.wait()
+    digest = re.search(r"parameters (\w+)", "".join(lines))
+    if digest is None:
+        raise RuntimeError(f"The run ended with {status}:\n{''.join(lines[-30:])}")
+    return Aftermath(
+        status=status,
+        digest=digest[1],
+        saved=saved,
+        resumed=resumed,
+        was_saving=was_saving,
+        seconds=seconds,
+    )
+
+
+def _has_restarted(lines: list[str]) -> bool:
+    """Whether the launcher has begun again: steps that were still in the pipe do not count."""
+    return any("starting again" in line for line in lines[lines.index(_KILLED) :])
+
+
+@contextlib.contextmanager
+def _launched(folder: Path, options: list[str]) -> Iterator[subprocess.Popen]:
+    command = [sys.executable, "-c", "from jaxzero.cli import main; raise SystemExit(main())"]
+    command += ["launch", "--nodes", str(HOSTS)]
+    command += ["--devices-per-proc", "2", "--restart", "3", "--grace", "5", *options, "--"]
+    command += [sys.executable, str(EXAMPLE), str(folder)]
+    command += ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY)]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def _kill(kill: Kill, folder: Path, launcher: int) -> bool:
+    """Kill one host's process; whether a save was under way."""
+    pids = _workers(launcher)
+    if kill.during_save:
+        deadline = time.monotonic() + 30
+        while not list(folder.glob(_SAVING)) and time.monotonic() < deadline:
+            time.sleep(0.001)
+    time.sleep(kill.moment)
+    was_saving = bool(list(folder.glob(_SAVING)))
+    os.kill(pids[kill.host], signal.SIGKILL)
+    return was_saving
+
+
+def _workers(launcher: int) -> dict[int, int]:
+    """Processes of the run by host: those whose environment says so."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(entry.name)
+            if f"\nPPid:\t{launcher}\n" in (entry / "status").read_text():
+                variables = (entry / "environ").read_bytes().decode().split("\0")
+                named = dict(v.partition("=")[::2] for v in variables if "=" in v)
+                if "JAXZERO_PROCESS_ID" in named:
+                    found[int(named["JAXZERO_PROCESS_ID"])] = pid
+    return found
