@@ -7,7 +7,9 @@ Orbax writes and reads the arrays. The rest is here and in the modules beside: t
 
 from __future__ import annotations
 
+import contextlib
 import json
+import operator
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -122,6 +124,7 @@ class Checkpoints:
             ValueError: `state` is empty, or differs between processes.
         """
         self._saver.wait()
+        step = operator.index(step)
         if step < 0:
             raise ValueError(f"`step` must not be negative; got {step}.")
         named = named_leaves(state, self._zero)
@@ -150,7 +153,9 @@ class Checkpoints:
             FileNotFoundError: there is no such checkpoint.
             ValueError: it is damaged, and asked for by `step`, or they all are; or it holds
                 other leaves, shapes or dtypes than `like`.
-            RuntimeError: a process cannot see what the others see.
+            RuntimeError: a process cannot see what the others see, or the checkpoint that was
+                being saved could not be.
+            TimeoutError: a process does not come.
         """
         self._saver.wait()  # one that is being saved counts
         named = named_leaves(like, self._zero)
@@ -162,15 +167,13 @@ class Checkpoints:
         return Restored(chosen, tree, json.loads((folder / EXTRA / "metadata").read_text()))
 
     def _read(self, folder: Path, named: Mapping[str, Named]) -> dict[str, jax.Array]:
-        handler = ocp.StandardCheckpointHandler()
-        saved = {
-            name: (tuple(entry.shape), entry.dtype)
-            for name, entry in handler.metadata(epath.Path(folder / STATE)).tree.items()
-        }
-        check_same_leaves(named, saved, folder)
-        targets = {
-            name: target(entry, self._zero) for name, entry in named.items() if not entry.is_empty
-        }
-        read = handler.restore(epath.Path(folder / STATE), args=ocp.args.StandardRestore(targets))
-        handler.close()
-        return read
+        path = epath.Path(folder / STATE)
+        with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+            saved = {
+                name: (tuple(entry.shape), entry.dtype)
+                for name, entry in handler.metadata(path).tree.items()
+            }
+            check_same_leaves(named, saved, folder)
+            filled = {name: entry for name, entry in named.items() if not entry.is_empty}
+            targets = {name: target(entry, self._zero) for name, entry in filled.items()}
+            return handler.restore(path, args=ocp.args.StandardRestore(targets))

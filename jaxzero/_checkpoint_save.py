@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import shutil
 import threading
 from collections.abc import Mapping, Sequence
@@ -60,9 +61,11 @@ class Saver:
         Raises:
             RuntimeError: it could not be saved, for a reason that lies with disk or processes.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is None:
             return
+        concurrent.futures.wait([pending])  # after Ctrl-C here, the next call still waits
+        self._pending = None
         try:
             pending.result()
         except Exception as error:
@@ -140,23 +143,20 @@ class Saver:
                 f"{str(folder)!r} cannot be seen, which the first process has made. Save to a "
                 "directory on a file system that all processes share."
             )
-        handler = ocp.StandardCheckpointHandler()
-        state = folder / STATE
-        saving = handler.async_save(epath.Path(state), args=ocp.args.StandardSave(dict(arrays)))
-        writing = asyncio.run(saving)
-        copied.set()
-        for future in writing or []:
-            future.result(timeout=self._seconds)
-        handler.close()
+        state, args = epath.Path(folder / STATE), ocp.args.StandardSave(dict(arrays))
+        with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+            writing = asyncio.run(handler.async_save(state, args=args))
+            copied.set()
+            for future in writing or []:
+                future.result(timeout=self._seconds)
         return record_files(folder, f"{STATE}/ocdbt.process_{jax.process_index()}/**/*")
 
     def _complete(
         self, folder: Path, content: Content, reports: Sequence[Mapping[str, Any]]
     ) -> None:
         """Join what the processes wrote, record the rest, and let the checkpoint appear."""
-        handler = ocp.StandardCheckpointHandler()
-        handler.finalize(epath.Path(folder / STATE))
-        handler.close()
+        with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+            handler.finalize(epath.Path(folder / STATE))
         (folder / EXTRA).mkdir()
         (folder / EXTRA / "metadata").write_text(content.extra)
         records = _collect(folder, reports)
