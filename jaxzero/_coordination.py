@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax._src import clusters, distributed
+from jax._src import clusters, distributed, xla_bridge
 
 _PREFIX = "jaxzero"
 _HOST_SECONDS = 60.0
@@ -113,6 +113,11 @@ def detect_cluster(
     return clusters.ClusterEnv.auto_detect_unset_distributed_params(
         coordinator_address, num_processes, process_id, local_device_ids, None, seconds
     )
+
+
+def has_backend() -> bool:
+    """Whether JAX has started, so that it is too late to become one of several processes."""
+    return xla_bridge.backends_are_initialized()
 
 
 def _client() -> Any | None:

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from . import distributed, jobs
 from ._exit_codes import DIVERGED, INTERRUPTED, MISTAKE, PEER_LOST, STOPPED
+from .launch import Launch, launch
 
 _STATUSES = {
     distributed.ReplicasDiffer: DIVERGED,
@@ -32,7 +33,7 @@ _Command = (
     | Annotated[jobs.Report, tyro.conf.subcommand("report", prefix_name=False)]
     | Annotated[jobs.Inspect, tyro.conf.subcommand("inspect", prefix_name=False)]
     | Annotated[jobs.Convert, tyro.conf.subcommand("convert", prefix_name=False)]
-    | Annotated[jobs.Launch, tyro.conf.subcommand("launch", prefix_name=False)]
+    | Annotated[Launch, tyro.conf.subcommand("launch", prefix_name=False)]
 )
 
 
@@ -66,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 jobs.inspect(command, console)
             case jobs.Convert():
                 jobs.convert(command, console)
-            case jobs.Launch():
-                return jobs.launch(command)
+            case Launch():
+                return launch(command)
     except jobs.Interrupted as interrupted:
         console.print(
             f"Interrupted; saved after step {interrupted.step}. Go on with:", highlight=False

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxzero import jobs
-from jaxzero.jobs import _launch
+from jaxzero import launch as launcher
+from jaxzero.launch import _launch
 
 PYTHON = (sys.executable, "-u", "-S", "-E", "-c")
 PREAMBLE = """
@@ -34,12 +34,12 @@ def go_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_launch, "_LONGEST_PAUSE", 0.05)
 
 
-def settings(script: str, **options) -> jobs.Launch:
-    return jobs.Launch(command=(*PYTHON, PREAMBLE + textwrap.dedent(script)), **options)
+def settings(script: str, **options) -> launcher.Launch:
+    return launcher.Launch(command=(*PYTHON, PREAMBLE + textwrap.dedent(script)), **options)
 
 
 def launch(script: str, **options) -> int:
-    return jobs.launch(settings(script, **options))
+    return launcher.launch(settings(script, **options))
 
 
 def ends(number: int, seconds: float = 5.0) -> bool:

@@ -9,6 +9,8 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -19,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxzero as jz
 from jaxzero import distributed
 from jaxzero._coordination import exchange
+from jaxzero._mesh import _by_node
 from jaxzero.distributed._rendezvous import Hello, meet
 
 # From the last beat: silence, then one look, then what a busy machine adds.
@@ -135,6 +138,28 @@ def _say(host: str, port: int, text: bytes) -> None:
 def test_mistakes_in_arguments(options, message: str):
     with pytest.raises(ValueError, match=message):
         distributed.initialize(**options)
+
+
+def test_it_is_too_late_once_jax_has_started():
+    jax.devices()
+    with pytest.raises(RuntimeError, match="JAX has started already: .* Call it first"):
+        distributed.initialize(coordinator_address="a:1", num_processes=2, process_id=0)
+
+
+def test_nodes_are_slices_or_hosts_of_equally_many_devices():
+    def devices(*places: tuple[int, int]) -> list[Any]:
+        return [
+            SimpleNamespace(process_index=process, slice_index=piece, id=number)
+            for number, (process, piece) in enumerate(places)
+        ]
+
+    def numbers(*places: tuple[int, int]) -> list[list[int]]:
+        return [[device.id for device in group] for group in _by_node(devices(*places))]
+
+    assert numbers((0, 0), (0, 0), (1, 0), (1, 0)) == [[0, 1], [2, 3]]
+    assert numbers((0, 1), (1, 0), (2, 1), (3, 0)) == [[0, 2], [1, 3]]
+    with pytest.raises(ValueError, match="there are 1 on slice 0, 2 on slice 1. Pass `devices=`"):
+        numbers((0, 0), (1, 1), (2, 1))
 
 
 def test_one_process_needs_nothing():

@@ -26,6 +26,7 @@ from safetensors.numpy import load_file
 from jaxzero import jobs
 from jaxzero.jobs import _loop, _progress
 from jaxzero.jobs._loop import run_steps
+from jaxzero.jobs._plot import plot_run
 from jaxzero.jobs._resume import begin, restore, save
 from jaxzero.jobs._session import State, open_session
 from jaxzero.jobs._setup import zero_config
@@ -279,6 +280,13 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(
     assert np.isfinite(metrics["loss"]) == (what == "gradients")
 
 
+def test_steps_that_are_not_finite_are_no_points_of_the_plot(tmp_path: Path):
+    whole = {"loss": 1.0, "accuracy": 0.5, "similarity": 0.5, "similarity_others": 0.1}
+    plot_run([{"step": 1, **whole}, {"step": 2, "accuracy": 0.5}], tmp_path / "a.png", title="")
+    plot_run([{"step": 1, **whole}], tmp_path / "b.png", title="")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
 def test_too_many_steps_that_are_not_finite_end_the_run(
     settings: jobs.Train, console: Console, monkeypatch: pytest.MonkeyPatch
 ):
@@ -296,7 +304,8 @@ def test_too_many_steps_that_are_not_finite_end_the_run(
     with pytest.raises(jobs.Diverged, match="3 steps in a row .* the last was step 5") as error:
         jobs.train(settings, console)
     assert "The last good checkpoint is that of step 4" in str(error.value)
-    rows = [json.loads(line) for line in (settings.run.directory / "metrics.jsonl").open()]
+    lines = (settings.run.directory / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
     assert [row["skipped_in_a_row"] for row in rows if row["kind"] == "step"] == [0, 0, 1, 2, 3]
 
 
@@ -351,10 +360,9 @@ def test_batches_that_adapt_go_on_in_the_middle_of_one(
     assert same_arrays(resumed.params, whole.params)
 
 
-def test_a_noise_scale_without_bounds_is_no_number_of_a_row():
-    metrics = {"loss": math.nan, "gradient_similarity": 0.1, "noise_scale_steps": math.inf}
-    known = _loop._known({name: jnp.float32(x) for name, x in metrics.items()})
-    assert list(known) == ["loss", "gradient_similarity"]  # a loss is always a row's
+def test_numbers_that_json_lacks_are_no_numbers_of_a_row():
+    numbers = {"loss": math.nan, "gradient_similarity": 0.1, "noise_scale_steps": math.inf}
+    assert list(_loop._finite(numbers)) == ["gradient_similarity"]
 
 
 def test_the_summary_says_how_many_updates_there_were():

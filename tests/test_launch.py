@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from _launching import PREAMBLE, PYTHON, ends, go_to, launch, wait_for
 
-from jaxzero.jobs import _launch, _supervisor
-from jaxzero.jobs._child_environment import slots
-from jaxzero.jobs._outcome import Ended, Outcome
+from jaxzero.launch import _launch, _supervisor
+from jaxzero.launch._child_environment import slots
+from jaxzero.launch._outcome import Ended, Outcome
 
 
 @pytest.fixture(autouse=True)
@@ -340,7 +340,7 @@ class TestRequests:
 COMMAND = """
 import sys
 from jaxzero import cli
-from jaxzero.jobs import _launch, _supervisor
+from jaxzero.launch import _launch, _supervisor
 _launch._FLUSH_SECONDS = _supervisor._OUTPUT_SECONDS = 0.5
 sys.exit(cli.main())
 """

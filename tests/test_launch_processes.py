@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 from _launching import go_to, launch
 
-from jaxzero import cli, jobs
+from jaxzero import cli
+from jaxzero import launch as launcher
 from jaxzero._exit_codes import MEANINGS, describe, exit_status
-from jaxzero.jobs import _child_output
-from jaxzero.jobs._child_environment import environment, reserve_port, slots
+from jaxzero.launch import _child_output
+from jaxzero.launch._child_environment import environment, reserve_port, slots
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +99,9 @@ class TestOutput:
     def test_output_is_not_held_back(self, capfd, monkeypatch):
         monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
         script = "import os; print('seen'); os.kill(os.getpid(), 9)"
-        assert jobs.launch(jobs.Launch(nodes=1, command=(sys.executable, "-c", script))) == 137
+        assert (
+            launcher.launch(launcher.Launch(nodes=1, command=(sys.executable, "-c", script))) == 137
+        )
         assert capfd.readouterr().out == "seen\n"
 
     def test_a_terminal_gets_colours(self, monkeypatch):
@@ -125,14 +128,14 @@ class TestCommand:
         path = tmp_path / "train.py"
         path.write_text("")
         with pytest.raises(ValueError, match=r"`command`.*not executable.*-- python .*train\.py"):
-            jobs.launch(jobs.Launch(command=(str(path),)))
+            launcher.launch(launcher.Launch(command=(str(path),)))
 
     def test_a_program_that_cannot_start(self, tmp_path):
         path = tmp_path / "train"
         path.write_text("#!/no/such/interpreter\n")
         path.chmod(0o755)
         with pytest.raises(ValueError, match=r"`command` cannot be run: .*train: No such file"):
-            jobs.launch(jobs.Launch(command=(str(path),)))
+            launcher.launch(launcher.Launch(command=(str(path),)))
 
     def test_what_was_started_ends_if_the_rest_cannot(self, monkeypatch):
         started = []
@@ -166,7 +169,7 @@ class TestCommand:
     )
     def test_mistakes(self, options, message):
         with pytest.raises(ValueError, match=message):
-            jobs.Launch(**{"command": ("true",), **options})
+            launcher.Launch(**{"command": ("true",), **options})
 
     def test_a_log_dir_that_is_a_file(self, tmp_path):
         (tmp_path / "logs").write_text("")
@@ -187,7 +190,7 @@ class TestCommand:
         with pytest.raises(SystemExit):
             cli.main(["launch", "--help"])
         text = capsys.readouterr().out
-        for name in jobs.Launch.__dataclass_fields__.keys() - {"command"}:
+        for name in launcher.Launch.__dataclass_fields__.keys() - {"command"}:
             assert f"--{name.replace('_', '-')} " in text
         for code in MEANINGS.keys() - {1, 126, 127}:
             assert re.search(rf"\b{code}\b", text)
@@ -257,7 +260,7 @@ class TestEnvironment:
             print(jax.local_device_count(), jax.device_count(), float(summed))
         """
         command = (sys.executable, "-c", textwrap.dedent(script))
-        assert jobs.launch(jobs.Launch(nodes=2, devices_per_proc=2, command=command)) == 0
+        assert launcher.launch(launcher.Launch(nodes=2, devices_per_proc=2, command=command)) == 0
         out = capfd.readouterr().out
         assert sorted(line for line in out.splitlines() if line.endswith(".0")) == [
             "[0] 2 4 15.0",

@@ -21,6 +21,7 @@ FOLDERS = {  # what is imported: where it lies
     "jaxzero.distributed": ROOT / "jaxzero" / "distributed",
     "jaxzero.interop": ROOT / "interop",
     "jaxzero.jobs": ROOT / "jaxzero" / "jobs",
+    "jaxzero.launch": ROOT / "jaxzero" / "launch",
     "jaxzero.models": ROOT / "jaxzero" / "models",
     "jaxzero.pallas_kernels": ROOT / "pallas_kernels",
 }
@@ -63,13 +64,13 @@ LAYERS = [
     {"_checkpoint", "_simigrad", "_deepspeed_keys", "_loss_scale", "data", "models"},
     {"_deepspeed_optimizer"},
     {"_deepspeed_config", "interop"},
-    {"jobs"},
+    {"jobs", "launch"},
     {"cli"},
 ]
 RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 
 # The one other seam: JAX's coordination service has no public client.
-COORDINATION = {"jax._src.clusters", "jax._src.distributed"}
+COORDINATION = {f"jax._src.{name}" for name in ("clusters", "distributed", "xla_bridge")}
 JAXPR_FIELDS = {"constvars", "eqns", "invars", "jaxpr", "outvars"}  # known to `_program` alone
 
 SOURCES = {

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from .._coordination import detect_cluster, set_hosts
+from .._coordination import detect_cluster, has_backend, process_count, set_hosts
 from ._rendezvous import Hello, meet, split_address
 
 _PACKAGES = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint")
@@ -47,7 +47,7 @@ def initialize(
     or by those that `jaxzero launch` leaves, with two things before it: all processes meet and are
     compared, so that one that is missing, a wrong address and different code are said in words on
     all of them; and where nothing says that there are several processes, it does nothing. A script
-    that calls it runs everywhere, alone too.
+    that calls it runs everywhere, alone too. A second call does nothing.
 
     Args:
         coordinator_address: `host:port` of process 0; found out if left out, as are the next three.
@@ -67,6 +67,8 @@ def initialize(
         TimeoutError: not all came within `start_seconds`.
         RuntimeError: JAX had started already.
     """
+    if jax.distributed.is_initialized():
+        return process_count() > 1
     given = (coordinator_address, num_processes, process_id)
     if start_seconds <= 0 or heartbeat_seconds <= 0:
         raise ValueError(
@@ -77,6 +79,11 @@ def initialize(
     place = place or _detected(*given, local_device_ids, start_seconds)
     if place is None:
         return False
+    if has_backend():  # found out later by JAX, when the others wait already
+        raise RuntimeError(
+            "JAX has started already: something asked for devices or made an array before "
+            "`distributed.initialize()`. Call it first."
+        )
     hello = Hello(
         process_id=place.process_id,
         num_processes=place.num_processes,

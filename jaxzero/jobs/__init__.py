@@ -2,8 +2,6 @@
 
 from ._convert import convert as convert
 from ._inspect import inspect as inspect
-from ._launch import Launch as Launch
-from ._launch import launch as launch
 from ._loop import Diverged as Diverged
 from ._loop import Interrupted as Interrupted
 from ._report import report as report

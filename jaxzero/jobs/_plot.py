@@ -8,6 +8,11 @@ import numpy as np
 from ._journal import Row
 
 _SMOOTHING = 10  # steps in the running mean
+_CURVES = {
+    "accuracy": "right code is nearest in batch",
+    "similarity": "cosine to the right code",
+    "similarity_others": "cosine to other code",
+}
 
 
 def plot_run(rows: Sequence[Row], path: Path, *, title: str) -> None:
@@ -24,17 +29,13 @@ def plot_run(rows: Sequence[Row], path: Path, *, title: str) -> None:
     adapts = bool(rows) and "steps_per_update" in rows[0]
     figure = Figure(figsize=(15 if adapts else 10, 4.4), layout="constrained")
     loss_axes, share_axes, *batch_axes = figure.subplots(1, 3 if adapts else 2)
+    rows = [row for row in rows if {"loss", *_CURVES} <= row.keys()]  # others were not finite
     steps = [row["step"] for row in rows]
     losses = [row["loss"] for row in rows]
     loss_axes.plot(steps, losses, color="tab:blue", alpha=0.3, label="each step")
     loss_axes.plot(steps, _running_mean(losses), color="tab:blue", label=f"mean of {_SMOOTHING}")
     loss_axes.set(xlabel="step", ylabel="contrastive loss", ylim=(0, None))
-    curves = {
-        "accuracy": "right code is nearest in batch",
-        "similarity": "cosine to the right code",
-        "similarity_others": "cosine to other code",
-    }
-    for name, label in curves.items():
+    for name, label in _CURVES.items():
         share_axes.plot(steps, _running_mean([row[name] for row in rows]), label=label)
     share_axes.set(xlabel="step", ylabel=f"mean of {_SMOOTHING} steps", ylim=(0, 1))
     for axes in batch_axes:

@@ -79,6 +79,8 @@ def print_summary(
     if rows:
         speed = statistics.median(row["pairs_per_second"] for row in rows)
         facts.add_row("steps", f"{rows[-1]['step']}, median {speed:.1f} pairs/s")
+    if rows and rows[-1]["skipped"]:
+        facts.add_row("not finite", f"{rows[-1]['skipped']:.0f} steps, which changed nothing")
     if rows and "updates" in rows[-1]:
         facts.add_row("updates", _batches(rows))
     if node_bytes:

@@ -1,0 +1,119 @@
+"""What several processes train is what one does, also when some are killed on the way."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+import tiny_checkpoint
+from _kills import Kill, random_kill, train
+from _processes import run
+from safetensors.numpy import load_file
+from train_by_processes import batches, init, loss_fn
+
+from jaxzero import distributed
+
+# Each step sums 16 rows and at most 24 products, in another order: n eps = 24 x 6e-8 of the terms.
+# Adam divides by the root of the mean square, which can double that, over four steps.
+TOLERANCE = 4 * 2 * 24 * 2**-24
+
+
+@pytest.mark.standard_promotion
+def test_two_processes_train_what_one_and_one_device_do(tmp_path: Path):
+    params, tx = init(), optax.adam(1e-2)
+    opt_state, losses = tx.init(params), []
+    for rows in batches():
+        loss, grads = jax.value_and_grad(loss_fn)(params, rows)
+        updates, opt_state = tx.update(grads, opt_state)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(loss))
+    found = {}
+    for count in (1, 2):
+        out = tmp_path / f"{count}.npz"
+        for end in run("train_by_processes.py", count, 4, out):
+            assert end.status == 0, end.err
+        found[count] = dict(np.load(out))
+    for result in found.values():
+        np.testing.assert_allclose(result.pop("losses"), losses, rtol=TOLERANCE)
+        for name, x in result.items():
+            scale = np.abs(params[name]).max()
+            np.testing.assert_allclose(x, params[name], atol=TOLERANCE * scale, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the parameters that the example ends with."""
+    return train(tmp_path_factory.mktemp("whole") / "run", None).digest
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_nothing_is_lost_by_a_kill(seed: int, uninterrupted: str, tmp_path: Path):
+    after = train(tmp_path / "run", random_kill(seed + 100, during_save=seed != 0))
+    assert after.digest == uninterrupted
+    assert after.resumed >= after.saved
+
+
+@pytest.mark.ci
+def test_a_host_that_is_lost_is_left_out(uninterrupted: str, tmp_path: Path):
+    kill = Kill(host=1, after_step=9, during_save=False, moment=0.0)
+    after = train(tmp_path / "run", kill, launch=["--min-nodes", "1"])
+    assert after.status == 0 and after.resumed >= after.saved > 0
+    assert after.digest != uninterrupted, "on two devices sums are made in another order"
+
+
+def _job(folder: Path, *options: str, launch: tuple[str, ...] = ()) -> list[str]:
+    code = "from jaxzero.cli import main; raise SystemExit(main())"
+    job = ["train", "--checkpoint", str(folder / "tiny"), "--data", str(folder / "data")]
+    job += ["--pairs", "8", "--steps", "6", "--save-every", "2", "--max-tokens", "8"]
+    job += ["--wire", "float32", "--runs", str(folder / "runs"), *options]
+    command = [sys.executable, "-c", code]
+    return [*command, "launch", *launch, "--", *command, *job] if launch else [*command, *job]
+
+
+@pytest.mark.ci
+def test_the_job_on_two_hosts_stops_goes_on_and_equals_one(tmp_path: Path):
+    tiny_checkpoint.write(tmp_path / "tiny", tiny_checkpoint.tensors())
+    (tmp_path / "data").mkdir()
+    for module in range(20):
+        names = ("width", "height", "name", "colour")
+        (tmp_path / "data" / f"module_{module}.py").write_text(
+            "\n".join(
+                f'def f():\n    "Return {name} of {module} quickly."\n'
+                f"    return compute_the_{name}_of(argument_{module}, {name})\n"
+                for name in names
+            )
+        )
+    two = ("--nodes", "2", "--devices-per-proc", "2", "--grace", "60")
+    alone = {**os.environ, "JAX_NUM_CPU_DEVICES": "4"}
+    subprocess.run(_job(tmp_path, "--name", "one"), check=True, env=alone, capture_output=True)
+
+    command = _job(tmp_path, "--name", "two", "--resume-or-start", launch=two)
+    journal = tmp_path / "runs" / "two" / "metrics.jsonl"
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while process.poll() is None and not (journal.is_file() and '"step": 2' in journal.read_text()):
+        pass
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == distributed.STOPPED, output
+    assert re.search(r"\[0\] Interrupted; saved after step \d", output)
+
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\[0\] Resumed after step \d", done.stdout)
+    one, both = (
+        load_file(tmp_path / "runs" / name / "export" / "model.safetensors")
+        for name in ("one", "two")
+    )
+    assert one.keys() == both.keys()
+    for name, x in one.items():
+        if x.dtype.kind == "f":
+            np.testing.assert_allclose(both[name], x, atol=2e-5 * np.abs(x).max(), err_msg=name)
