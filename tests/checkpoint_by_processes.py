@@ -85,7 +85,7 @@ def _damage(folder: Path, number: int) -> None:
         file.write_bytes(content)
     from jaxzero._coordination import barrier
 
-    barrier("damaged", 60)
+    barrier("damaged", 300)
 
 
 def _message(call) -> str:
