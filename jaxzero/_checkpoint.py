@@ -7,7 +7,9 @@ Orbax writes and reads the arrays. The rest is here and in the modules beside: t
 
 from __future__ import annotations
 
+import contextlib
 import json
+import operator
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,7 +49,8 @@ class Checkpoints:
 
     Saving is asynchronous: `save` returns when the arrays are safe from being changed, and
     a checkpoint appears under its final name only when it is complete, with a digest of
-    every file. `restore` reads nothing that differs from its digest.
+    every file. `restore` reads nothing that differs from its digest. What is on disk, and what
+    happens when, is told in docs/checkpoints.md.
 
     With several processes each method but `latest_step` is collective, and the directory is
     on a file system that all of them see. One run at a time saves to it; any number read.
@@ -55,7 +58,8 @@ class Checkpoints:
     Args:
         directory: made if it is missing.
         zero: what laid out the trees to be saved.
-        keep: how many of the newest checkpoints to keep. Damaged ones do not count.
+        keep: how many of the newest checkpoints to keep, the one just saved among them.
+            Damaged ones do not count.
         timeout: seconds that a save may take, and that processes wait for each other.
 
     Raises:
@@ -120,6 +124,7 @@ class Checkpoints:
             ValueError: `state` is empty, or differs between processes.
         """
         self._saver.wait()
+        step = operator.index(step)
         if step < 0:
             raise ValueError(f"`step` must not be negative; got {step}.")
         named = named_leaves(state, self._zero)
@@ -148,7 +153,9 @@ class Checkpoints:
             FileNotFoundError: there is no such checkpoint.
             ValueError: it is damaged, and asked for by `step`, or they all are; or it holds
                 other leaves, shapes or dtypes than `like`.
-            RuntimeError: a process cannot see what the others see.
+            RuntimeError: a process cannot see what the others see, or the checkpoint that was
+                being saved could not be.
+            TimeoutError: a process does not come.
         """
         self._saver.wait()  # one that is being saved counts
         named = named_leaves(like, self._zero)
@@ -160,15 +167,13 @@ class Checkpoints:
         return Restored(chosen, tree, json.loads((folder / EXTRA / "metadata").read_text()))
 
     def _read(self, folder: Path, named: Mapping[str, Named]) -> dict[str, jax.Array]:
-        handler = ocp.StandardCheckpointHandler()
-        saved = {
-            name: (tuple(entry.shape), entry.dtype)
-            for name, entry in handler.metadata(epath.Path(folder / STATE)).tree.items()
-        }
-        check_same_leaves(named, saved, folder)
-        targets = {
-            name: target(entry, self._zero) for name, entry in named.items() if not entry.is_empty
-        }
-        read = handler.restore(epath.Path(folder / STATE), args=ocp.args.StandardRestore(targets))
-        handler.close()
-        return read
+        path = epath.Path(folder / STATE)
+        with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+            saved = {
+                name: (tuple(entry.shape), entry.dtype)
+                for name, entry in handler.metadata(path).tree.items()
+            }
+            check_same_leaves(named, saved, folder)
+            filled = {name: entry for name, entry in named.items() if not entry.is_empty}
+            targets = {name: target(entry, self._zero) for name, entry in filled.items()}
+            return handler.restore(path, args=ocp.args.StandardRestore(targets))

@@ -13,7 +13,7 @@ import jax
 
 from ._checkpoint_agreement import new_name, tell_all
 from ._checkpoint_files import list_damaged, list_steps, set_aside
-from ._checkpoint_integrity import DamagedCheckpoint, find_damage, has_records
+from ._checkpoint_integrity import DamagedCheckpoint, find_damage, has_no_records
 
 
 def choose(directory: Path, wanted: int | None, seconds: float) -> int:
@@ -32,7 +32,7 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
     name = new_name()
     steps = tell_all(f"{name}-steps", seconds, steps=list_steps(directory))[0]["steps"]
     damaged = []
-    for step in [wanted] if wanted in steps else reversed(steps) if wanted is None else []:
+    for step in [step for step in reversed(steps) if wanted in (None, step)]:
         folder = directory / str(step)
         is_there, problem = _verify(f"{name}-{step}", folder, seconds)
         if not is_there:
@@ -40,8 +40,8 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
         if problem is None:
             return step
         moved = set_aside(folder) if jax.process_index() == 0 else None
-        facts = {"moved": moved and moved.name}
-        renamed = tell_all(f"{name}-{step}-aside", seconds, **facts)[0]["moved"]
+        name_now = moved and moved.name
+        renamed = tell_all(f"{name}-{step}-aside", seconds, renamed=name_now)[0]["renamed"]
         damaged.append(_say_damage(folder, problem, renamed))
         if wanted is not None:
             others = [other for other in steps if other != step]
@@ -60,8 +60,8 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
 
 def _verify(name: str, folder: Path, seconds: float) -> tuple[bool, str | None]:
     """Whether a checkpoint is there, and what is wrong with it. The same on all processes."""
-    problem, is_recorded = None, has_records(folder)
-    if is_recorded:
+    problem, is_early = None, has_no_records(folder)
+    if not is_early:
         problem = find_damage(folder, number=jax.process_index(), count=jax.process_count())
     reports = tell_all(name, seconds, is_there=folder.is_dir(), problem=problem)
     blind = [number for number, report in enumerate(reports) if not report["is_there"]]
@@ -72,7 +72,7 @@ def _verify(name: str, folder: Path, seconds: float) -> tuple[bool, str | None]:
             f"Process {blind[0]} does not see {str(folder)!r}, which process 0 does. Keep "
             "checkpoints in a directory on a file system that all processes share."
         )
-    if not is_recorded:
+    if is_early:
         warnings.warn(
             f"The checkpoint {str(folder)!r} holds no digests, as an earlier jaxzero wrote it, and "
             "cannot be verified. It is used as it is.",

@@ -56,9 +56,10 @@ def publish(folder: Path, step: int) -> None:
     _flush(folder.parent)
 
 
-def keep_newest(directory: Path, count: int) -> None:
-    """Delete all checkpoints but the newest `count`."""
-    for step in list_steps(directory)[:-count]:
+def keep_newest(directory: Path, count: int, saved: int) -> None:
+    """Delete all checkpoints but `count`: that of step `saved`, and the newest besides."""
+    others = [step for step in list_steps(directory) if step != saved]
+    for step in others[: max(len(others) - count + 1, 0)]:
         doomed = _hidden(directory, step, "old")
         os.rename(directory / str(step), doomed)  # in one step, so that nobody reads half of it
         shutil.rmtree(doomed, ignore_errors=True)

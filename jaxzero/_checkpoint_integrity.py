@@ -63,9 +63,10 @@ def write_records(
     (folder / SUMS).write_text("".join(lines))
 
 
-def has_records(folder: Path) -> bool:
-    """Whether there is anything to verify by; early versions of jaxzero wrote nothing."""
-    return (folder / DESCRIPTION).exists() or (folder / SUMS).exists()
+def has_no_records(folder: Path) -> bool:
+    """Whether an early jaxzero wrote the checkpoint, by a part of Orbax that leaves its mark."""
+    recorded = (folder / DESCRIPTION).exists() or (folder / SUMS).exists()
+    return not recorded and (folder / "_CHECKPOINT_METADATA").exists()
 
 
 def find_damage(folder: Path, *, number: int = 0, count: int = 1) -> str | None:

@@ -135,9 +135,9 @@ def _even_sharding(leaf: Leaf, zero: Zero) -> NamedSharding:
 def stored_array(named: Named, x: jax.Array | None, zero: Zero) -> jax.Array:
     """Pad what was read, and lay it out as the array wanted. `x` None: it is empty."""
     leaf, like = named
+    given = jnp.zeros(leaf.shape, leaf.dtype) if x is None else x
     if named.is_key:
-        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
-    given = np.zeros(leaf.shape, leaf.dtype) if x is None else x
+        return jax.random.wrap_key_data(given, impl=jax.random.key_impl(like))
     sharding = getattr(like, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
     auto = NamedSharding(auto_mesh(zero.mesh), spec)

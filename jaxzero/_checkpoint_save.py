@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import shutil
 import threading
 from collections.abc import Mapping, Sequence
@@ -60,9 +61,11 @@ class Saver:
         Raises:
             RuntimeError: it could not be saved, for a reason that lies with disk or processes.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is None:
             return
+        concurrent.futures.wait([pending])  # after Ctrl-C here, the next call still waits
+        self._pending = None
         try:
             pending.result()
         except Exception as error:
@@ -80,7 +83,7 @@ class Saver:
 
         Raises:
             RuntimeError: the directory cannot be written to, or a process does not come.
-            ValueError: the digests are not the same on all processes.
+            ValueError: the step or the digests are not the same on all processes.
         """
         self._step, self._name = step, new_name()
         folder, error = None, None
@@ -89,17 +92,16 @@ class Saver:
                 folder = make_temporary(self._directory, step)
             except OSError as raised:
                 error = raised
-        facts = {"folder": folder and folder.name, "own": own}
+        facts = {"folder": folder and folder.name, "step": step, "own": own}
         try:
             reports = tell_all(f"{self._name}-begin", self._seconds, error=error, **facts)
-        except (OSError, RuntimeError) as raised:
+            _check_same(reports)
+        except Exception as raised:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(raised, ValueError):
+                raise
             raise self._not_saved(raised) from raised
-        if different := _different([report["own"] for report in reports]):
-            raise ValueError(
-                f"The leaf `{different[0]}` is held by each process for itself, and they hold "
-                "different values, of which a checkpoint could keep one. Make it the same on all, "
-                "or a global array."
-            )
         made = reports[0]["folder"]
         return None if made is None else self._directory / made
 
@@ -141,30 +143,27 @@ class Saver:
                 f"{str(folder)!r} cannot be seen, which the first process has made. Save to a "
                 "directory on a file system that all processes share."
             )
-        handler = ocp.StandardCheckpointHandler()
-        state = folder / STATE
-        saving = handler.async_save(epath.Path(state), args=ocp.args.StandardSave(dict(arrays)))
-        writing = asyncio.run(saving)
-        copied.set()
-        for future in writing or []:
-            future.result(timeout=self._seconds)
-        handler.close()
+        state, args = epath.Path(folder / STATE), ocp.args.StandardSave(dict(arrays))
+        with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+            writing = asyncio.run(handler.async_save(state, args=args))
+            copied.set()
+            for future in writing or []:
+                future.result(timeout=self._seconds)
         return record_files(folder, f"{STATE}/ocdbt.process_{jax.process_index()}/**/*")
 
     def _complete(
         self, folder: Path, content: Content, reports: Sequence[Mapping[str, Any]]
     ) -> None:
         """Join what the processes wrote, record the rest, and let the checkpoint appear."""
-        handler = ocp.StandardCheckpointHandler()
-        handler.finalize(epath.Path(folder / STATE))
-        handler.close()
+        with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+            handler.finalize(epath.Path(folder / STATE))
         (folder / EXTRA).mkdir()
         (folder / EXTRA / "metadata").write_text(content.extra)
         records = _collect(folder, reports)
         records |= record_files(folder, known=records)
         write_records(folder, content.description, records)
         publish(folder, self._step)
-        keep_newest(self._directory, self._keep)
+        keep_newest(self._directory, self._keep, self._step)
 
     def _not_saved(self, error: Exception) -> RuntimeError:
         return RuntimeError(
@@ -188,7 +187,16 @@ def _collect(folder: Path, reports: Sequence[Mapping[str, Any]]) -> dict[str, Fi
     return records
 
 
-def _different(each: Sequence[Mapping[str, str]]) -> list[str]:
-    """The names under which the processes do not all have the same."""
+def _check_same(reports: Sequence[Mapping[str, Any]]) -> None:
+    steps = [report["step"] for report in reports]
+    if len(set(steps)) > 1:
+        raise ValueError(f"`step` must be the same on all processes; got {steps}.")
+    each = [report["own"] for report in reports]
     names = set().union(*each)
-    return sorted(name for name in names if len({own.get(name) for own in each}) > 1)
+    different = sorted(name for name in names if len({own.get(name) for own in each}) > 1)
+    if different:
+        raise ValueError(
+            f"The leaf `{different[0]}` is held by each process for itself, and they hold "
+            "different values, of which a checkpoint could keep one. Make it the same on all, "
+            "or a global array."
+        )

@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import jax
 
@@ -36,7 +37,9 @@ def main(address: str, number: int, count: int, directory: Path) -> None:
     assert_same_bits(whole(run, restored.state), dict(np.load(directory / "want.npz")))
 
     with jz.Checkpoints(directory / "many", run.zero) as checkpoints:
-        checkpoints.save(1, run.first)  # its key and step are arrays of one process
+        first = run.first | {"empty": jnp.zeros((0, 3))}  # as its key and step, of each process
+        checkpoints.save(1, first)
+        assert checkpoints.restore(first).state["empty"].shape == (0, 3)
         state = restored.state | {"params": double(restored.state["params"])}
         want = whole(run, state)
         checkpoints.save(2, state, extra={"position": 48})
@@ -56,6 +59,12 @@ def main(address: str, number: int, count: int, directory: Path) -> None:
             assert checkpoints.restore(run.first).step == 2
         said["damaged"] = [str(warning.message) for warning in caught]
 
+        full = OSError("this disk is full") if number == 1 else None
+        write = checkpoints._saver._write
+        with mock.patch.object(checkpoints._saver, "_write", wraps=write, side_effect=full):
+            checkpoints.save(4, state)
+            said["failed"] = _message(checkpoints.close)
+        said["steps"] = _message(lambda: checkpoints.save(4 + number, state))
         said["different"] = _message(lambda: checkpoints.save(4, {"own": jnp.int32(number)}))
 
     with jz.Checkpoints(directory / "many", run.zero, timeout=2) as checkpoints:
@@ -67,16 +76,16 @@ def main(address: str, number: int, count: int, directory: Path) -> None:
 
 
 def _damage(folder: Path, number: int) -> None:
-    """Flip a bit in a file of the last process."""
+    """Flip a bit in the second largest file: the first that the second process verifies."""
     if number == 0:
-        files = (folder / "state" / "ocdbt.process_1" / "d").iterdir()
-        file = max(files, key=lambda path: path.stat().st_size)
+        sizes = json.loads((folder / "jaxzero.json").read_text())["files"]
+        file = folder / sorted(sizes, key=lambda name: (-sizes[name], name))[1]
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
-    from jaxzero._coordination import exchange
+    from jaxzero._coordination import barrier
 
-    exchange("damaged", "", 60)
+    barrier("damaged", 300)
 
 
 def _message(call) -> str:

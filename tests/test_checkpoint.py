@@ -1,12 +1,19 @@
 """Checkpoints: true shapes on disk, any mesh takes them up, mistakes are named."""
 
+import io
+import re
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from rich.console import Console
 
 import jaxzero as jz
+from jaxzero.jobs._inspect import inspect
+from jaxzero.jobs._settings import Inspect
 
 pytestmark = pytest.mark.standard_promotion  # optax
 
@@ -79,6 +86,31 @@ def test_only_the_newest_are_kept(tmp_path):
             checkpoints.save(step, {"params": params})
         checkpoints.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+
+
+def test_what_was_just_saved_is_kept(tmp_path):
+    """Even where there are newer ones, of a run that was taken up at an earlier step."""
+    zero = _zero(1, 1)
+    with jz.Checkpoints(tmp_path, zero, keep=2) as checkpoints:
+        for step in (20, 40, 30):
+            checkpoints.save(step, {"params": zero.init(_init)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["30", "40"]
+
+
+def test_inspect_shows_what_a_checkpoint_says_of_itself(saved, tmp_path):
+    directory, _, _ = saved
+    for path in (directory, directory / "3"):
+        written = io.StringIO()
+        inspect(Inspect(path=path), Console(file=written, width=100))
+        said = written.getvalue()
+        assert f"step 3, in {directory / '3'}" in said
+        assert "processes: 1, mesh: node=2, local=3;" in said and "stage=3" in said
+        assert re.search(r"params\.odd +float32\[7,5\]", said)
+        assert re.search(r"params\.even +bfloat16\[16,8\]", said)
+    shutil.copytree(directory / "3", tmp_path / "3")
+    (tmp_path / "3" / "jaxzero.json").write_text("{")
+    with pytest.raises(ValueError, match="jaxzero.json' is damaged"):
+        inspect(Inspect(path=tmp_path), Console(file=io.StringIO()))
 
 
 def test_mistakes_are_named(saved, tmp_path):

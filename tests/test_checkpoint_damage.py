@@ -59,6 +59,11 @@ def _cut_last_line(path: Path) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
 
 
+def _leave_little(folder: Path) -> None:
+    for path in _files(folder)[:3] + [folder / "SHA256SUMS", folder / "jaxzero.json"]:
+        path.unlink(missing_ok=True)
+
+
 DAMAGES = {  # what was done to the folder: what is said of it
     "first file": (lambda x: _flip(_files(x)[0], 0), "SHA256SUMS"),
     "middle file": (lambda x: _flip(_files(x)[len(_files(x)) // 2], 0.5), "holds other bytes"),
@@ -76,6 +81,7 @@ DAMAGES = {  # what was done to the folder: what is said of it
     "missing folder": (lambda x: shutil.rmtree(x / "state"), "is missing.* more"),
     "missing description": (lambda x: (x / "jaxzero.json").unlink(), "jaxzero.json is missing"),
     "missing digests": (lambda x: (x / "SHA256SUMS").unlink(), "SHA256SUMS is missing"),
+    "what is left of rm": (_leave_little, "SHA256SUMS is missing"),
     "cut digests": (lambda x: _cut_last_line(x / "SHA256SUMS"), "SHA256SUMS does not list"),
 }
 
@@ -124,6 +130,7 @@ def test_all_are_damaged(directory, zero):
 def test_checkpoints_without_digests_are_read_with_a_warning(directory, zero):
     for name in ("SHA256SUMS", "jaxzero.json"):
         (directory / "40" / name).unlink()
+    (directory / "40" / "_CHECKPOINT_METADATA").write_text("{}")  # Orbax' manager wrote it
     checkpoints = jz.Checkpoints(directory, zero)
     with pytest.warns(UserWarning, match="40' holds no digests.*cannot be verified"):
         assert checkpoints.restore(_state(zero, 0)).step == 40

@@ -12,7 +12,7 @@ import optax
 
 import jaxzero as jz
 
-QUANTIZED = dataclasses.replace(jz.zeropp(), min_quantized_size=0)
+_QUANTIZED = dataclasses.replace(jz.zeropp(), min_quantized_size=0)
 ROWS = 24
 
 
@@ -22,17 +22,15 @@ class Run(NamedTuple):
     step: Any  # a state to the next; the state that is given may not be used again
 
 
-def make_run(nodes: int, devices: int, config: jz.ZeroConfig = QUANTIZED) -> Run:
+def make_run(nodes: int, devices: int, config: jz.ZeroConfig = _QUANTIZED) -> Run:
     """Padded leaves, quantised gradients, Adam in SimiGrad, batches from the key in the state."""
     zero = jz.Zero(jz.make_mesh(nodes, devices=jax.devices()[:devices]), config)
     params = zero.init(_init)
     tx = jz.simigrad(optax.adam(1e-2), target_similarity=0.5, initial=2, max_steps=4)
-    first = {
-        "params": params,
-        "opt_state": zero.init_optimizer(tx, params),
-        "key": jax.random.key(7),
-        "step": jnp.int32(0),
-    }
+    with jax.numpy_dtype_promotion("standard"):  # optax
+        opt_state = zero.init_optimizer(tx, params)
+    key, number = jax.random.key(7), jnp.int32(0)
+    first = {"params": params, "opt_state": opt_state, "key": key, "step": number}
 
     def step(state: dict[str, Any]) -> dict[str, Any]:
         key, batch_key = jax.random.split(state["key"])

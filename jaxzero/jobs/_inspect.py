@@ -12,6 +12,7 @@ from rich.table import Table
 
 from .._wire_report import readable_bytes
 from ..interop import Checkpoint, LazyTensor, open_checkpoint
+from ._inspect_run import find_checkpoint, inspect_checkpoint
 from ._settings import Inspect
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
@@ -31,6 +32,9 @@ def inspect(settings: Inspect, console: Console) -> None:
     Raises:
         ValueError: it cannot be opened.
     """
+    if (own := find_checkpoint(settings.path)) is not None:
+        inspect_checkpoint(own, console)
+        return
     checkpoint = open_checkpoint(settings.path, key=settings.key)
     tensors = {name: x for name, x in checkpoint.items() if name not in checkpoint.aliases}
     size = sum(tensor.size for tensor in tensors.values())

@@ -75,8 +75,8 @@ def _restored_wire_state(session: Session, step: int, params: Any) -> Any:
                 return restored.state["wire_state"]
             except (FileNotFoundError, ValueError):
                 session.console.print(
-                    "The run was saved with another wire or on other devices, so the wire state "
-                    "starts anew.",
+                    "The run was saved with another wire or on other devices, or its wire state is "
+                    "damaged, so the wire state starts anew.",
                     highlight=False,
                 )
     _drop_wire_states(session)

@@ -241,7 +241,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspect:
-    """Show what a checkpoint holds: safetensors, torch.save, FSDP (DCP) or DeepSpeed."""
+    """Show what a checkpoint holds: of a run here, safetensors, torch.save, FSDP or DeepSpeed."""
 
     path: Annotated[Positional[Path], arg(metavar="PATH")]
     """File or directory. Nothing that it pickles is run."""
