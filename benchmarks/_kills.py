@@ -145,7 +145,8 @@ def _workers(launcher: int) -> dict[int, int]:
             pid = int(entry.name)
             if f"\nPPid:\t{launcher}\n" in (entry / "status").read_text():
                 variables = (entry / "environ").read_bytes().decode().split("\0")
-                named = dict(v.partition("=")[::2] for v in variables if "=" in v)
-                if "JAXZERO_PROCESS_ID" in named:
-                    found[int(named["JAXZERO_PROCESS_ID"])] = pid
+                for variable in variables:
+                    name, _, value = variable.partition("=")
+                    if name == "JAXZERO_PROCESS_ID":
+                        found[int(value)] = pid
     return found

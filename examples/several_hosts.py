@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ CONTEXT = 16  # bytes that the next one is predicted from
 WIDTH = 256
 
 
-class Windows:
+class Windows(Sequence):
     """Every place in a text: the bytes before it, and the byte there."""
 
     def __init__(self, text: bytes):
@@ -41,7 +42,7 @@ class Windows:
     def __len__(self) -> int:
         return len(self._bytes) - CONTEXT
 
-    def __getitem__(self, place: int) -> np.ndarray:
+    def __getitem__(self, place: Any) -> np.ndarray:
         return self._bytes[place : place + CONTEXT + 1]
 
 
@@ -123,7 +124,7 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path, help="of the checkpoints")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=20)

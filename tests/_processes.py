@@ -85,7 +85,7 @@ def line_from(process: subprocess.Popen, text: str, *, seconds: float = 90) -> s
     watch = threading.Timer(seconds, process.kill)  # so that the reading ends
     watch.start()
     try:
-        for line in process.stdout:
+        for line in process.stdout or ():
             if text in line:
                 return line
     finally:

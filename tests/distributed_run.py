@@ -41,7 +41,7 @@ def main(address: str, number: int, count: int, what: str) -> None:
 
 def _agree(number: int) -> dict[str, object]:
     mesh = jz.make_mesh()
-    said = {"mesh": dict(mesh.shape)}
+    said: dict[str, object] = {"mesh": dict(mesh.shape)}
     distributed.check_same(settings={"rate": 0.1, "steps": 3}, seed=0)
     for name, values in {
         "settings": {"settings": {"rate": 0.1 + number, "steps": 3}},

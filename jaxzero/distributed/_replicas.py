@@ -130,7 +130,7 @@ def _copies(x: Any) -> tuple[str, ...]:
     return tuple(a for a, n in x.sharding.mesh.shape.items() if n > 1 and a not in split)
 
 
-def _hashes(leaves: dict[str, jax.Array]) -> dict[int, dict[str, tuple[int, bool]]]:
+def _hashes(leaves: dict[str, Any]) -> dict[int, dict[str, tuple[int, bool]]]:
     """By device of this process and leaf: the hash, and whether all replicas have the same."""
     specs = tuple(x.sharding.spec for x in leaves.values())
     copies = tuple(_copies(x) for x in leaves.values())
@@ -172,7 +172,7 @@ def _hash(x: Array) -> UInt32[Array, ""]:
     return jnp.sum(words * odd, dtype=jnp.uint32)
 
 
-def _words(x: Array) -> UInt32[Array, words]:
+def _words(x: Array) -> UInt32[Array, " words"]:
     """The bits of an array, one element or a part of one to a word."""
     if x.dtype == bool:
         return x.reshape(-1).astype(jnp.uint32)
