@@ -21,5 +21,6 @@ from ._initialize import initialize as initialize
 from ._replicas import ReplicasDiffer as ReplicasDiffer
 from ._replicas import check_replicas as check_replicas
 from ._stop import StopRequest as StopRequest
+from ._watchdog import AgreedEnd as AgreedEnd
 from ._watchdog import Watchdog as Watchdog
 from ._watchdog import leave as leave

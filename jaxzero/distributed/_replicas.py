@@ -26,12 +26,13 @@ from jaxtyping import Array, UInt32
 
 from .._coordination import describe_process, exchange
 from .._partition import path_name
+from ._watchdog import AgreedEnd
 
 _MULTIPLIER = np.uint32(0x9E3779B1)  # odd; spreads indices over 32 bits (Knuth, TAOCP 3, 6.4)
 
 
-class ReplicasDiffer(RuntimeError):
-    """Devices that should hold the same bits do not."""
+class ReplicasDiffer(AgreedEnd, RuntimeError):
+    """Devices that should hold the same bits do not. Raised on all processes."""
 
 
 def check_replicas(tree: Any, *, step: int, seconds: float = 60.0) -> None:

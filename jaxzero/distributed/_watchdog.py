@@ -23,11 +23,15 @@ from collections.abc import Iterator
 import jax
 
 from .._coordination import describe_process, process_count, process_index, publish, published
-from .._exit_codes import PEER_LOST
+from .._exit_codes import INTERRUPTED, PEER_LOST
 
 _NAME = "watchdog"
 _TICKS = 4  # how often we speak and look, in `heartbeat_seconds`
 _DONE = "done"
+
+
+class AgreedEnd(Exception):
+    """An end that all processes come to together, so that `Watchdog` lets it pass."""
 
 
 class Watchdog:
@@ -38,9 +42,10 @@ class Watchdog:
             ...
             watchdog.beat(step)
 
-    An exception that leaves the `with` block ends a process that is one of several at once, with
-    status 1: an ordinary exit would first wait for the others, who wait for this one. An error of a
-    collective waits for `heartbeat_seconds`, whether it was another process that failed.
+    An exception that leaves the `with` block ends a process that is one of several at once: an
+    ordinary exit would first wait for the others, who wait for this one. The status is 1, or
+    `PEER_LOST` for a TimeoutError; an error of a collective waits twice `heartbeat_seconds`, whether
+    it was another process that failed. `SystemExit` and `AgreedEnd` pass: all raise them together.
 
     Args:
         step_seconds: the longest time from one step to the next, compiling and saving included.
@@ -75,11 +80,13 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _) -> None:
-        if process_count() > 1 and error is not None and not isinstance(error, SystemExit):
+        agreed = error is None or isinstance(error, AgreedEnd | SystemExit)
+        if process_count() > 1 and not agreed:
             traceback.print_exception(error)
             if isinstance(error, jax.errors.JaxRuntimeError):
                 time.sleep(2 * self._heartbeat_seconds)  # the thread says who is lost, if any is
-            _leave(f"This process leaves at once, so that the others learn of it: {error!r}", 1)
+            message = f"This process leaves at once, so that the others learn of it: {error!r}"
+            _leave(message, _status_of(error))
         self._over.set()
         if process_count() > 1:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -181,6 +188,12 @@ class _Peers:
                 if index != process_index()
             ]
         return f"The others: {'; '.join(others)}." if others else ""
+
+
+def _status_of(error: BaseException | None) -> int:
+    if isinstance(error, TimeoutError):
+        return PEER_LOST
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _step_of(text: str) -> str:

@@ -20,9 +20,7 @@ def choose_devices(num_devices: int | None) -> list[Any]:
     Raises:
         ValueError: there are fewer devices than asked for.
     """
-    if (
-        jax.config.values["jax_num_cpu_devices"] < 0
-    ):  # else it was said
+    if jax.config.values["jax_num_cpu_devices"] < 0:  # else it was said
         with contextlib.suppress(RuntimeError):  # a backend runs already: take what it has
             jax.config.update("jax_num_cpu_devices", _fake_devices(num_devices))
     found = jax.devices()

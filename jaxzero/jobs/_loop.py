@@ -5,7 +5,7 @@ import time
 
 import jax
 
-from ..distributed import StopRequest, Watchdog, check_replicas
+from ..distributed import AgreedEnd, StopRequest, Watchdog, check_replicas
 from ._profile import StepProfiler
 from ._progress import progress_bar
 from ._resume import save
@@ -16,7 +16,7 @@ from ._step import StepFn, make_step
 Numbers = dict[str, float]
 
 
-class Interrupted(Exception):
+class Interrupted(AgreedEnd):
     """The run was asked to stop and saved after `step` steps; `name` can be resumed."""
 
     def __init__(self, name: str | None, step: int, *, by_ctrl_c: bool):
@@ -26,8 +26,8 @@ class Interrupted(Exception):
         self.by_ctrl_c = by_ctrl_c  # else by SIGTERM
 
 
-class Diverged(RuntimeError):
-    """Losses or gradients stay non-finite."""
+class Diverged(AgreedEnd, RuntimeError):
+    """Losses or gradients stay non-finite, on all processes alike."""
 
 
 def run_steps(session: Session, state: State) -> State:
