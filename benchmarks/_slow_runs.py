@@ -145,12 +145,16 @@ class Runner:
     def _start(self, peer: str, file: Path) -> dict[str, subprocess.Popen]:
         here = Path(__file__).resolve().parent
         paths = [str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        env = os.environ | {
-            "PYTHONPATH": os.pathsep.join(paths),
-            "JAX_COMPILATION_CACHE_DIR": str(self._folder / "compiled"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "DS_ACCELERATOR": "cpu",
-        }
+        compiled = {"JAX_COMPILATION_CACHE_DIR": str(self._folder / "compiled")}  # unless given
+        env = (
+            compiled
+            | os.environ
+            | {
+                "PYTHONPATH": os.pathsep.join(paths),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                "DS_ACCELERATOR": "cpu",
+            }
+        )
         is_torch = peer == "fsdp2" or peer.startswith("deepspeed")
         script = here / ("_slow_torch.py" if is_torch else "_slow_jax.py")
         started = {}
