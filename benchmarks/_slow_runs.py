@@ -120,7 +120,8 @@ class Runner:
     def _spec(self, peer: str, size: str, microbatches: int, results: Path) -> dict[str, Any]:
         weights = self._folder / f"{size}.npz"
         if not weights.exists():
-            np.savez(weights, **make_weights(SIZES[size]))
+            leaves: dict[str, Any] = make_weights(SIZES[size])
+            np.savez(weights, **leaves)
         tokens = self._folder / f"{size}_{microbatches}.npy"
         if not tokens.exists():
             np.save(
@@ -227,7 +228,7 @@ def make_tokens(size: Size, microbatches: int, steps: int) -> np.ndarray:
 def summary(
     run: Run, workers: list[dict[str, Any]], reference: list[float]
 ) -> dict[str, float | Any]:
-    """Times, bytes and losses of one run, from what each host measured."""
+    """Times, bytes and losses of one run, from what the first process of each host measured."""
     size = SIZES[run.size]
     seconds = workers[0]["seconds"]
     losses = workers[0]["losses"]

@@ -146,6 +146,8 @@ def draw(rows: Sequence[Mapping[str, Any]], size: str, file: Path) -> None:
 def _draw_panel(
     axes: Any, groups: Mapping[Group, Sequence[Results]], size: str, count: int
 ) -> None:
+    from matplotlib.ticker import LogLocator
+
     for number, (peer, name) in enumerate(_PEER_NAMES.items()):
         keys = [key for rate in _BITS_PER_SECOND if (key := (size, count, rate, peer)) in groups]
         if not keys:
@@ -163,7 +165,10 @@ def _draw_panel(
         look = {"linestyle": "-" if ours else "--", "marker": "o" if ours else "s"}
         axes.errorbar(x, y, errors, label=name.replace("`", ""), color=f"C{number}", **look)
     _draw_paper(axes, groups, size, count)
-    axes.set(xscale="log", yscale="log", xlabel="bandwidth of the link, each way")
+    axes.set(xscale="log", yscale="log", xlim=(1.2e7, 4e10))
+    axes.set_xlabel("bandwidth of the link, each way")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xticks(list(_BITS_PER_SECOND.values()), [_RATE_NAMES[r] for r in _BITS_PER_SECOND])
     axes.minorticks_off()
     axes.set_title("one micro-batch" if count == 1 else f"{count} micro-batches")
@@ -180,9 +185,14 @@ def _draw_paper(
         return
     top, x = step_seconds(runs), 0.8 * _BITS_PER_SECOND["100mbit"]
     axes.plot([x, x], [top / _PAPER_SPEED_UP, top], color="black", marker="_")
-    text = f"{_PAPER_SPEED_UP}x, ZeRO++\non 384 V100"
     axes.annotate(
-        text, (x, top / _PAPER_SPEED_UP), (-4, -18), textcoords="offset points", fontsize=7
+        f"{_PAPER_SPEED_UP}x, ZeRO++\non 384 V100",
+        (x, top / _PAPER_SPEED_UP**0.5),
+        (-5, 0),
+        textcoords="offset points",
+        ha="right",
+        va="center",
+        fontsize=7,
     )
 
 

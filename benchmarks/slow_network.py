@@ -15,8 +15,11 @@ turns, in the opposite order in the next. Their losses are compared with those o
 What each peer does with micro-batches is what it does unasked. jaxzero gathers and reduces
 between hosts once for all of them under hpZ; the others once for each.
 
-The environment: Python 3.11, `pip install torch` (a CPU build) and then
-`pip install -e ".[benchmarks]" deepspeed==0.19.8`, with `DS_BUILD_OPS=0` set.
+The environment: Python 3.11; `pip install torch` (a CPU build), then `pip install -e
+".[benchmarks]"`, then `DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed==0.19.8`, which
+needs `setuptools` and `wheel` and finds torch where it is. Without a package, leave its peers
+out. A folder for compiled programs in `JAX_COMPILATION_CACHE_DIR` makes an invocation start
+quicker; no compilation is timed.
 """
 
 from __future__ import annotations
