@@ -24,6 +24,7 @@ quicker; no compilation is timed.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import tempfile
@@ -73,10 +74,9 @@ def run(
         timeout_seconds: of a run.
         again: make runs anew whose row is of other code than what is here.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Stopped."))
     wanted = list(plan(sizes, rates, microbatches, peers, range(first_round, first_round + rounds)))
     failed = []
-    with tempfile.TemporaryDirectory() as folder, Hosts() as hosts:
+    with _exit_at_sigterm(), tempfile.TemporaryDirectory() as folder, Hosts() as hosts:
         runner = Runner(hosts, Path(folder), timeout_seconds)
         for one in wanted:
             if is_done(one, again=again):
@@ -93,6 +93,16 @@ def run(
             append_row(NAME, {**row, "run_seconds": round(time.monotonic() - start, 1)})
     if failed:
         sys.exit(f"{len(failed)} of {len(wanted)} runs failed.")
+
+
+@contextlib.contextmanager
+def _exit_at_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the program as an exception does, so that no host is left behind."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("Stopped."))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def plan(
