@@ -27,7 +27,7 @@ import jax
 
 RESULTS = Path(__file__).parent / "results"
 _CODE = (":/", ":(top,exclude)benchmarks/results")  # rows of earlier runs are not changes
-_PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "torch")
+_PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "torch", "deepspeed")
 
 
 def append_row(name: str, results: Mapping[str, Any], *, directory: Path = RESULTS) -> dict:
