@@ -44,8 +44,9 @@ class Watchdog:
 
     An exception that leaves the `with` block ends a process that is one of several at once: an
     ordinary exit would first wait for the others, who wait for this one. The status is 1, or
-    `PEER_LOST` for a TimeoutError; an error of a collective waits twice `heartbeat_seconds`, whether
-    it was another process that failed. `SystemExit` and `AgreedEnd` pass: all raise them together.
+    `PEER_LOST` for a TimeoutError; an error of a collective waits twice `heartbeat_seconds`,
+    whether it was another process that failed. `SystemExit` and `AgreedEnd` pass: all raise them
+    together.
 
     Args:
         step_seconds: the longest time from one step to the next, compiling and saving included.
