@@ -68,16 +68,16 @@ class Watchdog:
         self._step = -1
         self._stepped = time.monotonic()
         self._over = threading.Event()
+        self._talker: threading.Thread | None = None
         self._peers = _Peers(heartbeat_seconds)
 
     def __enter__(self) -> Watchdog:
         self._stepped = time.monotonic()
-        threads = [self._watch]
+        threading.Thread(target=self._watch, name="jaxzero watchdog", daemon=True).start()
         if process_count() > 1:
             publish(_NAME, f"0 {self._step}")  # who never spoke cannot fall silent
-            threads.append(self._talk)
-        for target in threads:
-            threading.Thread(target=target, name=f"jaxzero {target.__name__}", daemon=True).start()
+            self._talker = threading.Thread(target=self._talk, name="jaxzero talk", daemon=True)
+            self._talker.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _) -> None:
@@ -89,9 +89,8 @@ class Watchdog:
             message = f"This process leaves at once, so that the others learn of it: {error!r}"
             _leave(message, _status_of(error))
         self._over.set()
-        if process_count() > 1:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                publish(_NAME, _DONE)
+        if self._talker is not None:
+            self._talker.join(self._heartbeat_seconds)  # until it has said that this is the end
 
     def beat(self, step: int) -> None:
         """Say that this process has made a step."""
@@ -115,7 +114,9 @@ class Watchdog:
                 publish(_NAME, f"{count} {self._step}")
                 self._peers.note(published(_NAME))
             if self._over.wait(self._heartbeat_seconds / _TICKS):
-                return
+                break
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            publish(_NAME, _DONE)
 
     def _watch(self) -> None:
         """Judge, and never wait for anybody."""
