@@ -4,7 +4,7 @@
 
 WHAT: "agree" compares settings and replicas and ends; "train" makes steps for ever and says so;
 "raise" and "hang" are what process 1 does after its third step; "alone" has process 1 miss a
-barrier.
+barrier; "wait" is one process that waits, first with leave and then without.
 """
 
 from __future__ import annotations
@@ -26,11 +26,18 @@ HEARTBEAT_SECONDS = 3.0
 
 def main(address: str, number: int, count: int, what: str) -> None:
     jax.config.update("jax_num_cpu_devices", 2)
-    distributed.initialize(
-        coordinator_address=address, num_processes=count, process_id=number, start_seconds=60
-    )
+    if count > 1:
+        distributed.initialize(
+            coordinator_address=address, num_processes=count, process_id=number, start_seconds=60
+        )
     if what == "agree":
         print(json.dumps(_agree(number)))
+    elif what == "wait":
+        with distributed.Watchdog(step_seconds=1.0) as dog:
+            with dog.waiting():
+                time.sleep(3)
+            print("waited", flush=True)
+            time.sleep(30)
     elif what == "alone":
         if number == 0:
             barrier("a place of its own", 2.0)

@@ -129,12 +129,12 @@ class Watchdog:
                 self._stepped = max(self._stepped, now - self._step_seconds / 2)
             before = now
             if process_count() > 1 and (lost := self._peers.lost()):
-                _leave(f"{lost} The last step here was {self._step}.", PEER_LOST)
+                _leave(f"{lost} This process was at {_name_of(self._step)}.", PEER_LOST)
             if now - self._stepped > self._step_seconds:
                 faulthandler.dump_traceback(all_threads=True)
                 _leave(
-                    f"No step for {self._step_seconds:g} s, since step {self._step}; above is "
-                    f"where this process stands. {self._peers.describe()}",
+                    f"No step for {self._step_seconds:g} s, since {_name_of(self._step)}; above is "
+                    f"where this process stands.{self._peers.describe()}",
                     PEER_LOST,
                 )
 
@@ -189,7 +189,7 @@ class _Peers:
                 for index, (text, _) in sorted(self._seen.items())
                 if index != process_index()
             ]
-        return f"The others: {'; '.join(others)}." if others else ""
+        return f" The others: {'; '.join(others)}." if others else ""
 
 
 def _status_of(error: BaseException | None) -> int:
@@ -200,9 +200,12 @@ def _status_of(error: BaseException | None) -> int:
 
 def _step_of(text: str) -> str:
     if text == _DONE:
-        return "its end"
-    step = text.split()[1]
-    return "its start" if step == "-1" else f"step {step}"
+        return "the end"
+    return _name_of(int(text.split()[1]))
+
+
+def _name_of(step: int) -> str:
+    return "the start" if step < 0 else f"step {step}"
 
 
 def leave(status: int) -> None:
