@@ -272,6 +272,14 @@ def test_a_process_that_makes_no_step_says_where_it_stands():
     assert message in second.err and f'{HERE / "distributed_run.py"}", line' in second.err
 
 
+def test_a_process_may_wait_where_it_says_so():
+    (end,) = run("distributed_run.py", 1, "wait", seconds=60)
+    assert end.out == "waited\n" and end.status == distributed.PEER_LOST
+    assert end.err.endswith(
+        "No step for 1 s, since the start; above is where this process stands.\n"
+    )
+
+
 def test_sigterm_to_one_stops_all_after_the_same_step():
     with started("distributed_run.py", 2, "train") as processes:
         for process in processes:
