@@ -11,12 +11,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "several_hosts.py"
 STEPS, SAVE_EVERY, HOSTS = 30, 2, 2
+_SECONDS = 600.0  # for all attempts of a run together
 _SAVING = ".*.tmp"  # what a checkpoint is called until it is complete
 _KILLED = "killed"
 
@@ -69,6 +71,8 @@ def train(folder: Path, kill: Kill | None, *, launch: list[str] | None = None) -
     was_saving, seconds = False, None
     with _launched(folder, launch or []) as process:
         assert process.stdout is not None
+        deadline = threading.Timer(_SECONDS, process.kill)  # the launcher's end is that of all
+        deadline.start()
         for line in process.stdout:
             lines.append(line)
             step = re.search(r"step (\d+) loss \S+ saved (\d+|None)", line)
@@ -83,6 +87,7 @@ def train(folder: Path, kill: Kill | None, *, launch: list[str] | None = None) -
                     killed = time.monotonic()
                     lines.append(_KILLED)
         status = process.wait()
+        deadline.cancel()
     digest = re.search(r"parameters (\w+)", "".join(lines))
     if digest is None:
         raise RuntimeError(f"The run ended with {status}:\n{''.join(lines[-30:])}")
@@ -133,7 +138,8 @@ def _kill(kill: Kill, folder: Path, launcher: int) -> bool:
             time.sleep(0.001)
     time.sleep(kill.moment)
     was_saving = bool(list(folder.glob(_SAVING)))
-    os.kill(pids[kill.host], signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # it was done before
+        os.kill(pids[kill.host], signal.SIGKILL)
     return was_saving
 
 

@@ -4,7 +4,7 @@
 
 `examples/several_hosts.py` trains on two hosts of this machine under `jaxzero launch --restart`.
 In each run one process, by chance the first or the second, gets SIGKILL at a random moment, in
-every second run while a checkpoint is being written. It starts again by itself. A row says whether
+every second run a moment after a save has begun. It starts again by itself. A row says whether
 the final parameters have the same bits as without a kill, and whether the run went on from a
 checkpoint at least as new as the last one that was reported as saved.
 """

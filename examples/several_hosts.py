@@ -68,9 +68,11 @@ def loss_fn(params: dict[str, jax.Array], windows: jax.Array, key: jax.Array) ->
 def main(directory: Path, steps: int, save_every: int, batch_size: int) -> None:
     """Train to the last step; from the last checkpoint, if there is one."""
     distributed.initialize()
-    distributed.check_same(steps=steps, save_every=save_every, batch_size=batch_size)
+    text = b"".join(path.read_bytes() for path in sorted(_library().glob("*.py")))
+    digest = hashlib.sha256(text).hexdigest()
+    distributed.check_same(steps=steps, save_every=save_every, rows=batch_size, text=digest)
     zero = jz.Zero(jz.make_mesh(), jz.zeropp())
-    tx = optax.apply_if_finite(optax.adamw(1e-3), max_consecutive_errors=10)
+    tx = optax.apply_if_finite(optax.adamw(1e-3), max_consecutive_errors=2**31 - 1)
     params = zero.init(init, jax.random.key(0))
     whole = NamedSharding(zero.mesh, PartitionSpec())
     state = {
@@ -78,7 +80,6 @@ def main(directory: Path, steps: int, save_every: int, batch_size: int) -> None:
         "opt_state": zero.init_optimizer(tx, params),
         "key": jax.jit(jax.random.key, out_shardings=whole)(1),
     }
-    text = b"".join(path.read_bytes() for path in sorted(_library().glob("*.py")))
     examples = grain.MapDataset.source(Windows(text)).shuffle(seed=0).repeat()
     in_memory = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     batches = Batches(examples, zero, batch_size=batch_size, read_options=in_memory)
@@ -92,19 +93,24 @@ def main(directory: Path, steps: int, save_every: int, batch_size: int) -> None:
         return {"params": params, "opt_state": opt_state, "key": key}, loss
 
     first = 0
-    with jz.Checkpoints(directory, zero) as checkpoints:
-        if checkpoints.latest_step() is not None:
-            first, state, extra = checkpoints.restore(state)
+    with distributed.StopRequest() as stop, jz.Checkpoints(directory, zero) as checkpoints:
+        if restored := checkpoints.restore_or_none(state):
+            first, state, extra = restored
             batches.set_state(extra["batches"])
             _say(f"resumed after {first}")
-        with distributed.Watchdog() as watchdog, distributed.StopRequest() as stop:
+        with distributed.Watchdog() as watchdog:
             for step in range(first + 1, steps + 1):
                 state, loss = train_step(state, next(batches))
                 _say(f"step {step} loss {float(loss):.4f} saved {checkpoints.latest_step()}")
                 watchdog.beat(step)
-                is_asked = stop.reached(step)
+                is_asked = stop.reached()
                 if is_asked or step == steps or step % save_every == 0:
                     checkpoints.save(step, state, extra={"batches": batches.get_state()})
+                if state["opt_state"].notfinite_count >= 10:
+                    _say(
+                        f"losses stay non-finite; the last checkpoint: {checkpoints.latest_step()}"
+                    )
+                    raise SystemExit(distributed.DIVERGED)
                 if step % 100 == 0:
                     distributed.check_replicas(state, step=step)
                 if is_asked and step < steps:

@@ -30,7 +30,7 @@ case $status in
 75) # saved at SIGTERM
   scontrol requeue "$SLURM_JOB_ID"
   ;;
-76) # a host was lost: go on from the last checkpoint, but not for ever
+76 | 134 | 137) # a host was lost (134: JAX itself saw it; 137: killed): go on, but not for ever
   if ((${SLURM_RESTART_COUNT:-0} < 20)); then
     scontrol requeue "$SLURM_JOB_ID"
   fi

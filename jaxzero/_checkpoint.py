@@ -103,8 +103,19 @@ class Checkpoints:
         self._saver.wait()
 
     def latest_step(self) -> int | None:
-        """The newest complete checkpoint, or None. Whether it is damaged `restore` finds out."""
+        """The newest complete checkpoint, or None. Whether it is damaged `restore` finds out.
+
+        It is what this process sees just now. Others may see it later: do not decide by it what
+        all must do together, but by `restore_or_none`.
+        """
         return max(list_steps(self.directory), default=None)
+
+    def restore_or_none(self, like: Mapping[str, Any]) -> Restored | None:
+        """Read the newest checkpoint as `restore` does, or None if there is none yet."""
+        try:
+            return self.restore(like)
+        except FileNotFoundError:  # which the first process has seen, for all
+            return None
 
     def save(
         self, step: int, state: Mapping[str, Any], *, extra: Mapping[str, Any] | None = None

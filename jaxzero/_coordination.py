@@ -8,6 +8,7 @@ JAX gives no public name to its client; this module alone reaches for it.
 from __future__ import annotations
 
 import collections
+import contextlib
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -134,9 +135,11 @@ def _wait(client: Any, barrier_id: str, directory: str, name: str, seconds: floa
     try:
         client.wait_at_barrier(barrier_id, timeout_in_ms=int(seconds * 1000))
     except jax.errors.JaxRuntimeError as error:
-        here = _read(client, directory)
-        missing = [n for n in range(process_count()) if n not in here]
-        gone = ", ".join(describe_process(n) for n in missing) or "a process that came and left"
+        gone = describe_process(0)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is process 0 that is gone
+            here = _read(client, directory)
+            missing = [n for n in range(process_count()) if n not in here]
+            gone = ", ".join(describe_process(n) for n in missing) or "one that came and left"
         raise TimeoutError(
             f"At {name!r} this process waited up to {seconds:g} s for {gone}. Look at its log: it "
             "failed, hangs, or is at another place of the program."

@@ -9,6 +9,7 @@ jaxzero launch --nodes 2 --restart 3 -- python train.py
 
 import shlex
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -22,7 +23,6 @@ from .launch import Launch, launch
 _STATUSES = {
     distributed.ReplicasDiffer: DIVERGED,
     jobs.Diverged: DIVERGED,
-    TimeoutError: PEER_LOST,
     ImportError: MISTAKE,
     NotImplementedError: MISTAKE,
     ValueError: MISTAKE,
@@ -78,13 +78,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED if interrupted.by_ctrl_c else STOPPED
     except KeyboardInterrupt:
         errors.print("Interrupted; nothing was saved since the last checkpoint.")
+        distributed.leave(INTERRUPTED)
         return INTERRUPTED
-    except tuple(_STATUSES) as error:
+    except Exception as error:
+        status = _status_of(error)
+        if status is None:
+            traceback.print_exception(error)
+            distributed.leave(1)
+            raise
         errors.print(f"[bold red]Error:[/] {_plain(str(error))}", highlight=False)
-        status = next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
-        distributed.leave(status)  # the other processes may not have failed
+        if not isinstance(error, distributed.AgreedEnd):
+            distributed.leave(status)  # the other processes may not have failed
         return status
     return 0
+
+
+def _status_of(error: Exception) -> int | None:
+    """The exit status of an error that one line explains; None: a trace is wanted."""
+    if any(isinstance(cause, TimeoutError) for cause in distributed.causes(error)):
+        return PEER_LOST
+    return next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), None)
 
 
 def resume_command(arguments: Sequence[str], name: str | None) -> str:

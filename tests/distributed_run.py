@@ -4,7 +4,8 @@
 
 WHAT: "agree" compares settings and replicas and ends; "train" makes steps for ever and says so;
 "raise" and "hang" are what process 1 does after its third step; "alone" has process 1 miss a
-barrier; "wait" is one process that waits, first with leave and then without.
+barrier; "wait" is one process that waits, first with leave and then without; "resume" begins
+to train at step 41, after a while.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ def main(address: str, number: int, count: int, what: str) -> None:
                 time.sleep(3)
             print("waited", flush=True)
             time.sleep(30)
+    elif what == "resume":
+        print("restoring", flush=True)
+        time.sleep(4)  # JAX looks for the signal once in a second
+        _train(number, what, first=41)
     elif what == "alone":
         if number == 0:
             barrier("a place of its own", 2.0)
@@ -52,7 +57,7 @@ def _agree(number: int) -> dict[str, object]:
     distributed.check_same(settings={"rate": 0.1, "steps": 3}, seed=0)
     for name, values in {
         "settings": {"settings": {"rate": 0.1 + number, "steps": 3}},
-        "missing": {"settings": {"rate": 0.1} if number else {}},
+        "missing": {"settings": {"rate": 0.1, **({"more": 1} if number else {})}},
     }.items():
         said[name] = _error(distributed.check_same, **values)
 
@@ -92,17 +97,17 @@ def _error(function, *arguments, **options) -> str | None:
     return None
 
 
-def _train(number: int, what: str) -> None:
+def _train(number: int, what: str, first: int = 0) -> None:
     mesh = jz.make_mesh()
     sharding = NamedSharding(mesh, PartitionSpec(("node", "local")))
     x = jax.make_array_from_callback((4,), sharding, lambda index: np.ones(4)[index])
     add = jax.jit(lambda x: x.sum())
     dog = distributed.Watchdog(step_seconds=6, heartbeat_seconds=HEARTBEAT_SECONDS)
     with dog, distributed.StopRequest() as stop:
-        for step in range(100_000):
+        for step in range(first, first + 100_000):
             add(x).block_until_ready()
             dog.beat(step)
-            if stop.reached(step):
+            if stop.reached():
                 print("stopped after", step, flush=True)
                 raise SystemExit(distributed.STOPPED)
             if number == 1 and step == 3 and what == "raise":

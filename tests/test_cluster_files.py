@@ -73,7 +73,10 @@ class TestSlurm:
             (PEER_LOST, None, True),
             (PEER_LOST, "20", False),
             (DIVERGED, None, False),
-            (137, None, False),
+            (134, None, True),
+            (137, None, True),
+            (137, "20", False),
+            (139, None, False),
         ],
     )
     def test_what_goes_back_into_the_queue(self, code, restarts, requeued, tmp_path):

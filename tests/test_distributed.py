@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -19,9 +20,11 @@ from distributed_run import HEARTBEAT_SECONDS
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxzero as jz
-from jaxzero import distributed
+from jaxzero import _mesh, distributed
 from jaxzero._coordination import exchange
 from jaxzero._mesh import _by_node
+from jaxzero.distributed import _rendezvous
+from jaxzero.distributed._agreement import _difference, _flat
 from jaxzero.distributed._rendezvous import Hello, meet
 
 # From the last beat: silence, then one look, then what a busy machine adds.
@@ -30,21 +33,22 @@ LOST_SECONDS = 2 * HEARTBEAT_SECONDS + 1 + 15
 
 def _hello(number: int, *, count: int = 2, host: str = "", **facts: str) -> Hello:
     host = host or f"host{number}"
-    return Hello(process_id=number, num_processes=count, host=host, pid=number, facts=facts)
+    return Hello(process_id=number, num_processes=count, host=host, facts=facts)
 
 
 def _meet(hellos: list[Hello], seconds: float = 20.0, address: str | None = None) -> list[object]:
-    """What each process gets: the hosts, or its error."""
+    """What each process gets."""
     address = address or free_address()
-
-    def one(hello: Hello) -> object:
-        try:
-            return meet(address, hello, seconds)
-        except (TimeoutError, ValueError) as error:
-            return error
-
     with ThreadPoolExecutor(len(hellos)) as pool:
-        return list(pool.map(one, hellos))
+        return list(pool.map(lambda hello: _answer(address, hello, seconds), hellos))
+
+
+def _answer(address: str, hello: Hello, seconds: float = 20.0) -> object:
+    """The hosts, or an error."""
+    try:
+        return meet(address, hello, seconds)
+    except (TimeoutError, ValueError) as error:
+        return error
 
 
 def test_processes_meet():
@@ -73,6 +77,27 @@ def test_all_learn_what_is_wrong(hellos: list[Hello], message: str):
         assert isinstance(answer, Exception)
         with pytest.raises(type(answer), match=message):
             raise answer
+
+
+def test_who_comes_late_hears_what_is_wrong():
+    address = free_address()
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(_answer, address, _hello(0, count=3))
+        other = pool.submit(_answer, address, _hello(1, count=3, script="b.py"))
+        time.sleep(1.0)
+        late = pool.submit(_answer, address, _hello(2, count=3))
+        answers = {str(meeting.result()) for meeting in (first, other, late)}
+    assert len(answers) == 1 and "Process 1 (host1) has another script" in answers.pop()
+
+
+def test_who_gives_up_is_not_counted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_rendezvous, "_ANSWER_SECONDS", 0.0)
+    address = free_address()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(_answer, address, _hello(0, count=3), 4.0)
+        early = pool.submit(_answer, address, _hello(1, count=3), 1.0)
+        assert "reached 127.0.0.1" in str(early.result()) and "no answer" in str(early.result())
+        assert "2 of 3 processes did not come within 4 s: 1, 2." in str(first.result())
 
 
 @pytest.mark.parametrize(
@@ -104,8 +129,9 @@ def test_strangers_and_broken_connections_are_passed_over():
     waiting.start()
     for text in (b"GET / HTTP/1.1\r\n\r\n", b"\n", b"", b'{"jaxzero": {"process_id": 1}}\n'):
         _say(host, int(port), text)
-    broken = {"process_id": 1, "num_processes": 2, "host": "host1", "pid": 1, "facts": {"x": "y"}}
-    _say(host, int(port), json.dumps({"jaxzero": broken | {"facts": {}}})[:-3].encode())
+    broken = {"process_id": 1, "num_processes": 2, "host": "host1", "facts": {}}
+    _say(host, int(port), json.dumps({"jaxzero": broken})[:-3].encode())
+    _say(host, int(port), json.dumps({"jaxzero": broken}).encode() + b"\n")  # it came, and left
     assert meet(address, _hello(1), 30.0) == ["host0", "host1"]
     waiting.join()
     assert hosts == [["host0", "host1"]]
@@ -130,7 +156,7 @@ def _say(host: str, port: int, text: bytes) -> None:
         ({"coordinator_address": "a:1", "process_id": 0}, "`num_processes` is not given"),
         (
             {"coordinator_address": "a:1", "num_processes": 2, "process_id": 2},
-            "`process_id` must be from 0 to 1; got 2",
+            "`process_id` must be from 0 to 1, .* got 2",
         ),
         ({"start_seconds": 0}, "must be positive; got 0 and 100"),
     ],
@@ -140,13 +166,43 @@ def test_mistakes_in_arguments(options, message: str):
         distributed.initialize(**options)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"NODE": None}, "`JAXZERO_NODE` must be a number, .* got None. Set all of"),
+        ({"NUM_PROCESSES": "two"}, "`JAXZERO_NUM_PROCESSES` must be a number, .* got 'two'"),
+        ({"PROCESS_ID": "2"}, "`process_id` must be from 0 to 1, .* got 2"),
+        ({"COORDINATOR": "host"}, "`coordinator_address` must be host:port .* got 'host'"),
+    ],
+)
+def test_mistakes_in_the_environment(monkeypatch, changes, message: str):
+    told = {"COORDINATOR": "a:1", "NUM_PROCESSES": "2", "PROCESS_ID": "0", "NODE": "0"}
+    for name, value in (told | changes).items():
+        if value is not None:
+            monkeypatch.setenv(f"JAXZERO_{name}", value)
+    with pytest.raises(ValueError, match=message):
+        distributed.initialize()
+
+
+def test_processes_that_nobody_joins_do_not_train_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PMI_SIZE", "4")
+    with pytest.raises(ValueError, match="`PMI_SIZE` says that there are 4 processes"):
+        distributed.initialize()
+
+
+def test_settings_in_settings_are_named_one_by_one():
+    told = [dict(_flat({"run": {"seed": seed, "rates": {"a": 1}}})) for seed in (3, 4)]
+    texts = [{".".join(path): str(value) for path, value in each.items()} for each in told]
+    assert _difference(texts).startswith("`run.seed` is 4 in process 1 and 3 in process 0.")
+
+
 def test_it_is_too_late_once_jax_has_started():
     jax.devices()
     with pytest.raises(RuntimeError, match="JAX has started already: .* Call it first"):
         distributed.initialize(coordinator_address="a:1", num_processes=2, process_id=0)
 
 
-def test_nodes_are_slices_or_hosts_of_equally_many_devices():
+def test_nodes_are_slices_or_hosts_of_equally_many_devices(monkeypatch: pytest.MonkeyPatch):
     def devices(*places: tuple[int, int]) -> list[Any]:
         return [
             SimpleNamespace(process_index=process, slice_index=piece, id=number)
@@ -158,6 +214,10 @@ def test_nodes_are_slices_or_hosts_of_equally_many_devices():
 
     assert numbers((0, 0), (0, 0), (1, 0), (1, 0)) == [[0, 1], [2, 3]]
     assert numbers((0, 1), (1, 0), (2, 1), (3, 0)) == [[0, 2], [1, 3]]
+    with monkeypatch.context() as patch:  # two processes on each of two hosts
+        patch.setattr(_mesh, "process_count", lambda: 4)
+        patch.setattr(_mesh, "hosts", lambda: ["a", "b", "a", "b"])
+        assert numbers((0, 0), (1, 0), (2, 0), (3, 0)) == [[0, 2], [1, 3]]
     with pytest.raises(ValueError, match="there are 1 on slice 0, 2 on slice 1. Pass `devices=`"):
         numbers((0, 0), (1, 1), (2, 1))
 
@@ -171,12 +231,12 @@ def test_one_process_needs_nothing():
     distributed.check_replicas({"x": whole, "step": 3}, step=3)
     with distributed.Watchdog(step_seconds=60.0) as dog, distributed.StopRequest() as stop:
         dog.beat(0)
-        assert not stop.reached(0)
+        assert not stop.reached()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.reached(1) and not stop.interrupted
+        assert stop.reached() and not stop.interrupted
     with distributed.StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGINT)
-        assert stop.reached(0) and stop.interrupted
+        assert stop.reached() and stop.interrupted
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
@@ -211,13 +271,14 @@ def test_two_processes_agree_or_say_why():
         "mesh": {"node": 1, "local": 4},  # two processes of one host
         "settings": f"`settings.rate` is 1.1 in process 1 ({host}) and 0.1 in process 0 ({host}). "
         "All processes of a run must have the same.",
-        "missing": f"`settings.rate` is 0.1 in process 1 ({host}) and missing in process 0 "
+        "missing": f"`settings.more` is 1 in process 1 ({host}) and missing in process 0 "
         f"({host}). All processes of a run must have the same.",
         "replicas whole": first["replicas whole"],
         "replicas split": None,  # no two devices hold the same piece
         "replicas number": f"After step 7 the leaf `n` of process 1 ({host}) differs from that of "
-        f"process 0 ({host}).",
-        "replicas step": f"process 1 ({host}) is at step 8, process 0 ({host}) at 7.",
+        f"process 0 ({host}). Compute it from what all processes share.",
+        "replicas step": f"process 1 ({host}) is at step 8, process 0 ({host}) at 7. Start all of "
+        "them from the same checkpoint.",
     }
     assert "1 of 4 leaves differ" in first["replicas whole"]
     assert f"`whole`: device 2049 of process 1 ({host}) against 3" in first["replicas whole"]
@@ -280,6 +341,16 @@ def test_a_process_may_wait_where_it_says_so():
     )
 
 
+def test_sigterm_before_the_first_step_of_a_resumed_run():
+    with started("distributed_run.py", 2, "resume") as processes:
+        for process in processes:
+            line_from(process, "restoring")
+        os.kill(processes[0].pid, signal.SIGTERM)
+        first, second = ended(processes, seconds=60)
+    assert first.status == second.status == distributed.STOPPED, first.err + second.err
+    assert "stopped after 41\n" in first.out and "stopped after 41\n" in second.out
+
+
 def test_sigterm_to_one_stops_all_after_the_same_step():
     with started("distributed_run.py", 2, "train") as processes:
         for process in processes:
@@ -287,4 +358,5 @@ def test_sigterm_to_one_stops_all_after_the_same_step():
         os.kill(processes[1].pid, signal.SIGTERM)
         first, second = ended(processes, seconds=60)
     assert first.status == second.status == distributed.STOPPED, first.err + second.err
-    assert first.out == second.out and first.out.startswith("stopped after")
+    (step,) = {re.search(r"stopped after (\d+)", end.out)[1] for end in (first, second)}
+    assert int(step) > 3

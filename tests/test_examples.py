@@ -48,7 +48,14 @@ def test_example(name):
 
 def test_every_example_is_run_here():
     names = {path.stem for path in (ROOT / "examples").glob("*.py")}
-    assert names == {*PROGRAMS, "finetune_llm", "from_deepspeed"}
+    assert names == {*PROGRAMS, "finetune_llm", "from_deepspeed", "several_hosts"}
+
+
+def test_the_example_for_several_hosts_runs_alone_and_goes_on(tmp_path: Path):
+    program = str(ROOT / "examples" / "several_hosts.py")
+    for steps in (2, 4):
+        lines = _run(program, str(tmp_path), "--steps", str(steps), "--save-every", "2")
+    assert "resumed after 2\nstep 3 loss" in lines and "step 4 loss" in lines
 
 
 @pytest.mark.slow

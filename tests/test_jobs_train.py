@@ -24,6 +24,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from jaxzero import jobs
+from jaxzero.distributed import Watchdog
 from jaxzero.jobs import _loop, _progress
 from jaxzero.jobs._loop import run_steps
 from jaxzero.jobs._plot import plot_run
@@ -344,7 +345,7 @@ def test_batches_that_adapt_go_on_in_the_middle_of_one(
     optimization = dataclasses.replace(OPTIMIZATION, steps=6, adaptive_batch=0.2, largest_batch=64)
     settings = dataclasses.replace(settings, optimization=optimization)
     with open_session(with_run(settings, name="whole"), console) as session:
-        whole = run_steps(session, begin(session))
+        whole = run_steps(session, begin(session), Watchdog())
         rows = session.journal.rows("step")
     assert [row["updates"] for row in rows[:2]] == [0, 1]  # the first batch is of two steps
     assert all(2 <= row["steps_per_update"] <= 4 for row in rows)  # 64 pairs are four
@@ -354,9 +355,9 @@ def test_batches_that_adapt_go_on_in_the_middle_of_one(
     with monkeypatch.context() as patch, pytest.raises(OSError, match="The power is gone"):
         at_step(4, power_cut, patch)
         with open_session(with_run(settings, save_every=3), console) as session:
-            run_steps(session, begin(session))
+            run_steps(session, begin(session), Watchdog())
     with open_session(with_run(settings, resume=True), console) as session:
-        resumed = run_steps(session, restore(session))
+        resumed = run_steps(session, restore(session), Watchdog())
     assert same_arrays(resumed.params, whole.params)
 
 
@@ -407,7 +408,7 @@ def test_another_wire_or_other_devices_start_a_new_wire_state(
 def test_the_same_run_on_another_mesh(settings: jobs.Train, console: Console):
     plain = with_run(with_wire(settings, "float32"), name="plain")
     with open_session(plain, console) as session:
-        run_steps(session, begin(session))
+        run_steps(session, begin(session), Watchdog())
     other = dataclasses.replace(
         settings,
         devices=jobs.Devices(nodes=1, devices=2),

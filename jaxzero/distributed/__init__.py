@@ -8,7 +8,7 @@ with distributed.Watchdog() as watchdog, distributed.StopRequest() as stop:
     for step in range(first, last):
         ...
         watchdog.beat(step)
-        if stop.reached(step):
+        if stop.reached():
             checkpoints.save(step, state)
             raise SystemExit(distributed.STOPPED)
 """
@@ -23,4 +23,5 @@ from ._replicas import check_replicas as check_replicas
 from ._stop import StopRequest as StopRequest
 from ._watchdog import AgreedEnd as AgreedEnd
 from ._watchdog import Watchdog as Watchdog
+from ._watchdog import causes as causes
 from ._watchdog import leave as leave

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from .._coordination import describe_process, exchange
@@ -23,12 +24,7 @@ def check_same(*, seconds: float = 60.0, **values: Any) -> None:
         ValueError: a value differs: on all processes, with the name and both values.
         TimeoutError: a process did not come.
     """
-    entries = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            entries |= {f"{name}.{key}": _text(item) for key, item in value.items()}
-        else:
-            entries[name] = _text(value)
+    entries = {".".join(path): _text(value) for path, value in _flat(values)}
     digest = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
     if len(set(exchange("check_same", digest, seconds))) == 1:
         return
@@ -47,6 +43,15 @@ def _difference(told: list[dict[str, str]]) -> str:
                     "must have the same."
                 )
     raise AssertionError("digests differ, entries do not")
+
+
+def _flat(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The entries of dicts in dicts, with their path."""
+    if not isinstance(value, dict) or not value:
+        yield path, value
+        return
+    for key, item in value.items():
+        yield from _flat(item, (*path, str(key)))
 
 
 def _text(value: Any) -> str:

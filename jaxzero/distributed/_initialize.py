@@ -1,4 +1,7 @@
-"""Start JAX over several processes, wherever they were started from."""
+"""Start JAX over several processes, wherever they were started from.
+
+Who a process is, is said by its environment: here alone the library reads it, as JAX does.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,9 @@ from .._coordination import detect_cluster, has_backend, process_count, set_host
 from ._rendezvous import Hello, meet, split_address
 
 _PACKAGES = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint")
+_VARIABLES = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "NODE")  # after JAXZERO_
+_SIZES_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_SHUTDOWN_SECONDS = 300  # processes wait so long for each other at their end; JAX's default
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -72,8 +78,8 @@ def initialize(
     given = (coordinator_address, num_processes, process_id)
     if start_seconds <= 0 or heartbeat_seconds <= 0:
         raise ValueError(
-            "`start_seconds` and `heartbeat_seconds` must be positive; got "
-            f"{start_seconds} and {heartbeat_seconds}."
+            f"`start_seconds` and `heartbeat_seconds` must be positive; got {start_seconds} and "
+            f"{heartbeat_seconds}. Leave them out for 300 and 100."
         )
     place = _launched(local_device_ids) if given == (None, None, None) else None
     place = place or _detected(*given, local_device_ids, start_seconds)
@@ -88,7 +94,6 @@ def initialize(
         process_id=place.process_id,
         num_processes=place.num_processes,
         host=place.host,
-        pid=os.getpid(),
         facts=_facts(),
     )
     hosts = meet(place.coordinator_address, hello, float(start_seconds))
@@ -100,23 +105,34 @@ def initialize(
         cluster_detection_method="deactivate",
         initialization_timeout=start_seconds,
         heartbeat_timeout_seconds=heartbeat_seconds,
-        shutdown_timeout_seconds=heartbeat_seconds,
+        shutdown_timeout_seconds=max(_SHUTDOWN_SECONDS, heartbeat_seconds),
     )
     set_hosts(hosts)
     return place.num_processes > 1
 
 
 def _launched(local_device_ids: Sequence[int] | None) -> _Place | None:
-    """What `jaxzero launch` says."""
-    address = os.environ.get("JAXZERO_COORDINATOR")
-    if address is None:
+    """What `jaxzero launch` says, or who else sets its variables."""
+    told = {name: os.environ.get(f"JAXZERO_{name}") for name in _VARIABLES}
+    if told["COORDINATOR"] is None:
         return None
-    return _Place(
-        coordinator_address=address,
-        num_processes=int(os.environ["JAXZERO_NUM_PROCESSES"]),
-        process_id=int(os.environ["JAXZERO_PROCESS_ID"]),
-        local_device_ids=local_device_ids,
-        host=f"node {os.environ['JAXZERO_NODE']} of {socket.gethostname()}",
+    numbers = {}
+    for name in _VARIABLES[1:]:
+        text = told[name]
+        if text is None or not text.isdecimal():
+            raise ValueError(
+                f"`JAXZERO_{name}` must be a number, since `JAXZERO_COORDINATOR` is set; got "
+                f"{text!r}. Set all of {', '.join(f'JAXZERO_{name}' for name in _VARIABLES)}."
+            )
+        numbers[name] = int(text)
+    return _checked(
+        _Place(
+            coordinator_address=told["COORDINATOR"],
+            num_processes=numbers["NUM_PROCESSES"],
+            process_id=numbers["PROCESS_ID"],
+            local_device_ids=local_device_ids,
+            host=f"node {numbers['NODE']} of {socket.gethostname()}",
+        )
     )
 
 
@@ -129,25 +145,53 @@ def _detected(
 ) -> _Place | None:
     """What is given, and what JAX finds out. None: nothing says that there are others."""
     given = (coordinator_address, num_processes, process_id)
-    address, number, index, devices = detect_cluster(*given, local_device_ids, seconds)
+    try:
+        address, number, index, devices = detect_cluster(*given, local_device_ids, seconds)
+    except (RuntimeError, TypeError) as error:  # a pod without a Job, one that may not ask
+        raise ValueError(
+            f"JAX could not find out from this cluster which processes there are ({error}). Give "
+            "`coordinator_address`, `num_processes` and `process_id`, or set the JAXZERO_* "
+            "variables (docs/launch.md)."
+        ) from error
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    if given == (None, None, None) and None in (address, number, index):
+    if (address, number, index) == (None, None, None):
+        _refuse_unseen_processes()
         return None
     found = {"coordinator_address": address, "num_processes": number, "process_id": index}
     for name, value in found.items():
         if value is None:
             raise ValueError(f"`{name}` is not given, and nothing here says it. Give all three.")
     assert address is not None and number is not None and index is not None
-    split_address(address)
-    if not 0 <= index < number:
-        raise ValueError(f"`process_id` must be from 0 to {number - 1}; got {index}.")
-    return _Place(
-        coordinator_address=address,
-        num_processes=number,
-        process_id=index,
-        local_device_ids=devices,
-        host=socket.gethostname(),
+    return _checked(
+        _Place(
+            coordinator_address=address,
+            num_processes=number,
+            process_id=index,
+            local_device_ids=devices,
+            host=socket.gethostname(),
+        )
     )
+
+
+def _refuse_unseen_processes() -> None:
+    """Else each would train by itself, into one directory."""
+    for variable in _SIZES_OF_MPI:
+        if os.environ.get(variable, "1") != "1":
+            raise ValueError(
+                f"`{variable}` says that there are {os.environ[variable]} processes, and nothing "
+                "says how they find each other. Set JAXZERO_COORDINATOR, JAXZERO_NUM_PROCESSES, "
+                "JAXZERO_PROCESS_ID and JAXZERO_NODE (docs/launch.md, MPI), or give the arguments."
+            )
+
+
+def _checked(place: _Place) -> _Place:
+    split_address(place.coordinator_address)
+    if not 0 <= place.process_id < place.num_processes:
+        raise ValueError(
+            f"`process_id` must be from 0 to {place.num_processes - 1}, one less than "
+            f"`num_processes`; got {place.process_id}."
+        )
+    return place
 
 
 def _facts() -> dict[str, str]:
@@ -158,11 +202,10 @@ def _facts() -> dict[str, str]:
             installed[f"version of {package}"] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             installed[f"version of {package}"] = "none"
-    sources = sorted(_PACKAGE_ROOT.rglob("*.py"))
     return {
         "version of Python": platform.python_version(),
         **installed,
-        "source code of jaxzero": _digest(sources),
+        "source code of jaxzero": _digest_of_sources(),
         "script": _script(),
     }
 
@@ -170,9 +213,19 @@ def _facts() -> dict[str, str]:
 def _script() -> str:
     """The file that is run, by what it holds; where it lies may differ."""
     file = getattr(sys.modules["__main__"], "__file__", None)
-    path = None if file is None else Path(file)
-    return "none" if path is None or not path.is_file() else f"{path.name} {_digest([path])}"
+    if file is None or not Path(file).is_file():
+        return "none"
+    text = Path(file).read_bytes()
+    if text.startswith(b"#!"):  # the place of an environment, in scripts that pip installs
+        text = text.partition(b"\n")[2]
+    return f"{Path(file).name} {hashlib.sha256(text).hexdigest()[:12]}"
 
 
-def _digest(paths: Sequence[Path]) -> str:
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
+def _digest_of_sources() -> str:
+    """Of names and contents; a checkout has links for some of its packages."""
+    found = {}
+    for folder, _, names in os.walk(_PACKAGE_ROOT, followlinks=True):
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            found[path.relative_to(_PACKAGE_ROOT).as_posix()] = path.read_bytes()
+    parts = (part for name in sorted(found) for part in (name.encode(), found[name]))
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]

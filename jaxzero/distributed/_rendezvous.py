@@ -9,6 +9,7 @@ the same answer. Then the port is free for JAX.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,6 +20,9 @@ from typing import Any
 
 _LINE_BYTES = 1 << 20  # longest line taken from a stranger
 _RETRY_SECONDS = 0.2
+_LATE_SECONDS = 30.0  # for others to come, once something is known to be wrong
+_LOOK_SECONDS = 0.5  # between two looks at who has left
+_SEND_SECONDS = 5.0
 _ANSWER_SECONDS = 10.0  # for an answer to arrive, after the time for coming is over
 
 
@@ -29,7 +33,6 @@ class Hello:
     process_id: int
     num_processes: int
     host: str
-    pid: int
     facts: Mapping[str, str]  # what must be the same everywhere
 
 
@@ -78,34 +81,41 @@ def split_address(address: str) -> tuple[str, int]:
 
 def _receive_all(port: int, hello: Hello, deadline: float, seconds: float) -> dict[str, Any]:
     """Process 0: collect, judge, answer."""
-    came = [hello]
-    open_sockets: list[socket.socket] = []
+    connections: dict[socket.socket, Hello] = {}
     with _listen(port) as server:
         try:
-            while not _are_complete(came) and (left := deadline - time.monotonic()) > 0:
-                server.settimeout(left)
-                try:
-                    connection, _ = server.accept()
-                except TimeoutError:
+            while (left := deadline - time.monotonic()) > 0:
+                _drop_those_that_left(connections)
+                came = [hello, *connections.values()]
+                if len(came) >= hello.num_processes:
                     break
-                other = _read_hello(connection)
-                if other is None:  # a stranger: a port scan, a health check
-                    connection.close()
-                    continue
-                open_sockets.append(connection)
-                came = [*(hello for hello in came if not _is_same(hello, other)), other]
-            answer = _judge(came, seconds)
-            for connection in open_sockets:
+                if _mistake(came):  # those that come soon shall hear it too
+                    deadline = min(deadline, time.monotonic() + _LATE_SECONDS)
+                server.settimeout(min(left, _LOOK_SECONDS))
+                with contextlib.suppress(TimeoutError):
+                    connection, _ = server.accept()
+                    other = _read_hello(connection)
+                    if other is None:  # a stranger: a port scan, a health check
+                        connection.close()
+                    else:
+                        connections[connection] = other
+            answer = _judge([hello, *connections.values()], seconds)
+            for connection in connections:
                 _send(connection, answer)
         finally:
-            for connection in open_sockets:
+            for connection in connections:
                 connection.close()
     return answer
 
 
 def _listen(port: int) -> socket.socket:
     try:
-        return socket.create_server(("", port), backlog=1024)
+        if socket.has_dualstack_ipv6():
+            family = socket.AF_INET6
+            return socket.create_server(
+                ("", port), family=family, backlog=1024, dualstack_ipv6=True
+            )
+        return socket.create_server(("", port))
     except OSError as error:
         why = os.strerror(error.errno or 0)
         raise ValueError(
@@ -114,14 +124,20 @@ def _listen(port: int) -> socket.socket:
         ) from error
 
 
-def _is_same(one: Hello, other: Hello) -> bool:
-    """Whether a process came again: its connection broke before it had an answer."""
-    return (one.process_id, one.host, one.pid) == (other.process_id, other.host, other.pid)
-
-
-def _are_complete(came: list[Hello]) -> bool:
-    """Whether no more need be waited for: all are here, or something is wrong already."""
-    return len(came) == came[0].num_processes or bool(_mistake(came))
+def _drop_those_that_left(connections: dict[socket.socket, Hello]) -> None:
+    """Forget processes that gave up, or whose connection broke; they may come again."""
+    for connection in list(connections):
+        connection.setblocking(False)
+        try:
+            is_open = connection.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            is_open = True  # nothing was sent: it waits for the answer
+        except OSError:
+            is_open = False
+        connection.settimeout(_SEND_SECONDS)
+        if not is_open:
+            connection.close()
+            del connections[connection]
 
 
 def _judge(came: list[Hello], seconds: float) -> dict[str, Any]:
@@ -169,11 +185,12 @@ def _mistake(came: list[Hello]) -> str:
 
 def _report(host: str, port: int, hello: Hello, deadline: float, seconds: float) -> dict[str, Any]:
     """Any other process: find process 0, tell it, hear the answer."""
-    reason = "no time was left"
+    reason, has_met = "no time was left", False
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((host, port), timeout=min(left, 10.0)) as connection:
                 _send(connection, {"jaxzero": dataclasses.asdict(hello)})
+                has_met = True
                 connection.settimeout(max(deadline - time.monotonic(), 0) + _ANSWER_SECONDS)
                 line = _read_line(connection)
             if line is not None and "hosts" in (answer := json.loads(line)):
@@ -182,6 +199,12 @@ def _report(host: str, port: int, hello: Hello, deadline: float, seconds: float)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
         time.sleep(_RETRY_SECONDS)
+    if has_met:
+        raise TimeoutError(
+            f"Process {hello.process_id} ({hello.host}) reached {host}:{port}, and had no answer "
+            f"within {seconds:g} s ({reason}): not all processes came. Look at the log of process "
+            "0, which says which; start them closer together, or wait longer (`start_seconds`)."
+        )
     raise TimeoutError(
         f"Process {hello.process_id} ({hello.host}) could not reach process 0 at {host}:{port} "
         f"within {seconds:g} s: {reason}. `coordinator_address` must name the host on which "

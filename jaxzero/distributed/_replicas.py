@@ -77,13 +77,13 @@ def _verdict(told: list[dict[str, Any]], leaves: dict[str, Any], step: int) -> s
         if other["step"] != told[0]["step"]:
             return (
                 f"{describe_process(index)} is at step {other['step']}, {describe_process(0)} at "
-                f"{told[0]['step']}."
+                f"{told[0]['step']}. Start all of them from the same checkpoint."
             )
         for name, value in other["own"].items():
             if value != told[0]["own"].get(name):
                 return (
                     f"After step {step} the leaf `{name}` of {describe_process(index)} differs "
-                    f"from that of {describe_process(0)}."
+                    f"from that of {describe_process(0)}. Compute it from what all processes share."
                 )
     hashes = {int(device): of for other in told for device, of in other["hashes"].items()}
     differing = sorted({name for of in hashes.values() for name in of})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -12,6 +13,8 @@ from typing import Any
 from jax.experimental import multihost_utils
 
 from .._coordination import process_count
+
+_calls = itertools.count(1)  # of this process, over all stop requests: JAX's service has one count
 
 
 class StopRequest:
@@ -27,7 +30,7 @@ class StopRequest:
     with StopRequest() as stop:
         for step in range(first, last):
             ...
-            if stop.reached(step):
+            if stop.reached():
                 save()
                 raise SystemExit(distributed.STOPPED)
     """
@@ -50,15 +53,12 @@ class StopRequest:
             signal.signal(number, handler)
         self._usual = {}
 
-    def reached(self, step: int) -> bool:
-        """Whether to stop after this step. All processes call it after every step.
-
-        Args:
-            step: grows by one from call to call, the same in all processes.
-        """
+    def reached(self) -> bool:
+        """Whether to stop after this step. All processes call it after every step."""
         if process_count() == 1:
             return self._asked
-        return multihost_utils.reached_preemption_sync_point(step)
+        # A count from 1, not the step: asked before the first call, JAX says that 1 is the last.
+        return multihost_utils.reached_preemption_sync_point(next(_calls))
 
     def _listen(self, number: signal.Signals, handler: Any) -> None:
         self._usual[number] = signal.getsignal(number)

@@ -62,7 +62,7 @@ class Watchdog:
             ("heartbeat_seconds", heartbeat_seconds),
         ):
             if not value > 0:
-                raise ValueError(f"`{name}` must be positive; got {value!r}.")
+                raise ValueError(f"`{name}` must be a positive number of seconds; got {value!r}.")
         self._step_seconds = step_seconds
         self._heartbeat_seconds = heartbeat_seconds
         self._step = -1
@@ -84,7 +84,7 @@ class Watchdog:
         agreed = error is None or isinstance(error, AgreedEnd | SystemExit)
         if process_count() > 1 and not agreed:
             traceback.print_exception(error)
-            if isinstance(error, jax.errors.JaxRuntimeError):
+            if any(isinstance(e, jax.errors.JaxRuntimeError) for e in causes(error)):
                 time.sleep(2 * self._heartbeat_seconds)  # the thread says who is lost, if any is
             message = f"This process leaves at once, so that the others learn of it: {error!r}"
             _leave(message, _status_of(error))
@@ -192,8 +192,15 @@ class _Peers:
         return f" The others: {'; '.join(others)}." if others else ""
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and what it was raised from: a save that failed may have lost a process."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
 def _status_of(error: BaseException | None) -> int:
-    if isinstance(error, TimeoutError):
+    if any(isinstance(e, TimeoutError) for e in causes(error)):
         return PEER_LOST
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 

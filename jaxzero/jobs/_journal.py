@@ -75,4 +75,5 @@ class Journal:
     def _read(self) -> list[Row]:
         if not self.path.is_file():
             return []
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
+        lines = self.path.read_text().split("\n")
+        return [json.loads(line) for line in lines[:-1]]  # a last one without its end is half

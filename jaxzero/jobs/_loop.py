@@ -8,7 +8,7 @@ import jax
 from ..distributed import AgreedEnd, StopRequest, Watchdog, check_replicas
 from ._profile import StepProfiler
 from ._progress import progress_bar
-from ._resume import save
+from ._resume import latest_step, save
 from ._retrieval import Metrics
 from ._session import Session, State
 from ._step import StepFn, make_step
@@ -30,8 +30,8 @@ class Diverged(AgreedEnd, RuntimeError):
     """Losses or gradients stay non-finite, on all processes alike."""
 
 
-def run_steps(session: Session, state: State) -> State:
-    """Train up to the last step, and leave a checkpoint of it.
+def run_steps(session: Session, state: State, watchdog: Watchdog) -> State:
+    """Train up to the last step, and leave a checkpoint of it. `watchdog` is told of every step.
 
     Raises:
         Interrupted: Ctrl-C was pressed, or SIGTERM came. The step was finished and the state saved.
@@ -39,16 +39,12 @@ def run_steps(session: Session, state: State) -> State:
         ReplicasDiffer: devices hold different bits that should be the same.
     """
     optimization, run = session.settings.optimization, session.settings.run
-    faults = session.settings.faults
     step_fn = make_step(session.setup, session.loss)
     bar = progress_bar(session.console, completed=state.step, total=optimization.steps)
     profiled = run.profiled_steps if jax.process_index() == 0 else range(0)
-    watchdog = Watchdog(
-        step_seconds=faults.step_seconds, heartbeat_seconds=faults.heartbeat_seconds
-    )
-    with watchdog, StopRequest() as stop:
+    with StopRequest() as stop:
         with bar as advance, StepProfiler(profiled, run.directory / "profile") as profiler:
-            is_asked, saved = False, session.checkpoints.latest_step()
+            is_asked, saved = False, latest_step(session)
             while state.step < optimization.steps and not is_asked:
                 with profiler.step(state.step + 1):
                     state, numbers = _one_step(session, state, step_fn)
@@ -59,9 +55,10 @@ def run_steps(session: Session, state: State) -> State:
                 if state.step % run.save_every == 0:
                     save(session, state)
                     saved = state.step
-                is_asked = stop.reached(state.step)
+                is_asked = stop.reached()
         if saved != state.step:
             save(session, state)
+        session.checkpoints.close()  # written, before a second signal may end this process
         if is_asked and state.step < optimization.steps:
             raise Interrupted(run.name, state.step, by_ctrl_c=stop.interrupted)
     return state

@@ -1,6 +1,7 @@
 """Where a run starts: at step 0, or at its last checkpoint if that is of the same run."""
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,18 @@ from typing import Any
 import jax
 
 from .._checkpoint import Checkpoints
-from .._coordination import barrier, process_index
+from .._coordination import barrier, exchange, process_index
 from ._session import Session, State
 
-_REMOVING_SECONDS = 300.0
+_MEETING_SECONDS = 300.0
+
+
+def latest_step(session: Session) -> int | None:
+    """The newest checkpoint, as the first process sees it: others may see a folder later."""
+    (seen, *_) = exchange(
+        "latest step", json.dumps(session.checkpoints.latest_step()), _MEETING_SECONDS
+    )
+    return json.loads(seen)
 
 
 def begin(session: Session) -> State:
@@ -20,7 +29,7 @@ def begin(session: Session) -> State:
     Raises:
         ValueError: there is a run of this name already.
     """
-    step = session.checkpoints.latest_step()
+    step = latest_step(session)
     if step is not None:
         raise ValueError(
             f"{str(session.settings.run.directory)!r} already holds a run, at step {step}. Go on "
@@ -49,7 +58,7 @@ def restore(session: Session) -> State:
         ValueError: there is no checkpoint, or a setting that decides the course of training differs
             from the run that saved it.
     """
-    if session.checkpoints.latest_step() is None:
+    if latest_step(session) is None:
         raise ValueError(
             f"There is nothing to resume in {str(session.settings.run.directory)!r}: it holds no "
             "checkpoint. Leave out `resume`, or give the `name` of another run."
@@ -97,7 +106,7 @@ def _drop_wire_states(session: Session) -> None:
     """Those of another layout, which would stay: a step that is there is not saved again."""
     if process_index() == 0:
         shutil.rmtree(_wire_directory(session), ignore_errors=True)
-    barrier("no wire states", _REMOVING_SECONDS)
+    barrier("no wire states", _MEETING_SECONDS)
 
 
 def _wire_directory(session: Session) -> Path:

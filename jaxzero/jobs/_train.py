@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from .._coordination import barrier, exchange, process_index
-from ..distributed import check_same, initialize
+from ..distributed import Watchdog, check_same, initialize
 from ._export import export_and_compare
 from ._journal import Journal
 from ._loop import run_steps
@@ -20,7 +20,7 @@ from ._node_bytes import NodeBytes, abstract_tokens, node_bytes, plan_step
 from ._overview import print_overview
 from ._plot import plot_run
 from ._progress import print_summary
-from ._resume import begin, restore
+from ._resume import begin, latest_step, restore
 from ._session import Session, State, open_session
 from ._settings import Train
 from ._step import make_sharded_embed
@@ -107,9 +107,8 @@ def _export(session: Session, state: State) -> float | None:
 
 
 def _evaluated_training(session: Session) -> tuple[Retrieval, State, Retrieval]:
-    evaluate = _Evaluation(session)
-    run, is_saved = session.settings.run, session.checkpoints.latest_step() is not None
-    if run.resume or (run.resume_or_start and is_saved):
+    evaluate, run, faults = _Evaluation(session), session.settings.run, session.settings.faults
+    if run.resume or (run.resume_or_start and latest_step(session) is not None):
         state = restore(session)
         session.console.print(f"Resumed after step {state.step}", highlight=False)
         before = _noted(session.journal)
@@ -119,9 +118,15 @@ def _evaluated_training(session: Session) -> tuple[Retrieval, State, Retrieval]:
     if state.step < session.settings.optimization.steps:
         plan = plan_step(session.setup.zero, state.params, session.loss, _tokens(session))
         print_overview(session, state, plan)
-    before = before or evaluate("Before training", state)
-    state = run_steps(session, state)
-    return before, state, evaluate("After training", state)
+    watchdog = Watchdog(
+        step_seconds=faults.step_seconds, heartbeat_seconds=faults.heartbeat_seconds
+    )
+    with watchdog:
+        with watchdog.waiting():
+            before = before or evaluate("Before training", state)
+        state = run_steps(session, state, watchdog)
+        with watchdog.waiting():
+            return before, state, evaluate("After training", state)
 
 
 def _note_node_bytes(session: Session) -> NodeBytes | None:

@@ -47,7 +47,8 @@ class Outcome:
             return None
         if self.first.returncode != PEER_LOST:
             return self.first.slot
-        return next((end.slot for end in self.ended if end.hung), None)
+        hung = [end.slot for end in self.ended if end.hung]
+        return hung[0] if len(hung) == 1 else None  # of several most only waited for one
 
     @property
     def status(self) -> int:
