@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 
@@ -23,6 +24,11 @@ class Ended(NamedTuple):
     status: int  # negative: the signal that ended it
     out: str
     err: str
+
+    def said(self) -> Any:
+        """The last line of a process that ended well, which is JSON; Gloo prints others."""
+        assert self.status == 0, self.err
+        return json.loads(self.out.splitlines()[-1])
 
 
 def free_address() -> str:
@@ -40,15 +46,16 @@ def run(script: str, count: int, *arguments: object, seconds: float = 120) -> li
 
 @contextlib.contextmanager
 def started(
-    script: str, count: int, *arguments: object, address: str | None = None
+    script: str, count: int, *arguments: object, stdin: int = subprocess.DEVNULL
 ) -> Iterator[list[subprocess.Popen]]:
     """Start them, and kill whatever is left at the end."""
-    address = address or free_address()
+    address = free_address()
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     processes = [
         subprocess.Popen(
             [sys.executable, HERE / script, address, str(number), str(count)]
             + [str(argument) for argument in arguments],
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environment,
@@ -63,7 +70,7 @@ def started(
         for process in processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            process.communicate()  # which also closes its pipes
 
 
 def ended(processes: Sequence[subprocess.Popen], *, seconds: float) -> list[Ended]:

@@ -7,11 +7,8 @@ import contextlib
 import functools
 import itertools
 import json
-import socket
 import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grain
@@ -21,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _processes import ended, started
 from jax.sharding import AxisType, Mesh, NamedSharding
 from read_by_processes import EPOCH, EPOCHS, ROWS, Source, dataset
 
@@ -224,30 +222,12 @@ def test_rows_of_processes_are_those_of_their_devices(assignment: tuple[int, np.
 
 @contextlib.contextmanager
 def two_processes(num_devices: int) -> Iterator[list[subprocess.Popen[str]]]:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    script = str(Path(__file__).with_name("read_by_processes.py"))
-    running = [
-        subprocess.Popen(
-            [sys.executable, script, address, str(number), "2", str(num_devices)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    try:
+    with started("read_by_processes.py", 2, num_devices, stdin=subprocess.PIPE) as running:
         yield running
         for process in running:  # they wait for each other before they end
-            assert process.stdin is not None
             process.stdin.close()
-        assert [process.wait(timeout=60) for process in running] == [0, 0]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-            process.stdout.close()
+            process.stdin = None
+        assert [end.status for end in ended(running, seconds=60.0)] == [0, 0]
 
 
 def read_together(

@@ -2,14 +2,11 @@
 
 import json
 import shutil
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from _processes import run as run_processes
 from tiny_run import assert_same_bits, make_run, whole
 
 import jaxzero as jz
@@ -77,26 +74,8 @@ def two_processes(left, tmp_path_factory):
     (saved, at), folder = left, tmp_path_factory.mktemp("processes")
     shutil.copytree(saved, folder / "one")
     np.savez(folder / "want.npz", **at[3])
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    script = Path(__file__).with_name("checkpoint_by_processes.py")
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(script), address, str(number), "2", str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=300) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0, 0], said
-    return folder, [json.loads(out.splitlines()[-1]) for out, _ in said]
+    ends = run_processes("checkpoint_by_processes.py", 2, folder, seconds=300)
+    return folder, [end.said() for end in ends]
 
 
 def test_moves_between_numbers_of_processes(two_processes, six):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from _processes import run
 from safetensors.numpy import load_file, save_file
 
 from jaxzero import interop
@@ -131,24 +131,10 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory):
     (folder / "source").mkdir()
     save_file(held, folder / "source" / "model.safetensors")
     (folder / "source" / "config.json").write_text('{"model_type": "x"}')
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    script = Path(__file__).with_name("save_by_processes.py")
     (folder / "out").mkdir()
-    places = [str(folder / "source"), str(folder / "out")]
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(script), address, str(number), "2", *places],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    said = [process.communicate(timeout=300) for process in running]
-    assert [process.returncode for process in running] == [0, 0], said
-    return held, folder / "out", [json.loads(out.splitlines()[-1]) for out, _ in said]
+    places = folder / "source", folder / "out"
+    ends = run("save_by_processes.py", 2, *places, seconds=300)
+    return held, folder / "out", [end.said() for end in ends]
 
 
 def test_two_processes_save_what_they_have_loaded(two_processes):
