@@ -31,6 +31,7 @@ class Kill:
     after_step: int
     during_save: bool  # wait for the next save to begin, and kill a moment later
     moment: float  # seconds to wait then
+    signum: int = signal.SIGKILL
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,7 @@ def _kill(kill: Kill, folder: Path, launcher: int) -> bool:
     time.sleep(kill.moment)
     was_saving = bool(list(folder.glob(_SAVING)))
     with contextlib.suppress(ProcessLookupError):  # it was done before
-        os.kill(pids[kill.host], signal.SIGKILL)
+        os.kill(pids[kill.host], kill.signum)
     return was_saving
 
 
