@@ -234,12 +234,15 @@ def test_one_process_needs_nothing():
         assert not stop.reached()
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.reached() and not stop.interrupted
+    # Where tests run in the background, SIGINT is ignored.
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     with distributed.StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.reached() and stop.interrupted
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
+    assert signal.signal(signal.SIGINT, usual) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4", "bool", "float8_e4m3fn"])
