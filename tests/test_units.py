@@ -51,7 +51,7 @@ def test_a_repetition_repeats(signatures):
 _TYPES = ("float32", "uint8", "uint16", "int8", "int32")  # 16-bit floats travel as integers
 
 
-@settings(max_examples=40)  # each compiles
+@settings(max_examples=20)  # each compiles
 @given(st.lists(st.tuples(st.integers(1, 6), st.sampled_from(_TYPES)), min_size=1, max_size=5))
 def test_join_and_split(columns):
     rng = np.random.default_rng(0)

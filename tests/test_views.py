@@ -58,7 +58,7 @@ def _values(shape):
     return np.arange(1, np.prod(shape, dtype=int) + 1, dtype=np.float32).reshape(shape)
 
 
-@settings(max_examples=50)  # each compiles
+@settings(max_examples=25)  # each compiles
 @given(ops_and_shapes())
 def test_on_shards_equals_on_the_whole(drawn):
     make, shape = drawn
