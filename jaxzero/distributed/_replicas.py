@@ -100,7 +100,7 @@ def _verdict(told: list[dict[str, Any]], leaves: dict[str, Any], step: int) -> s
 
 def _minority(name: str, x: jax.Array, hashes: dict[int, dict[str, int]]) -> str:
     """Which devices are alone with their bits."""
-    groups: dict[Any, dict[int, list[jax.Device]]] = {}
+    groups: dict[Any, dict[int, list[Any]]] = {}
     for device, index in x.sharding.devices_indices_map(x.shape).items():
         if (of := hashes.get(device.id)) and name in of:
             piece = groups.setdefault(str(index), {})
