@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 
+from jaxzero._flush import flush, flush_tree
 from jaxzero.interop._processes import all_succeed, shared_mark
 from jaxzero.interop._rules import some
 
@@ -51,7 +52,7 @@ def new_directory(target: Path, *, replaces: Collection[str]) -> Iterator[Path]:
             _check_seen(filled)
         with all_succeed(what):
             yield filled
-            _flush(filled)
+            flush_tree(filled)
         with all_succeed(what):
             if is_first:
                 _exchange(filled, target, replaced)
@@ -72,9 +73,9 @@ def new_file(target: Path) -> Iterator[Path]:
     filled = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         yield filled
-        _flush_one(filled)
+        flush(filled)
         os.replace(filled, target)
-        _flush_one(target.parent)
+        flush(target.parent)
     finally:
         filled.unlink(missing_ok=True)
 
@@ -115,19 +116,4 @@ def _exchange(filled: Path, target: Path, replaced: Path) -> None:
         if had_target:
             os.rename(replaced, target)
         raise
-    _flush_one(target.parent)
-
-
-def _flush(folder: Path) -> None:
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            _flush_one(Path(parent, name))
-        _flush_one(Path(parent))
-
-
-def _flush_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(target.parent)

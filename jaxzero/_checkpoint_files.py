@@ -17,6 +17,8 @@ import shutil
 import uuid
 from pathlib import Path
 
+from ._flush import flush, flush_tree
+
 _LEFTOVER = re.compile(r"\.\d+\.[0-9a-f]{8}\.(tmp|old)")
 
 
@@ -48,12 +50,9 @@ def make_temporary(directory: Path, step: int) -> Path:
 
 def publish(folder: Path, step: int) -> None:
     """Give a folder that is complete the name of its step, on disk to the last byte."""
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            _flush(Path(parent, name))
-        _flush(Path(parent))
+    flush_tree(folder)
     os.rename(folder, folder.with_name(str(step)))
-    _flush(folder.parent)
+    flush(folder.parent)
 
 
 def keep_newest(directory: Path, count: int, saved: int) -> None:
@@ -80,11 +79,3 @@ def set_aside(folder: Path) -> Path | None:
 
 def _hidden(directory: Path, step: int, ending: str) -> Path:
     return directory / f".{step}.{uuid.uuid4().hex[:8]}.{ending}"
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

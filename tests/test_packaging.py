@@ -29,7 +29,7 @@ OUTSIDE = ["interop", "pallas_kernels"]  # beside `jaxzero/`, installed inside i
 
 # A module imports from its own layer and from those above it in this list, never from one below.
 LAYERS = [
-    {"_blocks", "_coordination", "_similarity"},
+    {"_blocks", "_coordination", "_flush", "_similarity"},
     {"pallas_kernels"},
     {"_block_codecs", "_codecs", "_compiler", "_config", "_exit_codes", "_mesh", "_simulate"},
     {"_partition", "_traffic"},
