@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "several_hosts.py"
+COMMAND = (sys.executable, "-c", "from jaxzero.cli import main; raise SystemExit(main())")
 STEPS, SAVE_EVERY, HOSTS = 30, 2, 2
 _SECONDS = 600.0  # for all attempts of a run together
 _SAVING = ".*.tmp"  # what a checkpoint is called until it is complete
@@ -109,8 +110,7 @@ def _has_restarted(lines: list[str]) -> bool:
 
 @contextlib.contextmanager
 def _launched(folder: Path, options: list[str]) -> Iterator[subprocess.Popen]:
-    command = [sys.executable, "-c", "from jaxzero.cli import main; raise SystemExit(main())"]
-    command += ["launch", "--nodes", str(HOSTS)]
+    command = [*COMMAND, "launch", "--nodes", str(HOSTS)]
     command += ["--devices-per-proc", "2", "--restart", "3", "--grace", "5", *options, "--"]
     command += [sys.executable, str(EXAMPLE), str(folder)]
     command += ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY)]

@@ -40,7 +40,7 @@ def main(kills: int = 20) -> None:
             after = train(run, kill)
             results = {
                 "settings": settings,
-                "kill": {"seed": seed, **dataclasses.asdict(kill), "signum": int(kill.signum)},
+                "kill": {"seed": seed, **dataclasses.asdict(kill)},
                 "same_bits": after.digest == expected,
                 "last_reported": after.saved,
                 "resumed_after": after.resumed,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +32,15 @@ from jaxzero.distributed._rendezvous import Hello, meet
 
 # From the last beat: silence, then one look, then what a busy machine adds.
 LOST_SECONDS = 2 * HEARTBEAT_SECONDS + 1 + 15
+
+
+@contextlib.contextmanager
+def started_and_saying(what: str, said: str) -> Iterator[list[subprocess.Popen]]:
+    """Two processes of `distributed_run.py`, once both have come so far."""
+    with started("distributed_run.py", 2, what) as processes:
+        for process in processes:
+            line_from(process, said)
+        yield processes
 
 
 def _hello(number: int, *, count: int = 2, host: str = "", **facts: str) -> Hello:
@@ -300,9 +312,7 @@ def test_a_process_that_is_elsewhere_is_named():
     ids=["killed", "stopped", "coordinator stopped"],
 )
 def test_a_lost_process_ends_the_others(number: int, signum: signal.Signals):
-    with started("distributed_run.py", 2, "train") as processes:
-        for process in processes:
-            line_from(process, "training")
+    with started_and_saying("train", "training") as processes:
         began = time.monotonic()
         os.kill(processes[number].pid, signum)
         (end,) = ended([processes[1 - number]], seconds=60)
@@ -313,9 +323,7 @@ def test_a_lost_process_ends_the_others(number: int, signum: signal.Signals):
 
 
 def test_a_coordinator_that_dies_ends_the_others():
-    with started("distributed_run.py", 2, "train") as processes:
-        for process in processes:
-            line_from(process, "training")
+    with started_and_saying("train", "training") as processes:
         processes[0].kill()
         (end,) = ended([processes[1]], seconds=60)
     # JAX may see the broken connection first, and then ends the process itself.
@@ -345,9 +353,7 @@ def test_a_process_may_wait_where_it_says_so():
 
 
 def test_sigterm_before_the_first_step_of_a_resumed_run():
-    with started("distributed_run.py", 2, "resume") as processes:
-        for process in processes:
-            line_from(process, "restoring")
+    with started_and_saying("resume", "restoring") as processes:
         os.kill(processes[0].pid, signal.SIGTERM)
         first, second = ended(processes, seconds=60)
     assert first.status == second.status == distributed.STOPPED, first.err + second.err
@@ -355,9 +361,7 @@ def test_sigterm_before_the_first_step_of_a_resumed_run():
 
 
 def test_sigterm_to_one_stops_all_after_the_same_step():
-    with started("distributed_run.py", 2, "train") as processes:
-        for process in processes:
-            line_from(process, "training")
+    with started_and_saying("train", "training") as processes:
         os.kill(processes[1].pid, signal.SIGTERM)
         first, second = ended(processes, seconds=60)
     assert first.status == second.status == distributed.STOPPED, first.err + second.err

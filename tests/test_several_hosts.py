@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 import tiny_checkpoint
-from _kills import Kill, train
+from _kills import COMMAND, Kill, train
 from _processes import run
 from safetensors.numpy import load_file
 from train_by_processes import batches, init, loss_fn
@@ -88,12 +87,10 @@ def test_a_host_that_is_lost_is_left_out(uninterrupted: str, tmp_path: Path):
 
 
 def _job(folder: Path, *options: str, steps: str = "60", launch: tuple[str, ...] = ()) -> list[str]:
-    code = "from jaxzero.cli import main; raise SystemExit(main())"
     job = ["train", "--checkpoint", str(folder / "tiny"), "--data", str(folder / "data")]
     job += ["--pairs", "8", "--steps", steps, "--save-every", "2", "--max-tokens", "8"]
     job += ["--wire", "float32", "--runs", str(folder / "runs"), *options]
-    command = [sys.executable, "-c", code]
-    return [*command, "launch", *launch, "--", *command, *job] if launch else [*command, *job]
+    return [*COMMAND, "launch", *launch, "--", *COMMAND, *job] if launch else [*COMMAND, *job]
 
 
 @pytest.mark.ci
