@@ -8,7 +8,7 @@ import jax
 from ..distributed import AgreedEnd, StopRequest, Watchdog, check_replicas
 from ._profile import StepProfiler
 from ._progress import progress_bar
-from ._resume import latest_step, save
+from ._resume import save
 from ._retrieval import Metrics
 from ._session import Session, State
 from ._step import StepFn, make_step
@@ -44,7 +44,7 @@ def run_steps(session: Session, state: State, watchdog: Watchdog) -> State:
     profiled = run.profiled_steps if jax.process_index() == 0 else range(0)
     with StopRequest() as stop:
         with bar as advance, StepProfiler(profiled, run.directory / "profile") as profiler:
-            is_asked, saved = False, latest_step(session)
+            is_asked, saved = False, state.step or None  # it was read from a checkpoint, or is new
             while state.step < optimization.steps and not is_asked:
                 with profiler.step(state.step + 1):
                     state, numbers = _one_step(session, state, step_fn)
