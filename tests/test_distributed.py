@@ -137,16 +137,19 @@ def test_strangers_and_broken_connections_are_passed_over():
     address = free_address()
     host, port = address.split(":")
     hosts = []
-    waiting = threading.Thread(target=lambda: hosts.append(meet(address, _hello(0), 30.0)))
+    first = _hello(0, count=3)
+    waiting = threading.Thread(target=lambda: hosts.append(meet(address, first, 30.0)))
     waiting.start()
     for text in (b"GET / HTTP/1.1\r\n\r\n", b"\n", b"", b'{"jaxzero": {"process_id": 1}}\n'):
         _say(host, int(port), text)
-    broken = {"process_id": 1, "num_processes": 2, "host": "host1", "facts": {}}
+    broken = {"process_id": 1, "num_processes": 3, "host": "host1", "facts": {}}
     _say(host, int(port), json.dumps({"jaxzero": broken})[:-3].encode())
     _say(host, int(port), json.dumps({"jaxzero": broken}).encode() + b"\n")  # it came, and left
-    assert meet(address, _hello(1), 30.0) == ["host0", "host1"]
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(meet, address, _hello(n, count=3), 30.0) for n in (1, 2)]
+        assert [other.result() for other in others] == [["host0", "host1", "host2"]] * 2
     waiting.join()
-    assert hosts == [["host0", "host1"]]
+    assert hosts == [["host0", "host1", "host2"]]
 
 
 def _say(host: str, port: int, text: bytes) -> None:
