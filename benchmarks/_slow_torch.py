@@ -153,6 +153,7 @@ def _deepspeed(run: dict[str, Any], model: Decoder) -> Callable[[torch.Tensor], 
     config = {
         "train_micro_batch_size_per_gpu": run["size"]["rows"] // dist.get_world_size(),
         "gradient_accumulation_steps": run["microbatches"],
+        "gradient_clipping": 0.0,  # without the key it clips to 1.0, which no other peer does
         "zero_optimization": {"stage": 3, **_DEEPSPEED[run["peer"]]},
         "optimizer": {
             "type": "Adam",

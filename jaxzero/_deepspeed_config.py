@@ -99,7 +99,8 @@ def from_deepspeed(
 
     Honoured are the batch, stage and quantisation of ZeRO, precision, loss scaling, clipping, the
     optimizer and the scheduler; `docs/interop.md` lists the keys. A key that is not honoured is
-    named in a warning.
+    named in a warning. So is a file without `gradient_clipping`, which meant none before DeepSpeed
+    0.19.3 and means 1.0 since, as it does here.
 
     Args:
         config: a `ds_config.json`, or its content.
@@ -125,7 +126,7 @@ def from_deepspeed(
     compute_dtype = _read_dtype(keys)
     zero_config = _read_zero(keys, mesh, compute_dtype)
     chain = read_optimizer(keys, optimizer, weight_decay_mask)
-    if clip := keys.get("gradient_clipping", 0.0):
+    if clip := _read_clipping(keys):
         chain = optax.chain(optax.clip_by_global_norm(clip), chain)
     if compute_dtype == jnp.float16:
         chain = scale_loss(chain, _read_loss_scale(keys))
@@ -188,6 +189,22 @@ def _read_dtype(keys: Keys) -> np.dtype | None:
     if bfloat16:
         return np.dtype(jnp.bfloat16)
     return np.dtype(jnp.float16) if float16 else None
+
+
+def _read_clipping(keys: Keys) -> float:
+    """The largest norm of gradients; 0 for any."""
+    clip = keys.get("gradient_clipping")
+    if clip is None:
+        warnings.warn(
+            "The DeepSpeed configuration has no `gradient_clipping`: gradients are clipped to a norm "
+            "of 1.0, as DeepSpeed does from 0.19.3 on. Earlier ones did not clip: for that, give "
+            "`values={'gradient_clipping': 0.0}`.",
+            stacklevel=3,
+        )
+        return 1.0
+    if isinstance(clip, bool) or not isinstance(clip, int | float) or not clip >= 0:
+        raise ValueError(f"`gradient_clipping` must be a norm, or 0 for none; got {clip!r}.")
+    return float(clip)
 
 
 def _read_loss_scale(keys: Keys) -> DynamicScale | float:

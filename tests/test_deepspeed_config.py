@@ -31,7 +31,7 @@ def mesh() -> Any:
 
 
 def config(**keys: Any) -> dict[str, Any]:
-    return {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM} | keys
+    return {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, "gradient_clipping": 0} | keys
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -145,6 +145,19 @@ def test_clipping_is_that_of_torch(mesh):
         np.testing.assert_allclose(optax.tree.norm(updates), min(size, 0.5), rtol=1e-6)
 
 
+def test_a_file_that_does_not_say_whether_to_clip(mesh):
+    """DeepSpeed clips to 1.0 then, from 0.19.3 on (its `GRADIENT_CLIPPING_DEFAULT`)."""
+    keys = config(optimizer={"type": "SGD", "params": {"lr": 1.0}})
+    del keys["gradient_clipping"]
+    gradient = jnp.array([6.0, 8.0])
+    with pytest.warns(UserWarning, match=r"no `gradient_clipping`: .* from 0.19.3 on"):
+        clipped = jz.from_deepspeed(keys, mesh)
+    free = jz.from_deepspeed(keys, mesh, values={"gradient_clipping": 0.0})
+    for run, norm in ((clipped, 1.0), (free, 10.0)):
+        updates, _ = run.optimizer.update(gradient, run.optimizer.init(gradient), gradient)
+        np.testing.assert_allclose(optax.tree.norm(updates), norm, rtol=1e-6)
+
+
 def test_zero_is_set_up(mesh):
     zero = {
         "stage": 3,
@@ -205,6 +218,7 @@ def test_a_file_and_what_it_leaves_open(mesh, tmp_path: Path):
                 "train_batch_size": "auto",
                 "gradient_accumulation_steps": 2,
                 "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+                "gradient_clipping": 1.0,
             }
         )
     )
@@ -240,6 +254,7 @@ def test_a_file_and_what_it_leaves_open(mesh, tmp_path: Path):
             {"zero_optimization": {"zero_hpz_partition_size": 8}},
             r"is 8, but a node of the mesh has",
         ),
+        ({"gradient_clipping": -1}, "`gradient_clipping` must be a norm, or 0 for none; got -1"),
         ({"communication_data_type": "int8"}, r"must be one of fp32.*got 'int8'"),
         (
             {"optimizer": {"type": "Adam", "params": {"bias_correction": False}}},
