@@ -196,9 +196,9 @@ def _read_clipping(keys: Keys) -> float:
     clip = keys.get("gradient_clipping")
     if clip is None:
         warnings.warn(
-            "The DeepSpeed configuration has no `gradient_clipping`: gradients are clipped to a norm "
-            "of 1.0, as DeepSpeed does from 0.19.3 on. Earlier ones did not clip: for that, give "
-            "`values={'gradient_clipping': 0.0}`.",
+            "The DeepSpeed configuration has no `gradient_clipping`: gradients are clipped to a "
+            "norm of 1.0, as DeepSpeed does from 0.19.3 on. Earlier ones did not clip: for that, "
+            "give `values={'gradient_clipping': 0.0}`.",
             stacklevel=3,
         )
         return 1.0
