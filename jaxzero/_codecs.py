@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Float32, Integer, Shaped
 
 from . import pallas_kernels as kernels
+from ._blocks import add_up
 
 _BITS = {8: jnp.uint8, 16: jnp.uint16}
 
@@ -138,7 +139,7 @@ class Codec(abc.ABC):
         self, message: Shaped[Array, "peers m"] | kernels.InPlace, num: int
     ) -> Float32[Array, " num"]:
         """The sum of messages of `num` numbers each, in float32."""
-        return jnp.sum(self.decode(kernels.cut_out(message), num, jnp.float32), axis=0)
+        return add_up(self.decode(kernels.cut_out(message), num, jnp.float32))
 
     def recode(
         self,

@@ -34,6 +34,7 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import DTypeLike, Float, Float32, UInt8, UInt32
 
+from .. import _blocks as blocks
 from . import _memory as memory
 from . import _reference as reference
 from . import _tile as tile
@@ -149,7 +150,7 @@ def dequantize_sum(
     if walk.done == num:
         return total
     rest = reference.decode(*_tail(message, format, num, walk.done), jnp.float32)
-    return lax.dynamic_update_slice(total, jnp.sum(rest, axis=0), (walk.done,))
+    return lax.dynamic_update_slice(total, blocks.add_up(rest), (walk.done,))
 
 
 def dequantize_sum_requantize(

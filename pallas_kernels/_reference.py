@@ -36,8 +36,8 @@ def dequantize(
 def dequantize_sum(
     message: UInt8[Array, "n m"], format: Format, num: int
 ) -> Float32[Array, " num"]:
-    """The sum of all messages, each of `num` numbers, in an order that XLA chooses."""
-    return jnp.sum(dequantize(message, format, 1, num, jnp.float32)[0], axis=0)
+    """The sum of all messages, each of `num` numbers."""
+    return blocks.add_up(dequantize(message, format, 1, num, jnp.float32)[0])
 
 
 def dequantize_sum_requantize(

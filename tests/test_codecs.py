@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 
 import _codec_oracle as oracle
 import hypothesis
@@ -149,6 +150,19 @@ def test_nothing_is_above_the_largest_code():
         scale_k = blocks.scales(jnp.asarray(x_kb), limit, jnp.float32)
         assert np.max(x_kb * (np.float32(1) / np.asarray(scale_k))[:, None]) > limit
         assert jnp.max(blocks.divide(jnp.asarray(x_kb), scale_k, limit, jnp.float32)) <= limit
+
+
+@pytest.mark.parametrize("num", [2, 16, 17])
+@pytest.mark.parametrize("codec", [jz.Int8(block=64), jz.Int4(block=64, hadamard=32)], ids=str)
+def test_messages_are_added_where_they_are_decoded(codec, num):
+    """Up to 16 of them without a pass over all; and right beyond."""
+    message = codec.encode(jax.random.normal(jax.random.key(0), (num, 640)))
+    compiled = jax.jit(codec.decode_sum, static_argnums=1).lower(message, 640).compile()
+    assert bool(re.search(r"= f32\[\S* reduce\(", compiled.as_text())) == (num > 16)
+    each = np.asarray(codec.decode(message, 640, jnp.float32), np.float64)
+    # `num` additions in float32, each of which rounds a partial sum by 2**-24 of it.
+    allowed = num * 2.0**-24 * np.abs(each).sum(0)
+    assert (np.abs(compiled(message) - each.sum(0)) <= allowed).all()
 
 
 @pytest.mark.parametrize("off", [-2, -1, 0, 1, 2])
