@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxzero.interop._tensor import Box, LazyTensor
 
@@ -39,9 +40,7 @@ class ShardedTensor(LazyTensor):
         if not self.collective and _is_in_host_memory(self.array):
             return _assemble(self.array, inside)
         array, inside = _cut_unsplit(self.array, inside)
-        if self.collective:
-            return np.asarray(multihost_utils.process_allgather(array, tiled=True))[inside]
-        return _assemble(array, inside)
+        return _assemble(_in_each_process(array) if self.collective else array, inside)
 
 
 def _is_in_host_memory(array: jax.Array) -> bool:
@@ -75,14 +74,45 @@ def _cut(sharding: jax.sharding.Sharding):
     return jax.jit(cut, static_argnums=2, out_shardings=sharding)
 
 
+def _in_each_process(array: jax.Array) -> jax.Array:
+    """The same array so that each process has all of it, between its devices. Collective.
+
+    Along a dim that the process's own axes of the mesh divide; where there is none, each device
+    gets a copy.
+    """
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding):
+        raise ValueError(
+            f"A parameter on devices of several processes must have a `NamedSharding`; got "
+            f"{sharding}. Put it there by `zero.shard`, or `jax.device_put`."
+        )
+    mesh = sharding.mesh
+    owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    own = tuple(
+        name
+        for axis, name in enumerate(mesh.axis_names)
+        if (owners == owners.take([0], axis)).all()
+    )
+    num = math.prod(mesh.shape[name] for name in own)
+    dims = [dim for dim, size in enumerate(array.shape) if size and size % num == 0]
+    spec = [own if dim in dims[:1] else None for dim in range(array.ndim)]
+    return _move(NamedSharding(mesh, PartitionSpec(*spec)))(array)
+
+
+@functools.cache
+def _move(sharding: NamedSharding):
+    return jax.jit(lambda array: array, out_shardings=sharding)
+
+
 def _assemble(array: jax.Array, inside: tuple[slice, ...]) -> np.ndarray:
     box = [(part.start, part.stop) for part in inside]
-    whole = None
+    whole, seen = None, set()
     for shard in array.addressable_shards:
         bounds = [s.indices(n)[:2] for s, n in zip(shard.index, array.shape, strict=True)]
         common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(bounds, box, strict=True)]
-        if shard.replica_id or any(start >= stop for start, stop in common):
+        if tuple(common) in seen or any(start >= stop for start, stop in common):
             continue
+        seen.add(tuple(common))
         source = tuple(
             slice(start - first, stop - first)
             for (start, stop), (first, _) in zip(common, bounds, strict=True)

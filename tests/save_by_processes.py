@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import jax
+from jax.sharding import AxisType
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
@@ -31,10 +32,13 @@ def main(address: str, number: int, count: int, source: Path, directory: Path) -
     ]
     shapes = {"stack": (3, 6, 17), "fused": (17, 4), "scale": (1,)}
     tree = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()}
-    zero = jz.Zero(jz.make_mesh(nodes=count))
     loaded = interop.load_into(tree, source, rules=rules)
-    tensors = interop.tensors_from(zero.shard(loaded), rules, like=loaded)
-    interop.save_tensors(tensors, directory / "saved", max_shard_bytes=500, source=source)
+    # A node for each process; two; and one over all, of whose axes none is a process's own.
+    for nodes, name in ((2 * count, "more"), (1, "one"), (count, "saved")):
+        kind = AxisType.Auto if nodes == count else AxisType.Explicit
+        zero = jz.Zero(jz.make_mesh(nodes=nodes, axis_type=kind))
+        tensors = interop.tensors_from(zero.shard(loaded), rules, like=loaded)
+        interop.save_tensors(tensors, directory / name, max_shard_bytes=500, source=source)
 
     if number == 1:
         SafetensorsWriter.write = _full_disk
