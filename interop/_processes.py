@@ -1,23 +1,23 @@
 """Several processes that write one thing: agreeing on names, and on whether all has gone well.
 
-One process alone agrees with itself, without collectives.
+They meet through the coordination service, whose waits have an end; a collective of devices would
+wait for ever for a process that is lost.
 """
 
 import contextlib
+import json
 import uuid
 from collections.abc import Iterator
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
+from jaxzero._coordination import exchange, of_first
+
+_NAME = "writing a checkpoint"
+_SECONDS = 3600.0  # that one process may take longer than another to write its files
 
 
 def shared_mark() -> str:
     """Eight random hexadecimal digits, the same on every process. Collective."""
-    mark = np.array(uuid.uuid4().int % 2**32, np.uint32)
-    if jax.process_count() > 1:
-        mark = multihost_utils.broadcast_one_to_all(mark)
-    return f"{int(mark):08x}"
+    return of_first(_NAME, uuid.uuid4().hex[:8], _SECONDS)
 
 
 @contextlib.contextmanager
@@ -31,24 +31,19 @@ def all_succeed(what: str) -> Iterator[None]:
 
     Raises:
         RuntimeError: on the processes that succeeded; those that failed raise their own error.
+        TimeoutError: a process is lost, or an hour behind.
     """
     error = None
     try:
         yield
     except BaseException as raised:
         error = raised
-    failed = _processes_where(error is not None)
+    told = exchange(_NAME, json.dumps(error is not None), _SECONDS)
     if error is not None:
         raise error
+    failed = [str(number) for number, text in enumerate(told) if json.loads(text)]
     if failed:
         raise RuntimeError(
-            f"{what} failed on process {', '.join(map(str, failed))}, whose own error says why. "
+            f"{what} failed on process {', '.join(failed)}, whose own error says why. "
             "Nothing was written."
         )
-
-
-def _processes_where(condition: bool) -> list[int]:
-    if jax.process_count() == 1:
-        return [0] if condition else []
-    each = multihost_utils.process_allgather(np.array([condition], np.int32))
-    return np.flatnonzero(np.reshape(each, -1)).tolist()

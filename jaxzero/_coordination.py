@@ -60,6 +60,11 @@ def exchange(name: str, value: str, seconds: float) -> list[str]:
     return [told[index] for index in range(process_count())]
 
 
+def of_first(name: str, value: str, seconds: float) -> str:
+    """The text that process 0 gives, on all; otherwise as `exchange`."""
+    return exchange(name, value, seconds)[0]
+
+
 def barrier(name: str, seconds: float) -> None:
     """Wait until all processes are here.
 

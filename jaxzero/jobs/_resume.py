@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from .._checkpoint import Checkpoints
-from .._coordination import barrier, exchange, process_index
+from .._coordination import barrier, of_first, process_index
 from ._session import Session, State
 
 _MEETING_SECONDS = 300.0
@@ -17,10 +17,8 @@ _MEETING_SECONDS = 300.0
 
 def latest_step(session: Session) -> int | None:
     """The newest checkpoint, as the first process sees it: others may see a folder later."""
-    (seen, *_) = exchange(
-        "latest step", json.dumps(session.checkpoints.latest_step()), _MEETING_SECONDS
-    )
-    return json.loads(seen)
+    seen = json.dumps(session.checkpoints.latest_step())
+    return json.loads(of_first("latest step", seen, _MEETING_SECONDS))
 
 
 def begin(session: Session) -> State:
