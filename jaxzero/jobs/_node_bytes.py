@@ -6,7 +6,6 @@ the weights, which the optimizer makes in shards.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -32,21 +31,23 @@ class NodeBytes:
     zero3_bfloat16: int  # the same in 16 bits, the ZeRO-3 of the papers
 
 
-def node_bytes(setup: Setup, loss: LossFn, tokens: PairTokens) -> NodeBytes | None:
+def node_bytes(setup: Setup, loss: LossFn, tokens: PairTokens, plan: Plan) -> NodeBytes | None:
     """Count them; None if there is only one node.
 
     Args:
         setup: what trains, and where.
         loss: that is trained on.
         tokens: of one step, abstract.
+        plan: of such a step.
     """
     if setup.zero.mesh.shape[NODE] == 1:
         return None
 
-    @functools.cache
     def count(config: ZeroConfig) -> int:
         zero, params = setup.other_zero(config)
-        traffic = zero.report(params, plan=plan_step(zero, params, loss, tokens)).traffic
+        is_own = config == setup.zero.config
+        its_plan = plan if is_own else plan_step(zero, params, loss, tokens)
+        traffic = zero.report(params, plan=its_plan).traffic
         assert traffic is not None
         return traffic.node_bytes
 

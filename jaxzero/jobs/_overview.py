@@ -4,21 +4,19 @@ import jax
 from rich.console import Console
 
 from .._mesh import NODE
-from .._plan import Plan
 from .._wire_report import Traffic, readable_bytes
 from ._session import Session, State
 
 
-def print_overview(session: Session, state: State, plan: Plan) -> None:
+def print_overview(session: Session, state: State) -> None:
     """Say what one device holds from step to step, and what enters it, and its node, in a step.
 
     Args:
         session: that will train.
         state: before its next step.
-        plan: of a step.
     """
     zero = session.setup.zero
-    report = zero.report(state.params, state.opt_state, plan=plan)
+    report = zero.report(state.params, state.opt_state, plan=session.plan)
     kinds = {name: report.device_bytes(name) for name in ("parameters", "optimizer state")}
     kinds["wire state"] = sum(
         x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.wire_state)

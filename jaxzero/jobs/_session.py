@@ -2,18 +2,22 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 
 from .._checkpoint import Checkpoints
+from .._plan import Plan
 from ..data import Batches
 from ._examples import Examples, load_examples, training_batches
 from ._journal import Journal
+from ._node_bytes import abstract_tokens, plan_step
 from ._settings import Train
 from ._setup import Setup, describe_devices, set_up
 from ._step import LossFn, make_loss
+from ._tokens import PairTokens
 from ._trackers import make_trackers
 
 
@@ -29,6 +33,16 @@ class Session:
     checkpoints: Checkpoints
     journal: Journal
     console: Console
+
+    @property
+    def tokens(self) -> PairTokens:
+        """What a step takes, abstract."""
+        return abstract_tokens(self.settings.optimization.pairs, self.settings.data.max_tokens)
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """Of a step; the model is traced when it is first asked for."""
+        return plan_step(self.setup.zero, self.setup.params, self.loss, self.tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

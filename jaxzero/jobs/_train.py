@@ -10,13 +10,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from .._coordination import barrier, exchange, process_index
+from .._coordination import barrier, of_first, process_index
 from ..distributed import Watchdog, check_same, initialize
 from ._export import export_and_compare
 from ._journal import Journal
 from ._loop import run_steps
 from ._metrics import Retrieval, embed_in_batches, retrieval_scores
-from ._node_bytes import NodeBytes, abstract_tokens, node_bytes, plan_step
+from ._node_bytes import NodeBytes, node_bytes
 from ._overview import print_overview
 from ._plot import plot_run
 from ._progress import print_summary
@@ -24,7 +24,6 @@ from ._resume import begin, latest_step, restore
 from ._session import Session, State, open_session
 from ._settings import Train
 from ._step import make_sharded_embed
-from ._tokens import PairTokens
 
 _MEETING_SECONDS = 60.0
 _EXPORT_SECONDS = 3600.0
@@ -91,7 +90,7 @@ def train(settings: Train, console: Console) -> Outcome:
 def _agreed(settings: Train) -> Train:
     """The settings, with one name for the run, if all processes have the same."""
     check_same(settings=dataclasses.asdict(settings))
-    (name, *_) = exchange("run name", settings.run.named().name or "", _MEETING_SECONDS)
+    name = of_first("run name", settings.run.named().name or "", _MEETING_SECONDS)
     return dataclasses.replace(settings, run=dataclasses.replace(settings.run, name=name))
 
 
@@ -116,8 +115,7 @@ def _evaluated_training(session: Session) -> tuple[Retrieval, State, Retrieval]:
         state = begin(session)
         before = None
     if state.step < session.settings.optimization.steps:
-        plan = plan_step(session.setup.zero, state.params, session.loss, _tokens(session))
-        print_overview(session, state, plan)
+        print_overview(session, state)
     watchdog = Watchdog(
         step_seconds=faults.step_seconds, heartbeat_seconds=faults.heartbeat_seconds
     )
@@ -130,15 +128,11 @@ def _evaluated_training(session: Session) -> tuple[Retrieval, State, Retrieval]:
 
 
 def _note_node_bytes(session: Session) -> NodeBytes | None:
-    entered = node_bytes(session.setup, session.loss, _tokens(session))
+    entered = node_bytes(session.setup, session.loss, session.tokens, session.plan)
     if entered is not None:
         steps = session.settings.optimization.steps
         session.journal.append("node_bytes", steps, **dataclasses.asdict(entered))
     return entered
-
-
-def _tokens(session: Session) -> PairTokens:
-    return abstract_tokens(session.settings.optimization.pairs, session.settings.data.max_tokens)
 
 
 def _noted(journal: Journal) -> Retrieval:
