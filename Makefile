@@ -18,7 +18,7 @@ NEWEST_PINS := .ci/constraints-newest.txt
 help:
 	@echo "make train            fine-tune a text encoder on 8 devices of this machine (ARGS='--help')"
 	@echo "make test             the tests, on the oldest JAX that is supported (ARGS='-k name')"
-	@echo "make test-exhaustive  the rest of the models under the presets of ZeRO++: 15 minutes more"
+	@echo "make test-exhaustive  the rest of the models, in both dtypes and under the presets of ZeRO++"
 	@echo "make test-aot         what XLA compiles for H200s, on a machine without: 700 MB to install"
 	@echo "make test-aot-latest  the same on the newest JAX, and of the GPU kernels: 700 MB to install"
 	@echo "make test-latest      the tests, on the newest JAX; needs Python 3.12"

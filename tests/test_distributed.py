@@ -347,6 +347,7 @@ def test_a_process_that_makes_no_step_says_where_it_stands():
     assert message in second.err and f'{HERE / "distributed_run.py"}", line' in second.err
 
 
+@pytest.mark.ci
 def test_a_process_may_wait_where_it_says_so():
     (end,) = run("distributed_run.py", 1, "wait", seconds=60)
     assert end.out == "waited\n" and end.status == distributed.PEER_LOST

@@ -145,6 +145,7 @@ def test_finetuning_a_whole_decoder(llama, tmp_path):
     assert loss is None or loss < 0.8 * losses[0]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_finetuning_adapters(llama, tmp_path):

@@ -215,6 +215,7 @@ def test_the_summary_says_what_entered_a_node(finished: Finished):
     assert f"{crossed.zero3_float32 / 2**10:.2f} KiB in float32 (this is {share})" in text
 
 
+@pytest.mark.ci
 def test_stopped_and_resumed_equals_uninterrupted(
     settings: jobs.Train,
     finish: Callable[[jobs.Wire], Finished],
@@ -389,6 +390,7 @@ def test_the_wire_state_is_saved_and_restored(settings: jobs.Train, console: Con
     assert "starts anew" not in console.export_text()
 
 
+@pytest.mark.ci
 def test_another_wire_or_other_devices_start_a_new_wire_state(
     settings: jobs.Train, console: Console
 ):
@@ -410,6 +412,7 @@ def test_another_wire_or_other_devices_start_a_new_wire_state(
     assert not same_arrays(saved.wire_state, again.wire_state)
 
 
+@pytest.mark.ci
 def test_the_same_run_on_another_mesh(settings: jobs.Train, console: Console):
     plain = with_run(with_wire(settings, "float32"), name="plain")
     with open_session(plain, console) as session:

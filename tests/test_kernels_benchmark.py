@@ -29,6 +29,7 @@ def test_a_row_for_each_operation(operation, tmp_path):
         assert results[f"{name}_gb_per_s"] > 0
 
 
+@pytest.mark.ci
 def test_a_step_is_measured_against_plain_jit(monkeypatch):
     rows = []
     monkeypatch.setattr(gpu_step, "append_row", lambda name, results: rows.append(results))

@@ -278,6 +278,7 @@ def test_hosts_send_at_their_rate_and_leave_nothing(tmp_path):
     assert not {abandoned, *hosts.names} & set(there.split())
 
 
+@pytest.mark.ci
 @on_hosts
 @pytest.mark.slow
 def test_a_run_over_a_slow_link(tmp_path):

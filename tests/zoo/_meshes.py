@@ -26,22 +26,24 @@ def _kinds(sizes: tuple[str, ...]) -> list[str]:
     return [f"{size}-{kind}" for size in sizes for kind in ("auto", "explicit")]
 
 
-def rotation(dtype: str) -> list[tuple[str, str]]:
-    """(case, mesh) pairs for one dtype.
+def rotation(dtype: str) -> list[tuple[str, str, bool]]:
+    """(case, mesh, whether it is among those that are always run) for one dtype.
 
     Each case runs on eight devices and on six (now and then on one): one of them in float32, the
-    other in float64. Cases that compute in 16 bits run in "float32" only.
+    other in float64. Always run is one of the two, every third in float64. Cases that compute in
+    16 bits run in "float32" only, and always.
     """
     eight, six, one = _kinds(_EIGHT), _kinds(_SIX), _kinds(("1x1",))
-    pairs = []
+    found = []
     for i, (name, case) in enumerate(CASES.items()):
         small = one[i // 10 % 2] if i % 10 == 9 else six[i // 2 % 4]
         meshes = [eight[i % 10], small] if i // 10 % 2 else [small, eight[i % 10]]
+        is_double = dtype == "float64"
         if case.tolerance is not None:
-            pairs += [(name, mesh) for mesh in meshes if dtype == "float32"]
+            found += [(name, mesh, True) for mesh in meshes if not is_double]
         else:
-            pairs.append((name, meshes[dtype == "float64"]))
-    return pairs
+            found.append((name, meshes[is_double], is_double == (i % 3 == 0)))
+    return found
 
 
 def preset_rotation(presets: tuple[str, ...]) -> list[tuple[str, str, str, bool]]:
