@@ -63,9 +63,9 @@ def events(file: Path) -> Iterator[Any]:
 
 
 def points(directory: Path) -> list[tuple[str, int, float]]:
-    """What TensorBoard shows: a start voids points of its step and later ones."""
+    """What TensorBoard shows: it reads files by name, and a start voids its step and later ones."""
     shown: list[tuple[str, int, float]] = []
-    for file in sorted(directory.iterdir(), key=lambda file: file.stat().st_mtime_ns):
+    for file in sorted(directory.iterdir()):
         for event in events(file):
             if event.session_log.status == 1:  # START
                 shown = [point for point in shown if point[1] < event.step]
