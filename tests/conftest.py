@@ -17,6 +17,9 @@ os.environ["XLA_FLAGS"] = " ".join(
 ).strip()
 # Fake devices are what the suite is about, so a GPU does not become the default by being there.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# XLA:CPU has a thread for each device, or for each of so many cores. Where a device waits in two
+# collectives at once, one thread for each is too few: all wait for the device that has none.
+os.environ.setdefault("NPROC", "32")
 # Models come from files here; a library that would ask a hub for one fails at once instead.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Plots are files; on a machine without a screen nothing may look for one.
