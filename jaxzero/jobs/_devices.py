@@ -1,6 +1,7 @@
 """Which devices the job runs on: real ones where there are any, else fake ones on the CPU."""
 
 import contextlib
+import os
 from typing import Any
 
 import jax
@@ -8,6 +9,9 @@ import jax
 from .._coordination import process_count
 
 _FAKE_DEVICES = 8
+# Of XLA:CPU, which has one for each device otherwise: where a device waits in two collectives at
+# once, all may wait for another that has none.
+_THREADS = 32
 
 
 def choose_devices(num_devices: int | None) -> list[Any]:
@@ -23,6 +27,7 @@ def choose_devices(num_devices: int | None) -> list[Any]:
     if jax.config.values["jax_num_cpu_devices"] < 0:  # else it was said
         with contextlib.suppress(RuntimeError):  # a backend runs already: take what it has
             jax.config.update("jax_num_cpu_devices", _fake_devices(num_devices))
+            os.environ.setdefault("NPROC", str(_THREADS))  # XLA looks there
     found = jax.devices()
     if num_devices is not None and num_devices > len(found):
         raise ValueError(
