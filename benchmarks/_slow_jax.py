@@ -76,8 +76,8 @@ def _trainer(run: dict[str, Any], zero: jz.Zero) -> tuple[tuple, Callable]:
     tx = optax.adam(run["learning_rate"])
     params = zero.shard(_tree(np.load(run["weights"])))
     opt_state = zero.init_optimizer(tx, params)
-    keeps = run["peer"].startswith("jaxzero") and zero.config.needs_wire_state
-    wire_state = zero.init_wire_state(params) if keeps else None
+    ours = run["peer"].startswith("jaxzero")
+    wire_state = zero.init_wire_state(params) if ours and zero.config.needs_wire_state else None
 
     def loss_fn(params, tokens):
         return _peers.loss(size, params, tokens)
@@ -103,7 +103,7 @@ def _trainer(run: dict[str, Any], zero: jz.Zero) -> tuple[tuple, Callable]:
         sums, _ = jax.lax.scan(add, zeros, tokens)
         return (*jax.tree.map(lambda x: x / count, sums), wire_state)
 
-    value_and_grad = of_jaxzero if run["peer"].startswith("jaxzero") else of_compiler
+    value_and_grad = of_jaxzero if ours else of_compiler
 
     def step(params, opt_state, wire_state, tokens):
         loss, grads, wire_state = value_and_grad(params, wire_state, tokens)
@@ -111,7 +111,9 @@ def _trainer(run: dict[str, Any], zero: jz.Zero) -> tuple[tuple, Callable]:
         return (optax.apply_updates(params, updates), opt_state, wire_state), loss
 
     out = ((shardings, zero.shardings(opt_state), None), None)
-    return (params, opt_state, wire_state), jax.jit(step, out_shardings=out, donate_argnums=(0, 1))
+    options = jz.compiler_options("cpu") if ours else None
+    jitted = jax.jit(step, out_shardings=out, donate_argnums=(0, 1), compiler_options=options)
+    return (params, opt_state, wire_state), jitted
 
 
 def _batches(run: dict[str, Any], zero: jz.Zero) -> list[jax.Array]:

@@ -13,7 +13,8 @@ that the network is what is measured. Every run is fresh processes; in a round a
 turns, in the opposite order in the next. Their losses are compared with those of one device.
 
 What each peer does with micro-batches is what it does unasked. jaxzero gathers and reduces
-between hosts once for all of them under hpZ; the others once for each.
+between hosts once for all of them under hpZ; the others once for each. jaxzero is compiled with
+`jz.compiler_options`, GSPMD as XLA does by default, which for it is the quicker way.
 
 The environment: Python 3.11; `pip install torch` (a CPU build), then `pip install -e
 ".[benchmarks]"`, then `DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed==0.19.8`, which
