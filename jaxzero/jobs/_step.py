@@ -9,6 +9,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from .._compiler import compiler_options
 from .._config import ZeroConfig
 from .._simigrad_state import SimigradState, simigrad_stats
 from ._retrieval import Metrics, Params, contrastive_loss, make_embed
@@ -53,7 +54,8 @@ def make_step(setup: Setup, loss: LossFn) -> StepFn:
         metrics = {"loss": value, **metrics, **_optimizer_metrics(opt_state)}
         return optax.apply_updates(params, updates), opt_state, wire_state, metrics
 
-    return jax.jit(step, donate_argnums=(0, 1, 2))
+    options = compiler_options(setup.zero.mesh.devices.flat[0].platform)
+    return jax.jit(step, donate_argnums=(0, 1, 2), compiler_options=options)
 
 
 def _optimizer_metrics(opt_state: Any) -> Metrics:
