@@ -53,7 +53,7 @@ def join(x_kb: Shaped[Array, "*rows k b"], num: int) -> Shaped[Array, "*rows n"]
     return x_kb.reshape(*rows, blocks * block)[..., :num]
 
 
-def add_up(rows: Float32[Array, "num ..."]) -> Float32[Array, ...]:
+def add_up(rows: Shaped[Array, "num ..."]) -> Shaped[Array, ...]:
     """The sum over the leading dim, up to 16 of it one after the other, as the kernels add them.
 
     A reduction is the same, but XLA:CPU makes it a pass of its own, which takes 5 times as long

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 from . import pallas_kernels as kernels
+from ._blocks import add_up
 from ._codecs import Codec
 
 
@@ -34,7 +35,7 @@ class HalvedSum:
     @classmethod
     def of(cls, x: Shaped[Array, "devices ..."], half: int) -> HalvedSum:
         """Sum over the leading dim, of which `half` are the first half."""
-        return cls(jnp.sum(x, 0), jnp.sum(x[:half], 0))
+        return cls(add_up(x), add_up(x[:half]))
 
 
 jax.tree_util.register_dataclass(HalvedSum, ["total", "first"], [])

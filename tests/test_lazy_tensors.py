@@ -130,3 +130,10 @@ def test_slices_of_arrays_of_one_device_and_of_replicated_ones():
     for held in (jnp.asarray(array), jax.device_put(array, whole)):
         tensor = ShardedTensor(held, (3, 4), "x")
         np.testing.assert_array_equal(tensor[1:3, 1:2], array[1:3, 1:2], strict=True)
+
+
+def test_over_several_processes_other_shardings_are_refused(monkeypatch):
+    monkeypatch.setattr(ShardedTensor, "collective", True)
+    tensor = ShardedTensor(jnp.ones(3), (3,), "x")
+    with pytest.raises(ValueError, match="must have a `NamedSharding`; got SingleDeviceSharding"):
+        tensor.read()
