@@ -21,7 +21,6 @@ COMMAND = (sys.executable, "-c", "from jaxzero.cli import main; raise SystemExit
 STEPS, SAVE_EVERY, HOSTS = 30, 2, 2
 _SECONDS = 600.0  # for all attempts of a run together
 _SAVING = ".*.tmp"  # what a checkpoint is called until it is complete
-_KILLED = "killed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,10 +40,16 @@ class Aftermath:
 
     status: int
     digest: str  # of the final parameters
-    saved: int  # the last checkpoint that was reported before the kill; 0: none
+    saved: int  # the last checkpoint that was reported before the new start; 0: none
     resumed: int  # after which step the run went on; 0: from the start
     was_saving: bool  # whether a save was under way at the kill
+    restarted: bool  # False: the kill came after the end
     seconds: float | None  # from the kill to the first step after it
+
+    @property
+    def nothing_lost(self) -> bool:
+        """Whether it went on from a checkpoint as new as the last one reported, or newer."""
+        return self.resumed >= self.saved or not self.restarted
 
 
 def random_kill(seed: int, *, during_save: bool) -> Kill:
@@ -70,24 +75,26 @@ def train(folder: Path, kill: Kill | None, *, launch: list[str] | None = None) -
     lines: list[str] = []
     saved = resumed = 0
     killed: float | None = None
-    was_saving, seconds = False, None
+    has_restarted, was_saving, seconds = False, False, None
     with _launched(folder, launch or []) as process:
         assert process.stdout is not None
         deadline = threading.Timer(_SECONDS, process.kill)  # the launcher's end is that of all
         deadline.start()
         for line in process.stdout:
             lines.append(line)
-            step = re.search(r"step (\d+) loss \S+ saved (\d+|None)", line)
+            has_restarted |= killed is not None and "starting again" in line
             if match := re.search(r"resumed after (\d+)", line):
                 resumed = int(match[1])
-            if step and killed is not None and seconds is None and _has_restarted(lines):
-                seconds = time.monotonic() - killed
-            if step and killed is None:
+            step = re.search(r"step (\d+) loss \S+ saved (\d+|None)", line)
+            if step is None:
+                continue
+            if not has_restarted:
                 saved = int(step[2]) if step[2] != "None" else 0
-                if kill is not None and int(step[1]) >= kill.after_step:
-                    was_saving = _kill(kill, folder, process.pid)
-                    killed = time.monotonic()
-                    lines.append(_KILLED)
+            elif killed is not None and seconds is None:
+                seconds = time.monotonic() - killed
+            if kill is not None and killed is None and int(step[1]) >= kill.after_step:
+                was_saving = _kill(kill, folder, process.pid)
+                killed = time.monotonic()
         status = process.wait()
         deadline.cancel()
     digest = re.search(r"parameters (\w+)", "".join(lines))
@@ -99,13 +106,9 @@ def train(folder: Path, kill: Kill | None, *, launch: list[str] | None = None) -
         saved=saved,
         resumed=resumed,
         was_saving=was_saving,
+        restarted=has_restarted,
         seconds=seconds,
     )
-
-
-def _has_restarted(lines: list[str]) -> bool:
-    """Whether the launcher has begun again: steps that were still in the pipe do not count."""
-    return any("starting again" in line for line in lines[lines.index(_KILLED) :])
 
 
 @contextlib.contextmanager

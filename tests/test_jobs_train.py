@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import io
@@ -24,7 +25,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from jaxzero import jobs
-from jaxzero.distributed import Watchdog
+from jaxzero.distributed import ReplicasDiffer, Watchdog
 from jaxzero.jobs import _loop, _progress
 from jaxzero.jobs._loop import run_steps
 from jaxzero.jobs._plot import plot_run
@@ -308,6 +309,39 @@ def test_too_many_steps_that_are_not_finite_end_the_run(
         run_steps(session, begin(session), Watchdog())
     lines = (settings.run.directory / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["skipped_in_a_row"] for line in lines] == [1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("part", ["opt_state", "wire_state"])
+def test_replicas_are_compared_now_and_then(
+    part: str, settings: jobs.Train, console: Console, monkeypatch: pytest.MonkeyPatch
+):
+    def drift(session, state, step_fn):
+        step = state.step + 1
+        changed = _on_one_device(getattr(state, part)) if step == 3 else getattr(state, part)
+        numbers = collections.defaultdict(float)
+        return dataclasses.replace(state, step=step, **{part: changed}), numbers
+
+    monkeypatch.setattr(_loop, "_one_step", drift)
+    monkeypatch.setattr(_loop, "save", lambda session, state: None)
+    settings = with_wire(settings, "zeropp4")
+    settings = dataclasses.replace(settings, faults=jobs.Faults(check_every=2))
+    with (
+        pytest.raises(ReplicasDiffer, match=rf"After step 4 .*`{part}\."),
+        open_session(settings, console) as session,
+    ):
+        run_steps(session, begin(session), Watchdog())
+
+
+def _on_one_device(tree: Any) -> Any:
+    """Other bits on one device, in a leaf that another device holds as well."""
+    leaves, treedef = jax.tree.flatten(tree)
+    index = next(i for i, x in enumerate(leaves) if any(s.replica_id for s in x.addressable_shards))
+    pieces = [shard.data for shard in leaves[index].addressable_shards]
+    pieces[1] = jnp.ones_like(pieces[1]) - pieces[1]
+    leaves[index] = jax.make_array_from_single_device_arrays(
+        leaves[index].shape, leaves[index].sharding, pieces
+    )
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def _forget(opt_state: Any) -> Any:

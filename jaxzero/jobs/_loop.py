@@ -96,8 +96,8 @@ def _check(session: Session, state: State, numbers: Numbers) -> None:
             f"{_last_good(session)}"
         )
     if faults.check_every and state.step % faults.check_every == 0:
-        tree = {"params": state.params, "opt_state": state.opt_state}
-        check_replicas(tree, step=state.step)
+        held = {name: getattr(state, name) for name in ("params", "opt_state", "wire_state")}
+        check_replicas(held, step=state.step)
 
 
 def _last_good(session: Session) -> str:
