@@ -26,7 +26,7 @@ import jaxzero as jz
 from jaxzero import _mesh, distributed
 from jaxzero._coordination import exchange
 from jaxzero._mesh import _by_node
-from jaxzero.distributed import _rendezvous
+from jaxzero.distributed import _rendezvous, _watchdog
 from jaxzero.distributed._agreement import _difference, _flat
 from jaxzero.distributed._rendezvous import Hello, meet
 
@@ -258,6 +258,24 @@ def test_one_process_needs_nothing():
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
     assert signal.signal(signal.SIGINT, usual) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    ("error", "waited"),
+    [
+        (jax.errors.JaxRuntimeError("INTERNAL: Gloo: Connection closed by peer"), [60.0]),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), []),
+        (ValueError("a mistake"), []),
+    ],
+)
+def test_only_what_a_lost_process_may_have_caused_waits(error, waited, monkeypatch):
+    left, slept = [], []
+    monkeypatch.setattr(_watchdog, "_leave", lambda message, status: left.append(status))
+    monkeypatch.setattr(_watchdog.time, "sleep", slept.append)
+    dog = distributed.Watchdog(heartbeat_seconds=30.0)
+    monkeypatch.setattr(_watchdog, "process_count", lambda: 2)
+    dog.__exit__(type(error), error, None)
+    assert (left, slept) == ([1], waited)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4", "bool", "float8_e4m3fn"])

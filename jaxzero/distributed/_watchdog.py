@@ -44,9 +44,9 @@ class Watchdog:
 
     An exception that leaves the `with` block ends a process that is one of several at once: an
     ordinary exit would first wait for the others, who wait for this one. The status is 1, or
-    `PEER_LOST` for a TimeoutError; an error of a collective waits twice `heartbeat_seconds`,
-    whether it was another process that failed. `SystemExit` and `AgreedEnd` pass: all raise them
-    together.
+    `PEER_LOST` for a TimeoutError; JAX's runtime errors, other than a full device, wait twice
+    `heartbeat_seconds`, whether it was another process that failed. `SystemExit` and `AgreedEnd`
+    pass: all raise them together.
 
     Args:
         step_seconds: the longest time from one step to the next, compiling and saving included.
@@ -84,7 +84,7 @@ class Watchdog:
         agreed = error is None or isinstance(error, AgreedEnd | SystemExit)
         if process_count() > 1 and not agreed:
             traceback.print_exception(error)
-            if any(isinstance(e, jax.errors.JaxRuntimeError) for e in causes(error)):
+            if any(_may_be_of_a_peer(e) for e in causes(error)):
                 time.sleep(2 * self._heartbeat_seconds)  # the thread says who is lost, if any is
             message = f"This process leaves at once, so that the others learn of it: {error!r}"
             _leave(message, _status_of(error))
@@ -197,6 +197,12 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__
+
+
+def _may_be_of_a_peer(error: BaseException) -> bool:
+    """Whether it may be a collective whose partner is gone; a device that is full is not."""
+    is_full = str(error).startswith("RESOURCE_EXHAUSTED")
+    return isinstance(error, jax.errors.JaxRuntimeError) and not is_full
 
 
 def _status_of(error: BaseException | None) -> int:
