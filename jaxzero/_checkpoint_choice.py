@@ -16,6 +16,10 @@ from ._checkpoint_files import list_damaged, list_steps, set_aside
 from ._checkpoint_integrity import DamagedCheckpoint, find_damage, has_no_records
 
 
+class NoCheckpoint(FileNotFoundError):
+    """There is no checkpoint to choose; unlike a file that is missing where one was chosen."""
+
+
 def choose(directory: Path, wanted: int | None, seconds: float) -> int:
     """The step of the checkpoint to read, found whole. Collective.
 
@@ -25,7 +29,7 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
         seconds: to wait for the other processes.
 
     Raises:
-        FileNotFoundError: there is none.
+        NoCheckpoint: there is none.
         ValueError: the one that is wanted is damaged, or all are.
         RuntimeError: a process does not see the directory that the others see.
     """
@@ -55,7 +59,7 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
             f"Every checkpoint in {str(directory)!r} is damaged. Start anew, or from a copy.\n"
             + "\n".join(damaged)
         )
-    raise FileNotFoundError(_say_missing(directory, wanted, steps))
+    raise NoCheckpoint(_say_missing(directory, wanted, steps))
 
 
 def _verify(name: str, folder: Path, seconds: float) -> tuple[bool, str | None]:

@@ -51,6 +51,11 @@ def main(address: str, number: int, count: int, directory: Path) -> None:
         if number == 0:
             np.savez(directory / "many.npz", **want)
 
+        gone = FileNotFoundError("a file is gone") if number == 1 else None
+        read = checkpoints._read
+        with mock.patch.object(checkpoints, "_read", wraps=read, side_effect=gone):
+            said["unread"] = _message(lambda: checkpoints.restore_or_none(run.first))
+
         checkpoints.save(3, state)
         checkpoints.close()
         _damage(directory / "many" / "3", number)

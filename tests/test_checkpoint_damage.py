@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxzero as jz
-from jaxzero import _checkpoint_save
+from jaxzero import _checkpoint, _checkpoint_save
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +127,22 @@ def test_all_are_damaged(directory, zero):
         checkpoints.restore(_state(zero, 0))
 
 
+def test_a_checkpoint_that_is_gone_when_it_is_read_is_not_taken_for_none(
+    directory, zero, monkeypatch
+):
+    """Nor is anything else that is missing after one was chosen."""
+
+    def choose(*args):
+        step = _choose(*args)
+        shutil.rmtree(directory / str(step))
+        return step
+
+    _choose = _checkpoint.choose
+    monkeypatch.setattr(_checkpoint, "choose", choose)
+    with jz.Checkpoints(directory, zero) as checkpoints, pytest.raises(FileNotFoundError):
+        checkpoints.restore_or_none(_state(zero, 0))
+
+
 def test_checkpoints_without_digests_are_read_with_a_warning(directory, zero):
     for name in ("SHA256SUMS", "jaxzero.json"):
         (directory / "40" / name).unlink()
@@ -159,7 +175,7 @@ import os, signal, sys
 import jax, numpy as np
 jax.config.update("jax_platforms", "cpu")
 import jaxzero as jz
-from jaxzero import _checkpoint_save
+from jaxzero import _checkpoint, _checkpoint_save
 
 zero = jz.Zero(jz.make_mesh(1, devices=jax.devices()[:1]))
 _checkpoint_save.publish = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
