@@ -168,8 +168,9 @@ class Checkpoints:
             FileNotFoundError: there is no such checkpoint.
             ValueError: it is damaged, and asked for by `step`, or they all are; or it holds
                 other leaves, shapes or dtypes than `like`.
-            RuntimeError: a process cannot see what the others see, or could not read; or the
-                checkpoint that was being saved could not be.
+            OSError: a file cannot be read. That is no damage, and nothing is renamed.
+            RuntimeError: another process could not read, or cannot see what the others see; or
+                the checkpoint that was being saved could not be.
             TimeoutError: a process does not come.
         """
         self._saver.wait()  # one that is being saved counts

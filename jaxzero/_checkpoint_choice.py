@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from ._checkpoint_agreement import new_name, tell_all
-from ._checkpoint_files import list_damaged, list_steps, set_aside
+from ._checkpoint_files import is_folder, list_damaged, list_steps, set_aside
 from ._checkpoint_integrity import DamagedCheckpoint, find_damage, has_no_records
 
 
@@ -31,10 +31,11 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
     Raises:
         NoCheckpoint: there is none.
         ValueError: the one that is wanted is damaged, or all are.
-        RuntimeError: a process does not see the directory that the others see.
+        OSError: this process cannot read a file. Nothing is renamed.
+        RuntimeError: another cannot, or does not see the directory that the others see.
     """
     name = new_name()
-    steps = tell_all(f"{name}-steps", seconds, steps=list_steps(directory))[0]["steps"]
+    steps = _list(name, directory, seconds)
     damaged = []
     for step in [step for step in reversed(steps) if wanted in (None, step)]:
         folder = directory / str(step)
@@ -62,12 +63,28 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
     raise NoCheckpoint(_say_missing(directory, wanted, steps))
 
 
+def _list(name: str, directory: Path, seconds: float) -> list[int]:
+    """The steps that the first process sees. The same on all processes."""
+    steps, error = [], None
+    if jax.process_index() == 0:
+        try:
+            steps = list_steps(directory)
+        except OSError as raised:
+            error = raised
+    return tell_all(f"{name}-steps", seconds, error=error, steps=steps)[0]["steps"]
+
+
 def _verify(name: str, folder: Path, seconds: float) -> tuple[bool, str | None]:
     """Whether a checkpoint is there, and what is wrong with it. The same on all processes."""
-    problem, is_early = None, has_no_records(folder)
-    if not is_early:
-        problem = find_damage(folder, number=jax.process_index(), count=jax.process_count())
-    reports = tell_all(name, seconds, is_there=folder.is_dir(), problem=problem)
+    problem, error, is_early, is_there = None, None, False, False
+    try:
+        is_early = has_no_records(folder)
+        if not is_early:
+            problem = find_damage(folder, number=jax.process_index(), count=jax.process_count())
+        is_there = is_folder(folder)
+    except OSError as raised:  # which proves no damage
+        error = raised
+    reports = tell_all(name, seconds, error=error, is_there=is_there, problem=problem)
     blind = [number for number, report in enumerate(reports) if not report["is_there"]]
     if 0 in blind:
         return False, None

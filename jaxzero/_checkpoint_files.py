@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 import uuid
 from pathlib import Path
 
@@ -24,7 +25,7 @@ _LEFTOVER = re.compile(r"\.\d+\.[0-9a-f]{8}\.(tmp|old)")
 
 def list_steps(directory: Path) -> list[int]:
     """The steps of all checkpoints, oldest first."""
-    if not directory.is_dir():
+    if not is_folder(directory):
         return []
     return sorted(int(path.name) for path in directory.iterdir() if _is_checkpoint(path))
 
@@ -35,7 +36,15 @@ def list_damaged(directory: Path) -> list[str]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return path.name.isdecimal() and path.is_dir()
+    return path.name.isdecimal() and is_folder(path)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder. Raises what `Path.is_dir` would take for a no, as an I/O error."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def make_temporary(directory: Path, step: int) -> Path:

@@ -1,6 +1,8 @@
 """What is wrong with a checkpoint is found and said, and nothing good is lost by it."""
 
+import errno
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -59,6 +61,11 @@ def _cut_last_line(path: Path) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
 
 
+def _put_file_for_folder(folder: Path) -> None:
+    shutil.rmtree(folder / "state")
+    (folder / "state").write_bytes(b"")
+
+
 def _leave_little(folder: Path) -> None:
     for path in _files(folder)[:3] + [folder / "SHA256SUMS", folder / "jaxzero.json"]:
         path.unlink(missing_ok=True)
@@ -78,6 +85,7 @@ DAMAGES = {  # what was done to the folder: what is said of it
     ),
     "missing file": (lambda x: _largest(x).unlink(), "state/.* is missing"),
     "missing metadata": (lambda x: (x / "state/_METADATA").unlink(), "state/_METADATA is missing"),
+    "file for folder": (_put_file_for_folder, "is missing.* more"),
     "missing folder": (lambda x: shutil.rmtree(x / "state"), "is missing.* more"),
     "missing description": (lambda x: (x / "jaxzero.json").unlink(), "jaxzero.json is missing"),
     "missing digests": (lambda x: (x / "SHA256SUMS").unlink(), "SHA256SUMS is missing"),
@@ -140,6 +148,42 @@ def test_a_checkpoint_that_is_gone_when_it_is_read_is_not_taken_for_none(
     _choose = _checkpoint.choose
     monkeypatch.setattr(_checkpoint, "choose", choose)
     with jz.Checkpoints(directory, zero) as checkpoints, pytest.raises(FileNotFoundError):
+        checkpoints.restore_or_none(_state(zero, 0))
+
+
+@pytest.mark.parametrize("reason", [errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("name", ["SHA256SUMS", "jaxzero.json", "state/_METADATA"])
+def test_a_file_that_cannot_be_read_is_no_damage(name, reason, directory, zero, monkeypatch):
+    """It may pass, and all checkpoints of the file system would be renamed meanwhile."""
+
+    def open_(path, *args, **kwargs):
+        if path == directory / "40" / name:
+            raise OSError(reason, os.strerror(reason))
+        return _open(path, *args, **kwargs)
+
+    _open = Path.open
+    checkpoints = jz.Checkpoints(directory, zero)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_)
+        message = rf"40/{name}' cannot be read \({os.strerror(reason)}\).*nothing was renamed"
+        with pytest.raises(OSError, match=message):
+            checkpoints.restore_or_none(_state(zero, 0))
+    assert sorted(path.name for path in directory.iterdir()) == ["20", "40"]
+    assert checkpoints.restore(_state(zero, 0)).step == 40
+
+
+def test_a_folder_that_cannot_be_looked_at_is_an_error(directory, zero, monkeypatch):
+    """And not one that is not there."""
+
+    def stat(path, **kwargs):
+        if path == directory / "40":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return _stat(path, **kwargs)
+
+    _stat = Path.stat
+    checkpoints = jz.Checkpoints(directory, zero)
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(OSError, match="Input/output error.*40"):
         checkpoints.restore_or_none(_state(zero, 0))
 
 
