@@ -114,7 +114,8 @@ class Checkpoints:
     def restore_or_none(self, like: Mapping[str, Any]) -> Restored | None:
         """Read the newest checkpoint as `restore` does, or None if there is none yet.
 
-        Whatever else is wrong is raised: a run that starts anew would hide it.
+        Whatever else is wrong is raised: a run that starts anew would hide it. So are damaged
+        checkpoints where none is whole, at every start until they are moved away.
         """
         try:
             return self.restore(like)
@@ -166,8 +167,8 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
-            ValueError: it is damaged, and asked for by `step`, or they all are; or it holds
-                other leaves, shapes or dtypes than `like`.
+            ValueError: it is damaged, and asked for by `step`, or they all are, or were found so
+                before; or it holds other leaves, shapes or dtypes than `like`.
             OSError: a file cannot be read. That is no damage, and nothing is renamed.
             RuntimeError: another process could not read, or cannot see what the others see; or
                 the checkpoint that was being saved could not be.

@@ -2,11 +2,14 @@
 
 Each process reads a share of the files, and all come to one verdict. A damaged checkpoint is set
 aside under another name, and not deleted: its step can be saved again, and most of it may be good.
+Where there are only such, that is no new run: each start ends with the same error, until somebody
+decides.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -30,12 +33,12 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
 
     Raises:
         NoCheckpoint: there is none.
-        ValueError: the one that is wanted is damaged, or all are.
+        ValueError: the one that is wanted is damaged, or all are, or were found so before.
         OSError: this process cannot read a file. Nothing is renamed.
         RuntimeError: another cannot, or does not see the directory that the others see.
     """
     name = new_name()
-    steps = _list(name, directory, seconds)
+    steps, aside = list_together(f"{name}-steps", directory, seconds)
     damaged = []
     for step in [step for step in reversed(steps) if wanted in (None, step)]:
         folder = directory / str(step)
@@ -47,6 +50,7 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
         moved = set_aside(folder) if jax.process_index() == 0 else None
         name_now = moved and moved.name
         renamed = tell_all(f"{name}-{step}-aside", seconds, renamed=name_now)[0]["renamed"]
+        aside.append(renamed or folder.name)
         damaged.append(_say_damage(folder, problem, renamed))
         if wanted is not None:
             others = [other for other in steps if other != step]
@@ -55,23 +59,29 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
                 f"steps {others}."
             )
         warnings.warn(f"{damaged[-1]} The one before it is tried.", DamagedCheckpoint, stacklevel=3)
-    if damaged:
-        raise ValueError(
-            f"Every checkpoint in {str(directory)!r} is damaged. Start anew, or from a copy.\n"
-            + "\n".join(damaged)
-        )
+    if aside and wanted is None:
+        raise ValueError("\n".join([say_all_damaged(directory, aside), *damaged]))
     raise NoCheckpoint(_say_missing(directory, wanted, steps))
 
 
-def _list(name: str, directory: Path, seconds: float) -> list[int]:
-    """The steps that the first process sees. The same on all processes."""
-    steps, error = [], None
+def say_all_damaged(directory: Path, names: Sequence[str]) -> str:
+    """Why no run starts in a directory that holds damaged checkpoints only."""
+    return (
+        f"Every checkpoint in {str(directory)!r} is damaged: {', '.join(names)}. Put one back from "
+        "a backup, in a folder named by its step, or move these away to start from nothing."
+    )
+
+
+def list_together(name: str, directory: Path, seconds: float) -> tuple[list[int], list[str]]:
+    """Steps, and what was set aside, as the first process sees them: others may later."""
+    steps, aside, error = [], [], None
     if jax.process_index() == 0:
         try:
-            steps = list_steps(directory)
+            steps, aside = list_steps(directory), list_damaged(directory)
         except OSError as raised:
             error = raised
-    return tell_all(f"{name}-steps", seconds, error=error, steps=steps)[0]["steps"]
+    seen = tell_all(name, seconds, error=error, steps=steps, aside=aside)[0]
+    return seen["steps"], seen["aside"]
 
 
 def _verify(name: str, folder: Path, seconds: float) -> tuple[bool, str | None]:

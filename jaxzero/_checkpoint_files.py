@@ -21,6 +21,7 @@ from pathlib import Path
 from ._flush import flush, flush_tree
 
 _LEFTOVER = re.compile(r"\.\d+\.[0-9a-f]{8}\.(tmp|old)")
+_DAMAGED = re.compile(r"\d+\.damaged(\.\d+)?")
 
 
 def list_steps(directory: Path) -> list[int]:
@@ -32,7 +33,8 @@ def list_steps(directory: Path) -> list[int]:
 
 def list_damaged(directory: Path) -> list[str]:
     """The names of the checkpoints that were set aside."""
-    return sorted(path.name for path in directory.glob("*.damaged*"))
+    names = [path.name for path in directory.iterdir()] if is_folder(directory) else []
+    return sorted(name for name in names if _DAMAGED.fullmatch(name))
 
 
 def _is_checkpoint(path: Path) -> bool:

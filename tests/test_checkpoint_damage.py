@@ -135,6 +135,27 @@ def test_all_are_damaged(directory, zero):
         checkpoints.restore(_state(zero, 0))
 
 
+def test_that_all_are_damaged_is_not_forgotten(directory, zero):
+    """Whatever starts the run again would otherwise let it begin at its first step."""
+    for step in ("20", "40"):
+        _flip(_largest(directory / step), 0.5)
+    like, names = _state(zero, 0), "20.damaged, 40.damaged"
+    with pytest.warns(jz.Checkpoints.Damaged), pytest.raises(ValueError, match="is damaged"):
+        jz.Checkpoints(directory, zero).restore_or_none(like)
+    for _ in range(2):
+        checkpoints = jz.Checkpoints(directory, zero)
+        message = f"in '{directory}' is damaged: {names}. Put one back .*, or move these away"
+        with pytest.raises(ValueError, match=message):
+            checkpoints.restore_or_none(like)
+        with pytest.raises(ValueError, match=message):
+            checkpoints.restore(like)
+    (directory / "20.damaged").rename(directory.parent / "20")
+    with pytest.raises(ValueError, match=r"is damaged: 40\.damaged\."):
+        checkpoints.restore_or_none(like)
+    (directory / "40.damaged").rename(directory.parent / "40")
+    assert checkpoints.restore_or_none(like) is None
+
+
 def test_a_checkpoint_that_is_gone_when_it_is_read_is_not_taken_for_none(
     directory, zero, monkeypatch
 ):

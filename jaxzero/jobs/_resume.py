@@ -1,7 +1,6 @@
 """Where a run starts: at step 0, or at its last checkpoint if that is of the same run."""
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,23 +8,31 @@ from typing import Any
 import jax
 
 from .._checkpoint import Checkpoints
-from .._coordination import barrier, of_first, process_index
+from .._checkpoint_choice import NoCheckpoint, list_together, say_all_damaged
+from .._coordination import barrier, process_index
 from ._session import Session, State
 
 _MEETING_SECONDS = 300.0
 
 
 def latest_step(session: Session) -> int | None:
-    """The newest checkpoint, as the first process sees it: others may see a folder later."""
-    seen = json.dumps(session.checkpoints.latest_step())
-    return json.loads(of_first("latest step", seen, _MEETING_SECONDS))
+    """The newest checkpoint, as the first process sees it: others may see a folder later.
+
+    Raises:
+        ValueError: there are only such as were found damaged.
+    """
+    directory = session.checkpoints.directory
+    steps, damaged = list_together("latest step", directory, _MEETING_SECONDS)
+    if damaged and not steps:
+        raise ValueError(say_all_damaged(directory, damaged))
+    return max(steps, default=None)
 
 
 def begin(session: Session) -> State:
     """The state before the first step.
 
     Raises:
-        ValueError: there is a run of this name already.
+        ValueError: there is a run of this name already, or damaged checkpoints of one.
     """
     step = latest_step(session)
     if step is not None:
@@ -79,13 +86,14 @@ def _restored_wire_state(session: Session, step: int, params: Any) -> Any:
         with _wire_checkpoints(session) as wire_checkpoints:
             try:
                 restored = wire_checkpoints.restore({"wire_state": first}, step=step)
-                return restored.state["wire_state"]
-            except (FileNotFoundError, ValueError):
+            except (NoCheckpoint, ValueError):  # and not one that cannot be read
                 session.console.print(
                     "The run was saved with another wire or on other devices, or its wire state is "
                     "damaged, so the wire state starts anew.",
                     highlight=False,
                 )
+            else:
+                return restored.state["wire_state"]
     _drop_wire_states(session)
     return first
 
