@@ -70,9 +70,20 @@ def keep_newest(directory: Path, count: int, saved: int) -> None:
     """Delete all checkpoints but `count`: that of step `saved`, and the newest besides."""
     others = [step for step in list_steps(directory) if step != saved]
     for step in others[: max(len(others) - count + 1, 0)]:
-        doomed = _hidden(directory, step, "old")
-        os.rename(directory / str(step), doomed)  # in one step, so that nobody reads half of it
-        shutil.rmtree(doomed, ignore_errors=True)
+        _delete(directory, step)
+
+
+def drop_after(directory: Path, step: int) -> None:
+    """Delete all checkpoints of later steps."""
+    for later in list_steps(directory):
+        if later > step:
+            _delete(directory, later)
+
+
+def _delete(directory: Path, step: int) -> None:
+    doomed = _hidden(directory, step, "old")
+    os.rename(directory / str(step), doomed)  # in one step, so that nobody reads half of it
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def set_aside(folder: Path) -> Path | None:

@@ -476,6 +476,7 @@ def test_every_wire_goes_with_every_stage(stage: int, wire: jobs.Wire):
         ),
         (lambda: jobs.Run(name="../x"), r"`name` must be a plain folder name; got '\.\./x'"),
         (lambda: jobs.Run(resume=True), "`resume` needs the `name` of the run"),
+        (lambda: jobs.Run(keep_checkpoints=0), "`keep_checkpoints` must be positive; got 0"),
         (lambda: jobs.Run(profile="0:5"), "`profile` must be the numbers of .* 3:5; got '0:5'"),
         (lambda: jobs.Run(profile="5:3"), "got '5:3'"),
         (lambda: jobs.Run(profile="5"), "got '5'"),
