@@ -19,7 +19,8 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from ._checkpoint_choice import choose
+from ._checkpoint_agreement import new_name, tell_all
+from ._checkpoint_choice import NoCheckpoint, choose
 from ._checkpoint_description import describe
 from ._checkpoint_files import list_steps
 from ._checkpoint_integrity import DamagedCheckpoint
@@ -111,10 +112,14 @@ class Checkpoints:
         return max(list_steps(self.directory), default=None)
 
     def restore_or_none(self, like: Mapping[str, Any]) -> Restored | None:
-        """Read the newest checkpoint as `restore` does, or None if there is none yet."""
+        """Read the newest checkpoint as `restore` does, or None if there is none yet.
+
+        Whatever else is wrong is raised: a run that starts anew would hide it. So are damaged
+        checkpoints where none is whole, at every start until they are moved away.
+        """
         try:
             return self.restore(like)
-        except FileNotFoundError:  # which the first process has seen, for all
+        except NoCheckpoint:  # which the first process has seen, for all
             return None
 
     def save(
@@ -162,20 +167,34 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
-            ValueError: it is damaged, and asked for by `step`, or they all are; or it holds
-                other leaves, shapes or dtypes than `like`.
-            RuntimeError: a process cannot see what the others see, or the checkpoint that was
-                being saved could not be.
+            ValueError: it is damaged, and asked for by `step`, or they all are, or were found so
+                before; or it holds other leaves, shapes or dtypes than `like`.
+            OSError: a file cannot be read. That is no damage, and nothing is renamed.
+            RuntimeError: another process could not read, or cannot see what the others see; or
+                the checkpoint that was being saved could not be.
             TimeoutError: a process does not come.
         """
         self._saver.wait()  # one that is being saved counts
         named = named_leaves(like, self._zero)
         chosen = choose(self.directory, step, self._seconds)
         folder = self.directory / str(chosen)
-        state = self._read(folder, named)
+        state, extra = self._read_together(folder, named)
         stored = [stored_array(entry, state.get(name), self._zero) for name, entry in named.items()]
         tree = jax.tree.unflatten(jax.tree.structure(dict(like)), stored)
-        return Restored(chosen, tree, json.loads((folder / EXTRA / "metadata").read_text()))
+        return Restored(chosen, tree, extra)
+
+    def _read_together(
+        self, folder: Path, named: Mapping[str, Named]
+    ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+        """The arrays and `extra`, once all processes have theirs."""
+        error, state, extra = None, {}, {}
+        try:
+            state = self._read(folder, named)
+            extra = json.loads((folder / EXTRA / "metadata").read_text())
+        except Exception as raised:
+            error = raised
+        tell_all(f"{new_name()}-read", self._seconds, error=error)
+        return state, extra
 
     def _read(self, folder: Path, named: Mapping[str, Named]) -> dict[str, jax.Array]:
         path = epath.Path(folder / STATE)

@@ -2,18 +2,25 @@
 
 Each process reads a share of the files, and all come to one verdict. A damaged checkpoint is set
 aside under another name, and not deleted: its step can be saved again, and most of it may be good.
+Where there are only such, that is no new run: each start ends with the same error, until somebody
+decides.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
 from ._checkpoint_agreement import new_name, tell_all
-from ._checkpoint_files import list_damaged, list_steps, set_aside
+from ._checkpoint_files import is_folder, list_damaged, list_steps, set_aside
 from ._checkpoint_integrity import DamagedCheckpoint, find_damage, has_no_records
+
+
+class NoCheckpoint(FileNotFoundError):
+    """There is no checkpoint to choose; unlike a file that is missing where one was chosen."""
 
 
 def choose(directory: Path, wanted: int | None, seconds: float) -> int:
@@ -25,12 +32,13 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
         seconds: to wait for the other processes.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: the one that is wanted is damaged, or all are.
-        RuntimeError: a process does not see the directory that the others see.
+        NoCheckpoint: there is none.
+        ValueError: the one that is wanted is damaged, or all are, or were found so before.
+        OSError: this process cannot read a file. Nothing is renamed.
+        RuntimeError: another cannot, or does not see the directory that the others see.
     """
     name = new_name()
-    steps = tell_all(f"{name}-steps", seconds, steps=list_steps(directory))[0]["steps"]
+    steps, aside = list_together(f"{name}-steps", directory, seconds)
     damaged = []
     for step in [step for step in reversed(steps) if wanted in (None, step)]:
         folder = directory / str(step)
@@ -42,6 +50,7 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
         moved = set_aside(folder) if jax.process_index() == 0 else None
         name_now = moved and moved.name
         renamed = tell_all(f"{name}-{step}-aside", seconds, renamed=name_now)[0]["renamed"]
+        aside.append(renamed or folder.name)
         damaged.append(_say_damage(folder, problem, renamed))
         if wanted is not None:
             others = [other for other in steps if other != step]
@@ -50,20 +59,42 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
                 f"steps {others}."
             )
         warnings.warn(f"{damaged[-1]} The one before it is tried.", DamagedCheckpoint, stacklevel=3)
-    if damaged:
-        raise ValueError(
-            f"Every checkpoint in {str(directory)!r} is damaged. Start anew, or from a copy.\n"
-            + "\n".join(damaged)
-        )
-    raise FileNotFoundError(_say_missing(directory, wanted, steps))
+    if aside and wanted is None:
+        raise ValueError("\n".join([say_all_damaged(directory, aside), *damaged]))
+    raise NoCheckpoint(_say_missing(directory, wanted, steps))
+
+
+def say_all_damaged(directory: Path, names: Sequence[str]) -> str:
+    """Why no run starts in a directory that holds damaged checkpoints only."""
+    return (
+        f"Every checkpoint in {str(directory)!r} is damaged: {', '.join(names)}. Put one back from "
+        "a backup, in a folder named by its step, or move these away to start from nothing."
+    )
+
+
+def list_together(name: str, directory: Path, seconds: float) -> tuple[list[int], list[str]]:
+    """Steps, and what was set aside, as the first process sees them: others may later."""
+    steps, aside, error = [], [], None
+    if jax.process_index() == 0:
+        try:
+            steps, aside = list_steps(directory), list_damaged(directory)
+        except OSError as raised:
+            error = raised
+    seen = tell_all(name, seconds, error=error, steps=steps, aside=aside)[0]
+    return seen["steps"], seen["aside"]
 
 
 def _verify(name: str, folder: Path, seconds: float) -> tuple[bool, str | None]:
     """Whether a checkpoint is there, and what is wrong with it. The same on all processes."""
-    problem, is_early = None, has_no_records(folder)
-    if not is_early:
-        problem = find_damage(folder, number=jax.process_index(), count=jax.process_count())
-    reports = tell_all(name, seconds, is_there=folder.is_dir(), problem=problem)
+    problem, error, is_early, is_there = None, None, False, False
+    try:
+        is_early = has_no_records(folder)
+        if not is_early:
+            problem = find_damage(folder, number=jax.process_index(), count=jax.process_count())
+        is_there = is_folder(folder)
+    except OSError as raised:  # which proves no damage
+        error = raised
+    reports = tell_all(name, seconds, error=error, is_there=is_there, problem=problem)
     blind = [number for number, report in enumerate(reports) if not report["is_there"]]
     if 0 in blind:
         return False, None

@@ -14,28 +14,39 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 import uuid
 from pathlib import Path
 
 from ._flush import flush, flush_tree
 
 _LEFTOVER = re.compile(r"\.\d+\.[0-9a-f]{8}\.(tmp|old)")
+_DAMAGED = re.compile(r"\d+\.damaged(\.\d+)?")
 
 
 def list_steps(directory: Path) -> list[int]:
     """The steps of all checkpoints, oldest first."""
-    if not directory.is_dir():
+    if not is_folder(directory):
         return []
     return sorted(int(path.name) for path in directory.iterdir() if _is_checkpoint(path))
 
 
 def list_damaged(directory: Path) -> list[str]:
     """The names of the checkpoints that were set aside."""
-    return sorted(path.name for path in directory.glob("*.damaged*"))
+    names = [path.name for path in directory.iterdir()] if is_folder(directory) else []
+    return sorted(name for name in names if _DAMAGED.fullmatch(name))
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return path.name.isdecimal() and path.is_dir()
+    return path.name.isdecimal() and is_folder(path)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder. Raises what `Path.is_dir` would take for a no, as an I/O error."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def make_temporary(directory: Path, step: int) -> Path:
@@ -59,9 +70,20 @@ def keep_newest(directory: Path, count: int, saved: int) -> None:
     """Delete all checkpoints but `count`: that of step `saved`, and the newest besides."""
     others = [step for step in list_steps(directory) if step != saved]
     for step in others[: max(len(others) - count + 1, 0)]:
-        doomed = _hidden(directory, step, "old")
-        os.rename(directory / str(step), doomed)  # in one step, so that nobody reads half of it
-        shutil.rmtree(doomed, ignore_errors=True)
+        _delete(directory, step)
+
+
+def drop_after(directory: Path, step: int) -> None:
+    """Delete all checkpoints of later steps."""
+    for later in list_steps(directory):
+        if later > step:
+            _delete(directory, later)
+
+
+def _delete(directory: Path, step: int) -> None:
+    doomed = _hidden(directory, step, "old")
+    os.rename(directory / str(step), doomed)  # in one step, so that nobody reads half of it
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def set_aside(folder: Path) -> Path | None:

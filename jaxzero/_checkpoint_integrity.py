@@ -8,10 +8,11 @@ was cut short at the end of a line is found out as well.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ DESCRIPTION, SUMS = "jaxzero.json", "SHA256SUMS"
 
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 _SAID = 3  # files that a message names
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # there is no such file
 
 
 class DamagedCheckpoint(UserWarning):
@@ -79,6 +81,9 @@ def find_damage(folder: Path, *, number: int = 0, count: int = 1) -> str | None:
 
     Returns:
         Which files are not what was written, and how; None: all are.
+
+    Raises:
+        OSError: a file cannot be read, which says nothing of what it holds.
     """
     digests = _read_sums(folder / SUMS)
     if isinstance(digests, str):
@@ -86,7 +91,8 @@ def find_damage(folder: Path, *, number: int = 0, count: int = 1) -> str | None:
     problem = _compare(folder, DESCRIPTION, None, digests.get(DESCRIPTION))
     if problem is not None:
         return problem
-    sizes = read_description(folder)["files"]
+    with _naming(folder / DESCRIPTION):
+        sizes = read_description(folder)["files"]
     if sizes.keys() != digests.keys() - {DESCRIPTION}:
         return f"{SUMS} does not list the files that {DESCRIPTION} does"
     largest_first = sorted(sizes, key=lambda path: (-sizes[path], path))
@@ -106,11 +112,12 @@ def read_description(folder: Path) -> dict[str, Any]:
 def _read_sums(path: Path) -> dict[str, str] | str:
     """Digests by file; or what is wrong with the list."""
     try:
-        lines = path.read_text().splitlines()
-    except FileNotFoundError:
+        with _naming(path):
+            lines = path.read_text().splitlines()
+    except _MISSING:
         return f"{path.name} is missing"
-    except (OSError, UnicodeDecodeError) as error:
-        return f"{path.name} cannot be read ({error})"
+    except UnicodeDecodeError as error:
+        return f"{path.name} is no text ({error})"
     found = {}
     for number, line in enumerate(lines, start=1):
         match = _LINE.fullmatch(line)
@@ -124,13 +131,27 @@ def _compare(folder: Path, name: str, size: int | None, wanted: str | None) -> s
     """What is wrong with a file; None: nothing. `size` None: not known."""
     path = folder / name
     try:
-        found = path.stat().st_size
-        if size is not None and found != size:
-            return f"{name} has {found} bytes, and had {size} when it was written"
-        if digest(path) != wanted:
-            return f"{name} holds other bytes than when it was written (SHA-256)"
-    except FileNotFoundError:
+        with _naming(path):
+            found = path.stat().st_size
+            if size is not None and found != size:
+                return f"{name} has {found} bytes, and had {size} when it was written"
+            if digest(path) != wanted:
+                return f"{name} holds other bytes than when it was written (SHA-256)"
+    except _MISSING:
         return f"{name} is missing"
-    except OSError as error:
-        return f"{name} cannot be read ({error.strerror})"
     return None
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let an error of reading, which may pass, name the file; but for one that is missing."""
+    try:
+        yield
+    except _MISSING:
+        raise
+    except OSError as error:
+        raise OSError(
+            f"{str(path)!r} cannot be read ({error.strerror or error}), so it is not known whether "
+            "the checkpoint is damaged, and nothing was renamed. Remove the cause (permissions, "
+            "the network, the disk), and start again."
+        ) from error

@@ -9,7 +9,9 @@ JSON, is what went wrong where it should.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import time
 import warnings
@@ -29,6 +31,7 @@ def main(address: str, number: int, count: int, directory: Path) -> None:
     from tiny_run import assert_same_bits, make_run, whole
 
     import jaxzero as jz
+    from jaxzero import _checkpoint_integrity
 
     run, said = make_run(nodes=count, devices=2 * count), {}
     double = jax.jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree), donate_argnums=0)
@@ -50,6 +53,15 @@ def main(address: str, number: int, count: int, directory: Path) -> None:
         assert_same_bits(whole(run, again.state), want)
         if number == 0:
             np.savez(directory / "many.npz", **want)
+
+        gone = FileNotFoundError("a file is gone") if number == 1 else None
+        read = checkpoints._read
+        with mock.patch.object(checkpoints, "_read", wraps=read, side_effect=gone):
+            said["unread"] = _message(lambda: checkpoints.restore_or_none(run.first))
+        bad = OSError(errno.EIO, os.strerror(errno.EIO)) if number == 1 else None
+        digest = _checkpoint_integrity.digest
+        with mock.patch.object(_checkpoint_integrity, "digest", wraps=digest, side_effect=bad):
+            said["unverified"] = _message(lambda: checkpoints.restore_or_none(run.first))
 
         checkpoints.save(3, state)
         checkpoints.close()

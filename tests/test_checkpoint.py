@@ -3,11 +3,13 @@
 import io
 import re
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from rich.console import Console
 
@@ -95,6 +97,36 @@ def test_what_was_just_saved_is_kept(tmp_path):
         for step in (20, 40, 30):
             checkpoints.save(step, {"params": zero.init(_init)})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["30", "40"]
+
+
+def test_save_returns_before_the_write_has_ended(tmp_path, monkeypatch):
+    """The step that comes next takes the memory of the arrays meanwhile."""
+
+    class Slow:
+        def result(self, timeout):
+            assert released.wait(timeout)
+
+    async def async_save(*args, **kwargs):
+        return [Slow(), *(await begin(*args, **kwargs) or [])]
+
+    begin = ocp.StandardCheckpointHandler.async_save
+    monkeypatch.setattr(ocp.StandardCheckpointHandler, "async_save", async_save)
+    zero, released = _zero(2, 8), threading.Event()
+    state = {"params": zero.init(_init)}
+    want = zero.unshard(state["params"])
+    late = threading.Timer(30, released.set)  # for a `save` that waits, which then fails here
+    late.start()
+    with jz.Checkpoints(tmp_path, zero) as checkpoints:
+        checkpoints.save(1, state)
+        assert not released.is_set(), "`save` waited for the write"
+        assert checkpoints.latest_step() is None
+        jax.tree.map(lambda x: x.delete(), state)
+        released.set()
+        late.cancel()
+        checkpoints.close()
+        assert checkpoints.latest_step() == 1
+        restored = checkpoints.restore({"params": zero.abstract(_init)}).state
+    jax.tree.map(np.testing.assert_array_equal, zero.unshard(restored["params"]), want)
 
 
 def test_inspect_shows_what_a_checkpoint_says_of_itself(saved, tmp_path):

@@ -1,6 +1,8 @@
 """What is wrong with a checkpoint is found and said, and nothing good is lost by it."""
 
+import errno
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 import jaxzero as jz
-from jaxzero import _checkpoint_save
+from jaxzero import _checkpoint, _checkpoint_save
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,11 @@ def _cut_last_line(path: Path) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
 
 
+def _put_file_for_folder(folder: Path) -> None:
+    shutil.rmtree(folder / "state")
+    (folder / "state").write_bytes(b"")
+
+
 def _leave_little(folder: Path) -> None:
     for path in _files(folder)[:3] + [folder / "SHA256SUMS", folder / "jaxzero.json"]:
         path.unlink(missing_ok=True)
@@ -78,6 +85,7 @@ DAMAGES = {  # what was done to the folder: what is said of it
     ),
     "missing file": (lambda x: _largest(x).unlink(), "state/.* is missing"),
     "missing metadata": (lambda x: (x / "state/_METADATA").unlink(), "state/_METADATA is missing"),
+    "file for folder": (_put_file_for_folder, "is missing.* more"),
     "missing folder": (lambda x: shutil.rmtree(x / "state"), "is missing.* more"),
     "missing description": (lambda x: (x / "jaxzero.json").unlink(), "jaxzero.json is missing"),
     "missing digests": (lambda x: (x / "SHA256SUMS").unlink(), "SHA256SUMS is missing"),
@@ -127,6 +135,79 @@ def test_all_are_damaged(directory, zero):
         checkpoints.restore(_state(zero, 0))
 
 
+def test_that_all_are_damaged_is_not_forgotten(directory, zero):
+    """Whatever starts the run again would otherwise let it begin at its first step."""
+    for step in ("20", "40"):
+        _flip(_largest(directory / step), 0.5)
+    like, names = _state(zero, 0), "20.damaged, 40.damaged"
+    with pytest.warns(jz.Checkpoints.Damaged), pytest.raises(ValueError, match="is damaged"):
+        jz.Checkpoints(directory, zero).restore_or_none(like)
+    for _ in range(2):
+        checkpoints = jz.Checkpoints(directory, zero)
+        message = f"in '{directory}' is damaged: {names}. Put one back .*, or move these away"
+        with pytest.raises(ValueError, match=message):
+            checkpoints.restore_or_none(like)
+        with pytest.raises(ValueError, match=message):
+            checkpoints.restore(like)
+    (directory / "20.damaged").rename(directory.parent / "20")
+    with pytest.raises(ValueError, match=r"is damaged: 40\.damaged\."):
+        checkpoints.restore_or_none(like)
+    (directory / "40.damaged").rename(directory.parent / "40")
+    assert checkpoints.restore_or_none(like) is None
+
+
+def test_a_checkpoint_that_is_gone_when_it_is_read_is_not_taken_for_none(
+    directory, zero, monkeypatch
+):
+    """Nor is anything else that is missing after one was chosen."""
+
+    def choose(*args):
+        step = _choose(*args)
+        shutil.rmtree(directory / str(step))
+        return step
+
+    _choose = _checkpoint.choose
+    monkeypatch.setattr(_checkpoint, "choose", choose)
+    with jz.Checkpoints(directory, zero) as checkpoints, pytest.raises(FileNotFoundError):
+        checkpoints.restore_or_none(_state(zero, 0))
+
+
+@pytest.mark.parametrize("reason", [errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("name", ["SHA256SUMS", "jaxzero.json", "state/_METADATA"])
+def test_a_file_that_cannot_be_read_is_no_damage(name, reason, directory, zero, monkeypatch):
+    """It may pass, and all checkpoints of the file system would be renamed meanwhile."""
+
+    def open_(path, *args, **kwargs):
+        if path == directory / "40" / name:
+            raise OSError(reason, os.strerror(reason))
+        return _open(path, *args, **kwargs)
+
+    _open = Path.open
+    checkpoints = jz.Checkpoints(directory, zero)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_)
+        message = rf"40/{name}' cannot be read \({os.strerror(reason)}\).*nothing was renamed"
+        with pytest.raises(OSError, match=message):
+            checkpoints.restore_or_none(_state(zero, 0))
+    assert sorted(path.name for path in directory.iterdir()) == ["20", "40"]
+    assert checkpoints.restore(_state(zero, 0)).step == 40
+
+
+def test_a_folder_that_cannot_be_looked_at_is_an_error(directory, zero, monkeypatch):
+    """And not one that is not there."""
+
+    def stat(path, **kwargs):
+        if path == directory / "40":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return _stat(path, **kwargs)
+
+    _stat = Path.stat
+    checkpoints = jz.Checkpoints(directory, zero)
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(OSError, match="Input/output error.*40"):
+        checkpoints.restore_or_none(_state(zero, 0))
+
+
 def test_checkpoints_without_digests_are_read_with_a_warning(directory, zero):
     for name in ("SHA256SUMS", "jaxzero.json"):
         (directory / "40" / name).unlink()
@@ -159,7 +240,7 @@ import os, signal, sys
 import jax, numpy as np
 jax.config.update("jax_platforms", "cpu")
 import jaxzero as jz
-from jaxzero import _checkpoint_save
+from jaxzero import _checkpoint, _checkpoint_save
 
 zero = jz.Zero(jz.make_mesh(1, devices=jax.devices()[:1]))
 _checkpoint_save.publish = lambda *args: os.kill(os.getpid(), signal.SIGKILL)

@@ -98,6 +98,20 @@ def test_processes_fail_together(two_processes):
     assert sorted(path.name for path in (folder / "many").iterdir()) == ["2", "3.damaged"]
 
 
+def test_what_one_process_cannot_read_no_process_takes_for_no_checkpoint(two_processes):
+    _, (first, second) = two_processes
+    assert second["unread"] == "FileNotFoundError: a file is gone"
+    assert first["unread"] == "RuntimeError: process 1: FileNotFoundError: a file is gone"
+
+
+def test_what_one_process_cannot_verify_is_renamed_by_none(two_processes):
+    folder, (first, second) = two_processes
+    assert second["unverified"].startswith(f"OSError: '{folder / 'many' / '2'}")
+    assert "cannot be read (Input/output error)" in second["unverified"]
+    assert first["unverified"] == f"RuntimeError: process 1: {second['unverified']}"
+    assert not (folder / "many" / "2.damaged").exists()
+
+
 def test_processes_agree_on_damage_and_on_differences(two_processes):
     folder, (first, second) = two_processes
     assert len(first["damaged"]) == 1 and first["damaged"] == second["damaged"]

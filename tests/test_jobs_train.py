@@ -21,8 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_checkpoint
+import tiny_job
 from rich.console import Console
 from safetensors.numpy import load_file
+from tiny_job import OPTIMIZATION, make_settings, with_run, with_wire
 
 from jaxzero import jobs
 from jaxzero.distributed import ReplicasDiffer, Watchdog
@@ -37,42 +39,15 @@ from jaxzero.jobs._step import make_step
 # optax computes `decay**count` from a float and an integer.
 pytestmark = pytest.mark.standard_promotion
 
-WIDTH = 2**12  # times the hidden size of 16: four times the least that is quantised
-OPTIMIZATION = jobs.Optimization(steps=4, pairs=16, learning_rate=1e-2, warmup_steps=1)
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer; its perceptron is wide enough to travel in blocks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_checkpoint, "INTERMEDIATE", WIDTH)
-        held = {name: x for name, x in tiny_checkpoint.tensors().items() if ".layer.1." not in name}
-    held["encoder.layer.0.output.dense.weight"] *= (tiny_checkpoint.INTERMEDIATE / WIDTH) ** 0.5
-    directory = tmp_path_factory.mktemp("tiny")
-    return tiny_checkpoint.write(directory, held, num_hidden_layers=1, intermediate_size=WIDTH)
+    return tiny_job.write_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("data")
-    for module in range(20):
-        (directory / f"module_{module}.py").write_text(
-            "\n".join(
-                f'def f():\n    "Return {name} of {module} quickly."\n'
-                f"    return compute_the_{name}_of(argument_{module}, {name})\n"
-                for name in ("width", "height", "name", "colour", "weight")
-            )
-        )
-    return directory
-
-
-def make_settings(checkpoint: Path, data: Path, runs: Path) -> jobs.Train:
-    return jobs.Train(
-        checkpoint=checkpoint,
-        data=jobs.Data(data=data, max_tokens=10),
-        optimization=OPTIMIZATION,
-        run=jobs.Run(name="run", runs=runs, save_every=2),
-    )
+    return tiny_job.write_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture
@@ -126,14 +101,6 @@ def losses(directory: Path) -> list[float]:
 def exported(directory: Path) -> dict[str, bytes]:
     tensors = load_file(directory / "export" / "model.safetensors")
     return {name: array.tobytes() for name, array in tensors.items()}
-
-
-def with_run(settings: jobs.Train, **changes) -> jobs.Train:
-    return dataclasses.replace(settings, run=dataclasses.replace(settings.run, **changes))
-
-
-def with_wire(settings: jobs.Train, wire: jobs.Wire) -> jobs.Train:
-    return dataclasses.replace(settings, sharding=jobs.Sharding(wire=wire))
 
 
 def at_step(step: int, action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,6 +510,7 @@ def test_every_wire_goes_with_every_stage(stage: int, wire: jobs.Wire):
         ),
         (lambda: jobs.Run(name="../x"), r"`name` must be a plain folder name; got '\.\./x'"),
         (lambda: jobs.Run(resume=True), "`resume` needs the `name` of the run"),
+        (lambda: jobs.Run(keep_checkpoints=0), "`keep_checkpoints` must be positive; got 0"),
         (lambda: jobs.Run(profile="0:5"), "`profile` must be the numbers of .* 3:5; got '0:5'"),
         (lambda: jobs.Run(profile="5:3"), "got '5:3'"),
         (lambda: jobs.Run(profile="5"), "got '5'"),

@@ -1,7 +1,11 @@
-"""Where a run starts: at step 0, or at its last checkpoint if that is of the same run."""
+"""Where a run starts: at step 0, or at its last checkpoint if that is of the same run.
+
+A wire state is saved apart, since a run may go on without it. Each checkpoint has one of its step:
+it is saved first, once the checkpoint before is there; one more is kept of it; and what is later
+than the checkpoint that a run goes on from is dropped.
+"""
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,23 +13,32 @@ from typing import Any
 import jax
 
 from .._checkpoint import Checkpoints
-from .._coordination import barrier, of_first, process_index
+from .._checkpoint_choice import NoCheckpoint, list_together, say_all_damaged
+from .._checkpoint_files import drop_after
+from .._coordination import barrier, process_index
 from ._session import Session, State
 
 _MEETING_SECONDS = 300.0
 
 
 def latest_step(session: Session) -> int | None:
-    """The newest checkpoint, as the first process sees it: others may see a folder later."""
-    seen = json.dumps(session.checkpoints.latest_step())
-    return json.loads(of_first("latest step", seen, _MEETING_SECONDS))
+    """The newest checkpoint, as the first process sees it: others may see a folder later.
+
+    Raises:
+        ValueError: there are only such as were found damaged.
+    """
+    directory = session.checkpoints.directory
+    steps, damaged = list_together("latest step", directory, _MEETING_SECONDS)
+    if damaged and not steps:
+        raise ValueError(say_all_damaged(directory, damaged))
+    return max(steps, default=None)
 
 
 def begin(session: Session) -> State:
     """The state before the first step.
 
     Raises:
-        ValueError: there is a run of this name already.
+        ValueError: there is a run of this name already, or damaged checkpoints of one.
     """
     step = latest_step(session)
     if step is not None:
@@ -41,7 +54,9 @@ def begin(session: Session) -> State:
 def save(session: Session, state: State) -> None:
     """Save a state, and the place in the data, with what `restore` will compare."""
     if jax.tree.leaves(state.wire_state):
-        # First, and to the end: where there is a checkpoint, there is its wire state.
+        # First, and to the end: where there is a checkpoint, there is its wire state. The one
+        # before must be there too, or one too few of the older wire states would be kept.
+        session.checkpoints.close()
         with _wire_checkpoints(session) as wire_checkpoints:
             wire_checkpoints.save(state.step, {"wire_state": state.wire_state})
     tree = {"params": state.params, "opt_state": state.opt_state}
@@ -79,13 +94,15 @@ def _restored_wire_state(session: Session, step: int, params: Any) -> Any:
         with _wire_checkpoints(session) as wire_checkpoints:
             try:
                 restored = wire_checkpoints.restore({"wire_state": first}, step=step)
-                return restored.state["wire_state"]
-            except (FileNotFoundError, ValueError):
+            except (NoCheckpoint, ValueError):  # and not one that cannot be read
                 session.console.print(
                     "The run was saved with another wire or on other devices, or its wire state is "
                     "damaged, so the wire state starts anew.",
                     highlight=False,
                 )
+            else:
+                _drop_later_wire_states(session, step)
+                return restored.state["wire_state"]
     _drop_wire_states(session)
     return first
 
@@ -96,8 +113,9 @@ def _first_wire_state(session: Session, params: Any) -> Any:
 
 
 def _wire_checkpoints(session: Session) -> Checkpoints:
-    """Apart from the others: a run may go on without them, on other devices or another wire."""
-    return Checkpoints(_wire_directory(session), session.setup.zero, keep=2)
+    """One more than of the others: the next comes before the checkpoint that takes its place."""
+    keep = session.settings.run.keep_checkpoints + 1
+    return Checkpoints(_wire_directory(session), session.setup.zero, keep=keep)
 
 
 def _drop_wire_states(session: Session) -> None:
@@ -105,6 +123,13 @@ def _drop_wire_states(session: Session) -> None:
     if process_index() == 0:
         shutil.rmtree(_wire_directory(session), ignore_errors=True)
     barrier("no wire states", _MEETING_SECONDS)
+
+
+def _drop_later_wire_states(session: Session, step: int) -> None:
+    """Those of steps that will be taken again: kept, they would crowd out what is needed."""
+    if process_index() == 0:
+        drop_after(_wire_directory(session), step)
+    barrier("no later wire states", _MEETING_SECONDS)
 
 
 def _wire_directory(session: Session) -> Path:

@@ -69,10 +69,11 @@ def open_session(settings: Train, console: Console) -> Iterator[Session]:
     )
     examples = load_examples(settings.data, setup.checkpoint, console)
     batches = training_batches(examples.train, setup.zero, settings.optimization)
+    keep = settings.run.keep_checkpoints
     journal = Journal(directory / "metrics.jsonl", make_trackers(settings, console))
     with (
         contextlib.closing(journal),
-        Checkpoints(directory.absolute() / "checkpoints", setup.zero, keep=2) as checkpoints,
+        Checkpoints(directory.absolute() / "checkpoints", setup.zero, keep=keep) as checkpoints,
     ):
         yield Session(
             settings=settings,

@@ -127,6 +127,9 @@ class Run:
     save_every: int = 50
     """Steps between checkpoints; one is also saved at the end, at Ctrl-C and at SIGTERM."""
 
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints are kept; the one before is used if one is damaged."""
+
     resume: bool = False
     """Go on from the last checkpoint of the run called NAME."""
 
@@ -140,7 +143,7 @@ class Run:
     """Trace these steps with JAX's profiler, such as 3:5, to RUNS/NAME/profile."""
 
     def __post_init__(self):
-        _positive(self, "save_every")
+        _positive(self, "save_every", "keep_checkpoints")
         _ = self.profiled_steps  # which checks them
         if (self.resume or self.resume_or_start) and self.name is None:
             flag = "resume" if self.resume else "resume_or_start"
