@@ -21,19 +21,48 @@
 
 set -u # and not -e: what srun returns decides what follows
 
+# What each task ends with, and how often a host was lost: beside the output, which all hosts see.
+notes=$PWD/slurm-$SLURM_JOB_ID.notes
+mkdir -p "$notes"
+rm -f "$notes"/task-*
+
 # When one task ends, the others end by themselves, after saving or once they miss it. SLURM ends
-# what is left after 5 minutes; not at once, when the first that has saved returns 75.
-srun --label --kill-on-bad-exit=0 --wait=300 python "$@"
+# what is left after 5 minutes; not at once, when the first that has saved returns 75. The shell
+# around Python passes SIGTERM on, which may reach it alone.
+srun --label --kill-on-bad-exit=0 --wait=300 bash -c '
+  trap "kill -TERM \$!" TERM
+  python "${@:2}" &
+  while kill -0 $! 2>/dev/null; do wait $!; done # a signal ends a wait early
+  wait $!
+  status=$?
+  echo $status >"$1/task-$SLURM_PROCID"
+  exit $status
+' bash "$notes" "$@"
 status=$? # the highest of all tasks
+
+# One that failed by itself is the cause, also where the others, which lost it, end with more.
+for code in $(cat "$notes"/task-* 2>/dev/null); do
+  case $code in
+  0 | 75 | 76 | 134 | 137) ;;
+  *)
+    status=$code
+    break
+    ;;
+  esac
+done
 
 case $status in
 75) # saved at SIGTERM
   scontrol requeue "$SLURM_JOB_ID"
   ;;
 76 | 134 | 137) # a host was lost (134: JAX itself saw it; 137: killed): go on, but not for ever
-  if ((${SLURM_RESTART_COUNT:-0} < 20)); then
+  echo lost >>"$notes/lost"
+  if (($(wc -l <"$notes/lost") <= 20)); then
     scontrol requeue "$SLURM_JOB_ID"
   fi
+  ;;
+*)
+  rm -rf "$notes"
   ;;
 esac
 exit "$status"

@@ -113,11 +113,15 @@ def detect_cluster(
     num_processes: int | None,
     process_id: int | None,
     local_device_ids: Sequence[int] | None,
+    method: str | None,
     seconds: int,
 ) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
-    """Fill in what is not given from what JAX knows of SLURM, Kubernetes, MPI and TPUs."""
+    """Fill in what is not given from what JAX knows of SLURM, Kubernetes, MPI and TPUs.
+
+    `method` is JAX's name of one of them; None: the first that is there.
+    """
     return clusters.ClusterEnv.auto_detect_unset_distributed_params(
-        coordinator_address, num_processes, process_id, local_device_ids, None, seconds
+        coordinator_address, num_processes, process_id, local_device_ids, method, seconds
     )
 
 

@@ -63,41 +63,93 @@ class TestSlurm:
         assert re.fullmatch(r"TERM@\d+", options["signal"])
         assert "requeue" in options and options["open-mode"] == "append"
 
+    SRUN = """#!/bin/bash
+        while [[ $1 == --* ]]; do shift; done
+        highest=0 SLURM_PROCID=0
+        for CODE in $CODES; do
+            export CODE SLURM_PROCID
+            if [[ $CODE == gone ]]; then
+                status=137 # with the shell around it
+            else
+                "$@"
+                status=$?
+            fi
+            ((highest = status > highest ? status : highest, SLURM_PROCID += 1))
+        done
+        exit $highest
+    """
+    PYTHON = """#!/bin/bash
+        echo python "$@"
+        trap 'kill $!; exit "$CODE"' TERM
+        sleep 20 >/dev/null 2>&1 &
+        kill -TERM $PPID # as SLURM does: to the task, and not to what it starts
+        wait
+    """
+
     @pytest.mark.parametrize(
-        ("code", "restarts", "requeued"),
+        ("codes", "lost", "status", "requeued"),
         [
-            (0, None, False),
-            (1, None, False),
-            (STOPPED, None, True),
-            (STOPPED, "100", True),
-            (PEER_LOST, None, True),
-            (PEER_LOST, "20", False),
-            (DIVERGED, None, False),
-            (134, None, True),
-            (137, None, True),
-            (137, "20", False),
-            (139, None, False),
+            # What several tasks end with, and how often a host was lost before.
+            ("0 0", 0, 0, False),
+            ("1 1", 0, 1, False),
+            (f"{STOPPED} {STOPPED}", 0, STOPPED, True),
+            (f"0 {STOPPED}", 30, STOPPED, True),
+            (f"{PEER_LOST} {PEER_LOST}", 0, PEER_LOST, True),
+            (f"{PEER_LOST} {STOPPED}", 19, PEER_LOST, True),
+            (f"{PEER_LOST} {STOPPED}", 20, PEER_LOST, False),
+            (f"{PEER_LOST} 134 gone", 19, 137, True),
+            (f"{PEER_LOST} 134 gone", 20, 137, False),
+            ("143 gone", 0, 143, False),
+            (f"{DIVERGED} {DIVERGED}", 0, DIVERGED, False),
+            # One failed by itself, and the others lost it.
+            (f"1 {PEER_LOST} 134", 0, 1, False),
+            (f"{PEER_LOST} {MISTAKE} gone", 0, MISTAKE, False),
+            (f"134 {DIVERGED} {PEER_LOST}", 0, DIVERGED, False),
+            (f"{PEER_LOST} 139", 0, 139, False),
         ],
     )
-    def test_what_goes_back_into_the_queue(self, code, restarts, requeued, tmp_path):
-        for name, end in (("srun", code), ("scontrol", 0)):
-            fake = tmp_path / name
-            fake.write_text(f'#!/bin/sh\necho {name} "$@"\nexit {end}\n')
-            fake.chmod(0o755)
-        variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
-        if restarts is not None:
-            variables["SLURM_RESTART_COUNT"] = restarts
+    def test_what_goes_back_into_the_queue(self, codes, lost, status, requeued, tmp_path):
+        programs = {"srun": self.SRUN, "python": self.PYTHON, "scontrol": '#!/bin/sh\necho "$@"\n'}
+        for name, text in programs.items():
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+        notes = tmp_path / "slurm-17.notes"
+        notes.mkdir()
+        (notes / "lost").write_text("lost\n" * lost)
+        (notes / "task-7").write_text("1\n")  # of the attempt before
+        variables = {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "17",
+            "SLURM_RESTART_COUNT": "100",  # it also counts those after 75
+            "CODES": codes,
+        }
         done = subprocess.run(
             ["bash", self.SCRIPT, "train.py", "--name", "a b"],
             env=variables,
+            cwd=tmp_path,
             capture_output=True,
             text=True,
             check=False,
         )
-        assert (done.returncode, done.stderr) == (code, "")
-        started, *then = done.stdout.splitlines()
-        assert started.startswith("srun --") and started.endswith(" python train.py --name a b")
-        assert then == (["scontrol requeue 17"] if requeued else [])
+        assert (done.returncode, done.stderr) == (status, "")
+        tasks = [code for code in codes.split() if code != "gone"]
+        lines = ["python train.py --name a b"] * len(tasks) + ["requeue 17"] * requeued
+        assert done.stdout.splitlines() == lines
+        assert notes.exists() or not requeued
+        if requeued:
+            was_lost = status != STOPPED
+            assert (notes / "lost").read_text().count("lost") == lost + was_lost
+
+    def test_where_nothing_can_be_counted_a_lost_host_ends_the_job(self, tmp_path):
+        for name, text in {"srun": "exit 76", "scontrol": 'echo "$@"'}.items():
+            (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+            (tmp_path / name).chmod(0o755)
+        (tmp_path / "slurm-17.notes").write_text("")  # no folder
+        variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+        done = subprocess.run(
+            ["bash", self.SCRIPT, "train.py"], env=variables, cwd=tmp_path, capture_output=True
+        )
+        assert (done.returncode, done.stdout) == (76, b"")
 
 
 @pytest.fixture

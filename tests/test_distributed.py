@@ -133,6 +133,42 @@ def test_a_port_that_is_taken():
             meet(address, _hello(0), 0.5)
 
 
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [
+        (
+            b"",
+            r"s \(what answers there is no process of this run\): another program holds the port",
+        ),
+        (b"HTTP/1.1 400 Bad Request\r\n", "no process of this run.*: another program holds"),
+        (b"5\n", "no process of this run.*: another program holds"),
+        (None, r"\(timed out\): not all processes came.*; or another program holds the port"),
+    ],
+    ids=["closes", "no JSON", "other JSON", "silent"],
+)
+def test_another_program_that_holds_the_port(says: bytes | None, message: str, monkeypatch):
+    monkeypatch.setattr(_rendezvous, "_ANSWER_SECONDS", 0.0)
+    held = []
+
+    def serve(server: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # closed below
+            while True:
+                connection = server.accept()[0]
+                held.append(connection)
+                if says is not None:
+                    connection.recv(1 << 16)
+                    connection.sendall(says)
+                    connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, args=[server], daemon=True).start()
+        with pytest.raises(TimeoutError, match=message):
+            meet(f"127.0.0.1:{server.getsockname()[1]}", _hello(1), 0.5)
+        server.shutdown(socket.SHUT_RDWR)
+    for connection in held:
+        connection.close()
+
+
 def test_strangers_and_broken_connections_are_passed_over():
     address = free_address()
     host, port = address.split(":")
@@ -164,57 +200,10 @@ def _say(host: str, port: int, text: bytes) -> None:
             time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_processes": 2}, "`coordinator_address` is not given, and nothing here says it"),
-        ({"coordinator_address": "a:1", "process_id": 0}, "`num_processes` is not given"),
-        (
-            {"coordinator_address": "a:1", "num_processes": 2, "process_id": 2},
-            "`process_id` must be from 0 to 1, .* got 2",
-        ),
-        ({"start_seconds": 0}, "must be positive; got 0 and 100"),
-    ],
-)
-def test_mistakes_in_arguments(options, message: str):
-    with pytest.raises(ValueError, match=message):
-        distributed.initialize(**options)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"NODE": None}, "`JAXZERO_NODE` must be a number, .* got None. Set all of"),
-        ({"NUM_PROCESSES": "two"}, "`JAXZERO_NUM_PROCESSES` must be a number, .* got 'two'"),
-        ({"PROCESS_ID": "2"}, "`process_id` must be from 0 to 1, .* got 2"),
-        ({"COORDINATOR": "host"}, "`coordinator_address` must be host:port .* got 'host'"),
-    ],
-)
-def test_mistakes_in_the_environment(monkeypatch, changes, message: str):
-    told = {"COORDINATOR": "a:1", "NUM_PROCESSES": "2", "PROCESS_ID": "0", "NODE": "0"}
-    for name, value in (told | changes).items():
-        if value is not None:
-            monkeypatch.setenv(f"JAXZERO_{name}", value)
-    with pytest.raises(ValueError, match=message):
-        distributed.initialize()
-
-
-def test_processes_that_nobody_joins_do_not_train_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PMI_SIZE", "4")
-    with pytest.raises(ValueError, match="`PMI_SIZE` says that there are 4 processes"):
-        distributed.initialize()
-
-
 def test_settings_in_settings_are_named_one_by_one():
     told = [dict(_flat({"run": {"seed": seed, "rates": {"a": 1}}})) for seed in (3, 4)]
     texts = [{".".join(path): str(value) for path, value in each.items()} for each in told]
     assert _difference(texts).startswith("`run.seed` is 4 in process 1 and 3 in process 0.")
-
-
-def test_it_is_too_late_once_jax_has_started():
-    jax.devices()
-    with pytest.raises(RuntimeError, match="JAX has started already: .* Call it first"):
-        distributed.initialize(coordinator_address="a:1", num_processes=2, process_id=0)
 
 
 def test_nodes_are_slices_or_hosts_of_equally_many_devices(monkeypatch: pytest.MonkeyPatch):

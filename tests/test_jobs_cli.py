@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -135,3 +138,41 @@ def test_each_end_has_its_status(monkeypatch, capsys, error: Exception, status: 
 )
 def test_resume_command(given: str, printed: str):
     assert cli.resume_command(given.split(), "n") == printed
+
+
+WITHOUT_EXTRAS = """
+import json, sys
+from importlib.abc import MetaPathFinder
+
+EXTRAS = "flax grain matplotlib safetensors tensorboardX tokenizers torch transformers".split()
+
+class Absent(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in EXTRAS:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from jaxzero.cli import main
+
+launch = ["launch", "--nodes", "1", "--", sys.executable, "-c", "print('launched')"]
+commands = (launch, ["train"], ["report"], ["inspect", "x"], ["convert", "x", "y"])
+print(json.dumps([main(command) for command in commands]))
+"""
+
+
+def test_launch_needs_no_extra_and_the_others_name_theirs(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    launched, statuses = done.stdout.splitlines()
+    assert launched == "launched" and json.loads(statuses) == [0, 2, 2, 2, 2]
+    errors = " ".join(done.stderr.split())
+    assert errors.count("which is not installed. Install jaxzero with its extra") == 4
+    for name, extra in {"train": "train", "report": "train", "inspect": "torch"}.items():
+        assert f"Error: `{name}` needs the package '" in errors
+        assert f"with its extra `{extra}`: pip install -e '.[{extra}]'" in errors

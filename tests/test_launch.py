@@ -17,8 +17,6 @@ import pytest
 from _launching import PREAMBLE, PYTHON, ends, go_to, launch, wait_for
 
 from jaxzero.launch import _launch, _supervisor
-from jaxzero.launch._child_environment import slots
-from jaxzero.launch._outcome import Ended, Outcome
 
 
 @pytest.fixture(autouse=True)
@@ -84,10 +82,11 @@ class TestEnds:
         assert "process 0 (node 0): did not end when asked, and was killed, after" in err
         assert ends(int(Path("pid").read_text()))
 
-    def test_the_true_cause_of_a_lost_peer(self, capfd, monkeypatch):
+    @pytest.mark.parametrize("lost", ["sys.exit(76)", "os.abort()"])
+    def test_the_true_cause_of_a_lost_peer(self, lost, capfd, monkeypatch):
         monkeypatch.setattr(_supervisor, "_CAUSE_SECONDS", 20.0)  # on a busy machine
-        script = """
-            if process == 0: sys.exit(76)
+        script = f"""
+            if process == 0: {lost}
             time.sleep(0.3)
             if process == 1: sys.exit(5)
             time.sleep(60)
@@ -176,26 +175,6 @@ class TestEnds:
         finally:
             os.dup2(before, 0)
             os.close(before)
-
-    def test_a_peer_is_left_out_only_if_it_is_to_blame(self):
-        one, two = slots([0, 1], 1, None)
-
-        def outcome(*ends: tuple) -> Outcome:
-            return Outcome(tuple(Ended(slot, code, 1.0, *how) for slot, code, *how in ends))
-
-        assert outcome((one, 0, False, False)).blamed is None
-        assert outcome((one, 75, False, False), (two, 75, False, False)).blamed is None
-        assert outcome((one, 76, False, False), (two, -15, True, False)).blamed is None
-        assert outcome((one, 76, False, False), (two, -9, True, True)).blamed == two
-        assert outcome((one, 76, False, False), (two, -11, False, False)).blamed == two
-        assert outcome((one, -15, True, False), (two, 1, False, False)).blamed == two
-
-    def test_a_save_does_not_hide_one_that_was_cut_off(self):
-        one, two = slots([0, 1], 1, None)
-        saved = Ended(one, 75, 1.0, asked=True, hung=False)
-        cut_off = Ended(two, -9, 2.0, asked=True, hung=True)
-        assert Outcome((saved, cut_off), signal.SIGTERM).status == 137
-        assert Outcome((saved,), signal.SIGTERM).status == 75
 
 
 class TestRestarts:

@@ -240,31 +240,31 @@ class TestEnvironment:
                 server.bind(("::", port))
                 server.listen()
 
-    def test_processes_of_jax_find_each_other(self, capfd):
+    def test_processes_find_each_other_and_nodes_are_hosts(self, capfd):
         script = """
-            import os
             import jax
-            jax.distributed.initialize(
-                os.environ["JAXZERO_COORDINATOR"],
-                int(os.environ["JAXZERO_NUM_PROCESSES"]),
-                int(os.environ["JAXZERO_PROCESS_ID"]),
-            )
-            from jax.sharding import PartitionSpec as P
-            mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+            import jaxzero as jz
+            from jaxzero import distributed
+
+            assert distributed.initialize()
+            mesh = jz.make_mesh()
+            axes = ("node", "local")
             summed = jax.jit(
                 jax.shard_map(
-                    lambda: jax.lax.psum(2.0 ** jax.lax.axis_index("d"), "d"),
-                    mesh=mesh, in_specs=(), out_specs=P(),
+                    lambda: jax.lax.psum(2.0 ** jax.lax.axis_index(axes), axes),
+                    mesh=mesh, in_specs=(), out_specs=jax.P(),
                 )
             )()
-            print(jax.local_device_count(), jax.device_count(), float(summed))
+            owners = [[device.process_index for device in node] for node in mesh.devices]
+            print("found", dict(mesh.shape), owners, float(summed))
         """
-        command = (sys.executable, "-c", textwrap.dedent(script))
-        assert launcher.launch(launcher.Launch(nodes=2, devices_per_proc=2, command=command)) == 0
+        sizes = ["--nodes", "2", "--procs-per-node", "1", "--devices-per-proc", "2"]
+        command = [sys.executable, "-c", textwrap.dedent(script)]
+        assert cli.main(["launch", *sizes, "--", *command]) == 0
         out = capfd.readouterr().out
-        assert sorted(line for line in out.splitlines() if line.endswith(".0")) == [
-            "[0] 2 4 15.0",
-            "[1] 2 4 15.0",
+        assert sorted(line for line in out.splitlines() if "] found " in line) == [
+            f"[{process}] found {{'node': 2, 'local': 2}} [[0, 0], [1, 1]] 15.0"
+            for process in (0, 1)
         ]
 
 

@@ -187,6 +187,7 @@ def _is_function(node: ast.AST) -> TypeGuard[ast.FunctionDef | ast.AsyncFunction
             "torch transformers flax safetensors tokenizers tyro matplotlib grain tensorboardX",
         ),
         ("import jaxzero.interop, jaxzero.models, jaxzero.cli", "torch transformers wandb"),
+        ("import jaxzero.cli", "flax grain safetensors tokenizers matplotlib tensorboardX"),
     ],
 )
 def test_importing_loads_no_optional_package(statement, unwanted, tmp_path):

@@ -44,6 +44,7 @@ def initialize(
     num_processes: int | None = None,
     process_id: int | None = None,
     local_device_ids: Sequence[int] | None = None,
+    cluster_detection_method: str | None = None,
     start_seconds: int = 300,
     heartbeat_seconds: int = 100,
 ) -> bool:
@@ -60,6 +61,8 @@ def initialize(
         num_processes: of the run.
         process_id: of this process, from 0.
         local_device_ids: devices of this machine that are this process's.
+        cluster_detection_method: the sign to go by, as `jax.distributed.initialize` calls it, such
+            as "mpi4py", which is looked for only if asked for.
         start_seconds: how long processes wait for each other.
         heartbeat_seconds: a process that JAX does not hear for so long counts as dead, and the
             others are ended. `Watchdog` is quicker and says more.
@@ -82,7 +85,7 @@ def initialize(
             f"{heartbeat_seconds}. Leave them out for 300 and 100."
         )
     place = _launched(local_device_ids) if given == (None, None, None) else None
-    place = place or _detected(*given, local_device_ids, start_seconds)
+    place = place or _detected(*given, local_device_ids, cluster_detection_method, start_seconds)
     if place is None:
         return False
     if has_backend():  # found out later by JAX, when the others wait already
@@ -141,21 +144,29 @@ def _detected(
     num_processes: int | None,
     process_id: int | None,
     local_device_ids: Sequence[int] | None,
+    method: str | None,
     seconds: int,
 ) -> _Place | None:
-    """What is given, and what JAX finds out. None: nothing says that there are others."""
-    given = (coordinator_address, num_processes, process_id)
+    """What is given, then JAX's variables, then what JAX finds out: the order is JAX's.
+
+    None: nothing says that there are others.
+    """
+    address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    devices = _listed_devices() if local_device_ids is None else local_device_ids
+    known = (address, num_processes, process_id, devices)
     try:
-        address, number, index, devices = detect_cluster(*given, local_device_ids, seconds)
-    except (RuntimeError, TypeError) as error:  # a pod without a Job, one that may not ask
+        if method != "deactivate" and any(value is None for value in known):
+            known = detect_cluster(*known, method, seconds)
+    # A pod without a Job, one that may not ask; a method that is not here (no mpi4py, no SLURM).
+    except (RuntimeError, TypeError, ImportError, KeyError) as error:
         raise ValueError(
             f"JAX could not find out from this cluster which processes there are ({error}). Give "
             "`coordinator_address`, `num_processes` and `process_id`, or set the JAXZERO_* "
             "variables (docs/launch.md)."
         ) from error
-    address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    address, number, index, devices = known
     if (address, number, index) == (None, None, None):
-        _refuse_unseen_processes()
+        _refuse_unseen_processes(method)
         return None
     found = {"coordinator_address": address, "num_processes": number, "process_id": index}
     for name, value in found.items():
@@ -173,14 +184,32 @@ def _detected(
     )
 
 
-def _refuse_unseen_processes() -> None:
+def _listed_devices() -> list[int] | None:
+    """What `JAX_LOCAL_DEVICE_IDS` says."""
+    text = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+    try:
+        return [int(word) for word in text.split(",")] if text else None
+    except ValueError:
+        raise ValueError(
+            f"`JAX_LOCAL_DEVICE_IDS` must be numbers of devices with commas between; got {text!r}. "
+            "Give for example '0,1,2,3', or leave it out."
+        ) from None
+
+
+def _refuse_unseen_processes(method: str | None) -> None:
     """Else each would train by itself, into one directory."""
+    if method not in (None, "deactivate"):
+        raise ValueError(
+            f"`cluster_detection_method` {method!r} finds nothing here. Give another that "
+            "`jax.distributed.initialize` knows, or leave it out."
+        )
     for variable in _SIZES_OF_MPI:
         if os.environ.get(variable, "1") != "1":
             raise ValueError(
                 f"`{variable}` says that there are {os.environ[variable]} processes, and nothing "
                 "says how they find each other. Set JAXZERO_COORDINATOR, JAXZERO_NUM_PROCESSES, "
-                "JAXZERO_PROCESS_ID and JAXZERO_NODE (docs/launch.md, MPI), or give the arguments."
+                "JAXZERO_PROCESS_ID and JAXZERO_NODE (docs/launch.md, MPI), or give the arguments, "
+                '`cluster_detection_method="mpi4py"` among them.'
             )
 
 

@@ -24,6 +24,7 @@ _LATE_SECONDS = 30.0  # for others to come, once something is known to be wrong
 _LOOK_SECONDS = 0.5  # between two looks at who has left
 _SEND_SECONDS = 5.0
 _ANSWER_SECONDS = 10.0  # for an answer to arrive, after the time for coming is over
+_STRANGER = "what answers there is no process of this run"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,17 +194,26 @@ def _report(host: str, port: int, hello: Hello, deadline: float, seconds: float)
                 has_met = True
                 connection.settimeout(max(deadline - time.monotonic(), 0) + _ANSWER_SECONDS)
                 line = _read_line(connection)
-            if line is not None and "hosts" in (answer := json.loads(line)):
+            answer = None if line is None else json.loads(line)
+            if isinstance(answer, dict) and "hosts" in answer:
                 return answer
-            reason = "what listens there is no process of this run"
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
+            reason = _STRANGER
+        except OSError as error:
+            reason = error.strerror or str(error)
+        except ValueError as error:  # no JSON; before that, no name of a host
+            reason = _STRANGER if has_met else str(error)
         time.sleep(_RETRY_SECONDS)
     if has_met:
+        why = "another program holds the port, or process 0 has ended"
+        if reason != _STRANGER:
+            why = (
+                "not all processes came, which process 0 says in its log (start them closer "
+                f"together, or wait longer: `start_seconds`); or {why}"
+            )
         raise TimeoutError(
             f"Process {hello.process_id} ({hello.host}) reached {host}:{port}, and had no answer "
-            f"within {seconds:g} s ({reason}): not all processes came. Look at the log of process "
-            "0, which says which; start them closer together, or wait longer (`start_seconds`)."
+            f"of process 0 within {seconds:g} s ({reason}): {why}. Look at the log of process 0, "
+            "and choose another port if it cannot listen."
         )
     raise TimeoutError(
         f"Process {hello.process_id} ({hello.host}) could not reach process 0 at {host}:{port} "

@@ -1,10 +1,14 @@
-"""Jobs that `jaxzero` runs from the command line; each is a function of one frozen dataclass."""
+"""Jobs that `jaxzero` runs from the command line; each is a function of one frozen dataclass.
 
-from ._convert import convert as convert
-from ._inspect import inspect as inspect
-from ._loop import Diverged as Diverged
-from ._loop import Interrupted as Interrupted
-from ._report import report as report
+A job is imported when it is first asked for, with the packages of its extra: `jaxzero launch` needs
+none of them.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ._ends import Diverged as Diverged
+from ._ends import Interrupted as Interrupted
 from ._settings import Convert as Convert
 from ._settings import Data as Data
 from ._settings import Devices as Devices
@@ -16,5 +20,31 @@ from ._settings import Run as Run
 from ._settings import Sharding as Sharding
 from ._settings import Train as Train
 from ._settings import Wire as Wire
-from ._train import Outcome as Outcome
-from ._train import train as train
+
+if TYPE_CHECKING:
+    from ._convert import convert as convert
+    from ._inspect import inspect as inspect
+    from ._report import report as report
+    from ._train import Outcome as Outcome
+    from ._train import train as train
+
+_LATER = {  # name: module, and the extra of pyproject.toml that it needs
+    "convert": ("_convert", "torch"),
+    "inspect": ("_inspect", "torch"),
+    "report": ("_report", "train"),
+    "Outcome": ("_train", "train"),
+    "train": ("_train", "train"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, extra = _LATER[name]
+    try:
+        return getattr(importlib.import_module(f".{module}", __name__), name)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"`{name}` needs the package {error.name!r}, which is not installed. Install jaxzero "
+            f"with its extra `{extra}`: pip install -e '.[{extra}]'"
+        ) from error

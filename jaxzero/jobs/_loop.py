@@ -5,7 +5,8 @@ import time
 
 import jax
 
-from ..distributed import AgreedEnd, StopRequest, Watchdog, check_replicas
+from ..distributed import StopRequest, Watchdog, check_replicas
+from ._ends import Diverged, Interrupted
 from ._profile import StepProfiler
 from ._progress import progress_bar
 from ._resume import save
@@ -14,20 +15,6 @@ from ._session import Session, State
 from ._step import StepFn, make_step
 
 Numbers = dict[str, float]
-
-
-class Interrupted(AgreedEnd):
-    """The run was asked to stop and saved after `step` steps; `name` can be resumed."""
-
-    def __init__(self, name: str | None, step: int, *, by_ctrl_c: bool):
-        super().__init__(f"Run {name!r} was interrupted after step {step} and saved.")
-        self.name = name
-        self.step = step
-        self.by_ctrl_c = by_ctrl_c  # else by SIGTERM
-
-
-class Diverged(AgreedEnd, RuntimeError):
-    """Losses or gradients stay non-finite, on all processes alike."""
 
 
 def run_steps(session: Session, state: State, watchdog: Watchdog) -> State:

@@ -1,7 +1,7 @@
 """How processes that belong together ended, which of them is the cause, and what status follows.
 
 Whoever ends badly first is not always to blame: a process that loses its peer says so by its exit
-code (76), and one that we asked to end has only followed another.
+code (76) or is aborted by JAX (SIGABRT), and one that we asked to end has only followed another.
 """
 
 import dataclasses
@@ -9,6 +9,9 @@ import signal
 
 from .._exit_codes import PEER_LOST, STOPPED, describe, exit_status
 from ._child_environment import Slot
+
+# How a process ends that lost another. An abort alone may also be a failure of native code.
+CONSEQUENCES = (PEER_LOST, -signal.SIGABRT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +48,9 @@ class Outcome:
         """The process without which it may go better: the one that failed by itself, or hung."""
         if self.first is None or self.first.returncode == STOPPED:
             return None
-        if self.first.returncode != PEER_LOST:
+        lost = [end for end in self.ended if end.returncode in CONSEQUENCES and not end.asked]
+        is_alone = self.first.returncode != PEER_LOST and len(lost) == 1
+        if self.first not in lost or is_alone:
             return self.first.slot
         hung = [end.slot for end in self.ended if end.hung]
         return hung[0] if len(hung) == 1 else None  # of several most only waited for one
@@ -65,4 +70,4 @@ def _rank(end: Ended) -> int:
         return 3  # it saved: worth telling if nothing worse happened
     if end.asked:
         return 2
-    return 1 if end.returncode == PEER_LOST else 0
+    return 1 if end.returncode in CONSEQUENCES else 0

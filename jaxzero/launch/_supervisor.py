@@ -15,11 +15,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .._exit_codes import PEER_LOST, STOPPED
+from .._exit_codes import STOPPED
 from ._child_environment import Slot
 from ._child_output import ChildOutput, Output
 from ._orphan_guard import OrphanGuard
-from ._outcome import Ended, Outcome
+from ._outcome import CONSEQUENCES, Ended, Outcome
 from ._stop_requests import StopRequests
 
 _POLL_SECONDS = 0.02
@@ -105,7 +105,9 @@ class Supervisor:
                 continue
             self._output.say(str(end))
             # After 75 the others have agreed to stop, and are saving.
-            patience = {PEER_LOST: _CAUSE_SECONDS, STOPPED: self._grace}.get(end.returncode, 0.0)
+            patience = self._grace if end.returncode == STOPPED else 0.0
+            if end.returncode in CONSEQUENCES:
+                patience = _CAUSE_SECONDS
             self._ask_at = min(self._ask_at, time.monotonic() + patience)
 
     def _note_requests(self) -> None:
