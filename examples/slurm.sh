@@ -27,8 +27,8 @@ mkdir -p "$notes"
 rm -f "$notes"/task-*
 
 # When one task ends, the others end by themselves, after saving or once they miss it. SLURM ends
-# what is left after 5 minutes; not at once, when the first that has saved returns 75. The shell
-# around Python passes SIGTERM on, which may reach it alone.
+# what is left after 5 minutes; not at once, when the first that has saved returns 75. SIGTERM goes
+# to the shell around Python alone, which passes it on.
 srun --label --kill-on-bad-exit=0 --wait=300 bash -c '
   trap "kill -TERM \$!" TERM
   python "${@:2}" &
