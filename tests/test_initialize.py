@@ -260,7 +260,7 @@ def test_it_is_too_late_once_jax_has_started():
 
 
 def test_processes_are_told_what_must_be_the_same(told, monkeypatch):
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
     distributed.initialize(coordinator_address="a:1", num_processes=2, process_id=0)
     facts = told["hello"].facts
     assert facts == _initialize._facts()
@@ -307,7 +307,7 @@ def test_the_script_is_what_its_file_holds(monkeypatch: pytest.MonkeyPatch, tmp_
         path.unlink(missing_ok=True)
         if text is not None:
             path.write_text(text)
-        monkeypatch.setattr(sys.modules["__main__"], "__file__", str(path))
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", str(path), raising=False)
         return _initialize._script()
 
     first = script("x = 1\n")
