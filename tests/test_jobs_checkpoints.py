@@ -6,6 +6,7 @@ import dataclasses
 import io
 import threading
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -140,3 +141,56 @@ def test_a_wire_state_waits_for_the_checkpoint_before(
             save(session, at_step(state, step))
     in_order = [(name, step) for step in (1, 2) for name in ("wire_state", "checkpoints")]
     assert published == in_order
+
+
+def saved_after_one_step(settings: jobs.Train, console: Console) -> State:
+    """As a run would; the wire state is made to differ from a new one."""
+    with open_session(settings, console) as session:
+        state = begin(session)
+        changed = jax.tree.map(lambda x: x + 1, state.wire_state)
+        state = dataclasses.replace(state, step=1, wire_state=changed)
+        save(session, state)
+    return state
+
+
+def restored(settings: jobs.Train, console: Console) -> State:
+    with open_session(with_run(settings, resume=True), console) as session:
+        return restore(session)
+
+
+def same_arrays(one: Any, other: Any) -> bool:
+    return jax.tree.all(jax.tree.map(np.array_equal, one, other))
+
+
+def test_the_wire_state_is_saved_and_restored(settings: jobs.Train, console: Console):
+    settings = with_wire(settings, "zeropp4")
+    saved = saved_after_one_step(settings, console)
+    assert len(jax.tree.leaves(saved.wire_state)) == 2  # of the perceptron
+    found = restored(settings, console)
+    assert found.step == 1
+    assert same_arrays(saved.wire_state, found.wire_state)
+    shardings = [jax.tree.map(lambda x: x.sharding, s.wire_state) for s in (saved, found)]
+    assert shardings[0] == shardings[1]
+    assert "starts anew" not in console.export_text()
+
+
+@pytest.mark.ci
+def test_another_wire_or_other_devices_start_a_new_wire_state(
+    settings: jobs.Train, console: Console
+):
+    zeropp4 = with_wire(settings, "zeropp4")
+    saved = saved_after_one_step(zeropp4, console)
+    fewer = restored(
+        dataclasses.replace(zeropp4, devices=jobs.Devices(nodes=2, devices=4)), console
+    )
+    assert same_arrays(saved.params, fewer.params)
+    assert not same_arrays(saved.wire_state, fewer.wire_state)
+    assert "the wire state starts anew" in console.export_text()
+
+    plain = restored(with_wire(settings, "float32"), console)
+    assert plain.wire_state is None
+    assert "starts anew" not in console.export_text()
+
+    again = restored(zeropp4, console)
+    assert "the wire state starts anew" in console.export_text()
+    assert not same_arrays(saved.wire_state, again.wire_state)

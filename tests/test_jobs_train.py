@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import io
-import itertools
 import json
 import math
 import os
@@ -14,10 +12,9 @@ import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_checkpoint
@@ -27,14 +24,12 @@ from safetensors.numpy import load_file
 from tiny_job import OPTIMIZATION, make_settings, with_run, with_wire
 
 from jaxzero import jobs
-from jaxzero.distributed import ReplicasDiffer, Watchdog
+from jaxzero.distributed import Watchdog
 from jaxzero.jobs import _loop, _progress
 from jaxzero.jobs._loop import run_steps
-from jaxzero.jobs._plot import plot_run
-from jaxzero.jobs._resume import begin, restore, save
-from jaxzero.jobs._session import State, open_session
+from jaxzero.jobs._resume import begin, restore
+from jaxzero.jobs._session import open_session
 from jaxzero.jobs._setup import zero_config
-from jaxzero.jobs._step import make_step
 
 # optax computes `decay**count` from a float and an integer.
 pytestmark = pytest.mark.standard_promotion
@@ -228,123 +223,6 @@ def test_sigterm_saves_and_says_so(
         assert session.checkpoints.latest_step() == 1
 
 
-@pytest.mark.parametrize("what", ["loss", "gradients"])
-def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(
-    settings: jobs.Train, console: Console, what: str
-):
-    settings = with_wire(settings, "zeropp4")  # whose wire state would carry it on
-    with open_session(settings, console) as session:
-        state, tokens = begin(session), next(session.batches)
-
-        def steep(params, tokens):
-            loss, metrics = session.loss(params, tokens)
-            return loss + jnp.sqrt(0 * jnp.sum(jax.tree.leaves(params)[0])), metrics
-
-        before = jax.tree.map(np.asarray, (state.params, state.wire_state, state.opt_state))
-        bad = make_step(session.setup, _infinite(session.loss) if what == "loss" else steep)
-        *after, metrics = bad(state.params, state.opt_state, state.wire_state, tokens)
-    params, opt_state, wire_state = jax.tree.map(np.asarray, after)
-    jax.tree.map(np.testing.assert_array_equal, (params, wire_state), before[:2])
-    jax.tree.map(np.testing.assert_array_equal, opt_state.inner_state, before[2].inner_state)
-    assert metrics["skipped"] == metrics["skipped_in_a_row"] == 1
-    assert np.isfinite(metrics["loss"]) == (what == "gradients")
-
-
-def test_steps_that_are_not_finite_are_no_points_of_the_plot(tmp_path: Path):
-    whole = {"loss": 1.0, "accuracy": 0.5, "similarity": 0.5, "similarity_others": 0.1}
-    plot_run([{"step": 1, **whole}, {"step": 2, "accuracy": 0.5}], tmp_path / "a.png", title="")
-    plot_run([{"step": 1, **whole}], tmp_path / "b.png", title="")
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-
-
-def test_too_many_steps_that_are_not_finite_end_the_run(
-    settings: jobs.Train, console: Console, monkeypatch: pytest.MonkeyPatch
-):
-    def poisoned(setup, loss):
-        step = make_step(setup, _infinite(loss))
-        # One program for both: two steps are taken for good ones by what counts.
-        return lambda params, opt_state, *rest: step(params, next(counts)(opt_state), *rest)
-
-    counts = itertools.chain([_forget] * 2, itertools.repeat(lambda opt_state: opt_state))
-    monkeypatch.setattr(_loop, "make_step", poisoned)
-    settings = dataclasses.replace(settings, faults=jobs.Faults(max_skipped=3))
-    message = "3 steps in a row .* the last was step 4 .* The last good checkpoint .* of step 2"
-    with (
-        pytest.raises(jobs.Diverged, match=message),
-        open_session(settings, console) as session,
-    ):
-        run_steps(session, begin(session), Watchdog())
-    lines = (settings.run.directory / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["skipped_in_a_row"] for line in lines] == [1, 1, 2, 3]
-
-
-@pytest.mark.parametrize("part", ["opt_state", "wire_state"])
-def test_replicas_are_compared_now_and_then(
-    part: str, settings: jobs.Train, console: Console, monkeypatch: pytest.MonkeyPatch
-):
-    def drift(session, state, step_fn):
-        step = state.step + 1
-        changed = _on_one_device(getattr(state, part)) if step == 3 else getattr(state, part)
-        numbers = collections.defaultdict(float)
-        return dataclasses.replace(state, step=step, **{part: changed}), numbers
-
-    monkeypatch.setattr(_loop, "_one_step", drift)
-    monkeypatch.setattr(_loop, "save", lambda session, state: None)
-    settings = with_wire(settings, "zeropp4")
-    settings = dataclasses.replace(settings, faults=jobs.Faults(check_every=2))
-    with (
-        pytest.raises(ReplicasDiffer, match=rf"After step 4 .*`{part}\."),
-        open_session(settings, console) as session,
-    ):
-        run_steps(session, begin(session), Watchdog())
-
-
-def _on_one_device(tree: Any) -> Any:
-    """Other bits on one device, in a leaf that another device holds as well."""
-    leaves, treedef = jax.tree.flatten(tree)
-    index = next(i for i, x in enumerate(leaves) if any(s.replica_id for s in x.addressable_shards))
-    pieces = [shard.data for shard in leaves[index].addressable_shards]
-    pieces[1] = jnp.ones_like(pieces[1]) - pieces[1]
-    leaves[index] = jax.make_array_from_single_device_arrays(
-        leaves[index].shape, leaves[index].sharding, pieces
-    )
-    return jax.tree.unflatten(treedef, leaves)
-
-
-def _forget(opt_state: Any) -> Any:
-    """As after a step that was finite."""
-    return opt_state._replace(notfinite_count=jnp.zeros_like(opt_state.notfinite_count))
-
-
-def _infinite(loss):
-    """The same gradients, and a loss that has none."""
-
-    def infinite(params, tokens):
-        value, metrics = loss(params, tokens)
-        return value + jnp.inf, metrics
-
-    return infinite
-
-
-def saved_after_one_step(settings: jobs.Train, console: Console) -> State:
-    """As a run would; the wire state is made to differ from a new one."""
-    with open_session(settings, console) as session:
-        state = begin(session)
-        changed = jax.tree.map(lambda x: x + 1, state.wire_state)
-        state = dataclasses.replace(state, step=1, wire_state=changed)
-        save(session, state)
-    return state
-
-
-def restored(settings: jobs.Train, console: Console) -> State:
-    with open_session(with_run(settings, resume=True), console) as session:
-        return restore(session)
-
-
-def same_arrays(one: Any, other: Any) -> bool:
-    return jax.tree.all(jax.tree.map(np.array_equal, one, other))
-
-
 @pytest.mark.ci
 def test_batches_that_adapt_go_on_in_the_middle_of_one(
     settings: jobs.Train, console: Console, monkeypatch: pytest.MonkeyPatch
@@ -365,7 +243,7 @@ def test_batches_that_adapt_go_on_in_the_middle_of_one(
             run_steps(session, begin(session), Watchdog())
     with open_session(with_run(settings, resume=True), console) as session:
         resumed = run_steps(session, restore(session), Watchdog())
-    assert same_arrays(resumed.params, whole.params)
+    assert jax.tree.all(jax.tree.map(np.array_equal, resumed.params, whole.params))
 
 
 def test_numbers_that_json_lacks_are_no_numbers_of_a_row():
@@ -377,40 +255,6 @@ def test_the_summary_says_how_many_updates_there_were():
     rows = [{"step": 1, "updates": 0.0}, {"step": 9, "updates": 4.0, "noise_scale_steps": 3.25}]
     assert _progress._batches(rows) == "4, of 2.2 steps on average; gradient noise scale 3.2 steps"
     assert _progress._batches(rows[:1]) == "0"
-
-
-def test_the_wire_state_is_saved_and_restored(settings: jobs.Train, console: Console):
-    settings = with_wire(settings, "zeropp4")
-    saved = saved_after_one_step(settings, console)
-    assert len(jax.tree.leaves(saved.wire_state)) == 2  # of the perceptron
-    found = restored(settings, console)
-    assert found.step == 1
-    assert same_arrays(saved.wire_state, found.wire_state)
-    shardings = [jax.tree.map(lambda x: x.sharding, s.wire_state) for s in (saved, found)]
-    assert shardings[0] == shardings[1]
-    assert "starts anew" not in console.export_text()
-
-
-@pytest.mark.ci
-def test_another_wire_or_other_devices_start_a_new_wire_state(
-    settings: jobs.Train, console: Console
-):
-    zeropp4 = with_wire(settings, "zeropp4")
-    saved = saved_after_one_step(zeropp4, console)
-    fewer = restored(
-        dataclasses.replace(zeropp4, devices=jobs.Devices(nodes=2, devices=4)), console
-    )
-    assert same_arrays(saved.params, fewer.params)
-    assert not same_arrays(saved.wire_state, fewer.wire_state)
-    assert "the wire state starts anew" in console.export_text()
-
-    plain = restored(with_wire(settings, "float32"), console)
-    assert plain.wire_state is None
-    assert "starts anew" not in console.export_text()
-
-    again = restored(zeropp4, console)
-    assert "the wire state starts anew" in console.export_text()
-    assert not same_arrays(saved.wire_state, again.wire_state)
 
 
 @pytest.mark.ci
