@@ -77,8 +77,8 @@ def _cut(sharding: jax.sharding.Sharding):
 def _in_each_process(array: jax.Array) -> jax.Array:
     """The same array so that each process has all of it, between its devices. Collective.
 
-    Along a dim that the process's own axes of the mesh divide; where there is none, each device
-    gets a copy.
+    Along a dim that the process's own axes of the mesh divide, if possible the one that is split
+    already: all else XLA would first copy whole to each device. Where there is none, each gets one.
     """
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding):
@@ -95,6 +95,8 @@ def _in_each_process(array: jax.Array) -> jax.Array:
     )
     num = math.prod(mesh.shape[name] for name in own)
     dims = [dim for dim, size in enumerate(array.shape) if size and size % num == 0]
+    split = [dim for dim, names in enumerate(sharding.spec) if names]
+    dims.sort(key=lambda dim: dim not in split)
     spec = [own if dim in dims[:1] else None for dim in range(array.ndim)]
     return _move(NamedSharding(mesh, PartitionSpec(*spec)))(array)
 

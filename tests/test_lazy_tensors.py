@@ -137,3 +137,12 @@ def test_over_several_processes_other_shardings_are_refused(monkeypatch):
     tensor = ShardedTensor(jnp.ones(3), (3,), "x")
     with pytest.raises(ValueError, match="must have a `NamedSharding`; got SingleDeviceSharding"):
         tensor.read()
+
+
+def test_what_every_process_gets_stays_split_where_it_was():
+    # Along another dim XLA would first copy all of it to each device.
+    zero = jz.Zero(jz.make_mesh(nodes=2))
+    stored = zero.shard({"x": np.zeros((16, 32), np.float32)})["x"]
+    moved = _sharded_tensor._in_each_process(stored)
+    dims = [[dim for dim, names in enumerate(x.sharding.spec) if names] for x in (stored, moved)]
+    assert dims == [[1], [1]]
