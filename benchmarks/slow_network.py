@@ -14,7 +14,7 @@ turns, in the opposite order in the next. Their losses are compared with those o
 
 What each peer does with micro-batches is what it does unasked. jaxzero gathers and reduces
 between hosts once for all of them under hpZ; the others once for each. jaxzero is compiled with
-`jz.compiler_options`, GSPMD as XLA does by default, which for it is the quicker way.
+`jz.compiler_options`, GSPMD as XLA does by default.
 
 The environment: Python 3.11; `pip install torch` (a CPU build), then `pip install -e
 ".[benchmarks]"`, then `DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed==0.19.8`, which
