@@ -96,8 +96,8 @@ def _in_each_process(array: jax.Array) -> jax.Array:
     num = math.prod(mesh.shape[name] for name in own)
     dims = [dim for dim, size in enumerate(array.shape) if size and size % num == 0]
     split = [dim for dim, names in enumerate(sharding.spec) if names]
-    dims.sort(key=lambda dim: dim not in split)
-    spec = [own if dim in dims[:1] else None for dim in range(array.ndim)]
+    chosen = min(dims, key=lambda dim: dim not in split, default=None)
+    spec = [own if dim == chosen else None for dim in range(array.ndim)]
     return _move(NamedSharding(mesh, PartitionSpec(*spec)))(array)
 
 
