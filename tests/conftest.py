@@ -6,8 +6,11 @@ The warnings and the runtime check of annotations are set in `pyproject.toml`.
 from __future__ import annotations
 
 import collections
+import importlib
+import io
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # Tests look at values and at HLO, never at CPU speed: LLVM without optimization compiles in half
@@ -28,6 +31,7 @@ os.environ.setdefault("MPLBACKEND", "agg")
 import hypothesis
 import jax
 import pytest
+from rich.console import Console
 
 # Before any backend exists: afterwards the number of devices is fixed.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -70,6 +74,35 @@ def _promotion(request: pytest.FixtureRequest) -> Iterator[None]:
             yield
     else:
         yield
+
+
+@pytest.fixture(scope="session")
+def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint for `jaxzero train`, which tests of it only read."""
+    return tiny_job().write_checkpoint(tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.fixture(scope="session")
+def tiny_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What to train it on, likewise."""
+    return tiny_job().write_data(tmp_path_factory.mktemp("code"))
+
+
+@pytest.fixture
+def settings(tiny_encoder: Path, tiny_code: Path, tmp_path: Path) -> Any:
+    """Of a run of `jaxzero train` on these."""
+    return tiny_job().make_settings(tiny_encoder, tiny_code, tmp_path)
+
+
+@pytest.fixture
+def console() -> Console:
+    """What was printed on it can be read."""
+    return Console(file=io.StringIO(), width=120, record=True)
+
+
+def tiny_job() -> Any:
+    """The module of that name: what imports jaxzero here already would go unchecked by types."""
+    return importlib.import_module("tiny_job")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -239,10 +239,10 @@ def test_mistakes_in_arguments(options, message: str):
     ],
 )
 def test_mistakes_in_the_environment(monkeypatch, changes, message: str):
-    told = {"COORDINATOR": "a:1", "NUM_PROCESSES": "2", "PROCESS_ID": "0", "NODE": "0"}
-    for name, value in (told | changes).items():
+    changed = {f"JAXZERO_{name}": value for name, value in changes.items()}
+    for name, value in (LAUNCHED | changed).items():
         if value is not None:
-            monkeypatch.setenv(f"JAXZERO_{name}", value)
+            monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=message):
         distributed.initialize()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import tiny_job
 from rich.console import Console
-from tiny_job import make_settings, with_run, with_wire
+from tiny_job import with_run, with_wire
 
 import jaxzero as jz
 from jaxzero import _checkpoint_save, jobs
@@ -21,24 +19,6 @@ from jaxzero.jobs._resume import begin, restore, save
 from jaxzero.jobs._session import Session, State, open_session
 
 pytestmark = pytest.mark.standard_promotion  # optax
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """An encoder, and the data to train it on."""
-    folder = tmp_path_factory.mktemp("inputs")
-    (folder / "data").mkdir()
-    return tiny_job.write_checkpoint(folder / "encoder"), tiny_job.write_data(folder / "data")
-
-
-@pytest.fixture
-def settings(inputs: tuple[Path, Path], tmp_path: Path) -> jobs.Train:
-    return make_settings(*inputs, tmp_path)
-
-
-@pytest.fixture
-def console() -> Console:
-    return Console(file=io.StringIO(), width=120, record=True)
 
 
 def damage(folder: Path) -> None:
@@ -112,9 +92,8 @@ def test_two_saves_back_there_is_a_wire_state(
             save(session, at_step(state, step))
     assert steps(directory / "wire_state") == [10, 20, 30]
     damage(directory / "checkpoints" / "20")
-    resumed = with_run(settings, resume=True)
-    with pytest.warns(jz.Checkpoints.Damaged), open_session(resumed, console) as session:
-        found = restore(session)
+    with pytest.warns(jz.Checkpoints.Damaged):
+        found = restored(settings, console)
     assert found.step == 10 and "starts anew" not in console.export_text()
     jax.tree.map(np.testing.assert_array_equal, found.wire_state, at_step(state, 10).wire_state)
     assert steps(directory / "wire_state") == [10]  # the others will come again
@@ -144,11 +123,9 @@ def test_a_wire_state_waits_for_the_checkpoint_before(
 
 
 def saved_after_one_step(settings: jobs.Train, console: Console) -> State:
-    """As a run would; the wire state is made to differ from a new one."""
+    """As a run would."""
     with open_session(settings, console) as session:
-        state = begin(session)
-        changed = jax.tree.map(lambda x: x + 1, state.wire_state)
-        state = dataclasses.replace(state, step=1, wire_state=changed)
+        state = at_step(begin(session), 1)
         save(session, state)
     return state
 

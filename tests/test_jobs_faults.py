@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import io
 import itertools
 import json
 from pathlib import Path
@@ -14,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_job
 from rich.console import Console
-from tiny_job import make_settings, with_wire
+from tiny_job import with_wire
 
 from jaxzero import jobs
 from jaxzero.distributed import ReplicasDiffer, Watchdog
@@ -28,24 +26,6 @@ from jaxzero.jobs._session import open_session
 from jaxzero.jobs._step import make_step
 
 pytestmark = pytest.mark.standard_promotion  # optax
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """An encoder, and the data to train it on."""
-    folder = tmp_path_factory.mktemp("inputs")
-    (folder / "data").mkdir()
-    return tiny_job.write_checkpoint(folder / "encoder"), tiny_job.write_data(folder / "data")
-
-
-@pytest.fixture
-def settings(inputs: tuple[Path, Path], tmp_path: Path) -> jobs.Train:
-    return make_settings(*inputs, tmp_path)
-
-
-@pytest.fixture
-def console() -> Console:
-    return Console(file=io.StringIO(), width=120, record=True)
 
 
 @pytest.mark.parametrize("what", ["loss", "gradients"])

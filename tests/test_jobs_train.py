@@ -18,7 +18,6 @@ import jax
 import numpy as np
 import pytest
 import tiny_checkpoint
-import tiny_job
 from rich.console import Console
 from safetensors.numpy import load_file
 from tiny_job import OPTIMIZATION, make_settings, with_run, with_wire
@@ -35,21 +34,6 @@ from jaxzero.jobs._setup import zero_config
 pytestmark = pytest.mark.standard_promotion
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_job.write_checkpoint(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_job.write_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture
-def settings(checkpoint: Path, data: Path, tmp_path: Path) -> jobs.Train:
-    return make_settings(checkpoint, data, tmp_path)
-
-
 class Finished(NamedTuple):
     """A run from the first step to the last, which the tests here only look at."""
 
@@ -64,11 +48,11 @@ class Finished(NamedTuple):
 
 @pytest.fixture(scope="module")
 def finish(
-    checkpoint: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
+    tiny_encoder: Path, tiny_code: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[jobs.Wire], Finished]:
     @functools.cache
     def run(wire: jobs.Wire) -> Finished:
-        settings = make_settings(checkpoint, data, tmp_path_factory.mktemp("runs"))
+        settings = make_settings(tiny_encoder, tiny_code, tmp_path_factory.mktemp("runs"))
         settings = with_wire(settings, wire)
         output = io.StringIO()
         with jax.numpy_dtype_promotion("standard"):
@@ -81,11 +65,6 @@ def finish(
 @pytest.fixture(scope="module")
 def finished(finish: Callable[[jobs.Wire], Finished]) -> Finished:
     return finish("zeropp")
-
-
-@pytest.fixture
-def console() -> Console:
-    return Console(file=io.StringIO(), width=120, record=True)
 
 
 def losses(directory: Path) -> list[float]:
@@ -319,9 +298,9 @@ def test_too_many_devices(settings: jobs.Train, console: Console):
         jobs.train(many, console)
 
 
-def test_report_trains_and_writes_nothing(checkpoint: Path, console: Console, monkeypatch):
+def test_report_trains_and_writes_nothing(tiny_encoder: Path, console: Console, monkeypatch):
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: pytest.fail("made a folder"))
-    jobs.report(jobs.Report(checkpoint=checkpoint), console)
+    jobs.report(jobs.Report(checkpoint=tiny_encoder), console)
     text = console.export_text()
     assert "8 fake CPU devices" in text
     assert "embeddings.word.embedding" in text
