@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 import tiny_checkpoint
+import tiny_job
 from _kills import COMMAND, Kill, random_kill, train
 from _processes import run
 from safetensors.numpy import load_file
@@ -107,15 +108,7 @@ def _job(folder: Path, *options: str, steps: str = "60", launch: tuple[str, ...]
 def test_the_job_on_two_hosts_stops_goes_on_and_equals_one(tmp_path: Path):
     tiny_checkpoint.write(tmp_path / "tiny", tiny_checkpoint.tensors())
     (tmp_path / "data").mkdir()
-    for module in range(20):
-        names = ("width", "height", "name", "colour")
-        (tmp_path / "data" / f"module_{module}.py").write_text(
-            "\n".join(
-                f'def f():\n    "Return {name} of {module} quickly."\n'
-                f"    return compute_the_{name}_of(argument_{module}, {name})\n"
-                for name in names
-            )
-        )
+    tiny_job.write_data(tmp_path / "data")
     two = ("--nodes", "2", "--devices-per-proc", "2", "--grace", "60")
     alone = {**os.environ, "JAX_NUM_CPU_DEVICES": "4"}
     subprocess.run(_job(tmp_path, "--name", "one"), check=True, env=alone, capture_output=True)
