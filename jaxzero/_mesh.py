@@ -147,6 +147,17 @@ def check_mesh(mesh: AnyMesh) -> None:
         )
 
 
+def reduces_by_gloo(mesh: AnyMesh) -> bool:
+    """Whether a reduce-scatter over `mesh` would be Gloo's: now and then its sums are wrong.
+
+    So on CPUs once `jax.distributed` runs, also between devices of one process: a process sends
+    from memory that it may have written its result to (JAX 0.10 to 0.12; jax-ml/jax#40830).
+    """
+    if isinstance(mesh, SimulatedMesh):
+        return False
+    return mesh.devices.flat[0].platform == "cpu" and jax.distributed.is_initialized()
+
+
 @contextlib.contextmanager
 def microbatch_index(index: Array | None) -> Iterator[None]:
     """Let `fold_in_device` see which micro-batch is being traced."""

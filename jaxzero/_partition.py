@@ -5,9 +5,10 @@ along `config.axes`. With `split="all"` these are `("local", "node")`, local maj
 gather over `node` then yields exactly the run of pieces that this device's node shares
 out over `local`, and a gather over `local` completes it, in order, without shuffling.
 
-The dim is the largest that divides evenly (the first of equals). Largest and not first,
-because a leaf stacked over layers is scanned over its first dim, which must stay whole
-for that, and layers are fewer than features. If no dim divides, the largest is padded
+The dim is the first of those that divide evenly and are long: there the pieces of a matrix lie
+in memory one after another, and a message needs no transposing. A short dim may count layers: a
+leaf stacked over them is scanned over it, and it must stay whole for that. So where no dim is long,
+the largest that divides is taken (the first of equals). If no dim divides, the largest is padded
 with zeros: nothing but single numbers and empty leaves falls back to replication.
 """
 
@@ -24,6 +25,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ._codecs import Codec
 from ._config import ZeroConfig
 from ._simulate import AnyMesh
+
+_LONG = 256  # more layers than any published model has, and fewer features than large ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +80,8 @@ def layouts_by_preference(
 
     def rank(dim: int) -> tuple[bool, bool, int, int]:
         uneven = shape[dim] % (pieces * busy[dim]) != 0
-        return (busy[dim] > 1, uneven, -shape[dim], dim)
+        size = shape[dim] if uneven else min(shape[dim], _LONG)
+        return (busy[dim] > 1, uneven, -size, dim)
 
     def layout(dim: int) -> Layout:
         return Layout(dim, shape[dim], pieces * busy[dim])

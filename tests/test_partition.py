@@ -40,8 +40,22 @@ def test_the_largest_dim_that_divides_comes_first(shape, pieces):
 
 
 def test_a_stack_of_layers_keeps_its_first_dim_whole():
-    assert layouts_by_preference((24, 1024, 4096), 8)[0].dim == 2
+    assert layouts_by_preference((24, 1024, 4096), 8)[0].dim == 1
     assert layouts_by_preference((24, 1024), 8)[0].dim == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [
+        ((512, 2048), 0),
+        ((256, 2048), 0),
+        ((248, 2048), 1),  # may be layers
+        ((1001, 2048), 1),
+        ((1001, 2049), 1),  # neither divides: the larger needs least padding
+    ],
+)
+def test_of_long_dims_the_first_is_cut_where_no_message_is_transposed(shape, dim):
+    assert layouts_by_preference(shape, 8)[0].dim == dim
 
 
 def test_dims_of_other_axes_are_left_to_them():
