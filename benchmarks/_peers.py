@@ -1,8 +1,8 @@
 """The same training step three ways: on one device, as GSPMD FSDP, and with jaxzero.
 
 A pre-norm transformer in plain JAX with tied embeddings, and Adam. GSPMD splits parameters
-and optimizer state exactly as jaxzero does, and its batch likewise; where weights are
-gathered and gradients reduced is then the compiler's choice.
+and optimizer state over all devices too (`_gspmd`), and its batch as jaxzero does; where weights
+are gathered and gradients reduced is then the compiler's choice.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
+import _gspmd
 import jax
 import jax.numpy as jnp
 import optax
@@ -106,15 +107,29 @@ def peers(size: Size, zero: jz.Zero, names: tuple[str, ...]) -> list[Peer]:
             params = init(size, jax.random.key(0))
             state, batch, out = (params, tx.init(params)), tokens, None
         else:
-            params = zero.init(lambda: init(size, jax.random.key(0)))
-            state = (params, zero.init_optimizer(tx, params))
+            state = _split_state(name, size, zero, tx)
             batch = jax.device_put(tokens, NamedSharding(zero.mesh, zero.batch_spec))
-            out = (*(zero.shardings(tree) for tree in state), None)
+            out = (*jax.tree.map(lambda x: x.sharding, state), None)
         value_and_grad = zero.value_and_grad if name == "jaxzero" else jax.value_and_grad
         step = _step(value_and_grad, size, tx)
         compiled = jax.jit(step, out_shardings=out).lower(*state, batch).compile()
         made.append(Peer(name, compiled, state, batch))
     return made
+
+
+def _split_state(
+    name: str, size: Size, zero: jz.Zero, tx: optax.GradientTransformation
+) -> tuple[Any, Any]:
+    """Parameters and optimizer state, split as the peer's users would."""
+
+    def initial() -> Any:
+        return init(size, jax.random.key(0))
+
+    if name == "gspmd":
+        params = _gspmd.init(initial, mesh=zero.mesh)
+        return params, _gspmd.init(tx.init, params, mesh=zero.mesh)
+    params = zero.init(initial)
+    return params, zero.init_optimizer(tx, params)
 
 
 def _step(value_and_grad: Callable, size: Size, tx: optax.GradientTransformation) -> Callable:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import _gspmd
 import _peers
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,6 @@ _CONFIGS = {
     "jaxzero zero3": jz.zero3(),
     "jaxzero zeropp": jz.zeropp(),
     "jaxzero zeropp4": jz.zeropp4(),
-    "gspmd": jz.zero3(),  # its layout alone: the program is the compiler's
 }
 
 
@@ -74,9 +74,9 @@ def _trainer(run: dict[str, Any], zero: jz.Zero) -> tuple[tuple, Callable]:
     """Parameters, optimizer state and wire state, and the jitted step that they go through."""
     size, count = _peers.Size(**run["size"]), run["microbatches"]
     tx = optax.adam(run["learning_rate"])
-    params = zero.shard(_tree(np.load(run["weights"])))
-    opt_state = zero.init_optimizer(tx, params)
     ours = run["peer"].startswith("jaxzero")
+    params, opt_state = _state(run, zero, tx)
+    shardings = jax.tree.map(lambda x: x.sharding, params)
     wire_state = zero.init_wire_state(params) if ours and zero.config.needs_wire_state else None
 
     def loss_fn(params, tokens):
@@ -87,8 +87,6 @@ def _trainer(run: dict[str, Any], zero: jz.Zero) -> tuple[tuple, Callable]:
         if wire_state is None:
             return (*call(params, tokens), None)
         return call(params, tokens, wire_state=wire_state)
-
-    shardings = zero.shardings(params)
 
     def of_compiler(params, wire_state, tokens):
         value_and_grad = jax.value_and_grad(loss_fn)
@@ -110,10 +108,25 @@ def _trainer(run: dict[str, Any], zero: jz.Zero) -> tuple[tuple, Callable]:
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state, wire_state), loss
 
-    out = ((shardings, zero.shardings(opt_state), None), None)
+    out = ((shardings, jax.tree.map(lambda x: x.sharding, opt_state), None), None)
     options = jz.compiler_options("cpu") if ours else None
     jitted = jax.jit(step, out_shardings=out, donate_argnums=(0, 1), compiler_options=options)
     return (params, opt_state, wire_state), jitted
+
+
+def _state(run: dict[str, Any], zero: jz.Zero, tx: optax.GradientTransformation) -> Any:
+    """Parameters and optimizer state, split as the peer's users would."""
+    whole = _tree(np.load(run["weights"]))
+    if run["peer"].startswith("jaxzero"):
+        params = zero.shard(whole)
+        return params, zero.init_optimizer(tx, params)
+    split = _gspmd.shardings(whole, zero.mesh)
+    params = jax.tree.map(
+        lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, x.__getitem__),
+        whole,
+        split,
+    )
+    return params, _gspmd.init(tx.init, params, mesh=zero.mesh)
 
 
 def _batches(run: dict[str, Any], zero: jz.Zero) -> list[jax.Array]:

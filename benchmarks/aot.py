@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import _gspmd
 import _llama
 import jax
 import jax.numpy as jnp
@@ -113,14 +114,14 @@ def _lowered(
     """One step's loss and gradients, split as the parameters are."""
     loss, init = functools.partial(_llama.loss, size), functools.partial(_llama.init, size)
     if variant.startswith("gspmd"):
-        zero = jz.Zero(mesh)
-        params = zero.abstract(init, jax.random.key(0))
-        rows = NamedSharding(mesh, zero.batch_spec)
+        params = jax.eval_shape(init, jax.random.key(0))
+        split = _gspmd.shardings(params, mesh)
+        params = jax.tree.map(_with_sharding, params, split)
+        rows = NamedSharding(mesh, jz.Zero(mesh).batch_spec)
         if variant == "gspmd-by-hand":
             loss = functools.partial(
                 loss, constrain=lambda x: jax.lax.with_sharding_constraint(x, rows)
             )
-        split = jax.tree.map(lambda x: x.sharding, params)
         whole = NamedSharding(mesh, PartitionSpec())
         tokens = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=rows)
         step = jax.jit(jax.value_and_grad(loss), out_shardings=(whole, split))
@@ -132,6 +133,10 @@ def _lowered(
     if config.needs_wire_state:
         state["wire_state"] = jax.eval_shape(zero.init_wire_state, params)
     return jax.jit(zero.value_and_grad(loss)).lower(params, tokens, **state)
+
+
+def _with_sharding(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _figures(compiled: Any, text: str, local: int) -> dict[str, Any]:
