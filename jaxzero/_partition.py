@@ -5,11 +5,12 @@ along `config.axes`. With `split="all"` these are `("local", "node")`, local maj
 gather over `node` then yields exactly the run of pieces that this device's node shares
 out over `local`, and a gather over `local` completes it, in order, without shuffling.
 
-The dim is the first of those that divide evenly and are long: there the pieces of a matrix lie
-in memory one after another, and a message needs no transposing. A short dim may count layers: a
-leaf stacked over them is scanned over it, and it must stay whole for that. So where no dim is long,
-the largest that divides is taken (the first of equals). If no dim divides, the largest is padded
-with zeros: nothing but single numbers and empty leaves falls back to replication.
+The dim is the first of a matrix, the last two dims, that divides evenly and is long: there its
+pieces lie in memory one after another, and a message needs no transposing. Dims before, and short
+ones, may count layers or experts: a leaf stacked over them is scanned over them, and they must stay
+whole for that. So where a matrix has no such dim, the largest of all that divide is taken (the
+first of equals). If none divides, the largest is padded with zeros: nothing but single numbers and
+empty leaves falls back to replication.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ._codecs import Codec
 from ._config import ZeroConfig
 from ._simulate import AnyMesh
 
-_LONG = 256  # more layers than any published model has, and fewer features than large ones
+_LONG = 256  # more layers than large models have, and no more features
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +79,10 @@ def layouts_by_preference(
         return []
     busy = busy or (1,) * len(shape)
 
-    def rank(dim: int) -> tuple[bool, bool, int, int]:
+    def rank(dim: int) -> tuple[bool, bool, bool, int, int]:
         uneven = shape[dim] % (pieces * busy[dim]) != 0
-        size = shape[dim] if uneven else min(shape[dim], _LONG)
-        return (busy[dim] > 1, uneven, -size, dim)
+        is_long = not uneven and shape[dim] >= _LONG and dim >= len(shape) - 2
+        return (busy[dim] > 1, uneven, not is_long, 0 if is_long else -shape[dim], dim)
 
     def layout(dim: int) -> Layout:
         return Layout(dim, shape[dim], pieces * busy[dim])

@@ -51,6 +51,8 @@ def test_a_stack_of_layers_keeps_its_first_dim_whole():
         ((256, 2048), 0),
         ((248, 2048), 1),  # may be layers
         ((1001, 2048), 1),
+        ((512, 1024, 2048), 1),  # experts, or a convolution
+        ((4096, 32, 128), 0),  # a matrix whose features are cut into heads
         ((1001, 2049), 1),  # neither divides: the larger needs least padding
     ],
 )
