@@ -2,7 +2,8 @@
 
 A pre-norm transformer in plain JAX with tied embeddings, and Adam. GSPMD splits parameters
 and optimizer state over all devices too (`_gspmd`), and its batch as jaxzero does; where weights
-are gathered and gradients reduced is then the compiler's choice.
+are gathered and gradients reduced is then the compiler's choice. jaxzero is compiled with
+`jz.compiler_options`, the others as XLA does by default.
 """
 
 from __future__ import annotations
@@ -110,9 +111,11 @@ def peers(size: Size, zero: jz.Zero, names: tuple[str, ...]) -> list[Peer]:
             state = _split_state(name, size, zero, tx)
             batch = jax.device_put(tokens, NamedSharding(zero.mesh, zero.batch_spec))
             out = (*jax.tree.map(lambda x: x.sharding, state), None)
-        value_and_grad = zero.value_and_grad if name == "jaxzero" else jax.value_and_grad
-        step = _step(value_and_grad, size, tx)
-        compiled = jax.jit(step, out_shardings=out).lower(*state, batch).compile()
+        ours = name == "jaxzero"
+        step = _step(zero.value_and_grad if ours else jax.value_and_grad, size, tx)
+        options = jz.compiler_options(jax.devices()[0].platform) if ours else None
+        jitted = jax.jit(step, out_shardings=out, compiler_options=options)
+        compiled = jitted.lower(*state, batch).compile()
         made.append(Peer(name, compiled, state, batch))
     return made
 
