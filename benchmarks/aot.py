@@ -116,7 +116,7 @@ def _lowered(
     if variant.startswith("gspmd"):
         params = jax.eval_shape(init, jax.random.key(0))
         split = _gspmd.shardings(params, mesh)
-        params = jax.tree.map(_with_sharding, params, split)
+        params = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), params, split)
         rows = NamedSharding(mesh, jz.Zero(mesh).batch_spec)
         if variant == "gspmd-by-hand":
             loss = functools.partial(
@@ -133,10 +133,6 @@ def _lowered(
     if config.needs_wire_state:
         state["wire_state"] = jax.eval_shape(zero.init_wire_state, params)
     return jax.jit(zero.value_and_grad(loss)).lower(params, tokens, **state)
-
-
-def _with_sharding(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _figures(compiled: Any, text: str, local: int) -> dict[str, Any]:

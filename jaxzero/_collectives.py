@@ -21,7 +21,7 @@ from jaxtyping import Array, DTypeLike, Shaped
 
 from ._codecs import Cast, Codec, Draft, from_bits, is_narrow_float, to_bits
 from ._config import Difference, ErrorFeedback, Hops, HpZ, Schedule, ZeroConfig
-from ._mesh import AXES, LOCAL, NODE, reduces_by_gloo
+from ._mesh import AXES, LOCAL, NODE
 from ._messages import Parcel, pack, unpack
 from ._partition import Layout
 from ._pieces import Pieces
@@ -41,7 +41,6 @@ class Wire:
     min_quantized_size: int
     schedule: Schedule
     halves: bool = False  # whether sums are wanted of the first half of the devices too
-    is_gloo: bool = False  # whether Gloo would do a reduce-scatter, and err at times
 
     @classmethod
     def of(cls, mesh: AnyMesh, config: ZeroConfig, halves: bool = False) -> Wire:
@@ -55,7 +54,6 @@ class Wire:
             config.min_quantized_size,
             config.schedule,
             halves,
-            reduces_by_gloo(mesh),
         )
 
     @property
@@ -80,10 +78,6 @@ class Wire:
     def half(self, axis: str) -> int:
         """How many of the devices along `axis` are the first half; 0: there are no halves."""
         return self.sizes[axis] // 2 if self.halves and axis == self.halves_axis else 0
-
-    def adds_here(self, axis: str) -> bool:
-        """Whether pieces are exchanged along `axis` and added by the program, not on the way."""
-        return self.is_gloo or self.half(axis) > 0
 
     @property
     def gather_axes(self) -> tuple[str, ...]:

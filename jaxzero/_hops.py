@@ -1,9 +1,8 @@
 """Sum one array, or several that stay whole, over one axis: a hop of a reduction.
 
 With a codec: encode the pieces, exchange them all-to-all, decode and sum in float32. Where
-sums are wanted in halves as well (`Wire.half`), or Gloo would do a reduce-scatter, what has no
-codec is exchanged and summed likewise, which moves as many bytes as a reduce-scatter or an
-all-reduce.
+sums are wanted in halves as well (`Wire.half`), what has no codec is exchanged and summed
+likewise, which moves as many bytes as a reduce-scatter or an all-reduce.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ._mesh import AXES, LOCAL, NODE, REDUCTION_HOPS, device_index
 from ._messages import join, split
 from ._partition import Layout
 from ._pieces import Pieces
-from ._sums import Addends, HalvedSum, Sum, as_pair, sum_of, sum_rows, total_of
+from ._sums import Addends, HalvedSum, Sum, as_pair, sum_of, total_of
 from ._traffic import all_gather, all_reduce, all_to_all, reduce_scatter
 
 
@@ -71,11 +70,11 @@ def reduce_over_node(
 
 def reduce_to_piece(x: Shaped[Array, ...], axis: str, dim: int, wire: Wire) -> Sum:
     """Sum over one axis, without a codec; a device keeps its piece of `dim`."""
-    if not wire.adds_here(axis):
+    half, num = wire.half(axis), wire.sizes[axis]
+    if not half:
         return reduce_scatter(x, axis, dim)
-    num = wire.sizes[axis]
     arrived = all_to_all(rows_of(x, dim, num), axis)
-    return sum_rows(arrived.reshape(num, *piece_shape(x.shape, dim, num)), wire.half(axis))
+    return HalvedSum.of(arrived.reshape(num, *piece_shape(x.shape, dim, num)), half)
 
 
 def _coded_hop(

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Shaped
 
 from ._coordination import hosts, process_count
+from ._reduce_scatter import errs_on, exchanging
 from ._simulate import AnyMesh, SimulatedMesh
 
 NODE = "node"
@@ -127,6 +128,8 @@ def map_devices(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any
     """Run `function` on every device's pieces of global arrays; specs are over our two axes."""
     if isinstance(mesh, SimulatedMesh):
         return mesh.map(function, in_specs, out_specs)
+    if errs_on(mesh):
+        function = exchanging(function)
     return jax.shard_map(
         function,
         mesh=mesh,
@@ -145,17 +148,6 @@ def check_mesh(mesh: AnyMesh) -> None:
             f"`mesh` needs the axes {AXES}; {missing} missing from {tuple(mesh.shape)}. "
             "Make one with `jz.make_mesh(nodes=...)`, or name the axes of yours so."
         )
-
-
-def reduces_by_gloo(mesh: AnyMesh) -> bool:
-    """Whether a reduce-scatter over `mesh` would be Gloo's: now and then its sums are wrong.
-
-    So on CPUs once `jax.distributed` runs, also between devices of one process: a process sends
-    from memory that it may have written its result to (JAX 0.10 to 0.12; jax-ml/jax#40830).
-    """
-    if isinstance(mesh, SimulatedMesh):
-        return False
-    return mesh.devices.flat[0].platform == "cpu" and jax.distributed.is_initialized()
 
 
 @contextlib.contextmanager

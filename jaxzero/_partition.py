@@ -5,8 +5,8 @@ along `config.axes`. With `split="all"` these are `("local", "node")`, local maj
 gather over `node` then yields exactly the run of pieces that this device's node shares
 out over `local`, and a gather over `local` completes it, in order, without shuffling.
 
-The dim is the first of a matrix, the last two dims, that divides evenly and is long: there its
-pieces lie in memory one after another, and a message needs no transposing. Dims before, and short
+The dim is the first of a matrix, the last two dims, that divides evenly and is long: pieces of
+its rows lie in memory one after another, and need no transposing. Dims before, and short
 ones, may count layers or experts: a leaf stacked over them is scanned over them, and they must stay
 whole for that. So where a matrix has no such dim, the largest of all that divide is taken (the
 first of equals). If none divides, the largest is padded with zeros: nothing but single numbers and
@@ -27,7 +27,7 @@ from ._codecs import Codec
 from ._config import ZeroConfig
 from ._simulate import AnyMesh
 
-_LONG = 256  # more layers than large models have, and no more features
+_LONG = 256  # large models have fewer layers, and at least as many features
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ from jax.extend import core as jex
 
 from . import _simulate as simulate
 from . import _views as views
+from ._reduce_scatter import reduce_scatter
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 _REMAT = {"checkpoint", "remat", "remat2"}
@@ -81,6 +82,10 @@ class Operation:
                 with _scope(equation):
                     return [_exchange(self.name, inputs[0], equation.params)]
             _refuse_exchanges_inside(equation)
+        if self.name == "reduce_scatter" and equation.params["axis_index_groups"] is None:
+            with _scope(equation):
+                axes, dim = equation.params["axis_name"], equation.params["scatter_dimension"]
+                return [reduce_scatter(inputs[0], axes, dim, tiled=equation.params["tiled"])]
         params = equation.primitive.get_bind_params(equation.params)
         args, params = params if isinstance(params, tuple) else ((), params)
         with _scope(equation), equation.ctx.manager:

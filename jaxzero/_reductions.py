@@ -26,7 +26,7 @@ from ._hops import encoded, reduce_to_piece, rows_of, sum_over
 from ._mesh import REDUCTION_HOPS
 from ._messages import Column, can_join, in_place, join, split, widths
 from ._partition import Layout
-from ._sums import Addends, Sum, sum_of, sum_rows, total_of
+from ._sums import Addends, HalvedSum, Sum, sum_of, total_of
 from ._traffic import all_to_all, picked, reduce_scatter
 
 
@@ -215,9 +215,9 @@ def _scatter(
     shapes = [_piece(summands[i], axis, wire) for i in numbers]
     columns = [(math.prod(shape), x.dtype) for shape in shapes]
     parts: Sequence[Sum]
-    if wire.adds_here(axis):
+    if half := wire.half(axis):
         arrived = split(all_to_all(x, axis, shares=widths(columns)), columns)
-        parts = [sum_rows(part, wire.half(axis)) for part in arrived]
+        parts = [HalvedSum.of(part, half) for part in arrived]
     else:
         parts = split(reduce_scatter(x, axis, 0, widths(columns)), columns)
     each = zip(numbers, parts, shapes, strict=True)

@@ -43,11 +43,6 @@ jax.tree_util.register_dataclass(HalvedSum, ["total", "first"], [])
 Sum = Array | HalvedSum
 
 
-def sum_rows(x: Shaped[Array, "devices ..."], half: int) -> Sum:
-    """Sum what each device sent; also of the first `half` of them, unless 0."""
-    return HalvedSum.of(x, half) if half else add_up(x)
-
-
 @dataclasses.dataclass(frozen=True)
 class Addends:
     """What the devices of a hop sent of one array that they sum.

@@ -18,6 +18,7 @@ import jax
 from jax import lax
 from jaxtyping import Array, Shaped
 
+from . import _reduce_scatter
 from ._mesh import NODE
 from ._simulate import varying
 
@@ -252,8 +253,8 @@ def reduce_scatter(
     x: Shaped[Array, ...], axis: Axes, dim: int, shares: tuple[int, ...] = ()
 ) -> Shaped[Array, ...]:
     """Sum over devices; device i keeps the i-th piece of `dim`."""
-    _note("reduce-scatter", axis, x, shares)
-    return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    _note("all-to-all" if _reduce_scatter.is_exchanged() else "reduce-scatter", axis, x, shares)
+    return _reduce_scatter.reduce_scatter(x, axis, dim)
 
 
 def all_reduce(x: Any, axis: Axes) -> Any:

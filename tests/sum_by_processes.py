@@ -12,8 +12,9 @@ import re
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import numpy as jnp
+from jax import lax
 from jax.sharding import NamedSharding
 
 import jaxzero as jz
@@ -21,6 +22,7 @@ from jaxzero import distributed
 
 DEVICES, TIMES = 4, 20
 SHAPES = {"large": (4096, 1024), "small": (8, 4)}
+GRADIENTS = {"large": 1.5, "small": 1.5 + 6.0}  # in every element: the mean of 0 to 3, their sum
 
 
 def main(address: str, number: int, count: int) -> None:
@@ -28,20 +30,21 @@ def main(address: str, number: int, count: int) -> None:
     distributed.initialize(coordinator_address=address, num_processes=count, process_id=number)
     zero = jz.Zero(jz.make_mesh(nodes=2), jz.zero3())
     params = zero.shard({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
-    batch = np.arange(DEVICES, dtype=np.float32)  # device i has the gradient i, everywhere
+    batch = np.arange(DEVICES, dtype=np.float32)  # row i is on device i
     sharding = NamedSharding(zero.mesh, zero.batch_spec)
     batch = jax.make_array_from_callback(batch.shape, sharding, batch.__getitem__)
 
     def loss_fn(params, batch):
-        return sum(jnp.sum(w) for w in params.values()) * batch.mean()
+        features = lax.all_gather(batch * params["small"].sum(), ("node", "local"), tiled=True)
+        return sum(jnp.sum(w) for w in params.values()) * batch.mean() + features.sum()
 
     compiled = jax.jit(zero.value_and_grad(loss_fn)).lower(params, batch).compile()
     wrong = 0
     for _ in range(TIMES):
         _, grads = compiled(params, batch)
-        full = jax.tree.leaves(grads)
-        shards = [np.asarray(shard.data) for x in full for shard in x.addressable_shards]
-        wrong += sum(bool((shard != (DEVICES - 1) / 2).any()) for shard in shards)
+        for name, x in grads.items():
+            shards = [np.asarray(shard.data) for shard in x.addressable_shards]
+            wrong += sum(bool((shard != GRADIENTS[name]).any()) for shard in shards)
     found = set(re.findall(r" (all-to-all|reduce-scatter)\(", compiled.as_text()))
     print(json.dumps({"wrong": wrong, "collectives": sorted(found)}))
 

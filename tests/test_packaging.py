@@ -31,7 +31,16 @@ OUTSIDE = ["interop", "pallas_kernels"]  # beside `jaxzero/`, installed inside i
 LAYERS = [
     {"_blocks", "_coordination", "_flush", "_similarity"},
     {"pallas_kernels"},
-    {"_block_codecs", "_codecs", "_compiler", "_config", "_exit_codes", "_mesh", "_simulate"},
+    {
+        "_block_codecs",
+        "_codecs",
+        "_compiler",
+        "_config",
+        "_exit_codes",
+        "_mesh",
+        "_reduce_scatter",
+        "_simulate",
+    },
     {"_partition", "_traffic"},
     {"_pieces"},
     {"_messages", "_sums"},

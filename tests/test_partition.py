@@ -29,7 +29,7 @@ def test_only_single_numbers_and_empty_leaves_stay_whole(shape, pieces):
 
 
 @given(shapes, st.integers(2, 9))
-def test_the_largest_dim_that_divides_comes_first(shape, pieces):
+def test_of_short_dims_the_largest_that_divides_comes_first(shape, pieces):
     choices = layouts_by_preference(shape, pieces)
     even = [size for size in shape if size % pieces == 0]
     if choices and even:
@@ -56,7 +56,7 @@ def test_a_stack_of_layers_keeps_its_first_dim_whole():
         ((1001, 2049), 1),  # neither divides: the larger needs least padding
     ],
 )
-def test_of_long_dims_the_first_is_cut_where_no_message_is_transposed(shape, dim):
+def test_of_the_long_dims_of_a_matrix_the_first_is_cut(shape, dim):
     assert layouts_by_preference(shape, 8)[0].dim == dim
 
 
