@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -42,6 +43,10 @@ def stopped_and_resumed(settings: jobs.Train) -> Journal:
     for step in range(1, 6):
         journal.append("step", step, loss=1 / step, accuracy=step / 8)
     journal.append("evaluation", 5, mrr_at_10=0.5)
+    files = list((settings.run.directory / "tensorboard").iterdir())
+    left = [file.read_bytes() for file in files]
+    journal.close()
+    assert [file.read_bytes() for file in files] == left, "a process that is killed closes nothing"
 
     journal = open_journal(settings)
     journal.drop_after(3)
@@ -157,7 +162,9 @@ def test_weights_and_biases_keeps_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert [step for step, _ in logged] == [0, 1, 2, 3, 4, 5, 5, 3, 4, 5, 6, 7, 7]
     assert calls[-1] == ("finish",)
 
-    open_journal(settings).clear()  # a new run
+    with contextlib.closing(open_journal(settings)) as journal:
+        journal.clear()  # a new run
+    calls.pop()  # its end
     assert calls[-1][0] == "init" and calls[-1][1]["id"] != options["id"]
 
 

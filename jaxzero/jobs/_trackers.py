@@ -8,6 +8,7 @@ import dataclasses
 import importlib.util
 import os
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -55,24 +56,38 @@ def make_trackers(settings: Train, console: Console) -> Sequence[Tracker]:
 
 
 class TensorBoard:
-    """Scalars in an event file for each start."""
+    """Scalars in an event file for each start, on disk when `log` returns.
+
+    What comes before a checkpoint must be there when it is resumed; a `SummaryWriter` hands events
+    to a thread, and its `flush` does not wait for that.
+    """
 
     def __init__(self, directory: Path):
         self._directory = directory
         self._writer: Any = None
 
     def start(self, step: int) -> None:
-        from tensorboardX import SummaryWriter  # optional, and slow to import
+        from tensorboardX.event_file_writer import EventsWriter  # optional, and slow to import
 
         self.close()
+        self._directory.mkdir(parents=True, exist_ok=True)
         # Files are named by the second, and one of the same name would be overwritten.
         suffix = f".{step}.{os.getpid()}"
-        self._writer = SummaryWriter(str(self._directory), purge_step=step, filename_suffix=suffix)
+        self._writer = EventsWriter(str(self._directory / "events"), suffix)
+        self._write(step, session_log={"status": "START"})
 
     def log(self, step: int, values: Mapping[str, float | int]) -> None:
+        from tensorboardX.summary import scalar
+
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # what comes before a checkpoint must be there when it is resumed
+            self._write(step, summary=scalar(name, value))
+
+    def _write(self, step: int, **what: Any) -> None:
+        from tensorboardX.proto import event_pb2
+
+        event = vars(event_pb2)["Event"]  # which is made when the module is imported
+        self._writer.write_event(event(wall_time=time.time(), step=step, **what))
+        self._writer.flush()
 
     def close(self) -> None:
         if self._writer is not None:
