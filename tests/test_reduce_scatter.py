@@ -1,8 +1,8 @@
 """Sums that are exchanged and added, as on CPUs of several processes, against numpy."""
 
 import dataclasses
-import re
 
+import _hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,7 @@ AXES = ("node", "local")
 
 
 def _collectives(compiled) -> set[str]:
-    return set(re.findall(r" (all-to-all|reduce-scatter)\(", compiled.as_text()))
+    return {collective.op for collective in _hlo.collectives(compiled.as_text())}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
