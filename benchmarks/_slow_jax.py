@@ -76,7 +76,7 @@ def _trainer(run: dict[str, Any], zero: jz.Zero) -> tuple[tuple, Callable]:
     tx = optax.adam(run["learning_rate"])
     ours = run["peer"].startswith("jaxzero")
     params, opt_state = _state(run, zero, tx)
-    shardings = jax.tree.map(lambda x: x.sharding, params)
+    split = jax.tree.map(lambda x: x.sharding, (params, opt_state))
     wire_state = zero.init_wire_state(params) if ours and zero.config.needs_wire_state else None
 
     def loss_fn(params, tokens):
@@ -95,7 +95,7 @@ def _trainer(run: dict[str, Any], zero: jz.Zero) -> tuple[tuple, Callable]:
 
         def add(sums, tokens):
             sums = jax.tree.map(jnp.add, sums, value_and_grad(params, tokens))
-            return (sums[0], jax.lax.with_sharding_constraint(sums[1], shardings)), None
+            return (sums[0], jax.lax.with_sharding_constraint(sums[1], split[0])), None
 
         zeros = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params))
         sums, _ = jax.lax.scan(add, zeros, tokens)
@@ -108,7 +108,7 @@ def _trainer(run: dict[str, Any], zero: jz.Zero) -> tuple[tuple, Callable]:
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state, wire_state), loss
 
-    out = ((shardings, jax.tree.map(lambda x: x.sharding, opt_state), None), None)
+    out = ((*split, None), None)
     options = jz.compiler_options("cpu") if ours else None
     jitted = jax.jit(step, out_shardings=out, donate_argnums=(0, 1), compiler_options=options)
     return (params, opt_state, wire_state), jitted

@@ -6,11 +6,11 @@ gather over `node` then yields exactly the run of pieces that this device's node
 out over `local`, and a gather over `local` completes it, in order, without shuffling.
 
 The dim is the first of a matrix, the last two dims, that divides evenly and is long: pieces of
-its rows lie in memory one after another, and need no transposing. Dims before, and short
-ones, may count layers or experts: a leaf stacked over them is scanned over them, and they must stay
-whole for that. So where a matrix has no such dim, the largest of all that divide is taken (the
-first of equals). If none divides, the largest is padded with zeros: nothing but single numbers and
-empty leaves falls back to replication.
+its rows lie in memory one after another, and need no transposing. Dims before, and short ones, may
+count layers or experts: a leaf stacked over them is scanned over them, and they must stay whole for
+that. So where a matrix has no such dim, the largest of all that divide is taken (the first of
+equals). If none divides, the largest is padded with zeros: nothing but single numbers and empty
+leaves falls back to replication.
 """
 
 from __future__ import annotations
