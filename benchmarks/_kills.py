@@ -43,23 +43,23 @@ class Aftermath:
     saved: int  # the last checkpoint that was reported before the new start; 0: none
     resumed: int  # after which step the run went on; 0: from the start
     was_saving: bool  # whether a save was under way at the kill
-    restarted: bool  # False: the kill came after the end
+    restarted: bool  # whether the launcher started it again; False: the kill came after the end
     seconds: float | None  # from the kill to the first step after it
 
     @property
     def nothing_lost(self) -> bool:
-        """Whether it went on from a checkpoint as new as the last one reported, or newer."""
-        return self.resumed >= self.saved or not self.restarted
+        """Whether it was started again, and from the last checkpoint reported, or a newer one."""
+        return self.restarted and self.resumed >= self.saved
 
 
 def random_kill(seed: int, *, during_save: bool) -> Kill:
-    """A host, a step and a moment, by chance."""
+    """A host, a step and a moment, by chance, so early that the run is not over by then."""
     chance = random.Random(seed)
     return Kill(
         host=chance.randrange(HOSTS),
-        after_step=chance.randrange(1, STEPS - SAVE_EVERY),
+        after_step=chance.randrange(1, STEPS // 2),
         during_save=during_save,
-        moment=chance.uniform(0.0, 0.15 if during_save else 1.0),
+        moment=chance.uniform(0.0, 0.15 if during_save else 0.5),
     )
 
 
@@ -93,7 +93,7 @@ def train(folder: Path, kill: Kill | None, *, launch: list[str] | None = None) -
             elif killed is not None and seconds is None:
                 seconds = time.monotonic() - killed
             if kill is not None and killed is None and int(step[1]) >= kill.after_step:
-                was_saving = _kill(kill, folder, process.pid)
+                was_saving = _kill(kill, folder, workers(process.pid))
                 killed = time.monotonic()
         status = process.wait()
         deadline.cancel()
@@ -133,9 +133,8 @@ def _launched(folder: Path, options: list[str]) -> Iterator[subprocess.Popen]:
         process.communicate()
 
 
-def _kill(kill: Kill, folder: Path, launcher: int) -> bool:
+def _kill(kill: Kill, folder: Path, pids: dict[int, int]) -> bool:
     """Kill one host's process; whether a save was under way."""
-    pids = _workers(launcher)
     if kill.during_save:
         deadline = time.monotonic() + 30
         while not list(folder.glob(_SAVING)) and time.monotonic() < deadline:
@@ -147,8 +146,8 @@ def _kill(kill: Kill, folder: Path, launcher: int) -> bool:
     return was_saving
 
 
-def _workers(launcher: int) -> dict[int, int]:
-    """Processes of the run by host: those whose environment says so."""
+def workers(launcher: int) -> dict[int, int]:
+    """The children of `jaxzero launch` by their number in the run, which their environment says."""
     found = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):

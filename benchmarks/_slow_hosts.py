@@ -113,6 +113,10 @@ class Hosts:
             queue = ("handle", "10:", "pfifo", "limit", "2000")
             _run(*tc, "qdisc", "add", *here, "parent", "1:10", *queue)
 
+    def cut(self) -> None:
+        """Take the link down, as if a cable were pulled."""
+        _run("ip", "-n", self.names[0], "link", "set", INTERFACE, "down")
+
     def start(
         self, host: int, command: Sequence[str], env: Mapping[str, str] | None = None, **kwargs: Any
     ) -> subprocess.Popen:

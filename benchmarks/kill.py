@@ -18,18 +18,19 @@ from pathlib import Path
 
 import tyro
 from _kills import HOSTS, SAVE_EVERY, STEPS, random_kill, train
-from _rows import append_row, read_rows
+from _rows import append_row, is_current, read_rows
+
+_CODE = ("jaxzero", "examples/several_hosts.py", "benchmarks/_kills.py", "benchmarks/kill.py")
 
 
 def main(kills: int = 20) -> None:
-    """Measure, and append a row for each kill; those that are there already are not done again.
+    """Measure, and append a row for each kill; those of the code that is here are not done again.
 
     Args:
         kills: how many.
     """
     settings = {"steps": STEPS, "save_every": SAVE_EVERY, "hosts": HOSTS}
-    rows = read_rows("kill", settings)
-    done = {row["results"]["kill"]["seed"] for row in rows}
+    done = {row["results"]["kill"]["seed"] for row in _current(settings)}
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         expected = train(run, None).digest
@@ -44,12 +45,18 @@ def main(kills: int = 20) -> None:
                 "same_bits": after.digest == expected,
                 "last_reported": after.saved,
                 "resumed_after": after.resumed,
+                "restarted": after.restarted,
+                "exit_status": after.status,
                 "nothing_lost": after.nothing_lost,
                 "was_saving": after.was_saving,
                 "seconds_to_next_step": after.seconds and round(after.seconds, 2),
             }
             append_row("kill", results)
-    _summarise([row["results"] for row in read_rows("kill", settings)])
+    _summarise([row["results"] for row in _current(settings)])
+
+
+def _current(settings: dict[str, int]) -> list[dict]:
+    return [row for row in read_rows("kill", settings) if is_current(row, *_CODE)]
 
 
 def _summarise(results: list[dict]) -> None:
@@ -57,6 +64,7 @@ def _summarise(results: list[dict]) -> None:
     known = [x for x in seconds if x is not None]
     print(
         f"{len(results)} kills, {sum(r['was_saving'] for r in results)} during a save: "
+        f"{sum(r['restarted'] for r in results)} started again, "
         f"{sum(r['same_bits'] for r in results)} ended with the same bits, "
         f"{sum(not r['nothing_lost'] for r in results)} lost a checkpoint that was reported; "
         f"median {statistics.median(known):.1f} s to the next step"

@@ -49,7 +49,7 @@ PEERS: tuple[Peer, ...] = (
     "deepspeed hpz",
 )
 _PICTURE = Path(__file__).resolve().parent.parent / "docs" / "slow_network.png"
-_SCRIPTS = ("_slow_hosts", "_slow_jax", "_slow_runs", "_slow_torch", "_peers")
+_SCRIPTS = ("_slow_hosts", "_slow_jax", "_slow_runs", "_slow_torch", "_peers", "_gspmd")
 _CODE = ("jaxzero", *(f"benchmarks/{name}.py" for name in _SCRIPTS))
 
 

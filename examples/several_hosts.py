@@ -105,14 +105,13 @@ def main(directory: Path, steps: int, save_every: int, batch_size: int) -> None:
                 watchdog.beat(step)
                 is_asked = stop.reached()
                 if is_asked or step == steps or step % save_every == 0:
+                    distributed.check_replicas(state, step=step)
                     checkpoints.save(step, state, extra={"batches": batches.get_state()})
                 if state["opt_state"].notfinite_count >= 10:
                     _say(
                         f"losses stay non-finite; the last checkpoint: {checkpoints.latest_step()}"
                     )
                     raise SystemExit(distributed.DIVERGED)
-                if step % 100 == 0:
-                    distributed.check_replicas(state, step=step)
                 if is_asked and step < steps:
                     raise SystemExit(distributed.STOPPED)  # once the checkpoint is written
     final = jax.tree.map(np.asarray, zero.unshard(state["params"]))

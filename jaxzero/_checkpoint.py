@@ -192,7 +192,7 @@ class Checkpoints:
             state = self._read(folder, named)
             extra = json.loads((folder / EXTRA / "metadata").read_text())
         except Exception as raised:
-            error = raised
+            error = raised if os.path.lexists(folder) else _deleted(folder, raised)
         tell_all(f"{new_name()}-read", self._seconds, error=error)
         return state, extra
 
@@ -207,3 +207,13 @@ class Checkpoints:
             filled = {name: entry for name, entry in named.items() if not entry.is_empty}
             targets = {name: target(entry, self._zero) for name, entry in filled.items()}
             return handler.restore(path, args=ocp.args.StandardRestore(targets))
+
+
+def _deleted(folder: Path, error: Exception) -> FileNotFoundError:
+    """A checkpoint that was there when it was chosen."""
+    deleted = FileNotFoundError(
+        f"The checkpoint {str(folder)!r} was deleted while it was read. A run that saves there "
+        "keeps the newest only: restore again, or give that run a larger `keep`."
+    )
+    deleted.__cause__ = error
+    return deleted

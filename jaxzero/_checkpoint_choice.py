@@ -38,19 +38,26 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
         RuntimeError: another cannot, or does not see the directory that the others see.
     """
     name = new_name()
-    steps, aside = list_together(f"{name}-steps", directory, seconds)
-    damaged = []
-    for step in [step for step in reversed(steps) if wanted in (None, step)]:
+    damaged, fixed, tried = [], [], set()
+    while True:
+        # Anew each time: the run that saves here may have deleted them all, and saved others.
+        steps, aside = list_together(f"{name}-steps", directory, seconds)
+        untried = [step for step in steps if wanted in (None, step) and step not in tried]
+        if not untried:
+            break
+        step = untried[-1]
+        tried.add(step)
         folder = directory / str(step)
         is_there, problem = _verify(f"{name}-{step}", folder, seconds)
         if not is_there:
-            continue  # the run that saves here has just deleted it
+            continue
         if problem is None:
             return step
         moved = set_aside(folder) if jax.process_index() == 0 else None
         name_now = moved and moved.name
         renamed = tell_all(f"{name}-{step}-aside", seconds, renamed=name_now)[0]["renamed"]
-        aside.append(renamed or folder.name)
+        if renamed is None:
+            fixed.append(folder.name)
         damaged.append(_say_damage(folder, problem, renamed))
         if wanted is not None:
             others = [other for other in steps if other != step]
@@ -59,8 +66,8 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
                 f"steps {others}."
             )
         warnings.warn(f"{damaged[-1]} The one before it is tried.", DamagedCheckpoint, stacklevel=3)
-    if aside and wanted is None:
-        raise ValueError("\n".join([say_all_damaged(directory, aside), *damaged]))
+    if (aside or fixed) and wanted is None:
+        raise ValueError("\n".join([say_all_damaged(directory, aside + fixed), *damaged]))
     raise NoCheckpoint(_say_missing(directory, wanted, steps))
 
 
@@ -126,4 +133,8 @@ def _say_missing(directory: Path, wanted: int | None, steps: list[int]) -> str:
     what = "" if wanted is None else f"of step {wanted} "
     aside = list_damaged(directory)
     found_damaged = f" Damaged and set aside: {', '.join(aside)}." if aside else ""
-    return f"No checkpoint {what}in {directory}. There are: {steps or 'none'}.{found_damaged}"
+    remedy = "Leave out `step` for the newest." if steps else "Is it the directory of another run?"
+    return (
+        f"No checkpoint {what}in {str(directory)!r}. There are: {steps or 'none'}.{found_damaged} "
+        f"{remedy}"
+    )

@@ -18,6 +18,7 @@ import concurrent.futures
 import contextlib
 import shutil
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,9 +88,10 @@ class Saver:
         """
         self._step, self._name = step, new_name()
         folder, error = None, None
-        if jax.process_index() == 0 and step not in list_steps(self._directory):
+        if jax.process_index() == 0:
             try:
-                folder = make_temporary(self._directory, step)
+                if step not in list_steps(self._directory):
+                    folder = make_temporary(self._directory, step)
             except OSError as raised:
                 error = raised
         facts = {"folder": folder and folder.name, "step": step, "own": own}
@@ -163,13 +165,25 @@ class Saver:
         records |= record_files(folder, known=records)
         write_records(folder, content.description, records)
         publish(folder, self._step)
-        keep_newest(self._directory, self._keep, self._step)
+        try:
+            keep_newest(self._directory, self._keep, self._step)
+        except OSError as error:  # the new one is there: this is no reason to say that it is not
+            warnings.warn(
+                f"The checkpoint of step {self._step} is saved, but one older than the newest "
+                f"{self._keep} cannot be removed from {str(self._directory)!r} ({error}). It is "
+                "tried again at the next save.",
+                stacklevel=2,
+            )
 
     def _not_saved(self, error: Exception) -> RuntimeError:
+        try:
+            there = f"The checkpoints there are still those of steps {list_steps(self._directory)}."
+        except OSError as unseen:
+            there = f"Nor can be seen which are there ({unseen})."
         return RuntimeError(
             f"The checkpoint of step {self._step} could not be saved in {str(self._directory)!r} "
-            f"({type(error).__name__}: {error}). The checkpoints there are still those of steps "
-            f"{list_steps(self._directory)}. Remove the cause (is the disk full?), and save again."
+            f"({type(error).__name__}: {error}). {there} Remove the cause (is the disk full?), and "
+            "save again."
         )
 
 

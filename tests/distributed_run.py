@@ -4,8 +4,10 @@
 
 WHAT: "agree" compares settings and replicas and ends; "train" makes steps for ever and says so;
 "raise" and "hang" are what process 1 does after its third step; "alone" has process 1 miss a
-barrier; "wait" is one process that waits, first with leave and then without; "resume" begins
-to train at step 41, after a while.
+barrier; "wait" is one process that waits, first with leave and then without, and "wait long"
+one that takes more than its leave; "limit" is one that takes too long where no watchdog runs;
+"resume" begins to train at step 41, after a while; "quit" has process 1 end by `SystemExit(3)`;
+"early" has it fail before training, where JAX waits 10 s at the end in place of 300.
 """
 
 from __future__ import annotations
@@ -21,23 +23,38 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxzero as jz
 from jaxzero import distributed
 from jaxzero._coordination import barrier
+from jaxzero.distributed import _initialize
 
 HEARTBEAT_SECONDS = 3.0
 
 
 def main(address: str, number: int, count: int, what: str) -> None:
     jax.config.update("jax_num_cpu_devices", 2)
-    if count > 1:
+    if count > 1 or what == "resume":
+        if what == "early":
+            _initialize._SHUTDOWN_SECONDS = 10
         distributed.initialize(
-            coordinator_address=address, num_processes=count, process_id=number, start_seconds=60
+            coordinator_address=address,
+            num_processes=count,
+            process_id=number,
+            start_seconds=60,
+            heartbeat_seconds=10 if what == "early" else 100,
         )
     if what == "agree":
         print(json.dumps(_agree(number)))
     elif what == "wait":
         with distributed.Watchdog(step_seconds=1.0) as dog:
-            with dog.waiting():
+            with dog.waiting(10.0):
                 time.sleep(3)
             print("waited", flush=True)
+            time.sleep(30)
+    elif what == "wait long":
+        with distributed.Watchdog() as dog, dog.waiting(1.0):
+            time.sleep(30)
+    elif what == "limit":
+        with distributed.time_limit("restoring", 10.0):
+            time.sleep(1)
+        with distributed.time_limit("the export", 1.0):
             time.sleep(30)
     elif what == "resume":
         print("restoring", flush=True)
@@ -47,6 +64,10 @@ def main(address: str, number: int, count: int, what: str) -> None:
         if number == 0:
             barrier("a place of its own", 2.0)
         time.sleep(5)
+    elif what == "early":
+        if number == 1:
+            raise ValueError("a mistake before training")
+        barrier("training", 1000.0)
     else:
         _train(number, what)
 
@@ -112,6 +133,8 @@ def _train(number: int, what: str, first: int = 0) -> None:
                 raise SystemExit(distributed.STOPPED)
             if number == 1 and step == 3 and what == "raise":
                 raise ValueError("a mistake of one process")
+            if number == 1 and step == 3 and what == "quit":
+                raise SystemExit(3)
             if number == 1 and step == 3 and what == "hang":
                 time.sleep(1000)
             if step == 3:

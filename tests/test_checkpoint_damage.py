@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import jaxzero as jz
-from jaxzero import _checkpoint, _checkpoint_save
+from jaxzero import _checkpoint, _checkpoint_choice, _checkpoint_save
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +168,55 @@ def test_a_checkpoint_that_is_gone_when_it_is_read_is_not_taken_for_none(
 
     _choose = _checkpoint.choose
     monkeypatch.setattr(_checkpoint, "choose", choose)
-    with jz.Checkpoints(directory, zero) as checkpoints, pytest.raises(FileNotFoundError):
+    message = f"{directory}/40' was deleted while it was read.*a larger `keep`"
+    with (
+        jz.Checkpoints(directory, zero) as checkpoints,
+        pytest.raises(FileNotFoundError, match=message),
+    ):
         checkpoints.restore_or_none(_state(zero, 0))
+
+
+def test_a_reader_finds_what_was_saved_while_it_looked(directory, zero, monkeypatch):
+    """The run that saves here is two checkpoints further, and has deleted those that were seen."""
+
+    def verify(folder, **share):
+        for old, new in ((20, 60), (40, 80)):
+            if (directory / str(old)).is_dir():
+                (directory / str(old)).rename(directory / str(new))
+        return _find_damage(folder, **share)
+
+    _find_damage = _checkpoint_choice.find_damage
+    monkeypatch.setattr(_checkpoint_choice, "find_damage", verify)
+    with jz.Checkpoints(directory, zero) as checkpoints:
+        assert checkpoints.restore(_state(zero, 0)).step == 80
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_no_failed_save(directory, zero, monkeypatch):
+    def refuse(*args):
+        raise PermissionError("not yours")
+
+    with jz.Checkpoints(directory, zero) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(_checkpoint_save, "keep_newest", refuse)
+            with pytest.warns(UserWarning, match="step 60 is saved, but one older .*not yours"):
+                checkpoints.save(60, _state(zero, 60))
+                checkpoints.close()
+        assert checkpoints.restore(_state(zero, 0)).step == 60
+        checkpoints.save(80, _state(zero, 80))
+    assert sorted(path.name for path in directory.iterdir()) == ["60", "80"]
+
+
+def test_a_directory_that_cannot_be_listed_fails_the_save_with_its_reason(
+    directory, zero, monkeypatch
+):
+    def stale(directory):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with jz.Checkpoints(directory, zero) as checkpoints, monkeypatch.context() as patch:
+        patch.setattr(_checkpoint_save, "list_steps", stale)
+        message = "step 60 could not be saved .*Stale file handle.*Nor can be seen which are there"
+        with pytest.raises(RuntimeError, match=message):
+            checkpoints.save(60, _state(zero, 60))
 
 
 @pytest.mark.parametrize("reason", [errno.EIO, errno.ESTALE, errno.EACCES])

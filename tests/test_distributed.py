@@ -347,6 +347,20 @@ def test_an_exception_ends_all():
     assert first.status in (distributed.PEER_LOST, -signal.SIGABRT)
 
 
+def test_an_exit_of_one_process_alone_ends_all():
+    first, second = run("distributed_run.py", 2, "quit", seconds=60)
+    assert second.status == 3 and "This process leaves at once" in second.err
+    assert first.status in (distributed.PEER_LOST, -signal.SIGABRT)
+
+
+@pytest.mark.ci
+def test_an_exception_before_training_ends_all_in_the_end():
+    """JAX waits for the others, who wait for this one, as long as it was told to."""
+    first, second = run("distributed_run.py", 2, "early", seconds=90)
+    assert "ValueError: a mistake before training" in second.err
+    assert first.status != 0 != second.status  # JAX may abort them
+
+
 def test_a_process_that_makes_no_step_says_where_it_stands():
     first, second = run("distributed_run.py", 2, "hang", seconds=60)
     assert {first.status, second.status} <= {distributed.PEER_LOST, -signal.SIGABRT}
@@ -363,12 +377,30 @@ def test_a_process_may_wait_where_it_says_so():
     )
 
 
-def test_sigterm_before_the_first_step_of_a_resumed_run():
-    with started_and_saying("resume", "restoring") as processes:
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("wait long", "No step for 1 s, since the start"),
+        ("limit", "the export took more than 1 s"),
+    ],
+)
+def test_what_takes_too_long_is_ended(what: str, said: str):
+    (end,) = run("distributed_run.py", 1, what, seconds=60)
+    assert end.status == distributed.PEER_LOST
+    assert said in end.err and f'{HERE / "distributed_run.py"}", line' in end.err
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_sigterm_before_the_first_step_of_a_resumed_run(count: int):
+    """JAX's service notes it, also where it serves one process alone."""
+    with started("distributed_run.py", count, "resume") as processes:
+        for process in processes:
+            line_from(process, "restoring")
         os.kill(processes[0].pid, signal.SIGTERM)
-        first, second = ended(processes, seconds=60)
-    assert first.status == second.status == distributed.STOPPED, first.err + second.err
-    assert "stopped after 41\n" in first.out and "stopped after 41\n" in second.out
+        for end in ended(processes, seconds=60):
+            assert end.status == distributed.STOPPED, end.err
+            assert "stopped after 41\n" in end.out
 
 
 def test_sigterm_to_one_stops_all_after_the_same_step():

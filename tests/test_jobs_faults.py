@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
-from tiny_job import with_wire
+from tiny_job import with_run, with_wire
 
 from jaxzero import jobs
 from jaxzero.distributed import ReplicasDiffer, Watchdog
@@ -78,10 +78,22 @@ def test_too_many_steps_that_are_not_finite_end_the_run(
     assert [json.loads(line)["skipped_in_a_row"] for line in lines] == [1, 1, 2, 3]
 
 
-@pytest.mark.parametrize("part", ["opt_state", "wire_state"])
+@pytest.mark.parametrize(
+    ("part", "check_every", "save_every"),
+    [("opt_state", 4, 50), ("wire_state", 50, 2)],
+    ids=["every so many steps", "before a save"],
+)
 def test_replicas_are_compared_now_and_then(
-    part: str, settings: jobs.Train, console: Console, monkeypatch: pytest.MonkeyPatch
+    part: str,
+    check_every: int,
+    save_every: int,
+    settings: jobs.Train,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    """And never saved unseen: a checkpoint holds one of them, which all would take up."""
+    saved = []
+
     def drift(session, state, step_fn):
         step = state.step + 1
         changed = _on_one_device(getattr(state, part)) if step == 3 else getattr(state, part)
@@ -89,14 +101,15 @@ def test_replicas_are_compared_now_and_then(
         return dataclasses.replace(state, step=step, **{part: changed}), numbers
 
     monkeypatch.setattr(_loop, "_one_step", drift)
-    monkeypatch.setattr(_loop, "save", lambda session, state: None)
-    settings = with_wire(settings, "zeropp4")
-    settings = dataclasses.replace(settings, faults=jobs.Faults(check_every=2))
+    monkeypatch.setattr(_loop, "save", lambda session, state: saved.append(state.step))
+    settings = with_run(with_wire(settings, "zeropp4"), save_every=save_every)
+    settings = dataclasses.replace(settings, faults=jobs.Faults(check_every=check_every))
     with (
         pytest.raises(ReplicasDiffer, match=rf"After step 4 .*`{part}\."),
         open_session(settings, console) as session,
     ):
         run_steps(session, begin(session), Watchdog())
+    assert saved == [step for step in range(1, 3) if step % save_every == 0]
 
 
 def _on_one_device(tree: Any) -> Any:

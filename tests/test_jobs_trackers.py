@@ -92,6 +92,21 @@ def test_tensorboard_shows_what_the_journal_says(tmp_path: Path):
     assert sorted(shown, key=lambda point: point[:2]) == sorted(said, key=lambda point: point[:2])
 
 
+def test_a_journal_that_cannot_be_written_or_read_says_where(tmp_path: Path):
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full")
+    with pytest.raises(OSError, match=r"No space left on device\. .*`resume`.*'/dev/full'"):
+        Journal(Path("/dev/full")).append("step", 1, loss=1.0)
+    journal = Journal(tmp_path / "metrics.jsonl")
+    journal.append("step", 1, loss=1.0)
+    with journal.path.open("a") as file:
+        file.write("\0\0\n")
+    with pytest.raises(
+        ValueError, match=r"Line 2 of '.*metrics.jsonl' is no JSON: .* move the file"
+    ):
+        journal.rows("step")
+
+
 def test_a_run_that_starts_again_shows_nothing_of_the_first(tmp_path: Path):
     journal = open_journal(make_settings(tmp_path))
     for loss in (1.0, 2.0):

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -187,6 +188,15 @@ def test_stopped_and_resumed_equals_uninterrupted(
     assert losses(directory) == losses(finished.directory)
     assert exported(directory) == exported(finished.directory)
     assert "starts anew" not in console.export_text()
+
+
+@pytest.mark.ci
+def test_a_run_whose_journal_is_lost_goes_on(finished: Finished, console: Console, tmp_path: Path):
+    shutil.copytree(finished.settings.run.runs, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    settings = with_run(finished.settings, runs=tmp_path, resume=True)
+    outcome = jobs.train(settings, console)
+    assert (outcome.before, outcome.after) == (finished.outcome.before, finished.outcome.after)
 
 
 def test_sigterm_saves_and_says_so(

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import re
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import _slow_hosts
 import jax
 import numpy as np
 import optax
 import pytest
 import tiny_checkpoint
 import tiny_job
-from _kills import COMMAND, Kill, random_kill, train
-from _processes import run
+from _kills import COMMAND, Kill, random_kill, train, workers
+from _processes import ended, line_from, run
+from _slow_hosts import ADDRESSES, Hosts
 from safetensors.numpy import load_file
-from train_by_processes import batches, init, loss_fn
+from train_by_processes import ROWS, STEPS, examples, init, loss_fn
 
 from jaxzero import distributed
 
+NO_HOSTS = _slow_hosts.missing()
+
 # Each step sums 16 rows and at most 24 products, in another order: n eps = 24 x 6e-8 of the terms.
-# Adam divides by the root of the mean square, which can double that, over four steps.
-TOLERANCE = 4 * 2 * 24 * 2**-24
+# Adam divides by the root of the mean square, which can double that, in each of the steps.
+TOLERANCE = STEPS * 2 * 24 * 2**-24
 
 
 # A dot product of 16 numbers is divided by the temperature, 0.05, over 60 steps. Weights are not
@@ -35,26 +42,49 @@ TOLERANCE = 4 * 2 * 24 * 2**-24
 JOB_TOLERANCE = 60 * 20 * 16 * 2**-24
 
 
-@pytest.mark.standard_promotion
-def test_two_processes_train_what_one_and_one_device_do(tmp_path: Path):
+@pytest.fixture(scope="module")
+def on_one_device() -> tuple[list[float], dict[str, np.ndarray]]:
+    """Losses of all steps, and the parameters after them."""
     params, tx = init(), optax.adam(1e-2)
-    opt_state, losses = tx.init(params), []
-    for rows in batches():
-        loss, grads = jax.value_and_grad(loss_fn)(params, rows)
-        updates, opt_state = tx.update(grads, opt_state)
-        params = optax.apply_updates(params, updates)
-        losses.append(float(loss))
-    found = {}
-    for count in (1, 2):
-        out = tmp_path / f"{count}.npz"
-        for end in run("train_by_processes.py", count, 4, out):
-            assert end.status == 0, end.err
-        found[count] = dict(np.load(out))
-    for result in found.values():
-        np.testing.assert_allclose(result.pop("losses"), losses, rtol=TOLERANCE)
-        for name, x in result.items():
-            scale = np.abs(params[name]).max()
-            np.testing.assert_allclose(x, params[name], atol=TOLERANCE * scale, rtol=0)
+    order = iter(examples())
+    with jax.numpy_dtype_promotion("standard"):
+        opt_state, losses = tx.init(params), []
+        for _ in range(STEPS):
+            rows = np.stack(list(itertools.islice(order, ROWS)))
+            loss, grads = jax.value_and_grad(loss_fn)(params, rows)
+            updates, opt_state = tx.update(grads, opt_state)
+            params = optax.apply_updates(params, updates)
+            losses.append(float(loss))
+    return losses, jax.tree.map(np.asarray, params)
+
+
+def _train_by_processes(directory: Path, count: int, devices: int, last: int) -> list[float]:
+    """Train from the last checkpoint there to step `last`; the losses on the way."""
+    for end in run("train_by_processes.py", count, devices, directory, last):
+        assert end.status == 0, end.err
+    return np.load(directory / f"{last}.npz")["losses"].tolist()
+
+
+def _assert_same(directory: Path, losses: list[float], expected) -> None:
+    np.testing.assert_allclose(losses, expected[0], rtol=TOLERANCE)
+    found = np.load(directory / f"{STEPS}.npz")
+    for name, x in expected[1].items():
+        scale = np.abs(x).max()
+        np.testing.assert_allclose(found[name], x, atol=TOLERANCE * scale, rtol=0)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_processes_train_what_one_device_does(count: int, on_one_device, tmp_path: Path):
+    _assert_same(tmp_path, _train_by_processes(tmp_path, count, 4, STEPS), on_one_device)
+
+
+@pytest.mark.ci
+def test_two_hosts_then_one_then_two_train_what_one_device_does(on_one_device, tmp_path: Path):
+    """Every example once, in order: another would change the loss of its step, by a tenth or so."""
+    losses = []
+    for last, (count, devices) in zip((2, 4, STEPS), [(2, 4), (1, 2), (2, 4)], strict=True):
+        losses += _train_by_processes(tmp_path, count, devices, last)
+    _assert_same(tmp_path, losses, on_one_device)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -82,7 +112,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
 )
 def test_nothing_is_lost_by_a_kill(kill: Kill, uninterrupted: str, tmp_path: Path):
     after = train(tmp_path / "run", kill)
-    assert after.digest == uninterrupted
+    assert after.digest == uninterrupted and after.status == 0
     assert after.nothing_lost and after.saved > 0
     assert after.was_saving or not kill.during_save
 
@@ -92,8 +122,33 @@ def test_nothing_is_lost_by_a_kill_at_a_random_moment(uninterrupted: str, tmp_pa
     seed = random.SystemRandom().randrange(10**6)
     kill = random_kill(seed, during_save=bool(seed % 2))
     after = train(tmp_path / "run", kill)
-    assert after.digest == uninterrupted, kill
+    assert after.digest == uninterrupted and after.status == 0, kill
     assert after.nothing_lost, (kill, after)
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(NO_HOSTS is not None, reason=f"two hosts: {NO_HOSTS}")
+def test_a_network_that_is_gone_ends_both(tmp_path: Path):
+    script = Path(__file__).with_name("distributed_run.py")
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    with Hosts() as hosts:
+        processes = [
+            hosts.start(
+                number,
+                [sys.executable, str(script), f"{ADDRESSES[0]}:7077", str(number), "2", "train"],
+                env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for number in range(2)
+        ]
+        for process in processes:
+            line_from(process, "training")
+        hosts.cut()
+        for end in ended(processes, seconds=60):
+            assert end.status in (distributed.PEER_LOST, 128 + signal.SIGABRT, -signal.SIGABRT)
+            assert re.search("process [01]|task", end.err)
 
 
 @pytest.mark.ci
@@ -107,7 +162,7 @@ def test_a_host_that_is_lost_is_left_out(uninterrupted: str, tmp_path: Path):
 def _job(folder: Path, *options: str, steps: str = "60", launch: tuple[str, ...] = ()) -> list[str]:
     job = ["train", "--checkpoint", str(folder / "tiny"), "--data", str(folder / "data")]
     job += ["--pairs", "8", "--steps", steps, "--save-every", "2", "--max-tokens", "8"]
-    job += ["--wire", "float32", "--runs", str(folder / "runs"), *options]
+    job += ["--runs", str(folder / "runs"), *options]
     return [*COMMAND, "launch", *launch, "--", *COMMAND, *job] if launch else [*COMMAND, *job]
 
 
@@ -118,24 +173,14 @@ def test_the_job_on_two_hosts_stops_goes_on_and_equals_one(tmp_path: Path):
     tiny_job.write_data(tmp_path / "data")
     two = ("--nodes", "2", "--devices-per-proc", "2", "--grace", "60")
     alone = {**os.environ, "JAX_NUM_CPU_DEVICES": "4"}
-    subprocess.run(_job(tmp_path, "--name", "one"), check=True, env=alone, capture_output=True)
+    exact = ("--wire", "float32", "--name")
+    subprocess.run(_job(tmp_path, *exact, "one"), check=True, env=alone, capture_output=True)
 
-    command = _job(tmp_path, "--name", "two", "--resume-or-start", launch=two)
-    journal = tmp_path / "runs" / "two" / "metrics.jsonl"
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        deadline = time.monotonic() + 300
-        while not (journal.is_file() and '"step": 2' in journal.read_text()):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=300)
-    finally:
-        process.kill()  # what it launched ends with it
-        process.wait()
-    output = (tmp_path / "log").read_text()
-    assert process.returncode == distributed.STOPPED, output
+    command = _job(tmp_path, *exact, "two", "--resume-or-start", launch=two)
+    status, output = _disturbed(
+        command, tmp_path / "runs" / "two", 2, lambda launcher: os.kill(launcher, signal.SIGTERM)
+    )
+    assert status == distributed.STOPPED, output
     assert re.search(r"\[0\] Interrupted; saved after step \d", output)
 
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -146,6 +191,55 @@ def test_the_job_on_two_hosts_stops_goes_on_and_equals_one(tmp_path: Path):
     exports = [tmp_path / "runs" / name / "export" / "model.safetensors" for name in ("one", "two")]
     one, both = map(load_file, exports)
     assert one.keys() == both.keys()
+
+
+@pytest.mark.ci
+def test_the_job_loses_nothing_by_a_kill(tmp_path: Path):
+    """With a wire state, which is saved beside, and a journal, which is cut at the checkpoint."""
+    tiny_job.write_checkpoint(tmp_path / "tiny")
+    (tmp_path / "data").mkdir()
+    tiny_job.write_data(tmp_path / "data")
+    two = ("--nodes", "2", "--devices-per-proc", "2", "--grace", "5", "--restart", "1")
+
+    def command(name: str) -> list[str]:
+        options = ("--name", name, "--resume-or-start", "--wire", "zeropp4")
+        return _job(tmp_path, *options, steps="12", launch=two)
+
+    def kill(launcher: int) -> None:
+        os.kill(workers(launcher)[1], signal.SIGKILL)
+
+    whole = subprocess.run(command("whole"), capture_output=True, text=True, timeout=300)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    status, output = _disturbed(command("killed"), tmp_path / "runs" / "killed", 7, kill)
+    assert status == 0, output
+    assert "starting again" in output and re.search(r"\[0\] Resumed after step \d", output)
+    one, other = (tmp_path / "runs" / name for name in ("whole", "killed"))
+    assert _losses(one) == _losses(other) and len(_losses(one)) == 12
+    for name, x in load_file(one / "export" / "model.safetensors").items():
+        np.testing.assert_array_equal(
+            load_file(other / "export" / "model.safetensors")[name], x, err_msg=name
+        )
+
+
+def _disturbed(
+    command: list[str], directory: Path, step: int, act: Callable[[int], None]
+) -> tuple[int, str]:
+    """Run a launcher, `act` on it once the job has made a step; its status, and what was said."""
+    journal, log = directory / "metrics.jsonl", directory.parent / f"{directory.name}.log"
+    log.parent.mkdir(exist_ok=True)
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+    try:
+        deadline = time.monotonic() + 300
+        while not (journal.is_file() and f'"step": {step}' in journal.read_text()):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        act(process.pid)
+        process.wait(timeout=300)
+    finally:
+        process.kill()  # what it launched ends with it
+        process.wait()
+    return process.returncode, log.read_text()
 
 
 def _losses(directory: Path) -> list[float]:

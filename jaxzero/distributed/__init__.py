@@ -4,13 +4,14 @@ from jaxzero import distributed
 
 distributed.initialize()  # does nothing where there is one process
 distributed.check_same(settings=settings)
-with distributed.Watchdog() as watchdog, distributed.StopRequest() as stop:
-    for step in range(first, last):
-        ...
-        watchdog.beat(step)
-        if stop.reached():
-            checkpoints.save(step, state)
-            raise SystemExit(distributed.STOPPED)
+with distributed.StopRequest() as stop, jz.Checkpoints(directory, zero) as checkpoints:
+    with distributed.Watchdog() as watchdog:
+        for step in range(first, last):
+            ...
+            watchdog.beat(step)
+            if stop.reached():
+                checkpoints.save(step, state)
+                raise SystemExit(distributed.STOPPED)  # once the checkpoint is written
 """
 
 from .._exit_codes import DIVERGED as DIVERGED
@@ -25,3 +26,4 @@ from ._watchdog import AgreedEnd as AgreedEnd
 from ._watchdog import Watchdog as Watchdog
 from ._watchdog import causes as causes
 from ._watchdog import leave as leave
+from ._watchdog import time_limit as time_limit

@@ -38,8 +38,9 @@ class ReplicasDiffer(AgreedEnd, RuntimeError):
 def check_replicas(tree: Any, *, step: int, seconds: float = 60.0) -> None:
     """Compare what several devices hold in common, and the step, over all processes.
 
-    Call it every few hundred steps on what training carries on: parameters, optimizer state, keys.
-    All processes call it together.
+    Call it on what training carries on: parameters, optimizer state, keys. Do so before every save:
+    a checkpoint keeps one of the replicas, and whoever goes on from it has that everywhere, so that
+    what differed would never be noticed. All processes call it together.
 
     Args:
         tree: of `jax.Array`s laid out by `NamedSharding` over one mesh; other leaves must be the
@@ -55,24 +56,28 @@ def check_replicas(tree: Any, *, step: int, seconds: float = 60.0) -> None:
     leaves = {
         path_name(path): _plain(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
+    # First, for processes at different steps must not meet in the collective that comes then.
+    own = {name: _host_hash(x) for name, x in leaves.items() if not _is_laid_out(x)}
+    if message := _verdict_of_hosts(_tell({"step": step, "own": own}, seconds)):
+        raise ReplicasDiffer(message)
     shared = {name: x for name, x in leaves.items() if _copies(x)}
     hashes = _hashes(shared) if shared else {}
     differing = {name for of in hashes.values() for name, (_, same) in of.items() if not same}
     told = {
-        "step": step,
-        "own": {name: _host_hash(x) for name, x in leaves.items() if not _is_laid_out(x)},
-        "hashes": {
-            device: {name: of[name][0] for name in sorted(differing)}
-            for device, of in hashes.items()
-            if differing
-        },
+        device: {name: of[name][0] for name in sorted(differing)}
+        for device, of in hashes.items()
+        if differing
     }
-    texts = exchange("check_replicas", json.dumps(told), seconds)
-    if message := _verdict([json.loads(text) for text in texts], leaves, step):
+    if message := _verdict_of_devices(_tell(told, seconds), leaves, step):
         raise ReplicasDiffer(message)
 
 
-def _verdict(told: list[dict[str, Any]], leaves: dict[str, Any], step: int) -> str:
+def _tell(what: dict[Any, Any], seconds: float) -> list[dict[str, Any]]:
+    """What each process says, by its number."""
+    return [json.loads(text) for text in exchange("check_replicas", json.dumps(what), seconds)]
+
+
+def _verdict_of_hosts(told: list[dict[str, Any]]) -> str:
     for index, other in enumerate(told):
         if other["step"] != told[0]["step"]:
             return (
@@ -82,10 +87,15 @@ def _verdict(told: list[dict[str, Any]], leaves: dict[str, Any], step: int) -> s
         for name, value in other["own"].items():
             if value != told[0]["own"].get(name):
                 return (
-                    f"After step {step} the leaf `{name}` of {describe_process(index)} differs "
-                    f"from that of {describe_process(0)}. Compute it from what all processes share."
+                    f"After step {other['step']} the leaf `{name}` of {describe_process(index)} "
+                    f"differs from that of {describe_process(0)}. Compute it from what all "
+                    "processes share."
                 )
-    hashes = {int(device): of for other in told for device, of in other["hashes"].items()}
+    return ""
+
+
+def _verdict_of_devices(told: list[dict[str, Any]], leaves: dict[str, Any], step: int) -> str:
+    hashes = {int(device): of for other in told for device, of in other.items()}
     differing = sorted({name for of in hashes.values() for name in of})
     if not differing:
         return ""
@@ -94,7 +104,7 @@ def _verdict(told: list[dict[str, Any]], leaves: dict[str, Any], step: int) -> s
         f"After step {step} {len(differing)} of {len(leaves)} leaves differ between devices that "
         f"should hold the same. The first is `{name}`: {_minority(name, leaves[name], hashes)}. "
         "Something was computed outside of the step, or a device is faulty. Go on from the last "
-        "checkpoint."
+        "checkpoint before which they were compared."
     )
 
 

@@ -10,9 +10,8 @@ import threading
 from types import FrameType
 from typing import Any
 
+import jax
 from jax.experimental import multihost_utils
-
-from .._coordination import process_count
 
 _calls = itertools.count(1)  # of this process, over all stop requests: JAX's service has one count
 
@@ -25,7 +24,9 @@ class StopRequest:
     preemption service finds a step that none has passed yet. Ctrl-C is taken for the same request.
     Pressed a second time, it acts as usual (KeyboardInterrupt), for someone who cannot wait.
 
-    Outside the main thread, where Python delivers no signals, a single process is never asked.
+    JAX's service listens from `distributed.initialize` on, also where that finds one process alone.
+    Without it a process is asked inside the `with` block only, and outside the main thread, where
+    Python delivers no signals, never.
 
     with StopRequest() as stop:
         for step in range(first, last):
@@ -44,7 +45,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             self._listen(signal.SIGINT, self._note_interrupt)
-            if process_count() == 1:  # else JAX's preemption service listens
+            if not jax.distributed.is_initialized():  # else JAX's preemption service listens
                 self._listen(signal.SIGTERM, self._note)
         return self
 
@@ -55,7 +56,7 @@ class StopRequest:
 
     def reached(self) -> bool:
         """Whether to stop after this step. All processes call it after every step."""
-        if process_count() == 1:
+        if not jax.distributed.is_initialized():
             return self._asked
         # A count from 1, not the step: asked before the first call, JAX says that 1 is the last.
         return multihost_utils.reached_preemption_sync_point(next(_calls))
@@ -70,6 +71,6 @@ class StopRequest:
     def _note_interrupt(self, number: int, frame: FrameType | None) -> None:
         self.interrupted = self._asked = True
         signal.signal(signal.SIGINT, self._usual[signal.SIGINT])
-        if process_count() > 1:
+        if jax.distributed.is_initialized():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(os.getpid(), signal.SIGTERM)  # which tells the other processes
+                os.kill(os.getpid(), signal.SIGTERM)  # for JAX's service, which tells all

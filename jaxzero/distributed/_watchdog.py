@@ -23,11 +23,12 @@ from collections.abc import Iterator
 import jax
 
 from .._coordination import describe_process, process_count, process_index, publish, published
-from .._exit_codes import INTERRUPTED, PEER_LOST
+from .._exit_codes import DIVERGED, INTERRUPTED, PEER_LOST, STOPPED
 
 _NAME = "watchdog"
 _TICKS = 4  # how often we speak and look, in `heartbeat_seconds`
 _DONE = "done"
+_AGREED = (None, 0, STOPPED, DIVERGED)  # what `SystemExit` says where all processes raise it
 
 
 class AgreedEnd(Exception):
@@ -45,8 +46,8 @@ class Watchdog:
     An exception that leaves the `with` block ends a process that is one of several at once: an
     ordinary exit would first wait for the others, who wait for this one. The status is 1, or
     `PEER_LOST` for a TimeoutError; JAX's runtime errors, other than a full device, wait twice
-    `heartbeat_seconds`, whether it was another process that failed. `SystemExit` and `AgreedEnd`
-    pass: all raise them together.
+    `heartbeat_seconds`, whether it was another process that failed. What all raise together passes:
+    `AgreedEnd`, and `SystemExit` with 0, `STOPPED` or `DIVERGED`.
 
     Args:
         step_seconds: the longest time from one step to the next, compiling and saving included.
@@ -81,8 +82,7 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _) -> None:
-        agreed = error is None or isinstance(error, AgreedEnd | SystemExit)
-        if process_count() > 1 and not agreed:
+        if process_count() > 1 and not _is_agreed(error):
             traceback.print_exception(error)
             if any(_may_be_of_a_peer(e) for e in causes(error)):
                 time.sleep(2 * self._heartbeat_seconds)  # the thread says who is lost, if any is
@@ -98,9 +98,10 @@ class Watchdog:
         self._stepped = time.monotonic()
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Allow what is inside to take any time: an evaluation, a download."""
-        allowed, self._step_seconds = self._step_seconds, float("inf")
+    def waiting(self, seconds: float) -> Iterator[None]:
+        """Allow what is inside so much time in place of a step's: an evaluation, a download."""
+        allowed, self._step_seconds = self._step_seconds, seconds
+        self._stepped = time.monotonic()
         try:
             yield
         finally:
@@ -192,6 +193,32 @@ class _Peers:
         return f" The others: {'; '.join(others)}." if others else ""
 
 
+@contextlib.contextmanager
+def time_limit(what: str, seconds: float) -> Iterator[None]:
+    """End this process, with `PEER_LOST`, if what is inside takes longer.
+
+    For what comes before and after training, such as restoring and exporting, where no `Watchdog`
+    runs: a process that waits there for one that hangs has no other end.
+
+    Args:
+        what: is inside, as the message says it.
+        seconds: that it may take.
+    """
+
+    def end() -> None:
+        faulthandler.dump_traceback(all_threads=True)
+        message = f"{what} took more than {seconds:g} s; above is where this process stands."
+        _leave(message, PEER_LOST)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """An error, and what it was raised from: a save that failed may have lost a process."""
     while error is not None:
@@ -205,9 +232,17 @@ def _may_be_of_a_peer(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and not is_full
 
 
+def _is_agreed(error: BaseException | None) -> bool:
+    if isinstance(error, SystemExit):
+        return error.code in _AGREED
+    return error is None or isinstance(error, AgreedEnd)
+
+
 def _status_of(error: BaseException | None) -> int:
     if any(isinstance(e, TimeoutError) for e in causes(error)):
         return PEER_LOST
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 

@@ -30,11 +30,19 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, kind: str, step: int, **values: float | int) -> None:
-        """Add a row. It is on disk in full, or not at all, when the process dies."""
+        """Add a row. It is on disk in full, or not at all, when the process dies.
+
+        Raises:
+            OSError: it cannot be written; says where.
+        """
         if not self._writes:
             return
-        with self.path.open("a") as file:
-            file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        except OSError as error:
+            reason = f"{error.strerror}. Remove the cause, and `resume` from the last checkpoint"
+            raise OSError(error.errno, reason, str(self.path)) from error
         for tracker in self._trackers:
             tracker.log(step, values)
 
@@ -75,5 +83,14 @@ class Journal:
     def _read(self) -> list[Row]:
         if not self.path.is_file():
             return []
-        lines = self.path.read_text().split("\n")
-        return [json.loads(line) for line in lines[:-1]]  # a last one without its end is half
+        lines = self.path.read_text().split("\n")[:-1]  # a last one without its end is half
+        return [self._parsed(number, line) for number, line in enumerate(lines, start=1)]
+
+    def _parsed(self, number: int, line: str) -> Row:
+        try:
+            return json.loads(line)
+        except ValueError:
+            raise ValueError(
+                f"Line {number} of {str(self.path)!r} is no JSON: {line[:60]!r}. Remove it, or "
+                "move the file away to go on without the numbers that it holds."
+            ) from None

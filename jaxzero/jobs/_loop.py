@@ -26,6 +26,7 @@ def run_steps(session: Session, state: State, watchdog: Watchdog) -> State:
         ReplicasDiffer: devices hold different bits that should be the same.
     """
     optimization, run = session.settings.optimization, session.settings.run
+    check_every = session.settings.faults.check_every
     step_fn = make_step(session.setup, session.loss)
     bar = progress_bar(session.console, completed=state.step, total=optimization.steps)
     profiled = run.profiled_steps if jax.process_index() == 0 else range(0)
@@ -38,13 +39,15 @@ def run_steps(session: Session, state: State, watchdog: Watchdog) -> State:
                 watchdog.beat(state.step)
                 session.journal.append("step", state.step, **_finite(numbers))
                 advance(numbers)
-                _check(session, state, numbers)
+                _check_finite(session, state, numbers)
                 if state.step % run.save_every == 0:
-                    save(session, state)
+                    _save_compared(session, state)
                     saved = state.step
+                elif check_every and state.step % check_every == 0:
+                    _compare(session, state)
                 is_asked = stop.reached()
         if saved != state.step:
-            save(session, state)
+            _save_compared(session, state)
         session.checkpoints.close()  # written, before a second signal may end this process
         if is_asked and state.step < optimization.steps:
             raise Interrupted(run.name, state.step, by_ctrl_c=stop.interrupted)
@@ -73,26 +76,36 @@ def _finite(numbers: Numbers) -> Numbers:
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
-def _check(session: Session, state: State, numbers: Numbers) -> None:
+def _save_compared(session: Session, state: State) -> None:
+    """A checkpoint keeps one of the replicas: saved, a difference would never be noticed."""
+    if session.settings.faults.check_every:
+        _compare(session, state)
+    save(session, state)
+
+
+def _compare(session: Session, state: State) -> None:
+    held = {name: getattr(state, name) for name in ("params", "opt_state", "wire_state")}
+    check_replicas(held, step=state.step)
+
+
+def _check_finite(session: Session, state: State, numbers: Numbers) -> None:
     """Whether it makes sense to go on."""
-    faults = session.settings.faults
-    if numbers["skipped_in_a_row"] >= faults.max_skipped:
+    if numbers["skipped_in_a_row"] >= session.settings.faults.max_skipped:
         raise Diverged(
             f"{numbers['skipped_in_a_row']:.0f} steps in a row had a loss or gradients that are "
             f"not finite, the last was step {state.step} (loss {numbers['loss']}). "
             f"{_last_good(session)}"
         )
-    if faults.check_every and state.step % faults.check_every == 0:
-        held = {name: getattr(state, name) for name in ("params", "opt_state", "wire_state")}
-        check_replicas(held, step=state.step)
 
 
 def _last_good(session: Session) -> str:
     session.checkpoints.close()  # one that is being written counts
     step = session.checkpoints.latest_step()
+    remedy = "Start a new run with a lower `learning_rate`, or look at the data."
     if step is None:
-        return "There is no checkpoint yet. Start with a lower learning rate, or look at the data."
+        return f"There is no checkpoint yet. {remedy}"
+    where = str(session.checkpoints.directory)
     return (
-        f"The last good checkpoint is that of step {step}, in "
-        f"{str(session.checkpoints.directory)!r}."
+        f"The last good checkpoint is that of step {step}, in {where!r}; `resume` goes on from it, "
+        f"which helps if a device or a file was to blame. {remedy}"
     )

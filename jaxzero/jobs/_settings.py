@@ -188,16 +188,20 @@ class Faults:
     ends, with exit status 77."""
 
     check_every: int = 100
-    """Steps between comparisons of what several devices should hold the same. 0: never."""
+    """Steps between comparisons of what several devices should hold the same; it is also compared
+    before every checkpoint. 0: never."""
 
     step_seconds: float = 1800.0
     """A step that takes longer, compiling included, ends the process with exit status 76."""
+
+    phase_seconds: float = 3600.0
+    """So does loading, restoring, an evaluation or the export that takes longer than this."""
 
     heartbeat_seconds: float = 30.0
     """A process that is silent for so long ends the others with exit status 76."""
 
     def __post_init__(self):
-        _positive(self, "max_skipped", "step_seconds", "heartbeat_seconds")
+        _positive(self, "max_skipped", "step_seconds", "phase_seconds", "heartbeat_seconds")
         if self.check_every < 0:
             raise ValueError(f"`check_every` cannot be negative; got {self.check_every}.")
 

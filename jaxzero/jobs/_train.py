@@ -4,14 +4,16 @@ Load the checkpoint shard by shard, measure retrieval on held-out modules, train
 export, and check the export against PyTorch.
 """
 
+import contextlib
 import dataclasses
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from .._coordination import barrier, of_first, process_index
-from ..distributed import Watchdog, check_same, initialize
+from ..distributed import Watchdog, check_same, initialize, time_limit
 from ._export import export_and_compare
 from ._journal import Journal
 from ._loop import run_steps
@@ -26,7 +28,6 @@ from ._settings import Train
 from ._step import make_sharded_embed
 
 _MEETING_SECONDS = 60.0
-_EXPORT_SECONDS = 3600.0
 _EVALUATED_PAIRS = 16  # per device and forward pass: a pass gathers every weight, so not too few
 
 
@@ -63,7 +64,9 @@ def train(settings: Train, console: Console) -> Outcome:
         console = Console(quiet=True)
     settings = _agreed(settings)
     directory = settings.run.directory
-    with open_session(settings, console) as session:
+    with contextlib.ExitStack() as stack:
+        with time_limit("loading", settings.faults.phase_seconds):
+            session = stack.enter_context(open_session(settings, console))
         before, state, after = _evaluated_training(session)
         entered = _note_node_bytes(session) if state.step else None
     difference = _export(session, state)
@@ -100,15 +103,19 @@ def _export(session: Session, state: State) -> float | None:
     if process_index() == 0:
         rows = session.journal.rows("step")
         plot_run(rows, directory / "loss.png", title=f"{session.settings.run.name}")
-    difference = export_and_compare(session.setup, state.params, held_out, directory / "export")
-    barrier("the export", _EXPORT_SECONDS)
+    limit = session.settings.faults.phase_seconds
+    with time_limit("the export", limit):
+        params, export = state.params, directory / "export"
+        difference = export_and_compare(session.setup, params, held_out, export)
+        barrier("the export", limit)
     return difference
 
 
 def _evaluated_training(session: Session) -> tuple[Retrieval, State, Retrieval]:
     evaluate, run, faults = _Evaluation(session), session.settings.run, session.settings.faults
     if run.resume or (run.resume_or_start and latest_step(session) is not None):
-        state = restore(session)
+        with time_limit("restoring", faults.phase_seconds):
+            state = restore(session)
         session.console.print(f"Resumed after step {state.step}", highlight=False)
         before = _noted(session.journal)
     else:
@@ -120,11 +127,11 @@ def _evaluated_training(session: Session) -> tuple[Retrieval, State, Retrieval]:
         step_seconds=faults.step_seconds, heartbeat_seconds=faults.heartbeat_seconds
     )
     with watchdog:
-        with watchdog.waiting():
-            before = before or evaluate("Before training", state)
+        with watchdog.waiting(faults.phase_seconds):
+            before = before or evaluate("Before training", session.setup.params, 0)
         state = run_steps(session, state, watchdog)
-        with watchdog.waiting():
-            return before, state, evaluate("After training", state)
+        with watchdog.waiting(faults.phase_seconds):
+            return before, state, evaluate("After training", state.params, state.step)
 
 
 def _note_node_bytes(session: Session) -> NodeBytes | None:
@@ -135,10 +142,11 @@ def _note_node_bytes(session: Session) -> NodeBytes | None:
     return entered
 
 
-def _noted(journal: Journal) -> Retrieval:
-    row = journal.rows("evaluation")[0]
+def _noted(journal: Journal) -> Retrieval | None:
+    """What was measured before training; None: the journal is lost."""
+    rows = journal.rows("evaluation")
     names = [field.name for field in dataclasses.fields(Retrieval)]
-    return Retrieval(**{name: row[name] for name in names})
+    return Retrieval(**{name: rows[0][name] for name in names}) if rows else None
 
 
 class _Evaluation:
@@ -148,16 +156,16 @@ class _Evaluation:
         self._session = session
         self._embed = make_sharded_embed(session.setup)
 
-    def __call__(self, label: str, state: State) -> Retrieval:
+    def __call__(self, label: str, params: Any, step: int) -> Retrieval:
         session = self._session
         with session.console.status(f"{label}: embedding held-out pairs"):
             embeddings = embed_in_batches(
-                lambda tokens: self._embed(state.params, tokens),
+                lambda tokens: self._embed(params, tokens),
                 session.examples.held_out,
                 _EVALUATED_PAIRS * session.setup.num_devices,
             )
         scores = retrieval_scores(embeddings)
-        session.journal.append("evaluation", state.step, **dataclasses.asdict(scores))
+        session.journal.append("evaluation", step, **dataclasses.asdict(scores))
         session.console.print(
             f"{label}: MRR@10 {scores.mrr_at_10:.3f}, recall@1 {scores.recall_at_1:.3f}",
             highlight=False,
