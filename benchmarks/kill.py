@@ -30,7 +30,8 @@ def main(kills: int = 20) -> None:
         kills: how many.
     """
     settings = {"steps": STEPS, "save_every": SAVE_EVERY, "hosts": HOSTS}
-    done = {row["results"]["kill"]["seed"] for row in _current(settings)}
+    rows = [row for row in read_rows("kill", settings) if is_current(row, *_CODE)]
+    done = {row["results"]["kill"]["seed"] for row in rows}
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         expected = train(run, None).digest
@@ -51,12 +52,8 @@ def main(kills: int = 20) -> None:
                 "was_saving": after.was_saving,
                 "seconds_to_next_step": after.seconds and round(after.seconds, 2),
             }
-            append_row("kill", results)
-    _summarise([row["results"] for row in _current(settings)])
-
-
-def _current(settings: dict[str, int]) -> list[dict]:
-    return [row for row in read_rows("kill", settings) if is_current(row, *_CODE)]
+            rows.append(append_row("kill", results))
+    _summarise([row["results"] for row in rows])
 
 
 def _summarise(results: list[dict]) -> None:

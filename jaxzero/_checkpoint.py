@@ -22,7 +22,7 @@ from etils import epath
 from ._checkpoint_agreement import new_name, tell_all
 from ._checkpoint_choice import NoCheckpoint, choose
 from ._checkpoint_description import describe
-from ._checkpoint_files import list_steps
+from ._checkpoint_files import is_folder, list_steps
 from ._checkpoint_integrity import DamagedCheckpoint
 from ._checkpoint_layout import (
     Named,
@@ -192,7 +192,7 @@ class Checkpoints:
             state = self._read(folder, named)
             extra = json.loads((folder / EXTRA / "metadata").read_text())
         except Exception as raised:
-            error = raised if os.path.lexists(folder) else _deleted(folder, raised)
+            error = _deleted(folder, raised) if _is_gone(folder) else raised
         tell_all(f"{new_name()}-read", self._seconds, error=error)
         return state, extra
 
@@ -207,6 +207,13 @@ class Checkpoints:
             filled = {name: entry for name, entry in named.items() if not entry.is_empty}
             targets = {name: target(entry, self._zero) for name, entry in filled.items()}
             return handler.restore(path, args=ocp.args.StandardRestore(targets))
+
+
+def _is_gone(folder: Path) -> bool:
+    try:
+        return not is_folder(folder)
+    except OSError:  # which may be why it could not be read, and proves nothing
+        return False
 
 
 def _deleted(folder: Path, error: Exception) -> FileNotFoundError:

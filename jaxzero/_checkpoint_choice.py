@@ -38,7 +38,7 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
         RuntimeError: another cannot, or does not see the directory that the others see.
     """
     name = new_name()
-    damaged, fixed, tried = [], [], set()
+    damaged, in_place, tried = [], [], set()
     while True:
         # Anew each time: the run that saves here may have deleted them all, and saved others.
         steps, aside = list_together(f"{name}-steps", directory, seconds)
@@ -57,7 +57,7 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
         name_now = moved and moved.name
         renamed = tell_all(f"{name}-{step}-aside", seconds, renamed=name_now)[0]["renamed"]
         if renamed is None:
-            fixed.append(folder.name)
+            in_place.append(folder.name)
         damaged.append(_say_damage(folder, problem, renamed))
         if wanted is not None:
             others = [other for other in steps if other != step]
@@ -65,9 +65,10 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
                 f"{damaged[0]} Leave out `step` for the newest that is whole; there are those of "
                 f"steps {others}."
             )
-        warnings.warn(f"{damaged[-1]} The one before it is tried.", DamagedCheckpoint, stacklevel=3)
-    if (aside or fixed) and wanted is None:
-        raise ValueError("\n".join([say_all_damaged(directory, aside + fixed), *damaged]))
+        text = f"{damaged[-1]} The newest of the others is tried."
+        warnings.warn(text, DamagedCheckpoint, stacklevel=3)
+    if (aside or in_place) and wanted is None:
+        raise ValueError("\n".join([say_all_damaged(directory, aside + in_place), *damaged]))
     raise NoCheckpoint(_say_missing(directory, wanted, steps))
 
 
@@ -103,7 +104,7 @@ def _verify(name: str, folder: Path, seconds: float) -> tuple[bool, str | None]:
         error = raised
     reports = tell_all(name, seconds, error=error, is_there=is_there, problem=problem)
     blind = [number for number, report in enumerate(reports) if not report["is_there"]]
-    if 0 in blind:
+    if blind and not _is_still_there(f"{name}-again", folder, seconds):
         return False, None
     if blind:
         raise RuntimeError(
@@ -119,6 +120,16 @@ def _verify(name: str, folder: Path, seconds: float) -> tuple[bool, str | None]:
         )
     problems = [report["problem"] for report in reports if report["problem"] is not None]
     return True, "; ".join(dict.fromkeys(problems)) or None
+
+
+def _is_still_there(name: str, folder: Path, seconds: float) -> bool:
+    """Whether the first process sees it now: it may be deleted since it looked. Collective."""
+    error, is_there = None, False
+    try:
+        is_there = jax.process_index() == 0 and is_folder(folder)
+    except OSError as raised:
+        error = raised
+    return tell_all(name, seconds, error=error, is_there=is_there)[0]["is_there"]
 
 
 def _say_damage(folder: Path, problem: str, renamed: str | None) -> str:

@@ -67,10 +67,20 @@ def publish(folder: Path, step: int) -> None:
 
 
 def keep_newest(directory: Path, count: int, saved: int) -> None:
-    """Delete all checkpoints but `count`: that of step `saved`, and the newest besides."""
+    """Delete all checkpoints but `count`: that of step `saved`, and the newest besides.
+
+    Raises:
+        OSError: some could not be deleted; the others are.
+    """
     others = [step for step in list_steps(directory) if step != saved]
+    errors = []
     for step in others[: max(len(others) - count + 1, 0)]:
-        _delete(directory, step)
+        try:
+            _delete(directory, step)
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def drop_after(directory: Path, step: int) -> None:

@@ -6,6 +6,7 @@
                   tell all that it is written       or what has gone wrong
                   join, record, rename              first process
                   tell all that it is done          or what has gone wrong
+                  remove those that are too old     first process
 
 Orbax writes and joins the arrays. The folder is ours, since Orbax' manager of checkpoints meets in
 collectives of devices, which wait forever for a process that is lost, and knows no digests.
@@ -54,7 +55,7 @@ class Saver:
     def __init__(self, directory: Path, *, keep: int, seconds: float):
         self._directory, self._keep, self._seconds = directory, keep, seconds
         self._step, self._name = 0, ""
-        self._pending: concurrent.futures.Future[None] | None = None
+        self._pending: concurrent.futures.Future[OSError | None] | None = None
 
     def wait(self) -> None:
         """Return when what was started is on disk.
@@ -68,9 +69,16 @@ class Saver:
         concurrent.futures.wait([pending])  # after Ctrl-C here, the next call still waits
         self._pending = None
         try:
-            pending.result()
+            unremoved = pending.result()
         except Exception as error:
             raise self._not_saved(error) from error
+        if unremoved is not None:
+            warnings.warn(
+                f"The checkpoint of step {self._step} is saved, but one older than the newest "
+                f"{self._keep} cannot be removed from {str(self._directory)!r} ({unremoved}). It "
+                "is tried again after the next save; remove it by hand, or the disk fills.",
+                stacklevel=3,
+            )
 
     def begin(self, step: int, own: Mapping[str, str]) -> Path | None:
         """Agree to save, in a folder that the first process has made. Collective.
@@ -115,7 +123,8 @@ class Saver:
         executor.shutdown(wait=False)  # its thread ends with the save
         copied.wait()
 
-    def _save(self, folder: Path, content: Content, copied: threading.Event) -> None:
+    def _save(self, folder: Path, content: Content, copied: threading.Event) -> OSError | None:
+        """All of it, in the background; what kept older checkpoints from being removed."""
         is_first, name = jax.process_index() == 0, self._name
         error, records = None, {}
         try:
@@ -135,6 +144,12 @@ class Saver:
         finally:
             if is_first:
                 shutil.rmtree(folder, ignore_errors=True)  # if it was not renamed
+        try:
+            if is_first:
+                keep_newest(self._directory, self._keep, self._step)
+        except OSError as unremoved:  # the new one is there: no reason to say that it is not
+            return unremoved
+        return None
 
     def _write(
         self, folder: Path, arrays: Mapping[str, Any], copied: threading.Event
@@ -165,15 +180,6 @@ class Saver:
         records |= record_files(folder, known=records)
         write_records(folder, content.description, records)
         publish(folder, self._step)
-        try:
-            keep_newest(self._directory, self._keep, self._step)
-        except OSError as error:  # the new one is there: this is no reason to say that it is not
-            warnings.warn(
-                f"The checkpoint of step {self._step} is saved, but one older than the newest "
-                f"{self._keep} cannot be removed from {str(self._directory)!r} ({error}). It is "
-                "tried again at the next save.",
-                stacklevel=2,
-            )
 
     def _not_saved(self, error: Exception) -> RuntimeError:
         try:

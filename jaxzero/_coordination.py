@@ -18,6 +18,7 @@ from jax._src import clusters, distributed, xla_bridge
 
 _PREFIX = "jaxzero"
 _HOST_SECONDS = 60.0
+_LONGEST = 1e6  # seconds, of a wait that was told to have no end
 
 _calls: collections.Counter[str] = collections.Counter()
 _hosts: list[str] | None = None
@@ -125,6 +126,11 @@ def detect_cluster(
     )
 
 
+def notices_sigterm() -> bool:
+    """Whether JAX's preemption service listens for SIGTERM, so that nobody else need."""
+    return distributed.global_state.preemption_sync_manager is not None
+
+
 def has_backend() -> bool:
     """Whether JAX has started, so that it is too late to become one of several processes."""
     return xla_bridge.backends_are_initialized()
@@ -142,7 +148,7 @@ def _read(client: Any, directory: str) -> dict[int, str]:
 
 def _wait(client: Any, barrier_id: str, directory: str, name: str, seconds: float) -> None:
     try:
-        client.wait_at_barrier(barrier_id, timeout_in_ms=int(seconds * 1000))
+        client.wait_at_barrier(barrier_id, timeout_in_ms=int(min(seconds, _LONGEST) * 1000))
     except jax.errors.JaxRuntimeError as error:
         gone = describe_process(0)
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is process 0 that is gone

@@ -176,6 +176,17 @@ def test_a_checkpoint_that_is_gone_when_it_is_read_is_not_taken_for_none(
         checkpoints.restore_or_none(_state(zero, 0))
 
 
+def test_what_cannot_be_looked_at_is_not_taken_for_deleted(directory, zero, monkeypatch):
+    def stale(*args):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with jz.Checkpoints(directory, zero) as checkpoints:
+        monkeypatch.setattr(checkpoints, "_read", stale)
+        monkeypatch.setattr(_checkpoint, "is_folder", stale)
+        with pytest.raises(OSError, match="Stale file handle"):
+            checkpoints.restore(_state(zero, 0))
+
+
 def test_a_reader_finds_what_was_saved_while_it_looked(directory, zero, monkeypatch):
     """The run that saves here is two checkpoints further, and has deleted those that were seen."""
 
@@ -192,18 +203,23 @@ def test_a_reader_finds_what_was_saved_while_it_looked(directory, zero, monkeypa
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_no_failed_save(directory, zero, monkeypatch):
-    def refuse(*args):
-        raise PermissionError("not yours")
+    """Nor are those behind it kept."""
 
-    with jz.Checkpoints(directory, zero) as checkpoints:
+    def rename(old, new):
+        if Path(old) == directory / "20":
+            raise PermissionError("not yours")
+        _rename(old, new)
+
+    _rename = os.rename
+    with jz.Checkpoints(directory, zero, keep=1) as checkpoints:
         with monkeypatch.context() as patch:
-            patch.setattr(_checkpoint_save, "keep_newest", refuse)
+            patch.setattr(os, "rename", rename)
+            checkpoints.save(60, _state(zero, 60))
             with pytest.warns(UserWarning, match="step 60 is saved, but one older .*not yours"):
-                checkpoints.save(60, _state(zero, 60))
                 checkpoints.close()
-        assert checkpoints.restore(_state(zero, 0)).step == 60
+        assert sorted(path.name for path in directory.iterdir()) == ["20", "60"]
         checkpoints.save(80, _state(zero, 80))
-    assert sorted(path.name for path in directory.iterdir()) == ["60", "80"]
+    assert sorted(path.name for path in directory.iterdir()) == ["80"]
 
 
 def test_a_directory_that_cannot_be_listed_fails_the_save_with_its_reason(

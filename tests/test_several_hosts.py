@@ -113,7 +113,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_nothing_is_lost_by_a_kill(kill: Kill, uninterrupted: str, tmp_path: Path):
     after = train(tmp_path / "run", kill)
     assert after.digest == uninterrupted and after.status == 0
-    assert after.nothing_lost and after.saved > 0
+    assert after.restarted and after.nothing_lost and after.saved > 0
     assert after.was_saving or not kill.during_save
 
 
@@ -123,7 +123,7 @@ def test_nothing_is_lost_by_a_kill_at_a_random_moment(uninterrupted: str, tmp_pa
     kill = random_kill(seed, during_save=bool(seed % 2))
     after = train(tmp_path / "run", kill)
     assert after.digest == uninterrupted and after.status == 0, kill
-    assert after.nothing_lost, (kill, after)
+    assert after.restarted and after.nothing_lost, (kill, after)
 
 
 @pytest.mark.ci
@@ -147,15 +147,17 @@ def test_a_network_that_is_gone_ends_both(tmp_path: Path):
             line_from(process, "training")
         hosts.cut()
         for end in ended(processes, seconds=60):
-            assert end.status in (distributed.PEER_LOST, 128 + signal.SIGABRT, -signal.SIGABRT)
-            assert re.search("process [01]|task", end.err)
+            if end.status == distributed.PEER_LOST:
+                assert "it died, hangs, or " in end.err
+            else:  # JAX may see it first
+                assert end.status == -signal.SIGABRT and "another task died" in end.err
 
 
 @pytest.mark.ci
 def test_a_host_that_is_lost_is_left_out(uninterrupted: str, tmp_path: Path):
     kill = Kill(host=1, after_step=9, during_save=False, moment=0.0)
     after = train(tmp_path / "run", kill, launch=["--min-nodes", "1"])
-    assert after.status == 0 and after.nothing_lost and after.saved > 0
+    assert after.status == 0 and after.restarted and after.nothing_lost and after.saved > 0
     assert after.digest != uninterrupted, "on two devices sums are made in another order"
 
 

@@ -1,5 +1,6 @@
 """Several processes: start them, agree, stop together, notice when one is lost.
 
+import jaxzero as jz
 from jaxzero import distributed
 
 distributed.initialize()  # does nothing where there is one process

@@ -35,7 +35,7 @@ class ReplicasDiffer(AgreedEnd, RuntimeError):
     """Devices that should hold the same bits do not. Raised on all processes."""
 
 
-def check_replicas(tree: Any, *, step: int, seconds: float = 60.0) -> None:
+def check_replicas(tree: Any, *, step: int, seconds: float = 300.0) -> None:
     """Compare what several devices hold in common, and the step, over all processes.
 
     Call it on what training carries on: parameters, optimizer state, keys. Do so before every save:
@@ -51,11 +51,12 @@ def check_replicas(tree: Any, *, step: int, seconds: float = 60.0) -> None:
     Raises:
         ReplicasDiffer: on all processes; it names the first leaf that differs and the devices in
             the minority.
-        TimeoutError: a process did not come.
+        TimeoutError: a process did not come: it is lost, or at another place of the program.
     """
     leaves = {
         path_name(path): _plain(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
+    jax.block_until_ready(tree)  # so that what devices still do is no part of `seconds`
     # First, for processes at different steps must not meet in the collective that comes then.
     own = {name: _host_hash(x) for name, x in leaves.items() if not _is_laid_out(x)}
     if message := _verdict_of_hosts(_tell({"step": step, "own": own}, seconds)):
@@ -73,7 +74,7 @@ def check_replicas(tree: Any, *, step: int, seconds: float = 60.0) -> None:
 
 
 def _tell(what: dict[Any, Any], seconds: float) -> list[dict[str, Any]]:
-    """What each process says, by its number."""
+    """Say something to all processes; what each says, by its number. Collective."""
     return [json.loads(text) for text in exchange("check_replicas", json.dumps(what), seconds)]
 
 

@@ -10,8 +10,9 @@ import threading
 from types import FrameType
 from typing import Any
 
-import jax
 from jax.experimental import multihost_utils
+
+from .._coordination import notices_sigterm, process_count
 
 _calls = itertools.count(1)  # of this process, over all stop requests: JAX's service has one count
 
@@ -45,7 +46,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             self._listen(signal.SIGINT, self._note_interrupt)
-            if not jax.distributed.is_initialized():  # else JAX's preemption service listens
+            if not notices_sigterm():
                 self._listen(signal.SIGTERM, self._note)
         return self
 
@@ -56,7 +57,7 @@ class StopRequest:
 
     def reached(self) -> bool:
         """Whether to stop after this step. All processes call it after every step."""
-        if not jax.distributed.is_initialized():
+        if process_count() == 1 and not notices_sigterm():
             return self._asked
         # A count from 1, not the step: asked before the first call, JAX says that 1 is the last.
         return multihost_utils.reached_preemption_sync_point(next(_calls))
@@ -71,6 +72,6 @@ class StopRequest:
     def _note_interrupt(self, number: int, frame: FrameType | None) -> None:
         self.interrupted = self._asked = True
         signal.signal(signal.SIGINT, self._usual[signal.SIGINT])
-        if jax.distributed.is_initialized():
+        if notices_sigterm():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(os.getpid(), signal.SIGTERM)  # for JAX's service, which tells all

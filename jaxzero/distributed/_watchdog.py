@@ -44,10 +44,10 @@ class Watchdog:
             watchdog.beat(step)
 
     An exception that leaves the `with` block ends a process that is one of several at once: an
-    ordinary exit would first wait for the others, who wait for this one. The status is 1, or
-    `PEER_LOST` for a TimeoutError; JAX's runtime errors, other than a full device, wait twice
-    `heartbeat_seconds`, whether it was another process that failed. What all raise together passes:
-    `AgreedEnd`, and `SystemExit` with 0, `STOPPED` or `DIVERGED`.
+    ordinary exit would first wait for the others, who wait for this one. The status is that of the
+    exit, or `PEER_LOST` for a TimeoutError. JAX's runtime errors, other than a full device, wait
+    twice `heartbeat_seconds`, whether it was another process that failed. What all raise together
+    passes: `AgreedEnd`, and `SystemExit` with 0, `STOPPED` or `DIVERGED`.
 
     Args:
         step_seconds: the longest time from one step to the next, compiling and saving included.
@@ -58,12 +58,8 @@ class Watchdog:
     """
 
     def __init__(self, *, step_seconds: float = 1800.0, heartbeat_seconds: float = 30.0):
-        for name, value in (
-            ("step_seconds", step_seconds),
-            ("heartbeat_seconds", heartbeat_seconds),
-        ):
-            if not value > 0:
-                raise ValueError(f"`{name}` must be a positive number of seconds; got {value!r}.")
+        _check_positive("step_seconds", step_seconds)
+        _check_positive("heartbeat_seconds", heartbeat_seconds)
         self._step_seconds = step_seconds
         self._heartbeat_seconds = heartbeat_seconds
         self._step = -1
@@ -99,9 +95,14 @@ class Watchdog:
 
     @contextlib.contextmanager
     def waiting(self, seconds: float) -> Iterator[None]:
-        """Allow what is inside so much time in place of a step's: an evaluation, a download."""
-        allowed, self._step_seconds = self._step_seconds, seconds
+        """Allow what is inside so much time in place of a step's: an evaluation, a download.
+
+        Raises:
+            ValueError: `seconds` is not positive.
+        """
+        _check_positive("seconds", seconds)
         self._stepped = time.monotonic()
+        allowed, self._step_seconds = self._step_seconds, seconds
         try:
             yield
         finally:
@@ -202,21 +203,33 @@ def time_limit(what: str, seconds: float) -> Iterator[None]:
 
     Args:
         what: is inside, as the message says it.
-        seconds: that it may take.
+        seconds: that it may take. While this process itself is stopped they do not run.
+
+    Raises:
+        ValueError: `seconds` is not positive.
     """
+    _check_positive("seconds", seconds)
+    over = threading.Event()
 
-    def end() -> None:
+    def watch() -> None:
+        left = seconds
+        while left > 0:
+            before = time.monotonic()
+            if over.wait(min(left, 1.0)):
+                return
+            left -= min(time.monotonic() - before, 2.0)
         faulthandler.dump_traceback(all_threads=True)
-        message = f"{what} took more than {seconds:g} s; above is where this process stands."
-        _leave(message, PEER_LOST)
+        _leave(
+            f"{what} took more than {seconds:g} s; above is where this process stands. If it needs "
+            "more time, allow it.",
+            PEER_LOST,
+        )
 
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=watch, name="jaxzero time limit", daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        over.set()
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -230,6 +243,11 @@ def _may_be_of_a_peer(error: BaseException) -> bool:
     """Whether it may be a collective whose partner is gone; a device that is full is not."""
     is_full = str(error).startswith("RESOURCE_EXHAUSTED")
     return isinstance(error, jax.errors.JaxRuntimeError) and not is_full
+
+
+def _check_positive(name: str, seconds: float) -> None:
+    if not seconds > 0:
+        raise ValueError(f"`{name}` must be a positive number of seconds; got {seconds!r}.")
 
 
 def _is_agreed(error: BaseException | None) -> bool:

@@ -85,7 +85,7 @@ def _save_compared(session: Session, state: State) -> None:
 
 def _compare(session: Session, state: State) -> None:
     held = {name: getattr(state, name) for name in ("params", "opt_state", "wire_state")}
-    check_replicas(held, step=state.step)
+    check_replicas(held, step=state.step, seconds=session.settings.faults.step_seconds)
 
 
 def _check_finite(session: Session, state: State, numbers: Numbers) -> None:

@@ -195,7 +195,8 @@ class Faults:
     """A step that takes longer, compiling included, ends the process with exit status 76."""
 
     phase_seconds: float = 3600.0
-    """So does loading, restoring, an evaluation or the export that takes longer than this."""
+    """Loading, restoring, an evaluation or the export that takes longer ends the process with exit
+    status 76."""
 
     heartbeat_seconds: float = 30.0
     """A process that is silent for so long ends the others with exit status 76."""

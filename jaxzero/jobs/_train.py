@@ -6,6 +6,7 @@ export, and check the export against PyTorch.
 
 import contextlib
 import dataclasses
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def _evaluated_training(session: Session) -> tuple[Retrieval, State, Retrieval]:
         with time_limit("restoring", faults.phase_seconds):
             state = restore(session)
         session.console.print(f"Resumed after step {state.step}", highlight=False)
-        before = _noted(session.journal)
+        before = _noted(session.journal, faults.phase_seconds)
     else:
         state = begin(session)
         before = None
@@ -142,9 +143,10 @@ def _note_node_bytes(session: Session) -> NodeBytes | None:
     return entered
 
 
-def _noted(journal: Journal) -> Retrieval | None:
-    """What was measured before training; None: the journal is lost."""
-    rows = journal.rows("evaluation")
+def _noted(journal: Journal, seconds: float) -> Retrieval | None:
+    """What was measured before training, as the first process reads it; None: it is lost."""
+    found = journal.rows("evaluation")[:1] if process_index() == 0 else []
+    rows = json.loads(of_first("before training", json.dumps(found), seconds))
     names = [field.name for field in dataclasses.fields(Retrieval)]
     return Retrieval(**{name: rows[0][name] for name in names}) if rows else None
 
