@@ -56,11 +56,18 @@ def quartiles(runs: Sequence[Results]) -> tuple[float, float] | None:
 
 
 def speed_up(groups: Mapping[Group, Sequence[Results]], key: Group) -> float | None:
-    """How many times faster than the faster baseline; None without both of them."""
-    found = [groups.get((*key[:3], name)) for name in BASELINES]
-    if not all(found):
-        return None
-    return min(step_seconds(runs) for runs in found if runs) / step_seconds(groups[key])
+    """How many times faster than the faster baseline of the same round: the median over rounds.
+
+    None where no round has both baselines. Rounds may be hours and a machine apart, runs of one are
+    not.
+    """
+    mine, *baselines = [
+        {run["settings"]["round"]: run["step_seconds_median"] for run in groups.get(at, [])}
+        for at in (key, *((*key[:3], name) for name in BASELINES))
+    ]
+    rounds = mine.keys() & baselines[0].keys() & baselines[1].keys()
+    ratios = [min(times[number] for times in baselines) / mine[number] for number in rounds]
+    return statistics.median(ratios) if ratios else None
 
 
 # The table.

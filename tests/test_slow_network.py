@@ -58,6 +58,8 @@ def test_a_speed_up_is_over_the_faster_baseline(rows):
     key = ("tiny", 1, "100mbit", "jaxzero zeropp")
     assert _slow_summary.step_seconds(groups[key]) == pytest.approx(0.6)
     assert _slow_summary.speed_up(groups, key) == pytest.approx(4.1 / 0.6)
+    groups[key] = [run for run in groups[key] if run["settings"]["round"] == 2]
+    assert _slow_summary.speed_up(groups, key) == pytest.approx(4.2 / 0.7), "of the same round"
     del groups["tiny", 1, "100mbit", "fsdp2"]
     assert _slow_summary.speed_up(groups, key) is None
 
@@ -283,7 +285,7 @@ def test_hosts_send_at_their_rate_and_leave_nothing(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("peer", "microbatches", "crossings"),
-    [("jaxzero zero3", 1, 3), ("jaxzero zeropp", 4, 0.2), ("gspmd", 4, 4), ("fsdp2", 4, 12)],
+    [("jaxzero zero3", 1, 3), ("gspmd", 4, 4), ("fsdp2", 4, 12)],
 )
 def test_a_run_over_a_slow_link(peer, microbatches, crossings, tmp_path):
     """In a gather or reduction in float32 half a model crosses the link each way."""
