@@ -31,7 +31,7 @@ def main(address: str, number: int, count: int, directory: Path) -> None:
     from tiny_run import assert_same_bits, make_run, whole
 
     import jaxzero as jz
-    from jaxzero import _checkpoint_integrity
+    from jaxzero import _checkpoint_choice, _checkpoint_integrity
 
     run, said = make_run(nodes=count, devices=2 * count), {}
     double = jax.jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree), donate_argnums=0)
@@ -65,6 +65,19 @@ def main(address: str, number: int, count: int, directory: Path) -> None:
 
         checkpoints.save(3, state)
         checkpoints.close()
+        seen = []
+
+        def deleted_meanwhile(folder: Path) -> bool:
+            """Process 0 has just seen it, process 1 comes too late."""
+            if folder.name != "3":
+                return is_folder(folder)
+            seen.append(folder)
+            return number == 0 and len(seen) == 1
+
+        is_folder = _checkpoint_choice.is_folder
+        with mock.patch.object(_checkpoint_choice, "is_folder", deleted_meanwhile):
+            assert checkpoints.restore(run.first).step == 2
+
         _damage(directory / "many" / "3", number)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", jz.Checkpoints.Damaged)
