@@ -7,10 +7,9 @@ thread, and ends after a given time when a process is lost.
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
-from ._coordination import exchange
+from ._coordination import exchange_json
 
 _numbers = itertools.count()
 
@@ -40,7 +39,7 @@ def tell_all(
         TimeoutError: a process did not come in time.
     """
     said = None if error is None else f"{type(error).__name__}: {error}"
-    reports = [json.loads(x) for x in exchange(name, json.dumps([said, facts]), seconds)]
+    reports = exchange_json(name, [said, facts], seconds)
     if error is not None:
         raise error
     failed = [f"process {i}: {said}" for i, (said, _) in enumerate(reports) if said is not None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import json
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -59,6 +60,11 @@ def exchange(name: str, value: str, seconds: float) -> list[str]:
     _wait(client, f"{directory} read", directory, name, seconds)  # so that it can be forgotten
     client.key_value_delete(f"{directory}/{process_index()}")
     return [told[index] for index in range(process_count())]
+
+
+def exchange_json(name: str, value: Any, seconds: float) -> list[Any]:
+    """As `exchange`, of what JSON can hold."""
+    return [json.loads(text) for text in exchange(name, json.dumps(value), seconds)]
 
 
 def of_first(name: str, value: str, seconds: float) -> str:

@@ -21,7 +21,7 @@ import pytest
 import tiny_checkpoint
 from rich.console import Console
 from safetensors.numpy import load_file
-from tiny_job import OPTIMIZATION, make_settings, with_run, with_wire
+from tiny_job import OPTIMIZATION, exported, losses, make_settings, with_run, with_wire
 
 from jaxzero import jobs
 from jaxzero.distributed import Watchdog
@@ -66,16 +66,6 @@ def finish(
 @pytest.fixture(scope="module")
 def finished(finish: Callable[[jobs.Wire], Finished]) -> Finished:
     return finish("zeropp")
-
-
-def losses(directory: Path) -> list[float]:
-    rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-    return [row["loss"] for row in rows if row["kind"] == "step"]
-
-
-def exported(directory: Path) -> dict[str, bytes]:
-    tensors = load_file(directory / "export" / "model.safetensors")
-    return {name: array.tobytes() for name, array in tensors.items()}
 
 
 def at_step(step: int, action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:

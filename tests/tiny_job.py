@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import tiny_checkpoint
+from safetensors.numpy import load_file
 
 from jaxzero import jobs
 
@@ -54,3 +56,15 @@ def with_run(settings: jobs.Train, **changes) -> jobs.Train:
 def with_wire(settings: jobs.Train, wire: jobs.Wire) -> jobs.Train:
     """The same with another wire."""
     return dataclasses.replace(settings, sharding=jobs.Sharding(wire=wire))
+
+
+def losses(directory: Path) -> list[float]:
+    """Of every step of the run in `directory`."""
+    rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [row["loss"] for row in rows if row["kind"] == "step"]
+
+
+def exported(directory: Path) -> dict[str, bytes]:
+    """The bits of what a run exported, by name."""
+    tensors = load_file(directory / "export" / "model.safetensors")
+    return {name: array.tobytes() for name, array in tensors.items()}

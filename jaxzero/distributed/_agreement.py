@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from .._coordination import describe_process, exchange
+from .._coordination import describe_process, exchange, exchange_json
 
 _SHOWN = 200  # characters of a value in a message
 
@@ -28,8 +28,7 @@ def check_same(*, seconds: float = 60.0, **values: Any) -> None:
     digest = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
     if len(set(exchange("check_same", digest, seconds))) == 1:
         return
-    told = [json.loads(text) for text in exchange("check_same", json.dumps(entries), seconds)]
-    raise ValueError(_difference(told))
+    raise ValueError(_difference(exchange_json("check_same", entries, seconds)))
 
 
 def _difference(told: list[dict[str, str]]) -> str:

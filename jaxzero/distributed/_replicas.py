@@ -13,7 +13,6 @@ leaf travels. Leaves that no two devices hold in common cost nothing.
 from __future__ import annotations
 
 import functools
-import json
 import zlib
 from typing import Any
 
@@ -24,10 +23,11 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
-from .._coordination import describe_process, exchange
+from .._coordination import describe_process, exchange_json
 from .._partition import path_name
 from ._watchdog import AgreedEnd
 
+_NAME = "check_replicas"  # of its exchanges
 _MULTIPLIER = np.uint32(0x9E3779B1)  # odd; spreads indices over 32 bits (Knuth, TAOCP 3, 6.4)
 
 
@@ -59,7 +59,7 @@ def check_replicas(tree: Any, *, step: int, seconds: float = 300.0) -> None:
     jax.block_until_ready(tree)  # so that what devices still do is no part of `seconds`
     # First, for processes at different steps must not meet in the collective that comes then.
     own = {name: _host_hash(x) for name, x in leaves.items() if not _is_laid_out(x)}
-    if message := _verdict_of_hosts(_tell({"step": step, "own": own}, seconds)):
+    if message := _verdict_of_hosts(exchange_json(_NAME, {"step": step, "own": own}, seconds)):
         raise ReplicasDiffer(message)
     shared = {name: x for name, x in leaves.items() if _copies(x)}
     hashes = _hashes(shared) if shared else {}
@@ -69,13 +69,8 @@ def check_replicas(tree: Any, *, step: int, seconds: float = 300.0) -> None:
         for device, of in hashes.items()
         if differing
     }
-    if message := _verdict_of_devices(_tell(told, seconds), leaves, step):
+    if message := _verdict_of_devices(exchange_json(_NAME, told, seconds), leaves, step):
         raise ReplicasDiffer(message)
-
-
-def _tell(what: dict[Any, Any], seconds: float) -> list[dict[str, Any]]:
-    """Say something to all processes; what each says, by its number. Collective."""
-    return [json.loads(text) for text in exchange("check_replicas", json.dumps(what), seconds)]
 
 
 def _verdict_of_hosts(told: list[dict[str, Any]]) -> str:
