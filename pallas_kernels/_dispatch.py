@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Float32, Integer, UInt8, UInt32
 
+from .._blocks import GROUP
 from . import _reference
 from ._config import DEFAULT, Implementation
 from ._format import Format
@@ -98,6 +99,8 @@ def dequantize_sum(
 ) -> Float32[Array, " num"]:
     """Sum the messages of `n` devices, each of `num` numbers, in float32.
 
+    What is rotated is rotated back once: the sum, and not each message.
+
     Args:
         message: of each device, such as those that an all-to-all brought; in place, as above.
         format: of the messages.
@@ -128,6 +131,8 @@ def dequantize_sum_requantize(
 
     A kernel keeps the sum in registers. Where blocks of the two formats are of different
     sizes, or cross the pieces, there are two kernels, and the sum lies in memory between them.
+    If both formats rotate, and the pieces are whole groups of 32, nothing is rotated here: the
+    sum of rotated messages is what the rotated sum would be.
 
     Args:
         message: as of `dequantize_sum`.
@@ -151,6 +156,8 @@ def dequantize_sum_requantize(
     size = max(len(message) * source.num_bytes(num), num)
     module = _implementation(implementation, "dequantize_sum_requantize", jnp.float32, size)
     _check(place, shape[1], target.num_bytes(shape[0] * shape[2]))
+    if source.hadamard and target.hadamard and shape[2] % GROUP == 0:
+        source, target = source.unrotated, target.unrotated
     args = (_for(module, message), source, target, shape, as_uint32(seed), divisor)
     if module is not _reference:
         return module.dequantize_sum_requantize(*args, place)

@@ -76,6 +76,11 @@ class Format:
         return float(jnp.finfo(self.kind).max)
 
     @property
+    def unrotated(self) -> Format:
+        """The same without a rotation: how the rotated numbers themselves are written."""
+        return dataclasses.replace(self, hadamard=None)
+
+    @property
     def scale_bytes(self) -> int:
         """Of one scale."""
         return jnp.dtype(self.scale_dtype).itemsize

@@ -34,7 +34,6 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import DTypeLike, Float, Float32, UInt8, UInt32
 
-from .. import _blocks as blocks
 from . import _memory as memory
 from . import _reference as reference
 from . import _tile as tile
@@ -141,7 +140,8 @@ def dequantize_sum(
 
     def body(message_ref: Any, out_ref: Any, **scratch: Any) -> None:
         start, _, first = _here(walk)
-        parts = _sum(message_ref, message, first, num, format, held, scratch)
+        parts = _sum(message_ref, message, first, num, format.unrotated, held, scratch)
+        parts = _rotated(parts) if format.hadamard else parts
         held.write(out_ref, start, held.block, parts, scratch.get("numbers"))
 
     scratch = _scratch(held, numbers=(held.block, jnp.float32), codes=(_bytes(format), jnp.uint8))
@@ -149,8 +149,8 @@ def dequantize_sum(
     total = _call("dequantize_sum", body, out, walk.grid, scratch)(message.array.reshape(-1))
     if walk.done == num:
         return total
-    rest = reference.decode(*_tail(message, format, num, walk.done), jnp.float32)
-    return lax.dynamic_update_slice(total, blocks.add_up(rest), (walk.done,))
+    rest = reference.decode_sum(*_tail(message, format, num, walk.done))
+    return lax.dynamic_update_slice(total, rest, (walk.done,))
 
 
 def dequantize_sum_requantize(
@@ -163,7 +163,8 @@ def dequantize_sum_requantize(
     place: Place | None = None,
     config: TileConfig | None = None,
 ) -> UInt8[Array, "k _"]:
-    """As `_reference.dequantize_sum_requantize`; in two kernels, if blocks do not match."""
+    """As `_reference.dequantize_sum_requantize`; in two kernels, if blocks do not match, or a
+    rotation is between them."""
     message = readable(message, config)
     total, num = math.prod(shape), shape[0] * shape[2]
     result = target.num_bytes(num)
@@ -174,7 +175,7 @@ def dequantize_sum_requantize(
     whole = shape[2] % source.block == 0 and source.block == target.block
     offsets = [shape[2], *message.offsets, *there.offsets]
     walk = plan(shape, [source, target], config, offsets) if whole else None
-    if walk is None or source.hadamard != target.hadamard:
+    if walk is None or source.hadamard or target.hadamard:
         x = dequantize_sum(message, source, total, config)
         return quantize(x.reshape(shape), target, seed, divisor, place, config)
     held = walk.held
@@ -186,9 +187,8 @@ def dequantize_sum_requantize(
         into = there.start + piece * there.shape[1]
         _write(refs[-1], into, first, num, parts, target, held, refs[:-1], scratch, divisor)
 
-    scratch = _scratch(held, codes=(_bytes(source), jnp.uint8), sent=(_bytes(target), jnp.uint8))
     seeds = [seed.reshape(1)] if target.rounding == "stochastic" else []
-    fill = _fill("dequantize_sum_requantize", body, there, walk.grid, scratch)
+    fill = _fill("dequantize_sum_requantize", body, there, walk.grid, {})
     assert walk.done == shape[2]  # whole blocks, and tiles that share them out
     return fill(message.array.reshape(-1), *seeds)
 
@@ -275,7 +275,7 @@ def _write(
         indices = [index + before for index in held.indices()]
     codes = tile.encode(parts, scale_r, held.shape, format, indices, seed, divisor)
     size = _bytes(format)
-    held.write(ref, message + first * size, size, codes, scratch.get("sent", scratch.get("codes")))
+    held.write(ref, message + first * size, size, codes, scratch.get("codes"))
     start = message + format.code_bytes(num) + first * format.scale_bytes
     for i, byte in enumerate(tile.scale_bytes(scale_r, format)):
         memory.store(ref, Window(start, held.rows, format.scale_bytes, i), byte)
@@ -321,7 +321,7 @@ def _sum(
     peers = len(messages)
     parts = _read(ref, messages.begin(0), first, num, format, held, scratch)
     total = [x + jnp.float32(0) for x in parts]
-    if peers > (_UNROLLED if not held.rotated else 1):  # rotations are long programs
+    if peers > (_UNROLLED if not held.rotated else 1):  # through shared memory they are long
         return lax.fori_loop(1, peers, add, total)
     for peer in range(1, peers):
         total = add(peer, total)

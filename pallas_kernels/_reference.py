@@ -37,7 +37,8 @@ def dequantize_sum(
     message: UInt8[Array, "n m"], format: Format, num: int
 ) -> Float32[Array, " num"]:
     """The sum of all messages, each of `num` numbers."""
-    return blocks.add_up(dequantize(message, format, 1, num, jnp.float32)[0])
+    size = format.code_bytes(num)
+    return decode_sum(message[:, :size], message[:, size:], format, num)
 
 
 def dequantize_sum_requantize(
@@ -104,6 +105,16 @@ def decode(
     x = blocks.join(x_kb * scale_k[..., None], num)
     # Half a step above the largest number of a type lies infinity. NaN stays.
     return jnp.clip(x, -largest(dtype), largest(dtype)).astype(dtype)
+
+
+def decode_sum(
+    codes: UInt8[Array, "rows _"], scales: UInt8[Array, "rows _"], format: Format, num: int
+) -> Float32[Array, " num"]:
+    """The sum of rows of `num` numbers, which is rotated back as a whole."""
+    total = blocks.add_up(decode(codes, scales, format.unrotated, num, jnp.float32))
+    if not format.hadamard:
+        return total
+    return blocks.join(blocks.unrotate(blocks.split(total, blocks.GROUP), num), num)
 
 
 def largest(dtype: DTypeLike) -> float:
