@@ -160,9 +160,36 @@ def test_messages_are_added_where_they_are_decoded(codec, num):
     compiled = jax.jit(codec.decode_sum, static_argnums=1).lower(message, 640).compile()
     assert bool(re.search(r"= f32\[\S* reduce\(", compiled.as_text())) == (num > 16)
     each = np.asarray(codec.decode(message, 640, jnp.float32), np.float64)
-    # `num` additions in float32, each of which rounds a partial sum by 2**-24 of it.
-    allowed = num * 2.0**-24 * np.abs(each).sum(0)
-    assert (np.abs(compiled(message) - each.sum(0)) <= allowed).all()
+    # `num` additions in float32, each of which rounds a partial sum by 2**-24 of it; and if the sum
+    # is rotated back, 32 more, of the rotated numbers of a group, to each number of it.
+    sizes, additions = np.abs(each).sum(0), num
+    if codec.hadamard:
+        read = [oracle.take_apart(codec, row, 640) for row in message]
+        sizes = oracle.sums(sum(np.abs(codes * scales) for codes, scales in read))
+        additions += 32
+    assert (np.abs(compiled(message) - each.sum(0)) <= additions * oracle.EPS * sizes).all()
+
+
+def test_a_sum_is_rotated_back_once_and_on_its_way_to_the_next_hop_not_at_all():
+    codec, shape = jz.Int4(block=64, hadamard=32), (100, 64)
+    message = codec.encode(jax.random.normal(jax.random.key(0), (3, 6400)))
+
+    def recode(num, message):
+        return codec.recode(message, codec, shape, 1, num, divisor=1, dtype=jnp.float32)
+
+    def rotations(f):
+        return str(jax.make_jaxpr(f)(message)).count("dot_general[")
+
+    assert rotations(lambda x: codec.decode_sum(x, 6400)) == 1
+    assert rotations(functools.partial(recode, 2)) == 0
+    assert rotations(functools.partial(recode, 4)) == 2  # pieces end within a group
+
+    read = [oracle.take_apart(codec, row, 6400) for row in message]
+    total = sum(oracle.rotate(codes * scales, 1, 8) for codes, scales in read).reshape(shape)
+    for piece, row in zip(np.split(total, 2, axis=1), recode(2, message), strict=True):
+        oracle.check_message(codec, piece.reshape(-1), row)
+    want = codec.encode_pieces(codec.decode_sum(message, 6400).reshape(shape), 1, 4)
+    np.testing.assert_array_equal(recode(4, message), want)
 
 
 @pytest.mark.parametrize("off", [-2, -1, 0, 1, 2])
