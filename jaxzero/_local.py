@@ -26,6 +26,7 @@ from ._mesh import LOCAL, NODE, REDUCTION_HOPS, microbatch_index
 from ._partition import Layout, Leaf, layouts_by_preference
 from ._pieces import Pieces, from_stored
 from ._plan import Plan
+from ._products import in_wanted_order
 from ._program import Block, Value, trace
 from ._schedule import make_plan
 from ._similarity import GradientHalves
@@ -243,7 +244,8 @@ def _trace(
             return flat(list(arrays[: len(stored)]), list(arrays[len(stored) :]))
 
     index = [jax.ShapeDtypeStruct((), jnp.arange(1).dtype)] if microbatches > 1 else []
-    return trace(function, *index, *full, *rows)
+    block, shapes = trace(function, *index, *full, *rows)
+    return in_wanted_order(block), shapes
 
 
 def _choose_layouts(
