@@ -27,7 +27,7 @@ from jaxzero.pallas_kernels import Format
 pytestmark = needs_mosaic
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def mesh():
     pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jaxzero[aot]")
     return h200_mesh(1, DEVICES)
@@ -42,9 +42,12 @@ MANY = jax.ShapeDtypeStruct((DEVICES, 8, 1 << 22), jnp.bfloat16)  # places are u
 LARGE = {"the largest blocks": Format(block=2048)}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def dumped(mesh, tmp_path_factory):
-    """The PTX of a kernel, and what its assembler reports; each is compiled once."""
+    """The PTX of a kernel, and what its assembler reports.
+
+    Each is compiled once in a process: of one that is compiled again Mosaic writes nothing.
+    """
 
     @functools.cache
     def dump(operation, name):
