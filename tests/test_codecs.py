@@ -185,7 +185,8 @@ def test_a_sum_is_rotated_back_once_and_on_its_way_to_the_next_hop_not_at_all():
     assert rotations(functools.partial(recode, 4)) == 2  # pieces end within a group
 
     read = [oracle.take_apart(codec, row, 6400) for row in message]
-    total = sum(oracle.rotate(codes * scales, 1, 8) for codes, scales in read).reshape(shape)
+    each = [oracle.rotate(codes * scales, 1, 8) for codes, scales in read]
+    total = np.sum(each, axis=0).reshape(shape)
     for piece, row in zip(np.split(total, 2, axis=1), recode(2, message), strict=True):
         oracle.check_message(codec, piece.reshape(-1), row)
     want = codec.encode_pieces(codec.decode_sum(message, 6400).reshape(shape), 1, 4)
