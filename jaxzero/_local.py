@@ -26,7 +26,6 @@ from ._mesh import LOCAL, NODE, REDUCTION_HOPS, microbatch_index
 from ._partition import Layout, Leaf, layouts_by_preference
 from ._pieces import Pieces, from_stored
 from ._plan import Plan
-from ._products import in_wanted_order
 from ._program import Block, Value, trace
 from ._schedule import make_plan
 from ._similarity import GradientHalves
@@ -244,8 +243,7 @@ def _trace(
             return flat(list(arrays[: len(stored)]), list(arrays[len(stored) :]))
 
     index = [jax.ShapeDtypeStruct((), jnp.arange(1).dtype)] if microbatches > 1 else []
-    block, shapes = trace(function, *index, *full, *rows)
-    return in_wanted_order(block), shapes
+    return trace(function, *index, *full, *rows)
 
 
 def _choose_layouts(

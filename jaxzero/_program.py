@@ -343,7 +343,7 @@ def _view(operation: Operation) -> views.Op | None:
     if source is None or not source.is_array or not operation.outputs:
         return None
     out, params = operation.outputs[0], operation.equation.params
-    if is_split(params.get("sharding")) or is_split(params.get("out_sharding")):
+    if _is_split(params.get("sharding")) or _is_split(params.get("out_sharding")):
         return None
     match operation.name:
         case "convert_element_type":
@@ -381,7 +381,7 @@ def _factor(operation: Operation) -> float | None:
     return float(constants[0]) if is_float else None
 
 
-def is_split(sharding: Any) -> bool:
+def _is_split(sharding: Any) -> bool:
     """Whether an operation asks for a split over explicit axes (and not just for a mesh)."""
     return sharding is not None and any(entry is not None for entry in sharding.spec)
 

@@ -47,7 +47,7 @@ LAYERS = [
     {"_collectives"},
     {"_halves", "_hops"},
     {"_reductions"},
-    {"_views", "_program", "_products", "_uses", "_gradients"},
+    {"_views", "_program", "_uses", "_gradients"},
     {"_units", "_regions"},
     {"_schedule", "_slices", "_plan"},
     {"_arrivals"},
