@@ -175,7 +175,7 @@ def _plan_block(
         reduces = _last_late(block, gradients, reduces)
     gathers, live = find_gathers(len(block.operations), uses, boundary, schedule)
     groups = _grouped(gathers, loops, schedule, in_loop)
-    ties = _ties(block, uses, boundary)
+    ties = _ties(block, uses, gradients, boundary)
     starts = _starts(groups, loops)
     ahead = _num_ahead(groups, live, schedule) if in_loop else 0
     units = []
@@ -264,8 +264,18 @@ def _num_ahead(groups: list[list[Gather]], live: Live, schedule: Schedule) -> in
     return 0
 
 
-def _ties(block: Block, uses: BlockUses, boundary: int | None) -> list[Value | None]:
-    """For each operation, the value that a gather before it waits for. See [Note: ties]."""
+def _ties(
+    block: Block, uses: BlockUses, gradients: BlockGradients, boundary: int | None
+) -> list[Value | None]:
+    """For each operation, the value that a gather before it waits for. See [Note: ties].
+
+    No gradient that is about to be sent: once it is, nothing is left to wait for; and if it is a
+    product that is then transposed, XLA exchanges the factors instead, unless that is read too.
+    """
+    sent = set(gradients.reduces)
+    for operation in reversed(block.operations):
+        if not sent.isdisjoint(operation.outputs) and operation.view() is not None:
+            sent.add(operation.source)
     ties: list[Value | None] = []
     latest = None
     for index, operation in enumerate(block.operations):
@@ -276,6 +286,7 @@ def _ties(block: Block, uses: BlockUses, boundary: int | None) -> list[Value | N
         ties.append(latest or (ready[0] if ready else None))
         if operation.name in _COSTLY:
             made = [x for x in operation.outputs if x.is_array and x not in uses.views]
+            made = [x for x in made if x not in sent]
             latest = made[0] if made else latest
     return [*ties, latest]
 
