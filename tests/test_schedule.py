@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 
+import _hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -185,6 +186,31 @@ def test_bucket_bytes_bounds_units():
         members[key] = members.get(key, 0) + 1
     assert max(members.values()) > 1
     assert all(size <= limit for key, size in sizes.items() if members[key] > 1)
+
+
+@pytest.mark.parametrize("product", ["bi,io->bo", "bi,oi->bo"])
+def test_backward_gathers_wait_whichever_way_weights_are_stored(product):
+    """Of [out, in], as PyTorch has it, no gradient is transposed: each is sent as it is made.
+
+    A gather that did not wait would be merged with that of the forward pass, or leave the loop.
+    """
+
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(jnp.einsum(product, x, w))
+        return jnp.mean(x**2)
+
+    zero = jz.Zero(jz.make_mesh(nodes=2), jz.zero3())
+    weights = zero.init(lambda key: [jax.random.normal(key, (WIDTH, WIDTH))] * 6, jax.random.key(0))
+    x = jnp.ones((32, WIDTH))
+    plan = zero.plan(loss, weights, x)
+    planned = sum(step.action == "gather" for step in plan.steps)
+    assert planned == 6 + 5  # the last is held between
+    step = jax.jit(
+        zero.value_and_grad(loss, microbatches=2), compiler_options=jz.compiler_options("cpu")
+    )
+    found = _hlo.collectives(step.lower(weights, x).compile().as_text())
+    assert sum(c.trips for c in found if c.op == "all-gather") == planned * 2 * 2  # hops, batches
 
 
 def test_units_are_sent_ahead():
