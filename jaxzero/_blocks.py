@@ -225,7 +225,10 @@ def rotate(x_kb: Float32[Array, "*rows k b"], num: int) -> Float32[Array, "*rows
 
 
 def unrotate(x_kb: Float32[Array, "*rows k b"], num: int) -> Float32[Array, "*rows k b"]:
-    """Multiply by H, the inverse of H/32. Sums of codes are exact, in whatever order."""
+    """Multiply by H, the inverse of H/32. Codes are added exactly, in whatever order.
+
+    The sum of several messages, codes times scales, is rounded 31 times here.
+    """
     return _rotate(x_kb, num, 1.0, _TAIL)
 
 

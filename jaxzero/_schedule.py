@@ -10,11 +10,12 @@ region, because they read the same shard, and keep the weight alive between. So 
 gather is tied: its shards pass an `optimization_barrier` together with a value that does
 not exist earlier. That value is the last result of a costly operation, and not an operand
 of the use itself, which may be a cheap expression that XLA fuses into the use and that a
-tie would force into memory. It also passes the gradients that were reduced before the
-gather before it: without that, XLA may put off all reductions to the end, and full
-gradients pile up. One gather late, so that a reduction can overlap with one unit of compute.
-XLA takes out of a barrier what is read neither before nor behind it by anything else, so
-gradients are used as they come out of the barrier.
+tie would force into memory; nor is it a gradient that is about to be sent.
+
+The shards also pass the gradients that were reduced before the gather before: without that,
+XLA may put off all reductions to the end, and full gradients pile up. One gather late, so that
+a reduction can overlap with one unit of compute. XLA takes out of a barrier what is read
+neither before nor behind it by anything else, so gradients are used as they come out of it.
 
 Each hop has the time of a unit: what goes over two axes is sent over the first one unit earlier,
 so that no hop waits for another while nothing computes.
