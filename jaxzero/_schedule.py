@@ -275,8 +275,9 @@ def _ties(
     """
     sent = set(gradients.reduces)
     for operation in reversed(block.operations):
-        if not sent.isdisjoint(operation.outputs) and operation.view() is not None:
-            sent.add(operation.source)
+        source = operation.source if operation.view() is not None else None
+        if source is not None and not sent.isdisjoint(operation.outputs):
+            sent.add(source)
     ties: list[Value | None] = []
     latest = None
     for index, operation in enumerate(block.operations):
