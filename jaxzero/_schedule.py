@@ -287,8 +287,8 @@ def _ties(
         ready = [x for x in arrays if x not in uses.views]
         ties.append(latest or (ready[0] if ready else None))
         if operation.name in _COSTLY:
-            made = [x for x in operation.outputs if x.is_array and x not in uses.views]
-            made = [x for x in made if x not in sent]
+            arrays = [x for x in operation.outputs if x.is_array]
+            made = [x for x in arrays if x not in uses.views and x not in sent]
             latest = made[0] if made else latest
     return [*ties, latest]
 

@@ -173,19 +173,20 @@ def dequantize_sum_requantize(
         args = (message, source, target, shape, seed, divisor)
         return _put(place, dequantize_sum_requantize(*args, None, config))
     whole = shape[2] % source.block == 0 and source.block == target.block
+    rotates = source.hadamard or target.hadamard
     offsets = [shape[2], *message.offsets, *there.offsets]
-    walk = plan(shape, [source, target], config, offsets) if whole else None
-    if walk is None or source.hadamard or target.hadamard:
+    walk = plan(shape, [source, target], config, offsets) if whole and not rotates else None
+    if walk is None:
         x = dequantize_sum(message, source, total, config)
         return quantize(x.reshape(shape), target, seed, divisor, place, config)
     held = walk.held
 
-    def body(message_ref: Any, *refs: Any, **scratch: Any) -> None:
+    def body(message_ref: Any, *refs: Any) -> None:
         start, piece, first = _here(walk)
         block = lax.div(start, jnp.int32(held.block))
-        parts = _sum(message_ref, message, block, total, source, held, scratch)
+        parts = _sum(message_ref, message, block, total, source, held, {})
         into = there.start + piece * there.shape[1]
-        _write(refs[-1], into, first, num, parts, target, held, refs[:-1], scratch, divisor)
+        _write(refs[-1], into, first, num, parts, target, held, refs[:-1], {}, divisor)
 
     seeds = [seed.reshape(1)] if target.rounding == "stochastic" else []
     fill = _fill("dequantize_sum_requantize", body, there, walk.grid, {})

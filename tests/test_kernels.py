@@ -179,7 +179,9 @@ ROTATED = [
     ("dequantize", "int4", 128, 8192 + 45),
     ("quantize", "float8_e4m3fn", 4096, 4096),
     ("dequantize_sum", "float8_e4m3fn", 4096, 4096),
+    ("dequantize_sum", "int4", 128, 8192 + 45),
     ("dequantize_sum_requantize", "int4", 128, 8192),
+    ("dequantize_sum_requantize", "int4", 128, 8192 + 45),
 ]
 
 
