@@ -163,6 +163,22 @@ def trace(function: Callable, *avals: Any) -> tuple[Block, Any]:
     return _without_dead_code(_block(closed)), shapes
 
 
+def open_program(function: Callable, *args: Any) -> tuple[Callable, list[Any], Any]:
+    """Trace `function` and separate the arrays it closes over from what it computes.
+
+    Returns:
+        `run(constants, arrays)` on flat lists, which holds no array; the constants; and the
+        structure of the function's result.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    jaxpr = closed.jaxpr
+
+    def run(constants: list[Any], arrays: list[Any]) -> list[Any]:
+        return jax.core.eval_jaxpr(jaxpr, constants, *arrays)
+
+    return run, list(closed.consts), jax.tree.structure(shapes)
+
+
 def is_traced(x: Any) -> bool:
     """Whether `x` stands for a value of a program being traced, rather than being an array."""
     return isinstance(x, Tracer)
