@@ -66,6 +66,15 @@ def nnx_leaves(tree: Any) -> dict[str, Any]:
     return leaves
 
 
+def rng_leaves(tree: Any) -> list[bool]:
+    """For each leaf, whether it is a key or counter of `nnx.Rngs`, which every device has alike."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return [False] * len(jax.tree.leaves(tree))
+    parts = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return [isinstance(part, nnx.RngState) for part in parts for _ in jax.tree.leaves(part)]
+
+
 def _trained_by_nnx(module: Any) -> list[bool | None]:
     nnx = sys.modules["flax.nnx"]
     pairs, _ = jax.tree_util.tree_flatten_with_path(

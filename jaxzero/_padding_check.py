@@ -39,7 +39,9 @@ class _Trial:
                 [_widen(x, layout) for x, layout in zip(tree, self.layouts, strict=True)]
                 for tree in (params, grads)
             )
-        return jax.tree.leaves(jax.jit(lambda p, g: self._run(tx, p, g))(params, grads))
+        # optax relies on the promotion of dtypes that JAX has by default.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return jax.tree.leaves(jax.jit(lambda p, g: self._run(tx, p, g))(params, grads))
 
     def _run(self, tx: optax.GradientTransformation, params: list[Any], grads: list[Any]) -> Any:
         params, grads = self.plan.whole(params), self.plan.whole(grads)

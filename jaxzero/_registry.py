@@ -111,8 +111,8 @@ class Registry:
                 where = f"on {len(devices)} devices" if devices else "not on any device"
                 raise ValueError(
                     f"the leaf `{path_name(path)}`, {x.dtype}{tuple(x.shape)}, is {where}, and the "
-                    f"mesh has {len(self._devices)}. {self._known_shape(treedef, path)}Lay the tree "
-                    "out with `zero.init` or `zero.shard` first."
+                    f"mesh has {len(self._devices)}. {self._known_shape(treedef, path)}Lay the "
+                    "tree out with `zero.init` or `zero.shard` first."
                 )
 
     def _known_shape(self, treedef: Any, path: Any) -> str:

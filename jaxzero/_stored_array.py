@@ -70,14 +70,18 @@ class StoredArray:
         return self.data.sharding
 
     def __eq__(self, other: object) -> bool:
-        """Compare what stands for the array: shardings, masks, labels. Arrays cannot be compared."""
+        """Compare what stands for an array: shardings, masks, labels. Arrays are refused."""
         if is_array(self.data) or is_array(other) and not isinstance(other, StoredArray):
             raise TypeError(_message(self, "The operator `==`"))
         same = isinstance(other, StoredArray) and self.form == other.form
         return same and bool(self.data == other.data)
 
     def __repr__(self) -> str:
-        return f"StoredArray({list(self.shape)}, {_how(self.form)}, data={self.data!r})"
+        if not is_array(self.data):  # a sharding or a mask that stands for the array
+            return f"StoredArray({self.data!r})"
+        spec = getattr(getattr(self.data, "sharding", None), "spec", None)
+        split = "" if spec is None else f", split as {spec}"
+        return f"StoredArray({self.dtype}{list(self.shape)}, {_how(self.form)}{split})"
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__") or name in StoredArray.__slots__:

@@ -18,7 +18,7 @@ from ._collectives import Wire
 from ._config import ZeroConfig
 from ._local import Parameters, run_on_device
 from ._mesh import AXES, map_devices
-from ._modules import mutated_leaf, nnx_leaves
+from ._modules import mutated_leaf, nnx_leaves, rng_leaves
 from ._paths import path_name, spread_prefix
 from ._placement import constrain
 from ._plan import Plan
@@ -274,7 +274,8 @@ class _Outputs:
     def record(self, tree: Any) -> list[Any]:
         """Flatten what the user returned; decide how each leaf is combined over devices."""
         paths_and_leaves, self.treedef = jax.tree_util.tree_flatten_with_path(tree)
-        asked = self._asked(tree)
+        pairs = zip(self._asked(tree), rng_leaves(tree), strict=True)
+        asked = [how or ("first" if is_rng else None) for how, is_rng in pairs]
         leaves = [jnp.asarray(leaf) for _, leaf in paths_and_leaves]
         self.how = [
             self._checked(how, path_name(path), leaf)

@@ -105,8 +105,8 @@ def plan_tree(
         codec: store float leaves of at least `min_quantized_size` elements as its messages.
 
     Raises:
-        ValueError: a leaf is not an array, or `specs` names one of our axes; a codec is given
-            where parameters are not split.
+        ValueError: a leaf is not an array, an `nnx.Module` shares a variable, or `specs` names one
+            of our axes; a codec is given where parameters are not split.
     """
     if codec is not None and (not isinstance(codec, Codec) or config.stage < 3):
         raise ValueError(
@@ -163,8 +163,6 @@ def without_layout(leaf: Leaf) -> Leaf:
 
 
 def _check_arrays(tree: Any, paths: Sequence[Any], leaves: Sequence[Any]) -> None:
-    if all(map(is_array, leaves)):
-        return
     for path, leaf, trained in zip(paths, leaves, trained_leaves(tree), strict=True):
         if not is_array(leaf) and trained is None:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import optax
 from ._codecs import Codec
 from ._config import ZeroConfig, zero3
 from ._initialize import initializer
-from ._mesh import check_mesh
+from ._mesh import AXES, check_mesh
 from ._optimizer import init_state, plan_state, trained_part, true_shapes
 from ._padding_check import warn_of_padding
 from ._placement import auto_mesh, gather_whole, pad_leaf, place_tree, run_automatic
@@ -37,6 +38,11 @@ class ShardedTrees:
         self.config = zero3() if config is None else config
         self._plans = Registry(mesh, self.config)
         self._states = Registry(mesh, self.config)
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices, also simulated ones, share the rows of a batch."""
+        return math.prod(self._devices.shape[axis] for axis in AXES)
 
     # Trees in and out of their sharded form.
 

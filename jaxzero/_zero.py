@@ -256,7 +256,7 @@ class Zero(ShardedTrees):
             batch_argnums=batch_argnums,
             in_specs=in_specs,
             registry=self._plans,
-            num_devices=self._devices.size,
+            num_devices=self.num_devices,
         )
         check_rows(call, arrays, self._devices, options.microbatches)
         return Transform(f, call, options, self._devices, self.config), arrays

@@ -71,7 +71,7 @@ LAYERS = [
     {"_local", "_optimizer", "_transform", "_calls"},
     {"_padding_check"},
     {"_trees"},
-    {"_zero"},
+    {"_zero", "_pad_batch"},
     {"_batch_rules"},
     {"_simigrad_arguments"},
     {"_simigrad_state"},
