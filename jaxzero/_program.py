@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
+from jax.core import Tracer, eval_jaxpr
 from jax.extend import core as jex
 
 from . import _simulate as simulate
@@ -174,7 +174,7 @@ def open_program(function: Callable, *args: Any) -> tuple[Callable, list[Any], A
     jaxpr = closed.jaxpr
 
     def run(constants: list[Any], arrays: list[Any]) -> list[Any]:
-        return jax.core.eval_jaxpr(jaxpr, constants, *arrays)
+        return eval_jaxpr(jaxpr, constants, *arrays)
 
     return run, list(closed.consts), jax.tree.structure(shapes)
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from ._config import ZeroConfig
 from ._partition import layout_of_leaf
@@ -146,7 +145,5 @@ def _with_other_axes_of(known: TreePlan, plan: TreePlan) -> TreePlan:
 
 def _is_split_over(x: Any, axes: Sequence[str]) -> bool:
     sharding = jax.typeof(x).sharding if is_traced(x) else getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) and not is_traced(x):
-        return False
-    entries = [entry for entry in sharding.spec if isinstance(entry, tuple)]
+    entries = [entry for entry in getattr(sharding, "spec", ()) if isinstance(entry, tuple)]
     return any(tuple(name for name in entry if name in axes) == tuple(axes) for entry in entries)
