@@ -144,6 +144,22 @@ def test_a_tree_merged_with_another(zero):
         _check(zero, step(merged, _x(zero)), want)
 
 
+def test_sharded_arrays_beside_others(zero):
+    """In an argument that is not differentiated: statistics, say, that nothing has laid out."""
+    whole, params = _whole(), zero.shard(_whole())
+    scale = np.linspace(1, 2, 31, dtype=np.float32)
+
+    def loss(body, batch, rest):
+        return _predict(body, rest["head"] * rest["scale"][None], rest["table"], batch)
+
+    def rest(tree):
+        return {"head": tree["head"], "table": tree["table"], "scale": scale}
+
+    want = jax.value_and_grad(loss)(whole["body"], _x(zero), rest(whole))
+    for step in _both(zero, loss):
+        _check(zero, step(params["body"], _x(zero), rest(params)), want)
+
+
 def test_leaves_added_and_removed(zero):
     whole, params = _whole(), zero.shard(_whole())
     more = {**params, "extra": params["head"]}
