@@ -111,4 +111,5 @@ def numpyro_elbo(params, batch):
             numpyro.sample("w", dist.Normal(mean, spread))
 
     loss = Trace_ELBO(num_particles=2).loss
-    return loss(jax.random.key(0), params, model, guide, batch["x"], batch["y"]) / num
+    elbo = loss(jax.random.key(0), params, model, guide, batch["x"], batch["y"])
+    return jnp.asarray(elbo) / num

@@ -97,7 +97,7 @@ def _keras_init(key):
 @case(_keras_init, images(6, 2, 5), register=THIRD_PARTY)
 def keras_convolutions(params, batch):
     model, rest = _keras_model()
-    logits, _ = model.stateless_call(params, rest, batch["image"])
+    logits, *_ = model.stateless_call(params, rest, batch["image"])
     return cross_entropy(logits, batch["label"])
 
 
@@ -145,7 +145,7 @@ def jraph_graph_network(params, batch):
                 ),
             )
             graph = network(graph)
-        return affine(params["out"], graph.nodes.mean(0, keepdims=True))[0]
+        return affine(params["out"], jnp.mean(graph.nodes, 0, keepdims=True))[0]
 
     keys = ("nodes", "edges", "senders", "receivers")
     return squared(jax.vmap(predict)(*(batch[key] for key in keys)), batch)
