@@ -65,20 +65,32 @@ def _in_sight_of(mesh: Any, closed: Any) -> Any:
 
 
 def rewrite(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
-    """`jaxpr`, closed or not, with `change` of every equation, also of those inside others."""
-    if isinstance(jaxpr, jex.Jaxpr):
-        return jaxpr.replace(eqns=[change(_rewrite_inside(x, change)) for x in jaxpr.eqns])
-    return jaxpr.replace(jaxpr=rewrite(jaxpr.jaxpr, change))
+    """`jaxpr`, closed or not, with `change` of every equation, also of those inside others.
+
+    What `change` returns as it was given stays the same object, with all that it is in.
+    """
+    if not isinstance(jaxpr, jex.Jaxpr):
+        inner = rewrite(jaxpr.jaxpr, change)
+        return jaxpr if inner is jaxpr.jaxpr else jaxpr.replace(jaxpr=inner)
+    equations = [change(_rewrite_inside(x, change)) for x in jaxpr.eqns]
+    is_same = all(new is old for new, old in zip(equations, jaxpr.eqns, strict=True))
+    return jaxpr if is_same else jaxpr.replace(eqns=equations)
 
 
 def _rewrite_inside(equation: Any, change: Callable[[Any], Any]) -> Any:
     new = {}
     for name, param in equation.params.items():
-        if _is_jaxpr(param):
-            new[name] = rewrite(param, change)
-        elif isinstance(param, tuple) and any(map(_is_jaxpr, param)):
-            new[name] = tuple(rewrite(x, change) if _is_jaxpr(x) else x for x in param)
+        several = isinstance(param, tuple)
+        before = param if several else (param,)
+        after = [rewrite(x, change) if _is_jaxpr(x) else x for x in before]
+        if any(x is not y for x, y in zip(before, after, strict=True)):
+            new[name] = _like(param, after) if several else after[0]
     return equation.replace(params={**equation.params, **new}) if new else equation
+
+
+def _like(old: tuple, items: list[Any]) -> tuple:
+    """A tuple of the same type: `custom_linear_solve` has its jaxprs in one with names."""
+    return type(old)(*items) if hasattr(old, "_fields") else tuple(items)
 
 
 def _is_jaxpr(x: Any) -> bool:

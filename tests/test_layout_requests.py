@@ -85,10 +85,16 @@ def _in_a_while_loop(h, sharding):
         lambda h, s: lax.scan(
             lambda h, _: (lax.with_sharding_constraint(h, s), None), h, None, length=2
         )[0],
+        lambda h, s: lax.custom_linear_solve(
+            lambda h: lax.with_sharding_constraint(2 * h, s),
+            2 * h,
+            lambda _, y: y / 2,
+            symmetric=True,
+        ),
         lambda h, s: jax.checkpoint(lambda h: lax.with_sharding_constraint(h, s))(h),
         _in_a_while_loop,
     ],
-    ids=["constraint", "jit", "device_put", "scan", "remat", "while"],
+    ids=["constraint", "jit", "device_put", "scan", "linear_solve", "remat", "while"],
 )
 @pytest.mark.parametrize("mesh", ["2x4-auto", "2x2x2-auto"])
 def test_our_axes_are_taken_out_of_what_is_asked(mesh, ask):
