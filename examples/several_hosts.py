@@ -2,7 +2,7 @@
 
     python examples/several_hosts.py run                    # one process
     jaxzero launch --nodes 2 --devices-per-proc 2 --restart 3 -- \
-        python examples/several_hosts.py run                # as if on two hosts
+        examples/several_hosts.py run                       # as if on two hosts
     srun python examples/several_hosts.py run               # SLURM: examples/slurm.sh
 
 A small network learns the next byte of Python's own library from the bytes before it. Parameters,

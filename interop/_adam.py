@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import optax
 
+from jaxzero._stored_array import data_of
 from jaxzero.interop._checkpoint import AdamMoments, Checkpoint
 from jaxzero.interop._convert import to_ours, to_theirs
 from jaxzero.interop._match import match
@@ -201,6 +202,7 @@ def _counter(step: int, like: Any) -> Any:
 
 def _read_like(tensor: LazyTensor, like: Any) -> Any:
     """Read a tensor into the layout and dtype of an array, which may be padded with zeros."""
+    like = data_of(like)
     tensor = tensor.astype(like.dtype)
     if not isinstance(like, jax.Array):
         return tensor.read()

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxzero._stored_array import StoredArray, data_of
 from jaxzero.interop._convert import to_ours, to_theirs
 from jaxzero.interop._match import match
 from jaxzero.interop._open import open_checkpoint
@@ -77,11 +78,11 @@ def tensors_from(tree: Any, rules: Iterable[Rule], *, like: Any = None) -> dict[
     Args:
         tree: parameters: whole arrays, or sharded ones as `zero.shard` gives them.
         rules: those of `load_into`.
-        like: a tree of the true shapes, such as `load_into` gave. Needed where `zero.shard` has
-            padded a parameter whose shape the devices do not divide.
+        like: a tree that `tree` must equal in paths and shapes, such as `load_into` gave.
 
     Raises:
-        ValueError: the rules do not fit the tree, or `tree` and `like` differ in more than padding.
+        ValueError: the rules do not fit the tree, `tree` and `like` differ, or a parameter is
+            stored as messages of a codec.
     """
     leaves = named_leaves(tree).leaves
     wanted = leaves if like is None else named_leaves(like).leaves
@@ -96,24 +97,20 @@ def tensors_from(tree: Any, rules: Iterable[Rule], *, like: Any = None) -> dict[
 
 
 def _held(leaf: Any, shape: tuple[int, ...], path: str) -> LazyTensor:
-    if tuple(leaf.shape) != shape and not _is_padded(leaf, shape):
+    if tuple(leaf.shape) != shape:
         raise ValueError(
             f"The parameters have shape {tuple(leaf.shape)} at `{path}`, the model has {shape}."
         )
+    if isinstance(leaf, StoredArray) and leaf.form.codec is not None:
+        raise ValueError(
+            f"The parameters are stored as messages of {leaf.form.codec} at `{path}`. Pass them as "
+            "they were before, or `zero.unshard(tree)`."
+        )
     if isinstance(leaf, LazyTensor):
         return leaf
-    if isinstance(leaf, jax.Array):
-        return ShardedTensor(leaf, shape, path)
+    if isinstance(leaf, StoredArray | jax.Array):
+        return ShardedTensor(data_of(leaf), shape, path)
     return ArrayTensor(np.asarray(leaf), path)
-
-
-def _is_padded(leaf: Any, shape: tuple[int, ...]) -> bool:
-    """Whether one dimension, the one that is split over devices, is larger than in `shape`."""
-    if not isinstance(leaf, jax.Array) or leaf.ndim != len(shape):
-        return False
-    cut = leaf.sharding.shard_shape(leaf.shape)
-    larger = [dim for dim in range(leaf.ndim) if leaf.shape[dim] != shape[dim]]
-    return all(leaf.shape[dim] > shape[dim] and cut[dim] < leaf.shape[dim] for dim in larger)
 
 
 def _cast(

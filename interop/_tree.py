@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from jaxzero._stored_array import is_stored
+
 
 class NamedLeaves(NamedTuple):
     """The leaves of a tree, in its order, and how to make the tree of others."""
@@ -24,9 +26,12 @@ def named_leaves(tree: Any) -> NamedLeaves:
         ValueError: a leaf is not an array, or two have one name.
     """
     leaves: dict[str, Any] = {}
-    paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    paths = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: isinstance(x, nnx.Variable) or is_stored(x)
+    )
     for path, found in paths:
-        value = jax.tree.leaves(found)[0] if isinstance(found, nnx.Variable) else found
+        is_variable = isinstance(found, nnx.Variable)
+        value = jax.tree.leaves(found, is_leaf=is_stored)[0] if is_variable else found
         name = ".".join(str(_key(entry)) for entry in path)
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             raise ValueError(

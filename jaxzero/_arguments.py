@@ -9,56 +9,71 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from ._batch_choice import (
+    BatchArgnums,
+    asked_batches,
+    choose_batch,
+    has_rows,
+    is_key,
+    rows_of,
+    warn_of_no_batch,
+)
 from ._mesh import AXES
-from ._partition import TreePlan, axes_of, path_name, spread_prefix
+from ._modules import trained_leaves
+from ._partition import axes_of
+from ._paths import path_name, spread_prefix
 from ._registry import Registry
 from ._simulate import AnyMesh
+from ._stored_array import data_of, flatten, is_array, is_stored
+from ._tree_plan import Static, TreePlan, rebuild, statics_of
 
 BATCH = PartitionSpec(AXES)
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
-    """A leaf that is no array (a string, a function, a Python number): passed on as it is."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:  # 1 == True == 1.0, but they trace differently
-        if not isinstance(other, Static) or type(self.value) is not type(other.value):
-            return False
-        return self.value == other.value
-
-    def __hash__(self):
-        return hash((type(self.value), self.value))
-
-
-@dataclasses.dataclass(frozen=True)
 class Argument:
-    """One argument of a call: everything but its arrays."""
+    """One argument of a call: everything but its arrays.
+
+    Attributes:
+        name: for messages.
+        treedef: of the argument, where a `StoredArray` counts as one leaf.
+        statics: for each leaf; None: an array.
+        plan: of a sharded tree; None: it is none.
+        specs: for each array, over `node` and `local`. Not used if there is a plan.
+        kinds: for each array, whether its `eqx.Module` or `nnx.Module` trains it; None: no module.
+    """
 
     name: str
     treedef: Any
-    statics: tuple[Static | None, ...]  # for each leaf; None: an array
-    plan: TreePlan | None  # a tree that `Zero` laid out
-    specs: tuple[PartitionSpec, ...]  # for each array, over `node` and `local`
+    statics: tuple[Static | None, ...]
+    plan: TreePlan | None
+    specs: tuple[PartitionSpec, ...]
+    kinds: tuple[bool | None, ...]
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """For each leaf of `plan`, whether it gets a gradient if the argument is differentiated."""
+        leaves = self.plan.leaves if self.plan else ()
+        return tuple(
+            jnp.issubdtype(leaf.dtype, jnp.inexact) and kind is not False
+            for leaf, kind in zip(leaves, self.kinds, strict=self.plan is not None)
+        )
 
     def rebuild(self, arrays: Sequence[Any]) -> Any:
         """The argument, with these arrays as its leaves."""
-        remaining = iter(arrays)
-        leaves = [next(remaining) if s is None else s.value for s in self.statics]
-        return jax.tree.unflatten(self.treedef, leaves)
+        return rebuild(self.treedef, self.statics, arrays)
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The arguments of a call, hashable, so that programs can be kept by it."""
+    """The arguments of a call."""
 
     arguments: tuple[Argument, ...]
     num_positional: int
@@ -78,26 +93,31 @@ def resolve(
     kwargs: Mapping[str, Any],
     *,
     argnums: Sequence[int],
+    batch_argnums: BatchArgnums,
     in_specs: Sequence[Any] | None,
     registry: Registry,
+    num_devices: int,
 ) -> tuple[Call, list[list[Any]]]:
     """Decide what every argument is.
 
     Args:
         function: the user's; gives names to positions.
         args: positional arguments.
-        kwargs: keyword arguments; replicated.
+        kwargs: keyword arguments.
         argnums: positions that must be sharded parameter trees.
+        batch_argnums: positions or names of what is split by rows; None: the one that can be.
         in_specs: for each position None or a tree prefix of `PartitionSpec`s.
         registry: knows the trees that were laid out.
+        num_devices: with one, nothing is split.
 
     Returns:
-        The call, and the arrays of each argument.
+        The call, and the arrays of each argument, as they are stored.
 
     Raises:
         ValueError: see the messages.
     """
-    names = _names(function, len(args)) + [f"`{key}` (keyword)" for key in kwargs]
+    parameters = _parameter_names(function)
+    names = _names(parameters, len(args)) + [f"`{key}` (keyword)" for key in kwargs]
     for number in argnums:
         if not 0 <= number < len(args):
             raise ValueError(
@@ -106,97 +126,133 @@ def resolve(
             )
     given = _spec_for_each(in_specs, len(args), argnums) + [None] * len(kwargs)
     values = [*args, *kwargs.values()]
-    plans = [registry.find(value) for value in values]
-    for i, spec in enumerate(given):
-        if spec is not None and not is_array(values[i]) and plans[i] is not None:
-            raise ValueError(
-                f"`in_specs[{i}]` is for {names[i]}, a tree that `Zero` lays out itself. Give "
-                "`None` there."
-            )
-        plans[i] = plans[i] if spec is None else None
-    for number in argnums:
-        if plans[number] is None and jax.tree.leaves(values[number]):
-            raise ValueError(f"{names[number]}: {registry.explain(values[number])}")
-    batch = _find_batch(values[: len(args)], plans, given, argnums)
-    if batch is not None:
-        _check_equal_rows(names[batch], values[batch])
-        plans[batch], given[batch] = None, BATCH
-    elif in_specs is None:
-        _check_no_keyword_batch(names[len(args) :], values[len(args) :], plans[len(args) :])
+    _check_specs(given, values, names, registry)
+    asked = asked_batches(batch_argnums, len(args), tuple(kwargs), parameters)
+    is_told = asked is not None or in_specs is not None
+    if asked is None:
+        asked = _find_batch(values, names, given, argnums, registry)
+    for i in asked:
+        if i in argnums or given[i] is not None:
+            other = "`argnums`" if i in argnums else "`in_specs`"
+            raise ValueError(f"{names[i]} is named by `batch_argnums` and by {other}. Use one.")
+        given[i] = _batch_specs(names[i], values[i])
+    plans = [
+        _plan_of(i, value, given[i], argnums, names, registry) for i, value in enumerate(values)
+    ]
     pairs = zip(names, values, plans, given, strict=True)
     resolved = [_argument(*each) for each in pairs]
-    arguments = [argument for argument, _ in resolved]
-    arrays = [leaves for _, leaves in resolved]
-    if batch is not None:
-        _check_for_second_batch(batch, arguments, arrays, given)
-    return Call(tuple(arguments), len(args), tuple(kwargs)), arrays
-
-
-def is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    arguments = tuple(argument for argument, _ in resolved)
+    if not asked and not is_told:
+        warn_of_no_batch(num_devices)
+    return Call(arguments, len(args), tuple(kwargs)), [leaves for _, leaves in resolved]
 
 
 def _find_batch(
     values: Sequence[Any],
-    plans: Sequence[TreePlan | None],
+    names: Sequence[str],
     given: Sequence[Any],
     argnums: Sequence[int],
-) -> int | None:
-    """The first argument with rows that is neither a sharded tree nor has a spec.
+    registry: Registry,
+) -> list[int]:
+    """The position of the one argument that can be the batch, or none.
 
-    There is none behind one that `in_specs` splits. If all are sharded trees, a bare array that has
-    the shape of a sharded one is the batch after all.
+    A tree that was laid out is none. A bare array of the shape of one that was laid out may be
+    either: it is the batch if nothing else can be.
+
+    Raises:
+        ValueError: there are several, or one beside those that `in_specs` splits.
     """
-    free = []
-    for i, value in enumerate(values):
-        specs = jax.tree.leaves(given[i], is_leaf=lambda x: isinstance(x, PartitionSpec))
-        if any(split_dim(spec) is not None for spec in specs):
-            break
-        if given[i] is None and i not in argnums and _has_rows(value):
-            free.append(i)
-    unplanned = [i for i in free if plans[i] is None]
-    bare = [i for i in free if is_array(values[i])]
-    return next(iter(unplanned or bare), None)
-
-
-def _check_equal_rows(name: str, value: Any) -> None:
-    """The rows of a batch are its examples, so all its leaves have as many."""
-    paths = jax.tree_util.tree_flatten_with_path(value)[0]
-    rows = {path_name(path): x.shape[0] for path, x in paths if is_array(x) and len(x.shape)}
-    if len(set(rows.values())) > 1:
-        first, other = next((a, b) for a in rows for b in rows if rows[a] != rows[b])
+    free = [
+        i
+        for i, value in enumerate(values)
+        if i not in argnums and given[i] is None and has_rows(value)
+    ]
+    candidates = [i for i in free if not _is_sharded_tree(values[i], registry)]
+    bare = [
+        i for i in free if i not in candidates and is_array(values[i]) and not is_stored(values[i])
+    ]
+    split = [i for i, spec in enumerate(given) if _is_split(spec)]
+    if split and candidates:
         raise ValueError(
-            f"{name} is taken as the batch, whose dim 0 is split over all devices, but its leaf "
-            f"`{first}` has {rows[first]} rows and `{other}` has {rows[other]}. Say with "
-            "`in_specs`, one entry for each positional argument, what is split: "
-            "`zero.batch_spec` or `PartitionSpec()`, or a tree of them."
+            f"`in_specs` splits {names[split[0]]} and says nothing of {names[candidates[0]]}, "
+            "which has rows too. Give each such argument a spec: `zero.batch_spec` splits it, "
+            "`PartitionSpec()` gives it whole to every device."
         )
+    found = [] if split else candidates or bare
+    return [choose_batch(names, found)] if found else []
 
 
-def _check_no_keyword_batch(
-    names: Sequence[str], values: Sequence[Any], plans: Sequence[TreePlan | None]
+def _is_sharded_tree(value: Any, registry: Registry) -> bool:
+    """Whether an argument is a tree that `Zero` has laid out, so far as can be told."""
+    if any(map(is_stored, flatten(value)[1])) or registry.is_split_as_ours(value):
+        return True
+    return registry.find(value) is not None
+
+
+def _plan_of(
+    i: int, value: Any, spec: Any, argnums: Sequence[int], names: Sequence[str], registry: Registry
+) -> TreePlan | None:
+    """How an argument is stored, if it is a sharded tree; None: it is none."""
+    if spec is not None:
+        return None
+    is_sharded = i in argnums or _is_sharded_tree(value, registry)
+    if not is_sharded and not registry.has_shapes_of(value):
+        return None
+    try:
+        return registry.plan_of(value)
+    except ValueError as error:
+        if not is_sharded:  # an ordinary array of the shape of a parameter
+            return None
+        raise ValueError(f"{names[i]}: {error}") from error
+
+
+def _check_specs(
+    given: Sequence[Any], values: Sequence[Any], names: Sequence[str], registry: Registry
 ) -> None:
-    for name, value, plan in zip(names, values, plans, strict=True):
-        if plan is None and _has_rows(value):
+    for i, spec in enumerate(given):
+        if spec is None:
+            continue
+        is_stored_tree = any(map(is_stored, flatten(values[i])[1]))
+        if is_stored_tree or (not is_array(values[i]) and registry.find(values[i]) is not None):
             raise ValueError(
-                f"{name} would be given whole to every device, and no positional argument is the "
-                "batch. Pass the batch by position."
+                f"`in_specs[{i}]` is for {names[i]}, a tree that `Zero` lays out itself. Give "
+                "`None` there."
             )
 
 
-def _has_rows(value: Any) -> bool:
-    return any(is_array(leaf) and len(leaf.shape) > 0 for leaf in jax.tree.leaves(value))
+def _batch_specs(name: str, value: Any) -> Any:
+    """A spec for each leaf of a batch: keys and single numbers in it are given whole."""
+    num_rows = rows_of(name, value)
+
+    def spec(leaf: Any) -> PartitionSpec:
+        is_whole = not is_array(leaf) or not leaf.shape
+        is_whole = is_whole or (is_key(leaf) and leaf.shape[0] != num_rows)
+        return PartitionSpec() if is_whole else BATCH
+
+    if any(map(is_stored, flatten(value)[1])):
+        raise ValueError(
+            f"{name} is to be the batch, but holds parameters that `Zero` has laid out. Say with "
+            "`batch_argnums=` which argument is the batch."
+        )
+    return jax.tree.map(spec, value)
 
 
-def _names(function: Callable, num: int) -> list[str]:
+def _is_split(spec: Any) -> bool:
+    specs = jax.tree.leaves(spec, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return any(split_dim(one) is not None for one in specs)
+
+
+def _parameter_names(function: Callable) -> list[str]:
+    """The names of a function's positional parameters; empty for built-in functions."""
     try:
-        parameters = [
-            name
-            for name, parameter in inspect.signature(function).parameters.items()
-            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        ]
-    except (TypeError, ValueError):  # built-in functions have no signature
-        parameters = []
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in by_position]
+
+
+def _names(parameters: Sequence[str], num: int) -> list[str]:
     known = [f"`{name}` (argument {i})" for i, name in enumerate(parameters[:num])]
     return known + [f"argument {i}" for i in range(len(known), num)]
 
@@ -226,15 +282,8 @@ def _spec_for_each(in_specs: Any, num: int, argnums: Sequence[int]) -> list[Any]
 def _argument(
     name: str, value: Any, plan: TreePlan | None, spec: Any
 ) -> tuple[Argument, list[Any]]:
-    leaves, treedef = jax.tree.flatten(value)
-    for leaf in leaves:
-        if not is_array(leaf) and not isinstance(leaf, Hashable):
-            raise ValueError(
-                f"{name} holds a {type(leaf).__name__}, which is neither an array nor hashable. "
-                "Close over it, or register its type as a pytree."
-            )
-    statics = tuple(None if is_array(leaf) else Static(leaf) for leaf in leaves)
-    arrays = [leaf for leaf in leaves if is_array(leaf)]
+    _, leaves, treedef = flatten(value)
+    found = [leaf for leaf in leaves if is_array(leaf)]
     specs = [PartitionSpec()] * len(leaves)
     if plan is None and spec is not None:
         try:
@@ -244,34 +293,18 @@ def _argument(
                 f"`in_specs` does not fit {name}: {error}. Give a `PartitionSpec`, or a tree "
                 "of them that is a prefix of the argument."
             ) from error
-    array_specs = tuple(
-        s if len(leaf.shape) else PartitionSpec()
-        for s, leaf, static in zip(specs, leaves, statics, strict=True)
-        if static is None
+    pairs = zip(specs, leaves, strict=True)
+    array_specs = [s if leaf.shape else PartitionSpec() for s, leaf in pairs if is_array(leaf)]
+    kinds = zip(trained_leaves(value), leaves, strict=True)
+    argument = Argument(
+        name,
+        treedef,
+        statics_of(leaves),
+        plan,
+        tuple(array_specs),
+        tuple(kind for kind, leaf in kinds if is_array(leaf)),
     )
-    return Argument(name, treedef, statics, plan, array_specs), arrays
-
-
-def _check_for_second_batch(
-    batch: int,
-    arguments: Sequence[Argument],
-    arrays: Sequence[Sequence[Any]],
-    given: Sequence[Any],
-) -> None:
-    """A second argument of the batch's length is a label far more often than a table."""
-    num_rows = next(leaf.shape[0] for leaf in arrays[batch] if len(leaf.shape))
-    for i, (argument, leaves) in enumerate(zip(arguments, arrays, strict=True)):
-        if argument.plan is not None or given[i] is not None:
-            continue
-        for leaf in leaves:
-            if len(leaf.shape) and leaf.shape[0] == num_rows and num_rows > 1:
-                raise ValueError(
-                    f"{argument.name} has {num_rows} rows like the batch, "
-                    f"{arguments[batch].name}, but would be given whole to every device. Say which "
-                    "is meant with `in_specs`, one entry for each positional argument: "
-                    "`zero.batch_spec` splits it, `PartitionSpec()` does not. Or put both in "
-                    "one argument."
-                )
+    return argument, [data_of(leaf) for leaf in found]
 
 
 def check_rows(
@@ -281,12 +314,7 @@ def check_rows(
     for argument, leaves in zip(call.arguments, arrays, strict=True):
         if argument.plan is not None:
             continue
-        value = argument.rebuild(leaves)
-        paths = [
-            path_name(path)
-            for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]
-            if is_array(leaf)
-        ]
+        paths = [path_name(path) for path, _ in _array_paths(argument.rebuild(leaves))]
         for path, leaf, spec in zip(paths, leaves, argument.specs, strict=True):
             dim = split_dim(spec)
             if dim is None:
@@ -297,8 +325,8 @@ def check_rows(
                 raise ValueError(
                     f"{argument.name}, leaf `{path}`: dim {dim} of shape {tuple(leaf.shape)} is "
                     f"split over {num // microbatches} devices x {microbatches} micro-batches "
-                    f"and must be a multiple of {num}. Pad or drop rows, or say with "
-                    "`in_specs` that it is not split (`PartitionSpec()`)."
+                    f"and must be a multiple of {num}. Pad it with `jz.pad_batch`, drop rows, or "
+                    "say with `batch_argnums=` or `in_specs` what is split."
                 )
 
 
@@ -320,13 +348,21 @@ def check_differentiable(argument: Argument, leaves: Sequence[Any], allow_int: b
                 f"{leaf.codec}, which cannot be trained. Pass it in an argument that is not in "
                 "`argnums`."
             )
-    paths = jax.tree_util.tree_flatten_with_path(argument.rebuild(leaves))[0]
-    for path, leaf in paths:
+    value = argument.rebuild(leaves)
+    paths, found, _ = flatten(value)
+    for path, leaf, kind in zip(paths, found, trained_leaves(value), strict=True):
+        if kind is not None:  # a module trains what it trains
+            continue
         if is_array(leaf) and (allow_int or jnp.issubdtype(leaf.dtype, jnp.inexact)):
             continue
-        kind = leaf.dtype if is_array(leaf) else type(leaf).__name__
+        shown = leaf.dtype if is_array(leaf) else type(leaf).__name__
         raise ValueError(
             f"{argument.name}, leaf `{path_name(path)}`: cannot differentiate with respect to "
-            f"{kind}. Pass it in an argument that is not in `argnums`, or use "
+            f"{shown}. Pass it in an argument that is not in `argnums`, or use "
             "`allow_int=True`."
         )
+
+
+def _array_paths(value: Any) -> list[tuple[Any, Any]]:
+    paths, leaves, _ = flatten(value)
+    return [(path, x) for path, x in zip(paths, leaves, strict=True) if is_array(x)]

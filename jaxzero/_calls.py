@@ -16,6 +16,7 @@ from ._partition import Leaf
 from ._similarity import GradientHalves
 from ._simulate import AnyMesh
 from ._transform import Options, Transform, flat_reductions
+from ._tree_plan import Static, rebuild, stored_leaf
 from ._wire_state import Memory, WireState, from_tree, to_tree
 
 
@@ -82,17 +83,26 @@ def _as_trees(
 ) -> list[Any]:
     """A value for each differentiated leaf, as trees in the order of `argnums`.
 
-    Those that are no floats have `other`.
+    Other arrays have `other`; in an `eqx.Module` or `nnx.Module` None, as has what is no array.
     """
     remaining = iter(values)  # in the order of arguments, not of `argnums`
     trees = {}
     for number in sorted(transform.options.argnums):
         argument = transform.call.arguments[number]
-        leaves = [
-            next(remaining) if jnp.issubdtype(leaf.dtype, jnp.inexact) else other(leaf)
-            for leaf in (argument.plan.leaves if argument.plan else ())
-        ]
-        trees[number] = jax.tree.unflatten(argument.treedef, leaves)
+        plan = argument.plan
+        if plan is None:
+            trees[number] = argument.rebuild([])
+            continue
+        found = []
+        for leaf, is_trained, kind in zip(
+            plan.leaves, argument.trained, argument.kinds, strict=True
+        ):
+            if is_trained:
+                found.append(stored_leaf(leaf, next(remaining)))
+            else:
+                found.append(None if kind is False else stored_leaf(leaf, other(leaf)))
+        nothing = tuple(s and Static(None) for s in argument.statics)
+        trees[number] = rebuild(argument.treedef, nothing, found)
     return [trees[number] for number in transform.options.argnums]
 
 

@@ -19,8 +19,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ._collectives import unpad
-from ._partition import Leaf, TreePlan, path_name
+from ._partition import Leaf
+from ._paths import path_name
 from ._placement import auto_mesh, pad_leaf, run_automatic
+from ._stored_array import StoredArray, data_of, flatten, is_array
 from ._zero import Zero
 
 
@@ -50,32 +52,45 @@ def named_leaves(state: Mapping[str, Any], zero: Zero) -> dict[str, Named]:
     named = {}
     for key in sorted(state):
         tree = state[key]
-        _check_arrays(key, tree)
-        plan = zero.find_plan(tree) or _plan_as_it_is(tree)
-        for leaf, x in zip(plan.leaves, jax.tree.leaves(tree), strict=True):
-            entry = Named(leaf, x)
+        for leaf, x in _leaves(key, tree, zero):
+            entry = Named(leaf, data_of(x))
             if leaf.codec is not None:  # messages, as they are
-                entry = Named(Leaf(leaf.path, leaf.stored.shape, leaf.stored.dtype, None), x)
+                entry = entry._replace(
+                    leaf=Leaf(leaf.path, leaf.stored.shape, leaf.stored.dtype, None)
+                )
             if entry.is_key:
                 data = jax.eval_shape(jax.random.key_data, x)
-                entry = Named(Leaf(leaf.path, data.shape, data.dtype, None), x)
+                entry = entry._replace(leaf=Leaf(leaf.path, data.shape, data.dtype, None))
             named[key if leaf.path == "." else f"{key}.{leaf.path}"] = entry
     return named
 
 
-def _check_arrays(key: str, tree: Any) -> None:
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+def _leaves(key: str, tree: Any, zero: Zero) -> list[tuple[Leaf, Any]]:
+    """The leaves of one part of the state, each with its layout.
+
+    Raises:
+        TypeError: a leaf is no array.
+    """
+    paths, leaves, _ = flatten(tree)
+    for path, x in zip(paths, leaves, strict=True):
+        if not is_array(x):
             raise TypeError(
                 f"The leaf `{key}.{path_name(path)}` must be an array; got {type(x).__name__}. "
                 "Make it one, or give it as `extra`, which holds JSON."
             )
-
-
-def _plan_as_it_is(tree: Any) -> TreePlan:
-    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = (Leaf(path_name(path), tuple(x.shape), x.dtype, None) for path, x in paths)
-    return TreePlan(treedef, tuple(leaves))
+    plan = zero.find_plan(tree)
+    if plan is not None:
+        return list(zip(plan.leaves, leaves, strict=True))
+    pairs = zip(paths, leaves, strict=True)
+    return [
+        (
+            x.leaf(path_name(path))
+            if isinstance(x, StoredArray)
+            else Leaf(path_name(path), tuple(x.shape), x.dtype, None),
+            x,
+        )
+        for path, x in pairs
+    ]
 
 
 def true_array(named: Named, zero: Zero) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.core import eval_jaxpr
 from jax.extend import core as jex
 from jax.sharding import AxisType
 
@@ -29,18 +30,31 @@ def without_mesh(function: Callable) -> Callable:
         leaves, treedef = jax.tree.flatten(args)
         mesh = jax.sharding.get_abstract_mesh()
 
-        @jax.jit
         def per_device(*leaves):
             return function(*jax.tree.unflatten(treedef, leaves))
 
         automatic = dict.fromkeys(mesh.axis_names, AxisType.Auto)
         with jax.sharding.use_abstract_mesh(mesh.update_axis_types(automatic)):
             closed, shapes = jax.make_jaxpr(per_device, return_shape=True)(*map(bare, leaves))
+            constants = closed.consts
+            called = _in_one_piece(closed.jaxpr, constants, leaves)
         if len(mesh.manual_axes) < len(mesh.axis_names):
-            closed = _in_sight_of(mesh, closed)
-        return jax.tree.unflatten(jax.tree.structure(shapes), jex.jaxpr_as_fun(closed)(*leaves))
+            called = _in_sight_of(mesh, called)
+        outputs = jex.jaxpr_as_fun(called)(*constants, *leaves)
+        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return body
+
+
+def _in_one_piece(jaxpr: Any, constants: list[Any], leaves: list[Any]) -> Any:
+    """A call of `jaxpr`. What the user's function closes over is passed to it: inside a `jit`
+    it would be part of the compiled program, which could then serve for no other values."""
+
+    @jax.jit
+    def call(constants, leaves):
+        return eval_jaxpr(jaxpr, constants, *leaves)
+
+    return jax.make_jaxpr(call)([*map(bare, constants)], [*map(bare, leaves)])
 
 
 def bare(x: Any) -> jax.ShapeDtypeStruct:

@@ -1,79 +1,51 @@
 """Optimizer state in the layout of ZeRO, and optimizers that see leaves in their own shape.
 
 Any optax chain runs outside the `shard_map`, on global arrays, so norms over the whole
-model or over a leaf are right without knowing about devices. Only one thing of `Zero`
-shows: on a mesh that divides no dim of a leaf, the leaf is padded with zeros. Adam,
-LAMB and clipping do not notice. An optimizer that divides by the number of elements, or
-decides by shape (Adafactor, Muon), would: `true_shapes` wraps it.
+model or over a leaf are right without knowing about devices. One thing of `Zero` shows: on a
+mesh that divides no dim of a leaf, the leaf is padded with zeros (`StoredArray`), and
+`jax.tree.map` sees the padded array. Adam, LAMB and clipping give the same updates all the same.
+An optimizer that divides by the number of elements, or decides by shape (Adafactor, Muon), does
+not: `true_shapes` wraps it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
 
 from ._config import ZeroConfig
-from ._partition import Layout, Leaf, TreePlan, path_name, plan_tree
-from ._placement import auto_mesh, constrain, pad_tree, run_automatic, unpad_tree
+from ._modules import trained_leaves
+from ._partition import Leaf
+from ._paths import path_name
+from ._placement import auto_mesh, constrain, pad_leaf, run_automatic, unpad_leaf
 from ._program import is_traced
 from ._simulate import AnyMesh
+from ._stored_array import StoredArray, flatten, is_array
+from ._tree_plan import TreePlan, arrays_of, plan_as_stored, plan_tree, statics_of
 
 
-class _TrueShapes(optax.GradientTransformationExtraArgs):
+class TrueShapes(optax.GradientTransformationExtraArgs):
     """What `true_shapes` returns; knows the transform inside."""
 
     inner: optax.GradientTransformationExtraArgs
 
 
-def warn_of_padding(tx: optax.GradientTransformation, plan: TreePlan) -> None:
-    """Warn if `tx` gives other updates because some of its leaves are padded."""
-    padded = [leaf.path for leaf in plan.leaves if leaf.layout and leaf.layout.is_padded]
-    if padded and not isinstance(tx, _TrueShapes) and _notices_padding(tx, plan):
-        warnings.warn(
-            f"{len(padded)} leaves are padded with zeros on this mesh, `{padded[0]}` the first, "
-            "and this optimizer would not give them the updates of their own shapes. Wrap it: "
-            "`tx = zero.optimizer(tx)`.",
-            stacklevel=3,
-        )
-
-
-def _notices_padding(tx: optax.GradientTransformation, plan: TreePlan) -> bool:
-    """Try `tx` on tiny leaves of the same ranks, with and without a row of zeros."""
-    random = np.random.default_rng(0)
-    params, grads = [], []
-    for leaf in plan.leaves:
-        for values in (params, grads):
-            values.append(random.normal(size=(2,) * len(leaf.shape)).astype(leaf.dtype))
-    layouts = [
-        leaf.layout if leaf.layout and leaf.layout.is_padded else None for leaf in plan.leaves
-    ]
-
-    def widen(x: np.ndarray, layout: Layout | None) -> np.ndarray:
-        return x if layout is None else np.pad(x, [(0, d == layout.dim) for d in range(x.ndim)])
-
-    def update(params: list[Any], grads: list[Any]) -> list[Any]:
-        params, grads = (jax.tree.unflatten(plan.treedef, x) for x in (params, grads))
-        return jax.tree.leaves(tx.update(grads, tx.init(params), params)[0])
-
-    try:
-        small = jax.jit(update)(params, grads)
-    except TypeError:  # it needs more than gradients and parameters, and cannot be tried here
-        return False
-    wide = jax.jit(update)(
-        [widen(x, layout) for x, layout in zip(params, layouts, strict=True)],
-        [widen(x, layout) for x, layout in zip(grads, layouts, strict=True)],
+def trained_part(tree: Any, plan: TreePlan) -> tuple[Any, TreePlan]:
+    """A tree, and its plan, with None for what an `eqx.Module` or `nnx.Module` does not train."""
+    _, leaves, treedef = flatten(tree)
+    kinds = trained_leaves(tree)
+    kept = jax.tree.unflatten(
+        treedef, [None if kind is False else x for x, kind in zip(leaves, kinds, strict=True)]
     )
-    return not all(
-        np.allclose(np.float32(a), np.float32(b[tuple(slice(n) for n in a.shape)]), rtol=1e-3)
-        for a, b in zip(small, wide, strict=True)
-    )
+    arrays = [kind for x, kind in zip(leaves, kinds, strict=True) if is_array(x)]
+    known = [leaf for leaf, kind in zip(plan.leaves, arrays, strict=True) if kind is not False]
+    _, rest, treedef = flatten(kept)
+    return kept, TreePlan(treedef, tuple(known), statics_of(rest))
 
 
 def plan_state(
@@ -83,33 +55,37 @@ def plan_state(
 
     A leaf whose path ends like a parameter's, and that has its shape, is cut like the
     parameter; others (row and column statistics, counters) by their own shape.
+
+    Args:
+        tx: the optimizer.
+        params: of the parameters, without modules' leaves that are not trained.
+        mesh: gives the number of pieces.
+        config: gives axes, stage and the persistence threshold.
     """
-    wrapped = isinstance(tx, _TrueShapes)
-    structs = [
-        jax.ShapeDtypeStruct(leaf.shape if wrapped else leaf.stored_shape, leaf.dtype)
-        for leaf in params.leaves
+    is_wrapped = isinstance(tx, TrueShapes)
+    # Of other optimizers the state of a padded leaf is a `StoredArray`, which tells its layout.
+    by_path = {leaf.path: leaf for leaf in params.leaves if is_wrapped or leaf.is_plain}
+    if is_wrapped:
+        whole = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in params.leaves]
+        state = jax.eval_shape(tx.inner.init, params.whole(whole))
+        plan = plan_tree(state, mesh, config)
+    else:
+        state = jax.eval_shape(tx.init, params.stored([leaf.stored for leaf in params.leaves]))
+        plan = plan_as_stored(state, mesh, config)
+    paths, leaves, _ = flatten(state)
+    arrays = [(path, x) for path, x in zip(paths, leaves, strict=True) if is_array(x)]
+    planned = [
+        leaf if isinstance(x, StoredArray) else _like_parameter(leaf, path, by_path)
+        for (path, x), leaf in zip(arrays, plan.leaves, strict=True)
     ]
-    init = tx.inner.init if wrapped else tx.init
-    state = jax.eval_shape(init, jax.tree.unflatten(params.treedef, structs))
-    by_path = {leaf.path: leaf for leaf in params.leaves}
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
-    plan = plan_tree(state, mesh, config)
-    leaves = [
-        _like_parameter(leaf, path, by_path, wrapped)
-        for path, leaf in zip(paths, plan.leaves, strict=True)
-    ]
-    return TreePlan(plan.treedef, tuple(leaves))
+    return dataclasses.replace(plan, leaves=tuple(planned))
 
 
-def _like_parameter(
-    leaf: Leaf, path: tuple[Any, ...], parameters: dict[str, Leaf], wrapped: bool
-) -> Leaf:
+def _like_parameter(leaf: Leaf, path: tuple[Any, ...], parameters: dict[str, Leaf]) -> Leaf:
     for i in range(len(path) + 1):
         twin = parameters.get(path_name(path[i:]))
-        if twin and leaf.shape == (twin.shape if wrapped else twin.stored_shape):
-            return Leaf(leaf.path, twin.shape, leaf.dtype, twin.layout, twin.other_axes)
-    if leaf.layout and leaf.layout.is_padded and not wrapped:
-        return dataclasses.replace(leaf, layout=None)  # only `true_shapes` can pad it
+        if twin and leaf.shape == twin.shape:
+            return dataclasses.replace(leaf, layout=twin.layout, other_axes=twin.other_axes)
     return leaf
 
 
@@ -129,23 +105,26 @@ def init_state(
         mesh: where it goes.
         axes: that split it.
     """
-    leaves = jax.tree.leaves(params)
-    if any(is_traced(x) for x in leaves):
-        pairs = zip(jax.tree.leaves(tx.init(params)), plan.leaves, strict=True)
-        placed = [constrain(x, mesh, leaf.spec(axes)) for x, leaf in pairs]
-        return jax.tree.unflatten(plan.treedef, placed)
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-        return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(tx.init, params),
-            plan.shardings(mesh, axes),
-        )
-    return run_automatic(tx.init, plan.shardings(auto_mesh(mesh), axes), mesh, params)
+    given = jax.tree.leaves(params)
+    if any(is_traced(x) for x in given):
+        pairs = zip(arrays_of(tx.init(params)), plan.leaves, strict=True)
+        made = [constrain(x, mesh, leaf.spec(axes)) for x, leaf in pairs]
+    elif any(isinstance(x, jax.ShapeDtypeStruct) for x in given):
+        made = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            for x, sharding in zip(
+                arrays_of(jax.eval_shape(tx.init, params)), plan.shardings(mesh, axes), strict=True
+            )
+        ]
+    else:
+        shardings = plan.shardings(auto_mesh(mesh), axes)
+        made = run_automatic(lambda params: arrays_of(tx.init(params)), shardings, mesh, params)
+    return plan.stored(made)
 
 
 def true_shapes(
     tx: optax.GradientTransformation,
-    find_plan: Callable[[Any], TreePlan],
+    plan_of: Callable[[Any], TreePlan],
     mesh: AnyMesh,
     config: ZeroConfig,
 ) -> optax.GradientTransformationExtraArgs:
@@ -156,38 +135,54 @@ def true_shapes(
     """
     inner = optax.with_extra_args_support(tx)
 
-    def true(tree: Any, plan: TreePlan) -> Any:
-        return jax.tree.unflatten(plan.treedef, unpad_tree(plan, jax.tree.leaves(tree)))
-
-    def stored(tree: Any, plan: TreePlan) -> Any:
-        return jax.tree.unflatten(plan.treedef, pad_tree(plan, jax.tree.leaves(tree)))
-
     def init(params):
-        plan = find_plan(params)
-        return stored(inner.init(true(params, plan)), plan_state(result, plan, mesh, config))
+        plan = plan_state(result, plan_of(params), mesh, config)
+        pairs = zip(plan.leaves, arrays_of(inner.init(_unpadded(params))), strict=True)
+        return plan.stored([pad_leaf(leaf, x) for leaf, x in pairs])
 
     def update(updates, state, params=None, **extra_args):
-        plan = find_plan(updates)
-        state_plan = plan_state(result, plan, mesh, config)
-
         def run(updates, state, params):
-            new, state = inner.update(
-                true(updates, plan),
-                true(state, state_plan),
-                None if params is None else true(params, plan),
+            new, new_state = inner.update(
+                _unpadded(updates),
+                _unpadded(state),
+                None if params is None else _unpadded(params),
                 **extra_args,
             )
-            return stored(new, plan), stored(state, state_plan)
+            return _padded_like(updates, new), _padded_like(state, new_state)
 
         if isinstance(mesh, Mesh) and AxisType.Explicit in mesh.axis_types:
             axes = config.axes if config.stage >= 1 else ()
-            out = (plan.shardings(mesh, axes), state_plan.shardings(mesh, axes))
+            plan = plan_of(updates)
+            plans = (plan, plan_state(result, plan, mesh, config))
+            out = tuple(x.stored(x.shardings(mesh, axes)) for x in plans)
             run = _with_automatic_axes(run, out, mesh)
         return run(updates, state, params)
 
-    result = _TrueShapes(init, update)
+    result = TrueShapes(init, update)
     result.inner = inner
     return result
+
+
+def _unpadded(tree: Any) -> Any:
+    """The tree with every `StoredArray` as an array of its true shape."""
+    _, leaves, treedef = flatten(tree)
+    return jax.tree.unflatten(
+        treedef,
+        [unpad_leaf(x.leaf(), x.data) if isinstance(x, StoredArray) else x for x in leaves],
+    )
+
+
+def _padded_like(stored: Any, tree: Any) -> Any:
+    """Undo `_unpadded`, of a tree that has come from one like `stored`."""
+    _, like, treedef = flatten(stored)
+    pairs = zip(like, treedef.flatten_up_to(tree), strict=True)
+    return jax.tree.unflatten(
+        treedef,
+        [
+            StoredArray(pad_leaf(old.leaf(), x), old.form) if isinstance(old, StoredArray) else x
+            for old, x in pairs
+        ],
+    )
 
 
 def _with_automatic_axes(function: Callable, out_shardings: Any, mesh: Mesh) -> Callable:

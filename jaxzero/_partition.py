@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ._codecs import Codec
 from ._config import ZeroConfig
@@ -38,18 +38,16 @@ class Layout:
         dim: which.
         size: its true size.
         unit: what its stored size is a multiple of.
-        extra: units more than are needed (see `_registry`).
     """
 
     dim: int
     size: int
     unit: int
-    extra: int = 0
 
     @property
     def padded(self) -> int:
         """The stored size."""
-        return (math.ceil(self.size / self.unit) + self.extra) * self.unit
+        return math.ceil(self.size / self.unit) * self.unit
 
     @property
     def is_padded(self) -> bool:
@@ -129,6 +127,11 @@ class Leaf:
         return jax.ShapeDtypeStruct(shape, message.dtype)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the array is stored in its own shape and dtype, as a plain `jax.Array`."""
+        return self.codec is None and not (self.layout and self.layout.is_padded)
+
+    @property
     def stored(self) -> jax.ShapeDtypeStruct:
         """The global array: padded, or messages."""
         if self.codec is None or self.layout is None:
@@ -156,121 +159,23 @@ class Leaf:
         return PartitionSpec(*entries)
 
 
-@dataclasses.dataclass(frozen=True)
-class TreePlan:
-    """How every leaf of one tree is stored."""
-
-    treedef: Any
-    leaves: tuple[Leaf, ...]
-
-    @property
-    def stored_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(leaf.stored_shape for leaf in self.leaves)
-
-    def shardings(self, mesh: Mesh, axes: tuple[str, ...]) -> Any:
-        """The tree of `NamedSharding`s of the global arrays, split over `axes`."""
-        specs = [NamedSharding(mesh, leaf.spec(axes)) for leaf in self.leaves]
-        return jax.tree.unflatten(self.treedef, specs)
-
-
-def plan_tree(
-    tree: Any, mesh: AnyMesh, config: ZeroConfig, specs: Any = None, codec: Codec | None = None
-) -> TreePlan:
-    """Lay out a tree of arrays or `ShapeDtypeStruct`s of true shapes.
-
-    Args:
-        tree: the leaves need `shape` and `dtype`.
-        mesh: gives the number of pieces.
-        config: gives axes, stage and the persistence threshold.
-        specs: a tree prefix of `PartitionSpec`s over mesh axes that are not ours.
-        codec: store float leaves of at least `min_quantized_size` elements as its messages.
-
-    Raises:
-        ValueError: a leaf is not an array, or `specs` names one of our axes; a codec is given
-            where parameters are not split.
-    """
-    if codec is not None and (not isinstance(codec, Codec) or config.stage < 3):
-        raise ValueError(
-            f"`codec` must be a codec such as `jz.Int8()`, at ZeRO stage 3; got {codec!r} at "
-            f"stage {config.stage}."
-        )
-    paths_and_leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    others = _broadcast_specs(specs, tree, config)
-    leaves = []
-    for (path, leaf), other in zip(paths_and_leaves, others, strict=True):
-        name = path_name(path)
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise ValueError(
-                f"The leaf `{name}` is not an array; got {type(leaf).__name__}. Keep functions "
-                "and settings out of the tree (`nnx.split`, `equinox.partition`)."
-            )
-        layout = _layout_of_leaf(leaf, mesh, config, other)
-        new = Leaf(name, tuple(leaf.shape), _jax_dtype(leaf.dtype), layout, other)
-        if codec is not None and layout and not other and _is_large_float(new, config):
-            new = dataclasses.replace(new, codec=codec)
-        leaves.append(new)
-    return TreePlan(treedef, tuple(leaves))
-
-
-def _is_large_float(leaf: Leaf, config: ZeroConfig) -> bool:
-    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-    return is_float and math.prod(leaf.shape) >= max(config.min_quantized_size, 1)
-
-
-def _jax_dtype(dtype: Any) -> Any:
-    """What JAX makes of a dtype: without x64, 32 bits of 64."""
-    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
-    return dtype if extended else jax.dtypes.canonicalize_dtype(dtype)
-
-
-def path_name(path: tuple[Any, ...]) -> str:
-    """A tree path as a person writes it: `layers.0.kernel`; the root is `.`."""
-    return jax.tree_util.keystr(path, simple=True, separator=".") or "."
-
-
-def spread_prefix(prefix: Any, tree: Any, kind: type) -> list[Any]:
-    """For each leaf of `tree`, the leaf of a tree prefix that stands for it.
-
-    Args:
-        prefix: its leaves are of type `kind`.
-        tree: what it is a prefix of.
-        kind: of the prefix's leaves, even where JAX would take them apart.
-
-    Raises:
-        ValueError: it is no prefix of `tree`.
-    """
-
-    def is_leaf(x: Any) -> bool:
-        return isinstance(x, kind)
-
-    spread = jax.tree.map(
-        lambda leaf, subtree: jax.tree.map(lambda _: leaf, subtree), prefix, tree, is_leaf=is_leaf
-    )
-    return jax.tree.leaves(spread, is_leaf=is_leaf)
-
-
-def _broadcast_specs(specs: Any, tree: Any, config: ZeroConfig) -> list[PartitionSpec]:
-    if specs is None:
-        return [PartitionSpec()] * len(jax.tree.leaves(tree))
-    flat = spread_prefix(specs, tree, PartitionSpec)
-    for spec in flat:
-        if any(axis in config.axes or axis in ("node", "local") for axis in axes_of(spec)):
-            raise ValueError(
-                f"`specs` may name only mesh axes other than `node` and `local`; got {spec}. "
-                "Those two are laid out by `Zero`."
-            )
-    return flat
-
-
 def axes_of(spec: PartitionSpec) -> list[str]:
     """The mesh axes that a spec names."""
     entries = [(entry,) if isinstance(entry, str) else entry for entry in spec if entry]
     return [axis for entry in entries for axis in entry]
 
 
-def _layout_of_leaf(
+def layout_of_leaf(
     leaf: Any, mesh: AnyMesh, config: ZeroConfig, other: PartitionSpec
 ) -> Layout | None:
+    """How an array of this shape and dtype is cut; None: every device holds all of it.
+
+    Args:
+        leaf: anything with the true `shape` and `dtype`.
+        mesh: gives the number of pieces.
+        config: gives axes, stage and the persistence threshold.
+        other: the axes that split it already.
+    """
     shape = tuple(leaf.shape)
     if config.stage == 0 or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return None

@@ -12,9 +12,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ._collectives import pad, unpad
-from ._partition import Leaf, TreePlan
+from ._partition import Leaf
 from ._pieces import from_stored, to_stored
 from ._program import is_traced
+from ._stored_array import StoredArray
+from ._tree_plan import TreePlan
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
@@ -58,19 +60,10 @@ def pad_leaf(leaf: Leaf, x: Any) -> Any:
     return pad(x, leaf.layout) if leaf.codec is None else to_stored(pad(x, leaf.layout), leaf)
 
 
-def pad_tree(plan: TreePlan, leaves: list[Any]) -> list[Any]:
-    """True shapes to stored shapes."""
-    return [pad_leaf(leaf, x) for leaf, x in zip(plan.leaves, leaves, strict=True)]
-
-
-def unpad_tree(plan: TreePlan, leaves: list[Any]) -> list[Any]:
-    """Stored shapes to true shapes."""
-    joined = [
-        x if leaf.codec is None else from_stored(x, leaf).join()
-        for leaf, x in zip(plan.leaves, leaves, strict=True)
-    ]
-    pairs = zip(plan.leaves, joined, strict=True)
-    return [unpad(x, leaf.layout) if leaf.layout else x for leaf, x in pairs]
+def unpad_leaf(leaf: Leaf, x: Any) -> Any:
+    """Stored shape to true shape."""
+    whole = x if leaf.codec is None else from_stored(x, leaf).join()
+    return unpad(whole, leaf.layout) if leaf.layout else whole
 
 
 def place(leaf: Leaf, source: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
@@ -82,6 +75,8 @@ def place(leaf: Leaf, source: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Arr
     sharding = NamedSharding(mesh, leaf.spec(axes))
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return jax.device_put(source, sharding)
+    if isinstance(source, jax.Array) and leaf.is_plain and _is_on(source, mesh):
+        return jax.device_put(source, sharding)  # between devices, or not at all
     if isinstance(source, jax.Array) and not source.is_fully_addressable:
         return jax.jit(lambda x: pad_leaf(leaf, x), out_shardings=sharding)(source)
 
@@ -124,26 +119,41 @@ def _place_slices(
 
 
 def place_tree(plan: TreePlan, leaves: list[Any], mesh: Mesh, axes: tuple[str, ...]) -> list[Any]:
-    """Split whole arrays over `axes`: now, or in the program where they are traced."""
-    return [
-        constrain(pad_leaf(leaf, x), mesh, leaf.spec(axes))
-        if is_traced(x)
-        else place(leaf, x, mesh, axes)
-        for leaf, x in zip(plan.leaves, leaves, strict=True)
-    ]
+    """Split arrays over `axes`: now, or in the program where they are traced.
+
+    Args:
+        plan: of the tree.
+        leaves: its arrays, whole; a `StoredArray` is padded or encoded already.
+        mesh: where they go.
+        axes: that split them.
+
+    Returns:
+        The arrays as they are stored.
+    """
+    placed = []
+    for leaf, x in zip(plan.leaves, leaves, strict=True):
+        if isinstance(x, StoredArray) or is_traced(x):
+            stored = x.data if isinstance(x, StoredArray) else pad_leaf(leaf, x)
+            placed.append(constrain(stored, mesh, leaf.spec(axes)))
+        else:
+            placed.append(place(leaf, x, mesh, axes))
+    return placed
 
 
 def gather_whole(plan: TreePlan, leaves: list[Any], mesh: Mesh) -> list[Any]:
     """Every leaf in its true shape, whole on every device."""
     float0 = jax.dtypes.float0  # the gradient of an integer: nothing to gather
     arrays = [i for i, x in enumerate(leaves) if x.dtype != float0]
-    some = TreePlan(None, tuple(plan.leaves[i] for i in arrays))
     given = [leaves[i] for i in arrays]
+
+    def unpadded(leaves: list[Any]) -> list[Any]:
+        return [unpad_leaf(plan.leaves[i], x) for i, x in zip(arrays, leaves, strict=True)]
+
     if any(is_traced(x) for x in given):
-        made = unpad_tree(some, [constrain(x, mesh, PartitionSpec()) for x in given])
+        made = unpadded([constrain(x, mesh, PartitionSpec()) for x in given])
     else:
         whole = NamedSharding(auto_mesh(mesh), PartitionSpec())
-        made = run_automatic(lambda leaves: unpad_tree(some, leaves), whole, mesh, given)
+        made = run_automatic(unpadded, whole, mesh, given)
     by_number = dict(zip(arrays, made, strict=True))
     return [
         by_number[i] if i in by_number else np.zeros(leaf.shape, float0)

@@ -1,118 +1,149 @@
-"""Which trees a `Zero` has laid out, so that a tree met later is known for what it is.
+"""Which trees a `Zero` has laid out, for what the leaves of a tree cannot say of themselves.
 
-A stored tree is plain: global arrays, perhaps padded. Its true shapes are kept here,
-found again by the tree's structure and stored shapes.
+A leaf that is stored padded or encoded carries its layout (`StoredArray`). Any other is a plain
+array in its own shape, and its layout follows from that shape. So every tree can be laid out from
+its leaves alone; a tree met before is also known to be one of parameters, and not a batch, and
+the mesh axes that the user has given in `specs` are known.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from ._partition import Leaf, TreePlan, path_name
-
-
-def _first_difference(one: TreePlan, other: TreePlan) -> int | None:
-    """The first leaf that is not the same array, stored in the same way."""
-    pairs = zip(one.leaves, other.leaves, strict=True)
-    return next((i for i, (a, b) in enumerate(pairs) if _content(a) != _content(b)), None)
-
-
-def _content(leaf: Leaf) -> tuple:
-    """What a stored array does not say of itself. Of messages that is the type, too."""
-    return leaf.shape, leaf.codec, leaf.codec and leaf.dtype
-
-
-def _with_known_specs(plan: TreePlan, known: TreePlan) -> TreePlan:
-    """A copy of a tree that is laid out again without `specs` is laid out as the tree was."""
-    if any(leaf.other_axes for leaf in plan.leaves):
-        return plan
-    pairs = zip(plan.leaves, known.leaves, strict=True)
-    return TreePlan(
-        plan.treedef, tuple(dataclasses.replace(old, dtype=new.dtype) for new, old in pairs)
-    )
+from ._config import ZeroConfig
+from ._partition import layout_of_leaf
+from ._paths import path_name
+from ._program import is_traced
+from ._simulate import AnyMesh, physical
+from ._stored_array import StoredArray, flatten, is_array, is_stored
+from ._tree_plan import TreePlan, plan_as_stored
 
 
 class Registry:
-    """The plans of all trees laid out so far."""
+    """The plans of all trees laid out so far.
 
-    def __init__(self):
+    Args:
+        mesh: that they are laid out on.
+        config: that says how.
+    """
+
+    def __init__(self, mesh: AnyMesh, config: ZeroConfig):
+        self._mesh = mesh
+        self._devices = set(physical(mesh).devices.flat)
+        self._config = config
         self._plans: dict[Any, list[TreePlan]] = {}
+        self._split_shapes: set[tuple[int, ...]] = set()
 
     def add(self, plan: TreePlan) -> TreePlan:
-        """Remember `plan`, changed if need be so that it can be told from the others.
-
-        Two trees of the same structure may have different shapes that padding makes equal,
-        or different codecs with equal messages. Then the later one is padded by one more unit.
-        """
+        """Remember `plan`. A copy of a known tree, laid out without `specs`, takes its `specs`."""
         known = self._plans.setdefault(plan.treedef, [])
-        while True:
-            alike = [old for old in known if old.stored_shapes == plan.stored_shapes]
-            if not alike:
-                known.append(plan)
-                return plan
-            new, differing = plan.leaves, _first_difference(alike[0], plan)
-            if differing is None:
-                plan = _with_known_specs(plan, alike[0])
-                known[known.index(alike[0])] = plan
-                return plan
-            layout = new[differing].layout
-            assert layout is not None  # whole leaves differ in their stored shapes
-            layout = dataclasses.replace(layout, extra=layout.extra + 1)
-            leaf = dataclasses.replace(new[differing], layout=layout)
-            plan = TreePlan(plan.treedef, (*new[:differing], leaf, *new[differing + 1 :]))
+        alike = next((old for old in known if old.shapes == plan.shapes), None)
+        if alike is not None:
+            known.remove(alike)
+            if not any(leaf.other_axes for leaf in plan.leaves):
+                plan = _with_other_axes_of(alike, plan)
+        known.append(plan)
+        self._split_shapes |= {leaf.shape for leaf in plan.leaves if leaf.layout}
+        return plan
 
     def find(self, tree: Any) -> TreePlan | None:
-        """The plan of a stored tree, with the dtypes that the tree has now; or None."""
-        leaves, treedef = jax.tree.flatten(tree)
-        if not all(
-            hasattr(leaf, "dtype") for leaf in leaves
-        ):  # a number where an array was laid out
-            return None
-        shapes = tuple(tuple(leaf.shape) for leaf in leaves)
+        """The plan of a tree that was laid out, with the dtypes that it has now; or None."""
+        _, leaves, treedef = flatten(tree)
+        arrays = [leaf for leaf in leaves if is_array(leaf)]
+        shapes = tuple(tuple(x.shape) for x in arrays)
         for plan in self._plans.get(treedef, ()):
-            if plan.stored_shapes == shapes:
-                pairs = zip(plan.leaves, leaves, strict=True)
+            if plan.shapes != shapes or len(plan.statics) != len(leaves):
+                continue
+            pairs = list(zip(plan.leaves, arrays, strict=True))
+            if all(leaf.is_plain != is_stored(x) for leaf, x in pairs):
                 now = (
-                    dataclasses.replace(leaf, dtype=x.dtype) if leaf.codec is None else leaf
+                    x.leaf(leaf.path)
+                    if isinstance(x, StoredArray)
+                    else dataclasses.replace(leaf, dtype=x.dtype)
                     for leaf, x in pairs
                 )
-                return TreePlan(treedef, tuple(now))
+                return dataclasses.replace(plan, leaves=tuple(now))
         return None
 
-    def explain(self, tree: Any) -> str:
-        """How a tree that `find` does not know differs from those it does."""
-        remedy = "Lay it out with `zero.init` or `zero.shard` first."
-        if not self._plans:
-            return f"this `Zero` has laid out no tree yet. {remedy}"
-        paths_and_leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-        given = {path_name(path): leaf for path, leaf in paths_and_leaves}
-        if treedef in self._plans:
-            plan = self._plans[treedef][-1]
-            for leaf, (_, x) in zip(plan.leaves, paths_and_leaves, strict=True):
-                if not hasattr(x, "dtype"):
-                    return (
-                        f"the leaf `{leaf.path}` is of type {type(x).__name__}, but was laid out "
-                        f"as an array. {remedy}"
-                    )
-                shape = tuple(x.shape)
-                if shape != leaf.stored_shape:
-                    return (
-                        f"the leaf `{leaf.path}` has shape {shape}, but it was laid out as "
-                        f"{leaf.stored_shape} (true shape {leaf.shape}). The tree has changed "
-                        f"since then. {remedy}"
-                    )
-        return f"{self._structure_difference(given)} {remedy}"
+    def plan_of(self, tree: Any) -> TreePlan:
+        """How a tree is stored, whether it was met before or not.
 
-    def _structure_difference(self, given: dict[str, Any]) -> str:
-        def distance(plan: TreePlan) -> int:
-            return len(given.keys() ^ {leaf.path for leaf in plan.leaves})
+        Raises:
+            ValueError: an array in it was not laid out by this `Zero`.
+        """
+        known = self.find(tree)
+        if known is None:
+            known = plan_as_stored(tree, self._mesh, self._config)
+            self._check_is_laid_out(tree)
+        self.check_is_ours(known)
+        return known
 
-        nearest = min((p for plans in self._plans.values() for p in plans), key=distance)
-        known = {leaf.path for leaf in nearest.leaves}
-        changes = [f"`{path}` is new" for path in given if path not in known]
-        changes += [f"`{path}` is gone" for path in known if path not in given]
-        what = ", ".join(changes[:3]) or "its containers are of other types"
-        return f"the tree is none that this `Zero` has laid out; next to the nearest, {what}."
+    def has_shapes_of(self, tree: Any) -> bool:
+        """Whether every array of `tree` has the shape of one that was laid out split."""
+        arrays = [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
+        return bool(arrays) and all(tuple(x.shape) in self._split_shapes for x in arrays)
+
+    def is_split_as_ours(self, tree: Any) -> bool:
+        """Whether the shardings of a tree's arrays tell that `Zero` has laid them out.
+
+        True if every array that has a dim is split over the axes of the config in its order, minor
+        to major, which is not that of a batch. Traced arrays tell it on explicit meshes only.
+        """
+        axes = [axis for axis in self._config.axes if self._mesh.shape[axis] > 1]
+        if len(axes) < 2:
+            return False  # a batch is split over one axis in the same way
+        arrays = [leaf for leaf in flatten(tree)[1] if is_array(leaf) and leaf.shape]
+        return bool(arrays) and all(_is_split_over(x, tuple(axes)) for x in arrays)
+
+    def _check_is_laid_out(self, tree: Any) -> None:
+        """Raise `ValueError` for an array that is on other devices than the mesh's."""
+        paths, leaves, treedef = flatten(tree)
+        for path, x in zip(paths, leaves, strict=True):
+            if not is_array(x) or is_stored(x) or is_traced(x) or not x.shape:
+                continue
+            devices = getattr(getattr(x, "sharding", None), "device_set", None)
+            if devices != self._devices:
+                where = f"on {len(devices)} devices" if devices else "not on any device"
+                raise ValueError(
+                    f"the leaf `{path_name(path)}`, {x.dtype}{tuple(x.shape)}, is {where}, and the "
+                    f"mesh has {len(self._devices)}. {self._known_shape(treedef, path)}Lay the "
+                    "tree out with `zero.init` or `zero.shard` first."
+                )
+
+    def _known_shape(self, treedef: Any, path: Any) -> str:
+        for plan in self._plans.get(treedef, ()):
+            for leaf in plan.leaves:
+                if leaf.path == path_name(path):
+                    return f"A tree like this was laid out with {leaf.shape} there. "
+        return ""
+
+    def check_is_ours(self, plan: TreePlan) -> None:
+        """Raise `ValueError` for a leaf that a `Zero` with another mesh or config has laid out."""
+        for leaf in plan.leaves:
+            if leaf.is_plain:
+                continue
+            ours = layout_of_leaf(leaf, self._mesh, self._config, leaf.other_axes)
+            if ours != leaf.layout:
+                raise ValueError(
+                    f"the leaf `{leaf.path}` was laid out by a `Zero` with another mesh or config: "
+                    f"{leaf.layout}, where this one has {ours}. Take `zero.unshard(tree)` of that "
+                    "one, and `zero.shard` it with this one."
+                )
+
+
+def _with_other_axes_of(known: TreePlan, plan: TreePlan) -> TreePlan:
+    pairs = zip(plan.leaves, known.leaves, strict=True)
+    leaves = (
+        dataclasses.replace(old, dtype=new.dtype) if old.other_axes else new for new, old in pairs
+    )
+    return dataclasses.replace(plan, leaves=tuple(leaves))
+
+
+def _is_split_over(x: Any, axes: Sequence[str]) -> bool:
+    sharding = jax.typeof(x).sharding if is_traced(x) else getattr(x, "sharding", None)
+    entries = [entry for entry in getattr(sharding, "spec", ()) if isinstance(entry, tuple)]
+    return any(tuple(name for name in entry if name in axes) == tuple(axes) for entry in entries)

@@ -9,10 +9,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ._partition import Leaf, TreePlan
+from ._partition import Leaf
 from ._plan import Plan
 from ._simulate import AnyMesh
 from ._timeline import spans, timeline_table
+from ._tree_plan import TreePlan
 from ._wire_report import Traffic, readable_bytes
 
 

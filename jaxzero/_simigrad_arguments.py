@@ -13,7 +13,7 @@ import optax
 from jaxtyping import Array, Float32
 
 from ._batch_rules import RULES, Rule
-from ._partition import path_name, spread_prefix
+from ._paths import path_name, spread_prefix
 from ._similarity import CodecNoise, Products
 
 _LARGEST = 2**24  # float32 counts no further

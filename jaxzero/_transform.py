@@ -18,7 +18,8 @@ from ._collectives import Wire
 from ._config import ZeroConfig
 from ._local import Parameters, run_on_device
 from ._mesh import AXES, map_devices
-from ._partition import path_name, spread_prefix
+from ._modules import mutated_leaf, nnx_leaves, rng_leaves
+from ._paths import path_name, spread_prefix
 from ._placement import constrain
 from ._plan import Plan
 from ._similarity import GradientHalves
@@ -55,15 +56,14 @@ class Transform:
         self.wire = Wire.of(mesh, config, options.halves)
         self.parameters = _parameters(call, options, config)
         self._plan: Plan | None = None  # of what was traced last
-        self.program = jax.jit(self._program)
 
     def plan(self, arrays: list[list[Any]], memory: Memory) -> Plan:
-        """What one call of `program` gathers, reduces and sends; it is traced anew."""
-        jax.eval_shape(lambda *args: self._program(*args), arrays, memory)
+        """What one call of `program` gathers, reduces and sends."""
+        jax.eval_shape(lambda *args: self.program(*args), arrays, memory)
         assert self._plan is not None
         return self._plan
 
-    def _program(
+    def program(
         self, arrays: list[list[Array]], memory: Memory
     ) -> tuple[Any, list[Any], Any, Memory, GradientHalves | None]:
         """Loss, flat gradients, other outputs, the new memory and halves, from global arrays."""
@@ -155,14 +155,14 @@ class Transform:
         options = self.options
         if not options.has_gradients:
             args, kwargs = self._rebuild(stored, inputs)
-            return None, None, [], outputs.record(self.function(*args, **kwargs))
+            return None, None, [], outputs.record(self._called(args, kwargs))
 
         def loss(differentiated):
             merged = list(stored)
             for i, x in zip(self.parameters.differentiated, differentiated, strict=True):
                 merged[i] = x
             args, kwargs = self._rebuild(merged, inputs)
-            value, aux = _split_aux(self.function(*args, **kwargs), options.has_aux)
+            value, aux = _split_aux(self._called(args, kwargs), options.has_aux)
             value, weight = _split_weight(value, options.weighted)
             _check_loss(value)
             return value, (weight, outputs.record(aux))
@@ -172,6 +172,28 @@ class Transform:
             differentiated
         )
         return value, weight, gradients, others
+
+    def _called(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """What the user's function returns.
+
+        Raises:
+            ValueError: it has changed an `nnx.Module` and does not return what it wrote.
+        """
+        values = [*args, *kwargs.values()]
+        before = [nnx_leaves(value) for value in values]
+        output = self.function(*args, **kwargs)
+        returned = {id(x) for x in jax.tree.leaves(output)}
+        for argument, old, value in zip(self.call.arguments, before, values, strict=True):
+            path = mutated_leaf(old, nnx_leaves(value), returned)
+            if path is not None:
+                raise ValueError(
+                    f"The function changes {argument.name}, leaf `{path}`, and the change would be "
+                    "lost: a function of sharded parameters gets a copy of the module. Return it "
+                    "with `has_aux=True`, for example `nnx.state(model, nnx.BatchStat)`, and write "
+                    "it back with `nnx.update`; or call a copy that may be lost, "
+                    "`nnx.clone(model)`."
+                )
+        return output
 
     def _rebuild(self, stored: list[Any], inputs: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         remaining = {True: iter(stored), False: iter(inputs)}
@@ -186,8 +208,10 @@ def _parameters(call: Call, options: Options, config: ZeroConfig) -> Parameters:
     leaves, differentiated = [], []
     numbers = options.argnums if options.has_gradients else ()
     for number, argument in enumerate(call.arguments):
-        for leaf in argument.plan.leaves if argument.plan else ():
-            if number in numbers and jnp.issubdtype(leaf.dtype, jnp.inexact):
+        if argument.plan is None:
+            continue
+        for leaf, is_trained in zip(argument.plan.leaves, argument.trained, strict=True):
+            if number in numbers and is_trained:
                 differentiated.append(len(leaves))
             leaves.append(leaf)
     return Parameters(tuple(leaves), tuple(differentiated), config.stage >= 3, config.stage >= 2)
@@ -250,7 +274,8 @@ class _Outputs:
     def record(self, tree: Any) -> list[Any]:
         """Flatten what the user returned; decide how each leaf is combined over devices."""
         paths_and_leaves, self.treedef = jax.tree_util.tree_flatten_with_path(tree)
-        asked = self._asked(tree)
+        pairs = zip(self._asked(tree), rng_leaves(tree), strict=True)
+        asked = [how or ("first" if is_rng else None) for how, is_rng in pairs]
         leaves = [jnp.asarray(leaf) for _, leaf in paths_and_leaves]
         self.how = [
             self._checked(how, path_name(path), leaf)
@@ -293,9 +318,9 @@ class _Outputs:
             return "mean"
         kind = "output" if forward_only else "aux"
         raise ValueError(
-            f"The {kind} leaf `{path}` ({leaf.dtype}{list(leaf.shape)}) differs between devices "
-            f"and cannot just be averaged. Say with `{self._argument}`, a tree prefix of "
-            f"{', '.join(map(repr, REDUCTIONS))}, how it is combined."
+            f"The {kind} leaf `{path}` ({leaf.dtype}{list(leaf.shape)}) may differ between devices "
+            f"and has no mean. Say with `{self._argument}`, a tree prefix of "
+            f"{', '.join(map(repr, REDUCTIONS))}, how it is combined: {_proposal(leaf)}."
         )
 
     def part(self, leaves: Sequence[Array], wire: Wire) -> tuple[list[Array], list[Array]]:
@@ -312,8 +337,20 @@ class _Outputs:
         return jax.tree.unflatten(self.treedef, leaves)
 
 
+def _proposal(leaf: Array) -> str:
+    """How an output that has no mean is most likely meant to be combined."""
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    if is_key or (leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,))):
+        return "'first' for a random key, which is the same on every device"
+    if leaf.dtype == jnp.bool_:
+        return "'first' if it is the same on every device, else 'stack'"
+    if leaf.ndim:
+        return "'concat' if its dim 0 is the rows of the batch, 'sum' for counts"
+    return "'sum' for a number of examples, 'first' for a counter that every device advances alike"
+
+
 def flat_reductions(argument: str, reduce: Any) -> tuple[tuple[str, ...], Any] | None:
-    """A tree of names as something hashable.
+    """A tree of names as names and structure.
 
     Raises:
         ValueError: a name is not in `REDUCTIONS`.

@@ -20,8 +20,9 @@ from ._collectives import Wire
 from ._config import ErrorFeedback
 from ._held import first_slice, has_kept_slice
 from ._mesh import LOCAL, NODE, map_devices
-from ._partition import Leaf, TreePlan
+from ._partition import Leaf
 from ._simulate import AnyMesh
+from ._tree_plan import TreePlan, arrays_of
 
 
 class WireState(NamedTuple):
@@ -99,7 +100,7 @@ def make_state(
         in_specs=([leaf.spec(axes, manual_only=True) for leaf in plan.leaves],),
         out_specs=specs_of(plan.leaves, wire),
     )
-    return to_tree(plan, jax.jit(mapped)(jax.tree.leaves(params)))
+    return to_tree(plan, jax.jit(mapped)(arrays_of(params)))
 
 
 def _first_memory(leaves: Sequence[Leaf], shards: Sequence[Array], wire: Wire) -> Memory:
@@ -129,8 +130,8 @@ def to_tree(plan: TreePlan, memory: Memory, start: int = 0) -> WireState:
     """The state of one argument, whose first leaf is number `start`."""
     numbers = range(start, start + len(plan.leaves))
     return WireState(
-        jax.tree.unflatten(plan.treedef, [memory.slices.get(i) for i in numbers]),
-        jax.tree.unflatten(plan.treedef, [memory.errors.get(i) for i in numbers]),
+        plan.whole([memory.slices.get(i) for i in numbers]),
+        plan.whole([memory.errors.get(i) for i in numbers]),
     )
 
 
@@ -151,7 +152,7 @@ def from_tree(plan: TreePlan, state: Any, wire: Wire, name: str, start: int = 0)
         ("errors", state.errors, error_of),
     ):
         try:
-            leaves = plan.treedef.flatten_up_to(tree)
+            leaves = plan.flatten_like(tree)
         except ValueError as error:
             raise ValueError(
                 f"`wire_state.{kind}` is not a tree like {name}: {error}. {remedy}"

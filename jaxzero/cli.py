@@ -4,7 +4,7 @@ jaxzero train --steps 100 --learning-rate 1e-4
 jaxzero report --stage 2
 jaxzero inspect checkpoints/7b
 jaxzero convert checkpoints/7b exported --dtype bfloat16 --check
-jaxzero launch --nodes 2 --restart 3 -- python train.py
+jaxzero launch --nodes 2 --restart 3 -- train.py
 """
 
 import shlex

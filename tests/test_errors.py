@@ -89,17 +89,6 @@ def test_shape_changed_since_init(zero, params):
         zero.value_and_grad(_loss)(changed, _batch())
 
 
-def test_leaf_added_since_init(zero, params):
-    changed = {**params, "extra": params["bias"]}
-    with _raises("`params`", "extra", "zero.init"):
-        zero.value_and_grad(_loss)(changed, _batch())
-
-
-def test_leaf_gone_since_init(zero, params):
-    with _raises("`params`", "bias", "zero.init"):
-        zero.value_and_grad(_loss)({"layers": params["layers"]}, _batch())
-
-
 def test_parameters_that_were_never_laid_out():
     fresh = jz.Zero(zoo.make_mesh("2x4-auto"))
     tree = {"layers": [np.ones((8, 4), np.float32)], "bias": np.ones(3, np.float32)}
@@ -185,7 +174,7 @@ def test_aux_reduce_that_does_not_fit(zero, params):
 
 
 def test_second_argument_of_the_batch_length(zero, params):
-    with _raises("`labels`", "16", "`in_specs`"):
+    with _raises("`batch`", "`labels`", "`batch_argnums=`"):
         zero.value_and_grad(lambda params, batch, labels: _loss(params, batch))(
             params, _batch(), np.zeros(16, np.int32)
         )
@@ -232,5 +221,5 @@ def test_stage_and_split_that_do_not_exist():
 def test_a_number_where_an_array_was_laid_out(zero):
     zero.shard({"scale": np.float32(2.0), "w": np.ones(8, np.float32)})
     tree = {"scale": 2.0, "w": np.ones(8, np.float32)}
-    with pytest.raises(ValueError, match=r"`scale`.*float.*zero\.shard"):
+    with pytest.raises(ValueError, match=r"`scale` is not an array; got float"):
         zero.unshard(tree)

@@ -240,12 +240,17 @@ class TestRequests:
     """Signals to the launcher."""
 
     @pytest.fixture(autouse=True)
-    def _ctrl_c_works(self):
-        """Also where the tests run in the background, which ignores Ctrl-C."""
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    def _signals_are_heeded(self):
+        """Also where the tests run in the background or under nohup, and inherit ignored ones."""
+        heeded = {
+            signal.SIGINT: signal.default_int_handler,
+            signal.SIGTERM: signal.SIG_DFL,
+            signal.SIGHUP: signal.SIG_DFL,
+        }
+        before = {number: signal.signal(number, handler) for number, handler in heeded.items()}
         yield
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        signal.signal(signal.SIGINT, before)
+        left = {number: signal.signal(number, handler) for number, handler in before.items()}
+        assert left == heeded
 
     SAVES = """
         helper = subprocess.Popen(["sleep", "60"])  # it reads data, say

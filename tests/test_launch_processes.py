@@ -125,9 +125,9 @@ class TestCommand:
         )
 
     def test_a_file_that_is_no_program(self, tmp_path):
-        path = tmp_path / "train.py"
+        path = tmp_path / "train.sh"
         path.write_text("")
-        with pytest.raises(ValueError, match=r"`command`.*not executable.*-- python .*train\.py"):
+        with pytest.raises(ValueError, match=r"`command`.*not executable.*-- bash .*train\.sh"):
             launcher.launch(launcher.Launch(command=(str(path),)))
 
     def test_a_program_that_cannot_start(self, tmp_path):
@@ -164,7 +164,7 @@ class TestCommand:
             ({"grace": float("nan")}, "`grace` must be a number of seconds, 0 or more; got nan"),
             ({"restart": 1, "min_nodes": 3}, "`min_nodes` can be at most `nodes`, 2; got 3"),
             ({"min_nodes": 1}, "`min_nodes`.*give `restart` too"),
-            ({"command": ()}, "`command` is missing.*-- python train.py"),
+            ({"command": ()}, "`command` is missing.*-- train.py"),
         ],
     )
     def test_mistakes(self, options, message):

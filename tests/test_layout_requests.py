@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
+from jaxzero._program import open_program
 
 AXES = ("node", "local")
 MESHES = ("2x4-auto", "2x3-auto", "2x4-explicit", "2x2x2-auto")
@@ -265,3 +266,20 @@ def test_solvers_on_simulated_devices():
     value, grads = zero.value_and_grad(loss)(zero.shard(whole), x)
     zoo.assert_close(jax.device_get(value), want[0], 1e-5, "loss")
     zoo.assert_close(jax.device_get(zero.unshard(grads)), want[1], 1e-5, "grads")
+
+
+def test_what_is_closed_over_is_no_constant_of_the_program(monkeypatch):
+    """So a call with other values finds the program compiled."""
+    constants = []
+
+    def noting(*args):
+        opened = open_program(*args)
+        constants.extend(opened[1])
+        return opened
+
+    monkeypatch.setattr("jaxzero._compiled.open_program", noting)
+    scale = jnp.arange(16.0)[None]
+    loss = functools.partial(_loss, ask=lambda h: h * scale)
+    zero = _zero("2x4-auto")
+    zero.value_and_grad(loss)(zero.shard(_params()), _x())
+    assert [c.shape for c in constants] == [(1, 16)]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
-from jaxzero._partition import layouts_by_preference, plan_tree
+from jaxzero._partition import layouts_by_preference
+from jaxzero._tree_plan import plan_tree
 
 shapes = st.lists(st.integers(0, 12), min_size=0, max_size=4).map(tuple)
 

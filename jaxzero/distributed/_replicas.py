@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
 from .._coordination import describe_process, exchange_json
-from .._partition import path_name
+from .._paths import path_name
 from ._watchdog import AgreedEnd
 
 _NAME = "check_replicas"  # of its exchanges

@@ -7,7 +7,6 @@ it is, show what they write, end all when one fails, and start again from the la
 import dataclasses
 import math
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from tyro.conf import Positional, arg
 from .._exit_codes import DIVERGED, INTERRUPTED, MISTAKE, STOPPED
 from ._child_environment import Slot, environment, reserve_port, slots
 from ._child_output import Output
+from ._command import prepare
 from ._orphan_guard import OrphanGuard
 from ._outcome import Outcome
 from ._stop_requests import StopRequests, noted_stop_requests
@@ -70,7 +70,9 @@ class Launch:
     """Also append the output of process N to DIR/process-N.log."""
 
     command: Annotated[Positional[tuple[str, ...]], arg(metavar="-- COMMAND ...")]
-    """What to run, after two dashes. No shell reads it."""
+    """What to run, after two dashes: a script (train.py), which runs on the interpreter of jaxzero,
+    or a program and its arguments. No shell reads it. A bare python is the first on PATH: a line
+    says which that is, and warns if it is of another environment than jaxzero."""
 
     def __post_init__(self):
         for name in ("nodes", "procs_per_node", "devices_per_proc", "min_nodes"):
@@ -91,7 +93,7 @@ class Launch:
             )
         if not self.command:
             raise ValueError(
-                "`command` is missing. Give it after two dashes: jaxzero launch -- python train.py"
+                "`command` is missing. Give it after two dashes: jaxzero launch -- train.py"
             )
 
 
@@ -103,10 +105,12 @@ def launch(settings: Launch) -> int:
     Raises:
         ValueError: the command cannot be run, or `log_dir` cannot be written; nothing is running.
     """
-    _check_command(settings.command[0])
+    prepared = prepare(settings.command)
+    settings = dataclasses.replace(settings, command=prepared.command)
     if settings.log_dir is not None:
         _make_log_dir(settings.log_dir)
     output = Output()
+    output.say(prepared.said)
     try:
         with noted_stop_requests() as requests, OrphanGuard() as guard:
             return _Attempts(settings, output, requests, guard).run()
@@ -198,20 +202,6 @@ class _Attempts:
 
 def _may_restart(outcome: Outcome) -> bool:
     return outcome.request is None and outcome.status not in (0, MISTAKE, DIVERGED)
-
-
-def _check_command(program: str) -> None:
-    if shutil.which(program) is not None:
-        return
-    if Path(program).is_file():
-        raise ValueError(
-            f"`command` starts with {program!r}, which is not executable. Put the program that "
-            f"runs it first: jaxzero launch -- python {program}"
-        )
-    raise ValueError(
-        f"`command` starts with {program!r}, and there is no such program, neither at that path "
-        "nor on PATH. Give it with its path."
-    )
 
 
 def _make_log_dir(directory: Path) -> None:

@@ -1,0 +1,46 @@
+"""A function that makes parameters, as one of arrays alone: modules cannot pass through `jit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ._modules import trained_leaves
+from ._stored_array import flatten, is_array
+from ._tree_plan import rebuild, statics_of
+
+
+class initializer:
+    """Call `init_fn`; the result is the list of its arrays.
+
+    What an `eqx.Module` or `nnx.Module` holds besides is kept, and is part of `shapes`. Elsewhere
+    a Python number becomes an array, as it does when `jit` returns it.
+    """
+
+    def __init__(self, init_fn: Callable):
+        self.init_fn = init_fn
+
+    def __call__(self, *args: Any) -> list[Any]:
+        return [x for x in self._leaves(self.init_fn(*args)) if is_array(x)]
+
+    def shapes(self, *args: Any) -> Any:
+        """The tree that `init_fn` returns, with `ShapeDtypeStruct`s for its arrays."""
+        kept: dict[str, Any] = {}
+
+        def run(*args: Any) -> list[Any]:
+            tree = self.init_fn(*args)
+            leaves = self._leaves(tree)
+            kept.update(treedef=flatten(tree)[2], statics=statics_of(leaves))
+            return [x for x in leaves if is_array(x)]
+
+        arrays = jax.eval_shape(run, *args)
+        return rebuild(kept["treedef"], kept["statics"], arrays)
+
+    def _leaves(self, tree: Any) -> list[Any]:
+        leaves = flatten(tree)[1]
+        return [
+            jax.numpy.asarray(x) if kind is None and isinstance(x, int | float | complex) else x
+            for x, kind in zip(leaves, trained_leaves(tree), strict=True)
+        ]
