@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer, eval_jaxpr
+from jax.core import Tracer
 
 from . import _simulate as simulate
 from . import _views as views
@@ -148,22 +148,6 @@ class Block:
 def is_ref(aval: Any) -> bool:
     """Whether it is the type of a mutable reference."""
     return hasattr(aval, "inner_aval")
-
-
-def open_program(function: Callable, *args: Any) -> tuple[Callable, list[Any], Any]:
-    """Trace `function` and separate the arrays it closes over from what it computes.
-
-    Returns:
-        `run(constants, arrays)` on flat lists, which holds no array; the constants; and the
-        structure of the function's result.
-    """
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    jaxpr = closed.jaxpr
-
-    def run(constants: list[Any], arrays: list[Any]) -> list[Any]:
-        return eval_jaxpr(jaxpr, constants, *arrays)
-
-    return run, list(closed.consts), jax.tree.structure(shapes)
 
 
 def is_traced(x: Any) -> bool:

@@ -8,11 +8,14 @@ another `Block`; operations whose results nobody uses are dropped.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.core import eval_jaxpr
 from jax.extend import core as jex
+from jax.sharding import NamedSharding
 
 from ._context import bare
 from ._layout_requests import explaining, without_our_axes
@@ -35,7 +38,37 @@ def trace(function: Callable, *avals: Any) -> tuple[Block, Any]:
     """
     with explaining():
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*map(bare, avals))
+    _warn_of_split(closed.consts)
     return _without_dead_code(_block(without_our_axes(closed))), shapes
+
+
+def _warn_of_split(constants: Sequence[Any]) -> None:
+    """Warn of an array that a function closes over and that is not whole on every device."""
+    for x in constants:
+        sharding = getattr(x, "sharding", None) if isinstance(x, jax.Array) else None
+        if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
+            warnings.warn(
+                f"The function closes over an array {x.dtype}{list(x.shape)} that is split as "
+                f"{sharding.spec}. Its values are right, but every device holds all of it. Pass it "
+                "as an argument: a parameter is gathered where it is used and dropped after.",
+                stacklevel=2,
+            )
+
+
+def open_program(function: Callable, *args: Any) -> tuple[Callable, list[Any], Any]:
+    """Trace `function` and separate the arrays it closes over from what it computes.
+
+    Returns:
+        `run(constants, arrays)` on flat lists, which holds no array; the constants; and the
+        structure of the function's result.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    jaxpr = closed.jaxpr
+
+    def run(constants: list[Any], arrays: list[Any]) -> list[Any]:
+        return eval_jaxpr(jaxpr, constants, *arrays)
+
+    return run, list(closed.consts), jax.tree.structure(shapes)
 
 
 def _block(closed: Any) -> Block:

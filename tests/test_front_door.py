@@ -216,6 +216,21 @@ def test_a_padded_leaf_that_is_closed_over_says_what_to_do(auto):
         )
 
 
+def test_a_split_array_that_is_closed_over_is_warned_of(auto):
+    params = auto.shard(_whole())
+    table = params["table"]
+
+    def loss(body, x):
+        return jnp.mean((x @ body["w"]) ** 2) * jnp.sum(table**2)
+
+    want = jax.value_and_grad(lambda body, x: loss(body, x))(_whole()["body"], _x(auto))
+    with pytest.warns(
+        UserWarning, match=r"closes over an array float32\[24, 31\].*holds all of it"
+    ):
+        got = auto.value_and_grad(loss)(params["body"], _x(auto))
+    _check(auto, got, want)
+
+
 def test_flax_modules_applied_to_padded_leaves_say_what_to_do(auto):
     model = nn.Dense(31)
     variables = auto.init(lambda key: model.init(key, jnp.ones((1, 15))), jax.random.key(0))
