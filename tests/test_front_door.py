@@ -466,6 +466,35 @@ def test_an_optimizer_that_cannot_be_tried_is_warned_of(auto):
         auto.init_optimizer(tx, auto.shard(_whole()))
 
 
+def test_statistics_that_do_not_fit_a_padded_leaf_ask_for_true_shapes(auto):
+    params = auto.shard({"head": _whole()["head"]})
+    tx = optax.adafactor(1e-2, min_dim_size_to_factor=8)
+    with (
+        pytest.warns(UserWarning, match=r"zero\.optimizer"),
+        pytest.raises(ValueError, match=r"`0\.v.*head`.*\(15, 31\).*zero\.optimizer\(tx\)"),
+    ):
+        auto.init_optimizer(tx, params)
+
+
+@pytest.mark.parametrize("name", ["adam", "adafactor"])
+def test_a_train_state_is_made_inside_init(auto, name):
+    """As `TrainState.create` makes it, also with an optimizer that pads its own leaves."""
+    tx = optax.adam(1e-2)
+    if name == "adafactor":
+        tx = auto.optimizer(optax.adafactor(1e-2, min_dim_size_to_factor=8))
+
+    def create(params):
+        return {"params": params, "opt_state": tx.init(params)}
+
+    state = auto.init(create, {"head": _whole()["head"]})
+    want = auto.init_optimizer(tx, state["params"])
+    assert jax.tree.structure(state["opt_state"]) == jax.tree.structure(want)
+    pairs = zip(jax.tree.leaves(state["opt_state"]), jax.tree.leaves(want), strict=True)
+    for got, expected in pairs:
+        assert got.sharding.is_equivalent_to(expected.sharding, got.ndim)
+        np.testing.assert_array_equal(got, expected)
+
+
 # Modules.
 
 
@@ -626,5 +655,3 @@ def test_aux_without_a_mean_gets_a_proposal(auto, leaf, proposal):
     step = auto.value_and_grad(lambda p, x: (_loss(p, x), {"seen": leaf(x)}), has_aux=True)
     with pytest.raises(ValueError, match=f"`seen`.*`aux_reduce`.*{proposal}"):
         step(auto.shard(_whole()), _x(auto))
-
-
