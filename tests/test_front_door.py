@@ -581,6 +581,26 @@ def test_what_an_nnx_module_writes_is_returned_or_refused(auto):
     nnx.update(model, stats)
 
 
+@pytest.mark.standard_promotion
+def test_keys_that_nnx_rngs_draw_are_returned_or_refused(auto):
+    """A counter that did not advance would give the same dropout in every step."""
+    model, rngs = auto.init(_net, jax.random.key(0)), nnx.Rngs(0)
+    model.eval()
+
+    def lost(model, rngs, x):
+        return jnp.mean(model(x + jax.random.normal(rngs(), x.shape)) ** 2)
+
+    with pytest.raises(ValueError, match=r"`rngs`.*default\.count.*would be lost.*key = rngs\."):
+        auto.value_and_grad(lost)(model, rngs, _x(auto))
+    step = auto.value_and_grad(lambda *args: (lost(*args), nnx.state(args[1])), has_aux=True)
+    losses = []
+    for _ in range(2):
+        (loss, drawn), _ = step(model, rngs, _x(auto))
+        nnx.update(rngs, drawn)
+        losses.append(float(loss))
+    assert rngs.default.count[...] == 2 and losses[0] != losses[1]
+
+
 def test_an_nnx_module_that_shares_a_variable_is_refused(auto):
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     model.again = model.kernel
