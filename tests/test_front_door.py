@@ -496,6 +496,35 @@ def test_an_optimizer_that_cannot_be_tried_is_warned_of(auto):
         auto.init_optimizer(tx, auto.shard(_whole()))
 
 
+def test_statistics_that_do_not_fit_a_padded_leaf_ask_for_true_shapes(auto):
+    params = auto.shard({"head": _whole()["head"]})
+    tx = optax.adafactor(1e-2, min_dim_size_to_factor=8)
+    with (
+        pytest.warns(UserWarning, match=r"zero\.optimizer"),
+        pytest.raises(ValueError, match=r"`0\.v.*head`.*\(15, 31\).*zero\.optimizer\(tx\)"),
+    ):
+        auto.init_optimizer(tx, params)
+
+
+@pytest.mark.parametrize("name", ["adam", "adafactor"])
+def test_a_train_state_is_made_inside_init(auto, name):
+    """As `TrainState.create` makes it, also with an optimizer that pads its own leaves."""
+    tx = optax.adam(1e-2)
+    if name == "adafactor":
+        tx = auto.optimizer(optax.adafactor(1e-2, min_dim_size_to_factor=8))
+
+    def create(params):
+        return {"params": params, "opt_state": tx.init(params)}
+
+    state = auto.init(create, {"head": _whole()["head"]})
+    want = auto.init_optimizer(tx, state["params"])
+    assert jax.tree.structure(state["opt_state"]) == jax.tree.structure(want)
+    pairs = zip(jax.tree.leaves(state["opt_state"]), jax.tree.leaves(want), strict=True)
+    for got, expected in pairs:
+        assert got.sharding.is_equivalent_to(expected.sharding, got.ndim)
+        np.testing.assert_array_equal(got, expected)
+
+
 # Modules.
 
 
@@ -580,6 +609,26 @@ def test_what_an_nnx_module_writes_is_returned_or_refused(auto):
         means.append(each.norm.mean[...])
     np.testing.assert_allclose(stats["norm"]["mean"][...], np.mean(means, 0), rtol=1e-5, atol=1e-7)
     nnx.update(model, stats)
+
+
+@pytest.mark.standard_promotion
+def test_keys_that_nnx_rngs_draw_are_returned_or_refused(auto):
+    """A counter that did not advance would give the same dropout in every step."""
+    model, rngs = auto.init(_net, jax.random.key(0)), nnx.Rngs(0)
+    model.eval()
+
+    def lost(model, rngs, x):
+        return jnp.mean(model(x + jax.random.normal(rngs(), x.shape)) ** 2)
+
+    with pytest.raises(ValueError, match=r"`rngs`.*default\.count.*would be lost.*key = rngs\."):
+        auto.value_and_grad(lost)(model, rngs, _x(auto))
+    step = auto.value_and_grad(lambda *args: (lost(*args), nnx.state(args[1])), has_aux=True)
+    losses = []
+    for _ in range(2):
+        (loss, drawn), _ = step(model, rngs, _x(auto))
+        nnx.update(rngs, drawn)
+        losses.append(float(loss))
+    assert rngs.default.count[...] == 2 and losses[0] != losses[1]
 
 
 def test_an_nnx_module_that_shares_a_variable_is_refused(auto):
