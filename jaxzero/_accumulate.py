@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ._arguments import split_dim
 from ._collectives import Wire, accumulator_dtype
 from ._mesh import AXES
+from ._partition import split_dim
 from ._traffic import all_gather, all_reduce, recording, repeated
 
 

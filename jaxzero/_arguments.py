@@ -19,20 +19,19 @@ from jax.sharding import PartitionSpec
 from ._batch_choice import (
     BatchArgnums,
     asked_batches,
-    choose_batch,
-    has_rows,
-    is_key,
+    find_batch,
+    is_split,
     rows_of,
     warn_of_no_batch,
 )
 from ._mesh import AXES
 from ._modules import trained_leaves
-from ._partition import axes_of
+from ._partition import axes_of, split_dim
 from ._paths import path_name, spread_prefix
 from ._registry import Registry
 from ._simulate import AnyMesh
 from ._stored_array import data_of, flatten, is_array, is_stored
-from ._tree_plan import Static, TreePlan, rebuild, statics_of
+from ._tree_plan import Static, TreePlan, rebuild, statics_of, unwrapped
 
 BATCH = PartitionSpec(AXES)
 
@@ -47,7 +46,8 @@ class Argument:
         statics: for each leaf; None: an array.
         plan: of a sharded tree; None: it is none.
         specs: for each array, over `node` and `local`. Not used if there is a plan.
-        kinds: for each array, whether its `eqx.Module` or `nnx.Module` trains it; None: no module.
+        module_trains: for each array, whether its `eqx.Module` or `nnx.Module` does; None: it is
+            in none.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Argument:
     statics: tuple[Static | None, ...]
     plan: TreePlan | None
     specs: tuple[PartitionSpec, ...]
-    kinds: tuple[bool | None, ...]
+    module_trains: tuple[bool | None, ...]
 
     @property
     def trained(self) -> tuple[bool, ...]:
@@ -63,12 +63,12 @@ class Argument:
         leaves = self.plan.leaves if self.plan else ()
         return tuple(
             jnp.issubdtype(leaf.dtype, jnp.inexact) and kind is not False
-            for leaf, kind in zip(leaves, self.kinds, strict=self.plan is not None)
+            for leaf, kind in zip(leaves, self.module_trains, strict=self.plan is not None)
         )
 
     def rebuild(self, arrays: Sequence[Any]) -> Any:
-        """The argument, with these arrays as its leaves."""
-        return rebuild(self.treedef, self.statics, arrays)
+        """The argument, with these arrays as its leaves, and no `StoredArray`."""
+        return rebuild(self.treedef, unwrapped(self.statics), arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +96,7 @@ def resolve(
     batch_argnums: BatchArgnums,
     in_specs: Sequence[Any] | None,
     registry: Registry,
+    states: Registry,
     num_devices: int,
 ) -> tuple[Call, list[list[Any]]]:
     """Decide what every argument is.
@@ -107,7 +108,8 @@ def resolve(
         argnums: positions that must be sharded parameter trees.
         batch_argnums: positions or names of what is split by rows; None: the one that can be.
         in_specs: for each position None or a tree prefix of `PartitionSpec`s.
-        registry: knows the trees that were laid out.
+        registry: knows the trees of parameters that were laid out.
+        states: knows those of optimizer state.
         num_devices: with one, nothing is split.
 
     Returns:
@@ -130,12 +132,8 @@ def resolve(
     asked = asked_batches(batch_argnums, len(args), tuple(kwargs), parameters)
     is_told = asked is not None or in_specs is not None
     if asked is None:
-        asked = _find_batch(values, names, given, argnums, registry)
-    for i in asked:
-        if i in argnums or given[i] is not None:
-            other = "`argnums`" if i in argnums else "`in_specs`"
-            raise ValueError(f"{names[i]} is named by `batch_argnums` and by {other}. Use one.")
-        given[i] = _batch_specs(names[i], values[i])
+        asked = find_batch(values, names, given, argnums, registry, states)
+    _fill_in_batches(asked, values, names, given, argnums)
     plans = [
         _plan_of(i, value, given[i], argnums, names, registry) for i, value in enumerate(values)
     ]
@@ -147,39 +145,19 @@ def resolve(
     return Call(arguments, len(args), tuple(kwargs)), [leaves for _, leaves in resolved]
 
 
-def _find_batch(
+def _fill_in_batches(
+    batches: Sequence[int],
     values: Sequence[Any],
     names: Sequence[str],
-    given: Sequence[Any],
+    given: list[Any],
     argnums: Sequence[int],
-    registry: Registry,
-) -> list[int]:
-    """The position of the one argument that can be the batch, or none.
-
-    A tree that was laid out is none. A bare array of the shape of one that was laid out may be
-    either: it is the batch if nothing else can be.
-
-    Raises:
-        ValueError: there are several, or one beside those that `in_specs` splits.
-    """
-    free = [
-        i
-        for i, value in enumerate(values)
-        if i not in argnums and given[i] is None and has_rows(value)
-    ]
-    candidates = [i for i in free if not registry.knows(values[i])]
-    bare = [
-        i for i in free if i not in candidates and is_array(values[i]) and not is_stored(values[i])
-    ]
-    split = [i for i, spec in enumerate(given) if _is_split(spec)]
-    if split and candidates:
-        raise ValueError(
-            f"`in_specs` splits {names[split[0]]} and says nothing of {names[candidates[0]]}, "
-            "which has rows too. Give each such argument a spec: `zero.batch_spec` splits it, "
-            "`PartitionSpec()` gives it whole to every device."
-        )
-    found = [] if split else candidates or bare
-    return [choose_batch(names, found)] if found else []
+) -> None:
+    """Put the specs of the batches among those that are `given`."""
+    for i in batches:
+        if i in argnums or given[i] is not None:
+            other = "`argnums`" if i in argnums else "`in_specs`"
+            raise ValueError(f"{names[i]} is named by `batch_argnums` and by {other}. Use one.")
+        given[i] = _batch_specs(names[i], values[i])
 
 
 def _plan_of(
@@ -211,24 +189,17 @@ def _check_specs(
 
 def _batch_specs(name: str, value: Any) -> Any:
     """A spec for each leaf of a batch: keys and single numbers in it are given whole."""
-    num_rows = rows_of(name, value)
-
-    def spec(leaf: Any) -> PartitionSpec:
-        is_whole = not is_array(leaf) or not leaf.shape
-        is_whole = is_whole or (is_key(leaf) and leaf.shape[0] != num_rows)
-        return PartitionSpec() if is_whole else BATCH
-
     if any(map(is_stored, flatten(value)[1])):
         raise ValueError(
             f"{name} is to be the batch, but holds parameters that `Zero` has laid out. Say with "
             "`batch_argnums=` which argument is the batch."
         )
-    return jax.tree.map(spec, value)
-
-
-def _is_split(spec: Any) -> bool:
-    specs = jax.tree.leaves(spec, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return any(split_dim(one) is not None for one in specs)
+    num_rows = rows_of(name, value)
+    if is_array(value):  # an array that is named as the batch is split, whatever it looks like
+        return BATCH
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: BATCH if is_split(path_name(path), x, num_rows) else PartitionSpec(), value
+    )
 
 
 def _parameter_names(function: Callable) -> list[str]:
@@ -317,15 +288,6 @@ def check_rows(
                     f"and must be a multiple of {num}. Pad it with `jz.pad_batch`, drop rows, or "
                     "say with `batch_argnums=` or `in_specs` what is split."
                 )
-
-
-def split_dim(spec: PartitionSpec) -> int | None:
-    """The dim that a spec splits over our axes."""
-    for dim, entry in enumerate(spec):
-        names = (entry,) if isinstance(entry, str) else entry or ()
-        if any(name in AXES for name in names):
-            return dim
-    return None
 
 
 def check_differentiable(argument: Argument, leaves: Sequence[Any], allow_int: bool) -> None:

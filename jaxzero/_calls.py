@@ -15,6 +15,7 @@ from ._mesh import AXES
 from ._partition import Leaf
 from ._similarity import GradientHalves
 from ._simulate import AnyMesh
+from ._stored_array import is_stored
 from ._transform import Options, Transform, flat_reductions
 from ._tree_plan import Static, rebuild, stored_leaf
 from ._wire_state import Memory, WireState, from_tree, to_tree
@@ -108,13 +109,14 @@ def _as_trees(
             continue
         found = []
         for leaf, is_trained, kind in zip(
-            plan.leaves, argument.trained, argument.kinds, strict=True
+            plan.leaves, argument.trained, argument.module_trains, strict=True
         ):
             if is_trained:
                 found.append(as_leaf(leaf, next(remaining)))
             else:
                 found.append(None if kind is False else as_leaf(leaf, other(leaf)))
-        nothing = tuple(s and Static(None) for s in argument.statics)
+        # An empty `StoredArray` stays, so that gradients have the structure of the parameters.
+        nothing = [s if s is None or is_stored(s.value) else Static(None) for s in argument.statics]
         trees[number] = rebuild(argument.treedef, nothing, found)
     return [trees[number] for number in transform.options.argnums]
 

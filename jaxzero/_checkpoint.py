@@ -32,6 +32,7 @@ from ._checkpoint_layout import (
     stored_array,
     target,
     true_array,
+    with_arrays,
 )
 from ._checkpoint_save import EXTRA, STATE, Content, Saver
 from ._zero import Zero
@@ -180,7 +181,7 @@ class Checkpoints:
         folder = self.directory / str(chosen)
         state, extra = self._read_together(folder, named)
         stored = [stored_array(entry, state.get(name), self._zero) for name, entry in named.items()]
-        tree = jax.tree.unflatten(jax.tree.structure(dict(like)), stored)
+        tree = with_arrays(dict(like), stored)
         return Restored(chosen, tree, extra)
 
     def _read_together(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ._collectives import unpad
+from ._modules import trained_leaves
 from ._partition import Leaf
 from ._paths import path_name
 from ._placement import auto_mesh, pad_leaf, run_automatic
@@ -66,22 +67,25 @@ def named_leaves(state: Mapping[str, Any], zero: Zero) -> dict[str, Named]:
 
 
 def _leaves(key: str, tree: Any, zero: Zero) -> list[tuple[Leaf, Any]]:
-    """The leaves of one part of the state, each with its layout.
+    """The arrays of one part of the state, each with its layout.
 
     Raises:
-        TypeError: a leaf is no array.
+        TypeError: a leaf is no array, and is in no `eqx.Module` or `nnx.Module`.
     """
     paths, leaves, _ = flatten(tree)
-    for path, x in zip(paths, leaves, strict=True):
-        if not is_array(x):
+    found = []
+    for path, x, in_module in zip(paths, leaves, trained_leaves(tree), strict=True):
+        is_empty = isinstance(x, StoredArray) and x.is_empty
+        if is_array(x):
+            found.append((path, x))
+        elif in_module is None and not is_empty:
             raise TypeError(
                 f"The leaf `{key}.{path_name(path)}` must be an array; got {type(x).__name__}. "
                 "Make it one, or give it as `extra`, which holds JSON."
             )
     plan = zero.find_plan(tree)
     if plan is not None:
-        return list(zip(plan.leaves, leaves, strict=True))
-    pairs = zip(paths, leaves, strict=True)
+        return [(leaf, x) for leaf, (_, x) in zip(plan.leaves, found, strict=True)]
     return [
         (
             x.leaf(path_name(path))
@@ -89,8 +93,15 @@ def _leaves(key: str, tree: Any, zero: Zero) -> list[tuple[Leaf, Any]]:
             else Leaf(path_name(path), tuple(x.shape), x.dtype, None),
             x,
         )
-        for path, x in pairs
+        for path, x in found
     ]
+
+
+def with_arrays(tree: Any, arrays: Sequence[Any]) -> Any:
+    """`tree` with these for its stored arrays; what is no array stays as it is."""
+    leaves, treedef = jax.tree.flatten(tree)
+    remaining = iter(arrays)
+    return jax.tree.unflatten(treedef, [next(remaining) if is_array(x) else x for x in leaves])
 
 
 def true_array(named: Named, zero: Zero) -> Any:

@@ -12,8 +12,8 @@ from ._stored_array import flatten, is_array
 from ._tree_plan import rebuild, statics_of
 
 
-class initializer:
-    """Call `init_fn`; the result is the list of its arrays.
+class Initializer:
+    """Call `init_fn`; the result is the list of its arrays. `shapes` traces it once more.
 
     What an `eqx.Module` or `nnx.Module` holds besides is kept, and is part of `shapes`. Elsewhere
     a Python number becomes an array, as it does when `jit` returns it.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _simulate as simulate
 from ._context import rewrite
+from ._warnings import warn
 
 _OURS = ("node", "local")
 _CALLBACKS = {"debug_callback", "debug_print", "io_callback", "pure_callback"}
@@ -127,11 +127,10 @@ def _without(sharding: NamedSharding, name: str) -> NamedSharding:
         axes = entry if isinstance(entry, tuple) else (entry,)
         rest = tuple(axis for axis in axes if axis not in _OURS)
         if dim and len(rest) < len(axes):
-            warnings.warn(
+            warn(
                 f"`{name}` asks to split dim {dim} as {sharding.spec} says. {_RUNS} So this "
                 f"changes nothing over {_OURS}: the array is whole on every device. Split over "
-                "a third axis of the mesh, or leave it out.",
-                stacklevel=2,
+                "a third axis of the mesh, or leave it out."
             )
         entries.append(entry if len(rest) == len(axes) else rest or None)
     spec = PartitionSpec(*entries)

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ._accumulate import Sums, accumulate, split_microbatches
-from ._arguments import split_dim
 from ._collectives import Wire, gathered_aval, unpad
 from ._config import Schedule
 from ._emit import emit
@@ -23,7 +22,7 @@ from ._gradients import Demand
 from ._held import hold, kept_slice, next_slice, scan_depths
 from ._means import Means, Wanted, mean_over_devices
 from ._mesh import LOCAL, NODE, REDUCTION_HOPS, microbatch_index
-from ._partition import Layout, Leaf, layouts_by_preference
+from ._partition import Layout, Leaf, layouts_by_preference, split_dim
 from ._pieces import Pieces, from_stored
 from ._plan import Plan
 from ._program import Block, Value

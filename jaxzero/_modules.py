@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,23 +37,30 @@ def trained_leaves(tree: Any) -> list[bool | None]:
 
 
 def mutated_leaf(
-    before: Mapping[str, Any], after: Mapping[str, Any], returned: Collection[int]
-) -> str | None:
-    """The path of a leaf that a function has replaced in place; None: there is none.
+    before: Mapping[str, Leaf], after: Mapping[str, Leaf], returned: Collection[int]
+) -> tuple[str, str] | None:
+    """A leaf that a function has replaced in place: its path and the type of its variable.
 
     Args:
         before: the leaves that the function was given, from `nnx_leaves`.
         after: the leaves as the function left them.
         returned: the `id`s of what it returned, which is not lost.
     """
-    for path, x in before.items():
-        now = after.get(path, x)
-        if now is not x and id(now) not in returned:
-            return path
+    for path, leaf in before.items():
+        now = after.get(path, leaf).value
+        if now is not leaf.value and id(now) not in returned:
+            return path, leaf.kind
     return None
 
 
-def nnx_leaves(tree: Any) -> dict[str, Any]:
+class Leaf(NamedTuple):
+    """A leaf of an NNX object."""
+
+    value: Any
+    kind: str  # the type of its variable, as a user writes it: `nnx.BatchStat`
+
+
+def nnx_leaves(tree: Any) -> dict[str, Leaf]:
     """The leaves of every NNX object that is changed in place, by path: `nnx.Module`, `nnx.Rngs`.
 
     Not those of an `nnx.State`, which functional code passes in and returns.
@@ -65,10 +72,17 @@ def nnx_leaves(tree: Any) -> dict[str, Any]:
         tree, is_leaf=lambda x: is_stored(x) or isinstance(x, nnx.Pytree)
     )
     leaves = {}
-    for path, part in parts:
-        if isinstance(part, nnx.Pytree):
-            pairs = jax.tree_util.tree_flatten_with_path(part)[0]
-            leaves |= {path_name((*path, *inner)): leaf for inner, leaf in pairs}
+    for outer, part in parts:
+        if not isinstance(part, nnx.Pytree):
+            continue
+        variables, _ = jax.tree_util.tree_flatten_with_path(
+            part, is_leaf=lambda x: isinstance(x, nnx.Variable)
+        )
+        for path, variable in variables:
+            kind = type(variable).__name__
+            kind = f"nnx.{kind}" if hasattr(nnx, kind) else kind
+            for inner, leaf in jax.tree_util.tree_flatten_with_path(variable)[0]:
+                leaves[path_name((*outer, *path, *inner))] = Leaf(leaf, kind)
     return leaves
 
 

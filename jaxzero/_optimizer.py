@@ -25,7 +25,7 @@ from ._paths import path_name
 from ._placement import auto_mesh, constrain, pad_leaf, run_automatic, unpad_leaf
 from ._program import is_traced
 from ._simulate import AnyMesh
-from ._stored_array import StoredArray, flatten, is_array
+from ._stored_array import StoredArray, data_of, flatten, is_array, is_stored
 from ._tree_plan import TreePlan, arrays_of, plan_as_stored, plan_tree, statics_of
 
 
@@ -39,8 +39,11 @@ def trained_part(tree: Any, plan: TreePlan) -> tuple[Any, TreePlan]:
     """A tree, and its plan, with None for what an `eqx.Module` or `nnx.Module` does not train."""
     _, leaves, treedef = flatten(tree)
     kinds = trained_leaves(tree)
+    # An empty `StoredArray` stays, as it does in gradients.
+    pairs = zip(leaves, kinds, strict=True)
+    dropped = [kind is False and (is_array(x) or not is_stored(x)) for x, kind in pairs]
     kept = jax.tree.unflatten(
-        treedef, [None if kind is False else x for x, kind in zip(leaves, kinds, strict=True)]
+        treedef, [None if drop else x for x, drop in zip(leaves, dropped, strict=True)]
     )
     arrays = [kind for x, kind in zip(leaves, kinds, strict=True) if is_array(x)]
     known = [leaf for leaf, kind in zip(plan.leaves, arrays, strict=True) if kind is not False]
@@ -74,10 +77,10 @@ def plan_state(
         plan = plan_tree(state, mesh, config)
     else:
         state = jax.eval_shape(tx.init, params.stored([leaf.stored for leaf in params.leaves]))
+        _check_shapes(state)
         plan = plan_as_stored(state, mesh, config)
     paths, leaves, _ = flatten(state)
     arrays = [(path, x) for path, x in zip(paths, leaves, strict=True) if is_array(x)]
-    _check_shapes(arrays)
     planned = [
         leaf if isinstance(x, StoredArray) else _like_parameter(leaf, path, by_path)
         for (path, x), leaf in zip(arrays, plan.leaves, strict=True)
@@ -85,9 +88,14 @@ def plan_state(
     return dataclasses.replace(plan, leaves=tuple(planned))
 
 
-def _check_shapes(state: list[tuple[tuple[Any, ...], Any]]) -> None:
-    for path, x in state:
-        if isinstance(x, StoredArray) and tuple(x.data.shape) != x.leaf().stored_shape:
+def _check_shapes(state: Any) -> None:
+    paths, leaves, _ = flatten(state)
+    for path, x in zip(paths, leaves, strict=True):
+        if (
+            isinstance(x, StoredArray)
+            and is_array(x)
+            and tuple(x.data.shape) != x.form.padded_shape
+        ):
             raise ValueError(
                 f"The optimizer keeps an array of shape {tuple(x.data.shape)} as "
                 f"`{path_name(path)}`, for a parameter of shape {x.shape} that is stored padded. "
@@ -180,23 +188,25 @@ def true_shapes(
 def _unpadded(tree: Any) -> Any:
     """The tree with every `StoredArray` as an array of its true shape."""
     _, leaves, treedef = flatten(tree)
-    return jax.tree.unflatten(
-        treedef,
-        [unpad_leaf(x.leaf(), x.data) if isinstance(x, StoredArray) else x for x in leaves],
-    )
+    return jax.tree.unflatten(treedef, [_unpadded_leaf(x) for x in leaves])
+
+
+def _unpadded_leaf(x: Any) -> Any:
+    is_padded = isinstance(x, StoredArray) and is_array(x)
+    return unpad_leaf(x.leaf(), x.data) if is_padded else data_of(x)
 
 
 def _padded_like(stored: Any, tree: Any) -> Any:
     """Undo `_unpadded`, of a tree that has come from one like `stored`."""
     _, like, treedef = flatten(stored)
     pairs = zip(like, treedef.flatten_up_to(tree), strict=True)
-    return jax.tree.unflatten(
-        treedef,
-        [
-            StoredArray(pad_leaf(old.leaf(), x), old.form) if isinstance(old, StoredArray) else x
-            for old, x in pairs
-        ],
-    )
+    return jax.tree.unflatten(treedef, [_padded_leaf(old, x) for old, x in pairs])
+
+
+def _padded_leaf(old: Any, x: Any) -> Any:
+    if not isinstance(old, StoredArray):
+        return x
+    return StoredArray(pad_leaf(old.leaf(), x) if is_array(old) else x, old.form)
 
 
 def _with_automatic_axes(function: Callable, out_shardings: Any, mesh: Mesh) -> Callable:

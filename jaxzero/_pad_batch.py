@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from ._batch_choice import is_key, rows_of
-from ._stored_array import is_array
+from ._batch_choice import is_split, rows_of
+from ._paths import path_name
 from ._trees import ShardedTrees
 
 
@@ -36,8 +36,8 @@ def pad_batch(
         loss returns `(sum(weights * losses), sum(weights))`.
 
     Raises:
-        ValueError: the batch has no rows, its arrays have different numbers of them, `rows` is
-            less than n, or does not divide over the devices.
+        ValueError: the batch has no rows, its arrays have different numbers of them, one of them
+            may be a raw random key or rows, or `rows` is less than n or does not divide.
 
     Example:
         >>> def loss_fn(params, batch):
@@ -58,12 +58,11 @@ def pad_batch(
         )
     missing = total - num_rows
 
-    def pad(x: Any) -> Any:
-        is_whole = not is_array(x) or not x.shape or (is_key(x) and x.shape[0] != num_rows)
-        if is_whole or not missing:
+    def pad(path: Any, x: Any) -> Any:
+        if not is_split(path_name(path), x, num_rows) or not missing:
             return x
         xp = np if isinstance(x, np.ndarray) else jnp
         return xp.concatenate([x, xp.repeat(x[-1:], missing, axis=0)])
 
     weights = np.repeat(np.asarray([1, 0], np.float32), [num_rows, missing])
-    return jax.tree.map(pad, batch), weights
+    return jax.tree_util.tree_map_with_path(pad, batch), weights

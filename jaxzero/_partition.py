@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from ._codecs import Codec
 from ._config import ZeroConfig
+from ._mesh import AXES
 from ._simulate import AnyMesh
 
 _LONG = 256  # large models have fewer layers, and at least as many features
@@ -163,6 +164,15 @@ def axes_of(spec: PartitionSpec) -> list[str]:
     """The mesh axes that a spec names."""
     entries = [(entry,) if isinstance(entry, str) else entry for entry in spec if entry]
     return [axis for entry in entries for axis in entry]
+
+
+def split_dim(spec: PartitionSpec) -> int | None:
+    """The dim that a spec splits over our axes."""
+    for dim, entry in enumerate(spec):
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        if any(name in AXES for name in names):
+            return dim
+    return None
 
 
 def layout_of_leaf(

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
 
 class StoredKey:
-    """The last entry of the path to the data of a `StoredArray`. It has no name and no index.
+    """The last entry of the path to the data of a `StoredArray`: the empty string when printed.
 
-    So the path of a padded leaf prints like that of any other leaf, and code that reads
-    `path[-1].key` fails rather than reading a wrong name.
+    `jax.tree_util.keystr(path)` is then that of any other leaf, but for a separator at its end
+    where one is asked for. Code that reads `path[-1].key` fails rather than reading a wrong name.
     """
 
     def __str__(self) -> str:
         return ""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"The path of a parameter that `Zero` stores padded or encoded ends with an entry that "
+            f"has no `{name}`: the entry before it is the last that names the parameter. Wrap an "
+            "optimizer that reads paths: `tx = zero.optimizer(tx)`."
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StoredKey)

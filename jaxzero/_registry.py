@@ -9,7 +9,6 @@ the mesh axes that the user has given in `specs` are known.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -76,11 +75,10 @@ class Registry:
             ValueError: an array in it was not laid out by this `Zero`.
         """
         known = self.find(tree)
-        if known is None:
-            known = plan_as_stored(tree, self._mesh, self._config)
-            self._check_is_laid_out(tree)
-        self.check_is_ours(known)
-        return known
+        plan = plan_as_stored(tree, self._mesh, self._config) if known is None else known
+        self._check_is_laid_out(tree, known is not None)
+        self.check_is_ours(plan)
+        return plan
 
     def plan_of_parts(self, tree: Any) -> TreePlan | None:
         """How a tree is stored that may hold sharded arrays and others, such as statistics.
@@ -121,22 +119,45 @@ class Registry:
             return True
         return self.find(tree) is not None
 
-    def _is_split_as_ours(self, x: Any) -> bool:
-        """Whether an array is split over the config's axes in their order.
+    def may_hold_parts(self, tree: Any) -> bool:
+        """Whether a tree may be a part of one that was laid out, as far as its arrays tell.
 
-        A batch is split in the other order. Over one axis the two cannot be told apart.
+        It may if each has the shape of one that was laid out split, and is traced, so that nothing
+        is known of its sharding, or lies on the mesh.
         """
-        axes = tuple(axis for axis in self._config.axes if self._mesh.shape[axis] > 1)
-        return len(axes) > 1 and bool(x.shape) and _is_split_over(x, axes)
+        arrays = [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
+        return bool(arrays) and all(
+            tuple(x.shape) in self._split_shapes
+            and (is_traced(x) or _devices_of(x) == self._devices)
+            for x in arrays
+        )
 
-    def _check_is_laid_out(self, tree: Any) -> None:
-        """Raise `ValueError` for an array that is on other devices than the mesh's."""
+    def _is_split_as_ours(self, x: Any) -> bool:
+        """Whether an array is split over the config's axes in their order, also axes of size 1.
+
+        A batch is split over both axes in the other order.
+        """
+        sharding = jax.typeof(x).sharding if is_traced(x) else getattr(x, "sharding", None)
+        entries = [
+            (entry,) if isinstance(entry, str) else tuple(entry or ())
+            for entry in getattr(sharding, "spec", ())
+        ]
+        axes = self._config.axes
+        return any(entry[: len(axes)] == axes for entry in entries)
+
+    def _check_is_laid_out(self, tree: Any, is_known: bool) -> None:
+        """Raise `ValueError` for an array that is on other devices than the mesh's.
+
+        In a tree that is known as a whole it may be on the host, or on a device that JAX moves it
+        from.
+        """
         paths, leaves, treedef = flatten(tree)
         for path, x in zip(paths, leaves, strict=True):
             if not is_array(x) or is_stored(x) or is_traced(x) or not x.shape:
                 continue
-            devices = getattr(getattr(x, "sharding", None), "device_set", None)
-            if devices != self._devices:
+            devices = _devices_of(x)
+            is_movable = is_known and not getattr(x, "committed", False)
+            if devices != self._devices and not is_movable:
                 where = f"on {len(devices)} devices" if devices else "not on any device"
                 raise ValueError(
                     f"the leaf `{path_name(path)}`, {x.dtype}{tuple(x.shape)}, is {where}, and the "
@@ -173,7 +194,5 @@ def _with_other_axes_of(known: TreePlan, plan: TreePlan) -> TreePlan:
     return dataclasses.replace(plan, leaves=tuple(leaves))
 
 
-def _is_split_over(x: Any, axes: Sequence[str]) -> bool:
-    sharding = jax.typeof(x).sharding if is_traced(x) else getattr(x, "sharding", None)
-    entries = [entry for entry in getattr(sharding, "spec", ()) if isinstance(entry, tuple)]
-    return any(tuple(name for name in entry if name in axes) == tuple(axes) for entry in entries)
+def _devices_of(x: Any) -> Any:
+    return getattr(getattr(x, "sharding", None), "device_set", None)

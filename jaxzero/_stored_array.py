@@ -10,6 +10,7 @@ array inside. Computing with the node is an error, because the result would incl
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from typing import Any, NoReturn
 
@@ -46,8 +47,25 @@ class StoredArray:
         return cls(data, dataclasses.replace(leaf, path="", dtype=dtype))
 
     def leaf(self, path: str = "") -> Leaf:
-        """The layout, with the dtype that the array has now."""
-        return dataclasses.replace(self.form, path=path, dtype=self.dtype)
+        """The layout, with the dtype that the array has now.
+
+        Raises:
+            ValueError: the data have another shape than the layout says.
+        """
+        leaf = dataclasses.replace(self.form, path=path, dtype=self.dtype)
+        if tuple(self.data.shape) != leaf.stored_shape:
+            raise ValueError(
+                f"The leaf `{path}` of shape {self.shape} is stored as {leaf.stored_shape}, and "
+                f"its data have the shape {tuple(self.data.shape)}: `jax.tree.map` applied a "
+                "function that changes shapes to the stored array. Change the whole array: "
+                "`zero.unshard`, then the function, then `zero.shard`."
+            )
+        return leaf
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds nothing, such as None where `eqx.partition` has taken the array out."""
+        return not jax.tree.leaves(self.data)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -65,17 +83,17 @@ class StoredArray:
         return self.data.dtype if self.form.codec is None else self.form.dtype
 
     @property
-    def sharding(self) -> Any:
-        """The sharding of the stored array."""
-        return self.data.sharding
+    def size(self) -> int:
+        """The number of elements, without padding."""
+        return math.prod(self.form.shape)
 
     def __eq__(self, other: object) -> bool:
         """Compare what stands for an array: shardings, masks, labels. Arrays are refused."""
-        if is_array(self.data) or (is_array(other) and not isinstance(other, StoredArray)):
+        if isinstance(other, StoredArray) and not is_array(self.data):
+            return self.form == other.form and bool(self.data == other.data)
+        if is_array(other) or isinstance(other, int | float | complex):
             raise TypeError(_message(self, "The operator `==`"))
-        if not isinstance(other, StoredArray) or self.form != other.form:
-            return False
-        return bool(self.data == other.data)
+        return NotImplemented
 
     def __repr__(self) -> str:
         if not is_array(self.data):  # a sharding or a mask that stands for the array
@@ -111,7 +129,7 @@ def data_of(x: Any) -> Any:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array, of any library, or a `StoredArray`."""
+    """Whether a leaf is an array, of any library, or a `StoredArray` that holds one."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 

@@ -8,7 +8,6 @@ another `Block`; operations whose results nobody uses are dropped.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from jax.sharding import NamedSharding
 from ._context import bare
 from ._layout_requests import explaining, without_our_axes
 from ._program import Atom, Barrier, Block, Constant, Loop, Operation, Value, is_ref
+from ._warnings import warn
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 _REMAT = {"checkpoint", "remat", "remat2"}
@@ -47,11 +47,10 @@ def _warn_of_split(constants: Sequence[Any]) -> None:
     for x in constants:
         sharding = getattr(x, "sharding", None) if isinstance(x, jax.Array) else None
         if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
-            warnings.warn(
+            warn(
                 f"The function closes over an array {x.dtype}{list(x.shape)} that is split as "
                 f"{sharding.spec}. Its values are right, but every device holds all of it. Pass it "
-                "as an argument: a parameter is gathered where it is used and dropped after.",
-                stacklevel=2,
+                "as an argument: a parameter is gathered where it is used and dropped after."
             )
 
 

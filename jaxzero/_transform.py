@@ -1,4 +1,4 @@
-"""From a user's function to a sharded program under `jit` and `shard_map`."""
+"""From a user's function to a sharded program of global arrays, inside a `shard_map`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
 from ._accumulate import REDUCTIONS, combine
-from ._arguments import BATCH, Argument, Call, split_dim
+from ._arguments import BATCH, Argument, Call
 from ._collectives import Wire
 from ._config import ZeroConfig
 from ._local import Parameters, run_on_device
 from ._mesh import AXES, map_devices
 from ._modules import mutated_leaf, nnx_leaves, rng_leaves
+from ._partition import split_dim
 from ._paths import path_name, spread_prefix
 from ._placement import constrain
 from ._plan import Plan
@@ -42,7 +43,7 @@ class Options:
 
 
 class Transform:
-    """One user function for one kind of call: the jitted program, and its plan once traced."""
+    """One user function for one call: the sharded program, and its plan once traced."""
 
     def __init__(
         self, function: Callable, call: Call, options: Options, mesh: AnyMesh, config: ZeroConfig
@@ -59,6 +60,7 @@ class Transform:
 
     def plan(self, arrays: list[list[Any]], memory: Memory) -> Plan:
         """What one call of `program` gathers, reduces and sends."""
+        # A new function, for `eval_shape` does not trace again what it has traced before.
         jax.eval_shape(lambda *args: self.program(*args), arrays, memory)
         assert self._plan is not None
         return self._plan
@@ -184,14 +186,15 @@ class Transform:
         output = self.function(*args, **kwargs)
         returned = {id(x) for x in jax.tree.leaves(output)}
         for argument, old, value in zip(self.call.arguments, before, values, strict=True):
-            path = mutated_leaf(old, nnx_leaves(value), returned)
-            if path is not None:
+            changed = mutated_leaf(old, nnx_leaves(value), returned)
+            if changed is not None:
+                path, kind = changed
                 raise ValueError(
                     f"The function changes {argument.name}, leaf `{path}`, and the change would be "
                     "lost: a function of sharded parameters gets a copy of the module. Return it "
-                    "with `has_aux=True`, for example `nnx.state(model, nnx.BatchStat)`, and write "
-                    "it back with `nnx.update`; or call a copy that may be lost, "
-                    "`nnx.clone(model)`. Of `nnx.Rngs`, draw a key outside and pass it: "
+                    f"with `has_aux=True`, here `nnx.state(model, {kind})`, several kinds by "
+                    "`nnx.Any(...)`, and write it back with `nnx.update`; or call a copy that may "
+                    "be lost, `nnx.clone(model)`. Of `nnx.Rngs`, draw a key outside and pass it: "
                     "`key = rngs.dropout()`."
                 )
         return output

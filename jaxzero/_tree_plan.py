@@ -34,7 +34,7 @@ class TreePlan:
     Attributes:
         treedef: of the tree, where a `StoredArray` counts as one leaf.
         leaves: for each array.
-        statics: for each leaf of `treedef`; None: an array.
+        statics: for each leaf of `treedef`; None: an array. An empty `StoredArray` is static.
     """
 
     treedef: Any
@@ -49,11 +49,11 @@ class TreePlan:
     def stored(self, arrays: Sequence[Any]) -> Any:
         """The tree with these stored arrays, or what stands for them, as its leaves."""
         pairs = zip(self.leaves, arrays, strict=True)
-        return self.whole([stored_leaf(leaf, x) for leaf, x in pairs])
+        return rebuild(self.treedef, self.statics, [stored_leaf(leaf, x) for leaf, x in pairs])
 
     def whole(self, arrays: Sequence[Any]) -> Any:
-        """The tree with these arrays as its leaves, each in the shape that it has."""
-        return rebuild(self.treedef, self.statics, arrays)
+        """The tree with these arrays as its leaves, and no `StoredArray`."""
+        return rebuild(self.treedef, unwrapped(self.statics), arrays)
 
     def flatten_like(self, tree: Any) -> list[Any]:
         """Undo `whole`: what a tree of this structure has in the place of each array.
@@ -79,6 +79,11 @@ def rebuild(treedef: Any, statics: Sequence[Static | None], arrays: Sequence[Any
     remaining = iter(arrays)
     leaves = [next(remaining) if s is None else s.value for s in statics]
     return jax.tree.unflatten(treedef, leaves)
+
+
+def unwrapped(statics: Sequence[Static | None]) -> list[Static | None]:
+    """The same, with what an empty `StoredArray` holds in its place."""
+    return [s and Static(data_of(s.value)) for s in statics]
 
 
 def statics_of(leaves: Sequence[Any]) -> tuple[Static | None, ...]:
@@ -164,10 +169,12 @@ def without_layout(leaf: Leaf) -> Leaf:
 
 def _check_arrays(tree: Any, paths: Sequence[Any], leaves: Sequence[Any]) -> None:
     for path, leaf, trained in zip(paths, leaves, trained_leaves(tree), strict=True):
-        if not is_array(leaf) and trained is None:
+        is_empty = isinstance(leaf, StoredArray) and leaf.is_empty
+        if not is_array(leaf) and trained is None and not is_empty:
             raise ValueError(
-                f"The leaf `{path_name(path)}` is not an array; got {type(leaf).__name__}. Keep "
-                "functions and settings out of the tree (`nnx.split`, `equinox.partition`)."
+                f"The leaf `{path_name(path)}` is not an array; got {type(leaf).__name__}. Make a "
+                "number an array (`jnp.asarray`), and keep functions and settings out of the tree "
+                "(`nnx.split`, `equinox.partition`)."
             )
 
 

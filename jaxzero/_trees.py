@@ -11,7 +11,7 @@ import optax
 
 from ._codecs import Codec
 from ._config import ZeroConfig, zero3
-from ._initialize import initializer
+from ._initialize import Initializer
 from ._mesh import AXES, check_mesh
 from ._optimizer import init_state, plan_state, trained_part, true_shapes
 from ._padding_check import warn_of_padding
@@ -56,13 +56,15 @@ class ShardedTrees:
 
         Returns:
             The tree of global `jax.Array`s in their own shapes, each split on one dim over all
-            devices. A leaf that no dim of which divides is padded with zeros, and is a
-            `StoredArray`, which `jax.tree.map` and optax see through.
+            devices. A leaf none of whose dims the devices divide evenly is padded with zeros and
+            returned as a `StoredArray`, a pytree node with the true `shape` and `size`.
+            `jax.tree.map` and optax get the padded array in it, so a mean over elements, or their
+            number, counts the zeros.
 
         Raises:
             ValueError: a leaf is no array, or `specs` names our axes.
         """
-        run = initializer(init_fn)
+        run = Initializer(init_fn)
         plan = self._plan(run.shapes(*args), specs)
 
         def stored(*args: Any) -> list[Any]:
@@ -81,7 +83,7 @@ class ShardedTrees:
         Use it as the target of a restore, or to load a checkpoint into. With `codec`, what
         `shard` would return.
         """
-        plan = self._plan(initializer(init_fn).shapes(*args), specs, codec)
+        plan = self._plan(Initializer(init_fn).shapes(*args), specs, codec)
         shardings = plan.shardings(self.mesh, self._weight_axes)
         structs = [
             jax.ShapeDtypeStruct(leaf.stored.shape, leaf.stored.dtype, sharding=sharding)

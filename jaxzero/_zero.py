@@ -221,15 +221,17 @@ class Zero(ShardedTrees):
         batch_argnums: BatchArgnums = None,
         in_specs: Sequence[Any] | None = None,
         wire_state: Any = None,
+        **kwargs: Any,
     ) -> Plan:
         """What one call of `value_and_grad(f)` would gather and reduce, and when.
 
-        Nothing is compiled or run. Arguments are as for `value_and_grad`; `print` the result.
+        Nothing is compiled or run. Options are as for `value_and_grad`; other keyword arguments
+        are those of `f`. `print` the result.
         """
         options = gradient_options(
             argnums, has_aux, microbatches, weighted, aux_reduce, halves, self._devices
         )
-        transform, arrays = self._prepare(f, args, {}, options, batch_argnums, in_specs)
+        transform, arrays = self._prepare(f, args, kwargs, options, batch_argnums, in_specs)
         return transform.plan(arrays, memory_of(transform, wire_state))
 
     # What the above share.
@@ -256,6 +258,7 @@ class Zero(ShardedTrees):
             batch_argnums=batch_argnums,
             in_specs=in_specs,
             registry=self._plans,
+            states=self._states,
             num_devices=self.num_devices,
         )
         check_rows(call, arrays, self._devices, options.microbatches)

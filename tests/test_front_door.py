@@ -705,3 +705,185 @@ def test_aux_without_a_mean_gets_a_proposal(auto, leaf, proposal):
     step = auto.value_and_grad(lambda p, x: (_loss(p, x), {"seen": leaf(x)}), has_aux=True)
     with pytest.raises(ValueError, match=f"`seen`.*`aux_reduce`.*{proposal}"):
         step(auto.shard(_whole()), _x(auto))
+
+
+# What is less ordinary, and was wrong once.
+
+
+def test_an_optimizer_state_is_no_batch(auto):
+    params = auto.shard(_whole())
+    opt_state = auto.init_optimizer(optax.adam(1e-3), params)
+
+    def loss(params, opt_state):
+        return jnp.sum(params["table"] ** 2) + jnp.sum(opt_state[0].mu["table"] ** 2)
+
+    moved = jax.tree.map(lambda x: x + 1 if x.ndim == 2 else x, opt_state)
+    for step in (auto.value_and_grad(loss), jax.jit(auto.value_and_grad(loss))):
+        with pytest.warns(UserWarning, match="No argument of this function is a batch"):
+            got, _ = step(params, moved)
+        np.testing.assert_allclose(got, np.sum(_whole()["table"] ** 2) + 24 * 31, rtol=1e-5)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_what_may_be_a_part_of_the_parameters_is_no_batch_unasked(nodes):
+    zero = jz.Zero(jz.make_mesh(nodes=nodes))
+    params = zero.shard(_whole())
+
+    def loss(params, anchor):
+        return jnp.sum((params["table"] - anchor["t"]) ** 2) / jnp.sum(anchor["t"] ** 2)
+
+    with pytest.warns(UserWarning, match="No argument of this function is a batch"):
+        zero.value_and_grad(loss)(params, {"t": params["table"]})
+    with pytest.raises(ValueError, match=r"`anchor`.*or a part of the parameters.*batch_argnums="):
+        jax.jit(zero.value_and_grad(loss))(params, {"t": params["table"]})
+    step = jax.jit(zero.value_and_grad(loss, batch_argnums=()))
+    twice = {"t": 2 * params["table"]}
+    want = jax.value_and_grad(loss)(_whole(), {"t": 2 * _whole()["table"]})
+    _check(zero, step(params, twice), want)
+
+
+def test_what_may_be_a_raw_key_or_labels_is_asked_about():
+    zero = jz.Zero(jz.make_mesh(nodes=1, devices=jax.devices()[:2]))
+    params, x = zero.shard(_whole()), _x(zero)[:2]
+    labels = np.array([3, 5], np.uint32)
+
+    def loss(params, x, y):
+        return jnp.mean(jnp.mean(x @ params["body"]["w"], axis=-1) * y.astype(jnp.float32))
+
+    with pytest.raises(ValueError, match=r"`x`.*`y`.*batch_argnums="):
+        zero.value_and_grad(loss)(params, x, labels)
+    want = jax.value_and_grad(loss)(_whole(), x, labels)
+    _check(zero, zero.value_and_grad(loss, batch_argnums=(1, 2))(params, x, labels), want)
+    batch = {"x": x, "key": jax.random.PRNGKey(0)}
+    for act in (
+        lambda: zero.value_and_grad(lambda p, b: loss(p, b["x"], b["key"]))(params, batch),
+        lambda: jz.pad_batch(batch, zero),
+    ):
+        with pytest.raises(ValueError, match=r"`key`, uint32\[2\].*raw random key or a number"):
+            act()
+
+
+def test_a_key_for_each_row(auto):
+    params, x = auto.shard(_whole()), _x(auto)
+    keys = jax.random.split(jax.random.key(0), len(x))
+
+    def loss(params, x, keys):
+        noise = jax.vmap(lambda key: jax.random.normal(key, (8,)))(keys)
+        return _loss(params, x + noise)
+
+    want = jax.value_and_grad(loss)(_whole(), x, keys)
+    _check(auto, auto.value_and_grad(loss, batch_argnums=(1, 2))(params, x, keys), want)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x.T, lambda x: x.ravel(), lambda x: jnp.concatenate([x, x])]
+)
+def test_data_that_no_longer_fit_their_layout_are_refused(auto, change):
+    params = jax.tree.map(change, auto.shard({"head": _whole()["head"]}))
+    match = r"`head` of shape \(15, 31\).*zero\.unshard"
+    with pytest.raises(ValueError, match=match):
+        auto.value_and_grad(lambda p, x: jnp.sum(p["head"]) + jnp.mean(x))(params, _x(auto))
+    with pytest.raises(ValueError, match=match):
+        auto.unshard(params)
+
+
+def test_sizes_are_true_sizes(auto):
+    params = auto.shard(_whole())
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, StoredArray))
+    assert sum(x.size for x in leaves) == sum(x.size for x in jax.tree.leaves(_whole()))
+    assert params["head"] not in [None, "head"]
+
+
+def _no_decay_on_bias(tree):
+    def is_decayed(path, _):
+        return not jax.tree_util.keystr(path, simple=True, separator="/").endswith("b")
+
+    return jax.tree_util.tree_map_with_path(is_decayed, tree)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize(
+    ("name", "tx", "is_warned_of"),
+    [
+        ("by_path", optax.adamw(0.1, weight_decay=0.5, mask=_no_decay_on_bias), True),
+        (
+            "by_rank",
+            optax.masked(optax.adam(0.1), lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)),
+            False,
+        ),
+        (
+            "by_label",
+            optax.multi_transform(
+                {"sgd": optax.sgd(0.1), "adam": optax.adam(0.1)},
+                lambda tree: jax.tree.map(lambda x: "adam" if x.ndim > 1 else "sgd", tree),
+            ),
+            False,
+        ),
+    ],
+)
+def test_masked_optimizers(auto, name, tx, is_warned_of):
+    params, whole = auto.shard(_whole()), _whole()
+    if is_warned_of:
+        with pytest.warns(UserWarning, match=r"zero\.optimizer\(tx\)"):
+            auto.init_optimizer(tx, params)
+        tx = auto.optimizer(tx)
+
+    def two_steps(grad, params, opt_state):
+        for _ in range(2):
+            updates, opt_state = tx.update(grad(params, _x(auto))[1], opt_state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    got = two_steps(auto.value_and_grad(_loss), params, auto.init_optimizer(tx, params))
+    tx = tx.inner if is_warned_of else tx
+    want = two_steps(jax.value_and_grad(_loss), whole, tx.init(whole))
+    zoo.assert_close(jax.device_get(auto.unshard(got)), jax.device_get(want), 1e-4, name)
+
+
+@pytest.mark.standard_promotion
+def test_frozen_parts_of_an_equinox_module(auto):
+    model = auto.init(_mlp, jax.random.key(0))
+    is_trained = jax.tree.map(eqx.is_inexact_array, model)
+    is_trained = eqx.tree_at(lambda m: m.layers[0], is_trained, False)
+    trained, frozen = eqx.partition(model, is_trained)
+
+    def loss(trained, frozen, x):
+        return _module_loss(eqx.combine(trained, frozen), x)
+
+    whole = jax.device_get(auto.unshard(model))
+    want_loss, want = eqx.filter_value_and_grad(_module_loss)(whole, _x(auto))
+    got, grads = auto.value_and_grad(loss)(trained, frozen, _x(auto))
+    np.testing.assert_allclose(got, want_loss, rtol=1e-5)
+    assert jax.tree.leaves(grads.layers[0]) == []
+    zoo.assert_close(
+        jax.device_get(auto.unshard(grads.layers[1:])),
+        jax.device_get(want.layers[1:]),
+        1e-5,
+        "grads",
+    )
+    tx = optax.adam(0.1)
+    opt_state = auto.init_optimizer(tx, trained)
+    updates, _ = tx.update(grads, opt_state, eqx.filter(trained, eqx.is_inexact_array))
+    assert auto.value_and_grad(loss)(eqx.apply_updates(trained, updates), frozen, _x(auto))[0] < got
+
+
+@pytest.mark.standard_promotion
+def test_a_checkpoint_of_modules_and_parts(auto, tmp_path):
+    model = auto.init(_mlp, jax.random.key(0))
+    params = auto.shard(_whole())
+    state = {"model": model, "part": {"again": params["head"]}}
+    with jz.Checkpoints(tmp_path, auto) as checkpoints:
+        checkpoints.save(1, state)
+    other = jz.Zero(zoo.make_mesh("2x3-auto"))
+    like = {
+        "model": other.init(_mlp, jax.random.key(1)),
+        "part": {"again": other.shard({"head": np.zeros((15, 31), np.float32)})["head"]},
+    }
+    with jz.Checkpoints(tmp_path, other) as checkpoints:
+        restored = checkpoints.restore(like).state
+    assert restored["model"].activation is like["model"].activation
+    for got, want in ((restored["model"], model), (restored["part"], state["part"])):
+        trees = (other.unshard(got), auto.unshard(want))
+        for a, b in zip(*map(jax.tree.leaves, trees), strict=True):
+            if isinstance(a, jax.Array):
+                np.testing.assert_array_equal(a, b)

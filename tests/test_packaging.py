@@ -29,7 +29,7 @@ OUTSIDE = ["interop", "pallas_kernels"]  # beside `jaxzero/`, installed inside i
 
 # A module imports from its own layer and from those above it in this list, never from one below.
 LAYERS = [
-    {"_blocks", "_context", "_coordination", "_flush", "_similarity"},
+    {"_blocks", "_context", "_coordination", "_flush", "_similarity", "_warnings"},
     {"pallas_kernels"},
     {
         "_block_codecs",
@@ -44,7 +44,7 @@ LAYERS = [
     },
     {"_partition", "_traffic"},
     {"_stored_array"},
-    {"_batch_choice", "_modules"},
+    {"_modules"},
     {"_tree_plan"},
     {"_pieces"},
     {"_messages", "_sums"},
@@ -59,6 +59,7 @@ LAYERS = [
     {
         "_accumulate",
         "_arguments",
+        "_batch_choice",
         "_compiled",
         "_initialize",
         "_placement",
