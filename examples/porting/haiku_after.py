@@ -10,7 +10,7 @@ import optax
 
 import jaxzero as jz
 
-jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", 8)  # pretend; leave it out where there are GPUs
 zero = jz.Zero(jz.make_mesh(nodes=2))
 
 

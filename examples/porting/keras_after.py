@@ -14,7 +14,7 @@ import optax
 
 import jaxzero as jz
 
-jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", 8)  # pretend; leave it out where there are GPUs
 
 
 def make_images(seed, num):

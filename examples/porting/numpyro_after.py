@@ -11,7 +11,7 @@ from numpyro.infer.autoguide import AutoNormal
 
 import jaxzero as jz
 
-jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", 8)  # pretend; leave it out where there are GPUs
 zero = jz.Zero(jz.make_mesh(nodes=2))
 
 NUM_GROUPS, NUM_FEATURES, NUM_TRAIN, NUM_TEST = 50, 12, 4096, 450
