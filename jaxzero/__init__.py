@@ -32,7 +32,6 @@ from ._deepspeed_config import from_deepspeed as from_deepspeed
 from ._mesh import fold_in_device as fold_in_device
 from ._mesh import make_mesh as make_mesh
 from ._pad_batch import pad_batch as pad_batch
-from ._plan import Plan as Plan
 from ._simigrad import simigrad as simigrad
 from ._simigrad_state import simigrad_stats as simigrad_stats
 from ._zero import Zero as Zero

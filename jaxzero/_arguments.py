@@ -167,7 +167,7 @@ def _find_batch(
         for i, value in enumerate(values)
         if i not in argnums and given[i] is None and has_rows(value)
     ]
-    candidates = [i for i in free if not _is_sharded_tree(values[i], registry)]
+    candidates = [i for i in free if not registry.knows(values[i])]
     bare = [
         i for i in free if i not in candidates and is_array(values[i]) and not is_stored(values[i])
     ]
@@ -182,27 +182,16 @@ def _find_batch(
     return [choose_batch(names, found)] if found else []
 
 
-def _is_sharded_tree(value: Any, registry: Registry) -> bool:
-    """Whether an argument is a tree that `Zero` has laid out, so far as can be told."""
-    if any(map(is_stored, flatten(value)[1])) or registry.is_split_as_ours(value):
-        return True
-    return registry.find(value) is not None
-
-
 def _plan_of(
     i: int, value: Any, spec: Any, argnums: Sequence[int], names: Sequence[str], registry: Registry
 ) -> TreePlan | None:
-    """How an argument is stored, if it is a sharded tree; None: it is none."""
+    """How an argument is stored, if it holds sharded arrays; None: it does not."""
     if spec is not None:
         return None
-    is_sharded = i in argnums or _is_sharded_tree(value, registry)
-    if not is_sharded and not registry.has_shapes_of(value):
-        return None
+    is_strict = i in argnums or registry.find(value) is not None
     try:
-        return registry.plan_of(value)
+        return registry.plan_of(value) if is_strict else registry.plan_of_parts(value)
     except ValueError as error:
-        if not is_sharded:  # an ordinary array of the shape of a parameter
-            return None
         raise ValueError(f"{names[i]}: {error}") from error
 
 

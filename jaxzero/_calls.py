@@ -60,14 +60,19 @@ def returned(
     loss, gradients, aux, memory, halves = outputs
     options = transform.options
 
-    def trees(values: Sequence[Any], other: Callable[[Leaf], Any]) -> Any:
-        return _as_given(_as_trees(transform, values, other), is_one)
+    def trees(values: Sequence[Any], as_leaf: Callable[[Leaf, Any], Any], other: Any) -> Any:
+        return _as_given(_as_trees(transform, values, as_leaf, other), is_one)
 
-    gradients = trees(gradients, lambda leaf: np.zeros(leaf.stored_shape, jax.dtypes.float0))
+    gradients = trees(
+        gradients, stored_leaf, lambda leaf: np.zeros(leaf.stored_shape, jax.dtypes.float0)
+    )
     result = [(loss, aux) if options.has_aux else loss, gradients]
     if halves is not None:
         *parts, share = halves
-        first, second, cross = (trees(x, lambda leaf: jnp.zeros([], jnp.float32)) for x in parts)
+        first, second, cross = (
+            trees(x, lambda leaf, scalar: scalar, lambda leaf: jnp.zeros([], jnp.float32))
+            for x in parts
+        )
         result.append(GradientHalves(first, second, cross, share))
     if has_state:
         result.append(_as_given(_state_trees(transform.call, options.argnums, memory), is_one))
@@ -79,11 +84,19 @@ def _as_given(trees: list[Any], is_one: bool) -> Any:
 
 
 def _as_trees(
-    transform: Transform, values: Sequence[Any], other: Callable[[Leaf], Any]
+    transform: Transform,
+    values: Sequence[Any],
+    as_leaf: Callable[[Leaf, Any], Any],
+    other: Callable[[Leaf], Any],
 ) -> list[Any]:
     """A value for each differentiated leaf, as trees in the order of `argnums`.
 
-    Other arrays have `other`; in an `eqx.Module` or `nnx.Module` None, as has what is no array.
+    Args:
+        transform: knows the trees.
+        values: in the order of arguments.
+        as_leaf: makes a leaf of the tree of a value.
+        other: the value of other arrays. In an `eqx.Module` or `nnx.Module` they have None, as has
+            what is no array.
     """
     remaining = iter(values)  # in the order of arguments, not of `argnums`
     trees = {}
@@ -98,9 +111,9 @@ def _as_trees(
             plan.leaves, argument.trained, argument.kinds, strict=True
         ):
             if is_trained:
-                found.append(stored_leaf(leaf, next(remaining)))
+                found.append(as_leaf(leaf, next(remaining)))
             else:
-                found.append(None if kind is False else stored_leaf(leaf, other(leaf)))
+                found.append(None if kind is False else as_leaf(leaf, other(leaf)))
         nothing = tuple(s and Static(None) for s in argument.statics)
         trees[number] = rebuild(argument.treedef, nothing, found)
     return [trees[number] for number in transform.options.argnums]

@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._program import is_traced, open_program
+from ._program import is_traced
+from ._tracing import open_program
 
 _MOST_KEPT = 16  # programs for one function: batch shapes, dtypes
 

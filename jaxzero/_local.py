@@ -26,10 +26,11 @@ from ._mesh import LOCAL, NODE, REDUCTION_HOPS, microbatch_index
 from ._partition import Layout, Leaf, layouts_by_preference
 from ._pieces import Pieces, from_stored
 from ._plan import Plan
-from ._program import Block, Value, trace
+from ._program import Block, Value
 from ._schedule import make_plan
 from ._similarity import GradientHalves
 from ._slices import keep_slices, kept_inside
+from ._tracing import trace
 from ._traffic import labelled
 from ._uses import BlockUses, View, Weight, find_uses
 from ._wire_state import Memory

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Shaped
 
+from ._context import without_mesh
 from ._coordination import hosts, process_count
 from ._reduce_scatter import errs_on, exchanging
 from ._simulate import AnyMesh, SimulatedMesh
@@ -131,7 +132,7 @@ def map_devices(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any
     if errs_on(mesh):
         function = exchanging(function)
     return jax.shard_map(
-        function,
+        without_mesh(function),
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,

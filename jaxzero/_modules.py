@@ -39,7 +39,7 @@ def trained_leaves(tree: Any) -> list[bool | None]:
 def mutated_leaf(
     before: Mapping[str, Any], after: Mapping[str, Any], returned: Collection[int]
 ) -> str | None:
-    """The path of a leaf of an `nnx.Module` that a function has replaced; None: there is none.
+    """The path of a leaf that a function has replaced in place; None: there is none.
 
     Args:
         before: the leaves that the function was given, from `nnx_leaves`.
@@ -54,14 +54,20 @@ def mutated_leaf(
 
 
 def nnx_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of every `nnx.Module` in a tree, by path."""
-    modules, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda x: is_stored(x) or _is_module(x)
+    """The leaves of every NNX object that is changed in place, by path: `nnx.Module`, `nnx.Rngs`.
+
+    Not those of an `nnx.State`, which functional code passes in and returns.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return {}
+    parts, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: is_stored(x) or isinstance(x, nnx.Pytree)
     )
     leaves = {}
-    for path, module in modules:
-        if _is_nnx(module):
-            pairs = jax.tree_util.tree_flatten_with_path(module)[0]
+    for path, part in parts:
+        if isinstance(part, nnx.Pytree):
+            pairs = jax.tree_util.tree_flatten_with_path(part)[0]
             leaves |= {path_name((*path, *inner)): leaf for inner, leaf in pairs}
     return leaves
 

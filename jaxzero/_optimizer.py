@@ -61,6 +61,9 @@ def plan_state(
         params: of the parameters, without modules' leaves that are not trained.
         mesh: gives the number of pieces.
         config: gives axes, stage and the persistence threshold.
+
+    Raises:
+        ValueError: `tx` keeps an array of another shape for a padded leaf, so it must be wrapped.
     """
     is_wrapped = isinstance(tx, TrueShapes)
     # Of other optimizers the state of a padded leaf is a `StoredArray`, which tells its layout.
@@ -74,11 +77,22 @@ def plan_state(
         plan = plan_as_stored(state, mesh, config)
     paths, leaves, _ = flatten(state)
     arrays = [(path, x) for path, x in zip(paths, leaves, strict=True) if is_array(x)]
+    _check_shapes(arrays)
     planned = [
         leaf if isinstance(x, StoredArray) else _like_parameter(leaf, path, by_path)
         for (path, x), leaf in zip(arrays, plan.leaves, strict=True)
     ]
     return dataclasses.replace(plan, leaves=tuple(planned))
+
+
+def _check_shapes(state: list[tuple[tuple[Any, ...], Any]]) -> None:
+    for path, x in state:
+        if isinstance(x, StoredArray) and tuple(x.data.shape) != x.leaf().stored_shape:
+            raise ValueError(
+                f"The optimizer keeps an array of shape {tuple(x.data.shape)} as "
+                f"`{path_name(path)}`, for a parameter of shape {x.shape} that is stored padded. "
+                "It has to see parameters in their own shapes: `tx = zero.optimizer(tx)`."
+            )
 
 
 def _like_parameter(leaf: Leaf, path: tuple[Any, ...], parameters: dict[str, Leaf]) -> Leaf:

@@ -65,5 +65,5 @@ def pad_batch(
         xp = np if isinstance(x, np.ndarray) else jnp
         return xp.concatenate([x, xp.repeat(x[-1:], missing, axis=0)])
 
-    weights = np.repeat(np.float32([1, 0]), [num_rows, missing])
+    weights = np.repeat(np.asarray([1, 0], np.float32), [num_rows, missing])
     return jax.tree.map(pad, batch), weights

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from ._config import ZeroConfig
 from ._partition import layout_of_leaf
@@ -21,7 +20,7 @@ from ._paths import path_name
 from ._program import is_traced
 from ._simulate import AnyMesh, physical
 from ._stored_array import StoredArray, flatten, is_array, is_stored
-from ._tree_plan import TreePlan, plan_as_stored
+from ._tree_plan import TreePlan, plan_as_stored, without_layout
 
 
 class Registry:
@@ -83,22 +82,52 @@ class Registry:
         self.check_is_ours(known)
         return known
 
-    def has_shapes_of(self, tree: Any) -> bool:
-        """Whether every array of `tree` has the shape of one that was laid out split."""
-        arrays = [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
-        return bool(arrays) and all(tuple(x.shape) in self._split_shapes for x in arrays)
+    def plan_of_parts(self, tree: Any) -> TreePlan | None:
+        """How a tree is stored that may hold sharded arrays and others, such as statistics.
 
-    def is_split_as_ours(self, tree: Any) -> bool:
-        """Whether the shardings of a tree's arrays tell that `Zero` has laid them out.
+        An array is taken to be cut if it is a `StoredArray`, if its sharding says so, or, where a
+        traced array has none, if one of its shape was laid out: then it is gathered where it is
+        used. Others are whole on every device.
 
-        True if every array that has a dim is split over the axes of the config in its order, minor
-        to major, which is not that of a batch. Traced arrays tell it on explicit meshes only.
+        Returns:
+            None if no array is taken to be cut.
+
+        Raises:
+            ValueError: a `StoredArray` was laid out by a `Zero` with another mesh or config.
         """
-        axes = [axis for axis in self._config.axes if self._mesh.shape[axis] > 1]
-        if len(axes) < 2:
-            return False  # a batch is split over one axis in the same way
-        arrays = [leaf for leaf in flatten(tree)[1] if is_array(leaf) and leaf.shape]
-        return bool(arrays) and all(_is_split_over(x, tuple(axes)) for x in arrays)
+        arrays = [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
+        is_cut = [
+            is_stored(x)
+            or self._is_split_as_ours(x)
+            or (is_traced(x) and tuple(x.shape) in self._split_shapes)
+            for x in arrays
+        ]
+        if not any(is_cut):
+            return None
+        plan = plan_as_stored(tree, self._mesh, self._config)
+        self.check_is_ours(plan)
+        pairs = zip(plan.leaves, is_cut, strict=True)
+        leaves = tuple(leaf if cut else without_layout(leaf) for leaf, cut in pairs)
+        return dataclasses.replace(plan, leaves=leaves)
+
+    def knows(self, tree: Any) -> bool:
+        """Whether a tree is known to be one that was laid out, or a part of one.
+
+        It is if it was laid out as a whole, or holds a `StoredArray`, or an array whose sharding
+        is that of a parameter. Traced arrays have one on explicit meshes only.
+        """
+        arrays = [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
+        if any(is_stored(x) or self._is_split_as_ours(x) for x in arrays):
+            return True
+        return self.find(tree) is not None
+
+    def _is_split_as_ours(self, x: Any) -> bool:
+        """Whether an array is split over the config's axes in their order.
+
+        A batch is split in the other order. Over one axis the two cannot be told apart.
+        """
+        axes = tuple(axis for axis in self._config.axes if self._mesh.shape[axis] > 1)
+        return len(axes) > 1 and bool(x.shape) and _is_split_over(x, axes)
 
     def _check_is_laid_out(self, tree: Any) -> None:
         """Raise `ValueError` for an array that is on other devices than the mesh's."""
@@ -146,7 +175,5 @@ def _with_other_axes_of(known: TreePlan, plan: TreePlan) -> TreePlan:
 
 def _is_split_over(x: Any, axes: Sequence[str]) -> bool:
     sharding = jax.typeof(x).sharding if is_traced(x) else getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) and not is_traced(x):
-        return False
-    entries = [entry for entry in sharding.spec if isinstance(entry, tuple)]
+    entries = [entry for entry in getattr(sharding, "spec", ()) if isinstance(entry, tuple)]
     return any(tuple(name for name in entry if name in axes) == tuple(axes) for entry in entries)

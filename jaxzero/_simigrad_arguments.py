@@ -15,6 +15,7 @@ from jaxtyping import Array, Float32
 from ._batch_rules import RULES, Rule
 from ._paths import path_name, spread_prefix
 from ._similarity import CodecNoise, Products
+from ._stored_array import flatten
 
 _LARGEST = 2**24  # float32 counts no further
 
@@ -188,7 +189,7 @@ def given_halves(halves: Any, updates: Any, labels: list[str] | None) -> GivenHa
             f"{type(halves).__name__}{f' of {len(halves)}' if is_tuple else ''}."
         )
     parts, share = halves[:3], _scalar(halves[3] if len(halves) == 4 else 0.5)
-    treedef = jax.tree.structure(updates)
+    treedef = flatten(updates)[2]  # a padded leaf has one scalar, as any other
     if all(jax.tree.structure(part) == treedef for part in parts):
         by_leaf = [[_scalar(x) for x in jax.tree.leaves(part)] for part in parts]
         return GivenHalves(share, *sum_by_label(by_leaf, labels))

@@ -71,10 +71,11 @@ class StoredArray:
 
     def __eq__(self, other: object) -> bool:
         """Compare what stands for an array: shardings, masks, labels. Arrays are refused."""
-        if is_array(self.data) or is_array(other) and not isinstance(other, StoredArray):
+        if is_array(self.data) or (is_array(other) and not isinstance(other, StoredArray)):
             raise TypeError(_message(self, "The operator `==`"))
-        same = isinstance(other, StoredArray) and self.form == other.form
-        return same and bool(self.data == other.data)
+        if not isinstance(other, StoredArray) or self.form != other.form:
+            return False
+        return bool(self.data == other.data)
 
     def __repr__(self) -> str:
         if not is_array(self.data):  # a sharding or a mask that stands for the array
@@ -158,6 +159,6 @@ def _register_with_flax() -> None:
 jax.tree_util.register_pytree_with_keys(
     StoredArray,
     lambda x: (((StoredKey(), x.data),), x.form),
-    lambda form, children: StoredArray(children[0], form),
+    lambda form, children: StoredArray(next(iter(children)), form),
     lambda x: ((x.data,), x.form),
 )

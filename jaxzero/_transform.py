@@ -177,7 +177,7 @@ class Transform:
         """What the user's function returns.
 
         Raises:
-            ValueError: it has changed an `nnx.Module` and does not return what it wrote.
+            ValueError: it has changed an `nnx.Module` or `nnx.Rngs` and does not return that.
         """
         values = [*args, *kwargs.values()]
         before = [nnx_leaves(value) for value in values]
@@ -191,7 +191,8 @@ class Transform:
                     "lost: a function of sharded parameters gets a copy of the module. Return it "
                     "with `has_aux=True`, for example `nnx.state(model, nnx.BatchStat)`, and write "
                     "it back with `nnx.update`; or call a copy that may be lost, "
-                    "`nnx.clone(model)`."
+                    "`nnx.clone(model)`. Of `nnx.Rngs`, draw a key outside and pass it: "
+                    "`key = rngs.dropout()`."
                 )
         return output
 

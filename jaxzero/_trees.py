@@ -20,7 +20,7 @@ from ._plan import Plan
 from ._registry import Registry
 from ._report import Report, make_report
 from ._simulate import AnyMesh, physical
-from ._stored_array import flatten, is_array
+from ._stored_array import flatten, is_array, is_stored
 from ._tree_plan import TreePlan, arrays_of, plan_tree
 
 
@@ -66,7 +66,9 @@ class ShardedTrees:
         plan = self._plan(run.shapes(*args), specs)
 
         def stored(*args: Any) -> list[Any]:
-            return [pad_leaf(leaf, x) for leaf, x in zip(plan.leaves, run(*args), strict=True)]
+            pairs = zip(plan.leaves, run(*args), strict=True)
+            # `zero.optimizer(tx).init` returns leaves that are padded already.
+            return [x.data if is_stored(x) else pad_leaf(leaf, x) for leaf, x in pairs]
 
         shardings = plan.shardings(auto_mesh(self.mesh), self._weight_axes)
         return plan.stored(run_automatic(stored, shardings, self.mesh, *args))
@@ -145,7 +147,8 @@ class ShardedTrees:
         structure of the gradients.
 
         Raises:
-            ValueError: `params` did not come from this `Zero`.
+            ValueError: `params` did not come from this `Zero`; or `tx` keeps statistics of another
+                shape for a padded leaf, as Adafactor does, and is not wrapped (`zero.optimizer`).
         """
         params, plan = trained_part(params, self._plan_of(params))
         warn_of_padding(tx, plan)

@@ -144,6 +144,22 @@ def test_a_tree_merged_with_another(zero):
         _check(zero, step(merged, _x(zero)), want)
 
 
+def test_sharded_arrays_beside_others(zero):
+    """In an argument that is not differentiated: statistics, say, that nothing has laid out."""
+    whole, params = _whole(), zero.shard(_whole())
+    scale = np.linspace(1, 2, 31, dtype=np.float32)
+
+    def loss(body, batch, rest):
+        return _predict(body, rest["head"] * rest["scale"][None], rest["table"], batch)
+
+    def rest(tree):
+        return {"head": tree["head"], "table": tree["table"], "scale": scale}
+
+    want = jax.value_and_grad(loss)(whole["body"], _x(zero), rest(whole))
+    for step in _both(zero, loss):
+        _check(zero, step(params["body"], _x(zero), rest(params)), want)
+
+
 def test_leaves_added_and_removed(zero):
     whole, params = _whole(), zero.shard(_whole())
     more = {**params, "extra": params["head"]}
@@ -198,6 +214,21 @@ def test_a_padded_leaf_that_is_closed_over_says_what_to_do(auto):
         auto.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) @ params["head"]))(
             params["body"], _x(auto)
         )
+
+
+def test_a_split_array_that_is_closed_over_is_warned_of(auto):
+    params = auto.shard(_whole())
+    table = params["table"]
+
+    def loss(body, x):
+        return jnp.mean((x @ body["w"]) ** 2) * jnp.sum(table**2)
+
+    want = jax.value_and_grad(lambda body, x: loss(body, x))(_whole()["body"], _x(auto))
+    with pytest.warns(
+        UserWarning, match=r"closes over an array float32\[24, 31\].*holds all of it"
+    ):
+        got = auto.value_and_grad(loss)(params["body"], _x(auto))
+    _check(auto, got, want)
 
 
 def test_flax_modules_applied_to_padded_leaves_say_what_to_do(auto):
@@ -340,8 +371,8 @@ def test_in_specs_and_an_argument_that_they_leave_out(auto):
 
 
 class _Trainer:
-    kl = 0.0
-    table = None
+    kl: float = 0.0
+    table: jax.Array | None = None
 
     def loss(self, params, x):
         extra = 0 if self.table is None else jnp.sum(self.table)
@@ -405,7 +436,6 @@ def test_what_a_loss_closes_over_is_not_kept_alive(auto):
     auto.value_and_grad(loss)(params, _x(auto))
     jax.jit(auto.value_and_grad(loss))(params, _x(auto))
     del table, loss
-    jax.clear_caches()
     gc.collect()
     assert alive() is None
 
@@ -464,6 +494,35 @@ def test_an_optimizer_that_cannot_be_tried_is_warned_of(auto):
     tx = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
     with pytest.warns(UserWarning, match=r"could not be tried.*curvature.*zero\.optimizer"):
         auto.init_optimizer(tx, auto.shard(_whole()))
+
+
+def test_statistics_that_do_not_fit_a_padded_leaf_ask_for_true_shapes(auto):
+    params = auto.shard({"head": _whole()["head"]})
+    tx = optax.adafactor(1e-2, min_dim_size_to_factor=8)
+    with (
+        pytest.warns(UserWarning, match=r"zero\.optimizer"),
+        pytest.raises(ValueError, match=r"`0\.v.*head`.*\(15, 31\).*zero\.optimizer\(tx\)"),
+    ):
+        auto.init_optimizer(tx, params)
+
+
+@pytest.mark.parametrize("name", ["adam", "adafactor"])
+def test_a_train_state_is_made_inside_init(auto, name):
+    """As `TrainState.create` makes it, also with an optimizer that pads its own leaves."""
+    tx = optax.adam(1e-2)
+    if name == "adafactor":
+        tx = auto.optimizer(optax.adafactor(1e-2, min_dim_size_to_factor=8))
+
+    def create(params):
+        return {"params": params, "opt_state": tx.init(params)}
+
+    state = auto.init(create, {"head": _whole()["head"]})
+    want = auto.init_optimizer(tx, state["params"])
+    assert jax.tree.structure(state["opt_state"]) == jax.tree.structure(want)
+    pairs = zip(jax.tree.leaves(state["opt_state"]), jax.tree.leaves(want), strict=True)
+    for got, expected in pairs:
+        assert got.sharding.is_equivalent_to(expected.sharding, got.ndim)
+        np.testing.assert_array_equal(got, expected)
 
 
 # Modules.
@@ -552,9 +611,29 @@ def test_what_an_nnx_module_writes_is_returned_or_refused(auto):
     nnx.update(model, stats)
 
 
+@pytest.mark.standard_promotion
+def test_keys_that_nnx_rngs_draw_are_returned_or_refused(auto):
+    """A counter that did not advance would give the same dropout in every step."""
+    model, rngs = auto.init(_net, jax.random.key(0)), nnx.Rngs(0)
+    model.eval()
+
+    def lost(model, rngs, x):
+        return jnp.mean(model(x + jax.random.normal(rngs(), x.shape)) ** 2)
+
+    with pytest.raises(ValueError, match=r"`rngs`.*default\.count.*would be lost.*key = rngs\."):
+        auto.value_and_grad(lost)(model, rngs, _x(auto))
+    step = auto.value_and_grad(lambda *args: (lost(*args), nnx.state(args[1])), has_aux=True)
+    losses = []
+    for _ in range(2):
+        (loss, drawn), _ = step(model, rngs, _x(auto))
+        nnx.update(rngs, drawn)
+        losses.append(float(loss))
+    assert rngs.default.count[...] == 2 and losses[0] != losses[1]
+
+
 def test_an_nnx_module_that_shares_a_variable_is_refused(auto):
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-    model.again = model.kernel
+    setattr(model, "again", model.kernel)  # noqa: B010
     with pytest.raises(ValueError, match=r"one variable as `again` and as `kernel`.*nnx\.split"):
         auto.shard(model)
 
@@ -626,5 +705,3 @@ def test_aux_without_a_mean_gets_a_proposal(auto, leaf, proposal):
     step = auto.value_and_grad(lambda p, x: (_loss(p, x), {"seen": leaf(x)}), has_aux=True)
     with pytest.raises(ValueError, match=f"`seen`.*`aux_reduce`.*{proposal}"):
         step(auto.shard(_whole()), _x(auto))
-
-

@@ -155,8 +155,6 @@ def test_mistakes_in_arguments(zero):
 
     with pytest.raises(ValueError, match="names an argument twice"):
         zero.value_and_grad(loss, argnums=(0, -2))(params, batch)
-    with pytest.raises(ValueError, match=r"`batch` \(keyword\).*by position"):
-        zero.value_and_grad(lambda p, batch: jnp.mean(batch @ p["w"]))(params, batch=batch)
     with pytest.raises(ValueError, match="16 rows.* 8"):
         zero.value_and_grad(loss)(params, {"kernel": batch, "bias": _normal(16)})
     with pytest.raises(ValueError, match=r"`in_specs\[1\]`.*lays out itself"):

@@ -116,8 +116,8 @@ def test_slices_of_sharded_arrays(in_host_memory: bool, data):
         zero = jz.Zero(jz.make_mesh(nodes=2))
         array = np.arange(4 * 17 * 6, dtype=np.float32).reshape(4, 17, 6)
         stored = zero.shard({"x": array})["x"]
-        assert stored.shape == (4, 24, 6), "padded: 8 devices divide no dimension"
-        tensor = ShardedTensor(stored, array.shape, "x")
+        assert stored.data.shape == (4, 24, 6), "padded: 8 devices divide no dimension"
+        tensor = ShardedTensor(stored.data, array.shape, "x")
         layer = data.draw(st.integers(0, 3))
         box = (slice(layer, layer + 1), *draw_box(data, (17, 6)))
         np.testing.assert_array_equal(tensor[box], array[box], strict=True)

@@ -365,7 +365,7 @@ def test_layout_plan_and_checkpoint_are_those_of_the_mesh(tmp_path):
         opt_state = zero.init_optimizer(zero.optimizer(tx), params)
         report = zero.report(params, opt_state).as_dict()
         plan = str(zero.plan(loss, params, np.ones((6, 7), np.float32)))
-        said.append((repr(zero), report, plan, str(zero.shardings(params)["w"].spec)))
+        said.append((repr(zero), report, plan, str(zero.shardings(params)["w"].data.spec)))
         states.append((zero, {"params": params, "opt_state": opt_state}))
     assert said[0] == said[1]
     (real, state), (simulated, like) = states

@@ -238,10 +238,12 @@ def test_frozen_weights_stored_as_messages():
     for config, mesh in ((jz.zero3(), "2x4-auto"), (jz.zeropp(), "2x3-explicit")):
         zero = _zero(config, mesh, gradients=jz.Hops(), min_quantized_size=100)
         frozen = zero.shard(whole, codec=jz.Int8(block=64))
-        assert frozen["w"].dtype == jnp.uint8 and frozen["norm"].dtype == jnp.float32
+        assert frozen["w"].data.dtype == jnp.uint8 and frozen["norm"].dtype == jnp.float32
+        assert (frozen["w"].shape, frozen["w"].dtype) == ((3, 24, 24), jnp.float32)
         target = zero.abstract(lambda: whole, codec=jz.Int8(block=64))
-        assert target["w"].shape == frozen["w"].shape and target["w"].dtype == jnp.uint8
-        held = frozen["w"].addressable_shards[0].data.nbytes * zero.mesh.size
+        assert target["w"].data.shape == frozen["w"].data.shape
+        assert target["w"].data.dtype == jnp.uint8
+        held = frozen["w"].data.addressable_shards[0].data.nbytes * zero.mesh.size
         assert held < 1.2 * whole["w"].size
         decoded = jax.device_get(zero.unshard(frozen))
         assert 0 < np.abs(decoded["w"] - whole["w"]).max() <= np.abs(whole["w"]).max() / 250
@@ -315,7 +317,7 @@ def test_copies_stay_copies_where_rounding_is_stochastic(stage):
 
 
 def test_messages_of_another_codec_or_type_are_told_apart():
-    """Their arrays would have the same shape; where they do, one is stored longer."""
+    """Their arrays may have the same shape."""
     zero = _zero(jz.zero3())
     whole = {"w": zoo.normal(jax.random.key(0), 0, 16, 24)}
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), whole)
@@ -324,7 +326,7 @@ def test_messages_of_another_codec_or_type_are_told_apart():
         (whole, zero.shard(whole, codec=jz.Float8())),
         (narrow, zero.shard(narrow, codec=jz.Int8())),
     ]
-    assert len({tree["w"].shape for _, tree in stored}) == 3
+    assert stored[0][1]["w"].data.shape == stored[1][1]["w"].data.shape
     for given, tree in stored:
         back = zero.unshard(tree)["w"]
         assert back.dtype == given["w"].dtype

@@ -13,6 +13,7 @@ from . import _sequence as _sequence
 from . import _weights as _weights
 from ._case import AXES as AXES
 from ._case import CASES as CASES
+from ._case import THIRD_PARTY as THIRD_PARTY
 from ._case import Case as Case
 from ._case import normal as normal
 from ._compare import arguments as arguments

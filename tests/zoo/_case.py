@@ -34,6 +34,7 @@ class Case:
 
 
 CASES: dict[str, Case] = {}
+THIRD_PARTY: dict[str, Case] = {}  # those that need the extra `zoo`
 
 
 def case(
@@ -45,17 +46,18 @@ def case(
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     tolerance: float | None = None,
+    register: dict[str, Case] = CASES,
 ):
-    """Enter the decorated loss into the zoo under its own name.
+    """Enter the decorated loss into the zoo, or another `register`, under its own name.
 
     `trees` is the number of parameter trees that `init` returns as a tuple; None: it returns one.
     """
 
     def enter(loss):
         name = loss.__name__
-        if name in CASES:
+        if name in register:
             raise ValueError(f"two cases are called {name!r}")
-        CASES[name] = Case(
+        register[name] = Case(
             name=name,
             loss=loss,
             init=init if trees else (lambda key: (init(key),)),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._case import CASES, Case
+from ._case import Case
 
 # One rounding of the arithmetic, times what a few hundred of them in a row may add up to.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
@@ -34,17 +34,16 @@ def arguments(case: Case, dtype: str) -> tuple[tuple[Any, ...], Any]:
 
 
 @functools.cache
-def expected(name: str, dtype: str, num_slices: int = 1) -> tuple[Any, Any]:
+def expected(case: Case, dtype: str, num_slices: int = 1) -> tuple[Any, Any]:
     """What the oracle says: ((loss, aux) or loss, gradients).
 
     Args:
-        name: of the case.
+        case: a model.
         dtype: "float32" or "float64".
         num_slices: into how many slices the batch is cut; the result is the mean over them. One is
             the oracle proper. As many as there are devices is the same in exact arithmetic, but
             rounds to 16 bits where the devices do.
     """
-    case = CASES[name]
     trees, batch = arguments(case, dtype)
     oracle = jax.jit(jax.value_and_grad(case.oracle, case.argnums, has_aux=case.has_aux))
     rows = NUM_EXAMPLES // num_slices
@@ -91,7 +90,7 @@ def check(case: Case, zero: Any, dtype: str = "float32") -> None:
         trees, batch = arguments(case, dtype)
         num_devices = zero.mesh.shape["node"] * zero.mesh.shape["local"]
         num_slices = 1 if case.tolerance is None else num_devices
-        want_value, want_grads = expected(case.name, dtype, num_slices)
+        want_value, want_grads = expected(case, dtype, num_slices)
         sharded = [zero.shard(tree) for tree in trees]
         step = zero.value_and_grad(case.loss, case.argnums, has_aux=case.has_aux)
         value, grads = step(*sharded, batch)
