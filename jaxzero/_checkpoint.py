@@ -137,7 +137,7 @@ class Checkpoints:
         Raises:
             RuntimeError: the checkpoint before this could not be saved, and this was not
                 begun; or the directory cannot be written to.
-            TypeError: a leaf is no array, or `extra` no JSON.
+            TypeError: `state` is no mapping by name, a leaf is no array, or `extra` no JSON.
             ValueError: `state` is empty, or differs between processes.
         """
         self._saver.wait()

@@ -48,8 +48,14 @@ def named_leaves(state: Mapping[str, Any], zero: Zero) -> dict[str, Named]:
     """Every leaf by its path, in the order in which JAX flattens `state`.
 
     Raises:
-        TypeError: a leaf is no array.
+        TypeError: `state` is no mapping of names to trees, or a leaf is no array.
     """
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        raise TypeError(
+            "A checkpoint is of trees by name, such as "
+            '`{"params": params, "opt_state": opt_state}`; '
+            f"got {type(state).__name__}. Give each tree a name."
+        )
     named = {}
     for key in sorted(state):
         tree = state[key]

@@ -7,6 +7,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -159,3 +160,14 @@ def test_mistakes_are_named(saved, tmp_path):
             checkpoints.restore(state, step=9)
     with pytest.raises(ValueError, match="`keep`"):
         jz.Checkpoints(tmp_path, zero, keep=0)
+
+
+def test_trees_without_names_are_refused(saved, monkeypatch):
+    directory, zero, state = saved
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
+    with jz.Checkpoints(directory, zero) as checkpoints:
+        for unnamed in (tuple(state.values()), {0: state["params"]}):
+            with pytest.raises(TypeError, match="trees by name.*Give each tree a name"):
+                checkpoints.save(4, unnamed)
+            with pytest.raises(TypeError, match="trees by name.*Give each tree a name"):
+                checkpoints.restore(unnamed)
