@@ -106,16 +106,6 @@ def test_the_page_shows_the_diff():
 # NumPyro: whether a mean over devices is an ELBO is a matter of how the model is written.
 
 
-@pytest.fixture
-def elbo() -> dict[str, Any]:
-    """The variables of the script after an epoch, and the first batch."""
-    pytest.importorskip("numpyro")
-    script = _execute("numpyro", "after")
-    whole = jax.device_get(script["zero"].unshard(script["params"]))
-    batch = {name: x[:128] for name, x in script["train"].items()}
-    return {**script, "whole": whole, "batch": batch}
-
-
 def _check(zero, got, want):
     (loss, grads), (want_loss, want_grads) = got, want
     # 128 rows and 64 latent variables are summed in another order, in float32.
@@ -125,37 +115,36 @@ def _check(zero, got, want):
 
 
 @pytest.mark.standard_promotion
-def test_one_key_on_all_devices_gives_the_elbo_of_one_device(elbo):
-    zero, loss_fn, key = elbo["zero"], elbo["loss_fn"], jax.random.key(3)
-    want = jax.jit(jax.value_and_grad(loss_fn))(elbo["whole"], key, elbo["batch"])
-    _check(zero, zero.value_and_grad(loss_fn)(elbo["params"], key, elbo["batch"]), want)
+def test_the_mean_over_devices_is_an_elbo():
+    """With one key for all devices that of one device; else the mean of those of 8 samples."""
+    pytest.importorskip("numpyro")
+    script, key = _execute("numpyro", "after"), jax.random.key(3)
+    zero, loss_fn, params = script["zero"], script["loss_fn"], script["params"]
+    whole = jax.device_get(zero.unshard(params))
+    batch = {name: x[:128] for name, x in script["train"].items()}
 
+    want = jax.jit(jax.value_and_grad(loss_fn))(whole, key, batch)
+    _check(zero, jax.jit(zero.value_and_grad(loss_fn))(params, key, batch), want)
 
-@pytest.mark.standard_promotion
-def test_a_key_for_each_device_gives_the_mean_of_their_elbos(elbo):
-    zero, loss_fn, key = elbo["zero"], elbo["loss_fn"], jax.random.key(3)
-
-    def of_all_devices(params):
-        rows = [
-            jax.tree.map(lambda x, i=i: x[16 * i : 16 * i + 16], elbo["batch"]) for i in range(8)
-        ]
-        return jnp.mean(
-            jnp.stack([loss_fn(params, jax.random.fold_in(key, i), rows[i]) for i in range(8)])
-        )
+    def loss_of_all_devices(params):
+        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(8))
+        rows = jax.tree.map(lambda x: jnp.asarray(x).reshape(8, 16, *x.shape[1:]), batch)
+        return jnp.mean(jax.vmap(loss_fn, (None, 0, 0))(params, keys, rows))
 
     def loss_of_a_device(params, key, batch):
         return loss_fn(params, jz.fold_in_device(key), batch)
 
-    want = jax.jit(jax.value_and_grad(of_all_devices))(elbo["whole"])
-    step = zero.value_and_grad(loss_of_a_device)
-    _check(zero, step(elbo["params"], key, elbo["batch"]), want)
+    want = jax.jit(jax.value_and_grad(loss_of_all_devices))(whole)
+    _check(zero, jax.jit(zero.value_and_grad(loss_of_a_device))(params, key, batch), want)
 
 
 @pytest.mark.standard_promotion
-def test_a_plate_of_the_rows_alone_weighs_the_prior_by_the_number_of_devices(elbo):
-    """What the page warns of: the mean is then prior + likelihood / 8, as if rows were lost."""
+def test_a_plate_of_the_rows_alone_divides_the_likelihood_by_the_number_of_devices():
+    """What the page warns of: the mean is prior + likelihood / 8, as if most rows were lost."""
     numpyro = pytest.importorskip("numpyro")
-    dist = numpyro.distributions
+    dist, elbo = numpyro.distributions, numpyro.infer.Trace_ELBO()
+    zero, key, params = jz.Zero(jz.make_mesh(nodes=2)), jax.random.key(0), {"loc": jnp.float32(0.7)}
+    batch = {"x": jnp.linspace(-1, 1, 64), "y": jnp.linspace(-2, 2, 64)}
 
     def model(x, y, size):
         weight = numpyro.sample("weight", dist.Normal(0, 1))
@@ -167,14 +156,10 @@ def test_a_plate_of_the_rows_alone_weighs_the_prior_by_the_number_of_devices(elb
         numpyro.sample("weight", dist.Normal(loc, 0.1))
 
     def loss_fn(params, key, batch, size):
-        return elbo["elbo"].loss(key, params, model, guide, batch["x"], batch["y"], size)
-
-    zero, key, params = elbo["zero"], jax.random.key(0), {"loc": jnp.float32(0.7)}
-    batch = {"x": jnp.linspace(-1, 1, 64), "y": jnp.linspace(-2, 2, 64)}
-    sharded = zero.shard(params)
+        return elbo.loss(key, params, model, guide, batch["x"], batch["y"], size)
 
     def mean(size):
-        return zero.apply(lambda p, k, b: loss_fn(p, k, b, size))(sharded, key, batch)
+        return zero.apply(lambda p, k, b: loss_fn(p, k, b, size))(zero.shard(params), key, batch)
 
     whole = loss_fn(params, key, batch, None)
     twice = loss_fn(params, key, batch, 128)  # the likelihood counts twice
