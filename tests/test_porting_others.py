@@ -68,8 +68,9 @@ def _execute(name: str, version: str) -> dict[str, Any]:
     return variables
 
 
+@pytest.mark.ci
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [pytest.param("before", marks=pytest.mark.ci), "after"])
+@pytest.mark.parametrize("version", ["before", "after"])
 def test_a_script_runs_and_learns(name: str, version: str, tmp_path: Path):
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / f"{name}_{version}.py")],
