@@ -35,7 +35,7 @@ class Registry:
         self._devices = set(physical(mesh).devices.flat)
         self._config = config
         self._plans: dict[Any, list[TreePlan]] = {}
-        self._split_shapes: set[tuple[int, ...]] = set()
+        self._split: set[tuple[tuple[int, ...], Any]] = set()  # shape and dtype of split leaves
 
     def add(self, plan: TreePlan) -> TreePlan:
         """Remember `plan`. A copy of a known tree, laid out without `specs`, takes its `specs`."""
@@ -46,7 +46,7 @@ class Registry:
             if not any(leaf.other_axes for leaf in plan.leaves):
                 plan = _with_other_axes_of(alike, plan)
         known.append(plan)
-        self._split_shapes |= {leaf.shape for leaf in plan.leaves if leaf.layout}
+        self._split |= {(leaf.shape, leaf.dtype) for leaf in plan.leaves if leaf.layout}
         return plan
 
     def find(self, tree: Any) -> TreePlan | None:
@@ -84,8 +84,8 @@ class Registry:
         """How a tree is stored that may hold sharded arrays and others, such as statistics.
 
         An array is taken to be cut if it is a `StoredArray`, if its sharding says so, or, where a
-        traced array has none, if one of its shape was laid out: then it is gathered where it is
-        used. Others are whole on every device.
+        traced array has none, if one of its shape and dtype was laid out: then it is gathered where
+        it is used. Others are whole on every device.
 
         Returns:
             None if no array is taken to be cut.
@@ -95,9 +95,7 @@ class Registry:
         """
         arrays = [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
         is_cut = [
-            is_stored(x)
-            or self._is_split_as_ours(x)
-            or (is_traced(x) and tuple(x.shape) in self._split_shapes)
+            is_stored(x) or self._is_split_as_ours(x) or (is_traced(x) and self._has_one_like(x))
             for x in arrays
         ]
         if not any(is_cut):
@@ -122,15 +120,18 @@ class Registry:
     def may_hold_parts(self, tree: Any) -> bool:
         """Whether a tree may be a part of one that was laid out, as far as its arrays tell.
 
-        It may if each has the shape of one that was laid out split, and is traced, so that nothing
-        is known of its sharding, or lies on the mesh.
+        It may if each has the shape and dtype of one that was laid out split, and is traced, so
+        that nothing is known of its sharding, or lies on the mesh.
         """
         arrays = [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
         return bool(arrays) and all(
-            tuple(x.shape) in self._split_shapes
-            and (is_traced(x) or _devices_of(x) == self._devices)
+            self._has_one_like(x) and (is_traced(x) or _devices_of(x) == self._devices)
             for x in arrays
         )
+
+    def _has_one_like(self, x: Any) -> bool:
+        """Whether an array of this shape and dtype was laid out split."""
+        return (tuple(x.shape), x.dtype) in self._split
 
     def _is_split_as_ours(self, x: Any) -> bool:
         """Whether an array is split over the config's axes in their order, also axes of size 1.

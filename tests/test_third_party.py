@@ -34,6 +34,7 @@ def _ranks():
 # Compiling takes longest where a solver has many stages. These are left to `.ci/run` altogether,
 # and what else is left to it for the others is, for them, `make test-exhaustive`.
 _COSTLY = {
+    "diffrax_neural_ode",
     "diffrax_neural_ode_with_adaptive_steps",
     "diffrax_neural_ode_solved_backwards",
     "diffrax_neural_sde",
