@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from ._program import is_traced
 from ._tracing import open_program
@@ -35,7 +35,9 @@ class Programs:
             program: of trees of arrays.
             args: arrays, or values of a program that is being traced.
         """
-        if is_traced(jnp.zeros(())) or any(is_traced(x) for x in jax.tree.leaves(args)):
+        if is_traced(jax.device_put(np.zeros(()))) or any(
+            is_traced(x) for x in jax.tree.leaves(args)
+        ):
             return jax.jit(program)(*args)
         opened, constants, treedef = open_program(program, *args)
         if any(is_traced(x) for x in constants):  # of a transformation that is under way
