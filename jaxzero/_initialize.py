@@ -1,4 +1,4 @@
-"""A function that makes parameters, as one of arrays alone: modules cannot pass through `jit`."""
+"""Run an initialization function under `jit`, which returns arrays only: modules are taken apart."""
 
 from __future__ import annotations
 

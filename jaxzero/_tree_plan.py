@@ -47,7 +47,7 @@ class TreePlan:
         return tuple(leaf.shape for leaf in self.leaves)
 
     def stored(self, arrays: Sequence[Any]) -> Any:
-        """The tree with these stored arrays, or what stands for them, as its leaves."""
+        """The tree with one stored array, sharding or `ShapeDtypeStruct` for each of its arrays."""
         pairs = zip(self.leaves, arrays, strict=True)
         return rebuild(self.treedef, self.statics, [stored_leaf(leaf, x) for leaf, x in pairs])
 

@@ -245,7 +245,7 @@ class Zero(ShardedTrees):
         batch_argnums: BatchArgnums,
         in_specs: Sequence[Any] | None,
     ) -> tuple[Transform, list[list[Any]]]:
-        """Find out what the arguments are, check them, and set up the program for them."""
+        """Classify the arguments of one call, check them, and build its `Transform`."""
         numbers = tuple(i + len(args) if i < 0 else i for i in options.argnums)
         if len(set(numbers)) < len(numbers):
             raise ValueError(f"`argnums` names an argument twice; got {numbers}.")

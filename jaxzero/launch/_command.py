@@ -47,7 +47,7 @@ class Interpreter:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A command as it is started, and what the launcher says of it before; "" is nothing."""
+    """The command line to start, and the message to print before; an empty message is not printed."""
 
     command: tuple[str, ...]
     said: str = ""
