@@ -1,12 +1,12 @@
-"""Write the StableHLO of many training steps, to see that a change of the code changes none of them.
+"""Write the StableHLO of many training steps, to show that a change of the code changes none.
 
     git stash && python benchmarks/lowered.py write before && git stash pop
     python benchmarks/lowered.py compare before
 
-Each program is the loss and gradients of one model of the tests' zoo (or of a scanned decoder) under
-one config, on one mesh of fake CPU devices, traced and lowered but not compiled. Source locations are
-not in it, and functions are numbered in the order in which they are defined, so that a renamed Python
-function is no difference.
+Each program is the loss and gradients of one model of the tests' zoo (or of a scanned decoder)
+under one config, on one mesh of fake CPU devices, traced and lowered but not compiled. Source
+locations are left out, and functions are numbered in the order of their definitions, so renaming a
+Python function makes no difference.
 """
 
 from __future__ import annotations
