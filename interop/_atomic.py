@@ -18,7 +18,7 @@ import jax
 
 from jaxzero._flush import flush, flush_tree
 from jaxzero.interop._processes import all_succeed, shared_mark
-from jaxzero.interop._rules import some
+from jaxzero.interop._text import some
 
 
 @contextlib.contextmanager

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from jaxzero.interop._rules import Index, Rule, Shapes, Use, some, uses_of
+from jaxzero.interop._rules import Index, Rule, Shapes, Use, uses_of
 from jaxzero.interop._steps import run, run_back
 from jaxzero.interop._tensor import Box, LazyTensor, stack
+from jaxzero.interop._text import some
 
 _NAME_EVERY_TENSOR = (
     "The rules must name every tensor; one that is no parameter of the model goes into `ignore`."

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxzero.interop._header import read_header
-from jaxzero.interop._rules import some
 from jaxzero.interop._tensor import Box, LazyTensor
+from jaxzero.interop._text import some
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # says which of several files holds which tensor

@@ -23,9 +23,10 @@ from jaxzero.interop._match_names import modules_of, parts_of, stacks_of
 from jaxzero.interop._match_pairs import Pair, pair
 from jaxzero.interop._match_rules import generalize
 from jaxzero.interop._match_steps import Steps
-from jaxzero.interop._rules import Rule, some
+from jaxzero.interop._rules import Rule
 from jaxzero.interop._steps import Split, Transpose
 from jaxzero.interop._tensor import LazyTensor
+from jaxzero.interop._text import some
 from jaxzero.interop._tree import named_leaves
 
 _LEFT_OUT = ("*num_batches_tracked",)  # how often torch has updated running statistics

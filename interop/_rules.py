@@ -34,6 +34,8 @@ from typing import NamedTuple
 
 from jaxzero.interop._steps import Step
 
+from ._text import some
+
 _VARIABLE = re.compile(r"\{(\w+)\}")
 _PIECES = re.compile(r"([^{]+)|\{(\w+)\}")
 Shapes = Mapping[str, tuple[int, ...]]
@@ -182,12 +184,6 @@ def pattern_of(pattern: str) -> re.Pattern[str]:
         )
         seen.add(name)
     return re.compile("".join(parts))
-
-
-def some(names: list[str]) -> str:
-    """The first names of a list, for a message."""
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(repr(name) for name in names[:3]) + rest
 
 
 def _variables(pattern: str) -> list[str]:

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ._collectives import Wire, accumulator_dtype
+from ._comm_spec import Wire, accumulator_dtype
+from ._ledger import recording, repeated
 from ._mesh import AXES
-from ._partition import split_dim
-from ._traffic import all_gather, all_reduce, recording, repeated
+from ._specs import split_dim
+from ._traffic import all_gather, all_reduce
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,10 +26,10 @@ from ._batch_choice import (
 )
 from ._mesh import AXES
 from ._modules import trained_leaves
-from ._partition import axes_of, split_dim
 from ._paths import path_name, spread_prefix
 from ._registry import Registry
 from ._simulate import AnyMesh
+from ._specs import axes_of, split_dim
 from ._stored_array import data_of, flatten, is_array, is_stored
 from ._tree_plan import Static, TreePlan, rebuild, statics_of, unwrapped
 

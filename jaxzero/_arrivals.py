@@ -11,14 +11,16 @@ from typing import Any
 import jax
 
 from . import _views as views
+from ._block_plan import Unit
 from ._codecs import Cast
-from ._collectives import Wire, gather_hop, node_slices, start_gather, unpad
+from ._collectives import gather_hop, node_slices, start_gather
+from ._comm_spec import Wire
+from ._ledger import labelled, picked
 from ._messages import Parcel, arrays
+from ._padding import unpad
 from ._partition import Layout
 from ._pieces import Pieces
 from ._regions import Gather
-from ._schedule import Unit
-from ._traffic import labelled, picked
 from ._uses import View, Weight
 
 Held = dict[Weight, Pieces]

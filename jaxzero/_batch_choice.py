@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ._partition import split_dim
 from ._paths import path_name
 from ._registry import Registry
+from ._specs import split_dim
 from ._stored_array import flatten, is_array, is_stored
 from ._warnings import warn
 

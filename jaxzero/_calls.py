@@ -12,11 +12,13 @@ import numpy as np
 from ._accumulate import check_microbatches
 from ._arguments import Argument, Call
 from ._mesh import AXES
+from ._options import Options
+from ._outputs import flat_reductions
 from ._partition import Leaf
 from ._similarity import GradientHalves
 from ._simulate import AnyMesh
 from ._stored_array import is_stored
-from ._transform import Options, Transform, flat_reductions
+from ._transform import Transform
 from ._tree_plan import Static, rebuild, stored_leaf
 from ._wire_state import Memory, WireState, from_tree, to_tree
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ._collectives import unpad
 from ._modules import trained_leaves
+from ._padding import unpad
 from ._partition import Leaf
 from ._paths import path_name
 from ._placement import auto_mesh, pad_leaf, run_automatic

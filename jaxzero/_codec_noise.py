@@ -24,7 +24,7 @@ from jaxtyping import Array, Float32
 
 from ._accumulate import check_microbatches
 from ._codecs import Codec
-from ._collectives import Wire, accumulator_dtype
+from ._comm_spec import Wire, accumulator_dtype
 from ._config import ErrorFeedback, ZeroConfig
 from ._mesh import AXES, LOCAL, NODE, REDUCTION_HOPS, device_index, map_devices
 from ._partition import Leaf

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._program import is_traced
+from ._context import is_traced
 from ._tracing import open_program
 
 _MOST_KEPT = 16  # programs for one function: batch shapes, dtypes

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.core import eval_jaxpr
+from jax.core import Tracer, eval_jaxpr
 from jax.extend import core as jex
 from jax.sharding import AxisType
 
@@ -109,3 +109,8 @@ def _like(old: tuple, items: list[Any]) -> tuple:
 
 def _is_jaxpr(x: Any) -> bool:
     return isinstance(x, jex.Jaxpr | jex.ClosedJaxpr)
+
+
+def is_traced(x: Any) -> bool:
+    """Whether `x` stands for a value of a program being traced, rather than being an array."""
+    return isinstance(x, Tracer)

@@ -13,11 +13,12 @@ import optax
 
 from ._block_codecs import Int8
 from ._codecs import Cast
-from ._config import Hops, HpZ, Schedule, ZeroConfig, zeropp
+from ._config import Hops, HpZ, Schedule, ZeroConfig
 from ._deepspeed_keys import Keys, read_keys
 from ._deepspeed_optimizer import MakeOptimizer, read_optimizer
 from ._loss_scale import DynamicScale, loss_scale_of, scale_loss
 from ._mesh import AXES, LOCAL
+from ._presets import zeropp
 from ._simulate import AnyMesh
 from ._zero import Zero
 

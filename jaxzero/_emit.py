@@ -17,17 +17,17 @@ from jaxtyping import Array
 
 from . import _views as views
 from ._arrivals import Held, bound, pass_on, receive, write
-from ._collectives import Wire, accumulator_dtype
+from ._block_plan import BlockPlan, Unit
+from ._comm_spec import Wire, accumulator_dtype
 from ._emit_loop import Prefetched, first_layers, run_loop
 from ._gradients import Demand
+from ._ledger import labelled
 from ._messages import Parcel
 from ._pieces import Pieces
 from ._program import Barrier, Constant, Loop, Operation, Value
 from ._reductions import Outbox, Summand, advance, hop_axes, reduce, start
 from ._regions import Gather
-from ._schedule import BlockPlan, Unit
 from ._sums import HalvedSum
-from ._traffic import labelled
 from ._uses import Weight
 
 Sums = list[tuple[Value, Any]]  # gradients, each with its sum over devices

@@ -17,12 +17,12 @@ from jax import lax
 from jaxtyping import Array
 
 from ._arrivals import Bind, Held, on_shard, pass_on, write
+from ._ledger import recording, repeated
 from ._messages import Parcel
 from ._pieces import Pieces
 from ._program import Loop
 from ._reductions import Outbox
 from ._sums import Sum
-from ._traffic import recording, repeated
 from ._uses import Stack, Weight
 
 if TYPE_CHECKING:

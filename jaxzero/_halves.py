@@ -21,11 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32
 
-from ._collectives import Wire
+from ._comm_spec import Wire
+from ._ledger import labelled
 from ._mesh import AXES
 from ._similarity import GradientHalves, dot
 from ._sums import HalvedSum
-from ._traffic import all_reduce, labelled
+from ._traffic import all_reduce
 
 
 def gradient_halves(

@@ -16,9 +16,10 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Shaped
 
 from ._codecs import Codec, Draft, written
-from ._collectives import Wire, accumulator_dtype, pad, unpad
+from ._comm_spec import Wire, accumulator_dtype
 from ._mesh import AXES, LOCAL, NODE, REDUCTION_HOPS, device_index
-from ._messages import join, split
+from ._packing import join, split
+from ._padding import pad, unpad
 from ._partition import Layout
 from ._pieces import Pieces
 from ._sums import Addends, HalvedSum, Sum, as_pair, sum_of, total_of

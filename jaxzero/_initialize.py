@@ -1,4 +1,4 @@
-"""Run an initialization function under `jit`, which returns arrays only: modules are taken apart."""
+"""Run an initialization function under `jit`, which returns only arrays: modules are split."""
 
 from __future__ import annotations
 

@@ -15,23 +15,27 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ._accumulate import Sums, accumulate, split_microbatches
-from ._collectives import Wire, gathered_aval, unpad
+from ._comm_spec import Wire
 from ._config import Schedule
 from ._emit import emit
 from ._gradients import Demand
-from ._held import hold, kept_slice, next_slice, scan_depths
+from ._held import hold, scan_depths
+from ._ledger import labelled
 from ._means import Means, Wanted, mean_over_devices
 from ._mesh import LOCAL, NODE, REDUCTION_HOPS, microbatch_index
-from ._partition import Layout, Leaf, layouts_by_preference, split_dim
+from ._padding import unpad
+from ._partition import Layout, Leaf, layouts_by_preference
 from ._pieces import Pieces, from_stored
 from ._plan import Plan
 from ._program import Block, Value
+from ._reshard import gathered_aval
 from ._schedule import make_plan
 from ._similarity import GradientHalves
 from ._slices import keep_slices, kept_inside
+from ._specs import split_dim
 from ._tracing import trace
-from ._traffic import labelled
 from ._uses import BlockUses, View, Weight, find_uses
+from ._weight_differences import kept_slice, next_slice
 from ._wire_state import Memory
 
 

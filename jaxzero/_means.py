@@ -18,15 +18,18 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ._accumulate import Sums
-from ._collectives import Wire, accumulator_dtype, move_split, pad
+from ._comm_spec import Wire, accumulator_dtype
 from ._gradients import Demand
 from ._halves import gradient_halves
 from ._hops import reduce_over_node, sum_whole
+from ._ledger import labelled
 from ._mesh import AXES, LOCAL, NODE
+from ._padding import pad
 from ._partition import Layout, Leaf
+from ._reshard import move_split
 from ._similarity import GradientHalves
 from ._sums import HalvedSum, as_pair
-from ._traffic import all_reduce, labelled
+from ._traffic import all_reduce
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,11 +19,11 @@ import optax
 from jax.sharding import AxisType, Mesh
 
 from ._config import ZeroConfig
+from ._context import is_traced
 from ._modules import trained_leaves
 from ._partition import Leaf
 from ._paths import path_name
 from ._placement import auto_mesh, constrain, pad_leaf, run_automatic, unpad_leaf
-from ._program import is_traced
 from ._simulate import AnyMesh
 from ._stored_array import StoredArray, data_of, flatten, is_array, is_stored
 from ._tree_plan import TreePlan, arrays_of, plan_as_stored, plan_tree, statics_of

@@ -25,7 +25,6 @@ from jax.sharding import PartitionSpec
 
 from ._codecs import Codec
 from ._config import ZeroConfig
-from ._mesh import AXES
 from ._simulate import AnyMesh
 
 _LONG = 256  # large models have fewer layers, and at least as many features
@@ -158,21 +157,6 @@ class Leaf:
         while entries and entries[-1] is None:
             entries.pop()
         return PartitionSpec(*entries)
-
-
-def axes_of(spec: PartitionSpec) -> list[str]:
-    """The mesh axes that a spec names."""
-    entries = [(entry,) if isinstance(entry, str) else entry for entry in spec if entry]
-    return [axis for entry in entries for axis in entry]
-
-
-def split_dim(spec: PartitionSpec) -> int | None:
-    """The dim that a spec splits over our axes."""
-    for dim, entry in enumerate(spec):
-        names = (entry,) if isinstance(entry, str) else entry or ()
-        if any(name in AXES for name in names):
-            return dim
-    return None
 
 
 def layout_of_leaf(

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ._collectives import pad, unpad
+from ._context import is_traced
+from ._padding import pad, unpad
 from ._partition import Leaf
 from ._pieces import from_stored, to_stored
-from ._program import is_traced
 from ._stored_array import StoredArray
 from ._tree_plan import TreePlan
 

@@ -6,10 +6,10 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from ._block_plan import BlockPlan, ReduceUnit, Unit
 from ._gradients import Demand
+from ._ledger import Transfer
 from ._program import Loop, Value
-from ._schedule import BlockPlan, ReduceUnit, Unit
-from ._traffic import Transfer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,10 +15,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
 from . import _simulate as simulate
 from . import _views as views
+from ._context import is_traced
 from ._reduce_scatter import reduce_scatter
 
 _ELEMENTWISE = {"neg", "reduce_precision"}
@@ -148,11 +148,6 @@ class Block:
 def is_ref(aval: Any) -> bool:
     """Whether it is the type of a mutable reference."""
     return hasattr(aval, "inner_aval")
-
-
-def is_traced(x: Any) -> bool:
-    """Whether `x` stands for a value of a program being traced, rather than being an array."""
-    return isinstance(x, Tracer)
 
 
 def _exchange(name: str, x: Any, params: dict[str, Any]) -> Any:

@@ -21,13 +21,15 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from ._codecs import Codec
-from ._collectives import Wire, accumulator_dtype, pad
+from ._comm_spec import Wire, accumulator_dtype
 from ._hops import encoded, reduce_to_piece, rows_of, sum_over
+from ._ledger import picked
 from ._mesh import REDUCTION_HOPS
-from ._messages import Column, can_join, in_place, join, split, widths
+from ._packing import Column, can_join, in_place, join, split, widths
+from ._padding import pad
 from ._partition import Layout
 from ._sums import Addends, HalvedSum, Sum, sum_of, total_of
-from ._traffic import all_to_all, picked, reduce_scatter
+from ._traffic import all_to_all, reduce_scatter
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 
 from ._config import ZeroConfig
+from ._context import is_traced
 from ._partition import layout_of_leaf
 from ._paths import path_name
-from ._program import is_traced
 from ._simulate import AnyMesh, physical
 from ._stored_array import StoredArray, flatten, is_array, is_stored
 from ._tree_plan import TreePlan, plan_as_stored, without_layout

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+from ._block_plan import BlockPlan, LoopPlan, Unit
 from ._regions import Gather
-from ._schedule import BlockPlan, LoopPlan, Unit
 from ._uses import Weight
 
 

@@ -10,9 +10,9 @@ import dataclasses
 import numpy as np
 from rich.table import Table
 
+from ._block_plan import BlockPlan
 from ._plan import Plan, Step
 from ._program import Loop
-from ._schedule import BlockPlan
 from ._wire_report import readable_bytes
 
 

@@ -7,39 +7,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
-from ._accumulate import REDUCTIONS, combine
 from ._arguments import BATCH, Argument, Call
-from ._collectives import Wire
+from ._comm_spec import Wire
 from ._config import ZeroConfig
+from ._ledger import Ledger, labelled, recording
 from ._local import Parameters, run_on_device
+from ._loss import check_loss, split_aux, split_weight
 from ._mesh import AXES, map_devices
-from ._modules import mutated_leaf, nnx_leaves, rng_leaves
-from ._partition import split_dim
-from ._paths import path_name, spread_prefix
+from ._modules import mutated_leaf, nnx_leaves
+from ._options import Options
+from ._outputs import Outputs
 from ._placement import constrain
 from ._plan import Plan
 from ._similarity import GradientHalves
 from ._simulate import AnyMesh, physical
-from ._traffic import Ledger, labelled, recording
+from ._specs import split_dim
 from ._wire_state import Memory, specs_of
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What was asked of `value_and_grad`, or (`has_gradients` False) of `apply`."""
-
-    argnums: tuple[int, ...]
-    has_aux: bool = False
-    microbatches: int = 1
-    weighted: bool = False
-    reduce: tuple[tuple[str, ...], Any] | None = None  # how outputs are combined: a flat tree
-    has_gradients: bool = True
-    halves: bool = False  # of the devices are to be compared
 
 
 class Transform:
@@ -84,7 +70,7 @@ class Transform:
             self.parameters.leaves[i].spec(axes, manual_only=True)
             for i in self.parameters.differentiated
         ]
-        outputs = _Outputs(self.options, self._rows_per_microbatch(arrays))
+        outputs = Outputs(self.options, self._rows_per_microbatch(arrays))
         mapped = map_devices(
             lambda arrays, memory: self._on_device(arrays, memory, outputs),
             self.devices,
@@ -127,7 +113,7 @@ class Transform:
                     return x.shape[dim] // self.wire.num_devices // self.options.microbatches
         return None
 
-    def _on_device(self, arrays: list[list[Array]], memory: Memory, outputs: _Outputs) -> Any:
+    def _on_device(self, arrays: list[list[Array]], memory: Memory, outputs: Outputs) -> Any:
         stored, inputs, specs = [], [], []
         for argument, leaves in zip(self.call.arguments, arrays, strict=True):
             if argument.plan:
@@ -152,7 +138,7 @@ class Transform:
         self._plan = dataclasses.replace(result.plan, transfers=tuple(ledger.transfers))
         return result.loss, result.gradients, parts, result.memory, result.halves
 
-    def _flat(self, stored: list[Any], inputs: list[Any], outputs: _Outputs) -> Any:
+    def _flat(self, stored: list[Any], inputs: list[Any], outputs: Outputs) -> Any:
         """The user's function and its gradients on flat lists of arrays."""
         options = self.options
         if not options.has_gradients:
@@ -164,9 +150,9 @@ class Transform:
             for i, x in zip(self.parameters.differentiated, differentiated, strict=True):
                 merged[i] = x
             args, kwargs = self._rebuild(merged, inputs)
-            value, aux = _split_aux(self._called(args, kwargs), options.has_aux)
-            value, weight = _split_weight(value, options.weighted)
-            _check_loss(value)
+            value, aux = split_aux(self._called(args, kwargs), options.has_aux)
+            value, weight = split_weight(value, options.weighted)
+            check_loss(value)
             return value, (weight, outputs.record(aux))
 
         differentiated = [stored[i] for i in self.parameters.differentiated]
@@ -219,153 +205,3 @@ def _parameters(call: Call, options: Options, config: ZeroConfig) -> Parameters:
                 differentiated.append(len(leaves))
             leaves.append(leaf)
     return Parameters(tuple(leaves), tuple(differentiated), config.stage >= 3, config.stage >= 2)
-
-
-def _split_aux(output: Any, has_aux: bool) -> tuple[Any, Any]:
-    if not has_aux:
-        return output, None
-    if not isinstance(output, (tuple, list)) or len(output) != 2:
-        raise ValueError(
-            "With `has_aux=True` the function must return `(loss, aux)`; got "
-            f"{type(output).__name__}."
-        )
-    return output[0], output[1]
-
-
-def _split_weight(value: Any, weighted: bool) -> tuple[Any, Array | None]:
-    if not weighted:
-        return value, None
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise ValueError(
-            "With `weighted=True` the function must return `(sum, weight)` as its loss, such as "
-            f"the summed loss and the number of tokens; got {type(value).__name__}."
-        )
-    total, weight = value[0], jnp.asarray(value[1])
-    if weight.shape or jnp.iscomplexobj(weight):
-        raise ValueError(
-            "With `weighted=True` the weight must be a real scalar; got "
-            f"{weight.dtype}{list(weight.shape)}. Sum it over the examples."
-        )
-    if not jnp.issubdtype(weight.dtype, jnp.floating):
-        weight = weight.astype(jnp.float32)
-    return total, jax.lax.stop_gradient(weight)
-
-
-def _check_loss(value: Any) -> None:
-    if not isinstance(value, (jax.Array, np.ndarray, np.generic, float)):
-        shown = type(value).__name__
-        hint = "If it also returns other things, pass `has_aux=True`."
-    elif jnp.shape(value) != ():
-        shown = f"{jnp.result_type(value)}{list(jnp.shape(value))}"
-        hint = "Take the mean over the examples."
-    elif not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-        shown = str(jnp.result_type(value))
-        hint = "Take the real part, or cast."
-    else:
-        return
-    raise ValueError(f"The loss must be a real floating-point scalar; got {shown}. {hint}")
-
-
-class _Outputs:
-    """Outputs other than loss and gradients: how each is combined, and the tree they form."""
-
-    def __init__(self, options: Options, rows: int | None):
-        self.options = options
-        self.rows = rows
-        self.treedef: Any = None
-        self.how: list[str] = []
-
-    def record(self, tree: Any) -> list[Any]:
-        """Flatten what the user returned; decide how each leaf is combined over devices."""
-        paths_and_leaves, self.treedef = jax.tree_util.tree_flatten_with_path(tree)
-        pairs = zip(self._asked(tree), rng_leaves(tree), strict=True)
-        asked = [how or ("first" if is_rng else None) for how, is_rng in pairs]
-        leaves = [jnp.asarray(leaf) for _, leaf in paths_and_leaves]
-        self.how = [
-            self._checked(how, path_name(path), leaf)
-            if how
-            else self._default(path_name(path), leaf)
-            for how, (path, _), leaf in zip(asked, paths_and_leaves, leaves, strict=True)
-        ]
-        return leaves
-
-    def _checked(self, how: str, path: str, leaf: Array) -> str:
-        if how == "concat" and (not leaf.ndim or self.rows is None):
-            why = "it is a scalar" if not leaf.ndim else "no argument is split as `batch_spec`"
-            raise ValueError(
-                f"`{self._argument}` asks to concatenate the leaf `{path}`, but {why}. Use "
-                "'stack', or split the batch by `zero.batch_spec`."
-            )
-        return how
-
-    def _asked(self, tree: Any) -> list[str | None]:
-        if self.options.reduce is None:
-            return [None] * len(jax.tree.leaves(tree))
-        prefix = jax.tree.unflatten(*reversed(self.options.reduce))
-        try:
-            return spread_prefix(prefix, tree, str)
-        except ValueError as error:
-            raise ValueError(
-                f"`{self._argument}` is not a tree prefix of what the function returns: {error}"
-            ) from error
-
-    @property
-    def _argument(self) -> str:
-        return "aux_reduce" if self.options.has_gradients else "out_reduce"
-
-    def _default(self, path: str, leaf: Array) -> str:
-        forward_only = not self.options.has_gradients
-        if forward_only and leaf.ndim and leaf.shape[0] == self.rows:
-            return "concat"
-        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-        if is_float and not (forward_only and leaf.ndim):
-            return "mean"
-        kind = "output" if forward_only else "aux"
-        raise ValueError(
-            f"The {kind} leaf `{path}` ({leaf.dtype}{list(leaf.shape)}) may differ between devices "
-            f"and has no mean. Say with `{self._argument}`, a tree prefix of "
-            f"{', '.join(map(repr, REDUCTIONS))}, how it is combined: {_proposal(leaf)}."
-        )
-
-    def part(self, leaves: Sequence[Array], wire: Wire) -> tuple[list[Array], list[Array]]:
-        """What this device contributes: values that are the same everywhere, and rows."""
-        combined = [combine(x, how, wire) for x, how in zip(leaves, self.how, strict=True)]
-        pairs = list(zip(combined, self.how, strict=True))
-        rows = [x for x, how in pairs if how in ("stack", "concat")]
-        return [x for x, how in pairs if how not in ("stack", "concat")], rows
-
-    def join(self, whole: Sequence[Array], rows: Sequence[Array]) -> Any:
-        """The tree that the user returned, of global arrays."""
-        remaining = {False: iter(whole), True: iter(rows)}
-        leaves = [next(remaining[how in ("stack", "concat")]) for how in self.how]
-        return jax.tree.unflatten(self.treedef, leaves)
-
-
-def _proposal(leaf: Array) -> str:
-    """How an output that has no mean is most likely meant to be combined."""
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    if is_key or (leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,))):
-        return "'first' for a random key, which is the same on every device"
-    if leaf.dtype == jnp.bool_:
-        return "'first' if it is the same on every device, else 'stack'"
-    if leaf.ndim:
-        return "'concat' if its dim 0 is the rows of the batch, 'sum' for counts"
-    return "'sum' for a number of examples, 'first' for a counter that every device advances alike"
-
-
-def flat_reductions(argument: str, reduce: Any) -> tuple[tuple[str, ...], Any] | None:
-    """A tree of names as names and structure.
-
-    Raises:
-        ValueError: a name is not in `REDUCTIONS`.
-    """
-    if reduce is None:
-        return None
-    names, treedef = jax.tree.flatten(reduce)
-    for name in names:
-        if name not in REDUCTIONS:
-            raise ValueError(
-                f"`{argument}` must be a tree prefix of {', '.join(map(repr, REDUCTIONS))}; "
-                f"it holds {name!r}."
-            )
-    return tuple(names), treedef

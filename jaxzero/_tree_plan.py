@@ -14,9 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ._codecs import Codec
 from ._config import ZeroConfig
 from ._modules import trained_leaves
-from ._partition import Leaf, axes_of, layout_of_leaf
+from ._partition import Leaf, layout_of_leaf
 from ._paths import path_name, spread_prefix
 from ._simulate import AnyMesh
+from ._specs import axes_of
 from ._stored_array import StoredArray, data_of, flatten, is_array
 
 

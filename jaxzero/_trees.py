@@ -10,13 +10,14 @@ import jax
 import optax
 
 from ._codecs import Codec
-from ._config import ZeroConfig, zero3
+from ._config import ZeroConfig
 from ._initialize import Initializer
 from ._mesh import AXES, check_mesh
 from ._optimizer import init_state, plan_state, trained_part, true_shapes
 from ._padding_check import warn_of_padding
 from ._placement import auto_mesh, gather_whole, pad_leaf, place_tree, run_automatic
 from ._plan import Plan
+from ._presets import zero3
 from ._registry import Registry
 from ._report import Report, make_report
 from ._simulate import AnyMesh, physical

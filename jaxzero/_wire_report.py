@@ -9,10 +9,10 @@ from typing import Any
 
 from rich.table import Table
 
+from ._ledger import Transfer
 from ._mesh import AXES, LOCAL, NODE
 from ._plan import Plan
 from ._simulate import AnyMesh
-from ._traffic import Transfer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from ._collectives import Wire
+from ._comm_spec import Wire
 from ._config import ErrorFeedback
-from ._held import first_slice, has_kept_slice
 from ._mesh import LOCAL, NODE, map_devices
 from ._partition import Leaf
 from ._simulate import AnyMesh
 from ._tree_plan import TreePlan, arrays_of
+from ._weight_differences import first_slice, has_kept_slice
 
 
 class WireState(NamedTuple):

@@ -13,11 +13,13 @@ from ._arguments import BATCH, check_differentiable, check_rows, resolve
 from ._batch_choice import BatchArgnums
 from ._calls import gradient_options, memory_of, returned
 from ._codec_noise import measure_codec_noise
-from ._collectives import Wire
+from ._comm_spec import Wire
 from ._compiled import Programs
+from ._options import Options
+from ._outputs import flat_reductions
 from ._plan import Plan
 from ._similarity import CodecNoise
-from ._transform import Options, Transform, flat_reductions
+from ._transform import Transform
 from ._tree_plan import arrays_of
 from ._trees import ShardedTrees
 from ._wire_state import Memory, WireState, make_state

@@ -10,12 +10,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
-from jaxzero._collectives import Wire, gather_hop, move_split, pad, start_gather, unpad
+from jaxzero._collectives import gather_hop, start_gather
+from jaxzero._comm_spec import Wire
 from jaxzero._hops import sum_whole
 from jaxzero._messages import unpack
+from jaxzero._padding import pad, unpad
 from jaxzero._partition import Layout
 from jaxzero._pieces import Pieces
 from jaxzero._reductions import reduce
+from jaxzero._reshard import move_split
 
 CONFIGS = {
     "plain": jz.zero3(),

@@ -28,7 +28,8 @@ from jaxzero import _messages as messages
 from jaxzero import _reductions as reductions
 from jaxzero import pallas_kernels as pk
 from jaxzero._codecs import Draft
-from jaxzero._collectives import Wire, start_gather
+from jaxzero._collectives import start_gather
+from jaxzero._comm_spec import Wire
 from jaxzero._partition import Layout
 from jaxzero._pieces import Pieces
 from jaxzero._reductions import Summand

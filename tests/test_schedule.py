@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxzero as jz
-from jaxzero._schedule import BlockPlan
+from jaxzero._block_plan import BlockPlan
 
 WIDTH, LAYERS = 32, 4
 

@@ -16,7 +16,7 @@ import zoo
 from rich.console import Console
 
 import jaxzero as jz
-from jaxzero._traffic import labelled
+from jaxzero._ledger import labelled
 
 CONFIGS = {
     "zero3": jz.zero3(),

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxzero._messages import join, split, widths
+from jaxzero._packing import join, split, widths
 from jaxzero._units import find_repetition, group
 
 

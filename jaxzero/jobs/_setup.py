@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from .._codecs import Cast
-from .._config import Hops, ZeroConfig, zero3, zeropp, zeropp4
+from .._config import Hops, ZeroConfig
 from .._coordination import process_count
 from .._mesh import make_mesh
+from .._presets import zero3, zeropp, zeropp4
 from .._zero import Zero
 from ..interop import load_encoder
 from ..models import EncoderConfig

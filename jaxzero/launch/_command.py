@@ -47,7 +47,7 @@ class Interpreter:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """The command line to start, and the message to print before; an empty message is not printed."""
+    """The command line to start, and a message to print before it; "" prints nothing."""
 
     command: tuple[str, ...]
     said: str = ""

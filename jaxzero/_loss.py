@@ -1,0 +1,55 @@
+"""Take apart and check what a loss function returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+
+def split_aux(output: Any, has_aux: bool) -> tuple[Any, Any]:
+    if not has_aux:
+        return output, None
+    if not isinstance(output, (tuple, list)) or len(output) != 2:
+        raise ValueError(
+            "With `has_aux=True` the function must return `(loss, aux)`; got "
+            f"{type(output).__name__}."
+        )
+    return output[0], output[1]
+
+
+def split_weight(value: Any, weighted: bool) -> tuple[Any, Array | None]:
+    if not weighted:
+        return value, None
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ValueError(
+            "With `weighted=True` the function must return `(sum, weight)` as its loss, such as "
+            f"the summed loss and the number of tokens; got {type(value).__name__}."
+        )
+    total, weight = value[0], jnp.asarray(value[1])
+    if weight.shape or jnp.iscomplexobj(weight):
+        raise ValueError(
+            "With `weighted=True` the weight must be a real scalar; got "
+            f"{weight.dtype}{list(weight.shape)}. Sum it over the examples."
+        )
+    if not jnp.issubdtype(weight.dtype, jnp.floating):
+        weight = weight.astype(jnp.float32)
+    return total, jax.lax.stop_gradient(weight)
+
+
+def check_loss(value: Any) -> None:
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic, float)):
+        shown = type(value).__name__
+        hint = "If it also returns other things, pass `has_aux=True`."
+    elif jnp.shape(value) != ():
+        shown = f"{jnp.result_type(value)}{list(jnp.shape(value))}"
+        hint = "Take the mean over the examples."
+    elif not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        shown = str(jnp.result_type(value))
+        hint = "Take the real part, or cast."
+    else:
+        return
+    raise ValueError(f"The loss must be a real floating-point scalar; got {shown}. {hint}")
