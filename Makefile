@@ -36,11 +36,11 @@ test-exhaustive: $(VENV)/.installed
 	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal -m exhaustive $(ARGS)
 
 test-aot: $(VENV)/.installed $(AOT)/.installed
-	PYTHONPATH=$(AOT) $(VENV)/bin/pytest tests/test_aot.py $(ARGS)
+	PYTHONPATH=$(AOT) $(VENV)/bin/pytest tests/zero/test_aot.py $(ARGS)
 
 test-aot-latest: $(LATEST)/.installed $(AOT_LATEST)/.installed
 	PYTHONPATH=$(AOT_LATEST) $(LATEST)/bin/pytest -n $(WORKERS) --dist worksteal \
-	  tests/test_*aot.py $(ARGS)
+	  tests/zero/test_aot.py tests/kernels/test_*aot.py $(ARGS)
 
 test-latest: $(LATEST)/.installed
 	$(LATEST)/bin/pytest -n $(WORKERS) --dist worksteal $(ARGS)

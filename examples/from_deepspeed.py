@@ -2,8 +2,8 @@
 
     python examples/from_deepspeed.py [CHECKPOINT]
 
-The model is that of the checkpoints in `tests/data/deepspeed`: small, with a frozen layer, and a
-head that is tied to the embeddings. Without a checkpoint it starts from random weights. Pretends
+The model is that of the checkpoints in `tests/fixtures/deepspeed`: small, with a frozen layer, and
+a head that is tied to the embeddings. Without a checkpoint it starts from random weights. Pretends
 that this machine has 8 devices.
 """
 

@@ -17,7 +17,7 @@ import tyro
 from rich.console import Console
 
 from . import distributed, jobs
-from ._exit_codes import DIVERGED, INTERRUPTED, MISTAKE, PEER_LOST, STOPPED
+from ._processes import DIVERGED, INTERRUPTED, MISTAKE, PEER_LOST, STOPPED
 from .launch import Launch, launch
 
 _STATUSES = {

@@ -19,6 +19,7 @@ if __name__ != "jaxzero.pallas_kernels":
         "`sys.path` by hand."
     )
 
+from ._blockwise import add_up as add_up
 from ._collectives import quantized_all_gather as quantized_all_gather
 from ._collectives import quantized_reduce_scatter as quantized_reduce_scatter
 from ._config import Implementation as Implementation

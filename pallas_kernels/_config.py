@@ -43,7 +43,7 @@ class TileConfig:
 # compiler makes of them, not measured.
 TILES: Mapping[str, TileConfig] = {"": TileConfig()}
 
-# On every platform, until rows of `benchmarks/kernels.py` show kernels that are never slower.
+# On every platform, until rows of `benchmarks/measured/kernels.py` show that kernels are faster.
 DEFAULT: Implementation = "xla"
 
 

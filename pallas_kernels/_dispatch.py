@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Float32, Integer, UInt8, UInt32
 
-from .._blocks import GROUP
 from . import _reference
+from ._blockwise import GROUP
 from ._config import DEFAULT, Implementation
 from ._format import Format
 from ._in_place import InPlace, Place, cut_out

@@ -17,9 +17,9 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import DTypeLike
 
-from .._blocks import GROUP
 from . import _memory as memory
 from . import _tile as tile
+from ._blockwise import GROUP
 from ._memory import Window
 
 

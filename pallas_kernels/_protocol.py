@@ -65,9 +65,9 @@ Three things are taken for granted, and the kernels must see to them:
   and kernels that run beside this one must come to an end without it.
 - Every device of the axis can store into the memory of every other: one NVLink domain.
 
-`tests/test_protocol.py` runs `exchange` in a model of such memory, against schedulers that
+`tests/kernels/test_protocol.py` runs `exchange` in a model of such memory, against schedulers that
 look for trouble, and shows that it goes wrong if any one of these orderings is left out.
-`tests/test_kernels_remote_aot.py` finds the steps in the PTX that comes out, in this order.
+`tests/kernels/test_remote_aot.py` finds the steps in the PTX that comes out, in this order.
 """
 
 from __future__ import annotations

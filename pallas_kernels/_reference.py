@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Float32, Shaped, UInt8, UInt32
 
-from .. import _blocks as blocks
+from . import _blockwise as blocks
 from ._format import Format
 
 

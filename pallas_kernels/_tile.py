@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _blocks as blocks
+from . import _blockwise as blocks
 from ._format import Format
 
 WARPS = 4  # of a warpgroup

@@ -9,6 +9,7 @@ import collections
 import importlib
 import io
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,10 @@ import hypothesis
 import jax
 import pytest
 from rich.console import Console
+
+# Tests import from `benchmarks`. Last on the path, so that an installed wheel comes before sources.
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
 
 # Before any backend exists: afterwards the number of devices is fixed.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -102,7 +107,7 @@ def console() -> Console:
 
 def tiny_job() -> Any:
     """The module of that name: what imports jaxzero here already would go unchecked by types."""
-    return importlib.import_module("tiny_job")
+    return importlib.import_module("tests.jobs.tiny_job")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

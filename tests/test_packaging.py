@@ -161,7 +161,7 @@ def test_no_import_cycles():
 
 @each_source
 def test_only_the_seam_knows_jaxprs(module):
-    if module in {"jaxzero._coordination", *SEAM}:
+    if module in {"jaxzero._processes.coordination", *SEAM}:
         return
     tree = _tree(module)
     names = {name for name in _imports(tree, _package(module)) if _is_inside_jax(name)}
@@ -170,7 +170,7 @@ def test_only_the_seam_knows_jaxprs(module):
             name = ast.unparse(node)
             if node.attr in JAXPR_FIELDS or _is_inside_jax(name) or name == "jax.make_jaxpr":
                 names.add(f"{name} (line {node.lineno})")
-    if module == "jaxzero._coordination":
+    if module == "jaxzero._processes.coordination":
         names -= COORDINATION
     assert not names, f"{module}: this belongs in the seam ({sorted(SEAM)}): {sorted(names)}"
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from .._mesh import AXES
-from .._paths import path_name
+from .._sharding import path_name
 from .._zero import Zero
 from ._host_rows import HostRows
 

@@ -15,9 +15,9 @@ with distributed.StopRequest() as stop, jz.Checkpoints(directory, zero) as check
                 raise SystemExit(distributed.STOPPED)  # once the checkpoint is written
 """
 
-from .._exit_codes import DIVERGED as DIVERGED
-from .._exit_codes import PEER_LOST as PEER_LOST
-from .._exit_codes import STOPPED as STOPPED
+from .._processes import DIVERGED as DIVERGED
+from .._processes import PEER_LOST as PEER_LOST
+from .._processes import STOPPED as STOPPED
 from ._agreement import check_same as check_same
 from ._initialize import initialize as initialize
 from ._replicas import ReplicasDiffer as ReplicasDiffer

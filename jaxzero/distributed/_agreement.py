@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from .._coordination import describe_process, exchange, exchange_json
+from .._processes import describe_process, exchange, exchange_json
 
 _SHOWN = 200  # characters of a value in a message
 

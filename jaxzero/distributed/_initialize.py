@@ -17,7 +17,7 @@ from pathlib import Path
 
 import jax
 
-from .._coordination import detect_cluster, has_backend, process_count, set_hosts
+from .._processes import detect_cluster, has_backend, process_count, set_hosts
 from ._rendezvous import Hello, meet, split_address
 
 _PACKAGES = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint")

@@ -23,8 +23,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
-from .._coordination import describe_process, exchange_json
-from .._paths import path_name
+from .._processes import describe_process, exchange_json
+from .._sharding import path_name
 from ._watchdog import AgreedEnd
 
 _NAME = "check_replicas"  # of its exchanges

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.experimental import multihost_utils
 
-from .._coordination import notices_sigterm, process_count
+from .._processes import notices_sigterm, process_count
 
 _calls = itertools.count(1)  # of this process, over all stop requests: JAX's service has one count
 

@@ -22,8 +22,17 @@ from collections.abc import Iterator
 
 import jax
 
-from .._coordination import describe_process, process_count, process_index, publish, published
-from .._exit_codes import DIVERGED, INTERRUPTED, PEER_LOST, STOPPED
+from .._processes import (
+    DIVERGED,
+    INTERRUPTED,
+    PEER_LOST,
+    STOPPED,
+    describe_process,
+    process_count,
+    process_index,
+    publish,
+    published,
+)
 
 _NAME = "watchdog"
 _TICKS = 4  # how often we speak and look, in `heartbeat_seconds`

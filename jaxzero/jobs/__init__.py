@@ -22,27 +22,27 @@ from ._settings import Train as Train
 from ._settings import Wire as Wire
 
 if TYPE_CHECKING:
-    from ._convert import convert as convert
-    from ._inspect import inspect as inspect
-    from ._report import report as report
-    from ._train import Outcome as Outcome
-    from ._train import train as train
+    from ._files import convert as convert
+    from ._files import inspect as inspect
+    from ._plans import report as report
+    from ._training import Outcome as Outcome
+    from ._training import train as train
 
-_LATER = {  # name: module, and the extra of pyproject.toml that it needs
-    "convert": ("_convert", "torch"),
-    "inspect": ("_inspect", "torch"),
-    "report": ("_report", "train"),
-    "Outcome": ("_train", "train"),
-    "train": ("_train", "train"),
+_LATER = {  # name: room, and the extra of pyproject.toml that it needs
+    "convert": ("_files", "torch"),
+    "inspect": ("_files", "torch"),
+    "report": ("_plans", "train"),
+    "Outcome": ("_training", "train"),
+    "train": ("_training", "train"),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, extra = _LATER[name]
+    room, extra = _LATER[name]
     try:
-        return getattr(importlib.import_module(f".{module}", __name__), name)
+        return getattr(importlib.import_module(f".{room}", __name__), name)
     except ModuleNotFoundError as error:
         raise ImportError(
             f"`{name}` needs the package {error.name!r}, which is not installed. Install jaxzero "

@@ -20,7 +20,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .._exit_codes import describe
+from .._processes import describe
 
 _BARE_PYTHON = re.compile(r"python[\d.]*t?")
 _ASK = "import sys; print(ascii((sys.executable, sys.prefix, sys.version)))"

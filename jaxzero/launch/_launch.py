@@ -14,7 +14,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from .._exit_codes import DIVERGED, INTERRUPTED, MISTAKE, STOPPED
+from .._processes import DIVERGED, INTERRUPTED, MISTAKE, STOPPED
 from ._child_environment import Slot, environment, reserve_port, slots
 from ._child_output import Output
 from ._command import prepare

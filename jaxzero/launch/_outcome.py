@@ -7,7 +7,7 @@ code (76) or is aborted by JAX (SIGABRT), and one that we asked to end has only 
 import dataclasses
 import signal
 
-from .._exit_codes import PEER_LOST, STOPPED, describe, exit_status
+from .._processes import PEER_LOST, STOPPED, describe, exit_status
 from ._child_environment import Slot
 
 # How a process ends that lost another. An abort alone may also be a failure of native code.

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .._exit_codes import STOPPED
+from .._processes import STOPPED
 from ._child_environment import Slot
 from ._child_output import ChildOutput, Output
 from ._orphan_guard import OrphanGuard

@@ -1,0 +1,1 @@
+"""What is read from compiled programs: memory, launches, bytes, predicted time."""

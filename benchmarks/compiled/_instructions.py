@@ -1,0 +1,118 @@
+"""Compiled HLO as data: computations, their instructions in scheduled order, and operands."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+from ._hlo import Shape, shapes
+
+_HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
+_LINE = re.compile(r"^\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)$")
+_OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_CALLED = re.compile(r"(calls|body|to_apply|condition|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)")
+_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line: `name = results op(operands), attributes`."""
+
+    name: str
+    op: str
+    results: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    text: str
+    is_root: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shape.num_bytes for shape in self.results)
+
+    @functools.cached_property
+    def called(self) -> dict[str, list[str]]:
+        """The computations that it runs, by what for."""
+        found = {}
+        for kind, names in _CALLED.findall(self.text):
+            found[kind] = [name.strip(" %") for name in names.strip("{}").split(",")]
+        return found
+
+    @property
+    def trips(self) -> int | None:
+        """How often a loop runs; None: not known."""
+        match = _TRIPS.search(self.text)
+        return int(match[1]) if match else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """A list of instructions in the order in which they are run."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        return {x.name: x for x in self.instructions}
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """Who reads each instruction."""
+        users: dict[str, list[Instruction]] = {}
+        for x in self.instructions:
+            for operand in x.operands:
+                users.setdefault(operand, []).append(x)
+        return users
+
+    @property
+    def root(self) -> Instruction:
+        return next(x for x in self.instructions if x.is_root)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled module."""
+
+    entry: Computation
+    computations: dict[str, Computation]
+
+
+def parse(text: str) -> Program:
+    """Read the text of a compiled, scheduled module."""
+    text = re.sub(r"/\*.*?\*/", "", text)  # long tuples are numbered by comments
+    computations: dict[str, Computation] = {}
+    entry, name, lines = "", "", []
+    for line in text.splitlines():
+        if match := _HEADER.match(line):
+            name, lines = match["name"], []
+            entry = name if match["entry"] else entry
+        elif line.startswith("}") and name:
+            computations[name] = Computation(name, tuple(lines))
+            name = ""
+        elif name and (match := _LINE.match(line)):
+            lines.append(_instruction(match["name"], match["rest"], bool(match["root"])))
+    if not entry:
+        raise ValueError("the text has no `ENTRY` computation: it is not a compiled module")
+    return Program(computations[entry], computations)
+
+
+def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
+    end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
+    match = _OPCODE.match(rest, end)
+    if match is None:
+        raise ValueError(f"cannot read the instruction {name} = {rest}")
+    stop = _closing(rest, match.end() - 1)
+    inside = rest[match.end() : stop - 1]
+    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+    return Instruction(name, match[1], tuple(shapes(rest[:end])), operands, rest, is_root)
+
+
+def _closing(text: str, start: int) -> int:
+    """The place after the parenthesis that closes the one at `start`."""
+    depth = 0
+    for i in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[i], 0)
+        if not depth:
+            return i + 1
+    raise ValueError(f"a parenthesis is never closed: {text}")

@@ -1,0 +1,167 @@
+"""What XLA makes of one training step on GPUs that nobody has: memory, launches, bytes, overlap.
+
+    python -m benchmarks.compiled.aot                          # Llama-7B, 2 x 8 H200, all variants
+    python -m benchmarks.compiled.aot --model 7b-unrolled --variants gspmd zero3
+    python -m benchmarks.compiled.aot --model tiny
+
+Needs jaxzero[aot]. The same model is compiled ahead of time with GSPMD, once as a user would
+first write it and once with the activations constrained by hand, and with jaxzero. Nothing is
+run. What a step would take is predicted by walking the scheduled program with stated rates
+(`_cost.Rates`): a model, for comparing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import tyro
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxzero as jz
+from benchmarks.shared import _gspmd, _llama
+from benchmarks.shared._llama import LlamaSize
+from benchmarks.shared._rows import append_row
+
+from ._cost import Rates
+from ._h200 import h200_mesh
+from .timeline import timeline
+
+Model = Literal["7b", "7b-unrolled", "1b", "moe", "70b", "70b-unrolled", "tiny", "tiny-unrolled"]
+Variant = Literal["gspmd", "gspmd-by-hand", "zero3", "zeropp", "zeropp4"]
+
+_LARGE = LlamaSize(layers=80, width=8192, hidden=28672, heads=64, kv_heads=8, vocabulary=128256)
+_TINY = LlamaSize(layers=4, width=256, hidden=512, heads=4, vocabulary=512)
+_SIZES: dict[Model, LlamaSize] = {
+    "7b": LlamaSize(),
+    "7b-unrolled": LlamaSize(unrolled=True),
+    "1b": LlamaSize(layers=22, width=2048, hidden=5632, kv_heads=4),  # TinyLlama
+    "moe": LlamaSize(layers=16, width=2048, hidden=4096, heads=16, kv_heads=4, experts=8),
+    "70b": _LARGE,
+    "70b-unrolled": dataclasses.replace(_LARGE, unrolled=True),
+    "tiny": _TINY,
+    "tiny-unrolled": dataclasses.replace(_TINY, unrolled=True),
+}
+_SLOW = 12.5e9  # bytes a second that enter a node, beside the default
+
+
+def main(
+    model: Model = "7b",
+    variants: Sequence[Variant] = ("gspmd", "gspmd-by-hand", "zero3", "zeropp", "zeropp4"),
+    nodes: int = 2,
+    local: int = 8,
+    batch: int = 32,
+    tokens: int = 2048,
+    schedule: jz.Schedule = jz.Schedule(),  # noqa: B008
+    options: bool = True,
+    keep_hlo: Path | None = None,
+) -> None:
+    """Compile, read, and append a row for each variant.
+
+    Args:
+        model: which.
+        variants: of the program.
+        nodes: of the mesh.
+        local: devices of a node.
+        batch: sequences of a step, over all devices.
+        tokens: of each sequence.
+        schedule: of jaxzero's variants.
+        options: compile with `jz.compiler_options("cuda")`; GSPMD without, unless none.
+        keep_hlo: a folder for the compiled programs.
+    """
+    mesh = h200_mesh(nodes, local)
+    size = _SIZES[model]
+    struct = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
+    for variant in variants:
+        start = time.perf_counter()
+        lowered = _lowered(variant, size, mesh, struct, schedule)
+        between = time.perf_counter()
+        ours = not variant.startswith("gspmd")
+        chosen = jz.compiler_options("cuda") if options and ours else {}
+        compiled = lowered.compile(compiler_options=chosen)
+        end = time.perf_counter()
+        text = compiled.as_text()
+        if keep_hlo is not None:
+            (keep_hlo / f"{model}_{variant}.hlo").write_text(text)
+        append_row(
+            "aot",
+            {
+                "model": model,
+                "variant": variant,
+                "nodes": nodes,
+                "local": local,
+                "batch": batch,
+                "tokens": tokens,
+                "parameters": _llama.num_parameters(size),
+                "schedule": dataclasses.asdict(schedule) if ours else None,
+                "compiler_options": chosen,
+                **_figures(compiled, text, local),
+                "lower_seconds": round(between - start, 2),
+                "compile_seconds": round(end - between, 2),
+            },
+        )
+
+
+def _lowered(
+    variant: Variant, size: LlamaSize, mesh: jax.sharding.Mesh, tokens: Any, schedule: jz.Schedule
+) -> Any:
+    """One step's loss and gradients, split as the parameters are."""
+    loss, init = functools.partial(_llama.loss, size), functools.partial(_llama.init, size)
+    if variant.startswith("gspmd"):
+        params = jax.eval_shape(init, jax.random.key(0))
+        split = _gspmd.shardings(params, mesh)
+        params = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), params, split)
+        rows = NamedSharding(mesh, jz.Zero(mesh).batch_spec)
+        if variant == "gspmd-by-hand":
+            loss = functools.partial(
+                loss, constrain=lambda x: jax.lax.with_sharding_constraint(x, rows)
+            )
+        whole = NamedSharding(mesh, PartitionSpec())
+        tokens = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=rows)
+        step = jax.jit(jax.value_and_grad(loss), out_shardings=(whole, split))
+        return step.lower(params, tokens)
+    config = dataclasses.replace(getattr(jz, variant)(), schedule=schedule)
+    zero = jz.Zero(mesh, config)
+    params = zero.abstract(init, jax.random.key(0))
+    state = {}
+    if config.needs_wire_state:
+        state["wire_state"] = jax.eval_shape(zero.init_wire_state, params)
+    return jax.jit(zero.value_and_grad(loss)).lower(params, tokens, **state)
+
+
+def _figures(compiled: Any, text: str, local: int) -> dict[str, Any]:
+    """What the compiled program says of itself, and what it would take."""
+    memory = compiled.memory_analysis()
+    rates = Rates(num_local=local)
+    fast = timeline(text, rates)
+    slow = timeline(text, dataclasses.replace(rates, node=_SLOW))
+    return {
+        "temporary_gib": round(memory.temp_size_in_bytes / 2**30, 3),
+        "argument_gib": round(memory.argument_size_in_bytes / 2**30, 3),
+        "output_gib": round(memory.output_size_in_bytes / 2**30, 3),
+        "launches": sum(fast.launches.values()),
+        "launches_by_collective": dict(fast.launches),
+        "received_gib_per_device": round(fast.received_bytes / 2**30, 3),
+        "gib_into_a_node": round(fast.node_bytes / 2**30, 3),
+        "asynchronous_share": round(fast.asynchronous_share, 4),
+        "predicted": {
+            f"{node / 1e9:g} GB/s between nodes": {
+                "step_seconds": round(line.seconds, 4),
+                "compute_seconds": round(line.compute_seconds, 4),
+                "communication_seconds": round(line.communication_seconds, 4),
+                "exposed_seconds": round(line.exposed_seconds, 4),
+                "hidden_share": round(line.hidden_share, 4),
+            }
+            for node, line in ((rates.node, fast), (_SLOW, slow))
+        },
+    }
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,183 @@
+"""A compiled program as two streams: what computes, and what is on its way meanwhile.
+
+    python -m benchmarks.compiled.timeline step.hlo                  # from aot.py --keep-hlo
+    python -m benchmarks.compiled.timeline step.hlo --rates.node 12.5e9
+
+It is a model with stated rates, for comparing programs: nothing is run, kernels are priced by
+their arithmetic and their memory traffic alone, and no link is shared with others.
+The instructions are walked in the order in which the compiler scheduled them. One stream
+computes, another runs the collectives one after the other: one that is asynchronous begins
+at its `-start`, once the stream is free, and is waited for at its `-done`. A loop's body is
+walked once and counted as often as it runs; nothing is on its way when it begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+
+import tyro
+
+from ._cost import Rates, collective_of, collective_seconds, compute_seconds, link_bytes
+from ._hlo import Collective
+from ._instructions import Computation, Instruction, Program, parse
+
+
+@dataclasses.dataclass
+class Timeline:
+    """Seconds and bytes of one run on one device.
+
+    Attributes:
+        seconds: from beginning to end.
+        compute_seconds: spent computing.
+        communication_seconds: that collectives take, hidden or not.
+        exposed_seconds: spent waiting for them.
+        launches: collectives that are run, by name.
+        local_bytes: that a device receives inside its node.
+        node_bytes: that enter a node.
+        asynchronous_bytes: that a device receives, in collectives with compute between
+            their start and their end.
+        received_bytes: that a device receives, in all collectives.
+    """
+
+    seconds: float = 0.0
+    compute_seconds: float = 0.0
+    communication_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    launches: Counter[str] = dataclasses.field(default_factory=Counter)
+    local_bytes: float = 0.0
+    node_bytes: float = 0.0
+    asynchronous_bytes: float = 0.0
+    received_bytes: float = 0.0
+
+    @property
+    def asynchronous_share(self) -> float:
+        """Of the bytes received, in collectives with compute between start and end."""
+        return self.asynchronous_bytes / self.received_bytes if self.received_bytes else 1.0
+
+    @property
+    def hidden_share(self) -> float:
+        """Of the time that collectives take, during which the device computes."""
+        total = self.communication_seconds
+        return 1 - self.exposed_seconds / total if total else 1.0
+
+    def add(self, other: Timeline, times: int = 1) -> None:
+        """Append another one, run `times` times."""
+        for field in dataclasses.fields(self):
+            value = getattr(other, field.name)
+            if field.name == "launches":
+                self.launches.update({key: num * times for key, num in value.items()})
+            else:
+                setattr(self, field.name, getattr(self, field.name) + value * times)
+
+
+@dataclasses.dataclass
+class _Flight:
+    """A collective that has been started."""
+
+    collective: Collective
+    end: float
+    compute_before: float
+
+
+def timeline(text: str, rates: Rates) -> Timeline:
+    """Walk a compiled module.
+
+    Args:
+        text: its scheduled HLO.
+        rates: of the machine.
+
+    Raises:
+        ValueError: the text cannot be read, or a loop's trip count is not known.
+    """
+    program = parse(text)
+    return _Walk(program, rates).computation(program.entry)
+
+
+class _Walk:
+    def __init__(self, program: Program, rates: Rates):
+        self.program = program
+        self.rates = rates
+        self.known: dict[str, Timeline] = {}
+
+    def computation(self, within: Computation) -> Timeline:
+        if within.name not in self.known:
+            self.known[within.name] = self._walk(within)
+        return self.known[within.name]
+
+    def _walk(self, within: Computation) -> Timeline:
+        line, free = Timeline(), 0.0
+        flights: dict[str, _Flight] = {}
+        for instruction in within.instructions:
+            collective = collective_of(instruction, self.program)
+            if collective is not None:
+                cost = collective_seconds(collective, self.rates)
+                self._count(line, collective, cost)
+                free = max(line.seconds, free) + cost
+                if instruction.op.endswith("-start"):
+                    flights[instruction.name] = _Flight(collective, free, line.compute_seconds)
+                else:
+                    self._wait(line, free)
+            elif instruction.op.endswith("-done") and instruction.operands[0] in flights:
+                flight = flights.pop(instruction.operands[0])
+                if line.compute_seconds > flight.compute_before:
+                    line.asynchronous_bytes += flight.collective.entering_bytes
+                self._wait(line, flight.end)
+            else:
+                line.add(*self._inner(instruction, within))
+        if flights:
+            raise ValueError(f"collectives in `{within.name}` are started and never awaited")
+        return line
+
+    def _count(self, line: Timeline, collective: Collective, cost: float) -> None:
+        local, node = link_bytes(collective, self.rates)
+        line.communication_seconds += cost
+        line.launches[collective.op] += 1
+        line.local_bytes += local
+        line.node_bytes += node
+        line.received_bytes += collective.entering_bytes
+
+    def _wait(self, line: Timeline, until: float) -> None:
+        waited = max(0.0, until - line.seconds)
+        line.exposed_seconds += waited
+        line.seconds += waited
+
+    def _inner(self, instruction: Instruction, within: Computation) -> tuple[Timeline, int]:
+        """What an instruction does by itself, and how often."""
+        called, computations = instruction.called, self.program.computations
+        if instruction.op == "while":
+            body = self.computation(computations[called["body"][0]])
+            if instruction.trips is None and body.launches:
+                raise ValueError(f"a loop with collectives has no known trip count: {instruction}")
+            return body, instruction.trips or 1
+        if instruction.op == "conditional":
+            branches = called.get("branch_computations", [])
+            lines = [self.computation(computations[name]) for name in branches]
+            return max(lines, key=lambda x: x.seconds, default=Timeline()), 1
+        if instruction.op == "call":
+            return self.computation(computations[called["to_apply"][0]]), 1
+        seconds = compute_seconds(instruction, within, self.program, self.rates)
+        return Timeline(seconds=seconds, compute_seconds=seconds), 1
+
+
+def main(program: tyro.conf.Positional[Path], rates: Rates = Rates()) -> None:  # noqa: B008
+    """Predict what a compiled program takes.
+
+    Args:
+        program: the text of a scheduled module (`compiled.as_text()`).
+        rates: of the machine.
+    """
+    line = timeline(program.read_text(), rates)
+    print(f"step                {line.seconds:.4f} s")
+    print(f"  computing         {line.compute_seconds:.4f} s")
+    print(f"  waiting           {line.exposed_seconds:.4f} s")
+    print(f"collectives take    {line.communication_seconds:.4f} s, {line.hidden_share:.1%} hidden")
+    for name, num in sorted(line.launches.items()):
+        print(f"  {name:18}{num}")
+    print(f"into a node         {line.node_bytes / 2**30:.3f} GiB")
+    print(f"to a device in it   {line.local_bytes / 2**30:.3f} GiB")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

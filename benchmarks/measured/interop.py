@@ -1,0 +1,268 @@
+"""Loading and saving a decoder of 2 GB: seconds and peak memory, beside transformers and torch.
+
+    python -m benchmarks.measured.interop compare
+
+Needs torch and transformers, and twice the size of the checkpoint on the disk of `--directory`.
+Peers take turns, round by round, each time in a new process that has loaded and saved a small model
+before. All files are in the page cache; loading ends when every page of every tensor has been
+touched, since torch only maps files, and saving when every file is on the disk. `peak_bytes` is how
+far resident memory (VmHWM) rose above where it was before: pages of mapped files count in it, those
+of the page cache do not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+SMALL = {"hidden": 256, "layers": 1, "vocabulary": 64}
+PEERS = ("jaxzero", "transformers", "safetensors.torch", "jaxzero, each of 2 processes")
+_LARGEST_FILE = 5 * 10**8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """A Llama in bfloat16."""
+
+    hidden: int = 2048
+    layers: int = 20
+    vocabulary: int = 32000
+
+    def config(self) -> dict[str, Any]:
+        """For `transformers.LlamaConfig`."""
+        return {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": 11 * self.hidden // 4,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.hidden // 64,
+            "num_key_value_heads": self.hidden // 256,
+        }
+
+
+def write_checkpoint(directory: Path, size: Size) -> None:
+    """What `save_pretrained` would have written, file by file."""
+    directory.mkdir()
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    config = transformers.LlamaConfig(**size.config(), dtype="bfloat16")
+    with torch.device("meta"):
+        shapes = transformers.LlamaForCausalLM(config).state_dict()
+    parts: list[dict[str, Any]] = [{}]
+    filled = 0
+    for name, tensor in shapes.items():
+        num_bytes = 2 * tensor.numel()
+        if parts[-1] and filled + num_bytes > _LARGEST_FILE:
+            parts.append({})
+            filled = 0
+        parts[-1][name] = tensor.shape
+        filled += num_bytes
+    weight_map = {}
+    values = (0.02 * torch.randn(2**20)).to(torch.bfloat16)
+    for number, part in enumerate(parts, start=1):
+        file = f"model-{number:05}-of-{len(parts):05}.safetensors"
+        weight_map |= dict.fromkeys(part, file)
+        tensors = {
+            name: values.repeat(-(-shape.numel() // len(values)))[: shape.numel()].reshape(shape)
+            for name, shape in part.items()
+        }
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(directory)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+# What follows runs in a process of its own for each peer and round.
+
+
+def _memory(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sizes = dict(line.split(":", 1) for line in lines)  # in kB
+    return int(sizes[key].split()[0]) * 1024
+
+
+def _measure(work: Callable[[], Any]) -> tuple[dict[str, float], Any]:
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before, start = _memory("VmRSS"), time.perf_counter()
+    result = work()
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "peak_bytes": _memory("VmHWM") - before}, result
+
+
+def _flush(directory: Path) -> None:
+    """What `export_decoder` does of itself."""
+    for path in (*directory.iterdir(), directory):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def _start_jax(process: int, address: str) -> None:
+    import jax
+
+    num_processes = 2 if address else 1
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8 // num_processes)
+    if address:
+        jax.distributed.initialize(address, num_processes, process)
+
+
+def _run_jaxzero(source: Path, out: Path) -> dict[str, Any]:
+    import jax
+
+    import jaxzero as jz
+    from jaxzero import interop
+
+    zero = jz.Zero(jz.make_mesh(nodes=2))
+
+    def load() -> Any:
+        return jax.block_until_ready(zero.shard(interop.load_decoder(source).params))
+
+    loaded, params = _measure(load)
+    saved, _ = _measure(lambda: interop.export_decoder(params, out, source=source))
+    leaves = jax.tree.leaves(params)
+    own = [sum(shard.data.nbytes for shard in x.addressable_shards) for x in leaves]
+    return {
+        "load": loaded,
+        "save": saved,
+        "own_bytes": sum(own),
+        "largest_tensor_bytes": max(x.nbytes for x in leaves),
+    }
+
+
+def _run_torch(source: Path, out: Path, peer: str) -> dict[str, Any]:
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    transformers.logging.disable_progress_bar()
+    out.mkdir()
+
+    def load() -> tuple[Any, dict[str, Any]]:
+        model = None
+        if peer == "transformers":
+            model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+            tensors = model.state_dict()
+        else:
+            files = sorted(source.glob("*.safetensors"))
+            tensors = {k: x for file in files for k, x in load_file(file).items()}
+        for tensor in tensors.values():
+            tensor.view(-1).view(torch.uint8)[::4096].sum()
+        return model, tensors
+
+    loaded, (model, tensors) = _measure(load)
+
+    def save() -> None:
+        if model is not None:
+            model.save_pretrained(out, max_shard_size=_LARGEST_FILE)
+        else:
+            save_file(tensors, out / "model.safetensors")
+        _flush(out)
+
+    saved, _ = _measure(save)
+    own = sum(x.nbytes for x in tensors.values())
+    largest = max(x.nbytes for x in tensors.values())
+    return {"load": loaded, "save": saved, "own_bytes": own, "largest_tensor_bytes": largest}
+
+
+def work(peer: str, folder: Path, process: int = 0, address: str = "") -> None:
+    """Load and save the small model, then the large one, and print what that took."""
+    found = {}
+    if peer.startswith("jaxzero"):
+        _start_jax(process, address)
+    for name in ("small", "large"):
+        source, out = folder / name, folder / f"{name}-out"
+        is_ours = peer.startswith("jaxzero")
+        found = _run_jaxzero(source, out) if is_ours else _run_torch(source, out, peer)
+    print(json.dumps(found))
+
+
+# And this in the process that starts them.
+
+
+def _start(*arguments: Any) -> subprocess.Popen:
+    command = [sys.executable, "-m", "benchmarks.measured.interop", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def _finish(process: subprocess.Popen) -> dict[str, Any]:
+    output, _ = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"A process of {process.args} failed; its errors are above.")
+    return json.loads(output.splitlines()[-1])
+
+
+def _turn(peer: str, folder: Path) -> dict[str, Any]:
+    given = ("work", "--peer", peer, "--folder", folder)
+    if "2 processes" not in peer:
+        return _finish(_start(*given))
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        address = f"localhost:{listener.getsockname()[1]}"
+    running = [_start(*given, "--address", address, "--process", number) for number in range(2)]
+    first, second = map(_finish, running)
+    for action in ("load", "save"):
+        for key, value in second[action].items():
+            first[action][key] = max(first[action][key], value)
+    return first
+
+
+def _summary(rounds: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, Any]:
+    summary = {key: rounds[0][key] for key in ("own_bytes", "largest_tensor_bytes")}
+    for action in ("load", "save"):
+        seconds = [each[action]["seconds"] for each in rounds]
+        summary[f"{action}_seconds_median"] = round(statistics.median(seconds), 2)
+        summary[f"{action}_seconds_range"] = [round(min(seconds), 2), round(max(seconds), 2)]
+        ratios = [
+            each[action]["seconds"] / other[action]["seconds"]
+            for each, other in zip(rounds, others, strict=True)
+        ]
+        summary[f"{action}_time_over_transformers_median"] = round(statistics.median(ratios), 3)
+        summary[f"{action}_peak_bytes"] = max(each[action]["peak_bytes"] for each in rounds)
+    peak = summary["load_peak_bytes"] - summary["largest_tensor_bytes"]
+    summary["load_peak_less_one_tensor_over_own"] = round(peak / summary["own_bytes"], 3)
+    return summary
+
+
+def compare(size: Size = Size(), rounds: int = 3, directory: Path | None = None) -> None:  # noqa: B008
+    """Measure all peers in turn, and append a row.
+
+    Args:
+        size: of the model.
+        rounds: how often each peer loads and saves.
+        directory: where the checkpoint and its copies are written, and removed.
+    """
+    from benchmarks.shared._rows import append_row
+
+    found: dict[str, list[dict[str, Any]]] = {peer: [] for peer in PEERS}
+    with tempfile.TemporaryDirectory(dir=directory) as name:
+        folder = Path(name)
+        write_checkpoint(folder / "small", Size(**SMALL))
+        write_checkpoint(folder / "large", size)
+        for i in range(rounds):
+            for peer in PEERS if i % 2 else PEERS[::-1]:
+                found[peer].append(_turn(peer, folder))
+                for out in folder.glob("*-out"):
+                    shutil.rmtree(out)
+    peers = {peer: _summary(measured, found["transformers"]) for peer, measured in found.items()}
+    append_row("interop", {"rounds": rounds, **vars(size), "peers": peers})
+
+
+if __name__ == "__main__":
+    tyro.extras.subcommand_cli_from_dict({"compare": compare, "work": work})

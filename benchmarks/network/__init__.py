@@ -1,0 +1,1 @@
+"""Steps over a slow network between two hosts."""

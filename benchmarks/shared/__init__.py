@@ -1,0 +1,1 @@
+"""Models, rows of results and baselines that several benchmarks use."""

@@ -1,0 +1,1 @@
+"""What codecs and adaptive batches do to training."""

@@ -1,0 +1,12 @@
+"""Model directories of Hugging Face: decoders and encoders, loaded and exported.
+
+In: a directory with `config.json`. Out: a Flax NNX model with its parameters, and such a directory.
+"""
+
+from .decoder import LoadedDecoder as LoadedDecoder
+from .decoder import export_decoder as export_decoder
+from .decoder import load_decoder as load_decoder
+from .encoder import LoadedEncoder as LoadedEncoder
+from .encoder import export_encoder as export_encoder
+from .encoder import load_encoder as load_encoder
+from .reference import embed_with_transformers as embed_with_transformers

@@ -1,0 +1,167 @@
+"""How the parameters of `jaxzero.models.Decoder` are called in checkpoints, as rules by family.
+
+Most families say what Llama says, and a rule that matches no parameter is passed over: so one
+table, with and without biases, norms of queries and keys, and a head, serves most of them, and the
+norms around the two halves of a layer are what is left to tell apart. `{i}` is a layer, `{e}` an
+expert. Scanned layers are the same rules without `{i}` on our side.
+"""
+
+from collections.abc import Iterable
+
+from jaxzero.interop._rules import Rule, Split, Transpose
+from jaxzero.models import DecoderConfig
+
+from .layer_rules import LAYER, embedding, linear, norm, stacked
+
+_THEIRS = "model.layers.{i}"
+
+# In files, but no parameters: masks and speeds of rotation, which are computed here.
+BUFFERS = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq")
+HEAD = "lm_head.weight"
+EMBEDDINGS = "embedding.embedding"  # of ours
+
+
+def rules_of(model_type: str, config: DecoderConfig) -> tuple[Rule, ...]:
+    """The table of a family, for layers in a list or in a stack as `config` has them."""
+    rules = _phi3(config) if model_type == "phi3" else _TABLES[model_type]
+    return stacked(rules) if config.scan_layers else rules
+
+
+def without_prefix(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """The names in a checkpoint that was saved without its head: not `model.norm`, but `norm`."""
+    return tuple(
+        Rule(rule.ours, tuple(_after_prefix(name) for name in rule.theirs), *rule.steps)
+        for rule in rules
+    )
+
+
+def _after_prefix(name: str) -> str:
+    for prefix in ("model.", "transformer."):
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _norms(**names: str) -> tuple[Rule, ...]:
+    return tuple(
+        rule
+        for ours, theirs in names.items()
+        for rule in norm(f"{LAYER}.{ours}", f"{_THEIRS}.{theirs}")
+    )
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    each = f"{_THEIRS}.{block}.experts.{{e}}"
+    return (
+        *linear(f"{LAYER}.mlp.router", f"{_THEIRS}.{block}.gate"),
+        Rule(f"{LAYER}.mlp.gate", f"{each}.{gate}.weight", Transpose()),
+        Rule(f"{LAYER}.mlp.up", f"{each}.{up}.weight", Transpose()),
+        Rule(f"{LAYER}.mlp.down", f"{each}.{down}.weight", Transpose()),
+    )
+
+
+_ENDS = (
+    *embedding("embedding", "model.embed_tokens"),
+    *norm("norm", "model.norm"),
+    *linear("head", "lm_head"),
+)
+_ATTENTION = (
+    *linear(f"{LAYER}.attention.query", f"{_THEIRS}.self_attn.q_proj"),
+    *linear(f"{LAYER}.attention.key", f"{_THEIRS}.self_attn.k_proj"),
+    *linear(f"{LAYER}.attention.value", f"{_THEIRS}.self_attn.v_proj"),
+    *linear(f"{LAYER}.attention.output", f"{_THEIRS}.self_attn.o_proj"),
+    *norm(f"{LAYER}.attention.query_norm", f"{_THEIRS}.self_attn.q_norm"),
+    *norm(f"{LAYER}.attention.key_norm", f"{_THEIRS}.self_attn.k_norm"),
+)
+_MLP = (
+    *linear(f"{LAYER}.mlp.gate", f"{_THEIRS}.mlp.gate_proj"),
+    *linear(f"{LAYER}.mlp.up", f"{_THEIRS}.mlp.up_proj"),
+    *linear(f"{LAYER}.mlp.down", f"{_THEIRS}.mlp.down_proj"),
+)
+_NORMS_BEFORE = _norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+_NORMS_AFTER = _norms(
+    attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"
+)
+_NORMS_AROUND = _norms(
+    attention_norm="input_layernorm",
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+)
+
+_LLAMA = (*_ENDS, *_ATTENTION, *_MLP, *_NORMS_BEFORE)
+_GEMMA = (*_ENDS, *_ATTENTION, *_MLP, *_NORMS_AROUND)
+
+
+def _gpt2() -> tuple[Rule, ...]:
+    # Its projections are `[in, out]` in the file too; queries, keys and values are one.
+    theirs = "transformer.h.{i}"
+
+    def conv(ours: str, name: str) -> tuple[Rule, ...]:
+        return (
+            Rule(f"{LAYER}.{ours}.kernel", f"{theirs}.{name}.weight"),
+            Rule(f"{LAYER}.{ours}.bias", f"{theirs}.{name}.bias"),
+        )
+
+    thirds = [f"{LAYER}.attention.{part}" for part in ("query", "key", "value")]
+    return (
+        *embedding("embedding", "transformer.wte"),
+        *embedding("positions", "transformer.wpe"),
+        *norm("norm", "transformer.ln_f"),
+        *linear("head", "lm_head"),
+        *norm(f"{LAYER}.attention_norm", f"{theirs}.ln_1"),
+        Rule(
+            tuple(f"{part}.kernel" for part in thirds),
+            f"{theirs}.attn.c_attn.weight",
+            Split(1, 3),
+        ),
+        Rule(tuple(f"{part}.bias" for part in thirds), f"{theirs}.attn.c_attn.bias", Split(0, 3)),
+        *conv("attention.output", "attn.c_proj"),
+        *norm(f"{LAYER}.mlp_norm", f"{theirs}.ln_2"),
+        *conv("mlp.up", "mlp.c_fc"),
+        *conv("mlp.down", "mlp.c_proj"),
+    )
+
+
+def _phi3(config: DecoderConfig) -> tuple[Rule, ...]:
+    # Queries, keys and values are one projection, and so are gate and up.
+    num_query, num_key = config.num_heads, config.num_key_value_heads
+    sizes = tuple(num * config.head_size for num in (num_query, num_key, num_key))
+    return (
+        *_ENDS,
+        Rule(
+            tuple(f"{LAYER}.attention.{part}.kernel" for part in ("query", "key", "value")),
+            f"{_THEIRS}.self_attn.qkv_proj.weight",
+            Split(0, sizes),
+            Transpose(),
+        ),
+        *linear(f"{LAYER}.attention.output", f"{_THEIRS}.self_attn.o_proj"),
+        Rule(
+            (f"{LAYER}.mlp.gate.kernel", f"{LAYER}.mlp.up.kernel"),
+            f"{_THEIRS}.mlp.gate_up_proj.weight",
+            Split(0, 2),
+            Transpose(),
+        ),
+        *linear(f"{LAYER}.mlp.down", f"{_THEIRS}.mlp.down_proj"),
+        *_NORMS_BEFORE,
+    )
+
+
+_TABLES: dict[str, tuple[Rule, ...]] = {
+    "gpt2": _gpt2(),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "olmo2": (*_ENDS, *_ATTENTION, *_MLP, *_NORMS_AFTER),
+    # Not every layer need have experts; what this version of transformers holds in memory as one
+    # tensor of all experts is a tensor for each in the file.
+    "mixtral": (
+        *_ENDS,
+        *_ATTENTION,
+        *_NORMS_BEFORE,
+        *_experts("block_sparse_moe", "w1", "w3", "w2"),
+    ),
+    "qwen3_moe": (*_LLAMA, *_experts("mlp", "gate_proj", "up_proj", "down_proj")),
+}

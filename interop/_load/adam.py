@@ -1,0 +1,226 @@
+"""The state of Adam between PyTorch and optax.
+
+Both keep the same two means of each parameter, and a number of steps. So a parameter's way from a
+checkpoint into a tree (rules, or `match`) is also the way of its means, and a run that is moved
+goes on where it was: nothing has to warm up again.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jaxzero._sharding import data_of
+from jaxzero.interop._match import match
+from jaxzero.interop._rules import Rule, to_ours, to_theirs
+from jaxzero.interop._tensors import (
+    AdamMoments,
+    ArrayTensor,
+    Checkpoint,
+    LazyTensor,
+    ShardedTensor,
+    named_leaves,
+)
+
+from .convert_file import to_torch
+
+_COUNTERS = ("count", "gradient_step")  # fields of optax's states that count updates
+
+
+def load_adam(
+    opt_state: Any,
+    tree: Any,
+    source: Checkpoint | AdamMoments,
+    *,
+    rules: Iterable[Rule] | None = None,
+    ignore: Iterable[str] = (),
+) -> Any:
+    """Put the moments of a PyTorch run into an optax state, which a run then goes on from.
+
+    The state of every Adam in the chain is replaced, also inside masks, partitions and other
+    wrappers, and every counter of updates is set, so that schedules go on as well. Each process
+    reads only what its devices own.
+
+    Args:
+        opt_state: from `zero.init_optimizer(tx, params)`, or `tx.init(params)`.
+        tree: the parameters in their true shapes, as they were given to `load_into`: arrays,
+            `jax.ShapeDtypeStruct`s, or what `load_into` returned.
+        source: from `open_checkpoint`, or its `adam(names)`.
+        rules: as for `load_into`; if left out, `match` proposes them, for which `source` must be a
+            `Checkpoint`.
+        ignore: names of parameters of the checkpoint that are none of the tree's.
+
+    Returns:
+        A state like `opt_state`, sharded like it.
+
+    Raises:
+        ValueError: there is no Adam on one of the sides, or their parameters differ.
+    """
+    rules, ignore = tuple(rules or ()), tuple(ignore)
+    if not rules:
+        if not isinstance(source, Checkpoint):
+            raise ValueError("`rules` are needed where `source` is no `Checkpoint`. Pass them.")
+        proposal = match(tree, source, ignore=ignore)
+        proposal.raise_if_undecided()
+        rules, ignore = tuple(proposal.rules), (*ignore, *proposal.left_out)
+    moments = source.adam() if isinstance(source, Checkpoint) else source
+    shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(tree).leaves.items()}
+    states = adam_states(opt_state)
+    wanted = {path: shapes[path] for path in _paths_of(states, shapes)}
+    kinds = {
+        "mu": to_ours(rules, wanted, moments.exp_avg, where="(`exp_avg`)", ignore=ignore),
+        "nu": to_ours(rules, wanted, moments.exp_avg_sq, where="(`exp_avg_sq`)", ignore=ignore),
+    }
+
+    def moved(path: tuple[Any, ...], leaf: Any) -> Any:
+        if isinstance(leaf, optax.ScaleByAdamState):
+            count = _counter(moments.step, leaf.count)
+            return leaf._replace(count=count, **{k: _filled(leaf, k, kinds[k]) for k in kinds})
+        if _counts(path, leaf):
+            return _counter(moments.step, leaf)
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(moved, opt_state, is_leaf=_is_adam)
+
+
+def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoments:
+    """The moments in an optax state, by the names of a checkpoint: the inverse of `load_adam`.
+
+    Nothing is gathered until a tensor is read.
+
+    Args:
+        opt_state: of a chain with Adam in it.
+        tree: as for `load_adam`.
+        rules: those of `load_into`.
+
+    Raises:
+        ValueError: there is no Adam in `opt_state`, or its parameters are not those of `tree`.
+    """
+    shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(tree).leaves.items()}
+    states = adam_states(opt_state)
+    _paths_of(states, shapes)
+    rules = tuple(rules)
+    means, squares = (
+        to_theirs(
+            rules,
+            {
+                path: _held(leaf, shapes[path], path)
+                for state in states
+                for path, leaf in named_leaves(getattr(state, kind)).leaves.items()
+            },
+        )
+        for kind in ("mu", "nu")
+    )
+    return AdamMoments(step=int(np.asarray(states[0].count)), exp_avg=means, exp_avg_sq=squares)
+
+
+def torch_state_dict(moments: AdamMoments, param_groups: Sequence[Mapping[str, Any]]) -> dict:
+    """Moments as `torch.optim.AdamW(...).load_state_dict` takes them. Needs PyTorch.
+
+    Args:
+        moments: from `adam_from`, or of a checkpoint.
+        param_groups: as of `optimizer.state_dict()`, but `params` are names: the parameters of each
+            group, in the order in which the optimizer was given them, and its `lr`, `betas`, ...
+
+    Raises:
+        ValueError: the groups leave out a parameter that has moments.
+    """
+    import torch
+
+    numbers = {
+        name: number
+        for number, name in enumerate(name for group in param_groups for name in group["params"])
+    }
+    missing = sorted(moments.exp_avg.keys() - numbers.keys())
+    if missing:
+        raise ValueError(
+            f"`param_groups` leaves out {missing[0]!r} ({len(missing)} such parameters), which has "
+            "moments. Name every parameter in one group."
+        )
+
+    means, squares = (to_torch(kind) for kind in (moments.exp_avg, moments.exp_avg_sq))
+    state = {
+        number: {
+            "step": torch.tensor(float(moments.step)),
+            "exp_avg": means[name],
+            "exp_avg_sq": squares[name],
+        }
+        for name, number in numbers.items()
+        if name in moments.exp_avg
+    }
+    groups = [
+        {**group, "params": [numbers[name] for name in group["params"]]} for group in param_groups
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def adam_states(opt_state: Any) -> list[optax.ScaleByAdamState]:
+    """Every state of Adam in a tree.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = [leaf for leaf in jax.tree.leaves(opt_state, is_leaf=_is_adam) if _is_adam(leaf)]
+    if not found:
+        raise ValueError(
+            "`opt_state` holds no state of Adam (`optax.ScaleByAdamState`). Build the chain with "
+            "`optax.adam`, `optax.adamw` or `optax.scale_by_adam`."
+        )
+    return found
+
+
+def _is_adam(x: Any) -> bool:
+    return isinstance(x, optax.ScaleByAdamState)
+
+
+def _paths_of(states: list[optax.ScaleByAdamState], shapes: Mapping[str, Any]) -> list[str]:
+    paths = [path for state in states for path in named_leaves(state.mu).leaves]
+    unknown = sorted(set(paths) - shapes.keys())
+    if unknown:
+        raise ValueError(
+            f"Adam in `opt_state` has moments of `{unknown[0]}` ({len(unknown)} such paths), which "
+            "is no parameter of `tree`. Pass the tree that `opt_state` was made for."
+        )
+    return paths
+
+
+def _filled(state: Any, kind: str, tensors: Mapping[str, LazyTensor]) -> Any:
+    named = named_leaves(getattr(state, kind))
+    return named.rebuild(
+        {path: _read_like(tensors[path], leaf) for path, leaf in named.leaves.items()}
+    )
+
+
+def _counts(path: tuple[Any, ...], leaf: Any) -> bool:
+    if not path or getattr(path[-1], "name", None) not in _COUNTERS:
+        return False
+    return np.issubdtype(leaf.dtype, np.integer) and leaf.shape == ()
+
+
+def _counter(step: int, like: Any) -> Any:
+    value = np.asarray(step, like.dtype)
+    return jax.device_put(value, like.sharding) if isinstance(like, jax.Array) else value
+
+
+def _read_like(tensor: LazyTensor, like: Any) -> Any:
+    """Read a tensor into the layout and dtype of an array, which may be padded with zeros."""
+    like = data_of(like)
+    tensor = tensor.astype(like.dtype)
+    if not isinstance(like, jax.Array):
+        return tensor.read()
+
+    def read(index: Any) -> np.ndarray:
+        data = tensor[index]  # slices end where the tensor ends
+        bounds = (each.indices(size) for each, size in zip(index, like.shape, strict=True))
+        sizes = [stop - start for start, stop, _ in bounds]
+        return np.pad(data, [(0, n - held) for n, held in zip(sizes, data.shape, strict=True)])
+
+    return jax.make_array_from_callback(like.shape, like.sharding, read)
+
+
+def _held(leaf: Any, shape: tuple[int, ...], path: str) -> LazyTensor:
+    if isinstance(leaf, jax.Array):
+        return ShardedTensor(leaf, shape, path)
+    return ArrayTensor(np.asarray(leaf), path)

@@ -1,0 +1,112 @@
+"""Any checkpoint that can be read, written in any form that can be written."""
+
+import importlib.util
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxzero.interop._safetensors import new_directory, new_file, save_tensors
+from jaxzero.interop._tensors import LazyTensor
+
+from .open import open_checkpoint
+
+Form = Literal["safetensors", "torch", "dcp"]
+
+
+def write_checkpoint(
+    tensors: Mapping[str, LazyTensor],
+    path: Path | str,
+    *,
+    form: Form,
+    max_shard_bytes: int = 5 * 10**9,
+    source: Path | str | None = None,
+) -> Path:
+    """Write tensors as a checkpoint, which appears whole or not at all.
+
+    Args:
+        tensors: by name.
+        path: a directory, or with "torch" a file. A checkpoint of that form that is there is
+            replaced.
+        form: "safetensors" holds one tensor in memory at a time. "torch" (`torch.save`) and "dcp"
+            (`torch.distributed.checkpoint`) need PyTorch, and hold all.
+        max_shard_bytes: largest file of safetensors.
+        source: a directory whose config and tokenizer are carried along, with "safetensors".
+
+    Raises:
+        ValueError: `path` is a file where a directory is needed, or the reverse, or a directory
+            that holds more than a checkpoint.
+        ImportError: the form needs PyTorch, which is not installed.
+    """
+    path = Path(path)
+    if path.is_dir() if form == "torch" else path.is_file():
+        raise ValueError(
+            f"`path` must be {'a file' if form == 'torch' else 'a directory'} with form={form!r}; "
+            f"{str(path)!r} is the other. Name another place."
+        )
+    if form == "safetensors":
+        return save_tensors(tensors, path, max_shard_bytes=max_shard_bytes, source=source)
+    _check_torch(form)
+    if form == "dcp":
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        with (
+            new_directory(path, replaces=(".metadata", "*.distcp")) as folder,
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            save(to_torch(tensors), storage_writer=FileSystemWriter(folder), no_dist=True)
+        return path
+    import torch
+
+    with new_file(path) as file:
+        torch.save(to_torch(tensors), file)
+    return path
+
+
+def _check_torch(form: Form) -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise ImportError(
+            f"Writing form={form!r} needs PyTorch, which is optional. Install it with "
+            '`pip install "jaxzero[torch]"`, or write safetensors.'
+        )
+
+
+def check_copy(tensors: Mapping[str, LazyTensor], path: Path | str) -> None:
+    """Compare a checkpoint with the tensors that it was written from: names, and every bit.
+
+    Raises:
+        ValueError: a tensor is in one of them only, or differs. It is named.
+    """
+    copy = open_checkpoint(path)
+    alone = sorted(tensors.keys() ^ copy.keys())
+    if alone:
+        where = "was not written" if alone[0] in tensors else "was not in the source"
+        raise ValueError(f"{alone[0]!r} {where} ({len(alone)} such tensors in {str(path)!r}).")
+    for name, tensor in tensors.items():
+        wanted, written = tensor.read(), copy[name].read()
+        same = wanted.dtype == written.dtype and wanted.shape == written.shape
+        if not same or wanted.tobytes() != written.tobytes():
+            raise ValueError(
+                f"{name!r} in {str(path)!r} is {written.dtype}{list(written.shape)} and not what "
+                f"was written, {wanted.dtype}{list(wanted.shape)}. The disk or a program has "
+                "changed it: convert again."
+            )
+
+
+def to_torch(tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
+    """Read tensors as those of PyTorch, bit for bit."""
+    return {name: _tensor(tensor.read()) for name, tensor in tensors.items()}
+
+
+def _tensor(array: np.ndarray) -> Any:
+    import torch
+
+    # As bytes, since numpy has no bfloat16 of its own that PyTorch would know.
+    dtype = getattr(torch, array.dtype.name)
+    if not array.size:
+        return torch.empty(array.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(array.tobytes()), dtype=dtype).reshape(array.shape)

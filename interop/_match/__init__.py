@@ -1,0 +1,7 @@
+"""Propose rules for a model that nobody has written rules for.
+
+In: named tensors of a checkpoint and named leaves of a tree. Out: a `Proposal` of rules to confirm.
+"""
+
+from .propose import Proposal as Proposal
+from .propose import match as match

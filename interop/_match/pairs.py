@@ -1,0 +1,137 @@
+"""Pairing modules of a model with those of a checkpoint, without guessing.
+
+Candidates are modules with the same roles and shapes that known steps join. A pair is made when
+each is the other's best by a margin of similarity; then the rest are looked at again, until nothing
+changes. So a tie is broken when one of the two has found another partner, and never otherwise.
+"""
+
+import collections
+import dataclasses
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+
+from .names import Module, say_the_same, similarity, words_of
+from .possible_steps import Steps, possible_steps
+
+_MARGIN = 0.05  # of similarity, by which the best must lead
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A module of the model, that of the checkpoint, and the possible steps for each role."""
+
+    ours: Module
+    theirs: Module
+    ways: Mapping[str, list[Steps]]
+    num_rivals: int  # how many others fit, to begin with
+
+    @property
+    def doubt(self) -> str | None:
+        """Why the pair may be wrong; None if the names say the same, or nothing else fits."""
+        if not words_of(self.ours.name) & words_of(self.theirs.name):
+            return "by shape and number alone"
+        if self.num_rivals and not say_the_same(self.ours.name, self.theirs.name):
+            return "whose name is the most alike"
+        return None
+
+
+def pair(
+    ours: Sequence[Module], theirs: Sequence[Module]
+) -> tuple[list[Pair], dict[str, tuple[str, ...]]]:
+    """Pair modules one to one.
+
+    Returns:
+        The pairs; and for each parameter that has none, the tensors that it may be.
+    """
+    candidates = _candidates(ours, theirs)
+    num_rivals = {mine: len(scores) - 1 for mine, scores in candidates.items()}
+    claims = [_claims(module) for module in theirs]
+    made: list[Pair] = []
+    taken: set[tuple[str, int]] = set()
+    while True:
+        leaders = _mutual_leaders(candidates)
+        if not leaders:
+            break
+        for _, mine, other in leaders:
+            if claims[other].isdisjoint(taken):  # by another pair of this round
+                ways = _ways(ours[mine], theirs[other])
+                made.append(Pair(ours[mine], theirs[other], ways, num_rivals[mine]))
+                taken |= claims[other]
+                del candidates[mine]
+        candidates = {
+            mine: {
+                other: score for other, score in scores.items() if claims[other].isdisjoint(taken)
+            }
+            for mine, scores in candidates.items()
+        }
+    undecided = {
+        tensor.name: tuple(theirs[other].tensors[role].name for other in scores)
+        for mine, scores in candidates.items()
+        for role, tensor in ours[mine].tensors.items()
+    }
+    return made, undecided
+
+
+Candidates = dict[int, dict[int, float]]  # number of ours -> number of theirs -> similarity
+
+
+def _candidates(ours: Sequence[Module], theirs: Sequence[Module]) -> Candidates:
+    by_sizes = collections.defaultdict(list)
+    for other, module in enumerate(theirs):
+        by_sizes[_sizes(module)].append(other)
+    return {
+        mine: {
+            other: similarity(module, theirs[other])
+            for other in by_sizes[_sizes(module)]
+            if all(_ways(module, theirs[other]).values())
+        }
+        for mine, module in enumerate(ours)
+    }
+
+
+def _sizes(module: Module) -> tuple[tuple[str, int], ...]:
+    sizes = (
+        (role, math.prod((*module.stack, *tensor.shape))) for role, tensor in module.tensors.items()
+    )
+    return tuple(sorted(sizes))
+
+
+def _ways(ours: Module, theirs: Module) -> dict[str, list[Steps]]:
+    """For each role, the steps from theirs to ours; none if they do not fit."""
+    lead = len(theirs.stack)
+    ways = {}
+    for role, tensor in ours.tensors.items():
+        name = tensor.name.rpartition(".")[2]
+        fits = tensor.shape[:lead] == theirs.stack
+        shapes = tensor.shape[lead:], theirs.tensors[role].shape
+        ways[role] = possible_steps(name, *shapes) if fits else []
+    return ways
+
+
+def _mutual_leaders(candidates: Candidates) -> list[tuple[float, int, int]]:
+    """Pairs of which each is the other's best, the most alike first."""
+    rivals: Candidates = collections.defaultdict(dict)
+    for mine, scores in candidates.items():
+        for other, score in scores.items():
+            rivals[other][mine] = score
+    best = ((mine, _leader(scores)) for mine, scores in candidates.items())
+    mutual = [
+        (candidates[mine][other], mine, other)
+        for mine, other in best
+        if other is not None and _leader(rivals[other]) == mine
+    ]
+    return sorted(mutual, reverse=True)
+
+
+def _leader(scores: Mapping[int, float]) -> int | None:
+    ranked = heapq.nlargest(2, scores.items(), key=lambda item: item[1])
+    if not ranked or (len(ranked) > 1 and ranked[0][1] - ranked[1][1] < _MARGIN):
+        return None
+    return ranked[0][0]
+
+
+def _claims(module: Module) -> set[tuple[str, int]]:
+    """What of the checkpoint a module takes: a third of a tensor, or all three."""
+    parts = range(3) if module.part is None else (module.part,)
+    return {(name, part) for name in module.members for part in parts}

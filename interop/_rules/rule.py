@@ -1,0 +1,194 @@
+"""Rules say which parameters come from which tensors of a checkpoint, and how; once, as data.
+
+    Rule(ours, theirs, *steps)
+
+`ours` is the dotted path of a parameter in a tree of arrays, `theirs` the name of a tensor in the
+checkpoint, each one string or a tuple of them; `steps` lead from theirs to ours (`_steps`). Writing
+runs the same rules backwards, so a round trip cannot disagree with itself. A whole model:
+
+    rules = (
+        Rule("embed.embedding", "wte.weight"),
+        Rule("layers.{i}.up.kernel", "h.{i}.mlp.fc.weight", Transpose()),
+        Rule(("layers.{i}.query.kernel", "layers.{i}.key.kernel", "layers.{i}.value.kernel"),
+             "h.{i}.attn.qkv.weight", Split(0, 3), Transpose()),
+        Rule("layers.{i}.experts.down", "h.{i}.experts.{e}.w2.weight", Transpose()),
+    )
+
+A variable such as `{i}` stands for a number: of a layer, of an expert. One in both patterns pairs
+`layers.3` with `h.3`. One in `theirs` alone is *stacked*: above, every expert's matrix is a
+tensor of its own in the checkpoint and all are one parameter `[experts, in, out]` here; how many
+there are is the first dimension of that parameter. Layers that are scanned over are the same:
+`Rule("layers.up.kernel", "h.{i}.mlp.fc.weight", Transpose())`; with two such variables, the first
+in the pattern is the outer dimension. One in `ours` alone is the reverse: theirs is the stack.
+Steps see one element, without the stacked dimensions.
+
+A rule that matches no parameter is passed over, so that one table serves a family with and without
+biases. A parameter that no rule, or more than one, speaks of is an error.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from jaxzero.interop._tensors import some
+
+from .steps import Step
+
+_VARIABLE = re.compile(r"\{(\w+)\}")
+_PIECES = re.compile(r"([^{]+)|\{(\w+)\}")
+Shapes = Mapping[str, tuple[int, ...]]
+Index = tuple[int, ...]  # numbers for the variables that only one side has
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Rule:
+    """Which parameters come from which tensors, and through which steps; see the module.
+
+    Attributes:
+        ours: dotted paths of parameters, with variables.
+        theirs: names of tensors in a checkpoint, with variables.
+        steps: from theirs to ours.
+    """
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    steps: tuple[Step, ...]
+
+    def __init__(self, ours: str | tuple[str, ...], theirs: str | tuple[str, ...], *steps: Step):
+        for side, given in (("ours", ours), ("theirs", theirs)):
+            patterns = given if isinstance(given, tuple) else (given,)
+            if not patterns or len({frozenset(_variables(each)) for each in patterns}) > 1:
+                raise ValueError(
+                    f"The patterns of `{side}` must have the same variables; got {given!r}. Write "
+                    "a rule for each."
+                )
+            object.__setattr__(self, side, patterns)
+        object.__setattr__(self, "steps", steps)
+
+    def __str__(self) -> str:
+        sides = (side[0] if len(side) == 1 else side for side in (self.ours, self.theirs))
+        return f"Rule({', '.join(repr(each) for each in (*sides, *self.steps))})"
+
+
+class Use(NamedTuple):
+    """A rule with numbers for its variables: these parameters are those tensors.
+
+    `ours` has an entry for each element of a stack that theirs is, `theirs` for each element of a
+    stack that ours is; either has the one key `()` where nothing is stacked.
+    """
+
+    rule: Rule
+    ours: dict[Index, tuple[str, ...]]
+    theirs: dict[Index, tuple[str, ...]]
+
+
+def uses_of(rules: Iterable[Rule], shapes: Shapes) -> list[Use]:
+    """Spell rules out for the parameters of a tree.
+
+    Args:
+        rules: the table.
+        shapes: of every parameter, by its dotted path.
+
+    Raises:
+        ValueError: a parameter is spoken of by no rule or by two, a rule speaks of a parameter
+            that is not there, or a stack has too few dimensions.
+    """
+    uses = [use for rule in rules for use in _uses_of_one(rule, shapes)]
+    spoken: dict[str, Rule] = {}
+    for use in uses:
+        for path in itertools.chain(*use.ours.values()):
+            if path in spoken:
+                raise ValueError(
+                    f"Two rules speak of `{path}`: {spoken[path]} and {use.rule}. Drop one."
+                )
+            spoken[path] = use.rule
+    silent = sorted(shapes.keys() - spoken.keys())
+    if silent:
+        raise ValueError(
+            f"No rule speaks of {some(silent)}. Add to `rules` one that says which tensors of the "
+            "checkpoint they are."
+        )
+    return uses
+
+
+def _uses_of_one(rule: Rule, shapes: Shapes) -> list[Use]:
+    our_variables, their_variables = _variables(rule.ours[0]), _variables(rule.theirs[0])
+    shared = [name for name in our_variables if name in their_variables]
+    ours_only = [name for name in our_variables if name not in shared]
+    theirs_only = [name for name in their_variables if name not in shared]
+    found: dict[Index, dict[Index, tuple[str, ...]]] = {}
+    pattern = pattern_of(rule.ours[0])
+    for match in filter(None, map(pattern.fullmatch, shapes)):
+        numbers = {name: int(text) for name, text in match.groupdict().items()}
+        paths = tuple(_filled(each, numbers) for each in rule.ours)
+        absent = [path for path in paths if path not in shapes]
+        if absent:
+            raise ValueError(f"{rule} speaks of `{absent[0]}`, which is no parameter of the tree.")
+        group = found.setdefault(tuple(numbers[name] for name in shared), {})
+        group[tuple(numbers[name] for name in ours_only)] = paths
+    uses = []
+    for values, ours in found.items():
+        _check_stack(rule, ours)
+        counts = _counts(rule, theirs_only, ours, shapes)
+        theirs = {
+            index: _names(rule, dict(zip([*shared, *theirs_only], (*values, *index), strict=True)))
+            for index in itertools.product(*map(range, counts))
+        }
+        uses.append(Use(rule, dict(sorted(ours.items())), theirs))
+    return uses
+
+
+def _names(rule: Rule, numbers: dict[str, int]) -> tuple[str, ...]:
+    return tuple(_filled(each, numbers) for each in rule.theirs)
+
+
+def _check_stack(rule: Rule, ours: dict[Index, tuple[str, ...]]) -> None:
+    counts = [max(numbers) + 1 for numbers in zip(*ours, strict=True)]
+    for index in itertools.product(*map(range, counts)):
+        if index not in ours:
+            raise ValueError(
+                f"{rule} takes elements of a stack, but the tree has none numbered {index}: its "
+                "numbers must be 0, 1, 2, ..."
+            )
+
+
+def _counts(
+    rule: Rule, stacked: list[str], ours: dict[Index, tuple[str, ...]], shapes: Shapes
+) -> tuple[int, ...]:
+    paths = list(itertools.chain(*ours.values()))
+    counts = {path: shapes[path][: len(stacked)] for path in paths}
+    first = counts[paths[0]]
+    for path, given in counts.items():
+        if len(given) < len(stacked) or given != first:
+            names = ", ".join(f"{{{name}}}" for name in stacked)
+            raise ValueError(
+                f"{rule} stacks over {names}, so `{path}` must begin with {len(stacked)} stacked "
+                f"dimension(s), {first} as in `{paths[0]}`; its shape is {shapes[path]}."
+            )
+    return first
+
+
+def pattern_of(pattern: str) -> re.Pattern[str]:
+    """What matches the names that a pattern stands for; a group for each variable."""
+    parts, seen = [], set()
+    for text, name in _PIECES.findall(pattern):
+        # The first occurrence of a variable captures, a later one repeats what was captured.
+        parts.append(
+            re.escape(text)
+            if text
+            else f"(?P={name})"
+            if name in seen
+            else rf"(?P<{name}>0|[1-9][0-9]*)"
+        )
+        seen.add(name)
+    return re.compile("".join(parts))
+
+
+def _variables(pattern: str) -> list[str]:
+    return list(dict.fromkeys(_VARIABLE.findall(pattern)))
+
+
+def _filled(pattern: str, numbers: Mapping[str, int]) -> str:
+    return _VARIABLE.sub(lambda found: str(numbers[found[1]]), pattern)

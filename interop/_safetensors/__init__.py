@@ -1,0 +1,12 @@
+"""Read and write safetensors files, by one process or several, whole or not at all.
+
+In: a path, or named tensors. Out: lazy tensors, or a directory that other libraries load.
+"""
+
+from .atomic import new_directory as new_directory
+from .atomic import new_file as new_file
+from .read import INDEX as INDEX
+from .read import SINGLE as SINGLE
+from .read import FileTensor as FileTensor
+from .read import tensors_in as tensors_in
+from .save import save_tensors as save_tensors

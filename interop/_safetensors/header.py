@@ -1,0 +1,203 @@
+"""The header of a safetensors file: read without trust, and written.
+
+A file (https://github.com/huggingface/safetensors) is 8 bytes that give the length of the header,
+the header (JSON: dtype, shape and byte range of each tensor), and the bytes. The library refuses a
+header that lies, but does not say which tensor it lies about, nor where the bytes of a tensor are;
+so it is read here. What is accepted here the library accepts too.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from jaxzero.interop._tensors import LazyTensor
+
+# Names of the format, in the order in which it knows them: a file holds its tensors from the last
+# dtype to the first, so that each begins at a multiple of its element's size. Those that numpy has
+# no type for come from ml_dtypes.
+DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I16": np.dtype(np.int16),
+    "U16": np.dtype(np.uint16),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I32": np.dtype(np.int32),
+    "U32": np.dtype(np.uint32),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "I64": np.dtype(np.int64),
+    "U64": np.dtype(np.uint64),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_RANK = {name: rank for rank, name in enumerate(DTYPES)}
+_METADATA = "__metadata__"  # an entry that is no tensor
+_MAX_HEADER_BYTES = 100_000_000  # as in the library
+_MAX_DIMS = 64  # of numpy
+_ALIGNMENT = 8  # of the first tensor's first byte
+
+
+class Entry(NamedTuple):
+    """What a header says of one tensor."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
+
+
+def read_header(file: Path) -> list[Entry]:
+    """Read and check the header of a file. The bytes of tensors are not touched.
+
+    Raises:
+        ValueError: the file is cut short, or its header is not of the format or does not describe
+            the bytes that follow it: no gap, no overlap, nothing left over. File and tensor are
+            named.
+    """
+    size = file.stat().st_size
+    with open(file, "rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            raise _broken(file, f"its {size} bytes do not hold the {length} of its header")
+        text = opened.read(length)
+    entries = [
+        _entry(file, name, content, 8 + length)
+        for name, content in _parse(file, text).items()
+        if name != _METADATA
+    ]
+    end = 8 + length
+    for entry in sorted(entries, key=lambda entry: (entry.offset, _num_bytes(entry))):
+        if entry.offset != end:
+            raise _broken(
+                file,
+                f"tensor {entry.name!r} begins at byte {entry.offset}, where the one before it "
+                f"ends at {end}",
+            )
+        end += _num_bytes(entry)
+    if end != size:
+        raise _broken(file, f"it has {size} bytes, and its tensors end at {end}")
+    return entries
+
+
+def header_of(tensors: Mapping[str, LazyTensor]) -> bytes:
+    """The first bytes of a file that holds tensors in this order, up to the first of them."""
+    header: dict[str, object] = {_METADATA: {"format": "pt"}}  # as transformers writes it
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def file_order(tensors: Mapping[str, LazyTensor]) -> list[str]:
+    """Names of tensors in the order in which the library writes them into a file."""
+    return sorted(tensors, key=lambda name: (-_RANK[_NAMES[tensors[name].dtype]], name))
+
+
+def check_writable(name: str, tensor: LazyTensor) -> None:
+    """See that the format can hold a tensor.
+
+    Raises:
+        ValueError: it has no such dtype, or keeps the name for itself.
+    """
+    if tensor.dtype not in _NAMES:
+        raise ValueError(
+            f"Tensor {name!r} has dtype {tensor.dtype}, which safetensors cannot hold. Cast it to "
+            f"one of {', '.join(str(each) for each in _NAMES)}."
+        )
+    if name == _METADATA:
+        raise ValueError(f"No tensor can be called {name!r} in safetensors. Give it another name.")
+
+
+def _parse(file: Path, text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice = [name for name in names if names.count(name) > 1] if _repeats(names) else []
+        if twice:
+            raise ValueError(f"{twice[0]!r} is there twice")
+        return dict(pairs)
+
+    try:
+        header = json.loads(text.decode(), object_pairs_hook=unique)
+        json.dumps(header, ensure_ascii=False, allow_nan=False).encode()  # no NaN, no surrogates
+    except (ValueError, RecursionError) as error:
+        raise _broken(file, f"its header is not proper JSON: {error}") from error
+    metadata = header.get(_METADATA, {}) if isinstance(header, dict) else None
+    if not isinstance(metadata, dict) or not _are(metadata.values(), str):
+        raise _broken(file, "its header is no table of tensors with text for metadata")
+    return header
+
+
+def _repeats(names: list[str]) -> bool:
+    return len(set(names)) < len(names)
+
+
+def _entry(file: Path, name: str, content: Any, begin: int) -> Entry:
+    """Check what is said of one tensor by itself."""
+    fields = content if isinstance(content, dict) else {}
+    shape, offsets = fields.get("shape"), fields.get("data_offsets")
+    if not (
+        isinstance(shape, list)
+        and isinstance(offsets, list)
+        and len(offsets) == 2
+        and _are([*shape, *offsets], int)
+        and min([*shape, *offsets]) >= 0
+    ):
+        raise _broken(
+            file,
+            f"of tensor {name!r} it says {_short(content)}, where there must be a dtype, and a "
+            "shape and two data_offsets of integers that are not negative",
+        )
+    dtype = DTYPES.get(fields["dtype"]) if isinstance(fields.get("dtype"), str) else None
+    if dtype is None:
+        raise ValueError(
+            f"Tensor {name!r} in {str(file)!r} has dtype {_short(fields.get('dtype'))}, which is "
+            f"not one of {', '.join(DTYPES)}. Save the checkpoint again in one of those."
+        )
+    entry = Entry(name, dtype, tuple(shape), begin + offsets[0])
+    if (
+        len(shape) > _MAX_DIMS
+        # numpy counts the elements as if dimensions that are 0 were not there, too.
+        or math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 2**63
+        or _num_bytes(entry) != offsets[1] - offsets[0]
+    ):
+        raise _broken(
+            file,
+            f"tensor {name!r} of {fields['dtype']} has shape {_short(shape)}, which is not what "
+            f"{offsets[1] - offsets[0]} bytes hold",
+        )
+    return entry
+
+
+def _num_bytes(entry: Entry) -> int:
+    return math.prod(entry.shape) * entry.dtype.itemsize
+
+
+def _are(values: Iterable[Any], kind: type) -> bool:
+    return all(type(value) is kind for value in values)  # a bool is an int elsewhere
+
+
+def _short(content: Any) -> str:
+    text = repr(content)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+def _broken(file: Path, what: str) -> ValueError:
+    return ValueError(
+        f"{str(file)!r} is not a whole safetensors file: {what}. Copy or download the checkpoint "
+        "again."
+    )

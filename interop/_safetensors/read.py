@@ -1,0 +1,134 @@
+"""Tensors in safetensors files (https://github.com/huggingface/safetensors), one file or several.
+
+The library reads slices by mapping the file and parsing its header anew each time, which many
+tensors on many devices would have it do very often, and its pages count as memory of the process.
+So slices are read here, straight from the byte range that the header gives.
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+from jaxzero.interop._tensors import Box, LazyTensor, some
+
+from .header import read_header
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"  # says which of several files holds which tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileTensor(LazyTensor):
+    """A tensor in a safetensors file.
+
+    It holds no bytes and no open file. Indexing reads: the file's bytes of that slice, no more.
+    """
+
+    file: Path
+    name: str  # in the file
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    offset: int  # of its first byte in the file
+
+    @property
+    def label(self) -> str:
+        """Name and file."""
+        return f"{self.name!r} in {str(self.file)!r}"
+
+    def _read_box(self, box: Box) -> np.ndarray:
+        if self.file.stat().st_size < self.offset + self.nbytes:
+            raise ValueError(
+                f"{str(self.file)!r} ends inside tensor {self.name!r}: it was cut off after it was "
+                "opened. Copy or download it again."
+            )
+        whole = self.ndim  # from this dimension on, all is asked for
+        while whole and box[whole - 1] == (0, self.shape[whole - 1]):
+            whole -= 1
+        lead = [stop - start for start, stop in box[: max(whole - 1, 0)]]
+        if math.prod(lead) > 1:
+            return self._read_scattered(box)
+        return self._read_run(box)
+
+    def _read_run(self, box: Box) -> np.ndarray:
+        start = 0
+        for (first, _), size in zip(box, self.shape, strict=True):
+            start = start * size + first
+        shape = [stop - start for start, stop in box]
+        with open(self.file, "rb") as file:
+            file.seek(self.offset + start * self.dtype.itemsize)
+            array = np.fromfile(file, self.dtype, math.prod(shape))
+        return array.reshape(shape)
+
+    def _read_scattered(self, box: Box) -> np.ndarray:
+        # Mapped for this slice only: pages that stay mapped would count as memory of the process.
+        # Read as integers: numpy copies types that are not its own (bfloat16) one by one.
+        raw = np.dtype(f"u{self.dtype.itemsize}")
+        mapped = np.memmap(self.file, raw, "r", self.offset, self.shape)
+        return np.array(mapped[tuple(slice(start, stop) for start, stop in box)]).view(self.dtype)
+
+
+def tensors_in(path: Path | str) -> dict[str, FileTensor]:
+    """List the tensors of a checkpoint. Reads headers only.
+
+    Args:
+        path: a safetensors file, or a directory with `model.safetensors` or with several files and
+            their index.
+
+    Raises:
+        ValueError: there is no safetensors checkpoint, a file of it is missing, cut short or
+            broken, a tensor has a dtype that numpy has no type for, or the index does not tell the
+            truth.
+    """
+    path = Path(path)
+    if path.is_file():
+        return _tensors_in_files([path], path)
+    index = path / INDEX
+    if not index.is_file():
+        return _tensors_in_files([path / SINGLE], path)
+    file_of = _read_index(index)
+    tensors = _tensors_in_files([path / name for name in sorted(set(file_of.values()))], path)
+    for name, file in file_of.items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise ValueError(
+                f"{str(index)!r} says that tensor {name!r} is in {file}, which does not hold it. "
+                "Copy or download the checkpoint again."
+            )
+    return tensors
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        file_of = json.loads(index.read_bytes())["weight_map"]
+        plain = all(isinstance(file, str) and Path(file).name == file for file in file_of.values())
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        plain = False
+    if not plain or not file_of:
+        raise ValueError(
+            f"{str(index)!r} is not an index of safetensors files: its `weight_map` must give a "
+            "file of the same directory for each tensor. Copy or download it again."
+        )
+    return file_of
+
+
+def _tensors_in_files(files: list[Path], path: Path) -> dict[str, FileTensor]:
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ValueError(
+            f"{str(path)!r} lacks {some(missing)}. Give a directory that `save_pretrained` of "
+            "Hugging Face transformers wrote. It writes safetensors, so it converts an older "
+            "checkpoint (`pytorch_model.bin`) that it has loaded."
+        )
+    found: dict[str, FileTensor] = {}
+    for file in files:
+        for name, dtype, shape, offset in read_header(file):
+            if name in found:
+                raise ValueError(
+                    f"Tensor {name!r} is in {found[name].file.name} and in {file.name} of "
+                    f"{str(path)!r}. One of the two is left over from another checkpoint: save "
+                    "it again into an empty directory."
+                )
+            found[name] = FileTensor(file=file, name=name, shape=shape, dtype=dtype, offset=offset)
+    return found

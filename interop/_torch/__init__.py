@@ -1,0 +1,13 @@
+"""Read files of `torch.save`, FSDP (DCP) and DeepSpeed, without PyTorch and without running code.
+
+In: a path. Out: a `Checkpoint` of lazy tensors, with the moments of Adam.
+"""
+
+from .dcp import METADATA as METADATA
+from .dcp import open_dcp as open_dcp
+from .deepspeed import is_deepspeed as is_deepspeed
+from .deepspeed import open_deepspeed as open_deepspeed
+from .state_dict import INDEX as INDEX
+from .state_dict import WEIGHTS as WEIGHTS
+from .state_dict import open_torch_file as open_torch_file
+from .state_dict import open_torch_parts as open_torch_parts

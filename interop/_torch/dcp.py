@@ -1,0 +1,276 @@
+"""Distributed checkpoints of PyTorch (DCP), which FSDP and FSDP2 write: a directory of shards.
+
+`.metadata` says of each tensor into which chunks it was cut, and in which bytes of which file each
+lies, as an archive of its own (`_torch_file`). A slice is put together from the chunks that it
+overlaps. PyTorch reads `.metadata` with plain `pickle.load`, which runs whatever a file asks for;
+here it is read like everything else (`_unpickle`).
+
+https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxzero.interop._tensors import AdamMoments, Box, Checkpoint, LazyTensor
+
+from .state_dict import moments_of
+from .torch_file import read_torch_file
+from .unpickle import DTYPES, Record, unpickle
+
+METADATA = ".metadata"
+_TENSOR = "torch.distributed.checkpoint.metadata.TensorStorageMetadata"
+_OPTIMIZER = re.compile(r"(?:(?P<above>.+)\.)?state\.(?P<name>.+)\.(?P<key>\w+)")
+
+
+class _Chunk(NamedTuple):
+    box: Box
+    file: Path
+    start: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DcpTensor(LazyTensor):
+    """A tensor in the chunks of a distributed checkpoint."""
+
+    directory: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunks: tuple[_Chunk, ...]
+    # Where the archives that were read from lie in their files: found once, since a tensor is read
+    # in many slices.
+    opened: dict[_Chunk, LazyTensor] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return f"{self.name!r} in {str(self.directory)!r}"
+
+    def _read_box(self, box: Box) -> np.ndarray:
+        whole = np.empty([stop - start for start, stop in box], self.dtype)
+        for chunk in self.chunks:
+            common = _intersection(chunk.box, box)
+            if common is not None:
+                held = self._archived(chunk)
+                if held.shape != _shape(chunk.box) or held.dtype != self.dtype:
+                    raise ValueError(
+                        f"A chunk of {self.label} is {held.dtype}{list(held.shape)}, but "
+                        f"`.metadata` says {self.dtype}{list(_shape(chunk.box))}. The files are of "
+                        "different checkpoints: copy the directory again."
+                    )
+                whole[_inside(common, box)] = held[_inside(common, chunk.box)]
+        return whole
+
+    def _archived(self, chunk: _Chunk) -> LazyTensor:
+        if chunk not in self.opened:
+            within = (chunk.start, chunk.length)
+            held = read_torch_file(chunk.file, within=within, name=self.name)
+            if not isinstance(held, LazyTensor):
+                raise ValueError(
+                    f"{self.name!r} in {str(chunk.file)!r} is no tensor but a "
+                    f"{type(held).__name__}. Save the checkpoint again."
+                )
+            self.opened[chunk] = held
+        return self.opened[chunk]
+
+
+def open_dcp(directory: Path) -> Checkpoint:
+    """Open a directory that `torch.distributed.checkpoint.save` wrote.
+
+    Raises:
+        ValueError: a file is missing or cut short, `.metadata` names anything but metadata, or
+            chunks do not make up their tensors.
+    """
+    path = directory / METADATA
+    metadata = unpickle(path.read_bytes(), repr(str(path)))
+    entries = _mapping(metadata, "state_dict_metadata", path)
+    places = _mapping(metadata, "storage_data", path)
+    paths = metadata.field("planner_data") or {}  # none where the dict was saved as it was
+    chunks = _chunks_of(places, directory)
+    tensors: dict[str, LazyTensor] = {}
+    for name, entry in entries.items():
+        if isinstance(entry, Record) and entry.name == _TENSOR:
+            tensors[name] = _tensor(name, entry, chunks.get(name, {}), directory)
+    kept, optimizer = _sort(tensors)
+    kept = _without_prefix(kept, paths)
+    moments = None
+    if optimizer:
+        state = _with_whole_steps(optimizer, entries, chunks)
+        moments = functools.partial(_moments, state, kept, str(directory))
+    return Checkpoint(path=directory, form="torch DCP", tensors=kept, moments=moments)
+
+
+def _mapping(metadata: Any, name: str, path: Path) -> Mapping:
+    value = metadata.field(name) if isinstance(metadata, Record) else None
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"{str(path)!r} does not describe a distributed checkpoint: it has no `{name}`. Give a "
+            "directory that `torch.distributed.checkpoint.save` wrote."
+        )
+    return value
+
+
+def _chunks_of(places: Mapping, directory: Path) -> dict[str, dict[tuple | None, tuple]]:
+    """Name -> offset of a chunk (None: no tensor) -> (file, start, length)."""
+    found: dict[str, dict[tuple | None, tuple]] = {}
+    sizes: dict[str, int] = {}
+    for index, place in places.items():
+        name, offset = index.field("fqn"), index.field("offset")
+        file, start, length = (place.field(key) for key in ("relative_path", "offset", "length"))
+        if Path(file).name != file or type(start) is not int or type(length) is not int:
+            raise ValueError(
+                f"{str(directory / METADATA)!r} puts {name!r} at {start} in {file!r}, which is not "
+                "a place in a file beside it. Do not load it."
+            )
+        if place.field("transform_descriptors"):
+            raise NotImplementedError(
+                f"{name!r} in {str(directory)!r} was saved through an extension "
+                f"({place.field('transform_descriptors')}). Save it without."
+            )
+        if file not in sizes:
+            if not (directory / file).is_file():
+                raise ValueError(
+                    f"{str(directory)!r} lacks {file}, in which {name!r} lies. Copy all files of "
+                    "the checkpoint: each process wrote its own."
+                )
+            sizes[file] = (directory / file).stat().st_size
+        if start < 0 or length < 0 or start + length > sizes[file]:
+            raise ValueError(
+                f"{str(directory / file)!r} is cut short: {name!r} should end at byte "
+                f"{start + length}, the file at {sizes[file]}. Copy it again."
+            )
+        found.setdefault(name, {})[offset] = (directory / file, start, length)
+    return found
+
+
+def _tensor(name: str, entry: Record, places: Mapping, directory: Path) -> DcpTensor:
+    shape, properties = entry.field("size"), entry.field("properties")
+    dtype = properties.state[0] if isinstance(properties, Record) else None
+    where = f"{name!r} in {str(directory)!r}"
+    if dtype not in DTYPES or not _are_sizes(shape):
+        raise ValueError(f"{where} has dtype {dtype} and shape {shape}, which cannot be read.")
+    chunks = []
+    for chunk in entry.field("chunks", ()):
+        offsets, sizes = chunk.field("offsets"), chunk.field("sizes")
+        box = _box(offsets, sizes, shape)
+        if box is None or (offsets not in places and math.prod(sizes)):
+            raise ValueError(
+                f"{where} has a chunk of shape {sizes} at {offsets}, which "
+                + (f"is not inside its shape {shape}." if box is None else "no file holds.")
+                + " Copy or save the checkpoint again."
+            )
+        if math.prod(sizes):
+            chunks.append(_Chunk(box, *places[offsets]))
+    _check_cover(where, shape, [chunk.box for chunk in chunks])
+    return DcpTensor(
+        directory=directory, name=name, shape=shape, dtype=DTYPES[dtype], chunks=tuple(chunks)
+    )
+
+
+def _box(offsets: Any, sizes: Any, shape: tuple[int, ...]) -> Box | None:
+    if not _are_sizes(offsets) or not _are_sizes(sizes) or len(offsets) != len(shape):
+        return None
+    if len(sizes) != len(shape):
+        return None
+    box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
+    inside = all(stop <= size for (_, stop), size in zip(box, shape, strict=True))
+    return box if inside else None
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value)
+
+
+def _check_cover(where: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
+    covered = sum(math.prod(_shape(box)) for box in boxes)
+    # Sorted by their corners, boxes that share an element are nearly always neighbours; all pairs
+    # are looked at where there are few.
+    boxes = sorted(boxes)
+    pairs = itertools.combinations(boxes, 2) if len(boxes) < 65 else itertools.pairwise(boxes)
+    twice = any(_intersection(a, b) for a, b in pairs)
+    if covered != math.prod(shape) or twice:
+        raise ValueError(
+            f"The {len(boxes)} chunks of {where} do not make up its shape {shape} without gap or "
+            "overlap. Copy or save the checkpoint again."
+        )
+
+
+def _sort(tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], dict[str, dict]]:
+    """Parameters, and what the optimizer holds for each: `optim.state.NAME.exp_avg`."""
+    matches = {name: _OPTIMIZER.fullmatch(name) for name in tensors}
+    above = {m["above"] for m in matches.values() if m and m["key"] == "exp_avg"}
+    state: dict[str, dict] = {}
+    kept = {}
+    for name, tensor in tensors.items():
+        match = matches[name]
+        if match and match["above"] in above:
+            state.setdefault(match["name"], {})[match["key"]] = tensor
+        elif not any(name.startswith(f"{each or 'param_groups'}.") for each in above):
+            kept[name] = tensor
+    return kept, state
+
+
+def _without_prefix(
+    tensors: dict[str, LazyTensor], paths: Mapping[str, tuple]
+) -> dict[str, LazyTensor]:
+    """Names within the model, where all tensors lie under one key of the dict that was saved."""
+    tops = {paths.get(name, (name,))[:-1][:1] for name in tensors}
+    top = next(iter(tops)) if len(tops) == 1 else ()
+    if not top:
+        return tensors
+    return {name.removeprefix(f"{top[0]}."): tensor for name, tensor in tensors.items()}
+
+
+def _with_whole_steps(
+    state: dict[str, dict], entries: Mapping[str, Any], chunks: Mapping[str, Mapping]
+) -> dict[str, dict]:
+    """Steps may have been numbers when they were saved: then they lie as objects in a file."""
+    for name in entries:
+        match = _OPTIMIZER.fullmatch(name)
+        if match and match["key"] == "step" and "step" not in state.get(match["name"], {"step": 0}):
+            file, start, length = chunks[name][None]
+            state[match["name"]]["step"] = read_torch_file(file, within=(start, length), name=name)
+    return state
+
+
+def _moments(
+    state: dict[str, dict],
+    tensors: Mapping[str, LazyTensor],
+    where: str,
+    names: Sequence[str] | None,
+) -> AdamMoments:
+    if all(name.isdecimal() for name in state):  # `optimizer.state_dict()` as it is
+        numbered = {int(name): state[name] for name in sorted(state, key=int)}
+        groups = [{"params": list(numbered)}]
+        return moments_of({"state": numbered, "param_groups": groups}, tensors, where, names)
+    return moments_of({"state": state, "param_groups": []}, tensors, where, names)
+
+
+def _intersection(a: Box, b: Box) -> Box | None:
+    common = tuple(
+        (max(begin, start), min(end, stop))
+        for (begin, end), (start, stop) in zip(a, b, strict=True)
+    )
+    return None if any(start >= stop for start, stop in common) else common
+
+
+def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
+    return tuple(
+        slice(start - origin, stop - origin)
+        for (start, stop), (origin, _) in zip(box, outer, strict=True)
+    )
+
+
+def _shape(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)

@@ -1,0 +1,216 @@
+"""State dicts that `torch.save` wrote: a model's, in one file or several, and an optimizer's."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxzero.interop._tensors import AdamMoments, Checkpoint, LazyTensor, gather_moments, read_step
+
+from .torch_file import TorchTensor, read_torch_file
+
+WEIGHTS = "pytorch_model.bin"
+INDEX = "pytorch_model.bin.index.json"  # says which of several files holds which tensor
+
+
+def open_torch_file(file: Path, key: str | None, records: Collection[str]) -> Checkpoint:
+    """Open a `.pt`, `.pth`, `.bin` or `.ckpt` file.
+
+    Args:
+        file: a state dict, or a dict that holds one, and may hold that of an optimizer.
+        key: which entry is the model's state dict, if several could be; dotted for inner ones.
+        records: as for `unpickle`.
+    """
+    content = read_torch_file(file, records=records)
+    held = _entry(content, key, file) if key is not None else _state_dict(content, file)
+    tensors = _named(held, file)
+    optimizer = _optimizer_in(content)
+    if optimizer is None:
+        return Checkpoint(path=file, form="torch.save", tensors=tensors)
+    moments = functools.partial(moments_of, optimizer, tensors, str(file))
+    return Checkpoint(path=file, form="torch.save", tensors=tensors, moments=moments)
+
+
+def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
+    """Open a directory with `pytorch_model.bin`, or its parts and their index."""
+    index = directory / INDEX
+    if not index.is_file():
+        file = directory / WEIGHTS
+        tensors = _named(_state_dict(read_torch_file(file, records=records), file), file)
+        return Checkpoint(path=directory, form="torch.save", tensors=tensors)
+    tensors: dict[str, LazyTensor] = {}
+    file_of = read_index(index)
+    for file in sorted({directory / name for name in file_of.values()}):
+        held = _named(_state_dict(read_torch_file(file, records=records), file), file)
+        absent = [name for name in file_of if file_of[name] == file.name and name not in held]
+        if absent:
+            raise ValueError(
+                f"{str(index)!r} says that tensor {absent[0]!r} is in {file.name}, which does not "
+                "hold it. Copy or download the checkpoint again."
+            )
+        strange = [name for name in held if file_of.get(name) != file.name]
+        if strange:
+            raise ValueError(
+                f"{str(file)!r} holds tensor {strange[0]!r}, which {index.name} does not look for "
+                "there. Copy or download the checkpoint again."
+            )
+        tensors |= held
+    return Checkpoint(path=directory, form="torch.save", tensors=tensors)
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """Tensor -> file, as an index of Hugging Face has it.
+
+    Raises:
+        ValueError: the index is broken, names files outside of its directory, or one is missing.
+    """
+    try:
+        file_of = dict(json.loads(index.read_bytes())["weight_map"])
+        outside = [name for name in file_of.values() if Path(name).name != name]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{str(index)!r} is no index: it must hold a `weight_map` from tensors to files "
+            f"({type(error).__name__}: {error}). Copy or download the checkpoint again."
+        ) from error
+    if not file_of:
+        raise ValueError(
+            f"{str(index)!r} has an empty `weight_map`. Copy or download the checkpoint again."
+        )
+    if outside:
+        raise ValueError(
+            f"{str(index)!r} names {outside[0]!r}, which is not a file beside it. Do not load it."
+        )
+    missing = [
+        name for name in sorted(set(file_of.values())) if not (index.parent / name).is_file()
+    ]
+    if missing:
+        raise ValueError(
+            f"{str(index.parent)!r} lacks {', '.join(missing)}, which {index.name} names. Copy or "
+            "download the checkpoint again."
+        )
+    return file_of
+
+
+def moments_of(
+    optimizer: Mapping[str, Any],
+    tensors: Mapping[str, LazyTensor],
+    where: str,
+    names: Sequence[str] | None = None,
+) -> AdamMoments:
+    """Adam's moments in what `optimizer.state_dict()` gave.
+
+    Args:
+        optimizer: `state` by parameter, and `param_groups`. Parameters are numbers, or names if
+            FSDP made it.
+        tensors: of the model.
+        where: the file, for messages.
+        names: of the parameters in the optimizer's order; if left out, those that the optimizer
+            kept, or those of the model if one group holds just as many of the same shapes.
+    """
+    state = dict(optimizer["state"])
+    if not all(isinstance(each, str) for each in state):
+        state = _by_name(state, optimizer["param_groups"], tensors, where, names)
+    state = {name: _with_name(name, held) for name, held in state.items()}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    return gather_moments(state, shapes, where, read_step)
+
+
+def _by_name(
+    state: Mapping[Any, Any],
+    groups: Sequence[Mapping[str, Any]],
+    tensors: Mapping[str, LazyTensor],
+    where: str,
+    names: Sequence[str] | None,
+) -> dict[str, Any]:
+    numbers = [number for group in groups for number in group["params"]]
+    kept = [name for group in groups for name in group.get("param_names", ())]
+    if names is None and len(kept) == len(numbers):
+        names = kept
+    if names is None:
+        shapes = [tuple(state[n]["exp_avg"].shape) if n in state else None for n in numbers]
+        same = len(groups) == 1 and shapes == [tensor.shape for tensor in tensors.values()]
+        if not same:
+            raise ValueError(
+                f"The optimizer in {where} numbers its {len(numbers)} parameters, and the numbers "
+                f"do not tell which of {len(tensors)} tensors they are. Pass `names=`: the names "
+                "in the order in which the optimizer was given them, group after group."
+            )
+        names = list(tensors)
+    if len(names) != len(numbers):
+        raise ValueError(
+            f"`names` must name the {len(numbers)} parameters of the optimizer in {where}; got "
+            f"{len(names)}. Leave out buffers, frozen parameters, and the second name of tied ones."
+        )
+    pairs = zip(names, numbers, strict=True)
+    return {name: state[number] for name, number in pairs if number in state}
+
+
+def _with_name(name: str, held: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: dataclasses.replace(value, name=f"{name}.{key}")
+        if isinstance(value, TorchTensor)
+        else value
+        for key, value in held.items()
+    }
+
+
+def _state_dict(content: Any, file: Path) -> Mapping[str, Any]:
+    """The one dict of tensors in a file."""
+    found = dict(_dicts_of_tensors(content, ""))
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if not found:
+        raise ValueError(f"{str(file)!r} holds no dict of tensors. Save `model.state_dict()`.")
+    raise ValueError(
+        f"{str(file)!r} holds several dicts of tensors: {', '.join(map(repr, found))}. Say which "
+        "is the model's: `key=`."
+    )
+
+
+def _dicts_of_tensors(content: Any, path: str):
+    if not isinstance(content, Mapping) or _is_optimizer(content):
+        return
+    if any(isinstance(value, LazyTensor) for value in content.values()):
+        yield path, content
+        return
+    for key, value in content.items():
+        yield from _dicts_of_tensors(value, f"{path}.{key}" if path else str(key))
+
+
+def _entry(content: Any, key: str, file: Path) -> Mapping[str, Any]:
+    found = dict(_dicts_of_tensors(content, ""))
+    if key not in found:
+        raise ValueError(
+            f"`key` must be one of {', '.join(map(repr, found)) or 'none'}, which are the dicts of "
+            f"tensors in {str(file)!r}; got {key!r}."
+        )
+    return found[key]
+
+
+def _named(held: Mapping[str, Any], file: Path) -> dict[str, LazyTensor]:
+    tensors = {}
+    for name, value in held.items():
+        if isinstance(value, TorchTensor):
+            tensors[str(name)] = dataclasses.replace(value, name=str(name))
+        elif value is not None:
+            raise ValueError(
+                f"{name!r} in {str(file)!r} is no tensor but {type(value).__name__}. Take it out "
+                "of the state dict and save that again."
+            )
+    return tensors
+
+
+def _is_optimizer(content: Mapping) -> bool:
+    return {"state", "param_groups"} <= content.keys()
+
+
+def _optimizer_in(content: Any) -> Mapping[str, Any] | None:
+    """The first state dict of an optimizer, at most two levels down."""
+    found = [content, *content.values()] if isinstance(content, Mapping) else []
+    for value in found:
+        value = value[0] if isinstance(value, list) and value else value  # Lightning keeps a list
+        if isinstance(value, Mapping) and _is_optimizer(value):
+            return value
+    return None

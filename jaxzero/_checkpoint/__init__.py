@@ -1,0 +1,15 @@
+"""Checkpoints of training state with Orbax: in true shapes, with digests, whole or not at all.
+
+In: a tree of sharded arrays and a directory. Out: numbered checkpoints, restored on any mesh.
+Entry points use `Checkpoints` and the lists of what a directory holds.
+"""
+
+from .checkpoints import Checkpoints as Checkpoints
+from .digests import DESCRIPTION as DESCRIPTION
+from .digests import read_description as read_description
+from .directory import drop_after as drop_after
+from .directory import list_damaged as list_damaged
+from .directory import list_steps as list_steps
+from .selection import NoCheckpoint as NoCheckpoint
+from .selection import list_together as list_together
+from .selection import say_all_damaged as say_all_damaged

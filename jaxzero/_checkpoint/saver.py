@@ -1,0 +1,222 @@
+"""Saving in the background, by one process or several, so that all of it is there or none.
+
+    main thread   make a temporary folder           first process
+                  copy the arrays from the devices  each its own shards; the state may change now
+    background    write them, and digest the files  each its own
+                  tell all that it is written       or what has gone wrong
+                  join, record, rename              first process
+                  tell all that it is done          or what has gone wrong
+                  remove those that are too old     first process
+
+Orbax writes and joins the arrays. The folder is ours, since Orbax' manager of checkpoints meets in
+collectives of devices, which wait forever for a process that is lost, and knows no digests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import shutil
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from .agreement import new_name, tell_all
+from .digests import FileRecord, record_files, write_records
+from .directory import keep_newest, list_steps, make_temporary, publish
+
+STATE, EXTRA = "state", "extra"
+
+
+class Content(NamedTuple):
+    """What is saved: all of it in host memory, but the arrays."""
+
+    arrays: Mapping[str, Any]  # by path, in true shapes
+    extra: str  # JSON
+    description: Mapping[str, Any]
+
+
+class Saver:
+    """Saves one checkpoint at a time to a directory, and keeps the newest `keep`.
+
+    Args:
+        directory: that all processes see.
+        keep: how many.
+        seconds: that a save may take, and that processes wait for each other.
+    """
+
+    def __init__(self, directory: Path, *, keep: int, seconds: float):
+        self._directory, self._keep, self._seconds = directory, keep, seconds
+        self._step, self._name = 0, ""
+        self._pending: concurrent.futures.Future[OSError | None] | None = None
+
+    def wait(self) -> None:
+        """Return when what was started is on disk.
+
+        Raises:
+            RuntimeError: it could not be saved, for a reason that lies with disk or processes.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        concurrent.futures.wait([pending])  # after Ctrl-C here, the next call still waits
+        self._pending = None
+        try:
+            unremoved = pending.result()
+        except Exception as error:
+            raise self._not_saved(error) from error
+        if unremoved is not None:
+            warnings.warn(
+                f"The checkpoint of step {self._step} is saved, but one older than the newest "
+                f"{self._keep} cannot be removed from {str(self._directory)!r} ({unremoved}). It "
+                "is tried again after the next save; remove it by hand, or the disk fills.",
+                stacklevel=3,
+            )
+
+    def begin(self, step: int, own: Mapping[str, str]) -> Path | None:
+        """Agree to save, in a folder that the first process has made. Collective.
+
+        Args:
+            step: of the checkpoint.
+            own: digests of what each process holds for itself, by path.
+
+        Returns:
+            The folder; None: the step is there already.
+
+        Raises:
+            RuntimeError: the directory cannot be written to, or a process does not come.
+            ValueError: the step or the digests are not the same on all processes.
+        """
+        self._step, self._name = step, new_name()
+        folder, error = None, None
+        if jax.process_index() == 0:
+            try:
+                if step not in list_steps(self._directory):
+                    folder = make_temporary(self._directory, step)
+            except OSError as raised:
+                error = raised
+        facts = {"folder": folder and folder.name, "step": step, "own": own}
+        try:
+            reports = tell_all(f"{self._name}-begin", self._seconds, error=error, **facts)
+            _check_same(reports)
+        except Exception as raised:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(raised, ValueError):
+                raise
+            raise self._not_saved(raised) from raised
+        made = reports[0]["folder"]
+        return None if made is None else self._directory / made
+
+    def write(self, folder: Path, content: Content) -> None:
+        """Start to fill the folder. Returns when the arrays are copied to the host."""
+        copied = threading.Event()
+        executor = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+        self._pending = executor.submit(self._save, folder, content, copied)
+        executor.shutdown(wait=False)  # its thread ends with the save
+        copied.wait()
+
+    def _save(self, folder: Path, content: Content, copied: threading.Event) -> OSError | None:
+        """All of it, in the background; what kept older checkpoints from being removed."""
+        is_first, name = jax.process_index() == 0, self._name
+        error, records = None, {}
+        try:
+            records = self._write(folder, content.arrays, copied)
+        except Exception as raised:
+            error = raised
+        finally:
+            copied.set()
+        try:
+            reports = tell_all(f"{name}-written", self._seconds, error=error, records=records)
+            if is_first:
+                try:
+                    self._complete(folder, content, reports)
+                except Exception as raised:
+                    error = raised
+            tell_all(f"{name}-done", self._seconds, error=error)
+        finally:
+            if is_first:
+                shutil.rmtree(folder, ignore_errors=True)  # if it was not renamed
+        try:
+            if is_first:
+                keep_newest(self._directory, self._keep, self._step)
+        except OSError as unremoved:  # the new one is there: no reason to say that it is not
+            return unremoved
+        return None
+
+    def _write(
+        self, folder: Path, arrays: Mapping[str, Any], copied: threading.Event
+    ) -> dict[str, FileRecord]:
+        """Write this process's part of the arrays, and record its files."""
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"{str(folder)!r} cannot be seen, which the first process has made. Save to a "
+                "directory on a file system that all processes share."
+            )
+        state, args = epath.Path(folder / STATE), ocp.args.StandardSave(dict(arrays))
+        with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+            writing = asyncio.run(handler.async_save(state, args=args))
+            copied.set()
+            for future in writing or []:
+                future.result(timeout=self._seconds)
+        return record_files(folder, f"{STATE}/ocdbt.process_{jax.process_index()}/**/*")
+
+    def _complete(
+        self, folder: Path, content: Content, reports: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Join what the processes wrote, record the rest, and let the checkpoint appear."""
+        with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+            handler.finalize(epath.Path(folder / STATE))
+        (folder / EXTRA).mkdir()
+        (folder / EXTRA / "metadata").write_text(content.extra)
+        records = _collect(folder, reports)
+        records |= record_files(folder, known=records)
+        write_records(folder, content.description, records)
+        publish(folder, self._step)
+
+    def _not_saved(self, error: Exception) -> RuntimeError:
+        try:
+            there = f"The checkpoints there are still those of steps {list_steps(self._directory)}."
+        except OSError as unseen:
+            there = f"Nor can be seen which are there ({unseen})."
+        return RuntimeError(
+            f"The checkpoint of step {self._step} could not be saved in {str(self._directory)!r} "
+            f"({type(error).__name__}: {error}). {there} Remove the cause (is the disk full?), and "
+            "save again."
+        )
+
+
+def _collect(folder: Path, reports: Sequence[Mapping[str, Any]]) -> dict[str, FileRecord]:
+    """What the processes recorded of their files, which must be here."""
+    records = {}
+    for number, report in enumerate(reports):
+        for path, record in report["records"].items():
+            records[path] = FileRecord(*record)
+            if not (folder / path).is_file():
+                raise FileNotFoundError(
+                    f"{path} cannot be seen, which process {number} has written. Save to a "
+                    "directory on a file system that all processes share."
+                )
+    return records
+
+
+def _check_same(reports: Sequence[Mapping[str, Any]]) -> None:
+    steps = [report["step"] for report in reports]
+    if len(set(steps)) > 1:
+        raise ValueError(f"`step` must be the same on all processes; got {steps}.")
+    each = [report["own"] for report in reports]
+    names = set().union(*each)
+    different = sorted(name for name in names if len({own.get(name) for own in each}) > 1)
+    if different:
+        raise ValueError(
+            f"The leaf `{different[0]}` is held by each process for itself, and they hold "
+            "different values, of which a checkpoint could keep one. Make it the same on all, "
+            "or a global array."
+        )

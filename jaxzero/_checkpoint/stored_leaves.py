@@ -1,0 +1,213 @@
+"""Leaves as they lie on disk: by path, in their true shapes, so that any mesh takes them up.
+
+A leaf that is padded here is cut to its own shape on the way out, and padded for the mesh at hand
+on the way in. A random key is the numbers it stands for. A leaf that each process holds for itself,
+such as a step counter, must be the same on all, and is written once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._sharding import (
+    Leaf,
+    StoredArray,
+    data_of,
+    flatten,
+    is_array,
+    path_name,
+    trained_leaves,
+    unpad,
+)
+from .._zero import Zero, auto_mesh, pad_leaf, run_automatic
+
+
+class Named(NamedTuple):
+    """A leaf of the state: how it is stored, and the array, or one that stands for it."""
+
+    leaf: Leaf
+    value: Any
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no elements; Orbax does not store such arrays."""
+        return 0 in self.leaf.shape
+
+    @property
+    def is_key(self) -> bool:
+        """Whether it is a typed random key."""
+        return jnp.issubdtype(self.value.dtype, jax.dtypes.prng_key)
+
+
+def named_leaves(state: Mapping[str, Any], zero: Zero) -> dict[str, Named]:
+    """Every leaf by its path, in the order in which JAX flattens `state`.
+
+    Raises:
+        TypeError: `state` is no mapping of names to trees, or a leaf is no array.
+    """
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        raise TypeError(
+            "A checkpoint is of trees by name, such as "
+            '`{"params": params, "opt_state": opt_state}`; '
+            f"got {type(state).__name__}. Give each tree a name."
+        )
+    named = {}
+    for key in sorted(state):
+        tree = state[key]
+        for leaf, x in _leaves(key, tree, zero):
+            entry = Named(leaf, data_of(x))
+            if leaf.codec is not None:  # messages, as they are
+                entry = entry._replace(
+                    leaf=Leaf(leaf.path, leaf.stored.shape, leaf.stored.dtype, None)
+                )
+            if entry.is_key:
+                data = jax.eval_shape(jax.random.key_data, x)
+                entry = entry._replace(leaf=Leaf(leaf.path, data.shape, data.dtype, None))
+            named[key if leaf.path == "." else f"{key}.{leaf.path}"] = entry
+    return named
+
+
+def _leaves(key: str, tree: Any, zero: Zero) -> list[tuple[Leaf, Any]]:
+    """The arrays of one part of the state, each with its layout.
+
+    Raises:
+        TypeError: a leaf is no array, and is in no `eqx.Module` or `nnx.Module`.
+    """
+    paths, leaves, _ = flatten(tree)
+    found = []
+    for path, x, in_module in zip(paths, leaves, trained_leaves(tree), strict=True):
+        is_empty = isinstance(x, StoredArray) and x.is_empty
+        if is_array(x):
+            found.append((path, x))
+        elif in_module is None and not is_empty:
+            raise TypeError(
+                f"The leaf `{key}.{path_name(path)}` must be an array; got {type(x).__name__}. "
+                "Make it one, or give it as `extra`, which holds JSON."
+            )
+    plan = zero.find_plan(tree)
+    if plan is not None:
+        return [(leaf, x) for leaf, (_, x) in zip(plan.leaves, found, strict=True)]
+    return [
+        (
+            x.leaf(path_name(path))
+            if isinstance(x, StoredArray)
+            else Leaf(path_name(path), tuple(x.shape), x.dtype, None),
+            x,
+        )
+        for path, x in found
+    ]
+
+
+def with_arrays(tree: Any, arrays: Sequence[Any]) -> Any:
+    """`tree` with these for its stored arrays; what is no array stays as it is."""
+    leaves, treedef = jax.tree.flatten(tree)
+    remaining = iter(arrays)
+    return jax.tree.unflatten(treedef, [next(remaining) if is_array(x) else x for x in leaves])
+
+
+def true_array(named: Named, zero: Zero) -> Any:
+    """What is written: the leaf in its true shape."""
+    leaf, x = named
+    own = _own_array(named)
+    if own is not None:
+        return own
+    if named.is_key:
+        return jax.random.key_data(x)
+    if leaf.layout is None or not leaf.layout.is_padded:
+        return x
+    layout = leaf.layout
+    return run_automatic(lambda x: unpad(x, layout), _even_sharding(leaf, zero), zero.mesh, x)
+
+
+def digests_of_own(named: Mapping[str, Named]) -> dict[str, str]:
+    """Digests of the arrays that each process holds for itself, of which the first is written."""
+    own = {name: _own_array(entry) for name, entry in named.items()}
+    return {
+        name: hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()
+        for name, x in own.items()
+        if x is not None
+    }
+
+
+def _own_array(named: Named) -> np.ndarray | None:
+    """The leaf, if there are several processes and each holds it for itself."""
+    x = jax.random.key_data(named.value) if named.is_key else named.value
+    is_shared = isinstance(x, jax.Array) and not x.is_fully_addressable
+    return None if jax.process_count() == 1 or is_shared else np.asarray(x)
+
+
+def target(named: Named, zero: Zero) -> jax.ShapeDtypeStruct:
+    """How a leaf is read: as the array wanted is laid out, if that is stored in its own shape."""
+    leaf, like = named
+    sharding = getattr(like, "sharding", None)
+    if leaf.layout is None and isinstance(sharding, NamedSharding) and not named.is_key:
+        read = NamedSharding(auto_mesh(zero.mesh), sharding.spec)
+    else:
+        read = _even_sharding(leaf, zero)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=read)
+
+
+def _even_sharding(leaf: Leaf, zero: Zero) -> NamedSharding:
+    """A sharding of the true shape that divides evenly, over as many devices as can be."""
+    mesh = auto_mesh(zero.mesh)
+    for axes in (zero.config.axes, ("local",), ("node",)):
+        pieces = math.prod(mesh.shape[axis] for axis in axes)
+        dims = [dim for dim, size in enumerate(leaf.shape) if size and size % pieces == 0]
+        if leaf.layout and dims:
+            dim = leaf.layout.dim if leaf.layout.dim in dims else dims[0]
+            return NamedSharding(mesh, PartitionSpec(*[None] * dim, axes))
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def stored_array(named: Named, x: jax.Array | None, zero: Zero) -> jax.Array:
+    """Pad what was read, and lay it out as the array wanted. `x` None: it is empty."""
+    leaf, like = named
+    given = jnp.zeros(leaf.shape, leaf.dtype) if x is None else x
+    if named.is_key:
+        return jax.random.wrap_key_data(given, impl=jax.random.key_impl(like))
+    sharding = getattr(like, "sharding", None)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    auto = NamedSharding(auto_mesh(zero.mesh), spec)
+    return run_automatic(lambda x: pad_leaf(leaf, x), auto, zero.mesh, given)
+
+
+def check_same_leaves(
+    named: Mapping[str, Named], saved: Mapping[str, tuple[tuple[int, ...], Any]], folder: Path
+) -> None:
+    """Compare what is wanted with the shapes and dtypes of a checkpoint.
+
+    Raises:
+        ValueError: they differ.
+    """
+    wanted = {name: entry.leaf for name, entry in named.items() if not entry.is_empty}
+    for name, leaf in wanted.items():
+        if name not in saved:
+            raise ValueError(
+                f"The checkpoint {folder} has no leaf `{name}`. `like` must have the tree that was "
+                "saved."
+            )
+        shape, dtype = saved[name]
+        if shape != leaf.shape:
+            raise ValueError(
+                f"The leaf `{name}` has shape {shape} in the checkpoint {folder}, and {leaf.shape} "
+                "in `like`. Build the model that was saved."
+            )
+        if dtype != leaf.dtype:
+            raise ValueError(
+                f"The leaf `{name}` is {dtype} in the checkpoint {folder}, and {leaf.dtype} in "
+                "`like`. Restore it as it was saved, then cast it."
+            )
+    if extra := saved.keys() - wanted.keys():
+        raise ValueError(
+            f"The checkpoint {folder} holds `{min(extra)}`, which `like` lacks. `like` must have "
+            "the tree that was saved."
+        )

@@ -1,0 +1,102 @@
+"""Which axes and codecs collectives use, and the dtype that sums are accumulated in."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from jaxtyping import DTypeLike
+
+from .._codecs import Cast, Codec, is_narrow_float
+from .._mesh import AXES, LOCAL, NODE, AnyMesh
+from .._sharding import Difference, ErrorFeedback, Hops, HpZ, Schedule, ZeroConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """The links that values travel over: axes, their sizes, and the codecs on them."""
+
+    axes: tuple[str, ...]  # that split a leaf, major first
+    sizes: Mapping[str, int]  # of both axes
+    weights: Hops
+    gradients: Hops
+    hpz: HpZ | None
+    min_quantized_size: int
+    schedule: Schedule
+    halves: bool = False  # whether sums are wanted of the first half of the devices too
+
+    @classmethod
+    def of(cls, mesh: AnyMesh, config: ZeroConfig, halves: bool = False) -> Wire:
+        sizes = {axis: mesh.shape[axis] for axis in AXES}
+        return cls(
+            config.axes,
+            sizes,
+            config.weights,
+            config.gradients,
+            config.hpz,
+            config.min_quantized_size,
+            config.schedule,
+            halves,
+        )
+
+    @property
+    def pieces(self) -> int:
+        """How many devices share a leaf."""
+        return math.prod(self.sizes[axis] for axis in self.axes)
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def halves_axis(self) -> str:
+        """The axis that is cut in two halves: the last that gradients are summed over."""
+        return NODE if self.sizes[NODE] > 1 else LOCAL
+
+    @property
+    def num_copies(self) -> int:
+        """How many devices hold the same piece of a sum that is taken whole, in halves."""
+        return self.num_devices // self.sizes[self.halves_axis]
+
+    def half(self, axis: str) -> int:
+        """How many of the devices along `axis` are the first half; 0: there are no halves."""
+        return self.sizes[axis] // 2 if self.halves and axis == self.halves_axis else 0
+
+    @property
+    def gather_axes(self) -> tuple[str, ...]:
+        """The axes that a shard is gathered over, in this order."""
+        return self.axes[::-1]
+
+    def long(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of `axes` that have more than one device."""
+        return tuple(axis for axis in axes if self.sizes[axis] > 1)
+
+    def weight_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
+        """What a weight of `num` elements in full is written with on one axis."""
+        codec = getattr(self.weights, axis)
+        if isinstance(codec, Difference):  # where no wire state is at hand
+            codec = self.hpz and self.hpz.codec
+        return self.suitable(codec, num, dtype)
+
+    def gradient_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
+        """The same for a gradient; 16-bit floats always travel as a `Cast` would send them."""
+        codec = getattr(self.gradients, axis)
+        if isinstance(codec, ErrorFeedback):
+            codec = codec.codec
+        codec = self.suitable(codec, num, dtype)
+        return Cast(dtype) if codec is None and is_narrow_float(dtype) else codec
+
+    def suitable(self, codec: Codec | None, num: int, dtype: DTypeLike) -> Codec | None:
+        """`codec`, unless an array of `num` elements travels as it is."""
+        if codec is None or not jnp.issubdtype(dtype, jnp.floating) or num == 0:
+            return None
+        if isinstance(codec, Cast):
+            return codec if codec.wire_dtype(dtype) != dtype else None
+        return codec if num >= self.min_quantized_size else None
+
+
+def accumulator_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """The type that sums are taken in: float32 for narrower floats, else the same."""
+    return jnp.dtype(jnp.float32) if is_narrow_float(dtype) else jnp.dtype(dtype)

@@ -1,0 +1,170 @@
+"""A weight on its way: whole numbers of shards, as arrays or as encoded messages.
+
+Each owner encodes its shard once. What is gathered, kept and gathered again are those
+messages, side by side; they are decoded where the weight is used. So every use, on every
+device, in forward and backward, reads the same bits.
+
+Legend: a message is `[*lead, pieces, bytes]`. `lead` are the leading dims that a loop
+scans over: each of their elements (a layer) is encoded by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Shaped
+
+from .. import pallas_kernels as kernels
+from .._codecs import Cast, Codec, Draft, from_bits, to_bits
+from .._mesh import device_index
+from .._sharding import Leaf
+from .primitives import all_gather
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """Neighbouring pieces of an array that is cut along one dim.
+
+    Attributes:
+        data: without a codec the pieces, joined; else their messages.
+        codec: that wrote the messages.
+        shape: of one piece; without a codec, of `data`.
+        dim: that the array is cut along.
+        dtype: of the array.
+        lead: how many leading dims are encoded element by element.
+        axes: over which it is still to be gathered, in this order.
+        pinned: it is stored encoded, so it travels as it is, whatever the wire's codecs.
+    """
+
+    data: Shaped[Array, ...]
+    codec: Codec | None
+    shape: tuple[int, ...]
+    dim: int
+    dtype: Any
+    lead: int = 0
+    axes: tuple[str, ...] = ()
+    pinned: bool = False
+
+    @classmethod
+    def plain(cls, x: Shaped[Array, ...], dim: int, lead: int = 0) -> Pieces:
+        """An array as it is."""
+        return cls(x, None, tuple(x.shape), dim, x.dtype, lead)
+
+    def encode(self, codec: Codec | None, axes: tuple[str, ...]) -> Pieces:
+        """The same as messages of `codec`; decoded first, if another codec wrote it.
+
+        Args:
+            codec: None leaves arrays.
+            axes: along which devices hold different pieces. Those that hold the same must
+                write the same, also where rounding is stochastic.
+        """
+        if codec == self.codec:
+            return self
+        x = self.join()
+        if codec is None:
+            return dataclasses.replace(Pieces.plain(x, self.dim, self.lead), axes=self.axes)
+        rows = x.reshape(*x.shape[: self.lead], math.prod(x.shape[self.lead :]))
+        with jax.named_scope("encode"):
+            message = codec.encode(rows, seed=device_index(axes))
+        # The barrier keeps XLA from moving the decoding across the collective that follows.
+        message = lax.optimization_barrier(message)
+        data = jnp.expand_dims(message, self.lead)
+        return dataclasses.replace(self, data=data, codec=codec, shape=tuple(x.shape))
+
+    def draft(self, codec: Codec | None, axes: tuple[str, ...]) -> tuple[Pieces, Draft] | None:
+        """`encode`, of a message that is to be written in place: what is known of it, and it.
+
+        None: it is not.
+        """
+        if codec is None or codec == self.codec or self.lead or not codec.writes_in_place:
+            return None
+        x = self.join()
+        shape = (1, codec.num_bytes(x.size, x.dtype))
+        write = functools.partial(codec.encode_pieces, x, 0, 1, seed=device_index(axes))
+        draft = Draft(shape, jax.named_scope("encode")(write))
+        known = self.described(jax.ShapeDtypeStruct(shape, draft.dtype))
+        return dataclasses.replace(known, codec=codec, shape=tuple(x.shape)), draft
+
+    def described(self, data: jax.ShapeDtypeStruct) -> Pieces:
+        """What is to be known of pieces, without their data."""
+        return dataclasses.replace(self, data=data)  # pyright: ignore[reportArgumentType]
+
+    def join(self, dtype: Any = None) -> Shaped[Array, ...]:
+        """The array that the pieces form, as `dtype` (by default its own)."""
+        if self.codec is None:
+            return self.data.astype(self.dtype if dtype is None else dtype)
+        return self.decode(self.data, dtype)
+
+    @jax.named_scope("decode")
+    def decode(
+        self, data: Shaped[Array, ...] | kernels.InPlace, dtype: Any = None
+    ) -> Shaped[Array, ...]:
+        """The same, where the messages are not its own data; in place if there is no `lead`."""
+        assert self.codec is not None
+        dtype = self.dtype if dtype is None else dtype
+        codec, lead = self.codec, self.lead
+        read_as = self.dtype if isinstance(codec, Cast) else dtype
+
+        def one(message: Any) -> Array:
+            shape, dim = self.shape[lead:], self.dim - lead
+            return codec.decode_pieces(message, shape, dim, read_as).astype(dtype)
+
+        for _ in range(lead):
+            one = jax.vmap(one)
+        return one(data)
+
+    def gather(self, axis: str) -> Pieces:
+        """Put the pieces of all devices along `axis` side by side."""
+        gathered = self.over(axis)
+        if self.codec is not None:
+            return dataclasses.replace(gathered, data=all_gather(self.data, axis, self.lead))
+        x = from_bits(all_gather(to_bits(self.data), axis, self.dim), self.dtype)
+        return dataclasses.replace(gathered, data=x, shape=tuple(x.shape))
+
+    def over(self, axis: str) -> Pieces:
+        """The same without `axis`, and those before it, among the axes still to be gathered."""
+        done = self.axes.index(axis) + 1 if axis in self.axes else 0
+        return dataclasses.replace(self, axes=self.axes[done:])
+
+    def layer(self, data: Shaped[Array, ...]) -> Pieces:
+        """One element of the leading dim, as a loop's body gets its `data`."""
+        assert self.codec is None or self.lead > 0
+        lead = max(self.lead - 1, 0)
+        return dataclasses.replace(
+            self, data=data, shape=self.shape[1:], dim=self.dim - 1, lead=lead
+        )
+
+    def stack(self, data: Shaped[Array, ...]) -> Pieces:
+        """Undo `layer`: of many such, stacked."""
+        shape = (len(data), *self.shape)
+        return dataclasses.replace(
+            self, data=data, shape=shape, dim=self.dim + 1, lead=self.lead + 1
+        )
+
+
+jax.tree_util.register_dataclass(
+    Pieces, ["data"], ["codec", "shape", "dim", "dtype", "lead", "axes", "pinned"]
+)
+
+
+def to_stored(x: Shaped[Array, ...], leaf: Leaf) -> Shaped[Array, ...]:
+    """A whole padded array as the messages that its `codec` stores, one for each device."""
+    assert leaf.layout is not None and leaf.codec is not None
+    dim, num, lead = leaf.layout.dim, leaf.layout.unit, leaf.num_lead
+    x = x.reshape(*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
+    x = jnp.moveaxis(x, dim, lead)
+    return leaf.codec.encode(x.reshape(*x.shape[: lead + 1], math.prod(x.shape[lead + 1 :])))
+
+
+def from_stored(data: Shaped[Array, ...], leaf: Leaf) -> Pieces:
+    """Stored messages as pieces: on a device its own one, outside those of all devices."""
+    assert leaf.layout is not None and leaf.codec is not None
+    dim, shape = leaf.layout.dim, list(leaf.padded_shape)
+    shape[dim] //= leaf.layout.unit
+    return Pieces(data, leaf.codec, tuple(shape), dim, leaf.dtype, leaf.num_lead, pinned=True)

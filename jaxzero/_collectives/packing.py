@@ -1,0 +1,92 @@
+"""Several rows of numbers side by side in one message of bytes, and back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Shaped, UInt8
+
+from .. import pallas_kernels as kernels
+from .._codecs import Draft, written
+
+Column = tuple[int, Any]  # how many elements in a row, of which type
+
+
+def can_join(dtype: Any) -> bool:
+    """Whether values of a type can lie in a message beside others."""
+    is_number = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    return bool(is_number) and jnp.dtype(dtype).itemsize >= 1
+
+
+def join(rows: Sequence[Shaped[Array, "n _"] | Draft]) -> Shaped[Array, "n m"]:
+    """Lay arrays of rows side by side; as bytes, if their types differ.
+
+    Drafts are written there, so that nothing is copied but what is an array already.
+    """
+    if len({x.dtype for x in rows}) > 1:
+        rows = [x if isinstance(x, Draft) else _as_bytes(x) for x in rows]
+    arrays = [x for x in rows if not isinstance(x, Draft)]
+    if len(rows) == 1:
+        return written(rows[0])
+    return lax.concatenate(arrays, 1) if len(arrays) == len(rows) else _filled(rows)
+
+
+def _filled(rows: Sequence[UInt8[Array, "n _"] | Draft]) -> UInt8[Array, "n m"]:
+    """As `join`: first kernels write theirs, one after the other, and then comes the rest."""
+    shape = rows[0].shape[0], sum(x.shape[1] for x in rows)
+    data, start, rest = None, 0, []
+    for is_draft, run in itertools.groupby(rows, lambda x: isinstance(x, Draft)):
+        for x in run if is_draft else [join(list(run))]:
+            if isinstance(x, Draft):
+                data = x.write(place=kernels.Place(shape, start, data))
+            else:
+                rest.append((start, x))
+            start += x.shape[1]
+    for start, x in rest:
+        data = kernels.Place(shape, start, data).put(x)
+    assert data is not None
+    return data
+
+
+def split(data: Shaped[Array, "n m"], columns: Sequence[Column]) -> list[Shaped[Array, "n _"]]:
+    """Undo `join`."""
+    return [x.cut_out() for x in in_place(data, columns)]
+
+
+def in_place(data: Shaped[Array, "n m"], columns: Sequence[Column]) -> list[kernels.InPlace]:
+    """The parts of what was joined, where they lie, for what reads them there.
+
+    What is not bytes, and was joined as bytes, cannot be read there.
+    """
+    mixed = len({dtype for _, dtype in columns}) > 1
+    parts, start = [], 0
+    for length, dtype in columns:
+        width = length * (jnp.dtype(dtype).itemsize if mixed else 1)
+        part = kernels.InPlace(data, start, width)
+        if mixed and dtype != jnp.uint8:
+            part = kernels.InPlace.whole(_from_bytes(part.cut_out(), dtype))
+        parts.append(part)
+        start += width
+    return parts
+
+
+def widths(columns: Sequence[Column]) -> tuple[int, ...]:
+    """Bytes of each part of a row."""
+    return tuple(length * jnp.dtype(dtype).itemsize for length, dtype in columns)
+
+
+def _as_bytes(x: Shaped[Array, "n m"]) -> UInt8[Array, "n _"]:
+    if x.dtype.itemsize == 1:
+        return lax.bitcast_convert_type(x, jnp.uint8)
+    return lax.bitcast_convert_type(x, jnp.uint8).reshape(len(x), x.shape[1] * x.dtype.itemsize)
+
+
+def _from_bytes(x: UInt8[Array, "n m"], dtype: Any) -> Shaped[Array, "n _"]:
+    size = jnp.dtype(dtype).itemsize
+    if size > 1:
+        x = x.reshape(len(x), x.shape[1] // size, size)
+    return lax.bitcast_convert_type(x, dtype)

@@ -1,0 +1,48 @@
+"""Move the split of a shard from one dim to another; shapes of gathered weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax
+from jaxtyping import Array, Shaped
+
+from .._codecs import from_bits, to_bits
+from .._sharding import Layout, pad, unpad
+from .comm_spec import Wire
+from .primitives import all_to_all
+
+
+def move_split(
+    x: Shaped[Array, ...],
+    shape: tuple[int, ...],
+    old: Layout,
+    new: Layout,
+    axes: tuple[str, ...],
+) -> Shaped[Array, ...]:
+    """Cut a split array along another dim, by one all-to-all.
+
+    Args:
+        x: this device's piece along `old`.
+        shape: the full array's true shape.
+        old: how it is cut.
+        new: how it is wanted, on another dim.
+        axes: that cut it, of more than one device each.
+    """
+    assert old.dim != new.dim and shape[new.dim] == new.size
+    if not axes:
+        return unpad(pad(x, new), old)
+    bits = all_to_all(to_bits(pad(x, new)), axes, new.dim, old.dim)
+    return unpad(from_bits(bits, x.dtype), old)
+
+
+def gathered_aval(shard: Any, layout: Layout, wire: Wire) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of the full array, as seen inside the `shard_map`."""
+
+    def full(x: Array) -> Array:
+        for axis in reversed(wire.axes):
+            x = lax.all_gather(x, axis, axis=layout.dim, tiled=True)
+        return unpad(x, layout)
+
+    return jax.eval_shape(full, shard)

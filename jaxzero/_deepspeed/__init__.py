@@ -1,0 +1,10 @@
+"""Read a DeepSpeed configuration: the `ZeroConfig`, optimizer and loss scale that it describes.
+
+In: `ds_config.json`. Out: a `DeepSpeedRun`. A key that cannot be honoured is an error or a warning.
+"""
+
+from .loss_scale import DynamicScale as DynamicScale
+from .loss_scale import loss_scale_of as loss_scale_of
+from .loss_scale import scale_loss as scale_loss
+from .run import DeepSpeedRun as DeepSpeedRun
+from .run import from_deepspeed as from_deepspeed

@@ -1,0 +1,211 @@
+"""Optimizers and schedules of DeepSpeed in terms of optax: the same updates for the same file.
+
+A schedule gives the learning rate of update t = 0, 1, 2, ... DeepSpeed's schedulers are stepped
+after an update, so update t has the rate of their iteration t - 1, and the first one the lowest.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+
+from .keys import Keys
+
+MakeOptimizer = Callable[[optax.ScalarOrSchedule], optax.GradientTransformation]
+Schedule = Callable[[Any], Any]
+
+
+def read_optimizer(
+    keys: Keys, given: MakeOptimizer | None, mask: Any
+) -> optax.GradientTransformation:
+    """The optimizer of a file, with its schedule.
+
+    Args:
+        keys: of the file.
+        given: is used instead of the file's, if not None.
+        mask: which parameters decay, as for `optax.adamw`.
+    """
+    kind = keys.get("optimizer.type")
+    rate = keys.get("optimizer.params.lr", None if kind is None else 1e-3)
+    schedule = _read_schedule(keys, rate)
+    if given is not None:
+        if schedule is None and rate is None:
+            raise ValueError(
+                "The file has neither `optimizer` nor `scheduler`, so `optimizer` has no learning "
+                "rate. Give one in `values`: {'optimizer.params.lr': 1e-4}."
+            )
+        return given(rate if schedule is None else schedule)
+    name = "" if kind is None else str(kind).lower()
+    if name not in _OPTIMIZERS:
+        what = "has no `optimizer`" if kind is None else f"asks for the optimizer {kind!r}"
+        raise ValueError(
+            f"The file {what}; known are {', '.join(sorted(_OPTIMIZERS))}. Pass another as "
+            "`optimizer=`: a function of the learning rate, such as `optax.adamw`."
+        )
+    return _OPTIMIZERS[name](keys, rate if schedule is None else schedule, mask)
+
+
+def _adam(keys: Keys, rate: optax.ScalarOrSchedule, mask: Any) -> optax.GradientTransformation:
+    return _any_adam(keys, rate, mask, keys.get("optimizer.params.adam_w_mode", True))
+
+
+def _adamw(keys: Keys, rate: optax.ScalarOrSchedule, mask: Any) -> optax.GradientTransformation:
+    keys.get("optimizer.params.adam_w_mode", True)  # of no effect on AdamW
+    return _any_adam(keys, rate, mask, True)
+
+
+def _any_adam(
+    keys: Keys, rate: optax.ScalarOrSchedule, mask: Any, decoupled: bool
+) -> optax.GradientTransformation:
+    by_torch = keys.get("optimizer.params.torch_adam", False)  # the same updates, other defaults
+    if not keys.get("optimizer.params.bias_correction", True):
+        raise ValueError(
+            "`optimizer.params.bias_correction` is false, which optax's Adam cannot be. Pass an "
+            "`optimizer=` that does without."
+        )
+    b1, b2 = keys.get("optimizer.params.betas", (0.9, 0.999))
+    eps = keys.get("optimizer.params.eps", 1e-8)
+    decay = keys.get("optimizer.params.weight_decay", 0.01 if by_torch and decoupled else 0.0)
+    if decoupled:
+        return optax.adamw(rate, b1, b2, eps, weight_decay=decay, mask=mask)
+    return optax.chain(optax.add_decayed_weights(decay, mask), optax.adam(rate, b1, b2, eps))
+
+
+def _sgd(keys: Keys, rate: optax.ScalarOrSchedule, mask: Any) -> optax.GradientTransformation:
+    momentum = keys.get("optimizer.params.momentum", 0.0)
+    nesterov = keys.get("optimizer.params.nesterov", False)
+    decay = keys.get("optimizer.params.weight_decay", 0.0)
+    return optax.chain(
+        optax.add_decayed_weights(decay, mask), optax.sgd(rate, momentum or None, nesterov)
+    )
+
+
+def _lion(keys: Keys, rate: optax.ScalarOrSchedule, mask: Any) -> optax.GradientTransformation:
+    b1, b2 = keys.get("optimizer.params.betas", (0.9, 0.99))
+    decay = keys.get("optimizer.params.weight_decay", 0.0)
+    return optax.lion(rate, b1, b2, weight_decay=decay, mask=mask)
+
+
+_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "adam": _adam,
+    "adamw": _adamw,
+    "lion": _lion,
+    "sgd": _sgd,
+}
+
+
+def _read_schedule(keys: Keys, rate: Any) -> Schedule | None:
+    kind = keys.get("scheduler.type")
+    if kind is None:
+        return None
+    if kind not in _SCHEDULES:
+        raise ValueError(
+            f"The file asks for the scheduler {kind!r}; known are {', '.join(sorted(_SCHEDULES))}. "
+            "Take it out of the file, and pass an `optimizer=` that has a schedule of its own."
+        )
+    return _SCHEDULES[kind](keys, rate)
+
+
+def _param(keys: Keys, name: str, default: Any = None) -> Any:
+    value = keys.get(f"scheduler.params.{name}", default)
+    if value is None:
+        raise ValueError(f"`scheduler.params.{name}` is missing from the file. Add it.")
+    return value
+
+
+def _number(count: Any) -> Array:
+    return jnp.asarray(count, jnp.float32)
+
+
+def _warmup(keys: Keys) -> tuple[float, Schedule]:
+    """The number of steps, and how far warming up has come after `i` of them."""
+    steps = max(2, _param(keys, "warmup_num_steps", 1000))
+    if _param(keys, "warmup_type", "log") == "linear":
+        return float(steps), lambda i: i / steps
+    return float(steps), lambda i: jnp.log(i + 1) / jnp.log(jnp.float32(steps))
+
+
+def _warmup_lr(keys: Keys, rate: Any) -> Schedule:
+    return _warmup_then(keys, rate, lambda i, steps: jnp.ones_like(i))
+
+
+def _warmup_decay_lr(keys: Keys, rate: Any) -> Schedule:
+    total = _param(keys, "total_num_steps")
+    return _warmup_then(
+        keys, 1e-3, lambda i, steps: jnp.maximum(0.0, (total - i) / max(1.0, total - steps))
+    )
+
+
+def _warmup_then(keys: Keys, rate: Any, after: Callable[[Array, float], Array]) -> Schedule:
+    low = _param(keys, "warmup_min_lr", 0.0)
+    high = _param(keys, "warmup_max_lr", rate)
+    steps, risen = _warmup(keys)
+
+    def schedule(count: Any) -> Array:
+        i = _number(count) - 1
+        share = jnp.where(i < steps, risen(jnp.maximum(i, 0.0)), after(i, steps))
+        return jnp.where(i < 0, low, low + (high - low) * share)
+
+    return schedule
+
+
+def _warmup_cosine_lr(keys: Keys, rate: Any) -> Schedule:
+    total = _param(keys, "total_num_steps")
+    low = _param(keys, "warmup_min_ratio", 0.0)
+    end = _param(keys, "cos_min_ratio", 1e-4)
+    steps, risen = _warmup(keys)
+    if rate is None:
+        raise ValueError("WarmupCosineLR scales `optimizer.params.lr`, which is missing. Add it.")
+
+    def schedule(count: Any) -> Array:
+        i = _number(count) - 1
+        rising = low + (1 - low) * risen(jnp.maximum(i, 0.0))
+        progress = jnp.minimum(1.0, (i - steps + 1) / max(1, total - steps))
+        falling = jnp.maximum(0.0, end + (1 - end) * (1 + jnp.cos(jnp.pi * progress)) / 2)
+        return rate * jnp.where(i < 0, 0.0, jnp.where(i < steps, rising, falling))
+
+    return schedule
+
+
+def _one_cycle(keys: Keys, rate: Any) -> Schedule:
+    low, high = _param(keys, "cycle_min_lr"), _param(keys, "cycle_max_lr")
+    first = float(_param(keys, "cycle_first_step_size", 2000))
+    second = keys.get("scheduler.params.cycle_second_step_size")
+    second = first if second is None else float(second)
+    decay_steps = _param(keys, "decay_step_size", 0)
+    decay = _param(keys, "decay_lr_rate", 0.0) if decay_steps else 0.0
+    keys.get("scheduler.params.decay_lr_rate")
+    keys.honours("scheduler.params.cycle_momentum", False)
+
+    def schedule(count: Any) -> Array:
+        t = _number(count)
+        share = jnp.where(t <= first, t / first, (first + second - t) / second)
+        cycling = low + (high - low) * jnp.maximum(share, 0.0)
+        later = (t - (first + second)) / max(decay_steps, 1)
+        return jnp.where(t <= first + second, cycling, low / (1 + decay * later))
+
+    return schedule
+
+
+def _lr_range_test(keys: Keys, rate: Any) -> Schedule:
+    low = _param(keys, "lr_range_test_min_lr", 1e-3)
+    size = _param(keys, "lr_range_test_step_size", 2000)
+    step_rate = _param(keys, "lr_range_test_step_rate", 1.0)
+    stairs = _param(keys, "lr_range_test_staircase", False)
+
+    def schedule(count: Any) -> Array:
+        intervals = _number(count) / size
+        return low * (1 + step_rate * (jnp.floor(intervals) if stairs else intervals))
+
+    return schedule
+
+
+_SCHEDULES: dict[str, Callable[[Keys, Any], Schedule]] = {
+    "LRRangeTest": _lr_range_test,
+    "OneCycle": _one_cycle,
+    "WarmupCosineLR": _warmup_cosine_lr,
+    "WarmupDecayLR": _warmup_decay_lr,
+    "WarmupLR": _warmup_lr,
+}

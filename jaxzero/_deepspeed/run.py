@@ -1,0 +1,293 @@
+"""A run as a DeepSpeed configuration asks for it: `from_deepspeed("ds_config.json", mesh)`."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._codecs import Cast, Int8
+from .._mesh import AXES, LOCAL, AnyMesh
+from .._sharding import Hops, HpZ, Schedule, ZeroConfig, zeropp
+from .._zero import Zero
+from .keys import Keys, read_keys
+from .loss_scale import DynamicScale, loss_scale_of, scale_loss
+from .optimizer import MakeOptimizer, read_optimizer
+
+_DTYPES = {
+    "fp32": jnp.float32,
+    "float32": jnp.float32,
+    "fp16": jnp.float16,
+    "float16": jnp.float16,
+    "bf16": jnp.bfloat16,
+    "bfp16": jnp.bfloat16,  # so the documentation of DeepSpeed spells it
+    "bfloat16": jnp.bfloat16,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepSpeedRun:
+    """What a DeepSpeed configuration asks for, in terms of this library.
+
+    Attributes:
+        zero: splits parameters, gradients and optimizer state by the file's stage.
+        optimizer: clipping, optimizer, schedule and loss scaling, as one optax transformation.
+        batch_size: rows of a step, over all devices and micro-batches.
+        microbatches: how many a device runs in a step.
+        compute_dtype: what parameters are cast to for computing; None leaves them.
+        unhonoured: keys of the file that have no effect here.
+    """
+
+    zero: Zero
+    optimizer: optax.GradientTransformationExtraArgs
+    batch_size: int
+    microbatches: int
+    compute_dtype: np.dtype | None
+    unhonoured: tuple[str, ...]
+
+    def value_and_grad(self, loss_fn: Callable, **options: Any) -> Callable:
+        """`zero.value_and_grad`, in the file's dtype, micro-batches and loss scale.
+
+        Args:
+            loss_fn: `loss_fn(params, batch, ...) -> loss`, written for one device.
+            options: as for `Zero.value_and_grad`.
+
+        Returns:
+            A function `(params, opt_state, batch, ...) -> (loss, grads)`. The loss is the true one;
+            gradients carry the scale, which `optimizer` takes off.
+        """
+
+        def scaled(params, *arguments):
+            *arguments, scale = arguments
+            result = loss_fn(_cast(params, self.compute_dtype), *arguments)
+            loss, *aux = result if options.get("has_aux") else (result,)
+            if options.get("weighted"):
+                loss = (_times(loss[0], scale), loss[1])
+            else:
+                loss = _times(loss, scale)
+            return (loss, *aux) if aux else loss
+
+        options = {"microbatches": self.microbatches, **options}
+        differentiate = self.zero.value_and_grad(scaled, **options)
+
+        def value_and_grad(params, opt_state, batch, *rest):
+            scale = loss_scale_of(opt_state)
+            value, grads = differentiate(params, batch, *rest, scale)
+            if options.get("has_aux"):
+                return (value[0] / scale, value[1]), grads
+            return value / scale, grads
+
+        return value_and_grad
+
+
+def from_deepspeed(
+    config: Path | str | Mapping[str, Any],
+    mesh: AnyMesh,
+    *,
+    optimizer: MakeOptimizer | None = None,
+    weight_decay_mask: Any = None,
+    values: Mapping[str, Any] | None = None,
+) -> DeepSpeedRun:
+    """Set up the run that a DeepSpeed configuration describes.
+
+    Honoured are the batch, stage and quantisation of ZeRO, precision, loss scaling, clipping, the
+    optimizer and the scheduler; `docs/interop.md` lists the keys. A key that is not honoured is
+    named in a warning. So is a file without `gradient_clipping`, which meant none before DeepSpeed
+    0.19.3 and means 1.0 since, as it does here.
+
+    Args:
+        config: a `ds_config.json`, or its content.
+        mesh: from `jz.make_mesh`. DeepSpeed's world is its devices.
+        optimizer: what to use instead of the file's: a function of the learning rate (or schedule),
+            such as `optax.adamw`. Needed where the file has none, or one that optax has not.
+        weight_decay_mask: which parameters decay, as for `optax.adamw`: what parameter groups
+            are for in PyTorch.
+        values: by dotted path, what the file leaves open ("auto") or should say instead:
+            `{"optimizer.params.lr": 1e-4}`.
+
+    Raises:
+        ValueError: a value is missing, "auto", or contradicts others or the mesh.
+
+    Example:
+        >>> run = jz.from_deepspeed("ds_config.json", jz.make_mesh(nodes=2))
+        >>> params = run.zero.init(init_fn, key)
+        >>> opt_state = run.zero.init_optimizer(run.optimizer, params)
+        >>> loss, grads = run.value_and_grad(loss_fn)(params, opt_state, batch)
+    """
+    keys = read_keys(config, dict(values or {}))
+    batch_size, microbatches = _read_batch(keys, mesh)
+    compute_dtype = _read_dtype(keys)
+    zero_config = _read_zero(keys, mesh, compute_dtype)
+    chain = read_optimizer(keys, optimizer, weight_decay_mask)
+    if clip := _read_clipping(keys):
+        chain = optax.chain(optax.clip_by_global_norm(clip), chain)
+    if compute_dtype == jnp.float16:
+        chain = scale_loss(chain, _read_loss_scale(keys))
+    keys.honours("gradient_allreduce_op", "mean")
+    keys.honours("data_types.grad_accum_dtype", "fp32")
+    unhonoured = keys.unhonoured()
+    if unhonoured:
+        warnings.warn(
+            f"These keys of the DeepSpeed configuration have no effect here: "
+            f"{', '.join(unhonoured)}.",
+            stacklevel=2,
+        )
+    return DeepSpeedRun(
+        zero=Zero(mesh, zero_config),
+        optimizer=optax.with_extra_args_support(chain),
+        batch_size=batch_size,
+        microbatches=microbatches,
+        compute_dtype=compute_dtype,
+        unhonoured=unhonoured,
+    )
+
+
+def _read_batch(keys: Keys, mesh: AnyMesh) -> tuple[int, int]:
+    """Rows of a step, and micro-batches: two of DeepSpeed's three numbers give the third."""
+    devices = int(np.prod([mesh.shape[axis] for axis in AXES]))
+    total = keys.get("train_batch_size")
+    rows = keys.get("train_micro_batch_size_per_gpu")
+    steps = keys.get("gradient_accumulation_steps")
+    asked = {
+        "train_batch_size": total,
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": steps,
+    }
+    for name, value in asked.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"`{name}` must be a positive integer; got {value!r}.")
+    if total is None and rows is None:
+        raise ValueError(
+            "The file has neither `train_batch_size` nor `train_micro_batch_size_per_gpu`. Give "
+            "one in `values`."
+        )
+    if steps is None:
+        steps = 1 if rows is None or total is None else total // (rows * devices)
+    if total is None:
+        total = (rows or 0) * steps * devices
+    if rows is None:
+        rows = total // (devices * max(steps, 1))
+    if total != rows * steps * devices or total < 1:
+        raise ValueError(
+            "`train_batch_size` must be micro-batch x accumulation x devices; got "
+            f"{total}, {rows}, {steps} and {devices} devices of the mesh. Change one in `values`."
+        )
+    return total, steps
+
+
+def _read_dtype(keys: Keys) -> np.dtype | None:
+    bfloat16, float16 = keys.section("bf16"), keys.section("fp16")
+    if bfloat16 and float16:
+        raise ValueError("`bf16` and `fp16` are both enabled. Disable one.")
+    if bfloat16:
+        return np.dtype(jnp.bfloat16)
+    return np.dtype(jnp.float16) if float16 else None
+
+
+def _read_clipping(keys: Keys) -> float:
+    """The largest norm of gradients; 0 for any."""
+    clip = keys.get("gradient_clipping")
+    if clip is None:
+        warnings.warn(
+            "The DeepSpeed configuration has no `gradient_clipping`: gradients are clipped to a "
+            "norm of 1.0, as DeepSpeed does from 0.19.3 on. Earlier ones did not clip: for that, "
+            "give `values={'gradient_clipping': 0.0}`.",
+            stacklevel=3,
+        )
+        return 1.0
+    if isinstance(clip, bool) or not isinstance(clip, int | float) or not clip >= 0:
+        raise ValueError(f"`gradient_clipping` must be a norm, or 0 for none; got {clip!r}.")
+    return float(clip)
+
+
+def _read_loss_scale(keys: Keys) -> DynamicScale | float:
+    static = keys.get("fp16.loss_scale", 0)
+    dynamic = DynamicScale(
+        initial=2.0 ** keys.get("fp16.initial_scale_power", 16),
+        window=keys.get("fp16.loss_scale_window", 1000),
+        hysteresis=keys.get("fp16.hysteresis", 2),
+        consecutive=keys.get("fp16.consecutive_hysteresis", False),
+        minimum=float(keys.get("fp16.min_loss_scale", 1)),
+    )
+    return float(static) if static else dynamic
+
+
+def _read_zero(keys: Keys, mesh: AnyMesh, compute_dtype: np.dtype | None) -> ZeroConfig:
+    def get(name: str, default: Any = None) -> Any:
+        return keys.get(f"zero_optimization.{name}", default)
+
+    stage = get("stage", 0)
+    itemsize = np.dtype(compute_dtype or np.float32).itemsize
+    buckets = [get(name) for name in ("reduce_bucket_size", "allgather_bucket_size")]
+    buckets = [int(float(size)) for size in buckets if size is not None]
+    bounds = {
+        name: int(float(size))
+        for name in ("max_live_parameters", "max_reuse_distance")
+        if (size := get(f"stage3_{name}")) is not None
+    }
+    if get("stage3_prefetch_bucket_size") == 0:
+        bounds["prefetch"] = 0
+    if buckets:
+        bounds["bucket_bytes"] = max(buckets) * itemsize
+    quantized = bool(get("zero_quantized_weights", False))
+    weights = Hops(node=Int8(block=256), local=Int8(block=256)) if quantized else Hops()
+    return ZeroConfig(
+        stage=stage,
+        split="local" if _is_node(keys, "mics_shard_size", mesh) else "all",
+        weights=weights,
+        gradients=_read_gradients(keys),
+        hpz=HpZ(codec=Int8(block=256) if quantized else None)
+        if _is_node(keys, "zero_hpz_partition_size", mesh)
+        else None,
+        param_persistence_threshold=int(float(get("stage3_param_persistence_threshold", 0))),
+        schedule=Schedule(**bounds),
+    )
+
+
+def _is_node(keys: Keys, name: str, mesh: AnyMesh) -> bool:
+    """Whether a group of devices was asked for, which can only be those of a node."""
+    size = keys.get(f"zero_optimization.{name}", 1)
+    if size <= 1:
+        return False
+    if size != mesh.shape[LOCAL]:
+        raise ValueError(
+            f"`zero_optimization.{name}` is {size}, but a node of the mesh has "
+            f"{mesh.shape[LOCAL]} devices. Make a mesh in which they agree: "
+            "`jz.make_mesh(nodes=...)`."
+        )
+    return True
+
+
+def _read_gradients(keys: Keys) -> Hops:
+    if keys.get("zero_optimization.zero_quantized_gradients", False):
+        return zeropp().gradients
+    name = keys.get("communication_data_type", "fp32")
+    if name not in _DTYPES:
+        raise ValueError(
+            f"`communication_data_type` must be one of {', '.join(_DTYPES)}; got {name!r}."
+        )
+    if _DTYPES[name] == jnp.float32:
+        return Hops()
+    return Hops(node=Cast(_DTYPES[name]), local=Cast(_DTYPES[name]))
+
+
+def _times(loss: Any, scale: Any) -> Any:
+    """The loss, scaled: in float32 at least, since float16 ends at 65504."""
+    dtype = jnp.promote_types(loss.dtype, jnp.float32)
+    return loss.astype(dtype) * scale.astype(dtype)
+
+
+def _cast(params: Any, dtype: np.dtype | None) -> Any:
+    if dtype is None:
+        return params
+
+    def cast(x: Any) -> Any:
+        floating = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(dtype) if floating else x
+
+    return jax.tree.map(cast, params)

@@ -1,0 +1,17 @@
+"""What one device runs: the traced program again, with gathers and reductions where the plan says.
+
+In: a loss, shards of its parameters and this device's rows of the batch. Out: the loss, shards of
+mean gradients, and what is remembered on the wire. Start at `device_step.run_on_device`.
+"""
+
+from .device_step import Parameters as Parameters
+from .device_step import run_on_device as run_on_device
+from .microbatches import REDUCTIONS as REDUCTIONS
+from .microbatches import check_microbatches as check_microbatches
+from .microbatches import combine as combine
+from .wire_state import Memory as Memory
+from .wire_state import WireState as WireState
+from .wire_state import from_tree as from_tree
+from .wire_state import make_state as make_state
+from .wire_state import specs_of as specs_of
+from .wire_state import to_tree as to_tree

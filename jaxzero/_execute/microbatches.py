@@ -1,0 +1,129 @@
+"""Micro-batches: from one planned program to the sums of a step, on one device.
+
+The program of one micro-batch runs `k` times in a `lax.scan` whose carry holds the sums
+of loss, weight and gradients. A split gradient is added up as it was reduced, in float32,
+as shards or as the node's slices; a whole one as it is. `_means` makes means of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from .._collectives import Wire, accumulator_dtype, all_gather, all_reduce, recording, repeated
+from .._mesh import AXES
+from .._sharding import split_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """What one micro-batch, or several, have added up to on this device."""
+
+    loss: Any  # scalar array
+    weight: Any  # scalar array; None: all examples weigh the same
+    gradients: list[Any]  # shards or slices of split leaves, whole others; None: not a float
+
+
+jax.tree_util.register_dataclass(Sums, ["loss", "weight", "gradients"], [])
+
+
+def check_microbatches(num: Any) -> None:
+    """Raise `ValueError` for what is no number of micro-batches."""
+    if not isinstance(num, int) or num < 1:
+        raise ValueError(f"`microbatches` must be a whole number of at least 1; got {num!r}.")
+
+
+def split_microbatches(x: Array, spec: Any, num: int) -> Array:
+    """Cut the split dim of one device's rows into `num` runs, on a new leading dim."""
+    dim = split_dim(spec)
+    assert dim is not None
+    shape = (*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
+    return jnp.moveaxis(x.reshape(shape), dim, 0)
+
+
+def accumulate(
+    run: Callable[[Array | None, list[Any]], tuple[Sums, list[Any]]],
+    inputs: Sequence[Any],
+    specs: Sequence[Any],
+    num: int,
+) -> tuple[Sums, list[Any]]:
+    """Run a program on every micro-batch.
+
+    Args:
+        run: takes the micro-batch's index and its inputs; returns sums and other outputs.
+        inputs: this device's rows, and replicated values.
+        specs: which is which.
+        num: how many micro-batches. With one, the index is None and there is no loop.
+
+    Returns:
+        The sums, and the other outputs stacked over micro-batches on a new leading dim.
+    """
+    if num == 1:
+        sums, others = run(None, list(inputs))
+        return _widened(sums), [jnp.expand_dims(x, 0) for x in others]
+    is_split = [split_dim(spec) is not None for spec in specs]
+    rows = [
+        split_microbatches(x, spec, num) if split else None
+        for x, spec, split in zip(inputs, specs, is_split, strict=True)
+    ]
+
+    def step(index, rows):
+        merged = [row if split else x for row, x, split in zip(rows, inputs, is_split, strict=True)]
+        sums, others = run(index, merged)
+        return _widened(sums), others
+
+    def body(carry, scanned):
+        sums, others = step(*scanned)
+        return jax.tree.map(jnp.add, carry, sums), others
+
+    indices = jnp.arange(num)
+    first = [None if row is None else row[0] for row in rows]
+    with recording(None):
+        shapes = jax.eval_shape(lambda: step(indices[0], first)[0])
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    traced, note = repeated(body, num, microbatches=True)
+    result = lax.scan(traced, start, (indices, rows))
+    note()
+    return result
+
+
+def _widened(sums: Sums) -> Sums:
+    return jax.tree.map(lambda x: x.astype(accumulator_dtype(x.dtype)), sums)
+
+
+REDUCTIONS = ("mean", "sum", "first", "stack", "concat")
+
+
+def combine(x: Array, how: str, wire: Wire) -> Array:
+    """Combine one output over micro-batches (its leading dim) and devices.
+
+    Args:
+        x: `[microbatches, ...]`.
+        how: one of `REDUCTIONS`. "stack" and "concat" leave the devices' parts where they
+            are, to be joined by the `shard_map`'s output specification.
+    """
+    if how == "mean":
+        total = all_reduce(jnp.mean(x, axis=0), AXES)
+        return total / jnp.asarray(wire.num_devices, total.dtype)
+    if how == "sum":
+        return all_reduce(jnp.sum(x, axis=0), AXES)
+    if how == "first":
+        return _from_first_device(x[0])
+    if how == "concat":
+        return x.reshape((x.shape[0] * x.shape[1], *x.shape[2:]))
+    return x
+
+
+def _from_first_device(x: Array) -> Array:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = _from_first_device(jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    for axis in AXES:
+        x = all_gather(jnp.expand_dims(x, 0), axis, 0)[0]
+    return x

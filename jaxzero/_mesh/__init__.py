@@ -1,0 +1,25 @@
+"""Two-level device meshes, real or simulated on one device, and running a function on each device.
+
+In: devices, or the number of devices to simulate. Out: a mesh with axes `node` and `local`, and
+functions traced once per device. Any room above may use what is listed here.
+"""
+
+from . import gloo_workaround as gloo_workaround
+from . import simulated as simulated
+from .gloo_workaround import reduce_scatter as reduce_scatter
+from .mesh import AXES as AXES
+from .mesh import LOCAL as LOCAL
+from .mesh import NODE as NODE
+from .mesh import REDUCTION_HOPS as REDUCTION_HOPS
+from .mesh import check_mesh as check_mesh
+from .mesh import device_index as device_index
+from .mesh import fold_in_device as fold_in_device
+from .mesh import make_mesh as make_mesh
+from .mesh import map_devices as map_devices
+from .mesh import microbatch_index as microbatch_index
+from .per_device import bare as bare
+from .per_device import is_traced as is_traced
+from .per_device import rewrite as rewrite
+from .simulated import AnyMesh as AnyMesh
+from .simulated import physical as physical
+from .simulated import varying as varying

@@ -1,0 +1,192 @@
+"""Two-level meshes: `node` is the slow link between nodes, `local` the fast one inside."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh
+from jaxtyping import Array, Shaped
+
+from .._processes import hosts, process_count
+from .gloo_workaround import errs_on, exchanging
+from .per_device import without_mesh
+from .simulated import AnyMesh, SimulatedMesh
+
+NODE = "node"
+LOCAL = "local"
+AXES = (NODE, LOCAL)  # the batch is split in this order, so that a host's rows are contiguous
+REDUCTION_HOPS = (LOCAL, NODE)  # what crosses between nodes is a sum already
+
+_microbatch: contextvars.ContextVar[Array | None] = contextvars.ContextVar(
+    "jaxzero_microbatch", default=None
+)
+
+
+@overload
+def make_mesh(
+    nodes: int | None = None,
+    *,
+    devices: Sequence[Any] | None = None,
+    axis_type: AxisType = AxisType.Auto,
+    simulate: None = None,
+) -> Mesh: ...
+
+
+@overload
+def make_mesh(
+    nodes: int | None = None, *, devices: Sequence[Any] | None = None, simulate: int
+) -> SimulatedMesh: ...
+
+
+def make_mesh(
+    nodes: int | None = None,
+    *,
+    devices: Sequence[Any] | None = None,
+    axis_type: AxisType = AxisType.Auto,
+    simulate: int | None = None,
+) -> AnyMesh:
+    """Arrange devices as `(node, local)`.
+
+    Args:
+        nodes: number of nodes. By default a node is a slice, where devices are of several
+            (pods of TPUs, GPUs that share NVLink), else a host with all its processes; so all
+            processes call this together. If given, devices are taken in the order of
+            `(process_index, id)`, so a node is a run of neighbours.
+        devices: the devices to use; by default all of them.
+        axis_type: `AxisType.Auto` or `AxisType.Explicit`, for both axes.
+        simulate: make a mesh of this many devices that do not exist. All arrays are then
+            whole on the first of `devices`, and it does the arithmetic of every device, with
+            the same collectives. For what quantisation or small batches do to training, not
+            for memory or speed.
+
+    Returns:
+        A mesh of shape `(nodes, devices / nodes)` with axes `("node", "local")`. A mesh
+        made by `jax.make_mesh` serves as well, if it has these two axes; further axes
+        (tensor parallelism) are left as they are. With `simulate` it is for `Zero` alone;
+        `zero.mesh` is then the one device, for shardings.
+
+    Raises:
+        ValueError: `nodes` does not divide the number of devices, or hosts have different
+            numbers of devices.
+    """
+    if simulate is not None:
+        devices = jax.local_devices() if devices is None else devices
+        return _simulated(1 if nodes is None else nodes, simulate, devices[0], axis_type)
+    devices = list(jax.devices() if devices is None else devices)
+    devices.sort(key=lambda device: (device.process_index, device.id))
+    if nodes is None:
+        groups = _by_node(devices)
+        nodes, devices = len(groups), [device for group in groups for device in group]
+    if nodes < 1 or len(devices) % nodes:
+        raise ValueError(
+            f"`nodes` must divide the number of devices, {len(devices)}; got {nodes}. "
+            "Pass `devices=` to use fewer."
+        )
+    grid = np.array(devices).reshape(nodes, -1)
+    return Mesh(grid, AXES, axis_types=(axis_type,) * 2)
+
+
+def _by_node(devices: Sequence[Any]) -> list[list[Any]]:
+    """Devices that share a slice, or else a host, in the order of their first device."""
+    slices = {getattr(device, "slice_index", None) for device in devices}
+    groups: dict[str, list[Any]] = {}
+    for device in devices:
+        if len(slices) > 1:
+            name = f"slice {device.slice_index}"
+        elif process_count() > 1:
+            name = hosts()[device.process_index]
+        else:  # one process, or devices that are only described
+            name = f"process {device.process_index}"
+        groups.setdefault(name, []).append(device)
+    if len({len(group) for group in groups.values()}) > 1:
+        sizes = ", ".join(f"{len(group)} on {name}" for name, group in groups.items())
+        raise ValueError(
+            f"Nodes must have equally many devices; there are {sizes}. Pass `devices=` to use "
+            "fewer of some, or `nodes=` to group them otherwise."
+        )
+    return list(groups.values())
+
+
+def _simulated(nodes: int, num_devices: int, device: Any, axis_type: AxisType) -> SimulatedMesh:
+    if nodes < 1 or num_devices < 1 or num_devices % nodes:
+        raise ValueError(
+            f"`nodes` must divide the number of simulated devices, {num_devices}; got {nodes}. "
+            "Give `simulate` a multiple of it."
+        )
+    if axis_type != AxisType.Auto:
+        raise ValueError("A simulated mesh has no explicit axes. Leave out `axis_type`.")
+    return SimulatedMesh(AXES, (nodes, num_devices // nodes), device)
+
+
+def map_devices(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any) -> Callable:
+    """Run `function` on every device's pieces of global arrays; specs are over our two axes."""
+    if isinstance(mesh, SimulatedMesh):
+        return mesh.map(function, in_specs, out_specs)
+    if errs_on(mesh):
+        function = exchanging(function)
+    return jax.shard_map(
+        without_mesh(function),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(AXES),
+        check_vma=False,
+    )
+
+
+def check_mesh(mesh: AnyMesh) -> None:
+    """Raise `ValueError` unless `mesh` has our two axes."""
+    missing = [axis for axis in AXES if axis not in mesh.shape]
+    if missing:
+        raise ValueError(
+            f"`mesh` needs the axes {AXES}; {missing} missing from {tuple(mesh.shape)}. "
+            "Make one with `jz.make_mesh(nodes=...)`, or name the axes of yours so."
+        )
+
+
+@contextlib.contextmanager
+def microbatch_index(index: Array | None) -> Iterator[None]:
+    """Let `fold_in_device` see which micro-batch is being traced."""
+    token = _microbatch.set(index)
+    try:
+        yield
+    finally:
+        _microbatch.reset(token)
+
+
+def device_index(axes: tuple[str, ...] = AXES) -> Array:
+    """This device's number over `axes`, uint32, inside the per-device program."""
+    return lax.axis_index(axes).astype(jnp.uint32)
+
+
+def fold_in_device(key: Shaped[Array, "*key"]) -> Shaped[Array, "*key"]:
+    """Derive a key that is different on every device, and for every micro-batch.
+
+    Call it inside a function given to `zero.value_and_grad` or `zero.apply`, on a key
+    that is the same everywhere, before dropout and the like. Without it all devices
+    drop the same positions.
+
+    Args:
+        key: a typed key (`jax.random.key`) or a raw one (`jax.random.PRNGKey`).
+
+    Raises:
+        ValueError: called where there are no devices to tell apart.
+    """
+    try:
+        index = lax.axis_index(AXES)
+    except NameError as error:
+        raise ValueError(
+            "`fold_in_device` must be called inside a function given to "
+            "`zero.value_and_grad` or `zero.apply`; there are no mesh axes "
+            f"{AXES} here. Outside, use `jax.random.fold_in`."
+        ) from error
+    key = jax.random.fold_in(key, index)
+    microbatch = _microbatch.get()
+    return key if microbatch is None else jax.random.fold_in(key, microbatch)

@@ -1,0 +1,188 @@
+"""A plan to look at: every gather, drop and reduction of one training step, in order."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from .._collectives import Transfer
+from .._program import Loop, Value
+from .block_plan import BlockPlan, ReduceUnit, Unit
+from .gradient_reductions import Demand
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One gather or reduction: of one array, in a unit of perhaps several.
+
+    Attributes:
+        region: "forward", "backward", or the loop it is in.
+        action: "gather" or "reduce".
+        unit: number of the unit in its region; those of one number share a message.
+        name: of the leaf.
+        shape, dtype: of the whole array.
+        num_bytes: of the whole array, once.
+        sent: the operation before which a weight is sent; "the iteration before".
+        at: the operation that first needs a weight, or that makes a gradient.
+        until: the operation after which a whole weight is dropped; for a gradient "" or
+            "the iteration after", when it is sent then.
+        tied: the operation whose result a weight waits for; "": nothing.
+        trips: how often one execution of the program does it.
+        start, needed, stop: the numbers of these operations among those of the block.
+        path: the numbers of the loops that it is in.
+    """
+
+    region: str
+    action: str
+    unit: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    sent: str
+    at: str
+    until: str
+    tied: str
+    trips: int
+    start: int
+    needed: int
+    stop: int
+    path: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything that one training step gathers and reduces, in program order."""
+
+    top: BlockPlan
+    at_end: tuple[str, ...] = ()  # leaves that are stored whole: all-reduced last, together
+    transfers: tuple[Transfer, ...] = ()  # every collective, in the order it was issued
+    slice_bytes: int = 0  # of the nodes' slices that one device keeps for the step (hpZ)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        return tuple(_steps(self.top, (), 1))
+
+    def __str__(self) -> str:
+        rows = [_row(step) for step in self.steps]
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(7)]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
+        if self.at_end:
+            lines.append(f"at the end: all-reduce {', '.join(self.at_end)}")
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _row(step: Step) -> tuple[str, ...]:
+    size = f"{step.num_bytes / 2**20:.2f} MiB" + (f" x{step.trips}" if step.trips > 1 else "")
+    if step.action == "gather":
+        when = f"before {step.at}"
+        sent = "" if step.sent == step.at else f"sent before {step.sent}"
+        if step.sent == "the iteration before":
+            sent = f"sent in {step.sent}"
+        end = f"dropped after {step.until}"
+    else:
+        when, end = f"after {step.at}", ""
+        sent = f"sent in {step.until}" if step.until else ""
+    unit = f"{step.action} {step.unit}"
+    array = f"{step.dtype}{list(step.shape)}"
+    return step.region, unit, step.name, array, size, "  ".join(filter(None, (when, sent))), end
+
+
+def _steps(plan: BlockPlan, path: tuple[int, ...], trips: int) -> Iterator[Step]:
+    events: list[tuple[float, int]] = []
+    events += [(unit.at, i) for i, unit in enumerate(plan.units)]
+    reduces = [*plan.reduces, *_at_end(plan)]
+    events += [(unit.at + 0.5, i) for i, unit in enumerate(reduces)]
+    events += [(index + 0.25, index) for index in plan.loops]
+    for place, number in sorted(events):
+        match place % 1:
+            case 0.0:
+                yield from _gather_steps(plan, number, plan.units[number], path, trips)
+            case 0.5:
+                yield from _reduce_steps(plan, number, reduces[number], path, trips)
+            case _:
+                loop = plan.block.operations[number]
+                assert isinstance(loop, Loop)
+                body = plan.loops[number].body
+                yield from _steps(body, (*path, number), trips * loop.length)
+
+
+def _names(plan: BlockPlan) -> list[str]:
+    return [*(operation.name for operation in plan.block.operations), "the end"]
+
+
+def _gather_steps(
+    plan: BlockPlan, number: int, unit: Unit, path: tuple[int, ...], trips: int
+) -> Iterator[Step]:
+    names = _names(plan)
+    makers = {value: op.name for op in plan.block.operations for value in op.outputs}
+    for one in unit.gathers:
+        yield Step(
+            region=_region(path) or one.region,
+            action="gather",
+            unit=number,
+            name=one.weight.name,
+            shape=one.shape,
+            dtype=str(one.dtype),
+            num_bytes=one.num_bytes,
+            sent="the iteration before" if unit.ahead else names[unit.issues[-1]],
+            at=names[one.at],
+            until=names[one.until],
+            tied=_tied(unit, makers),
+            trips=trips,
+            start=unit.issues[-1],
+            needed=one.at,
+            stop=one.until,
+            path=path,
+        )
+
+
+def _tied(unit: Unit, makers: dict[Value, str]) -> str:
+    tie = unit.ties[-1]
+    return makers.get(tie, "an argument") if tie else ""
+
+
+def _reduce_steps(
+    plan: BlockPlan, number: int, unit: ReduceUnit, path: tuple[int, ...], trips: int
+) -> Iterator[Step]:
+    names = _names(plan)
+    makers = {value: i for i, op in enumerate(plan.block.operations) for value in op.outputs}
+    for value in unit.values:
+        at = makers.get(value, len(names) - 1)
+        yield Step(
+            region=_region(path) or "backward",
+            action="reduce",
+            unit=number,
+            name=_demand(plan, value).name,
+            shape=value.shape,
+            dtype=str(value.dtype),
+            num_bytes=math.prod(value.shape) * value.dtype.itemsize,
+            sent="",
+            at=names[at],
+            until="the iteration after" if unit.late else "",
+            tied="",
+            trips=trips,
+            start=at,
+            needed=at,
+            stop=unit.at,
+            path=path,
+        )
+
+
+def _at_end(plan: BlockPlan) -> list[ReduceUnit]:
+    """Outputs that are reduced last, each by itself."""
+    outputs = (plan.block.outputs[i] for i in plan.gradients.at_end)
+    last = len(plan.block.operations)
+    return [ReduceUnit((value,), last) for value in outputs if isinstance(value, Value)]
+
+
+def _demand(plan: BlockPlan, value: Value) -> Demand:
+    if value in plan.gradients.reduces:
+        return plan.gradients.reduces[value]
+    at_end = plan.gradients.at_end
+    return next(at_end[i] for i in at_end if plan.block.outputs[i] is value)
+
+
+def _region(path: tuple[int, ...]) -> str:
+    return " in ".join(f"loop {index}" for index in reversed(path))

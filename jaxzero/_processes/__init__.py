@@ -1,0 +1,29 @@
+"""What processes of one run tell each other, and what their exit status says.
+
+In: small JSON values and files. Out: agreement over JAX's coordination service, exit codes, and
+files that are on disk. Any room may use it; it knows nothing of arrays.
+"""
+
+from .coordination import barrier as barrier
+from .coordination import describe_process as describe_process
+from .coordination import detect_cluster as detect_cluster
+from .coordination import exchange as exchange
+from .coordination import exchange_json as exchange_json
+from .coordination import has_backend as has_backend
+from .coordination import hosts as hosts
+from .coordination import notices_sigterm as notices_sigterm
+from .coordination import of_first as of_first
+from .coordination import process_count as process_count
+from .coordination import process_index as process_index
+from .coordination import publish as publish
+from .coordination import published as published
+from .coordination import set_hosts as set_hosts
+from .exit_codes import DIVERGED as DIVERGED
+from .exit_codes import INTERRUPTED as INTERRUPTED
+from .exit_codes import MISTAKE as MISTAKE
+from .exit_codes import PEER_LOST as PEER_LOST
+from .exit_codes import STOPPED as STOPPED
+from .exit_codes import describe as describe
+from .exit_codes import exit_status as exit_status
+from .fsync import flush as flush
+from .fsync import flush_tree as flush_tree

@@ -1,0 +1,16 @@
+"""A traced JAX program as a list of operations: the only room that knows jaxprs.
+
+In: a function and the shapes of its arguments. Out: a `Block` of operations, with a block
+for the body of each loop, and which operations can move past a gather or a reduction.
+"""
+
+from . import movable_ops as movable_ops
+from .ir import Atom as Atom
+from .ir import Barrier as Barrier
+from .ir import Block as Block
+from .ir import Constant as Constant
+from .ir import Loop as Loop
+from .ir import Operation as Operation
+from .ir import Value as Value
+from .trace import open_program as open_program
+from .trace import trace as trace

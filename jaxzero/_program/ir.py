@@ -1,0 +1,246 @@
+"""Programs as the pass sees them: blocks of operations, which can be read and bound again.
+
+With `_tracing`, which makes them of functions, and `_context` and `_layout_requests`, which
+see to what jaxprs say of meshes, this is the seam to JAX: no other module knows what a jaxpr
+looks like inside. Everything else reads and re-emits blocks, so a new JAX release is a matter
+of these files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._mesh import is_traced, reduce_scatter
+from .._mesh import simulated as simulate
+from . import movable_ops as views
+
+_ELEMENTWISE = {"neg", "reduce_precision"}
+_EXCHANGES = {"all_gather", "reduce_scatter", "ppermute", "all_to_all"}
+
+
+class Value:
+    """What an operation makes, or a block takes: a name, with shape and dtype."""
+
+    __slots__ = ("dtype", "shape")
+
+    def __init__(self, aval: Any):
+        self.shape: tuple[int, ...] = getattr(aval, "shape", ())
+        self.dtype: Any = None if is_ref(aval) else getattr(aval, "dtype", None)
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it is an ordinary array of numbers: no key, no token, no reference."""
+        return isinstance(self.dtype, np.dtype) and self.dtype != jax.dtypes.float0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Constant:
+    """A value known while tracing."""
+
+    value: Any
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether it is a scalar zero; a value that is traced outside is never known to be."""
+        return (
+            not is_traced(self.value) and np.ndim(self.value) == 0 and bool(np.all(self.value == 0))
+        )
+
+
+Atom = Value | Constant
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operation:
+    """One primitive, applied."""
+
+    name: str
+    inputs: tuple[Atom, ...]
+    outputs: tuple[Value, ...]
+    equation: Any
+
+    @property
+    def has_effects(self) -> bool:
+        return bool(self.equation.effects)
+
+    def bind(self, inputs: Sequence[Any]) -> list[Any]:
+        """Apply the primitive to other values of the same types."""
+        equation = self.equation
+        if simulate.is_simulating():
+            if self.name in _EXCHANGES:
+                with _scope(equation):
+                    return [_exchange(self.name, inputs[0], equation.params)]
+            _refuse_exchanges_inside(equation)
+        if self.name == "reduce_scatter" and equation.params["axis_index_groups"] is None:
+            with _scope(equation):
+                axes, dim = equation.params["axis_name"], equation.params["scatter_dimension"]
+                return [reduce_scatter(inputs[0], axes, dim, tiled=equation.params["tiled"])]
+        params = equation.primitive.get_bind_params(equation.params)
+        args, params = params if isinstance(params, tuple) else ((), params)
+        with _scope(equation), equation.ctx.manager:
+            out = equation.primitive.bind(*args, *inputs, **params)
+        return list(out) if equation.primitive.multiple_results else [out]
+
+    @property
+    def source(self) -> Value | None:
+        """The only input that is no constant, if there is one."""
+        values = [atom for atom in self.inputs if isinstance(atom, Value)]
+        return values[0] if len(values) == 1 else None
+
+    def view(self) -> views.Op | None:
+        """The same as an operation that a view can hold, or None."""
+        return _view(self)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Barrier(Operation):
+    """`optimization_barrier` on all inputs at once, as `jax.checkpoint` sets it."""
+
+    @property
+    def has_effects(self) -> bool:
+        return False
+
+    def bind(self, inputs: Sequence[Any]) -> list[Any]:
+        return list(jax.lax.optimization_barrier(tuple(inputs)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loop(Operation):
+    """`lax.scan`. Inputs are constants, then carry, then stacks; outputs carry, then stacks."""
+
+    body: Block
+    num_constants: int
+    num_carry: int
+
+    @property
+    def length(self) -> int:
+        return self.equation.params["length"]
+
+    @property
+    def is_reversed(self) -> bool:
+        """Whether it begins with the last element of its stacks."""
+        return self.equation.params["reverse"]
+
+    def scan(self, body: Callable, carry: Any, stacks: Any) -> tuple[Any, Any]:
+        """`lax.scan` with another body, and this loop's length, direction and unrolling."""
+        params = self.equation.params
+        options = {key: params[key] for key in ("length", "reverse", "unroll")}
+        with _scope(self.equation):
+            return jax.lax.scan(body, carry, stacks, **options)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Block:
+    """A straight list of operations: a whole program, or the body of a loop."""
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Atom, ...]
+    operations: tuple[Operation, ...]
+
+
+def is_ref(aval: Any) -> bool:
+    """Whether it is the type of a mutable reference."""
+    return hasattr(aval, "inner_aval")
+
+
+def _exchange(name: str, x: Any, params: dict[str, Any]) -> Any:
+    """A collective of the user's between simulated devices."""
+    axes = params["axis_name"]
+    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    if params.get("axis_index_groups") is not None:
+        raise NotImplementedError(
+            f"`{name}` with `axis_index_groups` cannot be simulated. Use the mesh axes."
+        )
+    match name:
+        case "all_gather":
+            return simulate.gather_in_turn(x, axes, params["all_gather_dimension"], params["tiled"])
+        case "reduce_scatter":
+            return simulate.scatter_in_turn(x, axes, params["scatter_dimension"], params["tiled"])
+        case "ppermute":
+            return simulate.permute(x, axes, params["perm"])
+    x = simulate.varying(x, axes)
+    return jax.lax.all_to_all(x, axes, params["split_axis"], params["concat_axis"], tiled=True)
+
+
+def _refuse_exchanges_inside(equation: Any) -> None:
+    """Raise rather than leave to `vmap` what it gets wrong."""
+    for param in equation.params.values():
+        for inner in param if isinstance(param, tuple | list) else (param,):
+            for other in getattr(getattr(inner, "jaxpr", inner), "eqns", ()):
+                name, axes = other.primitive.name, other.params.get("axis_name", ())
+                if name == "all_to_all" or (name in _EXCHANGES and len(axes) > 1):
+                    raise NotImplementedError(
+                        f"`{name}` over {axes} inside `{equation.primitive.name}` cannot be "
+                        "simulated. Call it outside, or `all_gather` over one axis at a time."
+                    )
+                _refuse_exchanges_inside(other)
+
+
+def _scope(equation: Any) -> contextlib.AbstractContextManager:
+    name = str(equation.source_info.name_stack)
+    return jax.named_scope(name) if name else contextlib.nullcontext()
+
+
+def _view(operation: Operation) -> views.Op | None:
+    """Read an operation's parameters, for those that only move or round elements."""
+    source = operation.source
+    if source is None or not source.is_array or not operation.outputs:
+        return None
+    out, params = operation.outputs[0], operation.equation.params
+    if _is_split(params.get("sharding")) or _is_split(params.get("out_sharding")):
+        return None
+    match operation.name:
+        case "convert_element_type":
+            return views.Cast(out.dtype, _narrows(source.dtype, out.dtype))
+        case "transpose":
+            return views.Transpose(_ints(params["permutation"]))
+        case "reshape" if params["dimensions"] is None:
+            return views.Reshape(out.shape)
+        case "squeeze" | "expand_dims":
+            return views.Reshape(out.shape)
+        case "broadcast_in_dim" if len(operation.inputs) == 1:
+            return views.Broadcast(out.shape, _ints(params["broadcast_dimensions"]))
+        case "slice":
+            start, limit = _ints(params["start_indices"]), _ints(params["limit_indices"])
+            return views.Slice(start, limit, _ints(params["strides"] or (1,) * len(start)))
+        case "rev":
+            return views.Reverse(_ints(params["dimensions"]))
+        case "mul" | "div" if (factor := _factor(operation)) is not None:
+            return views.Scale(factor, operation.name == "div")
+        case "pad" if isinstance(operation.inputs[1], Constant) and operation.inputs[1].is_zero:
+            config = tuple((int(a), int(b), int(c)) for a, b, c in params["padding_config"])
+            return views.Pad(config)
+        case name if name in _ELEMENTWISE:
+            return views.Elementwise(operation)
+    return None
+
+
+def _factor(operation: Operation) -> float | None:
+    """The known number that an array is multiplied with, or divided by."""
+    if operation.name == "div" and not isinstance(operation.inputs[1], Constant):
+        return None
+    constants = [atom.value for atom in operation.inputs if isinstance(atom, Constant)]
+    known = len(constants) == 1 and not is_traced(constants[0]) and np.ndim(constants[0]) == 0
+    is_float = known and jax.numpy.issubdtype(operation.outputs[0].dtype, jax.numpy.floating)
+    return float(constants[0]) if is_float else None
+
+
+def _is_split(sharding: Any) -> bool:
+    """Whether an operation asks for a split over explicit axes (and not just for a mesh)."""
+    return sharding is not None and any(entry is not None for entry in sharding.spec)
+
+
+def _ints(sequence: Sequence[Any]) -> tuple[int, ...]:
+    """Rules of differentiation leave numpy integers in parameters."""
+    return tuple(int(x) for x in sequence)
+
+
+def _narrows(old: Any, new: Any) -> bool:
+    both_floats = all(jax.numpy.issubdtype(dtype, jax.numpy.floating) for dtype in (old, new))
+    return both_floats and np.dtype(new).itemsize < np.dtype(old).itemsize

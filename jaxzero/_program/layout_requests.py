@@ -1,0 +1,137 @@
+"""What a user's program says of layouts, where one device's part of it runs.
+
+Under plain `jit` a program may say over which axes an array is split; here it runs once on every
+device, on rows that are split already and on parameters that this package gathers. So our axes in
+such a request change nothing and are taken out of it; the others stay. What cannot be had inside a
+per-device program, such as a `shard_map` of its own over our axes, is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._mesh import rewrite
+from .._mesh import simulated as simulate
+from .._warnings import warn
+
+_OURS = ("node", "local")
+_CALLBACKS = {"debug_callback", "debug_print", "io_callback", "pure_callback"}
+_RUNS = (
+    "A function given to `zero.value_and_grad` or `zero.apply` runs once on every device, inside a "
+    f"`shard_map` over {_OURS}, on that device's rows of the batch and on whole parameters."
+)
+_OF_SHARDINGS = f"{_RUNS} Leave out what it says of shardings over these axes."
+_OF_SHARD_MAP = (
+    f"{_RUNS} It cannot call `jax.shard_map` over these axes, or over another mesh. Call the "
+    "function itself instead: collectives over these axes work in it as they are."
+)
+_OF_CLOSURES = (
+    f"{_RUNS} An array that lies on a mesh with explicit axes cannot be closed over, nor made in "
+    "it by `jax.device_put` or `jax.sharding.reshard`. Pass it as an argument, or `jax.device_get` "
+    "it."
+)
+# What JAX says of a request before it becomes part of the program, and what we add.
+_SAID = {
+    "should match the mesh passed to shard_map": _OF_SHARD_MAP,
+    "shard_map applied to the function": _OF_SHARD_MAP,
+    "to enter into a mesh context": _OF_SHARD_MAP,
+    "should match the aval mesh": _OF_CLOSURES,
+    "Closing over inputs to shard_map": _OF_CLOSURES,
+    "should match the mesh of sharding": _OF_SHARDINGS,
+    "passed to with_sharding_constraint": _OF_SHARDINGS,
+    "with_sharding_constraint requires": _OF_SHARDINGS,
+    "cannot contain axis names": _OF_SHARDINGS,
+    "implies that array axis": _OF_SHARDINGS,
+    "implies that the global size": _OF_SHARDINGS,
+    "is not found in mesh": _OF_SHARDINGS,
+}
+
+
+@contextlib.contextmanager
+def explaining() -> Iterator[None]:
+    """Say what to do where JAX refuses a request while the user's function is traced."""
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError) as error:
+        said = str(error)
+        for fragment, remedy in _SAID.items():
+            if fragment in said and remedy not in said:
+                raise ValueError(f"{remedy} JAX said: {said}") from error
+        raise
+
+
+def without_our_axes(closed: Any) -> Any:
+    """The jaxpr of a user's function, in which no layout names our axes.
+
+    Raises:
+        ValueError: it calls `jax.shard_map` over our axes, or prints in order.
+        NotImplementedError: it calls back to Python where JAX cannot.
+    """
+    return rewrite(closed, _checked)
+
+
+def _checked(equation: Any) -> Any:
+    name, params = equation.primitive.name, equation.params
+    if name == "shard_map":
+        axes = {*params.get("newly_manual_axes", _OURS)}
+        if simulate.is_simulating() or not axes.isdisjoint(_OURS):
+            raise ValueError(f"{_OF_SHARD_MAP} It is over {tuple(sorted(axes))}.")
+    elif name in _CALLBACKS:
+        _check_callback(equation)
+    new = {}
+    for key in ("sharding", "in_shardings", "out_shardings", "devices"):
+        asked = params.get(key)
+        if isinstance(asked, NamedSharding):
+            new[key] = _without(asked, name)
+        elif isinstance(asked, tuple) and any(isinstance(x, NamedSharding) for x in asked):
+            new[key] = tuple(
+                _without(x, name) if isinstance(x, NamedSharding) else x for x in asked
+            )
+    return equation.replace(params={**params, **new}) if new else equation
+
+
+def _check_callback(equation: Any) -> None:
+    """Raise unless JAX can run it in a per-device program, in the order that was asked for."""
+    name = equation.primitive.name
+    others = set(jax.sharding.get_abstract_mesh().axis_names) - {*_OURS}
+    if name in ("io_callback", "pure_callback") and others:
+        raise NotImplementedError(
+            f"`{name}` inside a function given to `zero.value_and_grad` or `zero.apply` needs a "
+            f"mesh of {_OURS} alone; this one also has {tuple(sorted(others))}. Return what it "
+            "needs with `has_aux=True`, and call it outside."
+        )
+    # JAX keeps the order of `io_callback` on each device; of what prints, on a single one.
+    is_ordered = any("Ordered" in type(effect).__name__ for effect in equation.effects)
+    if is_ordered and (name != "io_callback" or simulate.is_simulating()) and _num_devices() > 1:
+        raise ValueError(
+            f"`{name}` with `ordered=True` inside a function given to `zero.value_and_grad` or "
+            "`zero.apply`: what several devices print has no order. Leave out `ordered=True`; "
+            f"`jax.lax.axis_index({_OURS})` tells the devices apart."
+        )
+
+
+def _num_devices() -> int:
+    return math.prod(jax.lax.axis_size(axis) for axis in _OURS)
+
+
+def _without(sharding: NamedSharding, name: str) -> NamedSharding:
+    """`sharding` without our axes. On dim 0 they say what is true already: rows are split."""
+    entries = []
+    for dim, entry in enumerate(sharding.spec):
+        axes = entry if isinstance(entry, tuple) else (entry,)
+        rest = tuple(axis for axis in axes if axis not in _OURS)
+        if dim and len(rest) < len(axes):
+            warn(
+                f"`{name}` asks to split dim {dim} as {sharding.spec} says. {_RUNS} So this "
+                f"changes nothing over {_OURS}: the array is whole on every device. Split over "
+                "a third axis of the mesh, or leave it out."
+            )
+        entries.append(entry if len(rest) == len(axes) else rest or None)
+    spec = PartitionSpec(*entries)
+    return sharding if spec == sharding.spec else sharding.update(spec=spec)

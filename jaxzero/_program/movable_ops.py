@@ -1,0 +1,326 @@
+"""Cheap one-input operations, as data that can be moved past a gather or a reduce.
+
+A weight that is only cast, transposed, reshaped or sliced is not needed whole yet: the
+pass keeps it as the shard and the list of these operations (a `View`), and a gradient
+is reduced below them. For that each operation knows four things about itself: where it
+takes a split dim (`through`), where that dim came from (`back`), how it reads on a shard
+(`on_shard`), and how it reads on one layer of a stack or on the stack of layers
+(`of_slice`, `of_stack`), which is how values pass in and out of `lax.scan`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Shaped
+
+from .._sharding import Layout
+
+Shape = tuple[int, ...]
+
+
+class Op(abc.ABC):
+    """One operation of a view. Shapes given to its methods are full shapes of its input."""
+
+    narrows = False  # whether it leaves fewer bytes to send
+
+    @abc.abstractmethod
+    def apply(self, x: Shaped[Array, ...]) -> Shaped[Array, ...]:
+        """Do it."""
+
+    def out_shape(self, shape: Shape) -> Shape:
+        return shape
+
+    def through(self, layout: Layout, shape: Shape) -> Layout | None:
+        """The layout of the result if the input is split as `layout`; None: not splittable."""
+        return layout
+
+    def back(self, layout: Layout, shape: Shape) -> Layout | None:
+        """The layout of the input from which the result is split as `layout`."""
+        for dim, size in enumerate(shape):
+            if size == layout.size and self.through(layout.moved(dim), shape) == layout:
+                return layout.moved(dim)
+        return None
+
+    def on_shard(self, layout: Layout, local: int, shape: Shape) -> Op:
+        """The same operation where the input has only `local` elements of the split dim."""
+        return self
+
+    def of_slice(self, shape: Shape) -> Op | None:
+        """What it does to `x[i]`, if it treats the leading dim as a stack."""
+        return self
+
+    def of_stack(self, num: int) -> Op:
+        """What it does to a stack of `num` inputs."""
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast(Op):
+    """`convert_element_type`."""
+
+    dtype: Any
+    narrows: bool
+
+    def apply(self, x):
+        return x.astype(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Elementwise(Op):
+    """An operation that treats every element alike (`neg`, `reduce_precision`): re-bound."""
+
+    operation: Any  # a `_program.Operation`
+
+    def apply(self, x):
+        return self.operation.bind([x])[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale(Op):
+    """`mul` with, or `div` by, a known number."""
+
+    factor: float
+    divides: bool
+
+    def apply(self, x):
+        factor = jnp.asarray(self.factor, x.dtype)
+        return x / factor if self.divides else x * factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Reverse(Op):
+    """`rev`."""
+
+    dims: tuple[int, ...]
+
+    def apply(self, x):
+        return lax.rev(x, self.dims)
+
+    def through(self, layout, shape):
+        return None if layout.dim in self.dims else layout
+
+    def of_slice(self, shape):
+        return None if 0 in self.dims else Reverse(tuple(dim - 1 for dim in self.dims))
+
+    def of_stack(self, num):
+        return Reverse(tuple(dim + 1 for dim in self.dims))
+
+
+@dataclasses.dataclass(frozen=True)
+class Transpose(Op):
+    """`transpose`."""
+
+    permutation: tuple[int, ...]
+
+    def apply(self, x):
+        return lax.transpose(x, self.permutation)
+
+    def out_shape(self, shape):
+        return tuple(shape[dim] for dim in self.permutation)
+
+    def through(self, layout, shape):
+        return layout.moved(self.permutation.index(layout.dim))
+
+    def of_slice(self, shape):
+        if self.permutation[0] != 0:
+            return None
+        return Transpose(tuple(dim - 1 for dim in self.permutation[1:]))
+
+    def of_stack(self, num):
+        return Transpose((0, *(dim + 1 for dim in self.permutation)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reshape(Op):
+    """`reshape`, `squeeze`, `expand_dims`."""
+
+    shape: Shape
+
+    def apply(self, x):
+        return lax.reshape(x, self.shape)
+
+    def out_shape(self, shape):
+        return self.shape
+
+    def through(self, layout, shape):
+        before = math.prod(shape[: layout.dim])
+        for dim, size in enumerate(self.shape):
+            if size == layout.size and math.prod(self.shape[:dim]) == before:
+                return layout.moved(dim)
+        return None
+
+    def on_shard(self, layout, local, shape):
+        out = self.through(layout, shape)
+        assert out is not None
+        return Reshape((*self.shape[: out.dim], local, *self.shape[out.dim + 1 :]))
+
+    def of_slice(self, shape):
+        if not shape or not self.shape or shape[0] != self.shape[0]:
+            return None
+        return Reshape(self.shape[1:])
+
+    def of_stack(self, num):
+        return Reshape((num, *self.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class Broadcast(Op):
+    """`broadcast_in_dim`: input dim `i` becomes `dims[i]` of `shape`."""
+
+    shape: Shape
+    dims: tuple[int, ...]
+
+    def apply(self, x):
+        return lax.broadcast_in_dim(x, self.shape, self.dims)
+
+    def out_shape(self, shape):
+        return self.shape
+
+    def through(self, layout, shape):
+        dim = self.dims[layout.dim]
+        return layout.moved(dim) if self.shape[dim] == layout.size else None
+
+    def back(self, layout, shape):
+        # A repeated value is a sum when it is a gradient's turn: only new dims of 1 may pass.
+        if math.prod(shape) != math.prod(self.shape):
+            return None
+        return super().back(layout, shape)
+
+    def on_shard(self, layout, local, shape):
+        dim = self.dims[layout.dim]
+        return Broadcast((*self.shape[:dim], local, *self.shape[dim + 1 :]), self.dims)
+
+    def of_slice(self, shape):
+        if not self.dims or self.dims[0] != 0 or self.shape[0] != shape[0]:
+            return None
+        return Broadcast(self.shape[1:], tuple(dim - 1 for dim in self.dims[1:]))
+
+    def of_stack(self, num):
+        return Broadcast((num, *self.shape), (0, *(dim + 1 for dim in self.dims)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice(Op):
+    """`slice` with fixed bounds."""
+
+    start: tuple[int, ...]
+    limit: tuple[int, ...]
+    strides: tuple[int, ...]
+    narrows = True
+
+    def apply(self, x):
+        return lax.slice(x, self.start, self.limit, self.strides)
+
+    def out_shape(self, shape):
+        bounds = zip(self.start, self.limit, self.strides, strict=True)
+        return tuple(len(range(*bound)) for bound in bounds)
+
+    def _keeps(self, dim: int, shape: Shape) -> bool:
+        return (self.start[dim], self.limit[dim], self.strides[dim]) == (0, shape[dim], 1)
+
+    def through(self, layout, shape):
+        return layout if self._keeps(layout.dim, shape) else None
+
+    def on_shard(self, layout, local, shape):
+        limit = (*self.limit[: layout.dim], local, *self.limit[layout.dim + 1 :])
+        return dataclasses.replace(self, limit=limit)
+
+    def of_slice(self, shape):
+        if not self._keeps(0, shape):
+            return None
+        return Slice(self.start[1:], self.limit[1:], self.strides[1:])
+
+    def of_stack(self, num):
+        return Slice((0, *self.start), (num, *self.limit), (1, *self.strides))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pad(Op):
+    """`pad` with zeros: where the gradient of a slice goes in the gradient of the whole."""
+
+    config: tuple[tuple[int, int, int], ...]
+
+    def apply(self, x):
+        return lax.pad(x, jnp.zeros((), x.dtype), self.config)
+
+    def out_shape(self, shape):
+        return tuple(
+            low + high + size + max(size - 1, 0) * interior
+            for (low, high, interior), size in zip(self.config, shape, strict=True)
+        )
+
+    def through(self, layout, shape):
+        return layout if self.config[layout.dim] == (0, 0, 0) else None
+
+    def of_slice(self, shape):
+        return Pad(self.config[1:]) if self.config[0] == (0, 0, 0) else None
+
+    def of_stack(self, num):
+        return Pad(((0, 0, 0), *self.config))
+
+
+def push(ops: tuple[Op, ...], layout: Layout, shape: Shape) -> tuple[Layout, Shape] | None:
+    """Layout and full shape after all `ops`; None if the split does not survive them."""
+    for op in ops:
+        moved = op.through(layout, shape)
+        if moved is None:
+            return None
+        layout, shape = moved, op.out_shape(shape)
+    return layout, shape
+
+
+def apply_on_shard(
+    ops: tuple[Op, ...], shard: Shaped[Array, ...], layout: Layout, shape: Shape
+) -> Shaped[Array, ...]:
+    """Run `ops`, meant for an array of `shape`, on one device's piece of it."""
+    for op in ops:
+        local = shard.shape[layout.dim]
+        shard = op.on_shard(layout, local, shape).apply(shard)
+        moved = op.through(layout, shape)
+        assert moved is not None
+        layout, shape = moved, op.out_shape(shape)
+    return shard
+
+
+def casts_first(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """Move leading narrowing casts to the front; they commute with moving elements about."""
+    moved: list[Op] = []
+    rest: list[Op] = []
+    for i, op in enumerate(ops):
+        if isinstance(op, (Elementwise, Scale)) or (isinstance(op, Cast) and not op.narrows):
+            rest += ops[i:]
+            break
+        (moved if isinstance(op, Cast) else rest).append(op)
+    return (*moved, *rest)
+
+
+def before_gather(
+    ops: tuple[Op, ...], layout: Layout, shape: Shape
+) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+    """Split a view into what is best done to the shard and what to the gathered array.
+
+    The first part ends with the last operation that leaves fewer bytes to send, of those
+    that a shard can take.
+    """
+    ops = casts_first(ops)
+    cut = 0
+    for i, op in enumerate(ops):
+        moved = op.through(layout, shape)
+        if moved is None:
+            break
+        layout, shape = moved, op.out_shape(shape)
+        if op.narrows:
+            cut = i + 1
+    return ops[:cut], ops[cut:]
+
+
+def up_to_last_slice(ops: tuple[Op, ...]) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+    """Split a view into what leaves fewer elements, and the rest."""
+    cut = max((i + 1 for i, op in enumerate(ops) if isinstance(op, Slice)), default=0)
+    return ops[:cut], ops[cut:]

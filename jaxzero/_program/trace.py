@@ -1,0 +1,197 @@
+"""From a function to a program: tracing, and what does not survive it.
+
+`trace` turns a function into a `Block`: a flat list of operations over named values, with
+`jit`, `closed_call` and `remat` opened up and `scan` as a `Loop` that holds its body as
+another `Block`; operations whose results nobody uses are dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.core import eval_jaxpr
+from jax.extend import core as jex
+from jax.sharding import NamedSharding
+
+from .._mesh import bare
+from .._warnings import warn
+from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, is_ref
+from .layout_requests import explaining, without_our_axes
+
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+_REMAT = {"checkpoint", "remat", "remat2"}
+_ALIAS = {"copy", "copy_p", "name"}  # hand on their one input unchanged
+
+
+def trace(function: Callable, *avals: Any) -> tuple[Block, Any]:
+    """Trace `function`, of flat arrays, to a block without dead operations.
+
+    Args:
+        function: takes as many arrays as there are `avals`; returns any tree.
+        avals: `ShapeDtypeStruct`s or arrays, seen only by shape.
+
+    Returns:
+        The block and the tree of `ShapeDtypeStruct`s that `function` returns.
+    """
+    with explaining():
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*map(bare, avals))
+    _warn_of_split(closed.consts)
+    return _without_dead_code(_block(without_our_axes(closed))), shapes
+
+
+def _warn_of_split(constants: Sequence[Any]) -> None:
+    """Warn of an array that a function closes over and that is not whole on every device."""
+    for x in constants:
+        sharding = getattr(x, "sharding", None) if isinstance(x, jax.Array) else None
+        if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
+            warn(
+                f"The function closes over an array {x.dtype}{list(x.shape)} that is split as "
+                f"{sharding.spec}. Its values are right, but every device holds all of it. Pass it "
+                "as an argument: a parameter is gathered where it is used and dropped after."
+            )
+
+
+def open_program(function: Callable, *args: Any) -> tuple[Callable, list[Any], Any]:
+    """Trace `function` and separate the arrays it closes over from what it computes.
+
+    Returns:
+        `run(constants, arrays)` on flat lists, which holds no array; the constants; and the
+        structure of the function's result.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    jaxpr = closed.jaxpr
+
+    def run(constants: list[Any], arrays: list[Any]) -> list[Any]:
+        return eval_jaxpr(jaxpr, constants, *arrays)
+
+    return run, list(closed.consts), jax.tree.structure(shapes)
+
+
+def _block(closed: Any) -> Block:
+    inputs = tuple(Value(var.aval) for var in closed.jaxpr.invars)
+    operations: list[Operation] = []
+    outputs = _inline(closed.jaxpr, closed.consts, inputs, operations)
+    return Block(inputs, tuple(outputs), tuple(operations))
+
+
+def _inline(
+    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Atom], operations: list[Operation]
+) -> list[Atom]:
+    """Append the operations of `jaxpr` to `operations`; return its outputs."""
+    env: dict[Any, Atom] = dict(zip(jaxpr.constvars, map(Constant, consts), strict=True))
+    env.update(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(var: Any) -> Atom:
+        return Constant(var.val) if isinstance(var, jex.Literal) else env[var]
+
+    for equation in jaxpr.eqns:
+        args = [read(var) for var in equation.invars]
+        outputs = _operation(equation, args, operations)
+        env.update(zip(equation.outvars, outputs, strict=True))
+    return [read(var) for var in jaxpr.outvars]
+
+
+def _operation(equation: Any, inputs: list[Atom], operations: list[Operation]) -> Sequence[Atom]:
+    """Append what `equation` amounts to; return its outputs."""
+    name, params = equation.primitive.name, equation.params
+    if name in _ALIAS:
+        return inputs
+    if name in _CALLS and not _has_shardings(params):
+        inner = params[_CALLS[name]]
+        return _inline(inner.jaxpr, inner.consts, inputs, operations)
+    if name in _REMAT:
+        if params["differentiated"]:
+            inputs = _barrier(equation, inputs, operations)
+        return _inline(params["jaxpr"], (), inputs, operations)
+    outputs = tuple(Value(var.aval) for var in equation.outvars)
+    if name == "scan" and not any(is_ref(var.aval) for var in equation.invars):
+        sizes = _scan_sizes(params)
+        body = _block(params["jaxpr"])
+        operation = Loop(name, tuple(inputs), outputs, equation, body, *sizes)
+    else:
+        operation = Operation(name, tuple(inputs), outputs, equation)
+    operations.append(operation)
+    return outputs
+
+
+def _has_shardings(params: dict[str, Any]) -> bool:
+    """Whether a nested `jit` asks for shardings, which opening it up would lose."""
+    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
+
+
+def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """Number of constants and of carried values: named so until JAX 0.10, grouped since."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(constants), len(carry)
+
+
+def _barrier(equation: Any, inputs: list[Atom], operations: list[Operation]) -> list[Atom]:
+    """Keep XLA from merging the recomputation with the first computation."""
+    wanted = equation.params["prevent_cse"]
+    wanted = (wanted,) * len(inputs) if isinstance(wanted, bool) else wanted
+    held = [
+        i
+        for i, (atom, barred) in enumerate(zip(inputs, wanted, strict=True))
+        if barred and isinstance(atom, Value)
+    ]
+    if not held:
+        return inputs
+    outputs = tuple(Value(equation.invars[i].aval) for i in held)
+    operations.append(
+        Barrier("optimization_barrier", tuple(inputs[i] for i in held), outputs, equation)
+    )
+    inputs = list(inputs)
+    for i, output in zip(held, outputs, strict=True):
+        inputs[i] = output
+    return inputs
+
+
+def _without_dead_code(block: Block) -> Block:
+    """Drop operations whose results nobody uses, inside loops too."""
+    live = {atom for atom in block.outputs if isinstance(atom, Value)}
+    kept: list[Operation] = []
+    for operation in reversed(block.operations):
+        if not operation.has_effects and live.isdisjoint(operation.outputs):
+            continue
+        if isinstance(operation, Barrier):
+            operation = _narrow_barrier(operation, live)
+        elif isinstance(operation, Loop):
+            operation = _narrow_loop(operation, live)
+        kept.append(operation)
+        live.update(atom for atom in operation.inputs if isinstance(atom, Value))
+    return Block(block.inputs, block.outputs, tuple(reversed(kept)))
+
+
+def _narrow_barrier(barrier: Barrier, live: set[Value]) -> Barrier:
+    pairs = zip(barrier.inputs, barrier.outputs, strict=True)
+    used = [(given, out) for given, out in pairs if out in live]
+    inputs, outputs = zip(*used, strict=True)
+    return dataclasses.replace(barrier, inputs=inputs, outputs=outputs)
+
+
+def _narrow_loop(loop: Loop, live: set[Value]) -> Loop:
+    """Drop the stacks that nobody reads, and inputs that the body does not."""
+    keep_out = [i for i, value in enumerate(loop.outputs) if i < loop.num_carry or value in live]
+    body = dataclasses.replace(loop.body, outputs=tuple(loop.body.outputs[i] for i in keep_out))
+    body = _without_dead_code(body)
+    read = {atom for op in body.operations for atom in op.inputs if isinstance(atom, Value)}
+    read.update(atom for atom in body.outputs if isinstance(atom, Value))
+    first_stack = loop.num_constants + loop.num_carry
+
+    def needed(i: int) -> bool:
+        return loop.num_constants <= i < first_stack or body.inputs[i] in read
+
+    keep_in = [i for i in range(len(loop.inputs)) if needed(i)]
+    return dataclasses.replace(
+        loop,
+        inputs=tuple(loop.inputs[i] for i in keep_in),
+        outputs=tuple(loop.outputs[i] for i in keep_out),
+        body=dataclasses.replace(body, inputs=tuple(body.inputs[i] for i in keep_in)),
+        num_constants=sum(i < loop.num_constants for i in keep_in),
+    )

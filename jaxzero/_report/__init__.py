@@ -1,0 +1,11 @@
+"""Bytes per device, bytes on each link, and the timeline of a plan, as tables.
+
+In: layouts and a `Plan`. Out: a `Report` that prints itself. Changes nothing and runs nothing.
+"""
+
+from .report import Report as Report
+from .report import make_report as make_report
+from .timeline import live_bytes as live_bytes
+from .timeline import spans as spans
+from .traffic import Traffic as Traffic
+from .traffic import readable_bytes as readable_bytes

@@ -1,0 +1,132 @@
+"""A plan as a timeline: unit by unit what is gathered when, and alive how long.
+
+Time is counted in operations of the program; a loop counts as one iteration of its body.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from rich.table import Table
+
+from .._plan import BlockPlan, Plan, Step
+from .._program import Loop
+from .traffic import readable_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """One unit on the timeline.
+
+    Attributes:
+        action: "gather" or "reduce".
+        region: "forward", "backward", or the loop it is in.
+        names: of its leaves.
+        num_bytes: of its whole arrays.
+        sent: what it is sent before or after, in words.
+        start: when its last hop begins (a gather), or its first gradient is made.
+        needed: when the first of its weights is used, or the last of its gradients is made.
+        stop: when it is dropped, or sent.
+        trips: how often it happens in a step.
+    """
+
+    action: str
+    region: str
+    names: tuple[str, ...]
+    num_bytes: int
+    sent: str
+    start: int
+    needed: int
+    stop: int
+    trips: int
+
+    @property
+    def alive(self) -> int:
+        """For how many operations it takes memory."""
+        return self.stop - self.start + 1
+
+
+def spans(plan: Plan) -> tuple[Span, ...]:
+    """Every unit of a plan, in the order in which they begin.
+
+    What crosses from one iteration of a loop to the next is alive for the whole body.
+    """
+    units: dict[tuple, list[Step]] = {}
+    for step in plan.steps:
+        units.setdefault((step.path, step.action, step.unit), []).append(step)
+    found = [_span(plan.top, some) for some in units.values()]
+    return tuple(sorted(found, key=lambda span: (span.start, span.stop)))
+
+
+def live_bytes(plan: Plan) -> np.ndarray:
+    """Bytes of whole weights, and of gradients not yet reduced, at each operation.
+
+    Returns:
+        `[2, operations]`.
+    """
+    found = spans(plan)
+    live = np.zeros((2, 2 + max((span.stop for span in found), default=0)), np.int64)
+    for span in found:
+        live[int(span.action == "reduce"), span.start : span.stop + 1] += span.num_bytes
+    return live
+
+
+def timeline_table(plan: Plan) -> Table:
+    """A `rich` table: one line for each unit."""
+    table = Table("unit", "in", "whole", "sent", "alive for", "times")
+    for span in spans(plan):
+        first, more = span.names[0], len(span.names) - 1
+        names = f"{first} and {more} more" if more else first
+        operations = f"operations {span.start}-{span.stop}"
+        size = readable_bytes(span.num_bytes)
+        title = f"{span.action} {names}"
+        table.add_row(title, span.region, size, span.sent, operations, str(span.trips))
+    return table
+
+
+def _span(top: BlockPlan, steps: list[Step]) -> Span:
+    first = steps[0]
+    start, stop = min(step.start for step in steps), max(step.stop for step in steps)
+    needed = [step.needed for step in steps]
+    needed = min(needed) if first.action == "gather" else max(needed)
+    block, offset = _block(top, first.path)
+    places = [offset + _after_loops(block, index) for index in (start, needed, stop)]
+    if first.action == "gather":
+        crosses = first.sent == "the iteration before"
+        sent = f"in {first.sent}" if crosses else f"before {first.sent}, {places[0]}"
+    else:
+        crosses = bool(first.until)
+        sent = f"in {first.until}" if crosses else f"after {steps[-1].at}, {places[2]}"
+    if crosses:
+        places[0], places[2] = offset, offset + _length(block) - 1
+    return Span(
+        first.action,
+        first.region,
+        tuple(step.name for step in steps),
+        sum(step.num_bytes for step in steps),
+        sent,
+        places[0],
+        places[1],
+        places[2],
+        first.trips,
+    )
+
+
+def _block(plan: BlockPlan, path: tuple[int, ...]) -> tuple[BlockPlan, int]:
+    """A block, and where it begins on the timeline."""
+    offset = 0
+    for index in path:
+        assert isinstance(plan.block.operations[index], Loop)
+        offset += _after_loops(plan, index)
+        plan = plan.loops[index].body
+    return plan, offset
+
+
+def _after_loops(plan: BlockPlan, index: int) -> int:
+    """Where an operation of a block is, if the loops before it take the room of their bodies."""
+    return index + sum(_length(loop.body) for i, loop in plan.loops.items() if i < index)
+
+
+def _length(plan: BlockPlan) -> int:
+    return len(plan.block.operations) + sum(_length(loop.body) for loop in plan.loops.values())

@@ -1,0 +1,185 @@
+"""What one optimizer step sends: bytes for each axis and purpose, and how many collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from .._collectives import Transfer
+from .._mesh import AXES, LOCAL, NODE, AnyMesh
+from .._plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Amount:
+    """Of some of the collectives of one optimizer step.
+
+    Attributes:
+        collectives: how many are run.
+        device_bytes: that enter one device.
+        microbatch_bytes: those of them that enter it for every single micro-batch; the rest
+            enters once for all.
+    """
+
+    collectives: int
+    device_bytes: int
+    microbatch_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Everything that one optimizer step sends.
+
+    Attributes:
+        transfers: every collective of the program, in the order it was issued.
+        num_local: devices of a node.
+        slice_bytes: of the nodes' slices that one device keeps for the step (hpZ).
+    """
+
+    transfers: tuple[Transfer, ...]
+    num_local: int
+    slice_bytes: int
+
+    @classmethod
+    def of(cls, plan: Plan, mesh: AnyMesh) -> Traffic:
+        """The traffic of a plan."""
+        return cls(plan.transfers, mesh.shape[LOCAL], plan.slice_bytes)
+
+    def amount(self, wanted: Callable[[Transfer], bool] = lambda _: True) -> Amount:
+        """The sum over those transfers that are `wanted`."""
+        return _sum([transfer for transfer in self.transfers if wanted(transfer)])
+
+    @property
+    def node_bytes(self) -> int:
+        """Bytes that enter one node in one optimizer step, over all of its devices."""
+        return self.num_local * sum(t.node_bytes * t.trips for t in self.transfers)
+
+    @property
+    def kinds(self) -> tuple[tuple[str, str, str, str], ...]:
+        """Purpose, axis, collective and wire type of all transfers, without repetition."""
+        return tuple(
+            dict.fromkeys((t.purpose, t.axis, t.collective, t.dtype) for t in self.transfers)
+        )
+
+    def of_kind(self, kind: tuple[str, str, str, str]) -> Amount:
+        """The sum over one of `kinds`."""
+        return self.amount(lambda t: (t.purpose, t.axis, t.collective, t.dtype) == kind)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The parts of the model that leaves belong to: where their paths begin to differ."""
+        return tuple(dict.fromkeys(self._group(t) for t in self._by_leaf if t.purpose != "other"))
+
+    def of_group(self, group: str, axis: str) -> Amount:
+        """The sum over the weights and gradients of one of `groups`, on one axis.
+
+        A collective for leaves of several groups counts in each of them.
+        """
+
+        def belongs(t: Transfer) -> bool:
+            return t.purpose != "other" and t.axis == axis and self._group(t) == group
+
+        some = [t for t in self._by_leaf if belongs(t)]
+        involved = [t for t in self.transfers if any(belongs(part) for part in t.by_leaf())]
+        return dataclasses.replace(_sum(some), collectives=_sum(involved).collectives)
+
+    @functools.cached_property
+    def _by_leaf(self) -> tuple[Transfer, ...]:
+        return tuple(part for transfer in self.transfers for part in transfer.by_leaf())
+
+    def _group(self, transfer: Transfer) -> str:
+        shared = self._shared_components
+        return ".".join(_components(transfer)[: shared + 1]) or "leaves stored whole"
+
+    @functools.cached_property
+    def _shared_components(self) -> int:
+        paths = [_components(t) for t in self._by_leaf if t.purpose != "other" and t.name]
+        columns = zip(*(path[:-1] for path in paths), strict=False)
+        return next((i for i, column in enumerate(columns) if len(set(column)) > 1), 0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, as plain data: in all, by kind, by part of the model, and leaf by leaf."""
+        leaves: dict[tuple[str, str, str], list[Transfer]] = {}
+        for part in self._by_leaf:
+            leaves.setdefault((part.purpose, part.name, part.axis), []).append(part)
+        return {
+            "node_bytes": self.node_bytes,
+            "slice_bytes": self.slice_bytes,
+            **dataclasses.asdict(self.amount()),
+            "kinds": [
+                {
+                    **dict(zip(("purpose", "axis", "collective", "dtype"), kind, strict=True)),
+                    **dataclasses.asdict(self.of_kind(kind)),
+                }
+                for kind in self.kinds
+            ],
+            "groups": [
+                {"name": group, "axis": axis, **dataclasses.asdict(self.of_group(group, axis))}
+                for group in self.groups
+                for axis in AXES
+            ],
+            "leaves": [
+                {
+                    **dict(zip(("purpose", "name", "axis"), leaf, strict=True)),
+                    **dataclasses.asdict(_sum(parts)),
+                }
+                for leaf, parts in leaves.items()
+            ],
+        }
+
+    def table(self) -> Table:
+        """A `rich` table: one line for each kind, then what enters a node."""
+        table = Table(
+            "sent in one optimizer step",
+            "axis",
+            "collective",
+            "as",
+            "times",
+            "enters a device",
+            "of it each micro-batch",
+        )
+        for kind in self.kinds:
+            amount = self.of_kind(kind)
+            each = readable_bytes(amount.microbatch_bytes) if amount.microbatch_bytes else ""
+            table.add_row(*kind, str(amount.collectives), readable_bytes(amount.device_bytes), each)
+        table.add_section()
+        enters = readable_bytes(self.node_bytes)
+        table.add_row("all", NODE, "enters a node", "", "", enters, "")
+        if self.slice_bytes:
+            kept = readable_bytes(self.slice_bytes)
+            table.add_row("kept slices (hpZ)", LOCAL, "held by a device", "", "", kept, "")
+        return table
+
+    def group_table(self) -> Table:
+        """A `rich` table: for each part of the model, what its leaves bring to a device."""
+        table = Table("sent for", *(f"enters a device over {axis}" for axis in AXES), "collectives")
+        for group in self.groups:
+            amounts = [self.of_group(group, axis) for axis in AXES]
+            sizes = (readable_bytes(amount.device_bytes) for amount in amounts)
+            table.add_row(group, *sizes, str(sum(amount.collectives for amount in amounts)))
+        return table
+
+
+def _sum(transfers: Sequence[Transfer]) -> Amount:
+    return Amount(
+        sum(t.trips for t in transfers),
+        sum(t.entering_bytes * t.trips for t in transfers),
+        sum(t.entering_bytes * t.trips // t.microbatches for t in transfers if t.microbatches > 1),
+    )
+
+
+def _components(transfer: Transfer) -> list[str]:
+    """The path of a leaf, without what marks a layer of a stack."""
+    return transfer.name.replace("[i]", "").split(".")
+
+
+def readable_bytes(num_bytes: int) -> str:
+    """A number of bytes as a person says it."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} B"

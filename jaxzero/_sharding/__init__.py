@@ -1,0 +1,46 @@
+"""What is split and where: configuration, presets, the layout of each leaf and of whole trees.
+
+In: a `ZeroConfig`, a mesh and a pytree. Out: a `TreePlan` with one layout per leaf, and stored
+arrays that carry their layout. Nothing here runs a collective.
+"""
+
+from .config import Difference as Difference
+from .config import ErrorFeedback as ErrorFeedback
+from .config import Hops as Hops
+from .config import HpZ as HpZ
+from .config import Schedule as Schedule
+from .config import ZeroConfig as ZeroConfig
+from .layout import Layout as Layout
+from .layout import Leaf as Leaf
+from .layout import layouts_by_preference as layouts_by_preference
+from .modules import mutated_leaf as mutated_leaf
+from .modules import nnx_leaves as nnx_leaves
+from .modules import rng_leaves as rng_leaves
+from .modules import trained_leaves as trained_leaves
+from .padding import pad as pad
+from .padding import unpad as unpad
+from .paths import path_name as path_name
+from .paths import spread_prefix as spread_prefix
+from .presets import ddp as ddp
+from .presets import hsdp as hsdp
+from .presets import zero3 as zero3
+from .presets import zeropp as zeropp
+from .presets import zeropp4 as zeropp4
+from .registry import Registry as Registry
+from .specs import axes_of as axes_of
+from .specs import split_dim as split_dim
+from .stored_array import StoredArray as StoredArray
+from .stored_array import data_of as data_of
+from .stored_array import flatten as flatten
+from .stored_array import is_array as is_array
+from .stored_array import is_stored as is_stored
+from .tree import Static as Static
+from .tree import TreePlan as TreePlan
+from .tree import arrays_of as arrays_of
+from .tree import plan_as_stored as plan_as_stored
+from .tree import plan_tree as plan_tree
+from .tree import rebuild as rebuild
+from .tree import statics_of as statics_of
+from .tree import stored_leaf as stored_leaf
+from .tree import unwrapped as unwrapped
+from .xla_options import compiler_options as compiler_options

@@ -1,0 +1,279 @@
+"""What a user can decide about the sharding, as frozen dataclasses, and presets."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import DTypeLike
+
+from .._codecs import Codec, Int4, Int8
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Send a weight between nodes as its change since the last step, for `weights.node`.
+
+    Every node keeps its slice of the weights from step to step, in a wire state
+    (`Zero.init_wire_state`). The owner of a shard sends the difference to what the nodes
+    hold, and they add it. What rounding lost is part of the next difference, so 4 bits do.
+
+    Args:
+        codec: of the difference.
+
+    References:
+        SDP4Bit (https://arxiv.org/abs/2410.15526), quantisation on weight differences.
+    """
+
+    codec: Codec = Int4(block=128)
+
+    def __post_init__(self):
+        _check_codec("codec", "Difference", self.codec)
+
+    def __str__(self) -> str:
+        return f"difference in {self.codec}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorFeedback:
+    """Add what rounding lost to the next step's gradient, for `gradients.node`.
+
+    The memory is as large as a node's slice of the gradients, one for each device, in a
+    wire state (`Zero.init_wire_state`). There is none for `gradients.local`, where it would
+    be as large as the whole model on every device.
+
+    Args:
+        codec: of the gradient with the error added.
+        dtype: of the memory.
+
+    References:
+        Seide et al., 1-bit SGD (Interspeech 2014), section 3;
+        LoCo (https://arxiv.org/abs/2407.04480).
+    """
+
+    codec: Codec = Int4(block=128, hadamard=32)
+    dtype: DTypeLike = jnp.bfloat16
+
+    def __post_init__(self):
+        _check_codec("codec", "ErrorFeedback", self.codec)
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            raise ValueError(
+                f"`dtype` of `ErrorFeedback` must be a float type; got {self.dtype!r}."
+            )
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+
+    def __str__(self) -> str:
+        return f"{self.codec} with error feedback"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hops:
+    """One codec for each mesh axis that a value crosses; `None` sends it as it is."""
+
+    node: Codec | Difference | ErrorFeedback | None = None
+    local: Codec | None = None
+
+    def __post_init__(self):
+        if self.node is not None and not isinstance(self.node, (Difference, ErrorFeedback)):
+            _check_codec("node", "Hops", self.node)
+        if self.local is not None:
+            _check_codec("local", "Hops", self.local)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HpZ:
+    """Keep each node's slice of the weights, once gathered between nodes, for a whole step.
+
+    Forward, backward and all micro-batches then gather inside the node only, and read the
+    same bits. It costs the size of the model, as `codec` writes it, over the devices of a
+    node.
+
+    Args:
+        codec: how the slice is kept; `None` keeps it whole. If it is also the codec of the
+            wire, a weight is encoded once, by its owner, and decoded where it is used.
+
+    References:
+        ZeRO++ (https://arxiv.org/abs/2306.10209), hierarchical partitioning (hpZ).
+    """
+
+    codec: Codec | None = Int8(block=256)
+
+    def __post_init__(self):
+        if self.codec is not None:
+            _check_codec("codec", "HpZ", self.codec)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """When weights are gathered, in how large messages, and how long they are held.
+
+    Whatever it says, losses and gradients have the same bits.
+
+    Args:
+        prefetch: how many units ahead weights are gathered, in forward and backward; with
+            more than 0 a unit's gradients are reduced while the next unit computes. In a
+            loop over stacked layers, the next layer's weights and the last one's gradients
+            are on their way while a layer computes; the loop then gathers and reduces one
+            layer more than it has. 0: weights are gathered where they are used.
+        bucket_bytes: the most that one message gathers or reduces (of whole arrays, on one
+            device), if it is of several arrays. A unit is a layer, where the program repeats
+            itself or loops. 0: one message for each array.
+        max_reuse_distance: hold a weight between two uses if at most so many elements of
+            weights are used between (DeepSpeed's `stage3_max_reuse_distance`). `None`: hold
+            it within forward and within backward, not between them.
+        max_live_parameters: the most elements of weights that are held whole at any time
+            for the sake of a later use (DeepSpeed's `stage3_max_live_parameters`).
+        live_bytes: the same in bytes. With it weights are held between forward and
+            backward too, those first that wait shortest.
+    """
+
+    prefetch: int = 1
+    bucket_bytes: int = 2**31
+    max_reuse_distance: int | None = None
+    max_live_parameters: int | None = None
+    live_bytes: int | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            optional = field.default is None
+            if optional and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                or_none = " or None" if optional else ""
+                raise ValueError(
+                    f"`{field.name}` of `Schedule` must be an integer of at least 0{or_none}; "
+                    f"got {value!r}."
+                )
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether anything but the regions decides how long weights are held."""
+        bounds = (self.max_reuse_distance, self.max_live_parameters, self.live_bytes)
+        return any(bound is not None for bound in bounds)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """What is split, over which devices, and how it travels.
+
+    Attributes:
+        stage: what is split between devices (ZeRO, section 5). 0: nothing (data
+            parallel). 1: optimizer state. 2: and gradients. 3: and parameters.
+        split: "all" splits over every device of the two axes. "local" splits inside a
+            node and replicates between nodes (HSDP, MiCS).
+        weights: codecs of the weight gathers, per axis.
+        gradients: codecs of the gradient reductions, per axis. Sums are in float32
+            (float64 for float64 gradients without a codec).
+        hpz: keep the node's slice of the weights for the step (ZeRO++); `None` gathers
+            between nodes for every use.
+        min_quantized_size: arrays with fewer elements than this (norms, biases) are not
+            quantised in blocks, but travel as they are. A layer of a scanned stack counts
+            by itself (at `stage` 3, where the stack is cut for that).
+        param_persistence_threshold: leaves with fewer elements than this are stored
+            whole on every device. 0 splits everything but scalars.
+
+        schedule: when weights are gathered, and how long they are held.
+
+    References:
+        ZeRO (https://arxiv.org/abs/1910.02054), section 5;
+        ZeRO++ (https://arxiv.org/abs/2306.10209).
+    """
+
+    stage: Literal[0, 1, 2, 3] = 3
+    split: Literal["all", "local"] = "all"
+    weights: Hops = Hops()
+    gradients: Hops = Hops()
+    hpz: HpZ | None = None
+    min_quantized_size: int = 2**14
+    param_persistence_threshold: int = 0
+    schedule: Schedule = Schedule()
+
+    def __post_init__(self):
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"`stage` must be 0, 1, 2 or 3; got {self.stage!r}.")
+        if self.split not in ("all", "local"):
+            raise ValueError(
+                f'`split` must be "all" (over every device) or "local" (inside a node); '
+                f"got {self.split!r}."
+            )
+        for name in ("weights", "gradients"):
+            if not isinstance(getattr(self, name), Hops):
+                raise ValueError(
+                    f"`{name}` must be a `jz.Hops(node=..., local=...)`; "
+                    f"got {getattr(self, name)!r}."
+                )
+        for name in ("param_persistence_threshold", "min_quantized_size"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"`{name}` counts elements and cannot be negative; got {getattr(self, name)}."
+                )
+        if not isinstance(self.schedule, Schedule):
+            raise ValueError(f"`schedule` must be a `jz.Schedule(...)`; got {self.schedule!r}.")
+        self._check_hops()
+        self._check_use()
+
+    def _check_hops(self) -> None:
+        if isinstance(self.weights.node, ErrorFeedback):
+            raise ValueError(
+                "`weights.node` cannot be `ErrorFeedback`, which is for gradients; use "
+                "`Difference`."
+            )
+        if isinstance(self.gradients.node, Difference):
+            raise ValueError(
+                "`gradients.node` cannot be `Difference`, which is for weights; use "
+                "`ErrorFeedback`."
+            )
+        if self.hpz is not None and not isinstance(self.hpz, HpZ):
+            raise ValueError(f"`hpz` must be a `jz.HpZ` or None; got {self.hpz!r}.")
+        if self.hpz is not None and (self.stage < 3 or self.split != "all"):
+            raise ValueError(
+                "`hpz` keeps what was gathered between nodes, so it needs `stage=3` and "
+                f'`split="all"`; got {self.stage} and {self.split!r}. Leave it out: nothing is '
+                "gathered between nodes there."
+            )
+        if isinstance(self.weights.node, Difference) and self.hpz is None:
+            raise ValueError(
+                "`weights.node=Difference(...)` needs the slice that differences are added to: "
+                "give `hpz=jz.HpZ()`."
+            )
+
+    def _check_use(self) -> None:
+        """Refuse what would be of no effect."""
+        feedback = isinstance(self.gradients.node, ErrorFeedback)
+        if feedback and (self.stage < 2 or self.split != "all"):
+            raise ValueError(
+                "`gradients.node=ErrorFeedback(...)` needs gradients that are split over nodes: "
+                f'`stage` 2 or 3 and `split="all"`; got {self.stage} and {self.split!r}.'
+            )
+        if self.weights != Hops() and self.stage < 3:
+            raise ValueError(
+                f"`weights` are codecs of gathers, which `stage={self.stage}` has none of. "
+                "Leave them out, or take `stage=3`."
+            )
+        if self.weights.node is not None and self.split != "all":
+            raise ValueError(
+                '`weights.node` has nothing to encode: with `split="local"` no weights are '
+                "gathered between nodes. Leave it out."
+            )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that split a leaf, major first."""
+        return ("local", "node") if self.split == "all" else ("local",)
+
+    @property
+    def needs_wire_state(self) -> bool:
+        """Whether something is remembered from step to step (`Zero.init_wire_state`)."""
+        return isinstance(self.weights.node, Difference) or isinstance(
+            self.gradients.node, ErrorFeedback
+        )
+
+
+def _check_codec(name: str, owner: str, codec: object) -> None:
+    if not isinstance(codec, Codec):
+        raise ValueError(
+            f"`{name}` of `{owner}` must be a codec such as `jz.Int8()` or "
+            f"`jz.Cast(jnp.bfloat16)`; got {codec!r}."
+        )

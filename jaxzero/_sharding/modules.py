@@ -1,0 +1,135 @@
+"""Modules as parameter trees: which leaves of an `eqx.Module` or `nnx.Module` are trained.
+
+Both libraries register their modules as pytrees whose leaves are not all parameters. Equinox keeps
+activation functions and Python numbers among the leaves, and trains the inexact arrays. Flax NNX
+keeps batch statistics and random keys there, and trains what is an `nnx.Param`.
+The libraries are looked up among the modules that are imported already, and never imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .paths import path_name
+from .stored_array import flatten, is_array, is_stored
+
+
+def trained_leaves(tree: Any) -> list[bool | None]:
+    """For each leaf whether its module trains it; None: it is in no module.
+
+    Raises:
+        ValueError: an `nnx.Module` holds one `Variable` in two places.
+    """
+    found: list[bool | None] = []
+    for part in jax.tree.leaves(tree, is_leaf=lambda x: is_stored(x) or _is_module(x)):
+        if _is_nnx(part):
+            found += _trained_by_nnx(part)
+        elif _is_equinox(part):
+            found += [_is_inexact(leaf) for leaf in flatten(part)[1]]
+        else:
+            found.append(None)
+    return found
+
+
+def mutated_leaf(
+    before: Mapping[str, Leaf], after: Mapping[str, Leaf], returned: Collection[int]
+) -> tuple[str, str] | None:
+    """A leaf that a function has replaced in place: its path and the type of its variable.
+
+    Args:
+        before: the leaves that the function was given, from `nnx_leaves`.
+        after: the leaves as the function left them.
+        returned: the `id`s of what it returned, which is not lost.
+    """
+    for path, leaf in before.items():
+        now = after.get(path, leaf).value
+        if now is not leaf.value and id(now) not in returned:
+            return path, leaf.kind
+    return None
+
+
+class Leaf(NamedTuple):
+    """A leaf of an NNX object."""
+
+    value: Any
+    kind: str  # the type of its variable, as a user writes it: `nnx.BatchStat`
+
+
+def nnx_leaves(tree: Any) -> dict[str, Leaf]:
+    """The leaves of every NNX object that is changed in place, by path: `nnx.Module`, `nnx.Rngs`.
+
+    Not those of an `nnx.State`, which functional code passes in and returns.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return {}
+    parts, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: is_stored(x) or isinstance(x, nnx.Pytree)
+    )
+    leaves = {}
+    for outer, part in parts:
+        if not isinstance(part, nnx.Pytree):
+            continue
+        variables, _ = jax.tree_util.tree_flatten_with_path(
+            part, is_leaf=lambda x: isinstance(x, nnx.Variable)
+        )
+        for path, variable in variables:
+            kind = type(variable).__name__
+            kind = f"nnx.{kind}" if hasattr(nnx, kind) else kind
+            for inner, leaf in jax.tree_util.tree_flatten_with_path(variable)[0]:
+                leaves[path_name((*outer, *path, *inner))] = Leaf(leaf, kind)
+    return leaves
+
+
+def rng_leaves(tree: Any) -> list[bool]:
+    """For each leaf, whether it is a key or counter of `nnx.Rngs`, which every device has alike."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return [False] * len(jax.tree.leaves(tree))
+    parts = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return [isinstance(part, nnx.RngState) for part in parts for _ in jax.tree.leaves(part)]
+
+
+def _trained_by_nnx(module: Any) -> list[bool | None]:
+    nnx = sys.modules["flax.nnx"]
+    pairs, _ = jax.tree_util.tree_flatten_with_path(
+        module, is_leaf=lambda x: is_stored(x) or isinstance(x, nnx.Variable)
+    )
+    places: dict[int, str] = {}
+    found: list[bool | None] = []
+    for path, variable in pairs:
+        is_variable = isinstance(variable, nnx.Variable)
+        place = path_name(path)
+        if is_variable and (first := places.setdefault(id(variable), place)) != place:
+            raise ValueError(
+                f"The module holds one variable as `{first}` and as `{place}`, and a pytree would "
+                "make two of it. Split it, which keeps one: `graph, params = nnx.split(module)`, "
+                "and `nnx.merge(graph, params)` in the function."
+            )
+        is_trained = isinstance(variable, nnx.Param)
+        leaves = flatten(variable)[1]
+        found += [is_trained and _is_inexact(leaf) for leaf in leaves]
+    return found
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _is_module(x: Any) -> bool:
+    return _is_nnx(x) or _is_equinox(x)
+
+
+def _is_nnx(x: Any) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Module)
+
+
+def _is_equinox(x: Any) -> bool:
+    equinox = sys.modules.get("equinox")
+    return equinox is not None and isinstance(x, equinox.Module)

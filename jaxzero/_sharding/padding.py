@@ -1,0 +1,23 @@
+"""Pad an array to the shape in which it is stored, and cut the padding off again."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Shaped
+
+from .layout import Layout
+
+
+def pad(x: Shaped[Array, ...], layout: Layout) -> Shaped[Array, ...]:
+    """Append the zeros that make `layout.dim` divisible."""
+    if not layout.is_padded:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[layout.dim] = (0, layout.padded - layout.size)
+    return jnp.pad(x, widths)
+
+
+def unpad(x: Shaped[Array, ...], layout: Layout) -> Shaped[Array, ...]:
+    """Drop the zeros that `pad` appended."""
+    return lax.slice_in_dim(x, 0, layout.size, axis=layout.dim) if layout.is_padded else x

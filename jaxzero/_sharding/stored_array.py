@@ -1,0 +1,182 @@
+"""`StoredArray`: a leaf whose stored form differs from its own, because of padding or a codec.
+
+A leaf with a dim that the devices divide evenly is stored as a plain `jax.Array` in its own
+shape. Any other is stored padded with zeros, or as encoded messages. Then the stored array and
+its layout travel together, as one pytree node whose static part is the layout: a sub-tree, a
+renamed tree or a merged tree is still laid out as it was. `jax.tree.map` and optax see the stored
+array inside. Computing with the node is an error, because the result would include the padding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from typing import Any, NoReturn
+
+import jax
+
+from .layout import Leaf
+from .paths import StoredKey
+
+_BINARY = "add sub mul matmul truediv floordiv mod divmod pow and or xor lshift rshift"
+_OTHERS = "neg pos abs invert lt le gt ge getitem len iter contains bool float int index"
+
+
+class StoredArray:
+    """A parameter, gradient or optimizer moment in the form in which `jz.Zero` stores it.
+
+    Attributes:
+        data: the global array as it is stored, `[*padded shape]`, or uint8 messages of a codec.
+        form: the layout: true shape, split dim, codec. Static.
+    """
+
+    __slots__ = ("data", "form")
+    __array_ufunc__ = None  # numpy leaves operators to this class
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # unhashable, as arrays are
+
+    def __init__(self, data: Any, form: Leaf):
+        self.data = data
+        self.form = form
+        _register_with_flax()
+
+    @classmethod
+    def of(cls, data: Any, leaf: Leaf) -> StoredArray:
+        """Data that is stored as `leaf` says. Padded data may be cast, so its dtype is not kept."""
+        dtype = None if leaf.codec is None else leaf.dtype
+        return cls(data, dataclasses.replace(leaf, path="", dtype=dtype))
+
+    def leaf(self, path: str = "") -> Leaf:
+        """The layout, with the dtype that the array has now.
+
+        Raises:
+            ValueError: the data have another shape than the layout says.
+        """
+        leaf = dataclasses.replace(self.form, path=path, dtype=self.dtype)
+        if tuple(self.data.shape) != leaf.stored_shape:
+            raise ValueError(
+                f"The leaf `{path}` of shape {self.shape} is stored as {leaf.stored_shape}, and "
+                f"its data have the shape {tuple(self.data.shape)}: `jax.tree.map` applied a "
+                "function that changes shapes to the stored array. Change the whole array: "
+                "`zero.unshard`, then the function, then `zero.shard`."
+            )
+        return leaf
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds nothing, such as None where `eqx.partition` has taken the array out."""
+        return not jax.tree.leaves(self.data)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The true shape, without padding."""
+        return self.form.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.form.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the decoded array."""
+        return self.data.dtype if self.form.codec is None else self.form.dtype
+
+    @property
+    def size(self) -> int:
+        """The number of elements, without padding."""
+        return math.prod(self.form.shape)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare what stands for an array: shardings, masks, labels. Arrays are refused."""
+        if isinstance(other, StoredArray) and not is_array(self.data):
+            return self.form == other.form and bool(self.data == other.data)
+        if is_array(other) or isinstance(other, int | float | complex):
+            raise TypeError(_message(self, "The operator `==`"))
+        return NotImplemented
+
+    def __repr__(self) -> str:
+        if not is_array(self.data):  # a sharding or a mask that stands for the array
+            return f"StoredArray({self.data!r})"
+        spec = getattr(getattr(self.data, "sharding", None), "spec", None)
+        split = "" if spec is None else f", split as {spec}"
+        return f"StoredArray({self.dtype}{list(self.shape)}, {_how(self.form)}{split})"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__") or name in StoredArray.__slots__:
+            raise AttributeError(name)
+        raise AttributeError(_message(self, f"`.{name}`"))
+
+    def __jax_array__(self) -> NoReturn:
+        raise TypeError(_message(self, "a JAX operation"))
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(_message(self, "a NumPy operation"))
+
+    def unbox(self) -> NoReturn:
+        """What `flax.linen` calls on a parameter before it checks the parameter's shape."""
+        raise TypeError(_message(self, "`flax.linen`"))
+
+
+def is_stored(x: Any) -> bool:
+    """Whether `x` is a `StoredArray`: for `is_leaf`."""
+    return isinstance(x, StoredArray)
+
+
+def data_of(x: Any) -> Any:
+    """The array that is stored: the data of a `StoredArray`, and anything else as it is."""
+    return x.data if isinstance(x, StoredArray) else x
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, of any library, or a `StoredArray` that holds one."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def flatten(tree: Any) -> tuple[list[tuple[Any, ...]], list[Any], Any]:
+    """Paths, leaves and structure of a tree, where a `StoredArray` counts as one leaf."""
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored)
+    return [path for path, _ in pairs], [leaf for _, leaf in pairs], treedef
+
+
+def _how(form: Leaf) -> str:
+    if form.codec is not None:
+        return f"stored as messages of {form.codec}"
+    return f"padded with zeros to {list(form.padded_shape)}"
+
+
+def _message(x: StoredArray, user: str) -> str:
+    return (
+        f"{user} cannot use this parameter of shape {list(x.shape)} directly: `Zero` holds it "
+        f"split over devices and {_how(x.form)}. Pass it as an argument to a function given to "
+        "`zero.value_and_grad` or `zero.apply`, which sees it as an array in its own shape; or "
+        "make it an ordinary array with `zero.unshard`."
+    )
+
+
+def _refusal(name: str) -> Any:
+    def refuse(self: StoredArray, *args: Any) -> NoReturn:
+        raise TypeError(_message(self, f"The operator `{name}`"))
+
+    refuse.__name__ = name
+    return refuse
+
+
+for _name in f"{_OTHERS} {_BINARY} r{_BINARY.replace(' ', ' r')}".split():
+    setattr(StoredArray, f"__{_name}__", _refusal(f"__{_name}__"))
+
+
+def _register_with_flax() -> None:
+    # `flax.linen` would report the padded shape as a mismatch that no user can explain. It unboxes
+    # subclasses of `AxisMetadata` before it looks at shapes, so `unbox` can say what is wrong.
+    meta = sys.modules.get("flax.core.meta")
+    if meta is not None and not issubclass(StoredArray, meta.AxisMetadata):
+        meta.AxisMetadata.register(StoredArray)
+
+
+jax.tree_util.register_pytree_with_keys(
+    StoredArray,
+    lambda x: (((StoredKey(), x.data),), x.form),
+    lambda form, children: StoredArray(next(iter(children)), form),
+    lambda x: ((x.data,), x.form),
+)

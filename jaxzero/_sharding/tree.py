@@ -1,0 +1,203 @@
+"""How every leaf of a tree is stored: the layouts of its arrays, and what else the tree holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .._codecs import Codec
+from .._mesh import AnyMesh
+from .config import ZeroConfig
+from .layout import Leaf, layout_of_leaf
+from .modules import trained_leaves
+from .paths import path_name, spread_prefix
+from .specs import axes_of
+from .stored_array import StoredArray, data_of, flatten, is_array
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """A leaf that is no array (a string, a function, a Python number): passed on as it is."""
+
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class TreePlan:
+    """How every leaf of one tree is stored.
+
+    Attributes:
+        treedef: of the tree, where a `StoredArray` counts as one leaf.
+        leaves: for each array.
+        statics: for each leaf of `treedef`; None: an array. An empty `StoredArray` is static.
+    """
+
+    treedef: Any
+    leaves: tuple[Leaf, ...]
+    statics: tuple[Static | None, ...]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The true shape of each array."""
+        return tuple(leaf.shape for leaf in self.leaves)
+
+    def stored(self, arrays: Sequence[Any]) -> Any:
+        """The tree with one stored array, sharding or `ShapeDtypeStruct` for each of its arrays."""
+        pairs = zip(self.leaves, arrays, strict=True)
+        return rebuild(self.treedef, self.statics, [stored_leaf(leaf, x) for leaf, x in pairs])
+
+    def whole(self, arrays: Sequence[Any]) -> Any:
+        """The tree with these arrays as its leaves, and no `StoredArray`."""
+        return rebuild(self.treedef, unwrapped(self.statics), arrays)
+
+    def flatten_like(self, tree: Any) -> list[Any]:
+        """Undo `whole`: what a tree of this structure has in the place of each array.
+
+        Raises:
+            ValueError: the tree has another structure.
+        """
+        leaves = self.treedef.flatten_up_to(tree)
+        return [x for x, s in zip(leaves, self.statics, strict=True) if s is None]
+
+    def shardings(self, mesh: Mesh, axes: tuple[str, ...]) -> list[NamedSharding]:
+        """How each stored array is laid out, split over `axes`."""
+        return [NamedSharding(mesh, leaf.spec(axes)) for leaf in self.leaves]
+
+
+def stored_leaf(leaf: Leaf, x: Any) -> Any:
+    """A stored array as a leaf of a tree: with its layout, where it is not in its own shape."""
+    return x if leaf.is_plain else StoredArray.of(x, leaf)
+
+
+def rebuild(treedef: Any, statics: Sequence[Static | None], arrays: Sequence[Any]) -> Any:
+    """A tree from its arrays and the leaves that are none."""
+    remaining = iter(arrays)
+    leaves = [next(remaining) if s is None else s.value for s in statics]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def unwrapped(statics: Sequence[Static | None]) -> list[Static | None]:
+    """The same, with what an empty `StoredArray` holds in its place."""
+    return [s and Static(data_of(s.value)) for s in statics]
+
+
+def statics_of(leaves: Sequence[Any]) -> tuple[Static | None, ...]:
+    """What of the leaves is no array."""
+    return tuple(None if is_array(leaf) else Static(leaf) for leaf in leaves)
+
+
+def arrays_of(tree: Any) -> list[Any]:
+    """The stored arrays of a tree, without leaves that are no arrays."""
+    return [data_of(leaf) for leaf in flatten(tree)[1] if is_array(leaf)]
+
+
+def plan_tree(
+    tree: Any, mesh: AnyMesh, config: ZeroConfig, specs: Any = None, codec: Codec | None = None
+) -> TreePlan:
+    """Lay out a tree of arrays or `ShapeDtypeStruct`s of true shapes.
+
+    Args:
+        tree: the leaves need `shape` and `dtype`; in an `eqx.Module` or `nnx.Module` they may be
+            anything. A `StoredArray` keeps its layout.
+        mesh: gives the number of pieces.
+        config: gives axes, stage and the persistence threshold.
+        specs: a tree prefix of `PartitionSpec`s over mesh axes that are not ours.
+        codec: store float leaves of at least `min_quantized_size` elements as its messages.
+
+    Raises:
+        ValueError: a leaf is not an array, an `nnx.Module` shares a variable, or `specs` names one
+            of our axes; a codec is given where parameters are not split.
+    """
+    if codec is not None and (not isinstance(codec, Codec) or config.stage < 3):
+        raise ValueError(
+            f"`codec` must be a codec such as `jz.Int8()`, at ZeRO stage 3; got {codec!r} at "
+            f"stage {config.stage}."
+        )
+    paths, leaves, treedef = flatten(tree)
+    _check_arrays(tree, paths, leaves)
+    others = _spread_specs(specs, tree, len(leaves), config)
+    planned = []
+    for path, leaf, other in zip(paths, leaves, others, strict=True):
+        if not is_array(leaf):
+            continue
+        name = path_name(path)
+        if isinstance(leaf, StoredArray):
+            planned.append(_as_stored(leaf, name, codec))
+            continue
+        layout = layout_of_leaf(leaf, mesh, config, other)
+        new = Leaf(name, tuple(leaf.shape), _jax_dtype(leaf.dtype), layout, other)
+        if codec is not None and layout and not other and _is_large_float(new, config):
+            new = dataclasses.replace(new, codec=codec)
+        planned.append(new)
+    return TreePlan(treedef, tuple(planned), statics_of(leaves))
+
+
+def plan_as_stored(tree: Any, mesh: AnyMesh, config: ZeroConfig) -> TreePlan:
+    """The plan of a tree whose leaves are stored already, found from the leaves alone.
+
+    A plain array is in its own shape, so it is taken to be cut as `plan_tree` would cut it, or to
+    be whole where that would pad it.
+    """
+    plan = plan_tree(tree, mesh, config)
+    found = [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
+    pairs = zip(plan.leaves, found, strict=True)
+    leaves = [
+        leaf if leaf.is_plain or isinstance(x, StoredArray) else without_layout(leaf)
+        for leaf, x in pairs
+    ]
+    return dataclasses.replace(plan, leaves=tuple(leaves))
+
+
+def _as_stored(x: StoredArray, path: str, codec: Codec | None) -> Leaf:
+    if codec is not None and codec != x.form.codec:
+        raise ValueError(
+            f"The leaf `{path}` is stored already, with codec {x.form.codec}, and `codec` asks for "
+            f"{codec}. Encode the whole array: `zero.shard(zero.unshard(tree), codec=...)`."
+        )
+    return x.leaf(path)
+
+
+def without_layout(leaf: Leaf) -> Leaf:
+    """The same leaf, whole on every device."""
+    return dataclasses.replace(leaf, layout=None)
+
+
+def _check_arrays(tree: Any, paths: Sequence[Any], leaves: Sequence[Any]) -> None:
+    for path, leaf, trained in zip(paths, leaves, trained_leaves(tree), strict=True):
+        is_empty = isinstance(leaf, StoredArray) and leaf.is_empty
+        if not is_array(leaf) and trained is None and not is_empty:
+            raise ValueError(
+                f"The leaf `{path_name(path)}` is not an array; got {type(leaf).__name__}. Make a "
+                "number an array (`jnp.asarray`), and keep functions and settings out of the tree "
+                "(`nnx.split`, `equinox.partition`)."
+            )
+
+
+def _is_large_float(leaf: Leaf, config: ZeroConfig) -> bool:
+    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return is_float and math.prod(leaf.shape) >= max(config.min_quantized_size, 1)
+
+
+def _jax_dtype(dtype: Any) -> Any:
+    """What JAX makes of a dtype: without x64, 32 bits of 64."""
+    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
+    return dtype if extended else jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _spread_specs(specs: Any, tree: Any, num: int, config: ZeroConfig) -> list[PartitionSpec]:
+    if specs is None:
+        return [PartitionSpec()] * num
+    flat = spread_prefix(specs, tree, PartitionSpec)
+    for spec in flat:
+        if any(axis in config.axes or axis in ("node", "local") for axis in axes_of(spec)):
+            raise ValueError(
+                f"`specs` may name only mesh axes other than `node` and `local`; got {spec}. "
+                "Those two are laid out by `Zero`."
+            )
+    return flat

@@ -1,0 +1,226 @@
+"""What `simigrad` and its `update` are given: checked once, then trusted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float32
+
+from .._sharding import flatten, path_name, spread_prefix
+from .batch_rules import RULES, Rule
+from .similarity import CodecNoise, Products
+
+_LARGEST = 2**24  # float32 counts no further
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options of `simigrad`, which documents them. Numbers may be traced arrays."""
+
+    target_similarity: Any
+    initial: Any
+    min_steps: Any
+    max_steps: Any
+    rule: str | Rule
+    lr_scaling: str | None
+    schedule: Callable | None
+    groups: Any
+    combine: str
+    noise_window: Any
+
+    def __post_init__(self):
+        self._check_steps()
+        self._check_target()
+        if self.lr_scaling not in ("sqrt", "linear", None):
+            raise ValueError(
+                f'`lr_scaling` must be "sqrt", "linear" or None; got {self.lr_scaling!r}.'
+            )
+        if self.schedule is not None and not callable(self.schedule):
+            raise ValueError(
+                "`schedule` must be a function of the weight seen so far, such as an optax "
+                f"schedule; got {self.schedule!r}."
+            )
+        if self.combine not in ("mean", "median", "min"):
+            raise ValueError(f'`combine` must be "mean", "median" or "min"; got {self.combine!r}.')
+        if not is_traced(self.noise_window) and not self.noise_window > 1:
+            raise ValueError(
+                "`noise_window` counts updates, and must be more than 1: one measurement has no "
+                f"standard error; got {self.noise_window!r}."
+            )
+
+    def _check_steps(self) -> None:
+        names = ("min_steps", "initial", "max_steps")
+        known = {name: getattr(self, name) for name in names if not is_traced(getattr(self, name))}
+        for name, value in known.items():
+            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if not whole or not 1 <= value <= _LARGEST:
+                raise ValueError(
+                    f"`{name}` is a number of micro-batches, an integer from 1 to {_LARGEST}; "
+                    f"got {value!r}."
+                )
+        if len(known) == 3 and not self.min_steps <= self.initial <= self.max_steps:
+            raise ValueError(
+                "`initial` must lie between `min_steps` and `max_steps`; got "
+                f"initial={self.initial}, min_steps={self.min_steps}, max_steps={self.max_steps}."
+            )
+
+    def _check_target(self) -> None:
+        target = self.target_similarity
+        if not is_traced(target):
+            real = isinstance(target, int | float | np.number) and not isinstance(target, bool)
+            if not real or not 0 <= target < 1:
+                raise ValueError(
+                    "`target_similarity` is a cosine, at least 0 and less than 1 (which no batch "
+                    f"with noise reaches); got {target!r}."
+                )
+
+    @property
+    def chosen_rule(self) -> Rule:
+        return RULES[self.rule] if isinstance(self.rule, str) else self.rule
+
+    def labels(self, tree: Any) -> list[str] | None:
+        """The label of each leaf of `tree`; None if parts of the model are not told apart."""
+        if self.groups is None:
+            return None
+        if not callable(self.groups):
+            return spread_prefix(self.groups, tree, str)
+        labels: list[str] = []
+        for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            label = self.groups(path_name(path))
+            if not isinstance(label, str):
+                raise ValueError(
+                    "`groups` must give each leaf a label, a string; got "
+                    f"{label!r} for `{path_name(path)}`."
+                )
+            labels.append(label)
+        return labels
+
+
+def check_inner(inner: Any) -> None:
+    """Raise `TypeError` if `inner` is no optax transform."""
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(
+            "`inner` must be an optax transform, such as `optax.adamw(1e-3)`; got "
+            f"{type(inner).__name__}."
+        )
+
+
+def check_rule(rule: Any) -> None:
+    """Raise `ValueError` if `rule` is neither a name nor an object with a rule's methods."""
+    known = rule in RULES if isinstance(rule, str) else isinstance(rule, Rule)
+    if not known or isinstance(rule, type):
+        raise ValueError(
+            '`rule` must be "walk", "jump", or an object such as `jz.Jump(window=3)`; got '
+            f"{rule!r}."
+        )
+
+
+def check_gradients(updates: Any, mean: Any) -> None:
+    """Raise `ValueError` if the gradients are not those of the parameters given to `init`."""
+    got, wanted = jax.tree.structure(updates), jax.tree.structure(mean)
+    if got != wanted:
+        raise ValueError(
+            "`updates` must be a tree like the parameters that `init` was given, "
+            f"{wanted}; got {got}."
+        )
+    pairs = zip(
+        jax.tree_util.tree_flatten_with_path(updates)[0], jax.tree.leaves(mean), strict=True
+    )
+    for (path, x), m in pairs:
+        if jnp.shape(x) != m.shape:
+            raise ValueError(
+                f"`updates` has shape {jnp.shape(x)} at `{path_name(path)}`, where the parameters "
+                f"that `init` was given have {m.shape}."
+            )
+
+
+def scalar_weight(weight: Any) -> Float32[Array, ""] | None:
+    """The weight of a micro-batch, in float32."""
+    if weight is None:
+        return None
+    if jnp.shape(weight) != () or jnp.iscomplexobj(weight):
+        raise ValueError(
+            "`weight` must be a real scalar, the examples or tokens of this micro-batch; got "
+            f"shape {jnp.shape(weight)}, dtype {jnp.result_type(weight)}."
+        )
+    return jnp.asarray(weight).astype(jnp.float32)
+
+
+def sum_by_label(
+    products: Sequence[list[Array]], labels: list[str] | None
+) -> tuple[Products, dict[str, Products]]:
+    """Add up products of leaves, given as lists, over all leaves and over those of each label."""
+
+    def total(chosen: Sequence[int]) -> Products:
+        return Products(*(sum((part[i] for i in chosen), jnp.float32(0)) for part in products))
+
+    chosen: dict[str, list[int]] = {}
+    for i, label in enumerate(labels or []):
+        chosen.setdefault(label, []).append(i)
+    groups = {label: total(leaves) for label, leaves in chosen.items()}
+    return total(range(len(products[0]))), groups
+
+
+class GivenHalves(NamedTuple):
+    """The halves of a micro-batch, as they were given."""
+
+    share: Float32[Array, ""]  # of its weight, in the first half
+    whole: Products
+    groups: dict[str, Products]
+
+
+def given_halves(halves: Any, updates: Any, labels: list[str] | None) -> GivenHalves | None:
+    """`halves` as products of the whole gradient and of each group; None if not given."""
+    if halves is None:
+        return None
+    is_tuple = isinstance(halves, tuple | list)
+    if not is_tuple or len(halves) not in (3, 4):
+        raise ValueError(
+            "`halves` must be from `zero.value_and_grad(..., halves=True)`, or (|g1|^2, |g2|^2, "
+            "g1.g2) of the mean gradients of two halves of this micro-batch, and, if these are "
+            "not equal, the part of its weight in the first; got "
+            f"{type(halves).__name__}{f' of {len(halves)}' if is_tuple else ''}."
+        )
+    parts, share = halves[:3], _scalar(halves[3] if len(halves) == 4 else 0.5)
+    treedef = flatten(updates)[2]  # a padded leaf has one scalar, as any other
+    if all(jax.tree.structure(part) == treedef for part in parts):
+        by_leaf = [[_scalar(x) for x in jax.tree.leaves(part)] for part in parts]
+        return GivenHalves(share, *sum_by_label(by_leaf, labels))
+    if labels is not None:
+        raise ValueError(
+            "`halves` must be three trees like the gradients, with a scalar for each leaf, where "
+            "`groups` are measured."
+        )
+    return GivenHalves(share, Products(*(_scalar(part) for part in parts)), {})
+
+
+def given_codec_noise(noise: Any) -> CodecNoise | None:
+    """`codec_noise` as float32 scalars; None if not given."""
+    if noise is None:
+        return None
+    if not isinstance(noise, tuple | list) or len(noise) != 2 or any(map(jnp.shape, noise)):
+        raise ValueError(
+            "`codec_noise` must be from `zero.codec_noise(grads)`, or two scalars: what codecs add "
+            f"to the noise, relative to it and to |G|^2; got {noise!r}."
+        )
+    return CodecNoise(*(jnp.asarray(x).astype(jnp.float32) for x in noise))
+
+
+def _scalar(x: Any) -> Float32[Array, ""]:
+    if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int) or jnp.shape(x) != ():
+        raise ValueError(
+            "`halves` must be three scalars, or three trees like the gradients with a scalar for "
+            f"each leaf; got {jax.tree.map(jnp.shape, x)}."
+        )
+    return jnp.asarray(x).astype(jnp.float32)
+
+
+def is_traced(x: Any) -> bool:
+    """Whether `x` is an array that need not have a value yet, as from `inject_hyperparams`."""
+    return isinstance(x, jax.Array)

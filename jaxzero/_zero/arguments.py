@@ -1,0 +1,329 @@
+"""What each argument of a call is: parameters, batch, replicated; and whether it fits.
+
+All mistakes that can be seen without tracing are found here, and named by argument and
+tree path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from .._mesh import AXES, AnyMesh
+from .._sharding import (
+    Registry,
+    Static,
+    TreePlan,
+    axes_of,
+    data_of,
+    flatten,
+    is_array,
+    is_stored,
+    path_name,
+    rebuild,
+    split_dim,
+    spread_prefix,
+    statics_of,
+    trained_leaves,
+    unwrapped,
+)
+from .batch_choice import (
+    BatchArgnums,
+    asked_batches,
+    find_batch,
+    is_split,
+    rows_of,
+    warn_of_no_batch,
+)
+
+BATCH = PartitionSpec(AXES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """One argument of a call: everything but its arrays.
+
+    Attributes:
+        name: for messages.
+        treedef: of the argument, where a `StoredArray` counts as one leaf.
+        statics: for each leaf; None: an array.
+        plan: of a sharded tree; None: it is none.
+        specs: for each array, over `node` and `local`. Not used if there is a plan.
+        module_trains: for each array, whether its `eqx.Module` or `nnx.Module` does; None: it is
+            in none.
+    """
+
+    name: str
+    treedef: Any
+    statics: tuple[Static | None, ...]
+    plan: TreePlan | None
+    specs: tuple[PartitionSpec, ...]
+    module_trains: tuple[bool | None, ...]
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """For each leaf of `plan`, whether it gets a gradient if the argument is differentiated."""
+        leaves = self.plan.leaves if self.plan else ()
+        return tuple(
+            jnp.issubdtype(leaf.dtype, jnp.inexact) and kind is not False
+            for leaf, kind in zip(leaves, self.module_trains, strict=self.plan is not None)
+        )
+
+    def rebuild(self, arrays: Sequence[Any]) -> Any:
+        """The argument, with these arrays as its leaves, and no `StoredArray`."""
+        return rebuild(self.treedef, unwrapped(self.statics), arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The arguments of a call."""
+
+    arguments: tuple[Argument, ...]
+    num_positional: int
+    keywords: tuple[str, ...]
+
+    def rebuild(self, arrays: Sequence[Sequence[Any]]) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments from the arrays of each."""
+        pairs = zip(self.arguments, arrays, strict=True)
+        values = [argument.rebuild(leaves) for argument, leaves in pairs]
+        keywords = zip(self.keywords, values[self.num_positional :], strict=True)
+        return values[: self.num_positional], dict(keywords)
+
+
+def resolve(
+    function: Callable,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    argnums: Sequence[int],
+    batch_argnums: BatchArgnums,
+    in_specs: Sequence[Any] | None,
+    registry: Registry,
+    states: Registry,
+    num_devices: int,
+) -> tuple[Call, list[list[Any]]]:
+    """Decide what every argument is.
+
+    Args:
+        function: the user's; gives names to positions.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        argnums: positions that must be sharded parameter trees.
+        batch_argnums: positions or names of what is split by rows; None: the one that can be.
+        in_specs: for each position None or a tree prefix of `PartitionSpec`s.
+        registry: knows the trees of parameters that were laid out.
+        states: knows those of optimizer state.
+        num_devices: with one, nothing is split.
+
+    Returns:
+        The call, and the arrays of each argument, as they are stored.
+
+    Raises:
+        ValueError: see the messages.
+    """
+    parameters = _parameter_names(function)
+    names = _names(parameters, len(args)) + [f"`{key}` (keyword)" for key in kwargs]
+    for number in argnums:
+        if not 0 <= number < len(args):
+            raise ValueError(
+                f"`argnums` asks for argument {number}, but {len(args)} positional arguments "
+                "were given. Pass parameters by position."
+            )
+    given = _spec_for_each(in_specs, len(args), argnums) + [None] * len(kwargs)
+    values = [*args, *kwargs.values()]
+    _check_specs(given, values, names, registry)
+    asked = asked_batches(batch_argnums, len(args), tuple(kwargs), parameters)
+    is_told = asked is not None or in_specs is not None
+    if asked is None:
+        asked = find_batch(values, names, given, argnums, registry, states)
+    _fill_in_batches(asked, values, names, given, argnums)
+    plans = [
+        _plan_of(i, value, given[i], argnums, names, registry) for i, value in enumerate(values)
+    ]
+    pairs = zip(names, values, plans, given, strict=True)
+    resolved = [_argument(*each) for each in pairs]
+    arguments = tuple(argument for argument, _ in resolved)
+    if not asked and not is_told:
+        warn_of_no_batch(num_devices)
+    return Call(arguments, len(args), tuple(kwargs)), [leaves for _, leaves in resolved]
+
+
+def _fill_in_batches(
+    batches: Sequence[int],
+    values: Sequence[Any],
+    names: Sequence[str],
+    given: list[Any],
+    argnums: Sequence[int],
+) -> None:
+    """Put the specs of the batches among those that are `given`."""
+    for i in batches:
+        if i in argnums or given[i] is not None:
+            other = "`argnums`" if i in argnums else "`in_specs`"
+            raise ValueError(f"{names[i]} is named by `batch_argnums` and by {other}. Use one.")
+        given[i] = _batch_specs(names[i], values[i])
+
+
+def _plan_of(
+    i: int, value: Any, spec: Any, argnums: Sequence[int], names: Sequence[str], registry: Registry
+) -> TreePlan | None:
+    """How an argument is stored, if it holds sharded arrays; None: it does not."""
+    if spec is not None:
+        return None
+    is_strict = i in argnums or registry.find(value) is not None
+    try:
+        return registry.plan_of(value) if is_strict else registry.plan_of_parts(value)
+    except ValueError as error:
+        raise ValueError(f"{names[i]}: {error}") from error
+
+
+def _check_specs(
+    given: Sequence[Any], values: Sequence[Any], names: Sequence[str], registry: Registry
+) -> None:
+    for i, spec in enumerate(given):
+        if spec is None:
+            continue
+        is_stored_tree = any(map(is_stored, flatten(values[i])[1]))
+        if is_stored_tree or (not is_array(values[i]) and registry.find(values[i]) is not None):
+            raise ValueError(
+                f"`in_specs[{i}]` is for {names[i]}, a tree that `Zero` lays out itself. Give "
+                "`None` there."
+            )
+
+
+def _batch_specs(name: str, value: Any) -> Any:
+    """A spec for each leaf of a batch: keys and single numbers in it are given whole."""
+    if any(map(is_stored, flatten(value)[1])):
+        raise ValueError(
+            f"{name} is to be the batch, but holds parameters that `Zero` has laid out. Say with "
+            "`batch_argnums=` which argument is the batch."
+        )
+    num_rows = rows_of(name, value)
+    if is_array(value):  # an array that is named as the batch is split, whatever it looks like
+        return BATCH
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: BATCH if is_split(path_name(path), x, num_rows) else PartitionSpec(), value
+    )
+
+
+def _parameter_names(function: Callable) -> list[str]:
+    """The names of a function's positional parameters; empty for built-in functions."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in by_position]
+
+
+def _names(parameters: Sequence[str], num: int) -> list[str]:
+    known = [f"`{name}` (argument {i})" for i, name in enumerate(parameters[:num])]
+    return known + [f"argument {i}" for i in range(len(known), num)]
+
+
+def _spec_for_each(in_specs: Any, num: int, argnums: Sequence[int]) -> list[Any]:
+    if in_specs is None:
+        return [None] * num
+    if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, Sequence):
+        raise ValueError(
+            "`in_specs` must be a sequence with one entry for each positional argument; "
+            f"got {in_specs!r}. Use `None` for an argument that needs no spec."
+        )
+    if len(in_specs) > num:
+        raise ValueError(
+            f"`in_specs` has {len(in_specs)} entries for {num} positional arguments. Give one "
+            "for each, `None` where the default will do."
+        )
+    for i in argnums:
+        if i < len(in_specs) and in_specs[i] is not None:
+            raise ValueError(
+                f"`in_specs[{i}]` is for a differentiated argument, which `Zero` lays out "
+                "itself. Give `None` there."
+            )
+    return [*in_specs, *[None] * (num - len(in_specs))]
+
+
+def _argument(
+    name: str, value: Any, plan: TreePlan | None, spec: Any
+) -> tuple[Argument, list[Any]]:
+    _, leaves, treedef = flatten(value)
+    found = [leaf for leaf in leaves if is_array(leaf)]
+    specs = [PartitionSpec()] * len(leaves)
+    if plan is None and spec is not None:
+        try:
+            specs = spread_prefix(spec, value, PartitionSpec)
+        except ValueError as error:
+            raise ValueError(
+                f"`in_specs` does not fit {name}: {error}. Give a `PartitionSpec`, or a tree "
+                "of them that is a prefix of the argument."
+            ) from error
+    pairs = zip(specs, leaves, strict=True)
+    array_specs = [s if leaf.shape else PartitionSpec() for s, leaf in pairs if is_array(leaf)]
+    kinds = zip(trained_leaves(value), leaves, strict=True)
+    argument = Argument(
+        name,
+        treedef,
+        statics_of(leaves),
+        plan,
+        tuple(array_specs),
+        tuple(kind for kind, leaf in kinds if is_array(leaf)),
+    )
+    return argument, [data_of(leaf) for leaf in found]
+
+
+def check_rows(
+    call: Call, arrays: Sequence[Sequence[Any]], mesh: AnyMesh, microbatches: int
+) -> None:
+    """Raise `ValueError` unless everything split over our axes divides evenly."""
+    for argument, leaves in zip(call.arguments, arrays, strict=True):
+        if argument.plan is not None:
+            continue
+        paths = [path_name(path) for path, _ in _array_paths(argument.rebuild(leaves))]
+        for path, leaf, spec in zip(paths, leaves, argument.specs, strict=True):
+            dim = split_dim(spec)
+            if dim is None:
+                continue
+            names = [axis for axis in axes_of(PartitionSpec(spec[dim])) if axis in AXES]
+            num = math.prod(mesh.shape[axis] for axis in names) * microbatches
+            if dim >= len(leaf.shape) or leaf.shape[dim] % num:
+                raise ValueError(
+                    f"{argument.name}, leaf `{path}`: dim {dim} of shape {tuple(leaf.shape)} is "
+                    f"split over {num // microbatches} devices x {microbatches} micro-batches "
+                    f"and must be a multiple of {num}. Pad it with `jz.pad_batch`, drop rows, or "
+                    "say with `batch_argnums=` or `in_specs` what is split."
+                )
+
+
+def check_differentiable(argument: Argument, leaves: Sequence[Any], allow_int: bool) -> None:
+    """Raise `ValueError` for a leaf that has no gradient."""
+    for leaf in argument.plan.leaves if argument.plan else ():
+        if leaf.codec is not None:
+            raise ValueError(
+                f"{argument.name}, leaf `{leaf.path}`: it is stored as messages of "
+                f"{leaf.codec}, which cannot be trained. Pass it in an argument that is not in "
+                "`argnums`."
+            )
+    value = argument.rebuild(leaves)
+    paths, found, _ = flatten(value)
+    for path, leaf, kind in zip(paths, found, trained_leaves(value), strict=True):
+        if kind is not None:  # a module trains what it trains
+            continue
+        if is_array(leaf) and (allow_int or jnp.issubdtype(leaf.dtype, jnp.inexact)):
+            continue
+        shown = leaf.dtype if is_array(leaf) else type(leaf).__name__
+        raise ValueError(
+            f"{argument.name}, leaf `{path_name(path)}`: cannot differentiate with respect to "
+            f"{shown}. Pass it in an argument that is not in `argnums`, or use "
+            "`allow_int=True`."
+        )
+
+
+def _array_paths(value: Any) -> list[tuple[Any, Any]]:
+    paths, leaves, _ = flatten(value)
+    return [(path, x) for path, x in zip(paths, leaves, strict=True) if is_array(x)]

@@ -1,0 +1,224 @@
+"""Which argument of a call is the batch, whose rows are split over all devices.
+
+Taking another argument for it gives a wrong number without an error: a table of class weights would
+be cut into pieces. So the batch is the one argument that can be one, and where several can be, the
+caller says which. Where a function closes over its batch and has one other argument with rows, such
+as running statistics, that argument is taken; `batch_argnums=()` says that there is no batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from .._sharding import Registry, flatten, is_array, is_stored, path_name, split_dim
+from .._warnings import warn
+
+BatchArgnums = int | str | Sequence[int | str] | None
+
+
+def _is_key(leaf: Any) -> bool:
+    """Whether a leaf looks like a random key: typed, or raw, `uint32[2]` or `uint32[4]`."""
+    return is_array(leaf) and (_is_typed_key(leaf) or _is_like_raw_key(leaf))
+
+
+def is_split(path: str, leaf: Any, num_rows: int) -> bool:
+    """Whether a leaf of a batch of `num_rows` rows is split, or is given whole to every device.
+
+    Single numbers and random keys are whole; typed keys with one for each row are split.
+
+    Raises:
+        ValueError: it may be a raw key or as many labels.
+    """
+    if not is_array(leaf) or not leaf.shape:
+        return False
+    if _is_like_raw_key(leaf) and leaf.shape[0] == num_rows:
+        raise ValueError(
+            f"The leaf `{path}`, uint32[{num_rows}], of a batch of {num_rows} rows can be a raw "
+            "random key or a number for each row. Pass a typed key (`jax.random.key`), or rows of "
+            "another dtype."
+        )
+    return not _is_key(leaf) or leaf.shape[0] == num_rows
+
+
+def find_batch(
+    values: Sequence[Any],
+    names: Sequence[str],
+    given: Sequence[Any],
+    argnums: Sequence[int],
+    registry: Registry,
+    states: Registry,
+) -> list[int]:
+    """The position of the one argument that can be the batch, or none.
+
+    A tree that was laid out is none. A bare array of the shape of one that was laid out may be
+    either: it is the batch if nothing else can be.
+
+    Raises:
+        ValueError: there are several, or one beside those that `in_specs` splits, or it may be a
+            part of the parameters.
+    """
+    free = [
+        i
+        for i, value in enumerate(values)
+        if i not in argnums and given[i] is None and _has_rows(value)
+    ]
+    candidates = [
+        i for i in free if not registry.knows(values[i]) and states.find(values[i]) is None
+    ]
+    bare = [
+        i for i in free if i not in candidates and is_array(values[i]) and not is_stored(values[i])
+    ]
+    split = [i for i, spec in enumerate(given) if _is_split_by(spec)]
+    if split and candidates:
+        raise ValueError(
+            f"`in_specs` splits {names[split[0]]} and says nothing of {names[candidates[0]]}, "
+            "which has rows too. Give each such argument a spec: `zero.batch_spec` splits it, "
+            "`PartitionSpec()` gives it whole to every device."
+        )
+    found = [] if split else candidates or bare
+    if not found:
+        return []
+    batch = _choose(names, found, values)
+    if not is_array(values[batch]) and registry.may_hold_parts(values[batch]):
+        raise ValueError(
+            f"{names[batch]} can be the batch, or a part of the parameters: its arrays have their "
+            "shapes. Say which with `batch_argnums=`: its position or name, or `()` if there is no "
+            "batch."
+        )
+    return [batch]
+
+
+def asked_batches(
+    asked: BatchArgnums, num_positional: int, keywords: Sequence[str], parameters: Sequence[str]
+) -> list[int] | None:
+    """`batch_argnums` as positions among all arguments of a call; None: it was not given.
+
+    Args:
+        asked: positions, names of keyword arguments, or names of the function's parameters.
+        num_positional: how many arguments were given by position.
+        keywords: the names of the others, in order.
+        parameters: the names of the function's positional parameters, as far as known.
+
+    Raises:
+        ValueError: there is no such argument.
+    """
+    if asked is None:
+        return None
+    positions = []
+    for one in (asked,) if isinstance(asked, int | str) else tuple(asked):
+        if isinstance(one, bool) or not isinstance(one, int | str):
+            raise ValueError(
+                "`batch_argnums` must be a position, the name of an argument, or several of them; "
+                f"it holds {one!r}."
+            )
+        place = None
+        if isinstance(one, int) and -num_positional <= one < num_positional:
+            place = one % num_positional
+        elif isinstance(one, str) and one in keywords:
+            place = num_positional + list(keywords).index(one)
+        elif isinstance(one, str) and one in parameters[:num_positional]:
+            place = list(parameters).index(one)
+        if place is None:
+            given = ", ".join(map(repr, keywords)) or "none"
+            raise ValueError(
+                f"`batch_argnums` names {one!r}, but {num_positional} arguments were given by "
+                f"position, and by keyword: {given}."
+            )
+        positions.append(place)
+    return positions
+
+
+def rows_of(name: str, value: Any) -> int:
+    """The number of rows of a batch: dim 0 of all its arrays but keys and single numbers.
+
+    An argument that holds keys alone has a row for each.
+
+    Raises:
+        ValueError: it has none, or its arrays have different numbers of rows.
+    """
+    paths, leaves, _ = flatten(value)
+    named = {path_name(path): x for path, x in zip(paths, leaves, strict=True)}
+    rows = {path: x.shape[0] for path, x in named.items() if _is_rows(x)} or {
+        path: x.shape[0] for path, x in named.items() if is_array(x) and x.shape
+    }
+    if not rows:
+        raise ValueError(
+            f"{name} is named as the batch, but holds no array with a dim 0. Name another with "
+            "`batch_argnums=`; `batch_argnums=()` if there is no batch."
+        )
+    if len(set(rows.values())) > 1:
+        first, other = next((a, b) for a in rows for b in rows if rows[a] != rows[b])
+        raise ValueError(
+            f"{name} is taken as the batch, whose dim 0 is split over all devices, but its leaf "
+            f"`{first}` has {rows[first]} rows and `{other}` has {rows[other]}. Pass what is no "
+            "row of the batch in an argument of its own, and say with `batch_argnums=` which is "
+            "the batch; or say with `in_specs`, one entry for each positional argument, what is "
+            "split: `zero.batch_spec` or `PartitionSpec()`, or a tree of them."
+        )
+    return next(iter(rows.values()))
+
+
+def warn_of_no_batch(num_devices: int) -> None:
+    """Warn that every device computes the same, because no argument is split."""
+    if num_devices > 1:
+        warn(
+            f"No argument of this function is a batch, so each of {num_devices} devices computes "
+            "all of it. If it closes over the batch, pass the batch as an argument: "
+            "`loss_fn(params, batch)`. If there is none, say so with `batch_argnums=()`."
+        )
+
+
+def _is_split_by(spec: Any) -> bool:
+    specs = jax.tree.leaves(spec, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return any(split_dim(one) is not None for one in specs)
+
+
+def _choose(names: Sequence[str], candidates: Sequence[int], values: Sequence[Any]) -> int:
+    """The one argument that can be the batch.
+
+    Args:
+        names: of all arguments, for the message.
+        candidates: the arguments that can be one, at least one of them.
+        values: all arguments.
+
+    Raises:
+        ValueError: there are several, or an argument may be a raw key or as many labels.
+    """
+    found = list(candidates)
+    if len(found) == 1:
+        num_rows = rows_of(names[found[0]], values[found[0]])
+        found += [
+            i
+            for i, x in enumerate(values)
+            if is_array(x) and _is_like_raw_key(x) and x.shape[0] == num_rows and i not in found
+        ]
+    if len(found) > 1:
+        listed = ", ".join(names[i] for i in found)
+        raise ValueError(
+            f"{listed}: each of these arguments can be the batch, whose rows are split over all "
+            "devices, and the others are given whole to every device. Say which is the batch, "
+            "with `batch_argnums=`: a position, the name of an argument, or several of them."
+        )
+    return found[0]
+
+
+def _has_rows(value: Any) -> bool:
+    """Whether an argument can be a batch: it holds an array with a dim that is no random key."""
+    return any(_is_rows(leaf) for leaf in jax.tree.leaves(value))
+
+
+def _is_rows(leaf: Any) -> bool:
+    return is_array(leaf) and len(leaf.shape) > 0 and not _is_key(leaf)
+
+
+def _is_typed_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _is_like_raw_key(leaf: Any) -> bool:
+    return is_array(leaf) and leaf.dtype == jnp.uint32 and tuple(leaf.shape) in ((2,), (4,))

@@ -1,0 +1,225 @@
+"""Optimizer state in the layout of ZeRO, and optimizers that see leaves in their own shape.
+
+Any optax chain runs outside the `shard_map`, on global arrays, so norms over the whole
+model or over a leaf are right without knowing about devices. One thing of `Zero` shows: on a
+mesh that divides no dim of a leaf, the leaf is padded with zeros (`StoredArray`), and
+`jax.tree.map` sees the padded array. Adam, LAMB and clipping give the same updates all the same.
+An optimizer that divides by the number of elements, or decides by shape (Adafactor, Muon), does
+not: `true_shapes` wraps it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AxisType, Mesh
+
+from .._mesh import AnyMesh, is_traced
+from .._sharding import (
+    Leaf,
+    StoredArray,
+    TreePlan,
+    ZeroConfig,
+    arrays_of,
+    data_of,
+    flatten,
+    is_array,
+    is_stored,
+    path_name,
+    plan_as_stored,
+    plan_tree,
+    statics_of,
+    trained_leaves,
+)
+from .placement import auto_mesh, constrain, pad_leaf, run_automatic, unpad_leaf
+
+
+class TrueShapes(optax.GradientTransformationExtraArgs):
+    """What `true_shapes` returns; knows the transform inside."""
+
+    inner: optax.GradientTransformationExtraArgs
+
+
+def trained_part(tree: Any, plan: TreePlan) -> tuple[Any, TreePlan]:
+    """A tree, and its plan, with None for what an `eqx.Module` or `nnx.Module` does not train."""
+    _, leaves, treedef = flatten(tree)
+    kinds = trained_leaves(tree)
+    # An empty `StoredArray` stays, as it does in gradients.
+    pairs = zip(leaves, kinds, strict=True)
+    dropped = [kind is False and (is_array(x) or not is_stored(x)) for x, kind in pairs]
+    kept = jax.tree.unflatten(
+        treedef, [None if drop else x for x, drop in zip(leaves, dropped, strict=True)]
+    )
+    arrays = [kind for x, kind in zip(leaves, kinds, strict=True) if is_array(x)]
+    known = [leaf for leaf, kind in zip(plan.leaves, arrays, strict=True) if kind is not False]
+    _, rest, treedef = flatten(kept)
+    return kept, TreePlan(treedef, tuple(known), statics_of(rest))
+
+
+def plan_state(
+    tx: optax.GradientTransformation, params: TreePlan, mesh: AnyMesh, config: ZeroConfig
+) -> TreePlan:
+    """Lay out the state of `tx`.
+
+    A leaf whose path ends like a parameter's, and that has its shape, is cut like the
+    parameter; others (row and column statistics, counters) by their own shape.
+
+    Args:
+        tx: the optimizer.
+        params: of the parameters, without modules' leaves that are not trained.
+        mesh: gives the number of pieces.
+        config: gives axes, stage and the persistence threshold.
+
+    Raises:
+        ValueError: `tx` keeps an array of another shape for a padded leaf, so it must be wrapped.
+    """
+    is_wrapped = isinstance(tx, TrueShapes)
+    # Of other optimizers the state of a padded leaf is a `StoredArray`, which tells its layout.
+    by_path = {leaf.path: leaf for leaf in params.leaves if is_wrapped or leaf.is_plain}
+    if is_wrapped:
+        whole = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in params.leaves]
+        state = jax.eval_shape(tx.inner.init, params.whole(whole))
+        plan = plan_tree(state, mesh, config)
+    else:
+        state = jax.eval_shape(tx.init, params.stored([leaf.stored for leaf in params.leaves]))
+        _check_shapes(state)
+        plan = plan_as_stored(state, mesh, config)
+    paths, leaves, _ = flatten(state)
+    arrays = [(path, x) for path, x in zip(paths, leaves, strict=True) if is_array(x)]
+    planned = [
+        leaf if isinstance(x, StoredArray) else _like_parameter(leaf, path, by_path)
+        for (path, x), leaf in zip(arrays, plan.leaves, strict=True)
+    ]
+    return dataclasses.replace(plan, leaves=tuple(planned))
+
+
+def _check_shapes(state: Any) -> None:
+    paths, leaves, _ = flatten(state)
+    for path, x in zip(paths, leaves, strict=True):
+        if (
+            isinstance(x, StoredArray)
+            and is_array(x)
+            and tuple(x.data.shape) != x.form.padded_shape
+        ):
+            raise ValueError(
+                f"The optimizer keeps an array of shape {tuple(x.data.shape)} as "
+                f"`{path_name(path)}`, for a parameter of shape {x.shape} that is stored padded. "
+                "It has to see parameters in their own shapes: `tx = zero.optimizer(tx)`."
+            )
+
+
+def _like_parameter(leaf: Leaf, path: tuple[Any, ...], parameters: dict[str, Leaf]) -> Leaf:
+    for i in range(len(path) + 1):
+        twin = parameters.get(path_name(path[i:]))
+        if twin and leaf.shape == twin.shape:
+            return dataclasses.replace(leaf, layout=twin.layout, other_axes=twin.other_axes)
+    return leaf
+
+
+def init_state(
+    tx: optax.GradientTransformation,
+    params: Any,
+    plan: TreePlan,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+) -> Any:
+    """`tx.init(params)`, each leaf made on the devices that keep it.
+
+    Args:
+        tx: the optimizer.
+        params: arrays, traced arrays, or `ShapeDtypeStruct`s (then so is the result).
+        plan: of the state.
+        mesh: where it goes.
+        axes: that split it.
+    """
+    given = jax.tree.leaves(params)
+    if any(is_traced(x) for x in given):
+        pairs = zip(arrays_of(tx.init(params)), plan.leaves, strict=True)
+        made = [constrain(x, mesh, leaf.spec(axes)) for x, leaf in pairs]
+    elif any(isinstance(x, jax.ShapeDtypeStruct) for x in given):
+        made = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            for x, sharding in zip(
+                arrays_of(jax.eval_shape(tx.init, params)), plan.shardings(mesh, axes), strict=True
+            )
+        ]
+    else:
+        shardings = plan.shardings(auto_mesh(mesh), axes)
+        made = run_automatic(lambda params: arrays_of(tx.init(params)), shardings, mesh, params)
+    return plan.stored(made)
+
+
+def true_shapes(
+    tx: optax.GradientTransformation,
+    plan_of: Callable[[Any], TreePlan],
+    mesh: AnyMesh,
+    config: ZeroConfig,
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap `tx` so that padding is cut off before it and put back after it.
+
+    A padded dim is stored in pieces of `ceil(size / devices)`, which is also how XLA cuts
+    an uneven dim, so the wrapper moves no data.
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params):
+        plan = plan_state(result, plan_of(params), mesh, config)
+        pairs = zip(plan.leaves, arrays_of(inner.init(_unpadded(params))), strict=True)
+        return plan.stored([pad_leaf(leaf, x) for leaf, x in pairs])
+
+    def update(updates, state, params=None, **extra_args):
+        def run(updates, state, params):
+            new, new_state = inner.update(
+                _unpadded(updates),
+                _unpadded(state),
+                None if params is None else _unpadded(params),
+                **extra_args,
+            )
+            return _padded_like(updates, new), _padded_like(state, new_state)
+
+        if isinstance(mesh, Mesh) and AxisType.Explicit in mesh.axis_types:
+            axes = config.axes if config.stage >= 1 else ()
+            plan = plan_of(updates)
+            plans = (plan, plan_state(result, plan, mesh, config))
+            out = tuple(x.stored(x.shardings(mesh, axes)) for x in plans)
+            run = _with_automatic_axes(run, out, mesh)
+        return run(updates, state, params)
+
+    result = TrueShapes(init, update)
+    result.inner = inner
+    return result
+
+
+def _unpadded(tree: Any) -> Any:
+    """The tree with every `StoredArray` as an array of its true shape."""
+    _, leaves, treedef = flatten(tree)
+    return jax.tree.unflatten(treedef, [_unpadded_leaf(x) for x in leaves])
+
+
+def _unpadded_leaf(x: Any) -> Any:
+    is_padded = isinstance(x, StoredArray) and is_array(x)
+    return unpad_leaf(x.leaf(), x.data) if is_padded else data_of(x)
+
+
+def _padded_like(stored: Any, tree: Any) -> Any:
+    """Undo `_unpadded`, of a tree that has come from one like `stored`."""
+    _, like, treedef = flatten(stored)
+    pairs = zip(like, treedef.flatten_up_to(tree), strict=True)
+    return jax.tree.unflatten(treedef, [_padded_leaf(old, x) for old, x in pairs])
+
+
+def _padded_leaf(old: Any, x: Any) -> Any:
+    if not isinstance(old, StoredArray):
+        return x
+    return StoredArray(pad_leaf(old.leaf(), x) if is_array(old) else x, old.form)
+
+
+def _with_automatic_axes(function: Callable, out_shardings: Any, mesh: Mesh) -> Callable:
+    """Run `function` with all axes automatic: explicit ones cannot cut a dim unevenly."""
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(name for name, kind in types if kind == AxisType.Explicit)
+    return jax.jit(jax.sharding.auto_axes(function, axes=explicit, out_sharding=out_shardings))

@@ -1,0 +1,120 @@
+"""How the outputs of a function are combined over devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._collectives import Wire
+from .._execute import REDUCTIONS, combine
+from .._sharding import path_name, rng_leaves, spread_prefix
+from .options import Options
+
+
+class Outputs:
+    """Outputs other than loss and gradients: how each is combined, and the tree they form."""
+
+    def __init__(self, options: Options, rows: int | None):
+        self.options = options
+        self.rows = rows
+        self.treedef: Any = None
+        self.how: list[str] = []
+
+    def record(self, tree: Any) -> list[Any]:
+        """Flatten what the user returned; decide how each leaf is combined over devices."""
+        paths_and_leaves, self.treedef = jax.tree_util.tree_flatten_with_path(tree)
+        pairs = zip(self._asked(tree), rng_leaves(tree), strict=True)
+        asked = [how or ("first" if is_rng else None) for how, is_rng in pairs]
+        leaves = [jnp.asarray(leaf) for _, leaf in paths_and_leaves]
+        self.how = [
+            self._checked(how, path_name(path), leaf)
+            if how
+            else self._default(path_name(path), leaf)
+            for how, (path, _), leaf in zip(asked, paths_and_leaves, leaves, strict=True)
+        ]
+        return leaves
+
+    def _checked(self, how: str, path: str, leaf: Array) -> str:
+        if how == "concat" and (not leaf.ndim or self.rows is None):
+            why = "it is a scalar" if not leaf.ndim else "no argument is split as `batch_spec`"
+            raise ValueError(
+                f"`{self._argument}` asks to concatenate the leaf `{path}`, but {why}. Use "
+                "'stack', or split the batch by `zero.batch_spec`."
+            )
+        return how
+
+    def _asked(self, tree: Any) -> list[str | None]:
+        if self.options.reduce is None:
+            return [None] * len(jax.tree.leaves(tree))
+        prefix = jax.tree.unflatten(*reversed(self.options.reduce))
+        try:
+            return spread_prefix(prefix, tree, str)
+        except ValueError as error:
+            raise ValueError(
+                f"`{self._argument}` is not a tree prefix of what the function returns: {error}"
+            ) from error
+
+    @property
+    def _argument(self) -> str:
+        return "aux_reduce" if self.options.has_gradients else "out_reduce"
+
+    def _default(self, path: str, leaf: Array) -> str:
+        forward_only = not self.options.has_gradients
+        if forward_only and leaf.ndim and leaf.shape[0] == self.rows:
+            return "concat"
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        if is_float and not (forward_only and leaf.ndim):
+            return "mean"
+        kind = "output" if forward_only else "aux"
+        raise ValueError(
+            f"The {kind} leaf `{path}` ({leaf.dtype}{list(leaf.shape)}) may differ between devices "
+            f"and has no mean. Say with `{self._argument}`, a tree prefix of "
+            f"{', '.join(map(repr, REDUCTIONS))}, how it is combined: {_proposal(leaf)}."
+        )
+
+    def part(self, leaves: Sequence[Array], wire: Wire) -> tuple[list[Array], list[Array]]:
+        """What this device contributes: values that are the same everywhere, and rows."""
+        combined = [combine(x, how, wire) for x, how in zip(leaves, self.how, strict=True)]
+        pairs = list(zip(combined, self.how, strict=True))
+        rows = [x for x, how in pairs if how in ("stack", "concat")]
+        return [x for x, how in pairs if how not in ("stack", "concat")], rows
+
+    def join(self, whole: Sequence[Array], rows: Sequence[Array]) -> Any:
+        """The tree that the user returned, of global arrays."""
+        remaining = {False: iter(whole), True: iter(rows)}
+        leaves = [next(remaining[how in ("stack", "concat")]) for how in self.how]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def _proposal(leaf: Array) -> str:
+    """How an output that has no mean is most likely meant to be combined."""
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    if is_key or (leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,))):
+        return "'first' for a random key, which is the same on every device"
+    if leaf.dtype == jnp.bool_:
+        return "'first' if it is the same on every device, else 'stack'"
+    if leaf.ndim:
+        return "'concat' if its dim 0 is the rows of the batch, 'sum' for counts"
+    return "'sum' for a number of examples, 'first' for a counter that every device advances alike"
+
+
+def flat_reductions(argument: str, reduce: Any) -> tuple[tuple[str, ...], Any] | None:
+    """A tree of names as names and structure.
+
+    Raises:
+        ValueError: a name is not in `REDUCTIONS`.
+    """
+    if reduce is None:
+        return None
+    names, treedef = jax.tree.flatten(reduce)
+    for name in names:
+        if name not in REDUCTIONS:
+            raise ValueError(
+                f"`{argument}` must be a tree prefix of {', '.join(map(repr, REDUCTIONS))}; "
+                f"it holds {name!r}."
+            )
+    return tuple(names), treedef

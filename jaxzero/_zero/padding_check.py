@@ -1,0 +1,92 @@
+"""Does an optimizer give padded leaves the updates of their own shapes? Tried on tiny leaves."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._sharding import Layout, Leaf, StoredArray, TreePlan, arrays_of
+from .._warnings import warn
+from .optimizer_state import TrueShapes
+
+_REMEDY = "Wrap it: `tx = zero.optimizer(tx)`."
+
+
+def warn_of_padding(tx: optax.GradientTransformation, plan: TreePlan) -> None:
+    """Warn if `tx` gives other updates because some of its leaves are padded, or may do so.
+
+    It may because it counts elements or decides by shape (Adafactor, Muon), or because it chooses
+    leaves by their path, which of a padded leaf has one entry more.
+    """
+    padded = [leaf.path for leaf in plan.leaves if leaf.layout and leaf.layout.is_padded]
+    if not padded or isinstance(tx, TrueShapes):
+        return
+    what = f"{len(padded)} leaves are padded with zeros on this mesh, `{padded[0]}` the first, and "
+    try:
+        whole, wide = (_updates(tx, plan, padded=padded) for padded in (False, True))
+    except Exception as error:  # whatever code of others raises: it is only tried here
+        warn(
+            f"{what}whether this optimizer gives them the updates of their own shapes could not "
+            f"be tried ({type(error).__name__}: {error}). If it uses shapes, numbers of elements "
+            f"or paths, it does not. {_REMEDY}"
+        )
+        return
+    if not all(
+        np.allclose(np.float32(a), np.float32(b[tuple(slice(n) for n in a.shape)]), rtol=1e-3)
+        for a, b in zip(whole, wide, strict=True)
+    ):
+        warn(f"{what}this optimizer would not give them the updates of their own shapes. {_REMEDY}")
+
+
+def _updates(tx: optax.GradientTransformation, plan: TreePlan, padded: bool) -> list[Any]:
+    """What `tx` makes of random gradients of leaves `[2, 2, ...]`, with or without padding."""
+    random = np.random.default_rng(0)
+    trees = []
+    for _ in ("parameters", "gradients"):
+        leaves = [
+            random.normal(size=(2,) * len(leaf.shape)).astype(leaf.dtype) for leaf in plan.leaves
+        ]
+        if padded:
+            leaves = [_widen(x, leaf) for x, leaf in zip(leaves, plan.leaves, strict=True)]
+        trees.append(plan.whole(leaves))
+    # optax relies on the promotion of dtypes that JAX has by default.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        try:
+            updates = jax.jit(lambda *trees: _run(tx, {}, *trees))(*trees)
+        except Exception:  # some ask for more than gradients
+            updates = jax.jit(lambda *trees: _run(tx, _extras(tx, *trees), *trees))(*trees)
+    return arrays_of(updates)
+
+
+def _run(tx: optax.GradientTransformation, extras: dict[str, Any], params: Any, grads: Any) -> Any:
+    tx = optax.with_extra_args_support(tx)
+    return tx.update(grads, tx.init(params), params, **extras)[0]
+
+
+def _extras(tx: optax.GradientTransformation, params: Any, grads: Any) -> dict[str, Any]:
+    """What line searches, Polyak steps and SAM ask for besides gradients, as far as taken."""
+    known = {
+        "value": jnp.float32(1),
+        "grad": grads,
+        "value_fn": lambda params, *_, **__: optax.tree.norm(params, squared=True),
+        "grad_fn": lambda params, *_, **__: params,
+        "obj_fn": lambda params, *_, **__: optax.tree.norm(params, squared=True),
+    }
+    accepted = inspect.signature(tx.update).parameters
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in accepted.values())
+    return {key: x for key, x in known.items() if takes_any or key in accepted}
+
+
+def _widen(x: np.ndarray, leaf: Leaf) -> Any:
+    """`x` as it would be stored if its padded dim were padded by one row."""
+    if leaf.is_plain or leaf.layout is None or math.prod(x.shape) == 0:
+        return x
+    dim = leaf.layout.dim
+    form = Leaf("", x.shape, leaf.dtype, Layout(dim, size=2, unit=3))
+    return StoredArray.of(np.pad(x, [(0, d == dim) for d in range(x.ndim)]), form)

@@ -1,0 +1,178 @@
+"""Arrays in and out of their stored form: cut, padded, one piece on each device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .._collectives import from_stored, to_stored
+from .._mesh import is_traced
+from .._sharding import Leaf, StoredArray, TreePlan, pad, unpad
+
+
+def auto_mesh(mesh: Mesh) -> Mesh:
+    """The same devices with all axes automatic, for programs laid out by the compiler."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def run_automatic(function: Any, out_shardings: Any, mesh: Mesh, *args: Any) -> Any:
+    """Run a program that the compiler lays out, and give its outputs in terms of `mesh`.
+
+    Args:
+        function: of trees of arrays.
+        out_shardings: of its outputs, over `auto_mesh(mesh)`.
+        mesh: where it runs. Arrays that are laid out on it are passed as such.
+        args: for `function`.
+    """
+    auto = auto_mesh(mesh)
+    args = jax.tree.map(lambda x: on_mesh(x, auto) if _is_on(x, mesh) else x, args)
+    with jax.sharding.use_abstract_mesh(auto.abstract_mesh):
+        made = jax.jit(function, out_shardings=out_shardings)(*args)
+    return jax.tree.map(lambda x: on_mesh(x, mesh), made)
+
+
+def _is_on(x: Any, mesh: Mesh) -> bool:
+    sharding = getattr(x, "sharding", None)
+    return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+
+
+def on_mesh(x: jax.Array, mesh: Mesh) -> jax.Array:
+    """The same array, its sharding said in terms of `mesh`. Moves nothing."""
+    assert isinstance(x.sharding, NamedSharding)
+    sharding = NamedSharding(mesh, x.sharding.spec)
+    pieces = [piece.data for piece in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
+
+
+def pad_leaf(leaf: Leaf, x: Any) -> Any:
+    """True shape to stored shape."""
+    if leaf.layout is None:
+        return x
+    return pad(x, leaf.layout) if leaf.codec is None else to_stored(pad(x, leaf.layout), leaf)
+
+
+def unpad_leaf(leaf: Leaf, x: Any) -> Any:
+    """Stored shape to true shape."""
+    whole = x if leaf.codec is None else from_stored(x, leaf).join()
+    return unpad(whole, leaf.layout) if leaf.layout else whole
+
+
+def place(leaf: Leaf, source: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
+    """Put one array on the mesh; each device's slice, and no more, is read from `source`."""
+    if leaf.codec is not None:
+        whole = place(dataclasses.replace(leaf, codec=None), source, mesh, axes)
+        sharding = NamedSharding(auto_mesh(mesh), leaf.spec(axes))
+        return run_automatic(lambda x: to_stored(x, leaf), sharding, mesh, whole)
+    sharding = NamedSharding(mesh, leaf.spec(axes))
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return jax.device_put(source, sharding)
+    if isinstance(source, jax.Array) and leaf.is_plain and _is_on(source, mesh):
+        return jax.device_put(source, sharding)  # between devices, or not at all
+    if isinstance(source, jax.Array) and not source.is_fully_addressable:
+        return jax.jit(lambda x: pad_leaf(leaf, x), out_shardings=sharding)(source)
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        bounds = [s.indices(n) for s, n in zip(index, leaf.stored_shape, strict=True)]
+        inside = tuple(
+            slice(min(start, n), min(stop, n))
+            for (start, stop, _), n in zip(bounds, leaf.shape, strict=True)
+        )
+        data = np.asarray(source[inside] if inside else source[()], dtype=leaf.dtype)
+        widths = [
+            (0, stop - start - n) for (start, stop, _), n in zip(bounds, data.shape, strict=True)
+        ]
+        return np.pad(data, widths) if any(after for _, after in widths) else data
+
+    return _place_slices(read, leaf.stored_shape, sharding)
+
+
+def _place_slices(
+    read: Callable[[tuple[slice, ...]], np.ndarray],
+    shape: tuple[int, ...],
+    sharding: NamedSharding,
+) -> jax.Array:
+    # Slice by slice, two of them under way: `jax.make_array_from_callback` reads the slices of all
+    # devices before it puts the first, and host memory would hold a stack of layers twice.
+    devices_of: dict[tuple[tuple[int | None, int | None], ...], list[Any]] = {}
+    indices = sharding.addressable_devices_indices_map(shape)
+    for device, index in indices.items():
+        assert index is not None
+        devices_of.setdefault(tuple((s.start, s.stop) for s in index), []).append(device)
+    placed: dict[Any, jax.Array] = {}
+    under_way: list[jax.Array] = []
+    for bounds, devices in devices_of.items():
+        data = read(tuple(slice(*bound) for bound in bounds))
+        jax.block_until_ready(under_way)
+        under_way = [jax.device_put(data, device) for device in devices]
+        placed |= zip(devices, under_way, strict=True)
+    arrays = [placed[device] for device in indices]
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def place_tree(plan: TreePlan, leaves: list[Any], mesh: Mesh, axes: tuple[str, ...]) -> list[Any]:
+    """Split arrays over `axes`: now, or in the program where they are traced.
+
+    Args:
+        plan: of the tree.
+        leaves: its arrays, whole; a `StoredArray` is padded or encoded already.
+        mesh: where they go.
+        axes: that split them.
+
+    Returns:
+        The arrays as they are stored.
+    """
+    placed = []
+    for leaf, x in zip(plan.leaves, leaves, strict=True):
+        if isinstance(x, StoredArray) or is_traced(x):
+            stored = x.data if isinstance(x, StoredArray) else pad_leaf(leaf, x)
+            placed.append(constrain(stored, mesh, leaf.spec(axes)))
+        else:
+            placed.append(place(leaf, x, mesh, axes))
+    return placed
+
+
+def gather_whole(plan: TreePlan, leaves: list[Any], mesh: Mesh) -> list[Any]:
+    """Every leaf in its true shape, whole on every device."""
+    float0 = jax.dtypes.float0  # the gradient of an integer: nothing to gather
+    arrays = [i for i, x in enumerate(leaves) if x.dtype != float0]
+    given = [leaves[i] for i in arrays]
+
+    def unpadded(leaves: list[Any]) -> list[Any]:
+        return [unpad_leaf(plan.leaves[i], x) for i, x in zip(arrays, leaves, strict=True)]
+
+    if any(is_traced(x) for x in given):
+        made = unpadded([constrain(x, mesh, PartitionSpec()) for x in given])
+    else:
+        whole = NamedSharding(auto_mesh(mesh), PartitionSpec())
+        made = run_automatic(unpadded, whole, mesh, given)
+    by_number = dict(zip(arrays, made, strict=True))
+    return [
+        by_number[i] if i in by_number else np.zeros(leaf.shape, float0)
+        for i, leaf in enumerate(plan.leaves)
+    ]
+
+
+def constrain(x: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+    """Lay `x` out as `spec`: moved now if it is an array, by the program if it is traced.
+
+    Only mesh axes of explicit type are part of a traced array's type; the compiler sees to
+    the others.
+    """
+    if not is_traced(x):
+        return jax.device_put(x, NamedSharding(mesh, spec))
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if AxisType.Explicit not in types.values():
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    explicit = [_only_explicit(entry, types) for entry in spec]
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*explicit)))
+
+
+def _only_explicit(entry: Any, types: dict[str, AxisType]) -> Any:
+    names = (entry,) if isinstance(entry, str) else entry or ()
+    return tuple(name for name in names if types[name] == AxisType.Explicit) or None

@@ -1,0 +1,57 @@
+"""Calls outside of any `jit`: traced every time, as JAX does, and compiled only when new.
+
+`jax.value_and_grad` traces at each call, so it sees an attribute or a closed-over array that has
+changed since. So does this: the program is lowered at each call, without the values it closes over,
+and what was compiled before is used if the text is the same. Tracing takes milliseconds where
+compiling takes seconds; a training step belongs in `jax.jit`, which does neither.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._mesh import is_traced
+from .._program import open_program
+
+_MOST_KEPT = 16  # programs for one function: batch shapes, dtypes
+
+
+class Programs:
+    """The compiled programs of one function that `value_and_grad` or `apply` has returned."""
+
+    def __init__(self):
+        self._kept: collections.OrderedDict[str, Callable] = collections.OrderedDict()
+
+    def run(self, program: Callable, *args: Any) -> Any:
+        """`program(*args)`, under `jit`.
+
+        Args:
+            program: of trees of arrays.
+            args: arrays, or values of a program that is being traced.
+        """
+        if is_traced(jax.device_put(np.zeros(()))) or any(
+            is_traced(x) for x in jax.tree.leaves(args)
+        ):
+            return jax.jit(program)(*args)
+        opened, constants, treedef = open_program(program, *args)
+        if any(is_traced(x) for x in constants):  # of a transformation that is under way
+            return jax.jit(program)(*args)
+        flat = jax.jit(opened)
+        arrays = jax.tree.leaves(args)
+        text = flat.lower(constants, arrays).as_text()
+        if "callback" not in text:  # which may be another function under the same name
+            flat = self._keep(hashlib.sha256(text.encode()).hexdigest(), flat)
+        return jax.tree.unflatten(treedef, flat(constants, arrays))
+
+    def _keep(self, key: str, program: Callable) -> Callable:
+        kept = self._kept.setdefault(key, program)
+        self._kept.move_to_end(key)
+        if len(self._kept) > _MOST_KEPT:
+            self._kept.popitem(last=False)
+        return kept

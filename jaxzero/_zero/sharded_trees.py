@@ -1,0 +1,218 @@
+"""Trees in and out of their sharded form: parameters, gradients, optimizer state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from .._codecs import Codec
+from .._mesh import AXES, AnyMesh, check_mesh, physical
+from .._plan import Plan
+from .._report import Report, make_report
+from .._sharding import (
+    Registry,
+    TreePlan,
+    ZeroConfig,
+    arrays_of,
+    flatten,
+    is_array,
+    is_stored,
+    plan_tree,
+    zero3,
+)
+from .init_fn import Initializer
+from .optimizer_state import init_state, plan_state, trained_part, true_shapes
+from .padding_check import warn_of_padding
+from .placement import auto_mesh, gather_whole, pad_leaf, place_tree, run_automatic
+
+
+class ShardedTrees:
+    """The part of `Zero` that lays out trees; see there for its arguments."""
+
+    def __init__(self, mesh: AnyMesh, config: ZeroConfig | None = None):
+        check_mesh(mesh)
+        if config is not None and not isinstance(config, ZeroConfig):
+            raise ValueError(
+                f"`config` must be a `jz.ZeroConfig`, such as `jz.zero3()`; got {config!r}."
+            )
+        self.mesh = physical(mesh)
+        self._devices = mesh
+        self.config = zero3() if config is None else config
+        self._plans = Registry(mesh, self.config)
+        self._states = Registry(mesh, self.config)
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices, also simulated ones, share the rows of a batch."""
+        return math.prod(self._devices.shape[axis] for axis in AXES)
+
+    # Trees in and out of their sharded form.
+
+    def init(self, init_fn: Callable, *args: Any, specs: Any = None) -> Any:
+        """Run `init_fn(*args)` so that each device only ever makes its own shards.
+
+        Args:
+            init_fn: returns a tree of arrays (and `None`s), an `eqx.Module` or an `nnx.Module`.
+            args: for example a key.
+            specs: a tree prefix of `PartitionSpec`s over mesh axes other than ours.
+
+        Returns:
+            The tree of global `jax.Array`s in their own shapes, each split on one dim over all
+            devices. A leaf none of whose dims the devices divide evenly is padded with zeros and
+            returned as a `StoredArray`, a pytree node with the true `shape` and `size`.
+            `jax.tree.map` and optax get the padded array in it, so a mean over elements, or their
+            number, counts the zeros.
+
+        Raises:
+            ValueError: a leaf is no array, or `specs` names our axes.
+        """
+        run = Initializer(init_fn)
+        plan = self._plan(run.shapes(*args), specs)
+
+        def stored(*args: Any) -> list[Any]:
+            pairs = zip(plan.leaves, run(*args), strict=True)
+            # `zero.optimizer(tx).init` returns leaves that are padded already.
+            return [x.data if is_stored(x) else pad_leaf(leaf, x) for leaf, x in pairs]
+
+        shardings = plan.shardings(auto_mesh(self.mesh), self._weight_axes)
+        return plan.stored(run_automatic(stored, shardings, self.mesh, *args))
+
+    def abstract(
+        self, init_fn: Callable, *args: Any, specs: Any = None, codec: Codec | None = None
+    ) -> Any:
+        """What `init` would return, as `ShapeDtypeStruct`s with shardings: nothing is made.
+
+        Use it as the target of a restore, or to load a checkpoint into. With `codec`, what
+        `shard` would return.
+        """
+        plan = self._plan(Initializer(init_fn).shapes(*args), specs, codec)
+        shardings = plan.shardings(self.mesh, self._weight_axes)
+        structs = [
+            jax.ShapeDtypeStruct(leaf.stored.shape, leaf.stored.dtype, sharding=sharding)
+            for leaf, sharding in zip(plan.leaves, shardings, strict=True)
+        ]
+        return plan.stored(structs)
+
+    def shard(self, tree: Any, specs: Any = None, codec: Codec | None = None) -> Any:
+        """Split a tree of whole arrays over the devices.
+
+        Args:
+            tree: leaves are numpy or jax arrays, or anything with `shape`, `dtype` and
+                `__getitem__` for a tuple of slices, such as a tensor in a file. Of each
+                leaf only the slices that this process's devices own are read. An
+                `eqx.Module` or `nnx.Module` may hold other leaves, which stay as they are.
+            specs: as for `init`.
+            codec: store float leaves of at least `config.min_quantized_size` elements as its
+                messages, which are gathered as they are: for frozen parameters, such as
+                those beneath LoRA (ZeRO++, mixed precision).
+
+        Returns:
+            The same as `init`; with a codec, `StoredArray`s of unsigned integers.
+
+        Raises:
+            ValueError: a leaf is no array, or is stored already, for another mesh or codec.
+        """
+        plan = self._plan(tree, specs, codec)
+        self._plans.check_is_ours(plan)
+        arrays = [x for x in flatten(tree)[1] if is_array(x)]
+        return plan.stored(place_tree(plan, arrays, self.mesh, self._weight_axes))
+
+    def unshard(self, tree: Any) -> Any:
+        """Gather a sharded tree: ordinary arrays in their true shapes, whole on every device.
+
+        Takes parameters, gradients, updates or optimizer state, or parts of them. To save a
+        model, use `Checkpoints` or an export, which never hold all of it in one place.
+
+        Raises:
+            ValueError: an array in it was not laid out by this `Zero`.
+        """
+        plan = self._plan_of(tree)
+        return plan.whole(gather_whole(plan, arrays_of(tree), self.mesh))
+
+    def shardings(self, tree: Any) -> Any:
+        """The tree of `NamedSharding`s in which `tree` is stored, for `out_shardings` and the like.
+
+        Args:
+            tree: parameters from `init`, or optimizer state from `init_optimizer`; or parts of
+                parameters.
+        """
+        state = self._states.find(tree)
+        if state is not None:
+            return state.stored(state.shardings(self.mesh, self._state_axes))
+        plan = self._plan_of(tree)
+        return plan.stored(plan.shardings(self.mesh, self._weight_axes))
+
+    # Optimizers.
+
+    def init_optimizer(self, tx: optax.GradientTransformation, params: Any) -> Any:
+        """`tx.init(params)`, with every leaf split like the parameter it belongs to.
+
+        Of an `eqx.Module` or `nnx.Module`, `tx` sees what it trains, and `None` elsewhere: the
+        structure of the gradients.
+
+        Raises:
+            ValueError: `params` did not come from this `Zero`; or `tx` keeps statistics of another
+                shape for a padded leaf, as Adafactor does, and is not wrapped (`zero.optimizer`).
+        """
+        params, plan = trained_part(params, self._plan_of(params))
+        warn_of_padding(tx, plan)
+        state_plan = self._states.add(plan_state(tx, plan, self._devices, self.config))
+        return init_state(tx, params, state_plan, self.mesh, self._state_axes)
+
+    def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+        """Wrap `tx` so that it sees leaves in their own shapes where they are padded.
+
+        Needed only on meshes that divide no dim of a leaf, and there only by optimizers
+        that use shapes, such as Adafactor and Muon.
+        """
+        return true_shapes(tx, self._plan_of, self._devices, self.config)
+
+    def report(self, params: Any, opt_state: Any = None, plan: Plan | None = None) -> Report:
+        """What is split how, how many bytes one device holds, and what a step sends.
+
+        Args:
+            params: arrays, or from `abstract`.
+            opt_state: from `init_optimizer`.
+            plan: of a training step, from `plan`: then the report has its traffic.
+
+        Returns:
+            Data that prints itself (`print`) or becomes plain data (`as_dict`).
+        """
+        gradient_axes = self.config.axes if self.config.stage >= 2 else ()
+        axes = {
+            "parameters": self._weight_axes,
+            "gradients": gradient_axes,
+            "optimizer state": self._state_axes,
+        }
+        state = None if opt_state is None else self._plan_of(opt_state)
+        return make_report(self._plan_of(params), state, plan, self._devices, axes)
+
+    # What the above share.
+
+    @property
+    def _weight_axes(self) -> tuple[str, ...]:
+        return self.config.axes if self.config.stage >= 3 else ()
+
+    @property
+    def _state_axes(self) -> tuple[str, ...]:
+        return self.config.axes if self.config.stage >= 1 else ()
+
+    def _plan(self, tree: Any, specs: Any, codec: Codec | None = None) -> TreePlan:
+        return self._plans.add(plan_tree(tree, self._devices, self.config, specs, codec))
+
+    def find_plan(self, tree: Any) -> TreePlan | None:
+        """How a tree from `init`, `shard` or `init_optimizer` is laid out; None: it is none."""
+        return self._plans.find(tree) or self._states.find(tree)
+
+    def _plan_of(self, tree: Any) -> TreePlan:
+        known = self.find_plan(tree)
+        if known is not None:
+            return known
+        try:
+            return self._plans.plan_of(tree)
+        except ValueError as error:
+            raise ValueError(f"The given tree: {error}") from error

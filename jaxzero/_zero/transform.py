@@ -1,0 +1,202 @@
+"""From a user's function to a sharded program of global arrays, inside a `shard_map`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array
+
+from .._collectives import Ledger, Wire, labelled, recording
+from .._execute import Memory, Parameters, run_on_device, specs_of
+from .._mesh import AXES, AnyMesh, map_devices, physical
+from .._plan import Plan
+from .._sharding import ZeroConfig, mutated_leaf, nnx_leaves, split_dim
+from .._simigrad import GradientHalves
+from .arguments import BATCH, Argument, Call
+from .loss import check_loss, split_aux, split_weight
+from .options import Options
+from .outputs import Outputs
+from .placement import constrain
+
+
+class Transform:
+    """One user function for one call: the sharded program, and its plan once traced."""
+
+    def __init__(
+        self, function: Callable, call: Call, options: Options, mesh: AnyMesh, config: ZeroConfig
+    ):
+        self.function = function
+        self.call = call
+        self.options = options
+        self.devices = mesh
+        self.mesh = physical(mesh)
+        self.config = config
+        self.wire = Wire.of(mesh, config, options.halves)
+        self.parameters = _parameters(call, options, config)
+        self._plan: Plan | None = None  # of what was traced last
+
+    def plan(self, arrays: list[list[Any]], memory: Memory) -> Plan:
+        """What one call of `program` gathers, reduces and sends."""
+        # A new function, for `eval_shape` does not trace again what it has traced before.
+        jax.eval_shape(lambda *args: self.program(*args), arrays, memory)
+        assert self._plan is not None
+        return self._plan
+
+    def program(
+        self, arrays: list[list[Array]], memory: Memory
+    ) -> tuple[Any, list[Any], Any, Memory, GradientHalves | None]:
+        """Loss, flat gradients, other outputs, the new memory and halves, from global arrays."""
+        in_specs = [self._specs(argument) for argument in self.call.arguments]
+        memory_specs = self._memory_specs(memory)
+        if AxisType.Explicit in self.mesh.axis_types:
+            arrays = [
+                [constrain(x, self.mesh, spec) for x, spec in zip(leaves, specs, strict=True)]
+                for leaves, specs in zip(arrays, in_specs, strict=True)
+            ]
+            memory = jax.tree.map(
+                lambda x, spec: constrain(x, self.mesh, spec), memory, memory_specs
+            )
+        axes = self.config.axes if self.parameters.gradients_split else ()
+        gradient_specs = [
+            self.parameters.leaves[i].spec(axes, manual_only=True)
+            for i in self.parameters.differentiated
+        ]
+        outputs = Outputs(self.options, self._rows_per_microbatch(arrays))
+        mapped = map_devices(
+            lambda arrays, memory: self._on_device(arrays, memory, outputs),
+            self.devices,
+            in_specs=(in_specs, memory_specs),
+            out_specs=(
+                PartitionSpec(),
+                gradient_specs,
+                (PartitionSpec(), BATCH),
+                memory_specs,
+                PartitionSpec(),
+            ),
+        )
+        loss, gradients, parts, memory, halves = mapped(arrays, memory)
+        gradients = [
+            constrain(x, self.mesh, self.parameters.leaves[i].spec(axes))
+            if self.parameters.leaves[i].other_axes
+            else x
+            for x, i in zip(gradients, self.parameters.differentiated, strict=True)
+        ]
+        return loss, gradients, outputs.join(*parts), memory, halves
+
+    def _specs(self, argument: Argument) -> list[PartitionSpec]:
+        if argument.plan is None:
+            return list(argument.specs)
+        axes = self.config.axes if self.parameters.weights_split else ()
+        return [leaf.spec(axes, manual_only=True) for leaf in argument.plan.leaves]
+
+    def _memory_specs(self, memory: Memory) -> Memory:
+        specs = specs_of(self.parameters.leaves, self.wire)
+        return Memory(
+            {i: specs.slices[i] for i in memory.slices}, {i: specs.errors[i] for i in memory.errors}
+        )
+
+    def _rows_per_microbatch(self, arrays: Sequence[Sequence[Array]]) -> int | None:
+        """How many rows of the batch one device sees at a time."""
+        for argument, leaves in zip(self.call.arguments, arrays, strict=True):
+            for x, spec in zip(leaves, argument.specs, strict=True):
+                dim = None if argument.plan else split_dim(spec)
+                if dim is not None and spec[dim] == AXES:
+                    return x.shape[dim] // self.wire.num_devices // self.options.microbatches
+        return None
+
+    def _on_device(self, arrays: list[list[Array]], memory: Memory, outputs: Outputs) -> Any:
+        stored, inputs, specs = [], [], []
+        for argument, leaves in zip(self.call.arguments, arrays, strict=True):
+            if argument.plan:
+                stored += leaves
+            else:
+                inputs += leaves
+                specs += argument.specs
+        ledger = Ledger(self.wire.sizes)
+        with recording(ledger):
+            result = run_on_device(
+                lambda stored, inputs: self._flat(stored, inputs, outputs),
+                self.parameters,
+                stored,
+                memory,
+                inputs,
+                specs,
+                self.options.microbatches,
+                self.wire,
+            )
+            with labelled("other", "aux" if self.options.has_gradients else "output"):
+                parts = outputs.part(result.others, self.wire)
+        self._plan = dataclasses.replace(result.plan, transfers=tuple(ledger.transfers))
+        return result.loss, result.gradients, parts, result.memory, result.halves
+
+    def _flat(self, stored: list[Any], inputs: list[Any], outputs: Outputs) -> Any:
+        """The user's function and its gradients on flat lists of arrays."""
+        options = self.options
+        if not options.has_gradients:
+            args, kwargs = self._rebuild(stored, inputs)
+            return None, None, [], outputs.record(self._called(args, kwargs))
+
+        def loss(differentiated):
+            merged = list(stored)
+            for i, x in zip(self.parameters.differentiated, differentiated, strict=True):
+                merged[i] = x
+            args, kwargs = self._rebuild(merged, inputs)
+            value, aux = split_aux(self._called(args, kwargs), options.has_aux)
+            value, weight = split_weight(value, options.weighted)
+            check_loss(value)
+            return value, (weight, outputs.record(aux))
+
+        differentiated = [stored[i] for i in self.parameters.differentiated]
+        (value, (weight, others)), gradients = jax.value_and_grad(loss, has_aux=True)(
+            differentiated
+        )
+        return value, weight, gradients, others
+
+    def _called(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """What the user's function returns.
+
+        Raises:
+            ValueError: it has changed an `nnx.Module` or `nnx.Rngs` and does not return that.
+        """
+        values = [*args, *kwargs.values()]
+        before = [nnx_leaves(value) for value in values]
+        output = self.function(*args, **kwargs)
+        returned = {id(x) for x in jax.tree.leaves(output)}
+        for argument, old, value in zip(self.call.arguments, before, values, strict=True):
+            changed = mutated_leaf(old, nnx_leaves(value), returned)
+            if changed is not None:
+                path, kind = changed
+                raise ValueError(
+                    f"The function changes {argument.name}, leaf `{path}`, and the change would be "
+                    "lost: a function of sharded parameters gets a copy of the module. Return it "
+                    f"with `has_aux=True`, here `nnx.state(model, {kind})`, several kinds by "
+                    "`nnx.Any(...)`, and write it back with `nnx.update`; or call a copy that may "
+                    "be lost, `nnx.clone(model)`. Of `nnx.Rngs`, draw a key outside and pass it: "
+                    "`key = rngs.dropout()`."
+                )
+        return output
+
+    def _rebuild(self, stored: list[Any], inputs: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+        remaining = {True: iter(stored), False: iter(inputs)}
+        arrays = [
+            [next(remaining[argument.plan is not None]) for s in argument.statics if s is None]
+            for argument in self.call.arguments
+        ]
+        return self.call.rebuild(arrays)
+
+
+def _parameters(call: Call, options: Options, config: ZeroConfig) -> Parameters:
+    leaves, differentiated = [], []
+    numbers = options.argnums if options.has_gradients else ()
+    for number, argument in enumerate(call.arguments):
+        if argument.plan is None:
+            continue
+        for leaf, is_trained in zip(argument.plan.leaves, argument.trained, strict=True):
+            if number in numbers and is_trained:
+                differentiated.append(len(leaves))
+            leaves.append(leaf)
+    return Parameters(tuple(leaves), tuple(differentiated), config.stage >= 3, config.stage >= 2)

@@ -1,0 +1,267 @@
+"""`Zero`: what a user holds. Sharded parameters in, loss and sharded gradients out."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from .._collectives import Wire
+from .._execute import Memory, WireState, make_state
+from .._plan import Plan
+from .._sharding import arrays_of
+from .._simigrad import CodecNoise
+from .arguments import BATCH, check_differentiable, check_rows, resolve
+from .batch_choice import BatchArgnums
+from .call_results import gradient_options, memory_of, returned
+from .codec_noise import measure_codec_noise
+from .options import Options
+from .outputs import flat_reductions
+from .programs import Programs
+from .sharded_trees import ShardedTrees
+from .transform import Transform
+
+
+class Zero(ShardedTrees):
+    """ZeRO for any differentiable function, over a mesh with axes `node` and `local`.
+
+    Args:
+        mesh: from `make_mesh`, or any mesh that has these two axes.
+        config: what is split and how it travels; by default ZeRO-3.
+
+    Raises:
+        ValueError: `mesh` lacks one of the axes.
+
+    Example:
+        >>> zero = jz.Zero(jz.make_mesh(nodes=2))
+        >>> params = zero.init(init_fn, key)
+        >>> opt_state = zero.init_optimizer(tx, params)
+        >>> loss, grads = zero.value_and_grad(loss_fn)(params, batch)
+
+    References:
+        ZeRO (https://arxiv.org/abs/1910.02054), section 5;
+        MiCS (https://arxiv.org/abs/2205.00119) for `split="local"`.
+    """
+
+    batch_spec: PartitionSpec = BATCH
+    """How a batch is split: dim 0 over all devices. For `in_specs` and data loading."""
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self._devices.shape.items())
+        return f"Zero({sizes}; {self.config})"
+
+    def init_wire_state(self, params: Any) -> WireState:
+        """What the wire has to remember of `params` from step to step, before the first step.
+
+        Only `Difference` and `ErrorFeedback` remember anything (`config.needs_wire_state`).
+        Pass it to the function from `value_and_grad`, which returns the next one; save it
+        like optimizer state. After parameters have changed otherwise (a restored
+        checkpoint), make it anew: the slices in it are those of the old ones.
+
+        Returns:
+            Sharded arrays: of each leaf, a device holds its node's slice.
+
+        Raises:
+            ValueError: `params` did not come from this `Zero`.
+        """
+        wire = Wire.of(self._devices, self.config)
+        return make_state(self._plan_of(params), params, self._weight_axes, self._devices, wire)
+
+    def codec_noise(self, grads: Any, *, microbatches: int = 1) -> CodecNoise:
+        """How much noise the codecs have added to gradients like these, for `jz.simigrad`.
+
+        Call it in the jitted step, or now and then: devices encode and decode their shards of
+        `grads`, from `value_and_grad` with as many `microbatches`, and sum three scalars.
+
+        Raises:
+            ValueError: `grads` are not like parameters of this `Zero`, or `microbatches` < 1.
+            NotImplementedError: errors are fed back, or sums are encoded twice.
+        """
+        leaves = self._plan_of(grads).leaves
+        return measure_codec_noise(
+            leaves, arrays_of(grads), self._devices, self.config, microbatches
+        )
+
+    # Programs.
+
+    def value_and_grad(
+        self,
+        f: Callable,
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        allow_int: bool = False,
+        *,
+        microbatches: int = 1,
+        weighted: bool = False,
+        aux_reduce: Any = None,
+        halves: bool = False,
+        batch_argnums: BatchArgnums = None,
+        in_specs: Sequence[Any] | None = None,
+    ) -> Callable:
+        """`jax.value_and_grad` on sharded parameters.
+
+        `f` is written for one device: it sees full parameters and this device's rows of
+        the batch, and returns the mean loss over those rows. The program is re-emitted so
+        that each parameter is gathered just before it is used, in forward and again in
+        backward, and each gradient is reduced where it is produced. Collectives over the
+        axes `("node", "local")` are allowed in `f`.
+
+        Args:
+            f: `f(params, batch, ...) -> loss`. The loss is a real scalar.
+            argnums: which positional arguments are differentiated: trees from `init` or
+                `shard`, or parts of such trees, renamed or put together. Other arguments may
+                be such trees too (frozen parameters); they are gathered at use likewise.
+            has_aux: `f` returns `(loss, aux)`.
+            allow_int: integer leaves get gradients of type `float0`, as in JAX.
+            microbatches: run the rows of each device in this many equal runs, one after
+                the other, and add up gradients as shards in float32.
+            weighted: `f` returns `(sum, weight)` as its loss; the result is the sum of sums
+                over the sum of weights, over all devices and micro-batches. The weight (a
+                number of tokens) is taken as independent of the parameters.
+            aux_reduce: how leaves of `aux` are combined over devices and micro-batches: a
+                tree prefix of "mean", "sum", "first" (the value of the first device),
+                "stack" (on a new leading dim, in the order of the batch) and "concat" (leaves
+                whose dim 0 is the device's rows are joined to one of all rows). Float leaves
+                default to "mean"; others need one.
+            halves: also compare the gradients of two halves of the nodes (of one node's
+                devices), for `jz.simigrad`. This sends three numbers for each leaf, and holds
+                one more float32 shard of it. Gradients keep their bits where reduce-scatters
+                add in the order of devices, as on CPUs; `split="local"` may round otherwise.
+            batch_argnums: which argument is the batch, split on dim 0 over all devices
+                (`batch_spec`): a position, a name, or several. By default the one argument
+                that can be: it holds an array with rows, and is no sharded tree and no random
+                key. `()`: there is none. Other arguments are given whole to every device.
+            in_specs: for each positional argument None, or a tree prefix of
+                `PartitionSpec`s over `node` and `local`: for what is not split by rows, or
+                only in part.
+
+        Returns:
+            A function of the same arguments that returns `(loss, grads)`, or
+            `((loss, aux), grads)`: the mean over all devices, and its gradient, split like
+            the parameters; then, with `halves`, a `GradientHalves`; and, given `wire_state=`
+            (`init_wire_state`), the next one. `f` is traced at every call, as by
+            `jax.value_and_grad`; under `jax.jit` that is once. Leaves that are no arrays
+            (strings, functions, Python numbers) are passed to `f` unchanged.
+
+            The gradient of an `eqx.Module` is such a module, with None for what is no
+            floating-point array; that of an `nnx.Module` has None for what is no `nnx.Param`.
+
+        Raises:
+            ValueError: before anything is compiled, with the argument and the tree path; among
+                others if more than one argument can be the batch.
+
+        Warns:
+            UserWarning: no argument is a batch, so that each device computes everything.
+        """
+        options = gradient_options(
+            argnums, has_aux, microbatches, weighted, aux_reduce, halves, self._devices
+        )
+
+        programs = Programs()
+
+        @functools.wraps(f)
+        def wrapped(*args, wire_state=None, **kwargs):
+            transform, arrays = self._prepare(f, args, kwargs, options, batch_argnums, in_specs)
+            for number in transform.options.argnums:
+                check_differentiable(transform.call.arguments[number], arrays[number], allow_int)
+            memory = memory_of(transform, wire_state)
+            outputs = programs.run(transform.program, arrays, memory)
+            return returned(transform, outputs, isinstance(argnums, int), wire_state is not None)
+
+        return wrapped
+
+    def apply(
+        self,
+        f: Callable,
+        argnums: int | Sequence[int] = 0,
+        *,
+        batch_argnums: BatchArgnums = None,
+        in_specs: Sequence[Any] | None = None,
+        out_reduce: Any = None,
+    ) -> Callable:
+        """Run a function of sharded parameters, without gradients: for evaluation.
+
+        Args:
+            f: `f(params, batch, ...) -> outputs`, written as for `value_and_grad`.
+            argnums: which arguments must be sharded trees.
+            batch_argnums: as for `value_and_grad`.
+            in_specs: likewise.
+            out_reduce: how outputs are combined over devices: a tree prefix of "mean",
+                "sum", "first", "stack" and "concat". By default an output with as many
+                rows as this device's batch is joined to one of the whole batch
+                ("concat"), and a float scalar is averaged; others need one.
+
+        Returns:
+            A function of the same arguments.
+        """
+        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        reduce = flat_reductions("out_reduce", out_reduce)
+        options = Options(numbers, has_gradients=False, reduce=reduce)
+
+        programs = Programs()
+
+        @functools.wraps(f)
+        def wrapped(*args, **kwargs):
+            transform, arrays = self._prepare(f, args, kwargs, options, batch_argnums, in_specs)
+            return programs.run(transform.program, arrays, Memory())[2]
+
+        return wrapped
+
+    def plan(
+        self,
+        f: Callable,
+        *args: Any,
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        microbatches: int = 1,
+        weighted: bool = False,
+        aux_reduce: Any = None,
+        halves: bool = False,
+        batch_argnums: BatchArgnums = None,
+        in_specs: Sequence[Any] | None = None,
+        wire_state: Any = None,
+        **kwargs: Any,
+    ) -> Plan:
+        """What one call of `value_and_grad(f)` would gather and reduce, and when.
+
+        Nothing is compiled or run. Options are as for `value_and_grad`; other keyword arguments
+        are those of `f`. `print` the result.
+        """
+        options = gradient_options(
+            argnums, has_aux, microbatches, weighted, aux_reduce, halves, self._devices
+        )
+        transform, arrays = self._prepare(f, args, kwargs, options, batch_argnums, in_specs)
+        return transform.plan(arrays, memory_of(transform, wire_state))
+
+    # What the above share.
+
+    def _prepare(
+        self,
+        f: Callable,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        options: Options,
+        batch_argnums: BatchArgnums,
+        in_specs: Sequence[Any] | None,
+    ) -> tuple[Transform, list[list[Any]]]:
+        """Classify the arguments of one call, check them, and build its `Transform`."""
+        numbers = tuple(i + len(args) if i < 0 else i for i in options.argnums)
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(f"`argnums` names an argument twice; got {numbers}.")
+        options = dataclasses.replace(options, argnums=numbers)
+        call, arrays = resolve(
+            f,
+            args,
+            kwargs,
+            argnums=numbers,
+            batch_argnums=batch_argnums,
+            in_specs=in_specs,
+            registry=self._plans,
+            states=self._states,
+            num_devices=self.num_devices,
+        )
+        check_rows(call, arrays, self._devices, options.microbatches)
+        return Transform(f, call, options, self._devices, self.config), arrays

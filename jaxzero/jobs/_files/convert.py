@@ -1,0 +1,93 @@
+"""`jaxzero convert`: a checkpoint in one form from a checkpoint in another."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ...interop import LazyTensor, check_copy, open_checkpoint, write_checkpoint
+from .._settings import Convert
+
+_FILES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def convert(settings: Convert, console: Console) -> None:
+    """Write the checkpoint, with a bar, and compare the copy if that was asked for.
+
+    Raises:
+        ValueError: the source cannot be opened, the target is there or is called like a file of
+            safetensors, or the copy differs.
+    """
+    if settings.target.exists():
+        raise ValueError(
+            f"{str(settings.target)!r} exists. Name a target that does not: nothing is replaced."
+        )
+    checkpoint = open_checkpoint(settings.source, key=settings.key)
+    form = settings.form or ("torch" if settings.target.suffix in _FILES else "safetensors")
+    if settings.target.suffix == ".safetensors":
+        raise ValueError(
+            f"{str(settings.target)!r} would be a directory: safetensors are written with their "
+            f"config and index. Name it {settings.target.stem!r}."
+        )
+    tensors = {name: _cast(x, settings.dtype) for name, x in checkpoint.items()}
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True))
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+
+        def watched(what: str) -> dict[str, LazyTensor]:
+            task = progress.add_task(what, total=total)
+            return {name: _Watched(x, task, progress.advance) for name, x in tensors.items()}
+
+        write_checkpoint(
+            watched("Converting"),
+            settings.target,
+            form=form,
+            max_shard_bytes=int(settings.max_shard_gb * 1e9),
+            source=settings.source if settings.source.is_dir() else None,
+        )
+        if settings.check:
+            check_copy(watched("Checking"), settings.target)
+    compared = ", and every bit is the same" if settings.check else ""
+    console.print(
+        f"{len(tensors)} tensors of {checkpoint.form} written to {settings.target} as {form}"
+        f"{compared}.",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
+    if checkpoint.moments is not None:
+        console.print("The optimizer state was not copied: `interop.load_adam` reads it.")
+
+
+def _cast(tensor: LazyTensor, dtype: str | None) -> LazyTensor:
+    floating = jnp.issubdtype(tensor.dtype, jnp.floating)
+    return tensor.astype(jnp.dtype(dtype)) if dtype is not None and floating else tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class _Watched(LazyTensor):
+    """A tensor that tells a progress bar of the bytes that are read."""
+
+    tensor: LazyTensor
+    task: int
+    advance: Callable
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tensor.dtype
+
+    @property
+    def label(self) -> str:
+        return self.tensor.label
+
+    def _read_box(self, box: tuple[tuple[int, int], ...]) -> np.ndarray:
+        array = self.tensor[tuple(slice(*bounds) for bounds in box)]
+        self.advance(self.task, array.nbytes)
+        return array

@@ -1,0 +1,91 @@
+"""`jaxzero inspect`: what a checkpoint holds, in a table. Reads descriptions, no tensors."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..._report import readable_bytes
+from ...interop import Checkpoint, LazyTensor, open_checkpoint
+from .._settings import Inspect
+from .inspect_run import find_checkpoint, inspect_checkpoint
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
+
+
+class _Row(NamedTuple):
+    name: str
+    count: int
+    shape: tuple[int, ...]
+    dtype: str
+    size: int  # elements in all
+
+
+def inspect(settings: Inspect, console: Console) -> None:
+    """Print what the checkpoint is, and its tensors.
+
+    Raises:
+        ValueError: it cannot be opened.
+    """
+    if (own := find_checkpoint(settings.path)) is not None:
+        inspect_checkpoint(own, console)
+        return
+    checkpoint = open_checkpoint(settings.path, key=settings.key)
+    tensors = {name: x for name, x in checkpoint.items() if name not in checkpoint.aliases}
+    size = sum(tensor.size for tensor in tensors.values())
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    lines = [
+        f"{checkpoint.form} in {checkpoint.path}",
+        f"{len(tensors)} tensors, {size:,} elements, {readable_bytes(num_bytes)}",
+        *(f"{name} is {other}" for name, other in checkpoint.aliases.items()),
+        *_family(settings.path),
+        _optimizer(checkpoint),
+    ]
+    for line in lines:
+        console.print(escape(line), highlight=False, soft_wrap=True)
+    table = Table("tensor", "", "shape", "dtype", "elements", box=None, pad_edge=False)
+    for justified in (1, 4):
+        table.columns[justified].justify = "right"
+    table.columns[0].overflow = "fold"
+    for row in _rows(tensors.items(), every=settings.every):
+        times = f"x{row.count}" if row.count > 1 else ""
+        table.add_row(escape(row.name), times, str(list(row.shape)), row.dtype, f"{row.size:,}")
+    console.print(table)
+
+
+def _rows(named: Iterable[tuple[str, LazyTensor]], *, every: bool) -> list[_Row]:
+    """A row for each tensor, or for all that differ in numbers (of layers, of experts) alone."""
+    found: dict[tuple, _Row] = {}
+    for name, tensor in named:
+        pattern = name if every else _NUMBER.sub("*", name)
+        key = (pattern, tensor.shape, tensor.dtype.name)
+        row = found.get(key, _Row(pattern, 0, tensor.shape, tensor.dtype.name, 0))
+        found[key] = row._replace(count=row.count + 1, size=row.size + tensor.size)
+    return list(found.values())
+
+
+def _family(path: Path) -> list[str]:
+    config = path / "config.json"
+    if not config.is_file():
+        return []
+    try:
+        content = json.loads(config.read_text())
+        kind, *architectures = content["model_type"], *(content.get("architectures") or ())
+    except (ValueError, KeyError, TypeError) as error:
+        return [f"config.json says no `model_type` ({type(error).__name__}: {error})"]
+    return [f"family {kind}" + (f" ({', '.join(architectures)})" if architectures else "")]
+
+
+def _optimizer(checkpoint: Checkpoint) -> str:
+    if checkpoint.moments is None:
+        return "no optimizer state"
+    try:
+        moments = checkpoint.adam()
+    except ValueError as error:
+        return f"optimizer state: {error}"
+    return f"Adam after {moments.step} steps, moments of {len(moments.exp_avg)} parameters"

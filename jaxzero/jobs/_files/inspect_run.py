@@ -1,0 +1,54 @@
+"""`jaxzero inspect` of checkpoints that jaxzero saved: what they say of themselves."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..._checkpoint import DESCRIPTION, list_damaged, list_steps, read_description
+from ..._report import readable_bytes
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    """The folder of a checkpoint of jaxzero: `path`, or the newest in it; None: it is no such."""
+    steps = list_steps(path) if path.is_dir() else []
+    folder = path / str(steps[-1]) if steps else path
+    return folder if (folder / DESCRIPTION).is_file() else None
+
+
+def inspect_checkpoint(folder: Path, console: Console) -> None:
+    """Print what a checkpoint is, and its leaves.
+
+    Raises:
+        ValueError: its description is damaged.
+    """
+    try:
+        said = read_description(folder)
+        lines, leaves = _describe(folder, said), said["leaves"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{str(folder / DESCRIPTION)!r} is damaged ({type(error).__name__}: {error})."
+        ) from error
+    for line in lines:
+        console.print(escape(line), highlight=False, soft_wrap=True)
+    table = Table("leaf", "", box=None, pad_edge=False)
+    table.columns[0].overflow = "fold"
+    for name, shape in leaves.items():
+        table.add_row(escape(name), escape(shape))
+    console.print(table)
+
+
+def _describe(folder: Path, said: dict[str, Any]) -> list[str]:
+    mesh = ", ".join(f"{axis}={size}" for axis, size in said["mesh"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in said["versions"].items())
+    steps, damaged = list_steps(folder.parent), list_damaged(folder.parent)
+    return [
+        f"jaxzero, step {said['step']}, in {folder}",
+        f"saved {said['saved']}, processes: {said['processes']}, mesh: {mesh}; {versions}",
+        said["config"],
+        f"{len(said['files'])} files, {readable_bytes(sum(said['files'].values()))}",
+        f"steps in the directory: {', '.join(map(str, steps))}",
+        *([f"damaged and set aside: {', '.join(damaged)}"] if damaged else []),
+    ]

@@ -1,0 +1,57 @@
+"""A picture of a plan: what whole weights and gradients take, and when which unit is sent."""
+
+from pathlib import Path
+
+import numpy as np
+
+from ..._plan import Plan
+from ..._report import live_bytes, spans
+
+_COLORS = {"gather": "tab:blue", "reduce": "tab:orange"}
+
+
+def plot_plan(plan: Plan, path: Path, *, title: str) -> None:
+    """Draw memory and wire over the program.
+
+    Args:
+        plan: of a training step.
+        path: the picture to write; its suffix decides the format.
+        title: above the picture.
+    """
+    from matplotlib.figure import Figure  # slow to import: not at module level
+
+    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    memory_axes, wire_axes = figure.subplots(2, 1, sharex=True, height_ratios=[1, 1.6])
+    live = live_bytes(plan) / 2**20
+    place = np.arange(live.shape[1])
+    memory_axes.stackplot(
+        place,
+        live,
+        labels=["whole weights", "gradients not yet reduced"],
+        colors=_COLORS.values(),
+        alpha=0.7,
+        step="post",
+    )
+    memory_axes.set(ylabel="MiB on one device", ylim=(0, None))
+    found = spans(plan)
+    for row, span in enumerate(found):
+        color = _COLORS[span.action]
+        wire_axes.barh(row, span.alive, left=span.start, color=color, alpha=0.35)
+        wire_axes.plot(span.needed, row, marker="|", color=color, markersize=7)
+        times = f" x{span.trips}" if span.trips > 1 else ""
+        more = f" +{len(span.names) - 1}" if len(span.names) > 1 else ""
+        if len(found) <= 60:
+            label = f" {next(iter(span.names))}{more}{times}"
+            wire_axes.text(span.stop + 1, row, label, va="center", fontsize=7)
+    wire_axes.invert_yaxis()
+    wire_axes.set(
+        xlabel="operation of the program (a loop's body once)",
+        ylabel="unit: from sent to dropped; | first use, last gradient",
+        yticks=[],
+    )
+    for axes in (memory_axes, wire_axes):
+        axes.grid(axis="x", alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    memory_axes.legend(loc="upper right", frameon=False)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)

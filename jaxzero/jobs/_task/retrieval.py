@@ -1,0 +1,81 @@
+"""Find code by its description: embeddings, and the contrastive loss over all devices.
+
+With unit vectors d_i (descriptions) and c_j (code) of all pairs of a step on *all* devices,
+
+    logits_ij = d_i . c_j / temperature
+    loss = mean_i (-log softmax(logits_i:)_i - log softmax(logits_:i)_i) / 2
+
+(InfoNCE, https://arxiv.org/abs/1807.03748, in both directions as in
+https://arxiv.org/abs/2103.00020). Each device holds the rows of its own pairs and gathers the
+columns, so more devices mean more negatives.
+
+Dimensions: b pairs of this device, n pairs of all devices, t tokens, d embedding.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+from ...models import mean_pool, normalize
+from .tokens import PairTokens
+
+AXES = ("node", "local")  # of the mesh, in the order in which the batch is split
+
+Params = Any
+EmbedFn = Callable[[Params, PairTokens], Float[Array, "b 2 d"]]
+Metrics = dict[str, Float[Array, ""]]
+
+
+def make_embed(graph: Any) -> EmbedFn:
+    """Make `embed(params, tokens)`: unit vectors of descriptions (`[:, 0]`) and code (`[:, 1]`)."""
+
+    def embed(params: Params, tokens: PairTokens) -> Float[Array, "b 2 d"]:
+        num_tokens = tokens.ids.shape[-1]
+        ids = jnp.asarray(tokens.ids).reshape(-1, num_tokens)
+        mask = jnp.asarray(tokens.mask).reshape(-1, num_tokens)
+        hidden = nnx.merge(graph, params)(ids, mask)
+        return normalize(mean_pool(hidden, mask)).reshape(*tokens.ids.shape[:2], -1)
+
+    return embed
+
+
+def contrastive_loss(
+    embeddings: Float[Array, "b 2 d"], *, temperature: float
+) -> tuple[Float[Array, ""], Metrics]:
+    """The loss of this device's pairs against those of all devices.
+
+    Call it where the axes `node` and `local` are bound; it runs one all-gather over both.
+
+    Returns:
+        The loss, and metrics of this device's descriptions: `accuracy` (the right code is the
+        nearest), the mean cosine `similarity` to the right code and `similarity_others` to all
+        other code.
+    """
+    own_b2d = embeddings
+    all_n2d = lax.all_gather(own_b2d, AXES, tiled=True)
+    num_own, num_all = own_b2d.shape[0], all_n2d.shape[0]
+    right = lax.axis_index(AXES) * num_own + jnp.arange(num_own)  # column of the own partner
+    to_code_bn = own_b2d[:, 0] @ all_n2d[:, 1].T
+    to_description_bn = own_b2d[:, 1] @ all_n2d[:, 0].T
+    losses_b = _cross_entropy(to_code_bn / temperature, right)
+    losses_b += _cross_entropy(to_description_bn / temperature, right)
+
+    similarity_b = jnp.take_along_axis(to_code_bn, right[:, None], axis=1)[:, 0]
+    others = (to_code_bn.sum() - similarity_b.sum()) / max(num_own * (num_all - 1), 1)
+    nearest_b = jnp.argmax(to_code_bn, axis=1)
+    metrics = {
+        "accuracy": jnp.mean((nearest_b == right).astype(jnp.float32)),
+        "similarity": similarity_b.mean(),
+        "similarity_others": others,
+    }
+    return losses_b.mean() / 2, jax.tree.map(lax.stop_gradient, metrics)
+
+
+def _cross_entropy(logits_bn: Float[Array, "b n"], right: Array) -> Float[Array, "b"]:
+    log_probabilities = jax.nn.log_softmax(logits_bn, axis=1)
+    return -jnp.take_along_axis(log_probabilities, right[:, None], axis=1)[:, 0]

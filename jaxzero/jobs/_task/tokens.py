@@ -1,0 +1,59 @@
+"""Pairs as arrays of token ids."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int
+from tokenizers import Tokenizer
+
+from .pairs import Pair
+
+
+class PairTokens(NamedTuple):
+    """Tokenised pairs: along dimension 1, row 0 is the description and row 1 the code.
+
+    Both are cut to one length, so that a step runs the encoder once: each weight is then gathered
+    once per direction, not once for descriptions and once for code.
+    """
+
+    ids: Int[np.ndarray, "pairs 2 tokens"]
+    mask: Bool[np.ndarray, "pairs 2 tokens"]  # False for padding
+
+    def __len__(self) -> int:  # of pairs, not of fields
+        return self.ids.shape[0]
+
+    def rows(self, some: slice) -> "PairTokens":
+        """Some of the pairs."""
+        return PairTokens(self.ids[some], self.mask[some])
+
+
+class PairTokenizer:
+    """The tokenizer of a checkpoint, set to a fixed length."""
+
+    def __init__(self, checkpoint: Path, max_tokens: int):
+        """Read `tokenizer.json`.
+
+        Raises:
+            ValueError: `checkpoint` has no `tokenizer.json`.
+        """
+        path = checkpoint / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(
+                f"There is no `tokenizer.json` in {str(checkpoint)!r}. Save the tokenizer there by "
+                "`transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)`."
+            )
+        self._tokenizer = Tokenizer.from_file(str(path))
+        # Replaces what the file says of both. Padding is masked, so its id does not matter.
+        self._tokenizer.enable_truncation(max_tokens)
+        self._tokenizer.enable_padding(length=max_tokens)
+
+    def __call__(self, pairs: Sequence[Pair]) -> PairTokens:
+        """Tokenise pairs; the same text always gives the same row."""
+        texts = [text for pair in pairs for text in (pair.description, pair.code)]
+        encodings = self._tokenizer.encode_batch(texts)
+        shape = (len(pairs), 2, -1)
+        ids = np.array([encoding.ids for encoding in encodings], np.int32)
+        mask = np.array([encoding.attention_mask for encoding in encodings], bool)
+        return PairTokens(ids.reshape(shape), mask.reshape(shape))

@@ -1,0 +1,42 @@
+"""Which devices the job runs on: real ones where there are any, else fake ones on the CPU."""
+
+import contextlib
+import os
+from typing import Any
+
+import jax
+
+from ..._processes import process_count
+
+_FAKE_DEVICES = 8
+# Of XLA:CPU, which has one for each device otherwise: where a device waits in two collectives at
+# once, all may wait for another that has none.
+_THREADS = 32
+
+
+def choose_devices(num_devices: int | None) -> list[Any]:
+    """Take `num_devices` devices (`jax.Device`) of the default backend.
+
+    On a machine without accelerators the CPU is made to look like several devices. This is a
+    setting of the CPU backend that must be made before JAX starts any backend; it changes nothing
+    on a machine with accelerators, so it need not be known which of the two this is.
+
+    Raises:
+        ValueError: there are fewer devices than asked for.
+    """
+    if jax.config.values["jax_num_cpu_devices"] < 0:  # else it was said
+        with contextlib.suppress(RuntimeError):  # a backend runs already: take what it has
+            jax.config.update("jax_num_cpu_devices", _fake_devices(num_devices))
+            os.environ.setdefault("NPROC", str(_THREADS))  # XLA looks there
+    found = jax.devices()
+    if num_devices is not None and num_devices > len(found):
+        raise ValueError(
+            f"`devices` asks for {num_devices}, JAX sees {len(found)} ({found[0].platform}). Ask "
+            "for at most that many, or run on fake ones with JAX_PLATFORMS=cpu."
+        )
+    return found[:num_devices]
+
+
+def _fake_devices(num_devices: int | None) -> int:
+    """Of this process; several processes stand for as many machines, with one device each."""
+    return 1 if process_count() > 1 else num_devices or _FAKE_DEVICES

@@ -1,0 +1,96 @@
+"""`metrics.jsonl`: one JSON object per line, appended while the job runs.
+
+Every line has a `kind` ("step", "evaluation" or, after training, "node_bytes") and a `step`; a
+resumed run first drops the lines of steps that come after its checkpoint, so the file reads as if
+nothing had happened.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..._processes import process_index
+from .trackers import Tracker
+
+Row = dict[str, Any]
+
+
+class Journal:
+    """The rows of one run, on disk."""
+
+    def __init__(self, path: Path, trackers: Sequence[Tracker] = ()):
+        """Open, or continue, the journal at `path`; `trackers` are told of its rows.
+
+        Of several processes the first writes, and all can read.
+        """
+        self.path = path
+        self._trackers = trackers
+        self._writes = process_index() == 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def append(self, kind: str, step: int, **values: float | int) -> None:
+        """Add a row. It is on disk in full, or not at all, when the process dies.
+
+        Raises:
+            OSError: it cannot be written; says where.
+        """
+        if not self._writes:
+            return
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        except OSError as error:
+            reason = f"{error.strerror}. Remove the cause, and `resume` from the last checkpoint"
+            raise OSError(error.errno, reason, str(self.path)) from error
+        for tracker in self._trackers:
+            tracker.log(step, values)
+
+    def rows(self, kind: str) -> list[Row]:
+        """All rows of a kind, in the order of writing."""
+        return [row for row in self._read() if row["kind"] == kind]
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        if not self._writes:
+            return
+        self.path.unlink(missing_ok=True)
+        for tracker in self._trackers:
+            tracker.start(0)
+
+    def drop_after(self, step: int) -> None:
+        """Forget the rows of later steps, and those that were written after training."""
+        if not self._writes:
+            return
+        kept = [row for row in self._read() if row["step"] <= step]
+        kept = [row for row in kept if row["kind"] == "step" or row["step"] == 0]
+        text = "".join(json.dumps(row) + "\n" for row in kept)
+        partial = self.path.with_suffix(".tmp")
+        partial.write_text(text)
+        partial.replace(self.path)
+        for tracker in self._trackers:
+            tracker.start(step)
+            for row in kept:
+                if row["step"] == step:
+                    numbers = {name: x for name, x in row.items() if name not in ("kind", "step")}
+                    tracker.log(step, numbers)
+
+    def close(self) -> None:
+        """Let the trackers write what is left."""
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _read(self) -> list[Row]:
+        if not self.path.is_file():
+            return []
+        lines = self.path.read_text().split("\n")[:-1]  # a last one without its end is half
+        return [self._parsed(number, line) for number, line in enumerate(lines, start=1)]
+
+    def _parsed(self, number: int, line: str) -> Row:
+        try:
+            return json.loads(line)
+        except ValueError:
+            raise ValueError(
+                f"Line {number} of {str(self.path)!r} is no JSON: {line[:60]!r}. Remove it, or "
+                "move the file away to go on without the numbers that it holds."
+            ) from None

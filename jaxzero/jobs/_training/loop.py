@@ -1,0 +1,111 @@
+"""The training loop: step, note, save now and then, and stop when asked to or when it must."""
+
+import math
+import time
+
+import jax
+
+from ...distributed import StopRequest, Watchdog, check_replicas
+from .._ends import Diverged, Interrupted
+from .._task import Metrics
+from .profile import StepProfiler
+from .progress import progress_bar
+from .resume import save
+from .session import Session, State
+from .step import StepFn, make_step
+
+Numbers = dict[str, float]
+
+
+def run_steps(session: Session, state: State, watchdog: Watchdog) -> State:
+    """Train up to the last step, and leave a checkpoint of it. `watchdog` is told of every step.
+
+    Raises:
+        Interrupted: Ctrl-C was pressed, or SIGTERM came. The step was finished and the state saved.
+        Diverged: too many steps in a row were not finite.
+        ReplicasDiffer: devices hold different bits that should be the same.
+    """
+    optimization, run = session.settings.optimization, session.settings.run
+    check_every = session.settings.faults.check_every
+    step_fn = make_step(session.setup, session.loss)
+    bar = progress_bar(session.console, completed=state.step, total=optimization.steps)
+    profiled = run.profiled_steps if jax.process_index() == 0 else range(0)
+    with StopRequest() as stop:
+        with bar as advance, StepProfiler(profiled, run.directory / "profile") as profiler:
+            is_asked, saved = False, state.step or None  # it was read from a checkpoint, or is new
+            while state.step < optimization.steps and not is_asked:
+                with profiler.step(state.step + 1):
+                    state, numbers = _one_step(session, state, step_fn)
+                watchdog.beat(state.step)
+                session.journal.append("step", state.step, **_finite(numbers))
+                advance(numbers)
+                _check_finite(session, state, numbers)
+                if state.step % run.save_every == 0:
+                    _save_compared(session, state)
+                    saved = state.step
+                elif check_every and state.step % check_every == 0:
+                    _compare(session, state)
+                is_asked = stop.reached()
+        if saved != state.step:
+            _save_compared(session, state)
+        session.checkpoints.close()  # written, before a second signal may end this process
+        if is_asked and state.step < optimization.steps:
+            raise Interrupted(run.name, state.step, by_ctrl_c=stop.interrupted)
+    return state
+
+
+def _one_step(session: Session, state: State, step_fn: StepFn) -> tuple[State, Numbers]:
+    began = time.perf_counter()
+    params, opt_state, wire_state, metrics = step_fn(
+        state.params, state.opt_state, state.wire_state, next(session.batches)
+    )
+    numbers = _numbers(metrics)  # waits for the step
+    numbers["pairs_per_second"] = session.settings.optimization.pairs / (
+        time.perf_counter() - began
+    )
+    state = State(step=state.step + 1, params=params, opt_state=opt_state, wire_state=wire_state)
+    return state, numbers
+
+
+def _numbers(metrics: Metrics) -> Numbers:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _finite(numbers: Numbers) -> Numbers:
+    """Those that JSON has a number for: similarities are not known at first, losses overflow."""
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def _save_compared(session: Session, state: State) -> None:
+    """A checkpoint keeps one of the replicas: saved, a difference would never be noticed."""
+    if session.settings.faults.check_every:
+        _compare(session, state)
+    save(session, state)
+
+
+def _compare(session: Session, state: State) -> None:
+    held = {name: getattr(state, name) for name in ("params", "opt_state", "wire_state")}
+    check_replicas(held, step=state.step, seconds=session.settings.faults.step_seconds)
+
+
+def _check_finite(session: Session, state: State, numbers: Numbers) -> None:
+    """Whether it makes sense to go on."""
+    if numbers["skipped_in_a_row"] >= session.settings.faults.max_skipped:
+        raise Diverged(
+            f"{numbers['skipped_in_a_row']:.0f} steps in a row had a loss or gradients that are "
+            f"not finite, the last was step {state.step} (loss {numbers['loss']}). "
+            f"{_last_good(session)}"
+        )
+
+
+def _last_good(session: Session) -> str:
+    session.checkpoints.close()  # one that is being written counts
+    step = session.checkpoints.latest_step()
+    remedy = "Start a new run with a lower `learning_rate`, or look at the data."
+    if step is None:
+        return f"There is no checkpoint yet. {remedy}"
+    where = str(session.checkpoints.directory)
+    return (
+        f"The last good checkpoint is that of step {step}, in {where!r}; `resume` goes on from it, "
+        f"which helps if a device or a file was to blame. {remedy}"
+    )

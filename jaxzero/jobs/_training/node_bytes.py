@@ -1,0 +1,74 @@
+"""The bytes that a training step brings to a node, beside those that ZeRO-3 would.
+
+They come from plans of the step: the model is traced, nothing is compiled or run. What the loss
+itself sends (embeddings) and what the compiler does is not in a plan: at stages 1 and 2 it gathers
+the weights, which the optimizer makes in shards.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..._mesh import NODE
+from ..._plan import Plan
+from ..._sharding import ZeroConfig
+from ..._zero import Zero
+from .._settings import Sharding
+from .._task import PairTokens
+from .setup import Setup, zero_config
+from .step import LossFn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NodeBytes:
+    """Bytes that enter each node in one step, of weights and gradients."""
+
+    sent: int
+    weights_counted: bool  # else `sent` is of gradients, and whole weights come on top
+    zero3_float32: int  # what plain ZeRO-3 would have sent, without codecs
+    zero3_bfloat16: int  # the same in 16 bits, the ZeRO-3 of the papers
+
+
+def node_bytes(setup: Setup, loss: LossFn, tokens: PairTokens, plan: Plan) -> NodeBytes | None:
+    """Count them; None if there is only one node.
+
+    Args:
+        setup: what trains, and where.
+        loss: that is trained on.
+        tokens: of one step, abstract.
+        plan: of such a step.
+    """
+    if setup.zero.mesh.shape[NODE] == 1:
+        return None
+
+    def count(config: ZeroConfig) -> int:
+        zero, params = setup.other_zero(config)
+        is_own = config == setup.zero.config
+        its_plan = plan if is_own else plan_step(zero, params, loss, tokens)
+        traffic = zero.report(params, plan=its_plan).traffic
+        assert traffic is not None
+        return traffic.node_bytes
+
+    return NodeBytes(
+        sent=count(setup.zero.config),
+        weights_counted=setup.zero.config.stage in (0, 3),
+        zero3_float32=count(zero_config(Sharding(wire="float32"))),
+        zero3_bfloat16=count(zero_config(Sharding(wire="bfloat16"))),
+    )
+
+
+def plan_step(zero: Zero, params: Any, loss: LossFn, tokens: PairTokens) -> Plan:
+    """The plan of a training step, from trees that may be abstract."""
+    wire_state = None
+    if zero.config.needs_wire_state:
+        wire_state = jax.eval_shape(zero.init_wire_state, params)
+    return zero.plan(loss, params, tokens, has_aux=True, wire_state=wire_state)
+
+
+def abstract_tokens(num_pairs: int, num_tokens: int) -> PairTokens:
+    """What a step takes, without its values."""
+    shape = (num_pairs, 2, num_tokens)
+    ids, mask = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.bool_))
+    return PairTokens(ids, mask)  # pyright: ignore[reportArgumentType]

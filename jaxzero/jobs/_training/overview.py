@@ -1,0 +1,48 @@
+"""The log's first lines: what each device holds, and what a step will send."""
+
+import jax
+from rich.console import Console
+
+from ..._mesh import NODE
+from ..._report import Traffic, readable_bytes
+from .session import Session, State
+
+
+def print_overview(session: Session, state: State) -> None:
+    """Say what one device holds from step to step, and what enters it, and its node, in a step.
+
+    Args:
+        session: that will train.
+        state: before its next step.
+    """
+    zero = session.setup.zero
+    report = zero.report(state.params, state.opt_state, plan=session.plan)
+    kinds = {name: report.device_bytes(name) for name in ("parameters", "optimizer state")}
+    kinds["wire state"] = sum(
+        x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.wire_state)
+    )
+    held = [f"{readable_bytes(size)} of {name}" for name, size in kinds.items() if size]
+    _say(session.console, f"A device holds {_listed(held)}")
+    assert report.traffic is not None
+    sent = _sent(report.traffic, zero.mesh.shape[NODE])
+    if zero.config.stage in (1, 2):  # the optimizer makes shards, and the compiler gathers them
+        sent += ", and the whole weights"
+    _say(session.console, f"A step sends {sent}")
+
+
+def _sent(traffic: Traffic, num_nodes: int) -> str:
+    """What the plan knows of; not what the loss itself sends."""
+    amounts = []
+    if num_nodes > 1:
+        amounts.append(f"{readable_bytes(traffic.node_bytes)} into each node")
+    inside = sum((t.entering_bytes - t.node_bytes) * t.trips for t in traffic.transfers)
+    amounts.append(f"{readable_bytes(inside)} to each device from its own node")
+    return _listed(amounts)
+
+
+def _listed(words: list[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True)

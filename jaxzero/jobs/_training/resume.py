@@ -1,0 +1,171 @@
+"""Where a run starts: at step 0, or at its last checkpoint if that is of the same run.
+
+A wire state is saved apart, since a run may go on without it. Each checkpoint has one of its step:
+it is saved first, once the checkpoint before is there; one more is kept of it; and what is later
+than the checkpoint that a run goes on from is dropped.
+"""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ..._checkpoint import Checkpoints, NoCheckpoint, drop_after, list_together, say_all_damaged
+from ..._processes import barrier, process_index
+from .session import Session, State
+
+_MEETING_SECONDS = 300.0
+
+
+def latest_step(session: Session) -> int | None:
+    """The newest checkpoint, as the first process sees it: others may see a folder later.
+
+    Raises:
+        ValueError: there are only such as were found damaged.
+    """
+    directory = session.checkpoints.directory
+    steps, damaged = list_together("latest step", directory, _MEETING_SECONDS)
+    if damaged and not steps:
+        raise ValueError(say_all_damaged(directory, damaged))
+    return max(steps, default=None)
+
+
+def begin(session: Session) -> State:
+    """The state before the first step.
+
+    Raises:
+        ValueError: there is a run of this name already, or damaged checkpoints of one.
+    """
+    step = latest_step(session)
+    if step is not None:
+        raise ValueError(
+            f"{str(session.settings.run.directory)!r} already holds a run, at step {step}. Go on "
+            "with it by `resume`, choose another `name`, or delete the folder."
+        )
+    session.journal.clear()  # of a run that ended before its first checkpoint
+    _drop_wire_states(session)
+    return _initial(session)
+
+
+def save(session: Session, state: State) -> None:
+    """Save a state, and the place in the data, with what `restore` will compare."""
+    if jax.tree.leaves(state.wire_state):
+        # First, and to the end: where there is a checkpoint, there is its wire state. The one
+        # before must be there too, or one too few of the older wire states would be kept.
+        session.checkpoints.close()
+        with _wire_checkpoints(session) as wire_checkpoints:
+            wire_checkpoints.save(state.step, {"wire_state": state.wire_state})
+    tree = {"params": state.params, "opt_state": state.opt_state}
+    extra = {**_identity(session), "batches": session.batches.get_state()}
+    session.checkpoints.save(state.step, tree, extra=extra)
+
+
+def restore(session: Session) -> State:
+    """The state of the last checkpoint. It may come from a run on other devices, or another wire.
+
+    Raises:
+        ValueError: there is no checkpoint, or a setting that decides the course of training differs
+            from the run that saved it.
+    """
+    if latest_step(session) is None:
+        raise ValueError(
+            f"There is nothing to resume in {str(session.settings.run.directory)!r}: it holds no "
+            "checkpoint. Leave out `resume`, or give the `name` of another run."
+        )
+    like = _initial(session)
+    step, tree, saved = session.checkpoints.restore(
+        like={"params": like.params, "opt_state": like.opt_state}
+    )
+    _check_same(_identity(session), saved)
+    session.batches.set_state(saved.get("batches", {}))
+    session.journal.drop_after(step)
+    wire_state = _restored_wire_state(session, step, tree["params"])
+    return State(step=step, **tree, wire_state=wire_state)
+
+
+def _restored_wire_state(session: Session, step: int, params: Any) -> Any:
+    """The wire state of a step if it fits these devices and this wire, else a new one."""
+    first = _first_wire_state(session, params)
+    if jax.tree.leaves(first):
+        with _wire_checkpoints(session) as wire_checkpoints:
+            try:
+                restored = wire_checkpoints.restore({"wire_state": first}, step=step)
+            except (NoCheckpoint, ValueError):  # and not one that cannot be read
+                session.console.print(
+                    "The run was saved with another wire or on other devices, or its wire state is "
+                    "damaged, so the wire state starts anew.",
+                    highlight=False,
+                )
+            else:
+                _drop_later_wire_states(session, step)
+                return restored.state["wire_state"]
+    _drop_wire_states(session)
+    return first
+
+
+def _first_wire_state(session: Session, params: Any) -> Any:
+    zero = session.setup.zero
+    return zero.init_wire_state(params) if zero.config.needs_wire_state else None
+
+
+def _wire_checkpoints(session: Session) -> Checkpoints:
+    """One more than of the others: the next comes before the checkpoint that takes its place."""
+    keep = session.settings.run.keep_checkpoints + 1
+    return Checkpoints(_wire_directory(session), session.setup.zero, keep=keep)
+
+
+def _drop_wire_states(session: Session) -> None:
+    """Those of another layout, which would stay: a step that is there is not saved again."""
+    if process_index() == 0:
+        shutil.rmtree(_wire_directory(session), ignore_errors=True)
+    barrier("no wire states", _MEETING_SECONDS)
+
+
+def _drop_later_wire_states(session: Session, step: int) -> None:
+    """Those of steps that will be taken again: kept, they would crowd out what is needed."""
+    if process_index() == 0:
+        drop_after(_wire_directory(session), step)
+    barrier("no later wire states", _MEETING_SECONDS)
+
+
+def _wire_directory(session: Session) -> Path:
+    return session.settings.run.directory.absolute() / "wire_state"
+
+
+def _initial(session: Session) -> State:
+    setup = session.setup
+    return State(
+        step=0,
+        params=setup.params,
+        opt_state=setup.opt_state,
+        wire_state=_first_wire_state(session, setup.params),
+    )
+
+
+def _identity(session: Session) -> dict[str, Any]:
+    """The settings that a resumed run must share, as JSON.
+
+    Devices and sharding may differ: they do not change what is learned, beyond rounding.
+    """
+    return {
+        **dataclasses.asdict(session.settings.optimization),
+        "max_tokens": session.settings.data.max_tokens,
+        "data": session.examples.digest,
+    }
+
+
+def _check_same(given: dict[str, Any], saved: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if saved.get(name) != value:
+            remedy = (
+                "Use the Python and the `data` of the first run"
+                if name == "data"
+                else "Pass the value of the first run"
+            )
+            raise ValueError(
+                f"Cannot resume with another `{name}`: the run was started with "
+                f"{saved.get(name)!r}, got {value!r}. {remedy}, or start a new run under another "
+                "`name`."
+            )

@@ -1,0 +1,86 @@
+"""What a training run has open, and the state that changes while it trains."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+
+from ..._checkpoint import Checkpoints
+from ..._plan import Plan
+from ...data import Batches
+from .._settings import Train
+from .._task import Examples, PairTokens, load_examples, training_batches
+from .journal import Journal
+from .node_bytes import abstract_tokens, plan_step
+from .setup import Setup, describe_devices, set_up
+from .step import LossFn, make_loss
+from .trackers import make_trackers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Session:
+    """Everything that stays the same from the first step to the last."""
+
+    settings: Train
+    setup: Setup
+    loss: LossFn
+    examples: Examples
+    batches: Batches  # of the steps to come
+    checkpoints: Checkpoints
+    journal: Journal
+    console: Console
+
+    @property
+    def tokens(self) -> PairTokens:
+        """What a step takes, abstract."""
+        return abstract_tokens(self.settings.optimization.pairs, self.settings.data.max_tokens)
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """Of a step; the model is traced when it is first asked for."""
+        return plan_step(self.setup.zero, self.setup.params, self.loss, self.tokens)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class State:
+    """All that changes: it decides, with the settings, every later step bit for bit."""
+
+    step: int  # steps done
+    params: Any
+    opt_state: Any
+    wire_state: Any  # from `zero.init_wire_state`; None: the wire remembers nothing
+
+
+@contextlib.contextmanager
+def open_session(settings: Train, console: Console) -> Iterator[Session]:
+    """Load checkpoint and data, and open the folder of the run.
+
+    Raises:
+        ValueError: a setting does not fit the machine or the data.
+    """
+    directory = settings.run.directory
+    setup = set_up(settings.checkpoint, settings.devices, settings.sharding, settings.optimization)
+    console.print(
+        f"{setup.checkpoint}\non {describe_devices(setup)}", highlight=False, soft_wrap=True
+    )
+    examples = load_examples(settings.data, setup.checkpoint, console)
+    batches = training_batches(examples.train, setup.zero, settings.optimization)
+    keep = settings.run.keep_checkpoints
+    journal = Journal(directory / "metrics.jsonl", make_trackers(settings, console))
+    with (
+        contextlib.closing(journal),
+        Checkpoints(directory.absolute() / "checkpoints", setup.zero, keep=keep) as checkpoints,
+    ):
+        yield Session(
+            settings=settings,
+            setup=setup,
+            loss=make_loss(setup, temperature=settings.optimization.temperature),
+            examples=examples,
+            batches=batches,
+            checkpoints=checkpoints,
+            journal=journal,
+            console=console,
+        )

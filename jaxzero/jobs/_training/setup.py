@@ -1,0 +1,105 @@
+"""What training and the dry look share: devices, checkpoint, sharding and optimizer."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..._codecs import Cast
+from ..._mesh import make_mesh
+from ..._processes import process_count
+from ..._sharding import Hops, ZeroConfig, zero3, zeropp, zeropp4
+from ..._zero import Zero
+from ...interop import load_encoder
+from ...models import EncoderConfig
+from .._settings import Devices, Optimization, Sharding
+from .._task import packaged_checkpoint
+from .devices import choose_devices
+from .optimizer import make_optimizer
+
+_BFLOAT16 = Hops(node=Cast(jnp.bfloat16), local=Cast(jnp.bfloat16))
+_CONFIGS = {
+    "zeropp": zeropp(),
+    "zeropp4": zeropp4(),
+    "bfloat16": zero3(weights=_BFLOAT16, gradients=_BFLOAT16),
+    "float32": zero3(),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A checkpoint, split over devices, and the optimizer that will train it."""
+
+    checkpoint: Path
+    config: EncoderConfig
+    graph: Any  # nnx.GraphDef[Encoder]
+    shapes: Any  # of the parameters when whole
+    zero: Zero
+    params: Any
+    optimizer: optax.GradientTransformation
+    opt_state: Any
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return self.zero.mesh.size
+
+    def other_zero(self, config: ZeroConfig) -> tuple[Zero, Any]:
+        """Another `Zero` on the same devices, and the parameters as it stores them, abstract."""
+        zero = Zero(self.zero.mesh, config)
+
+        def make() -> Any:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.shapes)
+
+        return zero, zero.abstract(make)
+
+
+def set_up(
+    checkpoint: Path | None, devices: Devices, sharding: Sharding, optimization: Optimization
+) -> Setup:
+    """Make the mesh and load the checkpoint onto it; each device's slices alone are read.
+
+    Raises:
+        ValueError: the settings do not fit the machine, or the checkpoint cannot be loaded.
+    """
+    checkpoint = packaged_checkpoint() if checkpoint is None else checkpoint
+    # First of all: it has to come before anything that starts a JAX backend.
+    found = choose_devices(devices.devices)
+    mesh = make_mesh(devices.nodes or (None if process_count() > 1 else 2), devices=found)
+    zero = Zero(mesh, zero_config(sharding))
+    loaded = load_encoder(checkpoint, dtype=jnp.float32)
+    params = zero.shard(loaded.params)
+    optimizer = make_optimizer(optimization)
+    return Setup(
+        checkpoint=checkpoint,
+        config=loaded.config,
+        graph=loaded.graph,
+        shapes=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loaded.params),
+        zero=zero,
+        params=params,
+        optimizer=optimizer,
+        opt_state=zero.init_optimizer(optimizer, params),
+    )
+
+
+def describe_devices(setup: Setup) -> str:
+    """One line for people: `8 fake CPU devices, 2 nodes x 4, 1 process`."""
+    mesh = setup.zero.mesh
+    device = jax.devices()[0]
+    kind = "fake CPU devices" if device.platform == "cpu" else f"{device.device_kind} devices"
+    processes = len({device.process_index for device in mesh.devices.flat})
+    return (
+        f"{mesh.size} {kind}, {mesh.shape['node']} nodes x {mesh.shape['local']}, "
+        f"{processes} process{'es' if processes > 1 else ''}"
+    )
+
+
+def zero_config(sharding: Sharding) -> ZeroConfig:
+    """The preset of the wire; below stage 3 weights are whole, and only gradients travel."""
+    config = _CONFIGS[sharding.wire]
+    if sharding.stage == 3:
+        return config
+    return dataclasses.replace(config, stage=sharding.stage, weights=Hops(), hpz=None)

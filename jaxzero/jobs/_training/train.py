@@ -1,0 +1,175 @@
+"""`jaxzero train`: from a PyTorch checkpoint to a better one.
+
+Load the checkpoint shard by shard, measure retrieval on held-out modules, train, measure again,
+export, and check the export against PyTorch.
+"""
+
+import contextlib
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..._processes import barrier, of_first, process_index
+from ...distributed import Watchdog, check_same, initialize, time_limit
+from .._settings import Train
+from .._task import Retrieval, embed_in_batches, retrieval_scores
+from .export import export_and_compare
+from .journal import Journal
+from .loop import run_steps
+from .node_bytes import NodeBytes, node_bytes
+from .overview import print_overview
+from .plot import plot_run
+from .progress import print_summary
+from .resume import begin, latest_step, restore
+from .session import Session, State, open_session
+from .step import make_sharded_embed
+
+_MEETING_SECONDS = 60.0
+_EVALUATED_PAIRS = 16  # per device and forward pass: a pass gathers every weight, so not too few
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a finished run achieved, on pairs of modules that training never saw."""
+
+    before: Retrieval
+    after: Retrieval
+    directory: Path
+    node_bytes: NodeBytes | None  # of one step; None: nothing was trained, or there is one node
+    torch_difference: float | None  # None: PyTorch is not installed, nothing was compared
+    seconds: float
+
+
+def train(settings: Train, console: Console) -> Outcome:
+    """Run the whole job, or the rest of one; of several processes, all call it.
+
+    The first process alone writes metrics, the picture and the export, and says what goes on.
+
+    Raises:
+        ValueError: a setting does not fit the machine, the data, or the run to resume; or the
+            processes differ in theirs.
+        TimeoutError: another process did not come, or is lost.
+        Interrupted: Ctrl-C was pressed while training, or SIGTERM came; the run was saved and can
+            be resumed.
+        Diverged: losses or gradients stay non-finite.
+        RuntimeError: the export does not compute what was trained.
+        ReplicasDiffer: devices hold different bits that should be the same.
+    """
+    began = time.perf_counter()
+    initialize()
+    if process_index() != 0:
+        console = Console(quiet=True)
+    settings = _agreed(settings)
+    directory = settings.run.directory
+    with contextlib.ExitStack() as stack:
+        with time_limit("loading", settings.faults.phase_seconds):
+            session = stack.enter_context(open_session(settings, console))
+        before, state, after = _evaluated_training(session)
+        entered = _note_node_bytes(session) if state.step else None
+    difference = _export(session, state)
+    outcome = Outcome(
+        before=before,
+        after=after,
+        directory=directory,
+        node_bytes=entered,
+        torch_difference=difference,
+        seconds=time.perf_counter() - began,
+    )
+    print_summary(
+        console,
+        scores={"before": dataclasses.asdict(before), "after": dataclasses.asdict(after)},
+        rows=session.journal.rows("step"),
+        node_bytes=entered,
+        directory=directory,
+        torch_difference=difference,
+        seconds=outcome.seconds,
+    )
+    return outcome
+
+
+def _agreed(settings: Train) -> Train:
+    """The settings, with one name for the run, if all processes have the same."""
+    check_same(settings=dataclasses.asdict(settings))
+    name = of_first("run name", settings.run.named().name or "", _MEETING_SECONDS)
+    return dataclasses.replace(settings, run=dataclasses.replace(settings.run, name=name))
+
+
+def _export(session: Session, state: State) -> float | None:
+    """Draw the curves, and write and check the PyTorch checkpoint."""
+    directory, held_out = session.settings.run.directory, session.examples.held_out
+    if process_index() == 0:
+        rows = session.journal.rows("step")
+        plot_run(rows, directory / "loss.png", title=f"{session.settings.run.name}")
+    limit = session.settings.faults.phase_seconds
+    with time_limit("the export", limit):
+        params, export = state.params, directory / "export"
+        difference = export_and_compare(session.setup, params, held_out, export)
+        barrier("the export", limit)
+    return difference
+
+
+def _evaluated_training(session: Session) -> tuple[Retrieval, State, Retrieval]:
+    evaluate, run, faults = _Evaluation(session), session.settings.run, session.settings.faults
+    if run.resume or (run.resume_or_start and latest_step(session) is not None):
+        with time_limit("restoring", faults.phase_seconds):
+            state = restore(session)
+        session.console.print(f"Resumed after step {state.step}", highlight=False)
+        before = _noted(session.journal, faults.phase_seconds)
+    else:
+        state = begin(session)
+        before = None
+    if state.step < session.settings.optimization.steps:
+        print_overview(session, state)
+    watchdog = Watchdog(
+        step_seconds=faults.step_seconds, heartbeat_seconds=faults.heartbeat_seconds
+    )
+    with watchdog:
+        with watchdog.waiting(faults.phase_seconds):
+            before = before or evaluate("Before training", session.setup.params, 0)
+        state = run_steps(session, state, watchdog)
+        with watchdog.waiting(faults.phase_seconds):
+            return before, state, evaluate("After training", state.params, state.step)
+
+
+def _note_node_bytes(session: Session) -> NodeBytes | None:
+    entered = node_bytes(session.setup, session.loss, session.tokens, session.plan)
+    if entered is not None:
+        steps = session.settings.optimization.steps
+        session.journal.append("node_bytes", steps, **dataclasses.asdict(entered))
+    return entered
+
+
+def _noted(journal: Journal, seconds: float) -> Retrieval | None:
+    """What was measured before training, as the first process reads it; None: it is lost."""
+    found = journal.rows("evaluation")[:1] if process_index() == 0 else []
+    rows = json.loads(of_first("before training", json.dumps(found), seconds))
+    names = [field.name for field in dataclasses.fields(Retrieval)]
+    return Retrieval(**{name: rows[0][name] for name in names}) if rows else None
+
+
+class _Evaluation:
+    """Scores on the held-out pairs; compiles once and is called before and after."""
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._embed = make_sharded_embed(session.setup)
+
+    def __call__(self, label: str, params: Any, step: int) -> Retrieval:
+        session = self._session
+        with session.console.status(f"{label}: embedding held-out pairs"):
+            embeddings = embed_in_batches(
+                lambda tokens: self._embed(params, tokens),
+                session.examples.held_out,
+                _EVALUATED_PAIRS * session.setup.num_devices,
+            )
+        scores = retrieval_scores(embeddings)
+        session.journal.append("evaluation", step, **dataclasses.asdict(scores))
+        session.console.print(
+            f"{label}: MRR@10 {scores.mrr_at_10:.3f}, recall@1 {scores.recall_at_1:.3f}",
+            highlight=False,
+        )
+        return scores

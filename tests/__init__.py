@@ -1,0 +1,1 @@
+"""Tests, in folders that mirror those of the package; `zoo` holds the models."""

@@ -1,0 +1,173 @@
+"""Checkpoints: true shapes on disk, any mesh takes them up, mistakes are named."""
+
+import io
+import re
+import shutil
+import threading
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from rich.console import Console
+
+import jaxzero as jz
+from jaxzero.jobs._files.inspect import inspect
+from jaxzero.jobs._settings import Inspect
+
+pytestmark = pytest.mark.standard_promotion  # optax
+
+
+def _init():
+    key = jax.random.key(0)
+    return {
+        "odd": jax.random.normal(key, (7, 5)),
+        "even": jax.random.normal(key, (16, 8), jnp.bfloat16),
+        "scalar": jnp.float32(3),
+        "empty": jnp.zeros((0, 3)),
+        "none": None,
+    }
+
+
+def _zero(nodes, devices):
+    return jz.Zero(jz.make_mesh(nodes, devices=jax.devices()[:devices]))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    zero, directory = _zero(2, 6), tmp_path_factory.mktemp("saved")
+    params = zero.init(_init)
+    tx = zero.optimizer(optax.adafactor(1e-3, min_dim_size_to_factor=4))
+    state = {"params": params, "opt_state": zero.init_optimizer(tx, params), "step": jnp.int32(3)}
+    with jz.Checkpoints(directory, zero) as checkpoints:
+        assert checkpoints.latest_step() is None
+        checkpoints.save(3, state, extra={"examples": 96})
+        checkpoints.save(3, state)  # a step that is there stays as it is
+    return directory, zero, state
+
+
+@pytest.mark.parametrize(("nodes", "devices"), [(2, 6), (2, 8), (1, 1)])
+def test_restore_on_any_mesh(saved, nodes, devices):
+    directory, old, state = saved
+    zero = _zero(nodes, devices)
+    params = zero.abstract(_init)
+    tx = zero.optimizer(optax.adafactor(1e-3, min_dim_size_to_factor=4))
+    like = {"params": params, "opt_state": zero.init_optimizer(tx, params), "step": jnp.int32(0)}
+    with jz.Checkpoints(directory, zero) as checkpoints:
+        _, restored, extra = checkpoints.restore(like)
+    assert extra == {"examples": 96}
+    assert int(restored["step"]) == 3
+    for name in ("params", "opt_state"):
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            zero.unshard(restored[name]),
+            old.unshard(state[name]),
+        )
+    shardings = jax.tree.map(lambda x: x.sharding, restored["params"])
+    assert shardings == jax.tree.map(lambda x: x.sharding, params)
+
+
+def test_random_keys_and_a_restore_right_after_a_save(tmp_path):
+    zero = _zero(2, 8)
+    state = {"params": zero.init(_init), "random": {"key": jax.random.key(7)}}
+    with jz.Checkpoints(tmp_path, zero) as checkpoints:
+        checkpoints.save(1, state)
+        restored = checkpoints.restore(state).state
+    np.testing.assert_array_equal(
+        jax.random.bits(restored["random"]["key"]), jax.random.bits(state["random"]["key"])
+    )
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    zero = _zero(2, 8)
+    params = zero.init(_init)
+    with jz.Checkpoints(tmp_path, zero, keep=2) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"params": params})
+        checkpoints.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+
+
+def test_what_was_just_saved_is_kept(tmp_path):
+    """Even where there are newer ones, of a run that was taken up at an earlier step."""
+    zero = _zero(1, 1)
+    with jz.Checkpoints(tmp_path, zero, keep=2) as checkpoints:
+        for step in (20, 40, 30):
+            checkpoints.save(step, {"params": zero.init(_init)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["30", "40"]
+
+
+def test_save_returns_before_the_write_has_ended(tmp_path, monkeypatch):
+    """The step that comes next takes the memory of the arrays meanwhile."""
+
+    class Slow:
+        def result(self, timeout):
+            assert released.wait(timeout)
+
+    async def async_save(*args, **kwargs):
+        return [Slow(), *(await begin(*args, **kwargs) or [])]
+
+    begin = ocp.StandardCheckpointHandler.async_save
+    monkeypatch.setattr(ocp.StandardCheckpointHandler, "async_save", async_save)
+    zero, released = _zero(2, 8), threading.Event()
+    state = {"params": zero.init(_init)}
+    want = zero.unshard(state["params"])
+    late = threading.Timer(30, released.set)  # for a `save` that waits, which then fails here
+    late.start()
+    with jz.Checkpoints(tmp_path, zero) as checkpoints:
+        checkpoints.save(1, state)
+        assert not released.is_set(), "`save` waited for the write"
+        assert checkpoints.latest_step() is None
+        jax.tree.map(lambda x: x.delete(), state)
+        released.set()
+        late.cancel()
+        checkpoints.close()
+        assert checkpoints.latest_step() == 1
+        restored = checkpoints.restore({"params": zero.abstract(_init)}).state
+    jax.tree.map(np.testing.assert_array_equal, zero.unshard(restored["params"]), want)
+
+
+def test_inspect_shows_what_a_checkpoint_says_of_itself(saved, tmp_path):
+    directory, _, _ = saved
+    for path in (directory, directory / "3"):
+        written = io.StringIO()
+        inspect(Inspect(path=path), Console(file=written, width=100))
+        said = written.getvalue()
+        assert f"step 3, in {directory / '3'}" in said
+        assert "processes: 1, mesh: node=2, local=3;" in said and "stage=3" in said
+        assert re.search(r"params\.odd +float32\[7,5\]", said)
+        assert re.search(r"params\.even +bfloat16\[16,8\]", said)
+    shutil.copytree(directory / "3", tmp_path / "3")
+    (tmp_path / "3" / "jaxzero.json").write_text("{")
+    with pytest.raises(ValueError, match="jaxzero.json' is damaged"):
+        inspect(Inspect(path=tmp_path), Console(file=io.StringIO()))
+
+
+def test_mistakes_are_named(saved, tmp_path):
+    directory, zero, state = saved
+    with jz.Checkpoints(tmp_path, zero) as empty, pytest.raises(FileNotFoundError, match="none"):
+        empty.restore({"params": state["params"]})
+    with jz.Checkpoints(directory, zero) as checkpoints:
+        with pytest.raises(ValueError, match="`opt_state"):
+            checkpoints.restore({"params": state["params"], "step": state["step"]})
+        more = zero.shard({**{k: np.ones((2, 2), np.float32) for k in ("odd", "even", "new")}})
+        with pytest.raises(ValueError, match=r"`params.even` has shape \(16, 8\)|no leaf"):
+            checkpoints.restore({**state, "params": more})
+        with pytest.raises(FileNotFoundError, match="step 9"):
+            checkpoints.restore(state, step=9)
+    with pytest.raises(ValueError, match="`keep`"):
+        jz.Checkpoints(tmp_path, zero, keep=0)
+
+
+def test_trees_without_names_are_refused(saved, monkeypatch):
+    directory, zero, state = saved
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
+    with jz.Checkpoints(directory, zero) as checkpoints:
+        for unnamed in (tuple(state.values()), {0: state["params"]}):
+            with pytest.raises(TypeError, match="trees by name.*Give each tree a name"):
+                checkpoints.save(4, unnamed)
+            with pytest.raises(TypeError, match="trees by name.*Give each tree a name"):
+                checkpoints.restore(unnamed)

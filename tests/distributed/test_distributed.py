@@ -1,0 +1,417 @@
+"""Several real processes: what they agree on, and what becomes of all when one is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxzero as jz
+from jaxzero import distributed
+from jaxzero._mesh import mesh as _mesh
+from jaxzero._mesh.mesh import _by_node
+from jaxzero._processes.coordination import exchange
+from jaxzero.distributed import _rendezvous, _watchdog
+from jaxzero.distributed._agreement import _difference, _flat
+from jaxzero.distributed._rendezvous import Hello, meet
+from tests.processes import ended, free_address, line_from, run, started
+
+from .distributed_run import HEARTBEAT_SECONDS
+
+DISTRIBUTED_RUN = Path(__file__).with_name("distributed_run.py")
+
+# From the last beat: silence, then one look, then what a busy machine adds.
+LOST_SECONDS = 2 * HEARTBEAT_SECONDS + 1 + 15
+
+
+@contextlib.contextmanager
+def started_and_saying(what: str, said: str) -> Iterator[list[subprocess.Popen]]:
+    """Two processes of `distributed_run.py`, once both have come so far."""
+    with started("tests.distributed.distributed_run", 2, what) as processes:
+        for process in processes:
+            line_from(process, said)
+        yield processes
+
+
+def _hello(number: int, *, count: int = 2, host: str = "", **facts: str) -> Hello:
+    host = host or f"host{number}"
+    return Hello(process_id=number, num_processes=count, host=host, facts=facts)
+
+
+def _meet(hellos: list[Hello], seconds: float = 20.0, address: str | None = None) -> list[object]:
+    """What each process gets."""
+    address = address or free_address()
+    with ThreadPoolExecutor(len(hellos)) as pool:
+        return list(pool.map(lambda hello: _answer(address, hello, seconds), hellos))
+
+
+def _answer(address: str, hello: Hello, seconds: float = 20.0) -> object:
+    """The hosts, or an error."""
+    try:
+        return meet(address, hello, seconds)
+    except (TimeoutError, ValueError) as error:
+        return error
+
+
+def test_processes_meet():
+    assert _meet([_hello(number, count=5) for number in (3, 0, 4, 1, 2)]) == 5 * [
+        [f"host{number}" for number in range(5)]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hellos", "message"),
+    [
+        ([_hello(0, count=3), _hello(2, count=3)], "1 of 3 processes did not come within 1 s: 1. "),
+        ([_hello(0), _hello(1, script="b.py")], r"Process 1 \(host1\) has another script .*: b.py"),
+        ([_hello(0), _hello(1, count=4)], "counts 4 processes, process 0 .* 2. Give all the same"),
+        (
+            [_hello(0, count=3), _hello(1, count=3), _hello(1, count=3, host="c")],
+            "Two processes call themselves 1: one on (host1|c), one on (host1|c).",
+        ),
+    ],
+    ids=["missing", "other code", "other count", "twins"],
+)
+def test_all_learn_what_is_wrong(hellos: list[Hello], message: str):
+    answers = _meet(hellos, seconds=1.0)
+    assert len({str(answer) for answer in answers}) == 1
+    for answer in answers:
+        assert isinstance(answer, Exception)
+        with pytest.raises(type(answer), match=message):
+            raise answer
+
+
+def test_who_comes_late_hears_what_is_wrong():
+    address = free_address()
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(_answer, address, _hello(0, count=3))
+        other = pool.submit(_answer, address, _hello(1, count=3, script="b.py"))
+        time.sleep(1.0)
+        late = pool.submit(_answer, address, _hello(2, count=3))
+        answers = {str(meeting.result()) for meeting in (first, other, late)}
+    assert len(answers) == 1 and "Process 1 (host1) has another script" in answers.pop()
+
+
+def test_who_gives_up_is_not_counted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_rendezvous, "_ANSWER_SECONDS", 0.0)
+    address = free_address()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(_answer, address, _hello(0, count=3), 4.0)
+        early = pool.submit(_answer, address, _hello(1, count=3), 1.0)
+        assert "reached 127.0.0.1" in str(early.result()) and "no answer" in str(early.result())
+        assert "2 of 3 processes did not come within 4 s: 1, 2." in str(first.result())
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("no.such.host.invalid:1234", r"could not reach process 0 at no.such.host.invalid:1234"),
+        (None, r"within 0.5 s: .*[Rr]efused.* `coordinator_address` must name the host"),
+        ("host", "`coordinator_address` must be host:port of process 0; got 'host'"),
+        ("host:70000", "`coordinator_address` must be host:port"),
+    ],
+)
+def test_wrong_addresses(address: str | None, message: str):
+    with pytest.raises((TimeoutError, ValueError), match=message):
+        meet(address or free_address(), _hello(1), 0.5)
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ValueError, match="cannot listen on port .* in use"):
+            meet(address, _hello(0), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [
+        (
+            b"",
+            r"s \(what answers there is no process of this run\): another program holds the port",
+        ),
+        (b"HTTP/1.1 400 Bad Request\r\n", "no process of this run.*: another program holds"),
+        (b"5\n", "no process of this run.*: another program holds"),
+        (None, r"\(timed out\): not all processes came.*; or another program holds the port"),
+    ],
+    ids=["closes", "no JSON", "other JSON", "silent"],
+)
+def test_another_program_that_holds_the_port(says: bytes | None, message: str, monkeypatch):
+    monkeypatch.setattr(_rendezvous, "_ANSWER_SECONDS", 0.0)
+    held = []
+
+    def serve(server: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # closed below
+            while True:
+                connection = server.accept()[0]
+                held.append(connection)
+                if says is not None:
+                    connection.recv(1 << 16)
+                    connection.sendall(says)
+                    connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, args=[server], daemon=True).start()
+        with pytest.raises(TimeoutError, match=message):
+            meet(f"127.0.0.1:{server.getsockname()[1]}", _hello(1), 0.5)
+        server.shutdown(socket.SHUT_RDWR)
+    for connection in held:
+        connection.close()
+
+
+def test_strangers_and_broken_connections_are_passed_over():
+    address = free_address()
+    host, port = address.split(":")
+    hosts = []
+    first = _hello(0, count=3)
+    waiting = threading.Thread(target=lambda: hosts.append(meet(address, first, 30.0)))
+    waiting.start()
+    for text in (b"GET / HTTP/1.1\r\n\r\n", b"\n", b"", b'{"jaxzero": {"process_id": 1}}\n'):
+        _say(host, int(port), text)
+    broken = {"process_id": 1, "num_processes": 3, "host": "host1", "facts": {}}
+    _say(host, int(port), json.dumps({"jaxzero": broken})[:-3].encode())
+    _say(host, int(port), json.dumps({"jaxzero": broken}).encode() + b"\n")  # it came, and left
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(meet, address, _hello(n, count=3), 30.0) for n in (1, 2)]
+        assert [other.result() for other in others] == [["host0", "host1", "host2"]] * 2
+    waiting.join()
+    assert hosts == [["host0", "host1", "host2"]]
+
+
+def _say(host: str, port: int, text: bytes) -> None:
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=5) as connection:
+                connection.sendall(text)
+            return
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_settings_in_settings_are_named_one_by_one():
+    told = [dict(_flat({"run": {"seed": seed, "rates": {"a": 1}}})) for seed in (3, 4)]
+    texts = [{".".join(path): str(value) for path, value in each.items()} for each in told]
+    assert _difference(texts).startswith("`run.seed` is 4 in process 1 and 3 in process 0.")
+
+
+def test_nodes_are_slices_or_hosts_of_equally_many_devices(monkeypatch: pytest.MonkeyPatch):
+    def devices(*places: tuple[int, int]) -> list[Any]:
+        return [
+            SimpleNamespace(process_index=process, slice_index=piece, id=number)
+            for number, (process, piece) in enumerate(places)
+        ]
+
+    def numbers(*places: tuple[int, int]) -> list[list[int]]:
+        return [[device.id for device in group] for group in _by_node(devices(*places))]
+
+    assert numbers((0, 0), (0, 0), (1, 0), (1, 0)) == [[0, 1], [2, 3]]
+    assert numbers((0, 1), (1, 0), (2, 1), (3, 0)) == [[0, 2], [1, 3]]
+    with monkeypatch.context() as patch:  # two processes on each of two hosts
+        patch.setattr(_mesh, "process_count", lambda: 4)
+        patch.setattr(_mesh, "hosts", lambda: ["a", "b", "a", "b"])
+        assert numbers((0, 0), (1, 0), (2, 0), (3, 0)) == [[0, 2], [1, 3]]
+    with pytest.raises(ValueError, match="there are 1 on slice 0, 2 on slice 1. Pass `devices=`"):
+        numbers((0, 0), (1, 1), (2, 1))
+
+
+def test_one_process_needs_nothing():
+    assert not distributed.initialize()
+    distributed.check_same(settings={"a": 1}, seed=3)
+    assert exchange("nothing", "mine", 1.0) == ["mine"]
+    mesh = jz.make_mesh(2)
+    whole = jax.device_put(1.5, NamedSharding(mesh, PartitionSpec()))
+    distributed.check_replicas({"x": whole, "step": 3}, step=3)
+    with distributed.Watchdog(step_seconds=60.0) as dog, distributed.StopRequest() as stop:
+        dog.beat(0)
+        assert not stop.reached()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.reached() and not stop.interrupted
+    # Where tests run in the background, SIGINT is ignored.
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with distributed.StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.reached() and stop.interrupted
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+    assert signal.signal(signal.SIGINT, usual) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    ("error", "waited"),
+    [
+        (jax.errors.JaxRuntimeError("INTERNAL: Gloo: Connection closed by peer"), [60.0]),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), []),
+        (ValueError("a mistake"), []),
+    ],
+)
+def test_only_what_a_lost_process_may_have_caused_waits(error, waited, monkeypatch):
+    left, slept = [], []
+    monkeypatch.setattr(_watchdog, "_leave", lambda message, status: left.append(status))
+    monkeypatch.setattr(_watchdog.time, "sleep", slept.append)
+    dog = distributed.Watchdog(heartbeat_seconds=30.0)
+    monkeypatch.setattr(_watchdog, "process_count", lambda: 2)
+    dog.__exit__(type(error), error, None)
+    assert (left, slept) == ([1], waited)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4", "bool", "float8_e4m3fn"])
+def test_replicas_of_any_dtype_differ_by_one_bit(dtype: str):
+    mesh = jz.make_mesh(2)
+    sharding = NamedSharding(mesh, PartitionSpec("node"))
+    values = jax.numpy.array([0, 1, 1, 0], dtype)
+    pieces = [
+        jax.device_put(values[index], device)
+        for device, index in sharding.addressable_devices_indices_map((4,)).items()
+    ]
+    good = jax.make_array_from_single_device_arrays((4,), sharding, pieces)
+    distributed.check_replicas({"x": good}, step=0)
+    (device,) = pieces[5].devices()
+    pieces[5] = jax.device_put(pieces[5][::-1], device)  # the same elements in another order
+    bad = jax.make_array_from_single_device_arrays((4,), sharding, pieces)
+    with pytest.raises(
+        distributed.ReplicasDiffer, match=rf"`x`: device {device.id} .* against 3 others"
+    ):
+        distributed.check_replicas({"x": bad}, step=0)
+
+
+def test_two_processes_agree_or_say_why():
+    ends = run("tests.distributed.distributed_run", 2, "agree")
+    first, second = (json.loads(end.out.splitlines()[-1]) for end in ends)
+    assert first == second, "all processes say the same"
+    host = socket.gethostname()
+    assert first == {
+        "mesh": {"node": 1, "local": 4},  # two processes of one host
+        "settings": f"`settings.rate` is 1.1 in process 1 ({host}) and 0.1 in process 0 ({host}). "
+        "All processes of a run must have the same.",
+        "missing": f"`settings.more` is 1 in process 1 ({host}) and missing in process 0 "
+        f"({host}). All processes of a run must have the same.",
+        "replicas whole": first["replicas whole"],
+        "replicas split": None,  # no two devices hold the same piece
+        "replicas number": f"After step 7 the leaf `n` of process 1 ({host}) differs from that of "
+        f"process 0 ({host}). Compute it from what all processes share.",
+        "replicas step": f"process 1 ({host}) is at step 8, process 0 ({host}) at 7. Start all of "
+        "them from the same checkpoint.",
+    }
+    assert "1 of 4 leaves differ" in first["replicas whole"]
+    assert f"`whole`: device 2049 of process 1 ({host}) against 3" in first["replicas whole"]
+
+
+def test_a_process_that_is_elsewhere_is_named():
+    first, _ = run("tests.distributed.distributed_run", 2, "alone")
+    assert "TimeoutError: At 'a place of its own' this process waited up to 2 s for process 1" in (
+        first.err
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "signum"),
+    [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)],
+    ids=["killed", "stopped", "coordinator stopped"],
+)
+def test_a_lost_process_ends_the_others(number: int, signum: signal.Signals):
+    with started_and_saying("train", "training") as processes:
+        began = time.monotonic()
+        os.kill(processes[number].pid, signum)
+        (end,) = ended([processes[1 - number]], seconds=60)
+        took = time.monotonic() - began
+    assert end.status == distributed.PEER_LOST, end.err
+    assert f"process {number} (" in end.err and "it died, hangs, or" in end.err
+    assert took < LOST_SECONDS
+
+
+def test_a_coordinator_that_dies_ends_the_others():
+    with started_and_saying("train", "training") as processes:
+        processes[0].kill()
+        (end,) = ended([processes[1]], seconds=60)
+    # JAX may see the broken connection first, and then ends the process itself.
+    assert end.status in (distributed.PEER_LOST, -signal.SIGABRT), end.err
+    assert "process 0" in end.err or "another task died" in end.err
+
+
+def test_an_exception_ends_all():
+    first, second = run("tests.distributed.distributed_run", 2, "raise", seconds=60)
+    assert second.status == 1 and "ValueError: a mistake of one process" in second.err
+    assert first.status in (distributed.PEER_LOST, -signal.SIGABRT)
+
+
+def test_an_exit_of_one_process_alone_ends_all():
+    first, second = run("tests.distributed.distributed_run", 2, "quit", seconds=60)
+    assert second.status == 3 and "This process leaves at once" in second.err
+    assert first.status in (distributed.PEER_LOST, -signal.SIGABRT)
+
+
+@pytest.mark.ci
+def test_an_exception_before_training_ends_all_in_the_end():
+    """JAX waits for the others, who wait for this one, as long as it was told to."""
+    first, second = run("tests.distributed.distributed_run", 2, "early", seconds=90)
+    assert "ValueError: a mistake before training" in second.err
+    assert first.status != 0 != second.status  # JAX may abort them
+
+
+def test_a_process_that_makes_no_step_says_where_it_stands():
+    first, second = run("tests.distributed.distributed_run", 2, "hang", seconds=60)
+    assert {first.status, second.status} <= {distributed.PEER_LOST, -signal.SIGABRT}
+    message = "No step for 6 s, since step 3; above is where this process stands. The others: "
+    assert message in second.err and f'{DISTRIBUTED_RUN}", line' in second.err
+
+
+@pytest.mark.ci
+def test_a_process_may_wait_where_it_says_so():
+    (end,) = run("tests.distributed.distributed_run", 1, "wait", seconds=60)
+    assert end.out == "waited\n" and end.status == distributed.PEER_LOST
+    assert end.err.endswith(
+        "No step for 1 s, since the start; above is where this process stands.\n"
+    )
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("wait long", "No step for 1 s, since the start"),
+        ("limit", "the export took more than 1 s"),
+    ],
+)
+def test_what_takes_too_long_is_ended(what: str, said: str):
+    (end,) = run("tests.distributed.distributed_run", 1, what, seconds=60)
+    assert end.status == distributed.PEER_LOST
+    assert said in end.err and f'{DISTRIBUTED_RUN}", line' in end.err
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_sigterm_before_the_first_step_of_a_resumed_run(count: int):
+    """JAX's service notes it, also where it serves one process alone."""
+    with started("tests.distributed.distributed_run", count, "resume") as processes:
+        for process in processes:
+            line_from(process, "restoring")
+        os.kill(processes[0].pid, signal.SIGTERM)
+        for end in ended(processes, seconds=60):
+            assert end.status == distributed.STOPPED, end.err
+            assert "stopped after 41\n" in end.out
+
+
+def test_sigterm_to_one_stops_all_after_the_same_step():
+    with started_and_saying("train", "training") as processes:
+        os.kill(processes[1].pid, signal.SIGTERM)
+        first, second = ended(processes, seconds=60)
+    assert first.status == second.status == distributed.STOPPED, first.err + second.err
+    (step,) = {re.search(r"stopped after (\d+)", end.out)[1] for end in (first, second)}
+    assert int(step) > 3

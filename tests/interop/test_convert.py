@@ -1,0 +1,80 @@
+"""`jaxzero convert` and `jaxzero inspect`, in every form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxzero import cli, interop
+
+DEEPSPEED = Path(__file__).resolve().parent.parent / "fixtures" / "deepspeed"
+
+
+def one_line(text: str) -> str:
+    """What the console has wrapped."""
+    return " ".join(text.split())
+
+
+def test_to_safetensors(tmp_path: Path, capsys: pytest.CaptureFixture):
+    target = tmp_path / "out"
+    command = ["convert", str(DEEPSPEED / "zero3"), str(target), "--dtype", "bfloat16", "--check"]
+    assert cli.main(command) == 0
+    printed = capsys.readouterr().out
+    assert "10 tensors of DeepSpeed ZeRO-3 written to" in printed
+    assert "every bit is the same" in printed and "optimizer state was not copied" in printed
+    written = load_file(target / "model.safetensors")
+    source = interop.open_checkpoint(DEEPSPEED / "zero3")
+    assert written.keys() == source.keys()
+    for name, array in written.items():
+        np.testing.assert_array_equal(array, source[name].read().astype(ml_dtypes.bfloat16))
+    assert cli.main(command) == 2
+    assert "exists. Name a target that does not" in one_line(capsys.readouterr().err)
+    command[2] = str(tmp_path / "out.safetensors")
+    assert cli.main(command) == 2 and not Path(command[2]).exists()
+    assert "would be a directory" in one_line(capsys.readouterr().err)
+
+
+def test_through_every_form(tmp_path: Path, capsys: pytest.CaptureFixture):
+    torch = pytest.importorskip("torch", reason="needs torch: it writes two of the forms")
+    source = str(DEEPSPEED / "zero1_bf16")
+    for options in (["w.ckpt"], ["dcp", "--form", "dcp"], ["s", "--max-shard-gb", "3e-7"]):
+        target = str(tmp_path / options[0])
+        assert cli.main(["convert", source, target, *options[1:], "--check"]) == 0
+        source = target
+    first, last = interop.open_checkpoint(DEEPSPEED / "zero1_bf16"), interop.open_checkpoint(source)
+    assert len(list(Path(source).glob("*.safetensors"))) > 2
+    interop.check_copy(first, source)
+    assert last["frozen.weight"].dtype == ml_dtypes.bfloat16
+    loaded = torch.load(tmp_path / "w.ckpt", weights_only=True)
+    np.testing.assert_array_equal(loaded["up.weight"].numpy(), first["up.weight"].read())
+    assert loaded["frozen.weight"].dtype == torch.bfloat16
+    assert "torch DCP" in capsys.readouterr().out
+
+
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture):
+    assert cli.main(["inspect", str(DEEPSPEED / "zero2")]) == 0
+    printed = capsys.readouterr().out
+    assert "9 tensors, 238 elements, 952 B" in printed
+    assert "head.weight is embed.weight" in printed
+    assert "Adam after 3 steps, moments of 7 parameters" in printed
+    (row,) = (line for line in printed.splitlines() if line.startswith("up.weight"))
+    assert row.split() == ["up.weight", "[9,", "6]", "float32", "54"]
+
+    layers = {f"h.{i}.w": np.ones((2, 3), np.float16) for i in range(12)}
+
+    save_file(layers, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": None}))
+    assert cli.main(["inspect", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "family gpt2" in printed and "no optimizer state" in printed
+    (row,) = (line for line in printed.splitlines() if line.startswith("h."))
+    assert row.split() == ["h.*.w", "x12", "[2,", "3]", "float16", "72"]
+    assert cli.main(["inspect", str(tmp_path), "--every"]) == 0
+    assert "h.11.w" in capsys.readouterr().out
+    assert cli.main(["inspect", str(tmp_path / "nothing")]) == 2
+    assert "is neither a file nor a directory" in one_line(capsys.readouterr().err)

@@ -1,0 +1,155 @@
+"""Rules in both directions, against numpy, and what is said where they do not fit."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from jaxzero.interop import Flatten, Merge, Rule, Split, Transpose, Unflatten
+from jaxzero.interop._rules.apply import to_ours, to_theirs
+from jaxzero.interop._tensors.lazy import ArrayTensor
+
+RULES = (
+    Rule("embed", "wte.weight"),
+    Rule("layers.{i}.up", "h.{i}.fc.weight", Transpose()),
+    Rule(("layers.{i}.query", "layers.{i}.key"), "h.{i}.qk", Split(0, (6, 2)), Transpose()),
+    Rule("layers.{i}.gate_up", ("h.{i}.gate", "h.{i}.up"), Merge(0, 2), Unflatten(0, (2, 5))),
+    Rule("layers.{i}.experts", "h.{i}.experts.{e}.w", Transpose()),
+    Rule("scanned", "h.{i}.experts.{e}.b"),
+    Rule("heads.{k}", "heads", Flatten(0, (2, 4))),
+    Rule("conv", "conv", Transpose(2, 3, 1, 0)),
+    Rule("bias.{i}", "h.{i}.bias"),  # of a relative in the family: nothing here
+)
+
+
+def checkpoint() -> dict[str, np.ndarray]:
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (7, 4), "heads": (3, 2, 4, 5)}
+    shapes["conv"] = (6, 3, 2, 2)
+    for layer in range(2):
+        shapes |= {f"h.{layer}.fc.weight": (8, 4), f"h.{layer}.qk": (8, 4)}
+        shapes |= {f"h.{layer}.gate": (5, 4), f"h.{layer}.up": (5, 4)}
+        for expert in range(3):
+            shapes[f"h.{layer}.experts.{expert}.w"] = (4, 9)
+            shapes[f"h.{layer}.experts.{expert}.b"] = (4,)
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=shape) for name, shape in shapes.items()}
+
+
+def parameters(held: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the rules say, said with numpy."""
+    made = {"embed": held["wte.weight"], "conv": np.einsum("oihw->hwio", held["conv"])}
+    for layer in range(2):
+        query, key = np.split(held[f"h.{layer}.qk"], [6])
+        made |= {f"layers.{layer}.query": query.T, f"layers.{layer}.key": key.T}
+        made[f"layers.{layer}.up"] = held[f"h.{layer}.fc.weight"].T
+        made[f"layers.{layer}.gate_up"] = np.stack([held[f"h.{layer}.gate"], held[f"h.{layer}.up"]])
+        made[f"layers.{layer}.experts"] = np.stack(
+            [held[f"h.{layer}.experts.{expert}.w"].T for expert in range(3)]
+        )
+    made["scanned"] = np.stack(
+        [
+            np.stack([held[f"h.{layer}.experts.{expert}.b"] for expert in range(3)])
+            for layer in range(2)
+        ]
+    )
+    return made | {f"heads.{k}": held["heads"][k].reshape(8, 5) for k in range(3)}
+
+
+def lazy(arrays: dict[str, np.ndarray]) -> dict[str, ArrayTensor]:
+    return {name: ArrayTensor(array, name) for name, array in arrays.items()}
+
+
+def shapes_of(arrays: dict[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in arrays.items()}
+
+
+def test_rules_in_both_directions():
+    held = checkpoint()
+    wanted = parameters(held)
+    loaded = to_ours(RULES, shapes_of(wanted), lazy(held), where="here")
+    assert loaded.keys() == wanted.keys()
+    for path, array in wanted.items():
+        np.testing.assert_array_equal(loaded[path].read(), array, strict=True)
+    written = to_theirs(RULES, lazy(wanted))
+    assert written.keys() == held.keys()
+    for name, array in held.items():
+        np.testing.assert_array_equal(written[name].read(), array, strict=True)
+
+
+def test_a_rule_is_written_as_it_is_read():
+    for rule in RULES:
+        names = {"Rule": Rule, "Transpose": Transpose, "Split": Split, "Merge": Merge}
+        assert eval(str(rule), names | {"Flatten": Flatten, "Unflatten": Unflatten}) == rule
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"h.1.fc.weight": None}, r"checkpoint here lacks 'h\.1\.fc\.weight'\. The rules must"),
+        ({"h.1.experts.2.w": None}, r"lacks 'h\.1\.experts\.2\.w'"),
+        ({"h.2.qk": (8, 4)}, r"holds unknown 'h\.2\.qk'.* goes into `ignore`"),
+        ({"h.0.experts.3.w": (4, 9)}, r"holds unknown 'h\.0\.experts\.3\.w'"),
+        ({"h.0.qk": (9, 4)}, r"'h\.0\.qk' here has shape \(9, 4\), but .* asks for \(8, 4\)"),
+        ({"h.0.gate": (5, 3)}, r"'h\.0\.gate' .* \(5, 4\) \(its `layers\.0\.gate_up`\)"),
+        ({"heads": (2, 2, 4, 5)}, r"'heads' here has shape .* asks for \(3, 2, 4, 5\)"),
+    ],
+)
+def test_tensors_that_do_not_fit(change: dict, message: str):
+    held = checkpoint()
+    wanted = shapes_of(parameters(held))
+    held |= {name: np.zeros(shape) for name, shape in change.items() if shape is not None}
+    held = {name: array for name, array in held.items() if change.get(name, ()) is not None}
+    with pytest.raises(ValueError, match=message):
+        to_ours(RULES, wanted, lazy(held), where="here")
+
+
+def test_ignored_tensors():
+    held = {"a": np.zeros(2), "pooler.weight": np.zeros(3), "pooler.bias": np.zeros(3)}
+    rules = [Rule("x", "a")]
+    assert to_ours(rules, {"x": (2,)}, lazy(held), where="here", ignore=["pooler.*"]).keys() == {
+        "x"
+    }
+    with pytest.raises(ValueError, match=r"holds unknown 'pooler\.bias', 'pooler\.weight'\."):
+        to_ours(rules, {"x": (2,)}, lazy(held), where="here")
+
+
+@pytest.mark.parametrize(
+    ("rules", "shapes", "message"),
+    [
+        ([Rule("a", "x")], {"a": (2,), "b": (2,)}, "No rule speaks of 'b'"),
+        ([Rule("a", "x"), Rule("a", "y")], {"a": (2,)}, "Two rules speak of `a`: Rule('a', 'x')"),
+        (
+            [Rule("a", "x"), Rule("b", "x")],
+            {"a": (2,), "b": (2,)},
+            "Two rules write the tensor",
+        ),
+        ([Rule(("a", "b"), "x", Split(0, 2))], {"a": (2,)}, "speaks of `b`, which is no"),
+        ([Rule("a", "x.{i}.{j}")], {"a": (2,)}, "stacks over {i}, {j}, so `a` must begin with 2"),
+        ([Rule("a.{i}", "x")], {"a.0": (2,), "a.2": (2,)}, "the tree has none numbered (1,)"),
+        (
+            [Rule(("a.{i}", "b.{i}"), "x.{i}.{j}", Split(1, 2))],
+            {"a.0": (2, 3, 2), "b.0": (3, 3, 2)},
+            "so `b.0` must begin with 1 stacked dimension(s), (2,) as in `a.0`",
+        ),
+        ([Rule(("a", "b"), "x", Split(0, (2, 3)))], {"a": (2,), "b": (2,)}, "which have (2, 2)"),
+        ([Rule("a", ("x", "y"), Merge(0, (2, 3)))], {"a": (4,)}, "which has 4 along dimension 0"),
+        ([Rule("a", ("x", "y"), Merge(0, 3))], {"a": (6,)}, "names 2 tensors of the checkpoint"),
+        ([Rule(("a", "b"), "x", Transpose())], {"a": (2,), "b": (2,)}, "names 1 tensors of the"),
+        ([Rule("a", "x", Split(0, 2))], {"a": (2,)}, "takes 2 of the checkpoint's tensors; got 1"),
+        ([Rule("a", "x", Transpose(1, 0))], {"a": (2,)}, "`dims` must name each dimension of (2,)"),
+        ([Rule("a", "x", Unflatten(0, (2, 3)))], {"a": (3, 2)}, "dimensions from 0 on are (3, 2)"),
+        ([Rule("a", "x", Flatten(0, (2, 3)))], {"a": (5,)}, "which has 5 along dimension 0"),
+        ([Rule("a", "x", Unflatten(2, (2, 3)))], {"a": (5,)}, "dimensions from 2 on are ()"),
+        ([Rule("a", "x", Flatten(1, (5,)))], {"a": (5,)}, "does not fit a, whose shape is (5,)"),
+    ],
+)
+def test_rules_that_do_not_fit_the_tree(rules, shapes, message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        to_ours(rules, shapes, {}, where="here")
+
+
+def test_patterns_of_one_side_have_the_same_variables():
+    with pytest.raises(ValueError, match=r"patterns of `theirs` must have the same variables; got"):
+        Rule("a.{i}", ("b.{i}", "c"))

@@ -1,0 +1,1 @@
+"""Tests of the jobs of the command line."""

@@ -1,0 +1,141 @@
+"""The one-kernel collectives, compiled for eight H200s on a machine without: never executed.
+
+Needs JAX 0.11.2 or newer, and the plugin and compiler of `jaxzero[aot]` for that version.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.compiled._h200 import h200_mesh
+from jaxzero.pallas_kernels import Format
+
+from .test_remote import (
+    AXIS,
+    DEVICES,
+    FORMATS,
+    OPERATIONS,
+    kernel_of,
+    needs_mosaic,
+    on_devices,
+    twice_and_in_a_scan,
+)
+
+pytestmark = needs_mosaic
+
+
+@pytest.fixture(scope="session")
+def mesh():
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jaxzero[aot]")
+    return h200_mesh(1, DEVICES)
+
+
+def compiled(f, mesh, x):
+    x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, P(AXIS)))
+    return on_devices(f, mesh).lower(x).compile().as_text()
+
+
+MANY = jax.ShapeDtypeStruct((DEVICES, 8, 1 << 22), jnp.bfloat16)  # places are used again
+LARGE = {"the largest blocks": Format(block=2048)}
+
+
+@pytest.fixture(scope="session")
+def dumped(mesh, tmp_path_factory):
+    """The PTX of a kernel, and what its assembler reports.
+
+    Each is compiled once in a process: of one that is compiled again Mosaic writes nothing.
+    """
+
+    @functools.cache
+    def dump(operation, name):
+        format = (FORMATS | LARGE)[name]
+        folder = tmp_path_factory.mktemp(operation)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
+            compiled(functools.partial(kernel_of(operation), format=format), mesh, MANY)
+        (ptx,), (report,) = folder.glob("*.ptx"), folder.glob("*.ptxas")
+        return ptx.read_text(), report.read_text()
+
+    return dump
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("name", FORMATS | LARGE)
+def test_no_register_is_spilled(dumped, operation, name):
+    _, report = dumped(operation, name)
+    assert "sm_90a" in report
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    assert "are spilled" not in report
+
+
+TOKENS = {
+    "release": r"red\.release\.sys\.global\.add\.u32",
+    "swap": r"atom\.relaxed\.sys\.global\.cas\.b32",
+    "acquire": r"fence\.acquire\.sys",
+    "barrier": r"bar\.sync",
+    "load": r"ld(?:\.global)?\.(?:v\d\.)?b(?:8|16|32)",  # of 64 bits: addresses of peers
+    "store": r"st(?:\.global)?\.(?:v\d\.)?b(?:8|16|32|64)",
+}
+
+
+def tokens(ptx):
+    """What touches memory, in the order of the text."""
+    found = re.findall("|".join(rf"\b({pattern})\b" for pattern in TOKENS.values()), ptx)
+    names = list(TOKENS)
+    return [next(name for name, text in zip(names, x, strict=True) if text) for x in found]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_memory_is_touched_in_the_order_of_the_protocol(dumped, operation):
+    ptx, _ = dumped(operation, "int8")
+    for unwanted in (r"\.nc\b", r"cp\.async", r"red\.relaxed", r"\bst\.async"):
+        assert not re.search(unwanted, ptx), unwanted
+    order = tokens(ptx)
+    # `entered` and `free` are waited for once, `arrived` once for each sender.
+    assert order.count("acquire") == order.count("swap") == DEVICES + 2
+    assert order.count("store") and order.count("load")
+    for i, name in enumerate(order):
+        if name == "release":  # all threads have stored and loaded what came before
+            last = max((k for k in range(i) if order[k] in ("load", "store")), default=-1)
+            assert "barrier" in order[last + 1 : i]
+        if name == "acquire":  # nobody stores or loads before all threads know
+            assert order[i + 1] == "barrier"
+        if name == "swap":
+            assert order[i + 1] == "acquire"
+
+
+def test_every_call_has_semaphores_that_are_zeroed_for_it(mesh):
+    """Also in a loop: zeros are written in the body, not before it."""
+    text = compiled(twice_and_in_a_scan, mesh, jax.ShapeDtypeStruct((DEVICES, 1000), jnp.float32))
+    num = 0
+    for computation in re.split(r"\n\n+", text):
+        made = dict(re.findall(r"%(\S+) = (.*)", computation))
+        calls = [line for line in made.values() if "mosaic_gpu_v2" in line]
+        operands = [
+            re.findall(r"%([\w.-]+)\)", line.partition(" custom-call(")[2])[0] for line in calls
+        ]
+        assert len(set(operands)) == len(calls)
+        for operand in operands:
+            num += 1
+            while source := re.match(
+                r"s32\S+ (?:get-tuple-element|copy)\(%([\w.-]+)\)", made[operand]
+            ):
+                operand = source[1]
+            assert re.search(r" (fusion|broadcast)\(\)", made[operand]), made[operand]
+    assert num == 6
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_nothing_is_copied_around_a_kernel(mesh, operation, dim):
+    """Of whole tiles, also where pieces are cut along an inner dim: only semaphores are written."""
+    x = jax.ShapeDtypeStruct((DEVICES, 16, 16, 1 << 14), jnp.bfloat16)
+    text = compiled(functools.partial(kernel_of(operation), dim=dim), mesh, x)
+    entry = text[text.index("ENTRY") :]
+    found = set(re.findall(r" = (?:\([^=]*\)|\S+) ([\w-]+)\(", entry))
+    assert found <= {"parameter", "bitcast", "custom-call", "get-tuple-element", "fusion"}, found
+    assert re.findall(r" = (\S+?)\[\S* fusion\(", entry) == ["s32"]

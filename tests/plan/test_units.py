@@ -1,0 +1,69 @@
+"""Grouping values into units, and laying them side by side in a message."""
+
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxzero._collectives.packing import join, split, widths
+from jaxzero._plan.bucketing import find_repetition, group
+
+
+def _units(sizes, bucket_bytes=10**9, is_layer=False):
+    return group(sizes, lambda x: x, lambda x: x, bucket_bytes, is_layer)
+
+
+def test_a_period_is_a_layer():
+    layer = [5, 5, 5, 8, 9, 8]
+    assert find_repetition([50, *layer, *layer, *layer, 2, 40]) == (1, 6, 3)
+    assert _units([50, *layer, *layer, *layer, 2, 40]) == [[50], layer, layer, layer, [2, 40]]
+    assert find_repetition([1, 2, 3]) is None
+    assert find_repetition([]) is None
+
+
+def test_without_layers_no_unit_is_larger_than_the_largest_value():
+    assert _units([8, 3, 4, 2, 9]) == [[8], [3, 4, 2], [9]]
+
+
+def test_a_body_is_one_unit_up_to_the_limit():
+    assert _units([5, 5, 5, 8], is_layer=True) == [[5, 5, 5, 8]]
+    assert _units([5, 5, 5, 8], bucket_bytes=15, is_layer=True) == [[5, 5, 5], [8]]
+    assert _units([5, 5, 5, 8], bucket_bytes=0, is_layer=True) == [[5], [5], [5], [8]]
+    assert _units([]) == []
+
+
+@given(st.lists(st.integers(1, 5), max_size=40), st.integers(0, 20), st.booleans())
+def test_units_keep_order_and_bound(sizes, bucket_bytes, is_layer):
+    units = _units(sizes, bucket_bytes, is_layer)
+    assert [x for unit in units for x in unit] == sizes
+    assert all(len(unit) == 1 or sum(unit) <= bucket_bytes for unit in units)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=30))
+def test_a_repetition_repeats(signatures):
+    found = find_repetition(signatures)
+    if found is not None:
+        start, period, times = found
+        run = signatures[start : start + period * times]
+        assert times >= 2 and run == run[:period] * times
+
+
+_TYPES = ("float32", "uint8", "uint16", "int8", "int32")  # 16-bit floats travel as integers
+
+
+@settings(max_examples=20)  # each compiles
+@given(st.lists(st.tuples(st.integers(1, 6), st.sampled_from(_TYPES)), min_size=1, max_size=5))
+def test_join_and_split(columns):
+    rng = np.random.default_rng(0)
+    columns = [(length, jnp.dtype(dtype)) for length, dtype in columns]
+    arrays = [
+        jnp.asarray(rng.integers(0, 256, (3, length * dtype.itemsize), np.uint8).view(dtype))
+        for length, dtype in columns
+    ]
+    joined = join(arrays)
+    assert joined.size * joined.dtype.itemsize == 3 * sum(widths(columns))
+    for got, want in zip(split(joined, columns), arrays, strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(
+            np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8)
+        )

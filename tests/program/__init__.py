@@ -1,0 +1,1 @@
+"""Tests of a traced program as operations."""

@@ -1,0 +1,137 @@
+"""The plan as a timeline, and the timeline of a compiled program against sums by hand."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import jaxzero as jz
+from benchmarks.compiled._cost import Rates
+from benchmarks.compiled.timeline import timeline
+from jaxzero._report.timeline import live_bytes, spans, timeline_table
+from tests.plan import test_schedule
+
+
+def test_spans_of_unrolled_layers():
+    found = spans(test_schedule._plan("unrolled", "zero3", jz.Schedule()))
+    gathers = [span for span in found if span.action == "gather"]
+    layer = 4 * (2 * test_schedule.WIDTH**2 + test_schedule.WIDTH)
+    assert [span.num_bytes for span in gathers[1:5]] == [layer] * test_schedule.LAYERS
+    assert all(span.start <= span.needed <= span.stop for span in found)
+    for one, other in zip(gathers, gathers[1:], strict=False):
+        assert other.start <= one.stop  # sent while the unit before is in use
+        assert one.stop < other.stop
+    live = live_bytes(test_schedule._plan("unrolled", "zero3", jz.Schedule()))
+    assert live[0].max() <= 2 * layer
+    assert live.min() == 0
+
+
+def test_what_crosses_iterations_lives_for_the_whole_body():
+    found = spans(test_schedule._plan("scanned", "zero3", jz.Schedule()))
+    late = [span for span in found if span.sent == "in the iteration after"]
+    assert len(late) == 1 and late[0].trips == test_schedule.LAYERS
+    backward = next(s for s in found if s.region == late[0].region and s.action == "gather")
+    assert (late[0].start, late[0].stop) == (backward.start, backward.stop)
+
+
+def test_the_report_prints_and_holds_it():
+    zero = test_schedule._zero("zero3", jz.Schedule())
+    plan = test_schedule._plan("scanned", "zero3", jz.Schedule())
+    params = zero.abstract(test_schedule._init, test_schedule.jax.random.key(0))
+    report = zero.report(params, plan=plan)
+    out = io.StringIO()
+    report.print(Console(file=out, width=160))
+    assert "gather layers.scale and 2 more" in out.getvalue()
+    assert len(report.as_dict()["timeline"]) == len(spans(plan)) == timeline_table(plan).row_count
+
+
+def test_a_picture_is_drawn(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    from jaxzero.jobs._plans.plan_plot import plot_plan
+
+    plan = test_schedule._plan("scanned", "zeropp", jz.Schedule())
+    plot_plan(plan, tmp_path / "plan.png", title="a step")
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+_HLO = """HloModule step, is_scheduled=true
+
+%body (p: (s32[], f32[1024])) -> (s32[], f32[1024]) {
+  %p = (s32[], f32[1024]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[1024]{0} get-tuple-element(%p), index=1
+  %s = (f32[1024]{0}, f32[2048]{0}) all-gather-start(%x), replica_groups={{0,1},{2,3}}
+  %y = f32[1024]{0} negate(%x)
+  %done = f32[2048]{0} all-gather-done(%s)
+  %z = f32[1024]{0} all-reduce(%y), replica_groups={{0,2},{1,3}}, to_apply=%add
+  ROOT %out = (s32[], f32[1024]{0}) tuple(%i, %z)
+}
+
+ENTRY %main (a: f32[1024]) -> f32[1024] {
+  %a = f32[1024]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %init = (s32[], f32[1024]{0}) tuple(%zero, %a)
+  %loop = (s32[], f32[1024]{0}) while(%init), body=%body, {"known_trip_count":{"n":"5"}}
+  ROOT %r = f32[1024]{0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_a_program_is_walked_with_stated_rates():
+    rates = Rates(flops=1e12, memory=8192e3, local=4096e3, node=8192e3, num_local=2, launch=1e-3)
+    line = timeline(_HLO, rates)
+    # Each of five turns: negate 8192 bytes in 1 ms; beside it an all-gather of 4096 bytes from
+    # the node's other device, 1 + 1 ms; then an all-reduce between two nodes, of which two run
+    # side by side and bring 4096 bytes each into the node, 1 + 1 ms.
+    np.testing.assert_allclose(line.compute_seconds, 5 * 1e-3)
+    np.testing.assert_allclose(line.communication_seconds, 5 * (2e-3 + 2e-3), rtol=1e-6)
+    np.testing.assert_allclose(line.exposed_seconds, 5 * (1e-3 + 2e-3), rtol=1e-6)
+    np.testing.assert_allclose(line.seconds, line.compute_seconds + line.exposed_seconds)
+    assert dict(line.launches) == {"all-gather": 5, "all-reduce": 5}
+    assert line.asynchronous_share == pytest.approx(1 / 2)
+
+
+def test_a_loop_of_unknown_length_is_refused():
+    with pytest.raises(ValueError, match="no known trip count"):
+        timeline(_HLO.replace("known_trip_count", "other"), Rates(num_local=2))
+
+
+_FUSIONS = """HloModule step, is_scheduled=true
+
+%row (p: f32[64,1024], i: s32[]) -> f32[1,1024] {
+  %p = f32[64,1024]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %row.1 = f32[1,1024]{1,0} dynamic-slice(%p, %i, %i), dynamic_slice_sizes={1,1024}
+}
+
+%wrapped (q: f32[64,1024], j: s32[]) -> f32[1,1024] {
+  %q = f32[64,1024]{1,0} parameter(0)
+  %j = s32[] parameter(1)
+  ROOT %slice = f32[1,1024]{1,0} fusion(%q, %j), kind=kLoop, calls=%row
+}
+
+ENTRY %main (a: f32[64,1024], b: s32[]) -> f32[1,1024] {
+  %a = f32[64,1024]{1,0} parameter(0)
+  %b = s32[] parameter(1)
+  FORM
+  ROOT %r = f32[1,1024]{1,0} DONE
+}
+"""
+_STARTED = "((f32[64,1024]{1,0}, s32[]), f32[1,1024]{1,0}, u32[])"
+
+
+@pytest.mark.parametrize(
+    ("form", "done"),
+    [
+        ("", "fusion(%a, %b), kind=kLoop, calls=%row"),
+        (f"%s = {_STARTED} fusion-start(%a, %b), calls=%row", "fusion-done(%s)"),
+        (f"%s = {_STARTED} async-start(%a, %b), calls=%wrapped", "async-done(%s)"),
+    ],
+)
+def test_a_fusion_costs_the_same_however_it_is_started(form, done):
+    line = timeline(_FUSIONS.replace("FORM", form).replace("DONE", done), Rates(memory=8196))
+    assert (
+        line.seconds == line.compute_seconds == 1
+    )  # one row read and one written, and where it is

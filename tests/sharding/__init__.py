@@ -1,0 +1,1 @@
+"""Tests of layouts of leaves and trees."""
