@@ -17,11 +17,11 @@ from ._codecs import Int8 as Int8
 from ._deepspeed import from_deepspeed as from_deepspeed
 from ._mesh import fold_in_device as fold_in_device
 from ._mesh import make_mesh as make_mesh
-from ._sharding import Difference as Difference
+from ._sharding import CommSchedule as CommSchedule
 from ._sharding import ErrorFeedback as ErrorFeedback
-from ._sharding import Hops as Hops
 from ._sharding import HpZ as HpZ
-from ._sharding import Schedule as Schedule
+from ._sharding import PerAxis as PerAxis
+from ._sharding import WeightDelta as WeightDelta
 from ._sharding import ZeroConfig as ZeroConfig
 from ._sharding import compiler_options as compiler_options
 from ._sharding import ddp as ddp
@@ -29,8 +29,8 @@ from ._sharding import hsdp as hsdp
 from ._sharding import zero3 as zero3
 from ._sharding import zeropp as zeropp
 from ._sharding import zeropp4 as zeropp4
-from ._simigrad import Jump as Jump
-from ._simigrad import Walk as Walk
+from ._simigrad import JumpRule as JumpRule
+from ._simigrad import WalkRule as WalkRule
 from ._simigrad import simigrad as simigrad
 from ._simigrad import simigrad_stats as simigrad_stats
 from ._zero import Zero as Zero

@@ -58,7 +58,7 @@ def main(
     local: int = 8,
     batch: int = 32,
     tokens: int = 2048,
-    schedule: jz.Schedule = jz.Schedule(),  # noqa: B008
+    schedule: jz.CommSchedule = jz.CommSchedule(),  # noqa: B008
     options: bool = True,
     keep_hlo: Path | None = None,
 ) -> None:
@@ -109,7 +109,11 @@ def main(
 
 
 def _lowered(
-    variant: Variant, size: LlamaSize, mesh: jax.sharding.Mesh, tokens: Any, schedule: jz.Schedule
+    variant: Variant,
+    size: LlamaSize,
+    mesh: jax.sharding.Mesh,
+    tokens: Any,
+    schedule: jz.CommSchedule,
 ) -> Any:
     """One step's loss and gradients, split as the parameters are."""
     loss, init = functools.partial(_llama.loss, size), functools.partial(_llama.init, size)

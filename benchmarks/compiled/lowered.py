@@ -40,20 +40,20 @@ _MESHES = ("2x4-auto", "2x3-explicit", "4x2-explicit", "3x2-auto")
 _INT8 = jz.Int8(block=32)
 _FEEDBACK = dataclasses.replace(
     zoo.PRESETS["zeropp"],
-    gradients=jz.Hops(node=jz.ErrorFeedback(jz.Int4(block=32, hadamard=32)), local=_INT8),
+    gradients=jz.PerAxis(node=jz.ErrorFeedback(jz.Int4(block=32, hadamard=32)), local=_INT8),
 )
-_CASTS = jz.Hops(node=jz.Cast(jnp.bfloat16), local=jz.Cast(jnp.bfloat16))
+_CASTS = jz.PerAxis(node=jz.Cast(jnp.bfloat16), local=jz.Cast(jnp.bfloat16))
 _CONFIGS = {
     "zero3": jz.zero3(),
     **zoo.PRESETS,
     "feedback": _FEEDBACK,
     "casts": jz.zero3(weights=_CASTS, gradients=_CASTS),
-    "float8": jz.zero3(weights=jz.Hops(node=jz.Float8(block=32), local=jz.Float8(block=32))),
+    "float8": jz.zero3(weights=jz.PerAxis(node=jz.Float8(block=32), local=jz.Float8(block=32))),
     "hpz_whole": jz.ZeroConfig(hpz=jz.HpZ(codec=None)),
-    "hsdp": jz.hsdp(gradients=jz.Hops(node=_INT8)),
+    "hsdp": jz.hsdp(gradients=jz.PerAxis(node=_INT8)),
     "ddp": jz.ddp(),
     "stage1": jz.ZeroConfig(stage=1),
-    "stage2": jz.ZeroConfig(stage=2, gradients=jz.Hops(node=_INT8, local=_INT8)),
+    "stage2": jz.ZeroConfig(stage=2, gradients=jz.PerAxis(node=_INT8, local=_INT8)),
 }
 _OPTIONS = {"": {}, "k4": {"microbatches": 4}, "halves": {"halves": True}}
 _SIZE = _llama.LlamaSize(layers=4, width=64, hidden=128, heads=4, vocabulary=96)
@@ -100,7 +100,7 @@ def _of_decoder(config: str, prefetch: int, unrolled: bool) -> tuple[str, Lower]
 
 
 def _lower_decoder(config: jz.ZeroConfig, prefetch: int, unrolled: bool) -> str:
-    schedule = jz.Schedule(prefetch=prefetch, bucket_bytes=2**16)
+    schedule = jz.CommSchedule(prefetch=prefetch, bucket_bytes=2**16)
     zero = jz.Zero(zoo.make_mesh("2x4-auto"), dataclasses.replace(config, schedule=schedule))
     size = dataclasses.replace(_SIZE, unrolled=unrolled)
     params = zero.abstract(functools.partial(_llama.init, size), jax.random.key(0))

@@ -60,7 +60,7 @@ def main(
     unit = 2 * _llama.num_parameters(size) * (nodes - 1) / nodes
     for name, config in _CONFIGS.items():
         for num in microbatches:
-            schedule = jz.Schedule(prefetch=prefetch)
+            schedule = jz.CommSchedule(prefetch=prefetch)
             zero = jz.Zero(mesh, dataclasses.replace(config, schedule=schedule))
             text, planned = compiled(zero, size, num, tokens)
             crossing = [c for c in collectives(text) if c.crosses(local)]

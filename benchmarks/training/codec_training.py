@@ -42,11 +42,11 @@ _BASELINE = "zero3"
 _CODE = ("jaxzero", "benchmarks/training/codec_training.py", "benchmarks/shared/_byte_decoder.py")
 
 _ROTATED4 = jz.Int4(block=128, hadamard=32)
-_PLAIN4 = jz.Hops(node=jz.Int4(block=128), local=jz.Int4(block=128))
+_PLAIN4 = jz.PerAxis(node=jz.Int4(block=128), local=jz.Int4(block=128))
 # The largest block there is: as large as the largest message of weights between nodes, so that
 # most messages have one scale, and none has more than two.
-_NAIVE4 = jz.Hops(node=jz.Int4(block=8192), local=jz.Int4(block=8192))
-_DIRECT4 = jz.Hops(node=_ROTATED4, local=jz.zeropp4().weights.local)
+_NAIVE4 = jz.PerAxis(node=jz.Int4(block=8192), local=jz.Int4(block=8192))
+_DIRECT4 = jz.PerAxis(node=_ROTATED4, local=jz.zeropp4().weights.local)
 
 VARIANTS: dict[str, tuple[str, jz.ZeroConfig]] = {
     "zero3": ("ZeRO-3, float32", jz.zero3()),

@@ -92,12 +92,12 @@ def _optimizer(task: Task, variant: str) -> optax.GradientTransformationExtraArg
     smallest, largest = task.sizes[0], task.sizes[-1]
     rules = {
         "doubling": (Doubling(smallest, task.budget), task.target),
-        "walk": (jz.Walk(), task.target),
-        "jump": (jz.Jump(), task.target),
-        "noise_scale": (jz.Jump(), _AT_NOISE_SCALE),
+        "walk": (jz.WalkRule(), task.target),
+        "jump": (jz.JumpRule(), task.target),
+        "noise_scale": (jz.JumpRule(), _AT_NOISE_SCALE),
     }
     fixed = None if variant in rules else int(variant.removeprefix("fixed "))
-    rule, target = rules.get(variant, (jz.Walk(), task.target))
+    rule, target = rules.get(variant, (jz.WalkRule(), task.target))
     # A batch that stays is its own initial one, so its learning rate is set here.
     ratio = 1.0 if fixed is None else fixed / smallest
     scale = ratio if task.lr_scaling == "linear" else math.sqrt(ratio)

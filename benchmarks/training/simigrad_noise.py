@@ -67,7 +67,7 @@ def _problem(dim: int) -> tuple[np.ndarray, np.ndarray]:
     return gradient.astype(np.float32), spread.astype(np.float32)
 
 
-def _noise_scales(study: Study, gradients: jz.Hops, microbatches: int) -> np.ndarray:
+def _noise_scales(study: Study, gradients: jz.PerAxis, microbatches: int) -> np.ndarray:
     """`[ratios, 2, 2]`: as it is and corrected; the noise scale over the batch, and its error."""
     mesh = jz.make_mesh(nodes=study.nodes, simulate=study.devices)
     zero = jz.Zero(mesh, jz.zero3(gradients=gradients))
@@ -127,7 +127,7 @@ def main(study: Study = Study()) -> None:  # noqa: B008
     wanted = np.asarray(study.noise_over_batch)
     results, plain = [], []
     for microbatches in study.microbatches:
-        whole = _noise_scales(study, jz.Hops(), microbatches)[:, 0]
+        whole = _noise_scales(study, jz.PerAxis(), microbatches)[:, 0]
         plain.append(
             {
                 "microbatches": microbatches,
@@ -138,7 +138,7 @@ def main(study: Study = Study()) -> None:  # noqa: B008
         for name, codecs in _CODECS.items():
             for rounding in ("nearest", "stochastic"):
                 node, local = (dataclasses.replace(x, rounding=rounding) for x in codecs)
-                scales = _noise_scales(study, jz.Hops(node=node, local=local), microbatches)
+                scales = _noise_scales(study, jz.PerAxis(node=node, local=local), microbatches)
                 bias = scales[:, :, 0] / whole[:, :1] - 1
                 label = name if rounding == "nearest" else f"{name}, stochastic"
                 results.append(

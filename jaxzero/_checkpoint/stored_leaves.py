@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._sharding import (
-    Leaf,
+    LeafSpec,
     StoredArray,
     data_of,
     flatten,
@@ -34,7 +34,7 @@ from .._zero import Zero, auto_mesh, pad_leaf, run_automatic
 class Named(NamedTuple):
     """A leaf of the state: how it is stored, and the array, or one that stands for it."""
 
-    leaf: Leaf
+    leaf: LeafSpec
     value: Any
 
     @property
@@ -67,16 +67,16 @@ def named_leaves(state: Mapping[str, Any], zero: Zero) -> dict[str, Named]:
             entry = Named(leaf, data_of(x))
             if leaf.codec is not None:  # messages, as they are
                 entry = entry._replace(
-                    leaf=Leaf(leaf.path, leaf.stored.shape, leaf.stored.dtype, None)
+                    leaf=LeafSpec(leaf.path, leaf.stored.shape, leaf.stored.dtype, None)
                 )
             if entry.is_key:
                 data = jax.eval_shape(jax.random.key_data, x)
-                entry = entry._replace(leaf=Leaf(leaf.path, data.shape, data.dtype, None))
+                entry = entry._replace(leaf=LeafSpec(leaf.path, data.shape, data.dtype, None))
             named[key if leaf.path == "." else f"{key}.{leaf.path}"] = entry
     return named
 
 
-def _leaves(key: str, tree: Any, zero: Zero) -> list[tuple[Leaf, Any]]:
+def _leaves(key: str, tree: Any, zero: Zero) -> list[tuple[LeafSpec, Any]]:
     """The arrays of one part of the state, each with its layout.
 
     Raises:
@@ -100,7 +100,7 @@ def _leaves(key: str, tree: Any, zero: Zero) -> list[tuple[Leaf, Any]]:
         (
             x.leaf(path_name(path))
             if isinstance(x, StoredArray)
-            else Leaf(path_name(path), tuple(x.shape), x.dtype, None),
+            else LeafSpec(path_name(path), tuple(x.shape), x.dtype, None),
             x,
         )
         for path, x in found
@@ -156,7 +156,7 @@ def target(named: Named, zero: Zero) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=read)
 
 
-def _even_sharding(leaf: Leaf, zero: Zero) -> NamedSharding:
+def _even_sharding(leaf: LeafSpec, zero: Zero) -> NamedSharding:
     """A sharding of the true shape that divides evenly, over as many devices as can be."""
     mesh = auto_mesh(zero.mesh)
     for axes in (zero.config.axes, ("local",), ("node",)):

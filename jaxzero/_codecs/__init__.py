@@ -9,7 +9,7 @@ from .blockwise import Int4 as Int4
 from .blockwise import Int8 as Int8
 from .codec import Cast as Cast
 from .codec import Codec as Codec
-from .codec import Draft as Draft
+from .codec import DeferredMessage as DeferredMessage
 from .codec import bits_dtype as bits_dtype
 from .codec import from_bits as from_bits
 from .codec import is_narrow_float as is_narrow_float

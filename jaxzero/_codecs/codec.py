@@ -45,7 +45,7 @@ def from_bits(x: Shaped[Array, ...], dtype: DTypeLike) -> Shaped[Array, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Draft:
+class DeferredMessage:
     """Messages that are not written yet, so that it can be said where.
 
     Attributes:
@@ -62,9 +62,9 @@ class Draft:
         return jnp.dtype(jnp.uint8)
 
 
-def written(x: Shaped[Array, "n m"] | Draft) -> Shaped[Array, "n m"]:
+def written(x: Shaped[Array, "n m"] | DeferredMessage) -> Shaped[Array, "n m"]:
     """Messages as an array of their own."""
-    return x.write() if isinstance(x, Draft) else x
+    return x.write() if isinstance(x, DeferredMessage) else x
 
 
 class Codec(abc.ABC):

@@ -4,11 +4,11 @@ In: encoded shards, or gradients with the reduction that each needs. Out: full w
 sums. Runs inside `shard_map`; every collective goes through `primitives` and into the ledger.
 """
 
-from .bucket import Parcel as Parcel
+from .bucket import GatherBucket as GatherBucket
 from .bucket import arrays as arrays
-from .comm_spec import Wire as Wire
+from .comm_spec import CommSpec as CommSpec
 from .comm_spec import accumulator_dtype as accumulator_dtype
-from .encoded_shards import Pieces as Pieces
+from .encoded_shards import EncodedShards as EncodedShards
 from .encoded_shards import from_stored as from_stored
 from .encoded_shards import to_stored as to_stored
 from .gather import gather_hop as gather_hop
@@ -21,18 +21,18 @@ from .ledger import labelled as labelled
 from .ledger import picked as picked
 from .ledger import recording as recording
 from .ledger import repeated as repeated
-from .partial_sums import HalvedSum as HalvedSum
+from .partial_sums import HalfBatchSum as HalfBatchSum
 from .partial_sums import Sum as Sum
 from .partial_sums import as_pair as as_pair
 from .primitives import all_gather as all_gather
 from .primitives import all_reduce as all_reduce
 from .reduce_hop import reduce_over_node as reduce_over_node
 from .reduce_hop import sum_whole as sum_whole
-from .reductions import Outbox as Outbox
-from .reductions import Summand as Summand
-from .reductions import advance as advance
-from .reductions import hop_axes as hop_axes
-from .reductions import reduce as reduce
-from .reductions import start as start
+from .reductions import ReduceBucket as ReduceBucket
+from .reductions import ReduceSpec as ReduceSpec
+from .reductions import reduce_axes as reduce_axes
+from .reductions import reduce_gradient as reduce_gradient
+from .reductions import reduce_next_axis as reduce_next_axis
+from .reductions import start_reduction as start_reduction
 from .reshard import gathered_aval as gathered_aval
 from .reshard import move_split as move_split

@@ -20,41 +20,41 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from .. import pallas_kernels as kernels
-from .._codecs import Draft, bits_dtype, from_bits, to_bits
-from .encoded_shards import Pieces
+from .._codecs import DeferredMessage, bits_dtype, from_bits, to_bits
+from .encoded_shards import EncodedShards
 from .ledger import picked
 from .packing import Column, can_join, in_place, join, split, widths
 from .primitives import all_gather
 
 
 @dataclasses.dataclass(frozen=True)
-class Parcel:
+class GatherBucket:
     """Weights on their way, or arrived: one message, or a single value as it is.
 
     Attributes:
-        data: `[rows, m]`, one row from each device so far, or what `Pieces` holds.
+        data: `[rows, m]`, one row from each device so far, or what `EncodedShards` holds.
         parts: what is in a row, without data.
         positions: their numbers among the weights that are sent together.
     """
 
     data: Shaped[Array, ...]
-    parts: tuple[Pieces, ...]
+    parts: tuple[EncodedShards, ...]
     positions: tuple[int, ...]
 
-    def gather(self, axis: str) -> Parcel:
+    def gather(self, axis: str) -> GatherBucket:
         """Put the rows of all devices along `axis` below each other."""
         with picked(self.positions):
             if len(self.parts) == 1:
                 pieces = dataclasses.replace(self.parts[0], data=self.data).gather(axis)
                 return _alone(pieces, self.positions[0])
             data = all_gather(self.data, axis, 0, widths(_columns(self.parts)))
-            return Parcel(data, tuple(x.over(axis) for x in self.parts), self.positions)
+            return GatherBucket(data, tuple(x.over(axis) for x in self.parts), self.positions)
 
-    def renumbered(self, numbers: Sequence[int]) -> Parcel:
+    def renumbered(self, numbers: Sequence[int]) -> GatherBucket:
         """The same among other weights: what had position `i` has `numbers[i]`."""
         return dataclasses.replace(self, positions=tuple(numbers[i] for i in self.positions))
 
-    def unpack(self) -> list[Pieces]:
+    def unpack(self) -> list[EncodedShards]:
         """Each of the values again."""
         if len(self.parts) == 1:
             return [dataclasses.replace(self.parts[0], data=self.data)]
@@ -69,76 +69,76 @@ class Parcel:
         return [_joined(*each) for each in zip(self.parts, rows, dtypes, strict=True)]
 
 
-jax.tree_util.register_dataclass(Parcel, ["data"], ["parts", "positions"])
+jax.tree_util.register_dataclass(GatherBucket, ["data"], ["parts", "positions"])
 
 
-def pack(sent: Sequence[tuple[Pieces, Draft | None]]) -> list[Parcel]:
+def pack(sent: Sequence[tuple[EncodedShards, DeferredMessage | None]]) -> list[GatherBucket]:
     """One message of all that can share one; of the others, one each.
 
     A draft is the data of pieces that have none yet.
     """
-    parcels = []
+    buckets = []
     sharing: dict[tuple[str, ...], list[int]] = {}
     for i, (x, _) in enumerate(sent):
         if x.lead or not can_join(_row_type(x)):
-            parcels.append(_alone(x, i))
+            buckets.append(_alone(x, i))
         else:
             sharing.setdefault(x.axes, []).append(i)
     for numbers in sharing.values():
         chosen, drafts = zip(*(sent[i] for i in numbers), strict=True)
         if drafts == (None,):
-            parcels.append(_alone(chosen[0], numbers[0]))
+            buckets.append(_alone(chosen[0], numbers[0]))
             continue
         data = join([draft or _row(x) for x, draft in zip(chosen, drafts, strict=True)])
-        if any(drafts):  # what is written already has this barrier: see `Pieces.encode`
+        if any(drafts):  # what is written already has this barrier: see `EncodedShards.encode`
             data = lax.optimization_barrier(data)
-        parcels.append(Parcel(data, tuple(_without_data(x) for x in chosen), tuple(numbers)))
-    return parcels
+        buckets.append(GatherBucket(data, tuple(_without_data(x) for x in chosen), tuple(numbers)))
+    return buckets
 
 
-def unpack(parcels: Sequence[Parcel]) -> list[Pieces]:
+def unpack(buckets: Sequence[GatherBucket]) -> list[EncodedShards]:
     """Undo `pack`, after any number of gathers."""
-    found = {i: x for parcel in parcels for i, x in _numbered(parcel)}
+    found = {i: x for bucket in buckets for i, x in _numbered(bucket)}
     return [found[i] for i in range(len(found))]
 
 
-def arrays(parcels: Sequence[Parcel], dtypes: Sequence[Any]) -> list[Array]:
-    """What `unpack` gives, joined; see `Parcel.arrays`."""
+def arrays(buckets: Sequence[GatherBucket], dtypes: Sequence[Any]) -> list[Array]:
+    """What `unpack` gives, joined; see `GatherBucket.arrays`."""
     found: dict[int, Array] = {}
-    for parcel in parcels:
-        mine = parcel.arrays([dtypes[i] for i in parcel.positions])
-        found.update(zip(parcel.positions, mine, strict=True))
+    for bucket in buckets:
+        mine = bucket.arrays([dtypes[i] for i in bucket.positions])
+        found.update(zip(bucket.positions, mine, strict=True))
     return [found[i] for i in range(len(found))]
 
 
-def _numbered(parcel: Parcel) -> list[tuple[int, Pieces]]:
-    return list(zip(parcel.positions, parcel.unpack(), strict=True))
+def _numbered(bucket: GatherBucket) -> list[tuple[int, EncodedShards]]:
+    return list(zip(bucket.positions, bucket.unpack(), strict=True))
 
 
-def _alone(pieces: Pieces, position: int) -> Parcel:
-    return Parcel(pieces.data, (_without_data(pieces),), (position,))
+def _alone(pieces: EncodedShards, position: int) -> GatherBucket:
+    return GatherBucket(pieces.data, (_without_data(pieces),), (position,))
 
 
-def _without_data(pieces: Pieces) -> Pieces:
+def _without_data(pieces: EncodedShards) -> EncodedShards:
     """What is to be known of the pieces; their data only as a shape."""
     return pieces.described(jax.ShapeDtypeStruct(pieces.data.shape, pieces.data.dtype))
 
 
-def _row(pieces: Pieces) -> Array:
+def _row(pieces: EncodedShards) -> Array:
     bits = pieces.data if pieces.codec is not None else to_bits(pieces.data)
     return bits.reshape(1, bits.size)
 
 
-def _row_type(pieces: Pieces) -> Any:
+def _row_type(pieces: EncodedShards) -> Any:
     dtype = pieces.data.dtype
     return jnp.dtype(dtype) if pieces.codec is not None else bits_dtype(dtype)
 
 
-def _columns(parts: Sequence[Pieces]) -> list[Column]:
+def _columns(parts: Sequence[EncodedShards]) -> list[Column]:
     return [(math.prod(part.data.shape), np.dtype(_row_type(part))) for part in parts]
 
 
-def _joined(part: Pieces, row: kernels.InPlace, dtype: Any) -> Array:
+def _joined(part: EncodedShards, row: kernels.InPlace, dtype: Any) -> Array:
     """An array, from one row of each device."""
     if part.codec is None:
         return _from_rows(part, row.cut_out()).join(dtype)
@@ -146,7 +146,7 @@ def _joined(part: Pieces, row: kernels.InPlace, dtype: Any) -> Array:
     return part.decode(dataclasses.replace(row, size=size, count=pieces), dtype)
 
 
-def _from_rows(part: Pieces, rows: Shaped[Array, "n m"]) -> Pieces:
+def _from_rows(part: EncodedShards, rows: Shaped[Array, "n m"]) -> EncodedShards:
     """Pieces again, from one row of each device."""
     if part.codec is not None:
         pieces, size = part.data.shape

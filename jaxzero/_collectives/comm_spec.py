@@ -11,24 +11,24 @@ from jaxtyping import DTypeLike
 
 from .._codecs import Cast, Codec, is_narrow_float
 from .._mesh import AXES, LOCAL, NODE, AnyMesh
-from .._sharding import Difference, ErrorFeedback, Hops, HpZ, Schedule, ZeroConfig
+from .._sharding import CommSchedule, ErrorFeedback, HpZ, PerAxis, WeightDelta, ZeroConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Wire:
+class CommSpec:
     """The links that values travel over: axes, their sizes, and the codecs on them."""
 
     axes: tuple[str, ...]  # that split a leaf, major first
     sizes: Mapping[str, int]  # of both axes
-    weights: Hops
-    gradients: Hops
+    weights: PerAxis
+    gradients: PerAxis
     hpz: HpZ | None
     min_quantized_size: int
-    schedule: Schedule
+    schedule: CommSchedule
     halves: bool = False  # whether sums are wanted of the first half of the devices too
 
     @classmethod
-    def of(cls, mesh: AnyMesh, config: ZeroConfig, halves: bool = False) -> Wire:
+    def of(cls, mesh: AnyMesh, config: ZeroConfig, halves: bool = False) -> CommSpec:
         sizes = {axis: mesh.shape[axis] for axis in AXES}
         return cls(
             config.axes,
@@ -76,7 +76,7 @@ class Wire:
     def weight_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
         """What a weight of `num` elements in full is written with on one axis."""
         codec = getattr(self.weights, axis)
-        if isinstance(codec, Difference):  # where no wire state is at hand
+        if isinstance(codec, WeightDelta):  # where no wire state is at hand
             codec = self.hpz and self.hpz.codec
         return self.suitable(codec, num, dtype)
 

@@ -21,14 +21,14 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from .. import pallas_kernels as kernels
-from .._codecs import Cast, Codec, Draft, from_bits, to_bits
+from .._codecs import Cast, Codec, DeferredMessage, from_bits, to_bits
 from .._mesh import device_index
-from .._sharding import Leaf
+from .._sharding import LeafSpec
 from .primitives import all_gather
 
 
 @dataclasses.dataclass(frozen=True)
-class Pieces:
+class EncodedShards:
     """Neighbouring pieces of an array that is cut along one dim.
 
     Attributes:
@@ -52,11 +52,11 @@ class Pieces:
     pinned: bool = False
 
     @classmethod
-    def plain(cls, x: Shaped[Array, ...], dim: int, lead: int = 0) -> Pieces:
+    def plain(cls, x: Shaped[Array, ...], dim: int, lead: int = 0) -> EncodedShards:
         """An array as it is."""
         return cls(x, None, tuple(x.shape), dim, x.dtype, lead)
 
-    def encode(self, codec: Codec | None, axes: tuple[str, ...]) -> Pieces:
+    def encode(self, codec: Codec | None, axes: tuple[str, ...]) -> EncodedShards:
         """The same as messages of `codec`; decoded first, if another codec wrote it.
 
         Args:
@@ -68,7 +68,7 @@ class Pieces:
             return self
         x = self.join()
         if codec is None:
-            return dataclasses.replace(Pieces.plain(x, self.dim, self.lead), axes=self.axes)
+            return dataclasses.replace(EncodedShards.plain(x, self.dim, self.lead), axes=self.axes)
         rows = x.reshape(*x.shape[: self.lead], math.prod(x.shape[self.lead :]))
         with jax.named_scope("encode"):
             message = codec.encode(rows, seed=device_index(axes))
@@ -77,7 +77,9 @@ class Pieces:
         data = jnp.expand_dims(message, self.lead)
         return dataclasses.replace(self, data=data, codec=codec, shape=tuple(x.shape))
 
-    def draft(self, codec: Codec | None, axes: tuple[str, ...]) -> tuple[Pieces, Draft] | None:
+    def draft(
+        self, codec: Codec | None, axes: tuple[str, ...]
+    ) -> tuple[EncodedShards, DeferredMessage] | None:
         """`encode`, of a message that is to be written in place: what is known of it, and it.
 
         None: it is not.
@@ -87,11 +89,11 @@ class Pieces:
         x = self.join()
         shape = (1, codec.num_bytes(x.size, x.dtype))
         write = functools.partial(codec.encode_pieces, x, 0, 1, seed=device_index(axes))
-        draft = Draft(shape, jax.named_scope("encode")(write))
+        draft = DeferredMessage(shape, jax.named_scope("encode")(write))
         known = self.described(jax.ShapeDtypeStruct(shape, draft.dtype))
         return dataclasses.replace(known, codec=codec, shape=tuple(x.shape)), draft
 
-    def described(self, data: jax.ShapeDtypeStruct) -> Pieces:
+    def described(self, data: jax.ShapeDtypeStruct) -> EncodedShards:
         """What is to be known of pieces, without their data."""
         return dataclasses.replace(self, data=data)  # pyright: ignore[reportArgumentType]
 
@@ -119,7 +121,7 @@ class Pieces:
             one = jax.vmap(one)
         return one(data)
 
-    def gather(self, axis: str) -> Pieces:
+    def gather(self, axis: str) -> EncodedShards:
         """Put the pieces of all devices along `axis` side by side."""
         gathered = self.over(axis)
         if self.codec is not None:
@@ -127,12 +129,12 @@ class Pieces:
         x = from_bits(all_gather(to_bits(self.data), axis, self.dim), self.dtype)
         return dataclasses.replace(gathered, data=x, shape=tuple(x.shape))
 
-    def over(self, axis: str) -> Pieces:
+    def over(self, axis: str) -> EncodedShards:
         """The same without `axis`, and those before it, among the axes still to be gathered."""
         done = self.axes.index(axis) + 1 if axis in self.axes else 0
         return dataclasses.replace(self, axes=self.axes[done:])
 
-    def layer(self, data: Shaped[Array, ...]) -> Pieces:
+    def layer(self, data: Shaped[Array, ...]) -> EncodedShards:
         """One element of the leading dim, as a loop's body gets its `data`."""
         assert self.codec is None or self.lead > 0
         lead = max(self.lead - 1, 0)
@@ -140,7 +142,7 @@ class Pieces:
             self, data=data, shape=self.shape[1:], dim=self.dim - 1, lead=lead
         )
 
-    def stack(self, data: Shaped[Array, ...]) -> Pieces:
+    def stack(self, data: Shaped[Array, ...]) -> EncodedShards:
         """Undo `layer`: of many such, stacked."""
         shape = (len(data), *self.shape)
         return dataclasses.replace(
@@ -149,11 +151,11 @@ class Pieces:
 
 
 jax.tree_util.register_dataclass(
-    Pieces, ["data"], ["codec", "shape", "dim", "dtype", "lead", "axes", "pinned"]
+    EncodedShards, ["data"], ["codec", "shape", "dim", "dtype", "lead", "axes", "pinned"]
 )
 
 
-def to_stored(x: Shaped[Array, ...], leaf: Leaf) -> Shaped[Array, ...]:
+def to_stored(x: Shaped[Array, ...], leaf: LeafSpec) -> Shaped[Array, ...]:
     """A whole padded array as the messages that its `codec` stores, one for each device."""
     assert leaf.layout is not None and leaf.codec is not None
     dim, num, lead = leaf.layout.dim, leaf.layout.unit, leaf.num_lead
@@ -162,9 +164,11 @@ def to_stored(x: Shaped[Array, ...], leaf: Leaf) -> Shaped[Array, ...]:
     return leaf.codec.encode(x.reshape(*x.shape[: lead + 1], math.prod(x.shape[lead + 1 :])))
 
 
-def from_stored(data: Shaped[Array, ...], leaf: Leaf) -> Pieces:
+def from_stored(data: Shaped[Array, ...], leaf: LeafSpec) -> EncodedShards:
     """Stored messages as pieces: on a device its own one, outside those of all devices."""
     assert leaf.layout is not None and leaf.codec is not None
     dim, shape = leaf.layout.dim, list(leaf.padded_shape)
     shape[dim] //= leaf.layout.unit
-    return Pieces(data, leaf.codec, tuple(shape), dim, leaf.dtype, leaf.num_lead, pinned=True)
+    return EncodedShards(
+        data, leaf.codec, tuple(shape), dim, leaf.dtype, leaf.num_lead, pinned=True
+    )

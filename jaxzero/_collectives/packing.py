@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Shaped, UInt8
 
 from .. import pallas_kernels as kernels
-from .._codecs import Draft, written
+from .._codecs import DeferredMessage, written
 
 Column = tuple[int, Any]  # how many elements in a row, of which type
 
@@ -22,26 +22,26 @@ def can_join(dtype: Any) -> bool:
     return bool(is_number) and jnp.dtype(dtype).itemsize >= 1
 
 
-def join(rows: Sequence[Shaped[Array, "n _"] | Draft]) -> Shaped[Array, "n m"]:
+def join(rows: Sequence[Shaped[Array, "n _"] | DeferredMessage]) -> Shaped[Array, "n m"]:
     """Lay arrays of rows side by side; as bytes, if their types differ.
 
     Drafts are written there, so that nothing is copied but what is an array already.
     """
     if len({x.dtype for x in rows}) > 1:
-        rows = [x if isinstance(x, Draft) else _as_bytes(x) for x in rows]
-    arrays = [x for x in rows if not isinstance(x, Draft)]
+        rows = [x if isinstance(x, DeferredMessage) else _as_bytes(x) for x in rows]
+    arrays = [x for x in rows if not isinstance(x, DeferredMessage)]
     if len(rows) == 1:
         return written(rows[0])
     return lax.concatenate(arrays, 1) if len(arrays) == len(rows) else _filled(rows)
 
 
-def _filled(rows: Sequence[UInt8[Array, "n _"] | Draft]) -> UInt8[Array, "n m"]:
+def _filled(rows: Sequence[UInt8[Array, "n _"] | DeferredMessage]) -> UInt8[Array, "n m"]:
     """As `join`: first kernels write theirs, one after the other, and then comes the rest."""
     shape = rows[0].shape[0], sum(x.shape[1] for x in rows)
     data, start, rest = None, 0, []
-    for is_draft, run in itertools.groupby(rows, lambda x: isinstance(x, Draft)):
+    for is_draft, run in itertools.groupby(rows, lambda x: isinstance(x, DeferredMessage)):
         for x in run if is_draft else [join(list(run))]:
-            if isinstance(x, Draft):
+            if isinstance(x, DeferredMessage):
                 data = x.write(place=kernels.Place(shape, start, data))
             else:
                 rest.append((start, x))

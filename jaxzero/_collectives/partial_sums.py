@@ -21,7 +21,7 @@ from ..pallas_kernels import add_up
 
 
 @dataclasses.dataclass(frozen=True)
-class HalvedSum:
+class HalfBatchSum:
     """A sum over devices. What is linear is done to both of its parts alike.
 
     Attributes:
@@ -33,18 +33,18 @@ class HalvedSum:
     first: Shaped[Array, ...]
 
     @classmethod
-    def of(cls, x: Shaped[Array, "devices ..."], half: int) -> HalvedSum:
+    def of(cls, x: Shaped[Array, "devices ..."], half: int) -> HalfBatchSum:
         """Sum over the leading dim, of which `half` are the first half."""
         return cls(add_up(x), add_up(x[:half]))
 
 
-jax.tree_util.register_dataclass(HalvedSum, ["total", "first"], [])
+jax.tree_util.register_dataclass(HalfBatchSum, ["total", "first"], [])
 
-Sum = Array | HalvedSum
+Sum = Array | HalfBatchSum
 
 
 @dataclasses.dataclass(frozen=True)
-class Addends:
+class PartialSums:
     """What the devices of a hop sent of one array that they sum.
 
     Where the sum is written again for the next hop, its codec takes it on the way.
@@ -67,24 +67,24 @@ class Addends:
         total = self.codec.decode_sum(self.message, math.prod(self.shape)).reshape(self.shape)
         return total if self.summed == 1 else total * jnp.float32(self.summed)
 
-    def halved(self, half: int) -> HalvedSum:
+    def halved(self, half: int) -> HalfBatchSum:
         """The same, of all and of the first `half` of the devices."""
         first = kernels.InPlace.whole(self.message).rows(half)
-        return HalvedSum(self.total(), dataclasses.replace(self, message=first).total())
+        return HalfBatchSum(self.total(), dataclasses.replace(self, message=first).total())
 
 
-def total_of(x: Array | Addends) -> Array:
+def total_of(x: Array | PartialSums) -> Array:
     """An array; the sum, if it is not taken yet."""
-    return x.total() if isinstance(x, Addends) else x
+    return x.total() if isinstance(x, PartialSums) else x
 
 
-def sum_of(x: Sum | Addends, half: int) -> Sum:
+def sum_of(x: Sum | PartialSums, half: int) -> Sum:
     """The sum, if it is not taken yet; also of the first `half` of the devices, unless 0."""
-    if not isinstance(x, Addends):
+    if not isinstance(x, PartialSums):
         return x
     return x.halved(half) if half else x.total()
 
 
-def as_pair(x: Any) -> tuple[Any, HalvedSum | None]:
+def as_pair(x: Any) -> tuple[Any, HalfBatchSum | None]:
     """A sum over devices; and the same in halves, if it has them."""
-    return (x.total, x) if isinstance(x, HalvedSum) else (x, None)
+    return (x.total, x) if isinstance(x, HalfBatchSum) else (x, None)

@@ -9,16 +9,16 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from .._codecs import from_bits, to_bits
-from .._sharding import Layout, pad, unpad
-from .comm_spec import Wire
+from .._sharding import DimSharding, pad, unpad
+from .comm_spec import CommSpec
 from .primitives import all_to_all
 
 
 def move_split(
     x: Shaped[Array, ...],
     shape: tuple[int, ...],
-    old: Layout,
-    new: Layout,
+    old: DimSharding,
+    new: DimSharding,
     axes: tuple[str, ...],
 ) -> Shaped[Array, ...]:
     """Cut a split array along another dim, by one all-to-all.
@@ -37,11 +37,11 @@ def move_split(
     return unpad(from_bits(bits, x.dtype), old)
 
 
-def gathered_aval(shard: Any, layout: Layout, wire: Wire) -> jax.ShapeDtypeStruct:
+def gathered_aval(shard: Any, layout: DimSharding, comm: CommSpec) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of the full array, as seen inside the `shard_map`."""
 
     def full(x: Array) -> Array:
-        for axis in reversed(wire.axes):
+        for axis in reversed(comm.axes):
             x = lax.all_gather(x, axis, axis=layout.dim, tiled=True)
         return unpad(x, layout)
 

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from .keys import Keys
 
 MakeOptimizer = Callable[[optax.ScalarOrSchedule], optax.GradientTransformation]
-Schedule = Callable[[Any], Any]
+CommSchedule = Callable[[Any], Any]
 
 
 def read_optimizer(
@@ -96,7 +96,7 @@ _OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 
 
-def _read_schedule(keys: Keys, rate: Any) -> Schedule | None:
+def _read_schedule(keys: Keys, rate: Any) -> CommSchedule | None:
     kind = keys.get("scheduler.type")
     if kind is None:
         return None
@@ -119,7 +119,7 @@ def _number(count: Any) -> Array:
     return jnp.asarray(count, jnp.float32)
 
 
-def _warmup(keys: Keys) -> tuple[float, Schedule]:
+def _warmup(keys: Keys) -> tuple[float, CommSchedule]:
     """The number of steps, and how far warming up has come after `i` of them."""
     steps = max(2, _param(keys, "warmup_num_steps", 1000))
     if _param(keys, "warmup_type", "log") == "linear":
@@ -127,18 +127,18 @@ def _warmup(keys: Keys) -> tuple[float, Schedule]:
     return float(steps), lambda i: jnp.log(i + 1) / jnp.log(jnp.float32(steps))
 
 
-def _warmup_lr(keys: Keys, rate: Any) -> Schedule:
+def _warmup_lr(keys: Keys, rate: Any) -> CommSchedule:
     return _warmup_then(keys, rate, lambda i, steps: jnp.ones_like(i))
 
 
-def _warmup_decay_lr(keys: Keys, rate: Any) -> Schedule:
+def _warmup_decay_lr(keys: Keys, rate: Any) -> CommSchedule:
     total = _param(keys, "total_num_steps")
     return _warmup_then(
         keys, 1e-3, lambda i, steps: jnp.maximum(0.0, (total - i) / max(1.0, total - steps))
     )
 
 
-def _warmup_then(keys: Keys, rate: Any, after: Callable[[Array, float], Array]) -> Schedule:
+def _warmup_then(keys: Keys, rate: Any, after: Callable[[Array, float], Array]) -> CommSchedule:
     low = _param(keys, "warmup_min_lr", 0.0)
     high = _param(keys, "warmup_max_lr", rate)
     steps, risen = _warmup(keys)
@@ -151,7 +151,7 @@ def _warmup_then(keys: Keys, rate: Any, after: Callable[[Array, float], Array]) 
     return schedule
 
 
-def _warmup_cosine_lr(keys: Keys, rate: Any) -> Schedule:
+def _warmup_cosine_lr(keys: Keys, rate: Any) -> CommSchedule:
     total = _param(keys, "total_num_steps")
     low = _param(keys, "warmup_min_ratio", 0.0)
     end = _param(keys, "cos_min_ratio", 1e-4)
@@ -169,7 +169,7 @@ def _warmup_cosine_lr(keys: Keys, rate: Any) -> Schedule:
     return schedule
 
 
-def _one_cycle(keys: Keys, rate: Any) -> Schedule:
+def _one_cycle(keys: Keys, rate: Any) -> CommSchedule:
     low, high = _param(keys, "cycle_min_lr"), _param(keys, "cycle_max_lr")
     first = float(_param(keys, "cycle_first_step_size", 2000))
     second = keys.get("scheduler.params.cycle_second_step_size")
@@ -189,7 +189,7 @@ def _one_cycle(keys: Keys, rate: Any) -> Schedule:
     return schedule
 
 
-def _lr_range_test(keys: Keys, rate: Any) -> Schedule:
+def _lr_range_test(keys: Keys, rate: Any) -> CommSchedule:
     low = _param(keys, "lr_range_test_min_lr", 1e-3)
     size = _param(keys, "lr_range_test_step_size", 2000)
     step_rate = _param(keys, "lr_range_test_step_rate", 1.0)
@@ -202,7 +202,7 @@ def _lr_range_test(keys: Keys, rate: Any) -> Schedule:
     return schedule
 
 
-_SCHEDULES: dict[str, Callable[[Keys, Any], Schedule]] = {
+_SCHEDULES: dict[str, Callable[[Keys, Any], CommSchedule]] = {
     "LRRangeTest": _lr_range_test,
     "OneCycle": _one_cycle,
     "WarmupCosineLR": _warmup_cosine_lr,

@@ -13,7 +13,7 @@ import optax
 
 from .._codecs import Cast, Int8
 from .._mesh import AXES, LOCAL, AnyMesh
-from .._sharding import Hops, HpZ, Schedule, ZeroConfig, zeropp
+from .._sharding import CommSchedule, HpZ, PerAxis, ZeroConfig, zeropp
 from .._zero import Zero
 from .keys import Keys, read_keys
 from .loss_scale import DynamicScale, loss_scale_of, scale_loss
@@ -235,7 +235,7 @@ def _read_zero(keys: Keys, mesh: AnyMesh, compute_dtype: np.dtype | None) -> Zer
     if buckets:
         bounds["bucket_bytes"] = max(buckets) * itemsize
     quantized = bool(get("zero_quantized_weights", False))
-    weights = Hops(node=Int8(block=256), local=Int8(block=256)) if quantized else Hops()
+    weights = PerAxis(node=Int8(block=256), local=Int8(block=256)) if quantized else PerAxis()
     return ZeroConfig(
         stage=stage,
         split="local" if _is_node(keys, "mics_shard_size", mesh) else "all",
@@ -245,7 +245,7 @@ def _read_zero(keys: Keys, mesh: AnyMesh, compute_dtype: np.dtype | None) -> Zer
         if _is_node(keys, "zero_hpz_partition_size", mesh)
         else None,
         param_persistence_threshold=int(float(get("stage3_param_persistence_threshold", 0))),
-        schedule=Schedule(**bounds),
+        schedule=CommSchedule(**bounds),
     )
 
 
@@ -263,7 +263,7 @@ def _is_node(keys: Keys, name: str, mesh: AnyMesh) -> bool:
     return True
 
 
-def _read_gradients(keys: Keys) -> Hops:
+def _read_gradients(keys: Keys) -> PerAxis:
     if keys.get("zero_optimization.zero_quantized_gradients", False):
         return zeropp().gradients
     name = keys.get("communication_data_type", "fp32")
@@ -272,8 +272,8 @@ def _read_gradients(keys: Keys) -> Hops:
             f"`communication_data_type` must be one of {', '.join(_DTYPES)}; got {name!r}."
         )
     if _DTYPES[name] == jnp.float32:
-        return Hops()
-    return Hops(node=Cast(_DTYPES[name]), local=Cast(_DTYPES[name]))
+        return PerAxis()
+    return PerAxis(node=Cast(_DTYPES[name]), local=Cast(_DTYPES[name]))
 
 
 def _times(loss: Any, scale: Any) -> Any:

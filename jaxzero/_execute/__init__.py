@@ -9,7 +9,7 @@ from .device_step import run_on_device as run_on_device
 from .microbatches import REDUCTIONS as REDUCTIONS
 from .microbatches import check_microbatches as check_microbatches
 from .microbatches import combine as combine
-from .wire_state import Memory as Memory
+from .wire_state import LocalWireState as LocalWireState
 from .wire_state import WireState as WireState
 from .wire_state import from_tree as from_tree
 from .wire_state import make_state as make_state

@@ -14,43 +14,42 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._collectives import Pieces, Wire, from_stored, gathered_aval, labelled
+from .._collectives import CommSpec, EncodedShards, ReduceSpec, from_stored, gathered_aval, labelled
 from .._mesh import LOCAL, NODE, REDUCTION_HOPS, microbatch_index
 from .._plan import (
     BlockUses,
-    Demand,
     Plan,
+    ShardedParam,
     View,
-    Weight,
     find_uses,
     keep_slices,
     kept_inside,
     make_plan,
 )
 from .._program import Block, Value, trace
-from .._sharding import Layout, Leaf, Schedule, layouts_by_preference, split_dim, unpad
+from .._sharding import CommSchedule, DimSharding, LeafSpec, layouts_by_preference, split_dim, unpad
 from .._simigrad import GradientHalves
-from .block import emit
-from .gather_sources import hold, scan_depths
-from .mean_gradients import Means, Wanted, mean_over_devices
-from .microbatches import Sums, accumulate, split_microbatches
+from .block import run_block
+from .gather_sources import gather_source, scan_depths
+from .mean_gradients import GradientTarget, MeanGradients, mean_over_devices
+from .microbatches import Accumulators, accumulate, split_microbatches
 from .weight_differences import kept_slice, next_slice
-from .wire_state import Memory
+from .wire_state import LocalWireState
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
     """The leaves of all sharded arguments, in order, and what is split of them."""
 
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[LeafSpec, ...]
     differentiated: tuple[int, ...]  # those that get gradients
     weights_split: bool  # ZeRO stage 3
     gradients_split: bool  # ZeRO stage 2 and 3
 
-    def weight_layout(self, i: int) -> Layout | None:
+    def weight_layout(self, i: int) -> DimSharding | None:
         return self.leaves[i].layout if self.weights_split else None
 
-    def gradient_layout(self, i: int) -> Layout | None:
+    def gradient_layout(self, i: int) -> DimSharding | None:
         return self.leaves[i].layout if self.gradients_split else None
 
 
@@ -66,7 +65,7 @@ class Result:
     loss: Array | None  # None in a forward-only program
     gradients: list[Any]  # means, in stored form
     others: list[Array]  # other outputs, stacked over micro-batches
-    memory: Memory
+    memory: LocalWireState
     plan: Plan
     halves: GradientHalves | None = None  # of the devices, if they are wanted
 
@@ -75,11 +74,11 @@ def run_on_device(
     flat: Flat,
     parameters: Parameters,
     stored: Sequence[Array],
-    memory: Memory,
+    memory: LocalWireState,
     inputs: Sequence[Array],
     specs: Sequence[Any],
     microbatches: int,
-    wire: Wire,
+    comm: CommSpec,
 ) -> Result:
     """Trace, plan and run.
 
@@ -91,51 +90,51 @@ def run_on_device(
         inputs: this device's rows of the batch, and replicated values.
         specs: for each input, which it is.
         microbatches: how many.
-        wire: how values travel.
+        comm: how values travel.
     """
     whole = [
         None if parameters.weight_layout(i) else unpad(x, leaf.layout) if leaf.layout else x
         for i, (leaf, x) in enumerate(zip(parameters.leaves, stored, strict=True))
     ]
-    block, shapes = _trace(flat, parameters, stored, whole, inputs, specs, microbatches, wire)
+    block, shapes = _trace(flat, parameters, stored, whole, inputs, specs, microbatches, comm)
     first = 1 if microbatches > 1 else 0
     values = block.inputs[first : first + len(stored)]
-    weights, uses = _choose_layouts(block, values, parameters, wire)
+    weights, uses = _choose_layouts(block, values, parameters, comm)
     all_depths = scan_depths(uses)
     depths = {i: all_depths.get(weight, 0) for i, weight in weights.items()}
-    wanted = []
+    targets = []
     if shapes[0] is not None:
-        wanted = _wanted(parameters, weights, depths, memory, microbatches, wire)
+        targets = _targets(parameters, weights, depths, memory, microbatches, comm)
     loss = block.outputs[0] if shapes[0] is not None else None
-    demands = _demands(shapes, wanted)
+    reduce_specs = _reduce_specs(shapes, targets)
     loss = loss if isinstance(loss, Value) else None
-    to_keep = _to_keep(parameters, weights, memory, microbatches, wire)
-    num_hops = max(1, len(wire.long(wire.gather_axes if not wire.hpz or to_keep else (LOCAL,))))
-    top = make_plan(block, uses, demands, loss, _schedule(wire), num_hops)
+    to_keep = _to_keep(parameters, weights, memory, microbatches, comm)
+    num_hops = max(1, len(comm.long(comm.gather_axes if not comm.hpz or to_keep else (LOCAL,))))
+    top = make_plan(block, uses, reduce_specs, loss, _schedule(comm), num_hops)
     top = keep_slices(top, to_keep)
-    slices, held = _held(stored, parameters, weights, depths, memory, kept_inside(top), wire)
+    slices, held = _held(stored, parameters, weights, depths, memory, kept_inside(top), comm)
     held_last = dict(held)
 
-    def run(index: Array | None, inputs: list[Any]) -> tuple[Sums, list[Any]]:
+    def run(index: Array | None, inputs: list[Any]) -> tuple[Accumulators, list[Any]]:
         indices = [] if index is None else [index]
-        outputs, held_now = emit(top, wire, [*indices, *whole, *inputs], held)
+        outputs, held_now = run_block(top, comm, [*indices, *whole, *inputs], held)
         if index is None:
             held_last.update(held_now)
         loss, weight, gradients, others = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
         zero = jnp.zeros(()) if loss is None else loss
-        return Sums(zero, weight, gradients), others
+        return Accumulators(zero, weight, gradients), others
 
     sums, others = accumulate(run, inputs, specs, microbatches)
-    kept = sum(x.data.nbytes for x in held_last.values()) if wire.hpz else 0
+    kept = sum(x.data.nbytes for x in held_last.values()) if comm.hpz else 0
     if shapes[0] is None:
         return Result(None, [], others, memory, Plan(top, slice_bytes=kept))
-    means, lost = _means(sums, wanted, parameters, memory, microbatches, wire)
-    at_end = tuple(want.leaf.path for want in wanted if want.demand is None)
+    means, lost = _means(sums, targets, parameters, memory, microbatches, comm)
+    at_end = tuple(want.leaf.path for want in targets if want.reduce_spec is None)
     return Result(
         means.loss.astype(shapes[0].dtype),
         means.gradients,
         others,
-        Memory(slices, lost),
+        LocalWireState(slices, lost),
         Plan(top, at_end, slice_bytes=kept),
         means.halves,
     )
@@ -144,43 +143,43 @@ def run_on_device(
 def _held(
     stored: Sequence[Array],
     parameters: Parameters,
-    weights: dict[int, Weight],
+    weights: dict[int, ShardedParam],
     depths: Mapping[int, int],
-    memory: Memory,
-    later: frozenset[Weight],
-    wire: Wire,
-) -> tuple[dict[int, Array], dict[Weight, Pieces]]:
+    memory: LocalWireState,
+    later: frozenset[ShardedParam],
+    comm: CommSpec,
+) -> tuple[dict[int, Array], dict[ShardedParam, EncodedShards]]:
     """What each weight is gathered from; and the slices to remember.
 
     Slices of the weights in `later` are made where the program first gathers those.
     """
     slices, held = {}, {}
-    from_shards = dataclasses.replace(wire, hpz=None)
+    from_shards = dataclasses.replace(comm, hpz=None)
     for i, weight in weights.items():
         leaf, known = parameters.leaves[i], None
         if i in memory.slices:
-            kept = kept_slice(memory.slices[i], leaf, wire)
-            known = next_slice(stored[i], kept, leaf, wire)
+            kept = kept_slice(memory.slices[i], leaf, comm)
+            known = next_slice(stored[i], kept, leaf, comm)
             slices[i] = known.data
         with labelled("weights", leaf.path):
-            how = from_shards if weight in later else wire
-            held[weight] = hold(stored[i], leaf, weight, depths.get(i, 0), how, known)
+            how = from_shards if weight in later else comm
+            held[weight] = gather_source(stored[i], leaf, weight, depths.get(i, 0), how, known)
     return slices, held
 
 
 def _to_keep(
     parameters: Parameters,
-    weights: dict[int, Weight],
-    memory: Memory,
+    weights: dict[int, ShardedParam],
+    memory: LocalWireState,
     microbatches: int,
-    wire: Wire,
-) -> frozenset[Weight]:
+    comm: CommSpec,
+) -> frozenset[ShardedParam]:
     """The weights whose slices are best made where they are first gathered (hpZ).
 
     Not those of several micro-batches, which share them, nor those that are brought up to
     date by differences; nor those that are cut along another dim inside the node.
     """
-    if wire.hpz is None or microbatches > 1 or wire.sizes[NODE] == 1:
+    if comm.hpz is None or microbatches > 1 or comm.sizes[NODE] == 1:
         return frozenset()
     leaves = parameters.leaves
     return frozenset(
@@ -190,25 +189,25 @@ def _to_keep(
     )
 
 
-def _schedule(wire: Wire) -> Schedule:
+def _schedule(comm: CommSpec) -> CommSchedule:
     """What was asked for; where nothing is sent there is nothing to plan."""
-    if wire.pieces == 1:
-        return dataclasses.replace(wire.schedule, prefetch=0, bucket_bytes=0)
-    return wire.schedule
+    if comm.pieces == 1:
+        return dataclasses.replace(comm.schedule, prefetch=0, bucket_bytes=0)
+    return comm.schedule
 
 
 def _means(
-    sums: Sums,
-    wanted: Sequence[Wanted],
+    sums: Accumulators,
+    targets: Sequence[GradientTarget],
     parameters: Parameters,
-    memory: Memory,
+    memory: LocalWireState,
     microbatches: int,
-    wire: Wire,
-) -> tuple[Means, dict[int, Array]]:
+    comm: CommSpec,
+) -> tuple[MeanGradients, dict[int, Array]]:
     """The means, and what rounding lost, by number of leaf."""
     numbers = parameters.differentiated
     errors = [memory.errors[i][0] if i in memory.errors else None for i in numbers]
-    means = mean_over_devices(sums, wanted, errors, microbatches, wire)
+    means = mean_over_devices(sums, targets, errors, microbatches, comm)
     pairs = zip(numbers, means.lost, strict=True)
     return means, {i: jnp.expand_dims(x, 0) for i, x in pairs if x is not None}
 
@@ -221,7 +220,7 @@ def _trace(
     inputs: Sequence[Array],
     specs: Sequence[Any],
     microbatches: int,
-    wire: Wire,
+    comm: CommSpec,
 ) -> tuple[Block, Any]:
     """The program of one micro-batch, on full parameters that never exist."""
     full = []
@@ -231,7 +230,7 @@ def _trace(
         piece = shard
         if leaf.codec is not None:
             piece = jax.ShapeDtypeStruct(from_stored(shard, leaf).shape, leaf.dtype)
-        full.append(gathered_aval(piece, layout, wire) if layout else x)
+        full.append(gathered_aval(piece, layout, comm) if layout else x)
     rows = [
         jax.eval_shape(lambda x, spec=spec: split_microbatches(x, spec, microbatches)[0], x)
         if microbatches > 1 and split_dim(spec) is not None
@@ -250,8 +249,8 @@ def _trace(
 
 
 def _choose_layouts(
-    block: Block, values: Sequence[Value], parameters: Parameters, wire: Wire
-) -> tuple[dict[int, Weight], BlockUses]:
+    block: Block, values: Sequence[Value], parameters: Parameters, comm: CommSpec
+) -> tuple[dict[int, ShardedParam], BlockUses]:
     """Cut every weight so that the program can scan and slice it as shards.
 
     Storage decides, unless the program scans (or slices) a weight over the very dim that it
@@ -262,13 +261,13 @@ def _choose_layouts(
     for i, leaf in enumerate(parameters.leaves):
         layout = parameters.weight_layout(i)
         if layout:
-            others = layouts_by_preference(leaf.shape, wire.pieces)
+            others = layouts_by_preference(leaf.shape, comm.pieces)
             choices[i] = [layout, *(other for other in others if other.dim != layout.dim)]
     chosen = dict.fromkeys(choices, 0)
     hopeless: set[int] = set()
     while True:
         weights = {
-            i: Weight(i, leaf.path, leaf.shape, leaf.dtype, choices[i][chosen[i]])
+            i: ShardedParam(i, leaf.path, leaf.shape, leaf.dtype, choices[i][chosen[i]])
             for i, leaf in enumerate(parameters.leaves)
             if i in choices
         }
@@ -283,42 +282,42 @@ def _choose_layouts(
                 hopeless.add(i)
 
 
-def _wanted(
+def _targets(
     parameters: Parameters,
-    weights: dict[int, Weight],
+    weights: dict[int, ShardedParam],
     depths: Mapping[int, int],
-    memory: Memory,
+    memory: LocalWireState,
     microbatches: int,
-    wire: Wire,
-) -> list[Wanted]:
+    comm: CommSpec,
+) -> list[GradientTarget]:
     """For each differentiated leaf, how far the program reduces its gradient.
 
     Only inside the node, if the sum over nodes is better taken once, at the end: for all
     micro-batches, if the memory for slices is there anyway; if an error is added to it; if
     the slice still has to be cut along another dim; or if it stays whole on every node, and is
-    wanted in halves.
+    targets in halves.
     """
-    wanted = []
-    once = wire.hpz is not None and microbatches > 1
-    once |= NODE not in wire.axes and (microbatches > 1 or wire.halves)
+    targets = []
+    once = comm.hpz is not None and microbatches > 1
+    once |= NODE not in comm.axes and (microbatches > 1 or comm.halves)
     for i in parameters.differentiated:
         leaf, stored = parameters.leaves[i], parameters.gradient_layout(i)
         layout = weights[i].layout if i in weights else stored
-        demand = None
+        reduce_spec = None
         if layout is not None:
             moved = stored is not None and layout.dim != stored.dim
             late = once or moved or i in memory.errors
-            hops = (LOCAL,) if late and wire.sizes[NODE] > 1 else REDUCTION_HOPS
-            demand = Demand(leaf.path, layout, hops)
+            hops = (LOCAL,) if late and comm.sizes[NODE] > 1 else REDUCTION_HOPS
+            reduce_spec = ReduceSpec(leaf.path, leaf.shape, leaf.dtype, layout, hops)
         size = math.prod(leaf.shape[depths.get(i, 0) :])
         if i in memory.errors:  # made for it, whatever the program scans
             size = leaf.layer_size
-        wanted.append(Wanted(leaf, stored, demand, size))
-    return wanted
+        targets.append(GradientTarget(leaf, stored, reduce_spec, size))
+    return targets
 
 
-def _demands(shapes: Any, wanted: Sequence[Wanted]) -> list[Demand | None]:
+def _reduce_specs(shapes: Any, targets: Sequence[GradientTarget]) -> list[ReduceSpec | None]:
     """How each output of the program is wanted."""
     loss, weight, _, others = shapes
     num_before = len(jax.tree.leaves((loss, weight)))
-    return [*[None] * num_before, *[want.demand for want in wanted], *[None] * len(others)]
+    return [*[None] * num_before, *[want.reduce_spec for want in targets], *[None] * len(others)]

@@ -13,15 +13,15 @@ from collections.abc import Mapping
 
 from jaxtyping import Array, Shaped
 
-from .._collectives import Pieces, Wire, from_stored, keep, move_split, node_slices
+from .._collectives import CommSpec, EncodedShards, from_stored, keep, move_split, node_slices
 from .._mesh import LOCAL
-from .._plan import BlockUses, Weight
-from .._sharding import Leaf
+from .._plan import BlockUses, ShardedParam
+from .._sharding import LeafSpec
 
 
-def scan_depths(uses: BlockUses) -> Mapping[Weight, int]:
+def scan_depths(uses: BlockUses) -> Mapping[ShardedParam, int]:
     """For each weight, how many of its leading dims loops scan over, layer by layer."""
-    depths: dict[Weight, int] = {}
+    depths: dict[ShardedParam, int] = {}
     for loop in uses.loops.values():
         inner = scan_depths(loop.body)
         depths.update(inner)
@@ -33,14 +33,14 @@ def scan_depths(uses: BlockUses) -> Mapping[Weight, int]:
     return depths
 
 
-def hold(
+def gather_source(
     shard: Shaped[Array, ...],
-    leaf: Leaf,
-    weight: Weight,
+    leaf: LeafSpec,
+    weight: ShardedParam,
     depth: int,
-    wire: Wire,
-    known: Pieces | None = None,
-) -> Pieces:
+    comm: CommSpec,
+    known: EncodedShards | None = None,
+) -> EncodedShards:
     """What a program gathers a weight from: the shard, or the node's slice.
 
     Args:
@@ -48,44 +48,44 @@ def hold(
         leaf: how it is stored.
         weight: how the program cuts it, perhaps along another dim.
         depth: how many leading dims it scans over.
-        wire: with `hpz`, the slice is made now; without, the shard is what is held.
+        comm: with `hpz`, the slice is made now; without, the shard is what is held.
         known: the node's slice, where it is at hand already.
     """
-    pieces = _hold(shard, leaf, weight, depth, wire, known)
-    return dataclasses.replace(pieces, axes=(LOCAL,) if wire.hpz else wire.gather_axes)
+    pieces = _gather_source(shard, leaf, weight, depth, comm, known)
+    return dataclasses.replace(pieces, axes=(LOCAL,) if comm.hpz else comm.gather_axes)
 
 
-def _hold(
+def _gather_source(
     shard: Shaped[Array, ...],
-    leaf: Leaf,
-    weight: Weight,
+    leaf: LeafSpec,
+    weight: ShardedParam,
     depth: int,
-    wire: Wire,
-    known: Pieces | None,
-) -> Pieces:
+    comm: CommSpec,
+    known: EncodedShards | None,
+) -> EncodedShards:
     assert leaf.layout is not None
     moved = leaf.layout.dim != weight.layout.dim
     size = math.prod(leaf.shape[depth:])
     if leaf.codec is not None:
         pieces = from_stored(shard, leaf)
         if not moved:
-            return node_slices([pieces], [size], wire)[0] if wire.hpz else pieces
+            return node_slices([pieces], [size], comm)[0] if comm.hpz else pieces
         shard = pieces.join()
-    if not wire.hpz:
+    if not comm.hpz:
         if not moved:
-            return Pieces.plain(shard, leaf.layout.dim, depth)
-        axes = wire.long(wire.axes)
+            return EncodedShards.plain(shard, leaf.layout.dim, depth)
+        axes = comm.long(comm.axes)
         x = move_split(shard, leaf.shape, leaf.layout, weight.layout, axes)
-        return Pieces.plain(x, weight.layout.dim, depth)
+        return EncodedShards.plain(x, weight.layout.dim, depth)
     if known is None:
-        known = Pieces.plain(shard, leaf.layout.dim, 0 if moved else depth)
-        (known,) = node_slices([known], [size], wire)
+        known = EncodedShards.plain(shard, leaf.layout.dim, 0 if moved else depth)
+        (known,) = node_slices([known], [size], comm)
     if moved:  # inside the node: a slice is there already
-        axes = wire.long((LOCAL,))
+        axes = comm.long((LOCAL,))
         x = move_split(known.join(), leaf.shape, leaf.layout, weight.layout, axes)
-        return keep(Pieces.plain(x, weight.layout.dim, depth), size, wire)
+        return keep(EncodedShards.plain(x, weight.layout.dim, depth), size, comm)
     if known.codec is not None and known.lead != depth:
-        return keep(Pieces.plain(known.join(), known.dim, depth), size, wire)
+        return keep(EncodedShards.plain(known.join(), known.dim, depth), size, comm)
     return known
 
 

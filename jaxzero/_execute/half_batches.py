@@ -21,16 +21,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32
 
-from .._collectives import HalvedSum, Wire, all_reduce, labelled
+from .._collectives import CommSpec, HalfBatchSum, all_reduce, labelled
 from .._mesh import AXES
 from .._simigrad import GradientHalves, dot
 
 
 def gradient_halves(
-    pieces: Sequence[HalvedSum | None],
+    pieces: Sequence[HalfBatchSum | None],
     copies: Sequence[int],
     weight: Array | None,
-    wire: Wire,
+    comm: CommSpec,
 ) -> GradientHalves:
     """The products of all leaves, from this device's pieces.
 
@@ -38,7 +38,7 @@ def gradient_halves(
         pieces: of each leaf, over the weight of the whole batch; None: it has no gradient.
         copies: how many devices have the same piece.
         weight: of this device's rows; None: all examples weigh the same.
-        wire: which devices are the first half.
+        comm: which devices are the first half.
 
     Returns:
         Lists with a scalar for each leaf.
@@ -48,11 +48,11 @@ def gradient_halves(
     products = jnp.concatenate(
         [none[:0], *(none if x is None else _products(x, num) for x, num in pairs)]
     )
-    axis = wire.halves_axis
-    half = wire.half(axis)
+    axis = comm.halves_axis
+    half = comm.half(axis)
     with labelled("other", "halves"):
         if weight is None:
-            sums, share = all_reduce(products, AXES), jnp.float32(half / wire.sizes[axis])
+            sums, share = all_reduce(products, AXES), jnp.float32(half / comm.sizes[axis])
         else:
             mine = weight.astype(jnp.float32)
             first = jnp.where(lax.axis_index(axis) < half, mine, 0.0)
@@ -64,7 +64,7 @@ def gradient_halves(
     return GradientHalves(list(first), list(second), list(cross), share)
 
 
-def _products(x: HalvedSum, copies: int) -> Float32[Array, " 3"]:
+def _products(x: HalfBatchSum, copies: int) -> Float32[Array, " 3"]:
     second = x.total - x.first
     products = dot(x.first, x.first), dot(second, second), dot(x.first, second)
     return jnp.stack(products) / copies

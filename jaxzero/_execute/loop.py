@@ -1,103 +1,131 @@
-"""Loops over stacked layers: the plain one, and the pipelined one ([Note: loops] in `_schedule`).
+"""Run loops over stacked layers, plain or pipelined ([Note: loops] in `schedule`).
 
-A pipelined loop is a `lax.scan` over the numbers of the layers. Beside the program's own carry
-it carries the messages with the next layer's weights, the last layer's gradients as they will
-be sent, and the stacks that are filled late: reduced gradients, and slices that are kept.
+A pipelined loop is a `lax.scan` over the numbers of the layers. Beside the program's own carry it
+carries the buckets with the next layer's weights, the last layer's gradients as they will be sent,
+and the stacks that are filled one iteration late: reduced gradients, and slices that are kept.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._collectives import Outbox, Parcel, Pieces, Sum, recording, repeated
-from .._plan import Stack, Weight
-from .._program import Loop
-from .gathers import Bind, Held, on_shard, pass_on, write
+from .._collectives import CommSpec, EncodedShards, ReduceBucket, Sum, recording, repeated
+from .._plan import BlockPlan, ShardedParam, Stack
+from .._program import Atom, Loop
+from .gathers import Bind, Held, encode_bucket, gather_next_axis, on_shard
+from .gradient_buckets import GradientBuckets
+from .weight_buckets import InFlight, WeightBuckets
 
-if TYPE_CHECKING:
-    from .block import Emitter
+
+@runtime_checkable
+class Runner(Protocol):
+    """A run of a block: what a loop reads of the one that it is in, and does with its body's."""
+
+    plan: BlockPlan
+    comm: CommSpec
+    weights: WeightBuckets
+    gradients: GradientBuckets
+    prologues: dict[int, Prologue]
+
+    def read(self, atom: Atom) -> Any: ...
+
+    def tie_loop(self, carry: list[Any]) -> list[Any]: ...
+
+    def run(self, inputs: Sequence[Any], handed_on: frozenset[int]) -> list[Any]: ...
+
+    def settle(self, buckets: Mapping[int, ReduceBucket]) -> dict[int, Any]: ...
+
+    @property
+    def inside(self) -> Callable[..., Runner]:
+        """Make a run of a loop's body: (plan, held, in_flight, next_held)."""
+        ...
 
 
-class Prefetched(NamedTuple):
-    """What is there before a loop begins."""
+class Prologue(NamedTuple):
+    """What is gathered before the first iteration of a loop."""
 
-    on_way: dict[int, list[list[Parcel]]]  # of each unit: after each hop, as `Emitter.on_way`
-    slices: dict[int, dict[Weight, Pieces]]  # that were kept of it, by number of the layer
+    in_flight: InFlight  # as `WeightBuckets.in_flight`
+    slices: dict[int, dict[ShardedParam, EncodedShards]]  # slices kept, by number of the layer
 
 
 class _State(NamedTuple):
     """What a pipelined loop carries."""
 
     carry: list[Any]
-    on_way: dict[int, list[list[Parcel]]]
-    outboxes: dict[int, list[Outbox]]  # of each late unit, of the iterations before: by hop
-    late: dict[int, Sum]  # stacks of the late outputs, by number
+    in_flight: InFlight
+    buckets: dict[int, list[ReduceBucket]]  # of each deferred group: by axes done
+    deferred: dict[int, Sum]  # stacks of the deferred outputs, by number
     slices: list[Array]  # stacks of slices, for `_Loop.kept_ahead`
 
 
-def run_loop(emitter: Emitter, index: int, loop: Loop) -> list[Any]:
+def run_loop(outer: Runner, index: int, loop: Loop) -> list[Any]:
     """Run a loop of a block; its outputs, where those that are views outside are None."""
-    return _Loop(emitter, index, loop).run()
+    return _Loop(outer, index, loop).run()
 
 
-def first_layers(emitter: Emitter, index: int, tie: Bind) -> Prefetched:
-    """Send the units that a loop's first iteration finds on their way."""
-    loop = emitter.plan.block.operations[index]
+def loop_prologue(outer: Runner, index: int, tie: Bind) -> Prologue:
+    """Start to gather the layers of a loop's first iterations."""
+    loop = outer.plan.block.operations[index]
     assert isinstance(loop, Loop)
-    return _Loop(emitter, index, loop).prologue(tie)
+    return _Loop(outer, index, loop).prologue(tie)
 
 
 class _Loop:
-    def __init__(self, emitter: Emitter, index: int, loop: Loop):
-        self.emitter = emitter
+    def __init__(self, outer: Runner, index: int, loop: Loop):
+        self.outer = outer
         self.index = index
         self.loop = loop
-        self.plan = emitter.plan.loops[index]
-        self.uses = emitter.plan.uses.loops[index]
+        self.plan = outer.plan.loops[index]
+        self.uses = outer.plan.uses.loops[index]
+        self.gradients = GradientBuckets(self.plan.body, outer.comm)
         self.stacks = [self._stack(stack) for stack in self.uses.stacks]
-        ahead = [one for unit in self.plan.body.units if unit.ahead for one in unit.gathers]
-        here = [one for unit in self.plan.body.units if not unit.ahead for one in unit.gathers]
-        self.kept_ahead = [one.weight for one in ahead if one.keeps]
-        self.kept_here = [one.weight for one in here if one.keeps]
+        kept = [
+            (group.prefetched, one.weight)
+            for group in self.plan.body.gather_groups
+            for one in group.gathers
+            if one.keeps
+        ]
+        self.kept_ahead = [weight for prefetched, weight in kept if prefetched]
+        self.kept_here = [weight for prefetched, weight in kept if not prefetched]
 
     def run(self) -> list[Any]:
-        loop, emitter = self.loop, self.emitter
+        loop, outer = self.loop, self.outer
         first, known = loop.num_constants + loop.num_carry, self.plan.body.uses.views
         pairs = zip(loop.inputs, loop.body.inputs, strict=True)
         inputs = [
-            None if i >= first and inside in known else emitter.read(outside)
+            None if i >= first and inside in known else outer.read(outside)
             for i, (outside, inside) in enumerate(pairs)
         ]
         self.constants = inputs[: loop.num_constants]
         carry, stacks = inputs[loop.num_constants : first], inputs[first:]
-        carry = emitter.tie_loop(carry)
+        carry = outer.tie_loop(carry)
         return (self._pipelined if self.plan.is_pipelined else self._plain)(carry, stacks)
 
-    def prologue(self, tie: Bind) -> Prefetched:
+    def prologue(self, tie: Bind) -> Prologue:
         """What is on its way before the first iteration: the layer of entry `s` has done
         hops 0 to `s`."""
-        wire, num_hops = self.emitter.wire, self.plan.body.num_hops
-        on_way: dict[int, list[list[Parcel]]] = {}
-        slices: dict[int, dict[Weight, Pieces]] = {}
+        comm, num_hops = self.outer.comm, self.plan.body.num_hops
+        in_flight: InFlight = {}
+        slices: dict[int, dict[ShardedParam, EncodedShards]] = {}
         for hop in range(num_hops):
             place = self.place(jnp.asarray(num_hops - 1 - hop))
             held = self.layer(place)
             before = dict(held)
-            for number, unit in enumerate(self.plan.body.units):
-                if unit.ahead:
-                    parcels = write(unit, held, wire, tie, lambda messages: messages)
+            for number, group in enumerate(self.plan.body.gather_groups):
+                if group.prefetched:
+                    buckets = encode_bucket(group, held, comm, tie, lambda messages: messages)
                     for done in range(hop + 1):
-                        parcels = pass_on(unit, parcels, wire, num_hops - done)
-                    on_way.setdefault(number, []).append(parcels)
+                        buckets = gather_next_axis(group, buckets, comm, num_hops - done)
+                    in_flight.setdefault(number, []).append(buckets)
             slices[num_hops - 1 - hop] = {x: held[x] for x in held if held[x] is not before[x]}
-        return Prefetched(on_way, slices)
+        return Prologue(in_flight, slices)
 
     def place(self, turn: Array) -> Array:
         """Which layer has its turn after `turn` iterations.
@@ -105,7 +133,7 @@ class _Loop:
         After the last one, what the loop that runs back takes; or the last one again.
         """
         length = self.loop.length
-        back = any(x.continues == self.index for x in self.emitter.plan.loops.values())
+        back = any(x.continues == self.index for x in self.outer.plan.loops.values())
         after = 2 * length - 1 - turn if back else length - 1
         turn = jnp.where(turn < length, jnp.maximum(turn, 0), after)
         return length - 1 - turn if self.loop.is_reversed else turn
@@ -117,10 +145,10 @@ class _Loop:
             for stack, pieces in zip(self.uses.stacks, self.stacks, strict=True)
         }
 
-    def _stack(self, stack: Stack) -> Pieces:
+    def _stack(self, stack: Stack) -> EncodedShards:
         """What a loop scans of a stack, with the operations before it done."""
         view = stack.view
-        pieces = self.emitter.held[view.weight]
+        pieces = self.outer.weights.held[view.weight]
         if not view.ops:
             return pieces
         return on_shard(pieces, view.ops, view.weight)[0]
@@ -133,10 +161,11 @@ class _Loop:
             stacks, data = slices
             layers = [pieces.layer(x) for pieces, x in zip(self.stacks, data, strict=True)]
             held = dict(zip((stack.layer for stack in self.uses.stacks), layers, strict=True))
-            inside = self._emitter(held)
+            inside = self.outer.inside(self.plan.body, held)
             outputs = inside.run([*self.constants, *carry, *stacks], self.uses.handed_on)
-            slices = [inside.held[weight].data for weight in self.kept_here]
-            self.templates = {x: inside.held[x] for x in self.kept_here}
+            mine = inside.weights.held
+            slices = [mine[weight].data for weight in self.kept_here]
+            self.templates = {x: mine[x] for x in self.kept_here}
             return outputs[:num_carry], (outputs[num_carry:], slices)
 
         traced, note = repeated(body, self.loop.length)
@@ -147,9 +176,9 @@ class _Loop:
         return [*carry, *stacked]
 
     def _pipelined(self, carry: list[Any], stacks: list[Any]) -> list[Any]:
-        """The next layers' weights, and the last ones' gradients, on their way meanwhile."""
+        """Gather the next layers' weights and reduce the last ones' gradients meanwhile."""
         loop = self.loop
-        before = self.emitter.prefetched.pop(self.index)
+        before = self.outer.prologues.pop(self.index)
         self.templates = {x: kept for each in before.slices.values() for x, kept in each.items()}
         state = self._start(carry, before, stacks)
 
@@ -164,12 +193,12 @@ class _Loop:
             traced, state, (turns[::-1] if loop.is_reversed else turns, stacks)
         )
         note()
-        late = self._flush(state)
+        deferred = self._flush(state)
         self._hold(dict(zip(self.kept_ahead, state.slices, strict=True)))
         self._hold(dict(zip(self.kept_here, slices, strict=True)))
         self._hand_on(state)
         outputs = [*state.carry, *stacked]
-        for number, x in late.items():
+        for number, x in deferred.items():
             outputs[number] = x
         return outputs
 
@@ -182,20 +211,21 @@ class _Loop:
         for weight, x in zip(self.kept_ahead, state.slices, strict=True):
             data = lax.dynamic_index_in_dim(x, here, 0, keepdims=False)
             held[weight] = dataclasses.replace(self.templates[weight], data=data)
-        inside = self._emitter(held, state.on_way, self.layer(following))
+        next_held = self.layer(following)
+        inside = self.outer.inside(self.plan.body, held, state.in_flight, next_held)
         outputs = inside.run([*self.constants, *state.carry, *stacks], self.uses.handed_on)
-        outboxes, late = self._reduced(state, inside.outboxes, turn)
+        buckets, deferred = self._reduced(state, inside.gradients.deferred, turn)
         slices = [
-            lax.dynamic_update_index_in_dim(x, inside.next_held[weight].data, following, 0)
+            lax.dynamic_update_index_in_dim(x, inside.weights.next_held[weight].data, following, 0)
             for weight, x in zip(self.kept_ahead, state.slices, strict=True)
         ]
-        self.templates.update({x: inside.held[x] for x in self.kept_here})
+        self.templates.update({x: inside.weights.held[x] for x in self.kept_here})
         carry = outputs[: self.loop.num_carry]
-        state = _State(carry, inside.upcoming, outboxes, late, slices)
-        mine = [inside.held[weight].data for weight in self.kept_here]
+        state = _State(carry, inside.weights.next_in_flight, buckets, deferred, slices)
+        mine = [inside.weights.held[weight].data for weight in self.kept_here]
         return state, outputs[self.loop.num_carry :], mine
 
-    def _start(self, carry: list[Any], before: Prefetched, stacks: list[Any]) -> _State:
+    def _start(self, carry: list[Any], before: Prologue, stacks: list[Any]) -> _State:
         """The state before the first iteration, which finds gradients of zero to send."""
         length = self.loop.length
         slices = []
@@ -206,86 +236,79 @@ class _Loop:
                 place = self.place(jnp.asarray(turn))
                 stack = lax.dynamic_update_index_in_dim(stack, kept[weight].data, place, 0)
             slices.append(stack)
-        state = _State(carry, before.on_way, {}, {}, slices)
+        state = _State(carry, before.in_flight, {}, {}, slices)
         rows = [None if x is None else x[0] for x in stacks]
 
         def shapes():
-            first = self._iteration(state, jnp.asarray(0), rows)[0].outboxes
-            boxes = {number: [outboxes[0]] for number, outboxes in first.items()}
-            inside = self._emitter({})
+            first = self._iteration(state, jnp.asarray(0), rows)[0].buckets
+            waiting = {number: [buckets[0]] for number, buckets in first.items()}
             done = {}
-            for number, some in boxes.items():
-                for hop in range(inside.num_reduce_hops(number)):
-                    some.append(inside.reduce_hop(number, hop, some[hop]))
+            for number, some in waiting.items():
+                for axis in range(self.gradients.num_axes(number)):
+                    some.append(self.gradients.reduce_next(number, axis, some[axis]))
                 done[number] = some.pop()
-            return boxes, inside.settle(done)
+            return waiting, self._settle(done)
 
         with recording(None):
-            outboxes, late = jax.eval_shape(shapes)
+            buckets, deferred = jax.eval_shape(shapes)
         return state._replace(
-            outboxes=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), outboxes),
-            late=jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), late),
+            buckets=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), buckets),
+            deferred=jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), deferred),
         )
 
     def _reduced(
-        self, state: _State, new: Mapping[int, Outbox], turn: Array
-    ) -> tuple[dict[int, list[Outbox]], dict[int, Sum]]:
-        """Send late gradients over a hop each; those of the oldest iteration are reduced."""
-        inside = self._emitter({})
-        outboxes, done, num_hops = {}, {}, 0
-        for number, some in state.outboxes.items():
-            sent = [inside.reduce_hop(number, hop, box) for hop, box in enumerate(some)]
-            outboxes[number], done[number] = [new[number], *sent[:-1]], sent[-1]
-            num_hops = len(some)
+        self, state: _State, new: Mapping[int, ReduceBucket], turn: Array
+    ) -> tuple[dict[int, list[ReduceBucket]], dict[int, Sum]]:
+        """Reduce deferred buckets over one axis each; those of the oldest iteration are done."""
+        buckets, done, num_axes = {}, {}, 0
+        for number, some in state.buckets.items():
+            reduce_next = self.gradients.reduce_next
+            sent = [reduce_next(number, axis, bucket) for axis, bucket in enumerate(some)]
+            buckets[number], done[number] = [new[number], *sent[:-1]], sent[-1]
+            num_axes = len(some)
         if not done:
-            return {number: [box] for number, box in new.items()}, state.late
-        return outboxes, self._written(state.late, done, turn - num_hops)
+            return {number: [bucket] for number, bucket in new.items()}, state.deferred
+        return buckets, self._written(state.deferred, done, turn - num_axes)
 
     def _flush(self, state: _State) -> dict[int, Sum]:
-        """Reduce what the last iterations left."""
-        late = state.late
-        inside = self._emitter({})
-        num_hops = max((len(some) for some in state.outboxes.values()), default=0)
-        for hop in reversed(range(num_hops)):
+        """Reduce the buckets that the last iterations left."""
+        deferred = state.deferred
+        num_axes = max((len(some) for some in state.buckets.values()), default=0)
+        for axis in reversed(range(num_axes)):
             done = {
-                number: inside.reduce_rest(number, hop, some[hop])
-                for number, some in state.outboxes.items()
+                number: self.gradients.reduce_rest(number, axis, some[axis])
+                for number, some in state.buckets.items()
             }
-            late = self._written(late, done, jnp.asarray(self.loop.length - 1 - hop))
-        return late
+            deferred = self._written(deferred, done, jnp.asarray(self.loop.length - 1 - axis))
+        return deferred
 
     def _written(
-        self, late: dict[int, Sum], done: dict[int, Outbox], turn: Array
+        self, deferred: dict[int, Sum], done: dict[int, ReduceBucket], turn: Array
     ) -> dict[int, Sum]:
-        """The stacks of late outputs with those of one more layer."""
-        made, place = self._emitter({}).settle(done), self.place(turn)
+        """The stacks of deferred outputs with those of one more layer."""
+        made, place = self._settle(done), self.place(turn)
         return {
             number: jax.tree.map(
                 lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, place, 0),
                 stack,
                 made[number],
             )
-            for number, stack in late.items()
+            for number, stack in deferred.items()
         }
 
-    def _emitter(
-        self,
-        held: Held,
-        on_way: Mapping[int, list[list[Parcel]]] | None = None,
-        next_held: Held | None = None,
-    ) -> Emitter:
-        plan, wire = self.plan.body, self.emitter.wire
-        return type(self.emitter)(plan, wire, held, on_way, next_held)
+    def _settle(self, done: dict[int, ReduceBucket]) -> dict[int, Any]:
+        """The deferred outputs of one iteration, from its reduced buckets."""
+        return self.outer.inside(self.plan.body, {}).settle(done)
 
-    def _hold(self, slices: dict[Weight, Array]) -> None:
+    def _hold(self, slices: dict[ShardedParam, Array]) -> None:
         """The stacks of slices replace the stacks of shards."""
         for stack in self.uses.stacks:
             if stack.layer in slices:
                 kept = self.templates[stack.layer].stack(slices[stack.layer])
-                self.emitter.held[stack.view.weight] = kept
+                self.outer.weights.held[stack.view.weight] = kept
 
     def _hand_on(self, state: _State) -> None:
         """Let the loop that runs back begin with what was sent last."""
-        for number, other in self.emitter.plan.loops.items():
+        for number, other in self.outer.plan.loops.items():
             if other.continues == self.index:
-                self.emitter.prefetched[number] = Prefetched(state.on_way, {})
+                self.outer.prologues[number] = Prologue(state.in_flight, {})

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._collectives import (
-    HalvedSum,
-    Wire,
+    CommSpec,
+    HalfBatchSum,
+    ReduceSpec,
     accumulator_dtype,
     all_reduce,
     as_pair,
@@ -29,30 +30,29 @@ from .._collectives import (
     sum_whole,
 )
 from .._mesh import AXES, LOCAL, NODE
-from .._plan import Demand
-from .._sharding import Layout, Leaf, pad
+from .._sharding import DimSharding, LeafSpec, pad
 from .._simigrad import GradientHalves
 from .half_batches import gradient_halves
-from .microbatches import Sums
+from .microbatches import Accumulators
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class GradientTarget:
     """One differentiated leaf, and what the program leaves of its gradient."""
 
-    leaf: Leaf
-    stored: Layout | None  # how its gradient is stored; None: whole
-    demand: Demand | None  # what the program reduces it to; None: nothing
+    leaf: LeafSpec
+    stored: DimSharding | None  # how its gradient is stored; None: whole
+    reduce_spec: ReduceSpec | None  # what the program reduces it to; None: nothing
     size: int  # elements; of one layer, if it is scanned
 
     @property
     def in_node_only(self) -> bool:
         """Whether the sum over nodes is still to be taken."""
-        return self.demand is not None and NODE not in self.demand.hops
+        return self.reduce_spec is not None and NODE not in self.reduce_spec.hops
 
 
 @dataclasses.dataclass(frozen=True)
-class Means:
+class MeanGradients:
     """What a step is after.
 
     Attributes:
@@ -69,12 +69,12 @@ class Means:
 
 
 def mean_over_devices(
-    sums: Sums,
-    wanted: Sequence[Wanted],
+    sums: Accumulators,
+    wanted: Sequence[GradientTarget],
     errors: Sequence[Array | None],
     num_microbatches: int,
-    wire: Wire,
-) -> Means:
+    comm: CommSpec,
+) -> MeanGradients:
     """The loss and the gradients of the whole batch, from every device's sums.
 
     Args:
@@ -82,19 +82,19 @@ def mean_over_devices(
         wanted: what each of the gradients in them is.
         errors: for each, what rounding lost in the step before; None: not kept.
         num_microbatches: that went into the sums.
-        wire: how gradients travel.
+        comm: how gradients travel.
     """
     with labelled("other", "loss"):
         loss = all_reduce(sums.loss, AXES)
         if sums.weight is None:
-            total = jnp.asarray(wire.num_devices * num_microbatches, loss.dtype)
+            total = jnp.asarray(comm.num_devices * num_microbatches, loss.dtype)
         else:
             total = all_reduce(sums.weight, AXES)
     pairs = enumerate(zip(sums.gradients, wanted, strict=True))
-    whole = [i for i, (x, want) in pairs if x is not None and want.demand is None]
+    whole = [i for i, (x, want) in pairs if x is not None and want.reduce_spec is None]
     with labelled("gradients"):
         summed = sum_whole(
-            [sums.gradients[i] for i in whole], [wanted[i].size for i in whole], wire
+            [sums.gradients[i] for i in whole], [wanted[i].size for i in whole], comm
         )
     known = dict(zip(whole, zip(*summed, strict=True), strict=True))
     means = []
@@ -103,12 +103,12 @@ def mean_over_devices(
             x, piece = known[i]
         else:
             x, piece = as_pair(x)
-        means.append(_mean(x, piece, want, error, total, wire))
+        means.append(_mean(x, piece, want, error, total, comm))
     halves = None
-    if wire.halves:
-        copies = [wire.num_copies if i in known else 1 for i in range(len(wanted))]
-        halves = gradient_halves([piece for *_, piece in means], copies, sums.weight, wire)
-    return Means(
+    if comm.halves:
+        copies = [comm.num_copies if i in known else 1 for i in range(len(wanted))]
+        halves = gradient_halves([piece for *_, piece in means], copies, sums.weight, comm)
+    return MeanGradients(
         loss / total.astype(loss.dtype),
         [x for x, *_ in means],
         [error for _, error, _ in means],
@@ -118,12 +118,12 @@ def mean_over_devices(
 
 def _mean(
     x: Any,
-    piece: HalvedSum | None,
-    want: Wanted,
+    piece: HalfBatchSum | None,
+    want: GradientTarget,
     error: Array | None,
     total: Array,
-    wire: Wire,
-) -> tuple[Any, Array | None, HalvedSum | None]:
+    comm: CommSpec,
+) -> tuple[Any, Array | None, HalfBatchSum | None]:
     """One gradient, as it is stored; what rounding lost; and a piece of it in halves."""
     if x is None:
         return None, error, None
@@ -131,23 +131,31 @@ def _mean(
     if not want.in_node_only:
         x = x / total.astype(x.dtype)
         piece = jax.tree.map(lambda part: part / total.astype(part.dtype), piece)
-        x = _moved(x, want, wire, wire.axes)
+        x = _moved(x, want, comm, comm.axes)
     else:
-        assert want.demand is not None
-        nodes = jnp.asarray(wire.sizes[NODE], x.dtype)
-        x = _moved(x / (total.astype(x.dtype) / nodes), want, wire, (LOCAL,))
-        layout = want.stored or want.demand.layout
+        assert want.reduce_spec is not None
+        nodes = jnp.asarray(comm.sizes[NODE], x.dtype)
+        x = _moved(x / (total.astype(x.dtype) / nodes), want, comm, (LOCAL,))
+        layout = want.stored or want.reduce_spec.layout
         with labelled("gradients", leaf.path):
-            x, piece, new_error = reduce_over_node(x, layout, want.size, leaf.dtype, wire, error)
+            x, piece, new_error = reduce_over_node(x, layout, want.size, leaf.dtype, comm, error)
         piece = jax.tree.map(lambda part: part / nodes.astype(part.dtype), piece)
         x = x.astype(accumulator_dtype(leaf.dtype)) / nodes.astype(accumulator_dtype(leaf.dtype))
     x = x.astype(leaf.dtype)
-    return (pad(x, leaf.layout) if leaf.layout and want.demand is None else x), new_error, piece
+    return (
+        (pad(x, leaf.layout) if leaf.layout and want.reduce_spec is None else x),
+        new_error,
+        piece,
+    )
 
 
-def _moved(x: Array, want: Wanted, wire: Wire, axes: tuple[str, ...]) -> Array:
+def _moved(x: Array, want: GradientTarget, comm: CommSpec, axes: tuple[str, ...]) -> Array:
     """Cut it as it is stored, where the program cut it along another dim."""
-    if want.demand is None or want.stored is None or want.stored.dim == want.demand.layout.dim:
+    if (
+        want.reduce_spec is None
+        or want.stored is None
+        or want.stored.dim == want.reduce_spec.layout.dim
+    ):
         return x
-    new, old = want.stored, want.demand.layout
-    return move_split(x, want.leaf.shape, old, new, wire.long(axes))
+    new, old = want.stored, want.reduce_spec.layout
+    return move_split(x, want.leaf.shape, old, new, comm.long(axes))

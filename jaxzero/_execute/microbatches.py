@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._collectives import Wire, accumulator_dtype, all_gather, all_reduce, recording, repeated
+from .._collectives import CommSpec, accumulator_dtype, all_gather, all_reduce, recording, repeated
 from .._mesh import AXES
 from .._sharding import split_dim
 
 
 @dataclasses.dataclass(frozen=True)
-class Sums:
+class Accumulators:
     """What one micro-batch, or several, have added up to on this device."""
 
     loss: Any  # scalar array
@@ -30,7 +30,7 @@ class Sums:
     gradients: list[Any]  # shards or slices of split leaves, whole others; None: not a float
 
 
-jax.tree_util.register_dataclass(Sums, ["loss", "weight", "gradients"], [])
+jax.tree_util.register_dataclass(Accumulators, ["loss", "weight", "gradients"], [])
 
 
 def check_microbatches(num: Any) -> None:
@@ -48,11 +48,11 @@ def split_microbatches(x: Array, spec: Any, num: int) -> Array:
 
 
 def accumulate(
-    run: Callable[[Array | None, list[Any]], tuple[Sums, list[Any]]],
+    run: Callable[[Array | None, list[Any]], tuple[Accumulators, list[Any]]],
     inputs: Sequence[Any],
     specs: Sequence[Any],
     num: int,
-) -> tuple[Sums, list[Any]]:
+) -> tuple[Accumulators, list[Any]]:
     """Run a program on every micro-batch.
 
     Args:
@@ -93,14 +93,14 @@ def accumulate(
     return result
 
 
-def _widened(sums: Sums) -> Sums:
+def _widened(sums: Accumulators) -> Accumulators:
     return jax.tree.map(lambda x: x.astype(accumulator_dtype(x.dtype)), sums)
 
 
 REDUCTIONS = ("mean", "sum", "first", "stack", "concat")
 
 
-def combine(x: Array, how: str, wire: Wire) -> Array:
+def combine(x: Array, how: str, comm: CommSpec) -> Array:
     """Combine one output over micro-batches (its leading dim) and devices.
 
     Args:
@@ -110,7 +110,7 @@ def combine(x: Array, how: str, wire: Wire) -> Array:
     """
     if how == "mean":
         total = all_reduce(jnp.mean(x, axis=0), AXES)
-        return total / jnp.asarray(wire.num_devices, total.dtype)
+        return total / jnp.asarray(comm.num_devices, total.dtype)
     if how == "sum":
         return all_reduce(jnp.sum(x, axis=0), AXES)
     if how == "first":

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from .._collectives import Wire
+from .._collectives import CommSpec
 from .._mesh import LOCAL, NODE, AnyMesh, map_devices
-from .._sharding import ErrorFeedback, Leaf, TreePlan, arrays_of
+from .._sharding import ErrorFeedback, LeafSpec, TreePlan, arrays_of
 from .weight_differences import first_slice, has_kept_slice
 
 
@@ -35,14 +35,14 @@ class WireState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class LocalWireState:
     """The same for the leaves of all sharded arguments of a call, by number; or their specs."""
 
     slices: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     errors: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
 
-jax.tree_util.register_dataclass(Memory, ["slices", "errors"], [])
+jax.tree_util.register_dataclass(LocalWireState, ["slices", "errors"], [])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,33 +54,33 @@ class Stored:
     spec: PartitionSpec
 
 
-def slice_of(leaf: Leaf, wire: Wire) -> Stored | None:
+def slice_of(leaf: LeafSpec, comm: CommSpec) -> Stored | None:
     """How a leaf's slices are stored; None: it is not sent as differences."""
-    if not has_kept_slice(leaf, wire):
+    if not has_kept_slice(leaf, comm):
         return None
-    assert leaf.layout is not None and wire.hpz is not None
+    assert leaf.layout is not None and comm.hpz is not None
     lead, dim = leaf.num_lead, leaf.layout.dim
-    codec = wire.suitable(wire.hpz.codec, leaf.layer_size, leaf.dtype)
+    codec = comm.suitable(comm.hpz.codec, leaf.layer_size, leaf.dtype)
     if codec is None:
         return Stored(leaf.padded_shape, leaf.dtype, PartitionSpec(*[None] * dim, LOCAL))
-    messages = leaf.messages(codec, wire.sizes[LOCAL])
+    messages = leaf.messages(codec, comm.sizes[LOCAL])
     return Stored(messages.shape, messages.dtype, PartitionSpec(*[None] * lead, LOCAL))
 
 
-def error_of(leaf: Leaf, wire: Wire) -> Stored | None:
+def error_of(leaf: LeafSpec, comm: CommSpec) -> Stored | None:
     """How the errors of a leaf's gradient are stored; None: there is no feedback."""
-    feedback = wire.gradients.node
+    feedback = comm.gradients.node
     if not isinstance(feedback, ErrorFeedback) or leaf.layout is None or leaf.codec is not None:
         return None
-    codec = wire.suitable(feedback.codec, leaf.layer_size, leaf.dtype)
-    if NODE not in wire.long(wire.axes) or codec is None:
+    codec = comm.suitable(feedback.codec, leaf.layer_size, leaf.dtype)
+    if NODE not in comm.long(comm.axes) or codec is None:
         return None
     spec = PartitionSpec(NODE, *[None] * leaf.layout.dim, LOCAL)
-    return Stored((wire.sizes[NODE], *leaf.padded_shape), feedback.dtype, spec)
+    return Stored((comm.sizes[NODE], *leaf.padded_shape), feedback.dtype, spec)
 
 
 def make_state(
-    plan: TreePlan, params: Any, axes: tuple[str, ...], mesh: AnyMesh, wire: Wire
+    plan: TreePlan, params: Any, axes: tuple[str, ...], mesh: AnyMesh, comm: CommSpec
 ) -> WireState:
     """The state before the first step.
 
@@ -89,41 +89,43 @@ def make_state(
         params: as they are stored.
         axes: that split them.
         mesh: where they are.
-        wire: which leaves need what.
+        comm: which leaves need what.
     """
     mapped = map_devices(
-        lambda shards: _first_memory(plan.leaves, shards, wire),
+        lambda shards: _first_memory(plan.leaves, shards, comm),
         mesh,
         in_specs=([leaf.spec(axes, manual_only=True) for leaf in plan.leaves],),
-        out_specs=specs_of(plan.leaves, wire),
+        out_specs=specs_of(plan.leaves, comm),
     )
     return to_tree(plan, jax.jit(mapped)(arrays_of(params)))
 
 
-def _first_memory(leaves: Sequence[Leaf], shards: Sequence[Array], wire: Wire) -> Memory:
+def _first_memory(
+    leaves: Sequence[LeafSpec], shards: Sequence[Array], comm: CommSpec
+) -> LocalWireState:
     slices, errors = {}, {}
     for i, (leaf, shard) in enumerate(zip(leaves, shards, strict=True)):
-        if slice_of(leaf, wire):
-            slices[i] = first_slice(shard, leaf, wire).data
-        if stored := error_of(leaf, wire):
+        if slice_of(leaf, comm):
+            slices[i] = first_slice(shard, leaf, comm).data
+        if stored := error_of(leaf, comm):
             assert leaf.layout is not None
             shape = list(leaf.padded_shape)
-            shape[leaf.layout.dim] //= wire.sizes[LOCAL]
+            shape[leaf.layout.dim] //= comm.sizes[LOCAL]
             errors[i] = jnp.zeros((1, *shape), stored.dtype)
-    return Memory(slices, errors)
+    return LocalWireState(slices, errors)
 
 
-def specs_of(leaves: Sequence[Leaf], wire: Wire) -> Memory:
+def specs_of(leaves: Sequence[LeafSpec], comm: CommSpec) -> LocalWireState:
     """The specs of the state of all leaves, as a tree like it."""
-    slices = {i: slice_of(leaf, wire) for i, leaf in enumerate(leaves)}
-    errors = {i: error_of(leaf, wire) for i, leaf in enumerate(leaves)}
-    return Memory(
+    slices = {i: slice_of(leaf, comm) for i, leaf in enumerate(leaves)}
+    errors = {i: error_of(leaf, comm) for i, leaf in enumerate(leaves)}
+    return LocalWireState(
         {i: stored.spec for i, stored in slices.items() if stored},
         {i: stored.spec for i, stored in errors.items() if stored},
     )
 
 
-def to_tree(plan: TreePlan, memory: Memory, start: int = 0) -> WireState:
+def to_tree(plan: TreePlan, memory: LocalWireState, start: int = 0) -> WireState:
     """The state of one argument, whose first leaf is number `start`."""
     numbers = range(start, start + len(plan.leaves))
     return WireState(
@@ -132,7 +134,9 @@ def to_tree(plan: TreePlan, memory: Memory, start: int = 0) -> WireState:
     )
 
 
-def from_tree(plan: TreePlan, state: Any, wire: Wire, name: str, start: int = 0) -> Memory:
+def from_tree(
+    plan: TreePlan, state: Any, comm: CommSpec, name: str, start: int = 0
+) -> LocalWireState:
     """Undo `to_tree`.
 
     Raises:
@@ -156,7 +160,7 @@ def from_tree(plan: TreePlan, state: Any, wire: Wire, name: str, start: int = 0)
             ) from error
         by_number = {}
         for i, (leaf, x) in enumerate(zip(plan.leaves, leaves, strict=True)):
-            want = expect(leaf, wire)
+            want = expect(leaf, comm)
             given = None if x is None else (tuple(x.shape), jnp.dtype(x.dtype))
             wanted = None if want is None else (want.shape, jnp.dtype(want.dtype))
             if given != wanted:
@@ -167,4 +171,4 @@ def from_tree(plan: TreePlan, state: Any, wire: Wire, name: str, start: int = 0)
             if x is not None:
                 by_number[start + i] = x
         found.append(by_number)
-    return Memory(*found)
+    return LocalWireState(*found)

@@ -5,16 +5,15 @@ and reductions in buckets, with the operation that each comes before. Runs nothi
 """
 
 from .block_plan import BlockPlan as BlockPlan
-from .block_plan import Unit as Unit
-from .gradient_reductions import Demand as Demand
+from .block_plan import GatherGroup as GatherGroup
 from .hpz import keep_slices as keep_slices
 from .hpz import kept_inside as kept_inside
 from .lifetimes import Gather as Gather
 from .param_uses import BlockUses as BlockUses
+from .param_uses import ShardedParam as ShardedParam
 from .param_uses import Stack as Stack
 from .param_uses import View as View
-from .param_uses import Weight as Weight
 from .param_uses import find_uses as find_uses
 from .plan import Plan as Plan
-from .plan import Step as Step
+from .plan import PlanStep as PlanStep
 from .schedule import make_plan as make_plan

@@ -11,13 +11,13 @@ from .param_uses import BlockUses
 
 
 @dataclasses.dataclass(frozen=True)
-class Unit:
+class GatherGroup:
     """Weights that are gathered together."""
 
     gathers: tuple[Gather, ...]
     issues: tuple[int, ...]  # for each hop, the operation before which it is sent
     ties: tuple[Value | None, ...]  # for each hop, what must exist first
-    ahead: bool = False  # in a loop: sent in the iterations before
+    prefetched: bool = False  # in a loop: sent in the iterations before
 
     @property
     def at(self) -> int:
@@ -26,12 +26,12 @@ class Unit:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReduceUnit:
+class ReduceGroup:
     """Gradients that are reduced together, once the last of them is made."""
 
     values: tuple[Value, ...]
     at: int  # the operation that makes the last
-    late: bool = False  # in a loop: sent in the iteration after
+    deferred: bool = False  # in a loop: sent in the iteration after
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,8 @@ class LoopPlan:
     @property
     def is_pipelined(self) -> bool:
         """Whether anything crosses from one iteration to the next."""
-        late = any(unit.late for unit in self.body.reduces)
-        return late or any(unit.ahead for unit in self.body.units)
+        deferred = any(group.deferred for group in self.body.reduce_groups)
+        return deferred or any(group.prefetched for group in self.body.gather_groups)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +57,20 @@ class BlockPlan:
     block: Block
     uses: BlockUses
     gradients: BlockGradients
-    units: tuple[Unit, ...]
-    reduces: tuple[ReduceUnit, ...]
+    gather_groups: tuple[GatherGroup, ...]
+    reduce_groups: tuple[ReduceGroup, ...]
     num_hops: int  # that a shard takes to become whole
     overlaps: bool  # gradients travel while the next unit computes
     zeros: frozenset[Value]  # gradients of nothing but zeros, which need no reduction
     loops: dict[int, LoopPlan]
 
-    def late_values(self) -> frozenset[Value]:
+    def deferred_values(self) -> frozenset[Value]:
         """What is known only in the iteration after: late gradients, and what is made of them."""
-        late = {value for unit in self.reduces if unit.late for value in unit.values}
+        deferred = {
+            value for group in self.reduce_groups if group.deferred for value in group.values
+        }
         for index in sorted(self.gradients.on_shards):
             operation = self.block.operations[index]
-            if not late.isdisjoint(operation.inputs):
-                late.update(operation.outputs)
-        return frozenset(late)
+            if not deferred.isdisjoint(operation.inputs):
+                deferred.update(operation.outputs)
+        return frozenset(deferred)

@@ -45,10 +45,10 @@ def group(
     largest = max((sum(map(num_bytes, run)) for run, _ in repetitions), default=0)
     largest = max(largest, max(map(num_bytes, values), default=0))
     limit = min(bucket_bytes, largest + largest // _SLACK)
-    units: list[list[T]] = []
+    gather_groups: list[list[T]] = []
     for run, repeated in runs:
-        units += _fill(run, num_bytes, bucket_bytes if repeated else limit)
-    return units
+        gather_groups += _fill(run, num_bytes, bucket_bytes if repeated else limit)
+    return gather_groups
 
 
 def find_repetition(signatures: Sequence[Hashable]) -> tuple[int, int, int] | None:
@@ -87,14 +87,14 @@ def _runs(values: Sequence[T], signature: Callable[[T], Hashable]) -> list[tuple
 
 def _fill(values: Sequence[T], num_bytes: Callable[[T], int], limit: int) -> list[list[T]]:
     """Join neighbours up to a limit."""
-    units: list[list[T]] = []
+    gather_groups: list[list[T]] = []
     filled = 0
     for value in values:
         size = num_bytes(value)
-        if units and filled + size <= limit:
-            units[-1].append(value)
+        if gather_groups and filled + size <= limit:
+            gather_groups[-1].append(value)
             filled += size
         else:
-            units.append([value])
+            gather_groups.append([value])
             filled = size
-    return units
+    return gather_groups

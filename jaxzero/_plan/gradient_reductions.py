@@ -18,30 +18,20 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from .._mesh import REDUCTION_HOPS
-from .._program import Atom, Block, Loop, Operation, Value
-from .._program import movable_ops as views
-from .._sharding import Layout
+from .._collectives import ReduceSpec
+from .._program import Atom, Block, Loop, Operation, Value, movable_ops
+from .._sharding import DimSharding
 from .param_uses import BlockUses
-
-
-@dataclasses.dataclass(frozen=True)
-class Demand:
-    """Somebody wants only this device's piece of the sum over devices of a value."""
-
-    name: str
-    layout: Layout
-    hops: tuple[str, ...] = REDUCTION_HOPS  # the axes to sum over, in this order
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockGradients:
     """Where in a block gradients are reduced."""
 
-    reduces: dict[Value, Demand]  # reduced as soon as made
-    on_shards: dict[int, Layout | None]  # operations run on shards; how their input is cut
+    reduces: dict[Value, ReduceSpec]  # reduced as soon as made
+    on_shards: dict[int, DimSharding | None]  # operations run on shards; how their input is cut
     loops: dict[int, BlockGradients]  # in the bodies of loops
-    at_end: dict[int, Demand]  # outputs reduced last, because they are also needed whole
+    at_end: dict[int, ReduceSpec]  # outputs reduced last, because they are also needed whole
 
 
 _ADDITIONS = ("add", "add_any")
@@ -53,32 +43,36 @@ class _Gain(enum.IntEnum):
     SMALLER = 2  # below, no whole stack of gradients is ever made
 
 
-def find_reduces(block: Block, uses: BlockUses, demands: Sequence[Demand | None]) -> BlockGradients:
+def find_reduces(
+    block: Block, uses: BlockUses, reduce_specs: Sequence[ReduceSpec | None]
+) -> BlockGradients:
     """Place the reduction of every demanded output.
 
     Args:
         block: the program, or a loop's body.
         uses: what is a view of a weight, and so never computed.
-        demands: for each output, how it is wanted; None: as it is.
+        reduce_specs: for each output, how it is wanted; None: as it is.
     """
     search = _Search(block, uses)
     at_end = {}
-    for i, (out, demand) in enumerate(zip(block.outputs, demands, strict=True)):
-        if demand is None:
+    for i, (out, reduce_spec) in enumerate(zip(block.outputs, reduce_specs, strict=True)):
+        if reduce_spec is None:
             continue
         if isinstance(out, Value) and search.only_use(out) and out in search.maker:
-            search.place(out, demand)
+            search.place(out, reduce_spec)
         else:
-            at_end[i] = demand
+            at_end[i] = reduce_spec
     loops = {index: _body(block, uses, index, wanted) for index, wanted in search.loops.items()}
     return BlockGradients(search.reduces, search.on_shards, loops, at_end)
 
 
-def _body(block: Block, uses: BlockUses, index: int, wanted: dict[int, Demand]) -> BlockGradients:
+def _body(
+    block: Block, uses: BlockUses, index: int, wanted: dict[int, ReduceSpec]
+) -> BlockGradients:
     loop = block.operations[index]
     assert isinstance(loop, Loop)
-    demands = [wanted.get(i) for i in range(len(loop.outputs))]
-    return find_reduces(loop.body, uses.loops[index].body, demands)
+    reduce_specs = [wanted.get(i) for i in range(len(loop.outputs))]
+    return find_reduces(loop.body, uses.loops[index].body, reduce_specs)
 
 
 class _Search:
@@ -93,34 +87,36 @@ class _Search:
         }
         read = (atom for operation in block.operations for atom in operation.inputs)
         self.num_reads = Counter([*read, *block.outputs])
-        self.reduces: dict[Value, Demand] = {}
-        self.on_shards: dict[int, Layout | None] = {}
-        self.loops: dict[int, dict[int, Demand]] = {}
+        self.reduces: dict[Value, ReduceSpec] = {}
+        self.on_shards: dict[int, DimSharding | None] = {}
+        self.loops: dict[int, dict[int, ReduceSpec]] = {}
 
     def only_use(self, atom: Atom) -> bool:
         return self.num_reads[atom] == 1 and atom not in self.views
 
-    def place(self, value: Value, demand: Demand) -> None:
+    def place(self, value: Value, reduce_spec: ReduceSpec) -> None:
         """Reduce `value` here, or below, where that gains something."""
-        if self._gain(value, demand.layout) == _Gain.NONE:
-            self.reduces[value] = demand
+        if self._gain(value, reduce_spec.layout) == _Gain.NONE:
+            self.reduces[value] = dataclasses.replace(
+                reduce_spec, shape=value.shape, dtype=value.dtype
+            )
             return
         index, operation = self.maker[value]
         if isinstance(operation, Loop):
-            layout = demand.layout.moved(demand.layout.dim - 1)
-            inside = Demand(f"{demand.name}[i]", layout, demand.hops)
+            layout = reduce_spec.layout.moved(reduce_spec.layout.dim - 1)
+            inside = dataclasses.replace(reduce_spec, name=f"{reduce_spec.name}[i]", layout=layout)
             self.loops.setdefault(index, {})[operation.outputs.index(value)] = inside
             return
         if operation.name in _ADDITIONS:
             terms, additions = self._terms(value)
             self.on_shards.update(dict.fromkeys(additions))
             for term in terms:
-                self.place(term, demand)
+                self.place(term, reduce_spec)
             return
-        below = _below(operation, demand.layout)
+        below = _below(operation, reduce_spec.layout)
         assert below is not None
         self.on_shards[index] = below[1]
-        self.place(below[0], dataclasses.replace(demand, layout=below[1]))
+        self.place(below[0], dataclasses.replace(reduce_spec, layout=below[1]))
 
     def _terms(self, value: Value) -> tuple[list[Value], list[int]]:
         """What is added up to `value`, through additions of additions; and which those are.
@@ -141,7 +137,7 @@ class _Search:
                 terms.append(opened)
         return terms, additions
 
-    def _gain(self, value: Value, layout: Layout) -> _Gain:
+    def _gain(self, value: Value, layout: DimSharding) -> _Gain:
         """What is gained by reducing below the operation that makes `value`."""
         if value not in self.maker or not self.only_use(value):
             return _Gain.NONE
@@ -167,10 +163,10 @@ class _Search:
 
 def _own_gain(operation: Operation) -> _Gain:
     op = operation.view()
-    if isinstance(op, views.Pad):
+    if isinstance(op, movable_ops.Pad):
         return _Gain.SMALLER
     source = operation.source
-    if isinstance(op, views.Cast) and source is not None:
+    if isinstance(op, movable_ops.ConvertDtype) and source is not None:
         narrower = source.dtype.itemsize < operation.outputs[0].dtype.itemsize
         return _Gain.CHEAPER if narrower else _Gain.NONE
     return _Gain.NONE
@@ -178,7 +174,7 @@ def _own_gain(operation: Operation) -> _Gain:
 
 def _narrows(operation: Operation) -> bool:
     op = operation.view()
-    return isinstance(op, views.Cast) and op.narrows
+    return isinstance(op, movable_ops.ConvertDtype) and op.narrows
 
 
 def _addends(operation: Operation) -> list[Value]:
@@ -190,14 +186,14 @@ def _addends(operation: Operation) -> list[Value]:
     return arrays if alike else []
 
 
-def _below(operation: Operation, layout: Layout) -> tuple[Value, Layout] | None:
+def _below(operation: Operation, layout: DimSharding) -> tuple[Value, DimSharding] | None:
     """The input whose reduction gives that of the output, and how it is cut; or None."""
     op, source = operation.view(), operation.source
-    if op is None or source is None or isinstance(op, views.Slice):
+    if op is None or source is None or isinstance(op, movable_ops.Slice):
         return None
     if operation.name == "reduce_precision":
         return None
-    if isinstance(op, views.Cast):
+    if isinstance(op, movable_ops.ConvertDtype):
         ends = (source.dtype, operation.outputs[0].dtype)
         if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in ends):
             return None  # rounding to integers does not commute with a sum

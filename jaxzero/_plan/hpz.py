@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from .block_plan import BlockPlan, LoopPlan, Unit
+from .block_plan import BlockPlan, GatherGroup, LoopPlan
 from .lifetimes import Gather
-from .param_uses import Weight
+from .param_uses import ShardedParam
 
 
-def keep_slices(plan: BlockPlan, wanted: frozenset[Weight]) -> BlockPlan:
+def keep_slices(plan: BlockPlan, wanted: frozenset[ShardedParam]) -> BlockPlan:
     """Mark the gathers that keep slices: the first of a weight, at the top or in a loop there.
 
     Args:
@@ -25,9 +25,9 @@ def keep_slices(plan: BlockPlan, wanted: frozenset[Weight]) -> BlockPlan:
     """
     marked: set[Gather] = set()
     loops = dict(plan.loops)
-    first: dict[Weight, int] = {}
-    for unit in plan.units:
-        for one in unit.gathers:
+    first: dict[ShardedParam, int] = {}
+    for group in plan.gather_groups:
+        for one in group.gathers:
             if first.setdefault(one.weight, one.at) == one.at and one.weight in wanted:
                 marked.add(one)
     for index in sorted(loops):
@@ -39,14 +39,14 @@ def keep_slices(plan: BlockPlan, wanted: frozenset[Weight]) -> BlockPlan:
             first[weight] = index
             if weight in wanted and not stack.view.ops:
                 loops[index] = _keeping(loops[index], stack.layer)
-    units = tuple(_marked(unit, marked) for unit in plan.units)
+    gather_groups = tuple(_marked(group, marked) for group in plan.gather_groups)
     kept = {index: _kept_in_loop(plan, index, loop) for index, loop in loops.items()}
     for index, loop in loops.items():
         taken = {stack.view.weight for stack in plan.uses.loops[index].stacks}
         makers = [i for i, weights in kept.items() if i < index and weights & taken]
         if makers:
             loops[index] = _after(loop, max(makers))
-    return dataclasses.replace(plan, units=units, loops=loops)
+    return dataclasses.replace(plan, gather_groups=gather_groups, loops=loops)
 
 
 def _after(loop: LoopPlan, maker: int) -> LoopPlan:
@@ -59,30 +59,34 @@ def _after(loop: LoopPlan, maker: int) -> LoopPlan:
     return dataclasses.replace(loop, issue=max(loop.issue, maker + 1), continues=continues)
 
 
-def _keeping(loop: LoopPlan, layer: Weight) -> LoopPlan:
+def _keeping(loop: LoopPlan, layer: ShardedParam) -> LoopPlan:
     """Mark the only gather of a layer, if it is gathered once, and in no loop inside."""
-    found = [one for unit in loop.body.units for one in unit.gathers if one.weight is layer]
+    found = [
+        one for group in loop.body.gather_groups for one in group.gathers if one.weight is layer
+    ]
     inside = itertools.chain(*(x.stacks for x in loop.body.uses.loops.values()))
     if len(found) != 1 or any(stack.view.weight is layer for stack in inside):
         return loop
-    units = tuple(_marked(unit, set(found)) for unit in loop.body.units)
-    return dataclasses.replace(loop, body=dataclasses.replace(loop.body, units=units))
+    gather_groups = tuple(_marked(group, set(found)) for group in loop.body.gather_groups)
+    return dataclasses.replace(
+        loop, body=dataclasses.replace(loop.body, gather_groups=gather_groups)
+    )
 
 
-def _marked(unit: Unit, marked: set[Gather]) -> Unit:
-    gathers = (dataclasses.replace(x, keeps=x in marked or x.keeps) for x in unit.gathers)
-    return dataclasses.replace(unit, gathers=tuple(gathers))
+def _marked(group: GatherGroup, marked: set[Gather]) -> GatherGroup:
+    gathers = (dataclasses.replace(x, keeps=x in marked or x.keeps) for x in group.gathers)
+    return dataclasses.replace(group, gathers=tuple(gathers))
 
 
-def kept_inside(plan: BlockPlan) -> frozenset[Weight]:
+def kept_inside(plan: BlockPlan) -> frozenset[ShardedParam]:
     """The weights whose slices the program makes, where it first gathers them."""
-    here = {x.weight for unit in plan.units for x in unit.gathers if x.keeps}
+    here = {x.weight for group in plan.gather_groups for x in group.gathers if x.keeps}
     for index, loop in plan.loops.items():
         here |= _kept_in_loop(plan, index, loop)
     return frozenset(here)
 
 
-def _kept_in_loop(plan: BlockPlan, index: int, loop: LoopPlan) -> set[Weight]:
-    inner = {x.weight for unit in loop.body.units for x in unit.gathers if x.keeps}
+def _kept_in_loop(plan: BlockPlan, index: int, loop: LoopPlan) -> set[ShardedParam]:
+    inner = {x.weight for group in loop.body.gather_groups for x in group.gathers if x.keeps}
     stacks = plan.uses.loops[index].stacks
     return {stack.view.weight for stack in stacks if stack.layer in inner}

@@ -17,17 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from .._program import movable_ops as views
-from .._sharding import Schedule
-from .param_uses import BlockUses, View, Weight
+from .._program import movable_ops
+from .._sharding import CommSchedule
+from .param_uses import BlockUses, ShardedParam, View
 
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
     """One gather: of `weight`, after `ops` on its shard, held for the operations at..until."""
 
-    weight: Weight
-    ops: tuple[views.Op, ...]
+    weight: ShardedParam
+    ops: tuple[movable_ops.Op, ...]
     region: str
     at: int
     until: int
@@ -57,7 +57,7 @@ class Gather:
 class Live:
     """How much of the weights exists whole, before each operation of a block."""
 
-    def __init__(self, num_operations: int, schedule: Schedule):
+    def __init__(self, num_operations: int, schedule: CommSchedule):
         self.elements = np.zeros(num_operations + 1, np.int64)
         self.num_bytes = np.zeros(num_operations + 1, np.int64)
         self.schedule = schedule
@@ -79,7 +79,7 @@ class Live:
 
 
 def find_gathers(
-    num_operations: int, uses: BlockUses, boundary: int | None, schedule: Schedule
+    num_operations: int, uses: BlockUses, boundary: int | None, schedule: CommSchedule
 ) -> tuple[list[Gather], Live]:
     """One gather for each stretch that a weight is held.
 
@@ -99,7 +99,7 @@ def find_gathers(
     found: dict[tuple, list[Gather]] = {}
     for use in uses.uses:
         weight = use.view.weight
-        ops, _ = views.before_gather(use.view.ops, weight.layout, weight.shape)
+        ops, _ = movable_ops.before_gather(use.view.ops, weight.layout, weight.shape)
         one = Gather(weight, ops, region(use.index), use.index, use.index)
         some = found.setdefault((weight, ops), [])
         if not some or some[-1].at != use.index:  # an operation may read several views of it

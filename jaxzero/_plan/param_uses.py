@@ -14,28 +14,27 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .._program import Atom, Barrier, Block, Loop, Operation, Value
-from .._program import movable_ops as views
-from .._sharding import Layout
+from .._program import Atom, Barrier, Block, Loop, Operation, Value, movable_ops
+from .._sharding import DimSharding
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Weight:
+class ShardedParam:
     """A split array as a block sees it: a parameter, or one layer of a stack of them."""
 
     leaf: int  # which parameter it comes from, counted over all sharded arguments
     name: str
     shape: tuple[int, ...]  # full
     dtype: Any
-    layout: Layout
+    layout: DimSharding
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
     """A weight, and operations not yet applied to it."""
 
-    weight: Weight
-    ops: tuple[views.Op, ...] = ()
+    weight: ShardedParam
+    ops: tuple[movable_ops.Op, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,10 +45,10 @@ class View:
 
     @property
     def dtype(self) -> Any:
-        casts = [op.dtype for op in self.ops if isinstance(op, views.Cast)]
+        casts = [op.dtype for op in self.ops if isinstance(op, movable_ops.ConvertDtype)]
         return casts[-1] if casts else self.weight.dtype
 
-    def then(self, *ops: views.Op) -> View:
+    def then(self, *ops: movable_ops.Op) -> View:
         return View(self.weight, (*self.ops, *ops))
 
 
@@ -66,7 +65,7 @@ class Stack:
     """A stack of weights that a loop scans: the shards of `view`, one layer at a time."""
 
     view: View  # its operations are applied to the shards, before the loop
-    layer: Weight
+    layer: ShardedParam
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +94,12 @@ def find_uses(block: Block, inputs: Mapping[Value, View]) -> BlockUses:
         block: the program, or a loop's body.
         inputs: which of its inputs are views of weights.
     """
-    walk = _Walk(block, {**inputs})
+    walk = _UseFinder(block, {**inputs})
     walk.walk()
     return walk.finish()
 
 
-class _Walk:
+class _UseFinder:
     """One pass over a block, in program order."""
 
     def __init__(self, block: Block, known: dict[Atom, View]):
@@ -137,8 +136,8 @@ class _Walk:
         if view is None or op is None:
             return False
         self.views[operation.outputs[0]] = view.then(op)
-        if isinstance(op, (views.Slice, views.Reverse)):
-            pushed = views.push(view.ops, view.weight.layout, view.weight.shape)
+        if isinstance(op, (movable_ops.Slice, movable_ops.Reverse)):
+            pushed = movable_ops.push(view.ops, view.weight.layout, view.weight.shape)
             if pushed and op.through(*pushed) is None:
                 self.conflicts.add(view.weight.leaf)
         return True
@@ -157,7 +156,7 @@ class _Walk:
                 whole.append(outside)
         self._need(index, tuple(whole))
 
-        body = _Walk(loop.body, inner)
+        body = _UseFinder(loop.body, inner)
         body.walk()
         handed_on = self._take_back(loop, body.views, tuple(stacks.values()))
         uses = body.finish(handed_on)
@@ -186,7 +185,7 @@ class _Walk:
         if sliced is not None and weight.layout.dim != 0:
             stack = stacks.setdefault((weight, ()), _stack(View(weight)))
             return View(stack.layer, sliced)
-        pushed = views.push(view.ops, weight.layout, weight.shape)
+        pushed = movable_ops.push(view.ops, weight.layout, weight.shape)
         if pushed is not None and pushed[0].dim != 0:
             stack = stacks.setdefault((weight, view.ops), _stack(view))
             return View(stack.layer)
@@ -195,7 +194,7 @@ class _Walk:
         return None
 
 
-def _of_slice(view: View) -> tuple[views.Op, ...] | None:
+def _of_slice(view: View) -> tuple[movable_ops.Op, ...] | None:
     shape, sliced = view.weight.shape, []
     for op in view.ops:
         one = op.of_slice(shape)
@@ -208,10 +207,10 @@ def _of_slice(view: View) -> tuple[views.Op, ...] | None:
 
 def _stack(view: View) -> Stack:
     weight = view.weight
-    pushed = views.push(view.ops, weight.layout, weight.shape)
+    pushed = movable_ops.push(view.ops, weight.layout, weight.shape)
     assert pushed is not None
     layout, shape = pushed
     name = f"{weight.name}[i]"
     return Stack(
-        view, Weight(weight.leaf, name, shape[1:], view.dtype, layout.moved(layout.dim - 1))
+        view, ShardedParam(weight.leaf, name, shape[1:], view.dtype, layout.moved(layout.dim - 1))
     )

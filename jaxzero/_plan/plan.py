@@ -6,20 +6,19 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from .._collectives import Transfer
+from .._collectives import ReduceSpec, Transfer
 from .._program import Loop, Value
-from .block_plan import BlockPlan, ReduceUnit, Unit
-from .gradient_reductions import Demand
+from .block_plan import BlockPlan, GatherGroup, ReduceGroup
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class PlanStep:
     """One gather or reduction: of one array, in a unit of perhaps several.
 
     Attributes:
         region: "forward", "backward", or the loop it is in.
         action: "gather" or "reduce".
-        unit: number of the unit in its region; those of one number share a message.
+        group: number of the unit in its region; those of one number share a message.
         name: of the leaf.
         shape, dtype: of the whole array.
         num_bytes: of the whole array, once.
@@ -35,7 +34,7 @@ class Step:
 
     region: str
     action: str
-    unit: int
+    group: int
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -61,7 +60,7 @@ class Plan:
     slice_bytes: int = 0  # of the nodes' slices that one device keeps for the step (hpZ)
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[PlanStep, ...]:
         return tuple(_steps(self.top, (), 1))
 
     def __str__(self) -> str:
@@ -73,7 +72,7 @@ class Plan:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def _row(step: Step) -> tuple[str, ...]:
+def _row(step: PlanStep) -> tuple[str, ...]:
     size = f"{step.num_bytes / 2**20:.2f} MiB" + (f" x{step.trips}" if step.trips > 1 else "")
     if step.action == "gather":
         when = f"before {step.at}"
@@ -84,21 +83,21 @@ def _row(step: Step) -> tuple[str, ...]:
     else:
         when, end = f"after {step.at}", ""
         sent = f"sent in {step.until}" if step.until else ""
-    unit = f"{step.action} {step.unit}"
+    group = f"{step.action} {step.unit}"
     array = f"{step.dtype}{list(step.shape)}"
-    return step.region, unit, step.name, array, size, "  ".join(filter(None, (when, sent))), end
+    return step.region, group, step.name, array, size, "  ".join(filter(None, (when, sent))), end
 
 
-def _steps(plan: BlockPlan, path: tuple[int, ...], trips: int) -> Iterator[Step]:
+def _steps(plan: BlockPlan, path: tuple[int, ...], trips: int) -> Iterator[PlanStep]:
     events: list[tuple[float, int]] = []
-    events += [(unit.at, i) for i, unit in enumerate(plan.units)]
-    reduces = [*plan.reduces, *_at_end(plan)]
-    events += [(unit.at + 0.5, i) for i, unit in enumerate(reduces)]
+    events += [(group.at, i) for i, group in enumerate(plan.gather_groups)]
+    reduces = [*plan.reduce_groups, *_at_end(plan)]
+    events += [(group.at + 0.5, i) for i, group in enumerate(reduces)]
     events += [(index + 0.25, index) for index in plan.loops]
     for place, number in sorted(events):
         match place % 1:
             case 0.0:
-                yield from _gather_steps(plan, number, plan.units[number], path, trips)
+                yield from _gather_steps(plan, number, plan.gather_groups[number], path, trips)
             case 0.5:
                 yield from _reduce_steps(plan, number, reduces[number], path, trips)
             case _:
@@ -113,71 +112,71 @@ def _names(plan: BlockPlan) -> list[str]:
 
 
 def _gather_steps(
-    plan: BlockPlan, number: int, unit: Unit, path: tuple[int, ...], trips: int
-) -> Iterator[Step]:
+    plan: BlockPlan, number: int, group: GatherGroup, path: tuple[int, ...], trips: int
+) -> Iterator[PlanStep]:
     names = _names(plan)
     makers = {value: op.name for op in plan.block.operations for value in op.outputs}
-    for one in unit.gathers:
-        yield Step(
+    for one in group.gathers:
+        yield PlanStep(
             region=_region(path) or one.region,
             action="gather",
-            unit=number,
+            group=number,
             name=one.weight.name,
             shape=one.shape,
             dtype=str(one.dtype),
             num_bytes=one.num_bytes,
-            sent="the iteration before" if unit.ahead else names[unit.issues[-1]],
+            sent="the iteration before" if group.prefetched else names[group.issues[-1]],
             at=names[one.at],
             until=names[one.until],
-            tied=_tied(unit, makers),
+            tied=_tied(group, makers),
             trips=trips,
-            start=unit.issues[-1],
+            start=group.issues[-1],
             needed=one.at,
             stop=one.until,
             path=path,
         )
 
 
-def _tied(unit: Unit, makers: dict[Value, str]) -> str:
-    tie = unit.ties[-1]
+def _tied(group: GatherGroup, makers: dict[Value, str]) -> str:
+    tie = group.ties[-1]
     return makers.get(tie, "an argument") if tie else ""
 
 
 def _reduce_steps(
-    plan: BlockPlan, number: int, unit: ReduceUnit, path: tuple[int, ...], trips: int
-) -> Iterator[Step]:
+    plan: BlockPlan, number: int, group: ReduceGroup, path: tuple[int, ...], trips: int
+) -> Iterator[PlanStep]:
     names = _names(plan)
     makers = {value: i for i, op in enumerate(plan.block.operations) for value in op.outputs}
-    for value in unit.values:
+    for value in group.values:
         at = makers.get(value, len(names) - 1)
-        yield Step(
+        yield PlanStep(
             region=_region(path) or "backward",
             action="reduce",
-            unit=number,
+            group=number,
             name=_demand(plan, value).name,
             shape=value.shape,
             dtype=str(value.dtype),
             num_bytes=math.prod(value.shape) * value.dtype.itemsize,
             sent="",
             at=names[at],
-            until="the iteration after" if unit.late else "",
+            until="the iteration after" if group.deferred else "",
             tied="",
             trips=trips,
             start=at,
             needed=at,
-            stop=unit.at,
+            stop=group.at,
             path=path,
         )
 
 
-def _at_end(plan: BlockPlan) -> list[ReduceUnit]:
+def _at_end(plan: BlockPlan) -> list[ReduceGroup]:
     """Outputs that are reduced last, each by itself."""
     outputs = (plan.block.outputs[i] for i in plan.gradients.at_end)
     last = len(plan.block.operations)
-    return [ReduceUnit((value,), last) for value in outputs if isinstance(value, Value)]
+    return [ReduceGroup((value,), last) for value in outputs if isinstance(value, Value)]
 
 
-def _demand(plan: BlockPlan, value: Value) -> Demand:
+def _demand(plan: BlockPlan, value: Value) -> ReduceSpec:
     if value in plan.gradients.reduces:
         return plan.gradients.reduces[value]
     at_end = plan.gradients.at_end

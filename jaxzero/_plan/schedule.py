@@ -34,11 +34,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from .._collectives import ReduceSpec
 from .._program import Block, Constant, Loop, Operation, Value
-from .._sharding import Schedule
-from .block_plan import BlockPlan, LoopPlan, ReduceUnit, Unit
+from .._sharding import CommSchedule
+from .block_plan import BlockPlan, GatherGroup, LoopPlan, ReduceGroup
 from .bucketing import group
-from .gradient_reductions import BlockGradients, Demand, find_reduces
+from .gradient_reductions import BlockGradients, find_reduces
 from .lifetimes import Gather, Live, find_gathers
 from .param_uses import BlockUses
 
@@ -64,9 +65,9 @@ _COSTLY = {
 def make_plan(
     block: Block,
     uses: BlockUses,
-    demands: Sequence[Demand | None],
+    reduce_specs: Sequence[ReduceSpec | None],
     loss: Value | None,
-    schedule: Schedule,
+    schedule: CommSchedule,
     num_hops: int = 1,
 ) -> BlockPlan:
     """Decide when to gather and reduce.
@@ -74,7 +75,7 @@ def make_plan(
     Args:
         block: the whole program.
         uses: where it needs weights.
-        demands: for each output, whether and how it is to be reduced.
+        reduce_specs: for each output, whether and how it is to be reduced.
         loss: the value that ends the forward region; None: all is forward.
         schedule: what was asked for.
         num_hops: that a shard takes to become whole.
@@ -83,7 +84,7 @@ def make_plan(
     for index, operation in enumerate(block.operations):
         if loss in operation.outputs:
             boundary = index
-    gradients = find_reduces(block, uses, demands)
+    gradients = find_reduces(block, uses, reduce_specs)
     return _plan_block(block, uses, gradients, boundary, schedule, num_hops)
 
 
@@ -92,7 +93,7 @@ def _plan_block(
     uses: BlockUses,
     gradients: BlockGradients,
     boundary: int | None,
-    schedule: Schedule,
+    schedule: CommSchedule,
     num_hops: int,
 ) -> BlockPlan:
     in_loop = boundary is None
@@ -108,33 +109,41 @@ def _plan_block(
             )
             loops[index] = LoopPlan(body, index)
     zeros = _zeros(block, gradients)
-    reduces = _reduce_units(block, gradients, zeros, schedule, in_loop)
+    reduces = _reduce_groups(block, gradients, zeros, schedule, in_loop)
     if in_loop and schedule.prefetch:
-        reduces = _last_late(block, gradients, reduces)
+        reduces = _last_deferred(block, gradients, reduces)
     gathers, live = find_gathers(len(block.operations), uses, boundary, schedule)
     groups = _grouped(gathers, loops, schedule, in_loop)
     ties = _ties(block, uses, gradients, boundary)
     starts = _starts(groups, loops)
     ahead = _num_ahead(groups, live, schedule) if in_loop else 0
-    units = []
+    gather_groups = []
     for number, some in enumerate(groups):
         issues = _issues(some, starts, live, schedule, num_hops)
         if number < ahead:
             issues = (groups[len(groups) - ahead + number][0].at,) * num_hops
         after = (ties[issue] if not in_loop or issue else _largest(block, uses) for issue in issues)
-        units.append(Unit(tuple(some), issues, tuple(after), number < ahead))
+        gather_groups.append(GatherGroup(tuple(some), issues, tuple(after), number < ahead))
     for index, loop in loops.items():
         issue = _place_before(index, starts, schedule.prefetch)
         continues = _continued(block, uses, loops, index, starts, schedule.prefetch)
         loops[index] = dataclasses.replace(loop, issue=issue, tie=ties[issue], continues=continues)
     overlaps = schedule.prefetch > 0
     return BlockPlan(
-        block, uses, gradients, tuple(units), tuple(reduces), num_hops, overlaps, zeros, loops
+        block,
+        uses,
+        gradients,
+        tuple(gather_groups),
+        tuple(reduces),
+        num_hops,
+        overlaps,
+        zeros,
+        loops,
     )
 
 
 def _grouped(
-    gathers: list[Gather], loops: dict[int, LoopPlan], schedule: Schedule, in_loop: bool
+    gathers: list[Gather], loops: dict[int, LoopPlan], schedule: CommSchedule, in_loop: bool
 ) -> list[list[Gather]]:
     """The units of a block.
 
@@ -142,10 +151,10 @@ def _grouped(
     that takes no memory.
     """
 
-    def units(some: list[Gather]) -> list[list[Gather]]:
+    def gather_groups(some: list[Gather]) -> list[list[Gather]]:
         return group(some, _signature, lambda x: x.num_bytes, schedule.bucket_bytes, in_loop)
 
-    groups = units(gathers)
+    groups = gather_groups(gathers)
     if not schedule.prefetch:
         return groups
     starts = _starts(groups, loops)
@@ -157,7 +166,7 @@ def _grouped(
             one = dataclasses.replace(before, until=one.until)
         held[one.weight, one.ops, one.at] = held[one.weight, one.ops] = one
     gathers = [one for key, one in held.items() if len(key) == 3]
-    return units(sorted(gathers, key=lambda x: x.at))
+    return gather_groups(sorted(gathers, key=lambda x: x.at))
 
 
 def _signature(gather: Gather) -> tuple:
@@ -166,7 +175,9 @@ def _signature(gather: Gather) -> tuple:
 
 def _starts(groups: Sequence[Sequence[Gather]], loops: dict[int, LoopPlan]) -> list[int]:
     """Where units, and loops that gather, begin."""
-    gathering = (i for i, loop in loops.items() if any(x.ahead for x in loop.body.units))
+    gathering = (
+        i for i, loop in loops.items() if any(x.prefetched for x in loop.body.gather_groups)
+    )
     return sorted({*(some[0].at for some in groups), *gathering})
 
 
@@ -176,7 +187,7 @@ def _place_before(start: int, starts: list[int], num: int) -> int:
 
 
 def _issues(
-    some: Sequence[Gather], starts: list[int], live: Live, schedule: Schedule, num_hops: int
+    some: Sequence[Gather], starts: list[int], live: Live, schedule: CommSchedule, num_hops: int
 ) -> tuple[int, ...]:
     """Where a unit is sent: as early as asked for, if there is room for it.
 
@@ -193,7 +204,7 @@ def _issues(
     return (at,) * num_hops
 
 
-def _num_ahead(groups: list[list[Gather]], live: Live, schedule: Schedule) -> int:
+def _num_ahead(groups: list[list[Gather]], live: Live, schedule: CommSchedule) -> int:
     """How many units of a loop's body are sent in the iteration before."""
     for num in range(min(schedule.prefetch, len(groups)), 0, -1):
         first = [one for some in groups[:num] for one in some]
@@ -248,8 +259,8 @@ def _continued(
 
     def sent(i: int) -> list[tuple]:
         stacks = {stack.layer: stack.view for stack in uses.loops[i].stacks}
-        ahead = (unit for unit in loops[i].body.units if unit.ahead)
-        return [(stacks[one.weight], one.ops) for unit in ahead for one in unit.gathers]
+        ahead = (group for group in loops[i].body.gather_groups if group.prefetched)
+        return [(stacks[one.weight], one.ops) for group in ahead for one in group.gathers]
 
     before = [i for i in starts if i < index]
     near = [i for i in before[-1 - num :] if i in loops]
@@ -274,13 +285,13 @@ def _zeros(block: Block, gradients: BlockGradients) -> frozenset[Value]:
     return frozenset(value for value in made if value in gradients.reduces)
 
 
-def _reduce_units(
+def _reduce_groups(
     block: Block,
     gradients: BlockGradients,
     zeros: frozenset[Value],
-    schedule: Schedule,
+    schedule: CommSchedule,
     in_loop: bool,
-) -> list[ReduceUnit]:
+) -> list[ReduceGroup]:
     makers = {value: i for i, op in enumerate(block.operations) for value in op.outputs}
     wanted = sorted(
         (value for value in gradients.reduces if value not in zeros),
@@ -288,19 +299,19 @@ def _reduce_units(
     )
 
     def signature(value: Value) -> tuple:
-        demand = gradients.reduces[value]
-        return value.shape, value.dtype, demand.layout.dim, demand.hops
+        reduce_spec = gradients.reduces[value]
+        return value.shape, value.dtype, reduce_spec.layout.dim, reduce_spec.hops
 
     def num_bytes(value: Value) -> int:
         return math.prod(value.shape) * value.dtype.itemsize
 
     groups = group(wanted, signature, num_bytes, schedule.bucket_bytes, in_loop)
-    return [ReduceUnit(tuple(some), makers.get(some[-1], -1)) for some in groups]
+    return [ReduceGroup(tuple(some), makers.get(some[-1], -1)) for some in groups]
 
 
-def _last_late(
-    block: Block, gradients: BlockGradients, reduces: list[ReduceUnit]
-) -> list[ReduceUnit]:
+def _last_deferred(
+    block: Block, gradients: BlockGradients, reduces: list[ReduceGroup]
+) -> list[ReduceGroup]:
     """Put off the last unit of a body, unless its gradients are added to others."""
     if not reduces:
         return reduces
@@ -312,4 +323,4 @@ def _last_late(
             if not inputs <= late:
                 return reduces
             late.update(operation.outputs)
-    return [*reduces[:-1], dataclasses.replace(reduces[-1], late=True)]
+    return [*reduces[:-1], dataclasses.replace(reduces[-1], deferred=True)]

@@ -18,7 +18,7 @@ import numpy as np
 
 from .._mesh import is_traced, reduce_scatter
 from .._mesh import simulated as simulate
-from . import movable_ops as views
+from . import movable_ops
 
 _ELEMENTWISE = {"neg", "reduce_precision"}
 _EXCHANGES = {"all_gather", "reduce_scatter", "ppermute", "all_to_all"}
@@ -93,7 +93,7 @@ class Operation:
         values = [atom for atom in self.inputs if isinstance(atom, Value)]
         return values[0] if len(values) == 1 else None
 
-    def view(self) -> views.Op | None:
+    def view(self) -> movable_ops.Op | None:
         """The same as an operation that a view can hold, or None."""
         return _view(self)
 
@@ -187,7 +187,7 @@ def _scope(equation: Any) -> contextlib.AbstractContextManager:
     return jax.named_scope(name) if name else contextlib.nullcontext()
 
 
-def _view(operation: Operation) -> views.Op | None:
+def _view(operation: Operation) -> movable_ops.Op | None:
     """Read an operation's parameters, for those that only move or round elements."""
     source = operation.source
     if source is None or not source.is_array or not operation.outputs:
@@ -197,27 +197,27 @@ def _view(operation: Operation) -> views.Op | None:
         return None
     match operation.name:
         case "convert_element_type":
-            return views.Cast(out.dtype, _narrows(source.dtype, out.dtype))
+            return movable_ops.ConvertDtype(out.dtype, _narrows(source.dtype, out.dtype))
         case "transpose":
-            return views.Transpose(_ints(params["permutation"]))
+            return movable_ops.Transpose(_ints(params["permutation"]))
         case "reshape" if params["dimensions"] is None:
-            return views.Reshape(out.shape)
+            return movable_ops.Reshape(out.shape)
         case "squeeze" | "expand_dims":
-            return views.Reshape(out.shape)
+            return movable_ops.Reshape(out.shape)
         case "broadcast_in_dim" if len(operation.inputs) == 1:
-            return views.Broadcast(out.shape, _ints(params["broadcast_dimensions"]))
+            return movable_ops.Broadcast(out.shape, _ints(params["broadcast_dimensions"]))
         case "slice":
             start, limit = _ints(params["start_indices"]), _ints(params["limit_indices"])
-            return views.Slice(start, limit, _ints(params["strides"] or (1,) * len(start)))
+            return movable_ops.Slice(start, limit, _ints(params["strides"] or (1,) * len(start)))
         case "rev":
-            return views.Reverse(_ints(params["dimensions"]))
+            return movable_ops.Reverse(_ints(params["dimensions"]))
         case "mul" | "div" if (factor := _factor(operation)) is not None:
-            return views.Scale(factor, operation.name == "div")
+            return movable_ops.Scale(factor, operation.name == "div")
         case "pad" if isinstance(operation.inputs[1], Constant) and operation.inputs[1].is_zero:
             config = tuple((int(a), int(b), int(c)) for a, b, c in params["padding_config"])
-            return views.Pad(config)
+            return movable_ops.Pad(config)
         case name if name in _ELEMENTWISE:
-            return views.Elementwise(operation)
+            return movable_ops.Elementwise(operation)
     return None
 
 

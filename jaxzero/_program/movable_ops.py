@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from .._sharding import Layout
+from .._sharding import DimSharding
 
 Shape = tuple[int, ...]
 
@@ -36,18 +36,18 @@ class Op(abc.ABC):
     def out_shape(self, shape: Shape) -> Shape:
         return shape
 
-    def through(self, layout: Layout, shape: Shape) -> Layout | None:
+    def through(self, layout: DimSharding, shape: Shape) -> DimSharding | None:
         """The layout of the result if the input is split as `layout`; None: not splittable."""
         return layout
 
-    def back(self, layout: Layout, shape: Shape) -> Layout | None:
+    def back(self, layout: DimSharding, shape: Shape) -> DimSharding | None:
         """The layout of the input from which the result is split as `layout`."""
         for dim, size in enumerate(shape):
             if size == layout.size and self.through(layout.moved(dim), shape) == layout:
                 return layout.moved(dim)
         return None
 
-    def on_shard(self, layout: Layout, local: int, shape: Shape) -> Op:
+    def on_shard(self, layout: DimSharding, local: int, shape: Shape) -> Op:
         """The same operation where the input has only `local` elements of the split dim."""
         return self
 
@@ -61,7 +61,7 @@ class Op(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Cast(Op):
+class ConvertDtype(Op):
     """`convert_element_type`."""
 
     dtype: Any
@@ -265,7 +265,9 @@ class Pad(Op):
         return Pad(((0, 0, 0), *self.config))
 
 
-def push(ops: tuple[Op, ...], layout: Layout, shape: Shape) -> tuple[Layout, Shape] | None:
+def push(
+    ops: tuple[Op, ...], layout: DimSharding, shape: Shape
+) -> tuple[DimSharding, Shape] | None:
     """Layout and full shape after all `ops`; None if the split does not survive them."""
     for op in ops:
         moved = op.through(layout, shape)
@@ -276,7 +278,7 @@ def push(ops: tuple[Op, ...], layout: Layout, shape: Shape) -> tuple[Layout, Sha
 
 
 def apply_on_shard(
-    ops: tuple[Op, ...], shard: Shaped[Array, ...], layout: Layout, shape: Shape
+    ops: tuple[Op, ...], shard: Shaped[Array, ...], layout: DimSharding, shape: Shape
 ) -> Shaped[Array, ...]:
     """Run `ops`, meant for an array of `shape`, on one device's piece of it."""
     for op in ops:
@@ -293,15 +295,17 @@ def casts_first(ops: tuple[Op, ...]) -> tuple[Op, ...]:
     moved: list[Op] = []
     rest: list[Op] = []
     for i, op in enumerate(ops):
-        if isinstance(op, (Elementwise, Scale)) or (isinstance(op, Cast) and not op.narrows):
+        if isinstance(op, (Elementwise, Scale)) or (
+            isinstance(op, ConvertDtype) and not op.narrows
+        ):
             rest += ops[i:]
             break
-        (moved if isinstance(op, Cast) else rest).append(op)
+        (moved if isinstance(op, ConvertDtype) else rest).append(op)
     return (*moved, *rest)
 
 
 def before_gather(
-    ops: tuple[Op, ...], layout: Layout, shape: Shape
+    ops: tuple[Op, ...], layout: DimSharding, shape: Shape
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     """Split a view into what is best done to the shard and what to the gathered array.
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from .._mesh import AnyMesh
 from .._plan import Plan
-from .._sharding import Leaf, TreePlan
+from .._sharding import LeafSpec, TreePlan
 from .timeline import spans, timeline_table
 from .traffic import Traffic, readable_bytes
 
@@ -116,7 +116,7 @@ def make_report(
     return Report(mesh.size, tuple(rows), plan and Traffic.of(plan, mesh), plan)
 
 
-def _row(kind: str, leaf: Leaf, mesh: AnyMesh, axes: tuple[str, ...]) -> Row:
+def _row(kind: str, leaf: LeafSpec, mesh: AnyMesh, axes: tuple[str, ...]) -> Row:
     pieces = math.prod(mesh.shape[axis] for axis in axes) if leaf.layout else 1
     size = leaf.dtype.itemsize
     return Row(

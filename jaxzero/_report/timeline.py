@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 from rich.table import Table
 
-from .._plan import BlockPlan, Plan, Step
+from .._plan import BlockPlan, Plan, PlanStep
 from .._program import Loop
 from .traffic import readable_bytes
 
@@ -52,10 +52,10 @@ def spans(plan: Plan) -> tuple[Span, ...]:
 
     What crosses from one iteration of a loop to the next is alive for the whole body.
     """
-    units: dict[tuple, list[Step]] = {}
+    gather_groups: dict[tuple, list[PlanStep]] = {}
     for step in plan.steps:
-        units.setdefault((step.path, step.action, step.unit), []).append(step)
-    found = [_span(plan.top, some) for some in units.values()]
+        gather_groups.setdefault((step.path, step.action, step.group), []).append(step)
+    found = [_span(plan.top, some) for some in gather_groups.values()]
     return tuple(sorted(found, key=lambda span: (span.start, span.stop)))
 
 
@@ -85,7 +85,7 @@ def timeline_table(plan: Plan) -> Table:
     return table
 
 
-def _span(top: BlockPlan, steps: list[Step]) -> Span:
+def _span(top: BlockPlan, steps: list[PlanStep]) -> Span:
     first = steps[0]
     start, stop = min(step.start for step in steps), max(step.stop for step in steps)
     needed = [step.needed for step in steps]

@@ -179,7 +179,7 @@ def _components(transfer: Transfer) -> list[str]:
 
 def readable_bytes(num_bytes: int) -> str:
     """A number of bytes as a person says it."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for group, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
-            return f"{num_bytes / size:.2f} {unit}"
+            return f"{num_bytes / size:.2f} {group}"
     return f"{num_bytes} B"

@@ -4,14 +4,14 @@ In: a `ZeroConfig`, a mesh and a pytree. Out: a `TreePlan` with one layout per l
 arrays that carry their layout. Nothing here runs a collective.
 """
 
-from .config import Difference as Difference
+from .config import CommSchedule as CommSchedule
 from .config import ErrorFeedback as ErrorFeedback
-from .config import Hops as Hops
 from .config import HpZ as HpZ
-from .config import Schedule as Schedule
+from .config import PerAxis as PerAxis
+from .config import WeightDelta as WeightDelta
 from .config import ZeroConfig as ZeroConfig
-from .layout import Layout as Layout
-from .layout import Leaf as Leaf
+from .layout import DimSharding as DimSharding
+from .layout import LeafSpec as LeafSpec
 from .layout import layouts_by_preference as layouts_by_preference
 from .modules import mutated_leaf as mutated_leaf
 from .modules import nnx_leaves as nnx_leaves

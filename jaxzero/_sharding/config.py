@@ -12,7 +12,7 @@ from .._codecs import Codec, Int4, Int8
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class WeightDelta:
     """Send a weight between nodes as its change since the last step, for `weights.node`.
 
     Every node keeps its slice of the weights from step to step, in a wire state
@@ -68,14 +68,14 @@ class ErrorFeedback:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hops:
+class PerAxis:
     """One codec for each mesh axis that a value crosses; `None` sends it as it is."""
 
-    node: Codec | Difference | ErrorFeedback | None = None
+    node: Codec | WeightDelta | ErrorFeedback | None = None
     local: Codec | None = None
 
     def __post_init__(self):
-        if self.node is not None and not isinstance(self.node, (Difference, ErrorFeedback)):
+        if self.node is not None and not isinstance(self.node, (WeightDelta, ErrorFeedback)):
             _check_codec("node", "Hops", self.node)
         if self.local is not None:
             _check_codec("local", "Hops", self.local)
@@ -105,7 +105,7 @@ class HpZ:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule:
+class CommSchedule:
     """When weights are gathered, in how large messages, and how long they are held.
 
     Whatever it says, losses and gradients have the same bits.
@@ -143,7 +143,7 @@ class Schedule:
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 or_none = " or None" if optional else ""
                 raise ValueError(
-                    f"`{field.name}` of `Schedule` must be an integer of at least 0{or_none}; "
+                    f"`{field.name}` of `CommSchedule` must be an integer of at least 0{or_none}; "
                     f"got {value!r}."
                 )
 
@@ -183,12 +183,12 @@ class ZeroConfig:
 
     stage: Literal[0, 1, 2, 3] = 3
     split: Literal["all", "local"] = "all"
-    weights: Hops = Hops()
-    gradients: Hops = Hops()
+    weights: PerAxis = PerAxis()
+    gradients: PerAxis = PerAxis()
     hpz: HpZ | None = None
     min_quantized_size: int = 2**14
     param_persistence_threshold: int = 0
-    schedule: Schedule = Schedule()
+    schedule: CommSchedule = CommSchedule()
 
     def __post_init__(self):
         if self.stage not in (0, 1, 2, 3):
@@ -199,9 +199,9 @@ class ZeroConfig:
                 f"got {self.split!r}."
             )
         for name in ("weights", "gradients"):
-            if not isinstance(getattr(self, name), Hops):
+            if not isinstance(getattr(self, name), PerAxis):
                 raise ValueError(
-                    f"`{name}` must be a `jz.Hops(node=..., local=...)`; "
+                    f"`{name}` must be a `jz.PerAxis(node=..., local=...)`; "
                     f"got {getattr(self, name)!r}."
                 )
         for name in ("param_persistence_threshold", "min_quantized_size"):
@@ -209,8 +209,8 @@ class ZeroConfig:
                 raise ValueError(
                     f"`{name}` counts elements and cannot be negative; got {getattr(self, name)}."
                 )
-        if not isinstance(self.schedule, Schedule):
-            raise ValueError(f"`schedule` must be a `jz.Schedule(...)`; got {self.schedule!r}.")
+        if not isinstance(self.schedule, CommSchedule):
+            raise ValueError(f"`schedule` must be a `jz.CommSchedule(...)`; got {self.schedule!r}.")
         self._check_hops()
         self._check_use()
 
@@ -218,11 +218,11 @@ class ZeroConfig:
         if isinstance(self.weights.node, ErrorFeedback):
             raise ValueError(
                 "`weights.node` cannot be `ErrorFeedback`, which is for gradients; use "
-                "`Difference`."
+                "`WeightDelta`."
             )
-        if isinstance(self.gradients.node, Difference):
+        if isinstance(self.gradients.node, WeightDelta):
             raise ValueError(
-                "`gradients.node` cannot be `Difference`, which is for weights; use "
+                "`gradients.node` cannot be `WeightDelta`, which is for weights; use "
                 "`ErrorFeedback`."
             )
         if self.hpz is not None and not isinstance(self.hpz, HpZ):
@@ -233,9 +233,9 @@ class ZeroConfig:
                 f'`split="all"`; got {self.stage} and {self.split!r}. Leave it out: nothing is '
                 "gathered between nodes there."
             )
-        if isinstance(self.weights.node, Difference) and self.hpz is None:
+        if isinstance(self.weights.node, WeightDelta) and self.hpz is None:
             raise ValueError(
-                "`weights.node=Difference(...)` needs the slice that differences are added to: "
+                "`weights.node=WeightDelta(...)` needs the slice that differences are added to: "
                 "give `hpz=jz.HpZ()`."
             )
 
@@ -247,7 +247,7 @@ class ZeroConfig:
                 "`gradients.node=ErrorFeedback(...)` needs gradients that are split over nodes: "
                 f'`stage` 2 or 3 and `split="all"`; got {self.stage} and {self.split!r}.'
             )
-        if self.weights != Hops() and self.stage < 3:
+        if self.weights != PerAxis() and self.stage < 3:
             raise ValueError(
                 f"`weights` are codecs of gathers, which `stage={self.stage}` has none of. "
                 "Leave them out, or take `stage=3`."
@@ -266,7 +266,7 @@ class ZeroConfig:
     @property
     def needs_wire_state(self) -> bool:
         """Whether something is remembered from step to step (`Zero.init_wire_state`)."""
-        return isinstance(self.weights.node, Difference) or isinstance(
+        return isinstance(self.weights.node, WeightDelta) or isinstance(
             self.gradients.node, ErrorFeedback
         )
 

@@ -31,7 +31,7 @@ _LONG = 256  # large models have fewer layers, and at least as many features
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class DimSharding:
     """One dim of a full array, cut into equal pieces; zeros at its end make it a multiple.
 
     Attributes:
@@ -53,7 +53,7 @@ class Layout:
     def is_padded(self) -> bool:
         return self.padded != self.size
 
-    def moved(self, dim: int) -> Layout:
+    def moved(self, dim: int) -> DimSharding:
         """The same cut where the dim has come to be at another position."""
         return dataclasses.replace(self, dim=dim)
 
@@ -64,7 +64,7 @@ class Layout:
 
 def layouts_by_preference(
     shape: tuple[int, ...], pieces: int, busy: tuple[int, ...] = ()
-) -> list[Layout]:
+) -> list[DimSharding]:
     """Every way to cut `shape` into `pieces`, best first; empty if it stays whole.
 
     Args:
@@ -82,20 +82,20 @@ def layouts_by_preference(
         is_long = not uneven and shape[dim] >= _LONG and dim >= len(shape) - 2
         return (busy[dim] > 1, uneven, not is_long, 0 if is_long else -shape[dim], dim)
 
-    def layout(dim: int) -> Layout:
-        return Layout(dim, shape[dim], pieces * busy[dim])
+    def layout(dim: int) -> DimSharding:
+        return DimSharding(dim, shape[dim], pieces * busy[dim])
 
     return [layout(dim) for dim in sorted(range(len(shape)), key=rank)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class LeafSpec:
     """One leaf of a tree: its own shape, and how it is cut (`layout` None: not at all)."""
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
-    layout: Layout | None
+    layout: DimSharding | None
     other_axes: PartitionSpec = PartitionSpec()  # what the user split over axes not ours
     codec: Codec | None = None  # stored as messages, one for each device, and never trained
 
@@ -161,7 +161,7 @@ class Leaf:
 
 def layout_of_leaf(
     leaf: Any, mesh: AnyMesh, config: ZeroConfig, other: PartitionSpec
-) -> Layout | None:
+) -> DimSharding | None:
     """How an array of this shape and dtype is cut; None: every device holds all of it.
 
     Args:

@@ -37,7 +37,7 @@ def trained_leaves(tree: Any) -> list[bool | None]:
 
 
 def mutated_leaf(
-    before: Mapping[str, Leaf], after: Mapping[str, Leaf], returned: Collection[int]
+    before: Mapping[str, ModuleLeaf], after: Mapping[str, ModuleLeaf], returned: Collection[int]
 ) -> tuple[str, str] | None:
     """A leaf that a function has replaced in place: its path and the type of its variable.
 
@@ -53,14 +53,14 @@ def mutated_leaf(
     return None
 
 
-class Leaf(NamedTuple):
+class ModuleLeaf(NamedTuple):
     """A leaf of an NNX object."""
 
     value: Any
     kind: str  # the type of its variable, as a user writes it: `nnx.BatchStat`
 
 
-def nnx_leaves(tree: Any) -> dict[str, Leaf]:
+def nnx_leaves(tree: Any) -> dict[str, ModuleLeaf]:
     """The leaves of every NNX object that is changed in place, by path: `nnx.Module`, `nnx.Rngs`.
 
     Not those of an `nnx.State`, which functional code passes in and returns.
@@ -82,7 +82,7 @@ def nnx_leaves(tree: Any) -> dict[str, Leaf]:
             kind = type(variable).__name__
             kind = f"nnx.{kind}" if hasattr(nnx, kind) else kind
             for inner, leaf in jax.tree_util.tree_flatten_with_path(variable)[0]:
-                leaves[path_name((*outer, *path, *inner))] = Leaf(leaf, kind)
+                leaves[path_name((*outer, *path, *inner))] = ModuleLeaf(leaf, kind)
     return leaves
 
 

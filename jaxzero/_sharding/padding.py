@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from .layout import Layout
+from .layout import DimSharding
 
 
-def pad(x: Shaped[Array, ...], layout: Layout) -> Shaped[Array, ...]:
+def pad(x: Shaped[Array, ...], layout: DimSharding) -> Shaped[Array, ...]:
     """Append the zeros that make `layout.dim` divisible."""
     if not layout.is_padded:
         return x
@@ -18,6 +18,6 @@ def pad(x: Shaped[Array, ...], layout: Layout) -> Shaped[Array, ...]:
     return jnp.pad(x, widths)
 
 
-def unpad(x: Shaped[Array, ...], layout: Layout) -> Shaped[Array, ...]:
+def unpad(x: Shaped[Array, ...], layout: DimSharding) -> Shaped[Array, ...]:
     """Drop the zeros that `pad` appended."""
     return lax.slice_in_dim(x, 0, layout.size, axis=layout.dim) if layout.is_padded else x

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .._codecs import Int4, Int8
-from .config import Difference, Hops, HpZ, ZeroConfig
+from .config import HpZ, PerAxis, WeightDelta, ZeroConfig
 
 
-def zero3(*, weights: Hops = Hops(), gradients: Hops = Hops()) -> ZeroConfig:  # noqa: B008
+def zero3(*, weights: PerAxis = PerAxis(), gradients: PerAxis = PerAxis()) -> ZeroConfig:  # noqa: B008
     """Parameters, gradients and optimizer state split over all devices (ZeRO-3, FSDP)."""
     return ZeroConfig(weights=weights, gradients=gradients)
 
@@ -23,8 +23,8 @@ def zeropp() -> ZeroConfig:
     """
     gradients = Int4(block=128, hadamard=32)
     return ZeroConfig(
-        weights=Hops(node=Int8(block=256), local=Int8(block=256)),
-        gradients=Hops(node=gradients, local=gradients),
+        weights=PerAxis(node=Int8(block=256), local=Int8(block=256)),
+        gradients=PerAxis(node=gradients, local=gradients),
         hpz=HpZ(codec=Int8(block=256)),
     )
 
@@ -39,13 +39,13 @@ def zeropp4() -> ZeroConfig:
         SDP4Bit (https://arxiv.org/abs/2410.15526).
     """
     return ZeroConfig(
-        weights=Hops(node=Difference(Int4(block=128)), local=Int8(block=256)),
-        gradients=Hops(node=Int4(block=128, hadamard=32), local=Int8(block=128, hadamard=32)),
+        weights=PerAxis(node=WeightDelta(Int4(block=128)), local=Int8(block=256)),
+        gradients=PerAxis(node=Int4(block=128, hadamard=32), local=Int8(block=128, hadamard=32)),
         hpz=HpZ(codec=Int8(block=256)),
     )
 
 
-def hsdp(*, weights: Hops = Hops(), gradients: Hops = Hops()) -> ZeroConfig:  # noqa: B008
+def hsdp(*, weights: PerAxis = PerAxis(), gradients: PerAxis = PerAxis()) -> ZeroConfig:  # noqa: B008
     """As `zero3` inside a node, replicated between nodes (HSDP, MiCS)."""
     return ZeroConfig(split="local", weights=weights, gradients=gradients)
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from .layout import Leaf
+from .layout import LeafSpec
 from .paths import StoredKey
 
 _BINARY = "add sub mul matmul truediv floordiv mod divmod pow and or xor lshift rshift"
@@ -35,18 +35,18 @@ class StoredArray:
     __array_ufunc__ = None  # numpy leaves operators to this class
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # unhashable, as arrays are
 
-    def __init__(self, data: Any, form: Leaf):
+    def __init__(self, data: Any, form: LeafSpec):
         self.data = data
         self.form = form
         _register_with_flax()
 
     @classmethod
-    def of(cls, data: Any, leaf: Leaf) -> StoredArray:
+    def of(cls, data: Any, leaf: LeafSpec) -> StoredArray:
         """Data that is stored as `leaf` says. Padded data may be cast, so its dtype is not kept."""
         dtype = None if leaf.codec is None else leaf.dtype
         return cls(data, dataclasses.replace(leaf, path="", dtype=dtype))
 
-    def leaf(self, path: str = "") -> Leaf:
+    def leaf(self, path: str = "") -> LeafSpec:
         """The layout, with the dtype that the array has now.
 
         Raises:
@@ -139,7 +139,7 @@ def flatten(tree: Any) -> tuple[list[tuple[Any, ...]], list[Any], Any]:
     return [path for path, _ in pairs], [leaf for _, leaf in pairs], treedef
 
 
-def _how(form: Leaf) -> str:
+def _how(form: LeafSpec) -> str:
     if form.codec is not None:
         return f"stored as messages of {form.codec}"
     return f"padded with zeros to {list(form.padded_shape)}"

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .._codecs import Codec
 from .._mesh import AnyMesh
 from .config import ZeroConfig
-from .layout import Leaf, layout_of_leaf
+from .layout import LeafSpec, layout_of_leaf
 from .modules import trained_leaves
 from .paths import path_name, spread_prefix
 from .specs import axes_of
@@ -39,7 +39,7 @@ class TreePlan:
     """
 
     treedef: Any
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[LeafSpec, ...]
     statics: tuple[Static | None, ...]
 
     @property
@@ -70,7 +70,7 @@ class TreePlan:
         return [NamedSharding(mesh, leaf.spec(axes)) for leaf in self.leaves]
 
 
-def stored_leaf(leaf: Leaf, x: Any) -> Any:
+def stored_leaf(leaf: LeafSpec, x: Any) -> Any:
     """A stored array as a leaf of a tree: with its layout, where it is not in its own shape."""
     return x if leaf.is_plain else StoredArray.of(x, leaf)
 
@@ -131,7 +131,7 @@ def plan_tree(
             planned.append(_as_stored(leaf, name, codec))
             continue
         layout = layout_of_leaf(leaf, mesh, config, other)
-        new = Leaf(name, tuple(leaf.shape), _jax_dtype(leaf.dtype), layout, other)
+        new = LeafSpec(name, tuple(leaf.shape), _jax_dtype(leaf.dtype), layout, other)
         if codec is not None and layout and not other and _is_large_float(new, config):
             new = dataclasses.replace(new, codec=codec)
         planned.append(new)
@@ -154,7 +154,7 @@ def plan_as_stored(tree: Any, mesh: AnyMesh, config: ZeroConfig) -> TreePlan:
     return dataclasses.replace(plan, leaves=tuple(leaves))
 
 
-def _as_stored(x: StoredArray, path: str, codec: Codec | None) -> Leaf:
+def _as_stored(x: StoredArray, path: str, codec: Codec | None) -> LeafSpec:
     if codec is not None and codec != x.form.codec:
         raise ValueError(
             f"The leaf `{path}` is stored already, with codec {x.form.codec}, and `codec` asks for "
@@ -163,7 +163,7 @@ def _as_stored(x: StoredArray, path: str, codec: Codec | None) -> Leaf:
     return x.leaf(path)
 
 
-def without_layout(leaf: Leaf) -> Leaf:
+def without_layout(leaf: LeafSpec) -> LeafSpec:
     """The same leaf, whole on every device."""
     return dataclasses.replace(leaf, layout=None)
 
@@ -179,7 +179,7 @@ def _check_arrays(tree: Any, paths: Sequence[Any], leaves: Sequence[Any]) -> Non
             )
 
 
-def _is_large_float(leaf: Leaf, config: ZeroConfig) -> bool:
+def _is_large_float(leaf: LeafSpec, config: ZeroConfig) -> bool:
     is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
     return is_float and math.prod(leaf.shape) >= max(config.min_quantized_size, 1)
 

@@ -4,8 +4,8 @@ In: gradients of micro-batches, or inner products of two half-batches. Out: an o
 its state and statistics. Needs nothing of the sharding rooms.
 """
 
-from .batch_rules import Jump as Jump
-from .batch_rules import Walk as Walk
+from .batch_rules import JumpRule as JumpRule
+from .batch_rules import WalkRule as WalkRule
 from .similarity import CodecNoise as CodecNoise
 from .similarity import GradientHalves as GradientHalves
 from .similarity import dot as dot

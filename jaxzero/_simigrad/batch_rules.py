@@ -1,7 +1,7 @@
 """From a measured similarity to the size of the next batch.
 
-`Walk` is the rule of the SimiGrad paper: a tenth more below the target, a tenth less above.
-`Jump` solves phi = 1 / (1 + 2N/B) for the batch B* whose similarity is the target phi*:
+`WalkRule` is the rule of the SimiGrad paper: a tenth more below the target, a tenth less above.
+`JumpRule` solves phi = 1 / (1 + 2N/B) for the batch B* whose similarity is the target phi*:
 
     B* = 2 N phi* / (1 - phi*),    N = (B/2) (1 - phi) / phi.
 
@@ -52,7 +52,7 @@ class Rule(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Walk:
+class WalkRule:
     """The paper's rule: grow by a tenth below the target, shrink by a tenth above it.
 
     At least one micro-batch is added or taken away.
@@ -72,7 +72,7 @@ class Walk:
     def __post_init__(self):
         if not self.growth > 1 or not 0 < self.shrink < 1:
             raise ValueError(
-                "`growth` of `Walk` must be more than 1 and `shrink` between 0 and 1; got "
+                "`growth` of `WalkRule` must be more than 1 and `shrink` between 0 and 1; got "
                 f"{self.growth!r} and {self.shrink!r}."
             )
         _check_average("Walk", self.window, self.average)
@@ -96,7 +96,7 @@ class Walk:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Jump:
+class JumpRule:
     """Go to the batch whose similarity is the target, at once.
 
     What is averaged over updates is 1/N, which a measurement that is all noise makes small
@@ -116,7 +116,7 @@ class Jump:
     def __post_init__(self):
         if not self.max_change > 1:
             raise ValueError(
-                f"`max_change` of `Jump` is a factor of more than 1; got {self.max_change!r}."
+                f"`max_change` of `JumpRule` is a factor of more than 1; got {self.max_change!r}."
             )
         _check_average("Jump", self.window, self.average)
 
@@ -166,4 +166,4 @@ def _add_to_average(
     return jnp.nanmedian(jnp.stack(memory)), memory
 
 
-RULES = {"walk": Walk(), "jump": Jump()}
+RULES = {"walk": WalkRule(), "jump": JumpRule()}

@@ -116,7 +116,7 @@ def check_rule(rule: Any) -> None:
     known = rule in RULES if isinstance(rule, str) else isinstance(rule, Rule)
     if not known or isinstance(rule, type):
         raise ValueError(
-            '`rule` must be "walk", "jump", or an object such as `jz.Jump(window=3)`; got '
+            '`rule` must be "walk", "jump", or an object such as `jz.JumpRule(window=3)`; got '
             f"{rule!r}."
         )
 

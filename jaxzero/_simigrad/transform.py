@@ -111,8 +111,8 @@ def simigrad(
         min_steps: fewest micro-batches in a batch.
         max_steps: most micro-batches in a batch.
         rule: "walk" (the paper's: 10% up or down), "jump" (straight to the batch that has
-            the target similarity), or an object with the methods of these (`jz.Walk(...)`,
-            `jz.Jump(...)`).
+            the target similarity), or an object with the methods of these (`jz.WalkRule(...)`,
+            `jz.JumpRule(...)`).
         lr_scaling: multiply updates by the square root ("sqrt") of the batch over the
             initial one, both in micro-batches, or by the ratio itself ("linear").
         schedule: multiply updates by a function of the weight `seen` before the batch: a

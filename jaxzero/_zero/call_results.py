@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._execute import Memory, WireState, check_microbatches, from_tree, to_tree
+from .._execute import LocalWireState, WireState, check_microbatches, from_tree, to_tree
 from .._mesh import AXES, AnyMesh
-from .._sharding import Leaf, Static, is_stored, rebuild, stored_leaf
+from .._sharding import LeafSpec, Static, is_stored, rebuild, stored_leaf
 from .._simigrad import GradientHalves
 from .arguments import Argument, Call
 from .options import Options
@@ -59,7 +59,7 @@ def returned(
     loss, gradients, aux, memory, halves = outputs
     options = transform.options
 
-    def trees(values: Sequence[Any], as_leaf: Callable[[Leaf, Any], Any], other: Any) -> Any:
+    def trees(values: Sequence[Any], as_leaf: Callable[[LeafSpec, Any], Any], other: Any) -> Any:
         return _as_given(_as_trees(transform, values, as_leaf, other), is_one)
 
     gradients = trees(
@@ -85,8 +85,8 @@ def _as_given(trees: list[Any], is_one: bool) -> Any:
 def _as_trees(
     transform: Transform,
     values: Sequence[Any],
-    as_leaf: Callable[[Leaf, Any], Any],
-    other: Callable[[Leaf], Any],
+    as_leaf: Callable[[LeafSpec, Any], Any],
+    other: Callable[[LeafSpec], Any],
 ) -> list[Any]:
     """A value for each differentiated leaf, as trees in the order of `argnums`.
 
@@ -119,7 +119,7 @@ def _as_trees(
     return [trees[number] for number in transform.options.argnums]
 
 
-def memory_of(transform: Transform, wire_state: Any) -> Memory:
+def memory_of(transform: Transform, wire_state: Any) -> LocalWireState:
     """What the wire remembers, by number of leaf.
 
     Args:
@@ -129,7 +129,7 @@ def memory_of(transform: Transform, wire_state: Any) -> Memory:
     Raises:
         ValueError: the state is missing, or does not belong to these parameters.
     """
-    call, config, wire = transform.call, transform.config, transform.wire
+    call, config, comm = transform.call, transform.config, transform.comm
     numbers = transform.options.argnums
     if wire_state is None and config.needs_wire_state:
         raise ValueError(
@@ -139,7 +139,7 @@ def memory_of(transform: Transform, wire_state: Any) -> Memory:
             "`wire_state=`, and take the next one as the last result."
         )
     if wire_state is None:
-        return Memory()
+        return LocalWireState()
     states = (wire_state,) if isinstance(wire_state, WireState) else wire_state
     if not isinstance(states, (tuple, list)) or len(states) != len(numbers):
         raise ValueError(
@@ -147,17 +147,19 @@ def memory_of(transform: Transform, wire_state: Any) -> Memory:
             f"({len(numbers)}); got {type(wire_state).__name__}. Make each with "
             "`zero.init_wire_state(params)`."
         )
-    memory = Memory()
+    memory = LocalWireState()
     for number, start, argument in _sharded(call):
         if number in numbers:
             assert argument.plan is not None
             state = states[list(numbers).index(number)]
-            part = from_tree(argument.plan, state, wire, argument.name, start)
-            memory = Memory({**memory.slices, **part.slices}, {**memory.errors, **part.errors})
+            part = from_tree(argument.plan, state, comm, argument.name, start)
+            memory = LocalWireState(
+                {**memory.slices, **part.slices}, {**memory.errors, **part.errors}
+            )
     return memory
 
 
-def _state_trees(call: Call, numbers: Sequence[int], memory: Memory) -> list[WireState]:
+def _state_trees(call: Call, numbers: Sequence[int], memory: LocalWireState) -> list[WireState]:
     """Undo `memory_of`: one state for each of `numbers`."""
     trees = {
         number: to_tree(argument.plan, memory, start)

@@ -23,10 +23,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float32
 
 from .._codecs import Codec
-from .._collectives import Wire, accumulator_dtype, all_reduce
+from .._collectives import CommSpec, accumulator_dtype, all_reduce
 from .._execute import check_microbatches
 from .._mesh import AXES, LOCAL, NODE, REDUCTION_HOPS, AnyMesh, device_index, map_devices
-from .._sharding import ErrorFeedback, Leaf, ZeroConfig
+from .._sharding import ErrorFeedback, LeafSpec, ZeroConfig
 from .._simigrad import CodecNoise, dot
 
 
@@ -48,7 +48,7 @@ def _check(config: ZeroConfig) -> None:
 
 
 def measure_codec_noise(
-    leaves: tuple[Leaf, ...],
+    leaves: tuple[LeafSpec, ...],
     gradients: Sequence[Array],
     mesh: AnyMesh,
     config: ZeroConfig,
@@ -82,15 +82,15 @@ def measure_codec_noise(
 
 
 @functools.lru_cache(maxsize=64)
-def _measurement(leaves: tuple[Leaf, ...], mesh: AnyMesh, config: ZeroConfig) -> Callable:
+def _measurement(leaves: tuple[LeafSpec, ...], mesh: AnyMesh, config: ZeroConfig) -> Callable:
     """The program that gives |x|^2 and what the codecs of `REDUCTION_HOPS` change of it."""
-    wire = Wire.of(mesh, config)
+    comm = CommSpec.of(mesh, config)
 
     def on_device(shards: list[Array]) -> Float32[Array, " 3"]:
         sums = jnp.zeros(3, jnp.float32)
         for leaf, x in zip(leaves, shards, strict=True):
-            lost = [_lost(x, _codec(leaf, axis, wire)) for axis in REDUCTION_HOPS]
-            copies = wire.num_devices // (wire.pieces if leaf.layout else 1)
+            lost = [_lost(x, _codec(leaf, axis, comm)) for axis in REDUCTION_HOPS]
+            copies = comm.num_devices // (comm.pieces if leaf.layout else 1)
             wide = x.astype(accumulator_dtype(x.dtype))
             sums += jnp.stack([dot(wide, wide), *lost]) / copies
         return all_reduce(sums, AXES)
@@ -99,9 +99,9 @@ def _measurement(leaves: tuple[Leaf, ...], mesh: AnyMesh, config: ZeroConfig) ->
     return jax.jit(map_devices(on_device, mesh, (specs,), PartitionSpec()))
 
 
-def _codec(leaf: Leaf, axis: str, wire: Wire) -> Codec | None:
+def _codec(leaf: LeafSpec, axis: str, comm: CommSpec) -> Codec | None:
     num = leaf.layer_size
-    return wire.gradient_codec(axis, num, leaf.dtype) if wire.sizes[axis] > 1 else None
+    return comm.gradient_codec(axis, num, leaf.dtype) if comm.sizes[axis] > 1 else None
 
 
 def _lost(x: Array, codec: Codec | None) -> Float32[Array, ""]:

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh
 
 from .._mesh import AnyMesh, is_traced
 from .._sharding import (
-    Leaf,
+    LeafSpec,
     StoredArray,
     TreePlan,
     ZeroConfig,
@@ -112,7 +112,9 @@ def _check_shapes(state: Any) -> None:
             )
 
 
-def _like_parameter(leaf: Leaf, path: tuple[Any, ...], parameters: dict[str, Leaf]) -> Leaf:
+def _like_parameter(
+    leaf: LeafSpec, path: tuple[Any, ...], parameters: dict[str, LeafSpec]
+) -> LeafSpec:
     for i in range(len(path) + 1):
         twin = parameters.get(path_name(path[i:]))
         if twin and leaf.shape == twin.shape:

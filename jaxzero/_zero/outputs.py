@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._collectives import Wire
+from .._collectives import CommSpec
 from .._execute import REDUCTIONS, combine
 from .._sharding import path_name, rng_leaves, spread_prefix
 from .options import Options
@@ -76,9 +76,9 @@ class Outputs:
             f"{', '.join(map(repr, REDUCTIONS))}, how it is combined: {_proposal(leaf)}."
         )
 
-    def part(self, leaves: Sequence[Array], wire: Wire) -> tuple[list[Array], list[Array]]:
+    def part(self, leaves: Sequence[Array], comm: CommSpec) -> tuple[list[Array], list[Array]]:
         """What this device contributes: values that are the same everywhere, and rows."""
-        combined = [combine(x, how, wire) for x, how in zip(leaves, self.how, strict=True)]
+        combined = [combine(x, how, comm) for x, how in zip(leaves, self.how, strict=True)]
         pairs = list(zip(combined, self.how, strict=True))
         rows = [x for x, how in pairs if how in ("stack", "concat")]
         return [x for x, how in pairs if how not in ("stack", "concat")], rows

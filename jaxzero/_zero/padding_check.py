@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._sharding import Layout, Leaf, StoredArray, TreePlan, arrays_of
+from .._sharding import DimSharding, LeafSpec, StoredArray, TreePlan, arrays_of
 from .._warnings import warn
 from .optimizer_state import TrueShapes
 
@@ -83,10 +83,10 @@ def _extras(tx: optax.GradientTransformation, params: Any, grads: Any) -> dict[s
     return {key: x for key, x in known.items() if takes_any or key in accepted}
 
 
-def _widen(x: np.ndarray, leaf: Leaf) -> Any:
+def _widen(x: np.ndarray, leaf: LeafSpec) -> Any:
     """`x` as it would be stored if its padded dim were padded by one row."""
     if leaf.is_plain or leaf.layout is None or math.prod(x.shape) == 0:
         return x
     dim = leaf.layout.dim
-    form = Leaf("", x.shape, leaf.dtype, Layout(dim, size=2, unit=3))
+    form = LeafSpec("", x.shape, leaf.dtype, DimSharding(dim, size=2, unit=3))
     return StoredArray.of(np.pad(x, [(0, d == dim) for d in range(x.ndim)]), form)

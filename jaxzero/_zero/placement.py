@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._collectives import from_stored, to_stored
 from .._mesh import is_traced
-from .._sharding import Leaf, StoredArray, TreePlan, pad, unpad
+from .._sharding import LeafSpec, StoredArray, TreePlan, pad, unpad
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
@@ -50,20 +50,20 @@ def on_mesh(x: jax.Array, mesh: Mesh) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
 
 
-def pad_leaf(leaf: Leaf, x: Any) -> Any:
+def pad_leaf(leaf: LeafSpec, x: Any) -> Any:
     """True shape to stored shape."""
     if leaf.layout is None:
         return x
     return pad(x, leaf.layout) if leaf.codec is None else to_stored(pad(x, leaf.layout), leaf)
 
 
-def unpad_leaf(leaf: Leaf, x: Any) -> Any:
+def unpad_leaf(leaf: LeafSpec, x: Any) -> Any:
     """Stored shape to true shape."""
     whole = x if leaf.codec is None else from_stored(x, leaf).join()
     return unpad(whole, leaf.layout) if leaf.layout else whole
 
 
-def place(leaf: Leaf, source: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
+def place(leaf: LeafSpec, source: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
     """Put one array on the mesh; each device's slice, and no more, is read from `source`."""
     if leaf.codec is not None:
         whole = place(dataclasses.replace(leaf, codec=None), source, mesh, axes)

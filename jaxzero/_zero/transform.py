@@ -10,8 +10,8 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
-from .._collectives import Ledger, Wire, labelled, recording
-from .._execute import Memory, Parameters, run_on_device, specs_of
+from .._collectives import CommSpec, Ledger, labelled, recording
+from .._execute import LocalWireState, Parameters, run_on_device, specs_of
 from .._mesh import AXES, AnyMesh, map_devices, physical
 from .._plan import Plan
 from .._sharding import ZeroConfig, mutated_leaf, nnx_leaves, split_dim
@@ -35,11 +35,11 @@ class Transform:
         self.devices = mesh
         self.mesh = physical(mesh)
         self.config = config
-        self.wire = Wire.of(mesh, config, options.halves)
+        self.comm = CommSpec.of(mesh, config, options.halves)
         self.parameters = _parameters(call, options, config)
         self._plan: Plan | None = None  # of what was traced last
 
-    def plan(self, arrays: list[list[Any]], memory: Memory) -> Plan:
+    def plan(self, arrays: list[list[Any]], memory: LocalWireState) -> Plan:
         """What one call of `program` gathers, reduces and sends."""
         # A new function, for `eval_shape` does not trace again what it has traced before.
         jax.eval_shape(lambda *args: self.program(*args), arrays, memory)
@@ -47,8 +47,8 @@ class Transform:
         return self._plan
 
     def program(
-        self, arrays: list[list[Array]], memory: Memory
-    ) -> tuple[Any, list[Any], Any, Memory, GradientHalves | None]:
+        self, arrays: list[list[Array]], memory: LocalWireState
+    ) -> tuple[Any, list[Any], Any, LocalWireState, GradientHalves | None]:
         """Loss, flat gradients, other outputs, the new memory and halves, from global arrays."""
         in_specs = [self._specs(argument) for argument in self.call.arguments]
         memory_specs = self._memory_specs(memory)
@@ -93,9 +93,9 @@ class Transform:
         axes = self.config.axes if self.parameters.weights_split else ()
         return [leaf.spec(axes, manual_only=True) for leaf in argument.plan.leaves]
 
-    def _memory_specs(self, memory: Memory) -> Memory:
-        specs = specs_of(self.parameters.leaves, self.wire)
-        return Memory(
+    def _memory_specs(self, memory: LocalWireState) -> LocalWireState:
+        specs = specs_of(self.parameters.leaves, self.comm)
+        return LocalWireState(
             {i: specs.slices[i] for i in memory.slices}, {i: specs.errors[i] for i in memory.errors}
         )
 
@@ -105,10 +105,12 @@ class Transform:
             for x, spec in zip(leaves, argument.specs, strict=True):
                 dim = None if argument.plan else split_dim(spec)
                 if dim is not None and spec[dim] == AXES:
-                    return x.shape[dim] // self.wire.num_devices // self.options.microbatches
+                    return x.shape[dim] // self.comm.num_devices // self.options.microbatches
         return None
 
-    def _on_device(self, arrays: list[list[Array]], memory: Memory, outputs: Outputs) -> Any:
+    def _on_device(
+        self, arrays: list[list[Array]], memory: LocalWireState, outputs: Outputs
+    ) -> Any:
         stored, inputs, specs = [], [], []
         for argument, leaves in zip(self.call.arguments, arrays, strict=True):
             if argument.plan:
@@ -116,7 +118,7 @@ class Transform:
             else:
                 inputs += leaves
                 specs += argument.specs
-        ledger = Ledger(self.wire.sizes)
+        ledger = Ledger(self.comm.sizes)
         with recording(ledger):
             result = run_on_device(
                 lambda stored, inputs: self._flat(stored, inputs, outputs),
@@ -126,10 +128,10 @@ class Transform:
                 inputs,
                 specs,
                 self.options.microbatches,
-                self.wire,
+                self.comm,
             )
             with labelled("other", "aux" if self.options.has_gradients else "output"):
-                parts = outputs.part(result.others, self.wire)
+                parts = outputs.part(result.others, self.comm)
         self._plan = dataclasses.replace(result.plan, transfers=tuple(ledger.transfers))
         return result.loss, result.gradients, parts, result.memory, result.halves
 

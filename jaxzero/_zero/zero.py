@@ -9,8 +9,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from .._collectives import Wire
-from .._execute import Memory, WireState, make_state
+from .._collectives import CommSpec
+from .._execute import LocalWireState, WireState, make_state
 from .._plan import Plan
 from .._sharding import arrays_of
 from .._simigrad import CodecNoise
@@ -56,7 +56,7 @@ class Zero(ShardedTrees):
     def init_wire_state(self, params: Any) -> WireState:
         """What the wire has to remember of `params` from step to step, before the first step.
 
-        Only `Difference` and `ErrorFeedback` remember anything (`config.needs_wire_state`).
+        Only `WeightDelta` and `ErrorFeedback` remember anything (`config.needs_wire_state`).
         Pass it to the function from `value_and_grad`, which returns the next one; save it
         like optimizer state. After parameters have changed otherwise (a restored
         checkpoint), make it anew: the slices in it are those of the old ones.
@@ -67,8 +67,8 @@ class Zero(ShardedTrees):
         Raises:
             ValueError: `params` did not come from this `Zero`.
         """
-        wire = Wire.of(self._devices, self.config)
-        return make_state(self._plan_of(params), params, self._weight_axes, self._devices, wire)
+        comm = CommSpec.of(self._devices, self.config)
+        return make_state(self._plan_of(params), params, self._weight_axes, self._devices, comm)
 
     def codec_noise(self, grads: Any, *, microbatches: int = 1) -> CodecNoise:
         """How much noise the codecs have added to gradients like these, for `jz.simigrad`.
@@ -206,7 +206,7 @@ class Zero(ShardedTrees):
         @functools.wraps(f)
         def wrapped(*args, **kwargs):
             transform, arrays = self._prepare(f, args, kwargs, options, batch_argnums, in_specs)
-            return programs.run(transform.program, arrays, Memory())[2]
+            return programs.run(transform.program, arrays, LocalWireState())[2]
 
         return wrapped
 

@@ -11,24 +11,27 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
 from jaxzero._collectives.bucket import unpack
-from jaxzero._collectives.comm_spec import Wire
-from jaxzero._collectives.encoded_shards import Pieces
+from jaxzero._collectives.comm_spec import CommSpec
+from jaxzero._collectives.encoded_shards import EncodedShards
 from jaxzero._collectives.gather import gather_hop, start_gather
 from jaxzero._collectives.reduce_hop import sum_whole
-from jaxzero._collectives.reductions import reduce
 from jaxzero._collectives.reshard import move_split
-from jaxzero._sharding.layout import Layout
+from jaxzero._sharding.layout import DimSharding
 from jaxzero._sharding.padding import pad, unpad
 
 CONFIGS = {
     "plain": jz.zero3(),
     "bfloat16": jz.zero3(
-        weights=jz.Hops(node=jz.Cast(jnp.bfloat16), local=jz.Cast(jnp.bfloat16)),
-        gradients=jz.Hops(node=jz.Cast(jnp.bfloat16), local=jz.Cast(jnp.bfloat16)),
+        weights=jz.PerAxis(node=jz.Cast(jnp.bfloat16), local=jz.Cast(jnp.bfloat16)),
+        gradients=jz.PerAxis(node=jz.Cast(jnp.bfloat16), local=jz.Cast(jnp.bfloat16)),
     ),
     "hsdp": jz.hsdp(),
-    "hsdp_bfloat16": jz.hsdp(gradients=jz.Hops(node=jz.Cast(jnp.bfloat16))),
+    "hsdp_bfloat16": jz.hsdp(gradients=jz.PerAxis(node=jz.Cast(jnp.bfloat16))),
 }
+
+
+def _spec(x, layout):
+    return ReduceSpec("x", x.shape, x.dtype, layout)
 
 
 def _on_devices(function, mesh, in_specs, out_specs):
@@ -38,7 +41,7 @@ def _on_devices(function, mesh, in_specs, out_specs):
 
 
 def _gathered(shard, layout, wire):
-    pieces = dataclasses.replace(Pieces.plain(shard, layout.dim), axes=wire.gather_axes)
+    pieces = dataclasses.replace(EncodedShards.plain(shard, layout.dim), axes=wire.gather_axes)
     sizes = [shard.size * wire.pieces]
     parcels = start_gather([pieces], sizes, wire)
     for _ in wire.gather_axes:
@@ -52,16 +55,21 @@ def _gathered(shard, layout, wire):
 def test_gather_and_reduce(nodes, config):
     config = CONFIGS[config]
     mesh = jz.make_mesh(nodes, devices=jax.devices()[: 8 if nodes < 3 else 6])
-    wire = Wire.of(mesh, config)
+    wire = CommSpec.of(mesh, config)
     x = np.random.default_rng(0).normal(size=(5, 13)).astype(np.float32)
-    layout = Layout(1, 13, wire.pieces)
+    layout = DimSharding(1, 13, wire.pieces)
     split = P(None, config.axes)
     full = _on_devices(lambda s: _gathered(s, layout, wire), mesh, split, P())(pad(x, layout))
     bits = any(getattr(config.weights, axis) for axis in ("node", "local"))
     np.testing.assert_array_equal(full, x.astype(jnp.bfloat16).astype(np.float32) if bits else x)
 
     each = np.random.default_rng(1).normal(size=(wire.num_devices, 5, 13)).astype(np.float32)
-    sums = _on_devices(lambda g: reduce(g[0], layout, wire), mesh, P(("node", "local")), split)
+    sums = _on_devices(
+        lambda g: reduce_gradient(g[0], _spec(g[0], layout), wire),
+        mesh,
+        P(("node", "local")),
+        split,
+    )
     total = each.astype(np.float64).sum(0)
     narrow = any(getattr(config.gradients, axis) for axis in ("node", "local"))
     # Every value is rounded at most once for each of the hops: half a unit in the last of 8
@@ -74,11 +82,11 @@ def test_gather_and_reduce(nodes, config):
 
 def test_sixteen_bit_gradients_are_summed_in_float32():
     mesh = jz.make_mesh(2)
-    wire = Wire.of(mesh, jz.zero3())
+    wire = CommSpec.of(mesh, jz.zero3())
     values = np.full((8, 8), 2.0**-9, jnp.bfloat16)
     values[0] = 1.0  # in bfloat16 each further addend would be lost: 1 + 2**-9 == 1
     run = _on_devices(
-        lambda g: reduce(g[0], Layout(0, 8, 8), wire),
+        lambda g: reduce_gradient(g[0], _spec(g[0], DimSharding(0, 8, 8)), wire),
         mesh,
         P(("node", "local")),
         P(("local", "node")),
@@ -91,10 +99,12 @@ def test_sixteen_bit_gradients_are_summed_in_float32():
 
 def test_bfloat16_travels_as_sixteen_bits():
     mesh = jz.make_mesh(2)
-    wire = Wire.of(mesh, jz.zero3())
-    layout = Layout(0, 16, 8)
+    wire = CommSpec.of(mesh, jz.zero3())
+    layout = DimSharding(0, 16, 8)
     gathered = _on_devices(lambda s: _gathered(s, layout, wire), mesh, P(("local", "node")), P())
-    reduced = _on_devices(lambda g: reduce(g, layout, wire), mesh, P(), P(("local", "node")))
+    reduced = _on_devices(
+        lambda g: reduce_gradient(g, _spec(g, layout), wire), mesh, P(), P(("local", "node"))
+    )
     struct = jax.ShapeDtypeStruct((16,), jnp.bfloat16)
     for run in (gathered, reduced):
         text = run.lower(struct).compile().as_text()
@@ -106,9 +116,9 @@ def test_bfloat16_travels_as_sixteen_bits():
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 def test_move_split(nodes):
     mesh = jz.make_mesh(nodes, devices=jax.devices()[: 8 if nodes < 3 else 6])
-    wire = Wire.of(mesh, jz.zero3())
+    wire = CommSpec.of(mesh, jz.zero3())
     x = np.arange(7 * 5 * 3, dtype=np.float32).reshape(7, 5, 3)
-    old, new = Layout(0, 7, wire.pieces), Layout(1, 5, wire.pieces)
+    old, new = DimSharding(0, 7, wire.pieces), DimSharding(1, 5, wire.pieces)
     axes = ("local", "node")
     move = functools.partial(move_split, shape=x.shape, old=old, new=new, axes=wire.long(axes))
     moved = _on_devices(move, mesh, P(axes), P(None, axes))(pad(x, old))
@@ -119,7 +129,7 @@ def test_sum_whole():
     mesh = jz.make_mesh(2)
     xs = [np.arange(8, dtype=np.float32), np.arange(16, dtype=np.float32).reshape(8, 2)]
     for config in (jz.zero3(), CONFIGS["bfloat16"]):
-        wire = Wire.of(mesh, config)
+        wire = CommSpec.of(mesh, config)
         run = _on_devices(
             lambda xs, wire=wire: sum_whole([x[0] for x in xs], [x[0].size for x in xs], wire)[0],
             mesh,

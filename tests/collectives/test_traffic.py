@@ -24,7 +24,7 @@ CONFIGS = {
     "zeropp4": jz.zeropp4(),
     "hsdp": jz.hsdp(gradients=jz.zeropp().gradients),
     "stage 1": jz.ZeroConfig(stage=1, gradients=jz.zeropp().gradients),
-    "feedback": jz.zero3(gradients=jz.Hops(node=jz.ErrorFeedback())),
+    "feedback": jz.zero3(gradients=jz.PerAxis(node=jz.ErrorFeedback())),
     "aux": jz.zeropp(),
     "halves": jz.zero3(),
 }

@@ -179,7 +179,7 @@ def test_zero_is_set_up(mesh):
         preset.hpz,
     )
     assert (made.stage, made.param_persistence_threshold) == (3, 10_000)
-    assert made.schedule == jz.Schedule(
+    assert made.schedule == jz.CommSchedule(
         prefetch=0, bucket_bytes=10**9, max_live_parameters=10**9, max_reuse_distance=10**8
     )
     assert jz.from_deepspeed(config(), mesh).zero.config.stage == 0
@@ -187,7 +187,7 @@ def test_zero_is_set_up(mesh):
     mics |= {"communication_data_type": "bf16"}
     made = jz.from_deepspeed(config(**mics), mesh).zero.config
     cast = jz.Cast(jnp.bfloat16)
-    assert (made.split, made.gradients) == ("local", jz.Hops(node=cast, local=cast))
+    assert (made.split, made.gradients) == ("local", jz.PerAxis(node=cast, local=cast))
 
 
 def test_keys_without_effect_are_named(mesh):

@@ -18,13 +18,13 @@ import pytest
 import jaxzero as jz
 from tests import zoo
 
-_CODED = jz.Hops(node=jz.Int8(block=32), local=jz.Int8(block=32))
+_CODED = jz.PerAxis(node=jz.Int8(block=32), local=jz.Int8(block=32))
 CONFIGS = {
     "zero3": jz.zero3(),
-    "unscheduled": jz.ZeroConfig(schedule=jz.Schedule(prefetch=0, bucket_bytes=0)),
+    "unscheduled": jz.ZeroConfig(schedule=jz.CommSchedule(prefetch=0, bucket_bytes=0)),
     "zeropp": jz.zeropp(),
     "zeropp4": jz.zeropp4(),
-    "feedback": jz.zero3(gradients=jz.Hops(node=jz.ErrorFeedback(jz.Int4(block=32)))),
+    "feedback": jz.zero3(gradients=jz.PerAxis(node=jz.ErrorFeedback(jz.Int4(block=32)))),
     "hsdp": jz.hsdp(),
     "hsdp coded": jz.hsdp(gradients=_CODED),
     "ddp": jz.ddp(),

@@ -39,7 +39,7 @@ def _distances(state, params):
 @pytest.mark.parametrize("mesh", ["2x4-auto", "3x2-explicit", "4x2-auto"])
 def test_what_rounding_lost_is_in_the_next_difference(mesh):
     """The slices approach weights that stand still, by a factor of at least 14 each step."""
-    zero = _zero(jz.zeropp4(), mesh, hpz=jz.HpZ(codec=None), gradients=jz.Hops())
+    zero = _zero(jz.zeropp4(), mesh, hpz=jz.HpZ(codec=None), gradients=jz.PerAxis())
     params = zero.shard(WHOLE)
     state = zero.init_wire_state(params)
     assert state.slices["bias"] is None and state.errors["w"] is None
@@ -65,7 +65,7 @@ def test_slices_follow_weights_that_train(kept):
 
     The loss of a step is that of the weights in its slices, since all else travels whole.
     """
-    weights = jz.Hops(node=jz.Difference())
+    weights = jz.PerAxis(node=jz.WeightDelta())
     zero = _zero(jz.zero3(), hpz=jz.HpZ(codec=kept), weights=weights)
     params = zero.shard({"w": WHOLE["w"]})
     state = zero.init_wire_state(params)
@@ -98,7 +98,7 @@ def _slice(stored, codec):
 
 def test_nodes_keep_the_same_slices_where_rounding_is_stochastic():
     codec = jz.Int8(rounding="stochastic")
-    zero = _zero(jz.zeropp4(), "4x2-auto", hpz=jz.HpZ(codec=codec), gradients=jz.Hops())
+    zero = _zero(jz.zeropp4(), "4x2-auto", hpz=jz.HpZ(codec=codec), gradients=jz.PerAxis())
     params = zero.shard(WHOLE)
     state = zero.init_wire_state(params)
     for _ in range(2):
@@ -121,7 +121,7 @@ def test_one_node_keeps_no_slices():
 def test_a_step_that_is_not_finite_is_forgotten(wrong):
     """Errors fed back, and slices kept, are as good as before once batch and weights are."""
     whole_slices = jz.HpZ(codec=None)
-    zero = _zero(jz.zeropp4(), hpz=whole_slices, gradients=jz.Hops(node=jz.ErrorFeedback()))
+    zero = _zero(jz.zeropp4(), hpz=whole_slices, gradients=jz.PerAxis(node=jz.ErrorFeedback()))
     params = zero.shard(WHOLE)
     broken = jax.tree.map(lambda x: x * wrong, params)
     state = zero.init_wire_state(params)
@@ -146,7 +146,7 @@ def test_errors_do_not_add_up(feedback, microbatches):
     step of 4 bits on each number. It is in proportion to the gradient, so `allowed` is found
     from the error of a first step without feedback, of which there are `steps` in the sum.
     """
-    zero = _zero(jz.zero3(gradients=jz.Hops(node=feedback)))
+    zero = _zero(jz.zero3(gradients=jz.PerAxis(node=feedback)))
     params = zero.shard(WHOLE)
     want = jax.device_get(jax.grad(_loss)(WHOLE, X))["stack"]
     step = jax.jit(zero.value_and_grad(_loss, microbatches=microbatches))
@@ -165,7 +165,7 @@ def test_errors_do_not_add_up(feedback, microbatches):
 
 def test_errors_are_kept_for_what_is_quantised():
     """A stack whose layers are small is sent by its whole size where errors are kept for it."""
-    zero = _zero(jz.zero3(gradients=jz.Hops(node=jz.ErrorFeedback())))
+    zero = _zero(jz.zero3(gradients=jz.PerAxis(node=jz.ErrorFeedback())))
     params = zero.shard({"stack": WHOLE["w"]})
 
     def loss(params, x):
@@ -178,7 +178,7 @@ def test_errors_are_kept_for_what_is_quantised():
 
 
 def test_memory_is_sharded():
-    zero = _zero(jz.zeropp4(), gradients=jz.Hops(node=jz.ErrorFeedback()))
+    zero = _zero(jz.zeropp4(), gradients=jz.PerAxis(node=jz.ErrorFeedback()))
     params = zero.shard(WHOLE)
     state = zero.init_wire_state(params)
     local = zero.mesh.shape["local"]
@@ -191,7 +191,7 @@ def test_memory_is_sharded():
 
 def test_state_is_saved_and_restored(tmp_path, monkeypatch):
     """Bit for bit; and it is read in pieces, never whole on every device."""
-    zero = _zero(jz.zeropp4(), gradients=jz.Hops(node=jz.ErrorFeedback()))
+    zero = _zero(jz.zeropp4(), gradients=jz.PerAxis(node=jz.ErrorFeedback()))
     params = zero.shard(WHOLE)
     _, _, state = zero.value_and_grad(_loss)(params, X, wire_state=zero.init_wire_state(params))
     with jz.Checkpoints(tmp_path, zero) as checkpoints:

@@ -14,14 +14,14 @@ import pytest
 
 import jaxzero as jz
 from jaxzero import pallas_kernels as pk
-from jaxzero._codecs.codec import Draft
+from jaxzero._codecs.codec import DeferredMessage
 from jaxzero._collectives import bucket as messages
 from jaxzero._collectives import reductions
-from jaxzero._collectives.comm_spec import Wire
-from jaxzero._collectives.encoded_shards import Pieces
+from jaxzero._collectives.comm_spec import CommSpec
+from jaxzero._collectives.encoded_shards import EncodedShards
 from jaxzero._collectives.gather import start_gather
-from jaxzero._collectives.reductions import Summand
-from jaxzero._sharding.layout import Layout
+from jaxzero._collectives.reductions import ReduceSpec
+from jaxzero._sharding.layout import DimSharding
 from jaxzero.pallas_kernels import _blockwise as blocks
 from jaxzero.pallas_kernels import _memory as memory
 
@@ -108,7 +108,9 @@ def drafts(messages):
         if i % 2 or message.dtype != jnp.uint8:
             yield message
         else:
-            yield Draft(message.shape, lambda place=None, x=message: place.put(x) if place else x)
+            yield DeferredMessage(
+                message.shape, lambda place=None, x=message: place.put(x) if place else x
+            )
 
 
 @pytest.mark.parametrize("types", [["u1"], ["u1"] * 5, ["u2", "f4", "u1", "u1", "u1"]])
@@ -122,17 +124,20 @@ def test_drafts_are_joined_as_what_they_will_be(types):
 def sent(implementation, shards, fulls):
     """What the first hops of a gather and of a reduction send, on one device of 2 x 2."""
     codec = jz.Int8(block=64, implementation=implementation)
-    hops = jz.Hops(node=codec, local=codec)
+    hops = jz.PerAxis(node=codec, local=codec)
     config = jz.ZeroConfig(weights=hops, gradients=hops, min_quantized_size=1000)
     wire = dataclasses.replace(
-        Wire.of(jz.make_mesh(nodes=2, devices=jax.devices()[:4]), config), min_quantized_size=1000
+        CommSpec.of(jz.make_mesh(nodes=2, devices=jax.devices()[:4]), config),
+        min_quantized_size=1000,
     )
 
     def write(shards, fulls):
-        pieces = [dataclasses.replace(Pieces.plain(x, 0), axes=("node", "local")) for x in shards]
+        pieces = [
+            dataclasses.replace(EncodedShards.plain(x, 0), axes=("node", "local")) for x in shards
+        ]
         parcels = start_gather(pieces, [4 * x.size for x in shards], wire)
-        summands = [Summand(x.shape, x.dtype, Layout(0, len(x), 4)) for x in fulls]
-        outbox = reductions.start(fulls, summands, wire)
+        summands = [ReduceSpec("x", x.shape, x.dtype, DimSharding(0, len(x), 4)) for x in fulls]
+        outbox = reductions.start_reduction(fulls, summands, wire)
         return [x.data for x in parcels], outbox.coded
 
     for axis in ("local", "node"):

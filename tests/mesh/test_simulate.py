@@ -22,7 +22,7 @@ from jaxzero._mesh import simulated as simulate
 from jaxzero._mesh.mesh import AXES, map_devices
 from tests import zoo
 
-NARROW = jz.Hops(node=jz.Cast(jnp.bfloat16), local=jz.Cast(jnp.bfloat16))
+NARROW = jz.PerAxis(node=jz.Cast(jnp.bfloat16), local=jz.Cast(jnp.bfloat16))
 CONFIGS = {
     "zero3": jz.zero3(),
     "narrow": jz.zero3(weights=NARROW, gradients=NARROW),
@@ -33,7 +33,9 @@ CONFIGS = {
     "zeropp": dataclasses.replace(jz.zeropp(), min_quantized_size=0),
     "memory": dataclasses.replace(
         jz.zeropp4(),
-        gradients=jz.Hops(node=jz.ErrorFeedback(jz.Int4()), local=jz.Int8(rounding="stochastic")),
+        gradients=jz.PerAxis(
+            node=jz.ErrorFeedback(jz.Int4()), local=jz.Int8(rounding="stochastic")
+        ),
         min_quantized_size=0,
     ),
 }

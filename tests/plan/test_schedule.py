@@ -62,15 +62,15 @@ CONFIGS = {
     "stage 2": jz.ZeroConfig(stage=2),
 }
 SCHEDULES = {
-    "one ahead": jz.Schedule(),
-    "units": jz.Schedule(prefetch=0),
-    "two ahead, small units": jz.Schedule(prefetch=2, bucket_bytes=5000),
-    "far ahead": jz.Schedule(prefetch=9),
-    "alone, one ahead": jz.Schedule(bucket_bytes=0),
-    "held": jz.Schedule(live_bytes=10**6),
-    "hardly held": jz.Schedule(max_reuse_distance=0, max_live_parameters=2 * WIDTH * WIDTH),
+    "one ahead": jz.CommSchedule(),
+    "units": jz.CommSchedule(prefetch=0),
+    "two ahead, small units": jz.CommSchedule(prefetch=2, bucket_bytes=5000),
+    "far ahead": jz.CommSchedule(prefetch=9),
+    "alone, one ahead": jz.CommSchedule(bucket_bytes=0),
+    "held": jz.CommSchedule(live_bytes=10**6),
+    "hardly held": jz.CommSchedule(max_reuse_distance=0, max_live_parameters=2 * WIDTH * WIDTH),
 }
-PLAIN = jz.Schedule(prefetch=0, bucket_bytes=0)
+PLAIN = jz.CommSchedule(prefetch=0, bucket_bytes=0)
 
 
 def _zero(config, schedule, nodes=2):
@@ -127,19 +127,19 @@ def test_bits_do_not_depend_on_the_schedule(model, config, schedule):
 @pytest.mark.parametrize("config", ["hpz", "hsdp", "stage 2"])
 @pytest.mark.parametrize("model", ["scanned back", "unrolled"])
 def test_bits_do_not_depend_on_it_with_other_configs(model, config):
-    _assert_same_bits(_step(model, config, jz.Schedule()), _step(model, config, PLAIN))
+    _assert_same_bits(_step(model, config, jz.CommSchedule()), _step(model, config, PLAIN))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["zero3", "zeropp"])
 def test_bits_do_not_depend_on_it_with_microbatches(config):
     run = functools.partial(_step, "scanned", config, nodes=2, microbatches=2)
-    _assert_same_bits(run(schedule=jz.Schedule()), run(schedule=PLAIN))
+    _assert_same_bits(run(schedule=jz.CommSchedule()), run(schedule=PLAIN))
 
 
 def test_bits_do_not_depend_on_it_on_one_node():
     run = functools.partial(_step, "scanned back", "zeropp", nodes=1)
-    _assert_same_bits(run(schedule=jz.Schedule()), run(schedule=PLAIN))
+    _assert_same_bits(run(schedule=jz.CommSchedule()), run(schedule=PLAIN))
 
 
 def _plan(model, config, schedule, nodes=2):
@@ -156,21 +156,21 @@ def _launches(plan):
 def test_a_layer_is_one_message_for_each_hop():
     """Forward, backward and gradients: three messages a layer and hop, and a few for the rest."""
     plain = _launches(_plan("scanned", "zero3", PLAIN))
-    units = _launches(_plan("scanned", "zero3", jz.Schedule(prefetch=0)))
-    ahead = _launches(_plan("scanned", "zero3", jz.Schedule()))
+    gather_groups = _launches(_plan("scanned", "zero3", jz.CommSchedule(prefetch=0)))
+    ahead = _launches(_plan("scanned", "zero3", jz.CommSchedule()))
     assert plain >= 2 * 3 * 3 * LAYERS
-    assert units <= 2 * (3 * LAYERS + 2 * 2 + 1)
+    assert gather_groups <= 2 * (3 * LAYERS + 2 * 2 + 1)
     # A pipeline of two hops sends what it does not need once or twice in each direction.
-    assert units - 2 <= ahead <= units + 6
+    assert gather_groups - 2 <= ahead <= gather_groups + 6
 
 
 def test_unrolled_layers_are_units():
-    plan = _plan("unrolled", "zero3", jz.Schedule(prefetch=0))
-    units = {}
+    plan = _plan("unrolled", "zero3", jz.CommSchedule(prefetch=0))
+    gather_groups = {}
     for step in plan.steps:
         if step.action == "gather":
-            units.setdefault((step.region, step.unit), set()).add(step.name)
-    layers = [names for names in units.values() if "layers.up" in names]
+            gather_groups.setdefault((step.region, step.group), set()).add(step.name)
+    layers = [names for names in gather_groups.values() if "layers.up" in names]
     assert layers and all(
         names == {f"layers.{x}" for x in ("up", "down", "scale")} for names in layers
     )
@@ -178,10 +178,10 @@ def test_unrolled_layers_are_units():
 
 def test_bucket_bytes_bounds_units():
     limit = 5000
-    plan = _plan("scanned", "zero3", jz.Schedule(bucket_bytes=limit))
+    plan = _plan("scanned", "zero3", jz.CommSchedule(bucket_bytes=limit))
     sizes, members = {}, {}
     for step in plan.steps:
-        key = step.region, step.action, step.unit
+        key = step.region, step.action, step.group
         sizes[key] = sizes.get(key, 0) + step.num_bytes
         members[key] = members.get(key, 0) + 1
     assert max(members.values()) > 1
@@ -200,12 +200,12 @@ def test_backward_gathers_wait_whichever_way_weights_are_stored(product):
             x = jnp.tanh(jnp.einsum(product, x, w))
         return jnp.mean(x**2)
 
-    zero = _zero("zero3", jz.Schedule())
+    zero = _zero("zero3", jz.CommSchedule())
     weights = zero.init(lambda key: [jax.random.normal(key, (WIDTH, WIDTH))] * 6, jax.random.key(0))
     x = jnp.ones((32, WIDTH))
     top = zero.plan(loss, weights, x).top
     assert isinstance(top, BlockPlan)
-    waited_for = [value for unit in top.units for value in unit.ties]
+    waited_for = [value for group in top.gather_groups for value in group.ties]
     assert None not in waited_for and set(waited_for).isdisjoint(top.gradients.reduces)
     step = jax.jit(zero.value_and_grad(loss, microbatches=2))
     found = _hlo.collectives(step.lower(weights, x).compile().as_text())
@@ -213,12 +213,12 @@ def test_backward_gathers_wait_whichever_way_weights_are_stored(product):
 
 
 def test_units_are_sent_ahead():
-    plan = _plan("unrolled", "zero3", jz.Schedule(prefetch=1, bucket_bytes=2**29))
+    plan = _plan("unrolled", "zero3", jz.CommSchedule(prefetch=1, bucket_bytes=2**29))
     gathers = [s for s in plan.steps if s.action == "gather"]
     starts = sorted({s.start for s in gathers})
     assert sum(s.start < s.needed for s in gathers) >= len(gathers) - 3
     for s in gathers:  # not earlier than where the unit before begins to compute
-        first = min(x.needed for x in gathers if (x.region, x.unit) == (s.region, s.unit))
+        first = min(x.needed for x in gathers if (x.region, x.group) == (s.region, s.group))
         before = [x.needed for x in gathers if x.needed < first]
         assert s.start >= (max(x for x in starts if x <= max(before)) if before else 0) or before
 
@@ -229,22 +229,22 @@ def _loops(plan):
 
 
 def test_loops_are_pipelined_and_the_backward_one_continues():
-    forward, backward = _loops(_plan("scanned", "zero3", jz.Schedule()))
+    forward, backward = _loops(_plan("scanned", "zero3", jz.CommSchedule()))
     assert forward.is_pipelined and backward.is_pipelined
     assert backward.continues is not None and forward.continues is None
-    assert [unit.late for unit in backward.body.reduces] == [True]
+    assert [group.deferred for group in backward.body.reduce_groups] == [True]
     plain = _loops(_plan("scanned", "zero3", PLAIN))
     assert not any(loop.is_pipelined for loop in plain)
 
 
 def test_slices_are_made_where_weights_are_first_gathered():
     """hpZ: between nodes a layer is gathered inside the forward loop, not before the program."""
-    plan = _plan("scanned", "zeropp", jz.Schedule())
+    plan = _plan("scanned", "zeropp", jz.CommSchedule())
     node = [t for t in plan.transfers if t.axis == "node" and t.purpose == "weights"]
     assert any(t.trips == LAYERS for t in node)
     backward = _loops(plan)[1].body
-    assert not any(one.keeps for unit in backward.units for one in unit.gathers)
-    zero = _zero("zeropp", jz.Schedule())
+    assert not any(one.keeps for group in backward.gather_groups for one in group.gathers)
+    zero = _zero("zeropp", jz.CommSchedule())
     report = zero.report(zero.init(_init, jax.random.key(0)), plan=plan)
     assert report.traffic is not None and report.traffic.slice_bytes > 0
 
@@ -252,9 +252,9 @@ def test_slices_are_made_where_weights_are_first_gathered():
 def test_live_bytes_holds_what_waits_shortest():
     """A budget of two layers holds the last ones between forward and backward, not the first."""
     layer = (2 * WIDTH * WIDTH + WIDTH) * 4
-    least = _plan("unrolled", "zero3", jz.Schedule(prefetch=0, live_bytes=0))
-    some = _plan("unrolled", "zero3", jz.Schedule(prefetch=0, live_bytes=4 * layer))
-    much = _plan("unrolled", "zero3", jz.Schedule(prefetch=0, live_bytes=10**9))
+    least = _plan("unrolled", "zero3", jz.CommSchedule(prefetch=0, live_bytes=0))
+    some = _plan("unrolled", "zero3", jz.CommSchedule(prefetch=0, live_bytes=4 * layer))
+    much = _plan("unrolled", "zero3", jz.CommSchedule(prefetch=0, live_bytes=10**9))
 
     def num(plan):
         return sum(s.action == "gather" for s in plan.steps)
@@ -265,7 +265,7 @@ def test_live_bytes_holds_what_waits_shortest():
 
 def test_max_live_parameters_bounds_what_is_held():
     most = 3 * WIDTH * WIDTH + 4 * WIDTH
-    schedule = jz.Schedule(prefetch=0, max_live_parameters=most)
+    schedule = jz.CommSchedule(prefetch=0, max_live_parameters=most)
     steps = [s for s in _plan("unrolled", "zero3", schedule).steps if s.action == "gather"]
     size = {id(s): int(np.prod(s.shape)) for s in steps}
     end = max(s.stop for s in steps)
@@ -274,8 +274,8 @@ def test_max_live_parameters_bounds_what_is_held():
 
 
 def test_max_reuse_distance_gathers_again():
-    far = _plan("unrolled", "zero3", jz.Schedule(prefetch=0, max_reuse_distance=10**9))
-    near = _plan("unrolled", "zero3", jz.Schedule(prefetch=0, max_reuse_distance=0))
+    far = _plan("unrolled", "zero3", jz.CommSchedule(prefetch=0, max_reuse_distance=10**9))
+    near = _plan("unrolled", "zero3", jz.CommSchedule(prefetch=0, max_reuse_distance=0))
     gathers = [sum(s.action == "gather" for s in plan.steps) for plan in (far, near)]
     assert gathers[0] == 2 + 3 * LAYERS < gathers[1]
 
@@ -283,8 +283,8 @@ def test_max_reuse_distance_gathers_again():
 @pytest.mark.parametrize("field", ["prefetch", "bucket_bytes", "live_bytes", "max_live_parameters"])
 @pytest.mark.parametrize("value", [-1, True])
 def test_a_schedule_refuses_what_is_no_count(field, value):
-    with pytest.raises(ValueError, match=f"`{field}` of `Schedule` must be an integer"):
-        jz.Schedule(**{field: value})
+    with pytest.raises(ValueError, match=f"`{field}` of `CommSchedule` must be an integer"):
+        jz.CommSchedule(**{field: value})
 
 
 def test_compiler_options():

@@ -34,9 +34,9 @@ def test_a_body_is_one_unit_up_to_the_limit():
 
 @given(st.lists(st.integers(1, 5), max_size=40), st.integers(0, 20), st.booleans())
 def test_units_keep_order_and_bound(sizes, bucket_bytes, is_layer):
-    units = _units(sizes, bucket_bytes, is_layer)
-    assert [x for unit in units for x in unit] == sizes
-    assert all(len(unit) == 1 or sum(unit) <= bucket_bytes for unit in units)
+    gather_groups = _units(sizes, bucket_bytes, is_layer)
+    assert [x for group in gather_groups for x in group] == sizes
+    assert all(len(group) == 1 or sum(group) <= bucket_bytes for group in gather_groups)
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30))

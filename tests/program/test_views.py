@@ -5,8 +5,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxzero._program import movable_ops as views
-from jaxzero._sharding.layout import Layout
+from jaxzero._program import movable_ops
+from jaxzero._sharding.layout import DimSharding
 
 PIECES = 2
 
@@ -20,29 +20,29 @@ def ops_and_shapes(draw):
     kind = draw(st.sampled_from(["transpose", "reshape", "broadcast", "slice", "pad", "cast"]))
     if kind == "transpose":
         order = tuple(draw(st.permutations(range(len(shape)))))
-        op = lambda: views.Transpose(order)  # noqa: E731
+        op = lambda: movable_ops.Transpose(order)  # noqa: E731
     elif kind == "reshape":
         at = draw(st.integers(0, len(shape)))
         joined = (*shape[:1], int(np.prod(shape[1:], dtype=int)))
         new_shape = draw(st.sampled_from([(*shape[:at], 1, *shape[at:]), joined]))
-        op = lambda: views.Reshape(new_shape)  # noqa: E731
+        op = lambda: movable_ops.Reshape(new_shape)  # noqa: E731
     elif kind == "broadcast":
         at = draw(st.integers(0, len(shape)))
         dims = tuple(i + (i >= at) for i in range(len(shape)))
         new = draw(st.sampled_from([1, 3]))
-        op = lambda: views.Broadcast((*shape[:at], new, *shape[at:]), dims)  # noqa: E731
+        op = lambda: movable_ops.Broadcast((*shape[:at], new, *shape[at:]), dims)  # noqa: E731
     elif kind == "slice":
         bounds = [sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
         keep = draw(st.lists(st.booleans(), min_size=len(shape), max_size=len(shape)))
         bounds = [(0, n) if k else b for b, n, k in zip(bounds, shape, keep, strict=True)]
         starts, limits = zip(*bounds, strict=True)
-        op = lambda: views.Slice(starts, limits, (1,) * len(shape))  # noqa: E731
+        op = lambda: movable_ops.Slice(starts, limits, (1,) * len(shape))  # noqa: E731
     elif kind == "pad":
         low = draw(st.lists(st.integers(0, 2), min_size=len(shape), max_size=len(shape)))
         config = tuple((n, 1 if n else 0, 0) for n in low)
-        op = lambda: views.Pad(config)  # noqa: E731
+        op = lambda: movable_ops.Pad(config)  # noqa: E731
     else:
-        op = lambda: views.Cast(jnp.dtype(jnp.bfloat16), True)  # noqa: E731
+        op = lambda: movable_ops.ConvertDtype(jnp.dtype(jnp.bfloat16), True)  # noqa: E731
     return op, shape
 
 
@@ -51,7 +51,7 @@ def _pieces(x, layout):
 
 
 def _layouts(shape):
-    return [Layout(dim, n, PIECES) for dim, n in enumerate(shape) if n and n % PIECES == 0]
+    return [DimSharding(dim, n, PIECES) for dim, n in enumerate(shape) if n and n % PIECES == 0]
 
 
 def _values(shape):
@@ -71,7 +71,7 @@ def test_on_shards_equals_on_the_whole(drawn):
         if moved is None:
             continue
         parts = [
-            views.apply_on_shard((op,), jnp.asarray(piece), layout, shape)
+            movable_ops.apply_on_shard((op,), jnp.asarray(piece), layout, shape)
             for piece in _pieces(x, layout)
         ]
         np.testing.assert_array_equal(np.concatenate(parts, axis=moved.dim), whole)
@@ -92,7 +92,7 @@ def test_reduction_commutes_where_back_says_so(drawn):
     """Sum over devices, then op, equals op, then sum, piece by piece: what sinking relies on."""
     make, shape = drawn
     op = make()
-    if isinstance(op, (views.Slice, views.Cast)):
+    if isinstance(op, (movable_ops.Slice, movable_ops.ConvertDtype)):
         return
     a, b = _values(shape), -2 * _values(shape) ** 2
     total = np.asarray(op.apply(jnp.asarray(a))) + np.asarray(op.apply(jnp.asarray(b)))
@@ -101,7 +101,7 @@ def test_reduction_commutes_where_back_says_so(drawn):
         if source is None:
             continue
         for piece, want in zip(_pieces(a + b, source), _pieces(total, layout), strict=True):
-            got = views.apply_on_shard((op,), jnp.asarray(piece), source, shape)
+            got = movable_ops.apply_on_shard((op,), jnp.asarray(piece), source, shape)
             np.testing.assert_array_equal(got, want)
 
 
@@ -121,13 +121,19 @@ def test_of_slice_and_of_stack(drawn):
 
 
 def test_casts_move_to_the_front_and_slices_before_the_gather():
-    bfloat16, turn = views.Cast(jnp.dtype(jnp.bfloat16), True), views.Transpose((1, 0))
-    widen = views.Cast(jnp.dtype(jnp.float32), False)
-    layout = Layout(0, 4, PIECES)
-    assert views.before_gather((turn, bfloat16, widen), layout, (4, 6)) == (
+    bfloat16, turn = (
+        movable_ops.ConvertDtype(jnp.dtype(jnp.bfloat16), True),
+        movable_ops.Transpose((1, 0)),
+    )
+    widen = movable_ops.ConvertDtype(jnp.dtype(jnp.float32), False)
+    layout = DimSharding(0, 4, PIECES)
+    assert movable_ops.before_gather((turn, bfloat16, widen), layout, (4, 6)) == (
         (bfloat16,),
         (turn, widen),
     )
-    other, same = views.Slice((0, 0), (4, 2), (1, 1)), views.Slice((0, 0), (2, 6), (1, 1))
-    assert views.before_gather((other,), layout, (4, 6)) == ((other,), ())
-    assert views.before_gather((same,), layout, (4, 6)) == ((), (same,))
+    other, same = (
+        movable_ops.Slice((0, 0), (4, 2), (1, 1)),
+        movable_ops.Slice((0, 0), (2, 6), (1, 1)),
+    )
+    assert movable_ops.before_gather((other,), layout, (4, 6)) == ((other,), ())
+    assert movable_ops.before_gather((same,), layout, (4, 6)) == ((), (same,))

@@ -15,7 +15,7 @@ from tests.plan import test_schedule
 
 
 def test_spans_of_unrolled_layers():
-    found = spans(test_schedule._plan("unrolled", "zero3", jz.Schedule()))
+    found = spans(test_schedule._plan("unrolled", "zero3", jz.CommSchedule()))
     gathers = [span for span in found if span.action == "gather"]
     layer = 4 * (2 * test_schedule.WIDTH**2 + test_schedule.WIDTH)
     assert [span.num_bytes for span in gathers[1:5]] == [layer] * test_schedule.LAYERS
@@ -23,13 +23,13 @@ def test_spans_of_unrolled_layers():
     for one, other in zip(gathers, gathers[1:], strict=False):
         assert other.start <= one.stop  # sent while the unit before is in use
         assert one.stop < other.stop
-    live = live_bytes(test_schedule._plan("unrolled", "zero3", jz.Schedule()))
+    live = live_bytes(test_schedule._plan("unrolled", "zero3", jz.CommSchedule()))
     assert live[0].max() <= 2 * layer
     assert live.min() == 0
 
 
 def test_what_crosses_iterations_lives_for_the_whole_body():
-    found = spans(test_schedule._plan("scanned", "zero3", jz.Schedule()))
+    found = spans(test_schedule._plan("scanned", "zero3", jz.CommSchedule()))
     late = [span for span in found if span.sent == "in the iteration after"]
     assert len(late) == 1 and late[0].trips == test_schedule.LAYERS
     backward = next(s for s in found if s.region == late[0].region and s.action == "gather")
@@ -37,8 +37,8 @@ def test_what_crosses_iterations_lives_for_the_whole_body():
 
 
 def test_the_report_prints_and_holds_it():
-    zero = test_schedule._zero("zero3", jz.Schedule())
-    plan = test_schedule._plan("scanned", "zero3", jz.Schedule())
+    zero = test_schedule._zero("zero3", jz.CommSchedule())
+    plan = test_schedule._plan("scanned", "zero3", jz.CommSchedule())
     params = zero.abstract(test_schedule._init, test_schedule.jax.random.key(0))
     report = zero.report(params, plan=plan)
     out = io.StringIO()
@@ -51,7 +51,7 @@ def test_a_picture_is_drawn(tmp_path: Path):
     pytest.importorskip("matplotlib")
     from jaxzero.jobs._plans.plan_plot import plot_plan
 
-    plan = test_schedule._plan("scanned", "zeropp", jz.Schedule())
+    plan = test_schedule._plan("scanned", "zeropp", jz.CommSchedule())
     plot_plan(plan, tmp_path / "plan.png", title="a step")
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 

@@ -117,7 +117,9 @@ def _struct(x):
 
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("groups", [None, {"a": "first", "b": "second"}])
-@pytest.mark.parametrize("rule", ["walk", "jump", jz.Jump(average="ema"), jz.Walk(window=3)])
+@pytest.mark.parametrize(
+    "rule", ["walk", "jump", jz.JumpRule(average="ema"), jz.WalkRule(window=3)]
+)
 def test_the_state_keeps_its_types(rule, groups):
     tx = _simigrad(optax.adamw(1e-2), rule=rule, groups=groups, lr_scaling="sqrt")
     state = tx.init(_params())
@@ -455,8 +457,8 @@ def test_the_walk_is_that_of_the_paper():
 
     def walk(similarity):
         return jax.vmap(
-            lambda steps: jz.Walk().wanted(
-                jnp.float32(similarity), steps, steps, jnp.float32(0.5), jz.Walk().init()
+            lambda steps: jz.WalkRule().wanted(
+                jnp.float32(similarity), steps, steps, jnp.float32(0.5), jz.WalkRule().init()
             )[0]
         )(jnp.asarray(sizes, jnp.float32))
 
@@ -467,7 +469,7 @@ def test_the_walk_is_that_of_the_paper():
 
 def test_averages_of_rules():
     values = [0.1, 0.8, 0.2, 0.9, 0.4]
-    rule, decay = jz.Walk(window=3), 1 - 2 / 4
+    rule, decay = jz.WalkRule(window=3), 1 - 2 / 4
 
     def steps(rule):
         memory, found = rule.init(), []
@@ -481,7 +483,7 @@ def test_averages_of_rules():
     assert steps(rule) == [11 if m < 0.5 else 9 for m in medians]
     weights = [decay ** np.arange(i + 1)[::-1] for i in range(5)]
     means = [np.average(values[: i + 1], weights=weights[i]) for i in range(5)]
-    assert steps(jz.Walk(window=3, average="ema")) == [11 if m < 0.5 else 9 for m in means]
+    assert steps(jz.WalkRule(window=3, average="ema")) == [11 if m < 0.5 else 9 for m in means]
 
 
 @pytest.mark.parametrize(
@@ -489,7 +491,7 @@ def test_averages_of_rules():
     [(0.5, 10, 10), (0.25, 10, 30), (0.8, 100, 25), (0.01, 10, 40), (-0.3, 10, 40), (1.0, 80, 20)],
 )
 def test_the_jump_solves_the_closed_form_within_its_bound(similarity, steps, want):
-    rule = jz.Jump()
+    rule = jz.JumpRule()
     steps = jnp.float32(steps)
     for per_step in (1.0, 7.0):  # the unit of weight does not matter
         got, _ = rule.wanted(
@@ -562,7 +564,7 @@ def test_the_standard_error_is_that_of_many_runs():
     np.testing.assert_allclose(np.mean(scales), scale, atol=4 * np.std(scales) / math.sqrt(number))
 
 
-@pytest.mark.parametrize("rule", ["jump", jz.Jump(average="ema", window=3)])
+@pytest.mark.parametrize("rule", ["jump", jz.JumpRule(average="ema", window=3)])
 @pytest.mark.parametrize(("initial", "wanted"), [(4, 48), (200, 40)])
 def test_the_jump_settles_in_three_updates(rule, initial, wanted):
     target = 0.5
@@ -643,7 +645,7 @@ def test_a_micro_batch_without_examples_is_left_out():
         ({"initial": 9}, "`initial` must lie between.*initial=9, min_steps=1, max_steps=8"),
         ({"min_steps": 5}, "`initial` must lie between.*min_steps=5"),
         ({"rule": "run"}, '`rule` must be "walk", "jump".*got \'run\''),
-        ({"rule": jz.Walk}, "`rule` must be"),
+        ({"rule": jz.WalkRule}, "`rule` must be"),
         ({"lr_scaling": "log"}, '`lr_scaling` must be "sqrt", "linear" or None'),
         ({"combine": "max"}, '`combine` must be "mean"'),
         ({"noise_window": 1}, "`noise_window`.*got 1"),
@@ -665,16 +667,16 @@ def test_wrong_types():
 @pytest.mark.parametrize(
     ("rule", "field", "value", "message"),
     [
-        (jz.Walk(), "growth", 1, "`growth` of `Walk`.*got 1 and 0.9"),
-        (jz.Walk(), "shrink", 1.5, "`growth` of `Walk`.*got 1.1 and 1.5"),
-        (jz.Walk(), "window", 0, "`window` of `Walk` counts updates.*got 0"),
-        (jz.Jump(), "window", 2.5, "`window` of `Jump`.*got 2.5"),
-        (jz.Jump(), "max_change", 1, "`max_change` of `Jump`.*got 1"),
-        (jz.Jump(), "average", "mode", "`average` of `Jump`.*got 'mode'"),
+        (jz.WalkRule(), "growth", 1, "`growth` of `WalkRule`.*got 1 and 0.9"),
+        (jz.WalkRule(), "shrink", 1.5, "`growth` of `WalkRule`.*got 1.1 and 1.5"),
+        (jz.WalkRule(), "window", 0, "`window` of `WalkRule` counts updates.*got 0"),
+        (jz.JumpRule(), "window", 2.5, "`window` of `JumpRule`.*got 2.5"),
+        (jz.JumpRule(), "max_change", 1, "`max_change` of `JumpRule`.*got 1"),
+        (jz.JumpRule(), "average", "mode", "`average` of `JumpRule`.*got 'mode'"),
     ],
 )
 def test_wrong_rules(rule, field, value, message):
-    rule = copy.copy(rule)  # and not `jz.Walk(...)`: tests check annotations first
+    rule = copy.copy(rule)  # and not `jz.WalkRule(...)`: tests check annotations first
     object.__setattr__(rule, field, value)
     with pytest.raises(ValueError, match=message):
         rule.__post_init__()

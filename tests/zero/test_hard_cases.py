@@ -97,8 +97,8 @@ def test_an_element_reshaped_and_scanned(zero):
     "config",
     [
         jz.zero3(),
-        jz.zero3(gradients=jz.Hops(node=jz.Cast(jnp.float16), local=jz.Cast(jnp.float16))),
-        jz.hsdp(gradients=jz.Hops(node=jz.Cast(jnp.float16))),
+        jz.zero3(gradients=jz.PerAxis(node=jz.Cast(jnp.float16), local=jz.Cast(jnp.float16))),
+        jz.hsdp(gradients=jz.PerAxis(node=jz.Cast(jnp.float16))),
     ],
     ids=["plain", "cast", "hsdp"],
 )

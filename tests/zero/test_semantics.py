@@ -351,7 +351,7 @@ def test_not_a_number_stays_one(zero, params):
 
 
 def test_bfloat16_on_the_wire():
-    codec = jz.Hops(node=jz.Cast(jnp.bfloat16), local=jz.Cast(jnp.bfloat16))
+    codec = jz.PerAxis(node=jz.Cast(jnp.bfloat16), local=jz.Cast(jnp.bfloat16))
     zero = jz.Zero(zoo.make_mesh(_MESH), jz.zero3(weights=codec, gradients=codec))
     want = jax.value_and_grad(_loss)(_whole(), _x())
     loss, grads = zero.value_and_grad(_loss)(zero.shard(_whole()), _x())

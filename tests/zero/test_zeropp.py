@@ -16,7 +16,7 @@ from tests.codecs._codec_oracle import round_trip
 CONFIGS = {
     "zeropp": jz.zeropp(),
     "zeropp4": jz.zeropp4(),
-    "error feedback": jz.zero3(gradients=jz.Hops(node=jz.ErrorFeedback(), local=jz.Int8())),
+    "error feedback": jz.zero3(gradients=jz.PerAxis(node=jz.ErrorFeedback(), local=jz.Int8())),
     "stage 2": jz.ZeroConfig(stage=2, gradients=jz.zeropp().gradients),
     "stage 1": jz.ZeroConfig(stage=1, gradients=jz.zeropp().gradients),
     "hsdp": jz.hsdp(gradients=jz.zeropp().gradients),
@@ -51,7 +51,7 @@ def _unrotated(hops):
         node = dataclasses.replace(node, codec=dataclasses.replace(node.codec, hadamard=None))
     else:
         node = dataclasses.replace(node, hadamard=None)
-    return jz.Hops(node=node, local=dataclasses.replace(hops.local, hadamard=None))
+    return jz.PerAxis(node=node, local=dataclasses.replace(hops.local, hadamard=None))
 
 
 @pytest.mark.parametrize(("name", "mesh", "microbatches"), PAIRS)
@@ -93,7 +93,7 @@ def test_forward_and_backward_read_the_same_weights():
         return jnp.mean((x @ params["w"]) ** 2)
 
     for mesh in ("2x4-auto", "2x3-explicit"):
-        zero = _zero(jz.zeropp(), mesh, gradients=jz.Hops())
+        zero = _zero(jz.zeropp(), mesh, gradients=jz.PerAxis())
         params = zero.shard(whole)
         used = zero.apply(
             lambda params, x: params, in_specs=(None, zero.batch_spec), out_reduce="first"
@@ -109,7 +109,9 @@ def test_forward_and_backward_read_the_same_weights():
 
 @pytest.mark.parametrize("preset", [jz.zeropp, jz.zeropp4])
 def test_bfloat16_parameters_and_gradients(preset):
-    plain = jz.Hops(node=jz.Int8(), local=jz.Int8())  # not rotated: what has one size stays exact
+    plain = jz.PerAxis(
+        node=jz.Int8(), local=jz.Int8()
+    )  # not rotated: what has one size stays exact
     zero = _zero(preset(), gradients=plain)
     whole = {"w": np.full((16, 24), 0.5, jnp.bfloat16), "b": np.zeros(24, jnp.bfloat16)}
     x = np.tile(np.array([1, -1], jnp.bfloat16), (48, 8))
@@ -153,7 +155,7 @@ def test_two_hops_equal_those_of_numpy(preset):
 def test_clipping_sees_the_norm_of_the_mean():
     """With 8 bits in blocks of 32 the norm is off by as much as `zoo/_quantised.py` derives."""
     codec = jz.Int8(block=32, scale_dtype="float32")
-    zero = _zero(jz.zero3(), "3x2-auto", gradients=jz.Hops(node=codec, local=codec))
+    zero = _zero(jz.zero3(), "3x2-auto", gradients=jz.PerAxis(node=codec, local=codec))
     key = jax.random.key(0)
     whole = {"w": zoo.normal(key, 0, 16, 24), "b": zoo.normal(key, 1, 24)}
     batch = {"x": zoo.normal(key, 2, 48, 16, scale=1.0), "y": zoo.normal(key, 3, 48, 24, scale=1.0)}
@@ -236,7 +238,7 @@ def test_frozen_weights_stored_as_messages():
         return jnp.mean(jax.lax.scan(layer, x, frozen["w"])[0] ** 2)
 
     for config, mesh in ((jz.zero3(), "2x4-auto"), (jz.zeropp(), "2x3-explicit")):
-        zero = _zero(config, mesh, gradients=jz.Hops(), min_quantized_size=100)
+        zero = _zero(config, mesh, gradients=jz.PerAxis(), min_quantized_size=100)
         frozen = zero.shard(whole, codec=jz.Int8(block=64))
         assert frozen["w"].data.dtype == jnp.uint8 and frozen["norm"].dtype == jnp.float32
         assert (frozen["w"].shape, frozen["w"].dtype) == ((3, 24, 24), jnp.float32)
@@ -264,17 +266,17 @@ def test_frozen_weights_stored_as_messages():
     ("make", "words"),
     [
         (lambda: jz.ErrorFeedback(dtype=jnp.int8), "`dtype` of `ErrorFeedback`"),
-        (lambda: jz.zero3(weights=jz.Hops(node=jz.ErrorFeedback())), "`weights.node`"),
-        (lambda: jz.zero3(gradients=jz.Hops(node=jz.Difference())), "`gradients.node`"),
-        (lambda: jz.zero3(weights=jz.Hops(node=jz.Difference())), "hpz=jz.HpZ"),
+        (lambda: jz.zero3(weights=jz.PerAxis(node=jz.ErrorFeedback())), "`weights.node`"),
+        (lambda: jz.zero3(gradients=jz.PerAxis(node=jz.WeightDelta())), "`gradients.node`"),
+        (lambda: jz.zero3(weights=jz.PerAxis(node=jz.WeightDelta())), "hpz=jz.HpZ"),
         (lambda: jz.ZeroConfig(stage=2, hpz=jz.HpZ()), "`hpz`"),
         (lambda: jz.ZeroConfig(split="local", hpz=jz.HpZ()), "`hpz`"),
-        (lambda: jz.ZeroConfig(stage=2, weights=jz.Hops(local=jz.Int8())), "`weights`.*stage=2"),
-        (lambda: jz.hsdp(weights=jz.Hops(node=jz.Int8())), "`weights.node`"),
-        (lambda: jz.hsdp(gradients=jz.Hops(node=jz.ErrorFeedback())), "`gradients.node=Err"),
+        (lambda: jz.ZeroConfig(stage=2, weights=jz.PerAxis(local=jz.Int8())), "`weights`.*stage=2"),
+        (lambda: jz.hsdp(weights=jz.PerAxis(node=jz.Int8())), "`weights.node`"),
+        (lambda: jz.hsdp(gradients=jz.PerAxis(node=jz.ErrorFeedback())), "`gradients.node=Err"),
         (lambda: jz.ZeroConfig(min_quantized_size=-1), "`min_quantized_size`"),
         (
-            lambda: jz.ZeroConfig(stage=1, gradients=jz.Hops(node=jz.ErrorFeedback())),
+            lambda: jz.ZeroConfig(stage=1, gradients=jz.PerAxis(node=jz.ErrorFeedback())),
             "`stage` 2 or 3",
         ),
     ],
@@ -287,10 +289,10 @@ def test_choices_that_do_not_fit(make, words):
 @pytest.mark.parametrize(
     ("config", "field", "value", "words"),
     [
-        (jz.Hops(), "node", "int8", r"`node` of `Hops` must be a codec such as.*got 'int8'"),
-        (jz.Hops(), "local", jz.Int8, r"`local` of `Hops`.*got <class"),
+        (jz.PerAxis(), "node", "int8", r"`node` of `PerAxis` must be a codec such as.*got 'int8'"),
+        (jz.PerAxis(), "local", jz.Int8, r"`local` of `PerAxis`.*got <class"),
         (jz.HpZ(), "codec", 8, r"`codec` of `HpZ`.*got 8"),
-        (jz.Difference(), "codec", None, r"`codec` of `Difference`.*got None"),
+        (jz.WeightDelta(), "codec", None, r"`codec` of `WeightDelta`.*got None"),
         (jz.ErrorFeedback(), "codec", "int4", r"`codec` of `ErrorFeedback`.*got 'int4'"),
         (jz.ZeroConfig(), "weights", jz.Int8(), r"`weights` must be a `jz.Hops\("),
         (jz.ZeroConfig(), "hpz", True, r"`hpz` must be a `jz.HpZ` or None; got True"),
@@ -307,7 +309,7 @@ def test_what_is_not_a_codec_is_refused(config, field, value, words):
 def test_copies_stay_copies_where_rounding_is_stochastic(stage):
     """Gradients that are whole on every device are the same on every device."""
     codec = jz.Int4(rounding="stochastic")
-    zero = _zero(jz.ZeroConfig(stage=stage), gradients=jz.Hops(node=codec, local=codec))
+    zero = _zero(jz.ZeroConfig(stage=stage), gradients=jz.PerAxis(node=codec, local=codec))
     params = zero.shard({"w": zoo.normal(jax.random.key(0), 0, 16, 24)})
     x = zoo.normal(jax.random.key(0), 1, 48, 16, scale=1.0)
     _, grads = zero.value_and_grad(lambda p, x: jnp.mean(jnp.tanh(x @ p["w"])))(params, x)

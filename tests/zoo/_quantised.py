@@ -27,7 +27,7 @@ _BLOCK = 32
 _INT8 = jz.Int8(block=_BLOCK, scale_dtype="float32")
 _ROTATED = dataclasses.replace(_INT8, hadamard=32)
 _INT4 = jz.Int4(block=_BLOCK, scale_dtype="float32")
-_WEIGHTS = jz.Hops(node=_INT8, local=_INT8)
+_WEIGHTS = jz.PerAxis(node=_INT8, local=_INT8)
 
 # The presets with exact scales, blocks that the zoo's small leaves can fill, and gradients in 8
 # bits: what may be lost in 4 is nearly all, and a gradient of zeros would pass.
@@ -35,14 +35,14 @@ PRESETS = {
     "zeropp": dataclasses.replace(
         jz.zeropp(),
         weights=_WEIGHTS,
-        gradients=jz.Hops(node=_INT8, local=_INT8),
+        gradients=jz.PerAxis(node=_INT8, local=_INT8),
         hpz=jz.HpZ(codec=_INT8),
         min_quantized_size=0,
     ),
     "zeropp4": dataclasses.replace(
         jz.zeropp4(),
-        weights=jz.Hops(node=jz.Difference(_INT4), local=_INT8),
-        gradients=jz.Hops(node=_ROTATED, local=_ROTATED),
+        weights=jz.PerAxis(node=jz.WeightDelta(_INT4), local=_INT8),
+        gradients=jz.PerAxis(node=_ROTATED, local=_ROTATED),
         hpz=jz.HpZ(codec=_INT8),
         min_quantized_size=0,
     ),
@@ -66,7 +66,7 @@ def check_quantised(case: Case, zero: jz.Zero) -> None:
     """
     alone = case.oracle is case.loss
     if not alone:
-        zero = jz.Zero(zero.mesh, dataclasses.replace(zero.config, gradients=jz.Hops()))
+        zero = jz.Zero(zero.mesh, dataclasses.replace(zero.config, gradients=jz.PerAxis()))
     with jax.default_matmul_precision("highest"):
         trees, batch = arguments(case, "float32")
         trees = jax.tree.map(_two_valued, trees)

@@ -11,7 +11,7 @@ import optax
 from ..._codecs import Cast
 from ..._mesh import make_mesh
 from ..._processes import process_count
-from ..._sharding import Hops, ZeroConfig, zero3, zeropp, zeropp4
+from ..._sharding import PerAxis, ZeroConfig, zero3, zeropp, zeropp4
 from ..._zero import Zero
 from ...interop import load_encoder
 from ...models import EncoderConfig
@@ -20,7 +20,7 @@ from .._task import packaged_checkpoint
 from .devices import choose_devices
 from .optimizer import make_optimizer
 
-_BFLOAT16 = Hops(node=Cast(jnp.bfloat16), local=Cast(jnp.bfloat16))
+_BFLOAT16 = PerAxis(node=Cast(jnp.bfloat16), local=Cast(jnp.bfloat16))
 _CONFIGS = {
     "zeropp": zeropp(),
     "zeropp4": zeropp4(),
@@ -102,4 +102,4 @@ def zero_config(sharding: Sharding) -> ZeroConfig:
     config = _CONFIGS[sharding.wire]
     if sharding.stage == 3:
         return config
-    return dataclasses.replace(config, stage=sharding.stage, weights=Hops(), hpz=None)
+    return dataclasses.replace(config, stage=sharding.stage, weights=PerAxis(), hpz=None)
