@@ -1,8 +1,8 @@
 """Gather weights over the two axes, several in one message, hop by hop, with a codec for each.
 
-Gathers go over `node` first and `local` second, reductions (`_reductions`) the other way
+Gathers go over `node` first and `local` second, reductions (`reductions`) the other way
 round: what crosses between nodes is then the smallest piece, and arrives in order
-(`_partition`). A gather is written by `start_gather`, and done one hop at a time.
+(`_sharding.layout`). A gather is written by `start_gather`, and done one hop at a time.
 Legend: `shard` is what one device owns, `slice` what the devices of one position in all
 nodes own together, `full` the whole array in its own shape.
 """

@@ -1,7 +1,7 @@
 """What the devices of a hop add up: messages that arrived, and sums with that of the first half.
 
 The sum over the first half of the devices is wanted where the gradients of two halves of a batch
-are compared (`_halves`). It is taken where the pieces of all devices are at hand, and moves no
+are compared (`half_batches`). It is taken where the pieces of all devices are at hand, and moves no
 byte.
 """
 

@@ -86,7 +86,7 @@ def _coded_hop(
     comm: CommSpec,
     summed: int = 1,
 ) -> PartialSums:
-    """One hop of one array, in messages of `codec`; `summed` as in `_reductions`."""
+    """One hop of one array, in messages of `codec`; `summed` as in `reductions`."""
     num = comm.sizes[axis]
     message = written(encoded(x, dim, num, dtype, codec, axis, summed))
     return PartialSums(_exchange(message, axis), codec, piece_shape(x.shape, dim, num), summed)

@@ -2,7 +2,7 @@
 
 The program of one micro-batch runs `k` times in a `lax.scan` whose carry holds the sums
 of loss, weight and gradients. A split gradient is added up as it was reduced, in float32,
-as shards or as the node's slices; a whole one as it is. `_means` makes means of them.
+as shards or as the node's slices; a whole one as it is. `mean_gradients` makes means of them.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def _row(step: PlanStep) -> tuple[str, ...]:
     else:
         when, end = f"after {step.at}", ""
         sent = f"sent in {step.until}" if step.until else ""
-    group = f"{step.action} {step.unit}"
+    group = f"{step.action} {step.group}"
     array = f"{step.dtype}{list(step.shape)}"
     return step.region, group, step.name, array, size, "  ".join(filter(None, (when, sent))), end
 

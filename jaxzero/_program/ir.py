@@ -1,6 +1,6 @@
 """Programs as the pass sees them: blocks of operations, which can be read and bound again.
 
-With `_tracing`, which makes them of functions, and `_context` and `_layout_requests`, which
+With `trace`, which makes them of functions, and `per_device` and `layout_requests`, which
 see to what jaxprs say of meshes, this is the seam to JAX: no other module knows what a jaxpr
 looks like inside. Everything else reads and re-emits blocks, so a new JAX release is a matter
 of these files.

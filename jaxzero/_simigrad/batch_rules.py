@@ -75,7 +75,7 @@ class WalkRule:
                 "`growth` of `WalkRule` must be more than 1 and `shrink` between 0 and 1; got "
                 f"{self.growth!r} and {self.shrink!r}."
             )
-        _check_average("Walk", self.window, self.average)
+        _check_average("WalkRule", self.window, self.average)
 
     def init(self) -> Any:
         return _new_average(self.window, self.average)
@@ -118,7 +118,7 @@ class JumpRule:
             raise ValueError(
                 f"`max_change` of `JumpRule` is a factor of more than 1; got {self.max_change!r}."
             )
-        _check_average("Jump", self.window, self.average)
+        _check_average("JumpRule", self.window, self.average)
 
     def init(self) -> Any:
         return _new_average(self.window, self.average)

@@ -1,0 +1,1 @@
+"""Tests of what a new user does first."""

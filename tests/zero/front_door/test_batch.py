@@ -1,0 +1,172 @@
+"""Which argument is the batch: found where only one can be, asked for otherwise."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxzero as jz
+from tests import zoo
+
+from .helpers import (
+    ROWS,
+    assert_equal,
+    make_rows,
+    mean_loss,
+    on_one_device,
+    whole_params,
+)
+
+
+def test_a_table_beside_the_batch_is_asked_about(auto):
+    params = auto.shard(whole_params())
+    weights = np.linspace(0, 3, 32, dtype=np.float32)
+
+    def loss(params, class_weights, batch):
+        return mean_loss(params, batch) * jnp.sum(class_weights**2)
+
+    want = on_one_device(loss)(whole_params(), weights, make_rows(auto))
+    with pytest.raises(ValueError, match=r"`class_weights`.*`batch`.*`batch_argnums=`"):
+        auto.value_and_grad(loss)(params, weights, make_rows(auto))
+    for batch_argnums in (2, -1, "batch", (2,)):
+        step = auto.value_and_grad(loss, batch_argnums=batch_argnums)
+        assert_equal(auto, step(params, weights, make_rows(auto)), want)
+    got = auto.apply(loss, batch_argnums="batch")(params, weights, batch=make_rows(auto))
+    np.testing.assert_allclose(got, want[0], rtol=1e-5)
+
+
+def test_several_batches(auto):
+    params = auto.shard(whole_params())
+
+    def loss(params, x, y):
+        return jnp.mean((x @ params["body"]["w"] - y) ** 2)
+
+    x, y = make_rows(auto), zoo.normal(jax.random.key(4), 0, ROWS, 15)
+    want = on_one_device(loss)(whole_params(), x, y)
+    assert_equal(auto, auto.value_and_grad(loss, batch_argnums=(1, "y"))(params, x, y=y), want)
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_keys_and_numbers_are_no_batch(auto, make_key):
+    params = auto.shard(whole_params())
+
+    def loss(params, key, scale, x):
+        return mean_loss(params, x) * scale + jax.random.normal(key, ())
+
+    args = (make_key(3), jnp.float32(2), make_rows(auto))
+    want = on_one_device(loss)(whole_params(), *args)
+    assert_equal(auto, auto.value_and_grad(loss)(params, *args), want)
+
+    def in_the_batch(params, batch):
+        return loss(params, batch["key"], batch["scale"], batch["x"])
+
+    batch = dict(zip(("key", "scale", "x"), args, strict=True))
+    assert_equal(auto, auto.value_and_grad(in_the_batch)(params, batch), want)
+
+
+def test_a_closed_over_batch_is_warned_of(auto):
+    params, x = auto.shard(whole_params()), make_rows(auto)
+    want = on_one_device(mean_loss)(whole_params(), x)
+    with pytest.warns(UserWarning, match=r"each of 8 devices computes all of it.*batch_argnums="):
+        got = auto.value_and_grad(lambda params: mean_loss(params, x))(params)
+    assert_equal(auto, got, want)
+    meant = auto.value_and_grad(lambda params: mean_loss(params, x), batch_argnums=())
+    assert_equal(auto, meant(params), want)
+
+
+@pytest.mark.parametrize(
+    ("asked", "match"),
+    [
+        (7, "names 7, but 2 arguments were given by position"),
+        ("rows", "names 'rows'"),
+        (0, "by `batch_argnums` and by `argnums`"),
+    ],
+)
+def test_wrong_batch_argnums(auto, asked, match):
+    step = auto.value_and_grad(mean_loss, batch_argnums=asked)
+    with pytest.raises(ValueError, match=match):
+        step(auto.shard(whole_params()), make_rows(auto))
+
+
+def test_in_specs_and_an_argument_that_they_leave_out(auto):
+    def loss(params, x, y):
+        return jnp.mean((x @ params["body"]["w"] - y) ** 2)
+
+    y = np.zeros((ROWS, 15), np.float32)
+    with pytest.raises(ValueError, match="`in_specs` splits `y`.*says nothing of `x`"):
+        auto.value_and_grad(loss, in_specs=(None, None, auto.batch_spec))(
+            auto.shard(whole_params()), make_rows(auto), y
+        )
+    with pytest.raises(ValueError, match="by `batch_argnums` and by `in_specs`"):
+        auto.value_and_grad(loss, batch_argnums=2, in_specs=(None, P(), auto.batch_spec))(
+            auto.shard(whole_params()), make_rows(auto), y
+        )
+
+
+def test_an_optimizer_state_is_no_batch(auto):
+    params = auto.shard(whole_params())
+    opt_state = auto.init_optimizer(optax.adam(1e-3), params)
+
+    def loss(params, opt_state):
+        return jnp.sum(params["table"] ** 2) + jnp.sum(opt_state[0].mu["table"] ** 2)
+
+    moved = jax.tree.map(lambda x: x + 1 if x.ndim == 2 else x, opt_state)
+    for step in (auto.value_and_grad(loss), jax.jit(auto.value_and_grad(loss))):
+        with pytest.warns(UserWarning, match="No argument of this function is a batch"):
+            got, _ = step(params, moved)
+        np.testing.assert_allclose(got, np.sum(whole_params()["table"] ** 2) + 24 * 31, rtol=1e-5)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_what_may_be_a_part_of_the_parameters_is_no_batch_unasked(nodes):
+    zero = jz.Zero(jz.make_mesh(nodes=nodes))
+    params = zero.shard(whole_params())
+
+    def loss(params, anchor):
+        return jnp.sum((params["table"] - anchor["t"]) ** 2) / jnp.sum(anchor["t"] ** 2)
+
+    with pytest.warns(UserWarning, match="No argument of this function is a batch"):
+        zero.value_and_grad(loss)(params, {"t": params["table"]})
+    with pytest.raises(ValueError, match=r"`anchor`.*or a part of the parameters.*batch_argnums="):
+        jax.jit(zero.value_and_grad(loss))(params, {"t": params["table"]})
+    step = jax.jit(zero.value_and_grad(loss, batch_argnums=()))
+    twice = {"t": 2 * params["table"]}
+    want = on_one_device(loss)(whole_params(), {"t": 2 * whole_params()["table"]})
+    assert_equal(zero, step(params, twice), want)
+
+
+def test_what_may_be_a_raw_key_or_labels_is_asked_about():
+    zero = jz.Zero(jz.make_mesh(nodes=1, devices=jax.devices()[:2]))
+    params, x = zero.shard(whole_params()), make_rows(zero)[:2]
+    labels = np.array([3, 5], np.uint32)
+
+    def loss(params, x, y):
+        return jnp.mean(jnp.mean(x @ params["body"]["w"], axis=-1) * y.astype(jnp.float32))
+
+    with pytest.raises(ValueError, match=r"`x`.*`y`.*batch_argnums="):
+        zero.value_and_grad(loss)(params, x, labels)
+    want = on_one_device(loss)(whole_params(), x, labels)
+    assert_equal(zero, zero.value_and_grad(loss, batch_argnums=(1, 2))(params, x, labels), want)
+    batch = {"x": x, "key": jax.random.PRNGKey(0)}
+    for act in (
+        lambda: zero.value_and_grad(lambda p, b: loss(p, b["x"], b["key"]))(params, batch),
+        lambda: jz.pad_batch(batch, zero),
+    ):
+        with pytest.raises(ValueError, match=r"`key`, uint32\[2\].*raw random key or a number"):
+            act()
+
+
+def test_a_key_for_each_row(auto):
+    params, x = auto.shard(whole_params()), make_rows(auto)
+    keys = jax.random.split(jax.random.key(0), len(x))
+
+    def loss(params, x, keys):
+        noise = jax.vmap(lambda key: jax.random.normal(key, (8,)))(keys)
+        return mean_loss(params, x + noise)
+
+    want = on_one_device(loss)(whole_params(), x, keys)
+    assert_equal(auto, auto.value_and_grad(loss, batch_argnums=(1, 2))(params, x, keys), want)
