@@ -1,8 +1,8 @@
 """The Python in the pages of `docs/start` and `docs/howto` runs as it stands.
 
 The blocks of a page are one program, executed in order in a process of its own. A comment before a
-block changes that: `<!-- not run: why -->` (it is only parsed), or `<!-- run as a process of its own
--->` (a script of another library, which is run alone).
+block changes that: `<!-- not run: why -->` (it is only parsed), or
+`<!-- run as a process of its own -->` (a script of another library, which is run alone).
 """
 
 from __future__ import annotations
