@@ -3,7 +3,7 @@
     python benchmarks/slow_network.py run                       # all runs that have no row yet
     python benchmarks/slow_network.py run --sizes 9m --rates 100mbit --microbatches 1
     python benchmarks/slow_network.py table                     # of the rows, as Markdown
-    python benchmarks/slow_network.py plot                      # docs/slow_network.png
+    python benchmarks/slow_network.py plot                      # results/slow_network.png
 
 Two network namespaces on one machine are the hosts (`_slow_hosts.py`: Linux, root, iproute2). All
 peers train the same decoder from the same weights on the same tokens in float32, with Adam, on
@@ -48,7 +48,7 @@ PEERS: tuple[Peer, ...] = (
     "deepspeed zero3",
     "deepspeed hpz",
 )
-_PICTURE = Path(__file__).resolve().parent.parent / "docs" / "slow_network.png"
+_PICTURE = Path(__file__).resolve().parent / "results" / "slow_network.png"
 _SCRIPTS = ("_slow_hosts", "_slow_jax", "_slow_runs", "_slow_torch", "_peers", "_gspmd")
 _CODE = ("jaxzero", *(f"benchmarks/{name}.py" for name in _SCRIPTS))
 
