@@ -74,7 +74,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put SVGs into the page."""
+    """Put SVGs into the page; note the lines of a source, to which links lead."""
+    if page.file.src_uri.startswith("source/") and page.present_anchor_ids is not None:
+        page.present_anchor_ids.update(re.findall(r'id="(__codelineno-[0-9-]+)"', content))
     here = posixpath.dirname(page.file.dest_uri)
     by_destination = {x.dest_uri: x for x in files if x.src_uri.endswith(".svg")}
 
