@@ -61,12 +61,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if source is None:
             notebook, _, anchor = target.partition("#")
             if notebook.endswith(".ipynb") and ":" not in target and anchor != "file":
-                return "(" + notebook.removesuffix(".ipynb") + ".md" + (anchor and "#" + anchor) + ")"
+                return (
+                    "(" + notebook.removesuffix(".ipynb") + ".md" + (anchor and "#" + anchor) + ")"
+                )
             return match[0].replace("#file", "")
         path, name = source
         line = _line_of(path, name) if name else None
         if name and line is None:
-            _log.warning(f"{page.file.src_uri} links to {name!r}, which {path.name} does not define")
+            _log.warning(
+                f"{page.file.src_uri} links to {name!r}, which {path.name} does not define"
+            )
         uri = posixpath.relpath(_uri(path), here)
         return f"({uri}#__codelineno-0-{line})" if line else f"({uri})"
 
@@ -94,7 +98,7 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
 
 
 def _source(target: str, src_uri: str) -> tuple[Path, str] | None:
-    """The file outside `docs/` that a link leads to, and the name in it; None: it is no such link."""
+    """The file outside `docs/` that a link leads to, and the name in it; None: it leads to none."""
     if ":" in target or target.startswith(("#", "/")):
         return None
     target, _, name = target.partition("#")
@@ -111,9 +115,7 @@ def _uri(path: Path) -> str:
 
 
 def _members(folder: Path) -> list[Path]:
-    return sorted(
-        x for x in folder.iterdir() if x.suffix in _LEXERS and not x.name.startswith(".")
-    )
+    return sorted(x for x in folder.iterdir() if x.suffix in _LEXERS and not x.name.startswith("."))
 
 
 def _source_page(path: Path) -> str:
@@ -129,7 +131,9 @@ def _source_page(path: Path) -> str:
 
 def _line_of(path: Path, name: str) -> int | None:
     """The line on which a file defines a function, a class, a method or a constant."""
-    defines = re.compile(rf"\s*(?:(?:async )?def|class) {re.escape(name)}\b|{re.escape(name)}\b[^=]*=")
+    defines = re.compile(
+        rf"\s*(?:(?:async )?def|class) {re.escape(name)}\b|{re.escape(name)}\b[^=]*="
+    )
     note = f"[Note: {name.replace('-', ' ')}]"
     lines = path.read_text().splitlines()
     found = (i for i, line in enumerate(lines, 1) if defines.match(line) or line.startswith(note))
