@@ -5,7 +5,8 @@
   the line that defines `name`; a name that the file does not define is a warning, which a strict
   build makes an error. A linked picture is copied.
 - `x.ipynb` becomes the page `x.md`, from the outputs that are stored in it. Nothing is executed.
-- An SVG is put into the page itself, where its text takes the colour of the theme.
+- An SVG is put into the page itself, where its text takes the colour of the theme. A plot (PNG)
+  is a link to itself, to be enlarged on a phone.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _log = logging.getLogger("mkdocs.hooks.site")
 _ROOT = Path(__file__).resolve().parents[2]
 _LINK = re.compile(r"(?<=\])\((?P<target>[^()\s]+)\)")
 _PICTURE = re.compile(r'<img alt="(?P<alt>[^"]*)" src="(?P<src>[^":]+\.svg)"[^>]*>')
+_PLOT = re.compile(r'<img alt="[^"]*" src="(?P<src>[^":]+\.png)"[^>]*>')
 _COPIED = {".png", ".svg"}
 _LEXERS = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".jsonl": "json", ".toml": "toml"}
 
@@ -78,7 +80,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put SVGs into the page; note the lines of a source, to which links lead."""
+    """Put SVGs into the page, link plots; note the lines of a source, to which links lead."""
     if page.file.src_uri.startswith("source/") and page.present_anchor_ids is not None:
         page.present_anchor_ids.update(re.findall(r'id="(__codelineno-[0-9-]+)"', content))
     here = posixpath.dirname(page.file.dest_uri)
@@ -91,7 +93,7 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
         picture = re.sub(r'<style class="alone">.*?</style>', "", file.content_string, flags=re.S)
         return f'<span class="picture" role="img" aria-label="{match["alt"]}">{picture}</span>'
 
-    return _PICTURE.sub(inlined, content)
+    return _PLOT.sub(r'<a href="\g<src>">\g<0></a>', _PICTURE.sub(inlined, content))
 
 
 # Sources.

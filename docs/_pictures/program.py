@@ -49,17 +49,16 @@ def draw() -> Picture:
     ):
         picture.text(left, 12, title, "bold")
         picture.text(left, 25, what, "small faint")
-    _alive(picture, 104, _ALIVE_BEFORE)
-    _alive(picture, 296, _ALIVE_AFTER)
+    _alive(picture, 100, _ALIVE_BEFORE)
+    _alive(picture, 291, _ALIVE_AFTER)
     for i, text in enumerate(_BEFORE):
         picture.text(2, _y(i) + 12, text, "code")
     for i, (text, look) in enumerate(_AFTER):
         if look:
-            picture.box(172, _y(i) + 1, 116, _ROW - 2.5, look)
+            picture.box(172, _y(i) + 1, 114, _ROW - 2.5, look)
         picture.text(176, _y(i) + 12, text, "code")
-    picture.text(2, _y(3) - 3.5, "", "small")
-    for x, first in ((0, 3), (170, 7)):
-        picture.line(x, _y(first) - 0.5, x + 158 if x == 0 else 358, _y(first) - 0.5)
+    for x, first in ((0, 3), (172, 7)):
+        picture.line(x, _y(first) - 0.5, x + 166 if x == 0 else 360, _y(first) - 0.5)
     picture.text(2, _y(6) + 14, "line: backward begins", "small faint")
     picture.text(2, _y(8) + 4, "Bars: full arrays that", "small faint")
     picture.text(2, _y(8) + 17, "exist on a device.", "small faint")
@@ -74,7 +73,7 @@ def _y(row: float) -> float:
 def _alive(picture: Picture, left: float, bars: list[tuple[int, int, int, str]]) -> None:
     """One column for each array: w1, w2, g1, g2."""
     for column, name in enumerate(("w1", "w2", "g1", "g2")):
-        picture.text(left + column * 16 + 6, 48, name, "small", "middle")
+        picture.text(left + column * 18 + 6, 48, name, "small", "middle")
     for column, first, last, look in bars:
         top = _y(first) + 2
-        picture.box(left + column * 16 + 1, top, 10, _y(last + 1) - 3 - top, look)
+        picture.box(left + column * 18 + 1, top, 10, _y(last + 1) - 3 - top, look)
