@@ -13,7 +13,7 @@ OLDEST_PINS := .ci/constraints-oldest.txt
 NEWEST_PINS := .ci/constraints-newest.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-exhaustive test-aot test-aot-latest lint format test-latest clean
+.PHONY: help train test test-exhaustive test-aot test-aot-latest lint format docs test-latest clean
 
 help:
 	@echo "make train            fine-tune a text encoder on 8 devices of this machine (ARGS='--help')"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-latest      the tests, on the newest JAX; needs Python 3.12"
 	@echo "make lint             formatting, lint, types"
 	@echo "make format           put the files into the form that lint asks for"
+	@echo "make docs             the documentation, into site/index.html"
 	@echo "make clean            remove the environments and what was built"
 
 train: $(VENV)/.installed
@@ -56,8 +57,13 @@ format: $(VENV)/.dev-installed
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+# Sources are read, not imported, and notebooks are shown as they were saved: nothing is executed.
+docs: $(VENV)/.docs-installed
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --clean --quiet
+	@echo "Built: site/index.html (to read it: $(VENV)/bin/mkdocs serve)"
+
 clean:
-	rm -rf $(VENV) $(LATEST) $(AOT) $(AOT_LATEST) build dist jaxzero.egg-info
+	rm -rf $(VENV) $(LATEST) $(AOT) $(AOT_LATEST) build dist site jaxzero.egg-info
 
 # torch first and alone: a CPU build, where pip has one at hand, is then settled before anything asks
 # for torch in general, which would bring the newest build and several GB of CUDA.
@@ -73,6 +79,10 @@ $(VENV)/.installed: pyproject.toml $(OLDEST_PINS)
 
 $(VENV)/.dev-installed: $(VENV)/.installed
 	$(VENV)/bin/pip install $(PIP_FLAGS) -c $(OLDEST_PINS) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.docs-installed: $(VENV)/.installed
+	$(VENV)/bin/pip install $(PIP_FLAGS) -c $(OLDEST_PINS) -e '.[docs]'
 	@touch $@
 
 # Beside the environment and not in it, where JAX would look for a GPU at every start.

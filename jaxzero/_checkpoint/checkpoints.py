@@ -52,7 +52,7 @@ class Checkpoints:
     Saving is asynchronous: `save` returns when the arrays are safe from being changed, and
     a checkpoint appears under its final name only when it is complete, with a digest of
     every file. `restore` reads nothing that differs from its digest. What is on disk, and what
-    happens when, is told in docs/checkpoints.md.
+    happens when, is told in docs/howto/checkpoints.md.
 
     With several processes each method but `latest_step` is collective, and the directory is
     on a file system that all of them see. One run at a time saves to it; any number read.

@@ -96,9 +96,9 @@ def from_deepspeed(
     """Set up the run that a DeepSpeed configuration describes.
 
     Honoured are the batch, stage and quantisation of ZeRO, precision, loss scaling, clipping, the
-    optimizer and the scheduler; `docs/interop.md` lists the keys. A key that is not honoured is
-    named in a warning. So is a file without `gradient_clipping`, which meant none before DeepSpeed
-    0.19.3 and means 1.0 since, as it does here.
+    optimizer and the scheduler; `docs/howto/pytorch_checkpoints.md` lists the keys. A key that is
+    not honoured is named in a warning. So is a file without `gradient_clipping`, which meant
+    none before DeepSpeed 0.19.3 and means 1.0 since, as it does here.
 
     Args:
         config: a `ds_config.json`, or its content.

@@ -162,7 +162,7 @@ def _detected(
         raise ValueError(
             f"JAX could not find out from this cluster which processes there are ({error}). Give "
             "`coordinator_address`, `num_processes` and `process_id`, or set the JAXZERO_* "
-            "variables (docs/launch.md)."
+            "variables (docs/howto/several_hosts.md)."
         ) from error
     address, number, index, devices = known
     if (address, number, index) == (None, None, None):
@@ -208,8 +208,8 @@ def _refuse_unseen_processes(method: str | None) -> None:
             raise ValueError(
                 f"`{variable}` says that there are {os.environ[variable]} processes, and nothing "
                 "says how they find each other. Set JAXZERO_COORDINATOR, JAXZERO_NUM_PROCESSES, "
-                "JAXZERO_PROCESS_ID and JAXZERO_NODE (docs/launch.md, MPI), or give the arguments, "
-                '`cluster_detection_method="mpi4py"` among them.'
+                "JAXZERO_PROCESS_ID and JAXZERO_NODE (docs/howto/several_hosts.md, MPI), or give "
+                'the arguments, `cluster_detection_method="mpi4py"` among them.'
             )
 
 

@@ -95,7 +95,7 @@ def test_batch_norm_of_each_device_alone_learns_too(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_shows_the_diff(name):
     assert_page_shows_diff(
-        ROOT / "docs" / "porting" / f"{name}.md",
+        ROOT / "docs" / "howto" / "porting" / f"{name}.md",
         SCRIPTS / f"{name}_before.py",
         SCRIPTS / f"{name}_after.py",
     )
@@ -104,7 +104,7 @@ def test_the_page_shows_the_diff(name):
 @pytest.mark.standard_promotion
 def test_the_nnx_optimizer_of_the_page_takes_the_steps_of_optax():
     """That of Flax loses the state of padded leaves, which are pytrees, and says so in step 2."""
-    page = (ROOT / "docs" / "porting" / "flax_nnx.md").read_text()
+    page = (ROOT / "docs" / "howto" / "porting" / "flax_nnx.md").read_text()
     names = {"jax": jax, "nnx": nnx, "optax": optax}
     exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], names)
     zero, tx = jz.Zero(jz.make_mesh(nodes=2)), optax.adamw(1e-1)

@@ -102,7 +102,7 @@ def test_losses_are_those_of_the_original(name: str):
 def test_the_page_shows_the_diff():
     for name in PACKAGES:
         before, after = (SCRIPTS / f"{name}_{version}.py" for version in ("before", "after"))
-        assert_page_shows_diff(ROOT / "docs" / "porting" / f"{name}.md", before, after)
+        assert_page_shows_diff(ROOT / "docs" / "howto" / "porting" / f"{name}.md", before, after)
 
 
 # NumPyro: whether a mean over devices is an ELBO is a matter of how the model is written.
