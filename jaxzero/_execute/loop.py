@@ -149,6 +149,9 @@ class _Loop:
         """What a loop scans of a stack, with the operations before it done."""
         view = stack.view
         pieces = self.outer.weights.held[view.weight]
+        if not view.ops and pieces.codec is not None and not pieces.lead:
+            # A stack of vectors is stored as one message, of which no layer can be cut out.
+            return pieces.encode(None, ())
         if not view.ops:
             return pieces
         return on_shard(pieces, view.ops, view.weight)[0]

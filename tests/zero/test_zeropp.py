@@ -262,6 +262,27 @@ def test_frozen_weights_stored_as_messages():
         _zero(jz.ddp()).shard(whole, codec=jz.Int8())
 
 
+@pytest.mark.parametrize("mesh", ["2x4-auto", "2x3-explicit"])
+def test_a_scanned_stack_of_vectors_stored_as_messages(mesh):
+    """It is one message, which cannot be cut into layers: it is decoded before the loop."""
+    key = jax.random.key(0)
+    whole = {"scale": zoo.normal(key, 0, 4, 48, scale=1.0), "w": zoo.normal(key, 1, 48, 48)}
+    x = zoo.normal(key, 2, 48, 48, scale=1.0)
+
+    def loss(params, x, frozen):
+        h, _ = jax.lax.scan(lambda h, n: (jnp.tanh(h * n[None]), None), x, frozen["scale"])
+        return jnp.mean((h @ params["w"]) ** 2)
+
+    zero = _zero(jz.zero3(), mesh, min_quantized_size=100)
+    frozen = zero.shard({"scale": whole["scale"]}, codec=jz.Int8(block=32))
+    assert frozen["scale"].data.dtype == jnp.uint8
+    params = zero.shard({"w": whole["w"]})
+    got = zero.value_and_grad(loss)(params, x, frozen)[1]
+    with jax.default_matmul_precision("highest"):
+        want = jax.grad(loss)({"w": whole["w"]}, x, jax.device_get(zero.unshard(frozen)))
+    zoo.assert_close(jax.device_get(zero.unshard(got)), jax.device_get(want), 1e-5, "grads")
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
