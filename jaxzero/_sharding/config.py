@@ -8,7 +8,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from .._codecs import Codec, Int4, Int8
+from .._codecs import Codec, Int4, Int8, check_is_value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class WeightDelta:
     codec: Codec = Int4(block=128)
 
     def __post_init__(self):
-        _check_codec("codec", "Difference", self.codec)
+        _check_codec("codec", "WeightDelta", self.codec)
 
     def __str__(self) -> str:
         return f"difference in {self.codec}"
@@ -76,9 +76,9 @@ class PerAxis:
 
     def __post_init__(self):
         if self.node is not None and not isinstance(self.node, (WeightDelta, ErrorFeedback)):
-            _check_codec("node", "Hops", self.node)
+            _check_codec("node", "PerAxis", self.node)
         if self.local is not None:
-            _check_codec("local", "Hops", self.local)
+            _check_codec("local", "PerAxis", self.local)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -277,3 +277,4 @@ def _check_codec(name: str, owner: str, codec: object) -> None:
             f"`{name}` of `{owner}` must be a codec such as `jz.Int8()` or "
             f"`jz.Cast(jnp.bfloat16)`; got {codec!r}."
         )
+    check_is_value(codec)
