@@ -14,6 +14,8 @@ from ._codecs import Cast as Cast
 from ._codecs import Float8 as Float8
 from ._codecs import Int4 as Int4
 from ._codecs import Int8 as Int8
+from ._codecs import MXFloat8 as MXFloat8
+from ._codecs import NVFloat4 as NVFloat4
 from ._deepspeed import from_deepspeed as from_deepspeed
 from ._mesh import fold_in_device as fold_in_device
 from ._mesh import make_mesh as make_mesh

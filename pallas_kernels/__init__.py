@@ -20,16 +20,22 @@ if __name__ != "jaxzero.pallas_kernels":
     )
 
 from ._blockwise import add_up as add_up
+from ._blockwise import join as join
+from ._blockwise import not_above as not_above
+from ._blockwise import split as split
+from ._blockwise import to_float32 as to_float32
 from ._collectives import quantized_all_gather as quantized_all_gather
 from ._collectives import quantized_reduce_scatter as quantized_reduce_scatter
 from ._config import Implementation as Implementation
 from ._dispatch import dequantize as dequantize
 from ._dispatch import dequantize_sum as dequantize_sum
 from ._dispatch import dequantize_sum_requantize as dequantize_sum_requantize
+from ._dispatch import kind_gap as kind_gap
 from ._dispatch import quantize as quantize
 from ._format import Format as Format
 from ._format import Kind as Kind
 from ._in_place import InPlace as InPlace
 from ._in_place import Place as Place
 from ._in_place import cut_out as cut_out
+from ._reference import largest as largest
 from ._reference import to_rows as to_rows

@@ -25,6 +25,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Float32, Shaped, UInt8, UInt32
 
+from ._format import check_packable
+
 GROUP = 32  # elements that are rotated together
 _ADDED = 16  # rows that are added one by one; each takes instructions of its own
 _TAIL = 8.0  # near sqrt(GROUP), by which `rotate` makes typical numbers smaller
@@ -251,6 +253,7 @@ def _rotate(
 
 def pack(codes_kb: UInt8[Array, "*rows k b"], num: int, bits: int) -> UInt8[Array, "*rows m"]:
     """Codes of 4 bits two per byte: `i` below, `i + b/2` above; a partial block by its half."""
+    check_packable(bits)
     if bits == 8:
         return join(codes_kb, num)
     *rows, _, block = codes_kb.shape
@@ -274,6 +277,7 @@ def unpack(
     packed: UInt8[Array, "*rows m"], num: int, block: int, bits: int
 ) -> UInt8[Array, "*rows k b"]:
     """Undo `pack`. Codes of 4 bits are numbers with a sign, and fill a byte again."""
+    check_packable(bits)
     if bits == 8:
         return split(packed, block)
     *rows, _ = packed.shape

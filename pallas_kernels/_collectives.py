@@ -154,6 +154,7 @@ def _wants_kernel(
     if implementation != "mosaic_gpu":
         return False
     reason = dispatch.gap("mosaic_gpu", x.dtype, size)
+    reason = reason or dispatch.kind_gap("mosaic_gpu", format.kind)
     if reason is None and format.hadamard:
         reason = "it does not rotate, for which tiles would pass through shared memory"
     if reason is None and format.block > _LARGEST_BLOCK:

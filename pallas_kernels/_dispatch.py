@@ -8,6 +8,7 @@ for JAX to say, when it compiles: a program may be traced on one machine for ano
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from ._in_place import InPlace, Place, cut_out
 
 _OLDEST = (0, 11, 2)  # before, Mosaic GPU and its interpreter miss what is needed
 _FLOATS = ("bfloat16", "float16", "float32")
+_KERNEL_KINDS = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")  # that `_tile` writes and reads
 
 
 def quantize(
@@ -53,7 +55,7 @@ def quantize(
     References:
         ZeRO++ (https://arxiv.org/abs/2306.10209), blockwise quantization.
     """
-    module = _implementation(implementation, "quantize", x.dtype, x.size)
+    module = _implementation(implementation, "quantize", [format], x.dtype, x.size)
     outer, pieces, inner = x.shape
     _check(place, pieces, format.num_bytes(outer * inner))
     if module is not _reference:
@@ -86,7 +88,7 @@ def dequantize(
         NotImplementedError: as `quantize`.
     """
     size = len(message) * outer * inner
-    module = _implementation(implementation, "dequantize", dtype, size)
+    module = _implementation(implementation, "dequantize", [format], dtype, size)
     return module.dequantize(_for(module, message), format, outer, inner, jnp.dtype(dtype))
 
 
@@ -112,7 +114,7 @@ def dequantize_sum(
         NotImplementedError: as `quantize`.
     """
     size = len(message) * format.num_bytes(num)
-    module = _implementation(implementation, "dequantize_sum", jnp.float32, size)
+    module = _implementation(implementation, "dequantize_sum", [format], jnp.float32, size)
     return module.dequantize_sum(_for(module, message), format, num)
 
 
@@ -154,7 +156,8 @@ def dequantize_sum_requantize(
     """
     num = math.prod(shape)
     size = max(len(message) * source.num_bytes(num), num)
-    module = _implementation(implementation, "dequantize_sum_requantize", jnp.float32, size)
+    operation = "dequantize_sum_requantize"
+    module = _implementation(implementation, operation, [source, target], jnp.float32, size)
     _check(place, shape[1], target.num_bytes(shape[0] * shape[2]))
     if source.hadamard and target.hadamard and shape[2] % GROUP == 0:
         source, target = source.unrotated, target.unrotated
@@ -199,11 +202,23 @@ def gap(implementation: Implementation, dtype: DTypeLike, size: int) -> str | No
     return None
 
 
+def kind_gap(implementation: Implementation | None, kind: str) -> str | None:
+    """Why an implementation cannot handle codes of a kind; None: it can."""
+    if implementation in (None, "xla") or kind in _KERNEL_KINDS:
+        return None
+    return f"it has kernels for {', '.join(_KERNEL_KINDS)}, and not for {kind}"
+
+
 def _implementation(
-    name: Implementation | None, operation: str, dtype: DTypeLike, size: int
+    name: Implementation | None,
+    operation: str,
+    formats: Sequence[Format],
+    dtype: DTypeLike,
+    size: int,
 ) -> Any:
     name = name or DEFAULT
-    if (reason := gap(name, dtype, size)) is not None:
+    reasons = [gap(name, dtype, size), *(kind_gap(name, format.kind) for format in formats)]
+    if (reason := next(filter(None, reasons), None)) is not None:
         raise NotImplementedError(
             f'`implementation="{name}"` cannot do this `{operation}`: {reason}. Take "xla", or '
             "`None` for what can."

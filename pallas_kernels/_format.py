@@ -8,12 +8,39 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import DTypeLike
+import numpy as np
+from jaxtyping import DTypeLike, Float64
 
 Kind = Literal["int8", "int4", "float8_e4m3fn", "float8_e5m2"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeKind:
+    """What codes are.
+
+    Attributes:
+        bits: of a code.
+        is_integer: whether codes are symmetric integers; else they are floats, of the type that
+            is named as the kind.
+        limit: the largest code.
+    """
+
+    bits: int
+    is_integer: bool
+    limit: float
+
+
+# Of everything that is not in this table nothing is assumed.
+KINDS: Mapping[str, CodeKind] = {
+    "int8": CodeKind(bits=8, is_integer=True, limit=127.0),
+    "int4": CodeKind(bits=4, is_integer=True, limit=7.0),
+    "float8_e4m3fn": CodeKind(bits=8, is_integer=False, limit=448.0),
+    "float8_e5m2": CodeKind(bits=8, is_integer=False, limit=57344.0),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,10 +65,11 @@ class Format:
     scale_dtype: DTypeLike = jnp.bfloat16
 
     def __post_init__(self):
-        if self.kind not in ("int8", "int4", "float8_e4m3fn", "float8_e5m2"):
+        if self.kind not in KINDS:
+            *names, last = [f'"{name}"' for name in KINDS]
             raise ValueError(
-                f'`kind` must be "int8", "int4", "float8_e4m3fn" or "float8_e5m2"; got '
-                f"{self.kind!r}."
+                f"`kind` must be {', '.join(names)} or {last}; got {self.kind!r}. A codec with "
+                "other codes is a subclass of `jaxzero.extend.Codec` and has no `Format`."
             )
         if self.block not in [2**i for i in range(5, 14)]:
             raise ValueError(
@@ -62,18 +90,34 @@ class Format:
     @property
     def bits(self) -> int:
         """Of a code."""
-        return 4 if self.kind == "int4" else 8
+        return KINDS[self.kind].bits
 
     @property
     def is_integer(self) -> bool:
-        return self.kind in ("int8", "int4")
+        return KINDS[self.kind].is_integer
 
     @property
     def limit(self) -> float:
         """The largest code."""
+        return KINDS[self.kind].limit
+
+    @property
+    def codes_per_byte(self) -> int:
+        """1 or 2, as kernels pack them.
+
+        Raises:
+            NotImplementedError: codes of other sizes.
+        """
+        check_packable(self.bits)
+        return 8 // self.bits
+
+    def step(self, x: Float64[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*shape"]:
+        """How far apart the codes around `x` are."""
         if self.is_integer:
-            return float(2 ** (self.bits - 1) - 1)
-        return float(jnp.finfo(self.kind).max)
+            return np.ones_like(x)
+        info = jnp.finfo(self.kind)
+        exponent = np.frexp(np.maximum(np.abs(x), float(info.smallest_normal)))[1] - 1
+        return np.exp2(exponent - float(info.nmant))
 
     @property
     def unrotated(self) -> Format:
@@ -92,3 +136,16 @@ class Format:
     def num_bytes(self, num: int) -> int:
         """Of the message of `num` numbers."""
         return self.code_bytes(num) + math.ceil(num / self.block) * self.scale_bytes
+
+
+def check_packable(bits: int) -> None:
+    """Refuse codes that do not lie in a byte each, or two in a byte.
+
+    Raises:
+        NotImplementedError: codes of other sizes.
+    """
+    if bits not in (4, 8):
+        raise NotImplementedError(
+            f"Kernels and their reference pack codes of 4 or 8 bits; got {bits} bits. "
+            "`jaxzero.extend.BlockCodec` packs codes of 1 to 8."
+        )

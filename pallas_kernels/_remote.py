@@ -120,7 +120,7 @@ class Plan:
     @property
     def held(self) -> Held:
         """A tile in registers: two parts if codes are packed."""
-        block, halves = self.format.block, 8 // self.format.bits
+        block, halves = self.format.block, self.format.codes_per_byte
         vector = tile.fitting_vector(block // halves, self.rows, self.config.vector)
         return Held(self.rows, block, halves, rotated=False, vector=vector)
 

@@ -169,7 +169,7 @@ def encode(
             assert indices is not None and seed is not None
             u_w = _uniforms(x_w, scale_r, shape, indices[i], seed)
         rounded.append(_rounded(scaled_w, u_w, format))
-    if format.bits == 8:
+    if format.codes_per_byte == 1:
         return [lax.bitcast_convert_type(x_w, jnp.uint8) for x_w in rounded]
     half = len(rounded) // 2
     pairs = zip(rounded[:half], rounded[half:], strict=True)
@@ -178,7 +178,7 @@ def encode(
 
 def decode(codes_b: Sequence[Array], format: Format) -> list[Array]:
     """The numbers, without their scale, in the order that `encode` takes them."""
-    if format.bits == 8:
+    if format.codes_per_byte == 1:
         kind = jnp.int8 if format.is_integer else format.kind
         return [lax.bitcast_convert_type(x_b, kind).astype(jnp.float32) for x_b in codes_b]
     wide_b = [x_b.astype(jnp.int32) for x_b in codes_b]
@@ -219,7 +219,7 @@ def _uniforms(x_w: Array, scale_r: Array, shape: Shape, index_w: Array, seed: Ar
 def _rounded(x_w: Array, u_w: Array | None, format: Format) -> Array:
     """Codes as numbers of their own type; int32 for those of 4 bits."""
     if format.is_integer:
-        dtype = jnp.int8 if format.bits == 8 else jnp.int32
+        dtype = jnp.int8 if format.codes_per_byte == 1 else jnp.int32
         return _to_integer(x_w, u_w).astype(dtype)
     if u_w is None:
         return x_w.astype(format.kind)

@@ -73,7 +73,7 @@ def plan(
 def _held(most: int, formats: list[Format], config: TileConfig, vector: int) -> Held:
     """A tile of `most` blocks at most."""
     block = formats[0].block
-    halves = 2 if any(format.bits == 4 for format in formats) else 1
+    halves = max(format.codes_per_byte for format in formats)
     rotated = formats[0].hadamard is not None
     rows = max(1, config.elements // block)
     if rotated:

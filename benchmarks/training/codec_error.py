@@ -5,7 +5,8 @@
 The error is the root mean square of what a round trip changes, over that of the numbers, in
 float64. The model is the checkpoint of `jaxzero train`, its gradients those of the first
 batch; each of its arrays is a row, and the median over them is given. Arrays of fewer than
-2**14 numbers are left out: they are not quantised. Bits are all that is sent, scales too.
+2**14 numbers are left out: they are not quantised. Bits are all that is sent, scales too. The
+standards of `mx` and `nv` have blocks of 32 and of 16; other sizes are there to compare.
 """
 
 from __future__ import annotations
@@ -38,8 +39,12 @@ _CODECS = {
     "int8": jz.Int8(),
     "e4m3": jz.Float8(dtype=jnp.float8_e4m3fn),
     "e5m2": jz.Float8(dtype=jnp.float8_e5m2),
+    "mx e4m3": jz.MXFloat8(dtype=jnp.float8_e4m3fn),
+    "mx e5m2": jz.MXFloat8(dtype=jnp.float8_e5m2),
+    "nv e2m1": jz.NVFloat4(),
 }
-_BLOCKS = tuple(2**i for i in range(5, 14))
+_BLOCKS = tuple(2**i for i in range(4, 14))
+_SMALLEST_BLOCK = 32  # of codecs that may rotate, which takes as many numbers
 _SMALLEST = jz.ZeroConfig().min_quantized_size
 _TITLES = {
     "normal": "normal",
@@ -102,12 +107,17 @@ def _errors(data: Rows, blocks: tuple[int, ...]) -> Errors:
     """Of every codec; with stochastic rounding at the size of blocks that it has by itself."""
     errors: Errors = {}
     for name, codec in _CODECS.items():
+        mine = _blocks(codec, blocks)
+        if not _may_rotate(codec):
+            each = {str(x): _error(dataclasses.replace(codec, block=x), data) for x in mine}
+            errors[name] = each
+            continue
         for label, hadamard in ((name, None), (f"{name}+H32", 32)):
             rotated = dataclasses.replace(codec, hadamard=hadamard)
             random = dataclasses.replace(rotated, rounding="stochastic")
             errors[label] = {
                 str(block): _error(dataclasses.replace(rotated, block=block), data)
-                for block in blocks
+                for block in mine
             }
             errors[f"{label}+SR"] = {str(codec.block): _error(random, data)}
     casts = {"bf16": jnp.bfloat16, "e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
@@ -116,19 +126,30 @@ def _errors(data: Rows, blocks: tuple[int, ...]) -> Errors:
     return errors
 
 
+def _may_rotate(codec: Any) -> bool:
+    return hasattr(codec, "hadamard")
+
+
+def _blocks(codec: Any, blocks: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of `blocks` that a codec can have."""
+    least = _SMALLEST_BLOCK if _may_rotate(codec) else 0
+    return tuple(block for block in blocks if block >= least)
+
+
 def _bits(blocks: tuple[int, ...], num: int = 2**20) -> Errors:
     """Bits for each number of a long row."""
     return {
         name: {
             str(block): 8 * dataclasses.replace(codec, block=block).num_bytes(num, "float32") / num
-            for block in blocks
+            for block in _blocks(codec, blocks)
         }
         for name, codec in _CODECS.items()
     }
 
 
 def _table(name: str, errors: Errors) -> Table:
-    columns = list(next(iter(errors.values())))
+    sizes = {int(block) for row in errors.values() for block in row if block != "none"}
+    columns = [str(size) for size in sorted(sizes)]
     title = f"Relative RMS error in %, by size of blocks: {name}"
     table = Table("", *columns, title=title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     for label, by_block in errors.items():
@@ -144,12 +165,14 @@ def _draw(all_errors: Mapping[str, Errors], path: Path) -> None:
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
     for axes, (data, errors) in zip(panels.flat, all_errors.items(), strict=True):
-        for i, name in enumerate(_CODECS):
-            for label, style in ((name, "o-"), (f"{name}+H32", "o--")):
+        for i, (name, codec) in enumerate(_CODECS.items()):
+            rotated = [(f"{name}+H32", "o--")] if _may_rotate(codec) else []
+            for label, style in ((name, "o-"), *rotated):
                 blocks = [int(block) for block in errors[label]]
                 percent = [100 * error for error in errors[label].values()]
                 axes.plot(blocks, percent, style, color=f"C{i}", markersize=3, label=label)
         axes.set(title=_TITLES[data], xscale="log", yscale="log")
+        blocks = sorted({int(b) for row in errors.values() for b in row if b != "none"})
         axes.set_xticks(blocks, [str(block) for block in blocks])
         axes.minorticks_off()
         ticks = [0.5, 1, 2, 5, 10, 20, 50]
@@ -157,10 +180,10 @@ def _draw(all_errors: Mapping[str, Errors], path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         if axes in panels[-1]:
-            axes.set_xlabel("numbers in a block, which share a scale in bfloat16")
+            axes.set_xlabel("numbers in a block, which share a scale")
     figure.supylabel("relative RMS error")
     handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=8, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
     figure.savefig(path, dpi=80)
 
 

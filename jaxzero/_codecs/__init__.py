@@ -1,17 +1,22 @@
-"""Codecs: how rows of numbers are written as messages, and read back.
+"""Codecs: how rows of numbers are written as messages, and read back; one file for each codec.
 
 In: a float array `[n, m]`. Out: a message `uint8[n, bytes]` or a cast array, and its inverse. Rooms
-above use `Codec` and its methods; which kernel does the work is decided in `pallas_kernels`.
+above use `Codec` and its methods and no name of a codec; `Codec` and `BlockCodec` are the classes
+that a new one derives from; which kernel does the work is decided in `pallas_kernels`.
 """
 
-from .blockwise import Float8 as Float8
-from .blockwise import Int4 as Int4
-from .blockwise import Int8 as Int8
-from .codec import Cast as Cast
+from .blockwise import BlockCodec as BlockCodec
+from .cast import Cast as Cast
 from .codec import Codec as Codec
 from .codec import DeferredMessage as DeferredMessage
-from .codec import bits_dtype as bits_dtype
-from .codec import from_bits as from_bits
-from .codec import is_narrow_float as is_narrow_float
-from .codec import to_bits as to_bits
+from .codec import check_is_value as check_is_value
 from .codec import written as written
+from .float8 import Float8 as Float8
+from .int4 import Int4 as Int4
+from .int8 import Int8 as Int8
+from .mx_float8 import MXFloat8 as MXFloat8
+from .narrow_floats import bits_dtype as bits_dtype
+from .narrow_floats import from_bits as from_bits
+from .narrow_floats import is_narrow_float as is_narrow_float
+from .narrow_floats import to_bits as to_bits
+from .nv_float4 import NVFloat4 as NVFloat4

@@ -1,6 +1,9 @@
-"""Codecs with few bits: codes of one size in blocks, and a scale for each block.
+"""`BlockCodec`: codes with few bits in blocks, whose numbers share a scale.
 
-What is in a message, and what reads and writes it, is `pallas_kernels`.
+A base class for codecs that need no kernel: it cuts rows into blocks, packs codes into bytes
+and lays scales behind them; a subclass says how one block is quantized. It is all XLA.
+
+Legend: k = blocks of a row, b = numbers of a block, m = bytes, `rows` = any leading dims.
 """
 
 from __future__ import annotations
@@ -8,279 +11,195 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from typing import ClassVar, Literal
+from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float, Float32, Integer, Shaped, UInt8
+import numpy as np
+from jaxtyping import Array, DTypeLike, Float, Float32, Float64, Integer, Shaped, UInt8
 
 from .. import pallas_kernels as kernels
-from .codec import Codec, cut, joined
+from .codec import Codec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Blocks(Codec):
-    """What codecs with few bits share: codes of one size, and a scale for each block."""
+class BlockCodec(Codec):
+    """Codes of `bits` bits in blocks, and a scale for each block: a base class.
 
-    block: int = 256
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    hadamard: Literal[32] | None = None
-    scale_dtype: DTypeLike = jnp.bfloat16
+    The message of `n` numbers is `ceil(n * bits / 8)` bytes of codes, one behind the other from
+    the lowest bit of the first byte on, and behind them `scale_bytes(ceil(n / block))` bytes.
+
+    A subclass gives `bits`, `scale_bytes`, `quantize`, `dequantize` and `error_bound`, and may
+    change the default of `block`. Rounding is the same for every seed; a codec that rounds at
+    random overrides `encode`.
+
+    Args:
+        block: numbers for each scale. The last block of a row is filled up with zeros, of which
+            no code is sent.
+        implementation: "xla", or `None` for the default, which is "xla". There are no kernels.
+
+    Raises:
+        ValueError: `block` is less than 1 or has codes that fill no whole bytes.
+        NotImplementedError: `implementation` has no kernels for this codec.
+    """
+
+    block: int = 32
     # Not compared: whoever wrote a message, its bytes mean the same.
     implementation: kernels.Implementation | None = dataclasses.field(default=None, compare=False)
 
-    bits: ClassVar[int]  # of a code
-
     def __post_init__(self):
         name = type(self).__name__
-        if not isinstance(self.block, int) or self.block not in [2**i for i in range(5, 14)]:
+        if not 1 <= self.bits <= 8:
+            raise ValueError(f"`{name}.bits` must be from 1 to 8; got {self.bits!r}.")
+        if not isinstance(self.block, int) or self.block < 1 or self.block * self.bits % 8:
             raise ValueError(
-                f"`block` of `{name}` must be a power of two from 32 to 8192; got "
-                f"{self.block!r}. Errors are smaller in small blocks, messages with large ones."
-            )
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ValueError(
-                f'`rounding` of `{name}` must be "nearest", or "stochastic", which is right on '
-                f"average; got {self.rounding!r}."
-            )
-        if self.hadamard not in (None, 32):
-            raise ValueError(
-                f"`hadamard` of `{name}` must be 32, the numbers rotated together, or `None` for "
-                f"no rotation; got {self.hadamard!r}."
+                f"`block` of `{name}` must be a number of codes of {self.bits} bits that fill "
+                f"whole bytes; got {self.block!r}. Take a multiple of 8."
             )
         if self.implementation not in (None, "xla", "mosaic_gpu"):
             raise ValueError(
-                f'`implementation` of `{name}` must be "xla", "mosaic_gpu", a kernel for GPUs, or '
-                f"`None` for the default; got {self.implementation!r}."
+                f'`implementation` of `{name}` must be "xla" or `None` for the default; got '
+                f"{self.implementation!r}."
             )
-        self._set_dtype("scale_dtype", "bfloat16", "float32")
-
-    def _set_dtype(self, field: str, *names: str) -> None:
-        """Make a `dtype` of a field, which must be one of those named."""
-        given = getattr(self, field)
-        try:
-            dtype = jnp.dtype(given)
-        except TypeError:
-            dtype = None
-        if dtype is None or dtype.name not in names:
-            wanted = " or ".join(f"`jnp.{name}`" for name in names)
-            raise ValueError(
-                f"`{field}` of `{type(self).__name__}` must be {wanted}; got {given!r}."
+        if (reason := kernels.kind_gap(self.implementation, name)) is not None:
+            raise NotImplementedError(
+                f'`implementation="{self.implementation}"` cannot write or read `{name}`: '
+                f'{reason}. Take "xla", or `None` for what can.'
             )
-        object.__setattr__(self, field, dtype)
 
     def __str__(self) -> str:
-        options = ["H32"] * bool(self.hadamard) + ["SR"] * (self.rounding == "stochastic")
-        return "+".join([f"{self._name}/{self.block}", *options])
+        return f"{type(self).__name__.lower()}/{self.block}"
 
-    @property
-    def _name(self) -> str:
-        return type(self).__name__.lower()
-
-    @property
-    def format(self) -> kernels.Format:
-        """What the messages are made of."""
-        return kernels.Format(
-            kind=self._kind,
-            block=self.block,
-            rounding=self.rounding,
-            hadamard=self.hadamard,
-            scale_dtype=self.scale_dtype,
-        )
-
-    @property
     @abc.abstractmethod
-    def _kind(self) -> kernels.Kind:
-        """Of the codes."""
+    def scale_bytes(self, num_blocks: int) -> int:
+        """Bytes of all that the numbers of a row's blocks share."""
 
-    @property
-    def writes_in_place(self) -> bool:
-        return self.implementation == "mosaic_gpu"
+    @abc.abstractmethod
+    def quantize(
+        self, x_kb: Float32[Array, "*rows k b"]
+    ) -> tuple[UInt8[Array, "*rows k b"], UInt8[Array, "*rows m"]]:
+        """The code of each number, in the lowest `bits` bits of a byte; and the scales' bytes.
+
+        A block with a number that is not finite should have a scale that is read as NaN.
+        """
+
+    @abc.abstractmethod
+    def dequantize(
+        self, codes_kb: UInt8[Array, "*rows k b"], scales: UInt8[Array, "*rows m"]
+    ) -> Float32[Array, "*rows k b"]:
+        """Undo `quantize`."""
 
     def num_bytes(self, num: int, dtype: DTypeLike) -> int:
-        return self.format.num_bytes(num)
+        return self._code_bytes(num) + self.scale_bytes(math.ceil(num / self.block))
+
+    def _code_bytes(self, num: int) -> int:
+        return math.ceil(num * self.bits / 8)
 
     def encode(
         self, x: Shaped[Array, "*rows n"], *, seed: Integer[Array, ""] | int | None = None
     ) -> UInt8[Array, "*rows m"]:
-        *rows, num = x.shape
-        message = self._quantize(x.reshape(1, math.prod(rows), num), seed)
-        return message.reshape(*rows, message.shape[1])
+        self._check_floats(x)
+        codes_kb, scales = self.quantize(kernels.split(kernels.to_float32(x), self.block))
+        self._check_scales(codes_kb, scales)
+        *rows, blocks, block = codes_kb.shape
+        packed = pack(codes_kb.reshape(*rows, blocks * block), self.bits)
+        return jnp.concatenate((packed[..., : self._code_bytes(x.shape[-1])], scales), axis=-1)
+
+    def _check_scales(self, codes_kb: Any, scales: Any) -> None:
+        size = self.scale_bytes(codes_kb.shape[-2])
+        for part, shape in ((codes_kb, codes_kb.shape), (scales, (*codes_kb.shape[:-2], size))):
+            if (part.shape, part.dtype) != (shape, jnp.uint8):
+                raise ValueError(
+                    f"`{type(self).__name__}.quantize` must return codes and scales as uint8, and "
+                    f"as many bytes of scales as `scale_bytes` says, uint8{list(shape)}; got "
+                    f"{part.dtype}{list(part.shape)}. View the scales as bytes with "
+                    "`lax.bitcast_convert_type`."
+                )
 
     def decode(
         self, message: UInt8[Array, "*rows m"], num: int, dtype: DTypeLike
     ) -> Float[Array, "*rows n"]:
-        *rows, size = message.shape
-        assert size == self.num_bytes(num, dtype)
-        return self._dequantize(message.reshape(math.prod(rows), size), 1, num, dtype).reshape(
-            *rows, num
-        )
+        *rows, _ = message.shape
+        size, blocks = self._code_bytes(num), math.ceil(num / self.block)
+        missing = blocks * self.block * self.bits // 8 - size
+        packed = jnp.pad(message[..., :size], [(0, 0)] * len(rows) + [(0, missing)])
+        codes_kb = unpack(packed, self.bits).reshape(*rows, blocks, self.block)
+        x = kernels.join(self.dequantize(codes_kb, message[..., size:]), num)
+        # A number that was rounded up from the largest of its type would be infinite. NaN stays.
+        largest = kernels.largest(dtype)
+        return jnp.clip(x, -largest, largest).astype(dtype)
 
-    def encode_pieces(
-        self,
-        x: Shaped[Array, ...],
-        dim: int,
-        num: int,
-        *,
-        seed: Integer[Array, ""] | int | None = None,
-        place: kernels.Place | None = None,
-    ) -> UInt8[Array, "num _"]:
-        return self._quantize(x.reshape(cut(x.shape, dim, num)), seed, place)
+    def largest(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
+        """The largest magnitude of each number's block, for `error_bound`.
 
-    def decode_pieces(
-        self,
-        message: UInt8[Array, "num m"] | kernels.InPlace,
-        shape: tuple[int, ...],
-        dim: int,
-        dtype: DTypeLike,
-    ) -> Float[Array, ...]:
-        outer, inner = math.prod(shape[:dim]), math.prod(shape[dim:])
-        x = self._dequantize(message, outer, inner, dtype)
-        return joined(x, shape, dim, len(message))
-
-    def decode_sum(
-        self, message: UInt8[Array, "peers m"] | kernels.InPlace, num: int
-    ) -> Float32[Array, " num"]:
-        return kernels.dequantize_sum(
-            message, self.format, num=num, implementation=self.implementation
-        )
-
-    def recode(
-        self,
-        message: Shaped[Array, "peers m"] | kernels.InPlace,
-        source: Codec,
-        shape: tuple[int, ...],
-        dim: int,
-        num: int,
-        *,
-        divisor: int,
-        dtype: DTypeLike,
-        seed: Integer[Array, ""] | int | None = None,
-        place: kernels.Place | None = None,
-    ) -> UInt8[Array, "num _"]:
-        if not isinstance(source, _Blocks) or source.implementation != self.implementation:
-            options = {"divisor": divisor, "dtype": dtype, "seed": seed, "place": place}
-            return super().recode(message, source, shape, dim, num, **options)
-        # Not rounded to `dtype`: what follows is float32, so XLA would leave that out too.
-        return kernels.dequantize_sum_requantize(
-            message,
-            source.format,
-            self.format,
-            shape=cut(shape, dim, num),
-            seed=seed,
-            divisor=divisor,
-            place=place,
-            implementation=self.implementation,
-        )
-
-    def _quantize(
-        self,
-        x_oni: Shaped[Array, "o n i"],
-        seed: Integer[Array, ""] | int | None,
-        place: kernels.Place | None = None,
-    ) -> UInt8[Array, "n _"]:
-        if not jnp.issubdtype(x_oni.dtype, jnp.floating):
-            raise ValueError(
-                f"`x` of `{type(self).__name__}.encode` must be floats; got {x_oni.dtype}. Send "
-                "other types as they are."
-            )
-        return kernels.quantize(
-            x_oni, self.format, seed=seed, place=place, implementation=self.implementation
-        )
-
-    def _dequantize(
-        self,
-        message: UInt8[Array, "n m"] | kernels.InPlace,
-        outer: int,
-        inner: int,
-        dtype: DTypeLike,
-    ) -> Float[Array, "o n i"]:
-        return kernels.dequantize(
-            message,
-            self.format,
-            outer=outer,
-            inner=inner,
-            dtype=dtype,
-            implementation=self.implementation,
-        )
+        Infinite for a block with a number that is not finite.
+        """
+        return largest_of_blocks(x, self.block)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Int8(_Blocks):
-    """Send floats as integers of 8 bits, from -127 to 127 times the scale of their block.
+def largest_of_blocks(
+    x: Float[np.ndarray, "*rows n"], block: int
+) -> Float64[np.ndarray, "*rows n"]:
+    """The largest magnitude of each number's block; infinite if not all of it is finite."""
+    sizes = np.abs(x.astype(np.float64))
+    sizes = np.where(np.isfinite(sizes), sizes, np.inf)
+    starts = range(0, sizes.shape[-1], block)
+    parts = [sizes[..., i : i + block] for i in starts]
+    spread = [np.broadcast_to(part.max(-1, keepdims=True), part.shape) for part in parts]
+    return np.concatenate(spread, axis=-1) if spread else sizes
 
-    A block with a number that is not finite arrives as NaN. Arithmetic is in float32, so
-    numbers below 2**-126 may arrive as zero.
 
-    Stochastic rounding takes its random numbers from a hash of `seed`, the number, its place
-    in its row, and its block's scale: no key, no state, and the same every time. Its weakness:
-    where all four are the same, so is the rounding, and errors add up. So give devices
-    whose numbers are summed a `seed` each.
+def to_float32(x: Float[np.ndarray, "*rows n"]) -> Float[np.ndarray, "*rows n"]:
+    """As encoders read numbers: float32, to whose range a finite float64 is clipped."""
+    largest = float(np.finfo(np.float32).max)
+    wide = x.astype(np.float64)
+    return np.where(np.isfinite(wide), np.clip(wide, -largest, largest), wide).astype(np.float32)
 
-    Args:
-        block: numbers for each scale, a power of two from 32 to 8192.
-        rounding: "nearest" has the smaller error, half a step at most; "stochastic", up to one
-            step, is right on average, for what is summed over many devices or steps.
-        hadamard: 32 multiplies each 32 numbers by an orthogonal matrix, which spreads outliers:
-            better for heavy tails, a little worse where most numbers are zero.
-        scale_dtype: of the scales, `jnp.bfloat16` or `jnp.float32`.
-        implementation: what writes and reads messages: "xla", "mosaic_gpu" (kernels for NVIDIA
-            GPUs, which compile and were never executed on one; JAX 0.11.2 or newer), or `None`
-            for the default, "xla". Their messages are the same but for roundings in the last
-            place, and each reads the other's.
 
-    Raises:
-        ValueError: an option is none of these.
+def pack(codes: UInt8[Array, "*rows n"], bits: int) -> UInt8[Array, "*rows m"]:
+    """Lay codes of `bits` bits side by side in bytes: code `i` begins at bit `i * bits`.
 
-    References:
-        ZeRO++ (https://arxiv.org/abs/2306.10209); SDP4Bit (https://arxiv.org/abs/2410.15526).
+    Bits of a byte count from the lowest. `n` codes must fill whole bytes.
     """
-
-    bits: ClassVar[int] = 8
-
-    @property
-    def _kind(self) -> kernels.Kind:
-        return "int8"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Int4(_Blocks):
-    """Send floats as integers of 4 bits, from -7 to 7 times the scale of their block.
-
-    Two go in a byte. Else, and in its options, it is as `Int8`.
-    """
-
-    block: int = 128
-    bits: ClassVar[int] = 4
-
-    @property
-    def _kind(self) -> kernels.Kind:
-        return "int4"
+    if bits == 8:
+        return codes
+    group, size = _group(bits)
+    *rows, num = codes.shape
+    codes = codes.reshape(*rows, num // group, group) & jnp.uint8(2**bits - 1)
+    packed = []
+    for byte in range(size):
+        shifts = [(i, i * bits - 8 * byte) for i in range(group)]
+        parts = [_shifted(codes[..., i], s) for i, s in shifts if -bits < s < 8]
+        packed.append(_or(parts))
+    return jnp.stack(packed, axis=-1).reshape(*rows, num // group * size)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Float8(_Blocks):
-    """Send floats as floats of 8 bits times the scale of their block.
+def unpack(packed: UInt8[Array, "*rows m"], bits: int) -> UInt8[Array, "*rows n"]:
+    """Undo `pack`; the bits above a code are zeros."""
+    if bits == 8:
+        return packed
+    group, size = _group(bits)
+    *rows, num = packed.shape
+    packed = packed.reshape(*rows, num // size, size)
+    codes = []
+    for i in range(group):
+        shifts = [(byte, 8 * byte - i * bits) for byte in range(size)]
+        parts = [_shifted(packed[..., byte], s) for byte, s in shifts if -8 < s < bits]
+        codes.append(_or(parts) & jnp.uint8(2**bits - 1))
+    return jnp.stack(codes, axis=-1).reshape(*rows, num // size * group)
 
-    Small numbers keep their relative precision: better than `Int8` for numbers of very
-    different sizes in one block, worse for others. A step is the distance of the floats next
-    to a number. Outliers do no harm, so `hadamard` has little to gain. Else it is as `Int8`.
 
-    Args:
-        dtype: `jnp.float8_e4m3fn`, or `jnp.float8_e5m2` with a bit less of precision and a
-            wider range.
-    """
+def _group(bits: int) -> tuple[int, int]:
+    """How many codes fill how many whole bytes, the fewest."""
+    common = math.gcd(bits, 8)
+    return 8 // common, bits // common
 
-    dtype: DTypeLike = jnp.float8_e4m3fn
-    bits: ClassVar[int] = 8
 
-    def __post_init__(self):
-        super().__post_init__()
-        self._set_dtype("dtype", "float8_e4m3fn", "float8_e5m2")
+def _shifted(x: UInt8[Array, "*shape"], left: int) -> UInt8[Array, "*shape"]:
+    return x << jnp.uint8(left) if left >= 0 else x >> jnp.uint8(-left)
 
-    @property
-    def _name(self) -> str:
-        return str(self.dtype)
 
-    @property
-    def _kind(self) -> kernels.Kind:
-        return "float8_e5m2" if self.dtype == jnp.float8_e5m2 else "float8_e4m3fn"
+def _or(parts: list[UInt8[Array, "*shape"]]) -> UInt8[Array, "*shape"]:
+    total, *others = parts
+    for part in others:
+        total = total | part
+    return total

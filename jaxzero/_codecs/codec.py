@@ -1,47 +1,26 @@
-"""Codecs: how numbers are written on the wire of one collective.
+"""`Codec`, the base class: how numbers are written on the wire of one collective.
 
 A codec turns rows of floats into messages, which are all that is sent, and back. `None`
-in its place sends an array as it is. A message of narrow numbers is unsigned integers:
-backends widen narrow floats in transit, and XLA would move a cast across a collective.
+in its place sends an array as it is. All that the collectives, the wire state, the report and
+checkpoints need of a codec are the methods of this class, so a new codec is one subclass.
 """
 
 from __future__ import annotations
 
 import abc
+import copy
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, DTypeLike, Float32, Integer, Shaped
+import numpy as np
+from jaxtyping import Array, DTypeLike, Float, Float32, Float64, Integer, Shaped
 
 from .. import pallas_kernels as kernels
 from ..pallas_kernels import add_up
-
-_BITS = {8: jnp.uint8, 16: jnp.uint16}
-
-
-def is_narrow_float(dtype: DTypeLike) -> bool:
-    """Whether `dtype` is a float of 8 or 16 bits, which some backends widen on the wire."""
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize <= 2
-
-
-def bits_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """The type as which `to_bits` views an array."""
-    return jnp.dtype(_BITS[8 * jnp.dtype(dtype).itemsize] if is_narrow_float(dtype) else dtype)
-
-
-def to_bits(x: Shaped[Array, ...]) -> Shaped[Array, ...]:
-    """View a narrow float as unsigned integers, so that no backend widens it in transit."""
-    if not is_narrow_float(x.dtype):
-        return x
-    return lax.bitcast_convert_type(x, bits_dtype(x.dtype))
-
-
-def from_bits(x: Shaped[Array, ...], dtype: DTypeLike) -> Shaped[Array, ...]:
-    """Undo `to_bits`."""
-    return lax.bitcast_convert_type(x, dtype) if is_narrow_float(dtype) else x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,26 +47,31 @@ def written(x: Shaped[Array, "n m"] | DeferredMessage) -> Shaped[Array, "n m"]:
 
 
 class Codec(abc.ABC):
-    """How rows of floats are written as messages.
+    """How rows of floats are written as messages: the base class of every codec.
 
-    The last dim is a row, which becomes one message; other dims stay. Both ways are pure
-    functions of arrays, and work under `jit`, `vmap`, `scan` and `shard_map`.
+    A subclass gives `bits`, `num_bytes`, `encode`, `decode` and `error_bound`; every other
+    method has a default made of these, in XLA. The last dim of an array is a row, which becomes
+    one message; other dims stay. Both ways are pure functions of arrays, and work under `jit`,
+    `vmap`, `scan` and `shard_map`.
+
+    Programs are cached by their codecs, and stored messages are told apart by them, so a codec
+    must be hashable and equal to its copies: make it a frozen dataclass.
     """
 
     @property
-    def writes_in_place(self) -> bool:
-        """Whether `encode_pieces` and `recode` save a copy where they are given a `place`."""
-        return False
+    @abc.abstractmethod
+    def bits(self) -> int:
+        """Bits of the code of one number; what several numbers share, such as scales, is extra."""
 
     @abc.abstractmethod
     def num_bytes(self, num: int, dtype: DTypeLike) -> int:
-        """The bytes of the message of one row of `num` numbers of type `dtype`."""
+        """The bytes of the message of one row of `num` numbers of type `dtype`, all included."""
 
     @abc.abstractmethod
     def encode(
         self, x: Shaped[Array, "*rows n"], *, seed: Integer[Array, ""] | int | None = None
     ) -> Shaped[Array, "*rows m"]:
-        """The message of each row.
+        """The message of each row, uint8 `[*rows, num_bytes]`.
 
         Args:
             x: rows of floats.
@@ -103,8 +87,136 @@ class Codec(abc.ABC):
         Args:
             message: from `encode`.
             num: how many numbers there are in a row.
-            dtype: the type they had, which they get again.
+            dtype: the float type of the result, which may differ from that of the numbers that
+                were encoded (see `decodes_into_any_dtype`).
         """
+
+    @abc.abstractmethod
+    def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
+        """A bound on how far each number of `x` is from what arrives of it, decoded as float32.
+
+        It is derived from the format, holds for every seed, and is infinite for numbers that may
+        arrive as NaN or infinity. Two things come on top: what float32 loses of numbers near
+        2**-126, up to 2**-120, and the rounding to a type narrower than float32. It is computed
+        in numpy, and no program uses it: tests and whoever chooses a codec do.
+
+        Args:
+            x: rows of floats of any type.
+        """
+
+    def __str__(self) -> str:
+        """As plans, reports and errors print it."""
+        return type(self).__name__.lower()
+
+    # What the collectives ask before they encode.
+
+    def is_used_for(self, num: int, dtype: DTypeLike, min_quantized_size: int) -> bool:
+        """Whether an array of `num` floats of type `dtype` is encoded; else it is sent as it is."""
+        return num >= min_quantized_size
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether each number is written by itself, as by a cast.
+
+        Then slices and casts of a weight may come before its encoding and the result is the same.
+        """
+        return False
+
+    @property
+    def decodes_into_any_dtype(self) -> bool:
+        """Whether `decode` takes any `dtype`; else only the one that `encode` was given."""
+        return True
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether `encode_pieces` and `recode` save a copy where they are given a `place`."""
+        return False
+
+    def format_for(self, implementation: kernels.Implementation | None) -> kernels.Format | None:
+        """The format in which an implementation of `pallas_kernels` reads these messages.
+
+        None: it does not, and `decode` does.
+        """
+        return None
+
+    def message(self, num: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        """The shape and type of one row's message: `num_bytes` of uint8.
+
+        Raises:
+            ValueError: `num_bytes` is no number of bytes that could hold `num` codes.
+        """
+        size: Any = self.num_bytes(num, dtype)
+        least = math.ceil(num * self.bits / 8)
+        if not isinstance(size, int) or size < least:
+            raise ValueError(
+                f"`{type(self).__name__}.num_bytes` must return an int of at least {least}, for "
+                f"{num} codes of `bits` = {self.bits}; got {size!r}. Count codes and scales, in "
+                "bytes, and round up."
+            )
+        return jax.ShapeDtypeStruct((size,), jnp.uint8)
+
+    # Encoding and decoding with checks.
+
+    def encode_rows(
+        self, x: Shaped[Array, "*rows n"], *, seed: Integer[Array, ""] | int | None = None
+    ) -> Shaped[Array, "*rows m"]:
+        """`encode`, checked.
+
+        Raises:
+            ValueError: the message does not have the shape and type that `message` says.
+        """
+        *rows, num = x.shape
+        row = self.message(num, x.dtype)
+        said = f"the message of {num} numbers of {x.dtype} in each row, as `num_bytes` counts it"
+        return self._checked("encode", self.encode(x, seed=seed), (*rows, *row.shape), row, said)
+
+    def decode_rows(
+        self, message: Shaped[Array, "*rows m"], num: int, dtype: DTypeLike
+    ) -> Shaped[Array, "*rows n"]:
+        """`decode`, checked.
+
+        Raises:
+            ValueError: the result is not `num` numbers of type `dtype` for each message.
+        """
+        shape, row = (*message.shape[:-1], num), jax.ShapeDtypeStruct((num,), dtype)
+        said = "`num` numbers of type `dtype` for each message"
+        return self._checked("decode", self.decode(message, num, dtype), shape, row, said)
+
+    def _checked(
+        self, method: str, x: Any, shape: tuple[int, ...], row: jax.ShapeDtypeStruct, said: str
+    ) -> Any:
+        wanted, got = (shape, row.dtype), (getattr(x, "shape", None), getattr(x, "dtype", None))
+        if got == wanted:
+            return x
+        given = repr(x) if None in got else f"{got[1]}{list(got[0] or ())}"
+        raise ValueError(
+            f"`{type(self).__name__}.{method}` must return {row.dtype}{list(shape)}: {said}; got "
+            f"{given}. Change `{method}`, or what it disagrees with."
+        )
+
+    def _check_floats(self, x: Shaped[Array, ...]) -> None:
+        """Refuse to encode what is not floats."""
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(
+                f"`x` of `{type(self).__name__}.encode` must be floats; got {x.dtype}. Send "
+                "other types as they are."
+            )
+
+    def _set_dtype(self, field: str, *names: str) -> None:
+        """Make a `dtype` of a field, which must be one of those named."""
+        given = getattr(self, field)
+        try:
+            dtype = jnp.dtype(given)
+        except TypeError:
+            dtype = None
+        if dtype is None or dtype.name not in names:
+            wanted = " or ".join(f"`jnp.{name}`" for name in names)
+            raise ValueError(
+                f"`{field}` of `{type(self).__name__}` must be {wanted}; got {given!r}."
+            )
+        object.__setattr__(self, field, dtype)
+
+    # Arrays in pieces and sums, which kernels may do in fewer passes.
 
     def encode_pieces(
         self,
@@ -119,7 +231,8 @@ class Codec(abc.ABC):
 
         With `place` the larger array, whose columns there are these messages.
         """
-        message = self.encode(kernels.to_rows(x.reshape(cut(x.shape, dim, num))), seed=seed)
+        rows = kernels.to_rows(x.reshape(cut(x.shape, dim, num)))
+        message = self.encode_rows(rows, seed=seed)
         return message if place is None else place.put(message)
 
     def decode_pieces(
@@ -130,16 +243,15 @@ class Codec(abc.ABC):
         dtype: DTypeLike,
     ) -> Shaped[Array, ...]:
         """The array that pieces, each of `shape`, form side by side along `dim`."""
-        x = self.decode(kernels.cut_out(message), math.prod(shape), dtype).reshape(
-            len(message), *shape
-        )
+        rows = self.decode_rows(kernels.cut_out(message), math.prod(shape), dtype)
+        x = rows.reshape(len(message), *shape)
         return joined(jnp.moveaxis(x, 0, dim), shape, dim, len(message))
 
     def decode_sum(
         self, message: Shaped[Array, "peers m"] | kernels.InPlace, num: int
     ) -> Float32[Array, " num"]:
         """The sum of messages of `num` numbers each, in float32."""
-        return add_up(self.decode(kernels.cut_out(message), num, jnp.float32))
+        return add_up(self.decode_rows(kernels.cut_out(message), num, jnp.float32))
 
     def recode(
         self,
@@ -172,6 +284,30 @@ class Codec(abc.ABC):
         return self.encode_pieces(mean.astype(dtype), dim, num, seed=seed, place=place)
 
 
+def check_is_value(codec: Codec) -> None:
+    """Refuse a codec that is not hashable, or differs from its copy.
+
+    Raises:
+        ValueError: what is wrong with its class.
+    """
+    name = type(codec).__name__
+    remedy = "Make the class a frozen dataclass with hashable fields: `@dataclasses.dataclass("
+    remedy += "frozen=True)`."
+    try:
+        number = hash(codec)
+    except TypeError as error:
+        raise ValueError(
+            f"`{name}.__hash__` must give a number, for programs are cached by their codecs; got "
+            f"{error}. {remedy}"
+        ) from None
+    other = copy.copy(codec)
+    if codec != other or number != hash(other):
+        raise ValueError(
+            f"`{name}.__eq__` must find a copy of a codec equal to it, with the same hash, for "
+            f"stored messages are told apart by their codecs; got two that differ. {remedy}"
+        )
+
+
 def cut(shape: tuple[int, ...], dim: int, num: int) -> tuple[int, int, int]:
     """An array of `shape` in three dims, of which the middle one counts pieces along `dim`."""
     return math.prod(shape[:dim]), num, math.prod(shape[dim:]) // num
@@ -180,51 +316,3 @@ def cut(shape: tuple[int, ...], dim: int, num: int) -> tuple[int, int, int]:
 def joined(x: Shaped[Array, ...], shape: tuple[int, ...], dim: int, num: int) -> Shaped[Array, ...]:
     """Pieces of `shape`, side by side along `dim`, without the dim that counts them."""
     return x.reshape(*shape[:dim], num * shape[dim], *shape[dim + 1 :])
-
-
-@dataclasses.dataclass(frozen=True)
-class Cast(Codec):
-    """Send floats rounded to a narrower float.
-
-    Use it to gather float32 weights, or to reduce float32 gradients, in 16 bits.
-    Sums are still taken in float32. Arrays that are not wider floats than `dtype`
-    are sent as they are.
-
-    Args:
-        dtype: the float type on the wire, such as `jnp.bfloat16`.
-
-    Raises:
-        ValueError: `dtype` is not a floating-point type.
-    """
-
-    dtype: DTypeLike
-
-    def __post_init__(self):
-        if not jnp.issubdtype(self.dtype, jnp.floating):
-            raise ValueError(
-                f"`dtype` of `Cast` must be a float type; got {self.dtype!r}. "
-                "Use for example `jz.Cast(jnp.bfloat16)`."
-            )
-        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
-
-    def __str__(self) -> str:
-        return str(self.dtype)
-
-    def wire_dtype(self, dtype: DTypeLike) -> jnp.dtype:
-        """The type on the wire for an array of type `dtype`."""
-        old, new = jnp.dtype(dtype), jnp.dtype(self.dtype)
-        wider = jnp.issubdtype(old, jnp.floating) and old.itemsize > new.itemsize
-        return new if wider else old
-
-    def num_bytes(self, num: int, dtype: DTypeLike) -> int:
-        return num * self.wire_dtype(dtype).itemsize
-
-    def encode(
-        self, x: Shaped[Array, "*rows n"], *, seed: Integer[Array, ""] | int | None = None
-    ) -> Shaped[Array, "*rows n"]:
-        return to_bits(x.astype(self.wire_dtype(x.dtype)))
-
-    def decode(
-        self, message: Shaped[Array, "*rows n"], num: int, dtype: DTypeLike
-    ) -> Shaped[Array, "*rows n"]:
-        return from_bits(message, self.wire_dtype(dtype)).astype(dtype)

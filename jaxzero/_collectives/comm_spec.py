@@ -73,6 +73,19 @@ class CommSpec:
         """Those of `axes` that have more than one device."""
         return tuple(axis for axis in axes if self.sizes[axis] > 1)
 
+    @property
+    def described(self) -> tuple[str, ...]:
+        """A line for each codec in use: what it encodes, and for which axis."""
+        lines = [
+            f"{what} over {axis}: {getattr(codecs, axis)}"
+            for what, codecs in (("weights", self.weights), ("gradients", self.gradients))
+            for axis in self.long(AXES)
+            if getattr(codecs, axis) is not None
+        ]
+        if self.hpz is not None and self.hpz.codec is not None:
+            lines.append(f"kept slices (hpZ): {self.hpz.codec}")
+        return tuple(lines)
+
     def weight_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
         """What a weight of `num` elements in full is written with on one axis."""
         codec = getattr(self.weights, axis)
@@ -92,9 +105,7 @@ class CommSpec:
         """`codec`, unless an array of `num` elements travels as it is."""
         if codec is None or not jnp.issubdtype(dtype, jnp.floating) or num == 0:
             return None
-        if isinstance(codec, Cast):
-            return codec if codec.wire_dtype(dtype) != dtype else None
-        return codec if num >= self.min_quantized_size else None
+        return codec if codec.is_used_for(num, dtype, self.min_quantized_size) else None
 
 
 def accumulator_dtype(dtype: DTypeLike) -> jnp.dtype:

@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from .. import pallas_kernels as kernels
-from .._codecs import Cast, Codec, DeferredMessage, from_bits, to_bits
+from .._codecs import Codec, DeferredMessage, from_bits, to_bits
 from .._mesh import device_index
 from .._sharding import LeafSpec
 from .primitives import all_gather
@@ -71,7 +71,7 @@ class EncodedShards:
             return dataclasses.replace(EncodedShards.plain(x, self.dim, self.lead), axes=self.axes)
         rows = x.reshape(*x.shape[: self.lead], math.prod(x.shape[self.lead :]))
         with jax.named_scope("encode"):
-            message = codec.encode(rows, seed=device_index(axes))
+            message = codec.encode_rows(rows, seed=device_index(axes))
         # The barrier keeps XLA from moving the decoding across the collective that follows.
         message = lax.optimization_barrier(message)
         data = jnp.expand_dims(message, self.lead)
@@ -87,7 +87,7 @@ class EncodedShards:
         if codec is None or codec == self.codec or self.lead or not codec.writes_in_place:
             return None
         x = self.join()
-        shape = (1, codec.num_bytes(x.size, x.dtype))
+        shape = (1, *codec.message(x.size, x.dtype).shape)
         write = functools.partial(codec.encode_pieces, x, 0, 1, seed=device_index(axes))
         draft = DeferredMessage(shape, jax.named_scope("encode")(write))
         known = self.described(jax.ShapeDtypeStruct(shape, draft.dtype))
@@ -111,7 +111,7 @@ class EncodedShards:
         assert self.codec is not None
         dtype = self.dtype if dtype is None else dtype
         codec, lead = self.codec, self.lead
-        read_as = self.dtype if isinstance(codec, Cast) else dtype
+        read_as = dtype if codec.decodes_into_any_dtype else self.dtype
 
         def one(message: Any) -> Array:
             shape, dim = self.shape[lead:], self.dim - lead
@@ -161,7 +161,8 @@ def to_stored(x: Shaped[Array, ...], leaf: LeafSpec) -> Shaped[Array, ...]:
     dim, num, lead = leaf.layout.dim, leaf.layout.unit, leaf.num_lead
     x = x.reshape(*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
     x = jnp.moveaxis(x, dim, lead)
-    return leaf.codec.encode(x.reshape(*x.shape[: lead + 1], math.prod(x.shape[lead + 1 :])))
+    rows = x.reshape(*x.shape[: lead + 1], math.prod(x.shape[lead + 1 :]))
+    return leaf.codec.encode_rows(rows)
 
 
 def from_stored(data: Shaped[Array, ...], leaf: LeafSpec) -> EncodedShards:

@@ -60,8 +60,8 @@ def reduce_over_node(
         return *as_pair(sum_of(piece, half)), None
     rows = rows_of(x + error.astype(x.dtype), layout.dim, comm.sizes[NODE])
     with jax.named_scope("encode"):
-        message = codec.encode(rows, seed=device_index(_told_apart(NODE)))
-        lost = rows - codec.decode(message, rows.shape[1], x.dtype)
+        message = codec.encode_rows(rows, seed=device_index(_told_apart(NODE)))
+        lost = rows - codec.decode_rows(message, rows.shape[1], x.dtype)
     lost = jnp.where(jnp.isfinite(lost), lost, 0)  # a step that overflowed must not be the last
     shape = piece_shape(x.shape, layout.dim, comm.sizes[NODE])
     piece = sum_of(PartialSums(_exchange(message, NODE), codec, shape), half)
@@ -113,7 +113,8 @@ def encoded(
     write = jax.named_scope("encode")(write)
     if not codec.writes_in_place:
         return write()
-    return DeferredMessage((num, codec.num_bytes(math.prod(x.shape) // num, dtype)), write)
+    size = codec.message(math.prod(x.shape) // num, dtype).shape
+    return DeferredMessage((num, *size), write)
 
 
 def _told_apart(axis: str) -> tuple[str, ...]:

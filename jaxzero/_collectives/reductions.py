@@ -245,5 +245,5 @@ def _message_column(spec: ReduceSpec, axis: str, comm: CommSpec) -> Column:
 @functools.cache
 def _message_size(codec: Codec, num: int, dtype: Any) -> Column:
     """Of the message of `num` numbers: the layers of a program send the same ones."""
-    message = jax.eval_shape(codec.encode, jax.ShapeDtypeStruct((1, num), dtype))
-    return message.shape[1], message.dtype
+    message = codec.message(num, dtype)
+    return message.shape[0], message.dtype

@@ -127,7 +127,7 @@ def run_on_device(
     sums, others = accumulate(run, inputs, specs, microbatches)
     kept = sum(x.data.nbytes for x in held_last.values()) if comm.hpz else 0
     if shapes[0] is None:
-        return Result(None, [], others, memory, Plan(top, slice_bytes=kept))
+        return Result(None, [], others, memory, Plan(top, slice_bytes=kept, codecs=comm.described))
     means, lost = _means(sums, targets, parameters, memory, microbatches, comm)
     at_end = tuple(want.leaf.path for want in targets if want.reduce_spec is None)
     return Result(
@@ -135,7 +135,7 @@ def run_on_device(
         means.gradients,
         others,
         LocalWireState(slices, lost),
-        Plan(top, at_end, slice_bytes=kept),
+        Plan(top, at_end, slice_bytes=kept, codecs=comm.described),
         means.halves,
     )
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from .._codecs import Cast
 from .._collectives import (
     CommSpec,
     EncodedShards,
@@ -150,6 +149,6 @@ def _order(
     slices, rest = movable_ops.up_to_last_slice(one.ops)
     size = math.prod(View(one.weight, slices).shape)
     codecs = [comm.weight_codec(axis, size, one.weight.dtype) for axis in pieces.axes]
-    if pieces.codec is not None or any(codec and not isinstance(codec, Cast) for codec in codecs):
+    if pieces.codec is not None or any(x and not x.is_elementwise for x in codecs):
         return slices, rest
     return one.ops, ()

@@ -58,6 +58,7 @@ class Plan:
     at_end: tuple[str, ...] = ()  # leaves that are stored whole: all-reduced last, together
     transfers: tuple[Transfer, ...] = ()  # every collective, in the order it was issued
     slice_bytes: int = 0  # of the nodes' slices that one device keeps for the step (hpZ)
+    codecs: tuple[str, ...] = ()  # what encodes weights and gradients, and over which axis
 
     @property
     def steps(self) -> tuple[PlanStep, ...]:
@@ -69,6 +70,7 @@ class Plan:
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
         if self.at_end:
             lines.append(f"at the end: all-reduce {', '.join(self.at_end)}")
+        lines += self.codecs
         return "\n".join(line.rstrip() for line in lines)
 
 

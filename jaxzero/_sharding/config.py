@@ -8,7 +8,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from .._codecs import Codec, Int4, Int8
+from .._codecs import Codec, Int4, Int8, check_is_value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,3 +277,4 @@ def _check_codec(name: str, owner: str, codec: object) -> None:
             f"`{name}` of `{owner}` must be a codec such as `jz.Int8()` or "
             f"`jz.Cast(jnp.bfloat16)`; got {codec!r}."
         )
+    check_is_value(codec)

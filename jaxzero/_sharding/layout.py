@@ -121,8 +121,7 @@ class LeafSpec:
     def messages(self, codec: Codec, pieces: int) -> jax.ShapeDtypeStruct:
         """The messages of all `pieces`: `[*lead, pieces, numbers]`."""
         lead = self.num_lead
-        row = jax.ShapeDtypeStruct((math.prod(self.padded_shape[lead:]) // pieces,), self.dtype)
-        message = jax.eval_shape(codec.encode, row)
+        message = codec.message(math.prod(self.padded_shape[lead:]) // pieces, self.dtype)
         shape = (*self.shape[:lead], pieces, *message.shape)
         return jax.ShapeDtypeStruct(shape, message.dtype)
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._codecs import Codec
+from .._codecs import Codec, check_is_value
 from .._mesh import AnyMesh
 from .config import ZeroConfig
 from .layout import LeafSpec, layout_of_leaf
@@ -119,6 +119,8 @@ def plan_tree(
             f"`codec` must be a codec such as `jz.Int8()`, at ZeRO stage 3; got {codec!r} at "
             f"stage {config.stage}."
         )
+    if codec is not None:
+        check_is_value(codec)
     paths, leaves, treedef = flatten(tree)
     _check_arrays(tree, paths, leaves)
     others = _spread_specs(specs, tree, len(leaves), config)

@@ -110,6 +110,6 @@ def _lost(x: Array, codec: Codec | None) -> Float32[Array, ""]:
     # Sums of a few messages lie near the codec's own steps, and would lose less than another
     # gradient. So other numbers are rotated together.
     rows = jnp.roll(x.reshape(1, x.size), 16, axis=1)
-    message = codec.encode(rows, seed=device_index())
-    change = codec.decode(message, x.size, jnp.float32) - rows.astype(jnp.float32)
+    message = codec.encode_rows(rows, seed=device_index())
+    change = codec.decode_rows(message, x.size, jnp.float32) - rows.astype(jnp.float32)
     return dot(change, change)

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import math
 import re
 
 import jax
@@ -18,6 +19,7 @@ from benchmarks.compiled import _hlo
 from jaxzero._collectives.ledger import labelled
 from tests import zoo
 
+MX, NV = jz.MXFloat8(), jz.NVFloat4()
 CONFIGS = {
     "zero3": jz.zero3(),
     "zeropp": jz.zeropp(),
@@ -27,6 +29,14 @@ CONFIGS = {
     "feedback": jz.zero3(gradients=jz.PerAxis(node=jz.ErrorFeedback())),
     "aux": jz.zeropp(),
     "halves": jz.zero3(),
+    "mx and nv": jz.zero3(
+        weights=jz.PerAxis(node=MX, local=MX), gradients=jz.PerAxis(node=NV, local=NV)
+    ),
+    "nv and mx": jz.ZeroConfig(
+        weights=jz.PerAxis(node=NV, local=MX),
+        gradients=jz.PerAxis(node=MX, local=NV),
+        hpz=jz.HpZ(codec=NV),
+    ),
 }
 WIRE_TYPES = {"u8": "uint8", "u16": "uint16", "f32": "float32", "s32": "int32"}
 
@@ -107,6 +117,8 @@ def test_groups_that_cannot_be_read_are_refused():
         ("feedback", "2x4-auto", 1),
         ("aux", "2x4-auto", 1),
         ("halves", "2x4-auto", 1),
+        ("mx and nv", "2x4-auto", 1),
+        ("nv and mx", "2x3-auto", 1),
         ("zeropp", "1x8-auto", 1),
         ("zeropp", "8x1-auto", 1),
     ],
@@ -139,7 +151,8 @@ def _check_names(name, text):
         assert found[1] != "gather" or c.op == "all-gather", c.line
         assert found[1] == "reduce" or c.op != "reduce-scatter", c.line
     coded = set(re.findall(r"/jaxzero/(gather|reduce)/[^/]*/(encode|decode)/", text))
-    verbs = ["gather"] if name in ("zeropp", "zeropp4", "aux") else []
+    with_codecs = ("zeropp", "zeropp4", "aux", "mx and nv", "nv and mx")
+    verbs = ["gather"] if name in with_codecs else []
     verbs += ["reduce"] if name not in ("zero3", "halves") else []
     assert coded == set(itertools.product(verbs, ("encode", "decode")))
 
@@ -170,7 +183,7 @@ def test_several_leaves_are_called_by_what_they_share(names, scope):
     assert f"/jaxzero/{scope}/add" in text
 
 
-@pytest.mark.parametrize("preset", ["zeropp", "zeropp4", "hsdp"])
+@pytest.mark.parametrize("preset", ["zeropp", "zeropp4", "hsdp", "mx and nv"])
 def test_only_bytes_scales_and_small_arrays_cross_nodes(preset):
     text, _ = _compiled(preset, "2x4-auto", 1)
     wide = [
@@ -180,6 +193,20 @@ def test_only_bytes_scales_and_small_arrays_cross_nodes(preset):
     ]
     # The stack of norm scales: its layers are small, and their slices are kept together.
     assert all("scale" in c.line for c in wide), [c.line for c in wide]
+
+
+def test_messages_have_the_size_of_their_format():
+    """A layer's `up` and `down` lie in one message: codes, a scale for each block, and NV's own.
+
+    Beside those of the weights lies the layer's `scale`, which is small and travels as float32.
+    """
+    text, _ = _compiled("mx and nv", "2x4-auto", 1)
+    sizes = {(c.op, shape.size) for c in _hlo.collectives(text) for shape in c.results}
+    shard, piece = 40 * 72 // 8, 40 * 72 // 4
+    mx, nv = shard + math.ceil(shard / 32), piece // 2 + math.ceil(piece / 16) + 4
+    assert ("all-gather", 2 * (2 * mx + 40 // 8 * 4)) in sizes, "The shards of both nodes."
+    assert ("all-to-all", 2 * nv) in sizes, "What one device sends to another."
+    assert (mx, nv) == (MX.num_bytes(shard, "float32"), NV.num_bytes(piece, "float32"))
 
 
 @pytest.mark.parametrize("preset", ["zeropp", "zeropp4"])

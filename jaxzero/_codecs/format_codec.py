@@ -1,0 +1,246 @@
+"""`FormatCodec`: codecs whose messages `pallas_kernels` reads and writes, `Int8`, `Int4`, `Float8`.
+
+What is in a message is its `Format`: codes of one kind in blocks, and a scale for each block.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, DTypeLike, Float, Float32, Float64, Integer, Shaped, UInt8
+
+from .. import pallas_kernels as kernels
+from .blockwise import largest_of_blocks, to_float32
+from .codec import Codec, cut, joined
+
+_GROUP = 32  # numbers that are rotated together
+_TAIL = 8.0  # what is left over at the end of a rotated row is divided by this
+_TINY = 2.0**-126  # the smallest scale
+_EPS = 2.0**-24  # of one rounding in float32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FormatCodec(Codec):
+    """What codecs with few bits share: codes of one size, and a scale for each block."""
+
+    block: int = 256
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    hadamard: Literal[32] | None = None
+    scale_dtype: DTypeLike = jnp.bfloat16
+    # Not compared: whoever wrote a message, its bytes mean the same.
+    implementation: kernels.Implementation | None = dataclasses.field(default=None, compare=False)
+
+    def __post_init__(self):
+        name = type(self).__name__
+        if not isinstance(self.block, int) or self.block not in [2**i for i in range(5, 14)]:
+            raise ValueError(
+                f"`block` of `{name}` must be a power of two from 32 to 8192; got "
+                f"{self.block!r}. Errors are smaller in small blocks, messages with large ones."
+            )
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(
+                f'`rounding` of `{name}` must be "nearest", or "stochastic", which is right on '
+                f"average; got {self.rounding!r}."
+            )
+        if self.hadamard not in (None, 32):
+            raise ValueError(
+                f"`hadamard` of `{name}` must be 32, the numbers rotated together, or `None` for "
+                f"no rotation; got {self.hadamard!r}."
+            )
+        if self.implementation not in (None, "xla", "mosaic_gpu"):
+            raise ValueError(
+                f'`implementation` of `{name}` must be "xla", "mosaic_gpu", a kernel for GPUs, or '
+                f"`None` for the default; got {self.implementation!r}."
+            )
+        self._set_dtype("scale_dtype", "bfloat16", "float32")
+
+    def __str__(self) -> str:
+        options = ["H32"] * bool(self.hadamard) + ["SR"] * (self.rounding == "stochastic")
+        return "+".join([f"{self._name}/{self.block}", *options])
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__.lower()
+
+    @property
+    def format(self) -> kernels.Format:
+        """What the messages are made of."""
+        return kernels.Format(
+            kind=self._kind,
+            block=self.block,
+            rounding=self.rounding,
+            hadamard=self.hadamard,
+            scale_dtype=self.scale_dtype,
+        )
+
+    @property
+    @abc.abstractmethod
+    def _kind(self) -> kernels.Kind:
+        """Of the codes."""
+
+    @property
+    def bits(self) -> int:
+        return self.format.bits
+
+    def format_for(self, implementation: kernels.Implementation | None) -> kernels.Format | None:
+        return self.format if implementation == self.implementation else None
+
+    @property
+    def writes_in_place(self) -> bool:
+        return self.implementation == "mosaic_gpu"
+
+    def num_bytes(self, num: int, dtype: DTypeLike) -> int:
+        return self.format.num_bytes(num)
+
+    def encode(
+        self, x: Shaped[Array, "*rows n"], *, seed: Integer[Array, ""] | int | None = None
+    ) -> UInt8[Array, "*rows m"]:
+        *rows, num = x.shape
+        message = self._quantize(x.reshape(1, math.prod(rows), num), seed)
+        return message.reshape(*rows, message.shape[1])
+
+    def decode(
+        self, message: UInt8[Array, "*rows m"], num: int, dtype: DTypeLike
+    ) -> Float[Array, "*rows n"]:
+        *rows, size = message.shape
+        assert size == self.num_bytes(num, dtype)
+        return self._dequantize(message.reshape(math.prod(rows), size), 1, num, dtype).reshape(
+            *rows, num
+        )
+
+    def encode_pieces(
+        self,
+        x: Shaped[Array, ...],
+        dim: int,
+        num: int,
+        *,
+        seed: Integer[Array, ""] | int | None = None,
+        place: kernels.Place | None = None,
+    ) -> UInt8[Array, "num _"]:
+        return self._quantize(x.reshape(cut(x.shape, dim, num)), seed, place)
+
+    def decode_pieces(
+        self,
+        message: UInt8[Array, "num m"] | kernels.InPlace,
+        shape: tuple[int, ...],
+        dim: int,
+        dtype: DTypeLike,
+    ) -> Float[Array, ...]:
+        outer, inner = math.prod(shape[:dim]), math.prod(shape[dim:])
+        x = self._dequantize(message, outer, inner, dtype)
+        return joined(x, shape, dim, len(message))
+
+    def decode_sum(
+        self, message: UInt8[Array, "peers m"] | kernels.InPlace, num: int
+    ) -> Float32[Array, " num"]:
+        return kernels.dequantize_sum(
+            message, self.format, num=num, implementation=self.implementation
+        )
+
+    def recode(
+        self,
+        message: Shaped[Array, "peers m"] | kernels.InPlace,
+        source: Codec,
+        shape: tuple[int, ...],
+        dim: int,
+        num: int,
+        *,
+        divisor: int,
+        dtype: DTypeLike,
+        seed: Integer[Array, ""] | int | None = None,
+        place: kernels.Place | None = None,
+    ) -> UInt8[Array, "num _"]:
+        source_format = source.format_for(self.implementation)
+        if source_format is None:
+            options = {"divisor": divisor, "dtype": dtype, "seed": seed, "place": place}
+            return super().recode(message, source, shape, dim, num, **options)
+        # Not rounded to `dtype`: what follows is float32, so XLA would leave that out too.
+        return kernels.dequantize_sum_requantize(
+            message,
+            source_format,
+            self.format,
+            shape=cut(shape, dim, num),
+            seed=seed,
+            divisor=divisor,
+            place=place,
+            implementation=self.implementation,
+        )
+
+    def _quantize(
+        self,
+        x_oni: Shaped[Array, "o n i"],
+        seed: Integer[Array, ""] | int | None,
+        place: kernels.Place | None = None,
+    ) -> UInt8[Array, "n _"]:
+        self._check_floats(x_oni)
+        return kernels.quantize(
+            x_oni, self.format, seed=seed, place=place, implementation=self.implementation
+        )
+
+    def _dequantize(
+        self,
+        message: UInt8[Array, "n m"] | kernels.InPlace,
+        outer: int,
+        inner: int,
+        dtype: DTypeLike,
+    ) -> Float[Array, "o n i"]:
+        return kernels.dequantize(
+            message,
+            self.format,
+            outer=outer,
+            inner=inner,
+            dtype=dtype,
+            implementation=self.implementation,
+        )
+
+    def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
+        """Half a step between codes, or a whole one if rounding is stochastic, times the scale.
+
+        Where numbers are rotated, one is off by no more than the sum of the errors of its group.
+        """
+        near, wide = to_float32(x).astype(np.float64), x.astype(np.float64)
+        if self.hadamard:
+            rotated = _rotate(near, 1 / _GROUP, 1 / _TAIL)
+            # 32 additions in float32 round at most 32 times.
+            doubt = _GROUP * _EPS * _rotate(np.abs(near), 1 / _GROUP, 1 / _TAIL, signed=False)
+            bound = self._code_bound(rotated, doubt) + doubt
+            bound = _rotate(bound, 1.0, _TAIL, signed=False)
+        else:
+            bound = self._code_bound(near, np.zeros_like(near))
+        bound = np.where(np.isnan(bound), np.inf, bound)
+        with np.errstate(invalid="ignore"):
+            return bound + np.where(np.isfinite(wide), np.abs(wide - near), 0.0)
+
+    def _code_bound(
+        self, x: Float64[np.ndarray, "*rows n"], doubt: Float64[np.ndarray, "*rows n"]
+    ) -> Float64[np.ndarray, "*rows n"]:
+        """The same of numbers that are not rotated, each known up to `doubt`."""
+        largest = largest_of_blocks(np.abs(x) + doubt, self.block)
+        least = np.maximum(largest_of_blocks(x, self.block) / self.format.limit, _TINY)
+        # The constant 1/limit and a product with it are rounded, and a bfloat16 upwards.
+        upwards = 2.0**-7 if self.format.scale_bytes == 2 else 0.0
+        scale = np.maximum(largest / self.format.limit, _TINY) * (1 + upwards + 4 * _EPS)
+        with np.errstate(invalid="ignore"):
+            step = self.format.step((np.abs(x) + doubt) / least * (1 + 4 * _EPS))
+            share = 1.0 if self.rounding == "stochastic" else 0.5
+            return np.where(np.isfinite(largest), share * step * scale + 8 * _EPS * largest, np.inf)
+
+
+def _rotate(
+    x: Float64[np.ndarray, "*rows n"], factor: float, tail_factor: float, *, signed: bool = True
+) -> Float64[np.ndarray, "*rows n"]:
+    """Full groups of 32 times Hadamard's matrix, or that of ones; each times a factor."""
+    signs = np.ones((1, 1))
+    while len(signs) < _GROUP:
+        signs = np.block([[signs, signs], [signs, -signs if signed else signs]])
+    whole = x.shape[-1] // _GROUP * _GROUP
+    groups = x[..., :whole].reshape(*x.shape[:-1], whole // _GROUP, _GROUP)
+    with np.errstate(invalid="ignore"):
+        rotated = groups @ signs * factor
+    tail = x[..., whole:] * tail_factor
+    return np.concatenate([rotated.reshape(*x.shape[:-1], whole), tail], axis=-1)

@@ -1,0 +1,22 @@
+"""`Int4`: integers of 4 bits, two in a byte, and a scale for each block."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .. import pallas_kernels as kernels
+from .format_codec import FormatCodec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Int4(FormatCodec):
+    """Send floats as integers of 4 bits, from -7 to 7 times the scale of their block.
+
+    Two go in a byte. Else, and in its options, it is as `Int8`.
+    """
+
+    block: int = 128
+
+    @property
+    def _kind(self) -> kernels.Kind:
+        return "int4"
