@@ -64,7 +64,11 @@ class Plan:
         return tuple(_steps(self.top, (), 1))
 
     def __str__(self) -> str:
-        rows = [_row(step) for step in self.steps]
+        first: dict[tuple, int] = {}  # the operation that first needs an array of a bucket
+        for step in self.steps:
+            place = (step.path, step.action, step.group)
+            first[place] = min(step.needed, first.get(place, step.needed))
+        rows = [_row(step, first[step.path, step.action, step.group]) for step in self.steps]
         columns = [column for column in zip(*rows, strict=True) if any(column)]
         widths = [max(map(len, column)) for column in columns]
         lines = [
@@ -79,16 +83,23 @@ class Plan:
 _ACTIONS = {"gather": "all-gather", "reduce": "reduce-scatter"}
 
 
-def _row(step: PlanStep) -> tuple[str, ...]:
-    """The cells of one line of the printed plan; columns that are empty everywhere are left out."""
+def _row(step: PlanStep, first_needed: int) -> tuple[str, ...]:
+    """The cells of one line of the printed plan.
+
+    Args:
+        step: of the plan.
+        first_needed: the number of the operation that first needs an array of its bucket.
+    """
     size = f"{step.num_bytes / 2**20:.2f} MiB" + (f" x{step.trips}" if step.trips > 1 else "")
     early, end = "", ""
     if step.action == "gather":
         when, end = f"before {step.at}", f"dropped after {step.until}"
         if step.sent == "the iteration before":
             early = f"prefetched in {step.sent}"
-        elif step.start != step.needed:
+        elif step.start < first_needed:
             early = f"prefetched before {step.sent}"
+        elif step.start < step.needed:  # an array of the bucket is needed earlier
+            early = f"sent before {step.sent}"
     else:
         when = f"after {step.at}"
         early = f"deferred to {step.until}" if step.until else ""

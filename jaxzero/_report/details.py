@@ -85,7 +85,7 @@ def _gathers(report: ReportData) -> TextTable:
         return (
             span.region,
             readable_bytes(span.num_bytes),
-            _without_places(span.sent),
+            _when(span),
             f"{span.alive} ops",
             str(span.trips),
         )
@@ -96,8 +96,7 @@ def _gathers(report: ReportData) -> TextTable:
 
 def _reductions(report: ReportData) -> TextTable:
     def cells(span: Span) -> tuple[str, ...]:
-        sent = _without_places(span.sent)
-        return span.region, readable_bytes(span.num_bytes), sent, str(span.trips)
+        return span.region, readable_bytes(span.num_bytes), _when(span), str(span.trips)
 
     headings = ("bucket", "in", "whole", "sent", "times")
     table = _buckets("Reduce-scatters", report, "reduce", headings, cells)
@@ -211,9 +210,15 @@ def _timeline(report: ReportData) -> TextTable:
     )
 
 
-def _without_places(sent: str) -> str:
-    """`before dot_general`, not the number of that operation, which each layer has its own of."""
-    return re.sub(r", \d+$", "", sent)
+def _when(span: Span) -> str:
+    """When a bucket is sent, without the number of the operation, which differs between layers."""
+    if span.sent == "in the iteration before":
+        return "prefetched (iteration before)"
+    if span.sent == "in the iteration after":
+        return "deferred (iteration after)"
+    when = re.sub(r", \d+$", "", span.sent)
+    is_early = span.action == "gather" and span.start < span.needed
+    return f"prefetched {when}" if is_early else when
 
 
 def _microbatch_note(traffic: Traffic | None) -> tuple[str, ...]:

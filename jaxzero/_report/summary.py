@@ -87,18 +87,23 @@ def _whole(report: ReportData) -> list[str]:
     peak = f"{readable_bytes(int(live[0].max()))} at most"
     largest = max(gathers, key=lambda span: span.num_bytes)
     end = f"; {kept_text}" if kept else ""
-    name = summarized(largest.names)
+    size = readable_bytes(largest.num_bytes)
     held = f"{largest.alive} of {live.shape[1]}"  # operations of the program
+    names = _names(largest.names)
     return [
-        f"{peak}; largest {name}, for {held} operations{end}",
-        f"{peak}; largest {name}, for {held} ops{end}",
-        f"{peak}; largest {name}, for {held} ops",
-        f"{peak}; largest {name}, {held} ops",
-        f"{peak}; largest {name}{end}",
-        f"{peak}; largest {name}",
-        f"{peak}{end}",
+        *(f"{peak}; largest {name}, for {held} operations{end}" for name in names),
+        *(f"{peak}; largest {name}, for {held} ops{end}" for name in names),
+        *(f"{peak}; largest {name}, {held} ops" for name in names),
+        f"{peak}; largest bucket {size}, for {held} ops{end}",
+        f"{peak}; largest bucket {size}, for {held} ops",
         peak,
     ]
+
+
+def _names(names: Sequence[str]) -> tuple[str, str]:
+    """A bucket in a few words, and in fewer: its first leaf, and how many more there are."""
+    num = len(set(names)) - 1
+    return summarized(names), f"{names[0]} +{num}" if num else names[0]
 
 
 def _largest_wait(report: ReportData) -> list[str]:
@@ -108,17 +113,16 @@ def _largest_wait(report: ReportData) -> list[str]:
     if not found:
         return ["none: every collective has computation to overlap with"]
     first = found[0]
-    what = f"{first.action} of {summarized(first.names)}"
+    action, names = first.action, _names(first.names)
     size = f", {readable_bytes(first.num_bytes)}" if first.num_bytes else ""
-    times = f" x{first.trips}" if first.trips > 1 else ""
+    size += f" x{first.trips}" if first.trips > 1 else ""
     more = _more(found)
     return [
-        f"{what}{size}{times}, nothing to overlap with{more}",
-        f"{what}{size}{times}, exposed{more}",
-        f"{what}{size}{times}{more}",
-        f"{what}{size}{times}",
-        f"{first.action} in {first.region}{size}{times}{more}",
-        f"{first.action}{size}{times}{more}",
+        *(f"{action} of {name}{size}, nothing to overlap with{more}" for name in names),
+        *(f"{action} of {name}{size}, exposed{more}" for name in names),
+        *(f"{action} of {name}{size}{more}" for name in names),
+        f"{action} in {first.region}{size}, nothing to overlap with{more}",
+        f"{action}{size}, exposed{more}",
     ]
 
 

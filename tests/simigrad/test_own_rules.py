@@ -70,7 +70,8 @@ def test_memory_keeps_its_type():
 
     tx = jz.simigrad(optax.sgd(0.1), target_similarity=0.5, initial=1, max_steps=4, rule=Counter(0))
     state = tx.init(_PARAMS)
-    assert tx.update(_PARAMS, state)[1].memory.dtype == jnp.int32
+    after: Any = tx.update(_PARAMS, state)[1]
+    assert after.memory.dtype == jnp.int32
 
 
 @pytest.mark.parametrize(
@@ -106,4 +107,4 @@ def test_a_rule_without_wanted_cannot_be_made():
         pass
 
     with pytest.raises(TypeError, match="abstract method '?wanted'?"):
-        Incomplete()
+        Incomplete()  # pyright: ignore[reportAbstractUsage]

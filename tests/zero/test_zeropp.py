@@ -294,7 +294,7 @@ def test_choices_that_do_not_fit(make, words):
         (jz.HpZ(), "codec", 8, r"`codec` of `HpZ`.*got 8"),
         (jz.WeightDelta(), "codec", None, r"`codec` of `WeightDelta`.*got None"),
         (jz.ErrorFeedback(), "codec", "int4", r"`codec` of `ErrorFeedback`.*got 'int4'"),
-        (jz.ZeroConfig(), "weights", jz.Int8(), r"`weights` must be a `jz.Hops\("),
+        (jz.ZeroConfig(), "weights", jz.Int8(), r"`weights` must be a `jz.PerAxis\("),
         (jz.ZeroConfig(), "hpz", True, r"`hpz` must be a `jz.HpZ` or None; got True"),
     ],
 )
