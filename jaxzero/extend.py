@@ -1,8 +1,18 @@
-"""Base classes for what a user's own code adds to jaxzero; nothing else needs this module.
+"""Base classes and registries for code of your own: codecs, hops, batch rules, platforms.
 
-A codec: derive from `Codec`, or from `BlockCodec` for codes with a scale for each block, and give
-an instance of it wherever a `jz.Int8()` can stand.
+    class MyCodec(extend.BlockCodec): ...                        # jz.PerAxis(node=MyCodec())
+    class MyRule(extend.BatchRule): ...                          # jz.simigrad(tx, rule=MyRule())
+    class MyHop(extend.GradientHop): ...                         # jz.PerAxis(node=MyHop())
+    extend.register_compiler_options("cuda", {...})              # jz.compiler_options("cuda")
+
+A subclass is passed where an object of this library would be. Decoder families and forms of
+checkpoints are in `jaxzero.interop`: `DecoderFamily`, `CheckpointForm`. `docs/howto/extending.md`
+shows one of each.
 """
 
 from ._codecs import BlockCodec as BlockCodec
 from ._codecs import Codec as Codec
+from ._sharding import GradientHop as GradientHop
+from ._sharding import WeightHop as WeightHop
+from ._sharding import register_compiler_options as register_compiler_options
+from ._simigrad import BatchRule as BatchRule

@@ -11,7 +11,9 @@ from jaxzero.interop._rules import Rule
 from jaxzero.interop._tensors import Checkpoint, named_leaves
 from jaxzero.models import Decoder, DecoderConfig, read_config
 
-from .decoder_rules import BUFFERS, EMBEDDINGS, HEAD, rules_of, without_prefix
+from .decoder_rules import EMBEDDINGS, without_prefix
+from .family import DecoderFamily, check_family, family_of
+from .layer_rules import stacked
 from .model_directory import is_stacked, load_params, save_params
 
 _ROWS = 4096  # of embeddings that are compared at a time
@@ -33,7 +35,11 @@ class LoadedDecoder(NamedTuple):
 
 
 def load_decoder(
-    directory: Path | str, *, dtype: np.typing.DTypeLike | None = None, **changes: Any
+    directory: Path | str,
+    *,
+    dtype: np.typing.DTypeLike | None = None,
+    family: DecoderFamily | None = None,
+    **changes: Any,
 ) -> LoadedDecoder:
     """Open the checkpoint of a decoder. No tensor is read yet; give `params` to `zero.shard`.
 
@@ -43,6 +49,7 @@ def load_decoder(
         directory: holds `config.json` and weights in a form that `open_checkpoint` knows, such as
             `model.safetensors` or `pytorch_model.bin`, in one file or in parts.
         dtype: of the parameters; as in the file if left out.
+        family: how to read it; the one of its `model_type` if left out.
         **changes: fields of `DecoderConfig` to set differently, such as `compute_dtype`,
             `scan_layers` and `remat`.
 
@@ -52,23 +59,30 @@ def load_decoder(
             than `config.json` says, or the head is not the embeddings that it should be tied to.
             Keys and tensors are named.
     """
-    config = DecoderConfig.from_json(directory, **changes)
+    family = _family(family, directory)
+    config = _config(family, directory, changes)
     graph, abstract = _abstract(config)
     checkpoint = open_checkpoint(directory)
     params = load_params(
         abstract,
-        _rules(checkpoint, config),
+        _rules(family, checkpoint, config),
         checkpoint,
-        ignore=(*BUFFERS, HEAD) if config.tied_head else BUFFERS,
+        ignore=(*family.buffers, family.head) if config.tied_head else family.buffers,
         remedy=_SAVE_A_CAUSAL_MODEL,
         dtype=dtype,
     )
     if config.tied_head:
-        _check_tied(checkpoint, params)
+        _check_tied(checkpoint, params, family.head)
     return LoadedDecoder(config, graph, params)
 
 
-def export_decoder(params: Any, directory: Path | str, *, source: Path | str) -> Path:
+def export_decoder(
+    params: Any,
+    directory: Path | str,
+    *,
+    source: Path | str,
+    family: DecoderFamily | None = None,
+) -> Path:
     """Write parameters as a directory that `transformers.AutoModelForCausalLM` loads.
 
     The directory appears whole or not at all, as `save_tensors` says.
@@ -80,6 +94,7 @@ def export_decoder(params: Any, directory: Path | str, *, source: Path | str) ->
         source: the directory that was loaded. Its `config.json`, tokenizer files and the tensors
             that are computed here (masks, speeds of rotation) are carried along. A head that is
             tied to the embeddings is not written, as transformers does not.
+        family: as for `load_decoder`.
 
     Returns:
         `directory`.
@@ -87,21 +102,22 @@ def export_decoder(params: Any, directory: Path | str, *, source: Path | str) ->
     Raises:
         ValueError: `params` is not the parameter tree of `source`, or `directory` is `source`.
     """
-    config = DecoderConfig.from_json(source, scan_layers=is_stacked(params))
+    family = _family(family, source)
+    config = _config(family, source, {"scan_layers": is_stacked(params)})
     checkpoint = open_checkpoint(source)
     return save_params(
         params,
         _abstract(config)[1],
-        _rules(checkpoint, config),
+        _rules(family, checkpoint, config),
         directory,
         source=checkpoint,
-        carried=BUFFERS,
+        carried=family.buffers,
     )
 
 
-def _check_tied(checkpoint: Checkpoint, params: Any) -> None:
+def _check_tied(checkpoint: Checkpoint, params: Any, name: str) -> None:
     """Refuse a head that would be lost: transformers 5 does not tie one that differs."""
-    head = checkpoint.get(HEAD)
+    head = checkpoint.get(name)
     if head is None:
         return
     embeddings = named_leaves(params).leaves[EMBEDDINGS]
@@ -113,7 +129,7 @@ def _check_tied(checkpoint: Checkpoint, params: Any) -> None:
     if not same:
         raise ValueError(
             f"`tie_word_embeddings` in {str(checkpoint.path)!r} says that the head is the "
-            f"embeddings, but {HEAD!r} differs from them. Set it to false in `config.json` to keep "
+            f"embeddings, but {name!r} differs from them. Set it to false in `config.json` to keep "
             "both, or take the head out of the checkpoint."
         )
 
@@ -122,9 +138,23 @@ def _abstract(config: DecoderConfig) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
 
 
-def _rules(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[Rule, ...]:
-    content, _ = read_config(checkpoint.path)
-    rules = rules_of(content["model_type"], config)
+def _family(family: DecoderFamily | None, directory: Path | str) -> DecoderFamily:
+    if family is None:
+        return family_of(*read_config(directory))
+    check_family(family)
+    return family
+
+
+def _config(family: DecoderFamily, directory: Path | str, changes: dict[str, Any]) -> DecoderConfig:
+    return DecoderConfig(**(family.fields(*read_config(directory)) | changes))
+
+
+def _rules(
+    family: DecoderFamily, checkpoint: Checkpoint, config: DecoderConfig
+) -> tuple[Rule, ...]:
+    rules = tuple(family.rules(config))
+    if config.scan_layers:
+        rules = stacked(rules)
     # A model that was saved without its head has names without the prefix; a tied head is no loss.
     prefixes = ("model.", "transformer.")
     has_prefix = any(name.startswith(prefixes) for name in checkpoint)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from jaxzero.interop._rules import Rule, Split, Transpose
 from jaxzero.models import DecoderConfig
 
-from .layer_rules import LAYER, embedding, linear, norm, stacked
+from .layer_rules import LAYER, embedding, linear, norm
 
 _THEIRS = "model.layers.{i}"
 
@@ -22,9 +22,8 @@ EMBEDDINGS = "embedding.embedding"  # of ours
 
 
 def rules_of(model_type: str, config: DecoderConfig) -> tuple[Rule, ...]:
-    """The table of a family, for layers in a list or in a stack as `config` has them."""
-    rules = _phi3(config) if model_type == "phi3" else _TABLES[model_type]
-    return stacked(rules) if config.scan_layers else rules
+    """The table of a family, for layers in a list."""
+    return _phi3(config) if model_type == "phi3" else _TABLES[model_type]
 
 
 def without_prefix(rules: Iterable[Rule]) -> tuple[Rule, ...]:

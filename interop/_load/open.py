@@ -1,25 +1,20 @@
 """One way to open a checkpoint, whatever wrote it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from jaxzero.interop._safetensors import INDEX as SAFETENSORS_INDEX
-from jaxzero.interop._safetensors import SINGLE, tensors_in
-from jaxzero.interop._tensors import Checkpoint, laid_out_as
-from jaxzero.interop._torch import (
-    INDEX,
-    METADATA,
-    WEIGHTS,
-    is_deepspeed,
-    open_dcp,
-    open_deepspeed,
-    open_torch_file,
-    open_torch_parts,
-)
+from jaxzero.interop._tensors import Checkpoint
+from jaxzero.interop._torch import METADATA, WEIGHTS
+
+from .forms import CheckpointForm, check_form, known_forms
 
 
 def open_checkpoint(
-    path: Path | str, *, key: str | None = None, records: Collection[str] = ()
+    path: Path | str,
+    *,
+    key: str | None = None,
+    records: Collection[str] = (),
+    forms: Sequence[CheckpointForm] = (),
 ) -> Checkpoint:
     """Open a checkpoint of PyTorch as a mapping from names to tensors that are read when indexed.
 
@@ -33,6 +28,8 @@ def open_checkpoint(
         key: of a file that holds several state dicts, which one is the model's.
         records: classes, such as "my_package.Config", that a pickle may name. They are not
             imported: what is kept of such an object is never used.
+        forms: of your own, tried before those above. `register_checkpoint_form` makes one known
+            everywhere.
 
     Returns:
         The tensors by name. DeepSpeed's are the float32 ones that the optimizer updates.
@@ -48,26 +45,28 @@ def open_checkpoint(
         >>> params = zero.shard(interop.load_into(shapes, checkpoint, rules=rules))
     """
     path = Path(path)
-    if path.is_file():
-        if path.suffix == ".safetensors":
-            return Checkpoint(path=path, form="safetensors", tensors=tensors_in(path))
-        return open_torch_file(path, key, records)
-    if not path.is_dir():
+    if not path.is_file() and not path.is_dir():
         raise ValueError(f"{str(path)!r} is neither a file nor a directory.")
-    if (path / METADATA).is_file():
-        with laid_out_as("torch.distributed.checkpoint", path):
-            return open_dcp(path)
-    if is_deepspeed(path):
-        with laid_out_as("DeepSpeed", path):
-            return open_deepspeed(path, records)
-    # By the names of whole models first: adapters may lie beside them.
-    whole = any((path / name).is_file() for name in (SINGLE, SAFETENSORS_INDEX))
-    if not whole and ((path / WEIGHTS).is_file() or (path / INDEX).is_file()):
-        return open_torch_parts(path, records)
-    if whole or any(path.glob("*.safetensors")):
-        return Checkpoint(path=path, form="safetensors", tensors=tensors_in(path))
+    for form in forms:
+        check_form(form)
+    for form in (*forms, *known_forms()):
+        if form.recognizes(path):
+            return _opened(form, path, key, records)
     raise ValueError(
         f"{str(path)!r} holds no checkpoint that is known: no safetensors, no {WEIGHTS}, no "
         f"{METADATA} of torch.distributed.checkpoint, no `latest` of DeepSpeed. Give the directory "
         "that holds one of them, or a file."
     )
+
+
+def _opened(
+    form: CheckpointForm, path: Path, key: str | None, records: Collection[str]
+) -> Checkpoint:
+    checkpoint = form.open(path, key=key, records=records)
+    if not isinstance(checkpoint, Checkpoint):
+        raise ValueError(
+            f"`open` of the form {type(form).__name__} must return an `interop.Checkpoint`; got "
+            f"{type(checkpoint).__name__}. `interop.Checkpoint(path=path, form=name, tensors=...)` "
+            "makes one of lazy tensors by name."
+        )
+    return checkpoint

@@ -11,7 +11,7 @@ from jaxtyping import DTypeLike
 
 from .._codecs import Cast, Codec, is_narrow_float
 from .._mesh import AXES, LOCAL, NODE, AnyMesh
-from .._sharding import CommSchedule, ErrorFeedback, HpZ, PerAxis, WeightDelta, ZeroConfig
+from .._sharding import CommSchedule, GradientHop, HpZ, PerAxis, WeightHop, ZeroConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,14 +89,14 @@ class CommSpec:
     def weight_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
         """What a weight of `num` elements in full is written with on one axis."""
         codec = getattr(self.weights, axis)
-        if isinstance(codec, WeightDelta):  # where no wire state is at hand
+        if isinstance(codec, WeightHop):  # where no wire state is at hand
             codec = self.hpz and self.hpz.codec
         return self.suitable(codec, num, dtype)
 
     def gradient_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
         """The same for a gradient; 16-bit floats always travel as a `Cast` would send them."""
         codec = getattr(self.gradients, axis)
-        if isinstance(codec, ErrorFeedback):
+        if isinstance(codec, GradientHop):
             codec = codec.codec
         codec = self.suitable(codec, num, dtype)
         return Cast(dtype) if codec is None and is_narrow_float(dtype) else codec

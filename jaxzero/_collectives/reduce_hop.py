@@ -17,7 +17,7 @@ from jaxtyping import Array, DTypeLike, Shaped
 
 from .._codecs import Codec, DeferredMessage, written
 from .._mesh import AXES, LOCAL, NODE, REDUCTION_HOPS, device_index
-from .._sharding import DimSharding, pad, unpad
+from .._sharding import DimSharding, GradientHop, pad, unpad
 from .comm_spec import CommSpec, accumulator_dtype
 from .encoded_shards import EncodedShards
 from .packing import join, split
@@ -58,10 +58,12 @@ def reduce_over_node(
     if error is None:
         piece = _coded_hop(x, NODE, layout.dim, dtype, codec, comm)
         return *as_pair(sum_of(piece, half)), None
-    rows = rows_of(x + error.astype(x.dtype), layout.dim, comm.sizes[NODE])
+    hop = comm.gradients.node
+    assert isinstance(hop, GradientHop)
+    rows = rows_of(hop.corrected(x, error.astype(x.dtype)), layout.dim, comm.sizes[NODE])
     with jax.named_scope("encode"):
         message = codec.encode_rows(rows, seed=device_index(_told_apart(NODE)))
-        lost = rows - codec.decode_rows(message, rows.shape[1], x.dtype)
+        lost = hop.residual(rows, codec.decode_rows(message, rows.shape[1], x.dtype))
     lost = jnp.where(jnp.isfinite(lost), lost, 0)  # a step that overflowed must not be the last
     shape = piece_shape(x.shape, layout.dim, comm.sizes[NODE])
     piece = sum_of(PartialSums(_exchange(message, NODE), codec, shape), half)

@@ -8,16 +8,16 @@ from jaxtyping import Array, Shaped
 
 from .._collectives import CommSpec, EncodedShards, keep, labelled
 from .._mesh import LOCAL, NODE
-from .._sharding import LeafSpec, WeightDelta
+from .._sharding import LeafSpec, WeightHop
 
 
 def has_kept_slice(leaf: LeafSpec, comm: CommSpec) -> bool:
     """Whether a leaf travels as differences. Small ones, those stored
     whole, and any on a single node do not."""
-    codec = comm.weights.node
-    if not isinstance(codec, WeightDelta) or leaf.layout is None or leaf.codec is not None:
+    hop = comm.weights.node
+    if not isinstance(hop, WeightHop) or leaf.layout is None or leaf.codec is not None:
         return False
-    suitable = comm.suitable(codec.codec, leaf.layer_size, leaf.dtype) is not None
+    suitable = comm.suitable(hop.codec, leaf.layer_size, leaf.dtype) is not None
     return suitable and comm.sizes[NODE] > 1
 
 
@@ -43,14 +43,16 @@ def next_slice(
     shard: Shaped[Array, ...], kept: EncodedShards, leaf: LeafSpec, comm: CommSpec
 ) -> EncodedShards:
     """Bring the node's slice up to date: the owners send how far it is from their shards."""
-    assert isinstance(comm.weights.node, WeightDelta) and leaf.layout is not None
+    hop = comm.weights.node
+    assert isinstance(hop, WeightHop) and leaf.layout is not None
     with labelled("weights", leaf.path):
         old = kept.join(jnp.float32)
         old = jnp.where(jnp.isfinite(old), old, 0)  # weights that were NaN may be restored
         size = shard.shape[kept.dim]
         start = lax.axis_index(NODE) * size
         mine = lax.dynamic_slice_in_dim(old, start, size, axis=kept.dim)
-        change = EncodedShards.plain(shard.astype(jnp.float32) - mine, kept.dim, kept.lead)
-        change = change.encode(comm.weights.node.codec, comm.axes).gather(NODE)
-        new = (old + change.join()).astype(leaf.dtype)
+        difference = hop.difference(shard.astype(jnp.float32), mine)
+        change = EncodedShards.plain(difference, kept.dim, kept.lead)
+        change = change.encode(hop.codec, comm.axes).gather(NODE)
+        new = hop.updated(old, change.join()).astype(leaf.dtype)
         return keep(EncodedShards.plain(new, kept.dim, kept.lead), leaf.layer_size, comm)

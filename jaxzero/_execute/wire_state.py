@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from .._collectives import CommSpec
 from .._mesh import LOCAL, NODE, AnyMesh, map_devices
-from .._sharding import ErrorFeedback, LeafSpec, TreePlan, arrays_of
+from .._sharding import GradientHop, LeafSpec, TreePlan, arrays_of
 from .weight_differences import first_slice, has_kept_slice
 
 
@@ -69,14 +69,14 @@ def slice_of(leaf: LeafSpec, comm: CommSpec) -> Stored | None:
 
 def error_of(leaf: LeafSpec, comm: CommSpec) -> Stored | None:
     """How the errors of a leaf's gradient are stored; None: there is no feedback."""
-    feedback = comm.gradients.node
-    if not isinstance(feedback, ErrorFeedback) or leaf.layout is None or leaf.codec is not None:
+    hop = comm.gradients.node
+    if not isinstance(hop, GradientHop) or leaf.layout is None or leaf.codec is not None:
         return None
-    codec = comm.suitable(feedback.codec, leaf.layer_size, leaf.dtype)
+    codec = comm.suitable(hop.codec, leaf.layer_size, leaf.dtype)
     if NODE not in comm.long(comm.axes) or codec is None:
         return None
     spec = PartitionSpec(NODE, *[None] * leaf.layout.dim, LOCAL)
-    return Stored((comm.sizes[NODE], *leaf.padded_shape), feedback.dtype, spec)
+    return Stored((comm.sizes[NODE], *leaf.padded_shape), hop.dtype, spec)
 
 
 def make_state(

@@ -1,4 +1,4 @@
-"""A plan to look at: every gather, drop and reduction of one training step, in order."""
+"""A plan to look at: every all-gather, drop and reduce-scatter of one training step, in order."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .block_plan import BlockPlan, GatherGroup, ReduceGroup
 
 @dataclasses.dataclass(frozen=True)
 class PlanStep:
-    """One gather or reduction: of one array, in a unit of perhaps several.
+    """One all-gather or reduce-scatter: of one array, in a bucket of one or several.
 
     Attributes:
         region: "forward", "backward", or the loop it is in.
-        action: "gather" or "reduce".
-        group: number of the unit in its region; those of one number share a message.
+        action: "gather" (all-gather) or "reduce" (reduce-scatter, or all-reduce).
+        group: number of the bucket in its region; arrays of one number share a message.
         name: of the leaf.
         shape, dtype: of the whole array.
         num_bytes: of the whole array, once.
-        sent: the operation before which a weight is sent; "the iteration before".
+        sent: the operation before which a weight is sent, or "the iteration before".
         at: the operation that first needs a weight, or that makes a gradient.
-        until: the operation after which a whole weight is dropped; for a gradient "" or
-            "the iteration after", when it is sent then.
+        until: the operation after which a whole weight is dropped; for a gradient "", or
+            "the iteration after" if it is sent then.
         tied: the operation whose result a weight waits for; "": nothing.
         trips: how often one execution of the program does it.
         start, needed, stop: the numbers of these operations among those of the block.
@@ -65,29 +65,49 @@ class Plan:
         return tuple(_steps(self.top, (), 1))
 
     def __str__(self) -> str:
-        rows = [_row(step) for step in self.steps]
-        widths = [max((len(row[i]) for row in rows), default=0) for i in range(7)]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
+        first: dict[tuple, int] = {}  # the operation that first needs an array of a bucket
+        for step in self.steps:
+            place = (step.path, step.action, step.group)
+            first[place] = min(step.needed, first.get(place, step.needed))
+        rows = [_row(step, first[step.path, step.action, step.group]) for step in self.steps]
+        columns = [column for column in zip(*rows, strict=True) if any(column)]
+        widths = [max(map(len, column)) for column in columns]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            for row in zip(*columns, strict=True)
+        ]
         if self.at_end:
             lines.append(f"at the end: all-reduce {', '.join(self.at_end)}")
         lines += self.codecs
         return "\n".join(line.rstrip() for line in lines)
 
 
-def _row(step: PlanStep) -> tuple[str, ...]:
+_ACTIONS = {"gather": "all-gather", "reduce": "reduce-scatter"}
+
+
+def _row(step: PlanStep, first_needed: int) -> tuple[str, ...]:
+    """The cells of one line of the printed plan.
+
+    Args:
+        step: of the plan.
+        first_needed: the number of the operation that first needs an array of its bucket.
+    """
     size = f"{step.num_bytes / 2**20:.2f} MiB" + (f" x{step.trips}" if step.trips > 1 else "")
+    early, end = "", ""
     if step.action == "gather":
-        when = f"before {step.at}"
-        sent = "" if step.sent == step.at else f"sent before {step.sent}"
+        when, end = f"before {step.at}", f"dropped after {step.until}"
         if step.sent == "the iteration before":
-            sent = f"sent in {step.sent}"
-        end = f"dropped after {step.until}"
+            early = f"prefetched in {step.sent}"
+        elif step.start < first_needed:
+            early = f"prefetched before {step.sent}"
+        elif step.start < step.needed:  # an array of the bucket is needed earlier
+            early = f"sent before {step.sent}"
     else:
-        when, end = f"after {step.at}", ""
-        sent = f"sent in {step.until}" if step.until else ""
-    group = f"{step.action} {step.group}"
+        when = f"after {step.at}"
+        early = f"deferred to {step.until}" if step.until else ""
+    action = f"{_ACTIONS[step.action]} bucket {step.group}"
     array = f"{step.dtype}{list(step.shape)}"
-    return step.region, group, step.name, array, size, "  ".join(filter(None, (when, sent))), end
+    return step.region, action, step.name, array, size, when, early, end
 
 
 def _steps(plan: BlockPlan, path: tuple[int, ...], trips: int) -> Iterator[PlanStep]:
@@ -120,7 +140,7 @@ def _gather_steps(
     makers = {value: op.name for op in plan.block.operations for value in op.outputs}
     for one in group.gathers:
         yield PlanStep(
-            region=_region(path) or one.region,
+            region=region_name(path) or one.region,
             action="gather",
             group=number,
             name=one.weight.name,
@@ -152,7 +172,7 @@ def _reduce_steps(
     for value in group.values:
         at = makers.get(value, len(names) - 1)
         yield PlanStep(
-            region=_region(path) or "backward",
+            region=region_name(path) or "backward",
             action="reduce",
             group=number,
             name=_demand(plan, value).name,
@@ -185,5 +205,6 @@ def _demand(plan: BlockPlan, value: Value) -> ReduceSpec:
     return next(at_end[i] for i in at_end if plan.block.outputs[i] is value)
 
 
-def _region(path: tuple[int, ...]) -> str:
+def region_name(path: tuple[int, ...]) -> str:
+    """The loops of `path` in words, the innermost first; "" at the top of the program."""
     return " in ".join(f"loop {index}" for index in reversed(path))

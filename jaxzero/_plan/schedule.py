@@ -43,7 +43,8 @@ from .gradient_reductions import BlockGradients, find_reduces
 from .lifetimes import Gather, Live, find_gathers
 from .param_uses import BlockUses
 
-_COSTLY = {
+# Operations that take long enough for a collective to overlap with them.
+COSTLY = {
     "dot_general",
     "ragged_dot",
     "conv_general_dilated",
@@ -234,7 +235,7 @@ def _ties(
         arrays = [x for x in operation.inputs if isinstance(x, Value) and x.is_array]
         ready = [x for x in arrays if x not in uses.views]
         ties.append(latest or (ready[0] if ready else None))
-        if operation.name in _COSTLY:
+        if operation.name in COSTLY:
             arrays = [x for x in operation.outputs if x.is_array]
             made = [x for x in arrays if x not in uses.views and x not in sent]
             latest = made[0] if made else latest

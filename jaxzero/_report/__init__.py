@@ -1,8 +1,9 @@
-"""Bytes per device, bytes on each link, and the timeline of a plan, as tables.
+"""Bytes per device, bytes on each link, and the timeline of a plan: five lines, then tables.
 
 In: layouts and a `Plan`. Out: a `Report` that prints itself. Changes nothing and runs nothing.
 """
 
+from .details import DETAILS as DETAILS
 from .report import Report as Report
 from .report import make_report as make_report
 from .timeline import live_bytes as live_bytes

@@ -2,94 +2,49 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Any
+from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from .._mesh import AnyMesh
 from .._plan import Plan
 from .._sharding import LeafSpec, TreePlan
-from .timeline import spans, timeline_table
-from .traffic import Traffic, readable_bytes
+from .data import ReportData, Row
+from .details import available_details, check_detail, detail_table
+from .summary import summary_lines
+from .traffic import Traffic
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One leaf. `dim` None: whole on every device. `padding`: zeros added to `dim`."""
-
-    kind: str  # "parameters", "gradients" or "optimizer state"
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    dim: int | None
-    padding: int
-    total_bytes: int  # of the true shape
-    device_bytes: int  # on one device, padding included
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
+class Report(ReportData):
     """The layout of a training job's state, and what a step of it sends."""
 
-    num_devices: int
-    rows: tuple[Row, ...]
-    traffic: Traffic | None = None  # of one optimizer step, if a plan was given
-    plan: Plan | None = None
+    def print(
+        self, detail: str | Sequence[str] | None = None, console: Console | None = None
+    ) -> None:
+        """Print five lines, then the tables asked for.
 
-    def device_bytes(self, kind: str) -> int:
-        """Bytes that one device holds of `kind`."""
-        return sum(row.device_bytes for row in self.rows if row.kind == kind)
+        The lines say what a device holds; what enters a node in a step; which weights are whole,
+        and for how long; the largest collective that nothing overlaps with; and the details that
+        there are.
 
-    def total_bytes(self, kind: str) -> int:
-        """Bytes of `kind` if one device held it all, without padding."""
-        return sum(row.total_bytes for row in self.rows if row.kind == kind)
+        Args:
+            detail: one or several of "leaves", "state", "gathers", "reductions", "waits",
+                "traffic", "parts" and "timeline". All but the first two need a plan.
+            console: where to print; its width bounds that of the tables.
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(row.kind for row in self.rows))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
-        return {
-            "num_devices": self.num_devices,
-            "bytes": {
-                kind: {"total": self.total_bytes(kind), "per_device": self.device_bytes(kind)}
-                for kind in self.kinds
-            },
-            "leaves": [dataclasses.asdict(row) for row in self.rows],
-            "traffic": None if self.traffic is None else self.traffic.as_dict(),
-            "timeline": [dataclasses.asdict(x) for x in spans(self.plan)] if self.plan else None,
-        }
-
-    def print(self, console: Console | None = None) -> None:
-        """Print the parameters leaf by leaf, the sums of each kind, a step's timeline and wire."""
+        Raises:
+            ValueError: there is no such detail, or the report lacks the plan for it.
+        """
+        details = [detail] if isinstance(detail, str) else list(detail or ())
+        for name in details:
+            check_detail(self, name)
         console = console or Console()
-        leaves = Table("parameter", "shape", "dtype", "split on", "padding", "per device")
-        for row in self.rows:
-            if row.kind == "parameters":
-                leaves.add_row(
-                    row.path,
-                    str(list(row.shape)),
-                    row.dtype,
-                    "whole" if row.dim is None else f"dim {row.dim}",
-                    str(row.padding or ""),
-                    readable_bytes(row.device_bytes),
-                )
-        console.print(leaves)
-        sums = Table("held by one device", "bytes", "of", "share")
-        for kind in self.kinds:
-            mine, total = self.device_bytes(kind), self.total_bytes(kind)
-            share = f"1/{total / mine:.2f}" if mine else ""
-            sums.add_row(kind, readable_bytes(mine), readable_bytes(total), share)
-        console.print(sums)
-        if self.plan is not None:
-            console.print(timeline_table(self.plan))
-        if self.traffic is not None:
-            console.print(self.traffic.table())
-            console.print(self.traffic.group_table())
+        lines = list(summary_lines(self, available_details(self)))
+        for name in details:
+            lines += ["", *detail_table(self, name).lines(console.width)]
+        for line in lines:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def make_report(

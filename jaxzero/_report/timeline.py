@@ -1,4 +1,4 @@
-"""A plan as a timeline: unit by unit what is gathered when, and alive how long.
+"""A plan as a timeline: for each bucket, when it is sent and how long it takes memory.
 
 Time is counted in operations of the program; a loop counts as one iteration of its body.
 """
@@ -8,23 +8,21 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from rich.table import Table
 
 from .._plan import BlockPlan, Plan, PlanStep
 from .._program import Loop
-from .traffic import readable_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """One unit on the timeline.
+    """One bucket on the timeline.
 
     Attributes:
-        action: "gather" or "reduce".
+        action: "gather" (all-gather) or "reduce" (reduce-scatter).
         region: "forward", "backward", or the loop it is in.
         names: of its leaves.
         num_bytes: of its whole arrays.
-        sent: what it is sent before or after, in words.
+        sent: the operation that it is sent before or after, in words.
         start: when its last hop begins (a gather), or its first gradient is made.
         needed: when the first of its weights is used, or the last of its gradients is made.
         stop: when it is dropped, or sent.
@@ -48,7 +46,7 @@ class Span:
 
 
 def spans(plan: Plan) -> tuple[Span, ...]:
-    """Every unit of a plan, in the order in which they begin.
+    """Every bucket of a plan, in the order in which they begin.
 
     What crosses from one iteration of a loop to the next is alive for the whole body.
     """
@@ -70,19 +68,6 @@ def live_bytes(plan: Plan) -> np.ndarray:
     for span in found:
         live[int(span.action == "reduce"), span.start : span.stop + 1] += span.num_bytes
     return live
-
-
-def timeline_table(plan: Plan) -> Table:
-    """A `rich` table: one line for each unit."""
-    table = Table("unit", "in", "whole", "sent", "alive for", "times")
-    for span in spans(plan):
-        first, more = span.names[0], len(span.names) - 1
-        names = f"{first} and {more} more" if more else first
-        operations = f"operations {span.start}-{span.stop}"
-        size = readable_bytes(span.num_bytes)
-        title = f"{span.action} {names}"
-        table.add_row(title, span.region, size, span.sent, operations, str(span.trips))
-    return table
 
 
 def _span(top: BlockPlan, steps: list[PlanStep]) -> Span:

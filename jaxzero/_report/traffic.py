@@ -7,10 +7,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.table import Table
-
 from .._collectives import Transfer
-from .._mesh import AXES, LOCAL, NODE, AnyMesh
+from .._mesh import AXES, LOCAL, AnyMesh
 from .._plan import Plan
 
 
@@ -57,6 +55,16 @@ class Traffic:
     def node_bytes(self) -> int:
         """Bytes that enter one node in one optimizer step, over all of its devices."""
         return self.num_local * sum(t.node_bytes * t.trips for t in self.transfers)
+
+    def node_bytes_for(self, purpose: str) -> int:
+        """The part of `node_bytes` that is for "weights", "gradients" or "other"."""
+        some = (t for t in self.transfers if t.purpose == purpose)
+        return self.num_local * sum(t.node_bytes * t.trips for t in some)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of the step, as far as something is sent for each; else 1."""
+        return max((t.microbatches for t in self.transfers), default=1)
 
     @property
     def kinds(self) -> tuple[tuple[str, str, str, str], ...]:
@@ -131,38 +139,6 @@ class Traffic:
             ],
         }
 
-    def table(self) -> Table:
-        """A `rich` table: one line for each kind, then what enters a node."""
-        table = Table(
-            "sent in one optimizer step",
-            "axis",
-            "collective",
-            "as",
-            "times",
-            "enters a device",
-            "of it each micro-batch",
-        )
-        for kind in self.kinds:
-            amount = self.of_kind(kind)
-            each = readable_bytes(amount.microbatch_bytes) if amount.microbatch_bytes else ""
-            table.add_row(*kind, str(amount.collectives), readable_bytes(amount.device_bytes), each)
-        table.add_section()
-        enters = readable_bytes(self.node_bytes)
-        table.add_row("all", NODE, "enters a node", "", "", enters, "")
-        if self.slice_bytes:
-            kept = readable_bytes(self.slice_bytes)
-            table.add_row("kept slices (hpZ)", LOCAL, "held by a device", "", "", kept, "")
-        return table
-
-    def group_table(self) -> Table:
-        """A `rich` table: for each part of the model, what its leaves bring to a device."""
-        table = Table("sent for", *(f"enters a device over {axis}" for axis in AXES), "collectives")
-        for group in self.groups:
-            amounts = [self.of_group(group, axis) for axis in AXES]
-            sizes = (readable_bytes(amount.device_bytes) for amount in amounts)
-            table.add_row(group, *sizes, str(sum(amount.collectives for amount in amounts)))
-        return table
-
 
 def _sum(transfers: Sequence[Transfer]) -> Amount:
     return Amount(
@@ -178,7 +154,7 @@ def _components(transfer: Transfer) -> list[str]:
 
 
 def readable_bytes(num_bytes: int) -> str:
-    """A number of bytes as a person says it."""
+    """A number of bytes in GiB, MiB, KiB or B, with two decimals."""
     for group, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {group}"

@@ -5,11 +5,13 @@ arrays that carry their layout. Nothing here runs a collective.
 """
 
 from .config import CommSchedule as CommSchedule
-from .config import ErrorFeedback as ErrorFeedback
 from .config import HpZ as HpZ
 from .config import PerAxis as PerAxis
-from .config import WeightDelta as WeightDelta
 from .config import ZeroConfig as ZeroConfig
+from .hops import ErrorFeedback as ErrorFeedback
+from .hops import GradientHop as GradientHop
+from .hops import WeightDelta as WeightDelta
+from .hops import WeightHop as WeightHop
 from .layout import DimSharding as DimSharding
 from .layout import LeafSpec as LeafSpec
 from .layout import layouts_by_preference as layouts_by_preference
@@ -44,3 +46,4 @@ from .tree import statics_of as statics_of
 from .tree import stored_leaf as stored_leaf
 from .tree import unwrapped as unwrapped
 from .xla_options import compiler_options as compiler_options
+from .xla_options import register_compiler_options as register_compiler_options

@@ -5,80 +5,26 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-import jax.numpy as jnp
-from jaxtyping import DTypeLike
-
-from .._codecs import Codec, Int4, Int8, check_is_value
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightDelta:
-    """Send a weight between nodes as its change since the last step, for `weights.node`.
-
-    Every node keeps its slice of the weights from step to step, in a wire state
-    (`Zero.init_wire_state`). The owner of a shard sends the difference to what the nodes
-    hold, and they add it. What rounding lost is part of the next difference, so 4 bits do.
-
-    Args:
-        codec: of the difference.
-
-    References:
-        SDP4Bit (https://arxiv.org/abs/2410.15526), quantisation on weight differences.
-    """
-
-    codec: Codec = Int4(block=128)
-
-    def __post_init__(self):
-        _check_codec("codec", "WeightDelta", self.codec)
-
-    def __str__(self) -> str:
-        return f"difference in {self.codec}"
-
-
-@dataclasses.dataclass(frozen=True)
-class ErrorFeedback:
-    """Add what rounding lost to the next step's gradient, for `gradients.node`.
-
-    The memory is as large as a node's slice of the gradients, one for each device, in a
-    wire state (`Zero.init_wire_state`). There is none for `gradients.local`, where it would
-    be as large as the whole model on every device.
-
-    Args:
-        codec: of the gradient with the error added.
-        dtype: of the memory.
-
-    References:
-        Seide et al., 1-bit SGD (Interspeech 2014), section 3;
-        LoCo (https://arxiv.org/abs/2407.04480).
-    """
-
-    codec: Codec = Int4(block=128, hadamard=32)
-    dtype: DTypeLike = jnp.bfloat16
-
-    def __post_init__(self):
-        _check_codec("codec", "ErrorFeedback", self.codec)
-        if not jnp.issubdtype(self.dtype, jnp.floating):
-            raise ValueError(
-                f"`dtype` of `ErrorFeedback` must be a float type; got {self.dtype!r}."
-            )
-        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
-
-    def __str__(self) -> str:
-        return f"{self.codec} with error feedback"
+from .._codecs import Codec, Int8
+from .hops import GradientHop, Hop, WeightHop, check_codec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerAxis:
-    """One codec for each mesh axis that a value crosses; `None` sends it as it is."""
+    """One codec for each mesh axis that a value crosses; `None` sends it as it is.
 
-    node: Codec | WeightDelta | ErrorFeedback | None = None
+    Between nodes it may be a hop with a memory instead: `WeightDelta`, `ErrorFeedback`, or a
+    `WeightHop` or `GradientHop` of your own (`jaxzero.extend`).
+    """
+
+    node: Codec | Hop | None = None
     local: Codec | None = None
 
     def __post_init__(self):
-        if self.node is not None and not isinstance(self.node, (WeightDelta, ErrorFeedback)):
-            _check_codec("node", "PerAxis", self.node)
+        if self.node is not None and not isinstance(self.node, Hop):
+            check_codec("node", "PerAxis", self.node)
         if self.local is not None:
-            _check_codec("local", "PerAxis", self.local)
+            check_codec("local", "PerAxis", self.local)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +47,7 @@ class HpZ:
 
     def __post_init__(self):
         if self.codec is not None:
-            _check_codec("codec", "HpZ", self.codec)
+            check_codec("codec", "HpZ", self.codec)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,16 +161,15 @@ class ZeroConfig:
         self._check_use()
 
     def _check_hops(self) -> None:
-        if isinstance(self.weights.node, ErrorFeedback):
-            raise ValueError(
-                "`weights.node` cannot be `ErrorFeedback`, which is for gradients; use "
-                "`WeightDelta`."
-            )
-        if isinstance(self.gradients.node, WeightDelta):
-            raise ValueError(
-                "`gradients.node` cannot be `WeightDelta`, which is for weights; use "
-                "`ErrorFeedback`."
-            )
+        for name, hop, wanted, other, instead in (
+            ("weights", self.weights.node, WeightHop, "gradients", "WeightDelta"),
+            ("gradients", self.gradients.node, GradientHop, "weights", "ErrorFeedback"),
+        ):
+            if isinstance(hop, Hop) and not isinstance(hop, wanted):
+                raise ValueError(
+                    f"`{name}.node` cannot be `{type(hop).__name__}`, which is for {other}; use "
+                    f"`{instead}`."
+                )
         if self.hpz is not None and not isinstance(self.hpz, HpZ):
             raise ValueError(f"`hpz` must be a `jz.HpZ` or None; got {self.hpz!r}.")
         if self.hpz is not None and (self.stage < 3 or self.split != "all"):
@@ -233,18 +178,19 @@ class ZeroConfig:
                 f'`split="all"`; got {self.stage} and {self.split!r}. Leave it out: nothing is '
                 "gathered between nodes there."
             )
-        if isinstance(self.weights.node, WeightDelta) and self.hpz is None:
+        if isinstance(self.weights.node, WeightHop) and self.hpz is None:
             raise ValueError(
-                "`weights.node=WeightDelta(...)` needs the slice that differences are added to: "
-                "give `hpz=jz.HpZ()`."
+                f"`weights.node={type(self.weights.node).__name__}(...)` needs the slice that "
+                "differences are added to: give `hpz=jz.HpZ()`."
             )
 
     def _check_use(self) -> None:
         """Refuse what would be of no effect."""
-        feedback = isinstance(self.gradients.node, ErrorFeedback)
-        if feedback and (self.stage < 2 or self.split != "all"):
+        hop = self.gradients.node
+        if isinstance(hop, Hop) and (self.stage < 2 or self.split != "all"):
             raise ValueError(
-                "`gradients.node=ErrorFeedback(...)` needs gradients that are split over nodes: "
+                f"`gradients.node={type(hop).__name__}(...)` needs gradients that are split over "
+                "nodes: "
                 f'`stage` 2 or 3 and `split="all"`; got {self.stage} and {self.split!r}.'
             )
         if self.weights != PerAxis() and self.stage < 3:
@@ -266,15 +212,4 @@ class ZeroConfig:
     @property
     def needs_wire_state(self) -> bool:
         """Whether something is remembered from step to step (`Zero.init_wire_state`)."""
-        return isinstance(self.weights.node, WeightDelta) or isinstance(
-            self.gradients.node, ErrorFeedback
-        )
-
-
-def _check_codec(name: str, owner: str, codec: object) -> None:
-    if not isinstance(codec, Codec):
-        raise ValueError(
-            f"`{name}` of `{owner}` must be a codec such as `jz.Int8()` or "
-            f"`jz.Cast(jnp.bfloat16)`; got {codec!r}."
-        )
-    check_is_value(codec)
+        return isinstance(self.weights.node, Hop) or isinstance(self.gradients.node, Hop)

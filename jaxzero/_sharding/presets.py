@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .._codecs import Int4, Int8
-from .config import HpZ, PerAxis, WeightDelta, ZeroConfig
+from .config import HpZ, PerAxis, ZeroConfig
+from .hops import WeightDelta
 
 
 def zero3(*, weights: PerAxis = PerAxis(), gradients: PerAxis = PerAxis()) -> ZeroConfig:  # noqa: B008

@@ -4,26 +4,33 @@ The pass decides what may overlap with what; XLA's scheduler decides whether it 
 GPUs its defaults keep one collective under way at a time, and begin each as late as a guess
 of its duration allows. Figures are of Llama-7B on 2 x 8 H200, compiled and not run
 (`benchmarks/compiled/aot.py`). On CPUs it drops the pass's barriers first.
+
+`_PLATFORMS` has one row for each platform; `register_compiler_options` adds or changes one.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+
 import jax
 
-_GPU: dict[str, bool | int | str] = {
+Options = dict[str, bool | int | str]
+
+_GPU: Options = {
     # How many collectives may be under way: a layer has the two hops of its gather and those
     # of its reduction, each for another layer. With the default of 1 each waits for the last
     # (ZeRO-3: 0.20 s of a step waited for, then 0.17; JAX 0.12.0).
     "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
 }
-_GPU_BEFORE_0_11: dict[str, bool | int | str] = {
+_GPU_BEFORE_0_11: Options = {
     # Durations from a model of the hardware, not the built-in guess, by which collectives
     # began when half of a layer had been computed (ZeRO-3: 0.23 s of a step waited for, then
     # 0.08; JAX 0.10.2). In JAX 0.11.2 and 0.12.0 it ends the
     # process ("Check failed: buffer != nullptr"), at any all-to-all that is asynchronous.
     "xla_gpu_enable_analytical_latency_estimator": True,
 }
-_CPU_BEFORE_0_11: dict[str, bool | int | str] = {
+_CPU_BEFORE_0_11: Options = {
     # The default scheduler goes breadth first, so all gathers come first and weights wait for
     # their layers: of 40M parameters in float32 and 12 layers each of four devices then has
     # 614 MB of temporary memory, with the other 105 MB, and takes longer, as memory that is new
@@ -32,7 +39,59 @@ _CPU_BEFORE_0_11: dict[str, bool | int | str] = {
 }
 
 
-def compiler_options(platform: str) -> dict[str, bool | int | str]:
+@dataclasses.dataclass(frozen=True)
+class _Platform:
+    """The options of one platform, of the XLA in each version of JAX."""
+
+    always: Options = dataclasses.field(default_factory=dict)
+    before_0_11: Options = dataclasses.field(default_factory=dict)
+
+    @property
+    def options(self) -> Options:
+        """Those of the installed version."""
+        is_old = jax.__version_info__ < (0, 11)
+        return self.always | (self.before_0_11 if is_old else {})
+
+
+_GPUS = _Platform(_GPU, _GPU_BEFORE_0_11)
+_PLATFORMS: dict[str, _Platform] = {
+    "cpu": _Platform(before_0_11=_CPU_BEFORE_0_11),
+    "gpu": _GPUS,
+    "cuda": _GPUS,
+    "rocm": _Platform(),  # nothing has been measured there, nor on TPUs
+    "tpu": _Platform(),
+}
+_registered: dict[str, dict[str, bool | int | str | None]] = {}
+
+
+def register_compiler_options(
+    platform: str, options: Mapping[str, bool | int | str | None]
+) -> None:
+    """Add options to those that `compiler_options` returns for a platform, or change some.
+
+    Args:
+        platform: as `jax.devices()[0].platform` names it; it may be one that is not known yet.
+        options: names and values, which take precedence over those that are there. `None` takes an
+            option out.
+
+    Raises:
+        ValueError: `platform` is no name, or an option is no bool, number or string.
+
+    Example:
+        >>> extend.register_compiler_options("cuda", {"xla_gpu_enable_triton_gemm": False})
+    """
+    if not isinstance(platform, str) or not platform:
+        raise ValueError(f"`platform` must be a name such as 'cuda'; got {platform!r}.")
+    for name, value in options.items():
+        if not isinstance(name, str) or not isinstance(value, bool | int | str | None):
+            raise ValueError(
+                "`options` must map names of XLA's options to a bool, an int, a string or None; "
+                f"got {name!r}: {value!r}."
+            )
+    _registered[platform] = _registered.get(platform, {}) | dict(options)
+
+
+def compiler_options(platform: str) -> Options:
     """The options that let XLA carry out the schedule, for `jax.jit(compiler_options=...)`.
 
     Without them programs are right, but on GPUs wait for more of what is sent, and on CPUs hold
@@ -40,7 +99,8 @@ def compiler_options(platform: str) -> dict[str, bool | int | str]:
 
     Args:
         platform: of the devices, `jax.devices()[0].platform`: "cpu", "gpu", "cuda", "rocm" or
-            "tpu". For TPUs and AMD's GPUs no option has been measured: they get none.
+            "tpu", or one that was given to `jaxzero.extend.register_compiler_options`. For TPUs
+            and AMD's GPUs no option has been measured: they get none.
 
     Returns:
         Names and values, of the XLA in the installed version of JAX (0.10 to 0.12).
@@ -52,14 +112,13 @@ def compiler_options(platform: str) -> dict[str, bool | int | str]:
         >>> options = jz.compiler_options(jax.devices()[0].platform)
         >>> step = jax.jit(train_step, compiler_options=options)
     """
-    if platform not in ("cpu", "gpu", "cuda", "rocm", "tpu"):
+    known = (*_PLATFORMS, *(name for name in _registered if name not in _PLATFORMS))
+    if platform not in known:
         raise ValueError(
-            f"`platform` must be 'cpu', 'gpu', 'cuda', 'rocm' or 'tpu'; got {platform!r}. "
-            "Use `jax.devices()[0].platform`."
+            f"`platform` must be one of {', '.join(map(repr, known))}; got {platform!r}. Use "
+            "`jax.devices()[0].platform`, or add a platform with "
+            "`jaxzero.extend.register_compiler_options`."
         )
-    before_0_11 = jax.__version_info__ < (0, 11)
-    if platform == "cpu":
-        return dict(_CPU_BEFORE_0_11) if before_0_11 else {}
-    if platform not in ("gpu", "cuda"):
-        return {}
-    return _GPU | _GPU_BEFORE_0_11 if before_0_11 else dict(_GPU)
+    options = _PLATFORMS.get(platform, _Platform()).options
+    changed = options | _registered.get(platform, {})
+    return {name: value for name, value in changed.items() if value is not None}

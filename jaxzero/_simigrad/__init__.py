@@ -4,6 +4,7 @@ In: gradients of micro-batches, or inner products of two half-batches. Out: an o
 its state and statistics. Needs nothing of the sharding rooms.
 """
 
+from .batch_rules import BatchRule as BatchRule
 from .batch_rules import JumpRule as JumpRule
 from .batch_rules import WalkRule as WalkRule
 from .similarity import CodecNoise as CodecNoise

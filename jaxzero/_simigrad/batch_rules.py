@@ -5,8 +5,7 @@
 
     B* = 2 N phi* / (1 - phi*),    N = (B/2) (1 - phi) / phi.
 
-A rule is a frozen dataclass with two methods, `init` and `wanted`, so another can be written
-outside of this package.
+`BatchRule` is the base of both, and of a rule defined outside of this package.
 
 References:
     SimiGrad: Qin et al., NeurIPS 2021.
@@ -14,23 +13,35 @@ References:
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32
 
 _NEARLY_ONE = 1 - 2**-20  # a batch without noise would have an infinite signal
 
 
 @runtime_checkable
-class Rule(Protocol):
-    """How many micro-batches the next batch should take."""
+class BatchRule(Protocol):
+    """How many micro-batches the next batch should take.
+
+    Subclass it and pass an instance: `jz.simigrad(inner, rule=MyRule())`. Any object with these two
+    methods is a rule. Both are traced under `jit`, so `wanted` branches with `jnp.where`.
+    """
 
     def init(self) -> Any:
-        """What the rule remembers, before anything is measured: a tree of scalars."""
-        ...
+        """The rule's memory before the first measurement: a tree of scalars, by default none.
 
+        It is part of the optimizer state, which is saved in checkpoints. Scalars only: optimizer
+        state is split over devices, and a scalar is whole on each.
+        """
+        return ()
+
+    @abc.abstractmethod
     def wanted(
         self,
         similarity: Float32[Array, ""],
@@ -40,6 +51,8 @@ class Rule(Protocol):
         memory: Any,
     ) -> tuple[Float32[Array, ""], Any]:
         """The next number of micro-batches, before bounds and rounding, and the new memory.
+
+        Where the number is NaN, the batch keeps its size.
 
         Args:
             similarity: of equal halves of the last batch, finite.
@@ -51,8 +64,69 @@ class Rule(Protocol):
         ...
 
 
+def first_memory(rule: BatchRule) -> Any:
+    """What `init` of a rule returns, as arrays.
+
+    Raises:
+        ValueError: it is no tree of scalars.
+    """
+    memory = rule.init()
+    for path, x in jax.tree_util.tree_flatten_with_path(memory)[0]:
+        shape = getattr(x, "shape", () if isinstance(x, int | float) else None)
+        if shape != ():
+            raise ValueError(
+                f"`init` of the rule {rule!r} must return a tree of scalars; got "
+                f"{_described(x)} at `{jax.tree_util.keystr(path)}`. Keep several numbers as a "
+                "tuple of scalars."
+            )
+    return jax.tree.map(jnp.asarray, memory)
+
+
+def next_steps(
+    rule: BatchRule,
+    similarity: Float32[Array, ""],
+    steps: Float32[Array, ""],
+    weight: Float32[Array, ""],
+    target: Float32[Array, ""],
+    memory: Any,
+) -> tuple[Float32[Array, ""], Any]:
+    """What `wanted` of a rule returns: a real scalar, and a memory like the old one.
+
+    Raises:
+        ValueError: it returns something else.
+    """
+    result = rule.wanted(similarity, steps, weight, target, memory)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(
+            f"`wanted` of the rule {rule!r} must return `(steps, memory)`; got "
+            f"{_described(result)}."
+        )
+    wanted, new = result
+    is_real = isinstance(wanted, jax.Array | np.generic | int | float)
+    if not is_real or jnp.shape(wanted) != () or jnp.iscomplexobj(wanted):
+        raise ValueError(
+            f"`wanted` of the rule {rule!r} must return a real scalar, the number of "
+            f"micro-batches; got {_described(wanted)}."
+        )
+    shapes, old_shapes = (jax.tree.map(jnp.shape, tree) for tree in (new, memory))
+    if jax.tree.structure(new) != jax.tree.structure(memory) or shapes != old_shapes:
+        raise ValueError(
+            f"`wanted` of the rule {rule!r} must return a memory like that of `init`, "
+            f"{jax.tree.structure(memory)} of scalars; got {_described(new)}."
+        )
+    new = jax.tree.map(lambda x, y: jnp.asarray(x).astype(jnp.result_type(y)), new, memory)
+    wanted = jnp.asarray(wanted).astype(jnp.float32)
+    return jnp.where(jnp.isnan(wanted), steps, wanted), new
+
+
+def _described(x: Any) -> str:
+    if isinstance(x, jax.Array | np.ndarray | np.generic):
+        return f"an array of shape {jnp.shape(x)} and type {x.dtype}"
+    return f"{type(x).__name__} {jax.tree.map(jnp.shape, x) if isinstance(x, tuple) else x!r}"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WalkRule:
+class WalkRule(BatchRule):
     """The paper's rule: grow by a tenth below the target, shrink by a tenth above it.
 
     At least one micro-batch is added or taken away.
@@ -96,7 +170,7 @@ class WalkRule:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class JumpRule:
+class JumpRule(BatchRule):
     """Go to the batch whose similarity is the target, at once.
 
     What is averaged over updates is 1/N, which a measurement that is all noise makes small
@@ -166,4 +240,4 @@ def _add_to_average(
     return jnp.nanmedian(jnp.stack(memory)), memory
 
 
-RULES = {"walk": WalkRule(), "jump": JumpRule()}
+RULES: dict[str, BatchRule] = {"walk": WalkRule(), "jump": JumpRule()}

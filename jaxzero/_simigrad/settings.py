@@ -13,7 +13,7 @@ import optax
 from jaxtyping import Array, Float32
 
 from .._sharding import flatten, path_name, spread_prefix
-from .batch_rules import RULES, Rule
+from .batch_rules import RULES, BatchRule
 from .similarity import CodecNoise, Products
 
 _LARGEST = 2**24  # float32 counts no further
@@ -27,7 +27,7 @@ class Settings:
     initial: Any
     min_steps: Any
     max_steps: Any
-    rule: str | Rule
+    rule: str | BatchRule
     lr_scaling: str | None
     schedule: Callable | None
     groups: Any
@@ -81,7 +81,7 @@ class Settings:
                 )
 
     @property
-    def chosen_rule(self) -> Rule:
+    def chosen_rule(self) -> BatchRule:
         return RULES[self.rule] if isinstance(self.rule, str) else self.rule
 
     def labels(self, tree: Any) -> list[str] | None:
@@ -113,11 +113,11 @@ def check_inner(inner: Any) -> None:
 
 def check_rule(rule: Any) -> None:
     """Raise `ValueError` if `rule` is neither a name nor an object with a rule's methods."""
-    known = rule in RULES if isinstance(rule, str) else isinstance(rule, Rule)
+    known = rule in RULES if isinstance(rule, str) else isinstance(rule, BatchRule)
     if not known or isinstance(rule, type):
         raise ValueError(
-            '`rule` must be "walk", "jump", or an object such as `jz.JumpRule(window=3)`; got '
-            f"{rule!r}."
+            '`rule` must be "walk", "jump", or an instance of a `jaxzero.extend.BatchRule` such as '
+            f"`jz.JumpRule(window=3)`; got {rule!r}."
         )
 
 

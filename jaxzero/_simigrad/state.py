@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float32, Int32
 
+from .batch_rules import first_memory
 from .settings import Settings
 from .similarity import Moments, new_moments, noise_scale, noise_scale_error
 
@@ -71,7 +72,7 @@ def new_state(inner_state: Any, params: Any, settings: Settings) -> SimigradStat
         similarity=unknown(),
         moments=new_moments(),
         groups={label: GroupState(unknown(), new_moments()) for label in labels},
-        memory=settings.chosen_rule.init(),
+        memory=first_memory(settings.chosen_rule),
         skipped=whole_number(),
         unmeasured=whole_number(),
         inner=inner_state,

@@ -28,7 +28,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float32
 
-from .batch_rules import Rule
+from .batch_rules import BatchRule, next_steps
 from .settings import (
     GivenHalves,
     Settings,
@@ -61,7 +61,7 @@ def simigrad(
     initial: Any,
     min_steps: Any = 1,
     max_steps: Any,
-    rule: str | Rule = "walk",
+    rule: str | BatchRule = "walk",
     lr_scaling: str | None = None,
     schedule: Callable | None = None,
     groups: Any = None,
@@ -111,8 +111,8 @@ def simigrad(
         min_steps: fewest micro-batches in a batch.
         max_steps: most micro-batches in a batch.
         rule: "walk" (the paper's: 10% up or down), "jump" (straight to the batch that has
-            the target similarity), or an object with the methods of these (`jz.WalkRule(...)`,
-            `jz.JumpRule(...)`).
+            the target similarity), or an instance of a `jaxzero.extend.BatchRule`, such as
+            `jz.WalkRule(...)`, `jz.JumpRule(...)` or one of your own.
         lr_scaling: multiply updates by the square root ("sqrt") of the batch over the
             initial one, both in micro-batches, or by the ratio itself ("linear").
         schedule: multiply updates by a function of the weight `seen` before the batch: a
@@ -278,7 +278,8 @@ def _measure(state: SimigradState, measurement: _Measurement, settings: Settings
         new = add_to_moments(old.moments, groups[label], halves, decay)
         is_known = is_good & jnp.isfinite(by_group[label])
         new_groups[label] = only_if(is_known, GroupState(by_group[label], new), old)
-    wanted, memory = settings.chosen_rule.wanted(
+    wanted, memory = next_steps(
+        settings.chosen_rule,
         similarity,
         state.steps.astype(jnp.float32),
         state.weight,

@@ -26,15 +26,16 @@ from .._codecs import Codec
 from .._collectives import CommSpec, accumulator_dtype, all_reduce
 from .._execute import check_microbatches
 from .._mesh import AXES, LOCAL, NODE, REDUCTION_HOPS, AnyMesh, device_index, map_devices
-from .._sharding import ErrorFeedback, LeafSpec, ZeroConfig
+from .._sharding import GradientHop, LeafSpec, ZeroConfig
 from .._simigrad import CodecNoise, dot
 
 
 def _check(config: ZeroConfig) -> None:
     """Raise `NotImplementedError` where errors are not what the formula takes them for."""
     gradients = config.gradients
-    if isinstance(gradients.node, ErrorFeedback):
-        what = "`ErrorFeedback` makes up for errors later, so they are no noise of one batch"
+    if isinstance(gradients.node, GradientHop):
+        hop = type(gradients.node).__name__
+        what = f"`{hop}` makes up for errors later, so they are no noise of one batch"
     elif gradients.node is not None and config.split != "all":
         what = 'with `split="local"` sums over nodes are encoded twice'
     elif (gradients.node or gradients.local) is not None and config.stage < 2:

@@ -56,7 +56,8 @@ class Zero(ShardedTrees):
     def init_wire_state(self, params: Any) -> WireState:
         """What the wire has to remember of `params` from step to step, before the first step.
 
-        Only `WeightDelta` and `ErrorFeedback` remember anything (`config.needs_wire_state`).
+        Only hops such as `WeightDelta` and `ErrorFeedback` remember anything
+        (`config.needs_wire_state`).
         Pass it to the function from `value_and_grad`, which returns the next one; save it
         like optimizer state. After parameters have changed otherwise (a restored
         checkpoint), make it anew: the slices in it are those of the old ones.

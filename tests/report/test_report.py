@@ -1,6 +1,11 @@
-"""The report's bytes are those that the arrays take."""
+"""The report's bytes are those that the arrays take; its text fits 80 columns, with whole names."""
 
+import dataclasses
+import functools
 import io
+import itertools
+import re
+from typing import get_args
 
 import jax
 import numpy as np
@@ -9,6 +14,12 @@ import pytest
 from rich.console import Console
 
 import jaxzero as jz
+from jaxzero._report import DETAILS, Report, readable_bytes
+from jaxzero._report.names import merge_layers, ranges, summarized
+from jaxzero._report.text_table import TextTable, wrapped
+from jaxzero._report.waits import waits
+from jaxzero.jobs._settings import Detail
+from tests.plan import test_schedule
 
 pytestmark = pytest.mark.standard_promotion  # optax
 
@@ -30,9 +41,179 @@ def test_bytes_are_those_of_the_arrays(stage):
     )
 
 
-def test_it_prints():
-    zero = jz.Zero(jz.make_mesh(2))
+@functools.cache
+def _report(model="scanned", config="zeropp", prefetch=1) -> Report:
+    zero = test_schedule._zero(config, jz.CommSchedule(prefetch=prefetch))
+    params = zero.init(test_schedule._init, jax.random.key(0))
+    opt_state = zero.init_optimizer(optax.adam(1e-3), params)
+    tokens = np.zeros((16, 8), np.int32)
+    return zero.report(params, opt_state, zero.plan(test_schedule.MODELS[model], params, tokens))
+
+
+def _lines(report: Report, detail=None, width=80) -> list[str]:
     out = io.StringIO()
-    zero.report(zero.shard({"kernel": np.ones((7, 5), np.float32)})).print(Console(file=out))
-    assert "kernel" in out.getvalue()
-    assert "dim 0" in out.getvalue()
+    report.print(detail, console=Console(file=out, width=width))
+    return out.getvalue().splitlines()
+
+
+def test_five_lines_answer_the_questions():
+    report = _report()
+    device, node, whole, wait, details = _lines(report)
+    for kind in ("parameters", "optimizer state"):
+        held, total = report.device_bytes(kind), report.total_bytes(kind)
+        held, total = readable_bytes(held), readable_bytes(total)
+        assert f"{held.split()[0]} of {total} {kind}" in device
+    traffic = report.traffic
+    assert f"{readable_bytes(traffic.node_bytes)} per step" in node
+    parts = {purpose: traffic.node_bytes_for(purpose) for purpose in ("weights", "gradients")}
+    for purpose, size in parts.items():
+        assert f"{readable_bytes(size)} {purpose}" in node
+    assert sum(parts.values()) + traffic.node_bytes_for("other") == traffic.node_bytes
+    layer = readable_bytes(4 * (2 * test_schedule.WIDTH**2 + test_schedule.WIDTH))
+    assert layer == "8.12 KiB"
+    assert re.search(r"16\.12 KiB at most; largest layers \(3 leaves\), for 6 of \d+ ops", whole)
+    assert "all-gather of embedding, 8.00 KiB, nothing to overlap with; 1 more" in wait
+    assert details.split(maxsplit=1) == ["Details", " ".join(DETAILS)]
+
+
+def test_one_node_says_what_enters_a_device():
+    zero = jz.Zero(jz.make_mesh(1))
+    params = zero.shard({"kernel": np.ones((7, 5), np.float32)})
+    plan = zero.plan(lambda p, x: (x @ p["kernel"]).mean(), params, np.ones((8, 7), np.float32))
+    report = zero.report(params, plan=plan)
+    size = readable_bytes(report.traffic.amount().device_bytes)
+    assert _lines(report)[1].startswith(f"Into device   {size} per step: ")
+
+
+def test_leaves_that_are_never_split_are_named_as_such():
+    report = _report(config="stage 2")
+    size = readable_bytes(report.device_bytes("parameters"))
+    assert _lines(report)[2] == f"Whole         {size} always (5 leaves)"
+
+
+def test_without_a_plan_it_says_what_to_pass():
+    zero = jz.Zero(jz.make_mesh(2))
+    report = zero.report(zero.shard({"kernel": np.ones((7, 5), np.float32)}))
+    lines = _lines(report)
+    assert len(lines) == 5 and lines[4].split(maxsplit=1) == ["Details", "leaves state"]
+    assert all("plan=zero.plan(loss_fn, params, batch)" in lines[i] for i in (1, 3))
+    with pytest.raises(ValueError, match="'gathers' .* no plan .* Pass `plan=zero.plan"):
+        report.print("gathers")
+    assert any("dim 0" in line for line in _lines(report, "leaves"))
+
+
+def test_an_unknown_detail_lists_those_there_are():
+    with pytest.raises(ValueError, match=f"one of {', '.join(DETAILS)}, .* got 'leafs'"):
+        _report().print(["leaves", "leafs"])
+    assert get_args(Detail) == DETAILS
+
+
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize("model", ["scanned", "unrolled"])
+def test_every_line_fits_and_every_name_is_whole(model, width):
+    report = _report(model)
+    lines = _lines(report, DETAILS, width)
+    assert max(map(len, lines)) <= width
+    assert not any("…" in line for line in lines)
+    text = " ".join(line.strip() for line in lines)
+    for row in report.rows:
+        if row.kind == "parameters":
+            assert f" {row.path} " in text
+    tables = [_lines(report, name, width)[5:] for name in DETAILS]
+    assert list(itertools.chain(*tables)) == lines[5:]  # each detail is a table of its own
+
+
+def test_long_names_take_their_own_lines():
+    zero = jz.Zero(jz.make_mesh(2))
+    name = "a_rather_long_name_of_a_module." * 2 + "kernel"
+    longer = "_".join(["very"] * 30)
+    tree = {name: np.ones((8, 8), np.float32), longer: np.ones((8, 9), np.float32)}
+    params = zero.shard(tree)
+    plan = zero.plan(
+        lambda p, x: (x @ p[name] @ p[longer]).mean(), params, np.ones((8, 8), np.float32)
+    )
+    lines = _lines(zero.report(params, plan=plan), DETAILS)
+    assert len([line for line in lines[:5] if line]) == 5
+    assert max(map(len, lines)) <= 80
+    assert name in lines
+    assert longer in "".join(lines)
+
+
+def test_buckets_hold_the_bytes_of_the_plan():
+    report = _report("unrolled", "zero3")
+    lines = _lines(report, "gathers")
+    some = [step for step in report.plan.steps if step.action == "gather"]
+    total = readable_bytes(sum(step.num_bytes * step.trips for step in some))
+    num = len({(step.path, step.group) for step in some})
+    assert lines[6] == f"All-gathers: {num} buckets, {total} whole in a run."
+
+
+def test_a_plan_without_prefetch_waits_for_everything():
+    report = _report(prefetch=0)
+    assert report.plan is not None
+    found = waits(report.plan)
+    assert sum(wait.num_bytes * wait.trips for wait in found if wait.action == "all-gather") == sum(
+        step.num_bytes * step.trips for step in report.plan.steps if step.action == "gather"
+    )
+    assert len(waits(_report().plan)) < len(found)
+
+
+def test_what_is_prefetched_waits_for_nothing():
+    exposed = {(wait.action, wait.names) for wait in waits(_report().plan)}
+    assert exposed == {("all-gather", ("embedding",)), ("reduce-scatter", ("embedding",))}
+
+
+def test_slices_made_before_the_program_are_exposed():
+    zero = test_schedule._zero("hpz", jz.CommSchedule())
+    params = zero.init(test_schedule._init, jax.random.key(0))
+    tokens = np.zeros((16, 8), np.int32)
+    plan = zero.plan(test_schedule.MODELS["scanned"], params, tokens, microbatches=2)
+    first = waits(plan)[0]
+    assert (first.region, first.num_bytes) == ("before forward", plan.slice_bytes)
+    report = zero.report(params, plan=plan)
+    assert "In each of 2 micro-batches." in _lines(report, "gathers")
+
+
+def test_equal_layers_share_a_row():
+    rows = [
+        (("layers.0.up", "layers.0.down"), ("1 B",)),
+        (("layers.1.up", "layers.1.down"), ("1 B",)),
+        (("layers.2.up", "layers.2.down"), ("2 B",)),
+        (("layers.3.up", "layers.3.down"), ("1 B",)),
+        (("head",), ("1 B",)),
+    ]
+    found = [(row.names, row.members) for row in merge_layers(rows)]
+    assert found == [
+        (("layers[0..1,3].up", "layers[0..1,3].down"), (0, 1, 3)),
+        (("layers.2.up", "layers.2.down"), (2,)),
+        (("head",), (4,)),
+    ]
+
+
+def test_experts_of_layers_share_a_row():
+    names = [f"layers.{i}.experts.{j}.up" for i in range(3) for j in range(4)]
+    (row,) = merge_layers([((name,), ()) for name in names])
+    assert row.names == ("layers[0..2].experts[0..3].up",)
+    assert row.members == tuple(range(12))
+
+
+def test_names_of_a_bucket_in_few_words():
+    assert summarized(["a.b"]) == "a.b"
+    assert summarized(["a.0.x", "a.0.y", "a.0.x"]) == "a.0 (2 leaves)"
+    assert summarized(["a.x", "b.x", "c"]) == "a.x and 2 more"
+    assert ranges([4, 0, 1, 2]) == "0..2,4"
+
+
+def test_text_is_wrapped_and_not_cut():
+    assert wrapped("a.b.c d", 4) == ["a.b.", "c d"]
+    assert "".join(wrapped("x" * 30, 7)) == "x" * 30
+    table = TextTable(headings=("name", "value"), rows=[("n" * 50, "v " * 40)])
+    lines = table.lines(40)
+    assert max(map(len, lines)) <= 40
+    assert "".join(lines).count("n" * 10) == 5 and "".join(lines).count("v") == 41
+
+
+def test_rows_stay_plain_data():
+    report = _report()
+    assert set(report.as_dict()) == {"num_devices", "bytes", "leaves", "traffic", "timeline"}
+    assert dataclasses.asdict(report.rows[0]) == report.as_dict()["leaves"][0]

@@ -10,7 +10,7 @@ from rich.console import Console
 import jaxzero as jz
 from benchmarks.compiled._cost import Rates
 from benchmarks.compiled.timeline import timeline
-from jaxzero._report.timeline import live_bytes, spans, timeline_table
+from jaxzero._report.timeline import live_bytes, spans
 from tests.plan import test_schedule
 
 
@@ -42,9 +42,10 @@ def test_the_report_prints_and_holds_it():
     params = zero.abstract(test_schedule._init, test_schedule.jax.random.key(0))
     report = zero.report(params, plan=plan)
     out = io.StringIO()
-    report.print(Console(file=out, width=160))
-    assert "gather layers.scale and 2 more" in out.getvalue()
-    assert len(report.as_dict()["timeline"]) == len(spans(plan)) == timeline_table(plan).row_count
+    report.print("timeline", console=Console(file=out, width=80))
+    assert "  layers (3 leaves)\n" in out.getvalue()
+    table = out.getvalue().split("---\n")[1].splitlines()
+    assert len(report.as_dict()["timeline"]) == len(spans(plan)) == len(table) // 2
 
 
 def test_a_picture_is_drawn(tmp_path: Path):

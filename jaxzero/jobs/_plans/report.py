@@ -8,7 +8,7 @@ from .plan_plot import plot_plan
 
 
 def report(settings: Report, console: Console) -> None:
-    """Print the tables, of a step on the batch that `jaxzero train` takes by default.
+    """Print the report of a step on the batch that `jaxzero train` takes by default.
 
     Raises:
         ValueError: the settings do not fit the machine, the checkpoint cannot be loaded, or
@@ -30,7 +30,7 @@ def report(settings: Report, console: Console) -> None:
     )
     loss = make_loss(setup, temperature=optimization.temperature)
     plan = plan_step(setup.zero, setup.params, loss, tokens)
-    setup.zero.report(setup.params, setup.opt_state, plan=plan).print(console)
+    setup.zero.report(setup.params, setup.opt_state, plan=plan).print(settings.detail, console)
     if settings.plot is not None:
         plot_plan(plan, settings.plot, title=f"one step on {describe_devices(setup)}")
         console.print(f"Timeline drawn to {settings.plot}", highlight=False, soft_wrap=True)

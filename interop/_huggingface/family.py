@@ -1,0 +1,124 @@
+"""A family of decoders as one object: how it reads `config.json`, and how it names its tensors.
+
+The families here join the tables of `jaxzero.models` (configuration) with those of `decoder_rules`
+(names). A family of the user is a subclass of `DecoderFamily` with both methods.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from jaxzero.interop._rules import Rule
+from jaxzero.models import DECODER_FAMILIES, DecoderConfig, decoder_fields
+
+from .decoder_rules import BUFFERS, HEAD, rules_of
+
+
+class DecoderFamily(abc.ABC):
+    """The checkpoints of one `model_type`, as `jaxzero.models.Decoder` computes them.
+
+    Subclass it, and pass an instance to `load_decoder(..., family=...)` and `export_decoder`, or
+    register it with `register_decoder_family`. `decoder_family("llama")` gives a family to start
+    from.
+
+    Attributes:
+        model_type: the entry of that name in `config.json`.
+        buffers: names of tensors that are in files and are no parameters, with `*` for any text.
+        head: name of the tensor of the head, which a file may hold although it is tied.
+    """
+
+    model_type: str
+    buffers: tuple[str, ...] = BUFFERS
+    head: str = HEAD
+
+    @abc.abstractmethod
+    def fields(self, content: dict[str, Any], path: Path) -> dict[str, Any]:
+        """The fields of `DecoderConfig` that a `config.json` describes.
+
+        Args:
+            content: of the file.
+            path: of the file, for messages.
+
+        Raises:
+            ValueError: a field is missing, or asks for something that the decoder does not compute.
+        """
+
+    @abc.abstractmethod
+    def rules(self, config: DecoderConfig) -> Iterable[Rule]:
+        """How parameters are called in files, for layers in a list: `layers.{i}` on our side.
+
+        Layers in a stack (`scan_layers`) follow from these, as do the names in a file that was
+        saved without its head.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class _KnownFamily(DecoderFamily):
+    """A family that `jaxzero.models` has a table for."""
+
+    model_type: str
+
+    def fields(self, content: dict[str, Any], path: Path) -> dict[str, Any]:
+        return decoder_fields(content | {"model_type": self.model_type}, path)
+
+    def rules(self, config: DecoderConfig) -> tuple[Rule, ...]:
+        return rules_of(self.model_type, config)
+
+
+_registered: dict[str, DecoderFamily] = {}
+
+
+def register_decoder_family(family: DecoderFamily) -> None:
+    """Let `load_decoder` and `export_decoder` know one more family, by its `model_type`.
+
+    It takes the place of a family that has the same one.
+
+    Raises:
+        ValueError: it is no instance of a `DecoderFamily`, or has no `model_type`.
+    """
+    check_family(family)
+    _registered[family.model_type] = family
+
+
+def decoder_family(model_type: str) -> DecoderFamily:
+    """The family of a `model_type`, registered or built in.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return _find(model_type, "`model_type`")
+
+
+def family_of(content: dict[str, Any], path: Path) -> DecoderFamily:
+    """The family of a `config.json`.
+
+    Raises:
+        ValueError: its `model_type` is not known.
+    """
+    return _find(content.get("model_type"), f"`model_type` in {str(path)!r}")
+
+
+def check_family(family: object) -> None:
+    """Raise `ValueError` if `family` is no instance of a `DecoderFamily` with a `model_type`."""
+    if not isinstance(family, DecoderFamily) or not isinstance(
+        getattr(family, "model_type", None), str
+    ):
+        raise ValueError(
+            "A family must be an instance of a subclass of `interop.DecoderFamily` that has a "
+            f"`model_type`, such as `MyFamily()`; got {family!r}."
+        )
+
+
+def _find(model_type: Any, what: str) -> DecoderFamily:
+    if isinstance(model_type, str) and model_type in _registered:
+        return _registered[model_type]
+    if model_type not in DECODER_FAMILIES:
+        known = ", ".join(sorted({*DECODER_FAMILIES, *_registered}))
+        raise ValueError(
+            f"{what} is {model_type!r}; decoders are read of the families {known}. Choose such a "
+            "checkpoint, pass a `family=interop.DecoderFamily` of your own, or load another "
+            "model's weights into a model of your own."
+        )
+    return _KnownFamily(model_type)

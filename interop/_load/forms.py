@@ -1,0 +1,155 @@
+"""The forms of checkpoint that `open_checkpoint` knows, in the order in which they are tried.
+
+A form says whether a path is one of its checkpoints, and opens it as tensors by name. The names of
+files decide: a form reads nothing before it is chosen. Forms of the user come before those here.
+"""
+
+import abc
+from collections.abc import Collection
+from pathlib import Path
+
+from jaxzero.interop._safetensors import INDEX as SAFETENSORS_INDEX
+from jaxzero.interop._safetensors import SINGLE, tensors_in
+from jaxzero.interop._tensors import Checkpoint, laid_out_as
+from jaxzero.interop._torch import (
+    INDEX,
+    METADATA,
+    WEIGHTS,
+    is_deepspeed,
+    open_dcp,
+    open_deepspeed,
+    open_torch_file,
+    open_torch_parts,
+)
+
+
+class CheckpointForm(abc.ABC):
+    """One way in which checkpoints are written.
+
+    Subclass it, and pass an instance to `open_checkpoint(path, forms=[...])`, or register it with
+    `register_checkpoint_form`, so that whatever opens a checkpoint knows it.
+
+    Attributes:
+        name: for messages, such as "safetensors".
+    """
+
+    name: str
+
+    @abc.abstractmethod
+    def recognizes(self, path: Path) -> bool:
+        """Whether `path`, a file or a directory that exists, is a checkpoint of this form."""
+
+    @abc.abstractmethod
+    def open(
+        self, path: Path, *, key: str | None = None, records: Collection[str] = ()
+    ) -> Checkpoint:
+        """The tensors by name.
+
+        Args:
+            path: that `recognizes` has accepted.
+            key: see `open_checkpoint`; a form of one state dict ignores it.
+            records: see `open_checkpoint`; a form that holds no pickle ignores it.
+
+        Raises:
+            ValueError: the checkpoint is incomplete or broken.
+        """
+
+
+class DistributedCheckpoint(CheckpointForm):
+    """A directory of `torch.distributed.checkpoint`: FSDP, FSDP2."""
+
+    name = "torch.distributed.checkpoint"
+
+    def recognizes(self, path: Path) -> bool:
+        return (path / METADATA).is_file()
+
+    def open(
+        self, path: Path, *, key: str | None = None, records: Collection[str] = ()
+    ) -> Checkpoint:
+        with laid_out_as(self.name, path):
+            return open_dcp(path)
+
+
+class DeepSpeed(CheckpointForm):
+    """A directory of DeepSpeed, ZeRO stages 1 to 3, or a universal one."""
+
+    name = "DeepSpeed"
+
+    def recognizes(self, path: Path) -> bool:
+        return path.is_dir() and is_deepspeed(path)
+
+    def open(
+        self, path: Path, *, key: str | None = None, records: Collection[str] = ()
+    ) -> Checkpoint:
+        with laid_out_as(self.name, path):
+            return open_deepspeed(path, records)
+
+
+class TorchSave(CheckpointForm):
+    """A file of `torch.save`, or a directory with parts of one."""
+
+    name = "torch.save"
+
+    def recognizes(self, path: Path) -> bool:
+        if path.is_file():
+            return path.suffix != ".safetensors"
+        has_parts = (path / WEIGHTS).is_file() or (path / INDEX).is_file()
+        return has_parts and not _is_whole_model(path)
+
+    def open(
+        self, path: Path, *, key: str | None = None, records: Collection[str] = ()
+    ) -> Checkpoint:
+        if path.is_file():
+            return open_torch_file(path, key, records)
+        return open_torch_parts(path, records)
+
+
+class Safetensors(CheckpointForm):
+    """A file of safetensors, or a directory with one or with parts and their index."""
+
+    name = "safetensors"
+
+    def recognizes(self, path: Path) -> bool:
+        if path.is_file():
+            return path.suffix == ".safetensors"
+        return _is_whole_model(path) or any(path.glob("*.safetensors"))
+
+    def open(
+        self, path: Path, *, key: str | None = None, records: Collection[str] = ()
+    ) -> Checkpoint:
+        return Checkpoint(path=path, form=self.name, tensors=tensors_in(path))
+
+
+def _is_whole_model(path: Path) -> bool:
+    """Whether safetensors of a whole model are there; others may be of adapters beside it."""
+    return any((path / name).is_file() for name in (SINGLE, SAFETENSORS_INDEX))
+
+
+_FORMS = (DistributedCheckpoint(), DeepSpeed(), TorchSave(), Safetensors())
+_registered: list[CheckpointForm] = []
+
+
+def register_checkpoint_form(form: CheckpointForm) -> None:
+    """Let everything that opens a checkpoint know one more form, `jaxzero inspect` included.
+
+    It is tried before the others; of several that were registered, the last comes first.
+
+    Raises:
+        ValueError: it is no instance of a `CheckpointForm`.
+    """
+    check_form(form)
+    _registered.insert(0, form)
+
+
+def known_forms() -> tuple[CheckpointForm, ...]:
+    """Registered forms, then those here."""
+    return (*_registered, *_FORMS)
+
+
+def check_form(form: object) -> None:
+    """Raise `ValueError` if `form` is no instance of a `CheckpointForm`."""
+    if not isinstance(form, CheckpointForm):
+        raise ValueError(
+            "A form must be an instance of a subclass of `interop.CheckpointForm`, such as "
+            f"`MyForm()`; got {form!r}."
+        )

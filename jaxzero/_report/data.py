@@ -1,0 +1,59 @@
+"""What a report knows: the layout of each leaf, the traffic and the plan of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .._plan import Plan
+from .timeline import spans
+from .traffic import Traffic
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One leaf. `dim` None: whole on every device. `padding`: zeros added to `dim`."""
+
+    kind: str  # "parameters", "gradients" or "optimizer state"
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    dim: int | None
+    padding: int
+    total_bytes: int  # of the true shape
+    device_bytes: int  # on one device, padding included
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportData:
+    """The layout of a training job's state, and what a step of it sends, as numbers."""
+
+    num_devices: int
+    rows: tuple[Row, ...]
+    traffic: Traffic | None = None  # of one optimizer step, if a plan was given
+    plan: Plan | None = None
+
+    def device_bytes(self, kind: str) -> int:
+        """Bytes that one device holds of `kind`."""
+        return sum(row.device_bytes for row in self.rows if row.kind == kind)
+
+    def total_bytes(self, kind: str) -> int:
+        """Bytes of `kind` if one device held it all, without padding."""
+        return sum(row.total_bytes for row in self.rows if row.kind == kind)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(row.kind for row in self.rows))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, as plain data."""
+        return {
+            "num_devices": self.num_devices,
+            "bytes": {
+                kind: {"total": self.total_bytes(kind), "per_device": self.device_bytes(kind)}
+                for kind in self.kinds
+            },
+            "leaves": [dataclasses.asdict(row) for row in self.rows],
+            "traffic": None if self.traffic is None else self.traffic.as_dict(),
+            "timeline": [dataclasses.asdict(x) for x in spans(self.plan)] if self.plan else None,
+        }

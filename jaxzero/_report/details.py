@@ -1,0 +1,250 @@
+"""The tables of a report, one for each `detail`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from .._mesh import AXES
+from .._plan import Plan
+from .data import ReportData
+from .names import merge_layers, ranges, summarized
+from .text_table import TextTable
+from .timeline import Span, spans
+from .traffic import Traffic, readable_bytes
+from .waits import waits
+
+
+def available_details(report: ReportData) -> tuple[str, ...]:
+    """The details that this report can print: most need a plan."""
+    return DETAILS if report.plan is not None else NEED_NO_PLAN
+
+
+def check_detail(report: ReportData, detail: str) -> None:
+    """Refuse a detail that does not exist, or that this report lacks the plan for.
+
+    Raises:
+        ValueError: with the details that there are.
+    """
+    if detail not in DETAILS:
+        raise ValueError(
+            f"`detail` must be one of {', '.join(DETAILS)}, or several of them; got {detail!r}."
+        )
+    if detail not in available_details(report):
+        raise ValueError(
+            f"The detail {detail!r} is about a training step, and this report has no plan of one. "
+            "Pass `plan=zero.plan(loss_fn, params, batch)` to `zero.report`."
+        )
+
+
+def detail_table(report: ReportData, detail: str) -> TextTable:
+    """The table of one detail, already checked."""
+    return _TABLES[detail](report)
+
+
+def _leaves(report: ReportData) -> TextTable:
+    rows = [row for row in report.rows if row.kind == "parameters"]
+    found = merge_layers(
+        [
+            (
+                (row.path,),
+                (
+                    str(list(row.shape)),
+                    row.dtype,
+                    "whole" if row.dim is None else f"dim {row.dim}",
+                    str(row.padding or ""),
+                    readable_bytes(row.device_bytes),
+                ),
+            )
+            for row in rows
+        ]
+    )
+    return TextTable(
+        title=f"Parameters: {len(rows)} {'leaf' if len(rows) == 1 else 'leaves'}.",
+        headings=("leaf", "shape", "dtype", "split on", "padding", "each device", "leaves"),
+        rows=[(*row.names, *row.cells, str(len(row.members))) for row in found],
+        footer=(f"{readable_bytes(report.device_bytes('parameters'))} on each device.",),
+    )
+
+
+def _state(report: ReportData) -> TextTable:
+    rows = []
+    for kind in report.kinds:
+        mine, total = report.device_bytes(kind), report.total_bytes(kind)
+        share = f"1/{total / mine:.2f}" if mine else ""
+        rows.append((kind, readable_bytes(mine), readable_bytes(total), share))
+    return TextTable(
+        title="Training state, padding included on each device.",
+        headings=("arrays", "each device", "in total", "share"),
+        rows=rows,
+    )
+
+
+def _gathers(report: ReportData) -> TextTable:
+    def cells(span: Span) -> tuple[str, ...]:
+        return (
+            span.region,
+            readable_bytes(span.num_bytes),
+            _when(span),
+            f"{span.alive} ops",
+            str(span.trips),
+        )
+
+    headings = ("bucket", "in", "whole", "sent", "held for", "times")
+    return _buckets("All-gathers", report, "gather", headings, cells)
+
+
+def _reductions(report: ReportData) -> TextTable:
+    def cells(span: Span) -> tuple[str, ...]:
+        return span.region, readable_bytes(span.num_bytes), _when(span), str(span.trips)
+
+    headings = ("bucket", "in", "whole", "sent", "times")
+    table = _buckets("Reduce-scatters", report, "reduce", headings, cells)
+    plan = _plan(report)
+    if not plan.at_end:
+        return table
+    at_end = f"At the end, one all-reduce of {', '.join(plan.at_end)}."
+    return TextTable(
+        title=table.title,
+        headings=table.headings,
+        rows=table.rows,
+        notes=table.notes,
+        footer=(*table.footer, at_end),
+    )
+
+
+def _buckets(
+    title: str,
+    report: ReportData,
+    action: str,
+    headings: tuple[str, ...],
+    cells: Callable[[Span], tuple[str, ...]],
+) -> TextTable:
+    """One row for each bucket, with its leaves below; buckets of equal layers share a row."""
+    found = [span for span in spans(_plan(report)) if span.action == action]
+    rows = merge_layers([(span.names, cells(span)) for span in found])
+    total = sum(span.num_bytes * span.trips for span in found)
+    buckets = "bucket" if len(found) == 1 else "buckets"
+    return TextTable(
+        title=f"{title}: {len(found)} {buckets}, {readable_bytes(total)} whole in a run.",
+        headings=headings,
+        rows=[(ranges(row.members), *row.cells) for row in rows],
+        notes=[", ".join(row.names) for row in rows],
+        footer=_microbatch_note(report.traffic),
+    )
+
+
+def _waits(report: ReportData) -> TextTable:
+    found = waits(_plan(report))
+    size = [readable_bytes(wait.num_bytes) if wait.num_bytes else "" for wait in found]
+    rows = [
+        (wait.names, (wait.action, wait.region, one, str(wait.trips)))
+        for wait, one in zip(found, size, strict=True)
+    ]
+    merged = merge_layers(rows)
+    return TextTable(
+        title="Collectives that no costly operation (matrix product, loop, ...) overlaps with.",
+        headings=("collective", "in", "whole", "times", "num"),
+        rows=[(*row.cells, str(len(row.members))) for row in merged],
+        notes=[", ".join(row.names) for row in merged],
+        footer=_microbatch_note(report.traffic),
+    )
+
+
+def _traffic(report: ReportData) -> TextTable:
+    traffic = _sent(report)
+    rows = []
+    for kind in traffic.kinds:
+        amount = traffic.of_kind(kind)
+        each = readable_bytes(amount.microbatch_bytes) if amount.microbatch_bytes else ""
+        size = readable_bytes(amount.device_bytes)
+        rows.append((*kind, str(amount.collectives), size, each))
+    headings = ("for", "axis", "collective", "dtype", "times", "into device", "micro-batch")
+    if not any(row[-1] for row in rows):
+        headings, rows = headings[:-1], [row[:-1] for row in rows]
+    footer = [f"{readable_bytes(traffic.node_bytes)} enter a node in one step."]
+    if headings[-1] == "micro-batch":
+        footer.append("micro-batch: the part that is sent for every micro-batch anew.")
+    if traffic.slice_bytes:
+        footer.append(f"A device keeps {readable_bytes(traffic.slice_bytes)} of slices (hpZ).")
+    return TextTable(
+        title="Sent in one optimizer step; bytes are those that one device receives.",
+        headings=headings,
+        rows=rows,
+        footer=tuple(footer),
+    )
+
+
+def _parts(report: ReportData) -> TextTable:
+    traffic = _sent(report)
+    rows = []
+    for group in traffic.groups:
+        amounts = [traffic.of_group(group, axis) for axis in AXES]
+        sizes = (readable_bytes(amount.device_bytes) for amount in amounts)
+        rows.append(((group,), (*sizes, str(sum(amount.collectives for amount in amounts)))))
+    merged = merge_layers(rows)
+    return TextTable(
+        title="Bytes that one device receives in one step, for each part of the model.",
+        headings=("part", *(f"over {axis}" for axis in AXES), "times", "num"),
+        rows=[(*row.names, *row.cells, str(len(row.members))) for row in merged],
+    )
+
+
+def _timeline(report: ReportData) -> TextTable:
+    rows = [
+        (
+            f"{span.start}-{span.stop}",
+            "all-gather" if span.action == "gather" else "reduce-scatter",
+            span.region,
+            readable_bytes(span.num_bytes),
+            str(span.trips),
+        )
+        for span in spans(_plan(report))
+    ]
+    return TextTable(
+        title="From the launch of a bucket to its end, in operations of the program.",
+        headings=("operations", "collective", "in", "whole", "times"),
+        rows=rows,
+        notes=[summarized(span.names) for span in spans(_plan(report))],
+        footer=_microbatch_note(report.traffic),
+    )
+
+
+def _when(span: Span) -> str:
+    """When a bucket is sent, without the number of the operation, which differs between layers."""
+    if span.sent == "in the iteration before":
+        return "prefetched (iteration before)"
+    if span.sent == "in the iteration after":
+        return "deferred (iteration after)"
+    when = re.sub(r", \d+$", "", span.sent)
+    is_early = span.action == "gather" and span.start < span.needed
+    return f"prefetched {when}" if is_early else when
+
+
+def _microbatch_note(traffic: Traffic | None) -> tuple[str, ...]:
+    num = traffic.num_microbatches if traffic is not None else 1
+    return (f"In each of {num} micro-batches.",) if num > 1 else ()
+
+
+def _plan(report: ReportData) -> Plan:
+    assert report.plan is not None, "call `check_detail` first"
+    return report.plan
+
+
+def _sent(report: ReportData) -> Traffic:
+    assert report.traffic is not None, "call `check_detail` first"
+    return report.traffic
+
+
+_TABLES: dict[str, Callable[[ReportData], TextTable]] = {
+    "leaves": _leaves,
+    "state": _state,
+    "gathers": _gathers,
+    "reductions": _reductions,
+    "waits": _waits,
+    "traffic": _traffic,
+    "parts": _parts,
+    "timeline": _timeline,
+}
+DETAILS = tuple(_TABLES)
+NEED_NO_PLAN: tuple[str, ...] = ("leaves", "state")

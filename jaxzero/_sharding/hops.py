@@ -1,0 +1,156 @@
+"""Hops between nodes that remember something: what `PerAxis.node` takes besides codecs.
+
+A codec loses what it rounds away. A hop keeps it, in a wire state that the caller carries from step
+to step (`Zero.init_wire_state`), and makes up for it in the next step. Weights and gradients
+remember different things, so there are two bases:
+
+    weights     every node keeps its slice w' of the weights
+                send d = difference(w, w'),  then  w' = updated(w', decode(encode(d)))
+    gradients   every device keeps the residual r of its node's slice
+                send g' = corrected(g, r),   then  r = residual(g', decode(encode(g')))
+
+A new hop is a subclass with these two functions, which work element by element.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Float, Float32
+
+from .._codecs import Codec, Int4, check_is_value
+
+
+@dataclasses.dataclass(frozen=True)
+class Hop:
+    """The common part of `WeightHop` and `GradientHop`, which are the ones to subclass.
+
+    Args:
+        codec: of what is sent.
+    """
+
+    codec: Codec = Int4(block=128)
+
+    def __post_init__(self):
+        check_codec("codec", type(self).__name__, self.codec)
+
+
+class WeightHop(Hop, abc.ABC):
+    """How weights are sent between nodes that keep the slice they have received before."""
+
+    @abc.abstractmethod
+    def difference(
+        self, weights: Float32[Array, ...], kept: Float32[Array, ...]
+    ) -> Float32[Array, ...]:
+        """What the owner of a shard sends, given what all nodes hold of it."""
+
+    @abc.abstractmethod
+    def updated(
+        self, kept: Float32[Array, ...], received: Float32[Array, ...]
+    ) -> Float32[Array, ...]:
+        """The slice to keep, given the old one and what was decoded, on every node alike."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientHop(Hop, abc.ABC):
+    """How gradients are summed over nodes, with a residual that each device keeps.
+
+    Args:
+        codec: of the corrected gradient.
+        dtype: of the residual.
+    """
+
+    dtype: DTypeLike = jnp.bfloat16
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            raise ValueError(
+                f"`dtype` of `{type(self).__name__}` must be a float type; got {self.dtype!r}."
+            )
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+
+    @abc.abstractmethod
+    def corrected(
+        self, gradient: Float[Array, ...], residual: Float[Array, ...]
+    ) -> Float[Array, ...]:
+        """What a device sends: its gradient, with the residual of the step before."""
+
+    @abc.abstractmethod
+    def residual(self, corrected: Float[Array, ...], sent: Float[Array, ...]) -> Float[Array, ...]:
+        """What to keep for the next step, given what was to be sent and what was decoded of it.
+
+        Where it is not finite, 0 is kept.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightDelta(WeightHop):
+    """Send a weight between nodes as its change since the last step, for `weights.node`.
+
+    Every node keeps its slice of the weights from step to step, in a wire state
+    (`Zero.init_wire_state`). The owner of a shard sends the difference to what the nodes
+    hold, and they add it. What rounding lost is part of the next difference, so 4 bits do.
+
+    Args:
+        codec: of the difference.
+
+    References:
+        SDP4Bit (https://arxiv.org/abs/2410.15526), quantisation on weight differences.
+    """
+
+    def difference(
+        self, weights: Float32[Array, ...], kept: Float32[Array, ...]
+    ) -> Float32[Array, ...]:
+        return weights - kept
+
+    def updated(
+        self, kept: Float32[Array, ...], received: Float32[Array, ...]
+    ) -> Float32[Array, ...]:
+        return kept + received
+
+    def __str__(self) -> str:
+        return f"difference in {self.codec}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorFeedback(GradientHop):
+    """Add what rounding lost to the next step's gradient, for `gradients.node`.
+
+    The memory is as large as a node's slice of the gradients, one for each device, in a
+    wire state (`Zero.init_wire_state`). There is none for `gradients.local`, where it would
+    be as large as the whole model on every device.
+
+    Args:
+        codec: of the gradient with the error added.
+        dtype: of the memory.
+
+    References:
+        Seide et al., 1-bit SGD (Interspeech 2014), section 3;
+        LoCo (https://arxiv.org/abs/2407.04480).
+    """
+
+    codec: Codec = Int4(block=128, hadamard=32)
+
+    def corrected(
+        self, gradient: Float[Array, ...], residual: Float[Array, ...]
+    ) -> Float[Array, ...]:
+        return gradient + residual
+
+    def residual(self, corrected: Float[Array, ...], sent: Float[Array, ...]) -> Float[Array, ...]:
+        return corrected - sent
+
+    def __str__(self) -> str:
+        return f"{self.codec} with error feedback"
+
+
+def check_codec(name: str, owner: str, codec: object) -> None:
+    """Raise `ValueError` if `codec`, the field `name` of an `owner`, is none."""
+    if not isinstance(codec, Codec):
+        raise ValueError(
+            f"`{name}` of `{owner}` must be a codec such as `jz.Int8()` or "
+            f"`jz.Cast(jnp.bfloat16)`; got {codec!r}."
+        )
+    check_is_value(codec)

@@ -1,0 +1,1 @@
+"""Tests that run the code of the documentation."""
