@@ -40,7 +40,7 @@ FLOORS = [
     ["jaxzero.jobs._training"],
     ["jaxzero.jobs._plans", "jaxzero.jobs._files"],
     ["jaxzero.jobs"],
-    ["jaxzero.cli", "jaxzero"],
+    ["jaxzero.cli", "jaxzero.extend", "jaxzero"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

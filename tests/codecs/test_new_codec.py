@@ -297,7 +297,7 @@ def test_wrong_blocks_and_missing_methods_are_refused():
         pass
 
     with pytest.raises(TypeError, match="NoBound.*abstract.*error_bound"):
-        NoBound()
+        NoBound()  # pyright: ignore[reportAbstractUsage]
     with pytest.raises(ValueError, match="`x` of `Int6.encode` must be floats; got int32. Send"):
         CODEC.encode(jnp.arange(4))
 
