@@ -19,6 +19,7 @@ from .ledger import Ledger as Ledger
 from .ledger import Transfer as Transfer
 from .ledger import labelled as labelled
 from .ledger import picked as picked
+from .ledger import readable_bytes as readable_bytes
 from .ledger import recording as recording
 from .ledger import repeated as repeated
 from .partial_sums import HalfBatchSum as HalfBatchSum

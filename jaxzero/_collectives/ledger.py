@@ -216,3 +216,11 @@ def note(collective: str, axis: Axes, x: Any, shares: tuple[int, ...] = ()) -> N
     ledger = _ledger.get()
     if ledger is not None:
         ledger.note(collective, axis, x.dtype, x.size * x.dtype.itemsize, shares)
+
+
+def readable_bytes(num_bytes: int) -> str:
+    """A number of bytes in GiB, MiB, KiB or B, with two decimals."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} B"

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from .._collectives import ReduceSpec, Transfer
+from .._collectives import ReduceSpec, Transfer, readable_bytes
 from .._program import Loop, Value
 from .block_plan import BlockPlan, GatherGroup, ReduceGroup
 
@@ -92,7 +92,7 @@ def _row(step: PlanStep, first_needed: int) -> tuple[str, ...]:
         step: of the plan.
         first_needed: the number of the operation that first needs an array of its bucket.
     """
-    size = f"{step.num_bytes / 2**20:.2f} MiB" + (f" x{step.trips}" if step.trips > 1 else "")
+    size = readable_bytes(step.num_bytes) + (f" x{step.trips}" if step.trips > 1 else "")
     early, end = "", ""
     if step.action == "gather":
         when, end = f"before {step.at}", f"dropped after {step.until}"

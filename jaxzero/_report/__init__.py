@@ -9,4 +9,3 @@ from .report import make_report as make_report
 from .timeline import live_bytes as live_bytes
 from .timeline import spans as spans
 from .traffic import Traffic as Traffic
-from .traffic import readable_bytes as readable_bytes

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from .._collectives import readable_bytes
 from .._mesh import AXES
 from .._plan import Plan
 from .data import ReportData
 from .names import merge_layers, ranges, summarized
 from .text_table import TextTable
 from .timeline import Span, spans
-from .traffic import Traffic, readable_bytes
+from .traffic import Traffic
 from .waits import waits
 
 

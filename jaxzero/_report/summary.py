@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .._collectives import readable_bytes
 from .data import ReportData
 from .names import summarized
 from .timeline import live_bytes, spans
-from .traffic import Traffic, readable_bytes
+from .traffic import Traffic
 from .waits import Wait, waits
 
 WIDTH = 80  # of every line, whatever the terminal

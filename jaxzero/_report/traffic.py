@@ -151,11 +151,3 @@ def _sum(transfers: Sequence[Transfer]) -> Amount:
 def _components(transfer: Transfer) -> list[str]:
     """The path of a leaf, without what marks a layer of a stack."""
     return transfer.name.replace("[i]", "").split(".")
-
-
-def readable_bytes(num_bytes: int) -> str:
-    """A number of bytes in GiB, MiB, KiB or B, with two decimals."""
-    for group, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.2f} {group}"
-    return f"{num_bytes} B"

@@ -14,7 +14,8 @@ import pytest
 from rich.console import Console
 
 import jaxzero as jz
-from jaxzero._report import DETAILS, Report, readable_bytes
+from jaxzero._collectives import readable_bytes
+from jaxzero._report import DETAILS, Report
 from jaxzero._report.names import merge_layers, ranges, summarized
 from jaxzero._report.text_table import TextTable, wrapped
 from jaxzero._report.waits import waits

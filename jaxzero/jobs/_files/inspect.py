@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..._report import readable_bytes
+from ..._collectives import readable_bytes
 from ...interop import Checkpoint, LazyTensor, open_checkpoint
 from .._settings import Inspect
 from .inspect_run import find_checkpoint, inspect_checkpoint

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..._checkpoint import DESCRIPTION, list_damaged, list_steps, read_description
-from ..._report import readable_bytes
+from ..._collectives import readable_bytes
 
 
 def find_checkpoint(path: Path) -> Path | None:

@@ -3,8 +3,9 @@
 import jax
 from rich.console import Console
 
+from ..._collectives import readable_bytes
 from ..._mesh import NODE
-from ..._report import Traffic, readable_bytes
+from ..._report import Traffic
 from .session import Session, State
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..._report import readable_bytes
+from ..._collectives import readable_bytes
 from .journal import Row
 from .node_bytes import NodeBytes
 
