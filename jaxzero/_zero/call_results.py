@@ -119,7 +119,7 @@ def _as_trees(
     return [trees[number] for number in transform.options.argnums]
 
 
-def memory_of(transform: Transform, wire_state: Any) -> LocalWireState:
+def wire_state_of(transform: Transform, wire_state: Any) -> LocalWireState:
     """What the wire remembers, by number of leaf.
 
     Args:
@@ -160,7 +160,7 @@ def memory_of(transform: Transform, wire_state: Any) -> LocalWireState:
 
 
 def _state_trees(call: Call, numbers: Sequence[int], memory: LocalWireState) -> list[WireState]:
-    """Undo `memory_of`: one state for each of `numbers`."""
+    """Undo `wire_state_of`: one state for each of `numbers`."""
     trees = {
         number: to_tree(argument.plan, memory, start)
         for number, start, argument in _sharded(call)

@@ -16,7 +16,7 @@ from .._sharding import arrays_of
 from .._simigrad import CodecNoise
 from .arguments import BATCH, check_differentiable, check_rows, resolve
 from .batch_choice import BatchArgnums
-from .call_results import gradient_options, memory_of, returned
+from .call_results import gradient_options, returned, wire_state_of
 from .codec_noise import measure_codec_noise
 from .options import Options
 from .outputs import flat_reductions
@@ -167,8 +167,8 @@ class Zero(ShardedTrees):
             transform, arrays = self._prepare(f, args, kwargs, options, batch_argnums, in_specs)
             for number in transform.options.argnums:
                 check_differentiable(transform.call.arguments[number], arrays[number], allow_int)
-            memory = memory_of(transform, wire_state)
-            outputs = programs.run(transform.program, arrays, memory)
+            local_state = wire_state_of(transform, wire_state)
+            outputs = programs.run(transform.program, arrays, local_state)
             return returned(transform, outputs, isinstance(argnums, int), wire_state is not None)
 
         return wrapped
@@ -234,7 +234,7 @@ class Zero(ShardedTrees):
             argnums, has_aux, microbatches, weighted, aux_reduce, halves, self._devices
         )
         transform, arrays = self._prepare(f, args, kwargs, options, batch_argnums, in_specs)
-        return transform.plan(arrays, memory_of(transform, wire_state))
+        return transform.plan(arrays, wire_state_of(transform, wire_state))
 
     # What the above share.
 
