@@ -1,4 +1,8 @@
-"""From a user's function to a sharded program of global arrays, inside a `shard_map`."""
+"""Transform a user's function into a sharded program: `run_on_device` inside a `shard_map`.
+
+The program takes and returns global arrays. Its body, on each device, is the user's function with
+the gathers and reductions of the plan.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +41,11 @@ class Transform:
         self.config = config
         self.comm = CommSpec.of(mesh, config, options.halves)
         self.parameters = _parameters(call, options, config)
-        self._plan: Plan | None = None  # of what was traced last
+        self._plan: Plan | None = None  # set by tracing `program`
 
     def plan(self, arrays: list[list[Any]], wire_state: LocalWireState) -> Plan:
-        """What one call of `program` gathers, reduces and sends."""
-        # A new function, for `eval_shape` does not trace again what it has traced before.
+        """The gathers, reductions and transfers of one call of `program`."""
+        # A new function each time: `eval_shape` does not trace a function again that it knows.
         jax.eval_shape(lambda *args: self.program(*args), arrays, wire_state)
         assert self._plan is not None
         return self._plan
@@ -101,7 +105,7 @@ class Transform:
         )
 
     def _rows_per_microbatch(self, arrays: Sequence[Sequence[Array]]) -> int | None:
-        """How many rows of the batch one device sees at a time."""
+        """The number of rows of one micro-batch on one device; None: nothing is split by rows."""
         for argument, leaves in zip(self.call.arguments, arrays, strict=True):
             for x, spec in zip(leaves, argument.specs, strict=True):
                 dim = None if argument.plan else split_dim(spec)
@@ -160,10 +164,11 @@ class Transform:
         return value, weight, gradients, others
 
     def _called(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """What the user's function returns.
+        """Call the user's function.
 
         Raises:
-            ValueError: it has changed an `nnx.Module` or `nnx.Rngs` and does not return that.
+            ValueError: it has changed an `nnx.Module` or `nnx.Rngs` in place, and does not return
+                the new value.
         """
         values = [*args, *kwargs.values()]
         before = [nnx_leaves(value) for value in values]
