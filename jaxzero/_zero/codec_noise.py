@@ -109,7 +109,8 @@ def _squared_error(x: Array, codec: Codec | None) -> Float32[Array, ""]:
     if codec is None or x.size == 0:
         return jnp.zeros([], jnp.float32)
     # The mean of a few decoded messages lies near the codec's own steps, so encoding the same
-    # blocks again would lose less than for a fresh gradient. The roll makes other blocks.
+    # blocks again would lose less than for a fresh gradient. The roll changes which numbers share
+    # a block.
     rows = jnp.roll(x.reshape(1, x.size), 16, axis=1)
     message = codec.encode(rows, seed=device_index())
     change = codec.decode(message, x.size, jnp.float32) - rows.astype(jnp.float32)
