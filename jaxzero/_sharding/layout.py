@@ -36,7 +36,7 @@ class DimSharding:
     Attributes:
         dim: index of the split dim.
         size: its true size.
-        unit: its stored size is a multiple of this, the number of shards.
+        unit: its stored size is a multiple of this: the number of shards over all axes on it.
     """
 
     dim: int
