@@ -306,7 +306,7 @@ class BlockRunner:
         self.env[target] = maker.bind([constant])[0]
 
 
-def _add(one: Array, other: Array) -> Array:
+def _add(x: Array, y: Array) -> Array:
     """Add in the wider of the two dtypes: terms are reduced in dtypes of their own."""
-    dtype = jnp.promote_types(one.dtype, other.dtype)
-    return one.astype(dtype) + other.astype(dtype)
+    dtype = jnp.promote_types(x.dtype, y.dtype)
+    return x.astype(dtype) + y.astype(dtype)

@@ -114,9 +114,7 @@ def run_on_device(
     reduce_specs = _reduce_specs(shapes, targets)
     loss = loss if isinstance(loss, Value) else None
     kept_weights = _slices_to_keep(parameters, weights, wire_state, microbatches, comm)
-    num_hops = max(
-        1, len(comm.long(comm.gather_axes if not comm.hpz or kept_weights else (LOCAL,)))
-    )
+    num_hops = _num_gather_axes(comm, bool(kept_weights))
     top = make_plan(block, uses, reduce_specs, loss, _effective_schedule(comm), num_hops)
     top = mark_kept_slices(top, kept_weights)
     slices, sources = _gather_sources(
@@ -147,6 +145,15 @@ def run_on_device(
         Plan(top, at_end, slice_bytes=kept),
         means.halves,
     )
+
+
+def _num_gather_axes(comm: CommSpec, keeps_slices: bool) -> int:
+    """The most axes that the program gathers a weight over; at least 1.
+
+    With hpZ it gathers over `local` only, unless it makes the node slices itself.
+    """
+    axes = comm.gather_axes if comm.hpz is None or keeps_slices else (LOCAL,)
+    return max(1, len(comm.long(axes)))
 
 
 def _gather_sources(
@@ -311,10 +318,10 @@ def _targets(
     """Decide over which axes the program reduces the gradient of each differentiated leaf.
 
     Normally over `local` and `node`. Over `local` only, with the sum over nodes left to
-    `mean_gradients`, in four cases: several micro-batches with hpZ, where device memory has room
-    for node slices anyway; a residual that is added before the sum over nodes; a gradient whose
-    split still has to move to another dim; and `split="local"`, where nodes all-reduce their
-    slices, with several micro-batches or with half-batch sums.
+    `mean_gradients`, in four cases: several micro-batches with hpZ, which keeps node slices of the
+    weights anyway, so that node slices of gradients fit too; a residual that is added before the
+    sum over nodes; a gradient whose split still has to move to another dim; and `split="local"`,
+    where nodes all-reduce their slices, with several micro-batches or with half-batch sums.
     """
     targets = []
     sum_nodes_once = comm.hpz is not None and microbatches > 1

@@ -130,7 +130,7 @@ def _mean(
     else:
         assert target.reduce_spec is not None
         # Each node sends its own mean, not its part of the sum: a sum could overflow 16 bits
-        # where the mean does not. The residual is in the units of what is sent.
+        # where the mean does not. The residual has the scale of what is sent.
         nodes = jnp.asarray(comm.sizes[NODE], x.dtype)
         x = _moved(x / (total.astype(x.dtype) / nodes), target, comm, (LOCAL,))
         layout = target.stored or target.reduce_spec.layout

@@ -37,7 +37,7 @@ jax.tree_util.register_dataclass(Accumulators, ["loss", "weight", "gradients"], 
 def check_microbatches(num: Any) -> None:
     """Raise `ValueError` unless `num` is an integer of at least 1."""
     if not isinstance(num, int) or num < 1:
-        raise ValueError(f"`microbatches` must be a whole number of at least 1; got {num!r}.")
+        raise ValueError(f"`microbatches` must be an integer of at least 1; got {num!r}.")
 
 
 def split_microbatches(x: Array, spec: Any, num: int) -> Array:

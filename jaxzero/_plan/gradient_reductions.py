@@ -34,7 +34,7 @@ class BlockGradients:
 
     reduces: dict[Value, ReduceSpec]  # values reduced as soon as they are made
     on_shards: dict[int, DimSharding | None]  # operations that run on shards: their input's layout
-    loops: dict[int, BlockGradients]  # the same for the bodies of loops
+    loops: dict[int, BlockGradients]  # reductions in the bodies of loops
     at_end: dict[int, ReduceSpec]  # outputs reduced last, because something reads them in full
 
 

@@ -24,9 +24,9 @@ _OURS = ("node", "local")
 _CALLBACKS = {"debug_callback", "debug_print", "io_callback", "pure_callback"}
 _RUNS = (
     "A function given to `zero.value_and_grad` or `zero.apply` runs once on every device, inside a "
-    f"`shard_map` over {_OURS}, on that device's rows of the batch and on whole parameters."
+    f"`shard_map` over {_OURS}, on that device's rows of the batch and on full parameters."
 )
-_OF_SHARDINGS = f"{_RUNS} Leave out what it says of shardings over these axes."
+_OF_SHARDINGS = f"{_RUNS} Remove its requests for shardings over these axes."
 _OF_SHARD_MAP = (
     f"{_RUNS} It cannot call `jax.shard_map` over these axes, or over another mesh. Call the "
     "function itself instead: collectives over these axes work in it unchanged."
@@ -133,8 +133,8 @@ def _without(sharding: NamedSharding, name: str) -> NamedSharding:
         if dim and len(rest) < len(axes):
             warn(
                 f"`{name}` asks to split dim {dim} as {sharding.spec} says. {_RUNS} So this "
-                f"changes nothing over {_OURS}: the array is whole on every device. Split over "
-                "a third axis of the mesh, or leave it out."
+                f"changes nothing over {_OURS}: every device has the full array. Split over a "
+                "third axis of the mesh, or leave it out."
             )
         entries.append(entry if len(rest) == len(axes) else rest or None)
     spec = PartitionSpec(*entries)

@@ -80,8 +80,8 @@ def plan_state(
     # An optimizer that is not wrapped keeps `StoredArray`s for padded leaves, with their layout.
     by_path = {leaf.path: leaf for leaf in params.leaves if is_wrapped or leaf.is_plain}
     if is_wrapped:
-        whole = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in params.leaves]
-        state = jax.eval_shape(tx.inner.init, params.whole(whole))
+        unpadded = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in params.leaves]
+        state = jax.eval_shape(tx.inner.init, params.whole(unpadded))
         plan = plan_tree(state, mesh, config)
     else:
         state = jax.eval_shape(tx.init, params.stored([leaf.stored for leaf in params.leaves]))
@@ -162,7 +162,7 @@ def true_shapes(
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap `tx` so that padding is cut off before it and put back after it.
 
-    A padded dim is stored in pieces of `ceil(size / devices)`, which is also how XLA cuts
+    A padded dim is stored in shards of `ceil(size / devices)`, which is also how XLA splits
     an uneven dim, so the wrapper moves no data.
     """
     inner = optax.with_extra_args_support(tx)

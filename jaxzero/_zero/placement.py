@@ -141,7 +141,7 @@ def place_tree(plan: TreePlan, leaves: list[Any], mesh: Mesh, axes: tuple[str, .
     return placed
 
 
-def gather_whole(plan: TreePlan, leaves: list[Any], mesh: Mesh) -> list[Any]:
+def gather_full(plan: TreePlan, leaves: list[Any], mesh: Mesh) -> list[Any]:
     """Gather every leaf in full, in its true shape, on every device."""
     float0 = jax.dtypes.float0  # the gradient of an integer: nothing to gather
     arrays = [i for i, x in enumerate(leaves) if x.dtype != float0]

@@ -27,7 +27,7 @@ from .._sharding import (
 from .init_fn import Initializer
 from .optimizer_state import init_state, plan_state, trained_part, true_shapes
 from .padding_check import warn_of_padding
-from .placement import auto_mesh, gather_whole, pad_leaf, place_tree, run_automatic
+from .placement import auto_mesh, gather_full, pad_leaf, place_tree, run_automatic
 
 
 class ShardedTrees:
@@ -111,7 +111,7 @@ class ShardedTrees:
                 such as those beneath LoRA (ZeRO++, mixed precision).
 
         Returns:
-            The same as `init`; with a codec, `StoredArray`s of unsigned integers.
+            The sharded tree, as from `init`; with a codec, `StoredArray`s of unsigned integers.
 
         Raises:
             ValueError: a leaf is no array, or is stored already, for another mesh or codec.
@@ -131,7 +131,7 @@ class ShardedTrees:
             ValueError: an array in it was not laid out by this `Zero`.
         """
         plan = self._plan_of(tree)
-        return plan.whole(gather_whole(plan, arrays_of(tree), self.mesh))
+        return plan.whole(gather_full(plan, arrays_of(tree), self.mesh))
 
     def shardings(self, tree: Any) -> Any:
         """The tree of `NamedSharding`s in which `tree` is stored, for `out_shardings` and the like.
