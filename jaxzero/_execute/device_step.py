@@ -95,13 +95,11 @@ def run_on_device(
         comm: mesh axes, codecs and schedule of all collectives.
     """
     # Weights that stage 1 or 2 leaves unsharded: full already, and passed to the program as such.
-    full_weights = [
+    full = [
         None if parameters.weight_layout(i) else unpad(x, leaf.layout) if leaf.layout else x
         for i, (leaf, x) in enumerate(zip(parameters.leaves, stored, strict=True))
     ]
-    block, shapes = _trace(
-        flat, parameters, stored, full_weights, inputs, specs, microbatches, comm
-    )
+    block, shapes = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
     first = 1 if microbatches > 1 else 0  # input 0 is then the index of the micro-batch
     values = block.inputs[first : first + len(stored)]
     weights, uses = _choose_layouts(block, values, parameters, comm)
@@ -110,9 +108,9 @@ def run_on_device(
     targets = []
     if shapes[0] is not None:
         targets = _targets(parameters, weights, depths, wire_state, microbatches, comm)
-    loss = block.outputs[0] if shapes[0] is not None else None
     reduce_specs = _reduce_specs(shapes, targets)
-    loss = loss if isinstance(loss, Value) else None
+    output = block.outputs[0] if shapes[0] is not None else None
+    loss = output if isinstance(output, Value) else None  # a constant ends no region
     kept_weights = _slices_to_keep(parameters, weights, wire_state, microbatches, comm)
     num_hops = _num_gather_axes(comm, bool(kept_weights))
     top = make_plan(block, uses, reduce_specs, loss, _effective_schedule(comm), num_hops)
@@ -124,7 +122,7 @@ def run_on_device(
 
     def run(index: Array | None, inputs: list[Any]) -> tuple[Accumulators, list[Any]]:
         indices = [] if index is None else [index]
-        outputs, sources_now = run_block(top, comm, [*indices, *full_weights, *inputs], sources)
+        outputs, sources_now = run_block(top, comm, [*indices, *full, *inputs], sources)
         if index is None:
             last_sources.update(sources_now)
         loss, weight, gradients, others = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
