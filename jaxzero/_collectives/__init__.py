@@ -1,7 +1,7 @@
-"""Gather shards and reduce gradients over the two mesh axes, several arrays in one message.
+"""All-gather weights and reduce-scatter gradients over the two mesh axes, in buckets and codecs.
 
-In: encoded shards, or gradients with the reduction that each needs. Out: full weights, or shards of
-sums. Runs inside `shard_map`; every collective goes through `primitives` and into the ledger.
+In: encoded shards, or gradients, each with its `ReduceSpec`. Out: full weights, or shards of sums.
+Runs inside `shard_map`; `primitives` issues every collective and records it in the ledger.
 """
 
 from .bucket import GatherBucket as GatherBucket
@@ -11,8 +11,8 @@ from .comm_spec import accumulator_dtype as accumulator_dtype
 from .encoded_shards import EncodedShards as EncodedShards
 from .encoded_shards import from_stored as from_stored
 from .encoded_shards import to_stored as to_stored
+from .gather import encode_node_slice as encode_node_slice
 from .gather import gather_hop as gather_hop
-from .gather import keep as keep
 from .gather import node_slices as node_slices
 from .gather import start_gather as start_gather
 from .ledger import Ledger as Ledger
@@ -28,7 +28,7 @@ from .partial_sums import as_pair as as_pair
 from .primitives import all_gather as all_gather
 from .primitives import all_reduce as all_reduce
 from .reduce_hop import reduce_over_node as reduce_over_node
-from .reduce_hop import sum_whole as sum_whole
+from .reduce_hop import sum_full as sum_full
 from .reductions import ReduceBucket as ReduceBucket
 from .reductions import ReduceSpec as ReduceSpec
 from .reductions import reduce_axes as reduce_axes

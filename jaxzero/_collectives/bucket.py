@@ -1,9 +1,12 @@
-"""Several values as one message: what a unit of weights or gradients sends over a hop.
+"""Join the shards of several weights into one message, so that one all-gather carries them all.
 
-A collective has a fixed price, whatever it carries. So the values of a unit are laid side
-by side, as bits, in one array with a row for each device; after the collective each value
-is a range of columns of it, which its decoding reads in place. What has one type stays in
-it, and types that differ are joined as bytes.
+A collective has a fixed cost, whatever its size. So the shards of a group of weights are laid side
+by side, as bits, in one array with a row for each device:
+
+    data[d] = [shard d of weight 0 | shard d of weight 1 | ...]
+
+After the gather each weight is a range of columns, which its decoder reads in place. Shards of one
+dtype keep it; shards of different dtypes are joined as bytes.
 """
 
 from __future__ import annotations
@@ -29,12 +32,13 @@ from .primitives import all_gather
 
 @dataclasses.dataclass(frozen=True)
 class GatherBucket:
-    """Weights on their way, or arrived: one message, or a single value as it is.
+    """A bucket of weight shards, before or after it is gathered.
 
     Attributes:
-        data: `[rows, m]`, one row from each device so far, or what `EncodedShards` holds.
-        parts: what is in a row, without data.
-        positions: their numbers among the weights that are sent together.
+        data: of several weights `[rows, m]`, one row for each device gathered so far; of a single
+            weight the `data` of its `EncodedShards`.
+        parts: for each weight in a row, its `EncodedShards` without data.
+        positions: for each of them, its index among the weights that are sent together.
     """
 
     data: Shaped[Array, ...]
@@ -42,27 +46,27 @@ class GatherBucket:
     positions: tuple[int, ...]
 
     def gather(self, axis: str) -> GatherBucket:
-        """Put the rows of all devices along `axis` below each other."""
+        """All-gather over `axis`: the rows of all devices along it, in order."""
         with picked(self.positions):
             if len(self.parts) == 1:
-                pieces = dataclasses.replace(self.parts[0], data=self.data).gather(axis)
-                return _alone(pieces, self.positions[0])
+                shards = dataclasses.replace(self.parts[0], data=self.data).gather(axis)
+                return _single(shards, self.positions[0])
             data = all_gather(self.data, axis, 0, widths(_columns(self.parts)))
             return GatherBucket(data, tuple(x.over(axis) for x in self.parts), self.positions)
 
     def renumbered(self, numbers: Sequence[int]) -> GatherBucket:
-        """The same among other weights: what had position `i` has `numbers[i]`."""
+        """This bucket with each position `i` replaced by `numbers[i]`."""
         return dataclasses.replace(self, positions=tuple(numbers[i] for i in self.positions))
 
     def unpack(self) -> list[EncodedShards]:
-        """Each of the values again."""
+        """The shards of each weight in the bucket."""
         if len(self.parts) == 1:
             return [dataclasses.replace(self.parts[0], data=self.data)]
         rows = split(self.data, _columns(self.parts))
         return [_from_rows(part, x) for part, x in zip(self.parts, rows, strict=True)]
 
     def arrays(self, dtypes: Sequence[Any]) -> list[Array]:
-        """The same joined, as `dtypes` (None: their own): messages are read where they lie."""
+        """Decode each weight of the bucket to `dtypes` (None: its own); `data` is read in place."""
         if len(self.parts) == 1:
             return [self.unpack()[0].join(dtypes[0])]
         rows = in_place(self.data, _columns(self.parts))
@@ -73,41 +77,47 @@ jax.tree_util.register_dataclass(GatherBucket, ["data"], ["parts", "positions"])
 
 
 def pack(sent: Sequence[tuple[EncodedShards, DeferredMessage | None]]) -> list[GatherBucket]:
-    """One message of all that can share one; of the others, one each.
+    """Put shards into buckets: one for all that have the same axes to go and can share a message.
 
-    A draft is the data of pieces that have none yet.
+    Stacks that loops scan (`lead`), and dtypes that cannot be joined, get a bucket each.
+
+    Args:
+        sent: shards; with a `DeferredMessage`, which is written into the bucket here, where the
+            shards have no data yet.
     """
     buckets = []
-    sharing: dict[tuple[str, ...], list[int]] = {}
+    by_axes: dict[tuple[str, ...], list[int]] = {}
     for i, (x, _) in enumerate(sent):
-        if x.lead or not can_join(_row_type(x)):
-            buckets.append(_alone(x, i))
+        if x.lead or not can_join(_row_dtype(x)):
+            buckets.append(_single(x, i))
         else:
-            sharing.setdefault(x.axes, []).append(i)
-    for numbers in sharing.values():
-        chosen, drafts = zip(*(sent[i] for i in numbers), strict=True)
-        if drafts == (None,):
-            buckets.append(_alone(chosen[0], numbers[0]))
+            by_axes.setdefault(x.axes, []).append(i)
+    for numbers in by_axes.values():
+        chosen, deferred = zip(*(sent[i] for i in numbers), strict=True)
+        if deferred == (None,):
+            buckets.append(_single(chosen[0], numbers[0]))
             continue
-        data = join([draft or _row(x) for x, draft in zip(chosen, drafts, strict=True)])
-        if any(drafts):  # what is written already has this barrier: see `EncodedShards.encode`
+        data = join([message or _row(x) for x, message in zip(chosen, deferred, strict=True)])
+        # Keeps XLA from moving the decoding across the collective, as in `EncodedShards.encode`,
+        # which deferred messages do not pass through.
+        if any(deferred):
             data = lax.optimization_barrier(data)
         buckets.append(GatherBucket(data, tuple(_without_data(x) for x in chosen), tuple(numbers)))
     return buckets
 
 
 def unpack(buckets: Sequence[GatherBucket]) -> list[EncodedShards]:
-    """Undo `pack`, after any number of gathers."""
+    """Undo `pack`, after any number of gathers: the shards, in the order given to `pack`."""
     found = {i: x for bucket in buckets for i, x in _numbered(bucket)}
     return [found[i] for i in range(len(found))]
 
 
 def arrays(buckets: Sequence[GatherBucket], dtypes: Sequence[Any]) -> list[Array]:
-    """What `unpack` gives, joined; see `GatherBucket.arrays`."""
+    """Decode all weights, in the order given to `pack`; see `GatherBucket.arrays`."""
     found: dict[int, Array] = {}
     for bucket in buckets:
-        mine = bucket.arrays([dtypes[i] for i in bucket.positions])
-        found.update(zip(bucket.positions, mine, strict=True))
+        decoded = bucket.arrays([dtypes[i] for i in bucket.positions])
+        found.update(zip(bucket.positions, decoded, strict=True))
     return [found[i] for i in range(len(found))]
 
 
@@ -115,42 +125,43 @@ def _numbered(bucket: GatherBucket) -> list[tuple[int, EncodedShards]]:
     return list(zip(bucket.positions, bucket.unpack(), strict=True))
 
 
-def _alone(pieces: EncodedShards, position: int) -> GatherBucket:
-    return GatherBucket(pieces.data, (_without_data(pieces),), (position,))
+def _single(shards: EncodedShards, position: int) -> GatherBucket:
+    return GatherBucket(shards.data, (_without_data(shards),), (position,))
 
 
-def _without_data(pieces: EncodedShards) -> EncodedShards:
-    """What is to be known of the pieces; their data only as a shape."""
-    return pieces.described(jax.ShapeDtypeStruct(pieces.data.shape, pieces.data.dtype))
+def _without_data(shards: EncodedShards) -> EncodedShards:
+    """The shards with a `ShapeDtypeStruct` in place of their data."""
+    return shards.described(jax.ShapeDtypeStruct(shards.data.shape, shards.data.dtype))
 
 
-def _row(pieces: EncodedShards) -> Array:
-    bits = pieces.data if pieces.codec is not None else to_bits(pieces.data)
+def _row(shards: EncodedShards) -> Array:
+    """This device's row: the message, or the bits of a shard without a codec."""
+    bits = shards.data if shards.codec is not None else to_bits(shards.data)
     return bits.reshape(1, bits.size)
 
 
-def _row_type(pieces: EncodedShards) -> Any:
-    dtype = pieces.data.dtype
-    return jnp.dtype(dtype) if pieces.codec is not None else bits_dtype(dtype)
+def _row_dtype(shards: EncodedShards) -> Any:
+    dtype = shards.data.dtype
+    return jnp.dtype(dtype) if shards.codec is not None else bits_dtype(dtype)
 
 
 def _columns(parts: Sequence[EncodedShards]) -> list[Column]:
-    return [(math.prod(part.data.shape), np.dtype(_row_type(part))) for part in parts]
+    return [(math.prod(part.data.shape), np.dtype(_row_dtype(part))) for part in parts]
 
 
 def _joined(part: EncodedShards, row: kernels.InPlace, dtype: Any) -> Array:
-    """An array, from one row of each device."""
+    """The decoded array of a weight, from its columns of the gathered rows."""
     if part.codec is None:
         return _from_rows(part, row.cut_out()).join(dtype)
-    pieces, size = part.data.shape
-    return part.decode(dataclasses.replace(row, size=size, count=pieces), dtype)
+    num_shards, size = part.data.shape
+    return part.decode(dataclasses.replace(row, size=size, count=num_shards), dtype)
 
 
 def _from_rows(part: EncodedShards, rows: Shaped[Array, "n m"]) -> EncodedShards:
-    """Pieces again, from one row of each device."""
+    """The shards of a weight, from its columns of the gathered rows."""
     if part.codec is not None:
-        pieces, size = part.data.shape
-        return dataclasses.replace(part, data=rows.reshape(len(rows) * pieces, size))
+        num_shards, size = part.data.shape
+        return dataclasses.replace(part, data=rows.reshape(len(rows) * num_shards, size))
     x = from_bits(rows, part.dtype).reshape(len(rows), *part.shape)
     x = jnp.moveaxis(x, 0, part.dim)
     dim, shape = part.dim, part.shape

@@ -1,10 +1,13 @@
-"""Gather weights over the two axes, several in one message, hop by hop, with a codec for each.
+"""All-gather weights in buckets, one mesh axis at a time, with a codec for each axis.
 
-Gathers go over `node` first and `local` second, reductions (`reductions`) the other way
-round: what crosses between nodes is then the smallest piece, and arrives in order
-(`_sharding.layout`). A gather is written by `start_gather`, and done one hop at a time.
-Legend: `shard` is what one device owns, `slice` what the devices of one position in all
-nodes own together, `full` the whole array in its own shape.
+Gathers run over `node` first and `local` second, reductions (`reductions`) the other way round.
+Only a shard then crosses between nodes, the smallest array of all, and the gathered shards are in
+the order of storage (`_sharding.layout`). `start_gather` encodes the buckets; each call of
+`gather_hop` then gathers over one axis.
+
+Legend: a `shard` is what one device owns; a node `slice` is the part of the array that one device
+has after the gather over `node`, joined from the shards of all devices with its `local` index;
+`full` is the array in its own shape.
 """
 
 from __future__ import annotations
@@ -20,25 +23,26 @@ from .encoded_shards import EncodedShards
 
 
 def start_gather(
-    pieces: Sequence[EncodedShards], sizes: Sequence[int], comm: CommSpec
+    shards: Sequence[EncodedShards], sizes: Sequence[int], comm: CommSpec
 ) -> list[GatherBucket]:
-    """Write what the first hop of a gather sends: one message of all weights.
+    """Encode this device's shards for the first axis of their gather, and pack them into buckets.
 
     Args:
-        pieces: this device's, each with the axes that it still is cut along.
-        sizes: of each whole array, or of one layer of it, for `min_quantized_size`.
-        comm: how they travel.
+        shards: for each weight, what this device has of it; `axes` are those still to be gathered.
+        sizes: for each weight, the elements of the full array (of one layer, if it is a stack);
+            compared with `min_quantized_size`.
+        comm: axes and codecs.
     """
-    return pack([_sent(x, size, comm) for x, size in zip(pieces, sizes, strict=True)])
+    return pack([_encoded(x, size, comm) for x, size in zip(shards, sizes, strict=True)])
 
 
 def gather_hop(
     buckets: Sequence[GatherBucket], sizes: Sequence[int], comm: CommSpec
 ) -> list[GatherBucket]:
-    """One all-gather of each message, over the next axis that its weights are cut along.
+    """All-gather each bucket over the next of its axes.
 
-    What arrived is passed on over the axis after that as it is, if that has the same codecs;
-    else it is decoded and encoded again.
+    If the axis after that uses the same codecs, the gathered messages are the next bucket;
+    otherwise they are decoded and encoded again. A fully gathered bucket is returned unchanged.
     """
     result = []
     for bucket in buckets:
@@ -47,40 +51,43 @@ def gather_hop(
             result.append(bucket)
             continue
         bucket = bucket.gather(axis)
-        mine = [sizes[i] for i in bucket.positions]
+        bucket_sizes = [sizes[i] for i in bucket.positions]
         if all(
-            _codec(x, size, comm) == x.codec for x, size in zip(bucket.parts, mine, strict=True)
+            _codec(x, size, comm) == x.codec
+            for x, size in zip(bucket.parts, bucket_sizes, strict=True)
         ):
             result.append(bucket)
         else:
-            again = start_gather(bucket.unpack(), mine, comm)
-            result += [x.renumbered(bucket.positions) for x in again]
+            encoded = start_gather(bucket.unpack(), bucket_sizes, comm)
+            result += [x.renumbered(bucket.positions) for x in encoded]
     return result
 
 
-def _next_axis(pieces: EncodedShards, comm: CommSpec) -> str | None:
-    """The axis of the next hop; None: everything has arrived."""
-    return next(iter(comm.long(pieces.axes)), None)
+def _next_axis(shards: EncodedShards, comm: CommSpec) -> str | None:
+    """The next axis to gather over; None: the gather is complete."""
+    return next(iter(comm.long(shards.axes)), None)
 
 
-def _sent(
-    pieces: EncodedShards, size: int, comm: CommSpec
+def _encoded(
+    shards: EncodedShards, size: int, comm: CommSpec
 ) -> tuple[EncodedShards, DeferredMessage | None]:
-    """As the next hop sends them; with what is to be written in place, if it is."""
-    axis = _next_axis(pieces, comm)
+    """Encode shards for the next axis; with a deferred message if the codec writes in place."""
+    axis = _next_axis(shards, comm)
     if axis is None:
-        return pieces, None
-    cut = comm.axes[: comm.axes.index(axis) + 1]
-    codec = _codec(pieces, size, comm)
-    return pieces.draft(codec, cut) or (pieces.encode(codec, cut), None)
+        return shards, None
+    # Devices along these axes hold different shards. Those along the other axis hold the same
+    # ones, and must encode the same messages, also where rounding is stochastic.
+    split_axes = comm.axes[: comm.axes.index(axis) + 1]
+    codec = _codec(shards, size, comm)
+    return shards.draft(codec, split_axes) or (shards.encode(codec, split_axes), None)
 
 
-def _codec(pieces: EncodedShards, size: int, comm: CommSpec) -> Codec | None:
-    """What pieces are written with for their next hop; their own, if there is none."""
-    axis = _next_axis(pieces, comm)
-    if pieces.pinned or axis is None:
-        return pieces.codec
-    return comm.weight_codec(axis, size, pieces.dtype)
+def _codec(shards: EncodedShards, size: int, comm: CommSpec) -> Codec | None:
+    """The codec for the next axis; the present one, if the gather is complete or it is pinned."""
+    axis = _next_axis(shards, comm)
+    if shards.pinned or axis is None:
+        return shards.codec
+    return comm.weight_codec(axis, size, shards.dtype)
 
 
 def node_slices(
@@ -89,17 +96,24 @@ def node_slices(
     comm: CommSpec,
     pin: Callable[[list[GatherBucket]], list[GatherBucket]] = lambda buckets: buckets,
 ) -> list[EncodedShards]:
-    """What a node keeps of weights for a whole step (hpZ): one gather between nodes.
+    """All-gather weights over `node` only, and encode the slices as hpZ stores them.
 
-    `pin` sees the messages, once they are written and before they are sent.
+    Args:
+        shards: this device's shards.
+        sizes: as for `start_gather`.
+        comm: axes and codecs.
+        pin: is applied to the encoded buckets before they are sent, to put a barrier on them.
     """
     first = [dataclasses.replace(x, axes=(NODE,)) for x in shards]
     slices = unpack(gather_hop(pin(start_gather(first, sizes, comm)), sizes, comm))
-    kept = [x if x.pinned else keep(x, size, comm) for x, size in zip(slices, sizes, strict=True)]
+    kept = [
+        x if x.pinned else encode_node_slice(x, size, comm)
+        for x, size in zip(slices, sizes, strict=True)
+    ]
     return [dataclasses.replace(x, axes=(LOCAL,)) for x in kept]
 
 
-def keep(pieces: EncodedShards, size: int, comm: CommSpec) -> EncodedShards:
-    """A node's slice as hpZ stores it; `size` as for `gather`."""
+def encode_node_slice(node_slice: EncodedShards, size: int, comm: CommSpec) -> EncodedShards:
+    """Encode a node slice as hpZ stores it; `size` as for `start_gather`."""
     assert comm.hpz is not None
-    return pieces.encode(comm.suitable(comm.hpz.codec, size, pieces.dtype), (LOCAL,))
+    return node_slice.encode(comm.suitable(comm.hpz.codec, size, node_slice.dtype), (LOCAL,))

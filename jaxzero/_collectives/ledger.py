@@ -1,4 +1,9 @@
-"""A ledger of the collectives that a program issues, with their sizes and labels."""
+"""Record the collectives that a program issues, with sizes, mesh axes and the leaves they serve.
+
+Records are made while a program is traced, so a report shows what is sent, not an estimate. Bytes
+of an array of B bytes over n devices: an all-gather, all-to-all or reduce-scatter brings
+B (n - 1) / n bytes into a device, an all-reduce twice that.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +29,18 @@ class Transfer:
     Attributes:
         purpose: "weights", "gradients", or "other" (losses, weights of examples, aux).
         name: of the leaf, or of the first of several; or "".
-        parts: of a message for several leaves, the name of each and its part of `num_bytes`.
         collective: "all-gather", "all-to-all", "reduce-scatter" or "all-reduce".
-        axis: the mesh axis it runs over, of more than one device; or "node+local".
+        axis: the mesh axis of more than one device that it runs over; or "node+local".
         dtype: on the wire.
-        num_bytes: of the gathered result, of the message cut into pieces, or of the array
-            that is reduced, on one device.
-        entering_bytes: that one device receives: `num_bytes * (n - 1) / n` over `n` devices,
+        num_bytes: size on one device of the gathered result, of the array that is exchanged or
+            scattered, or of the array that is all-reduced.
+        entering_bytes: bytes that one device receives: `num_bytes * (n - 1) / n` over `n` devices,
             twice that for an all-reduce.
-        node_bytes: those of them that come from other nodes.
-        trips: how often one execution of the program, an optimizer step, does it.
-        microbatches: how many of those are for the micro-batches of the step; 1: it is done
-            once for all of them.
+        node_bytes: the part of `entering_bytes` that comes from other nodes.
+        trips: how often it runs in one execution of the program, an optimizer step.
+        microbatches: the factor of `trips` that comes from micro-batches; 1: it runs once for all
+            of them.
+        parts: for a message of several leaves, the name of each and its part of `num_bytes`.
     """
 
     purpose: str
@@ -51,7 +56,7 @@ class Transfer:
     parts: tuple[tuple[str, int], ...] = ()
 
     def by_leaf(self) -> tuple[Transfer, ...]:
-        """What it does for each of its leaves, as if each had been sent alone."""
+        """One transfer for each leaf, with its part of the bytes."""
         if not self.parts:
             return (self,)
 
@@ -69,7 +74,7 @@ class Transfer:
 
 
 class Ledger:
-    """What has been noted so far, in program order."""
+    """The transfers recorded so far, in program order; `sizes` are those of the mesh axes."""
 
     def __init__(self, sizes: Mapping[str, int]):
         self.sizes = sizes
@@ -83,6 +88,15 @@ class Ledger:
         num_bytes: int,
         shares: tuple[int, ...] = (),
     ) -> None:
+        """Record one collective, unless all its axes have one device.
+
+        Args:
+            collective: its name, as in `Transfer`.
+            axis: the mesh axis or axes.
+            dtype: on the wire.
+            num_bytes: as in `Transfer`.
+            shares: bytes of each leaf in a row of a message for several leaves.
+        """
         axes = tuple(a for a in ((axis,) if isinstance(axis, str) else axis) if self.sizes[a] > 1)
         if not axes:
             return
@@ -121,7 +135,7 @@ _label: contextvars.ContextVar[tuple[str, tuple[str, ...]]] = contextvars.Contex
 
 @contextlib.contextmanager
 def recording(ledger: Ledger | None) -> Iterator[None]:
-    """Note the collectives that are traced inside; `None` notes nothing."""
+    """Record the collectives that are traced inside in `ledger`; `None` records nothing."""
     token = _ledger.set(ledger)
     try:
         yield
@@ -131,9 +145,10 @@ def recording(ledger: Ledger | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def labelled(purpose: str, *names: str) -> Iterator[None]:
-    """Say what the collectives inside are for; the compiled program carries it as a scope.
+    """Label the collectives inside with their purpose and leaves.
 
-    A profiler shows the scopes: `jaxzero/gather/decoder.layers.3`.
+    The label is also a named scope of the compiled program, which profilers show:
+    `jaxzero/gather/decoder.layers.3`.
 
     Args:
         purpose: as in `Transfer`.
@@ -148,7 +163,10 @@ def labelled(purpose: str, *names: str) -> Iterator[None]:
 
 
 def _scope(purpose: str, names: tuple[str, ...]) -> str:
-    """What is done, and to what: the path that the leaves share, or the first and how many more."""
+    """The scope's name: a verb, and the path prefix that the leaves share.
+
+    Leaves without a common prefix are named by the first and the number of the others.
+    """
     if purpose == "other":
         return "/".join(("jaxzero", *names))
     verb = {"weights": "gather", "gradients": "reduce"}[purpose]
@@ -165,7 +183,7 @@ def _scope(purpose: str, names: tuple[str, ...]) -> str:
 
 @contextlib.contextmanager
 def picked(numbers: Sequence[int]) -> Iterator[None]:
-    """Of the names that `labelled` gave, say which the collectives inside are for."""
+    """Label the collectives inside with a selection of the names given to `labelled`."""
     purpose, names = _label.get()
     if len(names) == 1:
         yield
@@ -180,15 +198,16 @@ def picked(numbers: Sequence[int]) -> Iterator[None]:
 def repeated(
     body: Callable, trips: int, *, microbatches: bool = False
 ) -> tuple[Callable, Callable[[], None]]:
-    """For a loop's body that may be traced more than once and runs `trips` times.
+    """Count the collectives of a loop's body `trips` times, however often JAX traces the body.
 
     Args:
-        body: of the loop.
+        body: the loop's body.
         trips: how often it runs.
         microbatches: whether each trip is a micro-batch.
 
     Returns:
-        The body to trace, and what to call afterwards to note what is in it.
+        The body to give to `lax.scan`, and a function to call after it, which records the
+        collectives of the last trace.
     """
     outer, last = _ledger.get(), None
 
@@ -213,6 +232,7 @@ def repeated(
 
 
 def note(collective: str, axis: Axes, x: Any, shares: tuple[int, ...] = ()) -> None:
+    """Record a collective on `x` in the current ledger, if there is one."""
     ledger = _ledger.get()
     if ledger is not None:
         ledger.note(collective, axis, x.dtype, x.size * x.dtype.itemsize, shares)

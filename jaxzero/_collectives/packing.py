@@ -1,4 +1,7 @@
-"""Several rows of numbers side by side in one message of bytes, and back."""
+"""Concatenate rows of several arrays, also of different dtypes, into one message, and split it.
+
+Arrays of one dtype keep it; arrays of different dtypes are joined as bytes.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ from jaxtyping import Array, Shaped, UInt8
 from .. import pallas_kernels as kernels
 from .._codecs import DeferredMessage, written
 
-Column = tuple[int, Any]  # how many elements in a row, of which type
+Column = tuple[int, Any]  # elements of one array in a row, and their dtype
 
 
 def can_join(dtype: Any) -> bool:
-    """Whether values of a type can lie in a message beside others."""
+    """Whether arrays of this dtype can be joined: numbers of whole bytes, no random keys."""
     is_number = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     return bool(is_number) and jnp.dtype(dtype).itemsize >= 1
 
 
 def join(rows: Sequence[Shaped[Array, "n _"] | DeferredMessage]) -> Shaped[Array, "n m"]:
-    """Lay arrays of rows side by side; as bytes, if their types differ.
+    """Concatenate arrays of rows along dim 1; as bytes, if their dtypes differ.
 
-    Drafts are written there, so that nothing is copied but what is an array already.
+    A deferred message is encoded directly into its columns, which saves a copy.
     """
     if len({x.dtype for x in rows}) > 1:
         rows = [x if isinstance(x, DeferredMessage) else _as_bytes(x) for x in rows]
@@ -36,11 +39,14 @@ def join(rows: Sequence[Shaped[Array, "n _"] | DeferredMessage]) -> Shaped[Array
 
 
 def _filled(rows: Sequence[UInt8[Array, "n _"] | DeferredMessage]) -> UInt8[Array, "n m"]:
-    """As `join`: first kernels write theirs, one after the other, and then comes the rest."""
+    """`join` with deferred messages: kernels write theirs first, then the arrays are copied in.
+
+    Each kernel updates the buffer that the one before it returned.
+    """
     shape = rows[0].shape[0], sum(x.shape[1] for x in rows)
     data, start, rest = None, 0, []
-    for is_draft, run in itertools.groupby(rows, lambda x: isinstance(x, DeferredMessage)):
-        for x in run if is_draft else [join(list(run))]:
+    for is_deferred, run in itertools.groupby(rows, lambda x: isinstance(x, DeferredMessage)):
+        for x in run if is_deferred else [join(list(run))]:
             if isinstance(x, DeferredMessage):
                 data = x.write(place=kernels.Place(shape, start, data))
             else:
@@ -58,9 +64,9 @@ def split(data: Shaped[Array, "n m"], columns: Sequence[Column]) -> list[Shaped[
 
 
 def in_place(data: Shaped[Array, "n m"], columns: Sequence[Column]) -> list[kernels.InPlace]:
-    """The parts of what was joined, where they lie, for what reads them there.
+    """The parts of a joined message, as views for decoders that read the message in place.
 
-    What is not bytes, and was joined as bytes, cannot be read there.
+    A part of another dtype in a message of bytes is copied out, because it must be bitcast first.
     """
     mixed = len({dtype for _, dtype in columns}) > 1
     parts, start = [], 0

@@ -1,8 +1,8 @@
-"""What the devices of a hop add up: messages that arrived, and sums with that of the first half.
+"""Received messages whose sum is not taken yet, and sums with the sum over half of the devices.
 
-The sum over the first half of the devices is wanted where the gradients of two halves of a batch
-are compared (`half_batches`). It is taken where the pieces of all devices are at hand, and moves no
-byte.
+SimiGrad compares the gradients of two half-batches (`half_batches`), and needs the sum over the
+first half of the devices beside the sum over all. Both are taken on the receiving device, from the
+shards that all its peers sent, so the second sum sends no more bytes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from ..pallas_kernels import add_up
 
 @dataclasses.dataclass(frozen=True)
 class HalfBatchSum:
-    """A sum over devices. What is linear is done to both of its parts alike.
+    """A sum over devices, with the sum over the first half of them.
+
+    It is a pytree, so that linear operations can be mapped over both sums.
 
     Attributes:
-        total: over all devices.
-        first: over the first half of them.
+        total: sum over all devices.
+        first: sum over the first half.
     """
 
     total: Shaped[Array, ...]
@@ -34,7 +36,7 @@ class HalfBatchSum:
 
     @classmethod
     def of(cls, x: Shaped[Array, "devices ..."], half: int) -> HalfBatchSum:
-        """Sum over the leading dim, of which `half` are the first half."""
+        """Sum `x` over dim 0; the first `half` entries of dim 0 are the first half."""
         return cls(add_up(x), add_up(x[:half]))
 
 
@@ -45,46 +47,47 @@ Sum = Array | HalfBatchSum
 
 @dataclasses.dataclass(frozen=True)
 class PartialSums:
-    """What the devices of a hop sent of one array that they sum.
+    """The messages that one device received for its shard of a sum, not decoded yet.
 
-    Where the sum is written again for the next hop, its codec takes it on the way.
+    If the sum is encoded again for the next axis, the codec can decode, sum and encode in one
+    kernel (`Codec.recode`), so the sum is taken as late as possible.
 
     Attributes:
-        message: from each device, where it arrived.
-        codec: that wrote them.
-        shape: of the sum.
-        summed: of how many devices each is the mean.
+        message: one row from each sender; `InPlace` is a range of columns of a larger array.
+        codec: the codec of the messages.
+        shape: shape of the sum.
+        num_summed: each message is the mean over this many devices.
     """
 
     message: Shaped[Array, "num m"] | kernels.InPlace
     codec: Codec
     shape: tuple[int, ...]
-    summed: int = 1
+    num_summed: int = 1
 
     @jax.named_scope("decode")
     def total(self) -> Shaped[Array, ...]:
-        """Decoded and summed in float32."""
+        """The sum over all devices so far, decoded and added in float32."""
         total = self.codec.decode_sum(self.message, math.prod(self.shape)).reshape(self.shape)
-        return total if self.summed == 1 else total * jnp.float32(self.summed)
+        return total if self.num_summed == 1 else total * jnp.float32(self.num_summed)
 
     def halved(self, half: int) -> HalfBatchSum:
-        """The same, of all and of the first `half` of the devices."""
+        """The sum over all senders, and over the first `half` of them."""
         first = kernels.InPlace.whole(self.message).rows(half)
         return HalfBatchSum(self.total(), dataclasses.replace(self, message=first).total())
 
 
 def total_of(x: Array | PartialSums) -> Array:
-    """An array; the sum, if it is not taken yet."""
+    """The sum, taken now if it was not yet."""
     return x.total() if isinstance(x, PartialSums) else x
 
 
 def sum_of(x: Sum | PartialSums, half: int) -> Sum:
-    """The sum, if it is not taken yet; also of the first `half` of the devices, unless 0."""
+    """The sum, taken now if it was not yet; with that of the first `half` senders, unless 0."""
     if not isinstance(x, PartialSums):
         return x
     return x.halved(half) if half else x.total()
 
 
 def as_pair(x: Any) -> tuple[Any, HalfBatchSum | None]:
-    """A sum over devices; and the same in halves, if it has them."""
+    """A sum as `(total, itself)` if it is a `HalfBatchSum`, otherwise as `(sum, None)`."""
     return (x.total, x) if isinstance(x, HalfBatchSum) else (x, None)

@@ -1,7 +1,6 @@
-"""Every collective that the library issues, and a ledger of them.
+"""The collectives that the library issues: `lax` collectives, each recorded in the ledger.
 
-A ledger is written while a program is traced, so that a report says what is really sent:
-which axis, how many bytes, how often.
+Other modules call these four and not `lax`, so that the report counts every byte (`ledger`).
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from jaxtyping import Array, Shaped
 from .._mesh import gloo_workaround, varying
 from .ledger import Axes, note
 
-# `shares` are the bytes that each of the leaves has in a row of a message for several.
+# `shares`: for a message of several leaves, the bytes that each leaf has in a row.
 
 
 def all_gather(
     x: Shaped[Array, ...], axis: Axes, dim: int, shares: tuple[int, ...] = ()
 ) -> Shaped[Array, ...]:
-    """Join the devices' arrays along `dim`, in the order of `axis`."""
+    """Concatenate the arrays of all devices along `dim`, in the order of `axis`."""
     full = lax.all_gather(x, axis, axis=dim, tiled=True)
     note("all-gather", axis, full, shares)
     return full
@@ -34,7 +33,7 @@ def all_to_all(
     concat_dim: int = 0,
     shares: tuple[int, ...] = (),
 ) -> Shaped[Array, ...]:
-    """Send the i-th piece of `split_dim` to device i; join what arrives along `concat_dim`."""
+    """Send part i of `split_dim` to device i; concatenate the received parts on `concat_dim`."""
     note("all-to-all", axis, x, shares)
     x = varying(x, axis)
     return lax.all_to_all(x, axis, split_axis=split_dim, concat_axis=concat_dim, tiled=True)
@@ -43,7 +42,7 @@ def all_to_all(
 def reduce_scatter(
     x: Shaped[Array, ...], axis: Axes, dim: int, shares: tuple[int, ...] = ()
 ) -> Shaped[Array, ...]:
-    """Sum over devices; device i keeps the i-th piece of `dim`."""
+    """Sum over devices; device i keeps part i of `dim`."""
     note("all-to-all" if gloo_workaround.is_exchanged() else "reduce-scatter", axis, x, shares)
     return gloo_workaround.reduce_scatter(x, axis, dim)
 

@@ -1,10 +1,13 @@
-"""Sum gradients over devices, several in one message, hop by hop, with a codec for each.
+"""Reduce-scatter gradients in buckets, one mesh axis at a time, with a codec for each axis.
 
-The hops of a gather run backwards: over `local` first, then, with what is then the
-smallest piece, over `node`. Every codec is used hop by hop: encode the pieces, exchange
-them all-to-all, decode and sum in float32, and start again on the next axis (ZeRO++, qgZ).
-What has no codec is summed by a reduce-scatter of its own type.
-Legend: `full` is a whole gradient of one device, `rows` its pieces, each as one row.
+The axes run in the reverse order of a gather: `local` first, then `node`, so that only the smallest
+array, a sum over the node, crosses between nodes. With a codec, each axis is one round of qgZ
+(ZeRO++, https://arxiv.org/abs/2306.10209): encode the shards of all receivers, exchange them
+all-to-all, decode and sum in float32. Gradients without a codec are reduce-scattered in
+`accumulator_dtype`.
+
+Legend: `full` is a full gradient on one device; `rows` are its shards for all receivers, flattened
+to one row each.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from .ledger import picked
 from .packing import Column, can_join, in_place, join, split, widths
 from .partial_sums import HalfBatchSum, PartialSums, Sum, sum_of, total_of
 from .primitives import all_to_all, reduce_scatter
-from .reduce_hop import encoded, reduce_to_piece, rows_of, sum_over
+from .reduce_hop import encoded, reduce_to_shard, rows_of, sum_over
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +39,12 @@ class ReduceSpec:
     """A reduce-scatter of one gradient over the mesh axes.
 
     Attributes:
-        name: of the leaf.
-        shape: of the full gradient on each device.
-        dtype: of it.
-        layout: which dim of it is split, and how far that is padded.
-        hops: the axes to sum over, in order. Only `local` leaves the node's slice.
+        name: path of the leaf.
+        shape: shape of the full gradient on each device, without padding.
+        dtype: dtype of the full gradient.
+        layout: split dim and padding of the result.
+        hops: the mesh axes to sum over, in order. With `local` only, the result is the node's
+            slice of the sum over the node.
     """
 
     name: str
@@ -52,12 +56,14 @@ class ReduceSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ReduceBucket:
-    """Gradients, ready to be sent over their first hop.
+    """A bucket of gradients, encoded for the next axis of their reduction, or fully reduced.
 
     Attributes:
-        coded: messages side by side, one row for each receiver; None: there are none.
-        summed: for each type, values side by side in such rows, to be reduce-scattered.
-        rest: those that this hop leaves as they are, by number.
+        coded: the messages of all gradients with a codec, one row for each receiver; None: no
+            gradient has one.
+        summed: for each dtype, the gradients without a codec, in such rows if there are several.
+        rest: gradients that the next axis does not scatter, by index in the bucket; after the last
+            axis all of them, reduced.
     """
 
     coded: Any  # array, or its shape
@@ -69,7 +75,10 @@ jax.tree_util.register_dataclass(ReduceBucket, ["coded", "summed", "rest"], [])
 
 
 def reduce_axes(specs: Sequence[ReduceSpec], comm: CommSpec) -> tuple[str, ...]:
-    """The axes that gradients are sent over together, in order; at least one."""
+    """The axes that a bucket is reduced over, in order: those that any of its gradients needs.
+
+    At least one, so that a bucket on one device passes through the steps of any other.
+    """
     axes = [axis for axis in REDUCTION_HOPS if any(axis in x.hops for x in specs)]
     return comm.long(tuple(axes)) or REDUCTION_HOPS[:1]
 
@@ -77,26 +86,26 @@ def reduce_axes(specs: Sequence[ReduceSpec], comm: CommSpec) -> tuple[str, ...]:
 def start_reduction(
     fulls: Sequence[Shaped[Array, ...]], specs: Sequence[ReduceSpec], comm: CommSpec
 ) -> ReduceBucket:
-    """Write what the first hop sends."""
+    """Pad full gradients, and encode their bucket for the first axis."""
     padded = [pad(x, spec.layout) for x, spec in zip(fulls, specs, strict=True)]
-    return _write(padded, specs, reduce_axes(specs, comm)[0], 1, comm)
+    return _encode_bucket(padded, specs, reduce_axes(specs, comm)[0], 1, comm)
 
 
 def reduce_next_axis(
     bucket: ReduceBucket, specs: Sequence[ReduceSpec], number: int, comm: CommSpec
 ) -> ReduceBucket:
-    """Do hop `number` of `reduce_axes`, and write what the next one sends.
+    """Reduce a bucket over axis `number` of `reduce_axes`, and encode it for the next axis.
 
     Returns:
-        After the last hop, in `rest` this device's piece of each sum (not mean), in
-        `accumulator_dtype` of its type; with halves, where they are wanted on that hop.
+        The bucket for the next axis. After the last axis, `rest` holds this device's shard of each
+        sum (not mean) in `accumulator_dtype`; as a `HalfBatchSum`, where that is requested.
     """
     axes = reduce_axes(specs, comm)
     num_summed = math.prod(comm.sizes[axis] for axis in axes[:number])
-    arrays = _send(bucket, specs, axes[number], num_summed, comm)
+    arrays = _reduce_over(bucket, specs, axes[number], num_summed, comm)
     if number + 1 < len(axes):
         num_summed *= comm.sizes[axes[number]]
-        return _write(arrays, specs, axes[number + 1], num_summed, comm)
+        return _encode_bucket(arrays, specs, axes[number + 1], num_summed, comm)
     half = comm.half(axes[number])
     done = {
         i: jax.tree.map(lambda x, s=s: x.astype(accumulator_dtype(s.dtype)), sum_of(x, half))
@@ -106,7 +115,7 @@ def reduce_next_axis(
 
 
 def reduce_gradient(full: Shaped[Array, ...], spec: ReduceSpec, comm: CommSpec) -> Sum:
-    """Sum one gradient over devices, and keep this device's shard: all axes, one after another."""
+    """Reduce-scatter one gradient over all its axes; return this device's shard of the sum."""
     specs = [dataclasses.replace(spec, shape=tuple(full.shape), dtype=full.dtype)]
     bucket = start_reduction([full], specs, comm)
     for number in range(len(reduce_axes(specs, comm))):
@@ -114,8 +123,11 @@ def reduce_gradient(full: Shaped[Array, ...], spec: ReduceSpec, comm: CommSpec) 
     return bucket.rest[0]
 
 
-def _cuts(spec: ReduceSpec, axis: str, comm: CommSpec) -> bool:
-    """Whether this hop cuts the gradient into pieces."""
+def _scatters(spec: ReduceSpec, axis: str, comm: CommSpec) -> bool:
+    """Whether the reduction over `axis` scatters the gradient.
+
+    It does not where the axis holds copies of the shards (`split="local"`): there it all-reduces.
+    """
     return axis in spec.hops and axis in comm.axes and comm.sizes[axis] > 1
 
 
@@ -123,14 +135,14 @@ def _codec(spec: ReduceSpec, axis: str, comm: CommSpec) -> Codec | None:
     return comm.gradient_codec(axis, math.prod(spec.shape), spec.dtype)
 
 
-def _groups(
+def _split_by_codec(
     specs: Sequence[ReduceSpec], axis: str, comm: CommSpec
 ) -> tuple[list[int], dict[str, list[int]]]:
-    """The numbers of those that are encoded, and of those that are not, by type."""
+    """Indices of the gradients that `axis` scatters: with a codec, and without one by dtype."""
     coded: list[int] = []
     summed: dict[str, list[int]] = {}
     for i, spec in enumerate(specs):
-        if not _cuts(spec, axis, comm):
+        if not _scatters(spec, axis, comm):
             continue
         if _codec(spec, axis, comm) is not None:
             coded.append(i)
@@ -142,60 +154,64 @@ def _groups(
 
 
 def _dtype_at(spec: ReduceSpec, axis: str, comm: CommSpec) -> Any:
-    """The type of the sum so far, before a hop: decoded values are float32."""
+    """The dtype of the sum before it is reduced over `axis`: float32 once it has been decoded."""
     for hop in REDUCTION_HOPS[: REDUCTION_HOPS.index(axis)]:
-        if _cuts(spec, hop, comm) and _codec(spec, hop, comm) is not None:
+        if _scatters(spec, hop, comm) and _codec(spec, hop, comm) is not None:
             return jnp.dtype(jnp.float32)
     return accumulator_dtype(spec.dtype)
 
 
-def _write(
+def _encode_bucket(
     arrays: Sequence[Array | PartialSums],
     specs: Sequence[ReduceSpec],
     axis: str,
     num_summed: int,
     comm: CommSpec,
 ) -> ReduceBucket:
-    """What one hop sends.
+    """Encode sums over `num_summed` devices into a bucket for the reduction over `axis`.
 
-    Values that travel in 16 bits or fewer are exchanged all-to-all and summed in float32,
-    once. A reduce-scatter of the same bytes would round after each of its steps. What is
-    sent is the mean of the devices summed so far: a sum could overflow where the mean does
-    not.
+    Gradients that are sent in 16 bits or fewer are exchanged all-to-all and summed in float32,
+    once: a reduce-scatter in that dtype would round after each of its steps. The message is the
+    mean of the devices summed so far, because a sum could overflow where the mean does not.
     """
-    coded, summed = _groups(specs, axis, comm)
+    coded, summed = _split_by_codec(specs, axis, comm)
     messages = []
     for i in coded:
         spec, codec = specs[i], _codec(specs[i], axis, comm)
         assert codec is not None
         dim, num = spec.layout.dim, comm.sizes[axis]
         messages.append(encoded(arrays[i], dim, num, spec.dtype, codec, axis, num_summed))
-    whole = {i: total_of(x) for i, x in enumerate(arrays) if i not in coded}
-    beside = {}
+    sums = {i: total_of(x) for i, x in enumerate(arrays) if i not in coded}
+    plain = {}
     for name, numbers in summed.items():
-        if len(numbers) == 1:
-            beside[name] = whole[numbers[0]]
+        if len(numbers) == 1:  # reduce-scattered along its own dim, without a copy to rows
+            plain[name] = sums[numbers[0]]
         else:
-            rows = [rows_of(whole[i], specs[i].layout.dim, comm.sizes[axis]) for i in numbers]
-            beside[name] = join(rows)
-    rest = {i: whole[i] for i, s in enumerate(specs) if not _cuts(s, axis, comm)}
+            rows = [rows_of(sums[i], specs[i].layout.dim, comm.sizes[axis]) for i in numbers]
+            plain[name] = join(rows)
+    rest = {i: sums[i] for i, s in enumerate(specs) if not _scatters(s, axis, comm)}
     # The barrier keeps XLA from moving the decoding across the exchange.
     joined = lax.optimization_barrier(join(messages)) if messages else None
-    return ReduceBucket(joined, beside, rest)
+    return ReduceBucket(joined, plain, rest)
 
 
-def _send(
+def _reduce_over(
     bucket: ReduceBucket, specs: Sequence[ReduceSpec], axis: str, num_summed: int, comm: CommSpec
 ) -> list[Any]:
-    """Do one hop: arrays, with halves where they are wanted on it, or what is to be added up."""
-    coded, summed = _groups(specs, axis, comm)
+    """Reduce a bucket over one axis.
+
+    Returns:
+        For each gradient this device's shard of the sum: an array, a `HalfBatchSum` where that is
+        requested on this axis, or `PartialSums` if messages were exchanged.
+    """
+    coded, summed = _split_by_codec(specs, axis, comm)
     arrays: dict[int, Any] = dict(bucket.rest)
     if bucket.coded is not None:
         columns = [_message_column(specs[i], axis, comm) for i in coded]
         with picked(coded):
-            arrived = all_to_all(bucket.coded, axis, shares=widths(columns))
-        for i, message in zip(coded, in_place(arrived, columns), strict=True):
-            codec, shape = _codec(specs[i], axis, comm), _piece(specs[i], axis, comm)
+            received = all_to_all(bucket.coded, axis, shares=widths(columns))
+        for i, message in zip(coded, in_place(received, columns), strict=True):
+            codec, shape = _codec(specs[i], axis, comm), _shard_shape(specs[i], axis, comm)
             assert codec is not None
             arrays[i] = PartialSums(message, codec, shape, num_summed)
     for name, numbers in summed.items():
@@ -211,39 +227,40 @@ def _send(
 def _scatter(
     x: Array, numbers: Sequence[int], specs: Sequence[ReduceSpec], axis: str, comm: CommSpec
 ) -> dict[int, Sum]:
+    """Reduce-scatter the gradients `numbers`, which lie side by side in the rows of `x`."""
     if len(numbers) == 1:
         i = numbers[0]
-        return {i: reduce_to_piece(x, axis, specs[i].layout.dim, comm)}
-    shapes = [_piece(specs[i], axis, comm) for i in numbers]
+        return {i: reduce_to_shard(x, axis, specs[i].layout.dim, comm)}
+    shapes = [_shard_shape(specs[i], axis, comm) for i in numbers]
     columns = [(math.prod(shape), x.dtype) for shape in shapes]
     parts: Sequence[Sum]
     if half := comm.half(axis):
-        arrived = split(all_to_all(x, axis, shares=widths(columns)), columns)
-        parts = [HalfBatchSum.of(part, half) for part in arrived]
+        received = split(all_to_all(x, axis, shares=widths(columns)), columns)
+        parts = [HalfBatchSum.of(part, half) for part in received]
     else:
         parts = split(reduce_scatter(x, axis, 0, widths(columns)), columns)
-    each = zip(numbers, parts, shapes, strict=True)
     return {
-        i: jax.tree.map(lambda x, shape=shape: x.reshape(shape), part) for i, part, shape in each
+        i: jax.tree.map(lambda x, shape=shape: x.reshape(shape), part)
+        for i, part, shape in zip(numbers, parts, shapes, strict=True)
     }
 
 
-def _piece(spec: ReduceSpec, axis: str, comm: CommSpec) -> tuple[int, ...]:
-    """The shape of a piece after one hop."""
+def _shard_shape(spec: ReduceSpec, axis: str, comm: CommSpec) -> tuple[int, ...]:
+    """The shape of a device's shard after the reduction over `axis`, and the axes before it."""
     done = REDUCTION_HOPS[: REDUCTION_HOPS.index(axis) + 1]
     shape, dim = list(spec.layout.pad_shape(spec.shape)), spec.layout.dim
-    shape[dim] //= math.prod(comm.sizes[hop] for hop in done if _cuts(spec, hop, comm))
+    shape[dim] //= math.prod(comm.sizes[hop] for hop in done if _scatters(spec, hop, comm))
     return tuple(shape)
 
 
 def _message_column(spec: ReduceSpec, axis: str, comm: CommSpec) -> Column:
     codec = _codec(spec, axis, comm)
     assert codec is not None
-    return _message_size(codec, math.prod(_piece(spec, axis, comm)), spec.dtype)
+    return _message_size(codec, math.prod(_shard_shape(spec, axis, comm)), spec.dtype)
 
 
 @functools.cache
 def _message_size(codec: Codec, num: int, dtype: Any) -> Column:
-    """Of the message of `num` numbers: the layers of a program send the same ones."""
+    """Bytes and dtype of the message of `num` numbers; cached, since layers repeat it."""
     message = codec.message(num, dtype)
     return message.shape[0], message.dtype

@@ -1,4 +1,4 @@
-"""Move the split of a shard from one dim to another; shapes of gathered weights."""
+"""Move the split of a sharded array from one dim to another, and shapes of gathered weights."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def move_split(
     new: DimSharding,
     axes: tuple[str, ...],
 ) -> Shaped[Array, ...]:
-    """Cut a split array along another dim, by one all-to-all.
+    """Move the split of a sharded array to another dim, by one all-to-all.
 
     Args:
-        x: this device's piece along `old`.
-        shape: the full array's true shape.
-        old: how it is cut.
-        new: how it is wanted, on another dim.
-        axes: that cut it, of more than one device each.
+        x: this device's shard in the layout `old`.
+        shape: true shape of the full array, without padding.
+        old: the present layout.
+        new: the target layout, on another dim.
+        axes: the mesh axes that split the array; each has more than one device.
     """
     assert old.dim != new.dim and shape[new.dim] == new.size
     if not axes:

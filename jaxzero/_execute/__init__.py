@@ -1,7 +1,7 @@
-"""What one device runs: the traced program again, with gathers and reductions where the plan says.
+"""Run a planned program on one device: gather weights before use, reduce gradients once made.
 
-In: a loss, shards of its parameters and this device's rows of the batch. Out: the loss, shards of
-mean gradients, and what is remembered on the wire. Start at `device_step.run_on_device`.
+In: a loss function, parameter shards, this device's rows of the batch and the wire state. Out: the
+loss, shards of the mean gradients, the next wire state. Start at `device_step.run_on_device`.
 """
 
 from .device_step import Parameters as Parameters

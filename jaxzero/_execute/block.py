@@ -1,8 +1,9 @@
-"""Run a planned block again: gather weights before their use, reduce gradients as they are made.
+"""Run a planned block: gather weights before their use, reduce gradients as they are made.
 
-Everything here runs inside the `shard_map`, while it is traced. The plan says what to do; this
-module only does it, operation by operation. `weight_buckets` holds the weights, `gradient_buckets`
-the gradients, and `loop` runs the loops of a block.
+A block is a traced program or a loop body. Everything here runs while JAX traces the `shard_map`:
+the operations of the block are bound again, one by one, with the collectives that the plan puts
+between them. `weight_buckets` gathers weights, `gradient_buckets` reduces gradients, `loop` runs
+the loops of a block.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .._collectives import (
 )
 from .._plan import BlockPlan, ShardedParam
 from .._program import Barrier, Constant, Loop, Operation, Value, movable_ops
-from .gathers import Held
+from .gathers import GatherSources
 from .gradient_buckets import GradientBuckets, Reduced
 from .loop import Prologue, loop_prologue, run_loop
 from .weight_buckets import InFlight, WeightBuckets
@@ -38,23 +39,23 @@ def run_block(
     plan: BlockPlan,
     comm: CommSpec,
     inputs: Sequence[Any],
-    held: Mapping[ShardedParam, EncodedShards],
-) -> tuple[list[Any], Held]:
+    sources: Mapping[ShardedParam, EncodedShards],
+) -> tuple[list[Any], GatherSources]:
     """Run a block.
 
     Args:
-        plan: what to gather and reduce in it.
-        comm: over which axes, in which codecs.
-        inputs: one for each of the block's inputs; what is passed for a view is ignored.
-        held: this device's shard of every weight that the block uses.
+        plan: the block, with its gathers and reductions.
+        comm: axes and codecs of the collectives.
+        inputs: an array for each input of the block; those for views of weights are ignored.
+        sources: for each weight that the block uses, the shard or node slice to gather it from.
 
     Returns:
-        The block's outputs, and what is held in the end. An output that is to be reduced is
-        this device's shard of the sum, in `accumulator_dtype`; one that is handed on as a
-        view is None.
+        The block's outputs, and the gather sources after the run, in which node slices that the
+        program kept have replaced shards. An output with a reduction is this device's shard of
+        the sum, in `accumulator_dtype`.
     """
-    runner = BlockRunner(plan, comm, held)
-    return runner.run(inputs), runner.weights.held
+    runner = BlockRunner(plan, comm, sources)
+    return runner.run(inputs), runner.weights.sources
 
 
 class BlockRunner:
@@ -64,23 +65,26 @@ class BlockRunner:
         self,
         plan: BlockPlan,
         comm: CommSpec,
-        held: Mapping[ShardedParam, EncodedShards],
+        sources: Mapping[ShardedParam, EncodedShards],
         in_flight: InFlight | None = None,
-        next_held: Mapping[ShardedParam, EncodedShards] | None = None,
+        next_sources: Mapping[ShardedParam, EncodedShards] | None = None,
     ):
         self.plan = plan
         self.comm = comm
-        self.weights = WeightBuckets(plan, comm, held, in_flight, next_held)
+        self.weights = WeightBuckets(plan, comm, sources, in_flight, next_sources)
         self.gradients = GradientBuckets(plan, comm)
         self.prologues: dict[int, Prologue] = {}  # of the loops in this block
-        self.env: dict[Value, Any] = {}
-        self._tied_to: Value | None = None  # what the last gather waited for
+        self.env: dict[Value, Any] = {}  # the array of every value that is no view of a weight
+        self._tied_to: Value | None = None  # the value that the last gather waited for
         self._constants = {
             op.outputs[0]: op
             for op in plan.block.operations
             if op.name == "broadcast_in_dim" and isinstance(op.inputs[0], Constant)
         }
-        self._readers: dict[Value, list[int]] = {}  # the operations on shards
+        # Operations that run on reduced shards, by the values that they read, and for each how
+        # many of those values are not reduced yet. They run when the last one arrives, which is
+        # later than their place in the program.
+        self._readers: dict[Value, list[int]] = {}
         self._missing: dict[int, int] = {}
         for index in plan.gradients.on_shards:
             inputs = {x for x in plan.block.operations[index].inputs if isinstance(x, Value)}
@@ -91,15 +95,19 @@ class BlockRunner:
     def inside(
         self,
         plan: BlockPlan,
-        held: Mapping[ShardedParam, EncodedShards],
+        sources: Mapping[ShardedParam, EncodedShards],
         in_flight: InFlight | None = None,
-        next_held: Mapping[ShardedParam, EncodedShards] | None = None,
+        next_sources: Mapping[ShardedParam, EncodedShards] | None = None,
     ) -> BlockRunner:
-        """A run of the body of a loop of this block."""
-        return BlockRunner(plan, self.comm, held, in_flight, next_held)
+        """Make a runner for the body of a loop of this block."""
+        return BlockRunner(plan, self.comm, sources, in_flight, next_sources)
 
-    def run(self, inputs: Sequence[Any], handed_on: frozenset[int] = frozenset()) -> list[Any]:
-        """The outputs; those that are handed on as views, or deferred, are None."""
+    def run(self, inputs: Sequence[Any], view_outputs: frozenset[int] = frozenset()) -> list[Any]:
+        """Run the block and return its outputs.
+
+        Outputs in `view_outputs` (views of weights, which the caller reads from shards), and those
+        that are deferred to the next iteration of a loop, are None.
+        """
         block, plan = self.plan.block, self.plan
         for value, x in zip(block.inputs, inputs, strict=True):
             self._write(value, x)
@@ -110,29 +118,35 @@ class BlockRunner:
                 self.weights.drop(index)
         while self.gradients.in_flight:
             self.gradients.reduce_in_flight()
-        self._settle(self.gradients.take_reduced())
+        self._write_reduced(self.gradients.take_reduced())
         deferred = plan.deferred_values()
         return [
-            None if i in handed_on or atom in deferred else self._output(i, atom)
+            None if i in view_outputs or atom in deferred else self._output(i, atom)
             for i, atom in enumerate(block.outputs)
         ]
 
-    def settle(self, buckets: Mapping[int, ReduceBucket]) -> dict[int, Any]:
-        """The deferred outputs, by number, given the reduced buckets of an iteration."""
+    def deferred_outputs(self, buckets: Mapping[int, ReduceBucket]) -> dict[int, Any]:
+        """Compute the deferred outputs of one iteration, by index of the output.
+
+        Args:
+            buckets: the fully reduced buckets of that iteration, by index of the reduce group.
+        """
         for number, bucket in buckets.items():
             self.gradients.finish(number, bucket)
-        self._settle(self.gradients.take_reduced())
+        self._write_reduced(self.gradients.take_reduced())
         deferred = self.plan.deferred_values()
         outputs = enumerate(self.plan.block.outputs)
         return {i: self._output(i, atom) for i, atom in outputs if atom in deferred}
 
-    # Barriers: see [Note: ties] in `schedule`. XLA removes from a barrier what nothing else reads,
-    # before or behind it; so a bound array is read from behind the barrier where it can be.
+    # Barriers: see [Note: ties] in `schedule`. XLA removes an operand from a barrier if nothing
+    # else reads it before or after the barrier. So later operations read the barrier's outputs
+    # wherever they can.
 
     def tie(self, value: Value | None, arrays: list[Any]) -> list[Any]:
-        """`arrays`, but not before `value` exists, nor before what was reduced since the last tie.
+        """Return `arrays`, available only once `value` and gradients reduced so far are.
 
-        Buckets in flight are reduced over their next axis first.
+        "So far" means since the last tie to another value. Buckets in flight are then reduced
+        over their next axis.
         """
         if value is None or value not in self.env or not arrays:
             return arrays
@@ -144,16 +158,17 @@ class BlockRunner:
         return self._after((arrays, self.env[value]), reduced)[0]
 
     def pin(self, value: Value | None, arrays: list[Any]) -> list[Any]:
-        """`arrays`, made before anything else reads on what they waited for."""
+        """Force `arrays` (encoded messages) to be computed before the next reader of `value`."""
         if value is None or value not in self.env or not arrays:
             return arrays
         arrays, self.env[value] = lax.optimization_barrier((arrays, self.env[value]))
         return arrays
 
     def tie_loop(self, carry: list[Any]) -> list[Any]:
-        """What a loop starts with, but not before buckets in flight are reduced over an axis more.
+        """Return a loop's initial carry, available only once buckets are reduced one axis further.
 
-        After the first axis they are much smaller, and the loop may take long.
+        After the first axis a bucket is much smaller, and the loop may take long: without the
+        barrier, XLA may keep the larger buckets until the loop has ended.
         """
         gradients = self.gradients
         gradients.reduce_in_flight()
@@ -161,14 +176,14 @@ class BlockRunner:
         in_flight = [bucket for *_, bucket in gradients.in_flight]
         carry, sent = self._after((carry, in_flight), reduced)
         pairs = zip(gradients.in_flight, sent, strict=True)
-        gradients.in_flight = [(*one[:2], bucket) for one, bucket in pairs]
+        gradients.in_flight = [(number, done, bucket) for (number, done, _), bucket in pairs]
         gradients.reduce_in_flight()
         return carry
 
     def _after(self, operands: tuple[Any, Any], reduced: Reduced) -> tuple[Any, Any]:
-        """`operands`, but not before gradients are reduced, which are read from here on."""
+        """Return `operands`, available only once the gradients in `reduced` are."""
         operands, arrays = lax.optimization_barrier((operands, [x for _, x in reduced]))
-        self._settle([(value, x) for (value, _), x in zip(reduced, arrays, strict=True)])
+        self._write_reduced([(value, x) for (value, _), x in zip(reduced, arrays, strict=True)])
         return operands
 
     # Weights.
@@ -182,7 +197,7 @@ class BlockRunner:
         self.weights.receive(index)
 
     def read(self, atom: Value | Constant) -> Any:
-        """The array that a value stands for."""
+        """The array of a value; for a view of a weight, the full weight with its operations."""
         if isinstance(atom, Constant):
             return atom.value
         view = self.plan.uses.views.get(atom)
@@ -194,15 +209,15 @@ class BlockRunner:
         if self.gradients.holds(value):
             self.gradients.add(value, x)
         else:
-            self._made(value, x)
+            self._store(value, x)
 
-    def _settle(self, reduced: Reduced) -> None:
-        """Continue with gradients that are reduced."""
+    def _write_reduced(self, reduced: Reduced) -> None:
+        """Store reduced gradients, and run the operations that waited for them."""
         for value, x in reduced:
-            self._made(value, x)
+            self._store(value, x)
 
-    def _made(self, value: Value, x: Any) -> None:
-        """Note a value, and run the operations on shards that waited for it."""
+    def _store(self, value: Value, x: Any) -> None:
+        """Store a value, and run the operations on shards whose last missing input it is."""
         waiting = [(value, x)]
         while waiting:
             value, x = waiting.pop()
@@ -215,18 +230,19 @@ class BlockRunner:
                     waiting.append((operation.outputs[0], self._on_shards(operation, layout)))
 
     def _on_shards(self, operation: Operation, layout: Any) -> Any:
-        """An operation above a reduction, on the shards that the reduction gave."""
+        """Run an operation that the plan moved behind a reduction, on the reduced shards."""
         op, source = operation.view(), operation.source
         if source is None:  # an addition
             return jax.tree.map(_add, *(self.read(atom) for atom in operation.inputs))
         x = self.read(source)
-        if isinstance(op, movable_ops.ConvertDtype):  # the sum keeps its type until the end
+        if isinstance(op, movable_ops.ConvertDtype):
+            # Sums stay in `accumulator_dtype`; the mean is cast at the end of the step.
             return x
         assert op is not None
         return jax.tree.map(lambda x: movable_ops.apply_on_shard((op,), x, layout, source.shape), x)
 
     def _zeros(self, value: Value, spec: ReduceSpec) -> Any:
-        """The shard of a gradient that is nothing but zeros needs no reduction."""
+        """The reduced shard of a gradient that is known to be zero: nothing is sent for it."""
         shape = list(spec.layout.pad_shape(value.shape))
         for axis in spec.hops:
             if axis in self.comm.axes:
@@ -248,21 +264,22 @@ class BlockRunner:
     def _run(self, index: int, operation: Operation) -> None:
         views = self.plan.uses.views
         if index in self.plan.gradients.on_shards:
-            return  # `_made` runs it, when its inputs are reduced
+            return  # `_store` runs it once its inputs are reduced
         if isinstance(operation, Loop):
             outputs = run_loop(self, index, operation)
         elif isinstance(operation, Barrier):
             pairs = zip(operation.inputs, operation.outputs, strict=True)
-            held = [(given, out) for given, out in pairs if given not in views]
-            results = operation.bind([self.read(given) for given, _ in held])
-            for (_, out), x in zip(held, results, strict=True):
+            # Views of weights have no array here; the barrier is bound without them.
+            passed = [(given, out) for given, out in pairs if given not in views]
+            results = operation.bind([self.read(given) for given, _ in passed])
+            for (_, out), x in zip(passed, results, strict=True):
                 self._write(out, x)
             return
         elif operation.outputs and operation.outputs[0] in views:
             return
         elif operation.outputs and operation.outputs[0] in self.plan.zeros:
             value = operation.outputs[0]
-            self._made(value, self._zeros(value, self.plan.gradients.reduces[value]))
+            self._store(value, self._zeros(value, self.plan.gradients.reduces[value]))
             return
         else:
             if operation.name.startswith("scatter"):
@@ -273,10 +290,10 @@ class BlockRunner:
                 self._write(value, x)
 
     def _make_target(self, operation: Operation) -> None:
-        """Make the constant that a scatter starts from where the scatter runs.
+        """Make the constant that a scatter adds to just before the scatter runs.
 
-        It waits for nothing, so XLA would make it early, and a table's gradient is as large as
-        the table.
+        The gradient of an embedding starts from zeros as large as the table. They depend on
+        nothing, so without a barrier XLA makes them early and holds them until the scatter.
         """
         target, *_, scattered = operation.inputs
         if target not in self._constants or scattered not in self.env:
@@ -289,7 +306,7 @@ class BlockRunner:
         self.env[target] = maker.bind([constant])[0]
 
 
-def _add(one: Array, other: Array) -> Array:
-    """In the wider of two types."""
-    dtype = jnp.promote_types(one.dtype, other.dtype)
-    return one.astype(dtype) + other.astype(dtype)
+def _add(x: Array, y: Array) -> Array:
+    """Add in the wider of the two dtypes: terms are reduced in dtypes of their own."""
+    dtype = jnp.promote_types(x.dtype, y.dtype)
+    return x.astype(dtype) + y.astype(dtype)

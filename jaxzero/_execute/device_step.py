@@ -1,6 +1,7 @@
-"""What one device runs: trace the user's function, plan it, emit it, finish the sums.
+"""One device's training step: trace the user's function, plan it, run the plan, average the sums.
 
-All of it happens while the body of the `shard_map` is traced.
+This is ZeRO's algorithm from top to bottom (https://arxiv.org/abs/1910.02054, section 5). All of
+it happens while JAX traces the body of the `shard_map`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from .._plan import (
     ShardedParam,
     View,
     find_uses,
-    keep_slices,
-    kept_inside,
     make_plan,
+    mark_kept_slices,
+    slices_kept_in_program,
 )
 from .._program import Block, Value, trace
 from .._sharding import CommSchedule, DimSharding, LeafSpec, layouts_by_preference, split_dim, unpad
@@ -39,12 +40,12 @@ from .wire_state import LocalWireState
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """The leaves of all sharded arguments, in order, and what is split of them."""
+    """The leaves of all sharded arguments, in order, and what the ZeRO stage shards of them."""
 
     leaves: tuple[LeafSpec, ...]
-    differentiated: tuple[int, ...]  # those that get gradients
-    weights_split: bool  # ZeRO stage 3
-    gradients_split: bool  # ZeRO stage 2 and 3
+    differentiated: tuple[int, ...]  # indices into `leaves` of those that get gradients
+    weights_split: bool  # whether weights are sharded (stage 3)
+    gradients_split: bool  # whether gradients are sharded (stages 2 and 3)
 
     def weight_layout(self, i: int) -> DimSharding | None:
         return self.leaves[i].layout if self.weights_split else None
@@ -53,131 +54,152 @@ class Parameters:
         return self.leaves[i].layout if self.gradients_split else None
 
 
-# The user's function on flat arrays, parameters and inputs: `(loss, weight, gradients, others)`.
-# The first three are None, None and [] in a forward-only program.
+# The user's function on flat lists: `(parameters, inputs) -> (loss, weight, gradients, others)`,
+# where `weight` is the sum of example weights. The first three are None, None and [] in a
+# forward-only program.
 Flat = Callable[[list[Any], list[Any]], tuple[Any, Any, list[Any], list[Any]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one device made of a step."""
+    """What one device computes in a step."""
 
-    loss: Array | None  # None in a forward-only program
-    gradients: list[Any]  # means, in stored form
+    loss: Array | None  # mean over the batch; None in a forward-only program
+    gradients: list[Any]  # means, laid out as they are stored
     others: list[Array]  # other outputs, stacked over micro-batches
-    memory: LocalWireState
+    wire_state: LocalWireState  # for the next step
     plan: Plan
-    halves: GradientHalves | None = None  # of the devices, if they are wanted
+    halves: GradientHalves | None = None  # inner products of half-batch gradients, if requested
 
 
 def run_on_device(
     flat: Flat,
     parameters: Parameters,
     stored: Sequence[Array],
-    memory: LocalWireState,
+    wire_state: LocalWireState,
     inputs: Sequence[Array],
     specs: Sequence[Any],
     microbatches: int,
     comm: CommSpec,
 ) -> Result:
-    """Trace, plan and run.
+    """Run one step on one device: trace, plan, run every micro-batch, average over devices.
 
     Args:
-        flat: the user's function.
-        parameters: what `stored` are.
-        stored: this device's pieces of the sharded arguments.
-        memory: what is remembered from the step before.
+        flat: the user's function on flat lists of arrays.
+        parameters: shape, layout and name of each array in `stored`.
+        stored: this device's shards of the sharded arguments (full arrays below stage 3).
+        wire_state: node slices and residuals from the previous step.
         inputs: this device's rows of the batch, and replicated values.
-        specs: for each input, which it is.
-        microbatches: how many.
-        comm: how values travel.
+        specs: the `PartitionSpec` of each input; inputs that it splits are rows.
+        microbatches: how many equal parts the rows are cut into, run one after the other.
+        comm: mesh axes, codecs and schedule of all collectives.
     """
-    whole = [
+    # Weights that stage 1 or 2 leaves unsharded: full already, and passed to the program as such.
+    full = [
         None if parameters.weight_layout(i) else unpad(x, leaf.layout) if leaf.layout else x
         for i, (leaf, x) in enumerate(zip(parameters.leaves, stored, strict=True))
     ]
-    block, shapes = _trace(flat, parameters, stored, whole, inputs, specs, microbatches, comm)
-    first = 1 if microbatches > 1 else 0
+    block, shapes = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
+    first = 1 if microbatches > 1 else 0  # input 0 is then the index of the micro-batch
     values = block.inputs[first : first + len(stored)]
     weights, uses = _choose_layouts(block, values, parameters, comm)
     all_depths = scan_depths(uses)
     depths = {i: all_depths.get(weight, 0) for i, weight in weights.items()}
     targets = []
     if shapes[0] is not None:
-        targets = _targets(parameters, weights, depths, memory, microbatches, comm)
-    loss = block.outputs[0] if shapes[0] is not None else None
+        targets = _targets(parameters, weights, depths, wire_state, microbatches, comm)
     reduce_specs = _reduce_specs(shapes, targets)
-    loss = loss if isinstance(loss, Value) else None
-    to_keep = _to_keep(parameters, weights, memory, microbatches, comm)
-    num_hops = max(1, len(comm.long(comm.gather_axes if not comm.hpz or to_keep else (LOCAL,))))
-    top = make_plan(block, uses, reduce_specs, loss, _schedule(comm), num_hops)
-    top = keep_slices(top, to_keep)
-    slices, held = _held(stored, parameters, weights, depths, memory, kept_inside(top), comm)
-    held_last = dict(held)
+    output = block.outputs[0] if shapes[0] is not None else None
+    loss = output if isinstance(output, Value) else None  # a constant ends no region
+    kept_weights = _slices_to_keep(parameters, weights, wire_state, microbatches, comm)
+    num_hops = _num_gather_axes(comm, bool(kept_weights))
+    top = make_plan(block, uses, reduce_specs, loss, _effective_schedule(comm), num_hops)
+    top = mark_kept_slices(top, kept_weights)
+    slices, sources = _gather_sources(
+        stored, parameters, weights, depths, wire_state, slices_kept_in_program(top), comm
+    )
+    last_sources = dict(sources)
 
     def run(index: Array | None, inputs: list[Any]) -> tuple[Accumulators, list[Any]]:
         indices = [] if index is None else [index]
-        outputs, held_now = run_block(top, comm, [*indices, *whole, *inputs], held)
+        outputs, sources_now = run_block(top, comm, [*indices, *full, *inputs], sources)
         if index is None:
-            held_last.update(held_now)
+            last_sources.update(sources_now)
         loss, weight, gradients, others = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
         zero = jnp.zeros(()) if loss is None else loss
         return Accumulators(zero, weight, gradients), others
 
     sums, others = accumulate(run, inputs, specs, microbatches)
-    kept = sum(x.data.nbytes for x in held_last.values()) if comm.hpz else 0
+    kept = sum(x.data.nbytes for x in last_sources.values()) if comm.hpz else 0
     if shapes[0] is None:
-        return Result(None, [], others, memory, Plan(top, slice_bytes=kept, codecs=comm.described))
-    means, lost = _means(sums, targets, parameters, memory, microbatches, comm)
-    at_end = tuple(want.leaf.path for want in targets if want.reduce_spec is None)
+        plan = Plan(top, slice_bytes=kept, codecs=comm.described)
+        return Result(None, [], others, wire_state, plan)
+    means, residuals = _means(sums, targets, parameters, wire_state, microbatches, comm)
+    at_end = tuple(target.leaf.path for target in targets if target.reduce_spec is None)
     return Result(
         means.loss.astype(shapes[0].dtype),
         means.gradients,
         others,
-        LocalWireState(slices, lost),
+        LocalWireState(slices, residuals),
         Plan(top, at_end, slice_bytes=kept, codecs=comm.described),
         means.halves,
     )
 
 
-def _held(
+def _num_gather_axes(comm: CommSpec, keeps_slices: bool) -> int:
+    """The most axes that the program gathers a weight over; at least 1.
+
+    With hpZ it gathers over `local` only, unless it makes the node slices itself.
+    """
+    axes = comm.gather_axes if comm.hpz is None or keeps_slices else (LOCAL,)
+    return max(1, len(comm.long(axes)))
+
+
+def _gather_sources(
     stored: Sequence[Array],
     parameters: Parameters,
     weights: dict[int, ShardedParam],
     depths: Mapping[int, int],
-    memory: LocalWireState,
-    later: frozenset[ShardedParam],
+    wire_state: LocalWireState,
+    kept_in_program: frozenset[ShardedParam],
     comm: CommSpec,
 ) -> tuple[dict[int, Array], dict[ShardedParam, EncodedShards]]:
-    """What each weight is gathered from; and the slices to remember.
+    """Make the array that each weight is gathered from: its shard or its node slice.
 
-    Slices of the weights in `later` are made where the program first gathers those.
+    For weights in `kept_in_program` the source is the shard: the program makes their node slices
+    with their first gather.
+
+    Returns:
+        The new node slices of weights that are sent as differences, for the wire state, by index
+        of the leaf; and the gather sources of all weights.
     """
-    slices, held = {}, {}
+    slices, sources = {}, {}
     from_shards = dataclasses.replace(comm, hpz=None)
     for i, weight in weights.items():
-        leaf, known = parameters.leaves[i], None
-        if i in memory.slices:
-            kept = kept_slice(memory.slices[i], leaf, comm)
-            known = next_slice(stored[i], kept, leaf, comm)
-            slices[i] = known.data
+        leaf, node_slice = parameters.leaves[i], None
+        if i in wire_state.slices:
+            kept = kept_slice(wire_state.slices[i], leaf, comm)
+            node_slice = next_slice(stored[i], kept, leaf, comm)
+            slices[i] = node_slice.data
         with labelled("weights", leaf.path):
-            how = from_shards if weight in later else comm
-            held[weight] = gather_source(stored[i], leaf, weight, depths.get(i, 0), how, known)
-    return slices, held
+            spec = from_shards if weight in kept_in_program else comm
+            depth = depths.get(i, 0)
+            sources[weight] = gather_source(stored[i], leaf, weight, depth, spec, node_slice)
+    return slices, sources
 
 
-def _to_keep(
+def _slices_to_keep(
     parameters: Parameters,
     weights: dict[int, ShardedParam],
-    memory: LocalWireState,
+    wire_state: LocalWireState,
     microbatches: int,
     comm: CommSpec,
 ) -> frozenset[ShardedParam]:
-    """The weights whose slices are best made where they are first gathered (hpZ).
+    """Choose the weights whose node slices the program makes with their first gather (hpZ).
 
-    Not those of several micro-batches, which share them, nor those that are brought up to
-    date by differences; nor those that are cut along another dim inside the node.
+    The other slices are made before the program runs. That is needed with several micro-batches,
+    which share the slices; with weight differences, which update them; and where the program
+    splits a weight along another dim than storage does.
     """
     if comm.hpz is None or microbatches > 1 or comm.sizes[NODE] == 1:
         return frozenset()
@@ -185,12 +207,12 @@ def _to_keep(
     return frozenset(
         weight
         for i, weight in weights.items()
-        if i not in memory.slices and leaves[i].layout == weight.layout
+        if i not in wire_state.slices and leaves[i].layout == weight.layout
     )
 
 
-def _schedule(comm: CommSpec) -> CommSchedule:
-    """What was asked for; where nothing is sent there is nothing to plan."""
+def _effective_schedule(comm: CommSpec) -> CommSchedule:
+    """The configured schedule; without prefetch and buckets where no leaf is sharded."""
     if comm.pieces == 1:
         return dataclasses.replace(comm.schedule, prefetch=0, bucket_bytes=0)
     return comm.schedule
@@ -200,15 +222,15 @@ def _means(
     sums: Accumulators,
     targets: Sequence[GradientTarget],
     parameters: Parameters,
-    memory: LocalWireState,
+    wire_state: LocalWireState,
     microbatches: int,
     comm: CommSpec,
 ) -> tuple[MeanGradients, dict[int, Array]]:
-    """The means, and what rounding lost, by number of leaf."""
+    """Average over devices; the residuals are returned by index of the leaf, `[1, *shape]`."""
     numbers = parameters.differentiated
-    errors = [memory.errors[i][0] if i in memory.errors else None for i in numbers]
+    errors = [wire_state.errors[i][0] if i in wire_state.errors else None for i in numbers]
     means = mean_over_devices(sums, targets, errors, microbatches, comm)
-    pairs = zip(numbers, means.lost, strict=True)
+    pairs = zip(numbers, means.residuals, strict=True)
     return means, {i: jnp.expand_dims(x, 0) for i, x in pairs if x is not None}
 
 
@@ -216,21 +238,21 @@ def _trace(
     flat: Flat,
     parameters: Parameters,
     stored: Sequence[Array],
-    whole: Sequence[Any],
+    full_weights: Sequence[Any],
     inputs: Sequence[Array],
     specs: Sequence[Any],
     microbatches: int,
     comm: CommSpec,
 ) -> tuple[Block, Any]:
-    """The program of one micro-batch, on full parameters that never exist."""
+    """Trace one micro-batch on the shapes of the full parameters; no full array is made."""
     full = []
-    for i, (shard, x) in enumerate(zip(stored, whole, strict=True)):
+    for i, (shard, x) in enumerate(zip(stored, full_weights, strict=True)):
         layout = parameters.weight_layout(i)
         leaf = parameters.leaves[i]
-        piece = shard
+        decoded = shard
         if leaf.codec is not None:
-            piece = jax.ShapeDtypeStruct(from_stored(shard, leaf).shape, leaf.dtype)
-        full.append(gathered_aval(piece, layout, comm) if layout else x)
+            decoded = jax.ShapeDtypeStruct(from_stored(shard, leaf).shape, leaf.dtype)
+        full.append(gathered_aval(decoded, layout, comm) if layout else x)
     rows = [
         jax.eval_shape(lambda x, spec=spec: split_microbatches(x, spec, microbatches)[0], x)
         if microbatches > 1 and split_dim(spec) is not None
@@ -251,11 +273,11 @@ def _trace(
 def _choose_layouts(
     block: Block, values: Sequence[Value], parameters: Parameters, comm: CommSpec
 ) -> tuple[dict[int, ShardedParam], BlockUses]:
-    """Cut every weight so that the program can scan and slice it as shards.
+    """Choose the split dim of every weight so that the program can scan and slice its shards.
 
-    Storage decides, unless the program scans (or slices) a weight over the very dim that it
-    is split on: then the next best dim is taken, and the shards change dims by an
-    all-to-all on the way in and out.
+    A weight keeps the split dim of storage, unless the program scans or slices over that dim.
+    Then the next best dim is used, and an all-to-all moves the split of the weight before the
+    program and that of its gradient after it.
     """
     choices = {}
     for i, leaf in enumerate(parameters.leaves):
@@ -264,7 +286,9 @@ def _choose_layouts(
             others = layouts_by_preference(leaf.shape, comm.pieces)
             choices[i] = [layout, *(other for other in others if other.dim != layout.dim)]
     chosen = dict.fromkeys(choices, 0)
-    hopeless: set[int] = set()
+    # Leaves for which every dim conflicts: they keep the dim of storage, and are gathered in full
+    # before the loop or the slice.
+    unsolvable: set[int] = set()
     while True:
         weights = {
             i: ShardedParam(i, leaf.path, leaf.shape, leaf.dtype, choices[i][chosen[i]])
@@ -272,52 +296,58 @@ def _choose_layouts(
             if i in choices
         }
         uses = find_uses(block, {values[i]: View(weight) for i, weight in weights.items()})
-        conflicts = uses.conflicts - hopeless
+        conflicts = uses.conflicts - unsolvable
         if not conflicts:
             return weights, uses
         for i in conflicts:
             chosen[i] += 1
             if chosen[i] == len(choices[i]):
                 chosen[i] = 0
-                hopeless.add(i)
+                unsolvable.add(i)
 
 
 def _targets(
     parameters: Parameters,
     weights: dict[int, ShardedParam],
     depths: Mapping[int, int],
-    memory: LocalWireState,
+    wire_state: LocalWireState,
     microbatches: int,
     comm: CommSpec,
 ) -> list[GradientTarget]:
-    """For each differentiated leaf, how far the program reduces its gradient.
+    """Decide over which axes the program reduces the gradient of each differentiated leaf.
 
-    Only inside the node, if the sum over nodes is better taken once, at the end: for all
-    micro-batches, if the memory for slices is there anyway; if an error is added to it; if
-    the slice still has to be cut along another dim; or if it stays whole on every node, and is
-    targets in halves.
+    Normally over `local` and `node`. Over `local` only, with the sum over nodes left to
+    `mean_gradients`, in four cases: several micro-batches with hpZ, which keeps node slices of the
+    weights anyway, so that node slices of gradients fit too; a residual that is added before the
+    sum over nodes; a gradient whose split still has to move to another dim; and `split="local"`,
+    where nodes all-reduce their slices, with several micro-batches or with half-batch sums.
     """
     targets = []
-    once = comm.hpz is not None and microbatches > 1
-    once |= NODE not in comm.axes and (microbatches > 1 or comm.halves)
+    sum_nodes_once = comm.hpz is not None and microbatches > 1
+    sum_nodes_once |= NODE not in comm.axes and (microbatches > 1 or comm.halves)
     for i in parameters.differentiated:
         leaf, stored = parameters.leaves[i], parameters.gradient_layout(i)
         layout = weights[i].layout if i in weights else stored
         reduce_spec = None
         if layout is not None:
             moved = stored is not None and layout.dim != stored.dim
-            late = once or moved or i in memory.errors
-            hops = (LOCAL,) if late and comm.sizes[NODE] > 1 else REDUCTION_HOPS
+            node_only = sum_nodes_once or moved or i in wire_state.errors
+            hops = (LOCAL,) if node_only and comm.sizes[NODE] > 1 else REDUCTION_HOPS
             reduce_spec = ReduceSpec(leaf.path, leaf.shape, leaf.dtype, layout, hops)
         size = math.prod(leaf.shape[depths.get(i, 0) :])
-        if i in memory.errors:  # made for it, whatever the program scans
+        if i in wire_state.errors:
+            # The wire state was sized before any program was traced, by the leaf alone.
             size = leaf.layer_size
         targets.append(GradientTarget(leaf, stored, reduce_spec, size))
     return targets
 
 
 def _reduce_specs(shapes: Any, targets: Sequence[GradientTarget]) -> list[ReduceSpec | None]:
-    """How each output of the program is wanted."""
+    """The reduction of each output of the program; None: it is not reduced."""
     loss, weight, _, others = shapes
     num_before = len(jax.tree.leaves((loss, weight)))
-    return [*[None] * num_before, *[want.reduce_spec for want in targets], *[None] * len(others)]
+    return [
+        *[None] * num_before,
+        *[target.reduce_spec for target in targets],
+        *[None] * len(others),
+    ]

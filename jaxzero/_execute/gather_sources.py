@@ -1,8 +1,9 @@
-"""What a device holds of each weight while a step runs: its shard, or its node's slice.
+"""The array that each weight is gathered from during a step: its shard, or its node slice (hpZ).
 
-With hpZ every weight is gathered between nodes once, before anything else, and the node's
-slice stays: forward, backward and all micro-batches gather from it. With weight differences
-the slice of the step before is brought up to date instead.
+With hpZ (ZeRO++, https://arxiv.org/abs/2306.10209) every weight is gathered between nodes once,
+and each device keeps the result, its node slice: forward, backward and all micro-batches then
+gather inside the node. With weight differences the node slice of the previous step is updated
+instead of being gathered again.
 """
 
 from __future__ import annotations
@@ -13,14 +14,21 @@ from collections.abc import Mapping
 
 from jaxtyping import Array, Shaped
 
-from .._collectives import CommSpec, EncodedShards, from_stored, keep, move_split, node_slices
+from .._collectives import (
+    CommSpec,
+    EncodedShards,
+    encode_node_slice,
+    from_stored,
+    move_split,
+    node_slices,
+)
 from .._mesh import LOCAL
 from .._plan import BlockUses, ShardedParam
 from .._sharding import LeafSpec
 
 
 def scan_depths(uses: BlockUses) -> Mapping[ShardedParam, int]:
-    """For each weight, how many of its leading dims loops scan over, layer by layer."""
+    """For each weight, the number of its leading dims that (nested) loops scan over."""
     depths: dict[ShardedParam, int] = {}
     for loop in uses.loops.values():
         inner = scan_depths(loop.body)
@@ -39,20 +47,20 @@ def gather_source(
     weight: ShardedParam,
     depth: int,
     comm: CommSpec,
-    known: EncodedShards | None = None,
+    node_slice: EncodedShards | None = None,
 ) -> EncodedShards:
-    """What a program gathers a weight from: the shard, or the node's slice.
+    """Make the array that the program gathers a weight from: its shard, or its node slice.
 
     Args:
-        shard: this device's piece, as it is stored.
-        leaf: how it is stored.
-        weight: how the program cuts it, perhaps along another dim.
-        depth: how many leading dims it scans over.
-        comm: with `hpz`, the slice is made now; without, the shard is what is held.
-        known: the node's slice, where it is at hand already.
+        shard: this device's shard in stored form.
+        leaf: the stored layout and codec.
+        weight: the layout that the program uses, perhaps split along another dim.
+        depth: the number of leading dims that the program scans over.
+        comm: with `hpz`, the node slice is made here; without, the source is the shard.
+        node_slice: the node slice, if it exists already.
     """
-    pieces = _gather_source(shard, leaf, weight, depth, comm, known)
-    return dataclasses.replace(pieces, axes=(LOCAL,) if comm.hpz else comm.gather_axes)
+    source = _gather_source(shard, leaf, weight, depth, comm, node_slice)
+    return dataclasses.replace(source, axes=(LOCAL,) if comm.hpz else comm.gather_axes)
 
 
 def _gather_source(
@@ -61,33 +69,34 @@ def _gather_source(
     weight: ShardedParam,
     depth: int,
     comm: CommSpec,
-    known: EncodedShards | None,
+    node_slice: EncodedShards | None,
 ) -> EncodedShards:
     assert leaf.layout is not None
     moved = leaf.layout.dim != weight.layout.dim
     size = math.prod(leaf.shape[depth:])
     if leaf.codec is not None:
-        pieces = from_stored(shard, leaf)
+        encoded = from_stored(shard, leaf)
         if not moved:
-            return node_slices([pieces], [size], comm)[0] if comm.hpz else pieces
-        shard = pieces.join()
+            return node_slices([encoded], [size], comm)[0] if comm.hpz else encoded
+        shard = encoded.join()
     if not comm.hpz:
         if not moved:
             return EncodedShards.plain(shard, leaf.layout.dim, depth)
         axes = comm.long(comm.axes)
         x = move_split(shard, leaf.shape, leaf.layout, weight.layout, axes)
         return EncodedShards.plain(x, weight.layout.dim, depth)
-    if known is None:
-        known = EncodedShards.plain(shard, leaf.layout.dim, 0 if moved else depth)
-        (known,) = node_slices([known], [size], comm)
-    if moved:  # inside the node: a slice is there already
+    if node_slice is None:
+        plain = EncodedShards.plain(shard, leaf.layout.dim, 0 if moved else depth)
+        (node_slice,) = node_slices([plain], [size], comm)
+    if moved:
+        # The node has the full weight between its devices, so the exchange stays inside it.
         axes = comm.long((LOCAL,))
-        x = move_split(known.join(), leaf.shape, leaf.layout, weight.layout, axes)
-        return keep(EncodedShards.plain(x, weight.layout.dim, depth), size, comm)
-    if known.codec is not None and known.lead != depth:
-        return keep(EncodedShards.plain(known.join(), known.dim, depth), size, comm)
-    return known
-
-
-# Weight differences (SDP4Bit): the slice of the step before, kept in the wire state. It is
-# laid out by the leaf's shape alone, because the state exists before any program does.
+        x = move_split(node_slice.join(), leaf.shape, leaf.layout, weight.layout, axes)
+        return encode_node_slice(EncodedShards.plain(x, weight.layout.dim, depth), size, comm)
+    if node_slice.codec is not None and node_slice.lead != depth:
+        # Weight differences: the wire state existed before the program was traced, so its layers
+        # are those of the leaf's shape. A loop needs each of its own layers encoded separately.
+        return encode_node_slice(
+            EncodedShards.plain(node_slice.join(), node_slice.dim, depth), size, comm
+        )
+    return node_slice

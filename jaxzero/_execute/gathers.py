@@ -1,4 +1,10 @@
-"""Encode, gather and decode one bucket of weights."""
+"""Encode, gather and decode one group of weights: the steps of a bucketed all-gather.
+
+    encode_bucket  ->  gather_next_axis (once for each mesh axis)  ->  decode_bucket
+
+A group of weights becomes one bucket where its weights can share a message, and several where
+they cannot (`_collectives.bucket`).
+"""
 
 from __future__ import annotations
 
@@ -25,130 +31,134 @@ from .._plan import Gather, GatherGroup, ShardedParam, View
 from .._program import movable_ops
 from .._sharding import DimSharding, unpad
 
-Held = dict[ShardedParam, EncodedShards]
+GatherSources = dict[ShardedParam, EncodedShards]
 Bind = Callable[[list[Any]], list[Any]]
 
 
 def encode_bucket(
-    group: GatherGroup, held: Held, comm: CommSpec, tie: Bind, pin: Bind
+    group: GatherGroup, sources: GatherSources, comm: CommSpec, tie: Bind, pin: Bind
 ) -> list[GatherBucket]:
-    """Encode the shards of a group of weights, in one message.
+    """Encode the shards of a group of weights into buckets.
 
     Args:
-        group: what is gathered.
-        held: what this device has of the weights. A slice that is to be kept replaces the
-            shard it was made of.
-        comm: how they travel.
-        tie: binds the shards to what must exist first, so that they are not gathered early.
-        pin: binds the messages to it, so that they are not written late.
+        group: the weights that are gathered together.
+        sources: this device's shard or node slice of each weight. A node slice that is to be kept
+            (hpZ) is gathered here over `node` and replaces the shard in `sources`.
+        comm: axes and codecs.
+        tie: puts a barrier between the shards and a value, so that XLA gathers no earlier.
+        pin: puts a barrier between the encoded buckets and that value, so that XLA encodes no
+            later.
 
     Returns:
-        The messages, for `gather_next_axis`, and after the last axis for `decode_bucket`.
+        The buckets, for `gather_next_axis`, and after the last axis for `decode_bucket`.
     """
-    weights = list(dict.fromkeys(one.weight for one in group.gathers))
-    data = tie([held[x].data for x in weights])
-    now = {x: dataclasses.replace(held[x], data=d) for x, d in zip(weights, data, strict=True)}
+    weights = list(dict.fromkeys(gather.weight for gather in group.gathers))
+    data = tie([sources[x].data for x in weights])
+    tied = {x: dataclasses.replace(sources[x], data=d) for x, d in zip(weights, data, strict=True)}
     with _labelled(group):
-        kept = [i for i, one in enumerate(group.gathers) if one.keeps]
+        kept = [i for i, gather in enumerate(group.gathers) if gather.keeps]
         if kept:
             layers = [group.gathers[i].weight for i in kept]
             with picked(kept):
                 sizes = [math.prod(x.shape) for x in layers]
                 slices = node_slices(
-                    [now[x] for x in layers],
+                    [tied[x] for x in layers],
                     sizes,
                     comm,
                     lambda buckets: with_barrier(buckets, pin),
                 )
-            now.update(zip(layers, slices, strict=True))
-            held.update(zip(layers, slices, strict=True))
-        pieces = []
-        for one in group.gathers:
-            ops, _ = _order(one, now[one.weight], comm)
-            mine = now[one.weight]
-            pieces.append(on_shard(mine, ops, one.weight)[0] if ops else mine)
-        buckets = start_gather(pieces, _sizes(group), comm)
+            tied.update(zip(layers, slices, strict=True))
+            sources.update(zip(layers, slices, strict=True))
+        shards = []
+        for gather in group.gathers:
+            shard = tied[gather.weight]
+            ops, _ = _split_ops(gather, shard, comm)
+            shards.append(on_shard(shard, ops, gather.weight)[0] if ops else shard)
+        buckets = start_gather(shards, _sizes(group), comm)
+        # The messages of kept slices were pinned above; what is encoded here depends on them.
         return buckets if kept else with_barrier(buckets, pin)
 
 
 def gather_next_axis(
     group: GatherGroup, buckets: Sequence[GatherBucket], comm: CommSpec, num_hops: int
 ) -> list[GatherBucket]:
-    """Gather buckets that have at least `num_hops` axes left over the next axis.
+    """All-gather buckets that have at least `num_hops` axes left over the next of them.
 
-    The others (slices that are kept in a node) are returned as they are.
+    The other buckets (of node slices, which skip the `node` axis) are returned unchanged.
     """
-    waiting = [len(comm.long(x.parts[0].axes)) >= num_hops for x in buckets]
-    go = [x for x, waits in zip(buckets, waiting, strict=True) if waits]
-    stay = [x for x, waits in zip(buckets, waiting, strict=True) if not waits]
-    if not go:
+    ready, others = [], []
+    for bucket in buckets:
+        num_left = len(comm.long(bucket.parts[0].axes))
+        (ready if num_left >= num_hops else others).append(bucket)
+    if not ready:
         return list(buckets)
     with _labelled(group):
-        return [*gather_hop(go, _sizes(group), comm), *stay]
+        return [*gather_hop(ready, _sizes(group), comm), *others]
 
 
 def with_barrier(buckets: Sequence[GatherBucket], bind: Bind) -> list[GatherBucket]:
-    """The same messages, bound to something else."""
+    """Pass the data of buckets through the barrier `bind`."""
     data = bind([x.data for x in buckets])
     return [dataclasses.replace(x, data=d) for x, d in zip(buckets, data, strict=True)]
 
 
 def decode_bucket(
-    group: GatherGroup, buckets: Sequence[GatherBucket], held: Held, comm: CommSpec
+    group: GatherGroup, buckets: Sequence[GatherBucket], sources: GatherSources, comm: CommSpec
 ) -> list[jax.Array]:
-    """The whole weights, with the operations of their gathers done to them."""
-    orders = [_order(one, held[one.weight], comm) for one in group.gathers]
-    dtypes = [_first_type(after) for _, after in orders]
+    """Decode gathered buckets into full weights, and apply the operations of their gathers."""
+    splits = [_split_ops(gather, sources[gather.weight], comm) for gather in group.gathers]
+    dtypes = [_leading_cast(after) for _, after in splits]
     with _labelled(group):
-        arrived = arrays(buckets, dtypes)
-    wholes = []
-    for one, (ops, after), x in zip(group.gathers, orders, arrived, strict=True):
-        pushed = movable_ops.push(ops, one.weight.layout, one.weight.shape)
+        gathered = arrays(buckets, dtypes)
+    full_weights = []
+    for gather, (before, after), x in zip(group.gathers, splits, gathered, strict=True):
+        pushed = movable_ops.push(before, gather.weight.layout, gather.weight.shape)
         assert pushed is not None
         x = unpad(x, pushed[0])
         for op in after:
             x = op.apply(x)
-        wholes.append(x)
-    return wholes
+        full_weights.append(x)
+    return full_weights
 
 
 def _labelled(group: GatherGroup) -> contextlib.AbstractContextManager[None]:
-    return labelled("weights", *(one.weight.name for one in group.gathers))
+    return labelled("weights", *(gather.weight.name for gather in group.gathers))
 
 
-def _first_type(ops: tuple[movable_ops.Op, ...]) -> Any:
-    """The type that operations begin with a cast to; None: with another one."""
+def _leading_cast(ops: tuple[movable_ops.Op, ...]) -> Any:
+    """The dtype to decode to: that of a cast that comes first; None: the weight's own dtype."""
     return ops[0].dtype if ops and isinstance(ops[0], movable_ops.ConvertDtype) else None
 
 
 def on_shard(
-    pieces: EncodedShards, ops: tuple[movable_ops.Op, ...], weight: ShardedParam
+    shard: EncodedShards, ops: tuple[movable_ops.Op, ...], weight: ShardedParam
 ) -> tuple[EncodedShards, DimSharding]:
-    """Do `ops` to this device's piece of a weight."""
+    """Apply `ops` to this device's shard of a weight; return the result and its layout."""
     pushed = movable_ops.push(ops, weight.layout, weight.shape)
     assert pushed is not None
-    x = movable_ops.apply_on_shard(ops, pieces.join(), weight.layout, weight.shape)
-    return dataclasses.replace(EncodedShards.plain(x, pushed[0].dim), axes=pieces.axes), pushed[0]
+    x = movable_ops.apply_on_shard(ops, shard.join(), weight.layout, weight.shape)
+    return dataclasses.replace(EncodedShards.plain(x, pushed[0].dim), axes=shard.axes), pushed[0]
 
 
 def _sizes(group: GatherGroup) -> list[int]:
-    """Elements of what is sent of each weight, whole."""
-    slices = (movable_ops.up_to_last_slice(one.ops)[0] for one in group.gathers)
+    """For each gather, the number of elements of the full array that is sent."""
+    slices = (movable_ops.up_to_last_slice(gather.ops)[0] for gather in group.gathers)
     pairs = zip(group.gathers, slices, strict=True)
-    return [math.prod(View(one.weight, ops).shape) for one, ops in pairs]
+    return [math.prod(View(gather.weight, ops).shape) for gather, ops in pairs]
 
 
-def _order(
-    one: Gather, pieces: EncodedShards, comm: CommSpec
+def _split_ops(
+    gather: Gather, shard: EncodedShards, comm: CommSpec
 ) -> tuple[tuple[movable_ops.Op, ...], tuple[movable_ops.Op, ...]]:
-    """Which operations come before the gather, and which after.
+    """Which operations run on the shard before the gather, and which after.
 
-    What will be quantised is quantised as it is stored, and cast to the type of its use when
-    it is decoded; of the operations only slices are worth doing first.
+    Without quantization all of them run before: a cast to 16 bits then halves the bytes. A shard
+    that is quantized is encoded from its stored values, and cast while it is decoded; only slices
+    run before the gather, because they make the message smaller.
     """
-    slices, rest = movable_ops.up_to_last_slice(one.ops)
-    size = math.prod(View(one.weight, slices).shape)
-    codecs = [comm.weight_codec(axis, size, one.weight.dtype) for axis in pieces.axes]
-    if pieces.codec is not None or any(x and not x.is_elementwise for x in codecs):
+    slices, rest = movable_ops.up_to_last_slice(gather.ops)
+    size = math.prod(View(gather.weight, slices).shape)
+    codecs = [comm.weight_codec(axis, size, gather.weight.dtype) for axis in shard.axes]
+    if shard.codec is not None or any(codec and not codec.is_elementwise for codec in codecs):
         return slices, rest
-    return one.ops, ()
+    return gather.ops, ()

@@ -22,11 +22,13 @@ Reduced = list[tuple[Value, Any]]  # gradients, each with this device's shard of
 
 
 class GradientBuckets:
-    """The buckets of one run of a block, before and between the axes they are reduced over.
+    """The gradient buckets of one run of a block, from the first gradient to the last reduction.
+
+    A group is one of `plan.reduce_groups`; its number is its index there.
 
     Attributes:
-        in_flight: (number of the group, axes done, bucket) of what is still to be reduced.
-        deferred: in a loop, the buckets that the next iteration sends, by number of the group.
+        in_flight: `(number of the group, axes done, bucket)` of buckets not fully reduced yet.
+        deferred: in a loop, buckets that the next iteration reduces, by number of the group.
     """
 
     def __init__(self, plan: BlockPlan, comm: CommSpec):
@@ -34,16 +36,17 @@ class GradientBuckets:
         self.comm = comm
         self.in_flight: list[tuple[int, int, ReduceBucket]] = []
         self.deferred: dict[int, ReduceBucket] = {}
-        self._unsent: dict[int, dict[Value, Any]] = {}  # of groups that are not complete
+        # Gradients of groups that are not complete yet.
+        self._unsent: dict[int, dict[Value, Any]] = {}
         self._reduced: Reduced = []
         self._group_of = {x: i for i, group in enumerate(plan.reduce_groups) for x in group.values}
 
     def holds(self, value: Value) -> bool:
-        """Whether a value is a gradient that is reduced as soon as it is made."""
+        """Whether the plan reduces `value` as soon as it is made."""
         return value in self._group_of
 
     def add(self, value: Value, x: Any) -> None:
-        """Take a gradient; with the last one of its group, encode the bucket for the first axis."""
+        """Add a gradient to its group; with the last one, encode the bucket for the first axis."""
         number = self._group_of[value]
         group, unsent = self.plan.reduce_groups[number], self._unsent.setdefault(number, {})
         unsent[value] = x
@@ -61,10 +64,10 @@ class GradientBuckets:
             self.finish(number, self.reduce_rest(number, 0, bucket))
 
     def reduce_in_flight(self, ties: tuple[Any, ...] = ()) -> None:
-        """Reduce every bucket in flight over its next axis, but not before `ties` exist."""
+        """Reduce every bucket in flight over its next axis, not before the arrays `ties` exist."""
         in_flight, self.in_flight = self.in_flight, []
         for number, done, bucket in in_flight:
-            if done and ties:  # the first axis is sent as soon as the bucket is encoded
+            if done and ties:  # over the first axis a bucket is sent as soon as it is encoded
                 bucket, _ = lax.optimization_barrier((bucket, ties))
             bucket = self.reduce_next(number, done, bucket)
             if done + 1 == self.num_axes(number):
@@ -73,23 +76,23 @@ class GradientBuckets:
                 self.in_flight.append((number, done + 1, bucket))
 
     def num_axes(self, number: int) -> int:
-        """How many mesh axes a group is reduced over."""
+        """The number of mesh axes that a group is reduced over."""
         return len(reduce_axes(self.specs(number), self.comm))
 
     def reduce_next(self, number: int, done: int, bucket: ReduceBucket) -> ReduceBucket:
-        """Reduce a group's bucket over one more axis; `done` says how many came before."""
+        """Reduce a group's bucket over one more axis, after `done` axes."""
         specs = self.specs(number)
         with labelled("gradients", *(spec.name for spec in specs)):
             return reduce_next_axis(bucket, specs, done, self.comm)
 
     def reduce_rest(self, number: int, done: int, bucket: ReduceBucket) -> ReduceBucket:
-        """Reduce a group's bucket over all axes that are left."""
+        """Reduce a group's bucket over all remaining axes, after `done` axes."""
         for i in range(done, self.num_axes(number)):
             bucket = self.reduce_next(number, i, bucket)
         return bucket
 
     def finish(self, number: int, bucket: ReduceBucket) -> None:
-        """Note the gradients of a bucket that is reduced over all axes."""
+        """Record the gradients of a fully reduced bucket, for `take_reduced`."""
         values = self.plan.reduce_groups[number].values
         self._reduced += [(value, bucket.rest[i]) for i, value in enumerate(values)]
 
@@ -99,5 +102,5 @@ class GradientBuckets:
         return reduced
 
     def specs(self, number: int) -> list[ReduceSpec]:
-        """How each gradient of a group is reduced."""
+        """The reduction of each gradient of a group."""
         return [self.plan.gradients.reduces[x] for x in self.plan.reduce_groups[number].values]

@@ -1,16 +1,16 @@
-"""What two halves of the devices have to say of a gradient: three inner products for each leaf.
+"""Inner products between the gradients of two half-batches: three numbers for each leaf.
 
-SimiGrad compares the gradients of two halves of a batch. Of one micro-batch these are the rows
-of two halves of the devices. On the last hop of a sum a device has the pieces of all its peers
-in hand before it adds them up; so S1, the sum over the first half of the peers, costs memory but
-no byte on the wire, and S2 = S - S1. With weights w1, w2 of the halves (w = w1 + w2) and means
+SimiGrad compares the gradients of two halves of a batch. Within one micro-batch, each half of the
+devices has one half of the rows. On the last axis of a reduction a device receives its peers'
+shards before it adds them up, so S1, the sum over the first half of the peers, takes memory but no
+byte on the wire; S2 = S - S1. With weights w1, w2 of the halves (w = w1 + w2), means
 g1 = S1 / w1, g2 = S2 / w2, and with x1 = S1 / w, x2 = S2 / w, f = w1 / w:
 
     |g1|^2 = |x1|^2 / f^2    |g2|^2 = |x2|^2 / (1 - f)^2    g1.g2 = x1.x2 / (f (1 - f)).
 
-Products of the pieces are summed over devices, in float32 whatever the type of the gradients:
-one all-reduce of three numbers for each leaf is all that travels. Halves are of the nodes; of a
-single node, of its devices. An odd number has halves that differ by one.
+The products of shards are summed over devices in float32, whatever the dtype of the gradients:
+one all-reduce of three numbers for each leaf. The halves are halves of the nodes, or of the
+devices if there is one node; if their number is odd, the first half has one fewer.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from .._simigrad import GradientHalves, dot
 
 
 def gradient_halves(
-    pieces: Sequence[HalfBatchSum | None],
+    shards: Sequence[HalfBatchSum | None],
     copies: Sequence[int],
     weight: Array | None,
     comm: CommSpec,
 ) -> GradientHalves:
-    """The products of all leaves, from this device's pieces.
+    """The inner products of all leaves, from this device's shards of their sums.
 
     Args:
-        pieces: of each leaf, over the weight of the whole batch; None: it has no gradient.
-        copies: how many devices have the same piece.
-        weight: of this device's rows; None: all examples weigh the same.
-        comm: which devices are the first half.
+        shards: for each leaf, this device's shard, divided by the weight of the full batch; None:
+            the leaf has no gradient.
+        copies: for each leaf, how many devices hold the same shard, and so would count it.
+        weight: summed weight of this device's rows; None: all examples weigh the same.
+        comm: tells which devices are the first half.
 
     Returns:
-        Lists with a scalar for each leaf.
+        Three lists with a float32 scalar for each leaf, and the first half's share of the weight.
     """
-    pairs = zip(pieces, copies, strict=True)
+    pairs = zip(shards, copies, strict=True)
     none = jnp.zeros(3, jnp.float32)
     products = jnp.concatenate(
         [none[:0], *(none if x is None else _products(x, num) for x, num in pairs)]
@@ -60,7 +61,7 @@ def gradient_halves(
             share, sums = sums[-2] / sums[-1], sums[:-2]
     rest = 1 - share
     scale = jnp.stack([share * share, rest * rest, share * rest])
-    first, second, cross = sums.reshape(len(pieces), 3).T / scale[:, None]
+    first, second, cross = sums.reshape(len(shards), 3).T / scale[:, None]
     return GradientHalves(list(first), list(second), list(cross), share)
 
 

@@ -1,8 +1,13 @@
 """Run loops over stacked layers, plain or pipelined ([Note: loops] in `schedule`).
 
-A pipelined loop is a `lax.scan` over the numbers of the layers. Beside the program's own carry it
-carries the buckets with the next layer's weights, the last layer's gradients as they will be sent,
-and the stacks that are filled one iteration late: reduced gradients, and slices that are kept.
+A plain loop gathers and reduces each layer within its own iteration. A pipelined loop is a
+`lax.scan` over iteration numbers that overlaps the layers. Beside the program's own carry it
+carries: buckets with the weights of the next layers, in flight; buckets with the gradients of the
+last layers, not fully reduced yet; the stacks of reduced gradients, which are filled one iteration
+or more after the layer; and the stacks of node slices that prefetched gathers keep (hpZ).
+
+Legend: an `iteration` counts from 0 in the order of execution; a `layer_index` is a position in
+the stack, which runs backwards in a reversed loop.
 """
 
 from __future__ import annotations
@@ -19,14 +24,17 @@ from jaxtyping import Array
 from .._collectives import CommSpec, EncodedShards, ReduceBucket, Sum, recording, repeated
 from .._plan import BlockPlan, ShardedParam, Stack
 from .._program import Atom, Loop
-from .gathers import Bind, Held, encode_bucket, gather_next_axis, on_shard
+from .gathers import Bind, GatherSources, encode_bucket, gather_next_axis, on_shard
 from .gradient_buckets import GradientBuckets
 from .weight_buckets import InFlight, WeightBuckets
 
 
 @runtime_checkable
 class Runner(Protocol):
-    """A run of a block: what a loop reads of the one that it is in, and does with its body's."""
+    """The part of `BlockRunner` that a loop uses: of the block around it, and of its body.
+
+    `block` imports this module, so this module cannot import `BlockRunner`.
+    """
 
     plan: BlockPlan
     comm: CommSpec
@@ -38,35 +46,35 @@ class Runner(Protocol):
 
     def tie_loop(self, carry: list[Any]) -> list[Any]: ...
 
-    def run(self, inputs: Sequence[Any], handed_on: frozenset[int]) -> list[Any]: ...
+    def run(self, inputs: Sequence[Any], view_outputs: frozenset[int]) -> list[Any]: ...
 
-    def settle(self, buckets: Mapping[int, ReduceBucket]) -> dict[int, Any]: ...
+    def deferred_outputs(self, buckets: Mapping[int, ReduceBucket]) -> dict[int, Any]: ...
 
     @property
     def inside(self) -> Callable[..., Runner]:
-        """Make a run of a loop's body: (plan, held, in_flight, next_held)."""
+        """Make a run of a loop's body: (plan, sources, in_flight, next_sources)."""
         ...
 
 
 class Prologue(NamedTuple):
-    """What is gathered before the first iteration of a loop."""
+    """The weights whose gathers start before the first iteration of a loop."""
 
     in_flight: InFlight  # as `WeightBuckets.in_flight`
-    slices: dict[int, dict[ShardedParam, EncodedShards]]  # slices kept, by number of the layer
+    slices: dict[int, dict[ShardedParam, EncodedShards]]  # node slices kept, by iteration
 
 
 class _State(NamedTuple):
-    """What a pipelined loop carries."""
+    """The carry of a pipelined loop."""
 
-    carry: list[Any]
-    in_flight: InFlight
-    buckets: dict[int, list[ReduceBucket]]  # of each deferred group: by axes done
-    deferred: dict[int, Sum]  # stacks of the deferred outputs, by number
-    slices: list[Array]  # stacks of slices, for `_Loop.kept_ahead`
+    carry: list[Any]  # the program's own
+    in_flight: InFlight  # weights of the next layers
+    buckets: dict[int, list[ReduceBucket]]  # for each deferred group, a bucket by axes done
+    deferred: dict[int, Sum]  # stacks of the deferred outputs, by index of the output
+    slices: list[Array]  # stacks of node slices, one for each of `_Loop.kept_prefetched`
 
 
 def run_loop(outer: Runner, index: int, loop: Loop) -> list[Any]:
-    """Run a loop of a block; its outputs, where those that are views outside are None."""
+    """Run a loop of a block and return its outputs; those that are views of weights are None."""
     return _Loop(outer, index, loop).run()
 
 
@@ -78,6 +86,8 @@ def loop_prologue(outer: Runner, index: int, tie: Bind) -> Prologue:
 
 
 class _Loop:
+    """One loop, which is operation `index` of the block that `outer` runs."""
+
     def __init__(self, outer: Runner, index: int, loop: Loop):
         self.outer = outer
         self.index = index
@@ -86,14 +96,16 @@ class _Loop:
         self.uses = outer.plan.uses.loops[index]
         self.gradients = GradientBuckets(self.plan.body, outer.comm)
         self.stacks = [self._stack(stack) for stack in self.uses.stacks]
+        # Weights whose node slices this loop keeps: those gathered in an earlier iteration, and
+        # those gathered in the iteration that uses them.
         kept = [
-            (group.prefetched, one.weight)
+            (group.prefetched, gather.weight)
             for group in self.plan.body.gather_groups
-            for one in group.gathers
-            if one.keeps
+            for gather in group.gathers
+            if gather.keeps
         ]
-        self.kept_ahead = [weight for prefetched, weight in kept if prefetched]
-        self.kept_here = [weight for prefetched, weight in kept if not prefetched]
+        self.kept_prefetched = [weight for prefetched, weight in kept if prefetched]
+        self.kept_in_iteration = [weight for prefetched, weight in kept if not prefetched]
 
     def run(self) -> list[Any]:
         loop, outer = self.loop, self.outer
@@ -109,209 +121,237 @@ class _Loop:
         return (self._pipelined if self.plan.is_pipelined else self._plain)(carry, stacks)
 
     def prologue(self, tie: Bind) -> Prologue:
-        """What is on its way before the first iteration: the layer of entry `s` has done
-        hops 0 to `s`."""
+        """Start the gathers of the first layers: of `num_hops` layers with `num_hops` axes.
+
+        The first layer is gathered over all axes, the next over all but the last, and so on, so
+        that each iteration has one axis to gather for each of the layers in flight.
+        """
         comm, num_hops = self.outer.comm, self.plan.body.num_hops
         in_flight: InFlight = {}
         slices: dict[int, dict[ShardedParam, EncodedShards]] = {}
         for hop in range(num_hops):
-            place = self.place(jnp.asarray(num_hops - 1 - hop))
-            held = self.layer(place)
-            before = dict(held)
+            layer_index = self.layer_index(jnp.asarray(num_hops - 1 - hop))
+            sources = self.layer(layer_index)
+            before = dict(sources)
             for number, group in enumerate(self.plan.body.gather_groups):
                 if group.prefetched:
-                    buckets = encode_bucket(group, held, comm, tie, lambda messages: messages)
+                    buckets = encode_bucket(group, sources, comm, tie, lambda messages: messages)
                     for done in range(hop + 1):
                         buckets = gather_next_axis(group, buckets, comm, num_hops - done)
                     in_flight.setdefault(number, []).append(buckets)
-            slices[num_hops - 1 - hop] = {x: held[x] for x in held if held[x] is not before[x]}
+            slices[num_hops - 1 - hop] = {
+                x: sources[x] for x in sources if sources[x] is not before[x]
+            }
         return Prologue(in_flight, slices)
 
-    def place(self, turn: Array) -> Array:
-        """Which layer has its turn after `turn` iterations.
+    def layer_index(self, iteration: Array) -> Array:
+        """The layer of an iteration; `iteration` may lie outside of the loop.
 
-        After the last one, what the loop that runs back takes; or the last one again.
+        Past the end, the layers that the backward loop takes first, if there is one that
+        continues with this loop's buckets; otherwise the last layer again, since every iteration
+        must gather something. Before the start, the first layer.
         """
         length = self.loop.length
-        back = any(x.continues == self.index for x in self.outer.plan.loops.values())
-        after = 2 * length - 1 - turn if back else length - 1
-        turn = jnp.where(turn < length, jnp.maximum(turn, 0), after)
-        return length - 1 - turn if self.loop.is_reversed else turn
+        continued = any(x.continues == self.index for x in self.outer.plan.loops.values())
+        after = 2 * length - 1 - iteration if continued else length - 1
+        iteration = jnp.where(iteration < length, jnp.maximum(iteration, 0), after)
+        return length - 1 - iteration if self.loop.is_reversed else iteration
 
-    def layer(self, i: Array) -> Held:
-        """What is held of layer `i` of each weight."""
+    def layer(self, i: Array) -> GatherSources:
+        """The gather sources of layer `i`, one for each weight that the loop scans."""
         return {
-            stack.layer: pieces.layer(lax.dynamic_index_in_dim(pieces.data, i, 0, keepdims=False))
-            for stack, pieces in zip(self.uses.stacks, self.stacks, strict=True)
+            stack.layer: shards.layer(lax.dynamic_index_in_dim(shards.data, i, 0, keepdims=False))
+            for stack, shards in zip(self.uses.stacks, self.stacks, strict=True)
         }
 
     def _stack(self, stack: Stack) -> EncodedShards:
-        """What a loop scans of a stack, with the operations before it done."""
+        """The shards of a stack of layers, after the operations between weight and loop."""
         view = stack.view
-        pieces = self.outer.weights.held[view.weight]
-        if not view.ops and pieces.codec is not None and not pieces.lead:
+        shards = self.outer.weights.sources[view.weight]
+        if not view.ops and shards.codec is not None and not shards.lead:
             # A stack of vectors is stored as one message, of which no layer can be cut out.
-            return pieces.encode(None, ())
+            return shards.encode(None, ())
         if not view.ops:
-            return pieces
-        return on_shard(pieces, view.ops, view.weight)[0]
+            return shards
+        return on_shard(shards, view.ops, view.weight)[0]
 
     def _plain(self, carry: list[Any], stacks: list[Any]) -> list[Any]:
-        """Everything in its own iteration."""
+        """Run the loop with each layer gathered and reduced in its own iteration."""
         num_carry = self.loop.num_carry
 
-        def body(carry, slices):
-            stacks, data = slices
-            layers = [pieces.layer(x) for pieces, x in zip(self.stacks, data, strict=True)]
-            held = dict(zip((stack.layer for stack in self.uses.stacks), layers, strict=True))
-            inside = self.outer.inside(self.plan.body, held)
-            outputs = inside.run([*self.constants, *carry, *stacks], self.uses.handed_on)
-            mine = inside.weights.held
-            slices = [mine[weight].data for weight in self.kept_here]
-            self.templates = {x: mine[x] for x in self.kept_here}
+        def body(carry, scanned):
+            stacks, data = scanned
+            layers = [shards.layer(x) for shards, x in zip(self.stacks, data, strict=True)]
+            sources = dict(zip((stack.layer for stack in self.uses.stacks), layers, strict=True))
+            inside = self.outer.inside(self.plan.body, sources)
+            outputs = inside.run([*self.constants, *carry, *stacks], self.uses.view_outputs)
+            after = inside.weights.sources
+            slices = [after[weight].data for weight in self.kept_in_iteration]
+            # `scan` stacks only the data; codec and layout are read from the traced body.
+            self.templates = {x: after[x] for x in self.kept_in_iteration}
             return outputs[:num_carry], (outputs[num_carry:], slices)
 
         traced, note = repeated(body, self.loop.length)
-        data = [pieces.data for pieces in self.stacks]
+        data = [shards.data for shards in self.stacks]
         carry, (stacked, slices) = self.loop.scan(traced, carry, (stacks, data))
         note()
-        self._hold(dict(zip(self.kept_here, slices, strict=True)))
+        self._keep_slices(dict(zip(self.kept_in_iteration, slices, strict=True)))
         return [*carry, *stacked]
 
     def _pipelined(self, carry: list[Any], stacks: list[Any]) -> list[Any]:
-        """Gather the next layers' weights and reduce the last ones' gradients meanwhile."""
+        """Run the loop with gathers for the next layers and reductions for the previous ones."""
         loop = self.loop
         before = self.outer.prologues.pop(self.index)
         self.templates = {x: kept for each in before.slices.values() for x, kept in each.items()}
         state = self._start(carry, before, stacks)
 
         def body(state, scanned):
-            turn, stacks = scanned
-            state, outputs, slices = self._iteration(state, turn, stacks)
+            iteration, stacks = scanned
+            state, outputs, slices = self._iteration(state, iteration, stacks)
             return state, (outputs, slices)
 
-        turns = jnp.arange(loop.length)
+        iterations = jnp.arange(loop.length)
         traced, note = repeated(body, loop.length)
         state, (stacked, slices) = loop.scan(
-            traced, state, (turns[::-1] if loop.is_reversed else turns, stacks)
+            traced, state, (iterations[::-1] if loop.is_reversed else iterations, stacks)
         )
         note()
-        deferred = self._flush(state)
-        self._hold(dict(zip(self.kept_ahead, state.slices, strict=True)))
-        self._hold(dict(zip(self.kept_here, slices, strict=True)))
-        self._hand_on(state)
+        deferred = self._reduce_remaining(state)
+        self._keep_slices(dict(zip(self.kept_prefetched, state.slices, strict=True)))
+        self._keep_slices(dict(zip(self.kept_in_iteration, slices, strict=True)))
+        self._pass_prologue(state)
         outputs = [*state.carry, *stacked]
         for number, x in deferred.items():
             outputs[number] = x
         return outputs
 
     def _iteration(
-        self, state: _State, turn: Array, stacks: Sequence[Any]
+        self, state: _State, iteration: Array, stacks: Sequence[Any]
     ) -> tuple[_State, list[Any], list[Any]]:
-        """One layer: the state after it, its outputs, and slices that it kept by itself."""
-        here, following = self.place(turn), self.place(turn + self.plan.body.num_hops)
-        held = self.layer(here)
-        for weight, x in zip(self.kept_ahead, state.slices, strict=True):
+        """Run one layer.
+
+        Returns:
+            The next state; the layer's outputs beside the carry; and its node slices for
+            `kept_in_iteration`.
+        """
+        here, following = (
+            self.layer_index(iteration),
+            self.layer_index(iteration + self.plan.body.num_hops),
+        )
+        sources = self.layer(here)
+        for weight, x in zip(self.kept_prefetched, state.slices, strict=True):
             data = lax.dynamic_index_in_dim(x, here, 0, keepdims=False)
-            held[weight] = dataclasses.replace(self.templates[weight], data=data)
-        next_held = self.layer(following)
-        inside = self.outer.inside(self.plan.body, held, state.in_flight, next_held)
-        outputs = inside.run([*self.constants, *state.carry, *stacks], self.uses.handed_on)
-        buckets, deferred = self._reduced(state, inside.gradients.deferred, turn)
+            sources[weight] = dataclasses.replace(self.templates[weight], data=data)
+        next_sources = self.layer(following)
+        inside = self.outer.inside(self.plan.body, sources, state.in_flight, next_sources)
+        outputs = inside.run([*self.constants, *state.carry, *stacks], self.uses.view_outputs)
+        buckets, deferred = self._reduce_deferred(state, inside.gradients.deferred, iteration)
         slices = [
-            lax.dynamic_update_index_in_dim(x, inside.weights.next_held[weight].data, following, 0)
-            for weight, x in zip(self.kept_ahead, state.slices, strict=True)
+            lax.dynamic_update_index_in_dim(
+                x, inside.weights.next_sources[weight].data, following, 0
+            )
+            for weight, x in zip(self.kept_prefetched, state.slices, strict=True)
         ]
-        self.templates.update({x: inside.weights.held[x] for x in self.kept_here})
+        self.templates.update({x: inside.weights.sources[x] for x in self.kept_in_iteration})
         carry = outputs[: self.loop.num_carry]
         state = _State(carry, inside.weights.next_in_flight, buckets, deferred, slices)
-        mine = [inside.weights.held[weight].data for weight in self.kept_here]
-        return state, outputs[self.loop.num_carry :], mine
+        kept = [inside.weights.sources[weight].data for weight in self.kept_in_iteration]
+        return state, outputs[self.loop.num_carry :], kept
 
     def _start(self, carry: list[Any], before: Prologue, stacks: list[Any]) -> _State:
-        """The state before the first iteration, which finds gradients of zero to send."""
+        """The state before the first iteration; its gradient buckets hold zeros.
+
+        Shapes and dtypes of the buckets come from an abstract run of one iteration.
+        """
         length = self.loop.length
         slices = []
-        for weight in self.kept_ahead:
+        for weight in self.kept_prefetched:
             data = before.slices[0][weight].data
             stack = jnp.zeros((length, *data.shape), data.dtype)
-            for turn, kept in before.slices.items():
-                place = self.place(jnp.asarray(turn))
-                stack = lax.dynamic_update_index_in_dim(stack, kept[weight].data, place, 0)
+            for iteration, kept in before.slices.items():
+                layer_index = self.layer_index(jnp.asarray(iteration))
+                stack = lax.dynamic_update_index_in_dim(stack, kept[weight].data, layer_index, 0)
             slices.append(stack)
         state = _State(carry, before.in_flight, {}, {}, slices)
         rows = [None if x is None else x[0] for x in stacks]
 
         def shapes():
             first = self._iteration(state, jnp.asarray(0), rows)[0].buckets
-            waiting = {number: [buckets[0]] for number, buckets in first.items()}
+            by_axes_done = {number: [buckets[0]] for number, buckets in first.items()}
             done = {}
-            for number, some in waiting.items():
+            for number, buckets in by_axes_done.items():
                 for axis in range(self.gradients.num_axes(number)):
-                    some.append(self.gradients.reduce_next(number, axis, some[axis]))
-                done[number] = some.pop()
-            return waiting, self._settle(done)
+                    buckets.append(self.gradients.reduce_next(number, axis, buckets[axis]))
+                done[number] = buckets.pop()
+            return by_axes_done, self._deferred_outputs(done)
 
-        with recording(None):
+        with recording(None):  # traced only for shapes: its collectives must not be counted
             buckets, deferred = jax.eval_shape(shapes)
         return state._replace(
             buckets=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), buckets),
             deferred=jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), deferred),
         )
 
-    def _reduced(
-        self, state: _State, new: Mapping[int, ReduceBucket], turn: Array
+    def _reduce_deferred(
+        self, state: _State, new: Mapping[int, ReduceBucket], iteration: Array
     ) -> tuple[dict[int, list[ReduceBucket]], dict[int, Sum]]:
-        """Reduce deferred buckets over one axis each; those of the oldest iteration are done."""
-        buckets, done, num_axes = {}, {}, 0
-        for number, some in state.buckets.items():
-            reduce_next = self.gradients.reduce_next
-            sent = [reduce_next(number, axis, bucket) for axis, bucket in enumerate(some)]
-            buckets[number], done[number] = [new[number], *sent[:-1]], sent[-1]
-            num_axes = len(some)
-        if not done:
-            return {number: [bucket] for number, bucket in new.items()}, state.deferred
-        return buckets, self._written(state.deferred, done, turn - num_axes)
+        """Reduce every deferred bucket over one more axis, and add this iteration's `new` buckets.
 
-    def _flush(self, state: _State) -> dict[int, Sum]:
-        """Reduce the buckets that the last iterations left."""
+        The buckets of the oldest iteration are then fully reduced. In the first iterations these
+        are the zeros of `_start`, stored for the first layer and overwritten by its gradients.
+
+        Returns:
+            The buckets in flight, and the stacks of deferred outputs, for the next state.
+        """
+        buckets, done, num_axes = {}, {}, 0
+        for number, in_flight in state.buckets.items():
+            reduce_next = self.gradients.reduce_next
+            sent = [reduce_next(number, axis, bucket) for axis, bucket in enumerate(in_flight)]
+            buckets[number], done[number] = [new[number], *sent[:-1]], sent[-1]
+            num_axes = len(in_flight)
+        if not done:  # no group is deferred, or this is the abstract run in `_start`
+            return {number: [bucket] for number, bucket in new.items()}, state.deferred
+        return buckets, self._store_layer(state.deferred, done, iteration - num_axes)
+
+    def _reduce_remaining(self, state: _State) -> dict[int, Sum]:
+        """Reduce the buckets that are in flight after the last iteration over all their axes."""
         deferred = state.deferred
-        num_axes = max((len(some) for some in state.buckets.values()), default=0)
+        num_axes = max((len(buckets) for buckets in state.buckets.values()), default=0)
         for axis in reversed(range(num_axes)):
             done = {
-                number: self.gradients.reduce_rest(number, axis, some[axis])
-                for number, some in state.buckets.items()
+                number: self.gradients.reduce_rest(number, axis, buckets[axis])
+                for number, buckets in state.buckets.items()
             }
-            deferred = self._written(deferred, done, jnp.asarray(self.loop.length - 1 - axis))
+            deferred = self._store_layer(deferred, done, jnp.asarray(self.loop.length - 1 - axis))
         return deferred
 
-    def _written(
-        self, deferred: dict[int, Sum], done: dict[int, ReduceBucket], turn: Array
+    def _store_layer(
+        self, deferred: dict[int, Sum], done: dict[int, ReduceBucket], iteration: Array
     ) -> dict[int, Sum]:
-        """The stacks of deferred outputs with those of one more layer."""
-        made, place = self._settle(done), self.place(turn)
+        """Write the deferred outputs of one layer into their stacks."""
+        outputs, layer_index = self._deferred_outputs(done), self.layer_index(iteration)
         return {
             number: jax.tree.map(
-                lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, place, 0),
+                lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, layer_index, 0),
                 stack,
-                made[number],
+                outputs[number],
             )
             for number, stack in deferred.items()
         }
 
-    def _settle(self, done: dict[int, ReduceBucket]) -> dict[int, Any]:
-        """The deferred outputs of one iteration, from its reduced buckets."""
-        return self.outer.inside(self.plan.body, {}).settle(done)
+    def _deferred_outputs(self, done: dict[int, ReduceBucket]) -> dict[int, Any]:
+        """The deferred outputs of one iteration, from its fully reduced buckets."""
+        return self.outer.inside(self.plan.body, {}).deferred_outputs(done)
 
-    def _hold(self, slices: dict[ShardedParam, Array]) -> None:
-        """The stacks of slices replace the stacks of shards."""
+    def _keep_slices(self, slices: dict[ShardedParam, Array]) -> None:
+        """Let later loops gather from the stacks of node slices in place of those of shards."""
         for stack in self.uses.stacks:
             if stack.layer in slices:
                 kept = self.templates[stack.layer].stack(slices[stack.layer])
-                self.outer.weights.held[stack.view.weight] = kept
+                self.outer.weights.sources[stack.view.weight] = kept
 
-    def _hand_on(self, state: _State) -> None:
-        """Let the loop that runs back begin with what was sent last."""
+    def _pass_prologue(self, state: _State) -> None:
+        """Give the loop that continues this one the buckets that are in flight at its end."""
         for number, other in self.outer.plan.loops.items():
             if other.continues == self.index:
                 self.outer.prologues[number] = Prologue(state.in_flight, {})

@@ -1,10 +1,10 @@
-"""From the sums of one device to the means of all: the last part of a step.
+"""Average gradients over devices and micro-batches: the last part of a step.
 
-What a program left on each device is, leaf by leaf, one of three things: its shard of a
-sum over all devices; its node's slice of a sum over the node, which is then summed over
-nodes, once for all micro-batches; or a whole gradient of its own, which is all-reduced.
-Everything is divided by the number of devices and micro-batches, or by the sum of the
-weights: one mean, on every path.
+For each leaf the program leaves one of three arrays on a device: its shard of the sum over all
+devices; its slice of the sum over its node, which is summed over nodes here, once for all
+micro-batches; or a full gradient of its own, which is all-reduced here. In all three cases
+
+    mean = sum / (devices x micro-batches), or sum / (sum of the weights).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .._collectives import (
     labelled,
     move_split,
     reduce_over_node,
-    sum_whole,
+    sum_full,
 )
 from .._mesh import AXES, LOCAL, NODE
 from .._sharding import DimSharding, LeafSpec, pad
@@ -38,51 +38,51 @@ from .microbatches import Accumulators
 
 @dataclasses.dataclass(frozen=True)
 class GradientTarget:
-    """One differentiated leaf, and what the program leaves of its gradient."""
+    """One differentiated leaf: how the program reduces its gradient, and how it is stored."""
 
     leaf: LeafSpec
-    stored: DimSharding | None  # how its gradient is stored; None: whole
-    reduce_spec: ReduceSpec | None  # what the program reduces it to; None: nothing
-    size: int  # elements; of one layer, if it is scanned
+    stored: DimSharding | None  # split of the stored gradient; None: stored in full
+    reduce_spec: ReduceSpec | None  # the reduction inside the program; None: there is none
+    size: int  # elements; of one layer, if the program scans the leaf
 
     @property
     def in_node_only(self) -> bool:
-        """Whether the sum over nodes is still to be taken."""
+        """Whether the program reduces over `local` only, so that nodes are summed here."""
         return self.reduce_spec is not None and NODE not in self.reduce_spec.hops
 
 
 @dataclasses.dataclass(frozen=True)
 class MeanGradients:
-    """What a step is after.
+    """Loss and gradients averaged over devices and micro-batches.
 
     Attributes:
-        loss: the mean over the whole batch.
-        gradients: means, as they are stored; None: not a float.
-        lost: of each what rounding lost now; None: not kept.
-        halves: of the devices, if they are wanted: lists with a scalar for each leaf.
+        loss: mean over the full batch, a scalar.
+        gradients: for each differentiated leaf its mean, laid out as stored; None: not a float.
+        residuals: for each, the rounding error of this step (error feedback); None: not kept.
+        halves: inner products of half-batch gradients, if requested.
     """
 
     loss: Array
     gradients: list[Any]
-    lost: list[Array | None]
+    residuals: list[Array | None]
     halves: GradientHalves | None
 
 
 def mean_over_devices(
     sums: Accumulators,
-    wanted: Sequence[GradientTarget],
+    targets: Sequence[GradientTarget],
     errors: Sequence[Array | None],
     num_microbatches: int,
     comm: CommSpec,
 ) -> MeanGradients:
-    """The loss and the gradients of the whole batch, from every device's sums.
+    """Average loss and gradients over the full batch.
 
     Args:
-        sums: of this device.
-        wanted: what each of the gradients in them is.
-        errors: for each, what rounding lost in the step before; None: not kept.
-        num_microbatches: that went into the sums.
-        comm: how gradients travel.
+        sums: this device's sums over its micro-batches.
+        targets: for each gradient in `sums`, how it was reduced and is to be stored.
+        errors: for each, the residual of the previous step; None: not kept.
+        num_microbatches: how many micro-batches were summed.
+        comm: axes and codecs of the reductions.
     """
     with labelled("other", "loss"):
         loss = all_reduce(sums.loss, AXES)
@@ -90,24 +90,19 @@ def mean_over_devices(
             total = jnp.asarray(comm.num_devices * num_microbatches, loss.dtype)
         else:
             total = all_reduce(sums.weight, AXES)
-    pairs = enumerate(zip(sums.gradients, wanted, strict=True))
-    whole = [i for i, (x, want) in pairs if x is not None and want.reduce_spec is None]
+    pairs = enumerate(zip(sums.gradients, targets, strict=True))
+    full = [i for i, (x, target) in pairs if x is not None and target.reduce_spec is None]
     with labelled("gradients"):
-        summed = sum_whole(
-            [sums.gradients[i] for i in whole], [wanted[i].size for i in whole], comm
-        )
-    known = dict(zip(whole, zip(*summed, strict=True), strict=True))
+        summed = sum_full([sums.gradients[i] for i in full], [targets[i].size for i in full], comm)
+    all_reduced = dict(zip(full, zip(*summed, strict=True), strict=True))
     means = []
-    for i, (x, want, error) in enumerate(zip(sums.gradients, wanted, errors, strict=True)):
-        if i in known:
-            x, piece = known[i]
-        else:
-            x, piece = as_pair(x)
-        means.append(_mean(x, piece, want, error, total, comm))
+    for i, (x, target, error) in enumerate(zip(sums.gradients, targets, errors, strict=True)):
+        x, half_sum = all_reduced[i] if i in all_reduced else as_pair(x)
+        means.append(_mean(x, half_sum, target, error, total, comm))
     halves = None
     if comm.halves:
-        copies = [comm.num_copies if i in known else 1 for i in range(len(wanted))]
-        halves = gradient_halves([piece for *_, piece in means], copies, sums.weight, comm)
+        copies = [comm.num_copies if i in all_reduced else 1 for i in range(len(targets))]
+        halves = gradient_halves([half_sum for *_, half_sum in means], copies, sums.weight, comm)
     return MeanGradients(
         loss / total.astype(loss.dtype),
         [x for x, *_ in means],
@@ -118,44 +113,48 @@ def mean_over_devices(
 
 def _mean(
     x: Any,
-    piece: HalfBatchSum | None,
-    want: GradientTarget,
+    half_sum: HalfBatchSum | None,
+    target: GradientTarget,
     error: Array | None,
     total: Array,
     comm: CommSpec,
 ) -> tuple[Any, Array | None, HalfBatchSum | None]:
-    """One gradient, as it is stored; what rounding lost; and a piece of it in halves."""
+    """Average one gradient: its mean as stored, its residual, and its shard of half-batch sums."""
     if x is None:
         return None, error, None
-    leaf, new_error = want.leaf, None
-    if not want.in_node_only:
+    leaf, residual = target.leaf, None
+    if not target.in_node_only:
         x = x / total.astype(x.dtype)
-        piece = jax.tree.map(lambda part: part / total.astype(part.dtype), piece)
-        x = _moved(x, want, comm, comm.axes)
+        half_sum = jax.tree.map(lambda part: part / total.astype(part.dtype), half_sum)
+        x = _moved(x, target, comm, comm.axes)
     else:
-        assert want.reduce_spec is not None
+        assert target.reduce_spec is not None
+        # Each node sends its own mean, not its part of the sum: a sum could overflow 16 bits
+        # where the mean does not. The residual has the scale of what is sent.
         nodes = jnp.asarray(comm.sizes[NODE], x.dtype)
-        x = _moved(x / (total.astype(x.dtype) / nodes), want, comm, (LOCAL,))
-        layout = want.stored or want.reduce_spec.layout
+        x = _moved(x / (total.astype(x.dtype) / nodes), target, comm, (LOCAL,))
+        layout = target.stored or target.reduce_spec.layout
         with labelled("gradients", leaf.path):
-            x, piece, new_error = reduce_over_node(x, layout, want.size, leaf.dtype, comm, error)
-        piece = jax.tree.map(lambda part: part / nodes.astype(part.dtype), piece)
+            x, half_sum, residual = reduce_over_node(
+                x, layout, target.size, leaf.dtype, comm, error
+            )
+        half_sum = jax.tree.map(lambda part: part / nodes.astype(part.dtype), half_sum)
         x = x.astype(accumulator_dtype(leaf.dtype)) / nodes.astype(accumulator_dtype(leaf.dtype))
     x = x.astype(leaf.dtype)
     return (
-        (pad(x, leaf.layout) if leaf.layout and want.reduce_spec is None else x),
-        new_error,
-        piece,
+        (pad(x, leaf.layout) if leaf.layout and target.reduce_spec is None else x),
+        residual,
+        half_sum,
     )
 
 
-def _moved(x: Array, want: GradientTarget, comm: CommSpec, axes: tuple[str, ...]) -> Array:
-    """Cut it as it is stored, where the program cut it along another dim."""
+def _moved(x: Array, target: GradientTarget, comm: CommSpec, axes: tuple[str, ...]) -> Array:
+    """Move the split to the dim of storage, if the program used another; `axes` split `x`."""
     if (
-        want.reduce_spec is None
-        or want.stored is None
-        or want.stored.dim == want.reduce_spec.layout.dim
+        target.reduce_spec is None
+        or target.stored is None
+        or target.stored.dim == target.reduce_spec.layout.dim
     ):
         return x
-    new, old = want.stored, want.reduce_spec.layout
-    return move_split(x, want.leaf.shape, old, new, comm.long(axes))
+    new, old = target.stored, target.reduce_spec.layout
+    return move_split(x, target.leaf.shape, old, new, comm.long(axes))

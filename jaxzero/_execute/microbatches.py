@@ -1,8 +1,9 @@
-"""Micro-batches: from one planned program to the sums of a step, on one device.
+"""Gradient accumulation over the micro-batches of one device, and the reduction of its outputs.
 
-The program of one micro-batch runs `k` times in a `lax.scan` whose carry holds the sums
-of loss, weight and gradients. A split gradient is added up as it was reduced, in float32,
-as shards or as the node's slices; a whole one as it is. `mean_gradients` makes means of them.
+The program of one micro-batch runs `k` times in a `lax.scan` whose carry holds the sums of loss,
+weight and gradients, in float32 where they are narrower. Sharded gradients are reduced in every
+micro-batch and added up as shards (or as node slices, if only `local` was reduced); unsharded ones
+are added up in full. `mean_gradients` turns the sums into means.
 """
 
 from __future__ import annotations
@@ -23,24 +24,27 @@ from .._sharding import split_dim
 
 @dataclasses.dataclass(frozen=True)
 class Accumulators:
-    """What one micro-batch, or several, have added up to on this device."""
+    """Sums over this device's micro-batches."""
 
     loss: Any  # scalar array
     weight: Any  # scalar array; None: all examples weigh the same
-    gradients: list[Any]  # shards or slices of split leaves, whole others; None: not a float
+    gradients: list[Any]  # shards or node slices, full if not sharded; None: not a float
 
 
 jax.tree_util.register_dataclass(Accumulators, ["loss", "weight", "gradients"], [])
 
 
 def check_microbatches(num: Any) -> None:
-    """Raise `ValueError` for what is no number of micro-batches."""
+    """Raise `ValueError` unless `num` is an integer of at least 1."""
     if not isinstance(num, int) or num < 1:
-        raise ValueError(f"`microbatches` must be a whole number of at least 1; got {num!r}.")
+        raise ValueError(f"`microbatches` must be an integer of at least 1; got {num!r}.")
 
 
 def split_microbatches(x: Array, spec: Any, num: int) -> Array:
-    """Cut the split dim of one device's rows into `num` runs, on a new leading dim."""
+    """Cut one device's rows into `num` micro-batches, on a new leading dim.
+
+    `spec` tells which dim of `x` holds the rows.
+    """
     dim = split_dim(spec)
     assert dim is not None
     shape = (*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
@@ -53,12 +57,12 @@ def accumulate(
     specs: Sequence[Any],
     num: int,
 ) -> tuple[Accumulators, list[Any]]:
-    """Run a program on every micro-batch.
+    """Run a program on every micro-batch, and add up its sums.
 
     Args:
         run: takes the micro-batch's index and its inputs; returns sums and other outputs.
         inputs: this device's rows, and replicated values.
-        specs: which is which.
+        specs: the `PartitionSpec` of each input; those that it splits are cut into micro-batches.
         num: how many micro-batches. With one, the index is None and there is no loop.
 
     Returns:
@@ -84,7 +88,7 @@ def accumulate(
 
     indices = jnp.arange(num)
     first = [None if row is None else row[0] for row in rows]
-    with recording(None):
+    with recording(None):  # traced only for shapes: its collectives must not be counted
         shapes = jax.eval_shape(lambda: step(indices[0], first)[0])
     start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     traced, note = repeated(body, num, microbatches=True)
@@ -105,8 +109,8 @@ def combine(x: Array, how: str, comm: CommSpec) -> Array:
 
     Args:
         x: `[microbatches, ...]`.
-        how: one of `REDUCTIONS`. "stack" and "concat" leave the devices' parts where they
-            are, to be joined by the `shard_map`'s output specification.
+        how: one of `REDUCTIONS`. "stack" and "concat" send nothing: the output specification of
+            the `shard_map` joins the devices' arrays.
     """
     if how == "mean":
         total = all_reduce(jnp.mean(x, axis=0), AXES)

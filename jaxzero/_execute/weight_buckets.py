@@ -9,39 +9,44 @@ from typing import Any
 from .._collectives import CommSpec, EncodedShards, GatherBucket
 from .._plan import BlockPlan, Gather, GatherGroup, ShardedParam
 from .._program import Value, movable_ops
-from .gathers import Held, decode_bucket, encode_bucket, gather_next_axis, with_barrier
+from .gathers import GatherSources, decode_bucket, encode_bucket, gather_next_axis, with_barrier
 
-Tie = Callable[[Value | None, list[Any]], list[Any]]  # arrays, with a barrier on a value
-InFlight = dict[int, list[list[GatherBucket]]]  # by number of the group, after each axis
+Tie = Callable[[Value | None, list[Any]], list[Any]]  # pass arrays through a barrier with a value
+InFlight = dict[int, list[list[GatherBucket]]]  # [group][axis]: buckets gathered over that axis
 
 
 class WeightBuckets:
     """The weights of one run of a block: shards, buckets in flight, and full weights.
 
+    A group is one of `plan.gather_groups`; its number is its index there.
+
     Attributes:
-        held: the shard of each weight; a node's slice replaces it once that is kept (hpZ).
-        next_held: in a loop, the same of the layer whose first axis is gathered now.
-        in_flight: the buckets of each group, after each axis. In a pipelined loop, after the
-            first axes they are those of layers that come next, after the last of this layer.
-        next_in_flight: the same for the next iteration.
+        sources: the shard of each weight; its node slice from when the program keeps it (hpZ).
+        next_sources: in a pipelined loop, the shards of the layer whose gather starts in this
+            iteration.
+        in_flight: for each group, its buckets after each axis. In a pipelined loop a prefetched
+            group has this layer's buckets after the last axis, and a later layer's after each
+            axis before.
+        next_in_flight: `in_flight` for the next iteration.
     """
 
     def __init__(
         self,
         plan: BlockPlan,
         comm: CommSpec,
-        held: Mapping[ShardedParam, EncodedShards],
+        sources: Mapping[ShardedParam, EncodedShards],
         in_flight: InFlight | None = None,
-        next_held: Mapping[ShardedParam, EncodedShards] | None = None,
+        next_sources: Mapping[ShardedParam, EncodedShards] | None = None,
     ):
         self.plan = plan
         self.comm = comm
-        self.held: Held = dict(held)
-        self.next_held: Held = dict(next_held or {})
+        self.sources: GatherSources = dict(sources)
+        self.next_sources: GatherSources = dict(next_sources or {})
         self.in_flight: InFlight = dict(in_flight or {})
         self.next_in_flight: InFlight = {}
         self._full: dict[tuple, tuple[Gather, Any]] = {}
-        self._sends: dict[int, list[tuple[int, int]]] = {}  # (group, axis) by operation
+        # What happens before an operation: gathers of (group, axis), and decoding of groups.
+        self._sends: dict[int, list[tuple[int, int]]] = {}
         self._needs: dict[int, list[int]] = {}
         for number, group in enumerate(plan.gather_groups):
             self._needs.setdefault(group.at, []).append(number)
@@ -49,12 +54,12 @@ class WeightBuckets:
                 self._sends.setdefault(issue, []).append((number, axis))
 
     def send(self, index: int, tie: Tie, pin: Tie) -> None:
-        """Gather over an axis what is due before operation `index`.
+        """Start the gathers that the plan puts before operation `index`.
 
         Args:
-            index: of the operation.
-            tie: binds shards to a value, so that they are not gathered before it exists.
-            pin: binds messages to it, so that they are not encoded after it is used.
+            index: the operation, as an index into those of the block.
+            tie: puts a barrier between shards and a value, so that XLA gathers no earlier.
+            pin: puts a barrier between buckets and that value, so that XLA encodes no later.
         """
         for number, axis in self._sends.get(index, ()):
             group = self.plan.gather_groups[number]
@@ -65,35 +70,35 @@ class WeightBuckets:
     def _send_axis(
         self, number: int, group: GatherGroup, axis: int, tie: Tie, pin: Tie
     ) -> list[GatherBucket]:
-        """Gather a group over one axis; in a loop each axis is that of another layer."""
+        """Gather a group over one axis; in a pipelined loop, each axis for another layer."""
         pinned = functools.partial(pin, group.ties[axis])
         if axis:
             buckets = with_barrier(self.in_flight[number][axis - 1], pinned)
         else:
-            held = self.next_held if group.prefetched else self.held
+            sources = self.next_sources if group.prefetched else self.sources
             tied = functools.partial(tie, group.ties[axis])
-            buckets = encode_bucket(group, held, self.comm, tied, pinned)
+            buckets = encode_bucket(group, sources, self.comm, tied, pinned)
         return gather_next_axis(group, buckets, self.comm, self.plan.num_hops - axis)
 
     def receive(self, index: int) -> None:
         """Decode the full weights that operation `index` is the first to need."""
         for number in self._needs.get(index, ()):
             group = self.plan.gather_groups[number]
-            arrays = decode_bucket(group, self.in_flight[number][-1], self.held, self.comm)
-            for one, x in zip(group.gathers, arrays, strict=True):
-                self._full[one.weight, one.ops] = one, x
+            arrays = decode_bucket(group, self.in_flight[number][-1], self.sources, self.comm)
+            for gather, x in zip(group.gathers, arrays, strict=True):
+                self._full[gather.weight, gather.ops] = gather, x
 
     def drop(self, index: int) -> None:
         """Drop full weights that operation `index` was the last to need.
 
-        A later group may have gathered the same weight again by then: that one stays.
+        A full weight that a later group has gathered again by then stays.
         """
-        over = [key for key, (one, _) in self._full.items() if one.until == index]
-        for key in over:
+        dead = [key for key, (gather, _) in self._full.items() if gather.until == index]
+        for key in dead:
             del self._full[key]
 
     def full(self, weight: ShardedParam, ops: tuple[movable_ops.Op, ...]) -> Any:
-        """The full weight, with `ops` done to it."""
+        """The full weight after `ops`."""
         before, after = movable_ops.before_gather(ops, weight.layout, weight.shape)
         _, x = self._full[weight, before]
         for op in after:

@@ -1,4 +1,11 @@
-"""A node's slice of the weights, kept from step to step and updated by differences."""
+"""Node slices of weights that persist across steps and are updated by quantized differences.
+
+SDP4Bit (https://arxiv.org/abs/2410.15526): a step changes weights little, so a codec loses less on
+the difference than on the weight. Each device keeps its node slice w in the wire state; the owner
+of a shard x sends the difference, and every device of its group adds it:
+
+    w' = w + decode(encode(x - w)).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from .._collectives import CommSpec, EncodedShards, keep, labelled
+from .._collectives import CommSpec, EncodedShards, encode_node_slice, labelled
 from .._mesh import LOCAL, NODE
 from .._sharding import LeafSpec, WeightHop
 
 
 def has_kept_slice(leaf: LeafSpec, comm: CommSpec) -> bool:
-    """Whether a leaf travels as differences. Small ones, those stored
-    whole, and any on a single node do not."""
+    """Whether a leaf is sent as differences: not if it is small, unsharded, stored encoded, or
+    if there is one node."""
     hop = comm.weights.node
     if not isinstance(hop, WeightHop) or leaf.layout is None or leaf.codec is not None:
         return False
@@ -22,15 +29,15 @@ def has_kept_slice(leaf: LeafSpec, comm: CommSpec) -> bool:
 
 
 def first_slice(shard: Shaped[Array, ...], leaf: LeafSpec, comm: CommSpec) -> EncodedShards:
-    """The node's slice of a weight, gathered whole: the start of all differences."""
+    """Gather a node slice over `node` without a codec, for the wire state before the first step."""
     assert leaf.layout is not None
     with labelled("weights", leaf.path):
         full = EncodedShards.plain(shard, leaf.layout.dim, leaf.num_lead).gather(NODE)
-        return keep(full, leaf.layer_size, comm)
+        return encode_node_slice(full, leaf.layer_size, comm)
 
 
 def kept_slice(data: Shaped[Array, ...], leaf: LeafSpec, comm: CommSpec) -> EncodedShards:
-    """What `first_slice` and `next_slice` returned, from its `data`."""
+    """Rebuild the result of `first_slice` or `next_slice` from its `data`, the stored array."""
     assert leaf.layout is not None and comm.hpz is not None
     lead, dim = leaf.num_lead, leaf.layout.dim
     shape = list(leaf.padded_shape)
@@ -42,12 +49,13 @@ def kept_slice(data: Shaped[Array, ...], leaf: LeafSpec, comm: CommSpec) -> Enco
 def next_slice(
     shard: Shaped[Array, ...], kept: EncodedShards, leaf: LeafSpec, comm: CommSpec
 ) -> EncodedShards:
-    """Bring the node's slice up to date: the owners send how far it is from their shards."""
+    """Update a node slice: every owner sends the difference between its shard and the slice."""
     hop = comm.weights.node
     assert isinstance(hop, WeightHop) and leaf.layout is not None
     with labelled("weights", leaf.path):
         old = kept.join(jnp.float32)
-        old = jnp.where(jnp.isfinite(old), old, 0)  # weights that were NaN may be restored
+        # Weights that were NaN once may be restored from a checkpoint; NaN + difference cannot.
+        old = jnp.where(jnp.isfinite(old), old, 0)
         size = shard.shape[kept.dim]
         start = lax.axis_index(NODE) * size
         mine = lax.dynamic_slice_in_dim(old, start, size, axis=kept.dim)
@@ -55,4 +63,6 @@ def next_slice(
         change = EncodedShards.plain(difference, kept.dim, kept.lead)
         change = change.encode(hop.codec, comm.axes).gather(NODE)
         new = hop.updated(old, change.join()).astype(leaf.dtype)
-        return keep(EncodedShards.plain(new, kept.dim, kept.lead), leaf.layer_size, comm)
+        return encode_node_slice(
+            EncodedShards.plain(new, kept.dim, kept.lead), leaf.layer_size, comm
+        )

@@ -1,8 +1,9 @@
-"""What the wire remembers from step to step, as global arrays.
+"""State of the collectives that persists across steps: node slices and residuals.
 
-Two choices need a memory: weight differences need the nodes' slices that they are added to,
-and error feedback needs what rounding lost. Both are sharded: a device holds its node's
-slice of each. Like optimizer state it is the caller's, to carry and to save.
+Two options need it. Weight differences (`WeightDelta`) need the node slices that they are added
+to; error feedback (`ErrorFeedback`) needs the residuals, that is the rounding errors of the
+gradients in the last step. Both are global sharded arrays: a device holds one node slice of each.
+The caller passes the state from step to step and saves it, like optimizer state.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from .weight_differences import first_slice, has_kept_slice
 
 
 class WireState(NamedTuple):
-    """Trees like the parameters; `None` where a leaf needs no memory.
+    """Two trees with the structure of the parameters; `None` for a leaf that has no such state.
 
     Attributes:
-        slices: the nodes' slices of the weights, as `HpZ.codec` writes them.
-        errors: what rounding lost of the gradients, `[nodes, *shape]`.
+        slices: the node slices of the weights, encoded by `HpZ.codec`.
+        errors: the residuals of the gradients, `[nodes, *shape]`, padded like the parameters.
     """
 
     slices: Any
@@ -36,7 +37,11 @@ class WireState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LocalWireState:
-    """The same for the leaves of all sharded arguments of a call, by number; or their specs."""
+    """The wire state of all sharded arguments of a call, by index of the leaf among theirs.
+
+    On a device the values are its shards (`slices` one node slice, `errors` `[1, *shape]`);
+    outside they are global arrays, or their `PartitionSpec`s (`specs_of`).
+    """
 
     slices: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     errors: Mapping[int, Any] = dataclasses.field(default_factory=dict)
@@ -46,29 +51,29 @@ jax.tree_util.register_dataclass(LocalWireState, ["slices", "errors"], [])
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
-    """A global array of the state."""
+class StateArray:
+    """Shape, dtype and sharding of one global array of the state."""
 
     shape: tuple[int, ...]
     dtype: Any
     spec: PartitionSpec
 
 
-def slice_of(leaf: LeafSpec, comm: CommSpec) -> Stored | None:
-    """How a leaf's slices are stored; None: it is not sent as differences."""
+def slice_array(leaf: LeafSpec, comm: CommSpec) -> StateArray | None:
+    """The array that stores a leaf's node slices; None: it is not sent as differences."""
     if not has_kept_slice(leaf, comm):
         return None
     assert leaf.layout is not None and comm.hpz is not None
     lead, dim = leaf.num_lead, leaf.layout.dim
     codec = comm.suitable(comm.hpz.codec, leaf.layer_size, leaf.dtype)
     if codec is None:
-        return Stored(leaf.padded_shape, leaf.dtype, PartitionSpec(*[None] * dim, LOCAL))
+        return StateArray(leaf.padded_shape, leaf.dtype, PartitionSpec(*[None] * dim, LOCAL))
     messages = leaf.messages(codec, comm.sizes[LOCAL])
-    return Stored(messages.shape, messages.dtype, PartitionSpec(*[None] * lead, LOCAL))
+    return StateArray(messages.shape, messages.dtype, PartitionSpec(*[None] * lead, LOCAL))
 
 
-def error_of(leaf: LeafSpec, comm: CommSpec) -> Stored | None:
-    """How the errors of a leaf's gradient are stored; None: there is no feedback."""
+def error_array(leaf: LeafSpec, comm: CommSpec) -> StateArray | None:
+    """The array that stores a leaf's residuals; None: its gradient has no error feedback."""
     hop = comm.gradients.node
     if not isinstance(hop, GradientHop) or leaf.layout is None or leaf.codec is not None:
         return None
@@ -76,23 +81,23 @@ def error_of(leaf: LeafSpec, comm: CommSpec) -> Stored | None:
     if NODE not in comm.long(comm.axes) or codec is None:
         return None
     spec = PartitionSpec(NODE, *[None] * leaf.layout.dim, LOCAL)
-    return Stored((comm.sizes[NODE], *leaf.padded_shape), hop.dtype, spec)
+    return StateArray((comm.sizes[NODE], *leaf.padded_shape), hop.dtype, spec)
 
 
 def make_state(
     plan: TreePlan, params: Any, axes: tuple[str, ...], mesh: AnyMesh, comm: CommSpec
 ) -> WireState:
-    """The state before the first step.
+    """Make the state before the first step: gathered node slices, and residuals of zero.
 
     Args:
-        plan: of the parameters.
-        params: as they are stored.
-        axes: that split them.
-        mesh: where they are.
-        comm: which leaves need what.
+        plan: leaves and structure of the parameters.
+        params: the parameters, in stored form.
+        axes: the mesh axes that shard them.
+        mesh: the mesh that they are on.
+        comm: tells which leaves have node slices or residuals.
     """
     mapped = map_devices(
-        lambda shards: _first_memory(plan.leaves, shards, comm),
+        lambda shards: _first_state(plan.leaves, shards, comm),
         mesh,
         in_specs=([leaf.spec(axes, manual_only=True) for leaf in plan.leaves],),
         out_specs=specs_of(plan.leaves, comm),
@@ -100,14 +105,14 @@ def make_state(
     return to_tree(plan, jax.jit(mapped)(arrays_of(params)))
 
 
-def _first_memory(
+def _first_state(
     leaves: Sequence[LeafSpec], shards: Sequence[Array], comm: CommSpec
 ) -> LocalWireState:
     slices, errors = {}, {}
     for i, (leaf, shard) in enumerate(zip(leaves, shards, strict=True)):
-        if slice_of(leaf, comm):
+        if slice_array(leaf, comm):
             slices[i] = first_slice(shard, leaf, comm).data
-        if stored := error_of(leaf, comm):
+        if stored := error_array(leaf, comm):
             assert leaf.layout is not None
             shape = list(leaf.padded_shape)
             shape[leaf.layout.dim] //= comm.sizes[LOCAL]
@@ -116,31 +121,31 @@ def _first_memory(
 
 
 def specs_of(leaves: Sequence[LeafSpec], comm: CommSpec) -> LocalWireState:
-    """The specs of the state of all leaves, as a tree like it."""
-    slices = {i: slice_of(leaf, comm) for i, leaf in enumerate(leaves)}
-    errors = {i: error_of(leaf, comm) for i, leaf in enumerate(leaves)}
+    """The `PartitionSpec`s of the state of all leaves."""
+    slices = {i: slice_array(leaf, comm) for i, leaf in enumerate(leaves)}
+    errors = {i: error_array(leaf, comm) for i, leaf in enumerate(leaves)}
     return LocalWireState(
         {i: stored.spec for i, stored in slices.items() if stored},
         {i: stored.spec for i, stored in errors.items() if stored},
     )
 
 
-def to_tree(plan: TreePlan, memory: LocalWireState, start: int = 0) -> WireState:
-    """The state of one argument, whose first leaf is number `start`."""
+def to_tree(plan: TreePlan, wire_state: LocalWireState, start: int = 0) -> WireState:
+    """The state of one argument, whose first leaf has index `start` in `wire_state`."""
     numbers = range(start, start + len(plan.leaves))
     return WireState(
-        plan.whole([memory.slices.get(i) for i in numbers]),
-        plan.whole([memory.errors.get(i) for i in numbers]),
+        plan.whole([wire_state.slices.get(i) for i in numbers]),
+        plan.whole([wire_state.errors.get(i) for i in numbers]),
     )
 
 
 def from_tree(
     plan: TreePlan, state: Any, comm: CommSpec, name: str, start: int = 0
 ) -> LocalWireState:
-    """Undo `to_tree`.
+    """Undo `to_tree`; `name` is the argument's, for messages.
 
     Raises:
-        ValueError: the state is not one of these parameters on this mesh.
+        ValueError: the state does not fit these parameters, this mesh or this config.
     """
     remedy = "Make it with `zero.init_wire_state(params)`."
     if not isinstance(state, WireState):
@@ -149,8 +154,8 @@ def from_tree(
         )
     found: list[dict[int, Array]] = []
     for kind, tree, expect in (
-        ("slices", state.slices, slice_of),
-        ("errors", state.errors, error_of),
+        ("slices", state.slices, slice_array),
+        ("errors", state.errors, error_array),
     ):
         try:
             leaves = plan.flatten_like(tree)
@@ -160,13 +165,13 @@ def from_tree(
             ) from error
         by_number = {}
         for i, (leaf, x) in enumerate(zip(plan.leaves, leaves, strict=True)):
-            want = expect(leaf, comm)
+            array = expect(leaf, comm)
             given = None if x is None else (tuple(x.shape), jnp.dtype(x.dtype))
-            wanted = None if want is None else (want.shape, jnp.dtype(want.dtype))
-            if given != wanted:
+            expected = None if array is None else (array.shape, jnp.dtype(array.dtype))
+            if given != expected:
                 raise ValueError(
-                    f"`wire_state.{kind}`, leaf `{leaf.path}`: wanted {wanted}, got {given}. It "
-                    f"is of other parameters, another mesh or config. {remedy}"
+                    f"`wire_state.{kind}`, leaf `{leaf.path}`: expected {expected}, got {given}. "
+                    f"The state is of other parameters, or for another mesh or config. {remedy}"
                 )
             if x is not None:
                 by_number[start + i] = x

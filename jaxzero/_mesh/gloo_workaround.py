@@ -1,10 +1,10 @@
-"""Reduce-scatter, also on CPUs, where XLA's now and then gives wrong sums.
+"""Reduce-scatter with a workaround for XLA on CPUs, whose sums are sometimes wrong.
 
-Once `jax.distributed` runs, XLA:CPU reduces by Gloo, also between devices of one process. Its
-reduce-scatter sends from memory to which the result may have been written before: sums of some
-hundred kilobytes are wrong in one of a thousand, those of megabytes in a few of a hundred, without
-an error (JAX 0.10 to 0.12; jax-ml/jax#40830). It also gives up after 30 s, whatever the limit
-(#40831). There the pieces are exchanged all-to-all instead, in as many bytes, and added here.
+Once `jax.distributed` runs, XLA:CPU uses Gloo for reductions, also between devices of one process.
+Gloo's reduce-scatter sends from a buffer that the result may have overwritten already: without an
+error, one in a thousand sums of some hundred kilobytes is wrong, and a few in a hundred sums of
+megabytes (JAX 0.10 to 0.12; jax-ml/jax#40830). It also times out after 30 s, whatever limit is set
+(#40831). In that case the shards are exchanged all-to-all instead, in as many bytes, and added.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _is_exchanged: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 
 def errs_on(mesh: AnyMesh) -> bool:
-    """Whether XLA's reduce-scatter over `mesh` may be wrong."""
+    """Whether XLA's reduce-scatter over `mesh` may give wrong sums."""
     if isinstance(mesh, SimulatedMesh):
         return False
     return mesh.devices.flat[0].platform == "cpu" and jax.distributed.is_initialized()
 
 
 def exchanging(function: Callable) -> Callable:
-    """`function`, in which sums are exchanged and added while it is traced."""
+    """Wrap `function` so that `reduce_scatter` uses the workaround while it is traced."""
 
     @functools.wraps(function)
     def traced(*args):
@@ -49,18 +49,18 @@ def exchanging(function: Callable) -> Callable:
 
 
 def is_exchanged() -> bool:
-    """Whether what is being traced is inside `exchanging`."""
+    """Whether a function wrapped by `exchanging` is being traced."""
     return _is_exchanged.get()
 
 
 def reduce_scatter(
     x: Shaped[Array, ...], axes: str | tuple[str, ...], dim: int, *, tiled: bool = True
 ) -> Shaped[Array, ...]:
-    """`lax.psum_scatter`: sum over devices; device i keeps the i-th piece of `dim`."""
+    """`lax.psum_scatter`: sum over devices; device i keeps part i of `dim`."""
     if not is_exchanged():
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=tiled)
     names = (axes,) if isinstance(axes, str) else axes
     num = math.prod(lax.axis_size(name) for name in names)
-    pieces = x.reshape(*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
-    total = add_up(lax.all_to_all(pieces, axes, split_axis=dim, concat_axis=0))
+    parts = x.reshape(*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
+    total = add_up(lax.all_to_all(parts, axes, split_axis=dim, concat_axis=0))
     return total if tiled else jnp.squeeze(total, dim)

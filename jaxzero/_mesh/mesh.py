@@ -22,7 +22,7 @@ from .simulated import AnyMesh, SimulatedMesh
 NODE = "node"
 LOCAL = "local"
 AXES = (NODE, LOCAL)  # the batch is split in this order, so that a host's rows are contiguous
-REDUCTION_HOPS = (LOCAL, NODE)  # what crosses between nodes is a sum already
+REDUCTION_HOPS = (LOCAL, NODE)  # in this order, only sums over a node cross between nodes
 
 _microbatch: contextvars.ContextVar[Array | None] = contextvars.ContextVar(
     "jaxzero_microbatch", default=None
@@ -55,22 +55,22 @@ def make_mesh(
     """Arrange devices as `(node, local)`.
 
     Args:
-        nodes: number of nodes. By default a node is a slice, where devices are of several
-            (pods of TPUs, GPUs that share NVLink), else a host with all its processes; so all
-            processes call this together. If given, devices are taken in the order of
-            `(process_index, id)`, so a node is a run of neighbours.
+        nodes: number of nodes. By default a node is a slice, if the devices belong to several
+            (pods of TPUs, GPUs that share NVLink), otherwise a host with all its processes; all
+            processes must call this together, since they exchange host names. If given, devices
+            are ordered by `(process_index, id)`, and a node is a run of neighbours.
         devices: the devices to use; by default all of them.
         axis_type: `AxisType.Auto` or `AxisType.Explicit`, for both axes.
-        simulate: make a mesh of this many devices that do not exist. All arrays are then
-            whole on the first of `devices`, and it does the arithmetic of every device, with
-            the same collectives. For what quantisation or small batches do to training, not
-            for memory or speed.
+        simulate: make a mesh of this many simulated devices. All arrays are then in full on the
+            first of `devices`, which does the arithmetic of every device, with the same
+            collectives. Use it to study the effect of quantization or small batches on training;
+            it shows nothing about memory or speed.
 
     Returns:
         A mesh of shape `(nodes, devices / nodes)` with axes `("node", "local")`. A mesh
-        made by `jax.make_mesh` serves as well, if it has these two axes; further axes
-        (tensor parallelism) are left as they are. With `simulate` it is for `Zero` alone;
-        `zero.mesh` is then the one device, for shardings.
+        made by `jax.make_mesh` can be used as well, if it has these two axes; further axes
+        (tensor parallelism) are not touched. With `simulate` only `Zero` accepts the mesh;
+        `zero.mesh` is then a mesh of the one device, for shardings.
 
     Raises:
         ValueError: `nodes` does not divide the number of devices, or hosts have different
@@ -94,7 +94,7 @@ def make_mesh(
 
 
 def _by_node(devices: Sequence[Any]) -> list[list[Any]]:
-    """Devices that share a slice, or else a host, in the order of their first device."""
+    """Group devices by slice if there are several, otherwise by host; ordered by first device."""
     slices = {getattr(device, "slice_index", None) for device in devices}
     groups: dict[str, list[Any]] = {}
     for device in devices:
@@ -102,14 +102,14 @@ def _by_node(devices: Sequence[Any]) -> list[list[Any]]:
             name = f"slice {device.slice_index}"
         elif process_count() > 1:
             name = hosts()[device.process_index]
-        else:  # one process, or devices that are only described
+        else:  # one process, or the devices of a topology description
             name = f"process {device.process_index}"
         groups.setdefault(name, []).append(device)
     if len({len(group) for group in groups.values()}) > 1:
         sizes = ", ".join(f"{len(group)} on {name}" for name, group in groups.items())
         raise ValueError(
             f"Nodes must have equally many devices; there are {sizes}. Pass `devices=` to use "
-            "fewer of some, or `nodes=` to group them otherwise."
+            "fewer of some, or `nodes=` to group them differently."
         )
     return list(groups.values())
 
@@ -126,7 +126,10 @@ def _simulated(nodes: int, num_devices: int, device: Any, axis_type: AxisType) -
 
 
 def map_devices(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any) -> Callable:
-    """Run `function` on every device's pieces of global arrays; specs are over our two axes."""
+    """Run `function` on every device's shards of global arrays; specs are over `node`, `local`.
+
+    This is `jax.shard_map`, or its simulation for a `SimulatedMesh`.
+    """
     if isinstance(mesh, SimulatedMesh):
         return mesh.map(function, in_specs, out_specs)
     if errs_on(mesh):
@@ -142,7 +145,7 @@ def map_devices(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any
 
 
 def check_mesh(mesh: AnyMesh) -> None:
-    """Raise `ValueError` unless `mesh` has our two axes."""
+    """Raise `ValueError` unless `mesh` has the axes `node` and `local`."""
     missing = [axis for axis in AXES if axis not in mesh.shape]
     if missing:
         raise ValueError(
@@ -153,7 +156,7 @@ def check_mesh(mesh: AnyMesh) -> None:
 
 @contextlib.contextmanager
 def microbatch_index(index: Array | None) -> Iterator[None]:
-    """Let `fold_in_device` see which micro-batch is being traced."""
+    """Make the index of the micro-batch that is being traced known to `fold_in_device`."""
     token = _microbatch.set(index)
     try:
         yield
@@ -162,22 +165,22 @@ def microbatch_index(index: Array | None) -> Iterator[None]:
 
 
 def device_index(axes: tuple[str, ...] = AXES) -> Array:
-    """This device's number over `axes`, uint32, inside the per-device program."""
+    """This device's index over `axes`, uint32; only inside a per-device program."""
     return lax.axis_index(axes).astype(jnp.uint32)
 
 
 def fold_in_device(key: Shaped[Array, "*key"]) -> Shaped[Array, "*key"]:
     """Derive a key that is different on every device, and for every micro-batch.
 
-    Call it inside a function given to `zero.value_and_grad` or `zero.apply`, on a key
-    that is the same everywhere, before dropout and the like. Without it all devices
-    drop the same positions.
+    Call it inside a function given to `zero.value_and_grad` or `zero.apply`, on a key that is
+    equal on all devices, before dropout and the like. Without it all devices drop the same
+    positions.
 
     Args:
         key: a typed key (`jax.random.key`) or a raw one (`jax.random.PRNGKey`).
 
     Raises:
-        ValueError: called where there are no devices to tell apart.
+        ValueError: it is called outside of such a function.
     """
     try:
         index = lax.axis_index(AXES)

@@ -1,10 +1,10 @@
-"""Per-device programs, traced as those of one device are.
+"""Trace the body of a `shard_map` as if it ran on one device, without the mesh in array types.
 
-Inside a `shard_map` JAX types every array with the mesh, its axes `Manual`. Code that compares
-what it traced with what it computes (Equinox's solvers: diffrax, optimistix, lineax) compares
+Inside a `shard_map`, JAX puts the mesh, with its axes `Manual`, into the type of every array. Code
+that compares traced with computed values (Equinox's solvers: diffrax, optimistix, lineax) compares
 these types too, and fails. So the body is traced with all axes automatic, as under plain `jit`,
-which such code knows; their names stay bound, so that collectives work. What was traced goes into
-the `shard_map` as it is, in one piece: nothing of it is bound, and so typed, again.
+which such code supports; the axis names stay bound, so that collectives work. The traced jaxpr is
+then called in the `shard_map` as one `jit`: its equations are not bound, and so not typed, again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ASK_FOR_THE_DEVICE = {"axis_index", "debug_callback", "debug_print"}
 
 
 def without_mesh(function: Callable) -> Callable:
-    """`function`, of trees of arrays, as the body of a `shard_map` that it knows nothing of."""
+    """Wrap a function of trees of arrays as a `shard_map` body that is traced without the mesh."""
 
     @functools.wraps(function)
     def body(*args):
@@ -37,18 +37,21 @@ def without_mesh(function: Callable) -> Callable:
         with jax.sharding.use_abstract_mesh(mesh.update_axis_types(automatic)):
             closed, shapes = jax.make_jaxpr(per_device, return_shape=True)(*map(bare, leaves))
             constants = closed.consts
-            called = _in_one_piece(closed.jaxpr, constants, leaves)
+            called = _as_one_call(closed.jaxpr, constants, leaves)
         if len(mesh.manual_axes) < len(mesh.axis_names):
-            called = _in_sight_of(mesh, called)
+            called = _with_mesh_context(mesh, called)
         outputs = jex.jaxpr_as_fun(called)(*constants, *leaves)
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return body
 
 
-def _in_one_piece(jaxpr: Any, constants: list[Any], leaves: list[Any]) -> Any:
-    """A call of `jaxpr`. What the user's function closes over is passed to it: inside a `jit`
-    it would be part of the compiled program, which could then serve for no other values."""
+def _as_one_call(jaxpr: Any, constants: list[Any], leaves: list[Any]) -> Any:
+    """A jaxpr with one equation, a `jit` of `jaxpr`.
+
+    Closed-over arrays of the user's function are arguments of it: inside a `jit` they would be
+    constants of the compiled program, which could then not be reused with other values.
+    """
 
     @jax.jit
     def call(constants, leaves):
@@ -58,15 +61,15 @@ def _in_one_piece(jaxpr: Any, constants: list[Any], leaves: list[Any]) -> Any:
 
 
 def bare(x: Any) -> jax.ShapeDtypeStruct:
-    """What `x` is, but for where it is."""
+    """Shape, dtype and weak type of `x`, without its sharding."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
 
-def _in_sight_of(mesh: Any, closed: Any) -> Any:
-    """Have what asks which device it is on lowered in sight of `mesh`.
+def _with_mesh_context(mesh: Any, closed: Any) -> Any:
+    """Give `axis_index` and prints the context of `mesh`, which their lowering needs.
 
-    If an axis is automatic, it becomes a `shard_map` over those axes that are not manual
-    yet, and it is the mesh in its context that knows which.
+    If an axis of the mesh is automatic, JAX lowers these as a `shard_map` over the axes that are
+    not manual yet, and reads from the mesh in the equation's context which those are.
     """
     with jax.sharding.use_abstract_mesh(mesh):
         context = jax.make_jaxpr(lambda: lax.axis_index(mesh.manual_axes[0]))().jaxpr.eqns[0].ctx
@@ -79,9 +82,9 @@ def _in_sight_of(mesh: Any, closed: Any) -> Any:
 
 
 def rewrite(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
-    """`jaxpr`, closed or not, with `change` of every equation, also of those inside others.
+    """Apply `change` to every equation of a jaxpr, closed or not, and of the jaxprs inside it.
 
-    What `change` returns as it was given stays the same object, with all that it is in.
+    Equations and jaxprs in which nothing changes are returned as the same objects.
     """
     if not isinstance(jaxpr, jex.Jaxpr):
         inner = rewrite(jaxpr.jaxpr, change)
@@ -103,7 +106,7 @@ def _rewrite_inside(equation: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _like(old: tuple, items: list[Any]) -> tuple:
-    """A tuple of the same type: `custom_linear_solve` has its jaxprs in one with names."""
+    """A tuple of the type of `old`: `custom_linear_solve` has its jaxprs in a named tuple."""
     return type(old)(*items) if hasattr(old, "_fields") else tuple(items)
 
 
@@ -112,5 +115,5 @@ def _is_jaxpr(x: Any) -> bool:
 
 
 def is_traced(x: Any) -> bool:
-    """Whether `x` stands for a value of a program being traced, rather than being an array."""
+    """Whether `x` is a tracer, and not an array with values."""
     return isinstance(x, Tracer)

@@ -1,14 +1,13 @@
-"""Many devices on one: a mesh whose devices are only axes of arrays.
+"""Simulate many devices on one: a mesh whose devices are batch dims of arrays.
 
-The program that `shard_map` would run on every device runs under one `vmap` for each mesh
-axis instead, with the same axis names, so that collectives in it mean what they mean on
-devices. What all devices hold together is an ordinary array on one device. So the
-arithmetic of many devices (rounding on the wire, noise of small batches) can be studied
-where there is one. Their memory and their speed cannot.
+The function that `shard_map` would run on every device runs under one `vmap` for each mesh axis
+instead, with the same axis names, so that collectives have the same meaning. A global array is an
+ordinary array on one device. This reproduces the arithmetic of many devices (rounding of codecs,
+noise of small batches), but not their memory or speed.
 
-A few collectives are not right under `vmap` (JAX 0.10 to 0.12): `all_gather`,
-`psum_scatter` and `ppermute` over several axes at once, and `all_to_all` of a value that
-is the same on all devices. The twins of these here do one axis after the other.
+A few collectives are wrong under `vmap` (JAX 0.10 to 0.12): `all_gather`, `psum_scatter` and
+`ppermute` over several axes at once, and `all_to_all` of a value that is equal on all devices. The
+replacements in this module run over one axis after the other.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _axis_names: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedMesh:
-    """Stands for a `Mesh` of as many devices as `sizes` says; all of it is on `device`."""
+    """A mesh of `sizes` simulated devices, in the place of a `Mesh`; all run on `device`."""
 
     axis_names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -50,17 +49,17 @@ class SimulatedMesh:
 
     @property
     def physical(self) -> Mesh:
-        """The one device, as a mesh with axes of the same names: what shardings are over."""
+        """A mesh of the one real device, with the same axis names, for shardings."""
         grid = np.array([self.device]).reshape((1,) * len(self.sizes))
         return Mesh(grid, self.axis_names, axis_types=(AxisType.Auto,) * len(self.sizes))
 
     def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """As `jax.shard_map`: run `function` on every device's pieces of global arrays.
+        """Run `function` on every device's shards of global arrays, as `jax.shard_map` does.
 
         Args:
-            function: of trees of arrays; returns a tree.
+            function: takes and returns trees of arrays.
             in_specs: a tuple of tree prefixes of `PartitionSpec`s, one for each argument.
-            out_specs: a tree prefix. What is not split is taken from the first device.
+            out_specs: a tree prefix; outputs that are not split are those of the first device.
         """
 
         def on_device(*args):
@@ -77,33 +76,33 @@ class SimulatedMesh:
                     lambda x, spec, axis=axis: 0 if _splits(spec, axis) else None, in_specs, args
                 )
                 mapped = jax.vmap(mapped, in_axes, axis_name=axis, axis_size=self.shape[axis])
-            pieces = mapped(*_map_prefix(self._cut, in_specs, args))
-            return _map_prefix(self._join, out_specs, pieces)
+            shards = mapped(*_map_prefix(self._cut, in_specs, args))
+            return _map_prefix(self._join, out_specs, shards)
 
         return run
 
     def _cut(self, x: Array, spec: PartitionSpec) -> Array:
-        """Put the devices' pieces of a global array on new leading dims, one for each axis."""
+        """Cut a global array into shards, on one new leading dim for each axis that splits it."""
         shape: list[int] = []
         for size, axes in zip(x.shape, _axes_of_dims(spec, x.ndim), strict=True):
             counts = [self.shape[axis] for axis in axes]
             shape += [*counts, size // math.prod(counts)]
-        places = self._places(spec, x.ndim)
-        return jnp.moveaxis(x.reshape(shape), places, range(len(places)))
+        dims = self._axis_dims(spec, x.ndim)
+        return jnp.moveaxis(x.reshape(shape), dims, range(len(dims)))
 
     def _join(self, x: Array, spec: PartitionSpec) -> Array:
-        """The reverse of `_cut`, where all axes of the mesh lead."""
+        """Undo `_cut`; here `x` has a leading dim for every axis of the mesh."""
         x = x[tuple(slice(None) if _splits(spec, axis) else 0 for axis in self.axis_names)]
         ndim = x.ndim - sum(_splits(spec, axis) for axis in self.axis_names)
-        places = self._places(spec, ndim)
+        dims = self._axis_dims(spec, ndim)
         shape = [
             size * math.prod(self.shape[axis] for axis in axes)
-            for size, axes in zip(x.shape[len(places) :], _axes_of_dims(spec, ndim), strict=True)
+            for size, axes in zip(x.shape[len(dims) :], _axes_of_dims(spec, ndim), strict=True)
         ]
-        return jnp.moveaxis(x, range(len(places)), places).reshape(shape)
+        return jnp.moveaxis(x, range(len(dims)), dims).reshape(shape)
 
-    def _places(self, spec: PartitionSpec, ndim: int) -> list[int]:
-        """Where the axes of `spec`, in the mesh's order, lie in front of the dims they split."""
+    def _axis_dims(self, spec: PartitionSpec, ndim: int) -> list[int]:
+        """The dim of each mesh axis where every split dim is reshaped to `(*axes, shard)`."""
         order = [name for axes in _axes_of_dims(spec, ndim) for name in (*axes, None)]
         return [order.index(axis) for axis in self.axis_names if axis in order]
 
@@ -112,7 +111,7 @@ AnyMesh = Mesh | SimulatedMesh
 
 
 def physical(mesh: AnyMesh) -> Mesh:
-    """The mesh that arrays are laid out on."""
+    """The mesh of real devices, which arrays are laid out on."""
     return mesh.physical if isinstance(mesh, SimulatedMesh) else mesh
 
 
@@ -127,7 +126,7 @@ def _splits(spec: PartitionSpec, axis: str) -> bool:
 
 
 def _map_prefix(function: Callable, specs: Any, tree: Any) -> Any:
-    """`function(leaf, spec)` of every leaf of `tree` and what stands for it in `specs`."""
+    """Apply `function(leaf, spec)` to every leaf of `tree`; `specs` is a tree prefix of it."""
     return jax.tree.map(
         lambda spec, subtree: jax.tree.map(lambda x: function(x, spec), subtree),
         specs,
@@ -136,18 +135,18 @@ def _map_prefix(function: Callable, specs: Any, tree: Any) -> Any:
     )
 
 
-# Collectives. Each is right under `shard_map` too, but may be dearer there.
+# Collectives. They are correct under `shard_map` too, but may cost more there.
 
 
 def is_simulating() -> bool:
-    """Whether what is being traced runs on simulated devices."""
+    """Whether the program being traced runs on simulated devices."""
     return bool(_axis_names.get())
 
 
 def varying(x: Shaped[Array, ...], axes: str | tuple[str, ...]) -> Shaped[Array, ...]:
-    """`x`, as a value of each simulated device, also if it is the same on all of them.
+    """Give `x` a batch dim for `axes` under simulation, even if it is equal on all devices.
 
-    On real devices it is `x`. `vmap` gives an `all_to_all` of anything else a wrong shape.
+    Without one, `vmap` gives an `all_to_all` a wrong shape. On real devices this returns `x`.
     """
     return jnp.where(lax.axis_index(axes) >= 0, x, x) if is_simulating() else x
 
@@ -174,9 +173,9 @@ def scatter_in_turn(
 def permute(
     x: Shaped[Array, ...], axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]
 ) -> Shaped[Array, ...]:
-    """`lax.ppermute`, by a gather: each device picks what its source sent, or zeros.
+    """`lax.ppermute`, by a gather: each device picks the value of its source, or zeros.
 
-    As there, devices are numbered in the order of the mesh, whatever the order of `axes`.
+    As in `lax.ppermute`, devices are numbered in the mesh's order, whatever the order of `axes`.
     """
     axes = tuple(axis for axis in _axis_names.get() if axis in axes)
     source = np.full(math.prod(lax.axis_size(axis) for axis in axes), -1)

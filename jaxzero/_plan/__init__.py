@@ -1,13 +1,14 @@
 """Decide when each weight is gathered, how long it is held, and when each gradient is reduced.
 
-In: a `Block` and which of its inputs are sharded parameters. Out: a `Plan`, which is data: gathers
-and reductions in buckets, with the operation that each comes before. Runs nothing.
+In: a `Block` (a traced program) and the layouts of those inputs that are sharded parameters. Out:
+a `BlockPlan`, which is data: groups of gathers and reductions, each with the operation before which
+it is sent. Runs nothing; `_execute` runs the plan, `_report` prints it.
 """
 
 from .block_plan import BlockPlan as BlockPlan
 from .block_plan import GatherGroup as GatherGroup
-from .hpz import keep_slices as keep_slices
-from .hpz import kept_inside as kept_inside
+from .hpz import mark_kept_slices as mark_kept_slices
+from .hpz import slices_kept_in_program as slices_kept_in_program
 from .lifetimes import Gather as Gather
 from .param_uses import BlockUses as BlockUses
 from .param_uses import ShardedParam as ShardedParam

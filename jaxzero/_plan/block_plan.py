@@ -1,4 +1,7 @@
-"""The schedule of one block of a program, as data."""
+"""The plan of one block of a program, as data: when each bucket is sent and what it waits for.
+
+Operations are named by their index in the block.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ from .param_uses import BlockUses
 
 @dataclasses.dataclass(frozen=True)
 class GatherGroup:
-    """Weights that are gathered together."""
+    """Weights that are gathered together, in one message where their dtypes allow it."""
 
     gathers: tuple[Gather, ...]
-    issues: tuple[int, ...]  # for each hop, the operation before which it is sent
-    ties: tuple[Value | None, ...]  # for each hop, what must exist first
-    prefetched: bool = False  # in a loop: sent in the iterations before
+    issues: tuple[int, ...]  # for each mesh axis, the operation before which it is sent
+    ties: tuple[Value | None, ...]  # for each axis, the value that must exist first; see `schedule`
+    prefetched: bool = False  # in a loop: sent in earlier iterations
 
     @property
     def at(self) -> int:
-        """The operation that first needs one of them."""
+        """The operation that first needs one of the weights."""
         return self.gathers[0].at
 
 
@@ -30,42 +33,42 @@ class ReduceGroup:
     """Gradients that are reduced together, once the last of them is made."""
 
     values: tuple[Value, ...]
-    at: int  # the operation that makes the last
-    deferred: bool = False  # in a loop: sent in the iteration after
+    at: int  # the operation that makes the last of them
+    deferred: bool = False  # in a loop: sent in the next iteration
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopPlan:
-    """A loop's body, and when the first layer's weights are sent."""
+    """The plan of a loop's body, and of the gathers of its first layers, before the loop."""
 
     body: BlockPlan
-    issue: int
-    tie: Value | None = None
-    continues: int | None = None  # the loop that has sent them already
+    issue: int  # the operation before which the first layers are sent
+    tie: Value | None = None  # the value that must exist first
+    continues: int | None = None  # the loop that ends with these gathers, so they are not repeated
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether anything crosses from one iteration to the next."""
+        """Whether weights or gradients are in flight from one iteration to the next."""
         deferred = any(group.deferred for group in self.body.reduce_groups)
         return deferred or any(group.prefetched for group in self.body.gather_groups)
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockPlan:
-    """The plan of one block, with those of its loops."""
+    """The plan of one block, with the plans of its loops by index of the operation."""
 
     block: Block
     uses: BlockUses
     gradients: BlockGradients
     gather_groups: tuple[GatherGroup, ...]
     reduce_groups: tuple[ReduceGroup, ...]
-    num_hops: int  # that a shard takes to become whole
-    overlaps: bool  # gradients travel while the next unit computes
-    zeros: frozenset[Value]  # gradients of nothing but zeros, which need no reduction
+    num_hops: int  # mesh axes of more than one device that a weight is gathered over
+    overlaps: bool  # whether gradients are reduced while the next group computes
+    zeros: frozenset[Value]  # gradients that are known to be zero, and need no reduction
     loops: dict[int, LoopPlan]
 
     def deferred_values(self) -> frozenset[Value]:
-        """What is known only in the iteration after: late gradients, and what is made of them."""
+        """Values known only in the next iteration: deferred gradients, and values made of them."""
         deferred = {
             value for group in self.reduce_groups if group.deferred for value in group.values
         }

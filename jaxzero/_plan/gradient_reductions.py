@@ -1,12 +1,16 @@
-"""Analysis of the gradients: how far down, towards where it is made, each is reduced.
+"""Find where each gradient is reduced: as close to the operation that makes it as pays off.
 
-A gradient is reduced over devices as soon as it exists, so that it is whole for as
-short as can be. Reduction is linear, so it commutes with moving elements about, with
-zero padding and with addition: `reduce(pad(x) + y) = pad(reduce(x)) + reduce(y)`. It is
-moved below such operations where that pays: into the body of a loop that would stack up
-whole gradients, below the padding of a slice's gradient to the size of the stack, and
-below a widening cast, where 16 bits carry the same values. The operations above it then
-run on shards.
+A full gradient should exist as briefly as possible. A reduction over devices is linear, so it
+commutes with operations that move elements, with zero padding and with addition:
+
+    reduce(pad(x) + y) = pad(reduce(x)) + reduce(y).
+
+The search starts at the outputs and moves each reduction back over such operations where that
+saves memory or bytes: into the body of a loop, which otherwise stacks full gradients; before the
+padding of a slice's gradient to the size of the stack; and before a widening cast, where 16 bits
+carry the same values. The operations that a reduction was moved over then run on shards.
+
+Legend: `below` an operation means on its inputs, `above` it on its output.
 """
 
 from __future__ import annotations
@@ -26,32 +30,34 @@ from .param_uses import BlockUses
 
 @dataclasses.dataclass(frozen=True)
 class BlockGradients:
-    """Where in a block gradients are reduced."""
+    """Where a block reduces gradients; operations are named by their index."""
 
-    reduces: dict[Value, ReduceSpec]  # reduced as soon as made
-    on_shards: dict[int, DimSharding | None]  # operations run on shards; how their input is cut
-    loops: dict[int, BlockGradients]  # in the bodies of loops
-    at_end: dict[int, ReduceSpec]  # outputs reduced last, because they are also needed whole
+    reduces: dict[Value, ReduceSpec]  # values reduced as soon as they are made
+    on_shards: dict[int, DimSharding | None]  # operations that run on shards: their input's layout
+    loops: dict[int, BlockGradients]  # reductions in the bodies of loops
+    at_end: dict[int, ReduceSpec]  # outputs reduced last, because something reads them in full
 
 
 _ADDITIONS = ("add", "add_any")
 
 
 class _Gain(enum.IntEnum):
-    NONE = 0  # reduce here
-    CHEAPER = 1  # fewer bytes on the wire below
-    SMALLER = 2  # below, no whole stack of gradients is ever made
+    """What is saved by reducing below an operation; a larger value is a larger gain."""
+
+    NONE = 0  # nothing: reduce above it
+    CHEAPER = 1  # bytes: the input is narrower
+    SMALLER = 2  # memory: no stack of full gradients is made
 
 
 def find_reduces(
     block: Block, uses: BlockUses, reduce_specs: Sequence[ReduceSpec | None]
 ) -> BlockGradients:
-    """Place the reduction of every demanded output.
+    """Place the reduction of every output that has one.
 
     Args:
         block: the program, or a loop's body.
-        uses: what is a view of a weight, and so never computed.
-        reduce_specs: for each output, how it is wanted; None: as it is.
+        uses: the views of weights in it, which are never computed.
+        reduce_specs: for each output its reduction; None: it is not reduced.
     """
     search = _Search(block, uses)
     at_end = {}
@@ -62,21 +68,22 @@ def find_reduces(
             search.place(out, reduce_spec)
         else:
             at_end[i] = reduce_spec
-    loops = {index: _body(block, uses, index, wanted) for index, wanted in search.loops.items()}
+    loops = {index: _body(block, uses, index, specs) for index, specs in search.loops.items()}
     return BlockGradients(search.reduces, search.on_shards, loops, at_end)
 
 
 def _body(
-    block: Block, uses: BlockUses, index: int, wanted: dict[int, ReduceSpec]
+    block: Block, uses: BlockUses, index: int, specs: dict[int, ReduceSpec]
 ) -> BlockGradients:
+    """Place reductions in a loop's body; `specs` has those of its outputs, by number."""
     loop = block.operations[index]
     assert isinstance(loop, Loop)
-    reduce_specs = [wanted.get(i) for i in range(len(loop.outputs))]
+    reduce_specs = [specs.get(i) for i in range(len(loop.outputs))]
     return find_reduces(loop.body, uses.loops[index].body, reduce_specs)
 
 
 class _Search:
-    """Follows demanded values from the outputs down to where they are made."""
+    """Follows reduced values from the outputs to the operations that make them."""
 
     def __init__(self, block: Block, uses: BlockUses):
         self.views = uses.views
@@ -92,10 +99,11 @@ class _Search:
         self.loops: dict[int, dict[int, ReduceSpec]] = {}
 
     def only_use(self, atom: Atom) -> bool:
+        """Whether a value is read once and is no view: another reader would need it in full."""
         return self.num_reads[atom] == 1 and atom not in self.views
 
     def place(self, value: Value, reduce_spec: ReduceSpec) -> None:
-        """Reduce `value` here, or below, where that gains something."""
+        """Reduce `value` as it is made, or below the operation that makes it, if that gains."""
         if self._gain(value, reduce_spec.layout) == _Gain.NONE:
             self.reduces[value] = dataclasses.replace(
                 reduce_spec, shape=value.shape, dtype=value.dtype
@@ -119,26 +127,27 @@ class _Search:
         self.place(below[0], dataclasses.replace(reduce_spec, layout=below[1]))
 
     def _terms(self, value: Value) -> tuple[list[Value], list[int]]:
-        """What is added up to `value`, through additions of additions; and which those are.
+        """The terms of the sum `value`, and the indices of the additions that it is made of.
 
-        A weight that is used a thousand times has a chain of a thousand.
+        Nested additions are opened in a loop, without recursion: a weight that is used a thousand
+        times has a chain of a thousand.
         """
         terms: list[Value] = []
         additions: list[int] = []
-        waiting = [value]
-        while waiting:
-            index, operation = self.maker.get(waiting[-1], (-1, None))
+        pending = [value]
+        while pending:
+            index, operation = self.maker.get(pending[-1], (-1, None))
             inputs = _addends(operation) if operation else []
-            opened = waiting.pop()
-            if inputs and (opened is value or self.only_use(opened)):
+            term = pending.pop()
+            if inputs and (term is value or self.only_use(term)):
                 additions.append(index)
-                waiting += inputs
+                pending += inputs
             else:
-                terms.append(opened)
+                terms.append(term)
         return terms, additions
 
     def _gain(self, value: Value, layout: DimSharding) -> _Gain:
-        """What is gained by reducing below the operation that makes `value`."""
+        """The gain of reducing below the operation that makes `value`, split as `layout`."""
         if value not in self.maker or not self.only_use(value):
             return _Gain.NONE
         _, operation = self.maker[value]
@@ -151,17 +160,20 @@ class _Search:
             if not additions or not all(self.only_use(term) for term in terms):
                 return _Gain.NONE
             gains = [self._gain(term, layout) for term in terms]
+            # Memory saved in one term is reason enough; bytes have to be saved in every term,
+            # because several arrays are then reduced in place of their sum.
             return max(gains) if max(gains) == _Gain.SMALLER else min(gains)
         below = _below(operation, layout)
         if below is None or not self.only_use(below[0]):
             return _Gain.NONE
         gain = self._gain(*below)
         if _narrows(operation) and gain < _Gain.SMALLER:
-            return _Gain.NONE
+            return _Gain.NONE  # below a narrowing cast more bytes are sent
         return max(gain, _own_gain(operation))
 
 
 def _own_gain(operation: Operation) -> _Gain:
+    """The gain of reducing below this one operation."""
     op = operation.view()
     if isinstance(op, movable_ops.Pad):
         return _Gain.SMALLER
@@ -178,7 +190,7 @@ def _narrows(operation: Operation) -> bool:
 
 
 def _addends(operation: Operation) -> list[Value]:
-    """The inputs of an addition of two arrays of one shape; else nothing."""
+    """The inputs of an addition of two arrays of equal shape; `[]` for any other operation."""
     if operation.name not in _ADDITIONS:
         return []
     arrays = [atom for atom in operation.inputs if isinstance(atom, Value)]
@@ -187,7 +199,7 @@ def _addends(operation: Operation) -> list[Value]:
 
 
 def _below(operation: Operation, layout: DimSharding) -> tuple[Value, DimSharding] | None:
-    """The input whose reduction gives that of the output, and how it is cut; or None."""
+    """The input that can be reduced in place of the output, and its layout; None: there is none."""
     op, source = operation.view(), operation.source
     if op is None or source is None or isinstance(op, movable_ops.Slice):
         return None

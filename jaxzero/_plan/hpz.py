@@ -1,8 +1,9 @@
-"""Where a program makes the slices that hpZ keeps: with the first gather of each weight.
+"""Mark the gathers that keep node slices for hpZ: the first gather of each weight.
 
-The first gather crosses nodes anyway. What arrives over `node` is kept, and from then on the
-weight is gathered inside the node: later in forward, and in backward. So the slices of all
-layers need not be there before the first layer runs.
+With hpZ (ZeRO++, https://arxiv.org/abs/2306.10209) each device keeps its node slice of every
+weight, and gathers the weight inside its node. The first gather of a weight crosses nodes in any
+case, so the slice is what it delivers over `node`; later gathers, in forward and backward, start
+from the slice. No gather of all slices has to come before the first layer.
 """
 
 from __future__ import annotations
@@ -15,55 +16,56 @@ from .lifetimes import Gather
 from .param_uses import ShardedParam
 
 
-def keep_slices(plan: BlockPlan, wanted: frozenset[ShardedParam]) -> BlockPlan:
-    """Mark the gathers that keep slices: the first of a weight, at the top or in a loop there.
+def mark_kept_slices(plan: BlockPlan, weights: frozenset[ShardedParam]) -> BlockPlan:
+    """Mark the first gather of each weight, at the top level or in a loop there.
 
     Args:
-        plan: of the whole program.
-        wanted: the weights whose slices are to be kept. Those of which that cannot be done (of a
-            stack in a loop in a loop, say) are left as they are: see `kept_inside`.
+        plan: the plan of the full program.
+        weights: the weights whose node slices are to be kept. A weight for which that is not
+            possible (a stack that is scanned by a loop in a loop, for example) gets no mark:
+            `slices_kept_in_program` tells which have one.
     """
     marked: set[Gather] = set()
     loops = dict(plan.loops)
     first: dict[ShardedParam, int] = {}
     for group in plan.gather_groups:
-        for one in group.gathers:
-            if first.setdefault(one.weight, one.at) == one.at and one.weight in wanted:
-                marked.add(one)
+        for gather in group.gathers:
+            is_first = first.setdefault(gather.weight, gather.at) == gather.at
+            if is_first and gather.weight in weights:
+                marked.add(gather)
     for index in sorted(loops):
         for stack in plan.uses.loops[index].stacks:
             weight = stack.view.weight
             if first.setdefault(weight, index) < index:
                 continue
-            marked = {one for one in marked if one.weight != weight}
+            # The loop reads the weight before the marked gather does: it makes the slice instead.
+            marked = {gather for gather in marked if gather.weight != weight}
             first[weight] = index
-            if weight in wanted and not stack.view.ops:
+            if weight in weights and not stack.view.ops:
                 loops[index] = _keeping(loops[index], stack.layer)
     gather_groups = tuple(_marked(group, marked) for group in plan.gather_groups)
     kept = {index: _kept_in_loop(plan, index, loop) for index, loop in loops.items()}
     for index, loop in loops.items():
-        taken = {stack.view.weight for stack in plan.uses.loops[index].stacks}
-        makers = [i for i, weights in kept.items() if i < index and weights & taken]
+        scanned = {stack.view.weight for stack in plan.uses.loops[index].stacks}
+        makers = [i for i, kept_weights in kept.items() if i < index and kept_weights & scanned]
         if makers:
-            loops[index] = _after(loop, max(makers))
+            loops[index] = _start_after(loop, max(makers))
     return dataclasses.replace(plan, gather_groups=gather_groups, loops=loops)
 
 
-def _after(loop: LoopPlan, maker: int) -> LoopPlan:
-    """A loop that takes the slices that the loop `maker` keeps.
+def _start_after(loop: LoopPlan, maker: int) -> LoopPlan:
+    """Delay the first gathers of a loop that reads node slices made by the loop `maker`.
 
-    It begins to send when they are there; and what `maker` has sent last of its own, over both
-    hops, is not what is sent of slices.
+    They start once the slices exist. The loop cannot continue with the buckets that `maker` has in
+    flight at its end: those are gathered over both axes, and slices only over `local`.
     """
     continues = None if loop.continues == maker else loop.continues
     return dataclasses.replace(loop, issue=max(loop.issue, maker + 1), continues=continues)
 
 
 def _keeping(loop: LoopPlan, layer: ShardedParam) -> LoopPlan:
-    """Mark the only gather of a layer, if it is gathered once, and in no loop inside."""
-    found = [
-        one for group in loop.body.gather_groups for one in group.gathers if one.weight is layer
-    ]
+    """Mark the gather of a layer in a loop's body, if it is the only one, inner loops included."""
+    found = [x for group in loop.body.gather_groups for x in group.gathers if x.weight is layer]
     inside = itertools.chain(*(x.stacks for x in loop.body.uses.loops.values()))
     if len(found) != 1 or any(stack.view.weight is layer for stack in inside):
         return loop
@@ -78,8 +80,8 @@ def _marked(group: GatherGroup, marked: set[Gather]) -> GatherGroup:
     return dataclasses.replace(group, gathers=tuple(gathers))
 
 
-def kept_inside(plan: BlockPlan) -> frozenset[ShardedParam]:
-    """The weights whose slices the program makes, where it first gathers them."""
+def slices_kept_in_program(plan: BlockPlan) -> frozenset[ShardedParam]:
+    """The weights whose node slices the program makes, with their first gather."""
     here = {x.weight for group in plan.gather_groups for x in group.gathers if x.keeps}
     for index, loop in plan.loops.items():
         here |= _kept_in_loop(plan, index, loop)

@@ -1,9 +1,9 @@
-"""How long a gathered weight is held: from which use to which, and where it is gathered again.
+"""Decide how long a gathered weight is held, and where it is gathered again.
 
-By default the uses in forward share a gather, and so do those in backward; the body of a
-loop is one region. With `max_reuse_distance`, `max_live_parameters` or `live_bytes` a weight
-is held between two uses of it wherever that is allowed, the shortest waits first: what is
-cheapest to keep is kept, as far as memory goes (DeepSpeed's `stage3_max_reuse_distance` and
+By default all uses in the forward region share one gather, and so do all uses in backward; the
+body of a loop is one region. With `max_reuse_distance`, `max_live_parameters` or `live_bytes` a
+weight is held between two of its uses wherever these limits allow it, the shortest intervals first,
+because they occupy memory for the least time (DeepSpeed's `stage3_max_reuse_distance` and
 `stage3_max_live_parameters`; selective unsharding).
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,14 +24,14 @@ from .param_uses import BlockUses, ShardedParam, View
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """One gather: of `weight`, after `ops` on its shard, held for the operations at..until."""
+    """One gather of a weight, and the operations that the full weight is held for."""
 
     weight: ShardedParam
-    ops: tuple[movable_ops.Op, ...]
-    region: str
-    at: int
-    until: int
-    keeps: bool = False  # the node's slice of it, for later gathers (hpZ)
+    ops: tuple[movable_ops.Op, ...]  # applied to the shard, before the gather where possible
+    region: str  # "forward", "backward" or "loop"
+    at: int  # the operation that first needs the full weight
+    until: int  # the operation after which it is dropped
+    keeps: bool = False  # whether the node slice is kept for later gathers (hpZ)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -40,7 +40,7 @@ class Gather:
 
     @property
     def dtype(self) -> Any:
-        """The gathered array's type."""
+        """The gathered array's dtype."""
         return View(self.weight, self.ops).dtype
 
     @property
@@ -55,7 +55,7 @@ class Gather:
 
 
 class Live:
-    """How much of the weights exists whole, before each operation of a block."""
+    """Elements and bytes of the full weights that exist at each operation of a block."""
 
     def __init__(self, num_operations: int, schedule: CommSchedule):
         self.elements = np.zeros(num_operations + 1, np.int64)
@@ -63,12 +63,12 @@ class Live:
         self.schedule = schedule
 
     def add(self, gather: Gather, start: int, stop: int) -> None:
-        """Count it for the operations `start` to `stop - 1`."""
+        """Count the weight of `gather` as live for the operations `start` to `stop - 1`."""
         self.elements[start:stop] += gather.size
         self.num_bytes[start:stop] += gather.num_bytes
 
     def has_room(self, gathers: Sequence[Gather], start: int, stop: int) -> bool:
-        """Whether these may be held there too."""
+        """Whether the limits allow these weights too, for operations `start` to `stop - 1`."""
         elements, num_bytes = sum(x.size for x in gathers), sum(x.num_bytes for x in gathers)
         most, budget = self.schedule.max_live_parameters, self.schedule.live_bytes
         if start >= stop:
@@ -81,16 +81,16 @@ class Live:
 def find_gathers(
     num_operations: int, uses: BlockUses, boundary: int | None, schedule: CommSchedule
 ) -> tuple[list[Gather], Live]:
-    """One gather for each stretch that a weight is held.
+    """Find the gathers of a block: one for each interval that a weight is held.
 
     Args:
-        num_operations: of the block.
-        uses: of weights in it.
-        boundary: the operation that ends forward; None: the body of a loop.
-        schedule: what may be held.
+        num_operations: number of operations of the block.
+        uses: the uses of weights in it.
+        boundary: the last operation of forward; None: the block is the body of a loop.
+        schedule: the limits on live weights.
 
     Returns:
-        The gathers in the order of their first uses, and what is live then.
+        The gathers in the order of their first uses, and the live weights if none is prefetched.
     """
 
     def region(index: int) -> str:
@@ -100,57 +100,64 @@ def find_gathers(
     for use in uses.uses:
         weight = use.view.weight
         ops, _ = movable_ops.before_gather(use.view.ops, weight.layout, weight.shape)
-        one = Gather(weight, ops, region(use.index), use.index, use.index)
-        some = found.setdefault((weight, ops), [])
-        if not some or some[-1].at != use.index:  # an operation may read several views of it
-            some.append(one)
+        gather = Gather(weight, ops, region(use.index), use.index, use.index)
+        gathers = found.setdefault((weight, ops), [])
+        if not gathers or gathers[-1].at != use.index:  # one operation may read several views
+            gathers.append(gather)
     live = Live(num_operations, schedule)
     if not schedule.is_bounded:
-        gathers = [_joined(list(some)) for each in found.values() for some in _by_region(each)]
+        gathers = [_merged(run) for uses_of in found.values() for run in _by_region(uses_of)]
         for gather in gathers:
             live.add(gather, gather.at, gather.until + 1)
     else:
-        gathers = _held_as_allowed(list(found.values()), live)
+        gathers = _held_within_limits(list(found.values()), live)
     return sorted(gathers, key=lambda gather: gather.at), live
 
 
-def _by_region(gathers: list[Gather]):
-    return (list(some) for _, some in itertools.groupby(gathers, lambda x: x.region))
+def _by_region(gathers: list[Gather]) -> Iterator[list[Gather]]:
+    return (list(run) for _, run in itertools.groupby(gathers, lambda x: x.region))
 
 
-def _joined(gathers: Sequence[Gather]) -> Gather:
+def _merged(gathers: Sequence[Gather]) -> Gather:
+    """One gather that is held from the first use to the last."""
     return dataclasses.replace(gathers[0], until=gathers[-1].until)
 
 
-def _held_as_allowed(found: list[list[Gather]], live: Live) -> list[Gather]:
-    """Hold weights between uses, the shortest waits first, while there is room."""
+def _held_within_limits(found: list[list[Gather]], live: Live) -> list[Gather]:
+    """Hold weights between uses, the shortest intervals first, while the limits allow it.
+
+    Args:
+        found: for each weight, a gather for each of its uses, in program order.
+        live: counts what is held; updated.
+    """
+    # The reuse distance of DeepSpeed: how many elements of weights are used between two uses.
     used = np.zeros(len(live.elements) + 1, np.int64)  # elements used before each operation
-    for each in found:
-        for one in each:
-            live.add(one, one.at, one.at + 1)
-            used[one.at + 1] += one.size
+    for uses in found:
+        for use in uses:
+            live.add(use, use.at, use.at + 1)
+            used[use.at + 1] += use.size
     used = used.cumsum()
-    waits = []
-    for number, each in enumerate(found):
-        for i, (one, other) in enumerate(itertools.pairwise(each)):
-            distance = int(used[other.at] - used[one.at + 1])
-            waits.append((distance, number, i))
+    intervals = []
+    for number, uses in enumerate(found):
+        for i, (use, following) in enumerate(itertools.pairwise(uses)):
+            distance = int(used[following.at] - used[use.at + 1])
+            intervals.append((distance, number, i))
     held: set[tuple[int, int]] = set()
     longest = live.schedule.max_reuse_distance
-    for distance, number, i in sorted(waits):
-        one, other = found[number][i : i + 2]
+    for distance, number, i in sorted(intervals):
+        use, following = found[number][i : i + 2]
         if longest is not None and distance > longest:
             break
-        if live.has_room([one], one.at + 1, other.at):
-            live.add(one, one.at + 1, other.at)
+        if live.has_room([use], use.at + 1, following.at):
+            live.add(use, use.at + 1, following.at)
             held.add((number, i))
     gathers = []
-    for number, each in enumerate(found):
-        stretch = [each[0]]
-        for i, other in enumerate(each[1:]):
+    for number, uses in enumerate(found):
+        run = [uses[0]]
+        for i, following in enumerate(uses[1:]):
             if (number, i) not in held:
-                gathers.append(_joined(stretch))
-                stretch = []
-            stretch.append(other)
-        gathers.append(_joined(stretch))
+                gathers.append(_merged(run))
+                run = []
+            run.append(following)
+        gathers.append(_merged(run))
     return gathers

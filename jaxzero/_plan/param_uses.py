@@ -1,11 +1,11 @@
-"""Analysis of the weights: where each is needed whole, and where it can stay a shard.
+"""Find where a block needs each weight in full, and where its shard is enough.
 
-Walks a block once and keeps, for every value that is still a cheap view of a weight,
-the weight and the operations on it (`View`). Whatever else reads such a value is a
-`Use`: there the weight must be gathered. A loop that scans over a stack of weights gets
-the stack of shards instead, and its body sees one layer's shard as a weight of its own;
-a stack that the loop hands on (the residuals that reverse-mode differentiation keeps)
-is not computed at all, but becomes a view of the same stack outside.
+The analysis walks a block once and tracks, for every value that is a cheap view of a weight (a
+cast, slice, transpose, ...), the weight and the operations on it (`View`). Any other operation that
+reads such a value is a `Use`: there the weight must be gathered. A loop that scans over a stack of
+weights scans the stack of shards instead, and its body sees the shard of one layer as a weight of
+its own. Where a loop's output stacks up views of these layers (the residuals that reverse-mode
+differentiation saves), the output is not computed: it becomes a view of the stack of weights.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from .._sharding import DimSharding
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardedParam:
-    """A split array as a block sees it: a parameter, or one layer of a stack of them."""
+    """A sharded array as a block sees it: a parameter, or one layer of a stack.
 
-    leaf: int  # which parameter it comes from, counted over all sharded arguments
+    Instances compare by identity: two layers may be equal in all fields.
+    """
+
+    leaf: int  # index of its parameter among the leaves of all sharded arguments
     name: str
-    shape: tuple[int, ...]  # full
+    shape: tuple[int, ...]  # of the full array
     dtype: Any
-    layout: DimSharding
+    layout: DimSharding  # the split dim, and its padding
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A weight, and operations not yet applied to it."""
+    """A weight, and cheap operations that are applied to it on its shard or after its gather."""
 
     weight: ShardedParam
     ops: tuple[movable_ops.Op, ...] = ()
@@ -54,7 +57,7 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """The operation at `index` (or, past the last, the block's output) needs `view` whole."""
+    """Operation `index` needs `view` in full; past the last operation, the block's outputs do."""
 
     index: int
     view: View
@@ -62,37 +65,37 @@ class Use:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stack:
-    """A stack of weights that a loop scans: the shards of `view`, one layer at a time."""
+    """A stack of weights that a loop scans, one layer in each iteration."""
 
-    view: View  # its operations are applied to the shards, before the loop
-    layer: ShardedParam
+    view: View  # the stack outside; its operations are applied to the shards before the loop
+    layer: ShardedParam  # one layer, as the body sees it
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopUses:
-    """What a loop does with the weights."""
+    """How a loop uses weights."""
 
     stacks: tuple[Stack, ...]
-    handed_on: frozenset[int]  # outputs that are views outside, and not computed
+    view_outputs: frozenset[int]  # outputs that are views of weights, and so not computed
     body: BlockUses
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockUses:
-    """What a block does with the weights."""
+    """How a block uses weights; `loops` is indexed by operation."""
 
     views: Mapping[Atom, View]
     uses: tuple[Use, ...]
     loops: dict[int, LoopUses]
-    conflicts: frozenset[int]  # leaves that are scanned or sliced along the split dim
+    conflicts: frozenset[int]  # leaves that the block scans or slices along their split dim
 
 
 def find_uses(block: Block, inputs: Mapping[Value, View]) -> BlockUses:
-    """Find every place in `block` that needs a weight whole.
+    """Find every operation in `block` that needs a weight in full.
 
     Args:
         block: the program, or a loop's body.
-        inputs: which of its inputs are views of weights.
+        inputs: the inputs of the block that are views of weights.
     """
     walk = _UseFinder(block, {**inputs})
     walk.walk()
@@ -119,9 +122,9 @@ class _UseFinder:
             elif not self._stays_view(operation):
                 self._need(index, operation.inputs)
 
-    def finish(self, handed_on: frozenset[int] = frozenset()) -> BlockUses:
-        """Count the outputs as uses, except those that the caller takes as views."""
-        outputs = [out for i, out in enumerate(self.block.outputs) if i not in handed_on]
+    def finish(self, view_outputs: frozenset[int] = frozenset()) -> BlockUses:
+        """Add the block's outputs as uses, except those in `view_outputs`; return the result."""
+        outputs = [out for i, out in enumerate(self.block.outputs) if i not in view_outputs]
         self._need(len(self.block.operations), outputs)
         return BlockUses(self.views, tuple(self.uses), self.loops, frozenset(self.conflicts))
 
@@ -146,40 +149,44 @@ class _UseFinder:
         first = loop.num_constants + loop.num_carry
         stacks: dict[tuple, Stack] = {}
         inner: dict[Atom, View] = {}
-        whole = list(loop.inputs[:first])
+        full = list(loop.inputs[:first])  # constants and carry are read in full
         for outside, inside in zip(loop.inputs[first:], loop.body.inputs[first:], strict=True):
             view = self.views.get(outside)
             layer = view and self._layer(view, stacks)
             if layer:
                 inner[inside] = layer
             elif view:
-                whole.append(outside)
-        self._need(index, tuple(whole))
+                full.append(outside)
+        self._need(index, tuple(full))
 
         body = _UseFinder(loop.body, inner)
         body.walk()
-        handed_on = self._take_back(loop, body.views, tuple(stacks.values()))
-        uses = body.finish(handed_on)
+        view_outputs = self._views_of_stacked_outputs(loop, body.views, tuple(stacks.values()))
+        uses = body.finish(view_outputs)
         self.conflicts |= uses.conflicts
-        self.loops[index] = LoopUses(tuple(stacks.values()), handed_on, uses)
+        self.loops[index] = LoopUses(tuple(stacks.values()), view_outputs, uses)
 
-    def _take_back(
+    def _views_of_stacked_outputs(
         self, loop: Loop, inside: Mapping[Atom, View], stacks: tuple[Stack, ...]
     ) -> frozenset[int]:
-        """Make outputs of the loop that stack up views of its own layers views here."""
+        """Turn the loop's outputs that stack up views of its layers into views of their stacks.
+
+        Returns:
+            The indices of these outputs.
+        """
         by_layer = {stack.layer: stack.view for stack in stacks}
-        handed_on = set()
+        view_outputs = set()
         for i in range(loop.num_carry, len(loop.outputs)):
             out = loop.body.outputs[i]
             view = inside.get(out)
             if view is not None and view.weight in by_layer:
                 stacked = (op.of_stack(loop.length) for op in view.ops)
                 self.views[loop.outputs[i]] = by_layer[view.weight].then(*stacked)
-                handed_on.add(i)
-        return frozenset(handed_on)
+                view_outputs.add(i)
+        return frozenset(view_outputs)
 
     def _layer(self, view: View, stacks: dict[tuple, Stack]) -> View | None:
-        """What the body sees of a scanned view, as a view of one layer; None: gather it."""
+        """One layer of a scanned view, as a view for the body; None: gather the stack in full."""
         weight = view.weight
         sliced = _of_slice(view)
         if sliced is not None and weight.layout.dim != 0:
@@ -195,17 +202,19 @@ class _UseFinder:
 
 
 def _of_slice(view: View) -> tuple[movable_ops.Op, ...] | None:
+    """The operations of a view, for one element of dim 0; None: they mix elements of dim 0."""
     shape, sliced = view.weight.shape, []
     for op in view.ops:
-        one = op.of_slice(shape)
-        if one is None:
+        layer_op = op.of_slice(shape)
+        if layer_op is None:
             return None
-        sliced.append(one)
+        sliced.append(layer_op)
         shape = op.out_shape(shape)
     return tuple(sliced)
 
 
 def _stack(view: View) -> Stack:
+    """The stack of `view`, with a new `ShardedParam` for its layer."""
     weight = view.weight
     pushed = movable_ops.push(view.ops, weight.layout, weight.shape)
     assert pushed is not None

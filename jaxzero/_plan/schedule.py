@@ -1,30 +1,33 @@
-"""The plan of a block: which units are gathered before what, tied to what, reduced after what.
+"""Plan a block: when each group of weights is gathered and each group of gradients reduced.
 
-A plan is data. It is made from the two analyses (`_uses`, `_gradients`) and carried out,
-without further decisions, by `_emit`; `_plan` prints it. Weights that are gathered are held
-as `_regions` says, and sent in `_units`. The units of a block and its loops stand in a row,
-in program order: what is prefetched `n` ahead is sent where the unit `n` places earlier begins.
+A plan is data. It is made from two analyses (`param_uses`, `gradient_reductions`) and carried out
+by `_execute` without further decisions. `lifetimes` decides how long a gathered weight is held,
+`bucketing` which weights are sent together. The groups of a block and its loops form a sequence in
+program order; with prefetch distance `n`, a group is sent where the group `n` places before it is
+first used.
 
-[Note: ties] XLA would merge the gather of the backward region with that of the forward
-region, because they read the same shard, and keep the weight alive between. So each
-gather is tied: its shards pass an `optimization_barrier` together with a value that does
-not exist earlier. That value is the last result of a costly operation, and not an operand
-of the use itself, which may be a cheap expression that XLA fuses into the use and that a
-tie would force into memory; nor is it a gradient that is about to be sent.
+[Note: ties] XLA would merge the gather of the backward region with that of the forward region,
+because both read the same shard, and keep the full weight alive between them. So each gather is
+tied: its shards pass through an `optimization_barrier` together with a value that does not exist
+earlier. That value is the last result of a costly operation. It is not an operand of the use
+itself, which may be a cheap expression that XLA fuses into the use and that a tie would force into
+memory; nor is it a gradient that is about to be sent.
 
-The shards also pass the gradients that were reduced before the gather before: without that,
-XLA may put off all reductions to the end, and full gradients pile up. One gather late, so that
-a reduction can overlap with one unit of compute. XLA takes out of a barrier what is read
-neither before nor behind it by anything else, so gradients are used as they come out of it.
+The barrier also takes the gradients that were reduced before the previous gather: without them,
+XLA may delay all reductions to the end of the program, and full gradients pile up. They are those
+of the previous gather, not of this one, so that a reduction can overlap with one group's compute.
+XLA removes an operand from a barrier if nothing else reads it before or after the barrier, so
+gradients are read from the barrier's outputs.
 
-Each hop has the time of a unit: what goes over two axes is sent over the first one unit earlier,
-so that no hop waits for another while nothing computes.
+Each mesh axis gets the time of one group: a group that is gathered over two axes is sent over the
+first of them one group earlier, so that no collective waits for another while nothing computes.
 
-[Note: loops] A loop over stacked layers is pipelined: its carry holds the messages of the next
-layer's first `n` units, and the last layer's last gradients, encoded but not yet sent; for a
-second hop, those of the layer after next, and of the last but one. The first layers' messages
-are sent before the loop, as if the loop were a unit; or they are those that the loop before it,
-which runs the other way, sent last. Where there is no next layer the last is sent again.
+[Note: loops] A loop over stacked layers is pipelined. Its carry holds the messages of the next
+layer's first `n` groups, and the previous layer's last gradients, encoded but not yet sent; with a
+second axis, also those of the layer after next and of the layer before the previous one. The
+messages of the first layers are sent before the loop, as if the loop were a group; or they are the
+messages that the loop before it, which runs in the other direction, sent last. In the last
+iteration, where there is no next layer, the last layer is sent again.
 """
 
 from __future__ import annotations
@@ -38,12 +41,13 @@ from .._collectives import ReduceSpec
 from .._program import Block, Constant, Loop, Operation, Value
 from .._sharding import CommSchedule
 from .block_plan import BlockPlan, GatherGroup, LoopPlan, ReduceGroup
-from .bucketing import group
+from .bucketing import split_into_groups
 from .gradient_reductions import BlockGradients, find_reduces
 from .lifetimes import Gather, Live, find_gathers
 from .param_uses import BlockUses
 
-# Operations that take long enough for a collective to overlap with them.
+# Operations that take long enough for a collective to overlap with them. XLA writes their results
+# to memory anyway, so a tie to them costs nothing.
 COSTLY = {
     "dot_general",
     "ragged_dot",
@@ -71,15 +75,15 @@ def make_plan(
     schedule: CommSchedule,
     num_hops: int = 1,
 ) -> BlockPlan:
-    """Decide when to gather and reduce.
+    """Plan the gathers and reductions of a program.
 
     Args:
-        block: the whole program.
-        uses: where it needs weights.
-        reduce_specs: for each output, whether and how it is to be reduced.
-        loss: the value that ends the forward region; None: all is forward.
-        schedule: what was asked for.
-        num_hops: that a shard takes to become whole.
+        block: the full program.
+        uses: where it needs weights in full.
+        reduce_specs: for each output its reduction; None: it is not reduced.
+        loss: the value whose operation ends the forward region; None: there is no backward region.
+        schedule: prefetch distance, bucket size and limits on live weights.
+        num_hops: number of mesh axes (of more than one device) that a weight is gathered over.
     """
     boundary = len(block.operations)
     for index, operation in enumerate(block.operations):
@@ -97,13 +101,14 @@ def _plan_block(
     schedule: CommSchedule,
     num_hops: int,
 ) -> BlockPlan:
+    """Plan a block; `boundary` is the last operation of forward, or None in a loop's body."""
     in_loop = boundary is None
     loops = {}
     for index, operation in enumerate(block.operations):
         if isinstance(operation, Loop):
             inner = gradients.loops.get(index) or BlockGradients({}, {}, {}, {})
             inside = schedule
-            if operation.length < 2:
+            if operation.length < 2:  # no next layer to prefetch
                 inside = dataclasses.replace(schedule, prefetch=0)
             body = _plan_block(
                 operation.body, uses.loops[index].body, inner, None, inside, num_hops
@@ -117,16 +122,17 @@ def _plan_block(
     groups = _grouped(gathers, loops, schedule, in_loop)
     ties = _ties(block, uses, gradients, boundary)
     starts = _starts(groups, loops)
-    ahead = _num_ahead(groups, live, schedule) if in_loop else 0
+    num_prefetched = _num_prefetched(groups, live, schedule) if in_loop else 0
     gather_groups = []
-    for number, some in enumerate(groups):
-        issues = _issues(some, starts, live, schedule, num_hops)
-        if number < ahead:
-            issues = (groups[len(groups) - ahead + number][0].at,) * num_hops
+    for number, gathers in enumerate(groups):
+        issues = _issues(gathers, starts, live, schedule, num_hops)
+        is_prefetched = number < num_prefetched
+        if is_prefetched:  # sent for a later layer, beside the last groups of this one
+            issues = (groups[len(groups) - num_prefetched + number][0].at,) * num_hops
         after = (ties[issue] if not in_loop or issue else _largest(block, uses) for issue in issues)
-        gather_groups.append(GatherGroup(tuple(some), issues, tuple(after), number < ahead))
+        gather_groups.append(GatherGroup(tuple(gathers), issues, tuple(after), is_prefetched))
     for index, loop in loops.items():
-        issue = _place_before(index, starts, schedule.prefetch)
+        issue = _start_before(index, starts, schedule.prefetch)
         continues = _continued(block, uses, loops, index, starts, schedule.prefetch)
         loops[index] = dataclasses.replace(loop, issue=issue, tie=ties[issue], continues=continues)
     overlaps = schedule.prefetch > 0
@@ -146,69 +152,73 @@ def _plan_block(
 def _grouped(
     gathers: list[Gather], loops: dict[int, LoopPlan], schedule: CommSchedule, in_loop: bool
 ) -> list[list[Gather]]:
-    """The units of a block.
+    """Cut the gathers of a block into groups.
 
-    A weight that would be sent for backward while it is still held for forward is held on:
-    that takes no memory.
+    A weight whose gather for backward would be sent while it is still held for forward is held
+    until backward: its buffer would be live from then on in any case.
     """
 
-    def gather_groups(some: list[Gather]) -> list[list[Gather]]:
-        return group(some, _signature, lambda x: x.num_bytes, schedule.bucket_bytes, in_loop)
+    def split(gathers: list[Gather]) -> list[list[Gather]]:
+        bucket_bytes = schedule.bucket_bytes
+        return split_into_groups(gathers, _signature, lambda x: x.num_bytes, bucket_bytes, in_loop)
 
-    groups = gather_groups(gathers)
+    groups = split(gathers)
     if not schedule.prefetch:
         return groups
     starts = _starts(groups, loops)
-    held: dict[tuple, Gather] = {}
-    for one in gathers:
-        before = held.get((one.weight, one.ops))
-        start = max(x for x in starts if x <= one.at)
-        if before and _place_before(start, starts, schedule.prefetch) <= before.until:
-            one = dataclasses.replace(before, until=one.until)
-        held[one.weight, one.ops, one.at] = held[one.weight, one.ops] = one
-    gathers = [one for key, one in held.items() if len(key) == 3]
-    return gather_groups(sorted(gathers, key=lambda x: x.at))
+    latest: dict[tuple, Gather] = {}  # the last gather of each view
+    merged: dict[tuple, Gather] = {}
+    for gather in gathers:
+        view = gather.weight, gather.ops
+        previous = latest.get(view)
+        start = max(x for x in starts if x <= gather.at)
+        if previous and _start_before(start, starts, schedule.prefetch) <= previous.until:
+            gather = dataclasses.replace(previous, until=gather.until)
+        merged[*view, gather.at] = latest[view] = gather
+    return split(sorted(merged.values(), key=lambda x: x.at))
 
 
 def _signature(gather: Gather) -> tuple:
+    """Equal for gathers with the same role in two layers."""
     return gather.shape, gather.dtype, gather.region, gather.weight.layout.dim
 
 
 def _starts(groups: Sequence[Sequence[Gather]], loops: dict[int, LoopPlan]) -> list[int]:
-    """Where units, and loops that gather, begin."""
+    """The operations where a group is first needed, or where a loop with gathers begins."""
     gathering = (
         i for i, loop in loops.items() if any(x.prefetched for x in loop.body.gather_groups)
     )
-    return sorted({*(some[0].at for some in groups), *gathering})
+    return sorted({*(gathers[0].at for gathers in groups), *gathering})
 
 
-def _place_before(start: int, starts: list[int], num: int) -> int:
-    """The start of what stands `num` places before what begins at `start`."""
+def _start_before(start: int, starts: list[int], num: int) -> int:
+    """The entry of `starts` that is `num` places before `start`; the first if there are fewer."""
     return starts[max(0, bisect.bisect_left(starts, start) - num)] if num and starts else start
 
 
 def _issues(
-    some: Sequence[Gather], starts: list[int], live: Live, schedule: CommSchedule, num_hops: int
+    group: Sequence[Gather], starts: list[int], live: Live, schedule: CommSchedule, num_hops: int
 ) -> tuple[int, ...]:
-    """Where a unit is sent: as early as asked for, if there is room for it.
+    """For each mesh axis, the operation before which a group is gathered over it.
 
-    Each hop has a unit's time; the last ends `prefetch` units ahead.
+    Over the last axis that is `prefetch` groups ahead of its use, or fewer if the limits on live
+    weights require it; over each axis before, one group earlier. `live` is updated.
     """
-    at = some[0].at
+    at = group[0].at
     for num in range(schedule.prefetch, 0, -1):
-        last = _place_before(at, starts, num)
-        if live.has_room(some, last, at):
-            for one in some:
-                live.add(one, last, at)
-            before = (_place_before(last, starts, i) for i in range(num_hops - 1, 0, -1))
+        last = _start_before(at, starts, num)
+        if live.has_room(group, last, at):
+            for gather in group:
+                live.add(gather, last, at)
+            before = (_start_before(last, starts, i) for i in range(num_hops - 1, 0, -1))
             return (*before, last)
     return (at,) * num_hops
 
 
-def _num_ahead(groups: list[list[Gather]], live: Live, schedule: CommSchedule) -> int:
-    """How many units of a loop's body are sent in the iteration before."""
+def _num_prefetched(groups: list[list[Gather]], live: Live, schedule: CommSchedule) -> int:
+    """How many groups of a loop's body are sent in the iteration before, within the limits."""
     for num in range(min(schedule.prefetch, len(groups)), 0, -1):
-        first = [one for some in groups[:num] for one in some]
+        first = [gather for group in groups[:num] for gather in group]
         if live.has_room(first, 0, len(live.elements)):
             return num
     return 0
@@ -219,8 +229,9 @@ def _ties(
 ) -> list[Value | None]:
     """For each operation, the value that a gather before it waits for. See [Note: ties].
 
-    No gradient that is about to be sent: once it is, nothing is left to wait for; and if it is a
-    product that is then transposed, XLA exchanges the factors instead, unless that is read too.
+    Never a gradient that is about to be sent: after that nothing else reads it, and XLA drops it
+    from the barrier. If the gradient is a product that is then transposed, XLA swaps the factors
+    in place of the transpose, unless something else reads the product; a tie would.
     """
     sent = set(gradients.reduces)
     for operation in reversed(block.operations):
@@ -231,7 +242,7 @@ def _ties(
     latest = None
     for index, operation in enumerate(block.operations):
         if boundary is not None and index == boundary + 1:
-            latest = None
+            latest = None  # tied to a value of forward, a gather for backward would run too early
         arrays = [x for x in operation.inputs if isinstance(x, Value) and x.is_array]
         ready = [x for x in arrays if x not in uses.views]
         ties.append(latest or (ready[0] if ready else None))
@@ -243,7 +254,7 @@ def _ties(
 
 
 def _largest(block: Block, uses: BlockUses) -> Value | None:
-    """The largest input of a loop's body that is there from the start: the activations."""
+    """The largest input of a loop's body that is no weight (usually the activations), as a tie."""
     arrays = [x for x in block.inputs if x.is_array and x not in uses.views]
     return max(arrays, key=lambda x: math.prod(x.shape), default=None)
 
@@ -256,25 +267,29 @@ def _continued(
     starts: list[int],
     num: int,
 ) -> int | None:
-    """The loop that ends with the layer that this one begins with, `num` units between."""
+    """The loop whose last buckets in flight are the first of loop `index`, if there is one.
+
+    It lies at most `num` groups before this loop, has as many iterations in the other direction,
+    and gathers the same views of the same stacks: the forward loop of a backward loop.
+    """
 
     def sent(i: int) -> list[tuple]:
         stacks = {stack.layer: stack.view for stack in uses.loops[i].stacks}
-        ahead = (group for group in loops[i].body.gather_groups if group.prefetched)
-        return [(stacks[one.weight], one.ops) for group in ahead for one in group.gathers]
+        groups = (group for group in loops[i].body.gather_groups if group.prefetched)
+        return [(stacks[x.weight], x.ops) for group in groups for x in group.gathers]
 
     before = [i for i in starts if i < index]
     near = [i for i in before[-1 - num :] if i in loops]
     if not near or not sent(index):
         return None
-    one, other = block.operations[near[-1]], block.operations[index]
-    assert isinstance(one, Loop) and isinstance(other, Loop)
-    turns = one.length == other.length and one.is_reversed != other.is_reversed
-    return near[-1] if turns and sent(near[-1]) == sent(index) else None
+    previous, loop = block.operations[near[-1]], block.operations[index]
+    assert isinstance(previous, Loop) and isinstance(loop, Loop)
+    is_opposite = previous.length == loop.length and previous.is_reversed != loop.is_reversed
+    return near[-1] if is_opposite and sent(near[-1]) == sent(index) else None
 
 
 def _zeros(block: Block, gradients: BlockGradients) -> frozenset[Value]:
-    """The demanded values that are known to be zero."""
+    """The gradients that are known to be zero: broadcasts of the constant 0."""
 
     def is_zero(operation: Operation) -> bool:
         if operation.name != "broadcast_in_dim":
@@ -293,8 +308,9 @@ def _reduce_groups(
     schedule: CommSchedule,
     in_loop: bool,
 ) -> list[ReduceGroup]:
+    """Cut the reduced gradients of a block into groups, in the order in which they are made."""
     makers = {value: i for i, op in enumerate(block.operations) for value in op.outputs}
-    wanted = sorted(
+    reduced = sorted(
         (value for value in gradients.reduces if value not in zeros),
         key=lambda value: makers.get(value, -1),
     )
@@ -306,22 +322,26 @@ def _reduce_groups(
     def num_bytes(value: Value) -> int:
         return math.prod(value.shape) * value.dtype.itemsize
 
-    groups = group(wanted, signature, num_bytes, schedule.bucket_bytes, in_loop)
-    return [ReduceGroup(tuple(some), makers.get(some[-1], -1)) for some in groups]
+    groups = split_into_groups(reduced, signature, num_bytes, schedule.bucket_bytes, in_loop)
+    return [ReduceGroup(tuple(values), makers.get(values[-1], -1)) for values in groups]
 
 
 def _last_deferred(
     block: Block, gradients: BlockGradients, reduces: list[ReduceGroup]
 ) -> list[ReduceGroup]:
-    """Put off the last unit of a body, unless its gradients are added to others."""
+    """Defer the last group of a loop's body to the next iteration.
+
+    Nothing is deferred if an operation combines gradients of that group with others, since the
+    two would be known in different iterations.
+    """
     if not reduces:
         return reduces
-    late = set(reduces[-1].values)
+    deferred = set(reduces[-1].values)
     for index in sorted(gradients.on_shards):
         operation = block.operations[index]
         inputs = {x for x in operation.inputs if isinstance(x, Value)}
-        if late & inputs:
-            if not inputs <= late:
+        if deferred & inputs:
+            if not inputs <= deferred:
                 return reduces
-            late.update(operation.outputs)
+            deferred.update(operation.outputs)
     return [*reduces[:-1], dataclasses.replace(reduces[-1], deferred=True)]

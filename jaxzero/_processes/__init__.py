@@ -1,7 +1,7 @@
-"""What processes of one run tell each other, and what their exit status says.
+"""Communication between the processes of a run, outside of collectives, and their exit codes.
 
-In: small JSON values and files. Out: agreement over JAX's coordination service, exit codes, and
-files that are on disk. Any room may use it; it knows nothing of arrays.
+In: small texts and files. Out: values exchanged over JAX's coordination service, exit codes, and
+files flushed to disk. Any room may use it; nothing here uses arrays.
 """
 
 from .coordination import barrier as barrier

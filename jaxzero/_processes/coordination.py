@@ -1,8 +1,8 @@
-"""What processes tell each other outside of collectives: the seam to JAX's coordination service.
+"""Exchange small texts between processes over JAX's coordination service.
 
 `jax.distributed` runs a small key-value store beside the computation. It works while devices are
-busy, and when they hang, and every wait has an end; so it is what agreements and heartbeats use.
-JAX gives no public name to its client; this module alone reaches for it.
+busy or hang, and every wait has a timeout, so agreements and heartbeats use it. JAX has no public
+name for its client; only this module uses the private one.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from jax._src import clusters, distributed, xla_bridge
 
 _PREFIX = "jaxzero"
 _HOST_SECONDS = 60.0
-_LONGEST = 1e6  # seconds, of a wait that was told to have no end
+_LONGEST = 1e6  # seconds; used for an infinite timeout
 
 _calls: collections.Counter[str] = collections.Counter()
 _hosts: list[str] | None = None
 
 
 def process_index() -> int:
-    """Number of this process, without starting a backend."""
+    """Index of this process; starts no backend."""
     return distributed.global_state.process_id if _client() else 0
 
 
 def process_count() -> int:
-    """How many processes there are, without starting a backend."""
+    """Number of processes; starts no backend."""
     return (distributed.global_state.num_processes or 1) if _client() else 1
 
 
 def exchange(name: str, value: str, seconds: float) -> list[str]:
-    """Tell all processes a text, and learn theirs. All must call it, in the same order.
+    """Send a text to all processes and receive theirs. All must call it, in the same order.
 
     Args:
-        name: what for, as errors say it.
-        value: this process's text; small, for it travels through one process.
-        seconds: how long to wait for the others.
+        name: purpose of the exchange, for error messages.
+        value: this process's text; it should be small, since process 0 stores all of them.
+        seconds: timeout for the other processes.
 
     Returns:
-        The text of every process, by its number.
+        The text of every process, by its index.
 
     Raises:
-        TimeoutError: a process did not come in time, or is gone.
+        TimeoutError: a process did not call it in time, or has ended.
     """
     client = _client()
     if client is None:
@@ -57,32 +57,33 @@ def exchange(name: str, value: str, seconds: float) -> list[str]:
     client.key_value_set(f"{directory}/{process_index()}", value)
     _wait(client, f"{directory} written", directory, name, seconds)
     told = _read(client, directory)
-    _wait(client, f"{directory} read", directory, name, seconds)  # so that it can be forgotten
+    # Once all have read the texts, each process can delete its own.
+    _wait(client, f"{directory} read", directory, name, seconds)
     client.key_value_delete(f"{directory}/{process_index()}")
     return [told[index] for index in range(process_count())]
 
 
 def exchange_json(name: str, value: Any, seconds: float) -> list[Any]:
-    """As `exchange`, of what JSON can hold."""
+    """`exchange` for values that JSON can represent."""
     return [json.loads(text) for text in exchange(name, json.dumps(value), seconds)]
 
 
 def of_first(name: str, value: str, seconds: float) -> str:
-    """The text that process 0 gives, on all; otherwise as `exchange`."""
+    """Broadcast the text of process 0; otherwise as `exchange`."""
     return exchange(name, value, seconds)[0]
 
 
 def barrier(name: str, seconds: float) -> None:
-    """Wait until all processes are here.
+    """Wait until all processes have called this.
 
     Raises:
-        TimeoutError: one did not come in time, or is gone.
+        TimeoutError: a process did not call it in time, or has ended.
     """
     exchange(name, "", seconds)
 
 
 def publish(name: str, value: str) -> None:
-    """Leave a text where `published` finds it, in place of this process's last."""
+    """Store a text for `published`, replacing this process's previous one. Does not wait."""
     client = _client()
     if client is not None:
         key = f"{_PREFIX}/{name}/{process_index()}"
@@ -90,13 +91,13 @@ def publish(name: str, value: str) -> None:
 
 
 def published(name: str) -> dict[int, str]:
-    """The last text of each process that has left one."""
+    """The last published text of each process that has one, by index."""
     client = _client()
     return {} if client is None else _read(client, f"{_PREFIX}/{name}")
 
 
 def hosts() -> list[str]:
-    """The host of every process, by the process's number. The first call is for all together."""
+    """The host name of every process, by index. All processes make the first call together."""
     global _hosts
     if _hosts is None or len(_hosts) != process_count():
         _hosts = exchange("hosts", socket.gethostname(), _HOST_SECONDS)
@@ -104,13 +105,13 @@ def hosts() -> list[str]:
 
 
 def set_hosts(names: Sequence[str]) -> None:
-    """Say on which host each process is, where that is known already."""
+    """Set the host names that `hosts` returns, if they are known already."""
     global _hosts
     _hosts = list(names)
 
 
 def describe_process(index: int) -> str:
-    """A process as messages name it."""
+    """A process's name in messages: its index, with its host if that is known."""
     known = _hosts is not None and index < len(_hosts)
     return f"process {index} ({_hosts[index]})" if known and _hosts else f"process {index}"
 
@@ -123,9 +124,9 @@ def detect_cluster(
     method: str | None,
     seconds: int,
 ) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
-    """Fill in what is not given from what JAX knows of SLURM, Kubernetes, MPI and TPUs.
+    """Fill in missing values from the environment of SLURM, Kubernetes, MPI or TPUs, as JAX does.
 
-    `method` is JAX's name of one of them; None: the first that is there.
+    `method` is JAX's name of one of them; None: the first that JAX detects.
     """
     return clusters.ClusterEnv.auto_detect_unset_distributed_params(
         coordinator_address, num_processes, process_id, local_device_ids, method, seconds
@@ -133,12 +134,12 @@ def detect_cluster(
 
 
 def notices_sigterm() -> bool:
-    """Whether JAX's preemption service listens for SIGTERM, so that nobody else need."""
+    """Whether JAX's preemption service handles SIGTERM, so that no other handler is needed."""
     return distributed.global_state.preemption_sync_manager is not None
 
 
 def has_backend() -> bool:
-    """Whether JAX has started, so that it is too late to become one of several processes."""
+    """Whether JAX has started a backend; then `jax.distributed` can no longer be initialized."""
     return xla_bridge.backends_are_initialized()
 
 
@@ -157,9 +158,10 @@ def _wait(client: Any, barrier_id: str, directory: str, name: str, seconds: floa
         client.wait_at_barrier(barrier_id, timeout_in_ms=int(min(seconds, _LONGEST) * 1000))
     except jax.errors.JaxRuntimeError as error:
         gone = describe_process(0)
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is process 0 that is gone
-            here = _read(client, directory)
-            missing = [n for n in range(process_count()) if n not in here]
+        # If reading fails too, process 0 has ended, which runs the service.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            present = _read(client, directory)
+            missing = [n for n in range(process_count()) if n not in present]
             gone = ", ".join(describe_process(n) for n in missing) or "one that came and left"
         raise TimeoutError(
             f"At {name!r} this process waited up to {seconds:g} s for {gone}. Look at its log: it "

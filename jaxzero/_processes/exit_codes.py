@@ -1,8 +1,8 @@
-"""What the exit status of a training process says to whatever started it.
+"""Exit codes of a training process, by which a launcher decides whether to start it again.
 
-A launcher, SLURM or Kubernetes sees one number of a process that has ended, and decides by it
-whether to start again. 75 is EX_TEMPFAIL of sysexits.h; 76 and 77 are its neighbours, used here in
-a sense of our own; 130 and the other numbers above 128 are what shells report for signals.
+A launcher, SLURM or Kubernetes sees only this number of a process that has ended. 75 is EX_TEMPFAIL
+of sysexits.h; 76 and 77 are its neighbours, with a meaning of our own; 130 and other numbers above
+128 are those that shells report for signals.
 """
 
 import signal
@@ -33,10 +33,10 @@ _HINTS = {
 
 
 def describe(returncode: int) -> str:
-    """How a process ended, in words.
+    """Describe in words how a process ended.
 
     Args:
-        returncode: as `subprocess` has it: the exit code, or minus the number of a signal.
+        returncode: as in `subprocess`: the exit code, or minus the number of a signal.
     """
     if returncode < 0:
         return f"killed by {_signal_name(-returncode)}"
@@ -47,7 +47,7 @@ def describe(returncode: int) -> str:
 
 
 def exit_status(returncode: int) -> int:
-    """`returncode` of `subprocess` as a shell reports it: 128 + the number of a signal."""
+    """The exit status that a shell reports for a `returncode` of `subprocess`: 128 + signal."""
     return returncode if returncode >= 0 else 128 - returncode
 
 

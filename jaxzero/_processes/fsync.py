@@ -1,11 +1,11 @@
-"""What was written is on disk, so that it is there after a crash of the machine too."""
+"""Flush files to disk, so that they survive a crash of the machine."""
 
 import os
 from pathlib import Path
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the list of names in a folder, is on disk."""
+    """Wait until a file's contents, or a folder's list of entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -14,7 +14,7 @@ def flush(path: Path) -> None:
 
 
 def flush_tree(folder: Path) -> None:
-    """The same for a folder with all that it holds."""
+    """Flush a folder, and all files and folders in it."""
     for parent, _, names in os.walk(folder):
         for name in names:
             flush(Path(parent, name))

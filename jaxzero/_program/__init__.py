@@ -1,7 +1,7 @@
-"""A traced JAX program as a list of operations: the only room that knows jaxprs.
+"""Trace a function to a list of operations. Only this room and `_mesh.per_device` read jaxprs.
 
-In: a function and the shapes of its arguments. Out: a `Block` of operations, with a block
-for the body of each loop, and which operations can move past a gather or a reduction.
+In: a function and the shapes of its arguments. Out: a `Block` of operations, with a block for the
+body of each loop, and the operations that can be moved past a gather or a reduction.
 """
 
 from . import movable_ops as movable_ops

@@ -1,9 +1,8 @@
-"""Programs as the pass sees them: blocks of operations, which can be read and bound again.
+"""The intermediate representation of a traced program: blocks of operations that can be re-bound.
 
-With `trace`, which makes them of functions, and `per_device` and `layout_requests`, which
-see to what jaxprs say of meshes, this is the seam to JAX: no other module knows what a jaxpr
-looks like inside. Everything else reads and re-emits blocks, so a new JAX release is a matter
-of these files.
+`trace` makes blocks from functions; `per_device` and `layout_requests` handle what jaxprs contain
+about meshes. No module beside these four reads the inside of a jaxpr, so a new JAX release changes
+only these files.
 """
 
 from __future__ import annotations
@@ -25,7 +24,10 @@ _EXCHANGES = {"all_gather", "reduce_scatter", "ppermute", "all_to_all"}
 
 
 class Value:
-    """What an operation makes, or a block takes: a name, with shape and dtype."""
+    """An output of an operation, or an input of a block, with shape and dtype.
+
+    Values compare by identity and carry no data.
+    """
 
     __slots__ = ("dtype", "shape")
 
@@ -35,7 +37,7 @@ class Value:
 
     @property
     def is_array(self) -> bool:
-        """Whether it is an ordinary array of numbers: no key, no token, no reference."""
+        """Whether it is an ordinary array of numbers, and not a key, token or reference."""
         return isinstance(self.dtype, np.dtype) and self.dtype != jax.dtypes.float0
 
 
@@ -47,7 +49,7 @@ class Constant:
 
     @property
     def is_zero(self) -> bool:
-        """Whether it is a scalar zero; a value that is traced outside is never known to be."""
+        """Whether it is known to be a scalar zero; a traced value never is."""
         return (
             not is_traced(self.value) and np.ndim(self.value) == 0 and bool(np.all(self.value == 0))
         )
@@ -58,19 +60,19 @@ Atom = Value | Constant
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operation:
-    """One primitive, applied."""
+    """One application of a primitive."""
 
-    name: str
+    name: str  # of the primitive
     inputs: tuple[Atom, ...]
     outputs: tuple[Value, ...]
-    equation: Any
+    equation: Any  # the jaxpr equation it comes from, with the primitive's parameters
 
     @property
     def has_effects(self) -> bool:
         return bool(self.equation.effects)
 
     def bind(self, inputs: Sequence[Any]) -> list[Any]:
-        """Apply the primitive to other values of the same types."""
+        """Apply the primitive to arrays with the shapes and dtypes of `self.inputs`."""
         equation = self.equation
         if simulate.is_simulating():
             if self.name in _EXCHANGES:
@@ -89,18 +91,18 @@ class Operation:
 
     @property
     def source(self) -> Value | None:
-        """The only input that is no constant, if there is one."""
+        """The input that is no constant, if there is exactly one."""
         values = [atom for atom in self.inputs if isinstance(atom, Value)]
         return values[0] if len(values) == 1 else None
 
     def view(self) -> movable_ops.Op | None:
-        """The same as an operation that a view can hold, or None."""
+        """This operation as an `Op` that can be moved past a gather; None: it cannot."""
         return _view(self)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Barrier(Operation):
-    """`optimization_barrier` on all inputs at once, as `jax.checkpoint` sets it."""
+    """An `optimization_barrier` over all inputs, from `jax.checkpoint`."""
 
     @property
     def has_effects(self) -> bool:
@@ -124,11 +126,11 @@ class Loop(Operation):
 
     @property
     def is_reversed(self) -> bool:
-        """Whether it begins with the last element of its stacks."""
+        """Whether it scans its stacks from the last element to the first."""
         return self.equation.params["reverse"]
 
     def scan(self, body: Callable, carry: Any, stacks: Any) -> tuple[Any, Any]:
-        """`lax.scan` with another body, and this loop's length, direction and unrolling."""
+        """Run `lax.scan` over another body, with this loop's length, direction and unrolling."""
         params = self.equation.params
         options = {key: params[key] for key in ("length", "reverse", "unroll")}
         with _scope(self.equation):
@@ -137,7 +139,7 @@ class Loop(Operation):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Block:
-    """A straight list of operations: a whole program, or the body of a loop."""
+    """A list of operations in program order: a full program, or the body of a loop."""
 
     inputs: tuple[Value, ...]
     outputs: tuple[Atom, ...]
@@ -145,12 +147,12 @@ class Block:
 
 
 def is_ref(aval: Any) -> bool:
-    """Whether it is the type of a mutable reference."""
+    """Whether `aval` is the type of a mutable reference."""
     return hasattr(aval, "inner_aval")
 
 
 def _exchange(name: str, x: Any, params: dict[str, Any]) -> Any:
-    """A collective of the user's between simulated devices."""
+    """Run a collective of the user's program between simulated devices."""
     axes = params["axis_name"]
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     if params.get("axis_index_groups") is not None:
@@ -169,7 +171,7 @@ def _exchange(name: str, x: Any, params: dict[str, Any]) -> Any:
 
 
 def _refuse_exchanges_inside(equation: Any) -> None:
-    """Raise rather than leave to `vmap` what it gets wrong."""
+    """Raise `NotImplementedError` for nested collectives that `vmap` computes wrongly."""
     for param in equation.params.values():
         for inner in param if isinstance(param, tuple | list) else (param,):
             for other in getattr(getattr(inner, "jaxpr", inner), "eqns", ()):
@@ -188,7 +190,7 @@ def _scope(equation: Any) -> contextlib.AbstractContextManager:
 
 
 def _view(operation: Operation) -> movable_ops.Op | None:
-    """Read an operation's parameters, for those that only move or round elements."""
+    """The `Op` of an operation that only moves, scales or rounds elements; None: any other."""
     source = operation.source
     if source is None or not source.is_array or not operation.outputs:
         return None
@@ -222,7 +224,7 @@ def _view(operation: Operation) -> movable_ops.Op | None:
 
 
 def _factor(operation: Operation) -> float | None:
-    """The known number that an array is multiplied with, or divided by."""
+    """The constant that an array is multiplied with, or divided by; None: it is not known."""
     if operation.name == "div" and not isinstance(operation.inputs[1], Constant):
         return None
     constants = [atom.value for atom in operation.inputs if isinstance(atom, Constant)]
@@ -232,12 +234,12 @@ def _factor(operation: Operation) -> float | None:
 
 
 def _is_split(sharding: Any) -> bool:
-    """Whether an operation asks for a split over explicit axes (and not just for a mesh)."""
+    """Whether an operation requests a split over explicit axes, and not only a mesh."""
     return sharding is not None and any(entry is not None for entry in sharding.spec)
 
 
 def _ints(sequence: Sequence[Any]) -> tuple[int, ...]:
-    """Rules of differentiation leave numpy integers in parameters."""
+    """Python ints, since rules of differentiation leave numpy integers in parameters."""
     return tuple(int(x) for x in sequence)
 
 

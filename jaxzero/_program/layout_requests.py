@@ -1,9 +1,9 @@
-"""What a user's program says of layouts, where one device's part of it runs.
+"""Handle sharding requests in the user's program, such as `with_sharding_constraint`.
 
-Under plain `jit` a program may say over which axes an array is split; here it runs once on every
-device, on rows that are split already and on parameters that this package gathers. So our axes in
-such a request change nothing and are taken out of it; the others stay. What cannot be had inside a
-per-device program, such as a `shard_map` of its own over our axes, is refused.
+Under plain `jit` a program may request over which mesh axes an array is split. Here it runs once on
+every device, on rows that are split already and on parameters that this package gathers. So `node`
+and `local` in a request have no effect and are removed from it; other axes stay. A request that a
+per-device program cannot fulfil, such as a `shard_map` over `node` or `local`, raises an error.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _OURS = ("node", "local")
 _CALLBACKS = {"debug_callback", "debug_print", "io_callback", "pure_callback"}
 _RUNS = (
     "A function given to `zero.value_and_grad` or `zero.apply` runs once on every device, inside a "
-    f"`shard_map` over {_OURS}, on that device's rows of the batch and on whole parameters."
+    f"`shard_map` over {_OURS}, on that device's rows of the batch and on full parameters."
 )
-_OF_SHARDINGS = f"{_RUNS} Leave out what it says of shardings over these axes."
+_OF_SHARDINGS = f"{_RUNS} Remove its requests for shardings over these axes."
 _OF_SHARD_MAP = (
     f"{_RUNS} It cannot call `jax.shard_map` over these axes, or over another mesh. Call the "
-    "function itself instead: collectives over these axes work in it as they are."
+    "function itself instead: collectives over these axes work in it unchanged."
 )
 _OF_CLOSURES = (
     f"{_RUNS} An array that lies on a mesh with explicit axes cannot be closed over, nor made in "
     "it by `jax.device_put` or `jax.sharding.reshard`. Pass it as an argument, or `jax.device_get` "
     "it."
 )
-# What JAX says of a request before it becomes part of the program, and what we add.
+# Fragments of the errors that JAX raises for such requests while tracing, with our explanation.
 _SAID = {
     "should match the mesh passed to shard_map": _OF_SHARD_MAP,
     "shard_map applied to the function": _OF_SHARD_MAP,
@@ -55,7 +55,7 @@ _SAID = {
 
 @contextlib.contextmanager
 def explaining() -> Iterator[None]:
-    """Say what to do where JAX refuses a request while the user's function is traced."""
+    """Add an explanation and a remedy to JAX's errors about sharding requests while tracing."""
     try:
         yield
     except (ValueError, TypeError, RuntimeError) as error:
@@ -67,11 +67,11 @@ def explaining() -> Iterator[None]:
 
 
 def without_our_axes(closed: Any) -> Any:
-    """The jaxpr of a user's function, in which no layout names our axes.
+    """Remove `node` and `local` from every sharding in the jaxpr of the user's function.
 
     Raises:
-        ValueError: it calls `jax.shard_map` over our axes, or prints in order.
-        NotImplementedError: it calls back to Python where JAX cannot.
+        ValueError: the function calls `jax.shard_map` over these axes, or has ordered prints.
+        NotImplementedError: it has a Python callback that JAX does not support here.
     """
     return rewrite(closed, _checked)
 
@@ -86,18 +86,18 @@ def _checked(equation: Any) -> Any:
         _check_callback(equation)
     new = {}
     for key in ("sharding", "in_shardings", "out_shardings", "devices"):
-        asked = params.get(key)
-        if isinstance(asked, NamedSharding):
-            new[key] = _without(asked, name)
-        elif isinstance(asked, tuple) and any(isinstance(x, NamedSharding) for x in asked):
+        requested = params.get(key)
+        if isinstance(requested, NamedSharding):
+            new[key] = _without(requested, name)
+        elif isinstance(requested, tuple) and any(isinstance(x, NamedSharding) for x in requested):
             new[key] = tuple(
-                _without(x, name) if isinstance(x, NamedSharding) else x for x in asked
+                _without(x, name) if isinstance(x, NamedSharding) else x for x in requested
             )
     return equation.replace(params={**params, **new}) if new else equation
 
 
 def _check_callback(equation: Any) -> None:
-    """Raise unless JAX can run it in a per-device program, in the order that was asked for."""
+    """Raise unless JAX can run the callback in a per-device program, and in order if requested."""
     name = equation.primitive.name
     others = set(jax.sharding.get_abstract_mesh().axis_names) - {*_OURS}
     if name in ("io_callback", "pure_callback") and others:
@@ -106,7 +106,8 @@ def _check_callback(equation: Any) -> None:
             f"mesh of {_OURS} alone; this one also has {tuple(sorted(others))}. Return what it "
             "needs with `has_aux=True`, and call it outside."
         )
-    # JAX keeps the order of `io_callback` on each device; of what prints, on a single one.
+    # JAX keeps the order of `io_callback` on each of several devices, but that of prints only on
+    # a single device.
     is_ordered = any("Ordered" in type(effect).__name__ for effect in equation.effects)
     if is_ordered and (name != "io_callback" or simulate.is_simulating()) and _num_devices() > 1:
         raise ValueError(
@@ -121,7 +122,10 @@ def _num_devices() -> int:
 
 
 def _without(sharding: NamedSharding, name: str) -> NamedSharding:
-    """`sharding` without our axes. On dim 0 they say what is true already: rows are split."""
+    """`sharding` without `node` and `local`.
+
+    Warns unless they are on dim 0, where the request holds already: rows are split over devices.
+    """
     entries = []
     for dim, entry in enumerate(sharding.spec):
         axes = entry if isinstance(entry, tuple) else (entry,)
@@ -129,8 +133,8 @@ def _without(sharding: NamedSharding, name: str) -> NamedSharding:
         if dim and len(rest) < len(axes):
             warn(
                 f"`{name}` asks to split dim {dim} as {sharding.spec} says. {_RUNS} So this "
-                f"changes nothing over {_OURS}: the array is whole on every device. Split over "
-                "a third axis of the mesh, or leave it out."
+                f"changes nothing over {_OURS}: every device has the full array. Split over a "
+                "third axis of the mesh, or leave it out."
             )
         entries.append(entry if len(rest) == len(axes) else rest or None)
     spec = PartitionSpec(*entries)

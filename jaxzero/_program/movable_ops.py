@@ -1,11 +1,11 @@
-"""Cheap one-input operations, as data that can be moved past a gather or a reduce.
+"""Cheap one-input operations, as data, that can be moved past a gather or a reduction.
 
-A weight that is only cast, transposed, reshaped or sliced is not needed whole yet: the
-pass keeps it as the shard and the list of these operations (a `View`), and a gradient
-is reduced below them. For that each operation knows four things about itself: where it
-takes a split dim (`through`), where that dim came from (`back`), how it reads on a shard
-(`on_shard`), and how it reads on one layer of a stack or on the stack of layers
-(`of_slice`, `of_stack`), which is how values pass in and out of `lax.scan`.
+A weight that is cast, transposed, reshaped or sliced is not needed in full yet: the analysis keeps
+it as its shard and the list of these operations (a `View`). Likewise a gradient is reduced before
+these operations, which then run on its shard. For that each operation provides: the layout of its
+output, given that of its input (`through`), and the reverse (`back`); itself on a shard
+(`on_shard`); and itself on one layer of a stack, or on the stack of layers (`of_slice`,
+`of_stack`), as values pass into and out of `lax.scan`.
 """
 
 from __future__ import annotations
@@ -25,38 +25,41 @@ Shape = tuple[int, ...]
 
 
 class Op(abc.ABC):
-    """One operation of a view. Shapes given to its methods are full shapes of its input."""
+    """One operation of a view. `shape` is always the shape of its full input."""
 
-    narrows = False  # whether it leaves fewer bytes to send
+    narrows = False  # whether its output has fewer bytes to send than its input
 
     @abc.abstractmethod
     def apply(self, x: Shaped[Array, ...]) -> Shaped[Array, ...]:
-        """Do it."""
+        """Apply the operation to an array."""
 
     def out_shape(self, shape: Shape) -> Shape:
         return shape
 
     def through(self, layout: DimSharding, shape: Shape) -> DimSharding | None:
-        """The layout of the result if the input is split as `layout`; None: not splittable."""
+        """The output's layout if the input has `layout`; None: it cannot run on shards."""
         return layout
 
     def back(self, layout: DimSharding, shape: Shape) -> DimSharding | None:
-        """The layout of the input from which the result is split as `layout`."""
+        """The input's layout for which the output has `layout`; None: there is none."""
         for dim, size in enumerate(shape):
             if size == layout.size and self.through(layout.moved(dim), shape) == layout:
                 return layout.moved(dim)
         return None
 
     def on_shard(self, layout: DimSharding, local: int, shape: Shape) -> Op:
-        """The same operation where the input has only `local` elements of the split dim."""
+        """This operation for a shard, which has `local` elements along the split dim."""
         return self
 
     def of_slice(self, shape: Shape) -> Op | None:
-        """What it does to `x[i]`, if it treats the leading dim as a stack."""
+        """The operation on `x[i]` that gives element `i` of this one's output; None: there is none.
+
+        That is, whether the operation treats dim 0 as a stack of layers.
+        """
         return self
 
     def of_stack(self, num: int) -> Op:
-        """What it does to a stack of `num` inputs."""
+        """The operation that applies this one to each of a stack of `num` inputs."""
         return self
 
 
@@ -73,7 +76,7 @@ class ConvertDtype(Op):
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise(Op):
-    """An operation that treats every element alike (`neg`, `reduce_precision`): re-bound."""
+    """An elementwise operation (`neg`, `reduce_precision`), applied by binding it again."""
 
     operation: Any  # a `_program.Operation`
 
@@ -83,7 +86,7 @@ class Elementwise(Op):
 
 @dataclasses.dataclass(frozen=True)
 class Scale(Op):
-    """`mul` with, or `div` by, a known number."""
+    """`mul` with, or `div` by, a constant scalar."""
 
     factor: float
     divides: bool
@@ -187,7 +190,7 @@ class Broadcast(Op):
         return layout.moved(dim) if self.shape[dim] == layout.size else None
 
     def back(self, layout, shape):
-        # A repeated value is a sum when it is a gradient's turn: only new dims of 1 may pass.
+        # Reducing before a broadcast is safe only if it adds dims of size 1: others repeat values.
         if math.prod(shape) != math.prod(self.shape):
             return None
         return super().back(layout, shape)
@@ -242,7 +245,7 @@ class Slice(Op):
 
 @dataclasses.dataclass(frozen=True)
 class Pad(Op):
-    """`pad` with zeros: where the gradient of a slice goes in the gradient of the whole."""
+    """`pad` with zeros, as in the gradient of a slice."""
 
     config: tuple[tuple[int, int, int], ...]
 
@@ -268,7 +271,7 @@ class Pad(Op):
 def push(
     ops: tuple[Op, ...], layout: DimSharding, shape: Shape
 ) -> tuple[DimSharding, Shape] | None:
-    """Layout and full shape after all `ops`; None if the split does not survive them."""
+    """Layout and full shape after all of `ops`; None: one of them cannot run on shards."""
     for op in ops:
         moved = op.through(layout, shape)
         if moved is None:
@@ -280,7 +283,7 @@ def push(
 def apply_on_shard(
     ops: tuple[Op, ...], shard: Shaped[Array, ...], layout: DimSharding, shape: Shape
 ) -> Shaped[Array, ...]:
-    """Run `ops`, meant for an array of `shape`, on one device's piece of it."""
+    """Run `ops` on one device's shard of an array of full shape `shape`."""
     for op in ops:
         local = shard.shape[layout.dim]
         shard = op.on_shard(layout, local, shape).apply(shard)
@@ -291,7 +294,10 @@ def apply_on_shard(
 
 
 def casts_first(ops: tuple[Op, ...]) -> tuple[Op, ...]:
-    """Move leading narrowing casts to the front; they commute with moving elements about."""
+    """Move narrowing casts in front of operations that only move elements, up to the first other.
+
+    The order does not change the result, and the operations then run on fewer bytes.
+    """
     moved: list[Op] = []
     rest: list[Op] = []
     for i, op in enumerate(ops):
@@ -307,10 +313,10 @@ def casts_first(ops: tuple[Op, ...]) -> tuple[Op, ...]:
 def before_gather(
     ops: tuple[Op, ...], layout: DimSharding, shape: Shape
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """Split a view into what is best done to the shard and what to the gathered array.
+    """Split a view's operations into those to run on the shard and those after the gather.
 
-    The first part ends with the last operation that leaves fewer bytes to send, of those
-    that a shard can take.
+    The first part ends with the last operation that reduces the bytes to send, among the leading
+    operations that can run on a shard.
     """
     ops = casts_first(ops)
     cut = 0
@@ -325,6 +331,6 @@ def before_gather(
 
 
 def up_to_last_slice(ops: tuple[Op, ...]) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """Split a view into what leaves fewer elements, and the rest."""
+    """Split a view's operations after the last `Slice`, the only kind that drops elements."""
     cut = max((i + 1 for i, op in enumerate(ops) if isinstance(op, Slice)), default=0)
     return ops[:cut], ops[cut:]

@@ -1,8 +1,7 @@
-"""From a function to a program: tracing, and what does not survive it.
+"""Trace a function to a `Block`.
 
-`trace` turns a function into a `Block`: a flat list of operations over named values, with
-`jit`, `closed_call` and `remat` opened up and `scan` as a `Loop` that holds its body as
-another `Block`; operations whose results nobody uses are dropped.
+A block is a flat list of operations: calls of `jit`, `closed_call` and `remat` are inlined, a
+`scan` becomes a `Loop` whose body is another block, and dead operations are dropped.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from .layout_requests import explaining, without_our_axes
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 _REMAT = {"checkpoint", "remat", "remat2"}
-_ALIAS = {"copy", "copy_p", "name"}  # hand on their one input unchanged
+_ALIAS = {"copy", "copy_p", "name"}  # their output is their only input
 
 
 def trace(function: Callable, *avals: Any) -> tuple[Block, Any]:
-    """Trace `function`, of flat arrays, to a block without dead operations.
+    """Trace `function` to a block without dead operations.
 
     Args:
-        function: takes as many arrays as there are `avals`; returns any tree.
-        avals: `ShapeDtypeStruct`s or arrays, seen only by shape.
+        function: takes one array for each of `avals`; returns any tree of arrays.
+        avals: `ShapeDtypeStruct`s or arrays, of which only shape and dtype are used.
 
     Returns:
         The block and the tree of `ShapeDtypeStruct`s that `function` returns.
@@ -43,7 +42,7 @@ def trace(function: Callable, *avals: Any) -> tuple[Block, Any]:
 
 
 def _warn_of_split(constants: Sequence[Any]) -> None:
-    """Warn of an array that a function closes over and that is not whole on every device."""
+    """Warn of a closed-over array that is sharded: each device will hold all of it."""
     for x in constants:
         sharding = getattr(x, "sharding", None) if isinstance(x, jax.Array) else None
         if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
@@ -55,10 +54,10 @@ def _warn_of_split(constants: Sequence[Any]) -> None:
 
 
 def open_program(function: Callable, *args: Any) -> tuple[Callable, list[Any], Any]:
-    """Trace `function` and separate the arrays it closes over from what it computes.
+    """Trace `function` and turn the arrays that it closes over into arguments.
 
     Returns:
-        `run(constants, arrays)` on flat lists, which holds no array; the constants; and the
+        `run(constants, arrays)` on flat lists, which closes over no array; the constants; and the
         structure of the function's result.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -95,7 +94,7 @@ def _inline(
 
 
 def _operation(equation: Any, inputs: list[Atom], operations: list[Operation]) -> Sequence[Atom]:
-    """Append what `equation` amounts to; return its outputs."""
+    """Append the operations of `equation`, inlined if it is a call; return its outputs."""
     name, params = equation.primitive.name, equation.params
     if name in _ALIAS:
         return inputs
@@ -118,13 +117,13 @@ def _operation(equation: Any, inputs: list[Atom], operations: list[Operation]) -
 
 
 def _has_shardings(params: dict[str, Any]) -> bool:
-    """Whether a nested `jit` asks for shardings, which opening it up would lose."""
+    """Whether a nested `jit` requests shardings, which inlining would drop."""
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
 
 
 def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
-    """Number of constants and of carried values: named so until JAX 0.10, grouped since."""
+    """Numbers of constants and of carried values; JAX 0.10 changed where parameters have them."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     constants, carry, _ = params["ft_in"].unpack()
@@ -132,28 +131,31 @@ def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def _barrier(equation: Any, inputs: list[Atom], operations: list[Operation]) -> list[Atom]:
-    """Keep XLA from merging the recomputation with the first computation."""
-    wanted = equation.params["prevent_cse"]
-    wanted = (wanted,) * len(inputs) if isinstance(wanted, bool) else wanted
-    held = [
+    """Append a barrier on a recomputation's inputs; return the inputs behind it.
+
+    Without it XLA would merge the recomputation with the first computation.
+    """
+    prevent_cse = equation.params["prevent_cse"]
+    prevent_cse = (prevent_cse,) * len(inputs) if isinstance(prevent_cse, bool) else prevent_cse
+    barred = [
         i
-        for i, (atom, barred) in enumerate(zip(inputs, wanted, strict=True))
-        if barred and isinstance(atom, Value)
+        for i, (atom, is_barred) in enumerate(zip(inputs, prevent_cse, strict=True))
+        if is_barred and isinstance(atom, Value)
     ]
-    if not held:
+    if not barred:
         return inputs
-    outputs = tuple(Value(equation.invars[i].aval) for i in held)
+    outputs = tuple(Value(equation.invars[i].aval) for i in barred)
     operations.append(
-        Barrier("optimization_barrier", tuple(inputs[i] for i in held), outputs, equation)
+        Barrier("optimization_barrier", tuple(inputs[i] for i in barred), outputs, equation)
     )
     inputs = list(inputs)
-    for i, output in zip(held, outputs, strict=True):
+    for i, output in zip(barred, outputs, strict=True):
         inputs[i] = output
     return inputs
 
 
 def _without_dead_code(block: Block) -> Block:
-    """Drop operations whose results nobody uses, inside loops too."""
+    """Drop operations whose results are unused, inside loops too."""
     live = {atom for atom in block.outputs if isinstance(atom, Value)}
     kept: list[Operation] = []
     for operation in reversed(block.operations):
@@ -176,7 +178,10 @@ def _narrow_barrier(barrier: Barrier, live: set[Value]) -> Barrier:
 
 
 def _narrow_loop(loop: Loop, live: set[Value]) -> Loop:
-    """Drop the stacks that nobody reads, and inputs that the body does not."""
+    """Drop stacked outputs that are unused, and inputs that the body then does not read.
+
+    Carried values stay, since an iteration may read what the one before it wrote.
+    """
     keep_out = [i for i, value in enumerate(loop.outputs) if i < loop.num_carry or value in live]
     body = dataclasses.replace(loop.body, outputs=tuple(loop.body.outputs[i] for i in keep_out))
     body = _without_dead_code(body)

@@ -1,6 +1,6 @@
-"""What is split and where: configuration, presets, the layout of each leaf and of whole trees.
+"""Configuration, presets, and the layout of sharded trees: which dim of each leaf is split.
 
-In: a `ZeroConfig`, a mesh and a pytree. Out: a `TreePlan` with one layout per leaf, and stored
+In: a `ZeroConfig`, a mesh and a pytree. Out: a `TreePlan` with one layout for each leaf, and stored
 arrays that carry their layout. Nothing here runs a collective.
 """
 

@@ -1,16 +1,15 @@
-"""Which dim of which leaf is split over which devices: shapes in, layouts out.
+"""Choose the dim that each leaf is split on: shapes in, layouts out.
 
-A leaf of a parameter tree is split on one dim into equal pieces, one for each device
-along `config.axes`. With `split="all"` these are `("local", "node")`, local major: a
-gather over `node` then yields exactly the run of pieces that this device's node shares
-out over `local`, and a gather over `local` completes it, in order, without shuffling.
+A leaf of a parameter tree is split on one dim into equal shards, one for each device along
+`config.axes`. With `split="all"` the axes are `("local", "node")`, local major. A gather over
+`node` then yields a contiguous part of the array, the node slice, and a gather over `local`
+completes it: the shards arrive in order, and nothing is shuffled.
 
-The dim is the first of a matrix, the last two dims, that divides evenly and is long: pieces of
-its rows lie in memory one after another, and need no transposing. Dims before, and short ones, may
-count layers or experts: a leaf stacked over them is scanned over them, and they must stay whole for
-that. So where a matrix has no such dim, the largest of all that divide is taken (the first of
-equals). If none divides, the largest is padded with zeros: nothing but single numbers and empty
-leaves falls back to replication.
+The split dim is the first of the last two dims (those of a matrix) that divides evenly and is
+long: shards of rows are contiguous in memory, and need no transposing. Earlier dims, and short
+ones, may count layers or experts; a loop scans over them, so they must not be split. If neither of
+the two qualifies, the largest dim that divides is taken (the first of equals). If none divides, the
+largest is padded with zeros. Only scalars and empty leaves are replicated.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from .._codecs import Codec
 from .._mesh import AnyMesh
 from .config import ZeroConfig
 
-_LONG = 256  # large models have fewer layers, and at least as many features
+_LONG = 256  # a dim of at least this size is taken for features: large models have fewer layers
 
 
 @dataclasses.dataclass(frozen=True)
 class DimSharding:
-    """One dim of a full array, cut into equal pieces; zeros at its end make it a multiple.
+    """The split of an array on one dim, padded at its end with zeros to a multiple.
 
     Attributes:
-        dim: which.
+        dim: index of the split dim.
         size: its true size.
-        unit: what its stored size is a multiple of.
+        unit: its stored size is a multiple of this: the number of shards over all axes on it.
     """
 
     dim: int
@@ -46,7 +45,7 @@ class DimSharding:
 
     @property
     def padded(self) -> int:
-        """The stored size."""
+        """The stored size of the dim, with padding."""
         return math.ceil(self.size / self.unit) * self.unit
 
     @property
@@ -54,7 +53,7 @@ class DimSharding:
         return self.padded != self.size
 
     def moved(self, dim: int) -> DimSharding:
-        """The same cut where the dim has come to be at another position."""
+        """This layout with the split dim at index `dim`, as after a transpose."""
         return dataclasses.replace(self, dim=dim)
 
     def pad_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -63,66 +62,67 @@ class DimSharding:
 
 
 def layouts_by_preference(
-    shape: tuple[int, ...], pieces: int, busy: tuple[int, ...] = ()
+    shape: tuple[int, ...], num_shards: int, busy: tuple[int, ...] = ()
 ) -> list[DimSharding]:
-    """Every way to cut `shape` into `pieces`, best first; empty if it stays whole.
+    """All layouts that split `shape` into `num_shards`, best first; empty: it is not split.
 
     Args:
         shape: the full array's shape.
-        pieces: how many devices share it.
-        busy: for each dim, how many ways other mesh axes cut it already. Such a dim is
-            taken only if there is no other. `()`: none is.
+        num_shards: number of devices that share the array.
+        busy: for each dim, into how many parts other mesh axes split it. Such a dim is taken
+            only if there is no other. `()`: no dim is split.
     """
-    if pieces == 1 or math.prod(shape) <= 1:
+    if num_shards == 1 or math.prod(shape) <= 1:
         return []
     busy = busy or (1,) * len(shape)
 
     def rank(dim: int) -> tuple[bool, bool, bool, int, int]:
-        uneven = shape[dim] % (pieces * busy[dim]) != 0
+        uneven = shape[dim] % (num_shards * busy[dim]) != 0
         is_long = not uneven and shape[dim] >= _LONG and dim >= len(shape) - 2
         return (busy[dim] > 1, uneven, not is_long, 0 if is_long else -shape[dim], dim)
 
     def layout(dim: int) -> DimSharding:
-        return DimSharding(dim, shape[dim], pieces * busy[dim])
+        return DimSharding(dim, shape[dim], num_shards * busy[dim])
 
     return [layout(dim) for dim in sorted(range(len(shape)), key=rank)]
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """One leaf of a tree: its own shape, and how it is cut (`layout` None: not at all)."""
+    """One leaf of a tree: true shape and dtype, and the layout in which it is stored."""
 
     path: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # true shape, without padding
     dtype: Any
-    layout: DimSharding | None
-    other_axes: PartitionSpec = PartitionSpec()  # what the user split over axes not ours
-    codec: Codec | None = None  # stored as messages, one for each device, and never trained
+    layout: DimSharding | None  # None: replicated
+    other_axes: PartitionSpec = PartitionSpec()  # the user's split over further mesh axes
+    codec: Codec | None = None  # stored encoded, one message for each device; never trained
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """`shape`, with the zeros that make it divisible."""
+        """`shape` with the split dim at its padded size."""
         return self.layout.pad_shape(self.shape) if self.layout else self.shape
 
     @property
     def num_lead(self) -> int:
-        """How many leading dims are encoded element by element, where messages are stored.
+        """How many leading dims (0 or 1) count layers that are encoded separately.
 
-        A stack of matrices is encoded layer by layer, since it may be scanned.
+        A stack of matrices is encoded layer by layer, because a loop may scan it.
         """
         stacked = self.layout is not None and len(self.shape) >= 3 and self.layout.dim != 0
         return 1 if stacked else 0
 
     @property
     def layer_size(self) -> int:
-        """Elements of what is encoded by itself."""
+        """Elements of one layer, or of the leaf if it is no stack: what is encoded separately."""
         return math.prod(self.shape[self.num_lead :])
 
-    def messages(self, codec: Codec, pieces: int) -> jax.ShapeDtypeStruct:
-        """The messages of all `pieces`: `[*lead, pieces, numbers]`."""
+    def messages(self, codec: Codec, num_shards: int) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the leaf in messages of `codec`: `[*lead, num_shards, m]`."""
         lead = self.num_lead
-        message = codec.message(math.prod(self.padded_shape[lead:]) // pieces, self.dtype)
-        shape = (*self.shape[:lead], pieces, *message.shape)
+        size = math.prod(self.padded_shape[lead:]) // num_shards
+        message = codec.message(size, self.dtype)
+        shape = (*self.shape[:lead], num_shards, *message.shape)
         return jax.ShapeDtypeStruct(shape, message.dtype)
 
     @property
@@ -132,7 +132,7 @@ class LeafSpec:
 
     @property
     def stored(self) -> jax.ShapeDtypeStruct:
-        """The global array: padded, or messages."""
+        """Shape and dtype of the global array: padded, or encoded."""
         if self.codec is None or self.layout is None:
             return jax.ShapeDtypeStruct(self.padded_shape, self.dtype)
         return self.messages(self.codec, self.layout.unit)
@@ -143,7 +143,10 @@ class LeafSpec:
         return self.stored.shape
 
     def spec(self, axes: tuple[str, ...], *, manual_only: bool = False) -> PartitionSpec:
-        """The `PartitionSpec` of the global array; `manual_only` leaves other axes out."""
+        """The `PartitionSpec` of the global array, split over `axes`.
+
+        `manual_only` leaves out the user's further mesh axes, as a `shard_map` over ours requires.
+        """
         if self.codec is not None:
             return PartitionSpec(*[None] * self.num_lead, axes or None)
         entries: list[Any] = [None] * len(self.shape)
@@ -161,13 +164,13 @@ class LeafSpec:
 def layout_of_leaf(
     leaf: Any, mesh: AnyMesh, config: ZeroConfig, other: PartitionSpec
 ) -> DimSharding | None:
-    """How an array of this shape and dtype is cut; None: every device holds all of it.
+    """Choose the layout of an array; None: it is replicated.
 
     Args:
         leaf: anything with the true `shape` and `dtype`.
-        mesh: gives the number of pieces.
+        mesh: gives the number of shards.
         config: gives axes, stage and the persistence threshold.
-        other: the axes that split it already.
+        other: the user's split of the array over further mesh axes.
     """
     shape = tuple(leaf.shape)
     if config.stage == 0 or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
@@ -179,6 +182,6 @@ def layout_of_leaf(
         if entry:
             names = (entry,) if isinstance(entry, str) else entry
             busy[dim] = math.prod(mesh.shape[name] for name in names)
-    pieces = math.prod(mesh.shape[axis] for axis in config.axes)
-    choices = layouts_by_preference(shape, pieces, tuple(busy))
+    num_shards = math.prod(mesh.shape[axis] for axis in config.axes)
+    choices = layouts_by_preference(shape, num_shards, tuple(busy))
     return choices[0] if choices else None

@@ -1,9 +1,9 @@
-"""Modules as parameter trees: which leaves of an `eqx.Module` or `nnx.Module` are trained.
+"""Find the leaves of an `eqx.Module` or `nnx.Module` that are trained.
 
-Both libraries register their modules as pytrees whose leaves are not all parameters. Equinox keeps
+Both libraries register their modules as pytrees whose leaves are not all parameters. Equinox has
 activation functions and Python numbers among the leaves, and trains the inexact arrays. Flax NNX
-keeps batch statistics and random keys there, and trains what is an `nnx.Param`.
-The libraries are looked up among the modules that are imported already, and never imported.
+has batch statistics and random keys there, and trains each `nnx.Param`. The libraries are looked up
+in `sys.modules`, so that importing this module imports neither.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .stored_array import flatten, is_array, is_stored
 
 
 def trained_leaves(tree: Any) -> list[bool | None]:
-    """For each leaf whether its module trains it; None: it is in no module.
+    """For each leaf, whether its module trains it; None: the leaf is in no module.
 
     Raises:
         ValueError: an `nnx.Module` holds one `Variable` in two places.
@@ -39,12 +39,12 @@ def trained_leaves(tree: Any) -> list[bool | None]:
 def mutated_leaf(
     before: Mapping[str, ModuleLeaf], after: Mapping[str, ModuleLeaf], returned: Collection[int]
 ) -> tuple[str, str] | None:
-    """A leaf that a function has replaced in place: its path and the type of its variable.
+    """Path and variable type of a leaf that a function has replaced in place, if there is one.
 
     Args:
-        before: the leaves that the function was given, from `nnx_leaves`.
-        after: the leaves as the function left them.
-        returned: the `id`s of what it returned, which is not lost.
+        before: the leaves before the call, from `nnx_leaves`.
+        after: the leaves after the call.
+        returned: `id`s of the values that the function returned: a change that it returns is kept.
     """
     for path, leaf in before.items():
         now = after.get(path, leaf).value
@@ -61,9 +61,9 @@ class ModuleLeaf(NamedTuple):
 
 
 def nnx_leaves(tree: Any) -> dict[str, ModuleLeaf]:
-    """The leaves of every NNX object that is changed in place, by path: `nnx.Module`, `nnx.Rngs`.
+    """The leaves of every NNX object that code may change in place, by path.
 
-    Not those of an `nnx.State`, which functional code passes in and returns.
+    These are `nnx.Module` and `nnx.Rngs`; an `nnx.State` is passed in and returned instead.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -87,7 +87,7 @@ def nnx_leaves(tree: Any) -> dict[str, ModuleLeaf]:
 
 
 def rng_leaves(tree: Any) -> list[bool]:
-    """For each leaf, whether it is a key or counter of `nnx.Rngs`, which every device has alike."""
+    """For each leaf, whether it is a key or counter of `nnx.Rngs`, equal on every device."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return [False] * len(jax.tree.leaves(tree))
@@ -100,14 +100,14 @@ def _trained_by_nnx(module: Any) -> list[bool | None]:
     pairs, _ = jax.tree_util.tree_flatten_with_path(
         module, is_leaf=lambda x: is_stored(x) or isinstance(x, nnx.Variable)
     )
-    places: dict[int, str] = {}
+    path_of: dict[int, str] = {}
     found: list[bool | None] = []
     for path, variable in pairs:
         is_variable = isinstance(variable, nnx.Variable)
-        place = path_name(path)
-        if is_variable and (first := places.setdefault(id(variable), place)) != place:
+        name = path_name(path)
+        if is_variable and (first := path_of.setdefault(id(variable), name)) != name:
             raise ValueError(
-                f"The module holds one variable as `{first}` and as `{place}`, and a pytree would "
+                f"The module holds one variable as `{first}` and as `{name}`, and a pytree would "
                 "make two of it. Split it, which keeps one: `graph, params = nnx.split(module)`, "
                 "and `nnx.merge(graph, params)` in the function."
             )

@@ -1,4 +1,4 @@
-"""Pad an array to the shape in which it is stored, and cut the padding off again."""
+"""Pad an array with zeros to its stored shape, and remove the padding."""
 
 from __future__ import annotations
 

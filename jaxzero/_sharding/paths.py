@@ -1,4 +1,4 @@
-"""Names of leaves: tree paths as text, and tree prefixes spread over the leaves they stand for."""
+"""Name leaves by their tree path, and expand tree prefixes to one entry for each leaf."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import jax
 
 
 class StoredKey:
-    """The last entry of the path to the data of a `StoredArray`: the empty string when printed.
+    """The last entry in the path of a `StoredArray`'s data; it prints as the empty string.
 
-    `jax.tree_util.keystr(path)` is then that of any other leaf, but for a separator at its end
-    where one is asked for. Code that reads `path[-1].key` fails rather than reading a wrong name.
+    So `jax.tree_util.keystr(path)` gives the path of the parameter, with one more separator at its
+    end if a separator is set. Code that reads `path[-1].key` fails instead of getting a wrong name.
     """
 
     def __str__(self) -> str:
@@ -32,21 +32,21 @@ class StoredKey:
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """A tree path as a person writes it: `layers.0.kernel`; the root is `.`."""
+    """A tree path as text, such as `layers.0.kernel`; the root is `.`."""
     named = tuple(key for key in path if not isinstance(key, StoredKey))
     return jax.tree_util.keystr(named, simple=True, separator=".") or "."
 
 
 def spread_prefix(prefix: Any, tree: Any, kind: type) -> list[Any]:
-    """For each leaf of `tree`, the leaf of a tree prefix that stands for it.
+    """For each leaf of `tree`, the leaf of a tree prefix that covers it.
 
     Args:
-        prefix: its leaves are of type `kind`.
-        tree: what it is a prefix of.
-        kind: of the prefix's leaves, even where JAX would take them apart.
+        prefix: a tree prefix of `tree`, with leaves of type `kind`.
+        tree: the full tree.
+        kind: type of the prefix's leaves; they count as leaves even if JAX would flatten them.
 
     Raises:
-        ValueError: it is no prefix of `tree`.
+        ValueError: `prefix` is no tree prefix of `tree`.
     """
 
     def is_leaf(x: Any) -> bool:

@@ -1,9 +1,9 @@
-"""Which trees a `Zero` has laid out, for what the leaves of a tree cannot say of themselves.
+"""Look up the layout of a tree by its structure and shapes, among the trees laid out before.
 
-A leaf that is stored padded or encoded carries its layout (`StoredArray`). Any other is a plain
-array in its own shape, and its layout follows from that shape. So every tree can be laid out from
-its leaves alone; a tree met before is also known to be one of parameters, and not a batch, and
-the mesh axes that the user has given in `specs` are known.
+A leaf that is stored padded or encoded carries its layout (`StoredArray`). Any other leaf is a
+plain array in its own shape, and its layout follows from the shape. So the layout of every tree
+can be found from its leaves. The registry adds what leaves do not show: that a tree is one of
+parameters and not a batch, and over which further mesh axes the user split it (`specs`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Registry:
     """The plans of all trees laid out so far.
 
     Args:
-        mesh: that they are laid out on.
-        config: that says how.
+        mesh: the mesh that the trees are laid out on.
+        config: gives axes, stage and the persistence threshold.
     """
 
     def __init__(self, mesh: AnyMesh, config: ZeroConfig):
@@ -37,19 +37,23 @@ class Registry:
         self._split: set[tuple[tuple[int, ...], Any]] = set()  # shape and dtype of split leaves
 
     def add(self, plan: TreePlan) -> TreePlan:
-        """Remember `plan`. A copy of a known tree, laid out without `specs`, takes its `specs`."""
+        """Store `plan` and return it.
+
+        If a tree of equal structure and shapes was laid out with `specs`, and this one without,
+        the plan takes over those `specs`.
+        """
         known = self._plans.setdefault(plan.treedef, [])
-        alike = next((old for old in known if old.shapes == plan.shapes), None)
-        if alike is not None:
-            known.remove(alike)
+        equal = next((old for old in known if old.shapes == plan.shapes), None)
+        if equal is not None:
+            known.remove(equal)
             if not any(leaf.other_axes for leaf in plan.leaves):
-                plan = _with_other_axes_of(alike, plan)
+                plan = _with_other_axes_of(equal, plan)
         known.append(plan)
         self._split |= {(leaf.shape, leaf.dtype) for leaf in plan.leaves if leaf.layout}
         return plan
 
     def find(self, tree: Any) -> TreePlan | None:
-        """The plan of a tree that was laid out, with the dtypes that it has now; or None."""
+        """The plan of a tree laid out before, with the tree's present dtypes; None: unknown."""
         _, leaves, treedef = flatten(tree)
         arrays = [leaf for leaf in leaves if is_array(leaf)]
         shapes = tuple(tuple(x.shape) for x in arrays)
@@ -68,7 +72,7 @@ class Registry:
         return None
 
     def plan_of(self, tree: Any) -> TreePlan:
-        """How a tree is stored, whether it was met before or not.
+        """The plan of a stored tree: looked up, or found from its leaves if it is unknown.
 
         Raises:
             ValueError: an array in it was not laid out by this `Zero`.
@@ -80,36 +84,37 @@ class Registry:
         return plan
 
     def plan_of_parts(self, tree: Any) -> TreePlan | None:
-        """How a tree is stored that may hold sharded arrays and others, such as statistics.
+        """The plan of a tree that may hold sharded arrays beside others, such as statistics.
 
-        An array is taken to be cut if it is a `StoredArray`, if its sharding says so, or, where a
-        traced array has none, if one of its shape and dtype was laid out: then it is gathered where
-        it is used. Others are whole on every device.
+        An array counts as sharded if it is a `StoredArray`, if its sharding is that of a parameter,
+        or, for a traced array without sharding, if an array of its shape and dtype was laid out
+        sharded. Sharded arrays are gathered where they are used; others are replicated.
 
         Returns:
-            None if no array is taken to be cut.
+            The plan; None if no array counts as sharded.
 
         Raises:
             ValueError: a `StoredArray` was laid out by a `Zero` with another mesh or config.
         """
         arrays = [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
-        is_cut = [
+        is_sharded = [
             is_stored(x) or self._is_split_as_ours(x) or (is_traced(x) and self._has_one_like(x))
             for x in arrays
         ]
-        if not any(is_cut):
+        if not any(is_sharded):
             return None
         plan = plan_as_stored(tree, self._mesh, self._config)
         self.check_is_ours(plan)
-        pairs = zip(plan.leaves, is_cut, strict=True)
-        leaves = tuple(leaf if cut else without_layout(leaf) for leaf, cut in pairs)
+        pairs = zip(plan.leaves, is_sharded, strict=True)
+        leaves = tuple(leaf if sharded else without_layout(leaf) for leaf, sharded in pairs)
         return dataclasses.replace(plan, leaves=leaves)
 
     def knows(self, tree: Any) -> bool:
-        """Whether a tree is known to be one that was laid out, or a part of one.
+        """Whether a tree is certainly a laid-out tree, or a part of one.
 
-        It is if it was laid out as a whole, or holds a `StoredArray`, or an array whose sharding
-        is that of a parameter. Traced arrays have one on explicit meshes only.
+        That is so if a tree of its structure and shapes was laid out, or if it holds a
+        `StoredArray` or an array whose sharding is that of a parameter. Traced arrays have a
+        sharding on explicit meshes only.
         """
         arrays = [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
         if any(is_stored(x) or self._is_split_as_ours(x) for x in arrays):
@@ -117,10 +122,10 @@ class Registry:
         return self.find(tree) is not None
 
     def may_hold_parts(self, tree: Any) -> bool:
-        """Whether a tree may be a part of one that was laid out, as far as its arrays tell.
+        """Whether a tree is possibly a part of a laid-out tree.
 
-        It may if each has the shape and dtype of one that was laid out split, and is traced, so
-        that nothing is known of its sharding, or lies on the mesh.
+        That is so if each of its arrays has the shape and dtype of an array that was laid out
+        sharded, and is on the mesh, or traced (a traced array does not show where it is).
         """
         arrays = [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
         return bool(arrays) and all(
@@ -129,13 +134,14 @@ class Registry:
         )
 
     def _has_one_like(self, x: Any) -> bool:
-        """Whether an array of this shape and dtype was laid out split."""
+        """Whether an array of this shape and dtype was laid out sharded."""
         return (tuple(x.shape), x.dtype) in self._split
 
     def _is_split_as_ours(self, x: Any) -> bool:
-        """Whether an array is split over the config's axes in their order, also axes of size 1.
+        """Whether an array's sharding names the config's axes, in their order, on one dim.
 
-        A batch is split over both axes in the other order.
+        Axes of size 1 count too. The order tells parameters from a batch, which is split over
+        both axes in the other order.
         """
         sharding = jax.typeof(x).sharding if is_traced(x) else getattr(x, "sharding", None)
         entries = [
@@ -146,10 +152,10 @@ class Registry:
         return any(entry[: len(axes)] == axes for entry in entries)
 
     def _check_is_laid_out(self, tree: Any, is_known: bool) -> None:
-        """Raise `ValueError` for an array that is on other devices than the mesh's.
+        """Raise `ValueError` for an array that is on other devices than those of the mesh.
 
-        In a tree that is known as a whole it may be on the host, or on a device that JAX moves it
-        from.
+        In a known tree an array may also be on the host, or uncommitted on one device: JAX moves
+        it.
         """
         paths, leaves, treedef = flatten(tree)
         for path, x in zip(paths, leaves, strict=True):

@@ -1,10 +1,10 @@
-"""`StoredArray`: a leaf whose stored form differs from its own, because of padding or a codec.
+"""`StoredArray`: a leaf that is stored padded or encoded, together with its layout.
 
-A leaf with a dim that the devices divide evenly is stored as a plain `jax.Array` in its own
-shape. Any other is stored padded with zeros, or as encoded messages. Then the stored array and
-its layout travel together, as one pytree node whose static part is the layout: a sub-tree, a
-renamed tree or a merged tree is still laid out as it was. `jax.tree.map` and optax see the stored
-array inside. Computing with the node is an error, because the result would include the padding.
+A leaf with a dim that the devices divide evenly is stored as a plain `jax.Array` in its own shape.
+Any other leaf is stored padded with zeros, or encoded. Then the stored array and its layout form
+one pytree node whose static part is the layout, so that the layout is still known in a sub-tree, a
+renamed tree or a merged tree. `jax.tree.map` and optax see the stored array inside. Computing with
+the node itself is an error, because the result would include the padding.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _OTHERS = "neg pos abs invert lt le gt ge getitem len iter contains bool float i
 
 
 class StoredArray:
-    """A parameter, gradient or optimizer moment in the form in which `jz.Zero` stores it.
+    """A parameter, gradient or optimizer moment in the padded or encoded form of `jz.Zero`.
 
     Attributes:
-        data: the global array as it is stored, `[*padded shape]`, or uint8 messages of a codec.
+        data: the global stored array: `[*padded shape]`, or the messages of a codec.
         form: the layout: true shape, split dim, codec. Static.
     """
 
@@ -42,12 +42,15 @@ class StoredArray:
 
     @classmethod
     def of(cls, data: Any, leaf: LeafSpec) -> StoredArray:
-        """Data that is stored as `leaf` says. Padded data may be cast, so its dtype is not kept."""
+        """Wrap data stored in the layout `leaf`.
+
+        The layout of padded data has no dtype, because optimizers may cast the data.
+        """
         dtype = None if leaf.codec is None else leaf.dtype
         return cls(data, dataclasses.replace(leaf, path="", dtype=dtype))
 
     def leaf(self, path: str = "") -> LeafSpec:
-        """The layout, with the dtype that the array has now.
+        """The layout, with the present dtype of the array.
 
         Raises:
             ValueError: the data have another shape than the layout says.
@@ -64,7 +67,7 @@ class StoredArray:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds nothing, such as None where `eqx.partition` has taken the array out."""
+        """Whether it holds no array, such as None where `eqx.partition` has removed the array."""
         return not jax.tree.leaves(self.data)
 
     @property
@@ -88,7 +91,10 @@ class StoredArray:
         return math.prod(self.form.shape)
 
     def __eq__(self, other: object) -> bool:
-        """Compare what stands for an array: shardings, masks, labels. Arrays are refused."""
+        """Compare nodes that hold no array but, for example, shardings, masks or labels.
+
+        Nodes with arrays raise `TypeError`, as for every other operator.
+        """
         if isinstance(other, StoredArray) and not is_array(self.data):
             return self.form == other.form and bool(self.data == other.data)
         if is_array(other) or isinstance(other, int | float | complex):
@@ -96,7 +102,7 @@ class StoredArray:
         return NotImplemented
 
     def __repr__(self) -> str:
-        if not is_array(self.data):  # a sharding or a mask that stands for the array
+        if not is_array(self.data):  # for example a sharding or a mask in place of the array
             return f"StoredArray({self.data!r})"
         spec = getattr(getattr(self.data, "sharding", None), "spec", None)
         split = "" if spec is None else f", split as {spec}"
@@ -114,7 +120,7 @@ class StoredArray:
         raise TypeError(_message(self, "a NumPy operation"))
 
     def unbox(self) -> NoReturn:
-        """What `flax.linen` calls on a parameter before it checks the parameter's shape."""
+        """Raise `TypeError`; `flax.linen` calls this before it checks a parameter's shape."""
         raise TypeError(_message(self, "`flax.linen`"))
 
 
@@ -124,12 +130,12 @@ def is_stored(x: Any) -> bool:
 
 
 def data_of(x: Any) -> Any:
-    """The array that is stored: the data of a `StoredArray`, and anything else as it is."""
+    """The data of a `StoredArray`; anything else is returned unchanged."""
     return x.data if isinstance(x, StoredArray) else x
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array, of any library, or a `StoredArray` that holds one."""
+    """Whether a leaf is an array of any library, or a `StoredArray` that holds an array."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 

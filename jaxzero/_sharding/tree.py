@@ -1,4 +1,4 @@
-"""How every leaf of a tree is stored: the layouts of its arrays, and what else the tree holds."""
+"""The layout of a tree: structure, one `LeafSpec` for each array, and the leaves that are none."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from .stored_array import StoredArray, data_of, flatten, is_array
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """A leaf that is no array (a string, a function, a Python number): passed on as it is."""
+    """A leaf that is no array (a string, a function, a Python number); it is never changed."""
 
     value: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class TreePlan:
-    """How every leaf of one tree is stored.
+    """The layout of every leaf of one tree.
 
     Attributes:
-        treedef: of the tree, where a `StoredArray` counts as one leaf.
-        leaves: for each array.
-        statics: for each leaf of `treedef`; None: an array. An empty `StoredArray` is static.
+        treedef: structure of the tree, in which a `StoredArray` counts as one leaf.
+        leaves: the layout of each array.
+        statics: for each leaf of `treedef` its value if it is no array; None: it is an array. An
+            empty `StoredArray` is static.
     """
 
     treedef: Any
@@ -48,16 +49,16 @@ class TreePlan:
         return tuple(leaf.shape for leaf in self.leaves)
 
     def stored(self, arrays: Sequence[Any]) -> Any:
-        """The tree with one stored array, sharding or `ShapeDtypeStruct` for each of its arrays."""
+        """The tree, from one stored array (or sharding, or struct) for each of its arrays."""
         pairs = zip(self.leaves, arrays, strict=True)
         return rebuild(self.treedef, self.statics, [stored_leaf(leaf, x) for leaf, x in pairs])
 
     def whole(self, arrays: Sequence[Any]) -> Any:
-        """The tree with these arrays as its leaves, and no `StoredArray`."""
+        """The tree with these values as its leaves, in place of any `StoredArray`."""
         return rebuild(self.treedef, unwrapped(self.statics), arrays)
 
     def flatten_like(self, tree: Any) -> list[Any]:
-        """Undo `whole`: what a tree of this structure has in the place of each array.
+        """Undo `whole`: the leaves (or sub-trees) of `tree` in the position of each array.
 
         Raises:
             ValueError: the tree has another structure.
@@ -66,29 +67,29 @@ class TreePlan:
         return [x for x, s in zip(leaves, self.statics, strict=True) if s is None]
 
     def shardings(self, mesh: Mesh, axes: tuple[str, ...]) -> list[NamedSharding]:
-        """How each stored array is laid out, split over `axes`."""
+        """The sharding of each stored array, split over `axes`."""
         return [NamedSharding(mesh, leaf.spec(axes)) for leaf in self.leaves]
 
 
 def stored_leaf(leaf: LeafSpec, x: Any) -> Any:
-    """A stored array as a leaf of a tree: with its layout, where it is not in its own shape."""
+    """A stored array as a leaf of a tree: a `StoredArray` if it is padded or encoded."""
     return x if leaf.is_plain else StoredArray.of(x, leaf)
 
 
 def rebuild(treedef: Any, statics: Sequence[Static | None], arrays: Sequence[Any]) -> Any:
-    """A tree from its arrays and the leaves that are none."""
+    """The tree, from its arrays and its other leaves."""
     remaining = iter(arrays)
     leaves = [next(remaining) if s is None else s.value for s in statics]
     return jax.tree.unflatten(treedef, leaves)
 
 
 def unwrapped(statics: Sequence[Static | None]) -> list[Static | None]:
-    """The same, with what an empty `StoredArray` holds in its place."""
+    """`statics` with every empty `StoredArray` replaced by the value that it holds."""
     return [s and Static(data_of(s.value)) for s in statics]
 
 
 def statics_of(leaves: Sequence[Any]) -> tuple[Static | None, ...]:
-    """What of the leaves is no array."""
+    """For each leaf a `Static` if it is no array; None: it is an array."""
     return tuple(None if is_array(leaf) else Static(leaf) for leaf in leaves)
 
 
@@ -105,10 +106,10 @@ def plan_tree(
     Args:
         tree: the leaves need `shape` and `dtype`; in an `eqx.Module` or `nnx.Module` they may be
             anything. A `StoredArray` keeps its layout.
-        mesh: gives the number of pieces.
+        mesh: gives the number of shards.
         config: gives axes, stage and the persistence threshold.
-        specs: a tree prefix of `PartitionSpec`s over mesh axes that are not ours.
-        codec: store float leaves of at least `min_quantized_size` elements as its messages.
+        specs: a tree prefix of `PartitionSpec`s over mesh axes other than `node` and `local`.
+        codec: store float leaves of at least `min_quantized_size` elements encoded by it.
 
     Raises:
         ValueError: a leaf is not an array, an `nnx.Module` shares a variable, or `specs` names one
@@ -143,8 +144,8 @@ def plan_tree(
 def plan_as_stored(tree: Any, mesh: AnyMesh, config: ZeroConfig) -> TreePlan:
     """The plan of a tree whose leaves are stored already, found from the leaves alone.
 
-    A plain array is in its own shape, so it is taken to be cut as `plan_tree` would cut it, or to
-    be whole where that would pad it.
+    A plain array is in its own shape, so it has the layout that `plan_tree` gives that shape. If
+    that layout is padded, the array cannot have it, and counts as replicated.
     """
     plan = plan_tree(tree, mesh, config)
     found = [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
@@ -166,7 +167,7 @@ def _as_stored(x: StoredArray, path: str, codec: Codec | None) -> LeafSpec:
 
 
 def without_layout(leaf: LeafSpec) -> LeafSpec:
-    """The same leaf, whole on every device."""
+    """The leaf with no layout: replicated on every device."""
     return dataclasses.replace(leaf, layout=None)
 
 
@@ -187,7 +188,7 @@ def _is_large_float(leaf: LeafSpec, config: ZeroConfig) -> bool:
 
 
 def _jax_dtype(dtype: Any) -> Any:
-    """What JAX makes of a dtype: without x64, 32 bits of 64."""
+    """The dtype that JAX converts to: without x64, 32 bits in place of 64."""
     extended = jnp.issubdtype(dtype, jax.dtypes.extended)
     return dtype if extended else jax.dtypes.canonicalize_dtype(dtype)
 

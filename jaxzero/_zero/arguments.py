@@ -1,6 +1,6 @@
-"""What each argument of a call is: parameters, batch, replicated; and whether it fits.
+"""Classify the arguments of a call as sharded parameters, batch or replicated values; check them.
 
-All mistakes that can be seen without tracing are found here, and named by argument and
+Every mistake that can be seen without tracing raises an error here that names the argument and the
 tree path.
 """
 
@@ -48,16 +48,16 @@ BATCH = PartitionSpec(AXES)
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """One argument of a call: everything but its arrays.
+    """One argument of a call, without its arrays.
 
     Attributes:
-        name: for messages.
-        treedef: of the argument, where a `StoredArray` counts as one leaf.
-        statics: for each leaf; None: an array.
-        plan: of a sharded tree; None: it is none.
-        specs: for each array, over `node` and `local`. Not used if there is a plan.
-        module_trains: for each array, whether its `eqx.Module` or `nnx.Module` does; None: it is
-            in none.
+        name: the argument's name in error messages.
+        treedef: the argument's structure, in which a `StoredArray` counts as one leaf.
+        statics: for each leaf its value if it is no array; None: it is an array.
+        plan: the layouts of a sharded tree; None: the argument holds no sharded arrays.
+        specs: for each array, its `PartitionSpec` over `node` and `local`; unused with a plan.
+        module_trains: for each array, whether its `eqx.Module` or `nnx.Module` trains it; None: it
+            is in no module.
     """
 
     name: str
@@ -77,20 +77,20 @@ class Argument:
         )
 
     def rebuild(self, arrays: Sequence[Any]) -> Any:
-        """The argument, with these arrays as its leaves, and no `StoredArray`."""
+        """The argument with these arrays as its leaves, in place of any `StoredArray`."""
         return rebuild(self.treedef, unwrapped(self.statics), arrays)
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The arguments of a call."""
+    """The arguments of a call; those passed by keyword come last, named by `keywords`."""
 
     arguments: tuple[Argument, ...]
     num_positional: int
     keywords: tuple[str, ...]
 
     def rebuild(self, arrays: Sequence[Sequence[Any]]) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and keyword arguments from the arrays of each."""
+        """Positional and keyword arguments; `arrays` has those of each argument."""
         pairs = zip(self.arguments, arrays, strict=True)
         values = [argument.rebuild(leaves) for argument, leaves in pairs]
         keywords = zip(self.keywords, values[self.num_positional :], strict=True)
@@ -109,18 +109,19 @@ def resolve(
     states: Registry,
     num_devices: int,
 ) -> tuple[Call, list[list[Any]]]:
-    """Decide what every argument is.
+    """Classify every argument of a call.
 
     Args:
-        function: the user's; gives names to positions.
+        function: the user's function; its signature gives names to positions.
         args: positional arguments.
         kwargs: keyword arguments.
-        argnums: positions that must be sharded parameter trees.
-        batch_argnums: positions or names of what is split by rows; None: the one that can be.
+        argnums: positions of arguments that must be sharded parameter trees.
+        batch_argnums: positions or names of the arguments that are split by rows; None: the only
+            argument that can be.
         in_specs: for each position None or a tree prefix of `PartitionSpec`s.
-        registry: knows the trees of parameters that were laid out.
-        states: knows those of optimizer state.
-        num_devices: with one, nothing is split.
+        registry: looks up the layouts of parameter trees.
+        states: looks up the layouts of optimizer states.
+        num_devices: number of devices that share the batch.
 
     Returns:
         The call, and the arrays of each argument, as they are stored.
@@ -162,7 +163,7 @@ def _fill_in_batches(
     given: list[Any],
     argnums: Sequence[int],
 ) -> None:
-    """Put the specs of the batches among those that are `given`."""
+    """Write the specs of the batch arguments into `given`, one entry for each argument."""
     for i in batches:
         if i in argnums or given[i] is not None:
             other = "`argnums`" if i in argnums else "`in_specs`"
@@ -173,7 +174,7 @@ def _fill_in_batches(
 def _plan_of(
     i: int, value: Any, spec: Any, argnums: Sequence[int], names: Sequence[str], registry: Registry
 ) -> TreePlan | None:
-    """How an argument is stored, if it holds sharded arrays; None: it does not."""
+    """The layouts of an argument that holds sharded arrays; None: it holds none."""
     if spec is not None:
         return None
     is_strict = i in argnums or registry.find(value) is not None
@@ -198,7 +199,7 @@ def _check_specs(
 
 
 def _batch_specs(name: str, value: Any) -> Any:
-    """A spec for each leaf of a batch: keys and single numbers in it are given whole."""
+    """A spec for each leaf of a batch: rows are split, keys and single numbers replicated."""
     if any(map(is_stored, flatten(value)[1])):
         raise ValueError(
             f"{name} is to be the batch, but holds parameters that `Zero` has laid out. Say with "
@@ -228,6 +229,7 @@ def _names(parameters: Sequence[str], num: int) -> list[str]:
 
 
 def _spec_for_each(in_specs: Any, num: int, argnums: Sequence[int]) -> list[Any]:
+    """`in_specs` with an entry for each of `num` positional arguments."""
     if in_specs is None:
         return [None] * num
     if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, Sequence):
@@ -280,7 +282,7 @@ def _argument(
 def check_rows(
     call: Call, arrays: Sequence[Sequence[Any]], mesh: AnyMesh, microbatches: int
 ) -> None:
-    """Raise `ValueError` unless everything split over our axes divides evenly."""
+    """Raise `ValueError` unless every dim that is split over devices divides evenly."""
     for argument, leaves in zip(call.arguments, arrays, strict=True):
         if argument.plan is not None:
             continue
@@ -301,7 +303,7 @@ def check_rows(
 
 
 def check_differentiable(argument: Argument, leaves: Sequence[Any], allow_int: bool) -> None:
-    """Raise `ValueError` for a leaf that has no gradient."""
+    """Raise `ValueError` for a leaf of a differentiated argument that can have no gradient."""
     for leaf in argument.plan.leaves if argument.plan else ():
         if leaf.codec is not None:
             raise ValueError(
@@ -312,7 +314,7 @@ def check_differentiable(argument: Argument, leaves: Sequence[Any], allow_int: b
     value = argument.rebuild(leaves)
     paths, found, _ = flatten(value)
     for path, leaf, kind in zip(paths, found, trained_leaves(value), strict=True):
-        if kind is not None:  # a module trains what it trains
+        if kind is not None:  # in a module: leaves that it does not train get None as gradient
             continue
         if is_array(leaf) and (allow_int or jnp.issubdtype(leaf.dtype, jnp.inexact)):
             continue

@@ -1,9 +1,9 @@
-"""Which argument of a call is the batch, whose rows are split over all devices.
+"""Find the argument of a call that is the batch, whose rows are split over all devices.
 
-Taking another argument for it gives a wrong number without an error: a table of class weights would
-be cut into pieces. So the batch is the one argument that can be one, and where several can be, the
-caller says which. Where a function closes over its batch and has one other argument with rows, such
-as running statistics, that argument is taken; `batch_argnums=()` says that there is no batch.
+A wrong choice gives wrong numbers without an error: a table of class weights would be split. So an
+argument is chosen only if no other can be the batch, and otherwise the caller must say which it is.
+If a function closes over its batch and has one other argument with rows, such as running
+statistics, that argument is chosen; `batch_argnums=()` says that there is no batch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def _is_key(leaf: Any) -> bool:
 
 
 def is_split(path: str, leaf: Any, num_rows: int) -> bool:
-    """Whether a leaf of a batch of `num_rows` rows is split, or is given whole to every device.
+    """Whether a leaf of a batch of `num_rows` rows is split, or replicated on every device.
 
-    Single numbers and random keys are whole; typed keys with one for each row are split.
+    Single numbers and random keys are replicated; typed keys with one for each row are split.
 
     Raises:
-        ValueError: it may be a raw key or as many labels.
+        ValueError: the leaf can be a raw key, or one uint32 label for each of 2 or 4 rows.
     """
     if not is_array(leaf) or not leaf.shape:
         return False
@@ -53,14 +53,14 @@ def find_batch(
     registry: Registry,
     states: Registry,
 ) -> list[int]:
-    """The position of the one argument that can be the batch, or none.
+    """The position of the only argument that can be the batch, as a list; empty if there is none.
 
-    A tree that was laid out is none. A bare array of the shape of one that was laid out may be
-    either: it is the batch if nothing else can be.
+    Trees that this `Zero` has laid out cannot be the batch. An array that has the shape of a
+    laid-out array may be a parameter or a batch: it is taken if no other argument can be.
 
     Raises:
-        ValueError: there are several, or one beside those that `in_specs` splits, or it may be a
-            part of the parameters.
+        ValueError: several arguments can be the batch; or one can besides those that `in_specs`
+            splits; or the argument may be a part of the parameters.
     """
     free = [
         i
@@ -100,9 +100,9 @@ def asked_batches(
 
     Args:
         asked: positions, names of keyword arguments, or names of the function's parameters.
-        num_positional: how many arguments were given by position.
-        keywords: the names of the others, in order.
-        parameters: the names of the function's positional parameters, as far as known.
+        num_positional: number of arguments given by position.
+        keywords: names of the arguments given by keyword, in order.
+        parameters: names of the function's positional parameters, as far as known.
 
     Raises:
         ValueError: there is no such argument.
@@ -110,36 +110,36 @@ def asked_batches(
     if asked is None:
         return None
     positions = []
-    for one in (asked,) if isinstance(asked, int | str) else tuple(asked):
-        if isinstance(one, bool) or not isinstance(one, int | str):
+    for item in (asked,) if isinstance(asked, int | str) else tuple(asked):
+        if isinstance(item, bool) or not isinstance(item, int | str):
             raise ValueError(
                 "`batch_argnums` must be a position, the name of an argument, or several of them; "
-                f"it holds {one!r}."
+                f"it holds {item!r}."
             )
-        place = None
-        if isinstance(one, int) and -num_positional <= one < num_positional:
-            place = one % num_positional
-        elif isinstance(one, str) and one in keywords:
-            place = num_positional + list(keywords).index(one)
-        elif isinstance(one, str) and one in parameters[:num_positional]:
-            place = list(parameters).index(one)
-        if place is None:
+        position = None
+        if isinstance(item, int) and -num_positional <= item < num_positional:
+            position = item % num_positional
+        elif isinstance(item, str) and item in keywords:
+            position = num_positional + list(keywords).index(item)
+        elif isinstance(item, str) and item in parameters[:num_positional]:
+            position = list(parameters).index(item)
+        if position is None:
             given = ", ".join(map(repr, keywords)) or "none"
             raise ValueError(
-                f"`batch_argnums` names {one!r}, but {num_positional} arguments were given by "
+                f"`batch_argnums` names {item!r}, but {num_positional} arguments were given by "
                 f"position, and by keyword: {given}."
             )
-        positions.append(place)
+        positions.append(position)
     return positions
 
 
 def rows_of(name: str, value: Any) -> int:
-    """The number of rows of a batch: dim 0 of all its arrays but keys and single numbers.
+    """The number of rows of a batch: the size of dim 0 of its arrays other than keys and scalars.
 
-    An argument that holds keys alone has a row for each.
+    In an argument that holds only keys, each key is a row.
 
     Raises:
-        ValueError: it has none, or its arrays have different numbers of rows.
+        ValueError: no array has a dim 0, or arrays have different numbers of rows.
     """
     paths, leaves, _ = flatten(value)
     named = {path_name(path): x for path, x in zip(paths, leaves, strict=True)}
@@ -164,7 +164,7 @@ def rows_of(name: str, value: Any) -> int:
 
 
 def warn_of_no_batch(num_devices: int) -> None:
-    """Warn that every device computes the same, because no argument is split."""
+    """Warn that all devices repeat the same computation, because no argument is split."""
     if num_devices > 1:
         warn(
             f"No argument of this function is a batch, so each of {num_devices} devices computes "
@@ -175,19 +175,20 @@ def warn_of_no_batch(num_devices: int) -> None:
 
 def _is_split_by(spec: Any) -> bool:
     specs = jax.tree.leaves(spec, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return any(split_dim(one) is not None for one in specs)
+    return any(split_dim(x) is not None for x in specs)
 
 
 def _choose(names: Sequence[str], candidates: Sequence[int], values: Sequence[Any]) -> int:
-    """The one argument that can be the batch.
+    """The only argument that can be the batch.
 
     Args:
-        names: of all arguments, for the message.
-        candidates: the arguments that can be one, at least one of them.
+        names: names of all arguments, for the error message.
+        candidates: positions of the arguments that can be the batch; at least one.
         values: all arguments.
 
     Raises:
-        ValueError: there are several, or an argument may be a raw key or as many labels.
+        ValueError: several arguments can be the batch. With a batch of 2 or 4 rows that includes
+            an array that is either a raw key or a label for each row.
     """
     found = list(candidates)
     if len(found) == 1:
@@ -208,7 +209,7 @@ def _choose(names: Sequence[str], candidates: Sequence[int], values: Sequence[An
 
 
 def _has_rows(value: Any) -> bool:
-    """Whether an argument can be a batch: it holds an array with a dim that is no random key."""
+    """Whether an argument can be a batch: it holds an array with dims that is no random key."""
     return any(_is_rows(leaf) for leaf in jax.tree.leaves(value))
 
 

@@ -1,4 +1,7 @@
-"""Around a program: the options of a gradient, and flat results as trees again."""
+"""Check the options of `value_and_grad`, and turn a program's flat results into its return value.
+
+Also converts wire states between the user's trees and the flat `LocalWireState` of a program.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ def gradient_options(
     halves: bool,
     mesh: AnyMesh,
 ) -> Options:
-    """What `value_and_grad` was asked for.
+    """The checked options of one `value_and_grad`.
 
     Raises:
-        ValueError: `microbatches` is no number of at least 1, `aux_reduce` names no reduction, or
-            there is one device, which has no `halves`.
+        ValueError: `microbatches` is not an integer of at least 1, `aux_reduce` names an unknown
+            reduction, or `halves` is set on a mesh with one device.
     """
     check_microbatches(microbatches)
     if halves and all(mesh.shape[axis] == 1 for axis in AXES):
@@ -48,15 +51,15 @@ def gradient_options(
 def returned(
     transform: Transform, outputs: tuple[Any, ...], is_one: bool, has_state: bool
 ) -> tuple[Any, ...]:
-    """What `value_and_grad` returns of a program's outputs.
+    """The return value of `value_and_grad`, from the outputs of the program.
 
     Args:
-        transform: that made the program.
-        outputs: of it.
-        is_one: whether one argument is differentiated, and given as a number.
-        has_state: whether there is a wire state.
+        transform: the transform that made the program.
+        outputs: the program's outputs.
+        is_one: whether `argnums` is an int, so that gradients are not returned in a tuple.
+        has_state: whether the caller passed a wire state.
     """
-    loss, gradients, aux, memory, halves = outputs
+    loss, gradients, aux, local_state, halves = outputs
     options = transform.options
 
     def trees(values: Sequence[Any], as_leaf: Callable[[LeafSpec, Any], Any], other: Any) -> Any:
@@ -74,11 +77,13 @@ def returned(
         )
         result.append(GradientHalves(first, second, cross, share))
     if has_state:
-        result.append(_as_given(_state_trees(transform.call, options.argnums, memory), is_one))
+        states = _state_trees(transform.call, options.argnums, local_state)
+        result.append(_as_given(states, is_one))
     return tuple(result)
 
 
 def _as_given(trees: list[Any], is_one: bool) -> Any:
+    """One tree, or a tuple of trees, as `argnums` was given."""
     return trees[0] if is_one else tuple(trees)
 
 
@@ -88,14 +93,14 @@ def _as_trees(
     as_leaf: Callable[[LeafSpec, Any], Any],
     other: Callable[[LeafSpec], Any],
 ) -> list[Any]:
-    """A value for each differentiated leaf, as trees in the order of `argnums`.
+    """Turn one value for each differentiated leaf into trees, in the order of `argnums`.
 
     Args:
-        transform: knows the trees.
-        values: in the order of arguments.
-        as_leaf: makes a leaf of the tree of a value.
-        other: the value of other arrays. In an `eqx.Module` or `nnx.Module` they have None, as has
-            what is no array.
+        transform: knows the trees' structures.
+        values: one for each differentiated leaf, in the order of arguments.
+        as_leaf: makes a leaf of the tree from a value.
+        other: makes the value of an array that is not differentiated. In an `eqx.Module` or
+            `nnx.Module` such arrays get None, as do leaves that are no arrays.
     """
     remaining = iter(values)  # in the order of arguments, not of `argnums`
     trees = {}
@@ -119,21 +124,21 @@ def _as_trees(
     return [trees[number] for number in transform.options.argnums]
 
 
-def memory_of(transform: Transform, wire_state: Any) -> LocalWireState:
-    """What the wire remembers, by number of leaf.
+def wire_state_of(transform: Transform, wire_state: Any) -> LocalWireState:
+    """Flatten the wire states of a call into one `LocalWireState`, by index of the leaf.
 
     Args:
-        transform: what is called.
-        wire_state: one state for each differentiated argument; None: nothing is remembered.
+        transform: the transform of the call.
+        wire_state: one state for each differentiated argument; None: the caller passed none.
 
     Raises:
-        ValueError: the state is missing, or does not belong to these parameters.
+        ValueError: the config needs a state and there is none, or it does not fit the parameters.
     """
     call, config, comm = transform.call, transform.config, transform.comm
     numbers = transform.options.argnums
     if wire_state is None and config.needs_wire_state:
         raise ValueError(
-            "`wire_state` is missing: this config remembers something from step to step "
+            "`wire_state` is missing: the codecs of this config keep state from step to step "
             f"(weights {config.weights.node}, gradients {config.gradients.node}). "
             "Make it with `wire_state = zero.init_wire_state(params)`, pass it as "
             "`wire_state=`, and take the next one as the last result."
@@ -147,22 +152,24 @@ def memory_of(transform: Transform, wire_state: Any) -> LocalWireState:
             f"({len(numbers)}); got {type(wire_state).__name__}. Make each with "
             "`zero.init_wire_state(params)`."
         )
-    memory = LocalWireState()
+    local_state = LocalWireState()
     for number, start, argument in _sharded(call):
         if number in numbers:
             assert argument.plan is not None
             state = states[list(numbers).index(number)]
             part = from_tree(argument.plan, state, comm, argument.name, start)
-            memory = LocalWireState(
-                {**memory.slices, **part.slices}, {**memory.errors, **part.errors}
+            local_state = LocalWireState(
+                {**local_state.slices, **part.slices}, {**local_state.errors, **part.errors}
             )
-    return memory
+    return local_state
 
 
-def _state_trees(call: Call, numbers: Sequence[int], memory: LocalWireState) -> list[WireState]:
-    """Undo `memory_of`: one state for each of `numbers`."""
+def _state_trees(
+    call: Call, numbers: Sequence[int], local_state: LocalWireState
+) -> list[WireState]:
+    """Undo `wire_state_of`: one state for each of `numbers`."""
     trees = {
-        number: to_tree(argument.plan, memory, start)
+        number: to_tree(argument.plan, local_state, start)
         for number, start, argument in _sharded(call)
         if argument.plan is not None
     }
@@ -170,7 +177,7 @@ def _state_trees(call: Call, numbers: Sequence[int], memory: LocalWireState) -> 
 
 
 def _sharded(call: Call) -> Iterator[tuple[int, int, Argument]]:
-    """Each sharded argument: its position, the number of its first leaf, itself."""
+    """Iterate over sharded arguments: `(position, index of its first leaf, argument)`."""
     start = 0
     for number, argument in enumerate(call.arguments):
         if argument.plan is not None:

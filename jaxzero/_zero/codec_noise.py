@@ -1,15 +1,15 @@
-"""How much of what SimiGrad takes for noise of the gradients a codec has added.
+"""Measure how much gradient noise the codecs add, so that SimiGrad can subtract it.
 
-Let a codec change a gradient x by r^2 |x|^2, in directions that have nothing to do with x or with
-what it does to others. On the first hop each of n devices sends its own gradient, of
-|G|^2 + n T, where T is the noise of the mean over all devices; on the second each of m nodes
-sends its mean, of |G|^2 + m T. So the mean has the noise
+Let a codec change a gradient x by an error of squared norm r^2 |x|^2, independent of x and of the
+errors of other gradients. On the first axis each of n devices sends its own gradient, of expected
+squared norm |G|^2 + n T, where T is the noise of the mean over all devices; on the second axis each
+of m nodes sends its mean, of |G|^2 + m T. So the noise of the mean is not T but
 
     T' = T (1 + r_l^2 + r_n^2) + |G|^2 (r_l^2 / n + r_n^2 / m),
 
-and not T; `r_l`, `r_n` are of the codecs on the axes `local` and `node`. Both are measured on the
-mean gradient, which stands for those of devices. With k micro-batches in one gradient, each sent by
-itself, n and m are k times as large; with hpZ a node sends their mean, and m is not.
+with `r_l` and `r_n` for the codecs on the axes `local` and `node`. Both are measured on the mean
+gradient, as an estimate for the gradients of devices. With k micro-batches, each sent by itself, n
+and m are k times as large; with hpZ a node sends the mean over its micro-batches, and m stays.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .._simigrad import CodecNoise, dot
 
 
 def _check(config: ZeroConfig) -> None:
-    """Raise `NotImplementedError` where errors are not what the formula takes them for."""
+    """Raise `NotImplementedError` for configs whose codec errors do not follow the formula."""
     gradients = config.gradients
     if isinstance(gradients.node, GradientHop):
         hop = type(gradients.node).__name__
@@ -55,27 +55,27 @@ def measure_codec_noise(
     config: ZeroConfig,
     microbatches: int,
 ) -> CodecNoise:
-    """Encode and decode gradients as they travel; three sums over devices are all that is sent.
+    """Encode and decode gradient shards, and sum the errors; one all-reduce of three scalars.
 
     Args:
-        leaves: of the parameters.
-        gradients: means, as they are stored.
-        mesh: where they are.
-        config: the codecs.
-        microbatches: that gradients are the means of, on each device.
+        leaves: layouts of the parameters.
+        gradients: mean gradients, in stored form.
+        mesh: the mesh that they are on.
+        config: gives the codecs.
+        microbatches: how many micro-batches of a device each gradient is the mean of.
 
     Raises:
-        ValueError: `microbatches` is no number of at least 1.
-        NotImplementedError: errors are fed back, or sums are encoded twice.
+        ValueError: `microbatches` is not an integer of at least 1.
+        NotImplementedError: the config uses error feedback, or encodes sums twice.
     """
     check_microbatches(microbatches)
     _check(config)
     pairs = zip(leaves, gradients, strict=True)
     known = [(leaf, x) for leaf, x in pairs if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     measure = _measurement(tuple(leaf for leaf, _ in known), mesh, config)
-    energy, lost_local, lost_node = measure([x for _, x in known])
+    energy, local_error, node_error = measure([x for _, x in known])
     scale = jnp.where(energy > 0, 1 / energy, 0.0)
-    local, node = lost_local * scale, lost_node * scale
+    local, node = local_error * scale, node_error * scale  # r_l^2, r_n^2
     nodes = mesh.shape[NODE]
     sent_by_nodes = nodes * (1 if config.hpz is not None else microbatches)
     of_signal = local / (nodes * mesh.shape[LOCAL] * microbatches) + node / sent_by_nodes
@@ -84,16 +84,16 @@ def measure_codec_noise(
 
 @functools.lru_cache(maxsize=64)
 def _measurement(leaves: tuple[LeafSpec, ...], mesh: AnyMesh, config: ZeroConfig) -> Callable:
-    """The program that gives |x|^2 and what the codecs of `REDUCTION_HOPS` change of it."""
+    """The jitted program that returns `[|x|^2, squared error on local, squared error on node]`."""
     comm = CommSpec.of(mesh, config)
 
     def on_device(shards: list[Array]) -> Float32[Array, " 3"]:
         sums = jnp.zeros(3, jnp.float32)
         for leaf, x in zip(leaves, shards, strict=True):
-            lost = [_lost(x, _codec(leaf, axis, comm)) for axis in REDUCTION_HOPS]
+            errors = [_squared_error(x, _codec(leaf, axis, comm)) for axis in REDUCTION_HOPS]
             copies = comm.num_devices // (comm.pieces if leaf.layout else 1)
             wide = x.astype(accumulator_dtype(x.dtype))
-            sums += jnp.stack([dot(wide, wide), *lost]) / copies
+            sums += jnp.stack([dot(wide, wide), *errors]) / copies
         return all_reduce(sums, AXES)
 
     specs = [leaf.spec(config.axes, manual_only=True) for leaf in leaves]
@@ -105,11 +105,13 @@ def _codec(leaf: LeafSpec, axis: str, comm: CommSpec) -> Codec | None:
     return comm.gradient_codec(axis, num, leaf.dtype) if comm.sizes[axis] > 1 else None
 
 
-def _lost(x: Array, codec: Codec | None) -> Float32[Array, ""]:
+def _squared_error(x: Array, codec: Codec | None) -> Float32[Array, ""]:
+    """The squared norm of what encoding and decoding changes in `x`."""
     if codec is None or x.size == 0:
         return jnp.zeros([], jnp.float32)
-    # Sums of a few messages lie near the codec's own steps, and would lose less than another
-    # gradient. So other numbers are rotated together.
+    # The mean of a few decoded messages lies near the codec's own steps, so encoding the same
+    # blocks again would lose less than for a fresh gradient. The roll changes which numbers share
+    # a block.
     rows = jnp.roll(x.reshape(1, x.size), 16, axis=1)
     message = codec.encode_rows(rows, seed=device_index())
     change = codec.decode_rows(message, x.size, jnp.float32) - rows.astype(jnp.float32)

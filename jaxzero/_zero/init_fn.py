@@ -1,4 +1,7 @@
-"""Run an initialization function under `jit`, which returns only arrays: modules are split."""
+"""Run a user's initialization function under `jit`, which can return only arrays.
+
+A module also holds functions and Python values; these are kept apart from its arrays.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from .._sharding import flatten, is_array, rebuild, statics_of, trained_leaves
 
 
 class Initializer:
-    """Call `init_fn`; the result is the list of its arrays. `shapes` traces it once more.
+    """Calls `init_fn` and returns the list of its arrays; `shapes` traces it once more.
 
-    What an `eqx.Module` or `nnx.Module` holds besides is kept, and is part of `shapes`. Elsewhere
-    a Python number becomes an array, as it does when `jit` returns it.
+    Leaves of an `eqx.Module` or `nnx.Module` that are no arrays are returned by `shapes` only.
+    Elsewhere a Python number becomes an array, as it does when `jit` returns it.
     """
 
     def __init__(self, init_fn: Callable):

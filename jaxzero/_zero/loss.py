@@ -1,4 +1,4 @@
-"""Take apart and check what a loss function returns."""
+"""Split and check the return value of a loss function: `loss`, `(sum, weight)`, with `aux`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 
 def split_aux(output: Any, has_aux: bool) -> tuple[Any, Any]:
+    """`(loss, aux)` from what the function returned; `aux` is None without `has_aux`."""
     if not has_aux:
         return output, None
     if not isinstance(output, (tuple, list)) or len(output) != 2:
@@ -22,6 +23,10 @@ def split_aux(output: Any, has_aux: bool) -> tuple[Any, Any]:
 
 
 def split_weight(value: Any, weighted: bool) -> tuple[Any, Array | None]:
+    """`(sum of losses, sum of weights)`; the weight is None without `weighted`.
+
+    The weight gets no gradient: the mean's derivative treats it as constant.
+    """
     if not weighted:
         return value, None
     if not isinstance(value, (tuple, list)) or len(value) != 2:
@@ -41,6 +46,7 @@ def split_weight(value: Any, weighted: bool) -> tuple[Any, Array | None]:
 
 
 def check_loss(value: Any) -> None:
+    """Raise `ValueError` unless the loss is a real floating-point scalar."""
     if not isinstance(value, (jax.Array, np.ndarray, np.generic, float)):
         shown = type(value).__name__
         hint = "If it also returns other things, pass `has_aux=True`."

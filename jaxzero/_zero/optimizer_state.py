@@ -1,11 +1,10 @@
-"""Optimizer state in the layout of ZeRO, and optimizers that see leaves in their own shape.
+"""Shard optimizer state like the parameters, and show optimizers unpadded leaves where needed.
 
-Any optax chain runs outside the `shard_map`, on global arrays, so norms over the whole
-model or over a leaf are right without knowing about devices. One thing of `Zero` shows: on a
-mesh that divides no dim of a leaf, the leaf is padded with zeros (`StoredArray`), and
-`jax.tree.map` sees the padded array. Adam, LAMB and clipping give the same updates all the same.
-An optimizer that divides by the number of elements, or decides by shape (Adafactor, Muon), does
-not: `true_shapes` wraps it.
+An optax chain runs outside the `shard_map`, on global arrays, so norms over a leaf or the full
+model are right without knowing about devices. Only padding is visible to it: if the mesh divides
+no dim of a leaf, the leaf is padded with zeros (`StoredArray`), and `jax.tree.map` sees the padded
+array. Adam, LAMB and clipping give equal updates nevertheless. An optimizer that divides by the
+number of elements, or decides by shape (Adafactor, Muon), does not: `true_shapes` wraps it.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from .placement import auto_mesh, constrain, pad_leaf, run_automatic, unpad_leaf
 
 
 class TrueShapes(optax.GradientTransformationExtraArgs):
-    """What `true_shapes` returns; knows the transform inside."""
+    """The result of `true_shapes`; `inner` is the wrapped transform."""
 
     inner: optax.GradientTransformationExtraArgs
 
 
 def trained_part(tree: Any, plan: TreePlan) -> tuple[Any, TreePlan]:
-    """A tree, and its plan, with None for what an `eqx.Module` or `nnx.Module` does not train."""
+    """A tree and its plan without the leaves that a module does not train: these become None."""
     _, leaves, treedef = flatten(tree)
     kinds = trained_leaves(tree)
     # An empty `StoredArray` stays, as it does in gradients.
@@ -65,24 +64,24 @@ def plan_state(
 ) -> TreePlan:
     """Lay out the state of `tx`.
 
-    A leaf whose path ends like a parameter's, and that has its shape, is cut like the
-    parameter; others (row and column statistics, counters) by their own shape.
+    A leaf whose path ends with that of a parameter, and that has its shape, is sharded like the
+    parameter; other leaves (row and column statistics, counters) by their own shape.
 
     Args:
         tx: the optimizer.
-        params: of the parameters, without modules' leaves that are not trained.
-        mesh: gives the number of pieces.
+        params: layouts of the parameters, without leaves that a module does not train.
+        mesh: gives the number of shards.
         config: gives axes, stage and the persistence threshold.
 
     Raises:
         ValueError: `tx` keeps an array of another shape for a padded leaf, so it must be wrapped.
     """
     is_wrapped = isinstance(tx, TrueShapes)
-    # Of other optimizers the state of a padded leaf is a `StoredArray`, which tells its layout.
+    # An optimizer that is not wrapped keeps `StoredArray`s for padded leaves, with their layout.
     by_path = {leaf.path: leaf for leaf in params.leaves if is_wrapped or leaf.is_plain}
     if is_wrapped:
-        whole = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in params.leaves]
-        state = jax.eval_shape(tx.inner.init, params.whole(whole))
+        unpadded = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in params.leaves]
+        state = jax.eval_shape(tx.inner.init, params.whole(unpadded))
         plan = plan_tree(state, mesh, config)
     else:
         state = jax.eval_shape(tx.init, params.stored([leaf.stored for leaf in params.leaves]))
@@ -134,9 +133,9 @@ def init_state(
     Args:
         tx: the optimizer.
         params: arrays, traced arrays, or `ShapeDtypeStruct`s (then so is the result).
-        plan: of the state.
-        mesh: where it goes.
-        axes: that split it.
+        plan: layouts of the state.
+        mesh: the mesh that it is laid out on.
+        axes: the mesh axes that shard it.
     """
     given = jax.tree.leaves(params)
     if any(is_traced(x) for x in given):
@@ -163,7 +162,7 @@ def true_shapes(
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap `tx` so that padding is cut off before it and put back after it.
 
-    A padded dim is stored in pieces of `ceil(size / devices)`, which is also how XLA cuts
+    A padded dim is stored in shards of `ceil(size / devices)`, which is also how XLA splits
     an uneven dim, so the wrapper moves no data.
     """
     inner = optax.with_extra_args_support(tx)
@@ -208,7 +207,7 @@ def _unpadded_leaf(x: Any) -> Any:
 
 
 def _padded_like(stored: Any, tree: Any) -> Any:
-    """Undo `_unpadded`, of a tree that has come from one like `stored`."""
+    """Undo `_unpadded`: pad each leaf of `tree` like the leaf of `stored` in its place."""
     _, like, treedef = flatten(stored)
     pairs = zip(like, treedef.flatten_up_to(tree), strict=True)
     return jax.tree.unflatten(treedef, [_padded_leaf(old, x) for old, x in pairs])

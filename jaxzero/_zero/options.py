@@ -8,12 +8,12 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What was asked of `value_and_grad`, or (`has_gradients` False) of `apply`."""
+    """The options given to `value_and_grad`, or (`has_gradients` False) to `apply`."""
 
     argnums: tuple[int, ...]
     has_aux: bool = False
     microbatches: int = 1
     weighted: bool = False
-    reduce: tuple[tuple[str, ...], Any] | None = None  # how outputs are combined: a flat tree
+    reduce: tuple[tuple[str, ...], Any] | None = None  # reductions of outputs: names, treedef
     has_gradients: bool = True
-    halves: bool = False  # of the devices are to be compared
+    halves: bool = False  # whether gradients of two half-batches are compared

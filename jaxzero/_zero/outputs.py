@@ -1,4 +1,4 @@
-"""How the outputs of a function are combined over devices."""
+"""Combine a function's outputs over devices and micro-batches: mean, sum, first, stack, concat."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from .options import Options
 
 
 class Outputs:
-    """Outputs other than loss and gradients: how each is combined, and the tree they form."""
+    """The outputs other than loss and gradients: their tree, and the reduction of each leaf.
+
+    `record` is called while the function is traced, `part` on each device, `join` outside of the
+    `shard_map`. `rows` is the number of rows that one call of the function sees.
+    """
 
     def __init__(self, options: Options, rows: int | None):
         self.options = options
@@ -77,21 +81,21 @@ class Outputs:
         )
 
     def part(self, leaves: Sequence[Array], comm: CommSpec) -> tuple[list[Array], list[Array]]:
-        """What this device contributes: values that are the same everywhere, and rows."""
+        """This device's outputs: values that are equal on all devices, and rows to be joined."""
         combined = [combine(x, how, comm) for x, how in zip(leaves, self.how, strict=True)]
         pairs = list(zip(combined, self.how, strict=True))
         rows = [x for x, how in pairs if how in ("stack", "concat")]
         return [x for x, how in pairs if how not in ("stack", "concat")], rows
 
-    def join(self, whole: Sequence[Array], rows: Sequence[Array]) -> Any:
-        """The tree that the user returned, of global arrays."""
-        remaining = {False: iter(whole), True: iter(rows)}
+    def join(self, replicated: Sequence[Array], rows: Sequence[Array]) -> Any:
+        """The tree that the user's function returned, from the global arrays of `part`."""
+        remaining = {False: iter(replicated), True: iter(rows)}
         leaves = [next(remaining[how in ("stack", "concat")]) for how in self.how]
         return jax.tree.unflatten(self.treedef, leaves)
 
 
 def _proposal(leaf: Array) -> str:
-    """How an output that has no mean is most likely meant to be combined."""
+    """The most likely reduction of an output that has no mean, for the error message."""
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     if is_key or (leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,))):
         return "'first' for a random key, which is the same on every device"
@@ -103,7 +107,7 @@ def _proposal(leaf: Array) -> str:
 
 
 def flat_reductions(argument: str, reduce: Any) -> tuple[tuple[str, ...], Any] | None:
-    """A tree of names as names and structure.
+    """A tree of reduction names as `(names, treedef)`, which is hashable.
 
     Raises:
         ValueError: a name is not in `REDUCTIONS`.

@@ -1,4 +1,4 @@
-"""`pad_batch`: rows that the devices divide, and weights that leave out those that were added."""
+"""`pad_batch`: pad the rows of a batch to a multiple of the devices, with weights to mask them."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def pad_batch(
         >>> loss, grads = step(params, jz.pad_batch(batch, zero))
     """
     num_rows = rows_of("`batch`", batch)
-    pieces = microbatches * zero.num_devices
-    total = -(-num_rows // pieces) * pieces if rows is None else rows
-    if num_rows == 0 or total < num_rows or total % pieces:
+    divisor = microbatches * zero.num_devices
+    total = -(-num_rows // divisor) * divisor if rows is None else rows
+    if num_rows == 0 or total < num_rows or total % divisor:
         raise ValueError(
-            f"`batch` has {num_rows} rows and is to be padded to {total}, for {pieces} devices x "
+            f"`batch` has {num_rows} rows and is to be padded to {total}, for {divisor} devices x "
             "micro-batches. It needs at least one row, and `rows` must be a multiple of "
-            f"{pieces} that is not less than the rows of the batch."
+            f"{divisor} that is not less than the rows of the batch."
         )
     missing = total - num_rows
 

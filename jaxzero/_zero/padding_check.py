@@ -1,4 +1,4 @@
-"""Does an optimizer give padded leaves the updates of their own shapes? Tried on tiny leaves."""
+"""Warn if an optimizer's updates change when leaves are padded, by running it on tiny leaves."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _REMEDY = "Wrap it: `tx = zero.optimizer(tx)`."
 def warn_of_padding(tx: optax.GradientTransformation, plan: TreePlan) -> None:
     """Warn if `tx` gives other updates because some of its leaves are padded, or may do so.
 
-    It may because it counts elements or decides by shape (Adafactor, Muon), or because it chooses
-    leaves by their path, which of a padded leaf has one entry more.
+    That happens if it counts elements, decides by shape (Adafactor, Muon), or selects leaves by
+    path: the path of a padded leaf has one more entry.
     """
     padded = [leaf.path for leaf in plan.leaves if leaf.layout and leaf.layout.is_padded]
     if not padded or isinstance(tx, TrueShapes):
         return
     what = f"{len(padded)} leaves are padded with zeros on this mesh, `{padded[0]}` the first, and "
     try:
-        whole, wide = (_updates(tx, plan, padded=padded) for padded in (False, True))
-    except Exception as error:  # whatever code of others raises: it is only tried here
+        plain, wide = (_updates(tx, plan, padded=padded) for padded in (False, True))
+    except Exception as error:  # the optimizer is someone else's code, and only tried here
         warn(
             f"{what}whether this optimizer gives them the updates of their own shapes could not "
             f"be tried ({type(error).__name__}: {error}). If it uses shapes, numbers of elements "
@@ -39,13 +39,13 @@ def warn_of_padding(tx: optax.GradientTransformation, plan: TreePlan) -> None:
         return
     if not all(
         np.allclose(np.float32(a), np.float32(b[tuple(slice(n) for n in a.shape)]), rtol=1e-3)
-        for a, b in zip(whole, wide, strict=True)
+        for a, b in zip(plain, wide, strict=True)
     ):
         warn(f"{what}this optimizer would not give them the updates of their own shapes. {_REMEDY}")
 
 
 def _updates(tx: optax.GradientTransformation, plan: TreePlan, padded: bool) -> list[Any]:
-    """What `tx` makes of random gradients of leaves `[2, 2, ...]`, with or without padding."""
+    """The updates of `tx` for random gradients, leaves `[2, 2, ...]`, with or without padding."""
     random = np.random.default_rng(0)
     trees = []
     for _ in ("parameters", "gradients"):
@@ -55,11 +55,11 @@ def _updates(tx: optax.GradientTransformation, plan: TreePlan, padded: bool) -> 
         if padded:
             leaves = [_widen(x, leaf) for x, leaf in zip(leaves, plan.leaves, strict=True)]
         trees.append(plan.whole(leaves))
-    # optax relies on the promotion of dtypes that JAX has by default.
+    # optax relies on JAX's default promotion of dtypes, which a user may have made strict.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         try:
             updates = jax.jit(lambda *trees: _run(tx, {}, *trees))(*trees)
-        except Exception:  # some ask for more than gradients
+        except Exception:  # some optimizers need more than gradients
             updates = jax.jit(lambda *trees: _run(tx, _extras(tx, *trees), *trees))(*trees)
     return arrays_of(updates)
 
@@ -70,7 +70,7 @@ def _run(tx: optax.GradientTransformation, extras: dict[str, Any], params: Any, 
 
 
 def _extras(tx: optax.GradientTransformation, params: Any, grads: Any) -> dict[str, Any]:
-    """What line searches, Polyak steps and SAM ask for besides gradients, as far as taken."""
+    """The extra arguments of line searches, Polyak steps and SAM that `tx.update` accepts."""
     known = {
         "value": jnp.float32(1),
         "grad": grads,

@@ -1,4 +1,4 @@
-"""Arrays in and out of their stored form: cut, padded, one piece on each device."""
+"""Convert arrays between their own form and their stored form: padded or encoded, and sharded."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .._sharding import LeafSpec, StoredArray, TreePlan, pad, unpad
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
-    """The same devices with all axes automatic, for programs laid out by the compiler."""
+    """The mesh with all axes of type `Auto`, for programs that the compiler partitions."""
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def run_automatic(function: Any, out_shardings: Any, mesh: Mesh, *args: Any) -> Any:
-    """Run a program that the compiler lays out, and give its outputs in terms of `mesh`.
+    """Run a function under `jit`, partitioned by the compiler; its outputs are sharded on `mesh`.
 
     Args:
-        function: of trees of arrays.
-        out_shardings: of its outputs, over `auto_mesh(mesh)`.
-        mesh: where it runs. Arrays that are laid out on it are passed as such.
-        args: for `function`.
+        function: a function of trees of arrays.
+        out_shardings: shardings of its outputs, over `auto_mesh(mesh)`.
+        mesh: the mesh to run on; arguments that are sharded on it are passed without a copy.
+        args: arguments of `function`.
     """
     auto = auto_mesh(mesh)
     args = jax.tree.map(lambda x: on_mesh(x, auto) if _is_on(x, mesh) else x, args)
@@ -43,32 +43,35 @@ def _is_on(x: Any, mesh: Mesh) -> bool:
 
 
 def on_mesh(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """The same array, its sharding said in terms of `mesh`. Moves nothing."""
+    """The array `x` with its sharding over `mesh`, which has the same devices. Copies nothing."""
     assert isinstance(x.sharding, NamedSharding)
     sharding = NamedSharding(mesh, x.sharding.spec)
-    pieces = [piece.data for piece in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
+    shards = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
 
 
 def pad_leaf(leaf: LeafSpec, x: Any) -> Any:
-    """True shape to stored shape."""
+    """Pad, or pad and encode, an array of true shape to its stored form."""
     if leaf.layout is None:
         return x
     return pad(x, leaf.layout) if leaf.codec is None else to_stored(pad(x, leaf.layout), leaf)
 
 
 def unpad_leaf(leaf: LeafSpec, x: Any) -> Any:
-    """Stored shape to true shape."""
-    whole = x if leaf.codec is None else from_stored(x, leaf).join()
-    return unpad(whole, leaf.layout) if leaf.layout else whole
+    """Undo `pad_leaf`."""
+    full = x if leaf.codec is None else from_stored(x, leaf).join()
+    return unpad(full, leaf.layout) if leaf.layout else full
 
 
 def place(leaf: LeafSpec, source: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
-    """Put one array on the mesh; each device's slice, and no more, is read from `source`."""
+    """Shard one array over the mesh, in stored form.
+
+    Only the slices that this process's devices own are read from `source`.
+    """
     if leaf.codec is not None:
-        whole = place(dataclasses.replace(leaf, codec=None), source, mesh, axes)
+        padded = place(dataclasses.replace(leaf, codec=None), source, mesh, axes)
         sharding = NamedSharding(auto_mesh(mesh), leaf.spec(axes))
-        return run_automatic(lambda x: to_stored(x, leaf), sharding, mesh, whole)
+        return run_automatic(lambda x: to_stored(x, leaf), sharding, mesh, padded)
     sharding = NamedSharding(mesh, leaf.spec(axes))
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return jax.device_put(source, sharding)
@@ -97,32 +100,33 @@ def _place_slices(
     shape: tuple[int, ...],
     sharding: NamedSharding,
 ) -> jax.Array:
-    # Slice by slice, two of them under way: `jax.make_array_from_callback` reads the slices of all
-    # devices before it puts the first, and host memory would hold a stack of layers twice.
+    # Slice by slice, with one in transfer while the next is read. `jax.make_array_from_callback`
+    # reads the slices of all devices before it transfers the first, so host memory would hold a
+    # stack of layers twice.
     devices_of: dict[tuple[tuple[int | None, int | None], ...], list[Any]] = {}
     indices = sharding.addressable_devices_indices_map(shape)
     for device, index in indices.items():
         assert index is not None
         devices_of.setdefault(tuple((s.start, s.stop) for s in index), []).append(device)
     placed: dict[Any, jax.Array] = {}
-    under_way: list[jax.Array] = []
+    in_transfer: list[jax.Array] = []
     for bounds, devices in devices_of.items():
         data = read(tuple(slice(*bound) for bound in bounds))
-        jax.block_until_ready(under_way)
-        under_way = [jax.device_put(data, device) for device in devices]
-        placed |= zip(devices, under_way, strict=True)
+        jax.block_until_ready(in_transfer)
+        in_transfer = [jax.device_put(data, device) for device in devices]
+        placed |= zip(devices, in_transfer, strict=True)
     arrays = [placed[device] for device in indices]
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def place_tree(plan: TreePlan, leaves: list[Any], mesh: Mesh, axes: tuple[str, ...]) -> list[Any]:
-    """Split arrays over `axes`: now, or in the program where they are traced.
+    """Shard arrays over `axes`: at once, or as part of the program if they are traced.
 
     Args:
-        plan: of the tree.
-        leaves: its arrays, whole; a `StoredArray` is padded or encoded already.
-        mesh: where they go.
-        axes: that split them.
+        plan: layouts of the tree.
+        leaves: its full arrays; a `StoredArray` is padded or encoded already.
+        mesh: the mesh to shard them on.
+        axes: the mesh axes that shard them.
 
     Returns:
         The arrays as they are stored.
@@ -137,8 +141,8 @@ def place_tree(plan: TreePlan, leaves: list[Any], mesh: Mesh, axes: tuple[str, .
     return placed
 
 
-def gather_whole(plan: TreePlan, leaves: list[Any], mesh: Mesh) -> list[Any]:
-    """Every leaf in its true shape, whole on every device."""
+def gather_full(plan: TreePlan, leaves: list[Any], mesh: Mesh) -> list[Any]:
+    """Gather every leaf in full, in its true shape, on every device."""
     float0 = jax.dtypes.float0  # the gradient of an integer: nothing to gather
     arrays = [i for i, x in enumerate(leaves) if x.dtype != float0]
     given = [leaves[i] for i in arrays]
@@ -149,8 +153,8 @@ def gather_whole(plan: TreePlan, leaves: list[Any], mesh: Mesh) -> list[Any]:
     if any(is_traced(x) for x in given):
         made = unpadded([constrain(x, mesh, PartitionSpec()) for x in given])
     else:
-        whole = NamedSharding(auto_mesh(mesh), PartitionSpec())
-        made = run_automatic(unpadded, whole, mesh, given)
+        replicated = NamedSharding(auto_mesh(mesh), PartitionSpec())
+        made = run_automatic(unpadded, replicated, mesh, given)
     by_number = dict(zip(arrays, made, strict=True))
     return [
         by_number[i] if i in by_number else np.zeros(leaf.shape, float0)
@@ -159,10 +163,10 @@ def gather_whole(plan: TreePlan, leaves: list[Any], mesh: Mesh) -> list[Any]:
 
 
 def constrain(x: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-    """Lay `x` out as `spec`: moved now if it is an array, by the program if it is traced.
+    """Shard `x` as `spec`: moved at once if it is an array, by the program if it is traced.
 
-    Only mesh axes of explicit type are part of a traced array's type; the compiler sees to
-    the others.
+    If the mesh has explicit axes, a traced array is resharded over those only: its type names no
+    other axes, and the compiler chooses the layout over them.
     """
     if not is_traced(x):
         return jax.device_put(x, NamedSharding(mesh, spec))

@@ -1,9 +1,10 @@
-"""Calls outside of any `jit`: traced every time, as JAX does, and compiled only when new.
+"""Cache compiled programs for calls outside of `jax.jit`: trace at every call, compile when new.
 
-`jax.value_and_grad` traces at each call, so it sees an attribute or a closed-over array that has
-changed since. So does this: the program is lowered at each call, without the values it closes over,
-and what was compiled before is used if the text is the same. Tracing takes milliseconds where
-compiling takes seconds; a training step belongs in `jax.jit`, which does neither.
+`jax.value_and_grad` traces at each call, so it sees attributes and closed-over arrays that have
+changed since the last one. `Programs` does likewise: it lowers the program at each call, with the
+closed-over arrays as arguments, and reuses the compiled program of an equal StableHLO text. Tracing
+takes milliseconds where compiling takes seconds; a training step belongs in `jax.jit`, which does
+neither.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from .._mesh import is_traced
 from .._program import open_program
 
-_MOST_KEPT = 16  # programs for one function: batch shapes, dtypes
+_MOST_KEPT = 16  # compiled programs of one function, for various batch shapes and dtypes
 
 
 class Programs:
@@ -40,12 +41,14 @@ class Programs:
         ):
             return jax.jit(program)(*args)
         opened, constants, treedef = open_program(program, *args)
-        if any(is_traced(x) for x in constants):  # of a transformation that is under way
+        if any(is_traced(x) for x in constants):  # it closes over values of an outer transformation
             return jax.jit(program)(*args)
         flat = jax.jit(opened)
         arrays = jax.tree.leaves(args)
         text = flat.lower(constants, arrays).as_text()
-        if "callback" not in text:  # which may be another function under the same name
+        # The text of a callback does not tell which Python function it calls, so a program with
+        # callbacks is never reused.
+        if "callback" not in text:
             flat = self._keep(hashlib.sha256(text.encode()).hexdigest(), flat)
         return jax.tree.unflatten(treedef, flat(constants, arrays))
 

@@ -1,4 +1,4 @@
-"""Trees in and out of their sharded form: parameters, gradients, optimizer state."""
+"""Shard and unshard trees: parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .._sharding import (
 from .init_fn import Initializer
 from .optimizer_state import init_state, plan_state, trained_part, true_shapes
 from .padding_check import warn_of_padding
-from .placement import auto_mesh, gather_whole, pad_leaf, place_tree, run_automatic
+from .placement import auto_mesh, gather_full, pad_leaf, place_tree, run_automatic
 
 
 class ShardedTrees:
-    """The part of `Zero` that lays out trees; see there for its arguments."""
+    """The part of `Zero` that shards trees; see `Zero` for the arguments."""
 
     def __init__(self, mesh: AnyMesh, config: ZeroConfig | None = None):
         check_mesh(mesh)
@@ -47,13 +47,13 @@ class ShardedTrees:
 
     @property
     def num_devices(self) -> int:
-        """How many devices, also simulated ones, share the rows of a batch."""
+        """The number of devices, simulated ones included, that share the rows of a batch."""
         return math.prod(self._devices.shape[axis] for axis in AXES)
 
     # Trees in and out of their sharded form.
 
     def init(self, init_fn: Callable, *args: Any, specs: Any = None) -> Any:
-        """Run `init_fn(*args)` so that each device only ever makes its own shards.
+        """Run `init_fn(*args)` so that each device makes only its own shards.
 
         Args:
             init_fn: returns a tree of arrays (and `None`s), an `eqx.Module` or an `nnx.Module`.
@@ -64,8 +64,8 @@ class ShardedTrees:
             The tree of global `jax.Array`s in their own shapes, each split on one dim over all
             devices. A leaf none of whose dims the devices divide evenly is padded with zeros and
             returned as a `StoredArray`, a pytree node with the true `shape` and `size`.
-            `jax.tree.map` and optax get the padded array in it, so a mean over elements, or their
-            number, counts the zeros.
+            `jax.tree.map` and optax see the padded array inside, so a mean over elements, or a
+            count of elements, includes the zeros.
 
         Raises:
             ValueError: a leaf is no array, or `specs` names our axes.
@@ -84,7 +84,7 @@ class ShardedTrees:
     def abstract(
         self, init_fn: Callable, *args: Any, specs: Any = None, codec: Codec | None = None
     ) -> Any:
-        """What `init` would return, as `ShapeDtypeStruct`s with shardings: nothing is made.
+        """What `init` would return, as `ShapeDtypeStruct`s with shardings; allocates nothing.
 
         Use it as the target of a restore, or to load a checkpoint into. With `codec`, what
         `shard` would return.
@@ -98,7 +98,7 @@ class ShardedTrees:
         return plan.stored(structs)
 
     def shard(self, tree: Any, specs: Any = None, codec: Codec | None = None) -> Any:
-        """Split a tree of whole arrays over the devices.
+        """Shard a tree of full arrays over the devices.
 
         Args:
             tree: leaves are numpy or jax arrays, or anything with `shape`, `dtype` and
@@ -106,12 +106,12 @@ class ShardedTrees:
                 leaf only the slices that this process's devices own are read. An
                 `eqx.Module` or `nnx.Module` may hold other leaves, which stay as they are.
             specs: as for `init`.
-            codec: store float leaves of at least `config.min_quantized_size` elements as its
-                messages, which are gathered as they are: for frozen parameters, such as
-                those beneath LoRA (ZeRO++, mixed precision).
+            codec: store float leaves of at least `config.min_quantized_size` elements encoded by
+                this codec, and gather them without encoding them again: for frozen parameters,
+                such as those beneath LoRA (ZeRO++, mixed precision).
 
         Returns:
-            The same as `init`; with a codec, `StoredArray`s of unsigned integers.
+            The sharded tree, as from `init`; with a codec, `StoredArray`s of unsigned integers.
 
         Raises:
             ValueError: a leaf is no array, or is stored already, for another mesh or codec.
@@ -122,7 +122,7 @@ class ShardedTrees:
         return plan.stored(place_tree(plan, arrays, self.mesh, self._weight_axes))
 
     def unshard(self, tree: Any) -> Any:
-        """Gather a sharded tree: ordinary arrays in their true shapes, whole on every device.
+        """Gather a sharded tree: ordinary arrays in their true shapes, in full on every device.
 
         Takes parameters, gradients, updates or optimizer state, or parts of them. To save a
         model, use `Checkpoints` or an export, which never hold all of it in one place.
@@ -131,7 +131,7 @@ class ShardedTrees:
             ValueError: an array in it was not laid out by this `Zero`.
         """
         plan = self._plan_of(tree)
-        return plan.whole(gather_whole(plan, arrays_of(tree), self.mesh))
+        return plan.whole(gather_full(plan, arrays_of(tree), self.mesh))
 
     def shardings(self, tree: Any) -> Any:
         """The tree of `NamedSharding`s in which `tree` is stored, for `out_shardings` and the like.
@@ -149,10 +149,10 @@ class ShardedTrees:
     # Optimizers.
 
     def init_optimizer(self, tx: optax.GradientTransformation, params: Any) -> Any:
-        """`tx.init(params)`, with every leaf split like the parameter it belongs to.
+        """`tx.init(params)`, with every leaf sharded like the parameter that it belongs to.
 
-        Of an `eqx.Module` or `nnx.Module`, `tx` sees what it trains, and `None` elsewhere: the
-        structure of the gradients.
+        Of an `eqx.Module` or `nnx.Module`, `tx` sees the leaves that it trains, and `None` for the
+        others, as in the gradients.
 
         Raises:
             ValueError: `params` did not come from this `Zero`; or `tx` keeps statistics of another
@@ -164,7 +164,7 @@ class ShardedTrees:
         return init_state(tx, params, state_plan, self.mesh, self._state_axes)
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-        """Wrap `tx` so that it sees leaves in their own shapes where they are padded.
+        """Wrap `tx` so that it sees padded leaves in their true shapes.
 
         Needed only on meshes that divide no dim of a leaf, and there only by optimizers
         that use shapes, such as Adafactor and Muon.
@@ -172,7 +172,7 @@ class ShardedTrees:
         return true_shapes(tx, self._plan_of, self._devices, self.config)
 
     def report(self, params: Any, opt_state: Any = None, plan: Plan | None = None) -> Report:
-        """What is split how, how many bytes one device holds, and what a step sends.
+        """Report how leaves are sharded, bytes held by a device, and bytes sent in a step.
 
         Args:
             params: arrays, or from `abstract`.
@@ -205,7 +205,7 @@ class ShardedTrees:
         return self._plans.add(plan_tree(tree, self._devices, self.config, specs, codec))
 
     def find_plan(self, tree: Any) -> TreePlan | None:
-        """How a tree from `init`, `shard` or `init_optimizer` is laid out; None: it is none."""
+        """The layout of a tree from `init`, `shard` or `init_optimizer`; None: it is another."""
         return self._plans.find(tree) or self._states.find(tree)
 
     def _plan_of(self, tree: Any) -> TreePlan:

@@ -1,4 +1,8 @@
-"""From a user's function to a sharded program of global arrays, inside a `shard_map`."""
+"""Transform a user's function into a sharded program: `run_on_device` inside a `shard_map`.
+
+The program takes and returns global arrays. Its body, on each device, is the user's function with
+the gathers and reductions of the plan.
+"""
 
 from __future__ import annotations
 
@@ -37,28 +41,28 @@ class Transform:
         self.config = config
         self.comm = CommSpec.of(mesh, config, options.halves)
         self.parameters = _parameters(call, options, config)
-        self._plan: Plan | None = None  # of what was traced last
+        self._plan: Plan | None = None  # set by tracing `program`
 
-    def plan(self, arrays: list[list[Any]], memory: LocalWireState) -> Plan:
-        """What one call of `program` gathers, reduces and sends."""
-        # A new function, for `eval_shape` does not trace again what it has traced before.
-        jax.eval_shape(lambda *args: self.program(*args), arrays, memory)
+    def plan(self, arrays: list[list[Any]], wire_state: LocalWireState) -> Plan:
+        """The gathers, reductions and transfers of one call of `program`."""
+        # A new function each time: `eval_shape` does not trace a function again that it knows.
+        jax.eval_shape(lambda *args: self.program(*args), arrays, wire_state)
         assert self._plan is not None
         return self._plan
 
     def program(
-        self, arrays: list[list[Array]], memory: LocalWireState
+        self, arrays: list[list[Array]], wire_state: LocalWireState
     ) -> tuple[Any, list[Any], Any, LocalWireState, GradientHalves | None]:
-        """Loss, flat gradients, other outputs, the new memory and halves, from global arrays."""
+        """Loss, flat gradients, other outputs, next wire state and halves, of global arrays."""
         in_specs = [self._specs(argument) for argument in self.call.arguments]
-        memory_specs = self._memory_specs(memory)
+        state_specs = self._state_specs(wire_state)
         if AxisType.Explicit in self.mesh.axis_types:
             arrays = [
                 [constrain(x, self.mesh, spec) for x, spec in zip(leaves, specs, strict=True)]
                 for leaves, specs in zip(arrays, in_specs, strict=True)
             ]
-            memory = jax.tree.map(
-                lambda x, spec: constrain(x, self.mesh, spec), memory, memory_specs
+            wire_state = jax.tree.map(
+                lambda x, spec: constrain(x, self.mesh, spec), wire_state, state_specs
             )
         axes = self.config.axes if self.parameters.gradients_split else ()
         gradient_specs = [
@@ -67,25 +71,25 @@ class Transform:
         ]
         outputs = Outputs(self.options, self._rows_per_microbatch(arrays))
         mapped = map_devices(
-            lambda arrays, memory: self._on_device(arrays, memory, outputs),
+            lambda arrays, wire_state: self._on_device(arrays, wire_state, outputs),
             self.devices,
-            in_specs=(in_specs, memory_specs),
+            in_specs=(in_specs, state_specs),
             out_specs=(
                 PartitionSpec(),
                 gradient_specs,
                 (PartitionSpec(), BATCH),
-                memory_specs,
+                state_specs,
                 PartitionSpec(),
             ),
         )
-        loss, gradients, parts, memory, halves = mapped(arrays, memory)
+        loss, gradients, parts, wire_state, halves = mapped(arrays, wire_state)
         gradients = [
             constrain(x, self.mesh, self.parameters.leaves[i].spec(axes))
             if self.parameters.leaves[i].other_axes
             else x
             for x, i in zip(gradients, self.parameters.differentiated, strict=True)
         ]
-        return loss, gradients, outputs.join(*parts), memory, halves
+        return loss, gradients, outputs.join(*parts), wire_state, halves
 
     def _specs(self, argument: Argument) -> list[PartitionSpec]:
         if argument.plan is None:
@@ -93,14 +97,15 @@ class Transform:
         axes = self.config.axes if self.parameters.weights_split else ()
         return [leaf.spec(axes, manual_only=True) for leaf in argument.plan.leaves]
 
-    def _memory_specs(self, memory: LocalWireState) -> LocalWireState:
+    def _state_specs(self, wire_state: LocalWireState) -> LocalWireState:
         specs = specs_of(self.parameters.leaves, self.comm)
         return LocalWireState(
-            {i: specs.slices[i] for i in memory.slices}, {i: specs.errors[i] for i in memory.errors}
+            {i: specs.slices[i] for i in wire_state.slices},
+            {i: specs.errors[i] for i in wire_state.errors},
         )
 
     def _rows_per_microbatch(self, arrays: Sequence[Sequence[Array]]) -> int | None:
-        """How many rows of the batch one device sees at a time."""
+        """The number of rows of one micro-batch on one device; None: nothing is split by rows."""
         for argument, leaves in zip(self.call.arguments, arrays, strict=True):
             for x, spec in zip(leaves, argument.specs, strict=True):
                 dim = None if argument.plan else split_dim(spec)
@@ -109,7 +114,7 @@ class Transform:
         return None
 
     def _on_device(
-        self, arrays: list[list[Array]], memory: LocalWireState, outputs: Outputs
+        self, arrays: list[list[Array]], wire_state: LocalWireState, outputs: Outputs
     ) -> Any:
         stored, inputs, specs = [], [], []
         for argument, leaves in zip(self.call.arguments, arrays, strict=True):
@@ -124,7 +129,7 @@ class Transform:
                 lambda stored, inputs: self._flat(stored, inputs, outputs),
                 self.parameters,
                 stored,
-                memory,
+                wire_state,
                 inputs,
                 specs,
                 self.options.microbatches,
@@ -133,7 +138,7 @@ class Transform:
             with labelled("other", "aux" if self.options.has_gradients else "output"):
                 parts = outputs.part(result.others, self.comm)
         self._plan = dataclasses.replace(result.plan, transfers=tuple(ledger.transfers))
-        return result.loss, result.gradients, parts, result.memory, result.halves
+        return result.loss, result.gradients, parts, result.wire_state, result.halves
 
     def _flat(self, stored: list[Any], inputs: list[Any], outputs: Outputs) -> Any:
         """The user's function and its gradients on flat lists of arrays."""
@@ -159,10 +164,11 @@ class Transform:
         return value, weight, gradients, others
 
     def _called(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """What the user's function returns.
+        """Call the user's function.
 
         Raises:
-            ValueError: it has changed an `nnx.Module` or `nnx.Rngs` and does not return that.
+            ValueError: it has changed an `nnx.Module` or `nnx.Rngs` in place, and does not return
+                the new value.
         """
         values = [*args, *kwargs.values()]
         before = [nnx_leaves(value) for value in values]

@@ -1,4 +1,4 @@
-"""`Zero`: what a user holds. Sharded parameters in, loss and sharded gradients out."""
+"""`Zero`, the public class: sharded parameters in, loss and sharded gradients out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .._sharding import arrays_of
 from .._simigrad import CodecNoise
 from .arguments import BATCH, check_differentiable, check_rows, resolve
 from .batch_choice import BatchArgnums
-from .call_results import gradient_options, memory_of, returned
+from .call_results import gradient_options, returned, wire_state_of
 from .codec_noise import measure_codec_noise
 from .options import Options
 from .outputs import flat_reductions
@@ -30,7 +30,7 @@ class Zero(ShardedTrees):
 
     Args:
         mesh: from `make_mesh`, or any mesh that has these two axes.
-        config: what is split and how it travels; by default ZeRO-3.
+        config: what is sharded, and the codecs of its collectives; by default ZeRO-3.
 
     Raises:
         ValueError: `mesh` lacks one of the axes.
@@ -47,20 +47,19 @@ class Zero(ShardedTrees):
     """
 
     batch_spec: PartitionSpec = BATCH
-    """How a batch is split: dim 0 over all devices. For `in_specs` and data loading."""
+    """The spec of a batch: dim 0 is split over all devices. For `in_specs` and data loading."""
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self._devices.shape.items())
         return f"Zero({sizes}; {self.config})"
 
     def init_wire_state(self, params: Any) -> WireState:
-        """What the wire has to remember of `params` from step to step, before the first step.
+        """Make the state that codecs keep from step to step, before the first step.
 
-        Only hops such as `WeightDelta` and `ErrorFeedback` remember anything
-        (`config.needs_wire_state`).
-        Pass it to the function from `value_and_grad`, which returns the next one; save it
-        like optimizer state. After parameters have changed otherwise (a restored
-        checkpoint), make it anew: the slices in it are those of the old ones.
+        Only hops such as `WeightDelta` (node slices of weights) and `ErrorFeedback` (residuals of
+        gradients) need it (`config.needs_wire_state`). Pass it to the function from
+        `value_and_grad`, which returns the next one; save it like optimizer state. If parameters
+        change otherwise (a restored checkpoint), make it again: it holds slices of the old ones.
 
         Returns:
             Sharded arrays: of each leaf, a device holds its node's slice.
@@ -72,14 +71,14 @@ class Zero(ShardedTrees):
         return make_state(self._plan_of(params), params, self._weight_axes, self._devices, comm)
 
     def codec_noise(self, grads: Any, *, microbatches: int = 1) -> CodecNoise:
-        """How much noise the codecs have added to gradients like these, for `jz.simigrad`.
+        """Measure the noise that the codecs add to gradients such as `grads`, for `jz.simigrad`.
 
         Call it in the jitted step, or now and then: devices encode and decode their shards of
         `grads`, from `value_and_grad` with as many `microbatches`, and sum three scalars.
 
         Raises:
             ValueError: `grads` are not like parameters of this `Zero`, or `microbatches` < 1.
-            NotImplementedError: errors are fed back, or sums are encoded twice.
+            NotImplementedError: the config uses error feedback, or encodes sums twice.
         """
         leaves = self._plan_of(grads).leaves
         return measure_codec_noise(
@@ -134,7 +133,7 @@ class Zero(ShardedTrees):
             batch_argnums: which argument is the batch, split on dim 0 over all devices
                 (`batch_spec`): a position, a name, or several. By default the one argument
                 that can be: it holds an array with rows, and is no sharded tree and no random
-                key. `()`: there is none. Other arguments are given whole to every device.
+                key. `()`: there is none. Other arguments are replicated on every device.
             in_specs: for each positional argument None, or a tree prefix of
                 `PartitionSpec`s over `node` and `local`: for what is not split by rows, or
                 only in part.
@@ -168,8 +167,8 @@ class Zero(ShardedTrees):
             transform, arrays = self._prepare(f, args, kwargs, options, batch_argnums, in_specs)
             for number in transform.options.argnums:
                 check_differentiable(transform.call.arguments[number], arrays[number], allow_int)
-            memory = memory_of(transform, wire_state)
-            outputs = programs.run(transform.program, arrays, memory)
+            local_state = wire_state_of(transform, wire_state)
+            outputs = programs.run(transform.program, arrays, local_state)
             return returned(transform, outputs, isinstance(argnums, int), wire_state is not None)
 
         return wrapped
@@ -226,7 +225,7 @@ class Zero(ShardedTrees):
         wire_state: Any = None,
         **kwargs: Any,
     ) -> Plan:
-        """What one call of `value_and_grad(f)` would gather and reduce, and when.
+        """Plan one call of `value_and_grad(f)`: what it gathers and reduces, and when.
 
         Nothing is compiled or run. Options are as for `value_and_grad`; other keyword arguments
         are those of `f`. `print` the result.
@@ -235,9 +234,9 @@ class Zero(ShardedTrees):
             argnums, has_aux, microbatches, weighted, aux_reduce, halves, self._devices
         )
         transform, arrays = self._prepare(f, args, kwargs, options, batch_argnums, in_specs)
-        return transform.plan(arrays, memory_of(transform, wire_state))
+        return transform.plan(arrays, wire_state_of(transform, wire_state))
 
-    # What the above share.
+    # Shared by the above.
 
     def _prepare(
         self,

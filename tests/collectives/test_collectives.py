@@ -14,7 +14,7 @@ from jaxzero._collectives.bucket import unpack
 from jaxzero._collectives.comm_spec import CommSpec
 from jaxzero._collectives.encoded_shards import EncodedShards
 from jaxzero._collectives.gather import gather_hop, start_gather
-from jaxzero._collectives.reduce_hop import sum_whole
+from jaxzero._collectives.reduce_hop import sum_full
 from jaxzero._collectives.reductions import ReduceSpec, reduce_gradient
 from jaxzero._collectives.reshard import move_split
 from jaxzero._sharding.layout import DimSharding
@@ -126,13 +126,13 @@ def test_move_split(nodes):
     np.testing.assert_array_equal(moved, pad(x, new))
 
 
-def test_sum_whole():
+def test_sum_full():
     mesh = jz.make_mesh(2)
     xs = [np.arange(8, dtype=np.float32), np.arange(16, dtype=np.float32).reshape(8, 2)]
     for config in (jz.zero3(), CONFIGS["bfloat16"]):
         wire = CommSpec.of(mesh, config)
         run = _on_devices(
-            lambda xs, wire=wire: sum_whole([x[0] for x in xs], [x[0].size for x in xs], wire)[0],
+            lambda xs, wire=wire: sum_full([x[0] for x in xs], [x[0].size for x in xs], wire)[0],
             mesh,
             P(("node", "local")),
             P(),

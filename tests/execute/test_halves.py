@@ -311,7 +311,7 @@ def test_one_device_has_no_halves():
 def test_noise_of_no_micro_batch():
     zero = jz.Zero(zoo.make_mesh("2x2-auto"))
     params = zero.shard({"w": WHOLE["w"]})
-    with pytest.raises(ValueError, match="`microbatches` must be a whole number.*got 0"):
+    with pytest.raises(ValueError, match="`microbatches` must be an integer.*got 0"):
         zero.codec_noise(params, microbatches=0)
 
 

@@ -219,7 +219,7 @@ def test_mistakes_are_named():
         step(params, X, wire_state={})
     other = _zero(jz.zeropp4(), "4x2-auto")
     state = other.init_wire_state(other.shard(WHOLE))
-    with pytest.raises(ValueError, match=r"`wire_state.slices`, leaf `stack`: wanted .* got"):
+    with pytest.raises(ValueError, match=r"`wire_state.slices`, leaf `stack`: expected .* got"):
         step(params, X, wire_state=state)
     fewer = zero.init_wire_state(zero.shard({"w": WHOLE["w"]}))
     with pytest.raises(ValueError, match=r"`wire_state.slices` is not a tree like"):

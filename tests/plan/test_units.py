@@ -1,4 +1,4 @@
-"""Grouping values into units, and laying them side by side in a message."""
+"""Grouping values into buckets, and laying them side by side in a message."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,35 +6,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxzero._collectives.packing import join, split, widths
-from jaxzero._plan.bucketing import find_repetition, group
+from jaxzero._plan.bucketing import find_repetition, split_into_groups
 
 
-def _units(sizes, bucket_bytes=10**9, is_layer=False):
-    return group(sizes, lambda x: x, lambda x: x, bucket_bytes, is_layer)
+def _groups(sizes, bucket_bytes=10**9, is_layer=False):
+    return split_into_groups(sizes, lambda x: x, lambda x: x, bucket_bytes, is_layer)
 
 
 def test_a_period_is_a_layer():
     layer = [5, 5, 5, 8, 9, 8]
     assert find_repetition([50, *layer, *layer, *layer, 2, 40]) == (1, 6, 3)
-    assert _units([50, *layer, *layer, *layer, 2, 40]) == [[50], layer, layer, layer, [2, 40]]
+    assert _groups([50, *layer, *layer, *layer, 2, 40]) == [[50], layer, layer, layer, [2, 40]]
     assert find_repetition([1, 2, 3]) is None
     assert find_repetition([]) is None
 
 
 def test_without_layers_no_unit_is_larger_than_the_largest_value():
-    assert _units([8, 3, 4, 2, 9]) == [[8], [3, 4, 2], [9]]
+    assert _groups([8, 3, 4, 2, 9]) == [[8], [3, 4, 2], [9]]
 
 
 def test_a_body_is_one_unit_up_to_the_limit():
-    assert _units([5, 5, 5, 8], is_layer=True) == [[5, 5, 5, 8]]
-    assert _units([5, 5, 5, 8], bucket_bytes=15, is_layer=True) == [[5, 5, 5], [8]]
-    assert _units([5, 5, 5, 8], bucket_bytes=0, is_layer=True) == [[5], [5], [5], [8]]
-    assert _units([]) == []
+    assert _groups([5, 5, 5, 8], is_layer=True) == [[5, 5, 5, 8]]
+    assert _groups([5, 5, 5, 8], bucket_bytes=15, is_layer=True) == [[5, 5, 5], [8]]
+    assert _groups([5, 5, 5, 8], bucket_bytes=0, is_layer=True) == [[5], [5], [5], [8]]
+    assert _groups([]) == []
 
 
 @given(st.lists(st.integers(1, 5), max_size=40), st.integers(0, 20), st.booleans())
 def test_units_keep_order_and_bound(sizes, bucket_bytes, is_layer):
-    gather_groups = _units(sizes, bucket_bytes, is_layer)
+    gather_groups = _groups(sizes, bucket_bytes, is_layer)
     assert [x for group in gather_groups for x in group] == sizes
     assert all(len(group) == 1 or sum(group) <= bucket_bytes for group in gather_groups)
 

@@ -125,7 +125,7 @@ def test_a_split_that_is_not_there_is_warned_of():
 def test_what_jax_refuses_is_explained(mesh, ask):
     zero = _zero(mesh)
     sharding = NamedSharding(zero.mesh, P(AXES))
-    _refused(zero, lambda h: ask(h, sharding), "Leave out what it says of shardings.*JAX said")
+    _refused(zero, lambda h: ask(h, sharding), "Remove its requests for shardings.*JAX said")
 
 
 def test_closing_over_an_array_on_a_mesh():
