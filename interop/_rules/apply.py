@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from jaxzero.interop._tensors import Box, LazyTensor, some, stack
+from jaxzero.interop._tensors import Box, LazyTensor, first_names, stack
 
 from .rule import Index, Rule, Shapes, Use, uses_of
 from .steps import run, run_back
@@ -112,8 +112,8 @@ def check_names(
         for name in given - wanted
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore)
     )
-    found = [f"lacks {some(missing)}"] if missing else []
-    found += [f"holds unknown {some(unknown)}"] if unknown else []
+    found = [f"lacks {first_names(missing)}"] if missing else []
+    found += [f"holds unknown {first_names(unknown)}"] if unknown else []
     if found:
         raise ValueError(f"The checkpoint {where} {' and '.join(found)}. {remedy}")
 

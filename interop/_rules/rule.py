@@ -34,7 +34,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from jaxzero.interop._tensors import some
+from jaxzero.interop._tensors import first_names
 
 from .steps import Step
 
@@ -113,7 +113,7 @@ def uses_of(rules: Iterable[Rule], shapes: Shapes) -> list[Use]:
     unmatched = sorted(shapes.keys() - rule_of.keys())
     if unmatched:
         raise ValueError(
-            f"No rule matches {some(unmatched)}. Add a rule to `rules` that names the tensors of "
+            f"No rule matches {first_names(unmatched)}. Add a rule to `rules` that names the tensors of "
             "the checkpoint from which they come."
         )
     return uses

@@ -267,9 +267,9 @@ def test_an_index_that_lies(tmp_path: Path):
     for content, message in [
         ('{"weight_map": {"w": "../m.bin"}}', "which is not a file beside it"),
         ('{"weight_map": {"w": "a.bin"}}', "lacks a.bin, which pytorch_model.bin.index.json names"),
-        ('{"weight_map": 3}', "is no index"),
+        ('{"weight_map": 3}', "is not an index"),
         ('{"weight_map": {}}', "has an empty `weight_map`"),
-        ("{", "is no index"),
+        ("{", "is not an index"),
     ]:
         index.write_text(content)
         with pytest.raises(ValueError, match=message):

@@ -118,14 +118,14 @@ def test_ignored_tensors():
 @pytest.mark.parametrize(
     ("rules", "shapes", "message"),
     [
-        ([Rule("a", "x")], {"a": (2,), "b": (2,)}, "No rule speaks of 'b'"),
-        ([Rule("a", "x"), Rule("a", "y")], {"a": (2,)}, "Two rules speak of `a`: Rule('a', 'x')"),
+        ([Rule("a", "x")], {"a": (2,), "b": (2,)}, "No rule matches 'b'"),
+        ([Rule("a", "x"), Rule("a", "y")], {"a": (2,)}, "Two rules match `a`: Rule('a', 'x')"),
         (
             [Rule("a", "x"), Rule("b", "x")],
             {"a": (2,), "b": (2,)},
             "Two rules write the tensor",
         ),
-        ([Rule(("a", "b"), "x", Split(0, 2))], {"a": (2,)}, "speaks of `b`, which is no"),
+        ([Rule(("a", "b"), "x", Split(0, 2))], {"a": (2,)}, "names `b`, which is not"),
         ([Rule("a", "x.{i}.{j}")], {"a": (2,)}, "stacks over {i}, {j}, so `a` must begin with 2"),
         ([Rule("a.{i}", "x")], {"a.0": (2,), "a.2": (2,)}, "the tree has none numbered (1,)"),
         (
