@@ -68,13 +68,13 @@ class Proposal:
             path, names = next(iter(self.undecided.items()))
             raise ValueError(
                 f"`rules` could not be found for {len(self.undecided)} parameters: "
-                f"`{path}` may be {first_names(list(names)) if names else 'no tensor at all'}. Print "
-                "`interop.match(tree, source)`, complete its rules, and pass them as `rules`."
+                f"`{path}` may be {first_names(list(names)) if names else 'no tensor at all'}. "
+                "Print `interop.match(tree, source)`, complete its rules, and pass them as `rules`."
             )
         if self.unused:
             raise ValueError(
-                f"No parameter seems to come from {first_names(list(self.unused))}. If that is right, "
-                "name them in `ignore`; if not, pass `rules`."
+                f"No parameter seems to come from {first_names(list(self.unused))}. If that is "
+                "right, name them in `ignore`; if not, pass `rules`."
             )
 
 

@@ -113,8 +113,8 @@ def uses_of(rules: Iterable[Rule], shapes: Shapes) -> list[Use]:
     unmatched = sorted(shapes.keys() - rule_of.keys())
     if unmatched:
         raise ValueError(
-            f"No rule matches {first_names(unmatched)}. Add a rule to `rules` that names the tensors of "
-            "the checkpoint from which they come."
+            f"No rule matches {first_names(unmatched)}. Add a rule to `rules` that names the "
+            "tensors of the checkpoint from which they come."
         )
     return uses
 

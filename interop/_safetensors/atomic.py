@@ -93,8 +93,8 @@ def _check_replaced(target: Path, replaces: Collection[str]) -> None:
     )
     if others:
         raise ValueError(
-            f"{str(target)!r} holds {first_names(others)}, which are not part of such a checkpoint and "
-            "would be lost, since the whole directory is replaced. Choose another directory."
+            f"{str(target)!r} holds {first_names(others)}, which are not part of such a checkpoint "
+            "and would be lost, since the whole directory is replaced. Choose another directory."
         )
 
 

@@ -116,9 +116,9 @@ def _tensors_in_files(files: list[Path], path: Path) -> dict[str, FileTensor]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ValueError(
-            f"{str(path)!r} lacks {first_names(missing)}. Give a directory that `save_pretrained` of "
-            "Hugging Face transformers wrote. It writes safetensors, so it converts an older "
-            "checkpoint (`pytorch_model.bin`) that it has loaded."
+            f"{str(path)!r} lacks {first_names(missing)}. Give a directory that `save_pretrained` "
+            "of Hugging Face transformers wrote. To convert an older checkpoint "
+            "(`pytorch_model.bin`), load it with transformers and save it again."
         )
     found: dict[str, FileTensor] = {}
     for file in files:

@@ -198,8 +198,8 @@ def _named(held: Mapping[str, Any], file: Path) -> dict[str, LazyTensor]:
             tensors[str(name)] = dataclasses.replace(value, name=str(name))
         elif value is not None:
             raise ValueError(
-                f"{name!r} in {str(file)!r} is not a tensor but a {type(value).__name__}. Remove it "
-                "from the state dict and save that again."
+                f"{name!r} in {str(file)!r} is not a tensor but a {type(value).__name__}. Remove "
+                "it from the state dict and save that again."
             )
     return tensors
 

@@ -201,5 +201,5 @@ def _check(name: str, shape: Shape, parts: list[Fragment], ranks: Sequence[Rank]
                 raise ValueError(
                     f"`{kind}` of {name!r} should end at {part.start + part.size} of group "
                     f"{part.group} in {str(ranks[part.rank].file)!r}, which has "
-                    f"{groups[part.group].size} elements. The files belong to different checkpoints."
+                    f"{groups[part.group].size} elements. The files are of different checkpoints."
                 )
