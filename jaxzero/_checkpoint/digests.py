@@ -155,7 +155,7 @@ def _naming(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise OSError(
-            f"{str(path)!r} cannot be read ({error.strerror or error}), so the checkpoint cannot be "
-            "verified, and nothing was renamed. Remove the cause (permissions, the network, the "
-            "disk), and start again."
+            f"{str(path)!r} cannot be read ({error.strerror or error}), so the checkpoint cannot "
+            "be verified, and nothing was renamed. Remove the cause (permissions, the network, "
+            "the disk), and start again."
         ) from error

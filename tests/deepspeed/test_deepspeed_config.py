@@ -270,7 +270,7 @@ def test_mistakes(mesh, keys: dict, message: str):
 def test_files_that_are_none(mesh, tmp_path: Path):
     for content, message in [
         ("[]", "holds list, not a JSON object"),
-        ("{", "is no DeepSpeed configuration"),
+        ("{", "is not a DeepSpeed configuration"),
         ('{"a": 1, "a": 2}', "the key 'a' is there twice"),
     ]:
         (tmp_path / "c.json").write_text(content)

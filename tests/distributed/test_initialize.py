@@ -215,7 +215,7 @@ def test_mistakes_in_what_says_it(variables, arguments, message: str, told, monk
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_processes": 2}, "`coordinator_address` is not given, and nothing here says it"),
+        ({"num_processes": 2}, "`coordinator_address` is not given, and was not detected"),
         ({"coordinator_address": "a:1", "process_id": 0}, "`num_processes` is not given"),
         (
             {"coordinator_address": "a:1", "num_processes": 2, "process_id": 2},

@@ -228,7 +228,7 @@ def test_what_deepspeed_cut_in_other_ways(tmp_path: Path):
 def test_latest_names_no_directory(tmp_path: Path):
     for tag in ("step9", "../zero3", ""):
         (tmp_path / "latest").write_text(tag)
-        with pytest.raises(ValueError, match=f"latest' names '{tag}', which is no directory"):
+        with pytest.raises(ValueError, match=f"latest' names '{tag}', which is not a directory"):
             interop.open_checkpoint(tmp_path)
 
 
