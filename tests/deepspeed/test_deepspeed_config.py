@@ -150,7 +150,7 @@ def test_a_file_that_does_not_say_whether_to_clip(mesh):
     keys = config(optimizer={"type": "SGD", "params": {"lr": 1.0}})
     del keys["gradient_clipping"]
     gradient = jnp.array([6.0, 8.0])
-    with pytest.warns(UserWarning, match=r"no `gradient_clipping`: .* from 0.19.3 on"):
+    with pytest.warns(UserWarning, match=r"no `gradient_clipping`: .* 0.19.3 and later"):
         clipped = jz.from_deepspeed(keys, mesh)
     free = jz.from_deepspeed(keys, mesh, values={"gradient_clipping": 0.0})
     for run, norm in ((clipped, 1.0), (free, 10.0)):

@@ -111,7 +111,7 @@ def test_a_port_that_is_taken():
     [
         (
             b"",
-            r"s \(the program that answers is not a process of this run\): another program holds the port",
+            r"s \(the program that answers is not a process .*\): another program holds",
         ),
         (b"HTTP/1.1 400 Bad Request\r\n", "not a process of this run.*: another program holds"),
         (b"5\n", "not a process of this run.*: another program holds"),

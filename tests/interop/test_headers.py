@@ -52,20 +52,20 @@ TWO = {"a": entry(shape=(2, 4), offsets=(0, 32)), "b": entry(shape=(2, 4), offse
         ({"a": entry(shape=(2, 16), offsets=(0, 128))}, r"bytes, and its tensors end at"),
         (
             {"a": entry(shape=(2**40, 2**40))},
-            r"'a' of F32 has shape .* does not match its 64 bytes",
+            r"'a' of F32 has shape .* match its 64 bytes",
         ),
         (
             {"a": entry(shape=(0, 2**62), offsets=(0, 0))},
-            r"'a' of F32 has shape .* does not match its 0 bytes",
+            r"'a' of F32 has shape .* match its 0 bytes",
         ),
         (
             {"a": entry(shape=(1,) * 70 + (16,))},
-            r"'a' of F32 has shape .* does not match its 64 bytes",
+            r"'a' of F32 has shape .* match its 64 bytes",
         ),
-        ({"a": entry(offsets=(64, 0))}, r"'a' of F32 has shape .* does not match its -64 bytes"),
+        ({"a": entry(offsets=(64, 0))}, r"'a' of F32 has shape .* match its -64 bytes"),
         (
             {"a": entry(dtype="F64")},
-            r"'a' of F64 has shape \[4, 4\], which does not match its 64 bytes",
+            r"'a' of F64 has shape \[4, 4\], .*match its 64 bytes",
         ),
         ({"a": entry(dtype="F4")}, r"Tensor 'a' in .* has dtype 'F4', which is not one of BOOL"),
         ({"a": {"shape": [4, 4], "data_offsets": [0, 64]}}, r"Tensor 'a' in .* has dtype None"),

@@ -334,8 +334,11 @@ def test_a_copy_that_differs_is_found(tmp_path: Path):
     save_file(arrays, source)
     tensors = interop.open_checkpoint(source)
     for changed, message in [
-        (arrays | {"a": arrays["a"] + 1}, "'a' in .* is float32.* and not what was written"),
-        (arrays | {"b": np.ones(2, np.float32)}, "'b' in .* is float32"),
+        (
+            arrays | {"a": arrays["a"] + 1},
+            "'a' in .* .*float32.* differs from the tensor that was written",
+        ),
+        (arrays | {"b": np.ones(2, np.float32)}, "'b' in .*float32"),
         (arrays | {"a": arrays["a"].T.copy()}, "'a' in "),
         ({"a": arrays["a"]}, "'b' was not written"),
         (arrays | {"c": arrays["b"]}, "'c' was not in the source"),
