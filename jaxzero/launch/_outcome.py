@@ -45,7 +45,7 @@ class Outcome:
 
     @property
     def blamed(self) -> Slot | None:
-        """The process to leave out of a restart: the one that failed on its own, or hung."""
+        """The slot to leave out of a restart: the process that failed on its own, or hung."""
         if self.first is None or self.first.returncode == STOPPED:
             return None
         lost = [
