@@ -1,4 +1,4 @@
-"""A training loop from a DeepSpeed configuration, which goes on with a DeepSpeed checkpoint.
+"""Train with a DeepSpeed configuration, continuing from a DeepSpeed checkpoint.
 
     python examples/from_deepspeed.py [CHECKPOINT]
 

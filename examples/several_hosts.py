@@ -1,4 +1,4 @@
-"""Train on any number of hosts, and go on after whatever happened to one of them.
+"""Train on any number of hosts, and continue after the failure of any of them.
 
     python examples/several_hosts.py run                    # one process
     jaxzero launch --nodes 2 --devices-per-proc 2 --restart 3 -- \

@@ -1,10 +1,10 @@
-"""Between checkpoints of PyTorch models and trees of sharded JAX arrays, shard by shard.
+"""Convert between PyTorch checkpoints and trees of sharded JAX arrays, shard by shard.
 
-Loading gives a tree whose leaves are tensors *in a file*; `zero.shard` reads from each only the
-slices that its devices own. Saving writes the same files back, tensor by tensor. What lies between
-names and layouts are rules, which both directions share. PyTorch is imported only by what hands
-something to it, when called: `embed_with_transformers`, `torch_state_dict`, and `write_checkpoint`
-in its forms.
+Loading returns a tree whose leaves are tensors *in a file*; `zero.shard` reads from each only the
+slices that its devices own. Saving writes the same files, tensor by tensor. Rules map names and
+layouts, and both directions use the same rules. PyTorch is imported only when one of these is
+called: `embed_with_transformers`, `torch_state_dict`, and `write_checkpoint` with
+`form="torch"` or `"dcp"`.
 
     rules = [interop.Rule("kernel", "fc.weight", interop.Transpose())]
     loaded = interop.load_into({"kernel": shape}, "checkpoint", rules=rules)
@@ -12,9 +12,9 @@ in its forms.
     tensors = interop.tensors_from(params, rules, like=loaded)
     interop.save_tensors(tensors, "export", source="checkpoint")
 
-`load_decoder`, `load_encoder` and their `export_` twins do this for the models of `jaxzero.models`.
-`open_checkpoint` opens what PyTorch, FSDP and DeepSpeed write, `load_adam` takes over the state of
-the optimizer, and `jz.from_deepspeed` the configuration.
+`load_decoder` and `load_encoder`, with `export_decoder` and `export_encoder`, do this for the
+models of `jaxzero.models`. `open_checkpoint` opens checkpoints of PyTorch, FSDP and DeepSpeed,
+`load_adam` loads the optimizer state, and `jz.from_deepspeed` translates the configuration.
 """
 
 if __name__ != "jaxzero.interop":

@@ -1,6 +1,6 @@
-"""Kernels for the wire formats: numbers as messages of codes and scales, and back.
+"""Kernels that quantize arrays into messages of codes and scales, and dequantize them.
 
-Each operation has its meaning in `jax.numpy`, a Pallas kernel for GPUs, and one dispatcher:
+Each operation has a reference in `jax.numpy`, a Pallas kernel for GPUs, and one dispatcher:
 
     from jaxzero import pallas_kernels as pk
 
@@ -8,8 +8,8 @@ Each operation has its meaning in `jax.numpy`, a Pallas kernel for GPUs, and one
 
 Kernels compile for an H200 (JAX 0.11.2 or newer) and are tested in Pallas' interpreter. None
 was ever executed on a GPU, so the default is "xla". `quantized_all_gather` and
-`quantized_reduce_scatter` are exchanges too, on several GPUs one kernel each, which nothing but
-GPUs can run: compiles, never executed. Installed as `jaxzero.pallas_kernels`.
+`quantized_reduce_scatter` also communicate: on several GPUs each is a single kernel, which
+cannot be interpreted (compiles, never executed). Installed as `jaxzero.pallas_kernels`.
 """
 
 if __name__ != "jaxzero.pallas_kernels":

@@ -1,8 +1,8 @@
 """All-gather of quantized numbers as one kernel: compiles, never executed.
 
-Each tile of this device is read and quantized once, and its codes are stored into the inboxes
-of all devices; each tile that arrives is decoded to its place in the gathered array, while
-later ones are on their way. What may happen when is said, and why, in `_protocol`.
+Each device reads and quantizes each of its tiles once and stores the codes into the inboxes of
+all devices. It decodes each tile that arrives into the gathered array while later tiles are in
+flight. `_protocol` describes the synchronization and why it is correct.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ._remote import Block, Plan, RemoteConfig, clipped, run
 
 
 class AllGather(Block):
-    """A block of the kernel."""
+    """One thread block of the kernel."""
 
     name: ClassVar[str] = "quantized_all_gather"
 
@@ -31,7 +31,7 @@ class AllGather(Block):
         self.keep(self.of_piece(self.result, peer, tile), parts_w)
 
     def store(self, tile: Any, total: None) -> None:
-        """All is done: every tile was kept when it was read."""
+        """Do nothing: `read` has already stored every tile."""
 
 
 def all_gather(
@@ -41,7 +41,7 @@ def all_gather(
     seed: UInt32[Array, ""],
     config: RemoteConfig,
 ) -> Float[Array, "o n i"]:
-    """As the reference in `_collectives`; compiles, never executed."""
+    """All-gather `x_oi`, like `_collectives.gather_reference`; compiles, never executed."""
     outer, inner = x_oi.shape
     plan = Plan.of(outer, inner, format, config)
     source = plan.cut(x_oi[:, None])

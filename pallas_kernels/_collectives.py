@@ -1,11 +1,11 @@
 """All-gather and reduce-scatter of quantized numbers, along one axis of a mesh.
 
-Each is quantize, exchange, dequantize. As implementation `xla` these are three steps, and the
-meaning of the operation. As `mosaic_gpu` they are one kernel on every device, which writes into
-its peers' memory over NVLink: compiles, never executed. No machine with several GPUs has run
-it, so it is never chosen: only who asks for it by name gets it.
+Each one quantizes, communicates and dequantizes. Implementation `xla` does this in three steps
+and is the reference. `mosaic_gpu` is one kernel on every device, which writes into its peers'
+memory over NVLink: compiles, never executed. Since no machine with several GPUs has run it, it
+is used only when it is requested by name.
 
-Legend: o, n, i as in `_reference`, n being the devices of the axis.
+Legend: o, n, i as in `_reference`, with n the devices of the axis.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ._format import Format
 if TYPE_CHECKING:
     from ._remote import RemoteConfig
 
-_LARGEST_BLOCK = 2048  # two of them are as much as a warpgroup's registers hold
+_LARGEST_BLOCK = 2048  # a tile has at least two blocks and must fit a warpgroup's registers
 
 
 def quantized_all_gather(
@@ -39,25 +39,25 @@ def quantized_all_gather(
 ) -> Float[Array, ...]:
     """Gather shards along `dim`, quantized on the wire; inside `shard_map`.
 
-    `implementation="mosaic_gpu"` does it in one kernel, which compiles, never executed: it is
-    there to be tried on a machine with several GPUs, whose numbers are to be compared.
+    `implementation="mosaic_gpu"` is one kernel, which compiles, never executed. It is meant for
+    experiments on a machine with several GPUs; compare its results with those of "xla".
 
     Args:
         x: this device's shard.
-        axis: of the mesh; all of its devices get the same.
-        format: of the numbers on the wire.
-        dim: along which shards are joined, in the order of the devices; from the end if less
-            than 0.
-        seed: of stochastic rounding. None is 0.
-        implementation: "xla" or "mosaic_gpu"; None is "xla".
-        config: how the kernel is cut up; None: see `RemoteConfig`.
+        axis: mesh axis to gather over.
+        format: wire format.
+        dim: dimension along which shards are concatenated, in the order of the devices;
+            negative values count from the end.
+        seed: seed of stochastic rounding. None means 0.
+        implementation: "xla" or "mosaic_gpu"; None means "xla".
+        config: tile sizes of the kernel. None means `RemoteConfig()`.
 
     Returns:
-        All shards, each rounded as `format` says, in the type of `x`.
+        All shards, each rounded to `format`, in the dtype of `x`; equal on all devices.
 
     Raises:
-        ValueError: `implementation` is no name of one.
-        NotImplementedError: the kernel cannot do it; the message says why.
+        ValueError: `implementation` is unknown.
+        NotImplementedError: the kernel does not support these arguments; the message says why.
     """
     dim = range(x.ndim)[dim]
     outer, size, inner = _around(x.shape, dim)
@@ -82,27 +82,28 @@ def quantized_reduce_scatter(
     implementation: Implementation | None = None,
     config: RemoteConfig | None = None,
 ) -> Float32[Array, ...]:
-    """Sum over devices, each of which keeps its piece along `dim`; inside `shard_map`.
+    """Sum `x` over devices and return this device's piece along `dim`; inside `shard_map`.
 
-    Every number is quantized once, by the device that has it, and sums are taken in float32.
-    `implementation="mosaic_gpu"` does it in one kernel, which compiles, never executed: it is
-    there to be tried on a machine with several GPUs, whose numbers are to be compared.
+    Each device quantizes its numbers once, and sums are accumulated in float32.
+    `implementation="mosaic_gpu"` is one kernel, which compiles, never executed. It is meant for
+    experiments on a machine with several GPUs; compare its results with those of "xla".
 
     Args:
-        x: what this device adds, whole.
-        axis: of the mesh.
-        format: of the numbers on the wire.
-        dim: along which the sum is cut, in the order of the devices; from the end if less than 0.
-        seed: of stochastic rounding: give each device one of its own. None is 0.
-        implementation: "xla" or "mosaic_gpu"; None is "xla".
-        config: how the kernel is cut up; None: see `RemoteConfig`.
+        x: this device's addend, of the full shape.
+        axis: mesh axis to reduce over.
+        format: wire format.
+        dim: dimension along which the sum is divided, in the order of the devices; negative
+            values count from the end.
+        seed: seed of stochastic rounding; use a different one on each device. None means 0.
+        implementation: "xla" or "mosaic_gpu"; None means "xla".
+        config: tile sizes of the kernel. None means `RemoteConfig()`.
 
     Returns:
-        This device's piece of the sum, added up in the order of the devices.
+        This device's piece of the sum (float32), added in the order of the devices.
 
     Raises:
-        ValueError: `dim` cannot be cut, or `implementation` is no name of one.
-        NotImplementedError: the kernel cannot do it; the message says why.
+        ValueError: the number of devices does not divide `dim`, or `implementation` is unknown.
+        NotImplementedError: the kernel does not support these arguments; the message says why.
     """
     devices, dim = lax.axis_size(axis), range(x.ndim)[dim]
     outer, size, inner = _around(x.shape, dim)
@@ -126,7 +127,7 @@ def gather_reference(
     x_oi: Float[Array, "o i"], axis: str, format: Format, seed: UInt32[Array, ""]
 ) -> Float[Array, "o n i"]:
     """Quantize, all-gather the messages, dequantize."""
-    # The barrier keeps XLA from moving what quantizes across the exchange (jax issue 23543).
+    # Without the barrier XLA may move the quantization behind the all-gather (jax issue 23543).
     (message,) = lax.optimization_barrier(reference.quantize(x_oi[:, None], format, seed))
     messages = lax.all_gather(message, axis)
     outer, inner = x_oi.shape
@@ -136,7 +137,7 @@ def gather_reference(
 def scatter_reference(
     x_oni: Float[Array, "o n i"], axis: str, format: Format, seed: UInt32[Array, ""]
 ) -> Float32[Array, "o i"]:
-    """Quantize, send every device its message, dequantize and sum in the order of devices."""
+    """Quantize, exchange messages by all-to-all, dequantize and sum in the order of devices."""
     outer, _, inner = x_oni.shape
     messages = lax.optimization_barrier(reference.quantize(x_oni, format, seed))
     messages = lax.all_to_all(messages, axis, 0, 0, tiled=True)
@@ -146,7 +147,7 @@ def scatter_reference(
 def _wants_kernel(
     implementation: str | None, x: Float[Array, ...], format: Format, size: int
 ) -> bool:
-    """Whether the kernel is wanted, for arrays of `size` elements at most."""
+    """Return True if the kernel was requested and can handle arrays of up to `size` elements."""
     if implementation not in (None, "xla", "mosaic_gpu"):
         raise ValueError(
             f'`implementation` must be "xla", "mosaic_gpu" or None; got {implementation!r}.'
@@ -156,19 +157,18 @@ def _wants_kernel(
     reason = dispatch.gap("mosaic_gpu", x.dtype, size)
     reason = reason or dispatch.kind_gap("mosaic_gpu", format.kind)
     if reason is None and format.hadamard:
-        reason = "it does not rotate, for which tiles would pass through shared memory"
+        reason = "it has no Hadamard rotation, which needs tiles in shared memory"
     if reason is None and format.block > _LARGEST_BLOCK:
-        reason = f"a block has {_LARGEST_BLOCK} numbers at most, and not {format.block}"
+        reason = f"blocks may have at most {_LARGEST_BLOCK} numbers; got {format.block}"
     if reason is None and not x.size:
         reason = "there is nothing to send"
     if reason is not None:
         raise NotImplementedError(
-            f'`implementation="mosaic_gpu"` cannot do this: {reason}. Take "xla", or `None` for '
-            "what can."
+            f'`implementation="mosaic_gpu"` cannot do this: {reason}. Use "xla" or `None`.'
         )
     return True
 
 
 def _around(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
-    """How much lies before a dim, in it, and behind it."""
+    """Return the number of elements before, in and behind dimension `dim` of `shape`."""
     return math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])

@@ -1,7 +1,7 @@
-"""Sizes of tiles, and which implementation is the default.
+"""Tile sizes of the kernels, and the default implementation.
 
-No row of a benchmark on a GPU exists yet: the sizes were chosen by reading what the compiler
-makes of the kernels (no spilled registers, accesses of 16 bytes), and `xla` is the default.
+No benchmark has run on a GPU yet. The sizes were chosen from the compiled kernels (no spilled
+registers, accesses of 16 bytes), and `xla` is the default.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ Implementation = Literal["xla", "mosaic_gpu"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileConfig:
-    """What one warpgroup, four warps, handles at once.
+    """Size of the tile that one warpgroup (four warps) handles at a time.
 
-    There are no stages: a tile is loaded into registers at once, and as many warpgroups as
-    fit on a multiprocessor hide each other's waiting.
+    Kernels are not pipelined: a tile is loaded into registers at once, and memory latency is
+    hidden by the other warpgroups of the multiprocessor.
 
     Args:
-        elements: numbers in a tile, a power of two. More, if a block or the lanes need it.
-        vector: neighbours that a lane loads at once, a power of two.
+        elements: numbers in a tile, a power of two. A kernel takes more if one block is larger
+            or if the tile would not fill all lanes.
+        vector: consecutive elements that a lane loads at once, a power of two.
 
     Raises:
-        ValueError: one of them is not a power of two.
+        ValueError: a size is not a power of two.
     """
 
     elements: int = 4096
@@ -39,8 +40,8 @@ class TileConfig:
                 raise ValueError(f"`{name}` must be a power of two; got {value!r}.")
 
 
-# By the start of a device's name, such as "NVIDIA H200"; "" is every other. Chosen from what the
-# compiler makes of them, not measured.
+# Keys are prefixes of device kinds, such as "NVIDIA H200"; "" matches every device. The sizes
+# were chosen from compiled kernels, not measured.
 TILES: Mapping[str, TileConfig] = {"": TileConfig()}
 
 # On every platform, until rows of `benchmarks/measured/kernels.py` show that kernels are faster.
@@ -48,6 +49,6 @@ DEFAULT: Implementation = "xla"
 
 
 def tile_config(device_kind: str | None = None) -> TileConfig:
-    """What is known to suit a device best; by default this process's first one."""
+    """Tile sizes for a device kind; by default the kind of this process's first device."""
     device_kind = jax.local_devices()[0].device_kind if device_kind is None else device_kind
     return TILES[max((name for name in TILES if device_kind.startswith(name)), key=len)]

@@ -1,7 +1,7 @@
-"""Messages inside a larger array, such as those that share a collective with others.
+"""Messages that are columns of a larger array, such as the operand of a bucketed collective.
 
-A kernel reads them where they lie, and writes them where they are to be, and needs no copy of
-them before it starts or after it ends.
+A kernel reads them from that array and writes them into it directly, so that no copy is made
+before it starts or after it ends.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from jaxtyping import Array, Shaped, UInt8
 
 @dataclasses.dataclass(frozen=True)
 class InPlace:
-    """Columns of an array, which hold messages: `count` of them side by side in each row.
+    """Messages to read: `count` of them side by side in each row of an array.
 
     Attributes:
-        array: that they lie in.
-        start: the column where the first one begins.
-        size: of each, in columns.
-        count: of them in a row. They are numbered row by row.
+        array: the array that contains the messages.
+        start: column where the first message of a row begins.
+        size: columns per message.
+        count: messages per row. They are numbered row by row.
     """
 
     array: Shaped[Array, "rows columns"]
@@ -32,24 +32,27 @@ class InPlace:
 
     @classmethod
     def whole(cls, messages: Shaped[Array, "n m"] | InPlace) -> InPlace:
-        """An array of messages as it is, if they are not in place already."""
+        """Wrap an array whose rows are messages; return an `InPlace` unchanged."""
         return messages if isinstance(messages, InPlace) else cls(messages, 0, messages.shape[1])
 
     def __len__(self) -> int:
         return len(self.array) * self.count
 
     def rows(self, number: int) -> InPlace:
-        """The messages in the first `number` rows."""
+        """Select the messages in the first `number` rows."""
         return dataclasses.replace(self, array=lax.slice_in_dim(self.array, 0, number))
 
     @property
     def offsets(self) -> list[int]:
-        """The numbers of which multiples, added up, are where messages begin."""
+        """Strides and start, in columns: each message begins at a sum of multiples of these.
+
+        A lane can load `v` elements at once only if `v` divides all of them.
+        """
         pitch = [self.array.shape[1]] if len(self.array) > 1 else []
         return [self.start, *pitch, *([self.size] if self.count > 1 else [])]
 
     def begin(self, number: Any) -> Any:
-        """Where message `number` begins in the flat array."""
+        """Index of the first element of message `number` in the flattened array."""
         pitch = self.array.shape[1]
         if self.count == 1:
             return self.start + number * pitch
@@ -61,7 +64,7 @@ class InPlace:
         return self.start + row * pitch + place * self.size
 
     def cut_out(self) -> Shaped[Array, "n m"]:
-        """The messages as an array of their own, as what is not a kernel reads them."""
+        """Slice the messages out into an array [messages, size], for the XLA implementation."""
         stop = self.start + self.count * self.size
         columns = lax.slice_in_dim(self.array, self.start, stop, axis=1)
         return columns if self.count == 1 else columns.reshape(len(self), self.size)
@@ -69,13 +72,13 @@ class InPlace:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Columns of an array, into which messages are to be written: one into each row.
+    """Columns of an array that receive messages, one message per row.
 
     Attributes:
-        shape: of the array.
-        start: the first of the columns.
-        array: whose other columns stay as they are. None: a new one, whose others are not
-            defined.
+        shape: shape of the array.
+        start: first of the columns.
+        array: array to update; its other columns are kept. None: a new array, whose other
+            columns are undefined.
     """
 
     shape: tuple[int, int]
@@ -84,15 +87,15 @@ class Place:
 
     @property
     def offsets(self) -> list[int]:
-        """As of `InPlace`."""
+        """Start and stride, in columns; see `InPlace.offsets`."""
         return [self.start, *(self.shape[1:] if self.shape[0] > 1 else ())]
 
     def put(self, message: UInt8[Array, "n m"], first: int = 0) -> UInt8[Array, "n _"]:
-        """The array with messages, or what belongs to them from column `first` on, in it."""
+        """Write `message` into the columns that begin `first` after `start`; return the array."""
         array = jnp.zeros(self.shape, message.dtype) if self.array is None else self.array
         return lax.dynamic_update_slice(array, message, (0, self.start + first))
 
 
 def cut_out(messages: Shaped[Array, "n m"] | InPlace) -> Shaped[Array, "n m"]:
-    """Messages as an array of their own."""
+    """Return messages as an array [messages, size], sliced out of a larger one if need be."""
     return messages.cut_out() if isinstance(messages, InPlace) else messages

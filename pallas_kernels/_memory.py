@@ -1,8 +1,8 @@
-"""Reading and writing rows of a flat array from a kernel, on a GPU and in interpret mode.
+"""Load and store rows of a flat array from a kernel, on a GPU and in interpret mode.
 
-Arrays are passed to kernels flat, so that a row may start anywhere. Real lowering can look
-at a part of a flat reference as rows, but cannot reshape what is in registers; interpret mode
-is the other way round. This is the only file that knows.
+Arrays are passed to kernels flat, so that a row may start anywhere. GPU lowering can reshape a
+slice of a flat reference, but not an array in registers; interpret mode can only reshape the
+array. The functions here hide this difference from the kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-_gpu: Any = plgpu  # in JAX 0.10.2, with which types are checked, some of it differs
+_gpu: Any = plgpu  # types are checked with JAX 0.10.2, whose signatures differ
 _LANE = _gpu.LoweringSemantics.Lane
 _interpret = contextvars.ContextVar[Any]("interpret", default=None)
 
@@ -28,7 +28,7 @@ def interpreted(**options: Any) -> Iterator[None]:
     """Trace kernels for JAX's interpreter, which runs them on a CPU; for tests.
 
     Args:
-        **options: of `plgpu.InterpretGPUParams`, such as `detect_races`.
+        **options: fields of `plgpu.InterpretGPUParams`, such as `detect_races`.
     """
     token = _interpret.set(_gpu.InterpretGPUParams(**options))
     try:
@@ -38,23 +38,23 @@ def interpreted(**options: Any) -> Iterator[None]:
 
 
 def interpret_options() -> dict[str, Any]:
-    """Arguments of `plgpu.kernel`: whether it is interpreted, or how it is lowered."""
+    """Arguments of `plgpu.kernel` that select the interpreter or the lowering."""
     if _interpret.get() is not None:
         return {"interpret": _interpret.get()}
-    # Layouts are ours. To infer them ("Warpgroup") fails on columns of shared memory.
+    # The kernels set all layouts. Inferring them ("Warpgroup") fails on columns of shared memory.
     return {"compiler_params": plgpu.CompilerParams(lowering_semantics=_LANE)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Columns of rows that lie one behind the other in a flat array.
+    """Some columns of consecutive rows in a flat array.
 
     Attributes:
-        start: where the first row starts, in elements.
-        rows: how many there are.
-        stride: elements from one to the next.
-        first: the first column.
-        width: how many columns; None: one, and an array of one dim.
+        start: index of the first row's first element.
+        rows: number of rows.
+        stride: elements from one row to the next.
+        first: first column.
+        width: number of columns; None: a single column, loaded as an array with one dimension.
     """
 
     start: Any
@@ -65,7 +65,7 @@ class Window:
 
 
 def load(ref: Any, window: Window, layout: Any) -> Array:
-    """Into registers; one number as a scalar."""
+    """Load a window into registers: [rows, width], [rows], or a scalar if it has one element."""
     if window.rows == 1 and window.width is None:
         return ref[window.start + window.first]
     flat = ref.at[pl.ds(window.start, window.rows * window.stride)]
@@ -78,7 +78,7 @@ def load(ref: Any, window: Window, layout: Any) -> Array:
 
 
 def store(ref: Any, window: Window, value: Array) -> None:
-    """Undo `load`."""
+    """Store `value` into a window; the reverse of `load`."""
     if window.rows == 1 and window.width is None:
         ref[window.start + window.first] = value
         return
@@ -86,7 +86,8 @@ def store(ref: Any, window: Window, value: Array) -> None:
     if _interpret.get() is None:
         _store(_columns(flat, window), value)
         return
-    # All of the rows, the other columns as they were: nobody else may touch any of it.
+    # The interpreter cannot store some columns only, so whole rows are read, changed and written.
+    # This is safe because no other warpgroup accesses these rows.
     rows = flat[...].reshape(window.rows, window.stride)
     last = window.first + (window.width or 1)
     parts = [
@@ -100,10 +101,10 @@ def store(ref: Any, window: Window, value: Array) -> None:
 def load_columns(
     ref: Any, shape: tuple[int, int, int], first: int, width: int, num: int, layout: Any
 ) -> list[Array]:
-    """The first `num` columns of a flat array of `shape`, of which dim 2 counts them.
+    """Load the first `num` indices of dim 2 of a flat array of shape `shape`, one array each.
 
-    Each is [shape[0], width], the `width` elements of dim 1 from `first` on; if that is one
-    element, it has one dim.
+    Each array is [shape[0], width] and holds elements `first` to `first + width` of dim 1. If
+    `width` is 1, it has one dimension.
     """
     if _interpret.get() is None:
         view = ref.reshape(*shape)
@@ -117,16 +118,16 @@ def load_columns(
 def store_columns(
     ref: Any, shape: tuple[int, int, int], columns: Sequence[Sequence[Array]]
 ) -> None:
-    """Undo `load_columns`: one list of columns for each part of dim 1."""
+    """Store columns; the reverse of `load_columns`. One list of columns for each part of dim 1."""
     width = shape[1] // len(columns)
     if _interpret.get() is None:
         view = ref.reshape(*shape)
-        for i, some in enumerate(columns):
-            for j, column in enumerate(some):
+        for i, group in enumerate(columns):
+            for j, column in enumerate(group):
                 groups = pl.ds(i * width, width) if width > 1 else i
                 _store(view.at[:, groups, j], column)
         return
-    stacked = [jnp.stack(list(some), axis=-1) for some in columns]
+    stacked = [jnp.stack(list(group), axis=-1) for group in columns]
     whole = jnp.concatenate([x.reshape(shape[0], width, -1) for x in stacked], axis=1)
     filling = jnp.zeros((*shape[:2], shape[2] - whole.shape[2]), whole.dtype)
     ref[...] = jnp.concatenate((whole, filling), axis=2).reshape(-1)
@@ -140,7 +141,7 @@ def _columns(flat: Any, window: Window) -> Any:
 
 
 def _store(ref: Any, value: Array) -> None:
-    if hasattr(_gpu, "store"):  # JAX 0.12 must be told that some lanes write few bytes
+    if hasattr(_gpu, "store"):  # JAX 0.12 rejects narrow stores unless `optimized=False`
         _gpu.store(ref, value, optimized=False)
     else:
         ref[...] = value

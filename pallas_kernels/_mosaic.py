@@ -1,24 +1,23 @@
-"""The operations as Mosaic GPU kernels: each reads its input once, and writes its output once.
+"""The operations as Mosaic GPU kernels, which read their input and write their output once.
 
-One warpgroup handles one tile of blocks, all in registers, and nothing passes between tiles;
-many warpgroups on a multiprocessor hide the time that memory takes. What is left at the end of
-a row, less than a tile, is done by XLA, and written into the kernel's output in place. Pieces
-of an array that is cut along an inner dim are read and written where they are, if whole blocks
-lie in each run; else XLA transposes. Messages are read where a collective left them, among
-others, and written where it is to find them (`_in_place`), unless they begin where a lane could
-move fewer bytes at once.
+One warpgroup handles one tile of blocks in registers, without communication between tiles; the
+many warpgroups on a multiprocessor hide memory latency. XLA handles the remainder of a row that
+is smaller than a tile and writes it into the kernel's output in place. Pieces of an array that
+is divided along an inner dim are read and written in place if each run holds whole blocks;
+otherwise XLA transposes them first. Messages are read from and written into the operand of a
+bucketed collective (`_in_place`), unless their start would force a lane to use shorter vectors.
 
-Who writes what: every element of the output belongs to one tile, and every tile to one
-warpgroup. Inputs are not written. Shared memory belongs to one warpgroup, and Mosaic puts a
-barrier of it around each store.
+No two warpgroups write the same memory: every element of the output belongs to one tile, and
+every tile to one warpgroup. Inputs are not written. Each warpgroup has its own shared memory,
+and Mosaic puts a barrier of that warpgroup around each store.
 
-A GPU's reciprocal, `rcp.approx` in the PTX of Mosaic as in that of XLA, may be one unit in the
-last place beside the right one. For bfloat16 scales that is mended (`_blocks.refine`), so
-that codes are those of a CPU. For float32 scales it is not: a kernel and XLA still take the same
-reciprocal on the same GPU, but a code that is near the middle between two may be the other one on
-a CPU. Both are right by the bounds that `tests/_codec_oracle.py` derives.
+A GPU's reciprocal (`rcp.approx` in the PTX of Mosaic and of XLA) may be wrong by one unit in the
+last place. For bfloat16 scales `_blockwise.refine` corrects it, so that codes are those of a
+CPU. For float32 scales it is not corrected: a kernel and XLA still use the same reciprocal on one
+GPU, but a number halfway between two codes may be rounded differently on a CPU. Both results are
+within the bounds that `tests/codecs/_codec_oracle.py` derives.
 
-Legend: o, n, i as in `_reference`; a run is the `i` elements that lie together.
+Legend: o, n, i as in `_reference`; a run is `i` contiguous elements.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from . import _reference as reference
 from . import _tile as tile
 from ._config import TileConfig
 from ._format import Format
-from ._held import Held
 from ._in_place import InPlace, Place
 from ._memory import Window
+from ._tile_layout import TileLayout
 from ._walk import Walk, plan, readable, writable
 
-_UNROLLED = 16  # peers whose messages are loaded without a loop
+_UNROLLED = 16  # sums over at most this many peers are unrolled
 
 
 def quantize(
@@ -55,7 +54,7 @@ def quantize(
     place: Place | None = None,
     config: TileConfig | None = None,
 ) -> UInt8[Array, "n _"]:
-    """As `_reference.quantize`."""
+    """Quantize each piece to a message; see `_reference.quantize`."""
     outer, pieces, inner = x_oni.shape
     num = outer * inner
     size = format.num_bytes(num)
@@ -67,16 +66,20 @@ def quantize(
         return quantize(reference.to_rows(x_oni)[None], format, seed, divisor, place, config)
     if walk is None:
         return _put(place, reference.quantize(x_oni, format, seed, divisor))
-    held = walk.held
+    tile_layout = walk.tile_layout
 
     def body(x_ref: Any, *refs: Any, **scratch: Any) -> None:
         start, piece, first = _here(walk)
-        parts = held.read(x_ref, start, held.block, scratch.get("numbers"))
+        parts = tile_layout.read(x_ref, start, tile_layout.block, scratch.get("numbers"))
         parts = [x.astype(jnp.float32) for x in parts]
         message = there.start + piece * there.shape[1]
-        _write(refs[-1], message, first, num, parts, format, held, refs[:-1], scratch, divisor)
+        _write(
+            refs[-1], message, first, num, parts, format, tile_layout, refs[:-1], scratch, divisor
+        )
 
-    scratch = _scratch(held, numbers=(held.block, x_oni.dtype), codes=(_bytes(format), jnp.uint8))
+    scratch = _scratch(
+        tile_layout, numbers=(tile_layout.block, x_oni.dtype), codes=(_bytes(format), jnp.uint8)
+    )
     seeds = [seed.reshape(1)] if format.rounding == "stochastic" else []
     array = _fill("quantize", body, there, walk.grid, scratch)(x_oni.reshape(-1), *seeds)
     if walk.done == inner:
@@ -96,7 +99,7 @@ def dequantize(
     dtype: DTypeLike,
     config: TileConfig | None = None,
 ) -> Float[Array, "o n i"]:
-    """As `_reference.dequantize`."""
+    """Dequantize messages into an array; see `_reference.dequantize`."""
     message = readable(message, config)
     pieces = len(message)
     num, shape = outer * inner, (outer, pieces, inner)
@@ -106,16 +109,22 @@ def dequantize(
         return jnp.moveaxis(rows.reshape(pieces, outer, inner), 0, 1)
     if walk is None:
         return reference.dequantize(message.cut_out(), format, outer, inner, dtype)
-    held = walk.held
+    tile_layout = walk.tile_layout
 
     def body(message_ref: Any, out_ref: Any, **scratch: Any) -> None:
         start, piece, first = _here(walk)
-        parts = _read(message_ref, message.begin(piece), first, num, format, held, scratch)
-        held.write(
-            out_ref, start, held.block, [_fit(x, dtype) for x in parts], scratch.get("numbers")
+        parts = _read(message_ref, message.begin(piece), first, num, format, tile_layout, scratch)
+        tile_layout.write(
+            out_ref,
+            start,
+            tile_layout.block,
+            [_fit(x, dtype) for x in parts],
+            scratch.get("numbers"),
         )
 
-    scratch = _scratch(held, numbers=(held.block, dtype), codes=(_bytes(format), jnp.uint8))
+    scratch = _scratch(
+        tile_layout, numbers=(tile_layout.block, dtype), codes=(_bytes(format), jnp.uint8)
+    )
     out = jax.ShapeDtypeStruct((math.prod(shape),), dtype)
     x_oni = _call("dequantize", body, out, walk.grid, scratch)(message.array.reshape(-1))
     x_oni = x_oni.reshape(shape)
@@ -131,20 +140,22 @@ def dequantize_sum(
     num: int,
     config: TileConfig | None = None,
 ) -> Float32[Array, " num"]:
-    """As `_reference.dequantize_sum`."""
+    """Sum the arrays in all messages; see `_reference.dequantize_sum`."""
     message = readable(message, config)
     walk = plan((1, 1, num), [format], config, message.offsets)
     if walk is None:
         return reference.dequantize_sum(message.cut_out(), format, num)
-    held = walk.held
+    tile_layout = walk.tile_layout
 
     def body(message_ref: Any, out_ref: Any, **scratch: Any) -> None:
         start, _, first = _here(walk)
-        parts = _sum(message_ref, message, first, num, format.unrotated, held, scratch)
+        parts = _sum(message_ref, message, first, num, format.unrotated, tile_layout, scratch)
         parts = _rotated(parts) if format.hadamard else parts
-        held.write(out_ref, start, held.block, parts, scratch.get("numbers"))
+        tile_layout.write(out_ref, start, tile_layout.block, parts, scratch.get("numbers"))
 
-    scratch = _scratch(held, numbers=(held.block, jnp.float32), codes=(_bytes(format), jnp.uint8))
+    scratch = _scratch(
+        tile_layout, numbers=(tile_layout.block, jnp.float32), codes=(_bytes(format), jnp.uint8)
+    )
     out = jax.ShapeDtypeStruct((num,), jnp.float32)
     total = _call("dequantize_sum", body, out, walk.grid, scratch)(message.array.reshape(-1))
     if walk.done == num:
@@ -163,8 +174,10 @@ def dequantize_sum_requantize(
     place: Place | None = None,
     config: TileConfig | None = None,
 ) -> UInt8[Array, "k _"]:
-    """As `_reference.dequantize_sum_requantize`; in two kernels, if blocks do not match, or a
-    rotation is between them."""
+    """Sum messages and quantize the sum; see `_reference.dequantize_sum_requantize`.
+
+    This takes two kernels if the block sizes differ or if either format rotates.
+    """
     message = readable(message, config)
     total, num = math.prod(shape), shape[0] * shape[2]
     result = target.num_bytes(num)
@@ -179,18 +192,18 @@ def dequantize_sum_requantize(
     if walk is None:
         x = dequantize_sum(message, source, total, config)
         return quantize(x.reshape(shape), target, seed, divisor, place, config)
-    held = walk.held
+    tile_layout = walk.tile_layout
 
     def body(message_ref: Any, *refs: Any) -> None:
         start, piece, first = _here(walk)
-        block = lax.div(start, jnp.int32(held.block))
-        parts = _sum(message_ref, message, block, total, source, held, {})
+        block = lax.div(start, jnp.int32(tile_layout.block))
+        parts = _sum(message_ref, message, block, total, source, tile_layout, {})
         into = there.start + piece * there.shape[1]
-        _write(refs[-1], into, first, num, parts, target, held, refs[:-1], {}, divisor)
+        _write(refs[-1], into, first, num, parts, target, tile_layout, refs[:-1], {}, divisor)
 
     seeds = [seed.reshape(1)] if target.rounding == "stochastic" else []
     fill = _fill("dequantize_sum_requantize", body, there, walk.grid, {})
-    assert walk.done == shape[2]  # whole blocks, and tiles that share them out
+    assert walk.done == shape[2]  # `plan` leaves a remainder only for a single format
     return fill(message.array.reshape(-1), *seeds)
 
 
@@ -199,9 +212,9 @@ def _put(place: Place | None, message: UInt8[Array, "n m"]) -> UInt8[Array, "n _
 
 
 def _here(walk: Walk) -> tuple[Any, Any, Any]:
-    """Of this warpgroup's tile: its place in the array, its piece, its first block in that."""
+    """Locate this warpgroup's tile: first element in the array, piece, first block in the piece."""
     outer, pieces, inner = walk.shape
-    block, rows = walk.held.block, walk.held.rows
+    block, rows = walk.tile_layout.block, walk.tile_layout.rows
     number, t = _divmod(lax.axis_index("tile"), walk.tiles)
     piece, run = _divmod(number, outer)
     start = (run * pieces + piece) * inner + t * (rows * block)
@@ -229,7 +242,7 @@ def _call(
 def _fill(
     name: str, body: Callable[..., None], place: Place, grid: int, scratch: dict[str, Any]
 ) -> Callable[..., UInt8[Array, "n _"]]:
-    """As `_call`: a kernel whose output is an array, of which it writes some columns."""
+    """Like `_call`, for a kernel whose output is some columns of `place`."""
 
     def filled(*args: Array) -> Array:
         if place.array is None:
@@ -242,14 +255,14 @@ def _fill(
     return filled
 
 
-def _scratch(held: Held, **tiles: tuple[int, DTypeLike]) -> dict[str, Any]:
-    if not held.rotated:
+def _scratch(tile_layout: TileLayout, **tiles: tuple[int, DTypeLike]) -> dict[str, Any]:
+    if not tile_layout.rotated:
         return {}
-    return {name: held.scratch(size, dtype) for name, (size, dtype) in tiles.items()}
+    return {name: tile_layout.scratch(size, dtype) for name, (size, dtype) in tiles.items()}
 
 
 def _bytes(format: Format) -> int:
-    """Of the codes of a block."""
+    """Bytes of the codes of one block."""
     return format.code_bytes(format.block)
 
 
@@ -260,26 +273,26 @@ def _write(
     num: int,
     parts: list[Array],
     format: Format,
-    held: Held,
+    tile_layout: TileLayout,
     seeds: tuple[Any, ...],
     scratch: dict[str, Any],
     divisor: int,
 ) -> None:
-    """Write a tile, whose first block is number `first`, into the message at `message`."""
+    """Quantize a tile and write it as blocks `first`, ... of the message at byte `message`."""
     if format.hadamard:
         parts = _rotated([x * jnp.float32(1 / 32) for x in parts])
     scale_r = tile.scales(parts, format, divisor)
     indices = seed = None
     if seeds:
         seed = seeds[0][0]
-        before = (first * held.block).astype(jnp.uint32)
-        indices = [index + before for index in held.indices()]
-    codes = tile.encode(parts, scale_r, held.shape, format, indices, seed, divisor)
+        before = (first * tile_layout.block).astype(jnp.uint32)
+        indices = [index + before for index in tile_layout.indices()]
+    codes = tile.encode(parts, scale_r, tile_layout.shape, format, indices, seed, divisor)
     size = _bytes(format)
-    held.write(ref, message + first * size, size, codes, scratch.get("codes"))
+    tile_layout.write(ref, message + first * size, size, codes, scratch.get("codes"))
     start = message + format.code_bytes(num) + first * format.scale_bytes
     for i, byte in enumerate(tile.scale_bytes(scale_r, format)):
-        memory.store(ref, Window(start, held.rows, format.scale_bytes, i), byte)
+        memory.store(ref, Window(start, tile_layout.rows, format.scale_bytes, i), byte)
 
 
 def _read(
@@ -288,20 +301,22 @@ def _read(
     first: Any,
     num: int,
     format: Format,
-    held: Held,
+    tile_layout: TileLayout,
     scratch: dict[str, Any],
 ) -> list[Array]:
-    """Undo `_write`, in float32."""
+    """Read and dequantize a tile (float32); the reverse of `_write`."""
     size = _bytes(format)
-    codes = held.read(ref, message + first * size, size, scratch.get("codes"))
+    codes = tile_layout.read(ref, message + first * size, size, scratch.get("codes"))
     parts = tile.decode(codes, format)
     if format.hadamard:
         parts = _rotated(parts)
     start = message + format.code_bytes(num) + first * format.scale_bytes
-    windows = [Window(start, held.rows, format.scale_bytes, i) for i in range(format.scale_bytes)]
-    layout = held.shape.row_layout
+    windows = [
+        Window(start, tile_layout.rows, format.scale_bytes, i) for i in range(format.scale_bytes)
+    ]
+    layout = tile_layout.shape.row_layout
     scale_r = tile.read_scales([memory.load(ref, w, layout) for w in windows], format)
-    return [_clipped(x * tile.along(scale_r, held.shape), jnp.float32) for x in parts]
+    return [_clipped(x * tile.along(scale_r, tile_layout.shape), jnp.float32) for x in parts]
 
 
 def _sum(
@@ -310,19 +325,20 @@ def _sum(
     first: Any,
     num: int,
     format: Format,
-    held: Held,
+    tile_layout: TileLayout,
     scratch: dict[str, Any],
 ) -> list[Array]:
-    """The sum of a tile over all messages, one after the other."""
+    """Sum a tile over all messages, in their order (float32)."""
 
     def add(peer: Any, total: list[Array]) -> list[Array]:
-        parts = _read(ref, messages.begin(peer), first, num, format, held, scratch)
+        parts = _read(ref, messages.begin(peer), first, num, format, tile_layout, scratch)
         return [x + y for x, y in zip(total, parts, strict=True)]
 
     peers = len(messages)
-    parts = _read(ref, messages.begin(0), first, num, format, held, scratch)
+    parts = _read(ref, messages.begin(0), first, num, format, tile_layout, scratch)
     total = [x + jnp.float32(0) for x in parts]
-    if peers > (_UNROLLED if not held.rotated else 1):  # through shared memory they are long
+    # Loads of rotated tiles go through shared memory: too many instructions to unroll.
+    if peers > (_UNROLLED if not tile_layout.rotated else 1):
         return lax.fori_loop(1, peers, add, total)
     for peer in range(1, peers):
         total = add(peer, total)
@@ -330,7 +346,7 @@ def _sum(
 
 
 def _rotated(parts: list[Array]) -> list[Array]:
-    """Each 32 of the parts."""
+    """Rotate each group of 32 parts."""
     groups = [tile.rotate(parts[i : i + 32]) for i in range(0, len(parts), 32)]
     return [x for group in groups for x in group]
 
@@ -347,8 +363,9 @@ def _fit(x: Array, dtype: DTypeLike) -> Array:
 def _tail(
     messages: InPlace, format: Format, num: int, done: int
 ) -> tuple[UInt8[Array, "n _"], UInt8[Array, "n _"], Format, int]:
-    """What of messages belongs to the numbers from `done` on, as `_reference.decode` takes it."""
-    message, end = messages.cut_out(), format.code_bytes(num)  # XLA cuts out the tail alone
+    """Arguments of `_reference.decode` for the numbers from index `done` on."""
+    # XLA fuses these slices, so only the tail is read.
+    message, end = messages.cut_out(), format.code_bytes(num)
     codes = message[:, format.code_bytes(done) : end]
     scales = message[:, end + done // format.block * format.scale_bytes :]
     return codes, scales, format, num - done

@@ -1,9 +1,9 @@
 """Reduce-scatter of quantized numbers as one kernel: compiles, never executed.
 
-Each tile of the piece of each device is read and quantized once, and its codes are stored into
-that device's inbox. Once a tile of all devices has arrived, their codes are decoded and summed
-in float32, in the order of the devices, while later tiles are on their way. What may happen
-when is said, and why, in `_protocol`.
+A device reads and quantizes each tile once and stores its codes into the inbox of the device
+that owns that piece of the sum. Once a tile has arrived from all devices, the owner decodes and
+sums it in float32, in the order of the devices, while later tiles are in flight. `_protocol`
+describes the synchronization and why it is correct.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ._remote import Block, Plan, RemoteConfig, clipped, run
 
 
 class ReduceScatter(Block):
-    """A block of the kernel."""
+    """One thread block of the kernel."""
 
     name: ClassVar[str] = "quantized_reduce_scatter"
 
@@ -46,7 +46,7 @@ def reduce_scatter(
     seed: UInt32[Array, ""],
     config: RemoteConfig,
 ) -> Float32[Array, "o i"]:
-    """As the reference in `_collectives`; compiles, never executed."""
+    """Reduce-scatter `x_oni`, like `_collectives.scatter_reference`; compiles, never executed."""
     outer, _, inner = x_oni.shape
     plan = Plan.of(outer, inner, format, config)
     source = plan.cut(x_oni)

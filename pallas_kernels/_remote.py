@@ -1,11 +1,11 @@
-"""A block of a kernel that writes into the memory of other devices: what both collectives share.
+"""Thread blocks that write into the memory of other devices; shared by both collectives.
 
-It is a `Party` (`_protocol`): `exchange` says what it is to do when, and it emits that as
-instructions. Compiles, never executed: nobody has run this on several GPUs.
+`Block` implements the operations of `_protocol.Party` as GPU instructions, and `exchange` calls
+them in order. Compiles, never executed: this has not run on several GPUs.
 
-An inbox is two outputs of the kernel, which nobody sees: the codes of tiles, and their scales.
-Every device's own tiles go through it too, so that all are treated alike, and what a device
-gets of itself is rounded as what the others get of it.
+The inbox of a device is two extra outputs of the kernel, codes and scales, which `run` discards.
+A device also sends its own tiles through its inbox, so that its own contribution is rounded
+exactly like the copy that its peers receive.
 
 Legend: o, n, i as in `_reference`; w, r, b as in `_tile`.
 """
@@ -28,25 +28,25 @@ from . import _memory as memory
 from . import _reference as reference
 from . import _tile as tile
 from ._format import Format
-from ._held import Held
 from ._protocol import Party, Semaphore, exchange
+from ._tile_layout import TileLayout
 
-_plgpu: Any = plgpu  # what pyright reads is the oldest JAX
+_plgpu: Any = plgpu  # types are checked with the oldest JAX, which lacks some of the names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RemoteConfig:
-    """How a collective of one kernel is cut up. Nothing of this was measured.
+    """Tile, inbox and grid sizes of a single-kernel collective. None of them was measured.
 
     Args:
-        elements: numbers in a tile, a power of two. Two blocks at least.
-        vector: neighbours that a lane loads at once, a power of two.
-        slots: how many tiles of each sender a block has room for in its inbox.
-        blocks: of a device. They wait for those of other devices, so all of them must run at
-            once: two at most for each multiprocessor, whose registers are enough for as many.
+        elements: numbers in a tile, a power of two; raised to two blocks if that is more.
+        vector: consecutive elements that a lane loads at once, a power of two.
+        slots: tiles per sender that fit into a block's inbox.
+        blocks: thread blocks per device. They wait for blocks of other devices, so all must be
+            resident at once: at most two per multiprocessor, the limit set by its registers.
 
     Raises:
-        ValueError: one of them is less than 1, or not a power of two where it must be.
+        ValueError: a value is less than 1, or not a power of two where it must be.
     """
 
     elements: int = 4096
@@ -63,14 +63,15 @@ class RemoteConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How what one device sends to another is cut up: `outer` runs of whole tiles.
+    """Divides the array that one device sends to another into `outer` runs of whole tiles.
 
     Attributes:
-        outer: runs. One, filled up with zeros, if tiles do not lie in runs.
-        inner: numbers of a run, that are not only there to fill it up.
-        format: of the codes.
-        rows: blocks of numbers in a tile.
-        config: the rest.
+        outer: number of runs. If runs do not consist of whole tiles, they are joined into a
+            single run, padded with zeros.
+        inner: numbers in a run, without padding.
+        format: wire format.
+        rows: quantization blocks in a tile.
+        config: the other sizes.
     """
 
     outer: int
@@ -81,9 +82,9 @@ class Plan:
 
     @classmethod
     def of(cls, outer: int, inner: int, format: Format, config: RemoteConfig) -> Plan:
-        """For `outer` runs of `inner` numbers. Blocks go on from one run to the next."""
-        rows = max(2, config.elements // format.block)  # one scale would be no array
-        while not cls(outer, inner, format, rows, config).held.vector:
+        """Plan for `outer` runs of `inner` numbers; blocks may extend across runs."""
+        rows = max(2, config.elements // format.block)  # the scale of one row would be a scalar
+        while not cls(outer, inner, format, rows, config).tile_layout.vector:
             rows *= 2
         if inner % (rows * format.block):
             return cls(1, outer * inner, format, rows, config)
@@ -91,12 +92,12 @@ class Plan:
 
     @property
     def tile(self) -> int:
-        """Numbers of a tile."""
+        """Numbers per tile."""
         return self.rows * self.format.block
 
     @property
     def run(self) -> int:
-        """Tiles of a run."""
+        """Tiles per run."""
         return max(1, math.ceil(self.inner / self.tile))
 
     @property
@@ -105,12 +106,12 @@ class Plan:
 
     @property
     def blocks(self) -> int:
-        """Of a device."""
+        """Thread blocks per device."""
         return min(self.config.blocks, self.tiles)
 
     @property
     def most_tiles(self) -> int:
-        """Of a block."""
+        """Largest number of tiles of any thread block."""
         return math.ceil(self.tiles / self.blocks)
 
     @property
@@ -118,14 +119,14 @@ class Plan:
         return min(self.config.slots, self.most_tiles)
 
     @property
-    def held(self) -> Held:
-        """A tile in registers: two parts if codes are packed."""
+    def tile_layout(self) -> TileLayout:
+        """Layout of a tile in registers: two parts if two codes share a byte, else one."""
         block, halves = self.format.block, self.format.codes_per_byte
         vector = tile.fitting_vector(block // halves, self.rows, self.config.vector)
-        return Held(self.rows, block, halves, rotated=False, vector=vector)
+        return TileLayout(self.rows, block, halves, rotated=False, vector=vector)
 
     def inbox(self, devices: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Places for codes, and for scales."""
+        """Shapes of a device's inbox: codes and scales, by sender, thread block and slot."""
         places = (devices, self.blocks, self.slots, self.rows)
         codes = (*places, self.format.code_bytes(self.format.block))
         return (
@@ -134,7 +135,7 @@ class Plan:
         )
 
     def cut(self, x_oni: Array) -> Array:
-        """Pieces as tiles: runs, pieces, tiles of a run, blocks, numbers."""
+        """Divide pieces into tiles: [runs, pieces, tiles per run, blocks, numbers]."""
         outer, pieces, _ = x_oni.shape
         if outer != self.outer:
             x_oni = reference.to_rows(x_oni)[None]
@@ -143,7 +144,7 @@ class Plan:
         return x_oni.reshape(self.outer, pieces, self.run, self.rows, self.format.block)
 
     def join(self, tiles: Array, outer: int) -> Array:
-        """Undo `cut`, of pieces that had `outer` runs."""
+        """Reassemble pieces of `outer` runs from tiles; the reverse of `cut`."""
         pieces = tiles.shape[1]
         x_oni = tiles.reshape(self.outer, pieces, self.run * self.tile)[..., : self.inner]
         if outer != self.outer:
@@ -152,14 +153,14 @@ class Plan:
 
 
 class Block(Party):
-    """One block of a device: one warpgroup.
+    """One thread block of a device, which is one warpgroup.
 
     Attributes:
-        name: of the kernel.
-        source: numbers of this device, cut by `Plan`: one piece, or one for each peer.
-        result: what is made of those that arrive.
-        codes: the inbox, by sender, block and slot.
-        scales: the same for scales.
+        name: name of the kernel.
+        source: this device's numbers, divided by `Plan`: one piece, or one for each peer.
+        result: output for the numbers that arrive.
+        codes: inbox of codes, indexed by sender, block and slot.
+        scales: inbox of scales, indexed in the same way.
     """
 
     name: ClassVar[str]
@@ -195,45 +196,50 @@ class Block(Party):
 
     @property
     def num_tiles(self) -> Any:
-        """Of this block."""
+        """Number of tiles of this thread block."""
         last = jnp.int32(self.plan.tiles + self.plan.blocks - 1)
         return lax.div(last - self.block, jnp.int32(self.plan.blocks))
 
     def _number(self, tile: Any) -> Any:
-        """Of a tile of this block among all."""
+        """Index among all tiles of this block's tile number `tile`."""
         return tile * self.plan.blocks + self.block
 
     def of_piece(self, ref: Any, piece: Any, tile: Any) -> Any:
-        """A tile of this block in one piece of an array."""
+        """Select this block's tile number `tile` in one piece of an array."""
         number, run = self._number(tile), jnp.int32(self.plan.run)
         return ref.at[lax.div(number, run), piece, lax.rem(number, run)]
 
     def to_peers(self, body: Callable[[Any], None]) -> None:
-        """The next device first, so that they do not all write to the same at once."""
+        """Call `body` for every peer, beginning with the next device.
+
+        Each device begins with a different peer, which spreads the writes over the links.
+        """
         num = jnp.int32(self.num_devices)
         self.repeat(self.num_devices, lambda j: body(lax.rem(self.device + j + 1, num)))
 
     def encoded(self, ref: Any, tile_number: Any) -> tuple[Array, Array]:
-        """Codes and scales of the tile in `ref`."""
-        format, held = self.plan.format, self.plan.held
-        parts_w = [load_tile(x, held.shape.layout).astype(jnp.float32) for x in self._parts(ref)]
+        """Quantize the tile in `ref` to codes and scales."""
+        format, tile_layout = self.plan.format, self.plan.tile_layout
+        parts_w = [
+            load_tile(x, tile_layout.shape.layout).astype(jnp.float32) for x in self._parts(ref)
+        ]
         scale_r = tile.scales(parts_w, format)
         seed = indices = None
-        if self.seeds:  # numbers are told apart by their place among all of the piece
+        if self.seeds:  # the random numbers depend on an element's index within the piece
             seed = self.seeds[0][0]
             first = (self._number(tile_number) * self.plan.tile).astype(jnp.uint32)
-            indices = [index_w + first for index_w in held.indices()]
-        (codes_b,) = tile.encode(parts_w, scale_r, held.shape, format, indices, seed)
+            indices = [index_w + first for index_w in tile_layout.indices()]
+        (codes_b,) = tile.encode(parts_w, scale_r, tile_layout.shape, format, indices, seed)
         return codes_b, scale_r.astype(format.scale_dtype)  # exact
 
     def _parts(self, ref: Any) -> list[Any]:
-        """Columns of a tile in memory."""
-        held = self.plan.held
-        width = held.shape.width
-        return [ref.at[:, pl.ds(h * width, width)] for h in range(held.halves)]
+        """Split a tile in memory into the columns of its parts."""
+        tile_layout = self.plan.tile_layout
+        width = tile_layout.shape.width
+        return [ref.at[:, pl.ds(h * width, width)] for h in range(tile_layout.halves)]
 
     def put(self, peer: Any, slot: Any, codes_b: Array, scale_r: Array) -> None:
-        """Into this device's place in the inbox of a peer."""
+        """Write codes and scales into this device's slot in the inbox of a peer."""
         there: Any = {self.axis: peer}
         codes, scales = (
             plgpu.remote_ref(ref, there).at[self.device, self.block, slot]
@@ -243,21 +249,24 @@ class Block(Party):
         store_tile(scales, scale_r)
 
     def take(self, peer: int, slot: Any) -> list[Array]:
-        """Out of the place of a peer in this device's inbox, decoded."""
-        shape = self.plan.held.shape
+        """Read and decode the tile in a peer's slot of this device's inbox."""
+        shape = self.plan.tile_layout.shape
         codes_b = load_tile(self.codes.at[peer, self.block, slot], shape.layout)
         scale_r = load_tile(self.scales.at[peer, self.block, slot], shape.row_layout)
         scale_w = tile.along(scale_r.astype(jnp.float32), shape)
         return [x_w * scale_w for x_w in tile.decode([codes_b], self.plan.format)]
 
     def keep(self, ref: Any, parts_w: Sequence[Array]) -> None:
-        """As the result, in `ref`."""
+        """Store the parts of a tile of the result into `ref`."""
         for part, x_w in zip(self._parts(ref), parts_w, strict=True):
             store_tile(part, x_w.astype(part.dtype))
 
 
 def clipped(x_w: Array, dtype: DTypeLike) -> Array:
-    """Half a step above the largest number of a type lies infinity. NaN stays."""
+    """Limit numbers to the finite range of `dtype`; NaN is kept.
+
+    Decoded numbers may exceed the range by a rounding error, and a cast would make them infinite.
+    """
     largest = jnp.float32(reference.largest(dtype))
     return jnp.minimum(jnp.maximum(x_w, -largest), largest)
 
@@ -273,12 +282,15 @@ def run(
     """Run a kernel on every device of an axis, inside `shard_map`.
 
     Args:
-        block: what its blocks do.
-        source: this device's numbers, cut by `plan`.
-        seed: of stochastic rounding.
-        result: of the same form.
-        axis: of the mesh.
-        plan: how it is all cut up.
+        block: class of the kernel's thread blocks.
+        source: this device's numbers, divided by `plan`.
+        seed: seed of stochastic rounding (uint32).
+        result: shape and dtype of the result, divided in the same way.
+        axis: mesh axis of the devices that take part.
+        plan: tiles of the arrays.
+
+    Returns:
+        The result, still divided into tiles.
     """
     devices = lax.axis_size(axis)
     seeds = [seed.reshape(1)] if plan.format.rounding == "stochastic" else []
@@ -300,19 +312,19 @@ def run(
 
 
 def semaphores(devices: int) -> list[Any]:
-    """`entered`, `arrived` and `free`, of which every block of the grid has its own."""
+    """Semaphores `entered`, `arrived` and `free` of each thread block."""
     regular = plgpu.SemaphoreType.REGULAR
     return [regular, regular((devices,)), regular]
 
 
 def load_tile(ref: Any, layout: Any) -> Array:
-    """Into registers."""
+    """Load a tile into registers."""
     return _plgpu.load(ref, layout=layout, optimized=False)
 
 
 def store_tile(ref: Any, value: Array) -> None:
-    """Out of registers."""
-    if hasattr(plgpu, "store"):  # JAX 0.12 must be told that some lanes write few bytes
+    """Store a tile from registers."""
+    if hasattr(plgpu, "store"):  # JAX 0.12 rejects narrow stores unless `optimized=False`
         _plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value

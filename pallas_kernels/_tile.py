@@ -1,15 +1,16 @@
-"""A tile of blocks in registers: how it becomes codes and scales, and numbers again.
+"""Encode and decode a tile of blocks that lies in registers.
 
-A tile is `rows` blocks, handled by one warpgroup. It is held as `parts`, arrays of the same
+A tile is `rows` blocks, handled by one warpgroup. It is stored as `parts`, arrays of one
 shape [rows, width], each with some columns of the blocks: element [r, c] of the part with
-`offset` is number `offset + stride * c` of block r. Numbers that must meet lie in different
-parts, in the same place: halves of a block that are packed into bytes, and what a rotation
-adds. So nothing here moves data between lanes but the largest number of a block.
+`offset` is number `offset + stride * c` of block r. Numbers that are combined with each other
+lie at the same index of different parts: the two halves of a block whose 4-bit codes share
+bytes, and the terms of a Hadamard rotation. So only the maximum of a block moves data between
+lanes.
 
-The functions take and give arrays in registers. They use only what Mosaic GPU lowers: no
-`floor`, no `isfinite`, no reshape.
+The functions take and return arrays in registers. They use only operations that Mosaic GPU
+lowers: no `floor`, no `isfinite`, no reshape.
 
-Legend: w = a part [rows, width], b = the same of bytes, r = [rows], or a scalar if that is 1.
+Legend: w = a part [rows, width], b = a part of uint8, r = [rows], or a scalar if rows is 1.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from . import _blockwise as blocks
 from ._format import Format
 
-WARPS = 4  # of a warpgroup
-LANES = 32  # of a warp
+WARPS = 4  # per warpgroup
+LANES = 32  # per warp
 _INFINITY = np.float32(np.inf)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """How the arrays of a tile lie in registers.
+    """Shape of one part of a tile, and its layout in the registers of a warpgroup.
 
     Attributes:
-        rows: blocks of the tile.
-        width: columns of a part.
-        vector: neighbours that one lane holds: a power of two, and what it loads at once.
+        rows: number of blocks in the tile.
+        width: number of columns in a part.
+        vector: consecutive elements that one lane holds and loads at once; a power of two.
     """
 
     rows: int
@@ -48,19 +49,21 @@ class Shape:
 
     @property
     def array(self) -> tuple[int, ...]:
-        """The shape of a part, which has one dim if it has one column."""
+        """Array shape of a part: [rows, width], or [rows] if `width` is 1."""
         return (self.rows, self.width) if self.width > 1 else (self.rows,)
 
     @property
     def row_layout(self) -> Any:
-        """Of one number for each row."""
+        """Register layout of an array with one number per row."""
         return self.layout.reduce(1) if self.width > 1 else self.layout
 
     @property
     def layout(self) -> Any:
-        """Lanes lie along a row; those too many for one take the next; warps take others.
+        """Register layout of a part.
 
-        Long rows are shared by the four warps: one warp has too few registers.
+        Consecutive lanes hold consecutive vectors of a row, and go on with the next row if one
+        row does not fill a warp. Each warp has rows of its own, except that several warps share
+        a long row, because one warp has too few registers for it.
         """
         vector, width = self.vector, self.width
         if width == 1:
@@ -81,7 +84,7 @@ class Shape:
 
     @property
     def _warps(self) -> int:
-        """How many warps share a row: one, unless that had too many numbers for each lane."""
+        """Number of warps that share a row: 1, unless each lane would hold too many numbers."""
         lanes = self.width // self.vector
         if self.vector > 1 and self.width < 1024:
             return 1
@@ -89,7 +92,7 @@ class Shape:
 
     @property
     def multiple(self) -> int:
-        """What `rows` is a multiple of."""
+        """Smallest number of rows that fills all lanes; `rows` must be a multiple of it."""
         return WARPS // self._warps * max(1, LANES * self.vector // self.width)
 
 
@@ -98,39 +101,45 @@ def _tiled(tiles: tuple[tuple[int, ...], ...], warps: tuple[int, ...], lanes: An
 
 
 def fitting_vector(width: int, rows: int, vector: int) -> int:
-    """The longest vector, at most `vector`, with which `rows` rows fill all lanes; or 0."""
+    """Return the longest vector, at most `vector`, with which `rows` rows fill all lanes, or 0."""
     while vector and (width < vector or rows % Shape(rows, width, vector).multiple):
         vector //= 2
     return vector
 
 
 def scales(parts_w: Sequence[Array], format: Format, divisor: int = 1) -> Array:
-    """The scale of each row over `divisor`, as its receiver reads it; NaN if it is not finite."""
+    """Compute the scale of each row of the numbers divided by `divisor`.
+
+    The result is rounded up to the scale type of the format, so it equals the value that the
+    receiver decodes. It is NaN where the row holds a NaN or an infinity.
+    """
     amax_r = functools.reduce(jnp.maximum, [jnp.abs(x_w) for x_w in parts_w])
     if len(amax_r) == 1:
         amax_r = jnp.max(jnp.max(amax_r, axis=1), axis=0)
     elif amax_r.ndim > 1:
         amax_r = jnp.max(amax_r, axis=1)
     scale_r = jnp.maximum(amax_r * blocks.not_above(1 / (format.limit * divisor)), blocks.TINY)
-    # The largest of nothing but NaN may be NaN, or minus infinity.
+    # The maximum over a row of NaN may be NaN or minus infinity; the test must reject both.
     is_finite = (amax_r >= 0) & (amax_r < _INFINITY)
     scale_r = jnp.where(is_finite, scale_r, jnp.nan)
     if format.scale_bytes == 4:
         return scale_r
+    # bfloat16 is the upper half of a float32. Rounding up keeps codes within the limit; adding to
+    # the bits of a NaN could turn it into a number.
     bits_r = lax.bitcast_convert_type(scale_r, jnp.uint32)
     bits_r = jnp.where(is_finite, bits_r + jnp.uint32(0xFFFF), bits_r)
     return lax.bitcast_convert_type(bits_r & jnp.uint32(0xFFFF0000), jnp.float32)
 
 
 def scale_bytes(scale_r: Array, format: Format) -> list[Array]:
-    """The bytes of scales, the lowest first: all four, or the upper two."""
+    """Split scales into bytes, lowest first: four for float32, the upper two for bfloat16."""
     bits_r = lax.bitcast_convert_type(scale_r, jnp.uint32)
     shifts = range(32 - 8 * format.scale_bytes, 32, 8)
     return [((bits_r >> jnp.uint32(s)) & jnp.uint32(255)).astype(jnp.uint8) for s in shifts]
 
 
 def read_scales(bytes_r: Sequence[Array], format: Format) -> Array:
-    """Undo `scale_bytes`."""
+    """Assemble scales (float32) from the bytes that `scale_bytes` returns."""
     shifts = range(32 - 8 * format.scale_bytes, 32, 8)
     shifted = [
         x_r.astype(jnp.uint32) << jnp.uint32(s) for x_r, s in zip(bytes_r, shifts, strict=True)
@@ -147,17 +156,20 @@ def encode(
     seed: Array | None = None,
     divisor: int = 1,
 ) -> list[Array]:
-    """The codes of numbers in float32, as bytes; of 4 bits, of two halves of parts.
+    """Quantize a tile of float32 numbers to codes (uint8).
 
     Args:
-        parts_w: of the tile. For codes of 4 bits, the second half of the list holds what is
-            half a block behind the first.
-        scale_r: from `scales`.
-        shape: of each part.
-        format: of the codes.
-        indices: for stochastic rounding the place of each number in its row (uint32).
-        seed: the same.
-        divisor: of the numbers.
+        parts_w: parts of the tile, float32. For 4-bit codes, the second half of the list holds
+            the second halves of the blocks.
+        scale_r: scale of each row, from `scales`.
+        shape: shape of each part.
+        format: wire format.
+        indices: index of each number in its message (uint32), for stochastic rounding only.
+        seed: seed (uint32), for stochastic rounding only.
+        divisor: numbers are divided by this before they are quantized.
+
+    Returns:
+        One part of codes for each input part, or for each pair of them if codes have 4 bits.
     """
     inverse_r = blocks.inverse(scale_r, format.scale_dtype, divisor)
     rounded = []
@@ -177,10 +189,11 @@ def encode(
 
 
 def decode(codes_b: Sequence[Array], format: Format) -> list[Array]:
-    """The numbers, without their scale, in the order that `encode` takes them."""
+    """Convert codes to float32, not yet scaled, in the order of parts that `encode` takes."""
     if format.codes_per_byte == 1:
         kind = jnp.int8 if format.is_integer else format.kind
         return [lax.bitcast_convert_type(x_b, kind).astype(jnp.float32) for x_b in codes_b]
+    # Shift each 4-bit code to the top of an int32 and back: the arithmetic shift extends its sign.
     wide_b = [x_b.astype(jnp.int32) for x_b in codes_b]
     shift = jnp.int32(28)
     low = [lax.shift_right_arithmetic(x_b << 28, jnp.full_like(x_b, shift)) for x_b in wide_b]
@@ -189,7 +202,7 @@ def decode(codes_b: Sequence[Array], format: Format) -> list[Array]:
 
 
 def along(x_r: Array, shape: Shape) -> Array:
-    """One number for each row, in all of its columns."""
+    """Broadcast one number per row to all columns of a part."""
     if shape.width == 1:
         return x_r
     x_w = lax.broadcast_in_dim(x_r, shape.array, tuple(range(x_r.ndim)))
@@ -197,7 +210,7 @@ def along(x_r: Array, shape: Shape) -> Array:
 
 
 def rotate(parts_w: Sequence[Array]) -> list[Array]:
-    """Multiply 32 parts by Hadamard's matrix: sums and differences at distance 1, 2, 4, 8, 16."""
+    """Multiply 32 parts by the 32 x 32 Hadamard matrix (unnormalized), by butterflies."""
     parts, distance = list(parts_w), 1
     while distance < blocks.GROUP:
         for i in range(blocks.GROUP):
@@ -209,7 +222,7 @@ def rotate(parts_w: Sequence[Array]) -> list[Array]:
 
 
 def _uniforms(x_w: Array, scale_r: Array, shape: Shape, index_w: Array, seed: Array) -> Array:
-    """As `_blocks.uniforms`."""
+    """Pseudo-random numbers in [0, 1), equal to those of `_blockwise.uniforms`."""
     key_r = blocks.mix(lax.bitcast_convert_type(scale_r, jnp.uint32) ^ blocks.mix(seed))
     h = index_w * jnp.uint32(0x9E3779B9) + along(key_r, shape)
     h = blocks.mix(h ^ lax.bitcast_convert_type(x_w, jnp.uint32))
@@ -217,12 +230,14 @@ def _uniforms(x_w: Array, scale_r: Array, shape: Shape, index_w: Array, seed: Ar
 
 
 def _rounded(x_w: Array, u_w: Array | None, format: Format) -> Array:
-    """Codes as numbers of their own type; int32 for those of 4 bits."""
+    """Round scaled numbers to codes: int8, a float8 type, or int32 for 4-bit codes."""
     if format.is_integer:
         dtype = jnp.int8 if format.codes_per_byte == 1 else jnp.int32
         return _to_integer(x_w, u_w).astype(dtype)
     if u_w is None:
         return x_w.astype(format.kind)
+    # The spacing of float8 numbers is a power of two for each binade. Dividing by it turns
+    # rounding to float8 into rounding to an integer; all powers are formed in the exponent bits.
     info = jnp.finfo(format.kind)
     binade_w = lax.bitcast_convert_type(x_w, jnp.uint32) & jnp.uint32(0x7F800000)
     smallest = jnp.uint32(int(np.float32(info.smallest_normal).view(np.uint32)))

@@ -1,7 +1,7 @@
-"""How a kernel walks an array in tiles, and where it can find and leave messages.
+"""Divide an array into tiles, and decide if a kernel can access messages in place.
 
-A lane moves several neighbours at once, if tiles, rows and messages all begin at multiples of as
-many.
+A lane loads a vector of several elements at once only if tiles, rows and messages all begin at
+multiples of that vector's length.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from jaxtyping import Array, UInt8
 from . import _tile as tile
 from ._config import TileConfig, tile_config
 from ._format import Format
-from ._held import Held
 from ._in_place import InPlace, Place
+from ._tile_layout import TileLayout
 
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The tiles of an array of `shape` = o, n, i (see `_reference`): each lies in one run.
+    """The tiles of an array; each lies within one contiguous run of `i` elements.
 
     Attributes:
-        shape: of the array.
-        held: a tile.
+        shape: shape (o, n, i) of the array; see `_reference`.
+        tile_layout: how a tile is divided into parts.
     """
 
     shape: tuple[int, int, int]
-    held: Held
+    tile_layout: TileLayout
 
     @property
     def num(self) -> int:
-        """Elements of a piece."""
+        """Elements per piece."""
         return self.shape[0] * self.shape[2]
 
     @property
     def tiles(self) -> int:
-        """Of a run."""
-        return self.shape[2] // (self.held.block * self.held.rows)
+        """Tiles per run."""
+        return self.shape[2] // (self.tile_layout.block * self.tile_layout.rows)
 
     @property
     def done(self) -> int:
-        """Elements of a run that lie in tiles."""
-        return self.tiles * self.held.rows * self.held.block
+        """Elements of a run that tiles cover; XLA handles the rest."""
+        return self.tiles * self.tile_layout.rows * self.tile_layout.block
 
     @property
     def grid(self) -> int:
@@ -53,44 +53,53 @@ class Walk:
 def plan(
     shape: tuple[int, ...], formats: list[Format], config: TileConfig | None, offsets: list[int]
 ) -> Walk | None:
-    """How to walk an array, whose rows start at multiples of `offsets`; None: it cannot be."""
+    """Choose the tiles of an array, or return None if no tile fits.
+
+    Args:
+        shape: shape (o, n, i) of the array.
+        formats: wire formats that the kernel reads and writes, all with one block size.
+        config: tile sizes; None: those of `tile_config`.
+        offsets: strides and starts, in elements; accesses begin at sums of multiples of these.
+    """
     outer, pieces, inner = shape
     block = formats[0].block
     config = config or tile_config()
     blocks = inner // block
     if blocks == 0 or (outer > 1 and inner % block):
         return None
-    # Tiles share out a run without rest; or, if lanes then move more at once and nothing comes
-    # behind the run, what is left at its end is for XLA.
+    # Prefer tiles that divide a run exactly. If there is a single run, larger tiles that leave a
+    # remainder for XLA are allowed too, and win if they permit longer vectors.
     numbers = [blocks & -blocks]
     if outer == 1 and len(formats) == 1:
         numbers.append(_below(blocks))
-    tiles = [_held(rows, formats, config, _common(config.vector, offsets)) for rows in numbers]
-    best = max(tiles, key=lambda held: held.vector if held.is_possible else 0)
+    tiles = [
+        _choose_tile(rows, formats, config, _common(config.vector, offsets)) for rows in numbers
+    ]
+    best = max(tiles, key=lambda tile_layout: tile_layout.vector if tile_layout.is_possible else 0)
     return Walk((outer, pieces, inner), best) if best.is_possible else None
 
 
-def _held(most: int, formats: list[Format], config: TileConfig, vector: int) -> Held:
-    """A tile of `most` blocks at most."""
+def _choose_tile(most: int, formats: list[Format], config: TileConfig, vector: int) -> TileLayout:
+    """Choose a tile of at most `most` blocks."""
     block = formats[0].block
     halves = max(format.codes_per_byte for format in formats)
     rotated = formats[0].hadamard is not None
     rows = max(1, config.elements // block)
     if rotated:
-        rows = max(rows, Held(1, block, halves, True, vector).shape.multiple)
+        rows = max(rows, TileLayout(1, block, halves, True, vector).shape.multiple)
     rows = min(rows, most)
     if not rotated:
         vector = tile.fitting_vector(block // halves, rows, vector)
-    return Held(rows, block, halves, rotated, vector)
+    return TileLayout(rows, block, halves, rotated, vector)
 
 
 def _common(vector: int, offsets: list[int]) -> int:
-    """The longest vector, at most `vector`, that divides all offsets."""
+    """Return the longest vector, at most `vector`, that divides all offsets."""
     return math.gcd(vector, *offsets)
 
 
 def readable(message: UInt8[Array, "n m"] | InPlace, config: TileConfig | None) -> InPlace:
-    """Messages as a kernel reads them: in place, unless it would read less at once there."""
+    """Return messages in place, or copied out if that permits longer vector loads."""
     there, vector = InPlace.whole(message), (config or tile_config()).vector
     alone = [there.size] if len(there) > 1 else []
     if there.array.size < 2**31 and _common(vector, there.offsets) >= _common(vector, alone):
@@ -99,7 +108,11 @@ def readable(message: UInt8[Array, "n m"] | InPlace, config: TileConfig | None) 
 
 
 def writable(place: Place | None, rows: int, size: int, config: TileConfig | None) -> Place | None:
-    """Where a kernel writes messages of `size` bytes; None: it would write less at once there."""
+    """Return the place where a kernel writes `rows` messages of `size` bytes.
+
+    None means that writing into `place` would need shorter vectors than a new array does, so the
+    caller should write a new array and copy it.
+    """
     alone, vector = Place((rows, size), 0), (config or tile_config()).vector
     if place is None:
         return alone

@@ -1,1 +1,1 @@
-"""What is read from compiled programs: memory, launches, bytes, predicted time."""
+"""Figures read from compiled programs: memory, launches, bytes, predicted time."""

@@ -1,8 +1,8 @@
-"""What an instruction of a compiled program costs on a stated machine: a model, no measurement.
+"""Predict the time of an instruction of a compiled program by a cost model, not by measurement.
 
-Compute takes the longer of its operations at `flops` and its memory traffic at `memory`. A
-collective takes 10 us, and the longer of what a device receives inside its node and of what
-enters the node, where each byte that a node needs enters once.
+Compute takes the maximum of its operations at the rate `flops` and its memory traffic at the rate
+`memory`. A collective takes 10 us plus the maximum of the time for the bytes that a device receives
+inside its node and of the time for the bytes that enter the node, each of them counted once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A mesh of H200s that are not there: programs for it are compiled and read, never run.
+"""An abstract mesh of H200s, for compiling programs ahead of time on a machine without GPUs.
 
-Needs `jaxzero[aot]`. The compiler asks nothing of the machine; `cuInit` complaining that there
-is no GPU does no harm.
+Needs `jaxzero[aot]`. The compiler needs no GPU; the error message of `cuInit` about the missing
+GPU can be ignored.
 """
 
 from __future__ import annotations

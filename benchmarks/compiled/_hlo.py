@@ -1,4 +1,4 @@
-"""Reading compiled HLO: the shapes in it, the collectives, how often each runs, between whom."""
+"""Read shapes and collectives from compiled HLO, with execution counts and replica groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled HLO as data: computations, their instructions in scheduled order, and operands."""
+"""Parse compiled HLO into computations, instructions in scheduled order, and operands."""
 
 from __future__ import annotations
 

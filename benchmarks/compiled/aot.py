@@ -1,13 +1,13 @@
-"""What XLA makes of one training step on GPUs that nobody has: memory, launches, bytes, overlap.
+"""Compile one training step ahead of time for H200s: memory, launches, bytes, overlap.
 
     python -m benchmarks.compiled.aot                          # Llama-7B, 2 x 8 H200, all variants
     python -m benchmarks.compiled.aot --model 7b-unrolled --variants gspmd zero3
     python -m benchmarks.compiled.aot --model tiny
 
 Needs jaxzero[aot]. The same model is compiled ahead of time with GSPMD, once as a user would
-first write it and once with the activations constrained by hand, and with jaxzero. Nothing is
-run. What a step would take is predicted by walking the scheduled program with stated rates
-(`_cost.Rates`): a model, for comparing.
+first write it and once with sharding constraints on the activations, and with jaxzero. Nothing is
+run. The time of a step is predicted by a cost model over the scheduled program with assumed rates
+(`_cost.Rates`), for comparisons only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write the StableHLO of many training steps, to show that a change of the code changes none.
+"""Compare the StableHLO of many training steps before and after a refactoring.
 
     git stash && python -m benchmarks.compiled.lowered write before && git stash pop
     python -m benchmarks.compiled.lowered compare before

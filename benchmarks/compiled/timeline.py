@@ -1,14 +1,14 @@
-"""A compiled program as two streams: what computes, and what is on its way meanwhile.
+"""Predict the timeline of a compiled program as two streams: compute and communication.
 
     python -m benchmarks.compiled.timeline step.hlo                  # from aot.py --keep-hlo
     python -m benchmarks.compiled.timeline step.hlo --rates.node 12.5e9
 
-It is a model with stated rates, for comparing programs: nothing is run, kernels are priced by
-their arithmetic and their memory traffic alone, and no link is shared with others.
-The instructions are walked in the order in which the compiler scheduled them. One stream
-computes, another runs the collectives one after the other: one that is asynchronous begins
-at its `-start`, once the stream is free, and is waited for at its `-done`. A loop's body is
-walked once and counted as often as it runs; nothing is on its way when it begins.
+It is a model with assumed rates, for comparing programs: nothing is run, the time of a kernel
+depends on its arithmetic and memory traffic only, and links have no other traffic. Instructions
+are simulated in the order of the compiler's schedule. One stream computes, and another runs the
+collectives one after the other: an asynchronous one begins at its `-start`, once the stream is
+free, and is waited for at its `-done`. The body of a loop is simulated once, with no collective in
+flight at its start, and multiplied by the trip count.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python -m benchmarks.compiled.wire --nodes 2 --local 8
     python -m benchmarks.compiled.wire --target h200           # needs jaxzero[aot]
 
-The model is compiled, for fake CPU devices or for GPUs that are not there, and never run. Of
-every collective whose groups span nodes, the bytes are counted (loops by their trip counts),
-scales and small leaves included. The unit is M (nodes - 1) / nodes, where M is the model in 16
-bits: what one all-gather of it brings to a node.
+The model is compiled for simulated CPU devices or for H200s, and never run. The bytes of every
+collective whose groups span nodes are counted (times the trip counts of loops), including scales
+and small leaves. The unit is M (nodes - 1) / nodes, where M is the model in 16 bits: the bytes
+that one all-gather of it sends into a node.
 """
 
 from __future__ import annotations

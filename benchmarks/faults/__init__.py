@@ -1,1 +1,1 @@
-"""Runs that are killed, and continued."""
+"""Fault injection: kill processes of a run, and check that it continues correctly."""

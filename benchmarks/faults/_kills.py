@@ -1,4 +1,4 @@
-"""One run of `examples/several_hosts.py` in which a process is killed, and what became of it."""
+"""Run `examples/several_hosts.py` once, kill one of its processes, and check the result."""
 
 from __future__ import annotations
 

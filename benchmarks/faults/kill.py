@@ -1,12 +1,12 @@
-"""Kill a process of a run at random moments, and see that nothing is lost.
+"""Kill a process of a run at random moments, and check that no progress is lost.
 
     python -m benchmarks.faults.kill --kills 20
 
 `examples/several_hosts.py` trains on two hosts of this machine under `jaxzero launch --restart`.
-In each run one process, by chance the first or the second, gets SIGKILL at a random moment, in
-every second run a moment after a save has begun. It starts again by itself. A row says whether
-the final parameters have the same bits as without a kill, and whether the run went on from a
-checkpoint at least as new as the last one that was reported as saved, before the kill or after it.
+In each run a randomly chosen process gets SIGKILL at a random moment, in every second run shortly
+after a save has begun. The launcher restarts the run. A row records if the final parameters are
+bitwise equal to those of a run without a kill, and if the run resumed from a checkpoint at least
+as new as the last one that was reported as saved, before the kill or after it.
 """
 
 from __future__ import annotations

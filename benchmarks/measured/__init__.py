@@ -1,1 +1,1 @@
-"""What is timed."""
+"""Benchmarks that measure time."""

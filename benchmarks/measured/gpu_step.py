@@ -1,12 +1,12 @@
-"""A training step on one GPU: what jaxzero costs where there is nothing to send, and its codecs.
+"""Overhead of jaxzero and of its codecs in a training step on one GPU, without communication.
 
     python -m benchmarks.measured.gpu_step  # on a GPU with 80 GB, a few minutes
     python -m benchmarks.measured.gpu_step --model tiny --rounds 2 --batch 2 --tokens 32  # anywhere
 
 Peers take turns in one process, round by round: plain `jit`; jaxzero on a mesh of one device; and
-plain `jit` with a fake wire, on which every weight is written in 8 bits and read again before
-the step, and every gradient in 4 bits after it, by XLA and by the GPU kernels. What the last two
-take longer is what quantising costs in a real step, without any link.
+plain `jit` with a simulated wire: every weight is quantized to 8 bits and dequantized before the
+step, and every gradient to 4 bits after it, by XLA and by the GPU kernels. The additional time of
+the last two is the cost of quantization in a real step, without any link.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loading and saving a decoder of 2 GB: seconds and peak memory, beside transformers and torch.
+"""Time and peak memory of loading and saving a decoder of 2 GB, against transformers and torch.
 
     python -m benchmarks.measured.interop compare
 

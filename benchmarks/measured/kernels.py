@@ -1,4 +1,4 @@
-"""How fast the kernels of the wire formats are, as a share of what the memory can do.
+"""Throughput of the quantization kernels, compared with the memory bandwidth.
 
     python -m benchmarks.measured.kernels  # on a GPU, about ten minutes
     python -m benchmarks.measured.kernels --sizes-mb 0.01 --interpret --repeats 1  # anywhere, tiny

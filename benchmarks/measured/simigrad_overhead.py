@@ -1,4 +1,4 @@
-"""What measuring the similarity of gradients costs: `jz.simigrad` beside `optax.MultiSteps`.
+"""Overhead of measuring gradient similarity: `jz.simigrad` against `optax.MultiSteps`.
 
     python -m benchmarks.measured.simigrad_overhead
 

@@ -1,1 +1,1 @@
-"""Steps over a slow network between two hosts."""
+"""Training steps over a slow network between two hosts."""

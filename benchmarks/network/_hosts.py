@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces, joined by a link that is made slow.
+"""Simulate two hosts on one machine by network namespaces with a rate-limited link.
 
     with Hosts() as hosts:
         hosts.shape("100mbit")

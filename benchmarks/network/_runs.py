@@ -1,4 +1,4 @@
-"""One run of the race over a slow network: fresh processes on two hosts, and what they measured."""
+"""Execute one run of the race over a slow network: new processes on two hosts."""
 
 from __future__ import annotations
 

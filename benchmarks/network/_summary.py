@@ -1,4 +1,4 @@
-"""The rows of the race over a slow network as a table and a picture."""
+"""Format the rows of the race over a slow network as a table and a figure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The baseline GSPMD: arrays are split on their largest dim, and all else is the compiler's."""
+"""The GSPMD baseline: arrays are sharded along their largest dim, and XLA inserts collectives."""
 
 from __future__ import annotations
 

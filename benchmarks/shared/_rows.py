@@ -1,4 +1,4 @@
-"""One JSON row per run of a benchmark: what was measured, of which code, on which machine.
+"""Append one JSON row per run of a benchmark: results, commit, versions and device.
 
     from benchmarks.shared._rows import append_row
 

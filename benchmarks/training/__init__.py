@@ -1,1 +1,1 @@
-"""What codecs and adaptive batches do to training."""
+"""Effect of codecs and adaptive batches on training quality."""

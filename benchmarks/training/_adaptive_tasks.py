@@ -1,6 +1,6 @@
-"""What the study of adaptive batches trains: a byte decoder, and a conv net on digits.
+"""Tasks of the adaptive batch study: a byte decoder, and a convolutional network on digits.
 
-A task says how long, on which micro-batches, with which optimizer and between which batch sizes;
+A task defines the number of examples, micro-batches, optimizer and range of batch sizes;
 `simigrad.py` decides how many micro-batches one update takes. An example is a window of bytes or
 an image.
 """

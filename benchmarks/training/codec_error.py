@@ -1,4 +1,4 @@
-"""How exact each codec is: on made-up numbers, and on weights and gradients of a real model.
+"""Round-trip error of each codec, on synthetic numbers and on weights and gradients of a model.
 
     python -m benchmarks.training.codec_error
 

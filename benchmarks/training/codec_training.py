@@ -1,4 +1,4 @@
-"""What each codec costs in quality: a byte decoder trained from scratch, with several seeds.
+"""Effect of each codec on quality: a byte decoder trained from scratch, with several seeds.
 
     python -m benchmarks.training.codec_training  # all runs, then the table and the figure
     python -m benchmarks.training.codec_training --summary  # of the runs that are there

@@ -1,4 +1,4 @@
-"""What adaptive batches do to training, at equal numbers of examples.
+"""Compare training with adaptive and fixed batches, at equal numbers of examples.
 
     python -m benchmarks.training.simigrad  # all runs of all tasks, tables and figures
     python -m benchmarks.training.simigrad --tasks digits  # of one of them

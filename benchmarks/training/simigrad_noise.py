@@ -1,4 +1,4 @@
-"""How much of the noise that SimiGrad sees is that of a codec, on a problem whose noise is known.
+"""Fraction of the gradient noise measured by SimiGrad that is caused by codecs, on known noise.
 
     python -m benchmarks.training.simigrad_noise
 

@@ -1,6 +1,7 @@
-"""Model directories of Hugging Face: decoders and encoders, loaded and exported.
+"""Load decoders and encoders from Hugging Face model directories, and export them.
 
-In: a directory with `config.json`. Out: a Flax NNX model with its parameters, and such a directory.
+In: a directory with `config.json`. Out: a Flax NNX model with lazy parameters; when exporting, a
+directory that transformers loads.
 """
 
 from .decoder import LoadedDecoder as LoadedDecoder

@@ -1,4 +1,4 @@
-"""Decoders from and to a Hugging Face directory: weights, `config.json`, tokenizer."""
+"""Load and export decoders in Hugging Face directories: weights, `config.json`, tokenizer."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from .family import DecoderFamily, check_family, family_of
 from .layer_rules import stacked
 from .model_directory import is_stacked, load_params, save_params
 
-_ROWS = 4096  # of embeddings that are compared at a time
+_ROWS = 4096  # rows of the embeddings that are compared at a time
 _SAVE_A_CAUSAL_MODEL = (
     "It must hold the tensors of a decoder with a head for the next token: load it with "
     "`transformers.AutoModelForCausalLM.from_pretrained` and save it with `save_pretrained`."
@@ -24,9 +24,9 @@ _SAVE_A_CAUSAL_MODEL = (
 
 
 class LoadedDecoder(NamedTuple):
-    """A `Decoder` whose parameters are still in their file.
+    """A `Decoder` whose parameters are lazy tensors in a file.
 
-    `nnx.merge(graph, arrays)` builds the model once `params` has become arrays of the same tree.
+    `nnx.merge(graph, arrays)` builds the model after `params` has been read into arrays.
     """
 
     config: DecoderConfig
@@ -41,23 +41,23 @@ def load_decoder(
     family: DecoderFamily | None = None,
     **changes: Any,
 ) -> LoadedDecoder:
-    """Open the checkpoint of a decoder. No tensor is read yet; give `params` to `zero.shard`.
+    """Open the checkpoint of a decoder; pass `params` to `zero.shard` to read the tensors.
 
-    A head that is tied to the embeddings and in the file all the same is read, to compare them.
+    If the head is tied to the embeddings but also stored in the file, both are read and compared.
 
     Args:
         directory: holds `config.json` and weights in a form that `open_checkpoint` knows, such as
             `model.safetensors` or `pytorch_model.bin`, in one file or in parts.
-        dtype: of the parameters; as in the file if left out.
-        family: how to read it; the one of its `model_type` if left out.
-        **changes: fields of `DecoderConfig` to set differently, such as `compute_dtype`,
-            `scan_layers` and `remat`.
+        dtype: dtype of the parameters; None keeps that of the file.
+        family: how to read it; by default the family of its `model_type`.
+        **changes: fields of `DecoderConfig` to override, such as `compute_dtype`, `scan_layers`
+            and `remat`.
 
     Raises:
-        ValueError: the directory is not such a checkpoint, is of a `model_type` or has an option
-            that the decoder does not compute, or a tensor is unknown, missing, or of another shape
-            than `config.json` says, or the head is not the embeddings that it should be tied to.
-            Keys and tensors are named.
+        ValueError: the directory is not such a checkpoint; the decoder does not support its
+            `model_type` or one of its options; a tensor is unknown, missing, or has another shape
+            than in `config.json`; or a tied head differs from the embeddings. The message names
+            the key or tensor.
     """
     family = _family(family, directory)
     config = _config(family, directory, changes)
@@ -85,15 +85,15 @@ def export_decoder(
 ) -> Path:
     """Write parameters as a directory that `transformers.AutoModelForCausalLM` loads.
 
-    The directory appears whole or not at all, as `save_tensors` says.
+    The write is atomic, as in `save_tensors`.
 
     Args:
-        params: the tree of `load_decoder`, with whole arrays for leaves or those of `zero.shard`,
-            of layers in a list or in a stack.
+        params: the tree of `load_decoder` with full arrays, or shards from `zero.shard`; layers
+            may be a list or stacked.
         directory: where to write.
-        source: the directory that was loaded. Its `config.json`, tokenizer files and the tensors
-            that are computed here (masks, speeds of rotation) are carried along. A head that is
-            tied to the embeddings is not written, as transformers does not.
+        source: the directory that was loaded. Its `config.json`, tokenizer files and buffers
+            (masks, rotary frequencies) are copied. Like transformers, it does not write a head
+            that is tied to the embeddings.
         family: as for `load_decoder`.
 
     Returns:
@@ -116,7 +116,10 @@ def export_decoder(
 
 
 def _check_tied(checkpoint: Checkpoint, params: Any, name: str) -> None:
-    """Refuse a head that would be lost: transformers 5 does not tie one that differs."""
+    """Raise if a stored head differs from the embeddings it is tied to.
+
+    transformers 5 would use such a head untied, so ignoring it would change the model.
+    """
     head = checkpoint.get(name)
     if head is None:
         return
@@ -128,9 +131,9 @@ def _check_tied(checkpoint: Checkpoint, params: Any, name: str) -> None:
     )
     if not same:
         raise ValueError(
-            f"`tie_word_embeddings` in {str(checkpoint.path)!r} says that the head is the "
-            f"embeddings, but {name!r} differs from them. Set it to false in `config.json` to keep "
-            "both, or take the head out of the checkpoint."
+            f"`tie_word_embeddings` in {str(checkpoint.path)!r} ties the head to the embeddings, "
+            f"but {name!r} differs from them. Set it to false in `config.json` to keep both, or "
+            "remove the head from the checkpoint."
         )
 
 
@@ -155,7 +158,8 @@ def _rules(
     rules = tuple(family.rules(config))
     if config.scan_layers:
         rules = stacked(rules)
-    # A model that was saved without its head has names without the prefix; a tied head is no loss.
+    # A model that was saved without its head has names without the prefix. That is sufficient if
+    # the head is tied.
     prefixes = ("model.", "transformer.")
     has_prefix = any(name.startswith(prefixes) for name in checkpoint)
     return rules if has_prefix else without_prefix(rules)

@@ -1,4 +1,4 @@
-"""Encoders from and to a Hugging Face directory: weights, `config.json`, tokenizer."""
+"""Load and export encoders in Hugging Face directories: weights, `config.json`, tokenizer."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,9 +22,9 @@ _SAVE_A_PLAIN_ENCODER = (
 
 
 class LoadedEncoder(NamedTuple):
-    """An `Encoder` whose parameters are still in their file.
+    """An `Encoder` whose parameters are lazy tensors in a file.
 
-    `nnx.merge(graph, arrays)` builds the model once `params` has become arrays of the same tree.
+    `nnx.merge(graph, arrays)` builds the model after `params` has been read into arrays.
     """
 
     config: EncoderConfig
@@ -35,17 +35,17 @@ class LoadedEncoder(NamedTuple):
 def load_encoder(
     directory: Path | str, *, dtype: np.typing.DTypeLike | None = None, **changes: Any
 ) -> LoadedEncoder:
-    """Open the checkpoint of an encoder. No tensor is read yet; give `params` to `zero.shard`.
+    """Open the checkpoint of an encoder; pass `params` to `zero.shard` to read the tensors.
 
     Args:
         directory: holds `config.json` and weights in a form that `open_checkpoint` knows, such as
             `model.safetensors` or `pytorch_model.bin`, in one file or in parts.
-        dtype: of the parameters; as in the file if left out.
-        **changes: fields of `EncoderConfig` to set differently, such as `compute_dtype`.
+        dtype: dtype of the parameters; None keeps that of the file.
+        **changes: fields of `EncoderConfig` to override, such as `compute_dtype`.
 
     Raises:
-        ValueError: the directory is not such a checkpoint, is of another `model_type`, or a tensor
-            is unknown, missing, or of another shape than `config.json` says. Tensors are named.
+        ValueError: the directory is not such a checkpoint or has another `model_type`, or a tensor
+            is unknown, missing, or has another shape than in `config.json`. The message names it.
     """
     directory = Path(directory)
     config = EncoderConfig.from_json(directory, **changes)
@@ -64,13 +64,13 @@ def load_encoder(
 def export_encoder(params: Any, directory: Path | str, *, source: Path | str) -> Path:
     """Write parameters as a directory that `transformers` and `sentence-transformers` load.
 
-    The directory appears whole or not at all, as `save_tensors` says.
+    The write is atomic, as in `save_tensors`.
 
     Args:
-        params: the tree of `load_encoder`, with whole arrays for leaves or those of `zero.shard`.
+        params: the tree of `load_encoder` with full arrays, or shards from `zero.shard`.
         directory: where to write.
         source: the directory that was loaded. Its `config.json`, tokenizer files and the tensors
-            that take no part in the encoder (the pooler) are carried along.
+            that the encoder does not use (the pooler) are copied.
 
     Returns:
         `directory`.

@@ -1,4 +1,4 @@
-"""How the parameters of `jaxzero.models.Encoder` are called in checkpoints, as rules by family."""
+"""Rules, by model family, that map checkpoints to the parameters of `jaxzero.models.Encoder`."""
 
 from jaxzero.interop._rules import Rule
 
@@ -44,6 +44,6 @@ ENCODERS: dict[str, tuple[Rule, ...]] = {
     "xlm-roberta": _BERT,
 }
 
-# In the file, but no parameters of ours: the pooler feeds a head that the encoder does not have,
+# Tensors of the file that the encoder does not use: the pooler feeds a head that it does not have,
 # and position ids are 0, 1, 2, ... Exporting copies them from the file that was loaded.
 ENCODER_CARRIED = ("embeddings.position_ids", "pooler.dense.bias", "pooler.dense.weight")

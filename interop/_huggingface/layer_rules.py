@@ -1,19 +1,19 @@
-"""What the tables of all families are made of: rules of one module, and of a stack of layers."""
+"""Building blocks of the rule tables: rules of common modules, and of stacked layers."""
 
 from collections.abc import Iterable
 
 from jaxzero.interop._rules import Rule, Transpose
 
-LAYER = "layers.{i}"  # of ours, in a list
+LAYER = "layers.{i}"  # path of a layer in our tree, if layers are a list
 
 
 def embedding(ours: str, theirs: str) -> tuple[Rule, ...]:
-    """A table of vectors."""
+    """Rule of an embedding table."""
     return (Rule(f"{ours}.embedding", f"{theirs}.weight"),)
 
 
 def linear(ours: str, theirs: str) -> tuple[Rule, ...]:
-    """A projection: `torch.nn.Linear` keeps `[out, in]`, ours is `[in, out]`."""
+    """Rules of a linear layer: `torch.nn.Linear` stores `[out, in]`, our kernel is `[in, out]`."""
     return (
         Rule(f"{ours}.kernel", f"{theirs}.weight", Transpose()),
         Rule(f"{ours}.bias", f"{theirs}.bias"),
@@ -21,7 +21,7 @@ def linear(ours: str, theirs: str) -> tuple[Rule, ...]:
 
 
 def norm(ours: str, theirs: str) -> tuple[Rule, ...]:
-    """LayerNorm, or RMSNorm, which has no bias."""
+    """Rules of a LayerNorm, or of an RMSNorm, which has no bias."""
     return (
         Rule(f"{ours}.scale", f"{theirs}.weight"),
         Rule(f"{ours}.bias", f"{theirs}.bias"),
@@ -29,7 +29,7 @@ def norm(ours: str, theirs: str) -> tuple[Rule, ...]:
 
 
 def stacked(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """The same rules for layers that are one stack here: without `{i}` on our side."""
+    """Convert rules for a list of layers to rules for stacked layers, by dropping our `{i}`."""
     return tuple(
         Rule(tuple(path.replace(LAYER, "layers") for path in rule.ours), rule.theirs, *rule.steps)
         for rule in rules

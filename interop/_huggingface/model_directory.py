@@ -1,4 +1,4 @@
-"""A model of ours in a Hugging Face directory: its parameters by rules, in and out."""
+"""Load and save the parameters of a `jaxzero.models` model in a Hugging Face directory."""
 
 import fnmatch
 import re
@@ -23,18 +23,18 @@ def load_params(
     remedy: str,
     dtype: np.typing.DTypeLike | None,
 ) -> Any:
-    """The tree `abstract` of shapes, with lazy tensors of a checkpoint for leaves.
+    """Return the tree `abstract` with lazy tensors of a checkpoint as leaves.
 
     Args:
-        abstract: the parameters that the model has.
-        rules: the table of its family.
-        checkpoint: that holds them.
-        ignore: names of tensors that are no parameters, with `*` for any text.
-        remedy: what to do about missing and unknown tensors, for messages.
-        dtype: of the parameters; as in the checkpoint if None.
+        abstract: shapes of the model's parameters.
+        rules: rules of the model family.
+        checkpoint: the opened checkpoint.
+        ignore: patterns (with `*`) for names of tensors that are not parameters.
+        remedy: advice about missing and unknown tensors, for messages.
+        dtype: dtype of the parameters; None keeps that of the checkpoint.
 
     Raises:
-        ValueError: a tensor is missing, unknown or of another shape than the model's.
+        ValueError: a tensor is missing, unknown or has another shape than the model's.
     """
     named = named_leaves(abstract)
     loaded = to_ours(
@@ -59,18 +59,18 @@ def save_params(
     source: Checkpoint,
     carried: Iterable[str],
 ) -> Path:
-    """The inverse of `load_params`, with the rest of the directory `source`.
+    """Write parameters, and copy the config and tokenizer of `source`: inverse of `load_params`.
 
     Args:
-        params: whole arrays, or those of `zero.shard`.
-        abstract: the parameters that the model has.
-        rules: the table of its family.
+        params: full arrays, or shards from `zero.shard`.
+        abstract: shapes of the model's parameters.
+        rules: rules of the model family.
         directory: where to write.
         source: the checkpoint that was loaded.
-        carried: names of tensors that are copied from it, with `*` for any text.
+        carried: patterns (with `*`) for names of tensors that are copied from `source`.
 
     Raises:
-        ValueError: `params` is another tree than `abstract`, or `directory` is `source`.
+        ValueError: `params` and `abstract` differ, or `directory` is `source`.
     """
     tensors = tensors_from(params, rules, like=abstract)
     for name, held in source.items():
@@ -80,5 +80,5 @@ def save_params(
 
 
 def is_stacked(params: Any) -> bool:
-    """Whether a tree has its layers in one stack, to be scanned, and not in a list."""
+    """Return True if layers are stacked in one array per parameter (for a scan), not in a list."""
     return not any(re.match(r"layers\.\d+\.", path) for path in named_leaves(params).leaves)

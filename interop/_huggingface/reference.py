@@ -1,7 +1,6 @@
-"""What the original implementation, Hugging Face transformers on PyTorch, computes from a
-directory.
+"""Compute reference embeddings with Hugging Face transformers on PyTorch.
 
-Both are optional (`pip install "jaxzero[torch]"`) and are imported when called, never before.
+Both are optional (`pip install "jaxzero[torch]"`) and are imported only when called.
 """
 
 import contextlib
@@ -15,9 +14,9 @@ import numpy as np
 def embed_with_transformers(
     directory: Path | str, ids: np.ndarray, mask: np.ndarray, *, batch_size: int = 32
 ) -> np.ndarray:
-    """Mean-pooled, normalised embeddings by `transformers.BertModel`, in float32 on the CPU.
+    """Compute mean-pooled, normalized embeddings with `transformers.BertModel`, float32 on the CPU.
 
-    Independent of every line of `jaxzero.models`, so it can judge an exported checkpoint.
+    It shares no code with `jaxzero.models`, so it can verify an exported checkpoint.
 
     Args:
         directory: a Hugging Face directory, e.g. one that `export_encoder` wrote.
@@ -48,10 +47,10 @@ def embed_with_transformers(
     with torch.inference_mode():
         for start in range(0, len(ids), batch_size):
             rows = slice(start, start + batch_size)
-            some_ids = torch.from_numpy(np.asarray(ids[rows], np.int64))
-            some_mask = torch.from_numpy(np.asarray(mask[rows], np.int64))
-            hidden = model(input_ids=some_ids, attention_mask=some_mask).last_hidden_state
-            weights = some_mask[:, :, None].float()
+            batch_ids = torch.from_numpy(np.asarray(ids[rows], np.int64))
+            batch_mask = torch.from_numpy(np.asarray(mask[rows], np.int64))
+            hidden = model(input_ids=batch_ids, attention_mask=batch_mask).last_hidden_state
+            weights = batch_mask[:, :, None].float()
             mean = (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
             vectors.append(torch.nn.functional.normalize(mean, dim=-1).numpy())
     return np.concatenate(vectors)
@@ -59,7 +58,7 @@ def embed_with_transformers(
 
 @contextlib.contextmanager
 def _without_progress_bar(transformers: Any) -> Iterator[None]:
-    # Its bar would be drawn over the caller's.
+    # The progress bar of transformers would overwrite that of the caller.
     was_on = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:

@@ -1,8 +1,7 @@
-"""The state of Adam between PyTorch and optax.
+"""Convert the state of Adam between PyTorch and optax.
 
-Both keep the same two means of each parameter, and a number of steps. So a parameter's way from a
-checkpoint into a tree (rules, or `match`) is also the way of its means, and a run that is moved
-goes on where it was: nothing has to warm up again.
+Both keep two running means per parameter and a number of steps. The rules that map a parameter
+therefore also map its means, and a run that moves to JAX continues without a new warm-up.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +25,7 @@ from jaxzero.interop._tensors import (
 
 from .convert_file import to_torch
 
-_COUNTERS = ("count", "gradient_step")  # fields of optax's states that count updates
+_COUNTERS = ("count", "gradient_step")  # fields of optax states that count updates
 
 
 def load_adam(
@@ -37,31 +36,31 @@ def load_adam(
     rules: Iterable[Rule] | None = None,
     ignore: Iterable[str] = (),
 ) -> Any:
-    """Put the moments of a PyTorch run into an optax state, which a run then goes on from.
+    """Load the moments of a PyTorch run into an optax state, to continue that run.
 
     The state of every Adam in the chain is replaced, also inside masks, partitions and other
-    wrappers, and every counter of updates is set, so that schedules go on as well. Each process
-    reads only what its devices own.
+    wrappers, and every update counter is set, so that schedules continue too. Each process reads
+    only the shards of its devices.
 
     Args:
         opt_state: from `zero.init_optimizer(tx, params)`, or `tx.init(params)`.
-        tree: the parameters in their true shapes, as they were given to `load_into`: arrays,
-            `jax.ShapeDtypeStruct`s, or what `load_into` returned.
+        tree: the parameters without padding, as given to `load_into`: arrays,
+            `jax.ShapeDtypeStruct`s, or the result of `load_into`.
         source: from `open_checkpoint`, or its `adam(names)`.
         rules: as for `load_into`; if left out, `match` proposes them, for which `source` must be a
             `Checkpoint`.
-        ignore: names of parameters of the checkpoint that are none of the tree's.
+        ignore: names of parameters of the checkpoint that the tree does not have.
 
     Returns:
-        A state like `opt_state`, sharded like it.
+        A state with the structure and shardings of `opt_state`.
 
     Raises:
-        ValueError: there is no Adam on one of the sides, or their parameters differ.
+        ValueError: `opt_state` or `source` has no Adam state, or their parameters differ.
     """
     rules, ignore = tuple(rules or ()), tuple(ignore)
     if not rules:
         if not isinstance(source, Checkpoint):
-            raise ValueError("`rules` are needed where `source` is no `Checkpoint`. Pass them.")
+            raise ValueError("`rules` are required unless `source` is a `Checkpoint`. Pass them.")
         proposal = match(tree, source, ignore=ignore)
         proposal.raise_if_undecided()
         rules, ignore = tuple(proposal.rules), (*ignore, *proposal.left_out)
@@ -86,17 +85,17 @@ def load_adam(
 
 
 def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoments:
-    """The moments in an optax state, by the names of a checkpoint: the inverse of `load_adam`.
+    """Return the moments of an optax state by checkpoint names: the inverse of `load_adam`.
 
-    Nothing is gathered until a tensor is read.
+    Moments are lazy: each is gathered when it is read.
 
     Args:
-        opt_state: of a chain with Adam in it.
+        opt_state: optimizer state of a chain that contains Adam.
         tree: as for `load_adam`.
-        rules: those of `load_into`.
+        rules: the rules given to `load_into`.
 
     Raises:
-        ValueError: there is no Adam in `opt_state`, or its parameters are not those of `tree`.
+        ValueError: `opt_state` has no Adam state, or its parameters are not those of `tree`.
     """
     shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(tree).leaves.items()}
     states = adam_states(opt_state)
@@ -117,15 +116,16 @@ def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoment
 
 
 def torch_state_dict(moments: AdamMoments, param_groups: Sequence[Mapping[str, Any]]) -> dict:
-    """Moments as `torch.optim.AdamW(...).load_state_dict` takes them. Needs PyTorch.
+    """Convert moments to a state dict for `torch.optim.AdamW(...).load_state_dict`; needs PyTorch.
 
     Args:
-        moments: from `adam_from`, or of a checkpoint.
-        param_groups: as of `optimizer.state_dict()`, but `params` are names: the parameters of each
-            group, in the order in which the optimizer was given them, and its `lr`, `betas`, ...
+        moments: from `adam_from`, or from a checkpoint.
+        param_groups: like those of `optimizer.state_dict()` (`lr`, `betas`, ...), except that
+            `params` lists the names of the group's parameters, in the order in which they were
+            passed to the optimizer.
 
     Raises:
-        ValueError: the groups leave out a parameter that has moments.
+        ValueError: a parameter that has moments is in no group.
     """
     import torch
 
@@ -157,7 +157,7 @@ def torch_state_dict(moments: AdamMoments, param_groups: Sequence[Mapping[str, A
 
 
 def adam_states(opt_state: Any) -> list[optax.ScaleByAdamState]:
-    """Every state of Adam in a tree.
+    """Find every Adam state in an optimizer state.
 
     Raises:
         ValueError: there is none.
@@ -165,7 +165,7 @@ def adam_states(opt_state: Any) -> list[optax.ScaleByAdamState]:
     found = [leaf for leaf in jax.tree.leaves(opt_state, is_leaf=_is_adam) if _is_adam(leaf)]
     if not found:
         raise ValueError(
-            "`opt_state` holds no state of Adam (`optax.ScaleByAdamState`). Build the chain with "
+            "`opt_state` has no state of Adam (`optax.ScaleByAdamState`). Build the chain with "
             "`optax.adam`, `optax.adamw` or `optax.scale_by_adam`."
         )
     return found
@@ -181,7 +181,7 @@ def _paths_of(states: list[optax.ScaleByAdamState], shapes: Mapping[str, Any]) -
     if unknown:
         raise ValueError(
             f"Adam in `opt_state` has moments of `{unknown[0]}` ({len(unknown)} such paths), which "
-            "is no parameter of `tree`. Pass the tree that `opt_state` was made for."
+            "is not a parameter of `tree`. Pass the tree that `opt_state` was made for."
         )
     return paths
 
@@ -205,14 +205,14 @@ def _counter(step: int, like: Any) -> Any:
 
 
 def _read_like(tensor: LazyTensor, like: Any) -> Any:
-    """Read a tensor into the layout and dtype of an array, which may be padded with zeros."""
+    """Read a tensor into the shape, dtype and sharding of `like`, padded with zeros if need be."""
     like = data_of(like)
     tensor = tensor.astype(like.dtype)
     if not isinstance(like, jax.Array):
         return tensor.read()
 
     def read(index: Any) -> np.ndarray:
-        data = tensor[index]  # slices end where the tensor ends
+        data = tensor[index]  # without the padding: slices are clipped to the tensor's shape
         bounds = (each.indices(size) for each, size in zip(index, like.shape, strict=True))
         sizes = [stop - start for start, stop, _ in bounds]
         return np.pad(data, [(0, n - held) for n, held in zip(sizes, data.shape, strict=True)])

@@ -1,4 +1,4 @@
-"""Any checkpoint that can be read, written in any form that can be written."""
+"""Write tensors as a checkpoint in one of several file formats, and verify the copy."""
 
 import importlib.util
 import warnings
@@ -24,27 +24,26 @@ def write_checkpoint(
     max_shard_bytes: int = 5 * 10**9,
     source: Path | str | None = None,
 ) -> Path:
-    """Write tensors as a checkpoint, which appears whole or not at all.
+    """Write tensors as a checkpoint, atomically: it is either complete or absent.
 
     Args:
-        tensors: by name.
-        path: a directory, or with "torch" a file. A checkpoint of that form that is there is
-            replaced.
+        tensors: tensors by name.
+        path: a directory, or with "torch" a file. An existing checkpoint of that form is replaced.
         form: "safetensors" holds one tensor in memory at a time. "torch" (`torch.save`) and "dcp"
-            (`torch.distributed.checkpoint`) need PyTorch, and hold all.
-        max_shard_bytes: largest file of safetensors.
-        source: a directory whose config and tokenizer are carried along, with "safetensors".
+            (`torch.distributed.checkpoint`) need PyTorch, and hold all tensors in memory.
+        max_shard_bytes: size limit of a safetensors file, in bytes.
+        source: a directory whose config and tokenizer are copied; with "safetensors" only.
 
     Raises:
-        ValueError: `path` is a file where a directory is needed, or the reverse, or a directory
-            that holds more than a checkpoint.
+        ValueError: `path` is a file where a directory is needed or vice versa, or is a directory
+            that holds other files than a checkpoint's.
         ImportError: the form needs PyTorch, which is not installed.
     """
     path = Path(path)
     if path.is_dir() if form == "torch" else path.is_file():
         raise ValueError(
             f"`path` must be {'a file' if form == 'torch' else 'a directory'} with form={form!r}; "
-            f"{str(path)!r} is the other. Name another place."
+            f"{str(path)!r} is not. Choose another path."
         )
     if form == "safetensors":
         return save_tensors(tensors, path, max_shard_bytes=max_shard_bytes, source=source)
@@ -76,10 +75,10 @@ def _check_torch(form: Form) -> None:
 
 
 def check_copy(tensors: Mapping[str, LazyTensor], path: Path | str) -> None:
-    """Compare a checkpoint with the tensors that it was written from: names, and every bit.
+    """Check that a checkpoint equals the tensors that it was written from, bit for bit.
 
     Raises:
-        ValueError: a tensor is in one of them only, or differs. It is named.
+        ValueError: a tensor is missing, superfluous or different. The message names it.
     """
     copy = open_checkpoint(path)
     alone = sorted(tensors.keys() ^ copy.keys())
@@ -91,21 +90,21 @@ def check_copy(tensors: Mapping[str, LazyTensor], path: Path | str) -> None:
         same = wanted.dtype == written.dtype and wanted.shape == written.shape
         if not same or wanted.tobytes() != written.tobytes():
             raise ValueError(
-                f"{name!r} in {str(path)!r} is {written.dtype}{list(written.shape)} and not what "
-                f"was written, {wanted.dtype}{list(wanted.shape)}. The disk or a program has "
-                "changed it: convert again."
+                f"{name!r} in {str(path)!r} ({written.dtype}{list(written.shape)}) differs from "
+                f"the tensor that was written ({wanted.dtype}{list(wanted.shape)}). The file was "
+                "damaged or changed: convert again."
             )
 
 
 def to_torch(tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
-    """Read tensors as those of PyTorch, bit for bit."""
+    """Read tensors into PyTorch tensors, bit for bit."""
     return {name: _tensor(tensor.read()) for name, tensor in tensors.items()}
 
 
 def _tensor(array: np.ndarray) -> Any:
     import torch
 
-    # As bytes, since numpy has no bfloat16 of its own that PyTorch would know.
+    # The data is passed as bytes: PyTorch does not accept the bfloat16 of ml_dtypes.
     dtype = getattr(torch, array.dtype.name)
     if not array.size:
         return torch.empty(array.shape, dtype=dtype)

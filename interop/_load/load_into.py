@@ -1,4 +1,4 @@
-"""Any model's parameters from a checkpoint, and back: `load_into` and `tensors_from`."""
+"""Load parameters of any model from a checkpoint (`load_into`), and back (`tensors_from`)."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -27,25 +27,25 @@ def load_into(
 ) -> Any:
     """Open a checkpoint as the parameters of your own model.
 
-    No tensor is read yet: give the result to `zero.shard`, of which each process reads what its
-    devices own, or read it here and now: `jax.tree.map(lambda tensor: tensor.read(), loaded)`.
+    Tensors are read later: pass the result to `zero.shard`, where each process reads the shards of
+    its devices, or read all of it: `jax.tree.map(lambda tensor: tensor.read(), loaded)`.
 
     Args:
         tree: parameters of the model: arrays or `jax.ShapeDtypeStruct`s, in any tree (Flax NNX or
-            Linen, Equinox, plain). Their shapes and paths matter, their values do not.
-        source: a checkpoint's directory or file, for `open_checkpoint`, or tensors by name.
-        rules: which parameter comes from which tensor. If left out, `match` proposes them, and what
-            it cannot decide is an error, what it assumed is a warning.
-        ignore: names of tensors that are no parameters of the model, with `*` for any text.
-        dtype: of floating-point parameters; as in the checkpoint if left out. Others have the dtype
-            of `tree`.
+            Linen, Equinox, plain). Only their paths, shapes and dtypes are used.
+        source: path of a checkpoint, as for `open_checkpoint`, or tensors by name.
+        rules: map tensors to parameters. If None, `match` proposes rules; undecided parameters are
+            an error, and assumptions are reported in a warning.
+        ignore: patterns (with `*`) for names of tensors that are not parameters of the model.
+        dtype: dtype of floating-point parameters; None keeps that of the checkpoint. Other
+            parameters have the dtype of `tree`.
 
     Returns:
-        The tree, its leaves of type `LazyTensor`.
+        The tree with `LazyTensor`s as leaves.
 
     Raises:
-        ValueError: a tensor is missing, unknown, or of another shape or kind than the model needs,
-            or the rules do not fit the model. Tensors are named.
+        ValueError: a tensor is missing, unknown, or has another shape or kind than the model needs,
+            or the rules do not fit the model. The message names the tensor.
     """
     named = named_leaves(tree)
     shapes = {path: tuple(leaf.shape) for path, leaf in named.leaves.items()}
@@ -69,14 +69,14 @@ def load_into(
 
 
 def tensors_from(tree: Any, rules: Iterable[Rule], *, like: Any = None) -> dict[str, LazyTensor]:
-    """The tensors of a checkpoint, made of parameters: the inverse of `load_into`.
+    """Convert parameters to the tensors of a checkpoint: the inverse of `load_into`.
 
-    Nothing is read or gathered yet; `save_tensors` does it tensor by tensor.
+    Tensors are lazy: `save_tensors` gathers and reads them one by one.
 
     Args:
-        tree: parameters: whole arrays, or sharded ones as `zero.shard` gives them.
-        rules: those of `load_into`.
-        like: a tree that `tree` must equal in paths and shapes, such as `load_into` gave.
+        tree: parameters: full arrays, or shards from `zero.shard`.
+        rules: the rules given to `load_into`.
+        like: a tree with the expected paths and shapes, such as the result of `load_into`.
 
     Raises:
         ValueError: the rules do not fit the tree, `tree` and `like` differ, or a parameter is
@@ -88,7 +88,7 @@ def tensors_from(tree: Any, rules: Iterable[Rule], *, like: Any = None) -> dict[
         differing = sorted(leaves.keys() ^ wanted.keys())
         raise ValueError(
             f"The parameters are not those of the model: `{differing[0]}` is in only one of the "
-            f"two trees ({len(differing)} such paths). Pass a tree such as was loaded."
+            f"two trees ({len(differing)} such paths). Pass a tree like the one that was loaded."
         )
     held = {path: _held(leaf, tuple(wanted[path].shape), path) for path, leaf in leaves.items()}
     return to_theirs(rules, held)
@@ -101,8 +101,8 @@ def _held(leaf: Any, shape: tuple[int, ...], path: str) -> LazyTensor:
         )
     if isinstance(leaf, StoredArray) and leaf.form.codec is not None:
         raise ValueError(
-            f"The parameters are stored as messages of {leaf.form.codec} at `{path}`. Pass them as "
-            "they were before, or `zero.unshard(tree)`."
+            f"The parameters are stored as messages of {leaf.form.codec} at `{path}`. Pass the "
+            "parameters before encoding, or `zero.unshard(tree)`."
         )
     if isinstance(leaf, LazyTensor):
         return leaf

@@ -1,4 +1,4 @@
-"""Propose rules for a model that nobody has written rules for.
+"""Propose rules for a model from the names and shapes of its parameters.
 
 In: named tensors of a checkpoint and named leaves of a tree. Out: a `Proposal` of rules to confirm.
 """

@@ -1,4 +1,4 @@
-"""Rules that differ in numbers only, as one rule with variables."""
+"""Merge rules that differ only in numbers into one rule with variables."""
 
 import itertools
 import re
@@ -7,15 +7,16 @@ from collections.abc import Iterable, Sequence
 from jaxzero.interop._rules import Rule, pattern_of
 
 _NUMBER = re.compile(r"\d+")
-_LETTERS = "nmlk"  # those that `_match_names` gives to stacks are others
+_LETTERS = "nmlk"  # distinct from the letters "ij" that `names` uses for stacks
 
 
 def generalize(rules: Sequence[Rule], paths: Iterable[str]) -> tuple[Rule, ...]:
-    """Put variables in the place of numbers that are the same on both sides.
+    """Replace numbers that occur on both sides of a rule by variables.
 
     Args:
-        rules: without variables in `ours`.
-        paths: of all parameters. A rule with a variable speaks of no path that it did not before.
+        rules: rules without variables in `ours`.
+        paths: paths of all parameters. A merged rule matches exactly the paths that its members
+            match.
     """
     paths = list(paths)
     rules = list(rules)
@@ -41,7 +42,7 @@ def _one_variable(rules: list[Rule], letter: str, paths: list[str]) -> list[Rule
 
 
 def _with_letter(rule: Rule, letter: str) -> Rule:
-    """The rule with a variable for the first number that all its names share, if there is one."""
+    """Replace the first number that all names of the rule share by a variable."""
     numbers = [_NUMBER.findall(name) for name in (*rule.ours, *rule.theirs)]
     shared = set(numbers[0]).intersection(*numbers)
     number = next((each for each in numbers[0] if each in shared), None)

@@ -1,4 +1,4 @@
-"""Names of parameters taken apart: module and role, words that mean the same, numbers.
+"""Parse names of parameters into module, role, words (with synonyms) and numbers.
 
 `encoder.layers.3.self_attn.q_proj.weight` and `blocks.3.attention.query.kernel` are both the
 weight of module number 3 that is called "attention query". A checkpoint's modules may also be
@@ -21,7 +21,7 @@ _ROLES = {
 }
 ROLE_OF = {name: role for role, names in _ROLES.items() for name in names}
 _COLLECTIONS = ("params", "batch_stats")  # of Flax Linen; a module has its parts in both
-# Words that mean the same; the first stands for all.
+# Synonyms; the first word of each line represents the others.
 _WORDS = (
     ("attention", "attn", "mha", "selfattention", "multiheadattention"),
     ("query", "q", "wq"),
@@ -38,7 +38,7 @@ _WORDS = (
     ("layer", "layers", "block", "blocks", "h"),
 )
 _MEANING = {word: words[0] for words in _WORDS for word in words}
-# Words that say little: they are in every name, or in none of the other side.
+# Words with little information: they occur in every name, or in no name of the other side.
 _FAINT = frozenset({"layer", "linear", "model", "module", "encoder", "decoder", "self", "mlp"})
 _FAINT_WEIGHT = 0.2
 
@@ -53,15 +53,16 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """Tensors that belong together.
+    """The tensors of one module, such as a linear layer or a norm.
 
     Attributes:
-        name: what they share of their names.
-        tensors: by role: `weight`, `bias`, `mean`, `var`.
-        ranks: for each number in the name, how many smaller ones stand in its place elsewhere.
-        stack: how many modules are stacked, over each variable in the names.
-        part: which of several equal parts along the first dimension; None: it is the whole.
-        members: names of the tensors that it stands for.
+        name: common prefix of the tensors' names.
+        tensors: role (`weight`, `bias`, `mean`, `var`) -> tensor.
+        ranks: for each number in the name, its rank among the numbers at that position in names
+            of the same form.
+        stack: number of stacked modules, for each variable in the name.
+        part: index of the part along the first dimension; None if the tensors are not divided.
+        members: names of all checkpoint tensors that the module contains.
     """
 
     name: str
@@ -77,7 +78,8 @@ def modules_of(shapes: Mapping[str, tuple[int, ...]]) -> list[Module]:
     grouped: dict[str, dict[str, Tensor]] = {}
     for name, shape in shapes.items():
         module, role = _module_and_role(name)
-        if role in grouped.get(module, {}):  # two parameters of one role, such as `w` and `scale`
+        # Two tensors of one role, such as `w` and `scale`, become modules of their own.
+        if role in grouped.get(module, {}):
             module, role = name, "weight"
         grouped.setdefault(module, {})[role] = Tensor(name, shape)
     modules = [
@@ -88,7 +90,7 @@ def modules_of(shapes: Mapping[str, tuple[int, ...]]) -> list[Module]:
 
 
 def parts_of(modules: Iterable[Module]) -> list[Module]:
-    """Query, key and value that `torch.nn.MultiheadAttention` holds as one `in_proj`."""
+    """Return query, key and value parts of each `in_proj` of `torch.nn.MultiheadAttention`."""
     parts = []
     for module in modules:
         prefix, found, rest = module.name.rpartition("in_proj")
@@ -106,7 +108,7 @@ def parts_of(modules: Iterable[Module]) -> list[Module]:
 
 
 def stacks_of(modules: Sequence[Module]) -> list[Module]:
-    """Modules that differ in one number (0, 1, 2, ...), or in two, as one module."""
+    """Stack modules whose names differ only in one or two numbers (0, 1, 2, ...)."""
     stacks = []
     for num_variables in (1, 2):
         groups: dict[tuple, dict[tuple[int, ...], Module]] = {}
@@ -126,26 +128,26 @@ def stacks_of(modules: Sequence[Module]) -> list[Module]:
 
 
 def similarity(ours: Module, theirs: Module) -> float:
-    """How alike two names are: words, from 0 to 1, and numbers, from 0 to 1."""
-    mine, other = words_of(ours.name), words_of(theirs.name)
-    every, both = _weight(mine | other), _weight(mine & other)
+    """Similarity of two names, from 0 to 2: up to 1 for shared words, up to 1 for equal ranks."""
+    our_words, their_words = words_of(ours.name), words_of(theirs.name)
+    every, both = _weight(our_words | their_words), _weight(our_words & their_words)
     pairs = list(zip(ours.ranks, theirs.ranks, strict=False))
     numbers = sum(a == b for a, b in pairs) / len(pairs) if pairs else 0.0
     return (both / every if every else 0.0) + numbers
 
 
 def say_the_same(one: str, other: str) -> bool:
-    """Whether the words of two names differ in faint ones only.
+    """Return True if two names differ only in words with little information.
 
-    A word more may mean anything: the norm before attention is `attention_norm` in one model, and
-    `post_attention_layernorm` in another the norm after it.
+    Any other additional word may change the meaning: `attention_norm` is the norm before attention
+    in one model, and `post_attention_layernorm` the norm after it in another.
     """
     return _FAINT.issuperset(words_of(one) ^ words_of(other))
 
 
 @functools.cache
 def words_of(name: str) -> frozenset[str]:
-    """The words of a module's name, by meaning."""
+    """Return the words of a module's name, synonyms replaced by one representative."""
     text = re.sub(r"\{\w+\}", " ", name)  # variables
     spaced = re.sub(r"[\d_\W]+|(?<=[a-z])(?=[A-Z])", " ", text)
     return frozenset(_MEANING.get(word, word) for word in spaced.lower().split())

@@ -1,8 +1,9 @@
-"""Pairing modules of a model with those of a checkpoint, without guessing.
+"""Pair modules of a model with modules of a checkpoint by mutual best similarity.
 
-Candidates are modules with the same roles and shapes that known steps join. A pair is made when
-each is the other's best by a margin of similarity; then the rest are looked at again, until nothing
-changes. So a tie is broken when one of the two has found another partner, and never otherwise.
+Candidates have the same roles, and shapes that known steps convert into each other. Two modules
+are paired when each is the other's best candidate by a margin; this repeats with the remaining
+modules until nothing changes. A tie is resolved only when one of its candidates has been paired
+with another module.
 """
 
 import collections
@@ -14,21 +15,21 @@ from collections.abc import Mapping, Sequence
 from .names import Module, say_the_same, similarity, words_of
 from .possible_steps import Steps, possible_steps
 
-_MARGIN = 0.05  # of similarity, by which the best must lead
+_MARGIN = 0.05  # required lead in similarity of the best candidate over the second
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A module of the model, that of the checkpoint, and the possible steps for each role."""
+    """A module of the model and its counterpart in the checkpoint."""
 
     ours: Module
     theirs: Module
-    ways: Mapping[str, list[Steps]]
-    num_rivals: int  # how many others fit, to begin with
+    ways: Mapping[str, list[Steps]]  # role -> possible sequences of steps
+    num_rivals: int  # number of other candidates at the beginning
 
     @property
     def doubt(self) -> str | None:
-        """Why the pair may be wrong; None if the names say the same, or nothing else fits."""
+        """Why the pair may be wrong; None if the names agree or there is no other candidate."""
         if not words_of(self.ours.name) & words_of(self.theirs.name):
             return "by shape and number alone"
         if self.num_rivals and not say_the_same(self.ours.name, self.theirs.name):
@@ -42,7 +43,7 @@ def pair(
     """Pair modules one to one.
 
     Returns:
-        The pairs; and for each parameter that has none, the tensors that it may be.
+        The pairs; and path -> names of candidate tensors, for each parameter without a pair.
     """
     candidates = _candidates(ours, theirs)
     num_rivals = {mine: len(scores) - 1 for mine, scores in candidates.items()}
@@ -54,7 +55,7 @@ def pair(
         if not leaders:
             break
         for _, mine, other in leaders:
-            if claims[other].isdisjoint(taken):  # by another pair of this round
+            if claims[other].isdisjoint(taken):  # not taken by an earlier pair of this round
                 ways = _ways(ours[mine], theirs[other])
                 made.append(Pair(ours[mine], theirs[other], ways, num_rivals[mine]))
                 taken |= claims[other]
@@ -98,7 +99,7 @@ def _sizes(module: Module) -> tuple[tuple[str, int], ...]:
 
 
 def _ways(ours: Module, theirs: Module) -> dict[str, list[Steps]]:
-    """For each role, the steps from theirs to ours; none if they do not fit."""
+    """For each role, list the possible steps from `theirs` to `ours`; empty if there are none."""
     lead = len(theirs.stack)
     ways = {}
     for role, tensor in ours.tensors.items():
@@ -110,7 +111,7 @@ def _ways(ours: Module, theirs: Module) -> dict[str, list[Steps]]:
 
 
 def _mutual_leaders(candidates: Candidates) -> list[tuple[float, int, int]]:
-    """Pairs of which each is the other's best, the most alike first."""
+    """List (similarity, ours, theirs) of mutual best candidates, most similar first."""
     rivals: Candidates = collections.defaultdict(dict)
     for mine, scores in candidates.items():
         for other, score in scores.items():
@@ -132,6 +133,6 @@ def _leader(scores: Mapping[int, float]) -> int | None:
 
 
 def _claims(module: Module) -> set[tuple[str, int]]:
-    """What of the checkpoint a module takes: a third of a tensor, or all three."""
+    """List the (tensor, third) of the checkpoint that a module uses: one third, or all three."""
     parts = range(3) if module.part is None else (module.part,)
     return {(name, part) for name in module.members for part in parts}

@@ -1,9 +1,9 @@
-"""Which steps lead from a tensor's shape to a parameter's, the usual ones first.
+"""List the steps that convert a tensor's shape to a parameter's shape, the most usual first.
 
-Flax keeps kernels as `[in, out]` and `[*window, in, out]` and calls them `kernel`; PyTorch, and
-Equinox like it, as `[out, in]` and `[out, in, *window]`, and calls them `weight`. Attention in Flax
-splits a dimension into heads. Where a shape allows several ways (a square matrix may be transposed
-or not), all are given.
+Flax stores kernels as `[in, out]` and `[*window, in, out]` and names them `kernel`; PyTorch and
+Equinox store them as `[out, in]` and `[out, in, *window]` and name them `weight`. Attention in
+Flax splits a dimension into heads. If a shape is ambiguous (a square matrix may or may not be
+transposed), all possibilities are listed.
 """
 
 import math
@@ -15,11 +15,11 @@ Shape = tuple[int, ...]
 
 
 def possible_steps(name: str, ours: Shape, theirs: Shape) -> list[Steps]:
-    """Every way from `theirs` to `ours` that makes sense for a parameter called `name`."""
+    """List sequences of steps from shape `theirs` to `ours` that suit a parameter named `name`."""
     as_is: list[Steps] = [()] if ours == theirs else []
     turned: list[Steps] = []
     if len(theirs) >= 2 and name not in ("embedding", "scale", "bias"):
-        # The window's dimensions keep their order; a matrix has none, and is transposed.
+        # The dimensions of a convolution's window keep their order. A matrix is just transposed.
         window = tuple(range(2, len(theirs)))
         dims = (*window, 1, 0)
         step = Transpose(*dims) if window else Transpose()
@@ -30,7 +30,7 @@ def possible_steps(name: str, ours: Shape, theirs: Shape) -> list[Steps]:
 
 
 def _with_heads(steps: Steps, ours: Shape, theirs: Shape) -> list[Steps]:
-    """Ways that make several dimensions, such as `[heads, size]`, of one."""
+    """Extend `steps` by an `Unflatten` of one dimension, such as into `[heads, size]`."""
     found = []
     more = len(ours) - len(theirs)
     for dim in range(len(theirs)) if more > 0 else ():

@@ -1,15 +1,15 @@
-"""Proposing rules: which tensor of a checkpoint is which parameter, from names and shapes alone.
+"""Propose rules that map tensors of a checkpoint to parameters, from names and shapes alone.
 
-1. Names are taken apart into modules (`_match_names`). Two modules *fit* if they have the same
-   roles (weight, bias, running mean and variance) and known steps lead from each shape to the other
-   (`_match_steps`).
-2. Of those that fit, the most alike are paired (`_match_pairs`). A tie stays one.
-3. A shape that allows several steps takes those that every other tensor of its kind takes; if there
-   is none, those that the parameter's name stands for.
-4. Rules that differ in numbers only become one (`_match_rules`).
+1. Names are parsed into modules (`names`). Two modules *fit* if they have the same roles (weight,
+   bias, running mean and variance) and known steps convert each shape to the other
+   (`possible_steps`).
+2. Of the modules that fit, the most similar are paired (`pairs`). Ties remain undecided.
+3. If several steps are possible for a tensor, it takes the steps of the other tensors of its kind;
+   if there are none, the usual steps for the parameter's name.
+4. Rules that differ only in numbers are merged (`generalize`).
 
-What is left over at the end is told, not guessed; and of what was decided, `assumed` says what
-rests on names that differ.
+Undecided parameters are reported rather than guessed, and `assumed` lists the decisions that rest
+on names that differ.
 """
 
 import collections
@@ -20,27 +20,27 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxzero.interop._rules import Rule, Split, Transpose
-from jaxzero.interop._tensors import LazyTensor, named_leaves, some
+from jaxzero.interop._tensors import LazyTensor, first_names, named_leaves
 
 from .generalize import generalize
 from .names import modules_of, parts_of, stacks_of
 from .pairs import Pair, pair
 from .possible_steps import Steps
 
-_LEFT_OUT = ("*num_batches_tracked",)  # how often torch has updated running statistics
+_LEFT_OUT = ("*num_batches_tracked",)  # torch's update counter of running statistics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Rules for `load_into`, and what could not be decided.
+    """Proposed rules for `load_into`, and the parameters that could not be decided.
 
     Attributes:
-        rules: for the parameters that were decided.
-        undecided: path of each other parameter -> what it might come from.
-        unused: tensors of the checkpoint that nothing comes from.
-        left_out: those of them that no model needs, such as torch's `num_batches_tracked`.
-        assumed: what shapes left open, and names that are alike, but do not say the same, settled.
-            Look at these. `*` stands for the numbers of layers.
+        rules: rules for the parameters that were decided.
+        undecided: path of each other parameter -> names of the tensors it may come from.
+        unused: tensors of the checkpoint that no rule uses.
+        left_out: tensors that were ignored, such as torch's `num_batches_tracked`.
+        assumed: decisions that rest on similar but different names, because shapes allowed several
+            choices. Check these. `*` stands for the numbers of layers.
     """
 
     rules: tuple[Rule, ...]
@@ -59,7 +59,7 @@ class Proposal:
         return "\n".join(lines)
 
     def raise_if_undecided(self) -> None:
-        """Refuse to go on with half of the rules.
+        """Raise unless the rules cover all parameters and tensors.
 
         Raises:
             ValueError: a parameter is undecided, or a tensor unused.
@@ -68,29 +68,29 @@ class Proposal:
             path, names = next(iter(self.undecided.items()))
             raise ValueError(
                 f"`rules` could not be found for {len(self.undecided)} parameters: "
-                f"`{path}` may be {some(list(names)) if names else 'no tensor at all'}. Print "
-                "`interop.match(tree, source)`, complete its rules, and pass them as `rules`."
+                f"`{path}` may be {first_names(list(names)) if names else 'no tensor at all'}. "
+                "Print `interop.match(tree, source)`, complete its rules, and pass them as `rules`."
             )
         if self.unused:
             raise ValueError(
-                f"No parameter seems to come from {some(list(self.unused))}. If that is right, "
-                "name them in `ignore`; if not, pass `rules`."
+                f"No parameter seems to come from {first_names(list(self.unused))}. If that is "
+                "right, name them in `ignore`; if not, pass `rules`."
             )
 
 
 def match(tree: Any, source: Mapping[str, LazyTensor], *, ignore: Iterable[str] = ()) -> Proposal:
     """Propose which parameter comes from which tensor, from names and shapes.
 
-    Known are: linear layers, convolutions and attention of Flax, Equinox and PyTorch, also fused
+    It supports linear layers, convolutions and attention of Flax, Equinox and PyTorch, also fused
     as in `torch.nn.MultiheadAttention`; norms with and without running statistics; embeddings;
-    layers that are numbered differently, or stacked for a scan. Neither names nor shapes say in
+    layers that are numbered differently, or stacked for a scan. Names and shapes do not show in
     which order an image was flattened before a linear layer (torch has channels first): write that
-    rule yourself. Look at what comes out, and keep it: rules are code.
+    rule yourself. Review the proposed rules and keep them in your code.
 
     Args:
         tree: parameters of the model: arrays or `jax.ShapeDtypeStruct`s.
         source: tensors of the checkpoint, by name.
-        ignore: names of tensors that are no parameters, with `*` for any text.
+        ignore: patterns (with `*`) for names of tensors that are not parameters.
     """
     leaves = named_leaves(tree).leaves
     ours = modules_of({path: tuple(leaf.shape) for path, leaf in leaves.items()})
@@ -111,7 +111,7 @@ def match(tree: Any, source: Mapping[str, LazyTensor], *, ignore: Iterable[str] 
         undecided={path: undecided[path] for path in leaves if path not in made},
         unused=tuple(name for name in source if name not in used and name not in out),
         left_out=tuple(out),
-        # Once for all layers.
+        # One line for all layers.
         assumed=tuple(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", each) for each in assumed)),
     )
 
@@ -119,7 +119,7 @@ def match(tree: Any, source: Mapping[str, LazyTensor], *, ignore: Iterable[str] 
 def _settle(
     pairs: list[Pair],
 ) -> tuple[list[tuple[Pair, dict[str, Steps]]], list[str], dict[str, tuple[str, ...]]]:
-    """Choose steps where several are possible, by what all others of the kind take."""
+    """Where several steps are possible, choose those that other tensors of the kind take."""
     habits: dict[tuple[str, int], set[bool]] = collections.defaultdict(set)
     for each in pairs:
         for role, ways in each.ways.items():
@@ -145,7 +145,7 @@ def _settle(
 
 
 def _choose(ways: list[Steps], habit: set[bool]) -> Steps | None:
-    if not habit:  # of no other is it known: what the parameter's name stands for
+    if not habit:  # no other tensor of the kind is decided: the usual steps for the name
         return ways[0]
     usual = [way for way in ways if _is_transposed(way) in habit]
     return usual[0] if len(usual) == 1 else None

@@ -1,6 +1,7 @@
-"""Rules from names and shapes of a checkpoint to those of a tree, and back.
+"""Rules that map tensors of a checkpoint to parameters of a tree, and back.
 
-In: rules and named tensors. Out: the tensors of each leaf, and the other way round, exactly.
+In: rules and named tensors. Out: a lazy tensor per parameter, or per tensor of the checkpoint.
+The two directions are exact inverses.
 """
 
 from .apply import to_ours as to_ours

@@ -1,8 +1,8 @@
-"""Rules at work: tensors of a checkpoint as parameters, and parameters as tensors of a checkpoint.
+"""Apply rules: turn tensors of a checkpoint into parameters, and parameters into tensors.
 
-Nothing is read here: both directions make views (`_tensor`) of what they are given. What a
-checkpoint *must* hold is found by running the rules backwards on placeholders, so that names and
-shapes are compared, and told to the user, as the file has them.
+Both directions return views (`_tensors`) and read nothing. To find the tensors that a checkpoint
+must hold, the rules are run backwards on placeholders; so names and shapes are compared, and
+reported in errors, as they are in the file.
 """
 
 import dataclasses
@@ -11,25 +11,25 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from jaxzero.interop._tensors import Box, LazyTensor, some, stack
+from jaxzero.interop._tensors import Box, LazyTensor, first_names, stack
 
 from .rule import Index, Rule, Shapes, Use, uses_of
 from .steps import run, run_back
 
 _NAME_EVERY_TENSOR = (
-    "The rules must name every tensor; one that is no parameter of the model goes into `ignore`."
+    "The rules must name every tensor; list tensors that are not parameters in `ignore`."
 )
 
 
 def to_theirs(rules: Iterable[Rule], ours: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Parameters as tensors of a checkpoint.
+    """Turn parameters into tensors of a checkpoint.
 
     Args:
-        rules: the table.
-        ours: every parameter, by its dotted path.
+        rules: rules for all parameters.
+        ours: dotted path -> parameter, for every parameter.
 
     Returns:
-        Name of each tensor -> a view of the parameters, in the order of the rules.
+        Tensor name -> view of the parameters, in the order of the rules.
 
     Raises:
         ValueError: the rules do not fit the parameters.
@@ -52,22 +52,22 @@ def to_ours(
     ignore: Iterable[str] = (),
     remedy: str = _NAME_EVERY_TENSOR,
 ) -> dict[str, LazyTensor]:
-    """Tensors of a checkpoint as parameters.
+    """Turn tensors of a checkpoint into parameters.
 
     Args:
-        rules: the table.
-        shapes: of every parameter, by its dotted path.
-        source: the tensors of the checkpoint, by name.
-        where: the checkpoint, for messages.
-        ignore: names of tensors that are no parameters, with `*` for any text.
-        remedy: what to do about missing and unknown tensors, for messages.
+        rules: rules for all parameters.
+        shapes: dotted path -> shape, for every parameter.
+        source: tensors of the checkpoint by name.
+        where: description of the checkpoint for messages, such as `in 'model.safetensors'`.
+        ignore: patterns (with `*`) for names of tensors that are not parameters.
+        remedy: advice about missing and unknown tensors, for messages.
 
     Returns:
-        Dotted path of each parameter -> a view of the tensors.
+        Dotted path -> view of the tensors.
 
     Raises:
-        ValueError: the rules do not fit the parameters, or a tensor is missing, unknown or of
-            another shape than the parameters need. Tensors are named.
+        ValueError: the rules do not fit the parameters, or a tensor is missing, unknown or has
+            another shape than the parameter needs. The message names the tensor.
     """
     rules = tuple(rules)
     wanted = to_theirs(rules, {path: Placeholder(path, shape) for path, shape in shapes.items()})
@@ -77,7 +77,7 @@ def to_ours(
             raise ValueError(
                 f"Tensor {name!r} {where} has shape {source[name].shape}, but the model asks "
                 f"for {tensor.shape} (its `{tensor.label}`). They belong to different models: "
-                "check that sizes in the model's config are those of the checkpoint."
+                "check that the model's config has the sizes of the checkpoint."
             )
     made: dict[str, LazyTensor] = {}
     for use in uses_of(rules, shapes):
@@ -93,10 +93,17 @@ def check_names(
     ignore: Iterable[str] = (),
     remedy: str = _NAME_EVERY_TENSOR,
 ) -> None:
-    """See that a checkpoint holds the tensors that are wanted, and no others.
+    """Check that a checkpoint has all expected tensors and no others.
+
+    Args:
+        given: names of the tensors in the checkpoint.
+        wanted: names that the rules need.
+        where: description of the checkpoint, for messages.
+        ignore: patterns (with `*`) for names that are allowed but not needed.
+        remedy: advice, for messages.
 
     Raises:
-        ValueError: some are missing, or unknown and not ignored.
+        ValueError: a tensor is missing, or is unknown and not ignored.
     """
     given, wanted, ignore = set(given), set(wanted), tuple(ignore)
     missing = sorted(wanted - given)
@@ -105,22 +112,22 @@ def check_names(
         for name in given - wanted
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore)
     )
-    found = [f"lacks {some(missing)}"] if missing else []
-    found += [f"holds unknown {some(unknown)}"] if unknown else []
+    found = [f"lacks {first_names(missing)}"] if missing else []
+    found += [f"holds unknown {first_names(unknown)}"] if unknown else []
     if found:
         raise ValueError(f"The checkpoint {where} {' and '.join(found)}. {remedy}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Placeholder(LazyTensor):
-    """A shape in the place of a tensor."""
+    """A tensor without data, used to compute names and shapes."""
 
     label: str
     shape: tuple[int, ...]
     dtype: np.dtype = np.dtype(np.float32)
 
     def _read_box(self, box: Box) -> np.ndarray:
-        raise AssertionError(f"{self.label} is a placeholder, and was read: {box}")
+        raise AssertionError(f"{self.label} is a placeholder without data; box {box} was read")
 
 
 def _theirs_of(use: Use, ours: Mapping[str, LazyTensor]) -> Iterable[tuple[str, LazyTensor]]:
@@ -134,7 +141,7 @@ def _theirs_of(use: Use, ours: Mapping[str, LazyTensor]) -> Iterable[tuple[str, 
                 raise ValueError(f"{use.rule} does not fit the tree: {error}") from error
             if len(tensors) != len(names):
                 raise ValueError(
-                    f"{use.rule} names {len(names)} tensors of the checkpoint, its steps need "
+                    f"{use.rule} names {len(names)} tensors of the checkpoint, but its steps need "
                     f"{len(tensors)}."
                 )
             elements[our_index] = tensors
@@ -155,14 +162,14 @@ def _ours_of(use: Use, source: Mapping[str, LazyTensor]) -> dict[str, LazyTensor
 
 
 def _element(tensor: LazyTensor, index: Index) -> LazyTensor:
-    """One element of a stack, without the stacked dimensions."""
+    """Select one element of a stack and drop the stacked dimensions."""
     for dim, number in enumerate(index):
         tensor = tensor.narrow(dim, number, number + 1)
     return tensor.reshape(tensor.shape[len(index) :])
 
 
 def _stacked(elements: dict[Index, LazyTensor]) -> LazyTensor:
-    """The stack of elements that are numbered in row-major order."""
+    """Stack elements along new leading dimensions, by their indices."""
     if () in elements:
         return elements[()]
     rows: dict[int, dict[Index, LazyTensor]] = {}

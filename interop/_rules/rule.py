@@ -1,10 +1,11 @@
-"""Rules say which parameters come from which tensors of a checkpoint, and how; once, as data.
+"""A rule states which parameters come from which tensors of a checkpoint, and by which steps.
 
     Rule(ours, theirs, *steps)
 
-`ours` is the dotted path of a parameter in a tree of arrays, `theirs` the name of a tensor in the
-checkpoint, each one string or a tuple of them; `steps` lead from theirs to ours (`_steps`). Writing
-runs the same rules backwards, so a round trip cannot disagree with itself. A whole model:
+`ours` is the dotted path of a parameter in a tree of arrays and `theirs` the name of a tensor in
+the checkpoint; each is a string or a tuple of strings. `steps` (module `steps`) convert the
+tensors into the parameters. Writing runs the same rules backwards, so that loading and saving
+always agree. The rules of a whole model:
 
     rules = (
         Rule("embed.embedding", "wte.weight"),
@@ -14,16 +15,17 @@ runs the same rules backwards, so a round trip cannot disagree with itself. A wh
         Rule("layers.{i}.experts.down", "h.{i}.experts.{e}.w2.weight", Transpose()),
     )
 
-A variable such as `{i}` stands for a number: of a layer, of an expert. One in both patterns pairs
-`layers.3` with `h.3`. One in `theirs` alone is *stacked*: above, every expert's matrix is a
-tensor of its own in the checkpoint and all are one parameter `[experts, in, out]` here; how many
-there are is the first dimension of that parameter. Layers that are scanned over are the same:
-`Rule("layers.up.kernel", "h.{i}.mlp.fc.weight", Transpose())`; with two such variables, the first
-in the pattern is the outer dimension. One in `ours` alone is the reverse: theirs is the stack.
-Steps see one element, without the stacked dimensions.
+A variable such as `{i}` stands for a number, for example of a layer or an expert. A variable in
+both patterns pairs `layers.3` with `h.3`. A variable in `theirs` alone is *stacked*: above, each
+expert's matrix is a separate tensor in the checkpoint, and all of them are one parameter
+`[experts, in, out]` in the tree, whose first dimension gives their number. Scanned layers are
+written in the same way: `Rule("layers.up.kernel", "h.{i}.mlp.fc.weight", Transpose())`. Of two
+stacked variables, the first in the pattern is the outer dimension. A variable in `ours` alone is
+the reverse: the checkpoint has the stack. Steps are applied to one element, without the stacked
+dimensions.
 
-A rule that matches no parameter is passed over, so that one table serves a family with and without
-biases. A parameter that no rule, or more than one, speaks of is an error.
+A rule that matches no parameter is ignored, so that one table serves models with and without
+biases. A parameter that is matched by no rule, or by more than one, is an error.
 """
 
 import dataclasses
@@ -32,24 +34,24 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from jaxzero.interop._tensors import some
+from jaxzero.interop._tensors import first_names
 
 from .steps import Step
 
 _VARIABLE = re.compile(r"\{(\w+)\}")
 _PIECES = re.compile(r"([^{]+)|\{(\w+)\}")
 Shapes = Mapping[str, tuple[int, ...]]
-Index = tuple[int, ...]  # numbers for the variables that only one side has
+Index = tuple[int, ...]  # values of the variables that occur on one side only
 
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Rule:
-    """Which parameters come from which tensors, and through which steps; see the module.
+    """Maps tensors of a checkpoint to parameters through steps; see the module.
 
     Attributes:
         ours: dotted paths of parameters, with variables.
         theirs: names of tensors in a checkpoint, with variables.
-        steps: from theirs to ours.
+        steps: conversions from `theirs` to `ours`, in the order of loading.
     """
 
     ours: tuple[str, ...]
@@ -73,10 +75,14 @@ class Rule:
 
 
 class Use(NamedTuple):
-    """A rule with numbers for its variables: these parameters are those tensors.
+    """A rule with values for its shared variables.
 
-    `ours` has an entry for each element of a stack that theirs is, `theirs` for each element of a
-    stack that ours is; either has the one key `()` where nothing is stacked.
+    Attributes:
+        rule: the rule.
+        ours: index -> paths of parameters. Several indices if the tensor of the checkpoint is a
+            stack of these parameters; the single key `()` if it is not.
+        theirs: index -> names of tensors. Several indices if the parameter is a stack of these
+            tensors; the single key `()` if it is not.
     """
 
     rule: Rule
@@ -85,30 +91,30 @@ class Use(NamedTuple):
 
 
 def uses_of(rules: Iterable[Rule], shapes: Shapes) -> list[Use]:
-    """Spell rules out for the parameters of a tree.
+    """Expand rules for the parameters of a tree.
 
     Args:
-        rules: the table.
-        shapes: of every parameter, by its dotted path.
+        rules: rules for all parameters.
+        shapes: dotted path -> shape, for every parameter.
 
     Raises:
-        ValueError: a parameter is spoken of by no rule or by two, a rule speaks of a parameter
-            that is not there, or a stack has too few dimensions.
+        ValueError: a parameter is matched by no rule or by two, a rule names a parameter that does
+            not exist, or a stack has too few dimensions.
     """
     uses = [use for rule in rules for use in _uses_of_one(rule, shapes)]
-    spoken: dict[str, Rule] = {}
+    rule_of: dict[str, Rule] = {}
     for use in uses:
         for path in itertools.chain(*use.ours.values()):
-            if path in spoken:
+            if path in rule_of:
                 raise ValueError(
-                    f"Two rules speak of `{path}`: {spoken[path]} and {use.rule}. Drop one."
+                    f"Two rules match `{path}`: {rule_of[path]} and {use.rule}. Drop one."
                 )
-            spoken[path] = use.rule
-    silent = sorted(shapes.keys() - spoken.keys())
-    if silent:
+            rule_of[path] = use.rule
+    unmatched = sorted(shapes.keys() - rule_of.keys())
+    if unmatched:
         raise ValueError(
-            f"No rule speaks of {some(silent)}. Add to `rules` one that says which tensors of the "
-            "checkpoint they are."
+            f"No rule matches {first_names(unmatched)}. Add a rule to `rules` that names the "
+            "tensors of the checkpoint from which they come."
         )
     return uses
 
@@ -125,7 +131,7 @@ def _uses_of_one(rule: Rule, shapes: Shapes) -> list[Use]:
         paths = tuple(_filled(each, numbers) for each in rule.ours)
         absent = [path for path in paths if path not in shapes]
         if absent:
-            raise ValueError(f"{rule} speaks of `{absent[0]}`, which is no parameter of the tree.")
+            raise ValueError(f"{rule} names `{absent[0]}`, which is not a parameter of the tree.")
         group = found.setdefault(tuple(numbers[name] for name in shared), {})
         group[tuple(numbers[name] for name in ours_only)] = paths
     uses = []
@@ -149,7 +155,7 @@ def _check_stack(rule: Rule, ours: dict[Index, tuple[str, ...]]) -> None:
     for index in itertools.product(*map(range, counts)):
         if index not in ours:
             raise ValueError(
-                f"{rule} takes elements of a stack, but the tree has none numbered {index}: its "
+                f"{rule} takes elements of a stack, but the tree has no element {index}: its "
                 "numbers must be 0, 1, 2, ..."
             )
 
@@ -171,10 +177,10 @@ def _counts(
 
 
 def pattern_of(pattern: str) -> re.Pattern[str]:
-    """What matches the names that a pattern stands for; a group for each variable."""
+    """Compile a pattern to a regular expression with a named group for each variable."""
     parts, seen = [], set()
     for text, name in _PIECES.findall(pattern):
-        # The first occurrence of a variable captures, a later one repeats what was captured.
+        # The first occurrence of a variable captures a number; later ones must repeat it.
         parts.append(
             re.escape(text)
             if text

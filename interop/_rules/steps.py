@@ -1,7 +1,7 @@
-"""What lies between tensors of a checkpoint and parameters: small steps, each with an inverse.
+"""Invertible steps that convert tensors of a checkpoint into parameters.
 
-A step takes a tuple of lazy tensors to a tuple of lazy tensors. Steps are written as seen when a
-checkpoint is *read*; writing runs their inverses backwards, so the two cannot disagree.
+A step maps a tuple of lazy tensors to a tuple of lazy tensors. Rules list steps in the direction
+of *reading*; writing runs their inverses in reverse order, so that both directions agree.
 """
 
 import abc
@@ -14,14 +14,14 @@ Tensors = tuple[LazyTensor, ...]
 
 
 class Step(abc.ABC):
-    """One invertible step from a checkpoint towards our parameters."""
+    """One invertible step from a checkpoint towards parameters."""
 
     @abc.abstractmethod
     def __call__(self, tensors: Tensors) -> Tensors:
-        """Views of `tensors`. Reads nothing.
+        """Return views of `tensors`, without reading them.
 
         Raises:
-            ValueError: their number or their shapes are not what the step is for.
+            ValueError: the step does not support their number or their shapes.
         """
 
     @property
@@ -34,8 +34,8 @@ class Step(abc.ABC):
 class Transpose(Step):
     """Permute the dimensions of each tensor, as `numpy.transpose`; without `dims`, reverse them.
 
-    `Transpose()` is `torch.nn.Linear` to a kernel `[in, out]`; `Transpose(2, 3, 1, 0)` is a
-    `torch.nn.Conv2d` (OIHW) to a kernel HWIO.
+    `Transpose()` converts a weight of `torch.nn.Linear` to a kernel `[in, out]`, and
+    `Transpose(2, 3, 1, 0)` a weight of `torch.nn.Conv2d` (OIHW) to a kernel HWIO.
     """
 
     dims: tuple[int, ...]
@@ -48,7 +48,7 @@ class Transpose(Step):
 
     @property
     def inverse(self) -> "Transpose":
-        """Permutes back."""
+        """The inverse permutation."""
         return Transpose(*sorted(range(len(self.dims)), key=self.dims.__getitem__))
 
     def __repr__(self) -> str:
@@ -57,11 +57,11 @@ class Transpose(Step):
 
 @dataclasses.dataclass(frozen=True)
 class Split(Step):
-    """One tensor of the checkpoint into several of ours, along `dim`.
+    """Split one tensor of the checkpoint along `dim` into several parameters.
 
     Attributes:
-        dim: of the tensor.
-        sizes: of the parts along it; or a number of equal parts.
+        dim: dimension of the tensor.
+        sizes: size of each part along `dim`; or the number of equal parts.
     """
 
     dim: int
@@ -86,17 +86,17 @@ class Split(Step):
 
     @property
     def inverse(self) -> "Merge":
-        """Joins the parts."""
+        """Concatenates the parts."""
         return Merge(self.dim, self.sizes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Merge(Step):
-    """Several tensors of the checkpoint into one of ours, along `dim`.
+    """Concatenate several tensors of the checkpoint along `dim` into one parameter.
 
     Attributes:
-        dim: of the tensors.
-        sizes: what each has along it; or their number, if they are equal.
+        dim: dimension of the tensors.
+        sizes: size of each tensor along `dim`; or the number of tensors, if sizes are equal.
     """
 
     dim: int
@@ -110,22 +110,22 @@ class Merge(Step):
         given = tuple(each.shape[self.dim] for each in tensors)
         if len(set(given)) != 1 if equal else given != self.sizes:
             raise ValueError(
-                f"{self} does not fit {tensors[0].label} and the tensors beside it, which have "
-                f"{given} along dimension {self.dim}."
+                f"{self} does not fit {tensors[0].label} and the other tensors of the rule, which "
+                f"have {given} along dimension {self.dim}."
             )
         return (concatenate(tensors, self.dim),)
 
     @property
     def inverse(self) -> Split:
-        """Takes the parts out again."""
+        """Splits the tensor again."""
         return Split(self.dim, self.sizes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Unflatten(Step):
-    """One dimension of each tensor into several, as `torch.nn.Unflatten`.
+    """Split one dimension of each tensor into several, as `torch.nn.Unflatten`.
 
-    `Unflatten(1, (heads, size))` is a projection `[d, heads * size]` to `[d, heads, size]`.
+    `Unflatten(1, (heads, size))` converts a projection `[d, heads * size]` to `[d, heads, size]`.
     """
 
     dim: int
@@ -146,13 +146,13 @@ class Unflatten(Step):
 
     @property
     def inverse(self) -> "Flatten":
-        """Makes them one again."""
+        """Joins the dimensions again."""
         return Flatten(self.dim, self.sizes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Flatten(Step):
-    """Several neighbouring dimensions of each tensor, the first at `dim`, into one."""
+    """Join consecutive dimensions of each tensor, beginning at `dim`, into one."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -172,19 +172,19 @@ class Flatten(Step):
 
     @property
     def inverse(self) -> Unflatten:
-        """Takes them apart again."""
+        """Splits the dimension again."""
         return Unflatten(self.dim, self.sizes)
 
 
 def run(steps: tuple[Step, ...], tensors: Tensors) -> Tensors:
-    """From the checkpoint to ours."""
+    """Convert tensors of the checkpoint to parameters."""
     for step in steps:
         tensors = step(tensors)
     return tensors
 
 
 def run_back(steps: tuple[Step, ...], tensors: Tensors) -> Tensors:
-    """From ours to the checkpoint."""
+    """Convert parameters to tensors of the checkpoint."""
     return run(tuple(step.inverse for step in reversed(steps)), tensors)
 
 
@@ -192,7 +192,7 @@ def _count(step: Step, tensors: Tensors, wanted: int) -> Tensors:
     if len(tensors) != wanted:
         raise ValueError(
             f"{step} takes {wanted} of the checkpoint's tensors; got {len(tensors)}: "
-            f"{', '.join(each.label for each in tensors)}. Name as many in the rule."
+            f"{', '.join(each.label for each in tensors)}. Name {wanted} in the rule."
         )
     return tensors
 

@@ -1,4 +1,4 @@
-"""Read and write safetensors files, by one process or several, whole or not at all.
+"""Read safetensors files lazily, and write them atomically from one process or several.
 
 In: a path, or named tensors. Out: lazy tensors, or a directory that other libraries load.
 """

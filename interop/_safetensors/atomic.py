@@ -1,9 +1,9 @@
-"""A directory or a file that appears whole or not at all; a directory by one process or several.
+"""Write a file or a directory atomically; a directory also from several processes.
 
-Write under a temporary name beside the target, flush files and folders to disk, then rename: after
-a crash there is either the old directory, or the new one, or a leftover whose name says it is one.
-With several processes all fill one folder, on a file system that all of them see; the first of
-them makes it and renames it, once all have said that they are done.
+Content is written under a temporary name beside the target, flushed to disk and renamed. After a
+crash the old or the new directory is there, and perhaps a leftover with a temporary name. Several
+processes fill one folder on a shared file system; process 0 creates it and renames it after all
+have reported success.
 """
 
 import contextlib
@@ -17,25 +17,25 @@ from pathlib import Path
 import jax
 
 from jaxzero._processes import flush, flush_tree
-from jaxzero.interop._tensors import some
+from jaxzero.interop._tensors import first_names
 
 from .processes import all_succeed, shared_mark
 
 
 @contextlib.contextmanager
 def new_directory(target: Path, *, replaces: Collection[str]) -> Iterator[Path]:
-    """Give a temporary folder to fill; on leaving, it becomes `target`. Collective.
+    """Yield a temporary folder to fill, and rename it to `target` on exit. Collective.
 
-    If the body raises, on any process, the folder is removed and `target` is as it was.
+    If the body raises on any process, the folder is removed and `target` is unchanged.
 
     Args:
-        target: the directory. The one that a link leads to, if it is a link.
-        replaces: names, with `*` for any text, of what an earlier `target` may hold.
+        target: the directory; symbolic links are followed.
+        replaces: patterns (with `*`) for the files that an existing `target` may contain.
 
     Raises:
-        ValueError: there is a file at `target`, or a directory that holds anything else, or a
-            process does not see the folder that the first one made.
-        RuntimeError: on a process that succeeded, if another failed.
+        ValueError: `target` is a file or a directory with other files, or a process does not see
+            the folder that process 0 created.
+        RuntimeError: raised on processes that succeeded if another one failed.
     """
     target = Path(target).resolve()
     mark = shared_mark()
@@ -66,9 +66,9 @@ def new_directory(target: Path, *, replaces: Collection[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_file(target: Path) -> Iterator[Path]:
-    """Give the name of a temporary file to write; on leaving, it becomes `target`.
+    """Yield the path of a temporary file to write, and rename it to `target` on exit.
 
-    If the body raises, the file is removed and `target` is as it was.
+    If the body raises, the file is removed and `target` is unchanged.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     filled = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
@@ -93,21 +93,21 @@ def _check_replaced(target: Path, replaces: Collection[str]) -> None:
     )
     if others:
         raise ValueError(
-            f"{str(target)!r} holds {some(others)}, which no checkpoint of this form does and "
-            "which would be lost: the whole directory is replaced. Name one of its own."
+            f"{str(target)!r} holds {first_names(others)}, which are not part of such a checkpoint "
+            "and would be lost, since the whole directory is replaced. Choose another directory."
         )
 
 
 def _check_seen(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(
-            f"Process {jax.process_index()} does not see {str(folder)!r}, which process 0 has "
-            "made. Write to a directory on a file system that all processes share."
+            f"Process {jax.process_index()} does not see {str(folder)!r}, which process 0 "
+            "created. Write to a directory on a file system that all processes share."
         )
 
 
 def _exchange(filled: Path, target: Path, replaced: Path) -> None:
-    # A rename cannot replace a folder that has content, so the old one steps aside first.
+    # A rename cannot replace a folder that has content, so the old one is renamed first.
     had_target = target.exists()
     if had_target:
         os.rename(target, replaced)

@@ -1,9 +1,9 @@
-"""The header of a safetensors file: read without trust, and written.
+"""Read, validate and write the header of a safetensors file.
 
-A file (https://github.com/huggingface/safetensors) is 8 bytes that give the length of the header,
-the header (JSON: dtype, shape and byte range of each tensor), and the bytes. The library refuses a
-header that lies, but does not say which tensor it lies about, nor where the bytes of a tensor are;
-so it is read here. What is accepted here the library accepts too.
+A file (https://github.com/huggingface/safetensors) consists of 8 bytes with the length of the
+header, the header (JSON: dtype, shape and byte range of each tensor), and the data. The library
+rejects a broken header without naming the tensor, and does not give byte offsets; so the header
+is parsed here. The library accepts every header that is accepted here.
 """
 
 import json
@@ -17,9 +17,8 @@ import numpy as np
 
 from jaxzero.interop._tensors import LazyTensor
 
-# Names of the format, in the order in which it knows them: a file holds its tensors from the last
-# dtype to the first, so that each begins at a multiple of its element's size. Those that numpy has
-# no type for come from ml_dtypes.
+# The order is that of the library, which writes tensors from the last dtype to the first, so that
+# each begins at a multiple of its element size.
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
@@ -39,28 +38,27 @@ DTYPES: dict[str, np.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _RANK = {name: rank for rank, name in enumerate(DTYPES)}
-_METADATA = "__metadata__"  # an entry that is no tensor
-_MAX_HEADER_BYTES = 100_000_000  # as in the library
-_MAX_DIMS = 64  # of numpy
-_ALIGNMENT = 8  # of the first tensor's first byte
+_METADATA = "__metadata__"  # an entry that is not a tensor
+_MAX_HEADER_BYTES = 100_000_000  # limit of the library
+_MAX_DIMS = 64  # limit of numpy
+_ALIGNMENT = 8  # of the first tensor, in bytes
 
 
 class Entry(NamedTuple):
-    """What a header says of one tensor."""
+    """Header entry of one tensor."""
 
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
-    offset: int  # of its first byte in the file
+    offset: int  # of its first byte, from the start of the file
 
 
 def read_header(file: Path) -> list[Entry]:
-    """Read and check the header of a file. The bytes of tensors are not touched.
+    """Read and validate the header of a file, without reading tensor data.
 
     Raises:
-        ValueError: the file is cut short, or its header is not of the format or does not describe
-            the bytes that follow it: no gap, no overlap, nothing left over. File and tensor are
-            named.
+        ValueError: the file is truncated, the header is malformed, or the tensors do not cover the
+            data exactly, without gap or overlap. The message names file and tensor.
     """
     size = file.stat().st_size
     with open(file, "rb") as opened:
@@ -88,7 +86,7 @@ def read_header(file: Path) -> list[Entry]:
 
 
 def header_of(tensors: Mapping[str, LazyTensor]) -> bytes:
-    """The first bytes of a file that holds tensors in this order, up to the first of them."""
+    """Encode the header of a file that holds tensors in this order: all bytes before the data."""
     header: dict[str, object] = {_METADATA: {"format": "pt"}}  # as transformers writes it
     end = 0
     for name, tensor in tensors.items():
@@ -104,15 +102,15 @@ def header_of(tensors: Mapping[str, LazyTensor]) -> bytes:
 
 
 def file_order(tensors: Mapping[str, LazyTensor]) -> list[str]:
-    """Names of tensors in the order in which the library writes them into a file."""
+    """Sort tensor names into the order in which the library writes them."""
     return sorted(tensors, key=lambda name: (-_RANK[_NAMES[tensors[name].dtype]], name))
 
 
 def check_writable(name: str, tensor: LazyTensor) -> None:
-    """See that the format can hold a tensor.
+    """Check that the format supports a tensor.
 
     Raises:
-        ValueError: it has no such dtype, or keeps the name for itself.
+        ValueError: the format does not support its dtype, or reserves its name.
     """
     if tensor.dtype not in _NAMES:
         raise ValueError(
@@ -147,7 +145,7 @@ def _repeats(names: list[str]) -> bool:
 
 
 def _entry(file: Path, name: str, content: Any, begin: int) -> Entry:
-    """Check what is said of one tensor by itself."""
+    """Validate the header entry of one tensor."""
     fields = content if isinstance(content, dict) else {}
     shape, offsets = fields.get("shape"), fields.get("data_offsets")
     if not (
@@ -159,8 +157,8 @@ def _entry(file: Path, name: str, content: Any, begin: int) -> Entry:
     ):
         raise _broken(
             file,
-            f"of tensor {name!r} it says {_short(content)}, where there must be a dtype, and a "
-            "shape and two data_offsets of integers that are not negative",
+            f"the entry of tensor {name!r} is {_short(content)}, but must have a dtype, and a "
+            "shape and two data_offsets of non-negative integers",
         )
     dtype = DTYPES.get(fields["dtype"]) if isinstance(fields.get("dtype"), str) else None
     if dtype is None:
@@ -171,14 +169,14 @@ def _entry(file: Path, name: str, content: Any, begin: int) -> Entry:
     entry = Entry(name, dtype, tuple(shape), begin + offsets[0])
     if (
         len(shape) > _MAX_DIMS
-        # numpy counts the elements as if dimensions that are 0 were not there, too.
+        # numpy also limits the product of the dimensions that are not 0.
         or math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 2**63
         or _num_bytes(entry) != offsets[1] - offsets[0]
     ):
         raise _broken(
             file,
-            f"tensor {name!r} of {fields['dtype']} has shape {_short(shape)}, which is not what "
-            f"{offsets[1] - offsets[0]} bytes hold",
+            f"tensor {name!r} of {fields['dtype']} has shape {_short(shape)}, which does not match "
+            f"its {offsets[1] - offsets[0]} bytes",
         )
     return entry
 
@@ -188,7 +186,7 @@ def _num_bytes(entry: Entry) -> int:
 
 
 def _are(values: Iterable[Any], kind: type) -> bool:
-    return all(type(value) is kind for value in values)  # a bool is an int elsewhere
+    return all(type(value) is kind for value in values)  # `isinstance` would take a bool for an int
 
 
 def _short(content: Any) -> str:

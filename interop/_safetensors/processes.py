@@ -1,7 +1,7 @@
-"""Several processes that write one thing: agreeing on names, and on whether all has gone well.
+"""Agreement between processes that write one checkpoint: names, and success or failure.
 
-They meet through the coordination service, whose waits have an end; a collective of devices would
-wait for ever for a process that is lost.
+Processes communicate through JAX's coordination service, which supports timeouts; a device
+collective would deadlock if a process is lost.
 """
 
 import contextlib
@@ -12,22 +12,23 @@ from collections.abc import Iterator
 from jaxzero._processes import exchange, of_first
 
 _NAME = "writing a checkpoint"
-_SECONDS = 3600.0  # that one process may take longer than another to write its files
+_SECONDS = 3600.0  # timeout: processes may take very different times to write their files
 
 
 def shared_mark() -> str:
-    """Eight random hexadecimal digits, the same on every process. Collective."""
+    """Draw eight random hexadecimal digits, equal on all processes. Collective."""
     return of_first(_NAME, uuid.uuid4().hex[:8], _SECONDS)
 
 
 @contextlib.contextmanager
 def all_succeed(what: str) -> Iterator[None]:
-    """Leave the body with an error on every process if it was left with one on any. Collective.
+    """Raise on every process if the body raised on any. Collective.
 
-    The body may hold collectives only if it gets through all of them whatever fails.
+    The body may contain collectives only if it runs all of them even after a failure; otherwise
+    the other processes deadlock.
 
     Args:
-        what: the body does, for the message.
+        what: the operation, as the subject of the message: `Writing 'export'`.
 
     Raises:
         RuntimeError: on the processes that succeeded; those that failed raise their own error.
@@ -38,12 +39,12 @@ def all_succeed(what: str) -> Iterator[None]:
         yield
     except BaseException as raised:
         error = raised
-    told = exchange(_NAME, json.dumps(error is not None), _SECONDS)
+    reports = exchange(_NAME, json.dumps(error is not None), _SECONDS)
     if error is not None:
         raise error
-    failed = [str(number) for number, text in enumerate(told) if json.loads(text)]
+    failed = [str(number) for number, text in enumerate(reports) if json.loads(text)]
     if failed:
         raise RuntimeError(
-            f"{what} failed on process {', '.join(failed)}, whose own error says why. "
+            f"{what} failed on process {', '.join(failed)}; see the error of that process. "
             "Nothing was written."
         )

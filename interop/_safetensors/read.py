@@ -1,8 +1,8 @@
-"""Tensors in safetensors files (https://github.com/huggingface/safetensors), one file or several.
+"""Read slices of tensors in safetensors files (https://github.com/huggingface/safetensors).
 
-The library reads slices by mapping the file and parsing its header anew each time, which many
-tensors on many devices would have it do very often, and its pages count as memory of the process.
-So slices are read here, straight from the byte range that the header gives.
+The library maps the file and parses its header for every slice, which is slow for many tensors on
+many devices, and mapped pages count as memory of the process. So slices are read here directly
+from the byte range in the header.
 """
 
 import dataclasses
@@ -12,26 +12,26 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxzero.interop._tensors import Box, LazyTensor, some
+from jaxzero.interop._tensors import Box, LazyTensor, first_names
 
 from .header import read_header
 
 SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"  # says which of several files holds which tensor
+INDEX = "model.safetensors.index.json"  # maps each tensor to one of several files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileTensor(LazyTensor):
-    """A tensor in a safetensors file.
+    """A tensor in a safetensors file; it holds neither data nor an open file.
 
-    It holds no bytes and no open file. Indexing reads: the file's bytes of that slice, no more.
+    Indexing reads the bytes of that slice from the file.
     """
 
     file: Path
     name: str  # in the file
     shape: tuple[int, ...]
     dtype: np.dtype
-    offset: int  # of its first byte in the file
+    offset: int  # of its first byte, from the start of the file
 
     @property
     def label(self) -> str:
@@ -44,7 +44,7 @@ class FileTensor(LazyTensor):
                 f"{str(self.file)!r} ends inside tensor {self.name!r}: it was cut off after it was "
                 "opened. Copy or download it again."
             )
-        whole = self.ndim  # from this dimension on, all is asked for
+        whole = self.ndim  # the box covers all dimensions from this one on
         while whole and box[whole - 1] == (0, self.shape[whole - 1]):
             whole -= 1
         lead = [stop - start for start, stop in box[: max(whole - 1, 0)]]
@@ -63,8 +63,8 @@ class FileTensor(LazyTensor):
         return array.reshape(shape)
 
     def _read_scattered(self, box: Box) -> np.ndarray:
-        # Mapped for this slice only: pages that stay mapped would count as memory of the process.
-        # Read as integers: numpy copies types that are not its own (bfloat16) one by one.
+        # The map is dropped after this slice, since mapped pages count as memory of the process.
+        # Elements are read as integers: numpy copies foreign types (bfloat16) one at a time.
         raw = np.dtype(f"u{self.dtype.itemsize}")
         mapped = np.memmap(self.file, raw, "r", self.offset, self.shape)
         return np.array(mapped[tuple(slice(start, stop) for start, stop in box)]).view(self.dtype)
@@ -78,9 +78,8 @@ def tensors_in(path: Path | str) -> dict[str, FileTensor]:
             their index.
 
     Raises:
-        ValueError: there is no safetensors checkpoint, a file of it is missing, cut short or
-            broken, a tensor has a dtype that numpy has no type for, or the index does not tell the
-            truth.
+        ValueError: there is no safetensors checkpoint, a file of it is missing, truncated or
+            broken, a dtype is not supported, or the index does not match the files.
     """
     path = Path(path)
     if path.is_file():
@@ -117,9 +116,9 @@ def _tensors_in_files(files: list[Path], path: Path) -> dict[str, FileTensor]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ValueError(
-            f"{str(path)!r} lacks {some(missing)}. Give a directory that `save_pretrained` of "
-            "Hugging Face transformers wrote. It writes safetensors, so it converts an older "
-            "checkpoint (`pytorch_model.bin`) that it has loaded."
+            f"{str(path)!r} lacks {first_names(missing)}. Give a directory that `save_pretrained` "
+            "of Hugging Face transformers wrote. To convert an older checkpoint "
+            "(`pytorch_model.bin`), load it with transformers and save it again."
         )
     found: dict[str, FileTensor] = {}
     for file in files:
@@ -127,8 +126,8 @@ def _tensors_in_files(files: list[Path], path: Path) -> dict[str, FileTensor]:
             if name in found:
                 raise ValueError(
                     f"Tensor {name!r} is in {found[name].file.name} and in {file.name} of "
-                    f"{str(path)!r}. One of the two is left over from another checkpoint: save "
-                    "it again into an empty directory."
+                    f"{str(path)!r}. One of the files belongs to another checkpoint: save the "
+                    "checkpoint again into an empty directory."
                 )
             found[name] = FileTensor(file=file, name=name, shape=shape, dtype=dtype, offset=offset)
     return found

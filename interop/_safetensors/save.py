@@ -1,11 +1,11 @@
-"""Writing a checkpoint: safetensors files of bounded size, their index, config and tokenizer.
+"""Write a checkpoint: safetensors files of bounded size, their index, config and tokenizer.
 
-Every file is written by one process, the files in turn by all processes, and a tensor that lies on
-devices of several is gathered by all just before one of them writes it. So no process holds more
-than its shards and one tensor, and saving moves over the network what gathering the weights for
-one forward pass does. The alternative, every process writing its own byte ranges into shared
-files, moves nothing; but a slice of a transposed matrix is many short ranges, and file systems that
-several machines share lock, or cache, whole pages: slow at best.
+Files are assigned to processes in turn. All processes gather a tensor that is sharded over several
+of them right before one of them writes it. So no process holds more than its shards and one
+tensor, and saving sends as much over the network as gathering the weights for one forward pass.
+The alternative, every process writing its own byte ranges into shared files, sends nothing; but a
+slice of a transposed matrix is many short ranges, and shared file systems lock or cache whole
+pages, which is slow at best.
 """
 
 import collections
@@ -24,7 +24,7 @@ from .header import check_writable, file_order
 from .read import INDEX, SINGLE
 from .write_file import SafetensorsWriter
 
-# What makes a directory usable besides its weights: files, or folders with files, by patterns.
+# Patterns of the files and folders, besides weights and config, that are copied from `source`.
 _CARRIED = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -44,7 +44,7 @@ _CARRIED = (
     "vocab.txt",
     "[0-9]_*",  # modules of sentence-transformers, such as 1_Pooling
 )
-# What an earlier checkpoint consists of, which a new one replaces.
+# Patterns of the files of an earlier checkpoint, which a new one replaces.
 _OWN = ("*.safetensors", INDEX, "config.json", *_CARRIED)
 
 
@@ -57,25 +57,26 @@ def save_tensors(
 ) -> Path:
     """Write a checkpoint of safetensors files, which transformers and torch load. Collective.
 
-    The directory appears whole or not at all, whichever process fails: it is written under a
-    temporary name beside its place, flushed to disk, and renamed. A checkpoint that was there is
-    replaced in the same manner; a directory that holds anything else is left as it is, with an
-    error. With several processes (`jax.distributed`) all must call this, with
-    the same names in the same order, on a file system that they share; each writes some files.
+    The write is atomic, whichever process fails: the directory is written under a temporary name
+    beside `directory`, flushed to disk and renamed. An existing checkpoint is replaced in the same
+    way; a directory with any other files is left unchanged, with an error. With several processes
+    (`jax.distributed`) all must call this with the same names in the same order, on a shared file
+    system; each writes some of the files.
 
     Args:
-        tensors: by name, such as `tensors_from` gives. Equal tensors make equal files.
+        tensors: tensors by name, as from `tensors_from`. Equal tensors give equal files.
         directory: where to write.
-        max_shard_bytes: largest file, in bytes of tensors. A larger tensor has a file of its own.
-        source: a directory whose `config.json` and tokenizer files are carried along; `dtype` in
-            the config becomes what most of the floating-point elements have.
+        max_shard_bytes: size limit of a file, in bytes of tensors. A larger tensor gets a file of
+            its own.
+        source: a directory whose `config.json` and tokenizer files are copied; `dtype` in the
+            config is set to the dtype of most floating-point elements.
 
     Returns:
         `directory`.
 
     Raises:
-        ValueError: there are no tensors, one has a dtype that the format has not, or `directory` is
-            `source`, a file, or a directory that holds more than a checkpoint.
+        ValueError: there are no tensors, the format does not support a dtype, or `directory` is
+            `source`, a file, or a directory that holds other files than a checkpoint's.
         RuntimeError: another process failed.
     """
     directory = Path(directory)
@@ -88,7 +89,7 @@ def save_tensors(
     if source is not None and directory.resolve() == Path(source).resolve():
         raise ValueError(
             f"`directory` and `source` are both {str(source)!r}. Write to another directory, so "
-            "that the checkpoint that was loaded stays as it is."
+            "that the checkpoint that was loaded is kept."
         )
     files = _divide(tensors, max_shard_bytes)
     with new_directory(directory, replaces=_OWN) as folder:
@@ -101,7 +102,7 @@ def save_tensors(
 
 
 def _divide(tensors: Mapping[str, LazyTensor], max_bytes: int) -> dict[str, dict[str, LazyTensor]]:
-    """Which file holds what: names in order, into files as full as they may be."""
+    """Distribute tensors over files in the order of names, filling each file up to the limit."""
     parts: list[dict[str, LazyTensor]] = [{}]
     filled = 0
     for name in sorted(tensors):
@@ -130,8 +131,8 @@ def _write_files(folder: Path, files: dict[str, dict[str, LazyTensor]]) -> None:
 
 
 def _write_file(path: Path, tensors: dict[str, LazyTensor]) -> Exception | None:
-    # A process that fails still takes part in gathering what others write, and raises afterwards:
-    # they would wait for it for ever.
+    # A process that fails still joins the remaining collectives and raises afterwards; otherwise
+    # the other processes would deadlock.
     names = iter(file_order(tensors))
     try:
         with SafetensorsWriter(path, tensors) as writer:
@@ -176,7 +177,7 @@ def _carry(source: Path, folder: Path, tensors: Mapping[str, LazyTensor]) -> Non
 
 
 def _usual_dtype(tensors: Mapping[str, LazyTensor]) -> str | None:
-    """What most floating-point elements have."""
+    """Return the name of the dtype that most floating-point elements have."""
     sizes: collections.Counter[str] = collections.Counter()
     for tensor in tensors.values():
         if jnp.issubdtype(tensor.dtype, jnp.floating):

@@ -1,8 +1,8 @@
-"""Writing a safetensors file tensor by tensor.
+"""Write a safetensors file tensor by tensor.
 
-The library (https://github.com/huggingface/safetensors) writes a file from tensors that are all in
-memory at once. Here the header goes first, since shapes and dtypes are known, and each tensor
-follows when it has been read: memory holds one of them. The bytes are those of the library.
+The library (https://github.com/huggingface/safetensors) needs all tensors of a file in memory at
+once. Here the header is written first, from shapes and dtypes, followed by each tensor when it has
+been read, so memory holds one tensor. The resulting file is identical to that of the library.
 """
 
 import os
@@ -16,7 +16,7 @@ from jaxzero.interop._tensors import LazyTensor
 
 from .header import file_order, header_of
 
-_CHUNK_BYTES = 4 * 2**20  # of a tensor whose memory order is not the file's, copied into order
+_CHUNK_BYTES = 4 * 2**20  # a non-contiguous tensor is copied in chunks of this size
 
 
 class SafetensorsWriter:
@@ -25,8 +25,8 @@ class SafetensorsWriter:
     Leaving flushes the file to disk.
 
     Args:
-        path: made, or written over.
-        tensors: what the file is to hold. Only shapes and dtypes are looked at.
+        path: file to create or overwrite.
+        tensors: all tensors of the file; only their shapes and dtypes are used.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, LazyTensor]):
@@ -61,7 +61,7 @@ class SafetensorsWriter:
 
 
 def _chunks(array: np.ndarray):
-    # As integers: numpy copies types that are not its own (bfloat16) one by one.
+    # Viewed as integers: numpy copies foreign types (bfloat16) one element at a time.
     raw = array.view(np.dtype(f"u{array.dtype.itemsize}"))
     if raw.ndim == 0 or raw.flags.c_contiguous:
         yield np.ascontiguousarray(raw).data

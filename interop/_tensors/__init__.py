@@ -1,7 +1,7 @@
-"""Tensors of checkpoint files that are read when they are needed, and what holds them.
+"""Lazy tensors, which read slices of a checkpoint file or a sharded array on demand.
 
-In: where the bytes of a tensor lie. Out: lazy tensors that read any box of elements, and a
-`Checkpoint` of named ones. All other rooms of `interop` use it.
+In: the location of a tensor's data. Out: lazy tensors that read any box of elements, and a
+`Checkpoint` of named tensors. All other rooms of `interop` use it.
 """
 
 from .checkpoint import AdamMoments as AdamMoments
@@ -16,4 +16,4 @@ from .lazy import concatenate as concatenate
 from .lazy import stack as stack
 from .named_leaves import named_leaves as named_leaves
 from .sharded import ShardedTensor as ShardedTensor
-from .text import some as some
+from .text import first_names as first_names

@@ -1,4 +1,4 @@
-"""A checkpoint of PyTorch, whatever wrote it: tensors by name, and the moments of Adam."""
+"""An opened PyTorch checkpoint of any format: tensors by name, and the moments of Adam."""
 
 import contextlib
 import dataclasses
@@ -12,25 +12,27 @@ Moments = Callable[[Sequence[str] | None], "AdamMoments"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamMoments:
-    """What Adam has gathered for each parameter, by the names of the parameters.
+    """Adam's moments, by the names of the parameters.
 
-    Means are not yet divided by `1 - beta**step`, in PyTorch as in optax, so they carry over as
-    they are.
+    Both PyTorch and optax store the means without bias correction (division by `1 - beta**step`),
+    so they are copied unchanged.
     """
 
-    step: int  # updates that were made
+    step: int  # number of updates so far
     exp_avg: Mapping[str, LazyTensor]  # mean of gradients; `mu` in optax
     exp_avg_sq: Mapping[str, LazyTensor]  # mean of squared gradients; `nu` in optax
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint(Mapping[str, LazyTensor]):
-    """Tensors by name. None is read until it is indexed.
+    """Lazy tensors by name.
 
     Attributes:
-        path: what was opened.
-        form: what it is, such as "safetensors" or "DeepSpeed ZeRO-3".
-        aliases: names that share a tensor with another name (tied weights), and that name.
+        path: file or directory of the checkpoint.
+        form: its format, such as "safetensors" or "DeepSpeed ZeRO-3".
+        tensors: name -> tensor; read when indexed.
+        aliases: name of a tied weight -> name of the tensor that it shares.
+        moments: reads the moments of Adam, given `names` (see `adam`); None if there are none.
     """
 
     path: Path
@@ -49,14 +51,15 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return len(self.tensors)
 
     def adam(self, names: Sequence[str] | None = None) -> AdamMoments:
-        """The state of Adam or AdamW.
+        """Return the state of Adam or AdamW.
 
         Args:
-            names: of the parameters, in the order in which the optimizer was given them. Needed
-                where the checkpoint numbers them, and numbers do not tell which is which.
+            names: names of the parameters in the order in which they were passed to the optimizer.
+                Needed if the checkpoint identifies parameters by number and the numbers cannot be
+                matched to names.
 
         Raises:
-            ValueError: there is none, it is incomplete, or `names` is missing or does not fit.
+            ValueError: the state is absent or incomplete, or `names` is missing or does not fit.
         """
         if self.moments is None:
             raise ValueError(
@@ -73,13 +76,13 @@ def gather_moments(
     where: str,
     step: Callable[[object], int],
 ) -> AdamMoments:
-    """Sort what an optimizer holds for each parameter by kind.
+    """Convert an optimizer state that is grouped by parameter to `AdamMoments`.
 
     Args:
-        state: name -> `exp_avg`, `exp_avg_sq` and `step`.
-        shapes: of the parameters.
+        state: name -> dict of `exp_avg`, `exp_avg_sq` and `step`.
+        shapes: name -> shape of the parameter.
         where: the file or directory, for messages.
-        step: reads a step, whatever it was saved as.
+        step: converts a stored step (a number or a tensor) to an integer.
     """
     means, squares, steps = {}, {}, {}
     for name, held in state.items():
@@ -101,15 +104,15 @@ def gather_moments(
     if len(set(steps.values())) != 1:
         least, most = (pick(steps, key=steps.__getitem__, default="") for pick in (min, max))
         raise ValueError(
-            f"{where} has no step that holds for all parameters: "
+            f"{where} has different steps for different parameters: "
             + (f"{steps[least]} for {least!r}, {steps[most]} for {most!r}" if steps else "no state")
-            + ". optax counts steps once for all; train with every parameter in each step."
+            + ". optax has one step count for all; train with every parameter in each step."
         )
     return AdamMoments(step=next(iter(steps.values())), exp_avg=means, exp_avg_sq=squares)
 
 
 def read_step(value: object) -> int:
-    """A number of steps: a number, or a tensor with one element."""
+    """Convert a step, stored as a number or a tensor with one element, to an integer."""
     number = value.read().reshape(()).item() if isinstance(value, LazyTensor) else value
     if not isinstance(number, int | float) or number != int(number) or number < 0:
         raise ValueError(f"A step must be a whole number that is not negative; got {number!r}.")
@@ -118,11 +121,11 @@ def read_step(value: object) -> int:
 
 @contextlib.contextmanager
 def laid_out_as(form: str, path: Path) -> Iterator[None]:
-    """Say which checkpoint it is whose content is not where its form has it."""
+    """Turn lookup errors in the body into a `ValueError` that names the checkpoint and format."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{str(path)!r} is not laid out as {form} lays it out ({type(error).__name__}: "
-            f"{error}). Copy the checkpoint again; if it is whole, its version is not known here."
+            f"{str(path)!r} does not have the layout of {form} ({type(error).__name__}: {error}). "
+            "Copy the checkpoint again; if it is complete, its version is not supported."
         ) from error

@@ -1,16 +1,17 @@
-"""Tensors that stay where they are until somebody asks for a slice of them.
+"""Lazy tensors: arrays in a file or on devices whose slices are read on demand.
 
-A checkpoint of n bytes on N devices needs n/N bytes on each, so nothing is loaded up front. A
-`LazyTensor` knows shape and dtype and reads a box (one slice per dimension) when indexed. What lies
-between a checkpoint and a model (transposed, split, fused, stacked, cast tensors) is a *view* of
-other lazy tensors: it turns the box that it is asked for into boxes of what it views, so that
+Of a checkpoint of n bytes each of N devices needs n/N bytes, so nothing is loaded up front. A
+`LazyTensor` has a shape and a dtype and reads a box (one slice per dimension) when indexed. The
+conversions between a checkpoint and a model (transpose, split, merge, stack, cast) are *views* of
+other lazy tensors: a view translates a requested box into boxes of the viewed tensors, so that
 
     (x.transpose()[box]) == x.read().transpose()[box],  reading no more of x than the box needs
 
-and the same for every operation below. Views nest, hold no bytes, and read nothing when made.
+and likewise for every operation below. Views can be nested, hold no data, and read nothing when
+they are created.
 
-A new kind of source is a subclass with the attributes `shape`, `dtype` and `label`, and a method
-`_read_box`; all else is here.
+To add a kind of source, write a subclass with the attributes `shape`, `dtype` and `label` and a
+method `_read_box`.
 """
 
 import abc
@@ -21,16 +22,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-Box = tuple[tuple[int, int], ...]  # (start, stop) of each dimension; never empty, never outside
+Box = tuple[tuple[int, int], ...]  # (start, stop) per dimension; not empty, within the shape
 
 
 class LazyTensor(abc.ABC):
     """A tensor that is read slice by slice.
 
     Attributes:
-        shape: of the whole tensor.
-        dtype: of what is read.
-        label: what it is and where, for messages: `'h.0.weight' in 'model.safetensors'`.
+        shape: shape of the whole tensor.
+        dtype: dtype of the arrays that are read.
+        label: name and location for messages: `'h.0.weight' in 'model.safetensors'`.
     """
 
     shape: tuple[int, ...]
@@ -39,11 +40,11 @@ class LazyTensor(abc.ABC):
 
     @abc.abstractmethod
     def _read_box(self, box: Box) -> np.ndarray:
-        """Read one box into an array of its shape and of `dtype`, in whatever memory order."""
+        """Read one box into an array of its shape and of `dtype`, in any memory order."""
 
     @property
     def collective(self) -> bool:
-        """Whether all processes must read it together, in the same order as other such tensors."""
+        """True if reading is a collective: all processes read such tensors, in the same order."""
         return False
 
     @property
@@ -58,7 +59,7 @@ class LazyTensor(abc.ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes when read."""
+        """Size in bytes of the whole tensor as an array."""
         return self.size * self.dtype.itemsize
 
     def read(self) -> np.ndarray:
@@ -98,12 +99,12 @@ class LazyTensor(abc.ABC):
         )
 
     def astype(self, dtype: np.typing.DTypeLike) -> "LazyTensor":
-        """The same tensor as another dtype: what was read is cast."""
+        """View the tensor as another dtype; slices are cast after they are read."""
         dtype = np.dtype(dtype)
         return self if dtype == self.dtype else _Cast(self.shape, dtype, self.label, self)
 
     def narrow(self, dim: int, start: int, stop: int) -> "LazyTensor":
-        """The part from `start` to `stop` of one dimension."""
+        """View indices `start` to `stop` of one dimension."""
         if not 0 <= start <= stop <= self.shape[dim]:
             raise ValueError(
                 f"`start` and `stop` must lie in dimension {dim} of {self.shape}, the shape of "
@@ -115,7 +116,7 @@ class LazyTensor(abc.ABC):
         return _Narrowed(shape, self.dtype, self.label, self, dim, start)
 
     def reshape(self, shape: tuple[int, ...]) -> "LazyTensor":
-        """The same elements, in the same order, in another shape."""
+        """View the elements, in row-major order, in another shape."""
         if math.prod(shape) != self.size:
             raise ValueError(
                 f"`shape` must hold the {self.size} elements of {self.label}, whose shape is "
@@ -125,7 +126,7 @@ class LazyTensor(abc.ABC):
 
 
 def concatenate(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
-    """Lay tensors of one dtype after each other along a dimension.
+    """Concatenate tensors of one dtype along an existing dimension.
 
     Raises:
         ValueError: dtypes or the other dimensions differ.
@@ -139,7 +140,7 @@ def concatenate(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
         )
         if not same or other.dtype != first.dtype:
             raise ValueError(
-                f"Tensors that are joined along dimension {dim} must agree in all else: "
+                f"Tensors concatenated along dimension {dim} must agree in dtype and other dims: "
                 f"{first.label} is {first.dtype}{list(first.shape)}, {other.label} is "
                 f"{other.dtype}{list(other.shape)}."
             )
@@ -183,7 +184,7 @@ class _View(LazyTensor):
 
     @property
     def collective(self) -> bool:
-        """As what is viewed."""
+        """True if reading the viewed tensor is a collective."""
         return self.viewed.collective
 
 
@@ -224,7 +225,7 @@ class _Concatenated(LazyTensor):
 
     @property
     def collective(self) -> bool:
-        """As any of what is viewed."""
+        """True if reading any of the viewed tensors is a collective."""
         return any(each.collective for each in self.viewed)
 
     def _read_box(self, box: Box) -> np.ndarray:
@@ -238,7 +239,7 @@ class _Concatenated(LazyTensor):
         if len(parts) == 1:
             return parts[0][0]._read_box(parts[0][1])
         whole, filled = np.empty(_box_shape(box), self.dtype), 0
-        for each, part in parts:  # into place one by one: never all parts and the whole at once
+        for each, part in parts:  # one at a time, so that memory never holds all parts twice
             size = part[self.dim][1] - part[self.dim][0]
             target = (slice(None),) * self.dim + (slice(filled, filled + size),)
             whole[target] = each._read_box(part)
@@ -248,11 +249,12 @@ class _Concatenated(LazyTensor):
 
 @dataclasses.dataclass(frozen=True)
 class _Reshaped(_View):
-    """Dimensions fall into groups that hold the same elements before and after.
+    """A reshaped tensor.
 
-    A box of a group's new dimensions is a set of runs in the group's row-major order; each run is
-    cut into boxes of its old dimensions. With the groups that keep their one dimension as they are,
-    this covers `[heads * size, d] -> [heads, size, d]` and its inverse without reading around.
+    The dimensions of both shapes are divided into groups with equal products. A box of a group's
+    new dimensions is a set of runs in the group's row-major order; each run is divided into boxes
+    of the group's old dimensions. So `[heads * size, d] -> [heads, size, d]` and its inverse read
+    only the elements of the box.
     """
 
     def _read_box(self, box: Box) -> np.ndarray:
@@ -271,7 +273,7 @@ class _Reshaped(_View):
     def _assembled(
         self, box: Box, groups: list[tuple[list[int], list[int]]], per_group: list[list[Box]]
     ) -> np.ndarray:
-        # One flat dimension per group; the parts of a group follow each other in it.
+        # The result has one flat dimension per group, filled by the group's parts in order.
         flat = [math.prod(box[dim][1] - box[dim][0] for dim in new) for _, new in groups]
         whole = np.empty(flat, self.dtype)
         places = [_with_places(parts) for parts in per_group]
@@ -290,7 +292,7 @@ def _with_places(parts: list[Box]) -> list[tuple[Box, slice]]:
 
 
 def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """The finest division of both shapes into groups of neighbours with equal products."""
+    """Divide both shapes into as many groups of adjacent dims with equal products as possible."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -310,8 +312,8 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
 
 
 def _runs(sizes: list[int], box: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The box's elements as (start, stop) in row-major order of `sizes`, neighbours joined."""
-    whole = len(sizes)  # from here on, all of every dimension is asked for
+    """Yield the elements of a box as maximal runs (start, stop) in row-major order of `sizes`."""
+    whole = len(sizes)  # the box covers all dimensions from this one on
     while whole and box[whole - 1] == (0, sizes[whole - 1]):
         whole -= 1
     inner = math.prod(sizes[whole:])
@@ -328,7 +330,7 @@ def _runs(sizes: list[int], box: list[tuple[int, int]]) -> Iterator[tuple[int, i
 
 
 def _boxes_of_run(sizes: list[int], run: tuple[int, int]) -> Iterator[Box]:
-    """Boxes of `sizes` that hold a run of its row-major order, in that order."""
+    """Divide a run in row-major order of `sizes` into boxes, in that order."""
     start, stop = run
     if not sizes:
         yield ()

@@ -1,4 +1,4 @@
-"""Trees of arrays as dictionaries: every leaf under the dotted path that rules name it by."""
+"""Convert trees of arrays to dictionaries from dotted path to leaf, and back."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -10,10 +10,10 @@ from jaxzero._sharding import is_stored
 
 
 class NamedLeaves(NamedTuple):
-    """The leaves of a tree, in its order, and how to make the tree of others."""
+    """The leaves of a tree by dotted path."""
 
-    leaves: dict[str, Any]
-    rebuild: Callable[[Mapping[str, Any]], Any]
+    leaves: dict[str, Any]  # in the order of the tree
+    rebuild: Callable[[Mapping[str, Any]], Any]  # path -> new leaf, to a tree of this structure
 
 
 def named_leaves(tree: Any) -> NamedLeaves:

@@ -1,4 +1,4 @@
-"""A `jax.Array`, on devices of one process or of many, as a tensor that is read slice by slice."""
+"""Read slices of a sharded `jax.Array`, on devices of one process or several."""
 
 import dataclasses
 import functools
@@ -13,12 +13,12 @@ from .lazy import Box, LazyTensor
 
 @dataclasses.dataclass(frozen=True)
 class ShardedTensor(LazyTensor):
-    """An array on devices, without the zeros that `jz.Zero` may have padded it with.
+    """An array on devices, without the padding that `jz.Zero` may have added.
 
     Attributes:
-        array: may be larger than `shape`: what is beyond is padding.
-        shape: the true shape.
-        label: the path of the parameter.
+        array: the stored array; elements beyond `shape` are padding.
+        shape: shape without padding.
+        label: path of the parameter.
     """
 
     array: jax.Array
@@ -27,12 +27,12 @@ class ShardedTensor(LazyTensor):
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the array."""
+        """Dtype of the array."""
         return np.dtype(self.array.dtype)
 
     @property
     def collective(self) -> bool:
-        """Whether a part lies on devices of another process."""
+        """True if some shards are on devices of other processes."""
         return not self.array.is_fully_addressable
 
     def _read_box(self, box: Box) -> np.ndarray:
@@ -50,9 +50,10 @@ def _is_in_host_memory(array: jax.Array) -> bool:
 def _cut_unsplit(
     array: jax.Array, inside: tuple[slice, ...]
 ) -> tuple[jax.Array, tuple[slice, ...]]:
-    """Cut off, on the devices, what is not asked for: other layers of a stack.
+    """Slice the array on the devices, along the dimensions that are not sharded.
 
-    Only in dimensions that every device has whole, so that nothing moves between devices.
+    This drops, for example, the other layers of a stack before any transfer. Sliced dimensions are
+    complete on every device, so slicing needs no communication.
     """
     own = array.sharding.shard_shape(array.shape)
     starts, sizes, left = [], [], []
@@ -75,10 +76,11 @@ def _cut(sharding: jax.sharding.Sharding):
 
 
 def _in_each_process(array: jax.Array) -> jax.Array:
-    """The same array so that each process has all of it, between its devices. Collective.
+    """Reshard the array so that the devices of each process together hold all of it. Collective.
 
-    Along a dim that the process's own axes of the mesh divide, if possible the one that is split
-    already: all else XLA would first copy whole to each device. Where there is none, each gets one.
+    It is sharded over the mesh axes within a process, along a dimension that they divide; if
+    possible, along the dimension that is sharded already, since for any other XLA would replicate
+    the array on each device first. If they divide no dimension, the array is replicated.
     """
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding):
@@ -134,6 +136,6 @@ def _assemble(array: jax.Array, inside: tuple[slice, ...]) -> np.ndarray:
 
 
 def _to_host(data: jax.Array) -> np.ndarray:
-    # JAX keeps a host copy with the array that was asked for it, here one that is dropped at once:
-    # otherwise host memory would come to hold all that is saved.
+    # `np.asarray` caches the host copy in the array. Converting a temporary array drops the cache
+    # at once; otherwise host memory would grow by everything that is saved.
     return np.asarray(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))

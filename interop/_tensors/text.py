@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def some(names: list[str]) -> str:
-    """The first names of a list, for a message."""
+def first_names(names: list[str]) -> str:
+    """Format the first three names of a list, and the number of the others."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(repr(name) for name in names[:3]) + rest

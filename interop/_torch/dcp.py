@@ -1,9 +1,9 @@
-"""Distributed checkpoints of PyTorch (DCP), which FSDP and FSDP2 write: a directory of shards.
+"""Open distributed checkpoints of PyTorch (DCP), the directories that FSDP and FSDP2 write.
 
-`.metadata` says of each tensor into which chunks it was cut, and in which bytes of which file each
-lies, as an archive of its own (`_torch_file`). A slice is put together from the chunks that it
-overlaps. PyTorch reads `.metadata` with plain `pickle.load`, which runs whatever a file asks for;
-here it is read like everything else (`_unpickle`).
+`.metadata` lists the chunks of each tensor, with the file and byte range of each chunk; that range
+is an archive of its own (`torch_file`). A slice is assembled from the chunks that it overlaps.
+PyTorch reads `.metadata` with plain `pickle.load`, which executes code from the file; here the safe
+reader of `unpickle` reads it.
 
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
@@ -39,22 +39,21 @@ class _Chunk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DcpTensor(LazyTensor):
-    """A tensor in the chunks of a distributed checkpoint."""
+    """A tensor that is stored in chunks of a distributed checkpoint."""
 
     directory: Path
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
     chunks: tuple[_Chunk, ...]
-    # Where the archives that were read from lie in their files: found once, since a tensor is read
-    # in many slices.
+    # Chunks whose archive header has been read: a tensor is read in many slices, its headers once.
     opened: dict[_Chunk, LazyTensor] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
     )
 
     @property
     def label(self) -> str:
-        """For messages."""
+        """Name and directory, for messages."""
         return f"{self.name!r} in {str(self.directory)!r}"
 
     def _read_box(self, box: Box) -> np.ndarray:
@@ -66,8 +65,8 @@ class DcpTensor(LazyTensor):
                 if held.shape != _shape(chunk.box) or held.dtype != self.dtype:
                     raise ValueError(
                         f"A chunk of {self.label} is {held.dtype}{list(held.shape)}, but "
-                        f"`.metadata` says {self.dtype}{list(_shape(chunk.box))}. The files are of "
-                        "different checkpoints: copy the directory again."
+                        f"`.metadata` says {self.dtype}{list(_shape(chunk.box))}. The files belong "
+                        "to different checkpoints: copy the directory again."
                     )
                 whole[_inside(common, box)] = held[_inside(common, chunk.box)]
         return whole
@@ -78,7 +77,7 @@ class DcpTensor(LazyTensor):
             held = read_torch_file(chunk.file, within=within, name=self.name)
             if not isinstance(held, LazyTensor):
                 raise ValueError(
-                    f"{self.name!r} in {str(chunk.file)!r} is no tensor but a "
+                    f"{self.name!r} in {str(chunk.file)!r} is not a tensor but a "
                     f"{type(held).__name__}. Save the checkpoint again."
                 )
             self.opened[chunk] = held
@@ -89,14 +88,14 @@ def open_dcp(directory: Path) -> Checkpoint:
     """Open a directory that `torch.distributed.checkpoint.save` wrote.
 
     Raises:
-        ValueError: a file is missing or cut short, `.metadata` names anything but metadata, or
-            chunks do not make up their tensors.
+        ValueError: a file is missing or truncated, `.metadata` refers to code, or the chunks do
+            not cover their tensors.
     """
     path = directory / METADATA
     metadata = unpickle(path.read_bytes(), repr(str(path)))
     entries = _mapping(metadata, "state_dict_metadata", path)
     places = _mapping(metadata, "storage_data", path)
-    paths = metadata.field("planner_data") or {}  # none where the dict was saved as it was
+    paths = metadata.field("planner_data") or {}  # absent if the dict was not flattened
     chunks = _chunks_of(places, directory)
     tensors: dict[str, LazyTensor] = {}
     for name, entry in entries.items():
@@ -122,7 +121,7 @@ def _mapping(metadata: Any, name: str, path: Path) -> Mapping:
 
 
 def _chunks_of(places: Mapping, directory: Path) -> dict[str, dict[tuple | None, tuple]]:
-    """Name -> offset of a chunk (None: no tensor) -> (file, start, length)."""
+    """Map name -> offset of a chunk (None: not a tensor) -> (file, start, length in bytes)."""
     found: dict[str, dict[tuple | None, tuple]] = {}
     sizes: dict[str, int] = {}
     for index, place in places.items():
@@ -136,7 +135,7 @@ def _chunks_of(places: Mapping, directory: Path) -> dict[str, dict[tuple | None,
         if place.field("transform_descriptors"):
             raise NotImplementedError(
                 f"{name!r} in {str(directory)!r} was saved through an extension "
-                f"({place.field('transform_descriptors')}). Save it without."
+                f"({place.field('transform_descriptors')}). Save it without extensions."
             )
         if file not in sizes:
             if not (directory / file).is_file():
@@ -147,8 +146,8 @@ def _chunks_of(places: Mapping, directory: Path) -> dict[str, dict[tuple | None,
             sizes[file] = (directory / file).stat().st_size
         if start < 0 or length < 0 or start + length > sizes[file]:
             raise ValueError(
-                f"{str(directory / file)!r} is cut short: {name!r} should end at byte "
-                f"{start + length}, the file at {sizes[file]}. Copy it again."
+                f"{str(directory / file)!r} is truncated: {name!r} should end at byte "
+                f"{start + length}, but the file has {sizes[file]} bytes. Copy it again."
             )
         found.setdefault(name, {})[offset] = (directory / file, start, length)
     return found
@@ -194,20 +193,20 @@ def _are_sizes(value: Any) -> bool:
 
 def _check_cover(where: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
     covered = sum(math.prod(_shape(box)) for box in boxes)
-    # Sorted by their corners, boxes that share an element are nearly always neighbours; all pairs
-    # are looked at where there are few.
+    # Comparing all pairs is quadratic. Among many boxes only neighbours in sorted order are
+    # compared, which finds nearly every overlap.
     boxes = sorted(boxes)
     pairs = itertools.combinations(boxes, 2) if len(boxes) < 65 else itertools.pairwise(boxes)
     twice = any(_intersection(a, b) for a, b in pairs)
     if covered != math.prod(shape) or twice:
         raise ValueError(
-            f"The {len(boxes)} chunks of {where} do not make up its shape {shape} without gap or "
+            f"The {len(boxes)} chunks of {where} do not cover its shape {shape} without gap or "
             "overlap. Copy or save the checkpoint again."
         )
 
 
 def _sort(tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], dict[str, dict]]:
-    """Parameters, and what the optimizer holds for each: `optim.state.NAME.exp_avg`."""
+    """Separate parameters from optimizer state (tensors `optim.state.NAME.exp_avg`, ...)."""
     matches = {name: _OPTIMIZER.fullmatch(name) for name in tensors}
     above = {m["above"] for m in matches.values() if m and m["key"] == "exp_avg"}
     state: dict[str, dict] = {}
@@ -224,7 +223,7 @@ def _sort(tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], dic
 def _without_prefix(
     tensors: dict[str, LazyTensor], paths: Mapping[str, tuple]
 ) -> dict[str, LazyTensor]:
-    """Names within the model, where all tensors lie under one key of the dict that was saved."""
+    """Remove the key of the saved dict from names, if all tensors lie under a single key."""
     tops = {paths.get(name, (name,))[:-1][:1] for name in tensors}
     top = next(iter(tops)) if len(tops) == 1 else ()
     if not top:
@@ -235,7 +234,7 @@ def _without_prefix(
 def _with_whole_steps(
     state: dict[str, dict], entries: Mapping[str, Any], chunks: Mapping[str, Mapping]
 ) -> dict[str, dict]:
-    """Steps may have been numbers when they were saved: then they lie as objects in a file."""
+    """Add steps that were saved as numbers, which DCP stores as pickled objects."""
     for name in entries:
         match = _OPTIMIZER.fullmatch(name)
         if match and match["key"] == "step" and "step" not in state.get(match["name"], {"step": 0}):
@@ -250,7 +249,7 @@ def _moments(
     where: str,
     names: Sequence[str] | None,
 ) -> AdamMoments:
-    if all(name.isdecimal() for name in state):  # `optimizer.state_dict()` as it is
+    if all(name.isdecimal() for name in state):  # an `optimizer.state_dict()` without names
         numbered = {int(name): state[name] for name in sorted(state, key=int)}
         groups = [{"params": list(numbered)}]
         return moments_of({"state": numbered, "param_groups": groups}, tensors, where, names)

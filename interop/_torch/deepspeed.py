@@ -1,8 +1,8 @@
-"""Checkpoints of DeepSpeed: ZeRO stages 1 to 3, and universal ones.
+"""Open checkpoints of DeepSpeed: ZeRO stages 1 to 3, and universal checkpoints.
 
-The directory of a step holds `*_model_states.pt` (buffers, frozen parameters, the shapes of all)
-and, for each process, `zero_pp_rank_*_optim_states.pt` (`_zero_partitions`). A universal checkpoint
-has a folder for every parameter instead, with whole tensors.
+The directory of a step holds `*_model_states.pt` (buffers, frozen parameters, and the shapes of
+all parameters) and, for each process, `zero_pp_rank_*_optim_states.pt` (see `zero_partitions`). A
+universal checkpoint instead has a folder with unpartitioned tensors for every parameter.
 
 https://www.deepspeed.ai/tutorials/universal-checkpointing/
 """
@@ -29,26 +29,27 @@ from .zero_partitions import MOMENTS, called, fragments_of, join, read_ranks
 LATEST = ("latest", "latest_universal")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_CUT_OTHERWISE = ("layer_", "expert_")  # how names of such files begin
+_OTHER_PARALLELISM = ("layer_", "expert_")  # prefixes of files of pipeline and expert parallelism
 
 
 def is_deepspeed(directory: Path) -> bool:
-    """Whether a directory looks like a checkpoint of DeepSpeed, or holds one."""
+    """Return True if a directory is, or contains, a checkpoint of DeepSpeed."""
     return any((directory / name).is_file() for name in LATEST) or any(
         _MODEL.fullmatch(path.name) for path in directory.iterdir()
     )
 
 
 def open_deepspeed(directory: Path, records: Collection[str]) -> Checkpoint:
-    """Open what `engine.save_checkpoint` or `ds_to_universal` wrote.
+    """Open a checkpoint that `engine.save_checkpoint` or `ds_to_universal` wrote.
 
     Args:
-        directory: with a `latest` file, which names the newest checkpoint, or that checkpoint.
+        directory: directory of a run, whose `latest` file names the newest checkpoint; or the
+            directory of one checkpoint.
         records: as for `unpickle`.
 
     Raises:
-        ValueError: a file is missing, cut short or of another checkpoint, or sizes disagree.
-        NotImplementedError: tensors were cut by tensor, pipeline or expert parallelism as well.
+        ValueError: a file is missing, truncated or of another checkpoint, or sizes disagree.
+        NotImplementedError: tensors are also partitioned by tensor, pipeline or expert parallelism.
     """
     directory = _tagged(directory)
     models = _ranked(directory, _MODEL)
@@ -77,18 +78,18 @@ def _tagged(directory: Path) -> Path:
             inside = Path(tag).name == tag and tag not in ("", "..")
             if not inside or not (directory / tag).is_dir():
                 raise ValueError(
-                    f"{str(directory / name)!r} names {tag!r}, which is no directory beside it. "
-                    "Copy that as well, or give the directory of another step."
+                    f"{str(directory / name)!r} names {tag!r}, which is not a directory beside it. "
+                    "Copy that directory too, or give the directory of another step."
                 )
             return directory / tag
     return directory
 
 
 def _ranked(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """The files of all processes, in their order."""
+    """List the files of all processes in the order of ranks."""
     found: dict[int, Path] = {}
     for path in directory.iterdir():
-        if path.name.startswith(_CUT_OTHERWISE):
+        if path.name.startswith(_OTHER_PARALLELISM):
             raise NotImplementedError(
                 f"{str(path)!r} was written by pipeline or expert parallelism. Convert the "
                 "checkpoint with DeepSpeed's `ds_to_universal.py` and open the result."
@@ -98,7 +99,7 @@ def _ranked(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
             continue
         if int(match[2]):
             raise NotImplementedError(
-                f"{str(path)!r} was cut by tensor parallelism too. Convert the checkpoint with "
+                f"{str(path)!r} was written by tensor parallelism. Convert the checkpoint with "
                 "DeepSpeed's `ds_to_universal.py` and open the result."
             )
         rank = int(match[1] or 0)
@@ -120,7 +121,7 @@ def _ranked(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
 def _model_state(file: Path, records: Collection[str]) -> Mapping[str, Any]:
     state = read_torch_file(file, records=records)
     if not isinstance(state, Mapping) or not isinstance(state.get("module"), Mapping):
-        raise ValueError(f"{str(file)!r} holds no `module`, so it is no model state of DeepSpeed.")
+        raise ValueError(f"{str(file)!r} has no `module`, so it is not a DeepSpeed model state.")
     return state
 
 
@@ -143,8 +144,8 @@ def _open_zero(
         steps = set[int]().union(*(rank.steps for rank in ranks))
         if len(steps) != 1:
             raise ValueError(
-                f"The processes that wrote {str(directory)!r} were at steps {sorted(steps)}, and "
-                "must be at one. Files are of different checkpoints."
+                f"The processes that wrote {str(directory)!r} were at different steps: "
+                f"{sorted(steps)}. The files belong to different checkpoints."
             )
         kinds = {kind: of(kind) for kind in MOMENTS}
         return AdamMoments(step=steps.pop(), **kinds)
@@ -174,14 +175,14 @@ def _param_shapes(state: Mapping[str, Any], directory: Path) -> list[dict[str, t
     shapes = [shapes] if isinstance(shapes, Mapping) else shapes
     if not isinstance(shapes, list) or not all(isinstance(group, Mapping) for group in shapes):
         raise ValueError(
-            f"The model state in {str(directory)!r} has no `param_shapes`, which says what its "
-            "flat tensors hold. It was not written by ZeRO."
+            f"The model state in {str(directory)!r} has no `param_shapes`, which describes the "
+            "contents of the flat tensors. It was not written by ZeRO."
         )
     return [{name: tuple(shape) for name, shape in group.items()} for group in shapes]
 
 
 def _tensors_of(state: Mapping[str, Any], *, leaving_out: Collection[str]) -> dict[str, LazyTensor]:
-    """Whole tensors of a model state: buffers, and parameters that no optimizer holds."""
+    """Unpartitioned tensors of a model state: buffers, and parameters without optimizer state."""
     return {
         name: called(name, value)
         for name, value in state["module"].items()
@@ -193,7 +194,7 @@ def _untrained_of_stage_3(
     states: list[Mapping[str, Any]], directory: Path
 ) -> dict[str, LazyTensor]:
     buffers = set(states[0].get("buffer_names") or ())
-    others = set(states[0]["module"]) - buffers  # parameters, which are cut: empty here
+    others = set(states[0]["module"]) - buffers  # stage 3 stores empty tensors for parameters
     tensors = _tensors_of(states[0], leaving_out=others)
     for name, shape in (states[0].get("frozen_param_shapes") or {}).items():
         parts = [state["frozen_param_fragments"][name] for state in states]
@@ -202,7 +203,7 @@ def _untrained_of_stage_3(
         if whole.size < size:
             raise ValueError(
                 f"The processes hold {whole.size} elements of {name!r} in {str(directory)!r}, but "
-                f"its shape is {shape}. Files are missing, or of different checkpoints."
+                f"its shape is {shape}. Files are missing or belong to different checkpoints."
             )
         tensors[name] = whole.narrow(0, 0, size).reshape(shape)
     return tensors

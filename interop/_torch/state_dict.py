@@ -1,4 +1,4 @@
-"""State dicts that `torch.save` wrote: a model's, in one file or several, and an optimizer's."""
+"""Read state dicts of models and optimizers that `torch.save` wrote, in one file or several."""
 
 import dataclasses
 import functools
@@ -12,15 +12,16 @@ from jaxzero.interop._tensors import AdamMoments, Checkpoint, LazyTensor, gather
 from .torch_file import TorchTensor, read_torch_file
 
 WEIGHTS = "pytorch_model.bin"
-INDEX = "pytorch_model.bin.index.json"  # says which of several files holds which tensor
+INDEX = "pytorch_model.bin.index.json"  # maps each tensor to one of several files
 
 
 def open_torch_file(file: Path, key: str | None, records: Collection[str]) -> Checkpoint:
     """Open a `.pt`, `.pth`, `.bin` or `.ckpt` file.
 
     Args:
-        file: a state dict, or a dict that holds one, and may hold that of an optimizer.
-        key: which entry is the model's state dict, if several could be; dotted for inner ones.
+        file: holds a model's state dict, or a dict that contains one and may also contain an
+            optimizer's.
+        key: dotted path of the model's state dict; needed if there are several dicts of tensors.
         records: as for `unpickle`.
     """
     content = read_torch_file(file, records=records)
@@ -34,7 +35,7 @@ def open_torch_file(file: Path, key: str | None, records: Collection[str]) -> Ch
 
 
 def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
-    """Open a directory with `pytorch_model.bin`, or its parts and their index."""
+    """Open a directory with `pytorch_model.bin`, or with its parts and their index."""
     index = directory / INDEX
     if not index.is_file():
         file = directory / WEIGHTS
@@ -61,17 +62,17 @@ def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Tensor -> file, as an index of Hugging Face has it.
+    """Read an index of Hugging Face and return tensor name -> file name.
 
     Raises:
-        ValueError: the index is broken, names files outside of its directory, or one is missing.
+        ValueError: the index is broken, names a file outside its directory, or a file is missing.
     """
     try:
         file_of = dict(json.loads(index.read_bytes())["weight_map"])
         outside = [name for name in file_of.values() if Path(name).name != name]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{str(index)!r} is no index: it must hold a `weight_map` from tensors to files "
+            f"{str(index)!r} is not an index: it must hold a `weight_map` from tensors to files "
             f"({type(error).__name__}: {error}). Copy or download the checkpoint again."
         ) from error
     if not file_of:
@@ -99,15 +100,16 @@ def moments_of(
     where: str,
     names: Sequence[str] | None = None,
 ) -> AdamMoments:
-    """Adam's moments in what `optimizer.state_dict()` gave.
+    """Extract Adam's moments from an optimizer's state dict.
 
     Args:
-        optimizer: `state` by parameter, and `param_groups`. Parameters are numbers, or names if
-            FSDP made it.
-        tensors: of the model.
-        where: the file, for messages.
-        names: of the parameters in the optimizer's order; if left out, those that the optimizer
-            kept, or those of the model if one group holds just as many of the same shapes.
+        optimizer: result of `optimizer.state_dict()`, with `state` and `param_groups`. It
+            identifies parameters by number, or by name if FSDP wrote it.
+        tensors: tensors of the model by name.
+        where: file name, for messages.
+        names: names of the parameters in the optimizer's order. If None, the names that the
+            optimizer recorded; or the names of the model, if there is one group and the shapes of
+            its moments match those of the model in order.
     """
     state = dict(optimizer["state"])
     if not all(isinstance(each, str) for each in state):
@@ -133,9 +135,9 @@ def _by_name(
         same = len(groups) == 1 and shapes == [tensor.shape for tensor in tensors.values()]
         if not same:
             raise ValueError(
-                f"The optimizer in {where} numbers its {len(numbers)} parameters, and the numbers "
-                f"do not tell which of {len(tensors)} tensors they are. Pass `names=`: the names "
-                "in the order in which the optimizer was given them, group after group."
+                f"The optimizer in {where} identifies its {len(numbers)} parameters by number, and "
+                f"they cannot be matched to the {len(tensors)} tensors of the model. Pass "
+                "`names=`: the names in the order of the optimizer, group after group."
             )
         names = list(tensors)
     if len(names) != len(numbers):
@@ -157,15 +159,15 @@ def _with_name(name: str, held: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _state_dict(content: Any, file: Path) -> Mapping[str, Any]:
-    """The one dict of tensors in a file."""
+    """Find the only dict of tensors in a file."""
     found = dict(_dicts_of_tensors(content, ""))
     if len(found) == 1:
         return next(iter(found.values()))
     if not found:
         raise ValueError(f"{str(file)!r} holds no dict of tensors. Save `model.state_dict()`.")
     raise ValueError(
-        f"{str(file)!r} holds several dicts of tensors: {', '.join(map(repr, found))}. Say which "
-        "is the model's: `key=`."
+        f"{str(file)!r} holds several dicts of tensors: {', '.join(map(repr, found))}. Name that "
+        "of the model with `key=`."
     )
 
 
@@ -196,8 +198,8 @@ def _named(held: Mapping[str, Any], file: Path) -> dict[str, LazyTensor]:
             tensors[str(name)] = dataclasses.replace(value, name=str(name))
         elif value is not None:
             raise ValueError(
-                f"{name!r} in {str(file)!r} is no tensor but {type(value).__name__}. Take it out "
-                "of the state dict and save that again."
+                f"{name!r} in {str(file)!r} is not a tensor but a {type(value).__name__}. Remove "
+                "it from the state dict and save that again."
             )
     return tensors
 
@@ -207,7 +209,7 @@ def _is_optimizer(content: Mapping) -> bool:
 
 
 def _optimizer_in(content: Any) -> Mapping[str, Any] | None:
-    """The first state dict of an optimizer, at most two levels down."""
+    """Find the first optimizer state dict, at the top level or one level down."""
     found = [content, *content.values()] if isinstance(content, Mapping) else []
     for value in found:
         value = value[0] if isinstance(value, list) and value else value  # Lightning keeps a list

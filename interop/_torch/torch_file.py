@@ -1,11 +1,11 @@
-"""Files of `torch.save`, tensor by tensor, without PyTorch and without reading them whole.
+"""Read files of `torch.save` lazily, tensor by tensor and without PyTorch.
 
-Such a file is a zip archive, not compressed: `NAME/data.pkl` describes objects, and `NAME/data/KEY`
-holds the bytes of a storage, which tensors view with an offset and strides. The description is read
-by `_unpickle`, which runs nothing; of a storage only its place is noted. Reading a slice maps the
-file and copies that slice, so bfloat16 comes out as it went in.
+Such a file is an uncompressed zip archive: `NAME/data.pkl` describes objects, and `NAME/data/KEY`
+holds the bytes of a storage, which tensors view with an offset and strides. `unpickle` reads the
+description without executing it; of a storage only the byte range is recorded. Reading a slice maps
+the file and copies that slice bit for bit, bfloat16 included.
 
-Distributed checkpoints put several such archives into one file, so an archive is a range of bytes.
+Distributed checkpoints put several such archives into one file, so an archive is a byte range.
 """
 
 import dataclasses
@@ -29,23 +29,23 @@ _LOCAL_HEADER = 30  # bytes before the name in a zip entry; its last two numbers
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TorchTensor(LazyTensor):
-    """A tensor in a file that `torch.save` wrote. It holds no bytes and no open file."""
+    """A tensor in a file that `torch.save` wrote. It holds neither data nor an open file."""
 
     file: Path
     name: str  # within the file, for messages
-    start: int  # byte of the file at which its first element lies
+    start: int  # offset of the first element in the file, in bytes
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in elements
     dtype: np.dtype
 
     @property
     def label(self) -> str:
-        """For messages."""
+        """Name and file, for messages."""
         return f"{self.name!r} in {str(self.file)!r}"
 
     @property
     def _span(self) -> int:
-        """Elements from the first to the last, with those between that belong to others."""
+        """Number of elements from the first to the last, including gaps between strides."""
         return _span(self.shape, self.strides)
 
     def _read_box(self, box: Box) -> np.ndarray:
@@ -60,12 +60,12 @@ class TorchTensor(LazyTensor):
 
 class _Storage(NamedTuple):
     dtype: np.dtype
-    start: int  # byte of the file
-    size: int  # bytes
+    start: int  # offset in the file, in bytes
+    size: int  # in bytes
 
 
 class _Range(io.RawIOBase):
-    """A part of a file as a file."""
+    """A byte range of a file, readable as a file of its own (as `zipfile` needs)."""
 
     def __init__(self, file: Path, start: int, length: int):
         self._file = open(file, "rb")  # noqa: SIM115 (closed with the range)
@@ -106,16 +106,17 @@ def read_torch_file(
     name: str = "",
     records: Collection[str] = (),
 ) -> Any:
-    """Read what `torch.save` wrote: containers, numbers and strings, with `TorchTensor`s in them.
+    """Read an object that `torch.save` wrote: containers, numbers, strings and `TorchTensor`s.
 
     Args:
         file: the file.
-        within: start and length in bytes, if the archive is only a part of the file.
-        name: of the tensor, if the archive holds just one.
+        within: (start, length) in bytes, if the archive is only a part of the file.
+        name: name of the tensor, if the archive holds a single one.
         records: as for `unpickle`.
 
     Raises:
-        ValueError: it is not such a file, is cut short, is compressed, or holds anything but data.
+        ValueError: the file was not written by `torch.save`, is truncated or compressed, or
+            refers to code.
     """
     size = file.stat().st_size
     start, length = within or (0, size)
@@ -132,7 +133,7 @@ def read_torch_file(
         raise ValueError(_not_an_archive(file, start, where, error)) from error
 
 
-# What the standard library raises for archives that are cut short, or lie about themselves.
+# `zipfile` raises any of these for archives that are truncated or have inconsistent headers.
 _NOT_ZIP = (
     zipfile.BadZipFile,
     KeyError,
@@ -160,7 +161,7 @@ def _not_an_archive(file: Path, start: int, where: str, error: Exception) -> str
 
 
 class _Archive:
-    """Where in the file the entries of a zip archive lie."""
+    """Locates the entries of a zip archive in the file."""
 
     def __init__(self, file: Path, start: int, where: str, archive: zipfile.ZipFile):
         self.file, self.where = file, where
@@ -175,23 +176,23 @@ class _Archive:
         self._prefix = found[0].removesuffix("data.pkl")
         if "byteorder" in self and self.read("byteorder").strip() == b"big":
             raise ValueError(
-                f"{where} was written on a machine of the other byte order. Load and save it with "
-                "PyTorch on one like this."
+                f"{where} was written on a big-endian machine. Load and save it with PyTorch on a "
+                "little-endian one."
             )
 
     def __contains__(self, entry: str) -> bool:
         return self._prefix + entry in self._archive.NameToInfo
 
     def read(self, entry: str) -> bytes:
-        """A small entry, whole."""
+        """Read a small entry as a whole."""
         self.place(entry)
         return self._archive.read(self._prefix + entry)
 
     def place(self, entry: str) -> tuple[int, int]:
-        """First byte in the file, and number of bytes.
+        """Return an entry's offset in the file and its size, both in bytes.
 
         Raises:
-            ValueError: there is no such entry, it is compressed, or it ends after the file.
+            ValueError: the entry does not exist, is compressed, or extends beyond the file.
         """
         if entry not in self:
             raise ValueError(f"{self.where} lacks `{entry}`, which its `data.pkl` refers to.")
@@ -207,7 +208,7 @@ class _Archive:
             lengths = struct.unpack("<HH", opened.read(_LOCAL_HEADER)[-4:])
         begin = header + _LOCAL_HEADER + sum(lengths)
         if header < 0 or begin + info.file_size > self.file.stat().st_size:
-            raise ValueError(f"{self.where} is cut short: `{entry}` ends after the file.")
+            raise ValueError(f"{self.where} is truncated: `{entry}` extends beyond the file.")
         return begin, info.file_size
 
 
@@ -227,7 +228,7 @@ def _read_archive(archive: _Archive, name: str, records: Collection[str]) -> Any
 
     def tensor(held: Any, dtype: np.dtype | None, offset: int, shape: tuple, strides: tuple):
         if not isinstance(held, _Storage):
-            raise ValueError(f"a tensor of what is no storage: {held!r}")
+            raise ValueError(f"a tensor whose storage is {held!r}")
         dtype = held.dtype if dtype is None else dtype
         span = _span(shape, strides)
         fits = (offset + max(span, math.prod(shape))) * dtype.itemsize <= held.size

@@ -1,9 +1,9 @@
-"""What PyTorch pickled, without running any of it.
+"""Read pickles that PyTorch wrote, without executing code from them.
 
-A pickle is a program that may call whatever it names. Here a name is looked up in a table, never
-imported: tensors, dtypes and plain containers have an entry, classes that describe a run (those of
-DeepSpeed, the metadata of distributed checkpoints, numpy's random states) become `Record`s, which
-keep what they are given and do nothing, and any other name is refused before anything is called.
+A pickle is a program that may call any function it names. Here names are looked up in a table and
+never imported: tensors, dtypes and plain containers have an entry; classes that describe a run
+(those of DeepSpeed, the metadata of distributed checkpoints, numpy's random states) become
+`Record`s, which only store their arguments; any other name is an error before anything is called.
 The standard library calls this "restricting globals": https://docs.python.org/3/library/pickle.html
 """
 
@@ -39,7 +39,8 @@ DTYPES: dict[str, np.dtype] = {
 DTYPES |= {"half": DTYPES["float16"], "float": DTYPES["float32"], "double": DTYPES["float64"]}
 DTYPES |= {"short": DTYPES["int16"], "int": DTYPES["int32"], "long": DTYPES["int64"]}
 
-# Names of dtypes, not dtypes: a pickle may set the state of what it named, and numpy's are shared.
+# Values are names rather than dtypes: a pickle may set the state of an object that it names, and
+# numpy's dtypes are shared by the whole process.
 _STORAGES = {
     "BoolStorage": "bool",
     "ByteStorage": "uint8",
@@ -56,7 +57,7 @@ _STORAGES = {
     "UntypedStorage": "uint8",
 }
 
-# Names of which any class, or any function that makes one, becomes a `Record`.
+# Any class or function whose full name begins with one of these becomes a `Record`.
 _DESCRIPTIONS = ("deepspeed.", "numpy.", "torch.distributed.", "pathlib.")
 _DESCRIBING = {
     "argparse.Namespace",
@@ -72,14 +73,14 @@ MakeTensor = Callable[[Any, np.dtype | None, int, tuple[int, ...], tuple[int, ..
 
 
 class Record:
-    """What a pickle says of an object whose class was not imported."""
+    """Description of a pickled object whose class was not imported."""
 
-    name = ""  # of the class, with its module
-    arguments: tuple[Any, ...]  # that it was called with
-    state: Any  # that was set afterwards; `field` looks into it
+    name = ""  # full name of the class, with its module
+    arguments: tuple[Any, ...]  # positional arguments of the constructor
+    state: Any  # state that the pickle set afterwards; see `field`
 
     def __new__(cls, *arguments: Any, **_: Any) -> "Record":
-        """Keep the arguments; nothing else happens to them."""
+        """Store the positional arguments."""
         self = super().__new__(cls)
         self.__dict__["arguments"] = arguments
         return self
@@ -94,13 +95,13 @@ class Record:
         pass
 
     def append(self, value: Any) -> None:
-        """Take no notice."""
+        """Ignore items: pickles of `collections.deque` append them."""
 
     def extend(self, values: Any) -> None:
-        """Take no notice."""
+        """Ignore items, like `append`."""
 
     def field(self, name: str, default: Any = None) -> Any:
-        """A field of the object, if it was kept as a dict of fields."""
+        """Return a field of the object, or `default` if its state has no such field."""
         state = self.__dict__.get("state")
         return state.get(name, default) if isinstance(state, dict) else default
 
@@ -117,21 +118,21 @@ def unpickle(
 
     Args:
         data: the pickle.
-        where: the file, for messages.
-        storage: makes of a persistent id what `tensor` gets as its first argument.
-        tensor: makes a tensor of a storage, a dtype (None: the storage's), an offset, a shape and
-            strides, all in elements.
-        records: further classes, by module and name, to be read as `Record`s.
+        where: file name, for messages.
+        storage: converts a persistent id to a storage, the first argument of `tensor`.
+        tensor: makes a tensor from a storage, a dtype (None: the storage's), an offset, a shape
+            and strides, all in elements.
+        records: full names of further classes to be read as `Record`s.
 
     Raises:
-        ValueError: it names anything else, or is no whole pickle.
+        ValueError: the pickle names any other class or function, or is broken.
     """
     try:
         _check_memo(data)
         return _Unpickler(data, where, storage, tensor, frozenset(records)).load()
     except _Refused as error:
         raise ValueError(str(error)) from None
-    # Whatever else is wrong inside a pickle: opcodes on the wrong things end in any of these.
+    # Opcodes of a broken pickle, applied to objects of the wrong type, may raise any of these.
     except (
         pickle.UnpicklingError,
         ArithmeticError,
@@ -154,17 +155,17 @@ class _Refused(Exception):
 
 
 def _check_memo(data: bytes) -> None:
-    # A memo is as long as its largest index, so one opcode may ask for 64 GiB.
+    # The unpickler allocates a memo as long as its largest index: one opcode could take 64 GiB.
     for _, argument, _ in (each for each in pickletools.genops(data) if "PUT" in each[0].name):
         if argument is not None and int(argument) > len(data):
             raise pickle.UnpicklingError(f"a memo index of {argument}")
 
 
 class _Unpickler(pickle.Unpickler):
-    """`pickle.Unpickler` that knows names by its own table only.
+    """A `pickle.Unpickler` that resolves names in its own table only.
 
-    What the table gives is made anew for each pickle (bound methods and closures), so that a pickle
-    that sets attributes of what it named changes nothing that outlives it.
+    Functions of the table are created anew for each pickle (bound methods and closures), so that a
+    pickle that sets attributes on them cannot affect anything else.
     """
 
     def __init__(
@@ -182,13 +183,13 @@ class _Unpickler(pickle.Unpickler):
         self._records = records
 
     def persistent_load(self, pid: Any) -> Any:
-        """A storage, which lies outside of the pickle."""
+        """Resolve a reference to a storage outside the pickle."""
         if self._storage is None or not isinstance(pid, tuple):
-            raise pickle.UnpicklingError(f"a reference {pid!r} to what lies elsewhere")
+            raise pickle.UnpicklingError(f"unexpected persistent id {pid!r}")
         return self._storage(pid)
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for a name. Nothing is imported."""
+        """Return the table's substitute for a name; never import it."""
         full = f"{module}.{name}"
         if module == "torch" and name in DTYPES:
             return name
@@ -203,8 +204,8 @@ class _Unpickler(pickle.Unpickler):
             return type("Record", (Record,), {"name": full})
         raise _Refused(
             f"{self._where} names `{full}`, which is neither a tensor nor a description of a run, "
-            "and could be code. Nothing was run. If you trust what wrote it, load it with PyTorch "
-            "and save its tensors alone: `torch.save(model.state_dict(), path)`."
+            "and could be code. Nothing was run. If you trust its author, load it with PyTorch "
+            "and save only its tensors: `torch.save(model.state_dict(), path)`."
         )
 
     def _makers(self) -> dict[str, Callable]:
@@ -234,7 +235,7 @@ class _Unpickler(pickle.Unpickler):
 
     def _made(self, storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> Any:
         if self._tensor is None:
-            raise pickle.UnpicklingError("a tensor where none can be")
+            raise pickle.UnpicklingError("unexpected tensor")
         numbers = (offset, *shape, *strides)
         if len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
             raise pickle.UnpicklingError(

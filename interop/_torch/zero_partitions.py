@@ -1,14 +1,14 @@
-"""How ZeRO cuts parameters, and Adam's moments of them, over the processes of a DeepSpeed run.
+"""Reassemble parameters and Adam's moments from the partitions of a DeepSpeed ZeRO run.
 
-Each process writes the part of the float32 parameters and of the moments that it owns, flat, for
-every group of parameters:
+Each process writes its partition of the float32 parameters and of the moments, flattened, for
+every parameter group:
 
-- Stages 1 and 2 lay the parameters of a group end to end in the order of `param_shapes`, each
-  followed by what aligns the next, and cut the whole into one piece for each process.
-- Stage 3 cuts every parameter into equal pieces, the last one padded; a process lays its pieces end
-  to end, over several groups.
+- Stages 1 and 2 concatenate the parameters of a group in the order of `param_shapes`, each followed
+  by padding that aligns the next, and divide the result into one piece per process.
+- Stage 3 divides every parameter into equal pieces, the last one padded; a process concatenates its
+  pieces over all groups.
 
-A parameter is a view (`_tensor`) of the pieces it lies in, so that a slice reads no others.
+A parameter is a view (`_tensors`) of its pieces, so that reading a slice reads no other pieces.
 
 ZeRO (https://arxiv.org/abs/1910.02054), section 5.
 """
@@ -29,7 +29,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Fragment(NamedTuple):
-    """A run of a parameter's elements in one flat tensor."""
+    """A contiguous range of a parameter's elements in one flat tensor."""
 
     rank: int
     group: int
@@ -41,27 +41,29 @@ Fragments = Mapping[str, list[Fragment]]
 
 
 class Rank(NamedTuple):
-    """What one process wrote."""
+    """The optimizer state that one process wrote."""
 
     file: Path
-    flat: dict[str, list[LazyTensor]]  # "fp32" or a moment -> a flat tensor for each group
+    flat: dict[str, list[LazyTensor]]  # "fp32" or a moment -> one flat tensor per group
     steps: set[int]
-    paddings: list[list[int]] | None  # elements after each parameter of a group
+    paddings: list[list[int]] | None  # number of padding elements after each parameter, per group
 
 
 def read_ranks(files: list[Path], records: Collection[str]) -> tuple[int, list[Rank]]:
-    """Read the optimizer states of all processes: the stage, and what each wrote.
+    """Read the optimizer states of all processes; return the ZeRO stage and one `Rank` per file.
 
     Raises:
-        ValueError: one is no state of ZeRO, or some are missing or of different checkpoints.
+        ValueError: a file is not a ZeRO state, or files are missing or of different checkpoints.
     """
     stages, ranks = set(), []
     for file in files:
         state = read_torch_file(file, records=records)
         state = state.get("optimizer_state_dict") if isinstance(state, Mapping) else None
         if not isinstance(state, Mapping) or "partition_count" not in state:
-            raise ValueError(f"{str(file)!r} is no optimizer state of ZeRO: it was not cut.")
-        stage = state.get("zero_stage", 1)  # `BF16_Optimizer` leaves it out, and cuts as stage 1
+            raise ValueError(
+                f"{str(file)!r} is not an optimizer state of ZeRO: it was not partitioned."
+            )
+        stage = state.get("zero_stage", 1)  # `BF16_Optimizer` omits it and partitions as stage 1
         stages.add(stage.arguments[0] if isinstance(stage, Record) else stage)
         count = state["partition_count"]
         count = max(count) if isinstance(count, list) else count
@@ -73,8 +75,8 @@ def read_ranks(files: list[Path], records: Collection[str]) -> tuple[int, list[R
         ranks.append(_read_rank(file, state))
     if len(stages) != 1 or not stages <= {1, 2, 3}:
         raise ValueError(
-            f"{str(files[0].parent)!r} holds states of ZeRO stages {sorted(map(str, stages))}, and "
-            "must hold those of one: 1, 2 or 3. Files of two checkpoints lie in one directory."
+            f"{str(files[0].parent)!r} holds states of ZeRO stages {sorted(map(str, stages))}, but "
+            "must hold one stage: 1, 2 or 3. It contains files of two checkpoints."
         )
     return stages.pop(), ranks
 
@@ -89,7 +91,7 @@ def _read_rank(file: Path, state: Mapping[str, Any]) -> Rank:
         held = base.get("state", {})
         held = [held[index] for index in sorted(held)]
     else:
-        held = list(base)  # an elastic checkpoint has a list of what is in `state` otherwise
+        held = list(base)  # an elastic checkpoint has a list in place of the dict `state`
     flat = {"fp32": list(weights)}
     for kind in MOMENTS:
         if len(held) == len(weights) and all(kind in each for each in held):
@@ -107,15 +109,15 @@ def _read_rank(file: Path, state: Mapping[str, Any]) -> Rank:
 def fragments_of(
     stage: int, groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]
 ) -> Fragments:
-    """Where each parameter lies.
+    """Locate each parameter in the flat tensors.
 
     Args:
-        stage: of ZeRO.
-        groups: the shapes of the parameters of each group, in the order in which they lie.
-        ranks: what the processes wrote.
+        stage: ZeRO stage, 1 to 3.
+        groups: name -> shape of the parameters of each group, in storage order.
+        ranks: optimizer states of all processes.
 
     Raises:
-        ValueError: the parameters need more elements than there are.
+        ValueError: the flat tensors have too few elements for the parameters.
     """
     fragments = _of_stage_3(groups, ranks) if stage == 3 else _of_stage_2(groups, ranks)
     for group in groups:
@@ -127,7 +129,7 @@ def fragments_of(
 def join(
     name: str, kind: str, shape: Shape, fragments: Fragments, ranks: Sequence[Rank]
 ) -> LazyTensor:
-    """A parameter ("fp32"), or a moment of it, from its pieces."""
+    """Assemble a parameter (kind "fp32") or one of its moments from its fragments."""
     found = []
     for part in fragments[name]:
         flat = called(name, ranks[part.rank].flat[kind][part.group])
@@ -136,13 +138,13 @@ def join(
 
 
 def called(name: str, tensor: LazyTensor) -> LazyTensor:
-    """The same tensor under another name in messages."""
+    """Return the tensor with the name that messages should use."""
     return dataclasses.replace(tensor, name=name) if isinstance(tensor, TorchTensor) else tensor
 
 
 def _of_stage_2(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) -> Fragments:
-    # Not by `param_slice_mappings`: with `round_robin_gradients` DeepSpeed (0.19.8) names the wrong
-    # parameters there.
+    # `param_slice_mappings` is not used: with `round_robin_gradients` DeepSpeed (0.19.8) lists the
+    # wrong parameters there.
     found: dict[str, list[Fragment]] = {}
     for index, group in enumerate(groups):
         sizes = [((rank, index), each.flat["fp32"][index].size) for rank, each in enumerate(ranks)]
@@ -168,7 +170,7 @@ def _of_stage_3(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) ->
         found[name] = []
         for number, rank in enumerate(ranks):
             sizes = [((number, g), each.size) for g, each in enumerate(rank.flat["fp32"])]
-            held = min(piece, left)  # what is more than that is padding
+            held = min(piece, left)  # the rest of the piece is padding
             found[name] += _cut(offset, held, sizes)
             left -= held
         offset += piece
@@ -176,7 +178,7 @@ def _of_stage_3(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) ->
 
 
 def _cut(offset: int, size: int, pieces: Sequence[tuple[tuple[int, int], int]]) -> list[Fragment]:
-    """The run of `size` elements from `offset` on, in pieces that lie end to end."""
+    """Locate the `size` elements from `offset` on in consecutive pieces."""
     found, begin = [], 0
     for (rank, group), length in pieces:
         start, stop = max(offset, begin), min(offset + size, begin + length)
@@ -191,7 +193,7 @@ def _check(name: str, shape: Shape, parts: list[Fragment], ranks: Sequence[Rank]
     if held != math.prod(shape):
         raise ValueError(
             f"The processes hold {held} elements of {name!r} in {str(ranks[0].file.parent)!r}, but "
-            f"its shape is {shape}. Files are of different checkpoints."
+            f"its shape is {shape}. The files belong to different checkpoints."
         )
     for part in parts:
         for kind, groups in ranks[part.rank].flat.items():
@@ -199,5 +201,5 @@ def _check(name: str, shape: Shape, parts: list[Fragment], ranks: Sequence[Rank]
                 raise ValueError(
                     f"`{kind}` of {name!r} should end at {part.start + part.size} of group "
                     f"{part.group} in {str(ranks[part.rank].file)!r}, which has "
-                    f"{groups[part.group].size} elements. Files are of different checkpoints."
+                    f"{groups[part.group].size} elements. The files are of different checkpoints."
                 )

@@ -1,4 +1,4 @@
-"""Checkpoints of training state with Orbax: in true shapes, with digests, whole or not at all.
+"""Atomic checkpoints of training state with Orbax, without padding and with digests.
 
 In: a tree of sharded arrays and a directory. Out: numbered checkpoints, restored on any mesh.
 Entry points use `Checkpoints` and the lists of what a directory holds.

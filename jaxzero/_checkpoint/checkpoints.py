@@ -1,8 +1,8 @@
-"""Checkpoints that any mesh can take up again, and that are known to be what was written.
+"""Save and restore training state: atomic, verified by digests, independent of the mesh.
 
-Orbax writes and reads the arrays. The rest is here and in the modules beside: true shapes
-(`_checkpoint_layout`), a folder that appears whole or not at all (`_checkpoint_files`,
-`_checkpoint_save`), and digests, by which a damaged one is found (`_checkpoint_integrity`).
+Orbax writes and reads the arrays. The other modules of this room remove padding
+(`stored_leaves`), write folders atomically (`directory`, `saver`), and detect damage by digests
+(`digests`, `selection`).
 """
 
 from __future__ import annotations
@@ -39,36 +39,36 @@ from .stored_leaves import (
 
 
 class Restored(NamedTuple):
-    """What was read from a checkpoint."""
+    """The content of a checkpoint."""
 
     step: int
-    state: dict[str, Any]  # trees like those that were wanted
+    state: dict[str, Any]  # trees with the structure and shardings of `like`
     extra: dict[str, Any]  # JSON
 
 
 class Checkpoints:
     """The checkpoints of one run, in one directory. A context manager.
 
-    Saving is asynchronous: `save` returns when the arrays are safe from being changed, and
-    a checkpoint appears under its final name only when it is complete, with a digest of
-    every file. `restore` reads nothing that differs from its digest. What is on disk, and what
-    happens when, is told in docs/howto/checkpoints.md.
+    Saving is asynchronous: `save` returns when the arrays have been copied to the host, and a
+    checkpoint gets its final name only when it is complete, with a digest of every file.
+    `restore` verifies all digests before it reads. docs/howto/checkpoints.md describes the files
+    and the order of operations.
 
-    With several processes each method but `latest_step` is collective, and the directory is
-    on a file system that all of them see. One run at a time saves to it; any number read.
+    With several processes every method except `latest_step` is collective, and the directory is
+    on a file system that all of them share. One run at a time may save to it; any number may read.
 
     Args:
-        directory: made if it is missing.
-        zero: what laid out the trees to be saved.
-        keep: how many of the newest checkpoints to keep, the one just saved among them.
-            Damaged ones do not count.
-        timeout: seconds that a save may take, and that processes wait for each other.
+        directory: created if it is missing.
+        zero: the `Zero` that sharded the trees.
+        keep: number of checkpoints to keep, including the one just saved. Damaged ones do not
+            count.
+        timeout: timeout in seconds of a save, and of waiting for other processes.
 
     Raises:
         ValueError: `keep` is less than 1, or `timeout` is not positive.
 
     Attributes:
-        Damaged: the category of the warning that a checkpoint is damaged.
+        Damaged: category of the warning about damaged checkpoints.
     """
 
     Damaged = DamagedCheckpoint
@@ -97,7 +97,7 @@ class Checkpoints:
         self.close()
 
     def close(self) -> None:
-        """Wait until everything is written.
+        """Wait until the last save is complete.
 
         Raises:
             RuntimeError: the last checkpoint could not be saved.
@@ -105,22 +105,22 @@ class Checkpoints:
         self._saver.wait()
 
     def latest_step(self) -> int | None:
-        """The newest complete checkpoint, or None. Whether it is damaged `restore` finds out.
+        """Return the step of the newest checkpoint, or None. It is not verified.
 
-        It is what this process sees just now. Others may see it later: do not decide by it what
-        all must do together, but by `restore_or_none`.
+        The result is local to this process; others may see a new checkpoint later. For a decision
+        that all processes must share, use `restore_or_none`.
         """
         return max(list_steps(self.directory), default=None)
 
     def restore_or_none(self, like: Mapping[str, Any]) -> Restored | None:
         """Read the newest checkpoint as `restore` does, or None if there is none yet.
 
-        Whatever else is wrong is raised: a run that starts anew would hide it. So are damaged
-        checkpoints where none is whole, at every start until they are moved away.
+        All other problems raise, since starting from scratch would hide them. In particular it
+        raises if all checkpoints are damaged, until they are moved away.
         """
         try:
             return self.restore(like)
-        except NoCheckpoint:  # which the first process has seen, for all
+        except NoCheckpoint:  # decided by process 0, so it is raised on all processes
             return None
 
     def save(
@@ -129,15 +129,16 @@ class Checkpoints:
         """Write a checkpoint.
 
         Args:
-            step: its number; one that exists already is left as it is.
-            state: trees by name, such as `{"params": ..., "opt_state": ...}`. An array that
-                each process holds for itself must be the same on all.
-            extra: what else to keep, as JSON; with several processes, what the first gives.
+            step: number of the checkpoint. If it exists already, nothing is written.
+            state: trees by name, such as `{"params": ..., "opt_state": ...}`. Process-local
+                arrays must be equal on all processes.
+            extra: other values to save, as JSON; with several processes, those of process 0.
 
         Raises:
-            RuntimeError: the checkpoint before this could not be saved, and this was not
-                begun; or the directory cannot be written to.
-            TypeError: `state` is no mapping by name, a leaf is no array, or `extra` no JSON.
+            RuntimeError: the previous save failed, and this one was not started; or the directory
+                cannot be written to.
+            TypeError: `state` is not a mapping by name, a leaf is not an array, or `extra` is not
+                JSON.
             ValueError: `state` is empty, or differs between processes.
         """
         self._saver.wait()
@@ -147,7 +148,7 @@ class Checkpoints:
         named = named_leaves(state, self._zero)
         filled = {name: entry for name, entry in named.items() if not entry.is_empty}
         if not filled:
-            raise ValueError("`state` holds no numbers: there is nothing to save.")
+            raise ValueError("`state` has no array with elements: there is nothing to save.")
         text, description = json.dumps(dict(extra or {})), describe(step, named, self._zero)
         folder = self._saver.begin(step, digests_of_own(filled))
         if folder is not None:
@@ -155,27 +156,27 @@ class Checkpoints:
             self._saver.write(folder, Content(arrays, text, description))
 
     def restore(self, like: Mapping[str, Any], *, step: int | None = None) -> Restored:
-        """Read a checkpoint into the layout of `like`.
+        """Read a checkpoint into the structure and shardings of `like`.
 
-        Every file is compared with its digest first, a share by each process. A checkpoint
-        that is damaged is renamed to `STEP.damaged`, with a warning of category `Damaged`
-        that says which files are wrong, and the one before it is read.
+        The digests of all files are verified first, a share of the files by each process. A
+        damaged checkpoint is renamed to `STEP.damaged`, with a warning of category `Damaged` that
+        names the files, and the next older one is read.
 
         Args:
-            like: the trees that are wanted, as arrays or from `zero.abstract`. The mesh and
-                the number of processes need not be those that saved.
-            step: which checkpoint; the newest that is not damaged by default.
+            like: the trees to read, as arrays or from `zero.abstract`. The mesh and the number of
+                processes may differ from those that saved.
+            step: step of the checkpoint; by default the newest undamaged one.
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
-            ValueError: it is damaged, and asked for by `step`, or they all are, or were found so
-                before; or it holds other leaves, shapes or dtypes than `like`.
-            OSError: a file cannot be read. That is no damage, and nothing is renamed.
-            RuntimeError: another process could not read, or cannot see what the others see; or
-                the checkpoint that was being saved could not be.
-            TimeoutError: a process does not come.
+            ValueError: the checkpoint requested by `step` is damaged, or all are, now or in an
+                earlier attempt; or its leaves, shapes or dtypes differ from those of `like`.
+            OSError: a file cannot be read. This is not damage, and nothing is renamed.
+            RuntimeError: another process could not read, or does not see the directory; or the
+                save in progress failed.
+            TimeoutError: a process does not take part.
         """
-        self._saver.wait()  # one that is being saved counts
+        self._saver.wait()  # a checkpoint that is being saved may be the newest
         named = named_leaves(like, self._zero)
         chosen = choose(self.directory, step, self._seconds)
         folder = self.directory / str(chosen)
@@ -187,7 +188,7 @@ class Checkpoints:
     def _read_together(
         self, folder: Path, named: Mapping[str, Named]
     ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-        """The arrays and `extra`, once all processes have theirs."""
+        """Read the arrays and `extra`; raise on all processes if any fails. Collective."""
         error, state, extra = None, {}, {}
         try:
             state = self._read(folder, named)
@@ -213,12 +214,12 @@ class Checkpoints:
 def _is_gone(folder: Path) -> bool:
     try:
         return not is_folder(folder)
-    except OSError:  # which may be why it could not be read, and proves nothing
+    except OSError:  # perhaps the cause of the read error; not evidence that it was deleted
         return False
 
 
 def _deleted(folder: Path, error: Exception) -> FileNotFoundError:
-    """A checkpoint that was there when it was chosen."""
+    """Return the error for a checkpoint that was deleted after it was selected."""
     deleted = FileNotFoundError(
         f"The checkpoint {str(folder)!r} was deleted while it was read. A run that saves there "
         "keeps the newest only: restore again, or give that run a larger `keep`."

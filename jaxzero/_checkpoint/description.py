@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself in `jaxzero.json`, for people and for `jaxzero inspect`."""
+"""Describe a checkpoint in `jaxzero.json`, for users and for `jaxzero inspect`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PACKAGES = ("jaxzero", "jax", "orbax-checkpoint")
 
 
 def describe(step: int, named: Mapping[str, Named], zero: Zero) -> dict[str, Any]:
-    """The versions, the run and the leaves of a checkpoint, as JSON."""
+    """Return versions, mesh, configuration and leaves of a checkpoint, as JSON values."""
     return {
         "step": step,
         "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -35,5 +35,5 @@ def describe(step: int, named: Mapping[str, Named], zero: Zero) -> dict[str, Any
 def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:  # run from a folder
+    except importlib.metadata.PackageNotFoundError:  # run from a source folder, not installed
         return None

@@ -1,9 +1,9 @@
-"""Whether a checkpoint is still what was written: a size and a SHA-256 digest for every file.
+"""Detect damaged checkpoints by the size and the SHA-256 digest of every file.
 
-`jaxzero.json` says what the checkpoint is, and lists its files with their sizes. `SHA256SUMS` holds
-the digests of those files and of `jaxzero.json`, as the program of that name writes them, so that
-`sha256sum --check SHA256SUMS` does by hand what is done here. Both list the same files: a list that
-was cut short at the end of a line is found out as well.
+`jaxzero.json` describes the checkpoint and lists its files with their sizes. `SHA256SUMS` holds
+the digests of those files and of `jaxzero.json` in the format of `sha256sum`, so that users can
+run `sha256sum --check SHA256SUMS`. Both must list the same files, which also detects a list that
+was truncated at the end of a line.
 """
 
 from __future__ import annotations
@@ -19,25 +19,29 @@ from typing import Any, NamedTuple
 DESCRIPTION, SUMS = "jaxzero.json", "SHA256SUMS"
 
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
-_SAID = 3  # files that a message names
-_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # there is no such file
+_MAX_NAMED = 3  # files that a message names
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # the file does not exist
 
 
 class DamagedCheckpoint(UserWarning):
-    """A checkpoint is not what was written, and the one before it is used."""
+    """A checkpoint differs from its digests, and an older one is used instead."""
 
 
 class FileRecord(NamedTuple):
-    """What is known of a file."""
+    """Size and digest of a file."""
 
-    size: int  # bytes
+    size: int  # in bytes
     digest: str  # SHA-256, hexadecimal
 
 
 def record_files(
     folder: Path, pattern: str = "**/*", *, known: Container[str] = ()
 ) -> dict[str, FileRecord]:
-    """Size and digest of the files in `folder` that match, by path, but of those `known`."""
+    """Compute size and digest of the files in `folder` that match `pattern`, except `known`.
+
+    Returns:
+        Relative path -> record.
+    """
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.glob(pattern))}
     return {
         name: FileRecord(path.stat().st_size, digest(path))
@@ -55,7 +59,7 @@ def digest(path: Path) -> str:
 def write_records(
     folder: Path, description: Mapping[str, Any], records: Mapping[str, FileRecord]
 ) -> None:
-    """Write what the checkpoint is, and the sizes and digests of its files."""
+    """Write the description of the checkpoint, and the sizes and digests of its files."""
     files = {path: records[path].size for path in sorted(records)}
     text = json.dumps({**description, "files": files}, indent=1) + "\n"
     (folder / DESCRIPTION).write_text(text)
@@ -66,24 +70,24 @@ def write_records(
 
 
 def has_no_records(folder: Path) -> bool:
-    """Whether an early jaxzero wrote the checkpoint, by a part of Orbax that leaves its mark."""
+    """Return True for a checkpoint of an early jaxzero, which wrote no digests."""
     recorded = (folder / DESCRIPTION).exists() or (folder / SUMS).exists()
     return not recorded and (folder / "_CHECKPOINT_METADATA").exists()
 
 
 def find_damage(folder: Path, *, number: int = 0, count: int = 1) -> str | None:
-    """Read a share of a checkpoint, and compare it with what was recorded.
+    """Compare this process's share of a checkpoint's files with their digests.
 
     Args:
-        folder: of the checkpoint.
-        number: of this process, among those that share the work.
-        count: how many they are.
+        folder: folder of the checkpoint.
+        number: index of this process among those that share the work.
+        count: number of these processes.
 
     Returns:
-        Which files are not what was written, and how; None: all are.
+        A description of the files that differ; None if all agree.
 
     Raises:
-        OSError: a file cannot be read, which says nothing of what it holds.
+        OSError: a file cannot be read; this is not evidence of damage.
     """
     digests = _read_sums(folder / SUMS)
     if isinstance(digests, str):
@@ -100,17 +104,17 @@ def find_damage(folder: Path, *, number: int = 0, count: int = 1) -> str | None:
         _compare(folder, path, sizes[path], digests[path]) for path in largest_first[number::count]
     )
     wrong = [problem for problem in compared if problem is not None]
-    more = f", and {len(wrong) - _SAID} more" if len(wrong) > _SAID else ""
-    return "; ".join(wrong[:_SAID]) + more if wrong else None
+    more = f", and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
+    return "; ".join(wrong[:_MAX_NAMED]) + more if wrong else None
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """What `jaxzero.json` in the folder of a checkpoint says."""
+    """Read `jaxzero.json` in the folder of a checkpoint."""
     return json.loads((folder / DESCRIPTION).read_text())
 
 
 def _read_sums(path: Path) -> dict[str, str] | str:
-    """Digests by file; or what is wrong with the list."""
+    """Read file -> digest from `SHA256SUMS`; or return a description of what is wrong with it."""
     try:
         with _naming(path):
             lines = path.read_text().splitlines()
@@ -128,7 +132,7 @@ def _read_sums(path: Path) -> dict[str, str] | str:
 
 
 def _compare(folder: Path, name: str, size: int | None, wanted: str | None) -> str | None:
-    """What is wrong with a file; None: nothing. `size` None: not known."""
+    """Return how a file differs from its size and digest, or None. A `size` of None is skipped."""
     path = folder / name
     try:
         with _naming(path):
@@ -144,14 +148,14 @@ def _compare(folder: Path, name: str, size: int | None, wanted: str | None) -> s
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Let an error of reading, which may pass, name the file; but for one that is missing."""
+    """Add the file name to I/O errors of the body, except if the file is missing."""
     try:
         yield
     except _MISSING:
         raise
     except OSError as error:
         raise OSError(
-            f"{str(path)!r} cannot be read ({error.strerror or error}), so it is not known whether "
-            "the checkpoint is damaged, and nothing was renamed. Remove the cause (permissions, "
-            "the network, the disk), and start again."
+            f"{str(path)!r} cannot be read ({error.strerror or error}), so the checkpoint cannot "
+            "be verified, and nothing was renamed. Remove the cause (permissions, the network, "
+            "the disk), and start again."
         ) from error

@@ -1,12 +1,12 @@
-"""The directory of a run's checkpoints: a folder for each step, which is whole or not there.
+"""The directory of a run's checkpoints: one folder per step, created and deleted atomically.
 
-    40/                 a checkpoint
-    .40.1c9fe2a0.tmp    one that is being written, or was when its process died
-    .20.77d0b3e1.old    one that is being deleted
-    30.damaged          one that was found damaged and set aside
+    40/                 a complete checkpoint
+    .40.1c9fe2a0.tmp    a checkpoint that is being written, or whose process died meanwhile
+    .20.77d0b3e1.old    a checkpoint that is being deleted
+    30.damaged          a checkpoint that was found damaged and renamed
 
-A folder gets its own name by a rename, which is one step for a file system: there is no moment at
-which half a checkpoint bears the name of a whole one. One run at a time writes to a directory.
+A folder gets its final name by a rename, which is atomic, so an incomplete checkpoint never has
+the name of a complete one. Only one run at a time may write to a directory.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _DAMAGED = re.compile(r"\d+\.damaged(\.\d+)?")
 
 
 def list_steps(directory: Path) -> list[int]:
-    """The steps of all checkpoints, oldest first."""
+    """List the steps of all checkpoints, in ascending order."""
     if not is_folder(directory):
         return []
     return sorted(int(path.name) for path in directory.iterdir() if _is_checkpoint(path))
 
 
 def list_damaged(directory: Path) -> list[str]:
-    """The names of the checkpoints that were set aside."""
+    """List the names of the checkpoints that were renamed because they are damaged."""
     names = [path.name for path in directory.iterdir()] if is_folder(directory) else []
     return sorted(name for name in names if _DAMAGED.fullmatch(name))
 
@@ -42,7 +42,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there is a folder. Raises what `Path.is_dir` would take for a no, as an I/O error."""
+    """Return True if `path` is a folder. I/O errors are raised; `Path.is_dir` would hide them."""
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -50,7 +50,7 @@ def is_folder(path: Path) -> bool:
 
 
 def make_temporary(directory: Path, step: int) -> Path:
-    """A new folder to write a checkpoint in. What a dead process left of one is removed."""
+    """Create a folder to write a checkpoint in, and remove leftovers of interrupted runs."""
     for path in directory.iterdir():
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
@@ -60,17 +60,17 @@ def make_temporary(directory: Path, step: int) -> Path:
 
 
 def publish(folder: Path, step: int) -> None:
-    """Give a folder that is complete the name of its step, on disk to the last byte."""
+    """Flush a complete folder to disk and rename it to its step."""
     flush_tree(folder)
     os.rename(folder, folder.with_name(str(step)))
     flush(folder.parent)
 
 
 def keep_newest(directory: Path, count: int, saved: int) -> None:
-    """Delete all checkpoints but `count`: that of step `saved`, and the newest besides.
+    """Delete all checkpoints except that of step `saved` and the `count - 1` newest others.
 
     Raises:
-        OSError: some could not be deleted; the others are.
+        OSError: a checkpoint could not be deleted; all others have been.
     """
     others = [step for step in list_steps(directory) if step != saved]
     errors = []
@@ -92,12 +92,12 @@ def drop_after(directory: Path, step: int) -> None:
 
 def _delete(directory: Path, step: int) -> None:
     doomed = _hidden(directory, step, "old")
-    os.rename(directory / str(step), doomed)  # in one step, so that nobody reads half of it
+    os.rename(directory / str(step), doomed)  # first, so that a partial one is never read
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Rename a damaged checkpoint, and say to what; None: the directory cannot be written to."""
+    """Rename a damaged checkpoint and return its new path; None if renaming failed."""
     number, target = 1, folder.with_name(f"{folder.name}.damaged")
     while target.exists():
         number += 1

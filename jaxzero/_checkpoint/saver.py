@@ -1,15 +1,15 @@
-"""Saving in the background, by one process or several, so that all of it is there or none.
+"""Save checkpoints asynchronously and atomically, from one process or several.
 
-    main thread   make a temporary folder           first process
-                  copy the arrays from the devices  each its own shards; the state may change now
-    background    write them, and digest the files  each its own
-                  tell all that it is written       or what has gone wrong
-                  join, record, rename              first process
-                  tell all that it is done          or what has gone wrong
-                  remove those that are too old     first process
+    main thread   create a temporary folder         process 0
+                  copy shards to host memory        each process; then the state may change
+    background    write shards and digest files     each process
+                  exchange success or errors        all processes
+                  merge, write digests, rename      process 0
+                  exchange success or errors        all processes
+                  delete old checkpoints            process 0
 
-Orbax writes and joins the arrays. The folder is ours, since Orbax' manager of checkpoints meets in
-collectives of devices, which wait forever for a process that is lost, and knows no digests.
+Orbax writes and merges the arrays. Its `CheckpointManager` is not used, since it synchronizes by
+device collectives, which deadlock if a process is lost, and has no digests.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ STATE, EXTRA = "state", "extra"
 
 
 class Content(NamedTuple):
-    """What is saved: all of it in host memory, but the arrays."""
+    """Content of a checkpoint. Only the arrays are on devices."""
 
-    arrays: Mapping[str, Any]  # by path, in true shapes
+    arrays: Mapping[str, Any]  # by path, without padding
     extra: str  # JSON
-    description: Mapping[str, Any]
+    description: Mapping[str, Any]  # content of `jaxzero.json`
 
 
 class Saver:
     """Saves one checkpoint at a time to a directory, and keeps the newest `keep`.
 
     Args:
-        directory: that all processes see.
-        keep: how many.
-        seconds: that a save may take, and that processes wait for each other.
+        directory: directory on a file system that all processes share.
+        keep: number of checkpoints to keep.
+        seconds: timeout of a save, and of waiting for other processes.
     """
 
     def __init__(self, directory: Path, *, keep: int, seconds: float):
@@ -58,10 +58,10 @@ class Saver:
         self._pending: concurrent.futures.Future[OSError | None] | None = None
 
     def wait(self) -> None:
-        """Return when what was started is on disk.
+        """Wait until the save that was started is on disk.
 
         Raises:
-            RuntimeError: it could not be saved, for a reason that lies with disk or processes.
+            RuntimeError: saving failed, on this process or another.
         """
         pending = self._pending
         if pending is None:
@@ -75,24 +75,24 @@ class Saver:
         if unremoved is not None:
             warnings.warn(
                 f"The checkpoint of step {self._step} is saved, but one older than the newest "
-                f"{self._keep} cannot be removed from {str(self._directory)!r} ({unremoved}). It "
-                "is tried again after the next save; remove it by hand, or the disk fills.",
+                f"{self._keep} cannot be removed from {str(self._directory)!r} ({unremoved}). "
+                "Removal is retried after the next save; remove it by hand, or the disk fills.",
                 stacklevel=3,
             )
 
     def begin(self, step: int, own: Mapping[str, str]) -> Path | None:
-        """Agree to save, in a folder that the first process has made. Collective.
+        """Begin a save in a temporary folder, which process 0 creates. Collective.
 
         Args:
-            step: of the checkpoint.
-            own: digests of what each process holds for itself, by path.
+            step: step of the checkpoint.
+            own: path -> digest of the process-local arrays, which must agree on all processes.
 
         Returns:
-            The folder; None: the step is there already.
+            The folder; None if a checkpoint of this step exists.
 
         Raises:
-            RuntimeError: the directory cannot be written to, or a process does not come.
-            ValueError: the step or the digests are not the same on all processes.
+            RuntimeError: the directory cannot be written to, or a process does not take part.
+            ValueError: the step or a digest differs between processes.
         """
         self._step, self._name = step, new_name()
         folder, error = None, None
@@ -116,7 +116,7 @@ class Saver:
         return None if made is None else self._directory / made
 
     def write(self, folder: Path, content: Content) -> None:
-        """Start to fill the folder. Returns when the arrays are copied to the host."""
+        """Start writing in the background; return when the arrays are copied to the host."""
         copied = threading.Event()
         executor = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._pending = executor.submit(self._save, folder, content, copied)
@@ -124,7 +124,7 @@ class Saver:
         copied.wait()
 
     def _save(self, folder: Path, content: Content, copied: threading.Event) -> OSError | None:
-        """All of it, in the background; what kept older checkpoints from being removed."""
+        """Run the background part; return the error of deleting old checkpoints, if any."""
         is_first, name = jax.process_index() == 0, self._name
         error, records = None, {}
         try:
@@ -147,7 +147,7 @@ class Saver:
         try:
             if is_first:
                 keep_newest(self._directory, self._keep, self._step)
-        except OSError as unremoved:  # the new one is there: no reason to say that it is not
+        except OSError as unremoved:  # the new checkpoint is complete, so this is not a failure
             return unremoved
         return None
 
@@ -157,7 +157,7 @@ class Saver:
         """Write this process's part of the arrays, and record its files."""
         if not folder.is_dir():
             raise FileNotFoundError(
-                f"{str(folder)!r} cannot be seen, which the first process has made. Save to a "
+                f"{str(folder)!r}, which process 0 created, is not visible here. Save to a "
                 "directory on a file system that all processes share."
             )
         state, args = epath.Path(folder / STATE), ocp.args.StandardSave(dict(arrays))
@@ -171,7 +171,7 @@ class Saver:
     def _complete(
         self, folder: Path, content: Content, reports: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Join what the processes wrote, record the rest, and let the checkpoint appear."""
+        """Merge the processes' files, write digests, and rename the folder to its final name."""
         with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
             handler.finalize(epath.Path(folder / STATE))
         (folder / EXTRA).mkdir()
@@ -183,9 +183,9 @@ class Saver:
 
     def _not_saved(self, error: Exception) -> RuntimeError:
         try:
-            there = f"The checkpoints there are still those of steps {list_steps(self._directory)}."
+            there = f"The directory still has the steps {list_steps(self._directory)}."
         except OSError as unseen:
-            there = f"Nor can be seen which are there ({unseen})."
+            there = f"The directory cannot be listed either ({unseen})."
         return RuntimeError(
             f"The checkpoint of step {self._step} could not be saved in {str(self._directory)!r} "
             f"({type(error).__name__}: {error}). {there} Remove the cause (is the disk full?), and "
@@ -194,14 +194,14 @@ class Saver:
 
 
 def _collect(folder: Path, reports: Sequence[Mapping[str, Any]]) -> dict[str, FileRecord]:
-    """What the processes recorded of their files, which must be here."""
+    """Merge the records of all processes, and check that their files are visible here."""
     records = {}
     for number, report in enumerate(reports):
         for path, record in report["records"].items():
             records[path] = FileRecord(*record)
             if not (folder / path).is_file():
                 raise FileNotFoundError(
-                    f"{path} cannot be seen, which process {number} has written. Save to a "
+                    f"{path}, which process {number} wrote, is not visible here. Save to a "
                     "directory on a file system that all processes share."
                 )
     return records
@@ -216,7 +216,6 @@ def _check_same(reports: Sequence[Mapping[str, Any]]) -> None:
     different = sorted(name for name in names if len({own.get(name) for own in each}) > 1)
     if different:
         raise ValueError(
-            f"The leaf `{different[0]}` is held by each process for itself, and they hold "
-            "different values, of which a checkpoint could keep one. Make it the same on all, "
-            "or a global array."
+            f"The leaf `{different[0]}` is local to each process and its values differ, but a "
+            "checkpoint stores only one. Make it equal on all processes, or a global array."
         )

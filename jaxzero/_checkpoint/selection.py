@@ -1,9 +1,9 @@
-"""Which checkpoint is restored: the newest that is still what was written.
+"""Select the checkpoint to restore: the newest that matches its digests.
 
-Each process reads a share of the files, and all come to one verdict. A damaged checkpoint is set
-aside under another name, and not deleted: its step can be saved again, and most of it may be good.
-Where there are only such, that is no new run: each start ends with the same error, until somebody
-decides.
+Each process verifies a share of the files, and all processes agree on the result. A damaged
+checkpoint is renamed instead of deleted: its step can be saved again, and part of it may be
+recoverable. If all checkpoints are damaged, every start fails with an error until the user acts;
+starting from scratch would hide the loss.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from .directory import is_folder, list_damaged, list_steps, set_aside
 
 
 class NoCheckpoint(FileNotFoundError):
-    """There is no checkpoint to choose; unlike a file that is missing where one was chosen."""
+    """No checkpoint was found, as opposed to a file that is missing in the selected checkpoint."""
 
 
 def choose(directory: Path, wanted: int | None, seconds: float) -> int:
-    """The step of the checkpoint to read, found whole. Collective.
+    """Return the step of the checkpoint to read, after verifying it. Collective.
 
     Args:
-        directory: that holds them.
-        wanted: this one only. None: the newest that is whole, with a warning for each newer.
-        seconds: to wait for the other processes.
+        directory: directory of the checkpoints.
+        wanted: a step. None: the newest undamaged one, with a warning for each newer one.
+        seconds: timeout of waiting for other processes.
 
     Raises:
         NoCheckpoint: there is none.
-        ValueError: the one that is wanted is damaged, or all are, or were found so before.
+        ValueError: the requested checkpoint is damaged, or all are, now or in an earlier attempt.
         OSError: this process cannot read a file. Nothing is renamed.
-        RuntimeError: another cannot, or does not see the directory that the others see.
+        RuntimeError: another process cannot read a file, or does not see the directory.
     """
     name = new_name()
     damaged, in_place, tried = [], [], set()
     while True:
-        # Anew each time: the run that saves here may have deleted them all, and saved others.
+        # Listed again in each iteration: a running job may delete checkpoints and save others.
         steps, aside = list_together(f"{name}-steps", directory, seconds)
         untried = [step for step in steps if wanted in (None, step) and step not in tried]
         if not untried:
@@ -62,10 +62,10 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
         if wanted is not None:
             others = [other for other in steps if other != step]
             raise ValueError(
-                f"{damaged[0]} Leave out `step` for the newest that is whole; there are those of "
-                f"steps {others}."
+                f"{damaged[0]} Leave out `step` for the newest undamaged one; there are the steps "
+                f"{others}."
             )
-        text = f"{damaged[-1]} The newest of the others is tried."
+        text = f"{damaged[-1]} The next older one is tried."
         warnings.warn(text, DamagedCheckpoint, stacklevel=3)
     if (aside or in_place) and wanted is None:
         raise ValueError("\n".join([say_all_damaged(directory, aside + in_place), *damaged]))
@@ -73,7 +73,7 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
 
 
 def say_all_damaged(directory: Path, names: Sequence[str]) -> str:
-    """Why no run starts in a directory that holds damaged checkpoints only."""
+    """Format the error for a directory that has only damaged checkpoints."""
     return (
         f"Every checkpoint in {str(directory)!r} is damaged: {', '.join(names)}. Put one back from "
         "a backup, in a folder named by its step, or move these away to start from nothing."
@@ -81,7 +81,10 @@ def say_all_damaged(directory: Path, names: Sequence[str]) -> str:
 
 
 def list_together(name: str, directory: Path, seconds: float) -> tuple[list[int], list[str]]:
-    """Steps, and what was set aside, as the first process sees them: others may later."""
+    """Return steps and damaged checkpoints as process 0 lists them. Collective.
+
+    On a shared file system other processes may see changes later.
+    """
     steps, aside, error = [], [], None
     if jax.process_index() == 0:
         try:
@@ -93,14 +96,14 @@ def list_together(name: str, directory: Path, seconds: float) -> tuple[list[int]
 
 
 def _verify(name: str, folder: Path, seconds: float) -> tuple[bool, str | None]:
-    """Whether a checkpoint is there, and what is wrong with it. The same on all processes."""
+    """Return if a checkpoint exists, and a description of its damage. Collective."""
     problem, error, is_early, is_there = None, None, False, False
     try:
         is_early = has_no_records(folder)
         if not is_early:
             problem = find_damage(folder, number=jax.process_index(), count=jax.process_count())
         is_there = is_folder(folder)
-    except OSError as raised:  # which proves no damage
+    except OSError as raised:  # not evidence of damage
         error = raised
     reports = tell_all(name, seconds, error=error, is_there=is_there, problem=problem)
     blind = [number for number, report in enumerate(reports) if not report["is_there"]]
@@ -113,8 +116,8 @@ def _verify(name: str, folder: Path, seconds: float) -> tuple[bool, str | None]:
         )
     if is_early:
         warnings.warn(
-            f"The checkpoint {str(folder)!r} holds no digests, as an earlier jaxzero wrote it, and "
-            "cannot be verified. It is used as it is.",
+            f"The checkpoint {str(folder)!r} was written by an earlier jaxzero without digests and "
+            "cannot be verified. It is used without verification.",
             UserWarning,
             stacklevel=4,
         )
@@ -123,7 +126,7 @@ def _verify(name: str, folder: Path, seconds: float) -> tuple[bool, str | None]:
 
 
 def _is_still_there(name: str, folder: Path, seconds: float) -> bool:
-    """Whether the first process sees it now: it may be deleted since it looked. Collective."""
+    """Return if process 0 still sees the folder, which may have been deleted. Collective."""
     error, is_there = None, False
     try:
         is_there = jax.process_index() == 0 and is_folder(folder)

@@ -1,8 +1,8 @@
-"""Leaves as they lie on disk: by path, in their true shapes, so that any mesh takes them up.
+"""Convert leaves between their sharded form and their form on disk, which fits any mesh.
 
-A leaf that is padded here is cut to its own shape on the way out, and padded for the mesh at hand
-on the way in. A random key is the numbers it stands for. A leaf that each process holds for itself,
-such as a step counter, must be the same on all, and is written once.
+On disk leaves are stored by path and without padding: padding is removed when saving, and added
+for the current mesh when restoring. A random key is stored as its key data. A process-local leaf,
+such as a step counter, must be equal on all processes, and is written once.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from .._zero import Zero, auto_mesh, pad_leaf, run_automatic
 
 
 class Named(NamedTuple):
-    """A leaf of the state: how it is stored, and the array, or one that stands for it."""
+    """A leaf of the state."""
 
-    leaf: LeafSpec
-    value: Any
+    leaf: LeafSpec  # its shape on disk, dtype and layout
+    value: Any  # an array, or its abstract shape and sharding
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no elements; Orbax does not store such arrays."""
+        """True if it has no elements; Orbax does not store such arrays."""
         return 0 in self.leaf.shape
 
     @property
     def is_key(self) -> bool:
-        """Whether it is a typed random key."""
+        """True for a typed random key."""
         return jnp.issubdtype(self.value.dtype, jax.dtypes.prng_key)
 
 
 def named_leaves(state: Mapping[str, Any], zero: Zero) -> dict[str, Named]:
-    """Every leaf by its path, in the order in which JAX flattens `state`.
+    """Return path -> leaf, in the order in which JAX flattens `state`.
 
     Raises:
-        TypeError: `state` is no mapping of names to trees, or a leaf is no array.
+        TypeError: `state` is not a mapping of names to trees, or a leaf is not an array.
     """
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise TypeError(
-            "A checkpoint is of trees by name, such as "
+            "The state must be a dict of trees by name, such as "
             '`{"params": params, "opt_state": opt_state}`; '
             f"got {type(state).__name__}. Give each tree a name."
         )
@@ -65,7 +65,7 @@ def named_leaves(state: Mapping[str, Any], zero: Zero) -> dict[str, Named]:
         tree = state[key]
         for leaf, x in _leaves(key, tree, zero):
             entry = Named(leaf, data_of(x))
-            if leaf.codec is not None:  # messages, as they are
+            if leaf.codec is not None:  # encoded leaves are stored as messages, without decoding
                 entry = entry._replace(
                     leaf=LeafSpec(leaf.path, leaf.stored.shape, leaf.stored.dtype, None)
                 )
@@ -77,10 +77,10 @@ def named_leaves(state: Mapping[str, Any], zero: Zero) -> dict[str, Named]:
 
 
 def _leaves(key: str, tree: Any, zero: Zero) -> list[tuple[LeafSpec, Any]]:
-    """The arrays of one part of the state, each with its layout.
+    """List the arrays of one tree of the state, each with its layout.
 
     Raises:
-        TypeError: a leaf is no array, and is in no `eqx.Module` or `nnx.Module`.
+        TypeError: a leaf outside any `eqx.Module` or `nnx.Module` is not an array.
     """
     paths, leaves, _ = flatten(tree)
     found = []
@@ -91,7 +91,7 @@ def _leaves(key: str, tree: Any, zero: Zero) -> list[tuple[LeafSpec, Any]]:
         elif in_module is None and not is_empty:
             raise TypeError(
                 f"The leaf `{key}.{path_name(path)}` must be an array; got {type(x).__name__}. "
-                "Make it one, or give it as `extra`, which holds JSON."
+                "Convert it to an array, or pass it in `extra`, which holds JSON."
             )
     plan = zero.find_plan(tree)
     if plan is not None:
@@ -108,14 +108,14 @@ def _leaves(key: str, tree: Any, zero: Zero) -> list[tuple[LeafSpec, Any]]:
 
 
 def with_arrays(tree: Any, arrays: Sequence[Any]) -> Any:
-    """`tree` with these for its stored arrays; what is no array stays as it is."""
+    """Replace the arrays of `tree` in order by `arrays`; keep leaves that are not arrays."""
     leaves, treedef = jax.tree.flatten(tree)
     remaining = iter(arrays)
     return jax.tree.unflatten(treedef, [next(remaining) if is_array(x) else x for x in leaves])
 
 
 def true_array(named: Named, zero: Zero) -> Any:
-    """What is written: the leaf in its true shape."""
+    """Return the leaf as it is written: without padding."""
     leaf, x = named
     own = _own_array(named)
     if own is not None:
@@ -129,7 +129,7 @@ def true_array(named: Named, zero: Zero) -> Any:
 
 
 def digests_of_own(named: Mapping[str, Named]) -> dict[str, str]:
-    """Digests of the arrays that each process holds for itself, of which the first is written."""
+    """Return path -> digest of process-local arrays, of which process 0 writes its copy."""
     own = {name: _own_array(entry) for name, entry in named.items()}
     return {
         name: hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()
@@ -139,14 +139,17 @@ def digests_of_own(named: Mapping[str, Named]) -> dict[str, str]:
 
 
 def _own_array(named: Named) -> np.ndarray | None:
-    """The leaf, if there are several processes and each holds it for itself."""
+    """Return the leaf as a host array if it is local to one of several processes, else None."""
     x = jax.random.key_data(named.value) if named.is_key else named.value
     is_shared = isinstance(x, jax.Array) and not x.is_fully_addressable
     return None if jax.process_count() == 1 or is_shared else np.asarray(x)
 
 
 def target(named: Named, zero: Zero) -> jax.ShapeDtypeStruct:
-    """How a leaf is read: as the array wanted is laid out, if that is stored in its own shape."""
+    """Return shape, dtype and sharding for reading a leaf.
+
+    A leaf without padding is read directly into the requested sharding.
+    """
     leaf, like = named
     sharding = getattr(like, "sharding", None)
     if leaf.layout is None and isinstance(sharding, NamedSharding) and not named.is_key:
@@ -157,7 +160,7 @@ def target(named: Named, zero: Zero) -> jax.ShapeDtypeStruct:
 
 
 def _even_sharding(leaf: LeafSpec, zero: Zero) -> NamedSharding:
-    """A sharding of the true shape that divides evenly, over as many devices as can be."""
+    """Choose a sharding of the unpadded shape that divides evenly over as many axes as possible."""
     mesh = auto_mesh(zero.mesh)
     for axes in (zero.config.axes, ("local",), ("node",)):
         pieces = math.prod(mesh.shape[axis] for axis in axes)
@@ -169,7 +172,7 @@ def _even_sharding(leaf: LeafSpec, zero: Zero) -> NamedSharding:
 
 
 def stored_array(named: Named, x: jax.Array | None, zero: Zero) -> jax.Array:
-    """Pad what was read, and lay it out as the array wanted. `x` None: it is empty."""
+    """Pad an array that was read and reshard it like the requested one; None for an empty one."""
     leaf, like = named
     given = jnp.zeros(leaf.shape, leaf.dtype) if x is None else x
     if named.is_key:
@@ -183,10 +186,10 @@ def stored_array(named: Named, x: jax.Array | None, zero: Zero) -> jax.Array:
 def check_same_leaves(
     named: Mapping[str, Named], saved: Mapping[str, tuple[tuple[int, ...], Any]], folder: Path
 ) -> None:
-    """Compare what is wanted with the shapes and dtypes of a checkpoint.
+    """Check that a checkpoint has the requested leaves, with equal shapes and dtypes.
 
     Raises:
-        ValueError: they differ.
+        ValueError: they differ; the message names the leaf.
     """
     wanted = {name: entry.leaf for name, entry in named.items() if not entry.is_empty}
     for name, leaf in wanted.items():

@@ -1,6 +1,7 @@
 """Read a DeepSpeed configuration: the `ZeroConfig`, optimizer and loss scale that it describes.
 
-In: `ds_config.json`. Out: a `DeepSpeedRun`. A key that cannot be honoured is an error or a warning.
+In: `ds_config.json`. Out: a `DeepSpeedRun`. Unsupported keys raise an error or are listed in a
+warning.
 """
 
 from .loss_scale import DynamicScale as DynamicScale

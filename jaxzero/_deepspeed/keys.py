@@ -1,4 +1,4 @@
-"""The keys of a DeepSpeed configuration: which there are, and which were honoured."""
+"""Read keys of a DeepSpeed configuration, and record which of them had an effect."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Keys:
-    """A nested dict that remembers what was asked for.
+    """A nested dict that records which keys were used ("honoured").
 
     A key is a dotted path: `zero_optimization.stage`.
     """
@@ -18,27 +18,27 @@ class Keys:
         self._honoured: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value at a path, which is thereby honoured.
+        """Return the value of a key, and mark the key as honoured.
 
         Raises:
-            ValueError: it is "auto", which DeepSpeed leaves to its caller to fill in.
+            ValueError: the value is "auto", which DeepSpeed expects its caller to replace.
         """
         self._honoured.add(key)
         value = self._flat.get(key)
         if value == "auto":
             raise ValueError(
-                f'`{key}` is "auto" in the file, which whoever calls DeepSpeed fills in. Say what '
-                f"it is: `values={{{key!r}: ...}}`."
+                f'`{key}` is "auto" in the file, which the caller of DeepSpeed replaces. Give its '
+                f"value: `values={{{key!r}: ...}}`."
             )
         return default if value is None else value
 
     def honours(self, key: str, value: Any) -> None:
-        """Take note that there is nothing to do if the value at a path is `value`."""
+        """Mark a key as honoured if it is absent or equals `value`, the only supported value."""
         if self._flat.get(key, value) == value:
             self._honoured.add(key)
 
     def section(self, name: str) -> bool:
-        """Whether a section is there and enabled; if it is not, all of it is honoured."""
+        """Return True if a section is enabled; if not, mark all its keys as honoured."""
         held = [key for key in self._flat if key.startswith(f"{name}.")]
         enabled = bool(self.get(f"{name}.enabled", False))
         if not enabled:
@@ -46,7 +46,7 @@ class Keys:
         return enabled
 
     def unhonoured(self) -> tuple[str, ...]:
-        """The paths in the file that nobody asked for, in its order."""
+        """List the keys that were never used, in the order of the file."""
         return tuple(key for key in self._flat if key not in self._honoured)
 
 
@@ -54,7 +54,7 @@ def read_keys(config: Path | str | Mapping[str, Any], values: Mapping[str, Any])
     """Read a configuration.
 
     Raises:
-        ValueError: it is no JSON object.
+        ValueError: it is not a JSON object.
     """
     if isinstance(config, Mapping):
         return Keys(config, values)
@@ -66,7 +66,7 @@ def read_keys(config: Path | str | Mapping[str, Any], values: Mapping[str, Any])
     try:
         content = json.loads(path.read_text(), object_pairs_hook=_without_duplicates)
     except ValueError as error:
-        raise ValueError(f"{str(path)!r} is no DeepSpeed configuration: {error}.") from error
+        raise ValueError(f"{str(path)!r} is not a DeepSpeed configuration: {error}.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{str(path)!r} holds {type(content).__name__}, not a JSON object.")
     return Keys(content, values)

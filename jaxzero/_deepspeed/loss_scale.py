@@ -1,11 +1,11 @@
 """Loss scaling for float16, as an optax transformation.
 
-Gradients of a loss in float16 underflow. So the loss is multiplied by a scale, and the gradients
-are divided by it before they are used. A dynamic scale grows until a gradient is infinite or not a
-number; then that step is left out and the scale shrinks (Micikevicius et al. 2018, section 3.2).
-When it does either is taken from DeepSpeed (`runtime/fp16/loss_scaler.py`), so that a run goes on
-as it was. Flax's `DynamicScale` differentiates by itself, so it cannot be used with `jz.Zero`;
-optax has `apply_if_finite`, which leaves steps out and scales nothing.
+Gradients of a float16 loss underflow. So the loss is multiplied by a scale, and the gradients are
+divided by it before they are used. A dynamic scale grows until a gradient is infinite or NaN; then
+that step is skipped and the scale shrinks (Micikevicius et al. 2018, section 3.2). The rule when
+to grow and shrink is DeepSpeed's (`runtime/fp16/loss_scaler.py`), so that a run continues
+unchanged. Flax's `DynamicScale` calls `jax.grad` itself, so it cannot be used with `jz.Zero`;
+optax's `apply_if_finite` skips steps without scaling.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ class DynamicScale:
 
     Args:
         initial: the first scale.
-        window: how many steps without overflow are followed by one that doubles the scale.
-        hysteresis: the scale is halved by this overflow and those after it; earlier ones only
-            leave their step out.
-        consecutive: `hysteresis` counts overflows in a row. Otherwise it counts those since the
-            scale last grew.
-        minimum: the scale never falls below it.
+        window: number of consecutive good steps after which the scale is doubled.
+        hysteresis: number of the first overflow that halves the scale; earlier overflows only skip
+            their step.
+        consecutive: if True, `hysteresis` counts overflows in a row; otherwise, overflows since
+            the scale last grew.
+        minimum: lower bound of the scale.
     """
 
     initial: float = 2.0**16
@@ -46,24 +46,24 @@ class DynamicScale:
 class LossScaleState(NamedTuple):
     """State of `scale_loss`."""
 
-    loss_scale: Float32[Array, ""]  # multiply the loss by it
-    good_steps: Int32[Array, ""]  # since the last overflow
+    loss_scale: Float32[Array, ""]  # factor of the loss
+    good_steps: Int32[Array, ""]  # steps since the last overflow
     patience: Int32[Array, ""]  # overflows until the scale is halved
-    inner: Any  # of the transformation inside
+    inner: Any  # state of the inner transformation
 
 
 def scale_loss(
     inner: optax.GradientTransformation, scale: DynamicScale | float
 ) -> optax.GradientTransformationExtraArgs:
-    """Undo the scale of the loss in its gradients, and leave out steps that overflowed.
+    """Divide gradients by the loss scale, and skip steps that overflowed.
 
     Multiply the loss by `loss_scale_of(opt_state)` before it is differentiated. Gradients are
-    divided in float32. Where one is infinite or not a number, updates are zero and the state of
-    `inner` stays as it was, its counters included.
+    divided in float32. If any is infinite or NaN, updates are zero and the state of `inner`,
+    counters included, is unchanged.
 
     Args:
-        inner: sees gradients without the scale.
-        scale: a `DynamicScale`, or a number that stays.
+        inner: receives the unscaled gradients.
+        scale: a `DynamicScale`, or a constant.
 
     References:
         Mixed Precision Training (https://arxiv.org/abs/1710.03740), section 3.2.
@@ -95,7 +95,7 @@ def scale_loss(
 
 
 def loss_scale_of(opt_state: Any) -> Float32[Array, ""]:
-    """What to multiply the loss by: 1 where nothing in `opt_state` scales."""
+    """Return the factor for the loss; 1 if `opt_state` has no loss scaling."""
     found = [state.loss_scale for state in _states(opt_state)]
     if len(found) > 1:
         raise ValueError(f"`opt_state` scales the loss {len(found)} times. Wrap the chain once.")

@@ -1,7 +1,7 @@
-"""Optimizers and schedules of DeepSpeed in terms of optax: the same updates for the same file.
+"""Translate optimizers and learning rate schedules of DeepSpeed to optax, with equal updates.
 
-A schedule gives the learning rate of update t = 0, 1, 2, ... DeepSpeed's schedulers are stepped
-after an update, so update t has the rate of their iteration t - 1, and the first one the lowest.
+A schedule gives the learning rate of update t = 0, 1, 2, ... DeepSpeed steps its schedulers after
+an update, so update t uses the rate of their iteration t - 1, and update 0 the lowest rate.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ CommSchedule = Callable[[Any], Any]
 def read_optimizer(
     keys: Keys, given: MakeOptimizer | None, mask: Any
 ) -> optax.GradientTransformation:
-    """The optimizer of a file, with its schedule.
+    """Build the optimizer of a configuration, with its schedule.
 
     Args:
-        keys: of the file.
-        given: is used instead of the file's, if not None.
-        mask: which parameters decay, as for `optax.adamw`.
+        keys: keys of the configuration.
+        given: a function of the learning rate that replaces the optimizer of the file, or None.
+        mask: parameters with weight decay, as for `optax.adamw`.
     """
     kind = keys.get("optimizer.type")
     rate = keys.get("optimizer.params.lr", None if kind is None else 1e-3)
@@ -59,11 +59,12 @@ def _adamw(keys: Keys, rate: optax.ScalarOrSchedule, mask: Any) -> optax.Gradien
 def _any_adam(
     keys: Keys, rate: optax.ScalarOrSchedule, mask: Any, decoupled: bool
 ) -> optax.GradientTransformation:
-    by_torch = keys.get("optimizer.params.torch_adam", False)  # the same updates, other defaults
+    # `torch.optim.AdamW` has the same updates, but its own default weight decay.
+    by_torch = keys.get("optimizer.params.torch_adam", False)
     if not keys.get("optimizer.params.bias_correction", True):
         raise ValueError(
-            "`optimizer.params.bias_correction` is false, which optax's Adam cannot be. Pass an "
-            "`optimizer=` that does without."
+            "`optimizer.params.bias_correction` is false, which optax's Adam does not support. "
+            "Pass an `optimizer=` without bias correction."
         )
     b1, b2 = keys.get("optimizer.params.betas", (0.9, 0.999))
     eps = keys.get("optimizer.params.eps", 1e-8)
@@ -103,7 +104,7 @@ def _read_schedule(keys: Keys, rate: Any) -> CommSchedule | None:
     if kind not in _SCHEDULES:
         raise ValueError(
             f"The file asks for the scheduler {kind!r}; known are {', '.join(sorted(_SCHEDULES))}. "
-            "Take it out of the file, and pass an `optimizer=` that has a schedule of its own."
+            "Remove it from the file, and pass an `optimizer=` with its own schedule."
         )
     return _SCHEDULES[kind](keys, rate)
 
@@ -120,7 +121,7 @@ def _number(count: Any) -> Array:
 
 
 def _warmup(keys: Keys) -> tuple[float, CommSchedule]:
-    """The number of steps, and how far warming up has come after `i` of them."""
+    """Return the number of warm-up steps, and the fraction of the rise after `i` steps."""
     steps = max(2, _param(keys, "warmup_num_steps", 1000))
     if _param(keys, "warmup_type", "log") == "linear":
         return float(steps), lambda i: i / steps

@@ -1,4 +1,4 @@
-"""A run as a DeepSpeed configuration asks for it: `from_deepspeed("ds_config.json", mesh)`."""
+"""Set up training from a DeepSpeed configuration: `from_deepspeed("ds_config.json", mesh)`."""
 
 import dataclasses
 import warnings
@@ -25,21 +25,21 @@ _DTYPES = {
     "fp16": jnp.float16,
     "float16": jnp.float16,
     "bf16": jnp.bfloat16,
-    "bfp16": jnp.bfloat16,  # so the documentation of DeepSpeed spells it
+    "bfp16": jnp.bfloat16,  # spelling of DeepSpeed's documentation
     "bfloat16": jnp.bfloat16,
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepSpeedRun:
-    """What a DeepSpeed configuration asks for, in terms of this library.
+    """A DeepSpeed configuration, translated to objects of this library.
 
     Attributes:
-        zero: splits parameters, gradients and optimizer state by the file's stage.
+        zero: shards parameters, gradients and optimizer state by the ZeRO stage of the file.
         optimizer: clipping, optimizer, schedule and loss scaling, as one optax transformation.
-        batch_size: rows of a step, over all devices and micro-batches.
-        microbatches: how many a device runs in a step.
-        compute_dtype: what parameters are cast to for computing; None leaves them.
+        batch_size: rows per step, over all devices and micro-batches.
+        microbatches: micro-batches per device and step.
+        compute_dtype: dtype to which parameters are cast in the forward pass; None: no cast.
         unhonoured: keys of the file that have no effect here.
     """
 
@@ -51,15 +51,15 @@ class DeepSpeedRun:
     unhonoured: tuple[str, ...]
 
     def value_and_grad(self, loss_fn: Callable, **options: Any) -> Callable:
-        """`zero.value_and_grad`, in the file's dtype, micro-batches and loss scale.
+        """Apply `zero.value_and_grad` with the dtype, micro-batches and loss scale of the file.
 
         Args:
             loss_fn: `loss_fn(params, batch, ...) -> loss`, written for one device.
             options: as for `Zero.value_and_grad`.
 
         Returns:
-            A function `(params, opt_state, batch, ...) -> (loss, grads)`. The loss is the true one;
-            gradients carry the scale, which `optimizer` takes off.
+            A function `(params, opt_state, batch, ...) -> (loss, grads)`. The loss is unscaled;
+            the gradients are scaled, and `optimizer` divides them by the scale.
         """
 
         def scaled(params, *arguments):
@@ -95,19 +95,20 @@ def from_deepspeed(
 ) -> DeepSpeedRun:
     """Set up the run that a DeepSpeed configuration describes.
 
-    Honoured are the batch, stage and quantisation of ZeRO, precision, loss scaling, clipping, the
-    optimizer and the scheduler; `docs/howto/pytorch_checkpoints.md` lists the keys. A key that is
-    not honoured is named in a warning. So is a file without `gradient_clipping`, which meant
-    none before DeepSpeed 0.19.3 and means 1.0 since, as it does here.
+    Supported are batch sizes, stage and quantization of ZeRO, precision, loss scaling, clipping,
+    the optimizer and the scheduler; `docs/howto/pytorch_checkpoints.md` lists the keys. Other keys
+    are listed in a warning. A file without `gradient_clipping` also gives a warning: it meant no
+    clipping before DeepSpeed 0.19.3 and a norm of 1.0 since, which is used here.
 
     Args:
-        config: a `ds_config.json`, or its content.
-        mesh: from `jz.make_mesh`. DeepSpeed's world is its devices.
-        optimizer: what to use instead of the file's: a function of the learning rate (or schedule),
-            such as `optax.adamw`. Needed where the file has none, or one that optax has not.
-        weight_decay_mask: which parameters decay, as for `optax.adamw`: what parameter groups
-            are for in PyTorch.
-        values: by dotted path, what the file leaves open ("auto") or should say instead:
+        config: path of a `ds_config.json`, or its content.
+        mesh: from `jz.make_mesh`. Its number of devices is DeepSpeed's world size.
+        optimizer: replaces the optimizer of the file: a function of the learning rate or schedule,
+            such as `optax.adamw`. Required if the file has no optimizer, or one that is not
+            supported.
+        weight_decay_mask: parameters with weight decay, as for `optax.adamw`; it replaces
+            PyTorch's parameter groups.
+        values: dotted path -> value, for keys that are "auto" in the file or are to be overridden:
             `{"optimizer.params.lr": 1e-4}`.
 
     Raises:
@@ -148,7 +149,7 @@ def from_deepspeed(
 
 
 def _read_batch(keys: Keys, mesh: AnyMesh) -> tuple[int, int]:
-    """Rows of a step, and micro-batches: two of DeepSpeed's three numbers give the third."""
+    """Return rows per step and micro-batches; two of DeepSpeed's three numbers give the third."""
     devices = int(np.prod([mesh.shape[axis] for axis in AXES]))
     total = keys.get("train_batch_size")
     rows = keys.get("train_micro_batch_size_per_gpu")
@@ -190,13 +191,13 @@ def _read_dtype(keys: Keys) -> np.dtype | None:
 
 
 def _read_clipping(keys: Keys) -> float:
-    """The largest norm of gradients; 0 for any."""
+    """Return the gradient norm to clip to; 0 for no clipping."""
     clip = keys.get("gradient_clipping")
     if clip is None:
         warnings.warn(
             "The DeepSpeed configuration has no `gradient_clipping`: gradients are clipped to a "
-            "norm of 1.0, as DeepSpeed does from 0.19.3 on. Earlier ones did not clip: for that, "
-            "give `values={'gradient_clipping': 0.0}`.",
+            "norm of 1.0, as in DeepSpeed 0.19.3 and later. Earlier versions did not clip; to "
+            "disable it, pass `values={'gradient_clipping': 0.0}`.",
             stacklevel=3,
         )
         return 1.0
@@ -250,7 +251,7 @@ def _read_zero(keys: Keys, mesh: AnyMesh, compute_dtype: np.dtype | None) -> Zer
 
 
 def _is_node(keys: Keys, name: str, mesh: AnyMesh) -> bool:
-    """Whether a group of devices was asked for, which can only be those of a node."""
+    """Return True if a group size is set, which must be the number of devices per node."""
     size = keys.get(f"zero_optimization.{name}", 1)
     if size <= 1:
         return False
@@ -277,7 +278,7 @@ def _read_gradients(keys: Keys) -> PerAxis:
 
 
 def _times(loss: Any, scale: Any) -> Any:
-    """The loss, scaled: in float32 at least, since float16 ends at 65504."""
+    """Multiply the loss by the scale in float32 or wider: the largest float16 is 65504."""
     dtype = jnp.promote_types(loss.dtype, jnp.float32)
     return loss.astype(dtype) * scale.astype(dtype)
 

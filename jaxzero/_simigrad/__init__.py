@@ -1,7 +1,7 @@
-"""SimiGrad: the batch size follows the similarity of gradients.
+"""SimiGrad: adapt the batch size to the similarity of the gradients of two half-batches.
 
 In: gradients of micro-batches, or inner products of two half-batches. Out: an optax transformation,
-its state and statistics. Needs nothing of the sharding rooms.
+its state and statistics. It also works without `jz.Zero`.
 """
 
 from .batch_rules import BatchRule as BatchRule

@@ -1,4 +1,4 @@
-"""What `simigrad` and its `update` are given: checked once, then trusted."""
+"""Validate and normalize the arguments of `simigrad` and of its `update`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .._sharding import flatten, path_name, spread_prefix
 from .batch_rules import RULES, BatchRule
 from .similarity import CodecNoise, Products
 
-_LARGEST = 2**24  # float32 counts no further
+_LARGEST = 2**24  # float32 represents all integers up to here
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The options of `simigrad`, which documents them. Numbers may be traced arrays."""
+    """The options of `simigrad`, documented there. Numbers may be traced arrays."""
 
     target_similarity: Any
     initial: Any
@@ -85,7 +85,7 @@ class Settings:
         return RULES[self.rule] if isinstance(self.rule, str) else self.rule
 
     def labels(self, tree: Any) -> list[str] | None:
-        """The label of each leaf of `tree`; None if parts of the model are not told apart."""
+        """Return the label of each leaf of `tree`; None without `groups`."""
         if self.groups is None:
             return None
         if not callable(self.groups):
@@ -103,7 +103,7 @@ class Settings:
 
 
 def check_inner(inner: Any) -> None:
-    """Raise `TypeError` if `inner` is no optax transform."""
+    """Raise `TypeError` unless `inner` is an optax transform."""
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
             "`inner` must be an optax transform, such as `optax.adamw(1e-3)`; got "
@@ -122,7 +122,12 @@ def check_rule(rule: Any) -> None:
 
 
 def check_gradients(updates: Any, mean: Any) -> None:
-    """Raise `ValueError` if the gradients are not those of the parameters given to `init`."""
+    """Raise `ValueError` if tree or shapes of the gradients differ from the parameters' in `init`.
+
+    Args:
+        updates: gradients.
+        mean: accumulator of the state, shaped like the parameters.
+    """
     got, wanted = jax.tree.structure(updates), jax.tree.structure(mean)
     if got != wanted:
         raise ValueError(
@@ -141,7 +146,7 @@ def check_gradients(updates: Any, mean: Any) -> None:
 
 
 def scalar_weight(weight: Any) -> Float32[Array, ""] | None:
-    """The weight of a micro-batch, in float32."""
+    """Convert the weight of a micro-batch to float32; None stays None."""
     if weight is None:
         return None
     if jnp.shape(weight) != () or jnp.iscomplexobj(weight):
@@ -155,7 +160,12 @@ def scalar_weight(weight: Any) -> Float32[Array, ""] | None:
 def sum_by_label(
     products: Sequence[list[Array]], labels: list[str] | None
 ) -> tuple[Products, dict[str, Products]]:
-    """Add up products of leaves, given as lists, over all leaves and over those of each label."""
+    """Sum inner products over all leaves, and over the leaves of each label.
+
+    Args:
+        products: one list for each field of `Products`, with a scalar for each leaf.
+        labels: label of each leaf, or None.
+    """
 
     def total(chosen: Sequence[int]) -> Products:
         return Products(*(sum((part[i] for i in chosen), jnp.float32(0)) for part in products))
@@ -168,46 +178,46 @@ def sum_by_label(
 
 
 class GivenHalves(NamedTuple):
-    """The halves of a micro-batch, as they were given."""
+    """Inner products of the two halves of one micro-batch, from the argument `halves`."""
 
-    share: Float32[Array, ""]  # of its weight, in the first half
-    whole: Products
-    groups: dict[str, Products]
+    share: Float32[Array, ""]  # fraction of the micro-batch's weight that is in the first half
+    whole: Products  # of the whole gradient
+    groups: dict[str, Products]  # by label
 
 
 def given_halves(halves: Any, updates: Any, labels: list[str] | None) -> GivenHalves | None:
-    """`halves` as products of the whole gradient and of each group; None if not given."""
+    """Convert the argument `halves` to products of the whole gradient and of each group."""
     if halves is None:
         return None
     is_tuple = isinstance(halves, tuple | list)
     if not is_tuple or len(halves) not in (3, 4):
         raise ValueError(
             "`halves` must be from `zero.value_and_grad(..., halves=True)`, or (|g1|^2, |g2|^2, "
-            "g1.g2) of the mean gradients of two halves of this micro-batch, and, if these are "
-            "not equal, the part of its weight in the first; got "
+            "g1.g2) of the mean gradients of two halves of this micro-batch, followed, if they "
+            "are not equal, by the fraction of its weight in the first; got "
             f"{type(halves).__name__}{f' of {len(halves)}' if is_tuple else ''}."
         )
     parts, share = halves[:3], _scalar(halves[3] if len(halves) == 4 else 0.5)
-    treedef = flatten(updates)[2]  # a padded leaf has one scalar, as any other
+    treedef = flatten(updates)[2]  # in this tree, a padded array is a single leaf
     if all(jax.tree.structure(part) == treedef for part in parts):
         by_leaf = [[_scalar(x) for x in jax.tree.leaves(part)] for part in parts]
         return GivenHalves(share, *sum_by_label(by_leaf, labels))
     if labels is not None:
         raise ValueError(
-            "`halves` must be three trees like the gradients, with a scalar for each leaf, where "
+            "`halves` must be three trees like the gradients, with a scalar for each leaf, if "
             "`groups` are measured."
         )
     return GivenHalves(share, Products(*(_scalar(part) for part in parts)), {})
 
 
 def given_codec_noise(noise: Any) -> CodecNoise | None:
-    """`codec_noise` as float32 scalars; None if not given."""
+    """Convert the argument `codec_noise` to float32 scalars; None stays None."""
     if noise is None:
         return None
     if not isinstance(noise, tuple | list) or len(noise) != 2 or any(map(jnp.shape, noise)):
         raise ValueError(
-            "`codec_noise` must be from `zero.codec_noise(grads)`, or two scalars: what codecs add "
-            f"to the noise, relative to it and to |G|^2; got {noise!r}."
+            "`codec_noise` must be from `zero.codec_noise(grads)`, or two scalars: the codecs' "
+            f"noise relative to the gradient noise and to |G|^2; got {noise!r}."
         )
     return CodecNoise(*(jnp.asarray(x).astype(jnp.float32) for x in noise))
 
@@ -222,5 +232,5 @@ def _scalar(x: Any) -> Float32[Array, ""]:
 
 
 def is_traced(x: Any) -> bool:
-    """Whether `x` is an array that need not have a value yet, as from `inject_hyperparams`."""
+    """Return True if `x` is an array, possibly traced, as from `inject_hyperparams`."""
     return isinstance(x, jax.Array)

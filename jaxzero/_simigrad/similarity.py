@@ -1,20 +1,20 @@
-"""How alike the gradients of two halves of a batch are, and the noise scale that follows.
+"""Similarity of the gradients of two half-batches, and the gradient noise scale.
 
-A batch of weight W (examples, tokens, micro-batches) is cut into halves of weights w1 and w2
+A batch of weight W (examples, tokens, micro-batches) is divided into halves of weights w1 and w2
 with mean gradients g1 and g2. If one unit of weight has the gradient G and a covariance of
-trace T, then a half has E|g|^2 = |G|^2 + T/w, and g1, g2 share nothing but G:
+trace T, then a half has E|g|^2 = |G|^2 + T/w, and the errors of g1 and g2 are independent:
 
     phi = g1.g2 / (|g1| |g2|)  is about  1 / sqrt((1 + N/w1) (1 + N/w2)),    N = T / |G|^2,
 
 up to fluctuations that shrink with the number of parameters. N is the gradient noise scale.
-For equal halves phi = 1 / (1 + 2N/W). Unequal halves of f1 W and f2 W make the angle between
-them, arccos(phi), larger: its tangent grows by 1 / sqrt(4 f1 f2), which `balanced` takes back.
+For equal halves phi = 1 / (1 + 2N/W). Unequal halves of f1 W and f2 W increase the angle between
+the gradients, arccos(phi): its tangent grows by 1 / sqrt(4 f1 f2), which `balanced` corrects.
 
-N itself is estimated without bias in T and |G|^2, whatever the halves:
+N is estimated from unbiased estimates of |G|^2 and T, for any division into halves:
 
     |G|^2: g1.g2        T: |g1 - g2|^2 w1 w2 / W
 
-averaged over updates separately, and divided at the end. With e = T - N |G|^2 of one update and
+averaged separately over updates and divided at the end. With e = T - N |G|^2 of one update and
 averages by weights v (sum V1, of squares V2), q = V2 / V1^2, the standard error of N is that of
 a ratio (delta method):
 
@@ -43,7 +43,7 @@ class Products(NamedTuple):
     cross: Float32[Array, ""]  # g1.g2
 
     def cosine(self) -> Float32[Array, ""]:
-        """In [-1, 1]; NaN if a half is zero, or anything is not finite."""
+        """Cosine of the angle, in [-1, 1]; NaN if a half is zero or a product is not finite."""
         cosine = self.cross / (jnp.sqrt(self.first) * jnp.sqrt(self.second))
         return jnp.clip(jnp.where(jnp.isfinite(cosine), cosine, jnp.nan), -1.0, 1.0)
 
@@ -60,42 +60,42 @@ class Halves(NamedTuple):
 
 
 class GradientHalves(NamedTuple):
-    """What `Zero.value_and_grad(..., halves=True)` says of the halves of one micro-batch.
+    """Inner products of the halves of one micro-batch, from `Zero.value_and_grad(halves=True)`.
 
-    Trees are like the gradients, with a float32 scalar for each leaf; leaves that have no
-    gradient have 0.
+    Trees are like the gradients, with a float32 scalar for each leaf; leaves without a gradient
+    have 0.
     """
 
     first: Any  # |g1|^2 of the mean over the first half
     second: Any  # |g2|^2
     cross: Any  # g1.g2
-    share: Float32[Array, ""]  # of the weight of the micro-batch, in the first half
+    share: Float32[Array, ""]  # fraction of the micro-batch's weight that is in the first half
 
 
 class CodecNoise(NamedTuple):
-    """What codecs add to the noise T of one micro-batch, of mean gradient G (`_codec_noise`)."""
+    """Noise that codecs add to the trace T of one micro-batch with mean gradient G."""
 
     of_noise: Float32[Array, ""]  # relative to T
     of_signal: Float32[Array, ""]  # relative to |G|^2
 
 
 class Moments(NamedTuple):
-    """Averages of |G|^2 and T over updates, older ones fading; all zero before the first."""
+    """Exponential moving averages of |G|^2 and T over updates; all zero before the first."""
 
     weight: Float32[Array, ""]  # V1: sum of the weights of updates
-    weight_squares: Float32[Array, ""]  # V2
+    weight_squares: Float32[Array, ""]  # V2: sum of their squares
     signal: Float32[Array, ""]  # mean of |G|^2
     noise: Float32[Array, ""]  # mean of T
-    signal_squares: Float32[Array, ""]  # weighted sum of squared deviations, of signal
-    noise_squares: Float32[Array, ""]  # of noise
-    cross: Float32[Array, ""]  # and of the one times the other
+    signal_squares: Float32[Array, ""]  # weighted sum of squared deviations of |G|^2
+    noise_squares: Float32[Array, ""]  # weighted sum of squared deviations of T
+    cross: Float32[Array, ""]  # weighted sum of the products of the two deviations
 
 
 def leaf_products(mean: Any, first_mean: Any, halves: Halves) -> tuple[list[Array], ...]:
-    """For each leaf its part of `Products`, from the means of the batch and of its first half.
+    """Compute the inner products of each leaf, from the means of the batch and its first half.
 
-    The second half is what the first leaves of the whole. Leaves may be sharded: each
-    product is a sum over the shards, so nothing but scalars travels.
+    The mean of the second half is derived from these two. Leaves may be sharded: each product is
+    a sum over shards, so only scalars are communicated.
     """
     first, second, cross = [], [], []
     pairs = zip(jax.tree.leaves(mean), jax.tree.leaves(first_mean), strict=True)
@@ -109,7 +109,7 @@ def leaf_products(mean: Any, first_mean: Any, halves: Halves) -> tuple[list[Arra
 
 
 def dot(x: Array, y: Array) -> Float32[Array, ""]:
-    """The real inner product, summed in the type of `x`: float32 or wider."""
+    """Return the real inner product, summed in the dtype of `x`: float32 or wider."""
     product = x * y if not jnp.iscomplexobj(x) else jnp.real(jnp.conj(x) * y)
     return jnp.sum(product).astype(jnp.float32)
 
@@ -117,13 +117,13 @@ def dot(x: Array, y: Array) -> Float32[Array, ""]:
 def without_codec_noise(
     products: Products, halves: Halves, noise: CodecNoise, microbatch: Float32[Array, ""]
 ) -> Products:
-    """What the products would have been without codecs, on average over their errors.
+    """Subtract the expected contribution of codec errors from inner products.
 
     Args:
-        products: of gradients that were decoded.
-        halves: the weights.
-        noise: of a micro-batch.
-        microbatch: its weight.
+        products: inner products of decoded gradients.
+        halves: weights of the two halves.
+        noise: codec noise of one micro-batch.
+        microbatch: weight of one micro-batch.
     """
 
     def corrected(square: Array, weight: Array) -> Array:
@@ -138,7 +138,7 @@ def without_codec_noise(
 
 
 def balanced(cosine: Float32[Array, ""], halves: Halves) -> Float32[Array, ""]:
-    """The cosine that equal halves of the same batch would have had."""
+    """Convert the cosine of unequal halves to that of equal halves of the same batch."""
     ratio = 4 * (halves.first / halves.total) * (halves.second / halves.total)
     return cosine / jnp.sqrt(cosine**2 + ratio * (1 - cosine**2))
 
@@ -148,12 +148,13 @@ def new_moments() -> Moments:
 
 
 def add_to_moments(moments: Moments, products: Products, halves: Halves, decay: Any) -> Moments:
-    """Weigh what was by `decay` and add one update's estimates of |G|^2 and T."""
+    """Scale the weights of earlier updates by `decay`, and add the estimates of one update."""
     signal = products.cross
     distance = products.first + products.second - 2 * products.cross
     noise = jnp.maximum(distance, 0.0) * halves.first * halves.second / halves.total
     weight = decay * moments.weight + 1
-    # Deviations from the old mean and from the new one: no difference of large squares.
+    # Welford's update, with deviations from the old and from the new mean, avoids the cancellation
+    # in a difference of large squares.
     from_old = signal - moments.signal, noise - moments.noise
     mean_signal = moments.signal + from_old[0] / weight
     mean_noise = moments.noise + from_old[1] / weight
@@ -169,7 +170,7 @@ def add_to_moments(moments: Moments, products: Products, halves: Halves, decay: 
 
 
 def noise_scale(moments: Moments) -> Float32[Array, ""]:
-    """N = T / |G|^2. NaN before anything is measured; infinite if |G|^2 drowns in noise."""
+    """Return N = T / |G|^2; NaN before the first update, infinite if the mean |G|^2 is not > 0."""
     ratio = jnp.where(moments.signal > 0, moments.noise / moments.signal, jnp.inf)
     return jnp.where(moments.weight > 0, ratio, jnp.nan)
 
@@ -180,6 +181,6 @@ def noise_scale_error(moments: Moments) -> Float32[Array, ""]:
     squares = moments.noise_squares - 2 * scale * moments.cross + scale**2 * moments.signal_squares
     mean_square = jnp.maximum(squares, 0.0) / moments.weight
     q = moments.weight_squares / moments.weight**2
-    # One measurement has q = 1, and says nothing about how much they differ.
+    # A single measurement has q = 1 and gives no estimate of the variance.
     factor = jnp.where(q < 1 - 1e-6, q / (1 - q), jnp.nan)
     return jnp.sqrt(mean_square * factor) / jnp.abs(moments.signal)

@@ -1,7 +1,7 @@
-"""The state of `simigrad`: what it is at first, and what can be read from it.
+"""The state of `simigrad`: its fields, initial values and statistics.
 
-Everything but the accumulators and the state of the inner transform is a scalar, so that it is
-whole on every device however optimizer state is laid out.
+All fields except the accumulators and the inner transform's state are scalars, so that they are
+replicated under any sharding of the optimizer state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .similarity import Moments, new_moments, noise_scale, noise_scale_error
 
 
 class GroupState(NamedTuple):
-    """What was measured of a part of the model."""
+    """Measurements of one group of parameters."""
 
     similarity: Float32[Array, ""]  # of the last batch measured; NaN before the first
     moments: Moments
@@ -28,20 +28,20 @@ class SimigradState(NamedTuple):
     """State of `simigrad`. Read it with `simigrad_stats`."""
 
     count: Int32[Array, ""]  # micro-batches in the batch so far
-    steps: Int32[Array, ""]  # micro-batches that the batch takes
-    weight: Float32[Array, ""]  # of the batch so far
-    half_weight: Float32[Array, ""]  # of its first half, once that is in
-    mean: Any  # like the gradients, float32: mean of the batch so far
-    half_mean: Any  # like the gradients, float32: mean of its first half, once that is in
+    steps: Int32[Array, ""]  # micro-batches per batch, for the current batch
+    weight: Float32[Array, ""]  # weight of the batch so far
+    half_weight: Float32[Array, ""]  # weight of its first half, after the first half
+    mean: Any  # like the gradients, float32: mean gradient of the batch so far
+    half_mean: Any  # like the gradients, float32: mean gradient of its first half
     seen: Float32[Array, ""]  # weight of all earlier batches
-    seen_rest: Float32[Array, ""]  # and what float32 rounded away from it
+    seen_rest: Float32[Array, ""]  # rounding error of `seen` (Kahan summation)
     updates: Int32[Array, ""]  # full batches so far
-    similarity: Float32[Array, ""]  # what the rule last compared; NaN before the first
+    similarity: Float32[Array, ""]  # value that the rule last compared; NaN before the first
     moments: Moments  # of the whole gradient
     groups: dict[str, GroupState]  # by label; empty without `groups`
-    memory: Any  # of the rule: scalars
+    memory: Any  # scalars that the rule keeps
     skipped: Int32[Array, ""]  # batches whose similarity was not finite
-    unmeasured: Int32[Array, ""]  # batches of one micro-batch that came without `halves`
+    unmeasured: Int32[Array, ""]  # batches of one micro-batch without `halves`
     inner: Any  # state of the inner transform
 
 
@@ -86,25 +86,25 @@ def at_least_float32(dtype: DTypeLike) -> DTypeLike:
 
 
 def simigrad_stats(state: Any) -> dict[str, Any]:
-    """What `simigrad` knows, for logs: scalars by name.
+    """Return the statistics of `simigrad` for logs, as scalars by name.
 
     Args:
         state: a `SimigradState`, or any optimizer state that has one inside.
 
     Returns:
         - `updates`: full batches so far; `seen`: their weight;
-        - `steps`: micro-batches that the present batch takes; `count`: those already in. A
-          call of `update` that changed parameters leaves 0;
-        - `similarity`: what the rule last compared with the target;
+        - `steps`: micro-batches in the current batch; `count`: micro-batches accumulated so far,
+          0 after a call of `update` that changed the parameters;
+        - `similarity`: value that the rule last compared with the target;
         - `noise_scale`: N, in units of weight, and `noise_scale_error`, its standard error;
-        - `skipped`: batches whose similarity was not finite; `unmeasured`: those of one
+        - `skipped`: batches whose similarity was not finite; `unmeasured`: batches of one
           micro-batch without `halves`;
-        - `groups`: by label the `similarity`, `noise_scale` and `noise_scale_error` of each.
+        - `groups`: label -> `similarity`, `noise_scale` and `noise_scale_error` of the group.
 
-        What is not known yet is NaN.
+        Values that have not been measured yet are NaN.
 
     Raises:
-        ValueError: there is none inside `state`, or several.
+        ValueError: `state` contains no `SimigradState`, or several.
     """
 
     def is_ours(x: Any) -> bool:
@@ -114,7 +114,7 @@ def simigrad_stats(state: Any) -> dict[str, Any]:
     if len(found) != 1:
         raise ValueError(
             f"`state` must hold one state of `simigrad`; got {type(state).__name__} with "
-            f"{len(found)}. Pass the one that is meant."
+            f"{len(found)}. Pass a single one."
         )
     (own,) = found
 

@@ -1,16 +1,15 @@
-"""SimiGrad: an optax transform that finds the batch size by how alike gradients are.
+"""SimiGrad: an optax transform that adapts the batch size to the similarity of gradients.
 
-It is called with the gradient of each micro-batch, like `optax.MultiSteps`, and updates when
-enough of them are in:
+Like `optax.MultiSteps`, it is called with the gradient g (weight w) of each micro-batch, and
+updates the parameters when the batch is full:
 
-    m <- m + (g - m) w / W        the mean so far; W the weight so far
-    after half of them:           keep a copy m1
-    when all are in:              phi = cos(m1, the mean of the others)
-                                  a rule makes of phi how many the next batch takes
-                                  the inner transform updates with m
+    m <- m + (g - m) w / W            the mean so far; W is the weight so far
+    after half of the micro-batches:  keep a copy m1
+    when the batch is full:           phi = cos(m1, mean of the second half)
+                                      a rule computes the size of the next batch from phi
+                                      the inner transform updates with m
 
-Nothing but the three inner products of phi, as sums over shards of each leaf, travels between
-devices, once for an update.
+The only communication is the sum over shards of the three inner products of phi, once per update.
 
 References:
     SimiGrad: Qin et al., NeurIPS 2021, "Fine-Grained Adaptive Batching for Large Scale
@@ -68,68 +67,67 @@ def simigrad(
     combine: str = "mean",
     noise_window: Any = 20,
 ) -> optax.GradientTransformationExtraArgs:
-    """Accumulate gradients over as many micro-batches as their similarity asks for.
+    """Accumulate gradients over a number of micro-batches that adapts to their similarity.
 
-    Use it like `optax.MultiSteps`: call `update` with the mean gradient of every micro-batch
-    and apply what it returns, which is zero until the batch is full. After each update the
-    cosine between the gradients of the two halves of the batch is compared with a target,
-    and the next batch becomes larger or smaller. Where gradients agree, large batches waste
-    examples; where they do not, small ones waste updates.
+    Use it like `optax.MultiSteps`: call `update` with the mean gradient of every micro-batch and
+    apply the returned updates, which are zero until the batch is full. After each update the
+    cosine between the gradients of the two halves of the batch is compared with a target, and the
+    next batch becomes larger or smaller. If gradients agree, large batches waste examples; if
+    they do not, small batches waste updates.
 
-    Gradients are global arrays, on one device or sharded as `Zero.value_and_grad` returns
-    them. (Inside `shard_map` each device would see a similarity of its own.) Accumulators
-    are two, in float32, sharded likewise.
+    Gradients are global arrays, on one device or sharded as `Zero.value_and_grad` returns them.
+    (Inside `shard_map` each device would compute a similarity of its own.) There are two float32
+    accumulators, sharded like the gradients.
 
-    `update` takes these extra arguments, and hands all others to `inner`:
+    `update` takes these extra arguments, and passes all others to `inner`:
 
-    - `weight`: a scalar, of this micro-batch: its examples or tokens, if they differ. All
-      weights together are the unit of `seen` and of the noise scale; without it, one
-      micro-batch. A micro-batch of weight 0 is left out, whatever its gradient.
-    - `halves`: what `zero.value_and_grad(..., halves=True)` returns; or `(|g1|^2, |g2|^2,
-      g1.g2)` of the means over two halves of this micro-batch, as scalars, or as trees like
-      the gradients with a scalar for each leaf (needed with `groups`), and, unless they are
-      equal, the part of the weight that is in the first half. Read where the batch is this one
-      micro-batch only. Without it a
-      batch of one micro-batch cannot be measured: its size stays, `unmeasured` counts it,
-      and no rule goes down to one.
-    - `codec_noise`: `zero.codec_noise(grads)`, where gradients are encoded on their way (with the
-      `microbatches` that `value_and_grad` has).
-      Without it the error of the codecs passes as noise. On gradients with heavy tails, 2
-      nodes of 4 devices, a batch of similarity 0.5 then has a noise scale that is too large
+    - `weight`: scalar weight of this micro-batch (its examples or tokens), if micro-batches
+      differ. It sets the unit of `seen` and of the noise scale; the default unit is one
+      micro-batch. The gradient of a micro-batch of weight 0 is ignored.
+    - `halves`: the result of `zero.value_and_grad(..., halves=True)`; or `(|g1|^2, |g2|^2,
+      g1.g2)` of the mean gradients of two halves of this micro-batch, as scalars, or as trees
+      like the gradients with a scalar for each leaf (required with `groups`), followed, unless
+      the halves are equal, by the fraction of the weight in the first half. It is used only if
+      the batch is this single micro-batch. Without it, such a batch cannot be measured: the
+      batch size is kept, `unmeasured` counts it, and rules choose at least two micro-batches.
+    - `codec_noise`: `zero.codec_noise(grads)`, if gradients are quantized for communication (with
+      the `microbatches` of `value_and_grad`).
+      Without it the error of the codecs counts as gradient noise. On gradients with heavy tails,
+      2 nodes of 4 devices, a batch of similarity 0.5 then has a noise scale that is too large
       by 0.2% (`Int8`), 4% (`zeropp`; 9% with stochastic rounding) or 18% (`Int4` without
-      rotation); at 0.83 by 11% with `zeropp`. With it at most 0.2% are left with `zeropp`, at
-      similarities of 0.2 to 0.83 (`benchmarks/training/simigrad_noise.py`). It takes the mean
-      gradient to lose as much as those of the devices, which holds for rotated codecs and
-      signs that vary; of `Int4` without rotation 5% and more are left.
+      rotation); at 0.83 by 11% with `zeropp`. With it the error is at most 0.2% with `zeropp`, at
+      similarities of 0.2 to 0.83 (`benchmarks/training/simigrad_noise.py`). It assumes that the
+      mean gradient loses as much as those of the devices, which holds for rotated codecs and
+      varying signs; with `Int4` without rotation an error of 5% or more remains.
 
     Args:
-        inner: any optax transform. It sees the mean gradient, and its schedules count
+        inner: any optax transform. It receives the mean gradient, and its schedules count
             updates.
-        target_similarity: at least 0, less than 1. Higher is a larger batch: with noise
-            scale N the batch of that similarity is 2 N s / (1 - s).
+        target_similarity: at least 0, less than 1. A higher target s means a larger batch: with
+            noise scale N, the batch of similarity s is 2 N s / (1 - s).
         initial: micro-batches in the first batch.
         min_steps: fewest micro-batches in a batch.
         max_steps: most micro-batches in a batch.
-        rule: "walk" (the paper's: 10% up or down), "jump" (straight to the batch that has
-            the target similarity), or an instance of a `jaxzero.extend.BatchRule`, such as
+        rule: "walk" (the paper's: 10% up or down), "jump" (directly to the estimated batch size
+            of the target similarity), or an instance of a `jaxzero.extend.BatchRule`, such as
             `jz.WalkRule(...)`, `jz.JumpRule(...)` or one of your own.
-        lr_scaling: multiply updates by the square root ("sqrt") of the batch over the
+        lr_scaling: multiply updates by the square root ("sqrt") of the ratio of the batch to the
             initial one, both in micro-batches, or by the ratio itself ("linear").
         schedule: multiply updates by a function of the weight `seen` before the batch: a
             learning rate that counts examples, such as
             `optax.cosine_decay_schedule(1.0, budget)`.
-        groups: measure parts of the model by themselves. A function from the path of a leaf
+        groups: measure groups of parameters separately. A function from the path of a leaf
             (`layers.0.kernel`) to a label, or a tree prefix of labels.
-        combine: what the rule compares of the groups' similarities: their "mean", "median"
-            or "min".
-        noise_window: over how many updates the noise scale is averaged.
+        combine: how the groups' similarities are combined for the rule: "mean", "median" or
+            "min".
+        noise_window: number of updates over which the noise scale is averaged.
 
     Returns:
         The transform. Its state is a `SimigradState`.
 
     Raises:
-        ValueError: an argument is out of its range.
-        TypeError: `inner` is no optax transform.
+        ValueError: an argument is out of range.
+        TypeError: `inner` is not an optax transform.
 
     Example:
         >>> tx = jz.simigrad(
@@ -171,7 +169,7 @@ def simigrad(
             new, inner_state = wrapped.update(mean, state.inner, params, **extra)
             return _scaled(new, state, settings), _like(inner_state, state.inner)
 
-        # Accumulators stay out of the branches, which would have to copy what they return.
+        # The accumulators are not passed through `cond`, whose branches would copy them.
         def finish(small):
             new, inner_state = run_inner()
             measured = _without_codec_noise(_half_products(state, labels, given), state, noise)
@@ -191,7 +189,7 @@ def simigrad(
 def _accumulate(
     state: SimigradState, gradients: Any, weight: Float32[Array, ""] | None
 ) -> SimigradState:
-    """Take in one micro-batch."""
+    """Add one micro-batch to the running mean of the batch."""
     is_first = state.count == 0
     count = state.count + 1
     before = jnp.where(is_first, 0.0, state.weight)
@@ -200,10 +198,10 @@ def _accumulate(
     def add(g: Array, m: Array) -> Array:
         m = jnp.where(is_first, jnp.zeros_like(m), m)
         change = g.astype(m.dtype) - m
-        if weight is None:  # the form of `optax.MultiSteps`, to the bit
+        if weight is None:  # bitwise equal to `optax.MultiSteps`
             return m + change / count.astype(m.dtype)
         share = weight / jnp.where(total > 0, total, 1.0)
-        # A mean over no examples is no number, and must not be multiplied by 0.
+        # The mean over no examples is NaN, and NaN times 0 is NaN, so it must be masked out.
         return jnp.where(weight > 0, m + change * share.astype(m.dtype), m)
 
     mean = jax.tree.map(add, gradients, state.mean)
@@ -218,13 +216,13 @@ def _accumulate(
 
 
 class _Measurement(NamedTuple):
-    """The halves of a full batch."""
+    """Inner products of the two halves of a full batch."""
 
-    halves: Halves
+    halves: Halves  # their weights
     whole: Products
     groups: dict[str, Products]
-    is_possible: Bool[Array, ""]  # a single micro-batch has halves only if they are given
-    fewest: int  # micro-batches that can be measured
+    is_possible: Bool[Array, ""]  # False for a single micro-batch without `halves`
+    fewest: int  # smallest number of micro-batches whose similarity can be measured
 
 
 def _half_products(
@@ -262,7 +260,7 @@ def _without_codec_noise(
 
 
 def _measure(state: SimigradState, measurement: _Measurement, settings: Settings) -> SimigradState:
-    """Compare the halves of a full batch, and decide on the next one."""
+    """Compare the halves of a full batch, and set the size of the next one."""
     halves, whole, groups, is_possible, fewest = measurement
     decay = 1 - 2 / (settings.noise_window + 1)
     similarity, by_group = _similarity(whole, groups, halves, settings.combine)
@@ -302,20 +300,20 @@ def _measure(state: SimigradState, measurement: _Measurement, settings: Settings
 def _similarity(
     whole: Products, groups: dict[str, Products], halves: Halves, combine: str
 ) -> tuple[Float32[Array, ""], dict[str, Float32[Array, ""]]]:
-    """What the rule compares, and the similarity of each group."""
+    """Return the similarity that the rule compares, and the similarity of each group."""
     if not groups:
         return balanced(whole.cosine(), halves), {}
     by_group = {label: balanced(group.cosine(), halves) for label, group in groups.items()}
     values = jnp.stack(list(by_group.values()))
-    # A group without gradients (frozen, or not used by this batch) has no say; any other that
-    # is no number makes the whole no number.
+    # A group without gradients (frozen, or not used by this batch) is ignored; any other group
+    # with a NaN makes the result NaN.
     is_absent = jnp.stack([(x.first == 0) & (x.second == 0) for x in groups.values()])
     is_known = jnp.all(jnp.isfinite(values) | is_absent)
     return jnp.where(is_known, _COMBINE[combine](values), jnp.nan), by_group
 
 
 def _end_batch(state: SimigradState) -> SimigradState:
-    """Count what the batch held. `seen` is a sum in two parts, exact up to 2^48 (Kahan)."""
+    """Update the counters after a batch. `seen` is a Kahan sum of two parts, exact up to 2^48."""
     added = state.weight + state.seen_rest
     seen = state.seen + added
     return state._replace(
@@ -327,7 +325,7 @@ def _end_batch(state: SimigradState) -> SimigradState:
 
 
 def _scaled(updates: Any, state: SimigradState, settings: Settings) -> Any:
-    """Updates at the learning rate of this batch."""
+    """Multiply updates by the learning rate factor of this batch."""
     if settings.lr_scaling is None and settings.schedule is None:
         return updates
     factor = jnp.ones([], jnp.float32)
@@ -346,7 +344,7 @@ def _scaled(updates: Any, state: SimigradState, settings: Settings) -> Any:
 
 
 def _like(new: Any, old: Any) -> Any:
-    """A transform may return its state in wider types than it was given."""
+    """Cast a state to the dtypes of the old one: a transform may return wider dtypes."""
     return jax.tree.map(lambda x, y: jnp.asarray(x).astype(jnp.result_type(y)), new, old)
 
 

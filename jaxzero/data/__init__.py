@@ -1,4 +1,4 @@
-"""Data for training on several hosts: each reads its own rows. Needs Grain (`pip install grain`).
+"""Global batches for several hosts, each of which reads its own rows. Needs `pip install grain`.
 
 import grain
 from jaxzero.data import Batches

@@ -1,8 +1,8 @@
-"""Batches for all devices, of which each process reads the rows that its own devices hold.
+"""Global batches, of which each process reads the rows of its own devices.
 
-The dataset is in global order and the same on every process, so batch b is elements b * B to
-(b + 1) * B of it on one host as on a hundred, row by row. A position is a number of batches: a run
-that is stopped on two hosts goes on with one, and no example is lost or read twice.
+The dataset is in global order and equal on every process, so batch b consists of elements b * B to
+(b + 1) * B on any number of hosts. The position is a number of batches: a run that stops on two
+hosts can continue on one, and no example is lost or read twice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .._sharding import path_name
 from .._zero import Zero
 from ._host_rows import HostRows
 
-_UNLIKE = {  # what a state says of where it is from
+_UNLIKE = {  # entry of a state -> remedy if it differs from that of the dataset
     "batch_size": "Give the `batch_size` that the run began with",
     "epoch_length": "Give the dataset that the run began with",
     "seeds": "Give the dataset the seeds that the run began with",
@@ -32,27 +32,28 @@ _UNLIKE = {  # what a state says of where it is from
 class Batches(Iterator[Any]):
     """Iterate over global batches of a Grain dataset. A context manager.
 
-    Each process makes it with the same dataset and iterates in step with the others. It reads
-    only the rows of its own devices, ahead of time in Grain's threads; where several processes
-    hold the same rows, each of them reads them.
+    Every process creates it with the same dataset and iterates in step with the others. It
+    prefetches only the rows of its own devices, in Grain's threads; rows that several processes
+    need are read by each of them.
 
     Args:
         dataset: a `grain.MapDataset` in global order, not split by process and not batched.
-            Shuffle and repeat it before; an epoch that the batch size does not divide goes on
-            in the next batch, and what fills no batch at the very end is not read. Elements are
-            trees of numbers or numpy arrays that have the same shapes in all elements.
-        zero: gives the devices, and how a batch is split over them (`zero.batch_spec`).
-        batch_size: rows of a batch, over all devices and hosts.
-        read_options: how many threads read ahead, and how many elements; by default those of
-            Grain (16 and 500). Data in memory is read fastest by `grain.ReadOptions(0, 0)`.
+            Shuffle and repeat it before; a batch may contain the end of one epoch and the start
+            of the next, and an incomplete batch at the very end is not read. Elements are trees
+            of numbers or numpy arrays with equal shapes in all elements.
+        zero: gives the devices, and the sharding of a batch (`zero.batch_spec`).
+        batch_size: rows per batch, over all devices and hosts.
+        read_options: number of prefetch threads and elements; by default Grain's (16 and 500).
+            For data in memory `grain.ReadOptions(0, 0)` is fastest.
 
     Yields:
         Trees of global `jax.Array`s: the shape of a leaf is `(batch_size, *element.shape)`.
 
     Raises:
-        TypeError: `dataset` is no `grain.MapDataset`.
-        ValueError: `batch_size` does not divide over the devices, or the dataset is shorter; and
-            while iterating, elements of different shapes, or a filter that left one out.
+        TypeError: `dataset` is not a `grain.MapDataset`.
+        ValueError: `batch_size` is not a multiple of the number of devices, or the dataset is
+            shorter than a batch; while iterating, if shapes of elements differ or a filter removed
+            an element.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Batches(Iterator[Any]):
             rows = list(itertools.islice(self._elements, len(self._rows)))
             batch = jax.tree.map(self._spread, _stacked(rows))
         except BaseException:
-            self.close()  # part of the batch is read: the next call reads all of it
+            self.close()  # a part of the batch was read; the next call reads all of it again
             raise
         self._position += 1
         return batch
@@ -97,24 +98,24 @@ class Batches(Iterator[Any]):
         self.close()
 
     def close(self) -> None:
-        """End the threads that read ahead. Iterating goes on at the same place, with new ones."""
+        """Stop the prefetch threads. Iterating again continues at the position with new ones."""
         if self._elements is not None:
             self._elements.close()
         self._elements = None
 
     def get_state(self) -> dict[str, Any]:
-        """The position, and what it is a position in, as JSON; the same on every process."""
+        """Return the position and a description of the dataset as JSON; equal on all processes."""
         return {"batches": self._position, **self._origin}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was taken, on any number of processes and devices.
+        """Continue at the position of a state, on any number of processes and devices.
 
         Raises:
-            ValueError: it is no state, or one of another batch size, of a dataset with another
-                number of elements in an epoch, or with other seeds.
+            ValueError: `state` is not from `get_state`, or the batch size, the number of elements
+                per epoch or the seeds differ.
         """
         if not isinstance(state.get("batches"), int):
-            raise ValueError(f"`state` must be what `Batches.get_state` gave; got {state!r}.")
+            raise ValueError(f"`state` must be from `Batches.get_state`; got {state!r}.")
         for name, remedy in _UNLIKE.items():
             if state.get(name) != self._origin[name]:
                 raise ValueError(
@@ -130,7 +131,7 @@ class Batches(Iterator[Any]):
         self._position = state["batches"]
 
     def _read_on(self) -> grain.DatasetIterator:
-        """The elements of this process, from the position on, read ahead."""
+        """Iterate over the elements of this process from the position on, with prefetching."""
         first, after = (n * len(self._rows) for n in (self._position, self._num_batches))
         turns = grain.MapDataset.range(first, after).map(self._element)
         return iter(turns.to_iter_dataset(self._read_options))
@@ -140,13 +141,13 @@ class Batches(Iterator[Any]):
         element = self._dataset[number]
         if element is None:
             raise ValueError(
-                f"The dataset has no element {number}: a filter left it out, so rows could not "
-                "keep their places. Filter the source before it becomes a dataset."
+                f"The dataset has no element {number}: a filter removed it, which would shift the "
+                "rows of other processes. Filter the source before it becomes a dataset."
             )
         return element
 
     def _spread(self, x: np.ndarray) -> jax.Array:
-        """The rows of this process, as its part of a global array."""
+        """Make a global array, of which `x` holds the rows of this process."""
         shape = (self._rows.batch_size, *x.shape[1:])
 
         def held(index: Any) -> np.ndarray:
@@ -158,7 +159,7 @@ class Batches(Iterator[Any]):
 def _check(dataset: Any, zero: Zero, batch_size: int) -> None:
     if not isinstance(dataset, grain.MapDataset):
         raise TypeError(
-            f"`dataset` must be a `grain.MapDataset`, which can be read at any place; got "
+            f"`dataset` must be a `grain.MapDataset`, which has random access; got "
             f"{type(dataset).__name__}. Make one with `grain.MapDataset.source(...)`."
         )
     num_devices = math.prod(zero.mesh.shape[axis] for axis in AXES)
@@ -180,7 +181,7 @@ def _check(dataset: Any, zero: Zero, batch_size: int) -> None:
 
 
 def _stacked(rows: Sequence[Any]) -> Any:
-    """Trees of one element each, as one tree with a leading dim."""
+    """Stack trees of single elements along a new leading dim."""
     leaves, treedef = jax.tree.flatten(rows[0])
     columns = [[np.asarray(leaf)] for leaf in leaves]
     for row in rows[1:]:
@@ -204,19 +205,19 @@ def _check_column(path: str, column: Sequence[np.ndarray]) -> None:
         )
     if column[0].dtype.kind in "OSUMm":
         raise ValueError(
-            f"Leaf `{path}` of an element has dtype {column[0].dtype}, which no device holds. "
-            "Drop it, or make numbers of it, with `dataset.map`."
+            f"Leaf `{path}` of an element has dtype {column[0].dtype}, which JAX does not support. "
+            "Drop it, or convert it to numbers, with `dataset.map`."
         )
 
 
 def _described(dataset: grain.MapDataset) -> dict[str, Any]:
-    """What can be known of a dataset's order from outside: the length of an epoch, and seeds."""
+    """Describe the order of a dataset, as far as it can be inspected: epoch length and seeds."""
     nodes, found = [dataset], []
     while nodes:
         node = nodes.pop()
         found.append(node)
-        nodes += getattr(node, "parents", ())  # a dataset of the user's own may have none
-    # Repeating an epoch more often does not change what came before.
+        nodes += getattr(node, "parents", ())  # a user-defined dataset may have no parents
+    # The epoch before `repeat` is described, so that a run may continue with more repeats.
     repeats = (node for node in found if type(node).__name__ == "RepeatMapDataset")
     repeated = next(repeats, None)
     epoch = dataset if repeated is None else repeated.parents[0]

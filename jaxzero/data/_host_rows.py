@@ -1,8 +1,8 @@
-"""Which rows of a global batch one process reads.
+"""Compute the rows of a global batch that one process reads.
 
-A batch of B rows is split over devices as its sharding says, and a process holds some of the
-devices: the rows that it reads are those that any of them holds, each once, in order. In the
-dataset the rows of batch b are elements b * B to (b + 1) * B, whatever the number of processes.
+A process reads the rows that the sharding of the batch assigns to its devices, each row once and
+in ascending order. The B rows of batch b are elements b * B to (b + 1) * B of the dataset, for any
+number of processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class HostRows:
 
     Attributes:
         batch_size: rows of a global batch.
-        numbers: of the rows, ascending; each is in it once.
+        numbers: indices of the rows, ascending and unique.
     """
 
     batch_size: int
@@ -29,13 +29,13 @@ class HostRows:
 
     @classmethod
     def of_sharding(cls, sharding: Sharding, batch_size: int) -> HostRows:
-        """What this process reads of batches that are laid out so: dim 0 is that of the rows."""
+        """Rows of this process, for batches with this sharding of dim 0."""
         held = sharding.addressable_devices_indices_map((batch_size,))
         return cls.of_pieces([index[0] for index in held.values() if index], batch_size)
 
     @classmethod
     def of_pieces(cls, pieces: Iterable[slice], batch_size: int) -> HostRows:
-        """What is read for devices that hold these rows; two may hold the same."""
+        """Rows for devices that hold these slices, which may overlap."""
         ranges = [np.arange(batch_size)[piece] for piece in pieces]
         return cls(batch_size, np.unique(np.concatenate([np.arange(0), *ranges])))
 
@@ -43,12 +43,12 @@ class HostRows:
         return len(self.numbers)
 
     def element(self, turn: int) -> int:
-        """Which element of the dataset is read in its turn, over all batches from the first."""
+        """Index in the dataset of the `turn`-th element that this process reads."""
         batch, place = divmod(turn, len(self.numbers))
         return batch * self.batch_size + int(self.numbers[place])
 
     def place(self, piece: slice) -> slice:
-        """Where a device's rows lie among those that are read of a batch."""
+        """Slice of a device's rows within the rows that this process reads of a batch."""
         start, stop, _ = piece.indices(self.batch_size)
         first = int(np.searchsorted(self.numbers, start))
         return slice(first, first + stop - start)

@@ -1,9 +1,9 @@
-"""Several processes: start them, agree, stop together, notice when one is lost.
+"""Run JAX in several processes: start, compare settings, stop together, detect lost processes.
 
 import jaxzero as jz
 from jaxzero import distributed
 
-distributed.initialize()  # does nothing where there is one process
+distributed.initialize()  # does nothing if there is only one process
 distributed.check_same(settings=settings)
 with distributed.StopRequest() as stop, jz.Checkpoints(directory, zero) as checkpoints:
     with distributed.Watchdog() as watchdog:

@@ -1,4 +1,4 @@
-"""Processes that should have the same settings or data say so to each other."""
+"""Check that all processes have equal settings and data."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _SHOWN = 200  # characters of a value in a message
 
 
 def check_same(*, seconds: float = 60.0, **values: Any) -> None:
-    """Compare values over all processes; for settings, digests of data, seeds.
+    """Compare values, such as settings, seeds and digests of data, over all processes. Collective.
 
     Args:
-        seconds: how long to wait for the others.
-        **values: what JSON can hold, or whose `repr` tells it apart. Settings as a dict are
+        seconds: timeout of waiting for other processes.
+        **values: values that JSON can represent, or that are identified by their `repr`. Dicts are
             compared entry by entry, and the message names the entry.
 
     Raises:
-        ValueError: a value differs: on all processes, with the name and both values.
-        TimeoutError: a process did not come.
+        ValueError: a value differs. Raised on all processes, with its name and both values.
+        TimeoutError: a process did not take part.
     """
     entries = {".".join(path): _text(value) for path, value in _flat(values)}
     digest = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
@@ -31,21 +31,21 @@ def check_same(*, seconds: float = 60.0, **values: Any) -> None:
     raise ValueError(_difference(exchange_json("check_same", entries, seconds)))
 
 
-def _difference(told: list[dict[str, str]]) -> str:
-    first = told[0]
-    for index, other in enumerate(told[1:], start=1):
+def _difference(reports: list[dict[str, str]]) -> str:
+    first = reports[0]
+    for index, other in enumerate(reports[1:], start=1):
         for name in sorted(first.keys() | other.keys()):
             if first.get(name) != other.get(name):
                 return (
                     f"`{name}` is {_short(other.get(name))} in {describe_process(index)} and "
-                    f"{_short(first.get(name))} in {describe_process(0)}. All processes of a run "
-                    "must have the same."
+                    f"{_short(first.get(name))} in {describe_process(0)}. It must be equal in all "
+                    "processes of a run."
                 )
     raise AssertionError("digests differ, entries do not")
 
 
 def _flat(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The entries of dicts in dicts, with their path."""
+    """Yield (path, value) for the entries of nested dicts."""
     if not isinstance(value, dict) or not value:
         yield path, value
         return

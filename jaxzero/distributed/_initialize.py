@@ -1,6 +1,7 @@
-"""Start JAX over several processes, wherever they were started from.
+"""Initialize JAX in several processes under any launcher.
 
-Who a process is, is said by its environment: here alone the library reads it, as JAX does.
+The rank of a process and the coordinator's address are read from the environment, as JAX does;
+this is the only module of the library that reads environment variables.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from ._rendezvous import Hello, meet, split_address
 _PACKAGES = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint")
 _VARIABLES = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "NODE")  # after JAXZERO_
 _SIZES_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-_SHUTDOWN_SECONDS = 300  # processes wait so long for each other at their end; JAX's default
+_SHUTDOWN_SECONDS = 300  # how long processes wait for each other at exit; JAX's default
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Which of how many processes this is."""
+    """Rank of this process, number of processes, coordinator and devices."""
 
     coordinator_address: str
     num_processes: int
@@ -48,33 +49,34 @@ def initialize(
     start_seconds: int = 300,
     heartbeat_seconds: int = 100,
 ) -> bool:
-    """Join the processes of this run. Call it before anything else of JAX.
+    """Connect the processes of this run. Call it before any other JAX function.
 
-    It is `jax.distributed.initialize`, found by the same signs (SLURM, Kubernetes, Open MPI, TPU)
-    or by those that `jaxzero launch` leaves, with two things before it: all processes meet and are
-    compared, so that one that is missing, a wrong address and different code are said in words on
-    all of them; and where nothing says that there are several processes, it does nothing. A script
-    that calls it runs everywhere, alone too. A second call does nothing.
+    It calls `jax.distributed.initialize`, and detects the cluster like it (SLURM, Kubernetes, Open
+    MPI, TPU) or from the variables of `jaxzero launch`. Before that, all processes connect and
+    compare versions and code, so that a missing process, a wrong address or different code is
+    reported on all of them. If no cluster is detected it does nothing, so a script that calls it
+    also runs as a single process. A second call does nothing.
 
     Args:
-        coordinator_address: `host:port` of process 0; found out if left out, as are the next three.
-        num_processes: of the run.
-        process_id: of this process, from 0.
-        local_device_ids: devices of this machine that are this process's.
-        cluster_detection_method: the sign to go by, as `jax.distributed.initialize` calls it, such
-            as "mpi4py", which is looked for only if asked for.
-        start_seconds: how long processes wait for each other.
-        heartbeat_seconds: a process that JAX does not hear for so long counts as dead, and the
-            others are ended. `Watchdog` is quicker and says more.
+        coordinator_address: `host:port` of process 0. It and the next three arguments are detected
+            if they are None.
+        num_processes: number of processes of the run.
+        process_id: rank of this process, from 0.
+        local_device_ids: ids of the local devices that this process uses.
+        cluster_detection_method: as for `jax.distributed.initialize`, such as "mpi4py", which is
+            not detected automatically.
+        start_seconds: timeout of the processes' waiting for each other.
+        heartbeat_seconds: JAX considers a process dead after so many seconds of silence, and ends
+            the others. `Watchdog` is faster and reports more.
 
     Returns:
-        Whether there are several processes.
+        True if there are several processes.
 
     Raises:
         ValueError: an argument is wrong, or the processes differ in versions of Python, JAX and
             jaxzero, or in the script that they run.
-        TimeoutError: not all came within `start_seconds`.
-        RuntimeError: JAX had started already.
+        TimeoutError: not all processes connected within `start_seconds`.
+        RuntimeError: JAX has already been initialized.
     """
     if jax.distributed.is_initialized():
         return process_count() > 1
@@ -88,7 +90,7 @@ def initialize(
     place = place or _detected(*given, local_device_ids, cluster_detection_method, start_seconds)
     if place is None:
         return False
-    if has_backend():  # found out later by JAX, when the others wait already
+    if has_backend():  # JAX would notice this only while the other processes already wait
         raise RuntimeError(
             "JAX has started already: something asked for devices or made an array before "
             "`distributed.initialize()`. Call it first."
@@ -115,13 +117,13 @@ def initialize(
 
 
 def _launched(local_device_ids: Sequence[int] | None) -> _Place | None:
-    """What `jaxzero launch` says, or who else sets its variables."""
-    told = {name: os.environ.get(f"JAXZERO_{name}") for name in _VARIABLES}
-    if told["COORDINATOR"] is None:
+    """Read the variables that `jaxzero launch`, or the user, sets; None if they are not set."""
+    variables = {name: os.environ.get(f"JAXZERO_{name}") for name in _VARIABLES}
+    if variables["COORDINATOR"] is None:
         return None
     numbers = {}
     for name in _VARIABLES[1:]:
-        text = told[name]
+        text = variables[name]
         if text is None or not text.isdecimal():
             raise ValueError(
                 f"`JAXZERO_{name}` must be a number, since `JAXZERO_COORDINATOR` is set; got "
@@ -130,7 +132,7 @@ def _launched(local_device_ids: Sequence[int] | None) -> _Place | None:
         numbers[name] = int(text)
     return _checked(
         _Place(
-            coordinator_address=told["COORDINATOR"],
+            coordinator_address=variables["COORDINATOR"],
             num_processes=numbers["NUM_PROCESSES"],
             process_id=numbers["PROCESS_ID"],
             local_device_ids=local_device_ids,
@@ -147,9 +149,9 @@ def _detected(
     method: str | None,
     seconds: int,
 ) -> _Place | None:
-    """What is given, then JAX's variables, then what JAX finds out: the order is JAX's.
+    """Combine arguments, JAX's variables and JAX's cluster detection, in JAX's order of precedence.
 
-    None: nothing says that there are others.
+    Returns None if there is no sign of other processes.
     """
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     devices = _listed_devices() if local_device_ids is None else local_device_ids
@@ -157,10 +159,11 @@ def _detected(
     try:
         if method != "deactivate" and any(value is None for value in known):
             known = detect_cluster(*known, method, seconds)
-    # A pod without a Job, one that may not ask; a method that is not here (no mpi4py, no SLURM).
+    # Raised for a pod without a Job or without permissions, and for a method that is not available
+    # (no mpi4py, no SLURM).
     except (RuntimeError, TypeError, ImportError, KeyError) as error:
         raise ValueError(
-            f"JAX could not find out from this cluster which processes there are ({error}). Give "
+            f"JAX could not detect the processes of this cluster ({error}). Give "
             "`coordinator_address`, `num_processes` and `process_id`, or set the JAXZERO_* "
             "variables (docs/howto/several_hosts.md)."
         ) from error
@@ -171,7 +174,7 @@ def _detected(
     found = {"coordinator_address": address, "num_processes": number, "process_id": index}
     for name, value in found.items():
         if value is None:
-            raise ValueError(f"`{name}` is not given, and nothing here says it. Give all three.")
+            raise ValueError(f"`{name}` is not given and was not detected. Give all three.")
     assert address is not None and number is not None and index is not None
     return _checked(
         _Place(
@@ -185,19 +188,22 @@ def _detected(
 
 
 def _listed_devices() -> list[int] | None:
-    """What `JAX_LOCAL_DEVICE_IDS` says."""
+    """Parse `JAX_LOCAL_DEVICE_IDS`; None if it is not set."""
     text = os.environ.get("JAX_LOCAL_DEVICE_IDS")
     try:
         return [int(word) for word in text.split(",")] if text else None
     except ValueError:
         raise ValueError(
-            f"`JAX_LOCAL_DEVICE_IDS` must be numbers of devices with commas between; got {text!r}. "
-            "Give for example '0,1,2,3', or leave it out."
+            f"`JAX_LOCAL_DEVICE_IDS` must be device ids separated by commas; got {text!r}. Set it, "
+            "for example, to '0,1,2,3', or unset it."
         ) from None
 
 
 def _refuse_unseen_processes(method: str | None) -> None:
-    """Else each would train by itself, into one directory."""
+    """Raise if MPI started several processes that JAX did not detect.
+
+    Otherwise each would train on its own, and all would write to one directory.
+    """
     if method not in (None, "deactivate"):
         raise ValueError(
             f"`cluster_detection_method` {method!r} finds nothing here. Give another that "
@@ -206,8 +212,8 @@ def _refuse_unseen_processes(method: str | None) -> None:
     for variable in _SIZES_OF_MPI:
         if os.environ.get(variable, "1") != "1":
             raise ValueError(
-                f"`{variable}` says that there are {os.environ[variable]} processes, and nothing "
-                "says how they find each other. Set JAXZERO_COORDINATOR, JAXZERO_NUM_PROCESSES, "
+                f"`{variable}` says that there are {os.environ[variable]} processes, but there is "
+                "no coordinator address. Set JAXZERO_COORDINATOR, JAXZERO_NUM_PROCESSES, "
                 "JAXZERO_PROCESS_ID and JAXZERO_NODE (docs/howto/several_hosts.md, MPI), or give "
                 'the arguments, `cluster_detection_method="mpi4py"` among them.'
             )
@@ -224,7 +230,7 @@ def _checked(place: _Place) -> _Place:
 
 
 def _facts() -> dict[str, str]:
-    """What must be the same in all processes."""
+    """Collect the versions and digests that must be equal in all processes."""
     installed = {}
     for package in _PACKAGES:
         try:
@@ -240,18 +246,18 @@ def _facts() -> dict[str, str]:
 
 
 def _script() -> str:
-    """The file that is run, by what it holds; where it lies may differ."""
+    """Name and digest of the script; its folder may differ between processes."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None or not Path(file).is_file():
         return "none"
     text = Path(file).read_bytes()
-    if text.startswith(b"#!"):  # the place of an environment, in scripts that pip installs
+    if text.startswith(b"#!"):  # scripts that pip installs name the environment's path here
         text = text.partition(b"\n")[2]
     return f"{Path(file).name} {hashlib.sha256(text).hexdigest()[:12]}"
 
 
 def _digest_of_sources() -> str:
-    """Of names and contents; a checkout has links for some of its packages."""
+    """Digest of names and contents of the package's sources; a checkout contains symbolic links."""
     found = {}
     for folder, _, names in os.walk(_PACKAGE_ROOT, followlinks=True):
         for path in (Path(folder, name) for name in names if name.endswith(".py")):

@@ -1,10 +1,10 @@
-"""All processes meet before JAX starts, so that what is wrong is said in words, on all of them.
+"""Connect and compare all processes before JAX starts, to report errors clearly on all of them.
 
-When a process is missing, or an address is wrong, `jax.distributed.initialize` ends the process
-with a trace of C++ frames, and that two runs were mixed up shows later, as a hang. So process 0
-first listens on the coordinator's port itself. Every process sends one line of JSON: its number,
-its host and what must be the same everywhere. When all are there, or the time is over, each gets
-the same answer. Then the port is free for JAX.
+If a process is missing or an address is wrong, `jax.distributed.initialize` aborts with a C++
+stack trace, and if two runs are mixed up, they hang later. So process 0 first listens on the
+coordinator's port itself. Every process sends one line of JSON with its rank, its host and the
+facts that must be equal everywhere. When all have connected, or at the timeout, all get the same
+answer. Then the port is closed and JAX uses it.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-_LINE_BYTES = 1 << 20  # longest line taken from a stranger
+_LINE_BYTES = 1 << 20  # limit for a line from an unknown program
 _RETRY_SECONDS = 0.2
-_LATE_SECONDS = 30.0  # for others to come, once something is known to be wrong
-_LOOK_SECONDS = 0.5  # between two looks at who has left
+_LATE_SECONDS = 30.0  # after an error is found, how long others may still connect to receive it
+_LOOK_SECONDS = 0.5  # interval of checks for closed connections
 _SEND_SECONDS = 5.0
-_ANSWER_SECONDS = 10.0  # for an answer to arrive, after the time for coming is over
-_STRANGER = "what answers there is no process of this run"
+_ANSWER_SECONDS = 10.0  # how long to wait for the answer after the timeout of connecting
+_STRANGER = "the program that answers is not a process of this run"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hello:
-    """What a process says of itself."""
+    """The message with which a process introduces itself."""
 
     process_id: int
     num_processes: int
     host: str
-    facts: Mapping[str, str]  # what must be the same everywhere
+    facts: Mapping[str, str]  # versions and digests that must be equal on all processes
 
 
 def meet(address: str, hello: Hello, seconds: float) -> list[str]:
@@ -42,15 +42,15 @@ def meet(address: str, hello: Hello, seconds: float) -> list[str]:
 
     Args:
         address: `host:port` of process 0.
-        hello: of this process.
-        seconds: to wait at most.
+        hello: message of this process.
+        seconds: timeout.
 
     Returns:
-        The host of every process, by the process's number.
+        The host of every process, in the order of ranks.
 
     Raises:
-        TimeoutError: a process did not come, or process 0 cannot be reached.
-        ValueError: the processes do not belong together; the text says why, the same on all.
+        TimeoutError: a process did not connect, or process 0 cannot be reached.
+        ValueError: the processes do not belong together; the message is equal on all processes.
     """
     host, port = split_address(address)
     deadline = time.monotonic() + seconds
@@ -66,10 +66,10 @@ def meet(address: str, hello: Hello, seconds: float) -> list[str]:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Take `host:port` apart.
+    """Split `host:port`.
 
     Raises:
-        ValueError: it is not of this form.
+        ValueError: the address does not have this form.
     """
     host, colon, port = address.rpartition(":")
     if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
@@ -81,7 +81,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def _receive_all(port: int, hello: Hello, deadline: float, seconds: float) -> dict[str, Any]:
-    """Process 0: collect, judge, answer."""
+    """Run process 0: collect messages, compare them, and answer all processes."""
     connections: dict[socket.socket, Hello] = {}
     with _listen(port) as server:
         try:
@@ -90,13 +90,13 @@ def _receive_all(port: int, hello: Hello, deadline: float, seconds: float) -> di
                 came = [hello, *connections.values()]
                 if len(came) >= hello.num_processes:
                     break
-                if _mistake(came):  # those that come soon shall hear it too
+                if _mistake(came):  # processes that connect soon shall receive the error too
                     deadline = min(deadline, time.monotonic() + _LATE_SECONDS)
                 server.settimeout(min(left, _LOOK_SECONDS))
                 with contextlib.suppress(TimeoutError):
                     connection, _ = server.accept()
                     other = _read_hello(connection)
-                    if other is None:  # a stranger: a port scan, a health check
+                    if other is None:  # not a process of a run: a port scan, a health check
                         connection.close()
                     else:
                         connections[connection] = other
@@ -126,13 +126,13 @@ def _listen(port: int) -> socket.socket:
 
 
 def _drop_those_that_left(connections: dict[socket.socket, Hello]) -> None:
-    """Forget processes that gave up, or whose connection broke; they may come again."""
+    """Drop closed connections; their processes may connect again."""
     for connection in list(connections):
         connection.setblocking(False)
         try:
             is_open = connection.recv(1, socket.MSG_PEEK) != b""
         except BlockingIOError:
-            is_open = True  # nothing was sent: it waits for the answer
+            is_open = True  # nothing to read: the process waits for the answer
         except OSError:
             is_open = False
         connection.settimeout(_SEND_SECONDS)
@@ -158,13 +158,13 @@ def _judge(came: list[Hello], seconds: float) -> dict[str, Any]:
 
 
 def _mistake(came: list[Hello]) -> str:
-    """Why these processes cannot work together, or nothing."""
+    """Describe why these processes cannot work together; empty if they can."""
     first = came[0]
     seen: dict[int, Hello] = {}
     for hello in came:
         if (twin := seen.get(hello.process_id)) is not None:
             return (
-                f"Two processes call themselves {hello.process_id}: one on {twin.host}, one on "
+                f"Two processes have `process_id` {hello.process_id}: one on {twin.host}, one on "
                 f"{hello.host}. Give each its own `process_id`, and each run its own port."
             )
         seen[hello.process_id] = hello
@@ -175,17 +175,17 @@ def _mistake(came: list[Hello]) -> str:
                 "`num_processes`."
             )
         for name in sorted(first.facts.keys() | hello.facts.keys()):
-            mine, theirs = first.facts.get(name), hello.facts.get(name)
-            if mine != theirs:
+            expected, found = first.facts.get(name), hello.facts.get(name)
+            if found != expected:
                 return (
                     f"Process {hello.process_id} ({hello.host}) has another {name} than process 0 "
-                    f"({first.host}): {theirs} and {mine}. Run the same code everywhere."
+                    f"({first.host}): {found} and {expected}. Run the same code everywhere."
                 )
     return ""
 
 
 def _report(host: str, port: int, hello: Hello, deadline: float, seconds: float) -> dict[str, Any]:
-    """Any other process: find process 0, tell it, hear the answer."""
+    """Run any other process: connect to process 0, send the message, receive the answer."""
     reason, has_met = "no time was left", False
     while (left := deadline - time.monotonic()) > 0:
         try:
@@ -200,15 +200,15 @@ def _report(host: str, port: int, hello: Hello, deadline: float, seconds: float)
             reason = _STRANGER
         except OSError as error:
             reason = error.strerror or str(error)
-        except ValueError as error:  # no JSON; before that, no name of a host
+        except ValueError as error:  # not JSON, or, before the connection, an invalid host name
             reason = _STRANGER if has_met else str(error)
         time.sleep(_RETRY_SECONDS)
     if has_met:
         why = "another program holds the port, or process 0 has ended"
         if reason != _STRANGER:
             why = (
-                "not all processes came, which process 0 says in its log (start them closer "
-                f"together, or wait longer: `start_seconds`); or {why}"
+                "not all processes connected, see the log of process 0 (start them closer "
+                f"together, or raise `start_seconds`); or {why}"
             )
         raise TimeoutError(
             f"Process {hello.process_id} ({hello.host}) reached {host}:{port}, and had no answer "
@@ -227,7 +227,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
         connection.sendall(json.dumps(message).encode() + b"\n")
     except OSError:
         if "hosts" not in message:
-            raise  # an answer that finds nobody is no error of ours: that process will be missed
+            raise  # but a lost process is noticed later, so failing to answer it is ignored here
 
 
 def _read_hello(connection: socket.socket) -> Hello | None:
@@ -240,7 +240,7 @@ def _read_hello(connection: socket.socket) -> Hello | None:
 
 
 def _read_line(connection: socket.socket) -> bytes | None:
-    """One line, or None if the other side ends before it does."""
+    """Read one line; None if the connection is closed before its end."""
     with connection.makefile("rb") as file:
         line = file.readline(_LINE_BYTES)
     return line if line.endswith(b"\n") else None

@@ -1,13 +1,14 @@
-"""Whether what should be the same on several devices is: a hash of bits, compared now and then.
+"""Detect replicas that differ, by comparing hashes of their bits from time to time.
 
-Replicas drift apart when a host computes something by itself (a random number, a learning rate from
-its own clock, another order of data), and training goes on, wrongly. The hash of a shard is
+Replicas diverge if a host computes something on its own (a random number, a learning rate from its
+clock, another order of data), and training silently continues with wrong values. The hash of a
+shard is
 
     sum over i of word(i) * odd(i)   modulo 2**32,
 
-with odd multipliers, so a change of any one word changes it, and other changes do but for one in
-2**32. Replicas agree if the smallest and the largest hash among them are equal: one number for each
-leaf travels. Leaves that no two devices hold in common cost nothing.
+with odd multipliers. A change of a single word always changes it; any other change does except
+with probability 2**-32. Replicas agree if the minimum and the maximum of their hashes are equal,
+so one number per leaf is communicated. Leaves without replicas are not hashed.
 """
 
 from __future__ import annotations
@@ -27,61 +28,61 @@ from .._processes import describe_process, exchange_json
 from .._sharding import path_name
 from ._watchdog import AgreedEnd
 
-_NAME = "check_replicas"  # of its exchanges
+_NAME = "check_replicas"  # name of the exchanges between processes
 _MULTIPLIER = np.uint32(0x9E3779B1)  # odd; spreads indices over 32 bits (Knuth, TAOCP 3, 6.4)
 
 
 class ReplicasDiffer(AgreedEnd, RuntimeError):
-    """Devices that should hold the same bits do not. Raised on all processes."""
+    """Replicas on different devices are not bitwise equal. Raised on all processes."""
 
 
 def check_replicas(tree: Any, *, step: int, seconds: float = 300.0) -> None:
-    """Compare what several devices hold in common, and the step, over all processes.
+    """Check that replicated values, and the step, are equal on all devices. Collective.
 
-    Call it on what training carries on: parameters, optimizer state, keys. Do so before every save:
-    a checkpoint keeps one of the replicas, and whoever goes on from it has that everywhere, so that
-    what differed would never be noticed. All processes call it together.
+    Call it on the training state: parameters, optimizer state, random keys. Call it before every
+    save: a checkpoint stores one of the replicas and restores it everywhere, so a difference would
+    never be noticed.
 
     Args:
-        tree: of `jax.Array`s laid out by `NamedSharding` over one mesh; other leaves must be the
-            same in every process.
-        step: of training.
-        seconds: how long to wait for the other processes.
+        tree: tree of `jax.Array`s with `NamedSharding`s over one mesh; other leaves must be equal
+            in every process.
+        step: training step.
+        seconds: timeout of waiting for other processes.
 
     Raises:
-        ReplicasDiffer: on all processes; it names the first leaf that differs and the devices in
-            the minority.
-        TimeoutError: a process did not come: it is lost, or at another place of the program.
+        ReplicasDiffer: replicas differ. Raised on all processes; the message names the first leaf
+            that differs and the devices in the minority.
+        TimeoutError: a process did not take part: it is lost, or at another point of the program.
     """
     leaves = {
         path_name(path): _plain(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
-    jax.block_until_ready(tree)  # so that what devices still do is no part of `seconds`
-    # First, for processes at different steps must not meet in the collective that comes then.
+    jax.block_until_ready(tree)  # `seconds` does not include pending computations
+    # The step is compared first: processes at different steps must not run a collective together.
     own = {name: _host_hash(x) for name, x in leaves.items() if not _is_laid_out(x)}
     if message := _verdict_of_hosts(exchange_json(_NAME, {"step": step, "own": own}, seconds)):
         raise ReplicasDiffer(message)
     shared = {name: x for name, x in leaves.items() if _copies(x)}
     hashes = _hashes(shared) if shared else {}
     differing = {name for of in hashes.values() for name, (_, same) in of.items() if not same}
-    told = {
+    report = {
         device: {name: of[name][0] for name in sorted(differing)}
         for device, of in hashes.items()
         if differing
     }
-    if message := _verdict_of_devices(exchange_json(_NAME, told, seconds), leaves, step):
+    if message := _verdict_of_devices(exchange_json(_NAME, report, seconds), leaves, step):
         raise ReplicasDiffer(message)
 
 
-def _verdict_of_hosts(told: list[dict[str, Any]]) -> str:
-    for index, other in enumerate(told):
-        if other["step"] != told[0]["step"]:
+def _verdict_of_hosts(reports: list[dict[str, Any]]) -> str:
+    for index, other in enumerate(reports):
+        if other["step"] != reports[0]["step"]:
             return (
                 f"{describe_process(index)} is at step {other['step']}, {describe_process(0)} at "
-                f"{told[0]['step']}. Start all of them from the same checkpoint."
+                f"{reports[0]['step']}. Start all of them from the same checkpoint."
             )
         for name, value in other["own"].items():
-            if value != told[0]["own"].get(name):
+            if value != reports[0]["own"].get(name):
                 return (
                     f"After step {other['step']} the leaf `{name}` of {describe_process(index)} "
                     f"differs from that of {describe_process(0)}. Compute it from what all "
@@ -90,8 +91,8 @@ def _verdict_of_hosts(told: list[dict[str, Any]]) -> str:
     return ""
 
 
-def _verdict_of_devices(told: list[dict[str, Any]], leaves: dict[str, Any], step: int) -> str:
-    hashes = {int(device): of for other in told for device, of in other.items()}
+def _verdict_of_devices(reports: list[dict[str, Any]], leaves: dict[str, Any], step: int) -> str:
+    hashes = {int(device): of for other in reports for device, of in other.items()}
     differing = sorted({name for of in hashes.values() for name in of})
     if not differing:
         return ""
@@ -105,7 +106,7 @@ def _verdict_of_devices(told: list[dict[str, Any]], leaves: dict[str, Any], step
 
 
 def _minority(name: str, x: jax.Array, hashes: dict[int, dict[str, int]]) -> str:
-    """Which devices are alone with their bits."""
+    """Describe the devices whose hash is in the minority."""
     groups: dict[Any, dict[int, list[Any]]] = {}
     for device, index in x.sharding.devices_indices_map(x.shape).items():
         if (of := hashes.get(device.id)) and name in of:
@@ -130,7 +131,7 @@ def _is_laid_out(x: Any) -> bool:
 
 
 def _copies(x: Any) -> tuple[str, ...]:
-    """The mesh axes over which a leaf is replicated; those of one device do not count."""
+    """Return the mesh axes of more than one device over which a leaf is replicated."""
     if not _is_laid_out(x) or x.size == 0:
         return ()
     split = jax.tree.leaves(tuple(x.sharding.spec))
@@ -138,7 +139,7 @@ def _copies(x: Any) -> tuple[str, ...]:
 
 
 def _hashes(leaves: dict[str, Any]) -> dict[int, dict[str, tuple[int, bool]]]:
-    """By device of this process and leaf: the hash, and whether all replicas have the same."""
+    """Return local device id -> leaf -> (hash, True if all replicas have this hash)."""
     specs = tuple(x.sharding.spec for x in leaves.values())
     copies = tuple(_copies(x) for x in leaves.values())
     mesh = next(iter(leaves.values())).sharding.mesh
@@ -172,7 +173,7 @@ def _hash_program(mesh: Any, specs: tuple[Any, ...], copies: tuple[tuple[str, ..
 
 
 def _hash(x: Array) -> UInt32[Array, ""]:
-    """The formula above."""
+    """Hash a shard by the formula of the module."""
     words = _words(x)
     index = lax.iota(jnp.uint32, words.size)
     odd = (index * _MULTIPLIER) | np.uint32(1)
@@ -180,7 +181,7 @@ def _hash(x: Array) -> UInt32[Array, ""]:
 
 
 def _words(x: Array) -> UInt32[Array, " words"]:
-    """The bits of an array, one element or a part of one to a word."""
+    """Return the bits of an array as uint32 words; each holds an element, or a part of one."""
     if x.dtype == bool:
         return x.reshape(-1).astype(jnp.uint32)
     bits = jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else 8 * x.dtype.itemsize

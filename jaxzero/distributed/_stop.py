@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a polite request: finish the step, save, and say how to go on."""
+"""Handle SIGTERM and Ctrl-C as requests to finish the step, save and exit."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from jax.experimental import multihost_utils
 
 from .._processes import notices_sigterm, process_count
 
-_calls = itertools.count(1)  # of this process, over all stop requests: JAX's service has one count
+# JAX's preemption service has one counter per process, so all `StopRequest`s share this one.
+_calls = itertools.count(1)
 
 
 class StopRequest:
-    """Whether this run was asked to stop, agreed over all processes. A context manager.
+    """Stop all processes of a run after the same step, on SIGTERM or Ctrl-C. A context manager.
 
-    Schedulers send SIGTERM some time before they end a process, and often to one process only. All
-    must stop after the same step, or those that go on wait for the others for ever; JAX's
-    preemption service finds a step that none has passed yet. Ctrl-C is taken for the same request.
-    Pressed a second time, it acts as usual (KeyboardInterrupt), for someone who cannot wait.
+    Schedulers send SIGTERM some time before they kill a process, and often to one process only.
+    All processes must stop after the same step, or the others deadlock; JAX's preemption service
+    finds a step that no process has passed yet. Ctrl-C is treated in the same way. A second Ctrl-C
+    raises KeyboardInterrupt as usual.
 
-    JAX's service listens from `distributed.initialize` on, also where that finds one process alone.
-    Without it a process is asked inside the `with` block only, and outside the main thread, where
-    Python delivers no signals, never.
+    JAX's service receives SIGTERM from `distributed.initialize` on, even for a single process.
+    Without it, signals are handled inside the `with` block only, and not at all outside the main
+    thread, where Python delivers none.
 
     with StopRequest() as stop:
         for step in range(first, last):
@@ -39,7 +40,7 @@ class StopRequest:
 
     def __init__(self):
         self.interrupted = False
-        """Whether it was Ctrl-C, in this process."""
+        """True if this process received Ctrl-C."""
         self._asked = False
         self._usual: dict[signal.Signals, Any] = {}
 
@@ -56,10 +57,13 @@ class StopRequest:
         self._usual = {}
 
     def reached(self) -> bool:
-        """Whether to stop after this step. All processes call it after every step."""
+        """Return True if the run is to stop after this step; call it after every step. Collective.
+
+        All processes get the same answer.
+        """
         if process_count() == 1 and not notices_sigterm():
             return self._asked
-        # A count from 1, not the step: asked before the first call, JAX says that 1 is the last.
+        # A counter from 1 instead of the step: after an early request JAX stops at number 1.
         return multihost_utils.reached_preemption_sync_point(next(_calls))
 
     def _listen(self, number: signal.Signals, handler: Any) -> None:
@@ -74,4 +78,4 @@ class StopRequest:
         signal.signal(signal.SIGINT, self._usual[signal.SIGINT])
         if notices_sigterm():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(os.getpid(), signal.SIGTERM)  # for JAX's service, which tells all
+                os.kill(os.getpid(), signal.SIGTERM)  # JAX's service then informs all processes

@@ -1,11 +1,11 @@
-"""A process that dies or hangs ends the others, in bounded time and with a word on who it was.
+"""End all processes within bounded time if one of them dies or hangs, and report which one.
 
-A collective whose partner is gone waits for ever, so the processes that are well are the ones that
-hang. Every process therefore tells its steps to JAX's coordination service, from a thread that runs
-while devices do, and looks at what the others tell. Two things end it, with status `PEER_LOST`:
-another process is silent (killed, stopped, its machine gone), or this one makes no step (a
-deadlock, a device that hangs). Clocks of different machines are not compared: what counts is when
-another's counter was last seen to move, by the clock here.
+A collective whose partner is gone waits forever, so the healthy processes hang. Therefore a thread
+of every process publishes its step to JAX's coordination service, also while devices compute, and
+reads the steps of the others. A process exits with status `PEER_LOST` if another process is silent
+(killed, stopped, machine lost), or if it makes no progress itself (deadlock, hanging device).
+Clocks of different machines are not compared: silence is measured by the local clock, from the
+last time that the other's counter changed.
 """
 
 from __future__ import annotations
@@ -35,32 +35,33 @@ from .._processes import (
 )
 
 _NAME = "watchdog"
-_TICKS = 4  # how often we speak and look, in `heartbeat_seconds`
+_TICKS = 4  # publishes and checks per `heartbeat_seconds`
 _DONE = "done"
-_AGREED = (None, 0, STOPPED, DIVERGED)  # what `SystemExit` says where all processes raise it
+_AGREED = (None, 0, STOPPED, DIVERGED)  # codes of `SystemExit` that all processes raise together
 
 
 class AgreedEnd(Exception):
-    """An end that all processes come to together, so that `Watchdog` lets it pass."""
+    """An exception that all processes raise together, so that `Watchdog` lets it propagate."""
 
 
 class Watchdog:
-    """Ends this process when it makes no progress, or another is lost. A context manager.
+    """Ends this process if it makes no progress or another one is lost. A context manager.
 
     with Watchdog(step_seconds=600) as watchdog:
         for step in range(first, last):
             ...
             watchdog.beat(step)
 
-    An exception that leaves the `with` block ends a process that is one of several at once: an
-    ordinary exit would first wait for the others, who wait for this one. The status is that of the
-    exit, or `PEER_LOST` for a TimeoutError. JAX's runtime errors, other than a full device, wait
-    twice `heartbeat_seconds`, whether it was another process that failed. What all raise together
-    passes: `AgreedEnd`, and `SystemExit` with 0, `STOPPED` or `DIVERGED`.
+    With several processes, an exception that leaves the `with` block ends the process immediately:
+    a normal exit would wait for the others, which wait for this one. The exit status is that of
+    the exception, or `PEER_LOST` for a TimeoutError. After a JAX runtime error other than out of
+    memory, it first waits twice `heartbeat_seconds`, to report a lost process if that is the
+    cause. Exceptions that all processes raise together propagate: `AgreedEnd`, and `SystemExit`
+    with 0, `STOPPED` or `DIVERGED`.
 
     Args:
-        step_seconds: the longest time from one step to the next, compiling and saving included.
-        heartbeat_seconds: after so much silence a process is lost.
+        step_seconds: longest time from one step to the next, including compiling and saving.
+        heartbeat_seconds: a process is considered lost after this time of silence.
 
     Raises:
         ValueError: a time is not positive.
@@ -81,7 +82,7 @@ class Watchdog:
         self._stepped = time.monotonic()
         threading.Thread(target=self._watch, name="jaxzero watchdog", daemon=True).start()
         if process_count() > 1:
-            publish(_NAME, f"0 {self._step}")  # who never spoke cannot fall silent
+            publish(_NAME, f"0 {self._step}")  # so that the others monitor this process from now on
             self._talker = threading.Thread(target=self._talk, name="jaxzero talk", daemon=True)
             self._talker.start()
         return self
@@ -90,21 +91,21 @@ class Watchdog:
         if process_count() > 1 and not _is_agreed(error):
             traceback.print_exception(error)
             if any(_may_be_of_a_peer(e) for e in causes(error)):
-                time.sleep(2 * self._heartbeat_seconds)  # the thread says who is lost, if any is
-            message = f"This process leaves at once, so that the others learn of it: {error!r}"
+                time.sleep(2 * self._heartbeat_seconds)  # `_watch` reports a lost process meanwhile
+            message = f"This process exits at once, so that the others notice: {error!r}"
             _leave(message, _status_of(error))
         self._over.set()
         if self._talker is not None:
-            self._talker.join(self._heartbeat_seconds)  # until it has said that this is the end
+            self._talker.join(self._heartbeat_seconds)  # until it has published `_DONE`
 
     def beat(self, step: int) -> None:
-        """Say that this process has made a step."""
+        """Record that this process has completed a step."""
         self._step = step
         self._stepped = time.monotonic()
 
     @contextlib.contextmanager
     def waiting(self, seconds: float) -> Iterator[None]:
-        """Allow what is inside so much time in place of a step's: an evaluation, a download.
+        """Replace the step's time limit inside the block, e.g. for an evaluation or a download.
 
         Raises:
             ValueError: `seconds` is not positive.
@@ -119,7 +120,7 @@ class Watchdog:
             self._step_seconds = allowed
 
     def _talk(self) -> None:
-        """Tell and ask, where a call may hang because process 0 does."""
+        """Publish and read steps in a thread of its own, since calls hang if process 0 does."""
         for count in itertools.count(1):
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # `_watch` sees the silence
                 publish(_NAME, f"{count} {self._step}")
@@ -130,12 +131,12 @@ class Watchdog:
             publish(_NAME, _DONE)
 
     def _watch(self) -> None:
-        """Judge, and never wait for anybody."""
+        """Check for lost processes and missing progress, without any blocking call."""
         tick = self._heartbeat_seconds / _TICKS
         before = time.monotonic()
         while not self._over.wait(min(tick, self._step_seconds / _TICKS)):
             now = time.monotonic()
-            if now - before > self._heartbeat_seconds:  # it was this process that stood still
+            if now - before > self._heartbeat_seconds:  # this process itself was suspended
                 self._peers.forgive()
                 self._stepped = max(self._stepped, now - self._step_seconds / 2)
             before = now
@@ -144,38 +145,38 @@ class Watchdog:
             if now - self._stepped > self._step_seconds:
                 faulthandler.dump_traceback(all_threads=True)
                 _leave(
-                    f"No step for {self._step_seconds:g} s, since {_name_of(self._step)}; above is "
-                    f"where this process stands.{self._peers.describe()}",
+                    f"No step for {self._step_seconds:g} s, since {_name_of(self._step)}; the "
+                    f"traceback of this process is above.{self._peers.describe()}",
                     PEER_LOST,
                 )
 
 
 class _Peers:
-    """When this process last saw each other one alive."""
+    """Last time at which this process saw a change of each other process's counter."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._asked = time.monotonic()  # the last time that process 0 answered
+        self._asked = time.monotonic()  # last time at which process 0 answered
         self._seen: dict[int, tuple[str, float]] = {}
 
-    def note(self, told: dict[int, str]) -> None:
+    def note(self, messages: dict[int, str]) -> None:
         now = time.monotonic()
         with self._lock:
             self._asked = now
-            for index, text in told.items():
+            for index, text in messages.items():
                 if index not in self._seen or self._seen[index][0] != text:
                     self._seen[index] = (text, now)
 
     def forgive(self) -> None:
-        """Start to count anew."""
+        """Restart all timers, after this process itself was suspended."""
         now = time.monotonic()
         with self._lock:
             self._asked = now
             self._seen = {index: (text, now) for index, (text, _) in self._seen.items()}
 
     def lost(self) -> str:
-        """Who is silent, as a sentence, or nothing."""
+        """Describe a process that is silent for too long; empty if there is none."""
         now = time.monotonic()
         with self._lock:
             if now - self._asked > 2 * self._seconds:
@@ -193,7 +194,7 @@ class _Peers:
         return ""
 
     def describe(self) -> str:
-        """How far the others are."""
+        """Describe the last known step of each other process."""
         with self._lock:
             others = [
                 f"{describe_process(index)}: {_step_of(text)}"
@@ -205,14 +206,14 @@ class _Peers:
 
 @contextlib.contextmanager
 def time_limit(what: str, seconds: float) -> Iterator[None]:
-    """End this process, with `PEER_LOST`, if what is inside takes longer.
+    """End this process with status `PEER_LOST` if the block takes longer than `seconds`.
 
-    For what comes before and after training, such as restoring and exporting, where no `Watchdog`
-    runs: a process that waits there for one that hangs has no other end.
+    Use it before and after training, such as for restoring and exporting, where no `Watchdog`
+    runs: otherwise a process would wait forever for one that hangs.
 
     Args:
-        what: is inside, as the message says it.
-        seconds: that it may take. While this process itself is stopped they do not run.
+        what: name of the operation, as the subject of the message.
+        seconds: time limit. Time during which this process is suspended does not count.
 
     Raises:
         ValueError: `seconds` is not positive.
@@ -229,8 +230,8 @@ def time_limit(what: str, seconds: float) -> Iterator[None]:
             left -= min(time.monotonic() - before, 2.0)
         faulthandler.dump_traceback(all_threads=True)
         _leave(
-            f"{what} took more than {seconds:g} s; above is where this process stands. If it needs "
-            "more time, allow it.",
+            f"{what} took more than {seconds:g} s; the traceback of this process is above. If it "
+            "needs more time, raise the limit.",
             PEER_LOST,
         )
 
@@ -242,14 +243,14 @@ def time_limit(what: str, seconds: float) -> Iterator[None]:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and what it was raised from: a save that failed may have lost a process."""
+    """Yield an error and its causes: a failed save may be caused by a lost process."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def _may_be_of_a_peer(error: BaseException) -> bool:
-    """Whether it may be a collective whose partner is gone; a device that is full is not."""
+    """Return True if a lost process may be the cause: a JAX error other than out of memory."""
     is_full = str(error).startswith("RESOURCE_EXHAUSTED")
     return isinstance(error, jax.errors.JaxRuntimeError) and not is_full
 
@@ -284,10 +285,10 @@ def _name_of(step: int) -> str:
 
 
 def leave(status: int) -> None:
-    """End this process as one of several: at once, where an exit would wait for the others.
+    """End this process immediately if it is one of several; a single process continues.
 
-    An ordinary exit waits until all processes have come to their end. One that has failed must
-    not: the others wait for it elsewhere. Alone, this does nothing.
+    A normal exit waits until all processes exit. A process that has failed must not wait, because
+    the others wait for it in a collective.
     """
     if process_count() > 1:
         sys.stdout.flush()
@@ -296,7 +297,7 @@ def leave(status: int) -> None:
 
 
 def _leave(message: str, status: int) -> None:
-    """The same with a last word, and when alone too: what hangs would hang an ordinary exit."""
+    """Print a message and end this process immediately: a normal exit could hang too."""
     sys.stdout.flush()
     print(f"jaxzero: {message}", file=sys.stderr, flush=True)
     os._exit(status)

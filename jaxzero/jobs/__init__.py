@@ -1,7 +1,6 @@
 """Jobs that `jaxzero` runs from the command line; each is a function of one frozen dataclass.
 
-A job is imported when it is first asked for, with the packages of its extra: `jaxzero launch` needs
-none of them.
+A job and the packages of its extra are imported on first use: `jaxzero launch` needs none of them.
 """
 
 import importlib

@@ -1,10 +1,10 @@
-"""How a run ends before its last step, on all processes alike."""
+"""Exceptions that end a run before its last step, raised on all processes."""
 
 from ..distributed import AgreedEnd
 
 
 class Interrupted(AgreedEnd):
-    """The run was asked to stop and saved after `step` steps; `name` can be resumed."""
+    """The run was asked to stop and saved its state after `step` steps; resume it by `name`."""
 
     def __init__(self, name: str | None, step: int, *, by_ctrl_c: bool):
         super().__init__(f"Run {name!r} was interrupted after step {step} and saved.")
@@ -14,4 +14,4 @@ class Interrupted(AgreedEnd):
 
 
 class Diverged(AgreedEnd, RuntimeError):
-    """Losses or gradients stay non-finite, on all processes alike."""
+    """Too many steps in a row had non-finite losses or gradients. Raised on all processes."""

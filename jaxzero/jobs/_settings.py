@@ -1,4 +1,4 @@
-"""What a user of the training job decides. Field docstrings are the help of the command line."""
+"""Settings of the jobs. Field docstrings are the help texts of the command line."""
 
 import dataclasses
 import re

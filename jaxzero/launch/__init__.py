@@ -1,4 +1,4 @@
-"""`jaxzero launch`: a script in several processes on one machine, as if they were on several."""
+"""`jaxzero launch`: run a script in several processes on one machine, simulating several hosts."""
 
 from ._launch import Launch as Launch
 from ._launch import launch as launch

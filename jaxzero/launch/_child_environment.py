@@ -1,4 +1,4 @@
-"""What a launched process is told: who it is, where process 0 is, which devices are its own."""
+"""Environment of a launched process: its rank, the coordinator's address and its devices."""
 
 import contextlib
 import dataclasses
@@ -10,21 +10,22 @@ _HOST = "127.0.0.1"
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """The place of one process, and its devices by their numbers on this machine; None: all."""
+    """Rank, node and devices of one process."""
 
-    process: int
+    process: int  # rank
     node: int
-    devices: tuple[int, ...] | None
+    devices: tuple[int, ...] | None  # device ids on this machine; None: all devices
 
     def __str__(self) -> str:
         return f"process {self.process} (node {self.node})"
 
 
 def slots(nodes: list[int], procs_per_node: int, devices_per_proc: int | None) -> list[Slot]:
-    """The places on `nodes`, which are numbered anew from 0; devices stay with the old numbers.
+    """Assign ranks and devices to the processes on `nodes`.
 
-    Without `devices_per_proc` a process has one device, as under SLURM and MPI, and the only
-    process has all.
+    Nodes are renumbered from 0, but keep the devices of their original number in `nodes`. Without
+    `devices_per_proc` a process gets one device, as under SLURM and MPI; a single process gets all
+    devices.
     """
     alone = devices_per_proc is None and len(nodes) == procs_per_node == 1
     count = devices_per_proc or 1
@@ -40,9 +41,12 @@ def slots(nodes: list[int], procs_per_node: int, devices_per_proc: int | None) -
 def environment(
     slot: Slot, *, processes: int, port: int, restarts: int, cpu_devices: int | None
 ) -> dict[str, str]:
-    """The environment of the process in `slot`: this one's, and what is read from it by
-    `jaxzero.distributed.initialize` (JAXZERO_*) and by JAX (JAX_*)."""
-    told = {
+    """Return the environment of the process in `slot`.
+
+    It is this process's environment with the variables that `jaxzero.distributed.initialize`
+    (JAXZERO_*) and JAX (JAX_*) read.
+    """
+    variables = {
         "JAXZERO_COORDINATOR": f"{_HOST}:{port}",
         "JAXZERO_NUM_PROCESSES": str(processes),
         "JAXZERO_PROCESS_ID": str(slot.process),
@@ -50,18 +54,18 @@ def environment(
         "JAXZERO_RESTARTS": str(restarts),
     }
     if cpu_devices is not None:
-        told["JAX_NUM_CPU_DEVICES"] = str(cpu_devices)
-    if slot.devices is not None:  # of GPUs; JAX takes no notice of it where there are none
-        told["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, slot.devices))
-    # Output goes through a pipe, where Python would hold it back in blocks.
-    return {"PYTHONUNBUFFERED": "1"} | os.environ | told
+        variables["JAX_NUM_CPU_DEVICES"] = str(cpu_devices)
+    if slot.devices is not None:  # GPU ids; JAX ignores the variable on the CPU
+        variables["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, slot.devices))
+    # Output goes through a pipe, which Python would otherwise buffer in blocks.
+    return {"PYTHONUNBUFFERED": "1"} | os.environ | variables
 
 
 def reserve_port() -> int:
-    """A free port for the coordination service, which no other program is given for a minute.
+    """Find a free port for the coordination service that no other program gets for a minute.
 
-    A connection that this end closes first leaves the port in TIME_WAIT: the kernel does not hand
-    it out, and a server that binds it with SO_REUSEADDR, as gRPC's does, may have it.
+    A connection whose server side closes first leaves the port in TIME_WAIT: the kernel does not
+    assign it to others, but a server that uses SO_REUSEADDR, like gRPC's, can bind it.
     """
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.socket())
@@ -70,6 +74,6 @@ def reserve_port() -> int:
         server.listen(1)
         client = stack.enter_context(socket.create_connection(server.getsockname()))
         accepted, _ = server.accept()
-        accepted.close()  # first: this end waits, and this end has the port
-        client.recv(1)  # until that end is closed too
+        accepted.close()  # the server side closes first, so its port enters TIME_WAIT
+        client.recv(1)  # wait until the close has arrived at the client
         return server.getsockname()[1]

@@ -1,11 +1,11 @@
-"""The output of several processes on one screen: whole lines, each with the number of its process.
+"""Merge the output of several processes line by line, each line prefixed by the process's rank.
 
     [1] step 3, loss 2.71
 
-A thread for each pipe splits what arrives into lines; one thread writes them all. So lines are
-never mixed, a screen that does not keep up slows the processes down as a pipe would, and whoever
-watches the processes is never blocked by it. Bytes pass as they are, whatever their encoding. A
-line that is written over itself by carriage returns (a progress bar) shows its last form.
+One thread per pipe splits the output into lines, and one thread writes them all. So lines are
+never mixed, a slow terminal slows the processes down like a pipe, and it never blocks the
+supervisor. Bytes are passed through in any encoding. Of a line that overwrites itself by carriage
+returns (a progress bar) the last state is shown.
 """
 
 import collections
@@ -22,8 +22,8 @@ from typing import IO
 
 _LONGEST = 64 * 1024  # bytes; a longer line is shown in pieces
 _TAIL_LINES = 15
-_QUEUE = 1000  # pieces of output that wait for the screen
-_SAY_SECONDS = 0.2  # for room among them, before a line of the launcher is dropped
+_QUEUE = 1000  # lines that wait to be written
+_SAY_SECONDS = 0.2  # wait for space in the queue before a line of the launcher is dropped
 _COLOURS = (36, 33, 35, 32, 34, 31)
 _OUT, _ERR = 1, 2
 
@@ -38,20 +38,20 @@ class Output:
         self._coloured = {fd: os.isatty(fd) and "NO_COLOR" not in os.environ for fd in (_OUT, _ERR)}
 
     def say(self, text: str) -> None:
-        """Write lines of the launcher's own to standard error, or drop them if it is stuck."""
+        """Write lines of the launcher to standard error; drop them if the terminal is blocked."""
         lines = "".join(f"launch: {line}\n" for line in text.splitlines())
         with contextlib.suppress(queue.Full):
             self._queue.put((_ERR, lines.encode(errors="replace")), timeout=_SAY_SECONDS)
 
     def close(self, seconds: float) -> None:
-        """Write what waits, for at most `seconds`."""
+        """Write the queued lines, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=seconds)
             self._writer.join(max(0.0, deadline - time.monotonic()))
 
     def put(self, fd: int, number: int | None, line: bytes) -> None:
-        """Write a line of child `number`; wait while the screen is slower than the children."""
+        """Queue a line of child `number`; block while the queue is full."""
         self._queue.put((fd, self._prefix(fd, number) + line + b"\n"))
 
     def _prefix(self, fd: int, number: int | None) -> bytes:
@@ -64,19 +64,19 @@ class Output:
     def _write_all(self) -> None:
         while (item := self._queue.get()) is not None:
             fd, data = item
-            with contextlib.suppress(OSError):  # nobody reads any more: the children go on
+            with contextlib.suppress(OSError):  # the terminal is closed; the children continue
                 while data:
                     data = data[os.write(fd, data) :]
 
 
 class ChildOutput:
-    """What one child writes: shown, kept in a file, and its last lines remembered.
+    """Shows the output of one child, appends it to a log file, and keeps its last lines.
 
     Args:
         output: where lines are shown.
         process: the child; its standard output and standard error are pipes.
-        number: what lines begin with; None shows them as they are.
-        log: file to which all bytes are appended as they come, of both streams.
+        number: rank for the prefix of lines; None for no prefix.
+        log: file to which the bytes of both streams are appended, or None.
     """
 
     def __init__(
@@ -99,9 +99,10 @@ class ChildOutput:
             thread.start()
 
     def close(self, seconds: float) -> list[str]:
-        """Wait for the rest, for at most `seconds`; return the last lines, oldest first.
+        """Wait at most `seconds` for the remaining output; return the last lines, oldest first.
 
-        A process that left the child's group may hold its pipes open for ever, so the wait ends.
+        The wait is bounded because a process that left the child's process group may keep its
+        pipes open forever.
         """
         deadline = time.monotonic() + seconds
         for thread in self._threads:
@@ -124,7 +125,7 @@ class ChildOutput:
 
 
 class _Log:
-    """A file that both streams of a child append to. Once it cannot be written it is left alone."""
+    """A file that both streams of a child append to, until the first write error."""
 
     def __init__(self, output: Output, path: Path):
         self._output, self._path = output, path
@@ -156,13 +157,13 @@ class _Log:
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Lines without their ends. What is longer than `_LONGEST` bytes comes in pieces."""
+    """Yield lines without line ends; lines longer than `_LONGEST` bytes are split."""
     rest = b""
     for chunk in chunks:
         *whole, rest = (rest + chunk).split(b"\n")
         for line in whole:
             yield from _pieces(_overwritten(line))
-        # A progress bar may run for hours without a line's end: only its last form is kept.
+        # A progress bar may run for hours without a newline: only its last state is kept.
         rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
         while len(rest) > _LONGEST:
             yield rest[:_LONGEST]
@@ -177,5 +178,5 @@ def _pieces(line: bytes) -> Iterator[bytes]:
 
 
 def _overwritten(line: bytes) -> bytes:
-    """What a terminal shows in the end of a line with carriage returns."""
+    """Return the text after the last carriage return, which is what a terminal shows."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]

@@ -1,13 +1,13 @@
-"""What the processes run, and on which Python.
+"""Determine the command line of the processes and its Python interpreter.
 
-The first `python` on PATH is often not the interpreter that `jaxzero` runs on: `.venv/bin/jaxzero`
-works without an activated environment, `python` then is the system's, and "No module named ..." is
-all that is seen. So, as under torchrun, a script alone runs on the interpreter of jaxzero. A bare
-`python` stays what it is everywhere else, the first on PATH, but it is said which one that is, with
-a warning if packages come from another environment.
+The first `python` on PATH is often not the interpreter of `jaxzero`: if `.venv/bin/jaxzero` is
+called without activating the environment, `python` is the system's, and users only see "No module
+named ...". So, as under torchrun, a script alone runs on the interpreter of jaxzero. A bare
+`python` is still the first on PATH, but the launcher prints its path, with a warning if it belongs
+to another environment.
 
-Paths do not tell environments apart: a virtual environment's interpreter is a link to one outside,
-and pyenv's shims start one that is elsewhere. So the interpreter itself is asked.
+Environments cannot be distinguished by path: the interpreter of a virtual environment is a link to
+one outside, and pyenv's shims start interpreters elsewhere. So the interpreter itself is queried.
 """
 
 import ast
@@ -30,7 +30,7 @@ _LONGEST = 200  # characters of a command that is shown
 
 @dataclasses.dataclass(frozen=True)
 class Interpreter:
-    """A Python as it sees itself: `sys.executable`, `sys.prefix` and `sys.version`."""
+    """A Python interpreter: its `sys.executable`, `sys.prefix` and `sys.version`."""
 
     executable: str
     prefix: str
@@ -40,7 +40,7 @@ class Interpreter:
         return f"Python {self.version.split()[0]} at {self.executable}"
 
     def shares_environment(self, other: "Interpreter") -> bool:
-        """Whether both import the same packages. Two versions may share a prefix such as /usr."""
+        """True if both import the same packages. Two versions may share a prefix such as /usr."""
         prefixes = os.path.realpath(self.prefix), os.path.realpath(other.prefix)
         return prefixes[0] == prefixes[1] and self.version == other.version
 
@@ -50,23 +50,23 @@ class Prepared:
     """The command line to start, and a message to print before it; "" prints nothing."""
 
     command: tuple[str, ...]
-    said: str = ""
+    message: str = ""
 
 
 def prepare(command: tuple[str, ...]) -> Prepared:
-    """Check that `command` can be found, and settle which interpreter it runs on.
+    """Check that `command` exists, and choose its interpreter.
 
     Raises:
         ValueError: there is no such program.
     """
     program = command[0]
     if program.endswith(".py") and Path(program).is_file():
-        return Prepared((sys.executable, *command), _said_of_script(program))
+        return Prepared((sys.executable, *command), _message_for_script(program))
     found = _find(command)
     if not _BARE_PYTHON.fullmatch(program):
         return Prepared(command)
-    # By its path: what is started is what was asked, whatever else PATH has.
-    return Prepared((found, *command[1:]), _said_of_python(command, found))
+    # The full path is used, so that the interpreter that was queried is the one that is started.
+    return Prepared((found, *command[1:]), _message_for_python(command, found))
 
 
 def _find(command: tuple[str, ...]) -> str:
@@ -92,22 +92,22 @@ def _find(command: tuple[str, ...]) -> str:
     )
 
 
-def _said_of_script(script: str) -> str:
-    said = f"{script} runs on {_this()}, the interpreter that jaxzero runs on"
+def _message_for_script(script: str) -> str:
+    message = f"{script} runs on {_this()}, the interpreter that jaxzero runs on"
     if os.access(script, os.X_OK) and _names_its_program(script):
-        said += "; its first line (#!) is not followed"
-    return said
+        message += "; its first line (#!) is not followed"
+    return message
 
 
 def _names_its_program(script: str) -> bool:
     try:
         with open(script, "rb") as file:
             return file.read(2) == b"#!"
-    except OSError:  # Python will say why it cannot be read
+    except OSError:  # Python reports the reason when it runs the script
         return False
 
 
-def _said_of_python(command: tuple[str, ...], found: str) -> str:
+def _message_for_python(command: tuple[str, ...], found: str) -> str:
     if _is_this(found):
         return f"{command[0]} is {found}, the interpreter that jaxzero runs on"
     used = _ask(command, found)
@@ -128,7 +128,7 @@ def _chain(found: str, used: Interpreter) -> str:
 
 
 def _remedy(arguments: tuple[str, ...]) -> str:
-    """What to type for the interpreter of jaxzero, in place of a bare `python` and `arguments`."""
+    """Suggest a command that runs `arguments` on the interpreter of jaxzero."""
     alone = arguments and arguments[0].endswith(".py") and Path(arguments[0]).is_file()
     words = arguments if alone else (sys.executable, *arguments)
     return f"To run on the interpreter of jaxzero, give: -- {_typed(words)}"
@@ -144,19 +144,19 @@ def _this() -> Interpreter:
 
 
 def _is_this(path: str) -> bool:
-    """Whether `path` is this interpreter by another name in its folder: none has to be asked.
+    """Return True if `path` is this interpreter under another name, so it need not be queried.
 
-    The folder counts as it is written: by it Python finds its virtual environment.
+    Folders are compared without resolving links: Python finds its virtual environment by them.
     """
     folders = {os.path.dirname(os.path.abspath(name)) for name in (path, sys.executable)}
     return len(folders) == 1 and os.path.samefile(path, sys.executable)
 
 
 def _ask(command: tuple[str, ...], found: str) -> Interpreter | None:
-    """What `found`, the first word of `command`, starts; None if it does not answer.
+    """Query the interpreter that `found` starts; None if it does not answer.
 
     Raises:
-        ValueError: it runs nothing, such as a shim of pyenv with no version behind it.
+        ValueError: it does not start an interpreter, like a shim of pyenv without a version.
     """
     question = [found, "-c", _ASK]
     try:
@@ -169,8 +169,8 @@ def _ask(command: tuple[str, ...], found: str) -> Interpreter | None:
         reason = error.strerror or str(error)
         raise ValueError(_is_no_python(command, found, reason)) from error
     if answer.returncode != 0:
-        said = answer.stderr.decode(errors="replace").strip()
-        raise ValueError(_is_no_python(command, found, said or describe(answer.returncode)))
+        reason = answer.stderr.decode(errors="replace").strip()
+        raise ValueError(_is_no_python(command, found, reason or describe(answer.returncode)))
     try:
         last = answer.stdout.decode("ascii", "replace").splitlines()[-1]  # sitecustomize may print
         return Interpreter(*ast.literal_eval(last))

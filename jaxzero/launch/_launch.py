@@ -1,7 +1,7 @@
-"""`jaxzero launch`: several processes on this machine, as if they were on several.
+"""`jaxzero launch`: run several processes on this machine, simulating several hosts.
 
-What a cluster's scheduler does, for trying and for one machine: start the processes, tell each who
-it is, show what they write, end all when one fails, and start again from the last checkpoint.
+It does the work of a cluster's scheduler on one machine: start the processes, assign ranks, show
+their output, end all when one fails, and restart them from the last checkpoint.
 """
 
 import dataclasses
@@ -25,54 +25,54 @@ from ._supervisor import Supervisor
 
 _LONGEST_PAUSE = 30.0  # seconds between attempts; the first is 1
 _POLL_SECONDS = 0.05
-_FLUSH_SECONDS = 5.0  # for the screen to take what was written
+_FLUSH_SECONDS = 5.0  # to write the remaining output
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Run a script in several processes on this machine, as if they were on several.
+    """Run a script in several processes on this machine, simulating several hosts.
 
-    Each process finds in its environment what jaxzero.distributed.initialize() needs. Lines of
-    output begin with the number of their process. If one process fails, the others get SIGTERM, and
-    SIGKILL after the grace; so do all if the launcher gets SIGTERM or Ctrl-C. A second Ctrl-C kills
-    at once.
+    The environment of each process has the variables that jaxzero.distributed.initialize() reads.
+    Lines of output are prefixed by the rank of their process. If one process fails, the others get
+    SIGTERM, and SIGKILL after the grace period; likewise all processes if the launcher gets SIGTERM
+    or Ctrl-C. A second Ctrl-C kills them at once.
 
-    Exit status, of a process and, from the first that failed, of the launcher: 0 done; 2 a mistake
-    in the arguments; 75 stopped by SIGTERM after saving, run again to go on; 76 another process is
-    lost or hangs; 77 too many non-finite steps, or replicas that differ; 130 Ctrl-C; 128 + n killed
-    by signal n.
+    Exit status of a process, and of the launcher from the first process that failed: 0 done; 2 a
+    mistake in the arguments; 75 stopped by SIGTERM after saving, run again to continue; 76 another
+    process is lost or hangs; 77 too many non-finite steps, or replicas differ; 130 Ctrl-C; 128 + n
+    killed by signal n.
     """
 
     nodes: int = 2
-    """Hosts to pretend."""
+    """Number of simulated hosts."""
 
     procs_per_node: int = 1
-    """Processes on each."""
+    """Processes per host."""
 
     devices_per_proc: Annotated[int | None, arg(metavar="INT")] = None
-    """Devices of each process: as many fake ones where there is only a CPU; of the GPUs the first
-    process has the first so many, and so on. Left out, one each; a single process has all GPUs."""
+    """Devices per process: simulated CPU devices, or GPUs, assigned in the order of ranks. Default:
+    one per process; a single process uses all GPUs."""
 
     restart: int = 0
-    """How often all are started again after a failure, with a pause before it that grows from 1 to
-    30 seconds. Not after 0, 2, 77, or when the launcher was asked to stop. The script must itself
-    go on from its last checkpoint: JAXZERO_RESTARTS in its environment counts the attempts
-    before."""
+    """Number of restarts of all processes after a failure, with a pause that grows from 1 to 30
+    seconds. No restart after exit status 0, 2 or 77, or if the launcher was asked to stop. The
+    script itself must resume from its last checkpoint; JAXZERO_RESTARTS in its environment is the
+    number of restarts so far."""
 
     min_nodes: Annotated[int | None, arg(metavar="INT")] = None
-    """A restart leaves out the node that failed, as long as this many are left. Left out, all nodes
-    are started again."""
+    """A restart leaves out the node that failed, as long as at least this many remain. Default: all
+    nodes are restarted."""
 
     grace: float = 30.0
-    """Seconds from SIGTERM to SIGKILL: time to save."""
+    """Seconds from SIGTERM to SIGKILL, for saving a checkpoint."""
 
     log_dir: Annotated[Path | None, arg(metavar="DIR")] = None
     """Also append the output of process N to DIR/process-N.log."""
 
     command: Annotated[Positional[tuple[str, ...]], arg(metavar="-- COMMAND ...")]
-    """What to run, after two dashes: a script (train.py), which runs on the interpreter of jaxzero,
-    or a program and its arguments. No shell reads it. A bare python is the first on PATH: a line
-    says which that is, and warns if it is of another environment than jaxzero."""
+    """The command, after two dashes: a script (train.py), which runs on the interpreter of jaxzero,
+    or a program and its arguments. It is not passed to a shell. A bare python is the first on PATH;
+    its path is printed, with a warning if it belongs to another environment than jaxzero."""
 
     def __post_init__(self):
         for name in ("nodes", "procs_per_node", "devices_per_proc", "min_nodes"):
@@ -88,9 +88,7 @@ class Launch:
                 f"`min_nodes` can be at most `nodes`, {self.nodes}; got {self.min_nodes}."
             )
         if self.min_nodes is not None and not self.restart:
-            raise ValueError(
-                "`min_nodes` says how few nodes a restart may have; give `restart` too."
-            )
+            raise ValueError("`min_nodes` is the fewest nodes of a restart; give `restart` too.")
         if not self.command:
             raise ValueError(
                 "`command` is missing. Give it after two dashes: jaxzero launch -- train.py"
@@ -100,7 +98,7 @@ class Launch:
 def launch(settings: Launch) -> int:
     """Run `settings.command` in all processes until they end; return the exit status.
 
-    Takes over SIGINT, SIGTERM and SIGHUP while it runs, so it must be called in the main thread.
+    It handles SIGINT, SIGTERM and SIGHUP while it runs, so it must be called in the main thread.
 
     Raises:
         ValueError: the command cannot be run, or `log_dir` cannot be written; nothing is running.
@@ -110,7 +108,7 @@ def launch(settings: Launch) -> int:
     if settings.log_dir is not None:
         _make_log_dir(settings.log_dir)
     output = Output()
-    output.say(prepared.said)
+    output.say(prepared.message)
     try:
         with noted_stop_requests() as requests, OrphanGuard() as guard:
             return _Attempts(settings, output, requests, guard).run()
@@ -119,7 +117,7 @@ def launch(settings: Launch) -> int:
 
 
 class _Attempts:
-    """The first attempt, and those that follow a failure."""
+    """Runs the processes, and restarts them after a failure."""
 
     def __init__(
         self, settings: Launch, output: Output, requests: StopRequests, guard: OrphanGuard
@@ -129,7 +127,7 @@ class _Attempts:
         self._nodes = list(range(settings.nodes))  # as numbered in the first attempt
 
     def run(self) -> int:
-        """The exit status of the last attempt."""
+        """Run until an attempt is final; return its exit status."""
         restarts = 0
         while True:
             began = time.monotonic()
@@ -150,7 +148,7 @@ class _Attempts:
     def _attempt(self, restarts: int) -> Outcome:
         settings = self._settings
         places = slots(self._nodes, settings.procs_per_node, settings.devices_per_proc)
-        port = reserve_port()  # another each time: the last may still be bound
+        port = reserve_port()  # a new one for each attempt: the last may still be bound
         supervisor = Supervisor(
             settings.command,
             grace=settings.grace,
@@ -159,7 +157,7 @@ class _Attempts:
             guard=self._guard,
             log_dir=settings.log_dir,
         )
-        told = [
+        environments = [
             environment(
                 slot,
                 processes=len(places),
@@ -170,7 +168,7 @@ class _Attempts:
             for slot in places
         ]
         try:
-            return supervisor.run(list(zip(places, told, strict=True)))
+            return supervisor.run(list(zip(places, environments, strict=True)))
         except OSError as error:
             reason = error.strerror or str(error)
             raise ValueError(
@@ -180,7 +178,7 @@ class _Attempts:
     def _report(self, outcome: Outcome, seconds: float) -> None:
         first = outcome.first
         if first is None or outcome.request is not None or len(outcome.ended) == 1:
-            return  # what a single process did has just been shown
+            return  # the end of a single process has already been printed
         self._output.say(f"after {seconds:.1f} s all have ended; the cause: {first}")
         if first.tail:
             lines = "\n".join(f"  {line[:500]}" for line in first.tail)
@@ -193,7 +191,7 @@ class _Attempts:
             del self._nodes[slot.node]
 
     def _pause(self, seconds: float) -> signal.Signals | None:
-        """Wait, unless asked to stop: then return at once by what."""
+        """Wait for `seconds`; return early with the signal if the launcher is asked to stop."""
         deadline = time.monotonic() + seconds
         while self._requests.first is None and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)

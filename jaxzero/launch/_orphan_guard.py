@@ -1,11 +1,11 @@
-"""Processes end with the launcher that started them, even if it is killed by SIGKILL.
+"""Kill the launched processes if the launcher dies, even by SIGKILL.
 
-A launcher that gets SIGKILL cannot tell its children to end, and the kernel only tells direct
-children (PR_SET_PDEATHSIG, on Linux), not theirs. So a second, tiny process reads a pipe to which
-only the launcher holds the other end: the process groups that live and those that have ended. When
-the pipe closes, because the launcher has ended in whatever way, it kills the groups that are left.
+A launcher that gets SIGKILL cannot end its children, and the kernel signals only direct children
+(PR_SET_PDEATHSIG, on Linux), not their descendants. So a small guard process reads a pipe from the
+launcher, which lists process groups that have started and ended. When the pipe closes because the
+launcher has ended in any way, the guard kills the remaining groups.
 
-This file is also the program of that process: run by its path it imports nothing of jaxzero.
+This file is also the program of the guard process; run by its path, it imports nothing of jaxzero.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ import signal
 import subprocess
 import sys
 
-_WAIT_SECONDS = 2.0  # for a process that has nothing left to do
+_WAIT_SECONDS = 2.0  # for the guard process to exit
 
 
 class OrphanGuard:
-    """Kills the process groups in its care when this process ends. Use it as a context manager."""
+    """Kills the registered process groups when this process ends. A context manager."""
 
     def __enter__(self) -> "OrphanGuard":
         self._process = subprocess.Popen(
@@ -26,16 +26,16 @@ class OrphanGuard:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # signals to the launcher's group pass it by
+            start_new_session=True,  # so that it does not get signals to the launcher's group
         )
         return self
 
     def add(self, group: int) -> None:
-        """Take the process group `group` into care."""
+        """Register the process group `group`."""
         self._tell(f"+{group}\n")
 
     def remove(self, group: int) -> None:
-        """`group` has ended; its number may come to mean another."""
+        """Unregister `group`, which has ended: its number may be reused."""
         self._tell(f"-{group}\n")
 
     def __exit__(self, *error: object) -> None:
@@ -50,12 +50,12 @@ class OrphanGuard:
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # someone killed the guard: the rest works without it
+        with contextlib.suppress(OSError):  # the guard was killed; the launcher works without it
             os.write(self._process.stdin.fileno(), line.encode())
 
 
 def main() -> None:
-    """Follow standard input, and kill what is left when it ends."""
+    """Read groups from standard input, and kill the remaining ones when it is closed."""
     groups: set[int] = set()
     for line in sys.stdin:
         number = int(line[1:])

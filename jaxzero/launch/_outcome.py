@@ -1,7 +1,7 @@
-"""How processes that belong together ended, which of them is the cause, and what status follows.
+"""Exit states of all processes, the failure that caused the others, and the launcher's status.
 
-Whoever ends badly first is not always to blame: a process that loses its peer says so by its exit
-code (76) or is aborted by JAX (SIGABRT), and one that we asked to end has only followed another.
+The first process that fails is not always the cause: a process that loses its peer exits with code
+76 or is aborted by JAX (SIGABRT), and one that the launcher terminated only follows another.
 """
 
 import dataclasses
@@ -10,19 +10,19 @@ import signal
 from .._processes import PEER_LOST, STOPPED, describe, exit_status
 from ._child_environment import Slot
 
-# How a process ends that lost another. An abort alone may also be a failure of native code.
+# Exit codes of a process that lost a peer. A single abort may also be a failure of native code.
 CONSEQUENCES = (PEER_LOST, -signal.SIGABRT)
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
-    """How one process ended. `returncode` is as `subprocess` has it."""
+class ProcessExit:
+    """The exit of one process. `returncode` is that of `subprocess`."""
 
     slot: Slot
     returncode: int
-    seconds: float  # after its start
-    asked: bool  # it had been asked to end
-    hung: bool  # it did not end when asked, and was killed
+    seconds: float  # from its start
+    sigterm_sent: bool  # True if the launcher had sent SIGTERM to it
+    hung: bool  # True if it did not end within the grace period and was killed
     tail: tuple[str, ...] = ()  # the last lines of its output
 
     def __str__(self) -> str:
@@ -32,28 +32,30 @@ class Ended:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How all processes ended, in the order of their ends."""
+    """The exits of all processes, in the order in which they ended."""
 
-    ended: tuple[Ended, ...]
+    ended: tuple[ProcessExit, ...]
     request: signal.Signals | None = None  # what the launcher was asked to stop by
 
     @property
-    def first(self) -> Ended | None:
-        """The failure that the others follow from; None if all is done."""
+    def first(self) -> ProcessExit | None:
+        """The failure that caused the others; None if all processes succeeded."""
         failures = [end for end in self.ended if end.returncode != 0]
         return min(failures, key=_rank, default=None)  # the earliest of the lowest rank
 
     @property
     def blamed(self) -> Slot | None:
-        """The process without which it may go better: the one that failed by itself, or hung."""
+        """The slot to leave out of a restart: the process that failed on its own, or hung."""
         if self.first is None or self.first.returncode == STOPPED:
             return None
-        lost = [end for end in self.ended if end.returncode in CONSEQUENCES and not end.asked]
+        lost = [
+            end for end in self.ended if end.returncode in CONSEQUENCES and not end.sigterm_sent
+        ]
         is_alone = self.first.returncode != PEER_LOST and len(lost) == 1
         if self.first not in lost or is_alone:
             return self.first.slot
         hung = [end.slot for end in self.ended if end.hung]
-        return hung[0] if len(hung) == 1 else None  # of several most only waited for one
+        return hung[0] if len(hung) == 1 else None  # of several, most only waited for another
 
     @property
     def status(self) -> int:
@@ -65,9 +67,9 @@ class Outcome:
         return exit_status(self.first.returncode)
 
 
-def _rank(end: Ended) -> int:
+def _rank(end: ProcessExit) -> int:
     if end.returncode == STOPPED:
-        return 3  # it saved: worth telling if nothing worse happened
-    if end.asked:
+        return 3  # it saved its state: reported only if nothing worse happened
+    if end.sigterm_sent:
         return 2
     return 1 if end.returncode in CONSEQUENCES else 0

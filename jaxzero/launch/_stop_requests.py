@@ -1,4 +1,4 @@
-"""What the launcher was asked by signals, noted and acted upon later."""
+"""Record signals to the launcher, which it handles later in its main loop."""
 
 import contextlib
 import signal
@@ -8,13 +8,13 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequests:
-    """The first signal that asked to stop, and whether a second Ctrl-C asked to stop at once."""
+    """The signals received so far."""
 
-    first: signal.Signals | None = None
-    at_once: bool = False
+    first: signal.Signals | None = None  # first signal that asked to stop
+    at_once: bool = False  # True after a later Ctrl-C
 
     def note(self, signum: int, frame: object) -> None:
-        """A signal handler."""
+        """Record a signal; used as a signal handler."""
         if self.first is not None and signum == signal.SIGINT:
             self.at_once = True
         if self.first is None:
@@ -23,7 +23,7 @@ class StopRequests:
 
 @contextlib.contextmanager
 def noted_stop_requests() -> Iterator[StopRequests]:
-    """Note SIGINT, SIGTERM and SIGHUP inside the `with` block, in the main thread.
+    """Record SIGINT, SIGTERM and SIGHUP inside the `with` block, in the main thread.
 
     A signal that was ignored before stays ignored: SIGHUP under nohup, SIGINT in the background.
     """

@@ -1,8 +1,8 @@
-"""Processes that end together: all are started, watched, and stopped when one fails.
+"""Start a group of processes, and end all of them when one fails.
 
-One that fails ends the others: they are asked by SIGTERM, and killed after a grace. Where the first
-that failed only lost its peer, the peer's own end is awaited for a moment before anyone is asked.
-Processes that run, none of which has failed, are waited for without a bound; nothing else is.
+When a process fails, the others get SIGTERM, and SIGKILL after a grace period. If the first failure
+says that a peer was lost, the supervisor first waits a moment for that peer's own exit. Only the
+wait for running processes, none of which has failed, is unbounded.
 """
 
 import contextlib
@@ -19,25 +19,25 @@ from .._processes import STOPPED
 from ._child_environment import Slot
 from ._child_output import ChildOutput, Output
 from ._orphan_guard import OrphanGuard
-from ._outcome import CONSEQUENCES, Ended, Outcome
+from ._outcome import CONSEQUENCES, Outcome, ProcessExit
 from ._stop_requests import StopRequests
 
 _POLL_SECONDS = 0.02
-_CAUSE_SECONDS = 2.0  # how long the cause of a lost peer may take to show
-_KILL_SECONDS = 10.0  # how long the kernel may take to end what got SIGKILL
+_CAUSE_SECONDS = 2.0  # wait for the exit of the peer that another process lost
+_KILL_SECONDS = 10.0  # wait for processes to end after SIGKILL
 _OUTPUT_SECONDS = 5.0  # how long output may arrive after the end of its process
 
 
 class Supervisor:
-    """Runs a command in several places, and sees to it that all of them end.
+    """Runs a command in several processes, and ensures that all of them end.
 
     Args:
         command: a program and its arguments.
         grace: seconds between SIGTERM and SIGKILL.
-        output: where lines are shown, the processes' and ours.
-        requests: what the launcher is asked meanwhile.
-        guard: kills them should the launcher be killed.
-        log_dir: folder for a file of each process's output.
+        output: shows the lines of the processes and of the launcher.
+        requests: signals that the launcher receives meanwhile.
+        guard: kills the processes if the launcher is killed.
+        log_dir: folder for one log file per process, or None.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Supervisor:
         self._command, self._grace, self._log_dir = list(command), grace, log_dir
         self._output, self._requests, self._guard = output, requests, guard
         self._children: list[_Child] = []
-        self._ended: list[Ended] = []
-        # When those that run are asked to end, are killed, and are given up.
+        self._ended: list[ProcessExit] = []
+        # Times at which running processes get SIGTERM, get SIGKILL, and are given up.
         self._ask_at = self._kill_at = self._give_up_at = math.inf
 
     def run(self, places: Sequence[tuple[Slot, dict[str, str]]]) -> Outcome:
-        """Run once: a process for each slot, with its environment. Return when none is left.
+        """Run one process per slot, with its environment; return when all have ended.
 
         Raises:
-            OSError: the command cannot be run; what was started has been killed.
+            OSError: the command cannot be run; processes that were started have been killed.
         """
         with self._leaving_none():
             for slot, environment in places:
@@ -81,7 +81,7 @@ class Supervisor:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C reaches the launcher alone, which asks politely
+            start_new_session=True,  # Ctrl-C reaches only the launcher, which sends SIGTERM
         )
         self._guard.add(process.pid)
         output = ChildOutput(
@@ -104,7 +104,7 @@ class Supervisor:
             if end.returncode == 0:
                 continue
             self._output.say(str(end))
-            # After 75 the others have agreed to stop, and are saving.
+            # After status 75 the others have agreed to stop too, and are saving.
             patience = self._grace if end.returncode == STOPPED else 0.0
             if end.returncode in CONSEQUENCES:
                 patience = _CAUSE_SECONDS
@@ -120,7 +120,7 @@ class Supervisor:
         now, running = time.monotonic(), self._running()
         if not running:
             return
-        if now >= self._ask_at and not any(child.asked for child in running):
+        if now >= self._ask_at and not any(child.sigterm_sent for child in running):
             self._output.say(
                 f"asking {', '.join(str(child.slot.process) for child in running)} to stop "
                 f"(SIGTERM; SIGKILL after {self._grace:g} s)"
@@ -135,7 +135,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _leaving_none(self) -> Iterator[None]:
-        """Whatever happens inside, every process has ended after it, or is past ending."""
+        """Kill all processes if the body raises; report those that survive SIGKILL."""
         try:
             yield
         except BaseException:
@@ -148,7 +148,7 @@ class Supervisor:
             self._output.say(f"{child.slot} outlives SIGKILL: its pid is {child.process.pid}")
             self._ended.append(child.given_up())
 
-    def _with_tails(self) -> tuple[Ended, ...]:
+    def _with_tails(self) -> tuple[ProcessExit, ...]:
         deadline = time.monotonic() + _OUTPUT_SECONDS
         tails = {
             child.slot: child.output.close(max(0.0, deadline - time.monotonic()))
@@ -158,41 +158,41 @@ class Supervisor:
 
 
 class _Child:
-    """A process in a group of its own, with all that it starts."""
+    """A launched process, which leads a process group of its own."""
 
     def __init__(self, slot: Slot, process: subprocess.Popen[bytes], output: ChildOutput):
         self.slot, self.process, self.output = slot, process, output
-        self.has_ended = self.asked = False
+        self.has_ended = self.sigterm_sent = False
         self._hung = False
         self._started = time.monotonic()
 
-    def poll(self, seconds: float = 0.0) -> Ended | None:
-        """How it ended, if it has; wait for that for at most `seconds`."""
+    def poll(self, seconds: float = 0.0) -> ProcessExit | None:
+        """Wait at most `seconds` for the process to end; return its exit, or None."""
         try:
             returncode = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
-        self._kill_group()  # what it started ends with it
+        self._kill_group()  # its descendants end with it
         return self._end(returncode)
 
     def ask(self) -> None:
-        """SIGTERM, to the process alone: it may need its helpers for what it has to save."""
-        self.asked = True
+        """Send SIGTERM to the process only: it may need its child processes to save."""
+        self.sigterm_sent = True
         self.process.terminate()
 
     def kill(self, *, hung: bool) -> None:
         self._hung = hung
         self._kill_group()
 
-    def given_up(self) -> Ended:
-        """How it will have ended once the kernel lets go of it; nobody waits for that."""
+    def given_up(self) -> ProcessExit:
+        """Return the exit of a process that survives SIGKILL, without waiting for it."""
         self.process.returncode = -signal.SIGKILL
         return self._end(-signal.SIGKILL)
 
-    def _end(self, returncode: int) -> Ended:
+    def _end(self, returncode: int) -> ProcessExit:
         self.has_ended = True
         seconds = time.monotonic() - self._started
-        return Ended(self.slot, returncode, seconds, self.asked, self._hung)
+        return ProcessExit(self.slot, returncode, seconds, self.sigterm_sent, self._hung)
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # empty, or zombies only

@@ -1,4 +1,4 @@
-"""Attention: grouped heads, sliding windows, caps on the logits, rotated or not.
+"""Attention with grouped heads, sliding windows, logit softcapping and rotary embeddings.
 
     attention(q, k, v) = softmax(cap(scale q k^T) + mask) v,   cap(x) = c tanh(x / c)
 
@@ -62,7 +62,7 @@ class Attention(nnx.Module):
         """Attend, and project back.
 
         Args:
-            x_btd: what the layer sees.
+            x_btd: input of the layer.
             mask: True for tokens, False for padding; None if there is no padding.
             window: how many positions a token sees, itself included; None for all.
             turns: rotation of queries and keys; None for none.
@@ -108,7 +108,7 @@ def attend(
     dropout_key: Key[Array, ""] | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
 ) -> Float[Array, "b t h k"]:
-    """Attention, by `jax.nn.dot_product_attention` unless it lacks what is asked for."""
+    """Call `jax.nn.dot_product_attention`, or compute attention here if it lacks a feature."""
     has_dropout = dropout_key is not None and dropout_rate > 0
     if softcap is None and not has_dropout and not isinstance(window, jax.Array):
         return jax.nn.dot_product_attention(
@@ -135,7 +135,7 @@ def attend(
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     seen = _seen(query.shape[1], is_causal, window, mask_bs)
-    # Finite, as there: a row of padding that sees nothing gets a mean and not NaN.
+    # A finite value, as in JAX: a row of padding, with all keys masked, gets a mean and not NaN.
     logits = jnp.where(seen[:, None, None], logits, 0.7 * jnp.finfo(wide).min)
     probabilities = dropout(jax.nn.softmax(logits), dropout_rate, dropout_key)
     mixed = jnp.einsum("bgnts,bsgk->btgnk", probabilities.astype(value_bsgk.dtype), value_bsgk)
@@ -145,7 +145,7 @@ def attend(
 def _seen(
     num_tokens: int, is_causal: bool, window: Window, mask_bs: Bool[Array, "b s"] | None
 ) -> Bool[Array, "_ t s"]:
-    """Which keys each query sees."""
+    """Return the mask [queries, keys] of the keys that each query attends to."""
     distance = jnp.arange(num_tokens)[:, None] - jnp.arange(num_tokens)[None]
     seen = distance >= (0 if is_causal else -num_tokens)
     if window is not None:

@@ -1,4 +1,4 @@
-"""What the frozen dataclasses of this package check by the names and annotations of fields."""
+"""Validate config dataclasses by the names and annotations of their fields."""
 
 import dataclasses
 import typing
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def check_positive(config: Any, *, or_zero: tuple[str, ...] = ()) -> None:
-    """Refuse a field annotated `int`, or `int | None` with a number, that is not positive."""
+    """Raise if a field annotated `int` or `int | None` holds a number that is not positive."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         is_count = field.type is int or (field.type == (int | None) and value is not None)
@@ -17,7 +17,7 @@ def check_positive(config: Any, *, or_zero: tuple[str, ...] = ()) -> None:
 
 
 def check_choices(config: Any) -> None:
-    """Refuse a field annotated `Literal[...]` that is none of those."""
+    """Raise if a field annotated `Literal[...]` has another value."""
     for field in dataclasses.fields(config):
         if typing.get_origin(field.type) is not typing.Literal:
             continue
@@ -29,7 +29,7 @@ def check_choices(config: Any) -> None:
 
 
 def check_dropout(config: Any) -> None:
-    """Refuse a field called `..._dropout` that is no rate."""
+    """Raise if a field named `..._dropout` is not in [0, 1)."""
     for field in dataclasses.fields(config):
         if field.name.endswith("_dropout") and not 0 <= getattr(config, field.name) < 1:
             raise ValueError(

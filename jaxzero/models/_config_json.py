@@ -1,4 +1,4 @@
-"""Reading the `config.json` of a Hugging Face directory."""
+"""Read and validate the `config.json` of a Hugging Face directory."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -7,13 +7,13 @@ from typing import Any
 
 
 def read_config(path: Path | str) -> tuple[dict[str, Any], Path]:
-    """What the file says, and where it is.
+    """Return the content of the file, and its path.
 
     Args:
         path: the file, or its directory.
 
     Raises:
-        ValueError: there is no such file, or it is no JSON object.
+        ValueError: there is no such file, or it is not a JSON object.
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
@@ -34,12 +34,12 @@ def read_config(path: Path | str) -> tuple[dict[str, Any], Path]:
 
 
 def as_float(value: Any) -> Any:
-    """A number as a float, whether it was written as 0 or as 0.0; flags and null as they are."""
+    """Convert integers to float (0 and 0.0 are equal in JSON); return other values unchanged."""
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def check_counts(content: Mapping[str, Any], keys: Iterable[str], path: Path) -> None:
-    """Refuse a file in which one of `keys` is there, and neither null nor a positive integer."""
+    """Raise if one of `keys` is present and neither null nor a positive integer."""
     for key in keys:
         value = content.get(key)
         if value is not None and (type(value) is not int or value < 1):
@@ -50,7 +50,7 @@ def check_counts(content: Mapping[str, Any], keys: Iterable[str], path: Path) ->
 
 
 def check_present(content: Mapping[str, Any], keys: set[str], path: Path) -> None:
-    """Refuse a file that lacks one of `keys`."""
+    """Raise if one of `keys` is missing."""
     missing = sorted(keys - content.keys())
     if missing:
         raise ValueError(

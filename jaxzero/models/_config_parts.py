@@ -1,4 +1,4 @@
-"""The parts of a decoder's `config.json` that are more than a name: windows, experts, rotation.
+"""Read the structured parts of a decoder's `config.json`: windows, experts, rotation.
 
 Files of transformers 4 and 5 differ: 4 has `rope_theta` beside `rope_scaling`, 5 has both in
 `rope_parameters`, for each kind of layer where they differ; 4 writes `num_experts` where 5 writes
@@ -18,33 +18,33 @@ Content = Mapping[str, Any]
 
 
 def no_window(content: Content, num_layers: int) -> tuple[int, ...]:
-    """No layer has one."""
+    """No layer has a sliding window."""
     return ()
 
 
 def window_everywhere(content: Content, num_layers: int) -> tuple[int, ...]:
-    """All layers have one, if there is a size."""
+    """All layers have a sliding window, if its size is given."""
     return tuple(range(num_layers)) if content.get("sliding_window") else ()
 
 
 def window_if_used(content: Content, num_layers: int) -> tuple[int, ...]:
-    """All layers have one, if a key says that it is used."""
+    """All layers have a sliding window, if `use_sliding_window` is set."""
     return window_everywhere(content, num_layers) if content.get("use_sliding_window") else ()
 
 
 def window_late(content: Content, num_layers: int) -> tuple[int, ...]:
-    """Layers from a certain one on, if a key says that it is used."""
+    """Later layers have a sliding window, if `use_sliding_window` is set."""
     late = range(content.get("max_window_layers", 28), num_layers)
     return _window_by_type(content, num_layers, late) if content.get("use_sliding_window") else ()
 
 
 def window_alternating(content: Content, num_layers: int) -> tuple[int, ...]:
-    """The first layer, and every second one from there."""
+    """The first and every second layer after it have a sliding window."""
     return _window_by_type(content, num_layers, range(0, num_layers, 2))
 
 
 def window_but_every_nth(content: Content, num_layers: int) -> tuple[int, ...]:
-    """All but every nth layer."""
+    """All layers except every nth have a sliding window."""
     n = content.get("sliding_window_pattern", content.get("_sliding_window_pattern", 6))
     return _window_by_type(content, num_layers, [i for i in range(num_layers) if (i + 1) % n])
 
@@ -59,8 +59,8 @@ def _window_by_type(
         return tuple(unless_said)
     if len(types) != num_layers:
         raise ValueError(
-            f"`layer_types` in `config.json` speaks of {len(types)} layers, of which there are "
-            f"{num_layers}. Copy or download the checkpoint again."
+            f"`layer_types` in `config.json` has {len(types)} entries for {num_layers} layers. "
+            "Copy or download the checkpoint again."
         )
     unknown = sorted(set(types) - {"sliding_attention", "full_attention"})
     if unknown:
@@ -72,7 +72,7 @@ def _window_by_type(
 
 
 def mixtral_experts(content: Content, num_layers: int, path: Path) -> ExpertsConfig:
-    """In every layer, as wide as `intermediate_size`."""
+    """Experts in every layer, of width `intermediate_size`."""
     check_present(content, {"num_local_experts", "num_experts_per_tok"}, path)
     return ExpertsConfig(
         num_experts=content["num_local_experts"],
@@ -83,7 +83,7 @@ def mixtral_experts(content: Content, num_layers: int, path: Path) -> ExpertsCon
 
 
 def qwen3_experts(content: Content, num_layers: int, path: Path) -> ExpertsConfig | None:
-    """In every nth layer but those named, with a width of their own."""
+    """Experts in every nth layer except those listed, with a separate width."""
     count = "num_local_experts" if "num_local_experts" in content else "num_experts"
     check_present(content, {count, "num_experts_per_tok", "moe_intermediate_size"}, path)
     every = content.get("decoder_sparse_step", 1)

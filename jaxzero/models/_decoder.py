@@ -99,7 +99,7 @@ class Decoder(nnx.Module):
         positions: Int[Array, "b t"] | None = None,
         dropout_key: Key[Array, ""] | None = None,
     ) -> Float[Array, "b t d"]:
-        """What `logits` takes: the normalised vectors after the last layer. Arguments as above."""
+        """Compute the normalized vectors after the last layer, the input of `logits`."""
         config = self.config
         if positions is None:
             positions = jnp.arange(ids.shape[1])[None]
@@ -139,7 +139,7 @@ class Decoder(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention, then a perceptron or experts, each added to what came in."""
+    """One layer: attention, then a perceptron or experts, each with a residual connection."""
 
     def __init__(self, config: DecoderConfig, number: int, *, rngs: nnx.Rngs):
         self.config = config
@@ -165,7 +165,7 @@ class Block(nnx.Module):
         turns: Turns | None = None,
         dropout_key: Key[Array, ""] | None = None,
     ) -> Float[Array, "b t d"]:
-        """Arguments as those of `Attention`."""
+        """Apply the layer; the arguments are those of `Attention`."""
         probabilities_key, attention_key, mlp_key = split_key(dropout_key, 3)
         rate = self.config.residual_dropout
         seen = _normalized(self.attention_norm, x_btd)
@@ -182,7 +182,7 @@ def _normalized(norm: Any, x_btd: Array) -> Array:
 
 
 def _slides(config: DecoderConfig, i: int | Array) -> bool | Array:
-    """Whether layer i has the window: known now, unless layers that differ are scanned."""
+    """Return if layer i has the window; a traced bool if layers with and without are scanned."""
     numbers = config.sliding_layers
     if len(numbers) in (0, config.num_layers):
         return bool(numbers)

@@ -1,4 +1,4 @@
-"""What a decoder computes, as a frozen dataclass that was checked once.
+"""Configuration of a decoder, as a frozen dataclass that validates itself.
 
 Field names are ours (spelled out, `num_` for counts). `DecoderConfig.from_json` reads the
 `config.json` of every family that `_decoder_families` has a table for.
@@ -31,21 +31,21 @@ class DecoderConfig:
         num_heads: of the queries.
         num_key_value_heads: divides `num_heads`; equal to it without grouped queries.
         head_size: width of a head; `num_heads * head_size` may differ from `hidden_size`.
-        max_length: positions that have an embedding, in tokens. With `rope` nothing ends there.
+        max_length: positions that have an embedding, in tokens. With `rope` it is not a limit.
         norm: RMSNorm, RMSNorm that stores its scale less 1, or LayerNorm.
-        norm_epsilon: under the root.
+        norm_epsilon: added under the square root.
         norm_placement: before each half of a layer, after it (its sum with the residual is not
             normalised), or both.
         query_key_norm: normalise queries and keys "head" by head, or each whole "projection".
         activation: of the perceptron, or of its gate.
-        gated_mlp: whether the perceptron has a gate.
-        query_key_value_bias, attention_output_bias, mlp_bias: whether those projections have one.
-        tied_head: whether logits are products with the embeddings of the words.
+        gated_mlp: True if the perceptron has a gate.
+        query_key_value_bias, attention_output_bias, mlp_bias: True if the projection has a bias.
+        tied_head: True if the head shares the word embeddings.
         embedding_scale: multiplies embeddings, rounded to `compute_dtype`.
         rope: rotation of queries and keys; None for a learned embedding of each position.
-        sliding_rope: of the layers with a window, if they have another.
-        sliding_window: positions that a token of a `sliding_layers` sees, itself included.
-        sliding_layers: numbers of the layers with that window.
+        sliding_rope: rotation in the layers with a window, if it differs.
+        sliding_window: positions that a token attends to in `sliding_layers`, itself included.
+        sliding_layers: indices of the layers with that window.
         attention_scale: multiplies products of queries and keys; None for `head_size ** -0.5`.
         attention_softcap, logit_softcap: x becomes c tanh(x / c), before softmax.
         experts: a mixture of experts; None for a perceptron in every layer.
@@ -150,7 +150,7 @@ class DecoderConfig:
 
         Raises:
             ValueError: the file is missing or lacks a size, its `model_type` is not one of those
-                that this decoder covers, or it asks for something that is not computed here.
-                A family of your own is read by `interop.load_decoder(..., family=...)`.
+                that the decoder supports, or it has an option that is not supported. A family of
+                your own is read by `interop.load_decoder(..., family=...)`.
         """
         return cls(**(decoder_fields(*read_config(path)) | changes))

@@ -1,4 +1,4 @@
-"""Dropout as a pure function of a key: the same layers train with it and are evaluated without.
+"""Dropout as a pure function of a key; without a key, as in evaluation, it is off.
 
 dropout(x) = x / (1 - rate) with probability 1 - rate, else 0
 """
@@ -22,5 +22,5 @@ def dropout(
 
 
 def split_key(key: Key[Array, ""] | None, num: int) -> list[Key[Array, ""] | None]:
-    """`num` independent keys, or as many times None."""
+    """Split a key into `num` independent keys; return `num` times None for None."""
     return [None] * num if key is None else list(jax.random.split(key, num))

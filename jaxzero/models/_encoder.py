@@ -1,4 +1,4 @@
-"""A BERT encoder (https://arxiv.org/abs/1810.04805), and those of its kind, in Flax NNX.
+"""BERT encoders (https://arxiv.org/abs/1810.04805), also RoBERTa and DistilBERT, in Flax NNX.
 
 Each layer is post-normalised, as in the original transformer:
 
@@ -6,10 +6,10 @@ Each layer is post-normalised, as in the original transformer:
     x = LayerNorm(x + down(gelu(up(x))))
 
 with the exact (erf) GELU. RoBERTa counts positions from its padding token on, DistilBERT has no
-token types; MiniLM is a small BERT. There is no pooler: nothing in `jaxzero` reads its output, and
-`jaxzero.interop` carries its weights from the file it read to the file it writes. Modules know
-nothing of devices; `jz.Zero` splits whatever parameters they hold. Nothing in them is random state
-either: dropout happens when a call is given a key.
+token types; MiniLM is a small BERT. There is no pooler: nothing in `jaxzero` uses its output, and
+`jaxzero.interop` copies its weights from the source file when exporting. Modules are independent of
+devices; `jz.Zero` shards their parameters. They hold no random state: dropout is on when a call
+gets a key.
 
 Dimensions: b batch, t tokens, d hidden, h heads, k head size.
 """
@@ -61,8 +61,8 @@ class Encoder(nnx.Module):
 
         Args:
             ids: token ids.
-            mask: True for tokens, False for padding. Padding is attended by nothing, so it does not
-                change the vectors of the tokens; its own vectors mean nothing.
+            mask: True for tokens, False for padding. No token attends to padding, so it does not
+                change the vectors of the tokens; the vectors of padding are meaningless.
             token_types: sentence number of each token in a pair; all 0 if left out. Ignored by a
                 model without token types.
             dropout_key: turns dropout on, at the rates of the config. Give each device its own

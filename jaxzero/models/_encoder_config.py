@@ -1,7 +1,7 @@
-"""What an encoder's `config.json` says, as a frozen dataclass that was checked once.
+"""Configuration of an encoder, as a frozen dataclass that validates itself.
 
 Field names are ours (spelled out, `num_` for counts). One table for each family maps the names of a
-Hugging Face `config.json` to them; what `Encoder` does not compute is refused.
+Hugging Face `config.json` to them; options that `Encoder` does not support raise an error.
 """
 
 import dataclasses
@@ -31,8 +31,7 @@ _DISTILBERT_SIZES = {
     "n_heads": "num_heads",
     "max_position_embeddings": "max_length",
 }
-# Keys that change the meaning of the model: the only value that `Encoder` computes, which is also
-# what a file that lacks the key means.
+# Keys that change what the model computes -> the only supported value, which is also the default.
 _BERT_MEANING = {
     "hidden_act": "gelu",
     "position_embedding_type": "absolute",
@@ -50,9 +49,9 @@ class EncoderConfig:
 
     Args:
         vocabulary_size, hidden_size, intermediate_size, num_layers, num_heads: as the names say.
-        max_length: of a text, in tokens, the special ones included.
+        max_length: longest text in tokens, including special tokens.
         num_token_types: kinds of sentences that have an embedding; 0 for no such embedding.
-        layer_norm_epsilon: under the root.
+        layer_norm_epsilon: added under the square root.
         padding_id: token that has no position (RoBERTa); None if positions count from the first
             token of a row, whatever it is.
         embedding_dropout, attention_dropout, attention_output_dropout, mlp_dropout: rates, used

@@ -1,13 +1,13 @@
-"""A mixture of experts (https://arxiv.org/abs/2101.03961): a router sends each token to a few.
+"""Mixture of experts (https://arxiv.org/abs/2101.03961): a router sends each token to k experts.
 
     p = softmax(router(x))             over all experts
     y = sum of p_e mlp_e(x)            over the k experts with the largest p_e
 
-Two ways to the same sum. "scan" takes one expert after another and computes it for every token:
-ZeRO then gathers the weights of one expert at a time, for num_experts / k times the arithmetic.
-"ragged" sorts the tokens by expert and multiplies each run of them by its own weights
-(`jax.lax.ragged_dot`): no arithmetic is wasted where the backend has a kernel for it, and the
-weights of all experts of a layer are there at once.
+There are two implementations. "scan" loops over experts and applies each to every token: ZeRO then
+gathers the weights of one expert at a time, for num_experts / k times the arithmetic. "ragged"
+sorts the tokens by expert and multiplies each group by its expert's weights
+(`jax.lax.ragged_dot`): no arithmetic is wasted if the backend has a kernel for it, but the
+weights of all experts of a layer are in memory at once.
 
 Dimensions: n tokens of the batch, k experts per token, e experts, d hidden, f width of an expert.
 """
@@ -25,7 +25,7 @@ from ._wide import widened
 
 
 class Experts(nnx.Module):
-    """Gated perceptrons, few of which see a given token."""
+    """Gated MLPs, of which `k` process each token."""
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig, *, rngs: nnx.Rngs):
         self.config, self.experts = config, experts
@@ -45,7 +45,7 @@ class Experts(nnx.Module):
         return compute(bend, weights, x_nd, shares_nk, chosen_nk).reshape(x_btd.shape)
 
     def route(self, x_nd: Float[Array, "n d"]) -> tuple[Float[Array, "n k"], Int[Array, "n k"]]:
-        """The share and the number of each expert that a token is sent to, largest share first."""
+        """Return weight and index of the k experts of each token, largest weight first."""
         logits_ne = self.router(x_nd)
         shares_ne = jax.nn.softmax(logits_ne.astype(widened(logits_ne.dtype)), axis=-1)
         shares_nk, chosen_nk = jax.lax.top_k(shares_ne, self.experts.num_experts_per_token)

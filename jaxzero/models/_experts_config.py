@@ -1,4 +1,4 @@
-"""What a mixture of experts computes, as a frozen dataclass that was checked once."""
+"""Configuration of a mixture of experts, as a frozen dataclass that validates itself."""
 
 import dataclasses
 
@@ -10,11 +10,11 @@ class ExpertsConfig:
     """A mixture of experts in place of the perceptron of a layer.
 
     Args:
-        num_experts: of a layer.
-        num_experts_per_token: how many of them see a token.
+        num_experts: experts per layer.
+        num_experts_per_token: experts that process each token.
         intermediate_size: width of an expert.
-        normalize: whether the shares of the chosen experts are scaled to sum to 1.
-        dense_layers: numbers of the layers that have an ordinary perceptron instead.
+        normalize: True if the weights of the chosen experts are scaled to sum to 1.
+        dense_layers: indices of the layers that have an ordinary perceptron instead.
     """
 
     num_experts: int

@@ -1,7 +1,7 @@
-"""Layers one after the other: a list of them, or one stack of equal ones that is scanned.
+"""Run a sequence of layers: a list of modules, or one stack of equal layers that is scanned.
 
-A scan compiles one layer whatever their number, and a stack is what `jz.Zero` gathers layer by
-layer in a loop. A list is free to hold layers that differ, and lets XLA schedule across them.
+With a scan the compile time is independent of the number of layers, and `jz.Zero` gathers the
+stack layer by layer in a loop. A list may hold different layers, and XLA schedules across them.
 
 Recomputation (`remat`) is `jax.checkpoint` around each layer: its activations are dropped after the
 forward pass, but for those that the policy keeps, and are computed again in the backward pass.
@@ -38,9 +38,9 @@ def run_layers(
 
     Args:
         layers: from `make_layers`.
-        step: what a layer does; the shape and dtype of `x` stay.
-        x: what the first layer sees.
-        num_layers: how many there are.
+        step: applies one layer; it must keep the shape and dtype of `x`.
+        x: input of the first layer.
+        num_layers: number of layers.
         remat: what is kept for the backward pass: everything ("none"), only what enters each layer
             ("full"), or also what the policy of that name in `jax.checkpoint_policies` keeps.
     """

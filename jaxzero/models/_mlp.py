@@ -24,7 +24,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Mlp(nnx.Module):
-    """Widen, bend, narrow: each token by itself."""
+    """Projection, activation and projection back, applied to each token."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         hidden, wide, bias = config.hidden_size, config.intermediate_size, config.mlp_bias

@@ -1,4 +1,4 @@
-"""RMSNorm (https://arxiv.org/abs/1910.07467), in float32 whatever the model computes in.
+"""RMSNorm (https://arxiv.org/abs/1910.07467), in float32 for any compute dtype.
 
     y = scale x / sqrt(mean(x^2) + epsilon)
 
@@ -19,7 +19,7 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, size: int, *, epsilon: float, offset: float = 0.0):
         self.epsilon = epsilon
-        self.offset = offset  # what the stored scale lacks
+        self.offset = offset  # added to the stored scale
         self.scale = nnx.Param(jnp.full(size, 1 - offset, jnp.float32))
 
     def __call__(self, x: Float[Array, "*dims d"]) -> Float[Array, "*dims d"]:

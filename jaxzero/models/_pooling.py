@@ -1,4 +1,4 @@
-"""From one vector per token to one unit vector per text, as sentence-transformers does it.
+"""Pool token vectors to one unit vector per text, as sentence-transformers does.
 
 mean_pool(x, mask) = sum_t mask_t x_t / max(sum_t mask_t, 1)
 normalize(v) = v / max(|v|, 1e-12)

@@ -1,14 +1,13 @@
-"""Rotary position embeddings (https://arxiv.org/abs/2104.09864) and how long contexts stretch them.
+"""Rotary position embeddings (https://arxiv.org/abs/2104.09864), with scalings for long contexts.
 
-A head is cut into two halves of r numbers, (a, b); the pair (a_i, b_i) of the token at position p
-turns by the angle p f_i with f_i = base^(-i / r), so that the product of a query and a key depends
-on the distance of the two tokens alone:
+A head is divided into two halves of r numbers, (a, b); the pair (a_i, b_i) of the token at position
+p is rotated by the angle p f_i with f_i = base^(-i / r), so that the product of a query and a key
+depends only on the distance of the two tokens:
 
     rotate(a, b) = (a cos - b sin, b cos + a sin)
 
-What follows the 2 r rotated numbers in a head, if anything, passes as it is (partial rotation). A
-model that was trained on short texts and then on long ones turns its slow pairs more slowly: that
-is a scaling, one dataclass for each kind.
+Numbers of a head beyond the first 2 r are not rotated (partial rotation). A model that was extended
+from short to long texts rotates its slow pairs more slowly; each such scaling is one dataclass.
 
 Dimensions: b batch (or 1), t tokens, h heads, k head size, r rotated pairs.
 """
@@ -24,16 +23,16 @@ from jaxtyping import Array, Float, Float32, Int
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearScaling:
-    """Every pair turns `factor` times more slowly."""
+    """Divides the frequency of every pair by `factor`."""
 
     factor: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Pairs that turn less than `slow_turns` times in `trained_length` tokens are slowed.
+    """Lowers the frequency of pairs with less than `slow_turns` turns in `trained_length` tokens.
 
-    Those above `fast_turns` keep their speed, those between are interpolated.
+    Pairs with more than `fast_turns` keep their frequency; those in between are interpolated.
 
     References:
         The Llama 3 herd of models (https://arxiv.org/abs/2407.21783); `config.json` says
@@ -48,11 +47,11 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongScaling:
-    """A factor for each pair, one set for texts of up to `trained_length` tokens, one for longer.
+    """A divisor per pair, with one set for texts of up to `trained_length` tokens, one for longer.
 
     Args:
-        short, long: what each pair's speed is divided by.
-        trained_length: in tokens; which set is used is decided by the largest position.
+        short, long: divisors of each pair's frequency.
+        trained_length: in tokens; compared with the largest position to choose the set.
         magnitude: multiplies sines and cosines, for both sets.
 
     References:
@@ -70,7 +69,7 @@ Scaling = LinearScaling | Llama3Scaling | LongScaling
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Which part of a head is rotated, and how fast each pair of numbers turns."""
+    """Number of rotated elements of a head, and the frequency of each pair."""
 
     rotary_size: int  # numbers of a head that are rotated, from its start
     base: float = 10000.0
@@ -93,14 +92,14 @@ class Rope:
 
 
 class Turns(NamedTuple):
-    """By how much each pair of each token turns."""
+    """Sine and cosine of the rotation angle of each pair of each token."""
 
     cos: Float32[Array, "b t r"]
     sin: Float32[Array, "b t r"]
 
 
 def turns(rope: Rope, positions: Int[Array, "b t"]) -> Turns:
-    """Sines and cosines in float32, whatever the model computes in."""
+    """Compute sines and cosines in float32, independent of the compute dtype."""
     scaling = rope.scaling
     if isinstance(scaling, LongScaling):
         is_long = jnp.max(positions) >= scaling.trained_length
@@ -123,9 +122,10 @@ def rotate(x_bthk: Float[Array, "b t h k"], by: Turns) -> Float[Array, "b t h k"
 
 
 def _speeds(rope: Rope, factors: tuple[float, ...] | None = None) -> np.ndarray:
-    """Radians per token of each pair, float32 `[r]`, in the order of operations that is usual.
+    """Compute the frequency of each pair in radians per token, float32 `[r]`.
 
-    At position 100,000 a rounding error of a speed is a visible angle, so float32 is meant.
+    The order of operations and the dtype are those of transformers: at position 100,000 a rounding
+    error of a frequency is a noticeable angle.
     """
     exponents = np.arange(0, rope.rotary_size, 2, dtype=np.float32) / np.float32(rope.rotary_size)
     periods = np.float32(rope.base) ** exponents

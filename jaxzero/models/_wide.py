@@ -1,4 +1,4 @@
-"""The dtype of what 8 significant bits are too few for: statistics, softmax, sums of many terms."""
+"""The dtype for statistics, softmax and long sums, where 8 significant bits are too few."""
 
 import jax.numpy as jnp
 

@@ -121,7 +121,7 @@ def test_mistakes_are_named(directory, zero):
             checkpoints.save(50, make_state(zero, 0), extra={"key": object()})
         with pytest.raises(ValueError, match="`step` must not be negative; got -1"):
             checkpoints.save(-1, make_state(zero, 0))
-        with pytest.raises(ValueError, match="`state` holds no numbers"):
+        with pytest.raises(ValueError, match="`state` has no array with elements"):
             checkpoints.save(50, {"wire_state": None})
         like = {
             "params": jax.tree.map(lambda x: x.astype(jnp.bfloat16), make_state(zero, 0)["params"])

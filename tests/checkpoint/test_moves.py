@@ -123,7 +123,7 @@ def test_processes_agree_on_damage_and_on_differences(two_processes):
         and "[4, 5]" in first["steps"]
     )
     assert first["different"] == second["different"]
-    assert first["different"].startswith("ValueError: The leaf `own` is held by each process")
+    assert first["different"].startswith("ValueError: The leaf `own` is local to each process")
 
 
 def test_a_process_that_does_not_come_is_waited_for_so_long_and_no_longer(two_processes):

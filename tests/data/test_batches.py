@@ -163,7 +163,7 @@ def test_a_process_without_devices_is_refused(monkeypatch: pytest.MonkeyPatch):
         (lambda ds: ds.map(lambda i: np.zeros(i)), r"shape of leaf `\.`: .* Pad or cut them"),
         (lambda ds: ds.map(lambda i: {"a": "text"}), "Leaf `a` of an element has dtype <U4"),
         (lambda ds: ds.map(lambda i: {f"{i}": 1}), "Elements differ: one is a tree"),
-        (lambda ds: ds.filter(lambda i: i != 3), "has no element 3: a filter left it out"),
+        (lambda ds: ds.filter(lambda i: i != 3), "has no element 3: a filter removed it"),
     ],
 )
 def test_elements_that_make_no_batch(change: Any, message: str):
@@ -190,7 +190,7 @@ def test_a_state_of_something_else(other: grain.MapDataset, batch_size: int, mes
     batches = Batches(other, zero, batch_size=batch_size)
     with pytest.raises(ValueError, match=message):
         batches.set_state(state)
-    with pytest.raises(ValueError, match="must be what `Batches.get_state` gave; got {'step': 3}"):
+    with pytest.raises(ValueError, match="must be from `Batches.get_state`; got {'step': 3}"):
         batches.set_state({"step": 3})
 
 

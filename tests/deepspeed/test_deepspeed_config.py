@@ -150,7 +150,7 @@ def test_a_file_that_does_not_say_whether_to_clip(mesh):
     keys = config(optimizer={"type": "SGD", "params": {"lr": 1.0}})
     del keys["gradient_clipping"]
     gradient = jnp.array([6.0, 8.0])
-    with pytest.warns(UserWarning, match=r"no `gradient_clipping`: .* from 0.19.3 on"):
+    with pytest.warns(UserWarning, match=r"no `gradient_clipping`: .* 0.19.3 and later"):
         clipped = jz.from_deepspeed(keys, mesh)
     free = jz.from_deepspeed(keys, mesh, values={"gradient_clipping": 0.0})
     for run, norm in ((clipped, 1.0), (free, 10.0)):
@@ -270,7 +270,7 @@ def test_mistakes(mesh, keys: dict, message: str):
 def test_files_that_are_none(mesh, tmp_path: Path):
     for content, message in [
         ("[]", "holds list, not a JSON object"),
-        ("{", "is no DeepSpeed configuration"),
+        ("{", "is not a DeepSpeed configuration"),
         ('{"a": 1, "a": 2}', "the key 'a' is there twice"),
     ]:
         (tmp_path / "c.json").write_text(content)

@@ -140,9 +140,9 @@ def test_two_processes_agree_or_say_why():
     assert first == {
         "mesh": {"node": 1, "local": 4},  # two processes of one host
         "settings": f"`settings.rate` is 1.1 in process 1 ({host}) and 0.1 in process 0 ({host}). "
-        "All processes of a run must have the same.",
+        "It must be equal in all processes of a run.",
         "missing": f"`settings.more` is 1 in process 1 ({host}) and missing in process 0 "
-        f"({host}). All processes of a run must have the same.",
+        f"({host}). It must be equal in all processes of a run.",
         "replicas whole": first["replicas whole"],
         "replicas split": None,  # no two devices hold the same piece
         "replicas number": f"After step 7 the leaf `n` of process 1 ({host}) differs from that of "
@@ -194,7 +194,7 @@ def test_an_exception_ends_all():
 
 def test_an_exit_of_one_process_alone_ends_all():
     first, second = run("tests.distributed.distributed_run", 2, "quit", seconds=60)
-    assert second.status == 3 and "This process leaves at once" in second.err
+    assert second.status == 3 and "This process exits at once" in second.err
     assert first.status in (distributed.PEER_LOST, -signal.SIGABRT)
 
 
@@ -209,7 +209,7 @@ def test_an_exception_before_training_ends_all_in_the_end():
 def test_a_process_that_makes_no_step_says_where_it_stands():
     first, second = run("tests.distributed.distributed_run", 2, "hang", seconds=60)
     assert {first.status, second.status} <= {distributed.PEER_LOST, -signal.SIGABRT}
-    message = "No step for 6 s, since step 3; above is where this process stands. The others: "
+    message = "No step for 6 s, since step 3; the traceback of this process is above. The others: "
     assert message in second.err and f'{DISTRIBUTED_RUN}", line' in second.err
 
 
@@ -218,7 +218,7 @@ def test_a_process_may_wait_where_it_says_so():
     (end,) = run("tests.distributed.distributed_run", 1, "wait", seconds=60)
     assert end.out == "waited\n" and end.status == distributed.PEER_LOST
     assert end.err.endswith(
-        "No step for 1 s, since the start; above is where this process stands.\n"
+        "No step for 1 s, since the start; the traceback of this process is above.\n"
     )
 
 

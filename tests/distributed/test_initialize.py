@@ -196,8 +196,8 @@ def test_mpi4py_if_asked_for(told, monkeypatch, tmp_path: Path):
 @pytest.mark.parametrize(
     ("variables", "arguments", "message"),
     [
-        ({}, {"cluster_detection_method": "mpi4py"}, "from this cluster .*mpi4py"),
-        ({}, {"cluster_detection_method": "slurm"}, "from this cluster .*SLURM_JOB_ID"),
+        ({}, {"cluster_detection_method": "mpi4py"}, "of this cluster .*mpi4py"),
+        ({}, {"cluster_detection_method": "slurm"}, "of this cluster .*SLURM_JOB_ID"),
         ({}, {"cluster_detection_method": "lsf"}, "`cluster_detection_method` 'lsf' finds nothing"),
         (SLURM | {"JAX_LOCAL_DEVICE_IDS": "all"}, {}, "`JAX_LOCAL_DEVICE_IDS` must be .*got 'all'"),
         ({"JAX_COORDINATOR_ADDRESS": "b:2"}, {}, "`num_processes` is not given"),
@@ -215,7 +215,7 @@ def test_mistakes_in_what_says_it(variables, arguments, message: str, told, monk
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_processes": 2}, "`coordinator_address` is not given, and nothing here says it"),
+        ({"num_processes": 2}, "`coordinator_address` is not given and was not detected"),
         ({"coordinator_address": "a:1", "process_id": 0}, "`num_processes` is not given"),
         (
             {"coordinator_address": "a:1", "num_processes": 2, "process_id": 2},

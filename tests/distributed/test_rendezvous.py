@@ -50,7 +50,7 @@ def test_processes_meet():
         ([_hello(0), _hello(1, count=4)], "counts 4 processes, process 0 .* 2. Give all the same"),
         (
             [_hello(0, count=3), _hello(1, count=3), _hello(1, count=3, host="c")],
-            "Two processes call themselves 1: one on (host1|c), one on (host1|c).",
+            "Two processes have `process_id` 1: one on (host1|c), one on (host1|c).",
         ),
     ],
     ids=["missing", "other code", "other count", "twins"],
@@ -111,11 +111,11 @@ def test_a_port_that_is_taken():
     [
         (
             b"",
-            r"s \(what answers there is no process of this run\): another program holds the port",
+            r"s \(the program that answers is not a process .*\): another program holds",
         ),
-        (b"HTTP/1.1 400 Bad Request\r\n", "no process of this run.*: another program holds"),
-        (b"5\n", "no process of this run.*: another program holds"),
-        (None, r"\(timed out\): not all processes came.*; or another program holds the port"),
+        (b"HTTP/1.1 400 Bad Request\r\n", "not a process of this run.*: another program holds"),
+        (b"5\n", "not a process of this run.*: another program holds"),
+        (None, r"\(timed out\): not all processes connected.*; or another program holds the port"),
     ],
     ids=["closes", "no JSON", "other JSON", "silent"],
 )

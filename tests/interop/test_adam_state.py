@@ -136,7 +136,7 @@ def test_a_torch_file_with_its_optimizer(tmp_path: Path):
 
     split = ({"params": parameters[::2], "weight_decay": 0.0}, {"params": parameters[1::2]})
     checkpoint = interop.open_checkpoint(saved(*split))
-    with pytest.raises(ValueError, match=r"numbers its 4 parameters.*Pass `names=`"):
+    with pytest.raises(ValueError, match=r"identifies its 4 parameters by number.*Pass `names=`"):
         checkpoint.adam()
     with pytest.raises(ValueError, match=r"`names` must name the 4 parameters.*got 1"):
         checkpoint.adam(["0.weight"])
@@ -153,7 +153,7 @@ def test_a_torch_file_with_its_optimizer(tmp_path: Path):
 
 
 def test_mistakes(checkpoint, params):
-    with pytest.raises(ValueError, match="holds no state of Adam"):
+    with pytest.raises(ValueError, match="has no state of Adam"):
         interop.load_adam(optax.sgd(0.1).init(params), params, checkpoint, rules=torch_run.RULES)
     state = optax.adam(0.1).init(params)
     smaller = {name: x for name, x in params.items() if name != "norm"}
@@ -163,5 +163,5 @@ def test_mistakes(checkpoint, params):
         smaller_state = optax.adam(0.1).init(smaller)
         interop.load_adam(smaller_state, smaller, checkpoint, rules=torch_run.RULES)
     interop.load_adam(smaller_state, smaller, checkpoint, rules=torch_run.RULES, ignore=["norm.*"])
-    with pytest.raises(ValueError, match="`rules` are needed where `source` is no `Checkpoint`"):
+    with pytest.raises(ValueError, match="`rules` are required unless `source` is a `Checkpoint`"):
         interop.load_adam(state, params, checkpoint.adam())

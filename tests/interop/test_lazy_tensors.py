@@ -97,8 +97,14 @@ def test_bfloat16_stays_bfloat16():
         (lambda x: x.transpose(0, 0), r"`dims` must name each dimension of \(2, 3\) once.*x; got"),
         (lambda x: x.narrow(1, 2, 4), r"`start` and `stop` must lie in dimension 1 of \(2, 3\)"),
         (lambda x: x.reshape((4,)), r"`shape` must hold the 6 elements of x, .*got \(4,\)"),
-        (lambda x: concatenate([x, x.transpose()], 0), "must agree in all else: x is float64"),
-        (lambda x: concatenate([x, x.astype(np.int8)], 0), "must agree in all else: x is float64"),
+        (
+            lambda x: concatenate([x, x.transpose()], 0),
+            "must agree in dtype and other dims: x is float64",
+        ),
+        (
+            lambda x: concatenate([x, x.astype(np.int8)], 0),
+            "must agree in dtype and other dims: x is float64",
+        ),
         (lambda x: x[::2, :], r"`slices` of tensor x must be 2 slices with step 1"),
     ],
 )

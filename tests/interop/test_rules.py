@@ -89,7 +89,7 @@ def test_a_rule_is_written_as_it_is_read():
     [
         ({"h.1.fc.weight": None}, r"checkpoint here lacks 'h\.1\.fc\.weight'\. The rules must"),
         ({"h.1.experts.2.w": None}, r"lacks 'h\.1\.experts\.2\.w'"),
-        ({"h.2.qk": (8, 4)}, r"holds unknown 'h\.2\.qk'.* goes into `ignore`"),
+        ({"h.2.qk": (8, 4)}, r"holds unknown 'h\.2\.qk'.* in `ignore`"),
         ({"h.0.experts.3.w": (4, 9)}, r"holds unknown 'h\.0\.experts\.3\.w'"),
         ({"h.0.qk": (9, 4)}, r"'h\.0\.qk' here has shape \(9, 4\), but .* asks for \(8, 4\)"),
         ({"h.0.gate": (5, 3)}, r"'h\.0\.gate' .* \(5, 4\) \(its `layers\.0\.gate_up`\)"),
@@ -118,16 +118,16 @@ def test_ignored_tensors():
 @pytest.mark.parametrize(
     ("rules", "shapes", "message"),
     [
-        ([Rule("a", "x")], {"a": (2,), "b": (2,)}, "No rule speaks of 'b'"),
-        ([Rule("a", "x"), Rule("a", "y")], {"a": (2,)}, "Two rules speak of `a`: Rule('a', 'x')"),
+        ([Rule("a", "x")], {"a": (2,), "b": (2,)}, "No rule matches 'b'"),
+        ([Rule("a", "x"), Rule("a", "y")], {"a": (2,)}, "Two rules match `a`: Rule('a', 'x')"),
         (
             [Rule("a", "x"), Rule("b", "x")],
             {"a": (2,), "b": (2,)},
             "Two rules write the tensor",
         ),
-        ([Rule(("a", "b"), "x", Split(0, 2))], {"a": (2,)}, "speaks of `b`, which is no"),
+        ([Rule(("a", "b"), "x", Split(0, 2))], {"a": (2,)}, "names `b`, which is not"),
         ([Rule("a", "x.{i}.{j}")], {"a": (2,)}, "stacks over {i}, {j}, so `a` must begin with 2"),
-        ([Rule("a.{i}", "x")], {"a.0": (2,), "a.2": (2,)}, "the tree has none numbered (1,)"),
+        ([Rule("a.{i}", "x")], {"a.0": (2,), "a.2": (2,)}, "the tree has no element (1,)"),
         (
             [Rule(("a.{i}", "b.{i}"), "x.{i}.{j}", Split(1, 2))],
             {"a.0": (2, 3, 2), "b.0": (3, 3, 2)},

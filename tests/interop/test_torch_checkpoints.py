@@ -157,7 +157,7 @@ def test_files_of_fsdp_that_are_missing_or_cut_short(broken: Path):
     part = broken / "__1_0.distcp"
     whole = part.read_bytes()
     part.write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match=r"__1_0\.distcp' is cut short: '.*' should end at byte"):
+    with pytest.raises(ValueError, match=r"__1_0\.distcp' is truncated: '.*' should end at byte"):
         interop.open_checkpoint(broken)
     part.unlink()
     with pytest.raises(ValueError, match=r"lacks __1_0\.distcp, in which '.*' lies"):
@@ -195,17 +195,17 @@ def change_place(metadata, **fields):
     [
         (
             lambda m: change_chunk(m, sizes=(4, 6)),
-            "do not make up its shape .* without gap or overlap",
+            "do not cover its shape .* without gap or overlap",
         ),
         (
             lambda m: change_chunk(m, sizes=(6, 6)),
-            "do not make up its shape .* without gap or overlap",
+            "do not cover its shape .* without gap or overlap",
         ),
         (lambda m: change_chunk(m, sizes=(10, 6)), r"which is not inside its shape \(9, 6\)"),
         (lambda m: change_chunk(m, offsets=(1, 0)), r"at \(1, 0\), which no file holds"),
         (lambda m: change_place(m, relative_path="../x"), r"in '\.\./x', which is not a place"),
-        (lambda m: change_place(m, offset=-1), "is cut short"),
-        (lambda m: change_place(m, length=10**12), "is cut short"),
+        (lambda m: change_place(m, offset=-1), "is truncated"),
+        (lambda m: change_place(m, length=10**12), "is truncated"),
         (lambda m: m.state_dict_metadata["model.up.weight"].chunks.pop(), "without gap or overlap"),
         (lambda m: m.storage_data.clear(), "which no file holds"),
         (lambda m: setattr(m, "storage_data", None), "it has no `storage_data`"),

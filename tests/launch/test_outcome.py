@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from jaxzero.launch._child_environment import slots
-from jaxzero.launch._outcome import Ended, Outcome
+from jaxzero.launch._outcome import Outcome, ProcessExit
 
 ONE, TWO, THREE = slots([0, 1, 2], 1, None)
 ALONE = (False, False)  # it was not asked to end
@@ -16,7 +16,7 @@ HUNG = (True, True)
 
 
 def outcome(*ends: tuple) -> Outcome:
-    return Outcome(tuple(Ended(slot, code, 1.0, *how) for slot, code, how in ends))
+    return Outcome(tuple(ProcessExit(slot, code, 1.0, *how) for slot, code, how in ends))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_an_abort_beside_another_end_is_not_the_cause(ends: list[tuple], status:
 
 
 def test_a_save_does_not_hide_one_that_was_cut_off():
-    saved = Ended(ONE, 75, 1.0, asked=True, hung=False)
-    cut_off = Ended(TWO, -9, 2.0, asked=True, hung=True)
+    saved = ProcessExit(ONE, 75, 1.0, sigterm_sent=True, hung=False)
+    cut_off = ProcessExit(TWO, -9, 2.0, sigterm_sent=True, hung=True)
     assert Outcome((saved, cut_off), signal.SIGTERM).status == 137
     assert Outcome((saved,), signal.SIGTERM).status == 75

@@ -211,7 +211,11 @@ def test_what_the_keys_mean(tmp_path: Path):
             {"layer_types": ["chunked_attention"] * 4},
             "`layer_types` .*'chunked_attention'",
         ),
-        ("gemma2", {"layer_types": ["full_attention"] * 3}, "`layer_types` .* 3 layers, .* 4"),
+        (
+            "gemma2",
+            {"layer_types": ["full_attention"] * 3},
+            "`layer_types` .* 3 entries for 4 layers",
+        ),
         ("gemma3_text", {"sliding_window": None}, "`sliding_window` in .* is null"),
         ("mixtral", {"router_jitter_noise": 0.1}, r"`router_jitter_noise` in .* is 0\.1"),
     ],

@@ -1,4 +1,4 @@
-"""`jaxzero inspect` and `jaxzero convert`: what a checkpoint holds, and another format of it.
+"""`jaxzero inspect` and `jaxzero convert`: list a checkpoint, or convert it to another format.
 
 In: paths. Out: tables and files. Needs the extra `torch`.
 """

@@ -1,4 +1,4 @@
-"""`jaxzero convert`: a checkpoint in one form from a checkpoint in another."""
+"""`jaxzero convert`: convert a checkpoint from one format to another."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,11 +15,11 @@ _FILES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def convert(settings: Convert, console: Console) -> None:
-    """Write the checkpoint, with a bar, and compare the copy if that was asked for.
+    """Write the checkpoint with a progress bar, and verify the copy if requested.
 
     Raises:
-        ValueError: the source cannot be opened, the target is there or is called like a file of
-            safetensors, or the copy differs.
+        ValueError: the source cannot be opened, the target exists or ends in .safetensors, or the
+            copy differs.
     """
     if settings.target.exists():
         raise ValueError(
@@ -69,7 +69,7 @@ def _cast(tensor: LazyTensor, dtype: str | None) -> LazyTensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Watched(LazyTensor):
-    """A tensor that tells a progress bar of the bytes that are read."""
+    """A lazy tensor that advances a progress bar by the bytes that are read."""
 
     tensor: LazyTensor
     task: int

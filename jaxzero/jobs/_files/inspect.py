@@ -1,4 +1,4 @@
-"""`jaxzero inspect`: what a checkpoint holds, in a table. Reads descriptions, no tensors."""
+"""`jaxzero inspect`: list the tensors of a checkpoint in a table, from metadata only."""
 
 import json
 import re
@@ -23,11 +23,11 @@ class _Row(NamedTuple):
     count: int
     shape: tuple[int, ...]
     dtype: str
-    size: int  # elements in all
+    size: int  # total number of elements
 
 
 def inspect(settings: Inspect, console: Console) -> None:
-    """Print what the checkpoint is, and its tensors.
+    """Print format, path and tensors of a checkpoint.
 
     Raises:
         ValueError: it cannot be opened.
@@ -59,7 +59,7 @@ def inspect(settings: Inspect, console: Console) -> None:
 
 
 def _rows(named: Iterable[tuple[str, LazyTensor]], *, every: bool) -> list[_Row]:
-    """A row for each tensor, or for all that differ in numbers (of layers, of experts) alone."""
+    """Make a row per tensor, or per group of tensors that differ only in numbers of layers."""
     found: dict[tuple, _Row] = {}
     for name, tensor in named:
         pattern = name if every else _NUMBER.sub("*", name)

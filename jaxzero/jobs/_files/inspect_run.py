@@ -1,4 +1,4 @@
-"""`jaxzero inspect` of checkpoints that jaxzero saved: what they say of themselves."""
+"""`jaxzero inspect` for checkpoints that jaxzero saved: print `jaxzero.json`."""
 
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ from ..._collectives import readable_bytes
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """The folder of a checkpoint of jaxzero: `path`, or the newest in it; None: it is no such."""
+    """Return `path` or the newest checkpoint in it; None if there is no checkpoint of jaxzero."""
     steps = list_steps(path) if path.is_dir() else []
     folder = path / str(steps[-1]) if steps else path
     return folder if (folder / DESCRIPTION).is_file() else None
 
 
 def inspect_checkpoint(folder: Path, console: Console) -> None:
-    """Print what a checkpoint is, and its leaves.
+    """Print the description and the leaves of a checkpoint.
 
     Raises:
         ValueError: its description is damaged.

@@ -1,4 +1,4 @@
-"""The data of a run: tokenised pairs to train on, in which order, and to be judged by."""
+"""The data of a run: tokenized training and held-out pairs, and the order of training."""
 
 import dataclasses
 import hashlib
@@ -23,7 +23,7 @@ class Examples:
 
     @property
     def digest(self) -> str:
-        """Changes when any pair does: Python was upgraded, files were edited, tokens differ."""
+        """Digest of all pairs; it detects edited files, another Python or another tokenizer."""
         arrays = (*self.train, *self.held_out)
         return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
 

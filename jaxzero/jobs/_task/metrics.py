@@ -1,6 +1,6 @@
-"""How well code is found by its description, over all held-out pairs.
+"""Retrieval metrics: rank the code of all held-out pairs for each description.
 
-recall@1 = share of descriptions whose own code is nearest
+recall@1 = fraction of descriptions whose own code is nearest
 MRR@10 = mean of 1 / rank of the own code, 0 beyond rank 10
 """
 
@@ -53,7 +53,7 @@ def ranks_of_partners(
 ) -> Int[np.ndarray, "pairs"]:
     """Rank (from 1) of document i among all documents for query i.
 
-    A tie counts against us: a model that maps everything to one point ranks last, not first.
+    Ties get the worst rank, so that a model that maps everything to one point ranks last.
     """
     ranks = []
     for start in range(0, len(queries), _ROWS):

@@ -31,7 +31,7 @@ _HELD_OUT_SHARE = 8  # one module in so many
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One function: what it is said to do, and the statements that do it."""
+    """A function: its docstring (description) and its body (code)."""
 
     description: str
     code: str
@@ -86,7 +86,7 @@ def collect_pairs(directory: Path) -> Pairs:
 
 
 def is_held_out(module: str) -> bool:
-    """Whether all functions of `module` are kept from training: a hash of its path decides."""
+    """Return True if `module` is held out from training, by a hash of its path."""
     return zlib.crc32(module.encode()) % _HELD_OUT_SHARE == 0  # unlike `hash`, the same every time
 
 

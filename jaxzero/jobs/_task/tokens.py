@@ -24,9 +24,9 @@ class PairTokens(NamedTuple):
     def __len__(self) -> int:  # of pairs, not of fields
         return self.ids.shape[0]
 
-    def rows(self, some: slice) -> "PairTokens":
-        """Some of the pairs."""
-        return PairTokens(self.ids[some], self.mask[some])
+    def rows(self, rows: slice) -> "PairTokens":
+        """Select a range of pairs."""
+        return PairTokens(self.ids[rows], self.mask[rows])
 
 
 class PairTokenizer:

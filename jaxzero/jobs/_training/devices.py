@@ -1,4 +1,4 @@
-"""Which devices the job runs on: real ones where there are any, else fake ones on the CPU."""
+"""Choose the devices of the job: accelerators if there are any, else simulated CPU devices."""
 
 import contextlib
 import os

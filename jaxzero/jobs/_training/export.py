@@ -34,9 +34,9 @@ def export_and_compare(
         importlib.util.find_spec(name) for name in ("torch", "transformers")
     ):
         return None
-    some = tokens.rows(slice(_NUM_COMPARED))
-    ours = np.asarray(jax.jit(make_embed(setup.graph))(full, some))
-    flat = (array.reshape(-1, array.shape[-1]) for array in some)
+    sample = tokens.rows(slice(_NUM_COMPARED))
+    ours = np.asarray(jax.jit(make_embed(setup.graph))(full, sample))
+    flat = (array.reshape(-1, array.shape[-1]) for array in sample)
     theirs = embed_with_transformers(directory, *flat).reshape(ours.shape)
     difference = float(np.abs(ours - theirs).max())
     if not difference <= TOLERANCE:  # also when it is NaN

@@ -30,10 +30,10 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, kind: str, step: int, **values: float | int) -> None:
-        """Add a row. It is on disk in full, or not at all, when the process dies.
+        """Append a row. If the process dies, the row is complete on disk or absent.
 
         Raises:
-            OSError: it cannot be written; says where.
+            OSError: it cannot be written; the message names the file.
         """
         if not self._writes:
             return
@@ -51,7 +51,7 @@ class Journal:
         return [row for row in self._read() if row["kind"] == kind]
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Delete all rows."""
         if not self._writes:
             return
         self.path.unlink(missing_ok=True)
@@ -59,7 +59,7 @@ class Journal:
             tracker.start(0)
 
     def drop_after(self, step: int) -> None:
-        """Forget the rows of later steps, and those that were written after training."""
+        """Delete the rows of later steps, and those that were written after training."""
         if not self._writes:
             return
         kept = [row for row in self._read() if row["step"] <= step]
@@ -76,7 +76,7 @@ class Journal:
                     tracker.log(step, numbers)
 
     def close(self) -> None:
-        """Let the trackers write what is left."""
+        """Close the trackers."""
         for tracker in self._trackers:
             tracker.close()
 

@@ -1,8 +1,8 @@
-"""The bytes that a training step brings to a node, beside those that ZeRO-3 would.
+"""Count the bytes that enter a node in a training step, compared with plain ZeRO-3.
 
-They come from plans of the step: the model is traced, nothing is compiled or run. What the loss
-itself sends (embeddings) and what the compiler does is not in a plan: at stages 1 and 2 it gathers
-the weights, which the optimizer makes in shards.
+They come from the plan of the step: the model is traced, but not compiled or run. The plan does not
+include communication of the loss itself (embeddings) or of the compiler: at stages 1 and 2 the
+compiler gathers the weights, which the optimizer updates in shards.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ class NodeBytes:
 
 
 def node_bytes(setup: Setup, loss: LossFn, tokens: PairTokens, plan: Plan) -> NodeBytes | None:
-    """Count them; None if there is only one node.
+    """Count the bytes; None if there is only one node.
 
     Args:
-        setup: what trains, and where.
-        loss: that is trained on.
-        tokens: of one step, abstract.
-        plan: of such a step.
+        setup: devices, sharding, model and optimizer.
+        loss: the training loss.
+        tokens: abstract tokens of one step.
+        plan: plan of such a step.
     """
     if setup.zero.mesh.shape[NODE] == 1:
         return None
@@ -68,7 +68,7 @@ def plan_step(zero: Zero, params: Any, loss: LossFn, tokens: PairTokens) -> Plan
 
 
 def abstract_tokens(num_pairs: int, num_tokens: int) -> PairTokens:
-    """What a step takes, without its values."""
+    """Return the shapes and dtypes of the tokens of one step."""
     shape = (num_pairs, 2, num_tokens)
     ids, mask = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.bool_))
     return PairTokens(ids, mask)  # pyright: ignore[reportArgumentType]

@@ -19,7 +19,7 @@ _NEVER = 2**31 - 1
 
 
 def make_optimizer(optimization: Optimization) -> optax.GradientTransformation:
-    """What makes updates of gradients, one gradient a step. Its state is `ApplyIfFiniteState`."""
+    """Build the optimizer, which gets one gradient per step; its state is `ApplyIfFiniteState`."""
     return optax.apply_if_finite(_make_updates(optimization), max_consecutive_errors=_NEVER)
 
 

@@ -1,4 +1,4 @@
-"""The log's first lines: what each device holds, and what a step will send."""
+"""Print the memory per device and the communication per step at the start of a run."""
 
 import jax
 from rich.console import Console
@@ -32,7 +32,7 @@ def print_overview(session: Session, state: State) -> None:
 
 
 def _sent(traffic: Traffic, num_nodes: int) -> str:
-    """What the plan knows of; not what the loss itself sends."""
+    """Format the communication in the plan, which excludes that of the loss itself."""
     amounts = []
     if num_nodes > 1:
         amounts.append(f"{readable_bytes(traffic.node_bytes)} into each node")

@@ -1,4 +1,4 @@
-"""`loss.png`: what a run did, on one picture."""
+"""Plot the training curves of a run to `loss.png`."""
 
 from collections.abc import Sequence
 from pathlib import Path

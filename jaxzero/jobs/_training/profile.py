@@ -8,7 +8,7 @@ import jax
 
 
 class StepProfiler:
-    """Traces the steps that are asked for. A context manager."""
+    """Traces the requested steps. A context manager."""
 
     def __init__(self, steps: range, directory: Path):
         """Nothing is traced yet; traces go to `directory`, in a folder for each."""

@@ -1,8 +1,8 @@
-"""Where a run starts: at step 0, or at its last checkpoint if that is of the same run.
+"""Start a run at step 0, or resume it from its last checkpoint.
 
-A wire state is saved apart, since a run may go on without it. Each checkpoint has one of its step:
-it is saved first, once the checkpoint before is there; one more is kept of it; and what is later
-than the checkpoint that a run goes on from is dropped.
+The wire state (error feedback) is saved separately, since a run can resume without it. It is saved
+before the checkpoint of its step and after the previous checkpoint is complete. One more wire state
+than checkpoints is kept, and those later than the checkpoint of a resumed run are deleted.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ _MEETING_SECONDS = 300.0
 
 
 def latest_step(session: Session) -> int | None:
-    """The newest checkpoint, as the first process sees it: others may see a folder later.
+    """Return the newest checkpoint as process 0 sees it; others may see a new folder later.
 
     Raises:
-        ValueError: there are only such as were found damaged.
+        ValueError: there are only damaged checkpoints.
     """
     directory = session.checkpoints.directory
     steps, damaged = list_together("latest step", directory, _MEETING_SECONDS)
@@ -33,7 +33,7 @@ def latest_step(session: Session) -> int | None:
 
 
 def begin(session: Session) -> State:
-    """The state before the first step.
+    """Make the state before the first step.
 
     Raises:
         ValueError: there is a run of this name already, or damaged checkpoints of one.
@@ -50,7 +50,7 @@ def begin(session: Session) -> State:
 
 
 def save(session: Session, state: State) -> None:
-    """Save a state, and the place in the data, with what `restore` will compare."""
+    """Save a state, the position in the data, and the settings that `restore` compares."""
     if jax.tree.leaves(state.wire_state):
         # First, and to the end: where there is a checkpoint, there is its wire state. The one
         # before must be there too, or one too few of the older wire states would be kept.
@@ -63,7 +63,7 @@ def save(session: Session, state: State) -> None:
 
 
 def restore(session: Session) -> State:
-    """The state of the last checkpoint. It may come from a run on other devices, or another wire.
+    """Load the last checkpoint, which may come from other devices or another wire format.
 
     Raises:
         ValueError: there is no checkpoint, or a setting that decides the course of training differs
@@ -86,7 +86,7 @@ def restore(session: Session) -> State:
 
 
 def _restored_wire_state(session: Session, step: int, params: Any) -> Any:
-    """The wire state of a step if it fits these devices and this wire, else a new one."""
+    """Load the wire state of a step if it fits devices and wire format; else make a new one."""
     first = _first_wire_state(session, params)
     if jax.tree.leaves(first):
         with _wire_checkpoints(session) as wire_checkpoints:

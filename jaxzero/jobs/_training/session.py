@@ -1,4 +1,4 @@
-"""What a training run has open, and the state that changes while it trains."""
+"""The objects of a training run that stay fixed (`Session`), and its training state (`State`)."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ from .trackers import make_trackers
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Session:
-    """Everything that stays the same from the first step to the last."""
+    """Objects that do not change during training: setup, data, files, trackers."""
 
     settings: Train
     setup: Setup
@@ -35,7 +35,7 @@ class Session:
 
     @property
     def tokens(self) -> PairTokens:
-        """What a step takes, abstract."""
+        """Shapes and dtypes of the tokens of a step."""
         return abstract_tokens(self.settings.optimization.pairs, self.settings.data.max_tokens)
 
     @functools.cached_property
@@ -46,12 +46,12 @@ class Session:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """All that changes: it decides, with the settings, every later step bit for bit."""
+    """The training state. With the settings it determines all later steps bit for bit."""
 
     step: int  # steps done
     params: Any
     opt_state: Any
-    wire_state: Any  # from `zero.init_wire_state`; None: the wire remembers nothing
+    wire_state: Any  # from `zero.init_wire_state`; None without error feedback
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What training and the dry look share: devices, checkpoint, sharding and optimizer."""
+"""Setup that `train` and `report` share: devices, checkpoint, sharding and optimizer."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One training step, compiled: the place where jaxzero does its work."""
+"""The compiled training step: loss and gradients by `jz.Zero`, then the optimizer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,8 +31,8 @@ def make_loss(setup: Setup, *, temperature: float) -> LossFn:
 def make_step(setup: Setup, loss: LossFn) -> StepFn:
     """Make `step(params, opt_state, wire_state, tokens)`, which returns the next of each.
 
-    In the place of the tokens it returns metrics. The other arguments are donated: their memory is
-    taken over by the results. `wire_state` is None where the wire remembers nothing.
+    In place of the tokens it returns metrics. The other arguments are donated, so that the results
+    reuse their memory. `wire_state` is None without error feedback.
     """
     loss_and_grads = setup.zero.value_and_grad(loss, has_aux=True)
 
@@ -40,7 +40,7 @@ def make_step(setup: Setup, loss: LossFn) -> StepFn:
         (value, metrics), grads, *wire_states = loss_and_grads(
             params, tokens, wire_state=wire_state
         )
-        # A loss that is not finite counts as such gradients: both leave the step out.
+        # A non-finite loss is treated like non-finite gradients: the step is skipped.
         grads = jax.tree.map(lambda g: jnp.where(jnp.isfinite(value), g, jnp.nan), grads)
         updates, opt_state = setup.optimizer.update(grads, opt_state, params)
         if wire_states:  # errors fed back would stay non-finite for ever
@@ -57,7 +57,7 @@ def make_step(setup: Setup, loss: LossFn) -> StepFn:
 
 
 def _optimizer_metrics(opt_state: Any) -> Metrics:
-    """Steps that were left out; and of batches that adapt, what is known of them."""
+    """Return counts of skipped steps and, with `adaptive_batch`, the statistics of SimiGrad."""
     skipped = {
         "skipped": opt_state.total_notfinite.astype(jnp.float32),
         "skipped_in_a_row": opt_state.notfinite_count.astype(jnp.float32),
@@ -78,7 +78,7 @@ def _optimizer_metrics(opt_state: Any) -> Metrics:
 def make_sharded_embed(setup: Setup) -> Callable[[Params, PairTokens], Float[Array, "b 2 d"]]:
     """Make `embed(params, tokens)` over all devices, for evaluation.
 
-    Weights travel as they are, whatever the wire of the training: judged is what is exported.
+    Weights are gathered without a codec, so that the evaluation applies to the exported weights.
     """
     zero, _ = setup.other_zero(ZeroConfig(stage=setup.zero.config.stage))
     everywhere = NamedSharding(zero.mesh, PartitionSpec())  # each process ranks all of them

@@ -1,7 +1,7 @@
-"""Where the journal's numbers are shown while the job runs: TensorBoard, Weights & Biases.
+"""Send the journal's metrics to TensorBoard and Weights & Biases while the job runs.
 
-The journal stays the record. A tracker is told of every row, under the names that it has there;
-when a run is resumed, what it was told of later steps is void.
+The journal is the authoritative record. A tracker receives every row, with the names of the
+journal; when a run is resumed, rows of later steps are discarded.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class Tracker(Protocol):
     """Shows numbers over steps."""
 
     def start(self, step: int) -> None:
-        """Begin, or go on: what was logged of `step` and later ones is void."""
+        """Start or resume: rows of `step` and later steps are discarded."""
         ...
 
     def log(self, step: int, values: Mapping[str, float | int]) -> None:
@@ -32,12 +32,12 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close."""
         ...
 
 
 def make_trackers(settings: Train, console: Console) -> Sequence[Tracker]:
-    """Those that are installed and wanted; none on processes other than the first.
+    """Create the trackers that are installed and requested; none except on process 0.
 
     Raises:
         ValueError: Weights & Biases is wanted and not installed.

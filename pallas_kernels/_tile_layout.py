@@ -1,9 +1,9 @@
-"""How a tile comes from memory into registers, and back.
+"""Load a tile from memory into registers, and store it.
 
-A tile that is not rotated is read and written as it lies. One that is goes through shared
-memory: 32 numbers that lie side by side must come to lie in 32 arrays (`_tile.rotate`), so
-they are written as rows, and read as columns. Four bytes behind each row keep lanes that read a
-column out of each other's banks.
+A tile that is not rotated is loaded and stored directly. A rotated one is transposed through
+shared memory: `_tile.rotate` needs 32 consecutive numbers in 32 different arrays, so they are
+written as rows and read as columns. Four bytes of padding behind each row avoid bank conflicts
+when lanes read a column.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ._memory import Window
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
-    """How the blocks of a tile are cut into parts (see `_tile`).
+class TileLayout:
+    """How the blocks of a tile are divided into parts (see `_tile`).
 
     Attributes:
-        rows: blocks of the tile.
-        block: numbers of a block.
-        halves: 2 where halves of a block are packed, else 1.
-        rotated: whether parts are made of columns.
-        vector: elements that a lane may load at once.
+        rows: number of blocks in the tile.
+        block: numbers per block.
+        halves: 2 if the codes of two halves of a block are packed into bytes, else 1.
+        rotated: True if each part holds every 32nd number of a block, as a rotation needs.
+        vector: largest number of elements that a lane may load at once.
     """
 
     rows: int
@@ -43,21 +43,21 @@ class Held:
 
     @property
     def shape(self) -> tile.Shape:
-        """Of a part."""
+        """Shape of each part."""
         if self.rotated:
             return tile.Shape(self.rows, max(1, self.block // GROUP // self.halves), 1)
         return tile.Shape(self.rows, self.block // self.halves, self.vector)
 
     @property
     def is_possible(self) -> bool:
-        """Whether the rows of all parts fill all lanes."""
+        """True if the rows of every part fill all lanes."""
         if not self.vector:
             return False
         width, rows = self.shape.width, self.rows
         return tile.fitting_vector(width, rows, self.shape.vector) == self.shape.vector
 
     def indices(self) -> list[Array]:
-        """The place of each number of each part in the tile."""
+        """Index of each number within the tile (uint32), one array per part."""
         strides = (self.block, GROUP if self.rotated else 1)
         shape, layout = self.shape.array, self.shape.layout
         place = jnp.uint32(0)
@@ -75,12 +75,12 @@ class Held:
         return [h * half + j for h in range(self.halves) for j in range(GROUP)]
 
     def scratch(self, size: int, dtype: DTypeLike) -> Any:
-        """Shared memory for a tile of which a block has `size` elements in memory."""
+        """Shared memory for a tile whose blocks have `size` elements of `dtype` in memory."""
         rows, groups, pitch = self._pitched(size, dtype)
         return plgpu.SMEM((rows * groups * pitch,), dtype)
 
     def read(self, ref: Any, start: Any, size: int, scratch: Any = None) -> list[Array]:
-        """The parts of a tile that starts at `start`, a block having `size` elements there."""
+        """Load the parts of the tile at element `start` of `ref`; a block has `size` elements."""
         if not self.rotated:
             width, layout = self.shape.width, self.shape.layout
             windows = [
@@ -102,7 +102,7 @@ class Held:
     def write(
         self, ref: Any, start: Any, size: int, parts: Sequence[Array], scratch: Any = None
     ) -> None:
-        """Undo `read`."""
+        """Store the parts of a tile at element `start` of `ref`; the reverse of `read`."""
         if not self.rotated:
             width = self.shape.width
             for first, part in zip(range(0, size, width), parts, strict=True):
@@ -115,14 +115,15 @@ class Held:
         memory.store(ref, whole, memory.load(scratch, pitched, shape.layout))
 
     def _pitched(self, size: int, dtype: DTypeLike) -> tuple[int, int, int]:
-        """Shared memory as rows, groups, and a group's numbers with what lies behind them."""
+        """Shape of the shared memory: rows, groups per row, elements per group with padding."""
         length = min(GROUP, size)
         return self.rows, size // length, length + max(1, 4 // jnp.dtype(dtype).itemsize)
 
     def _passage(
         self, dtype: DTypeLike, start: Any, size: int
     ) -> tuple[Window, Window, tile.Shape]:
-        """A tile in memory and in shared memory, and its layout on the way between them."""
+        """Return the tile's window in memory, its window in shared memory, and the register
+        shape for the copy between them."""
         rows, groups, pitch = self._pitched(size, dtype)
         length, count = min(GROUP, size), rows * groups
         vector = min(self.vector, max(1, 4 // jnp.dtype(dtype).itemsize))
