@@ -28,6 +28,7 @@ class Initializer:
 
     def shapes(self, *args: Any) -> Any:
         """The tree that `init_fn` returns, with `ShapeDtypeStruct`s for its arrays."""
+        _check_arrays(args)
         kept: dict[str, Any] = {}
 
         def run(*args: Any) -> list[Any]:
@@ -45,3 +46,15 @@ class Initializer:
             jax.numpy.asarray(x) if kind is None and isinstance(x, int | float | complex) else x
             for x, kind in zip(leaves, trained_leaves(tree), strict=True)
         ]
+
+
+def _check_arrays(args: tuple[Any, ...]) -> None:
+    """Refuse what `jit` cannot take, in words that say how to pass it."""
+    for i, arg in enumerate(args):
+        for leaf in jax.tree.leaves(arg):
+            is_number = isinstance(leaf, int | float | complex)
+            if not is_number and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+                raise ValueError(
+                    f"Argument {i} for `init_fn` must hold arrays and numbers only; got {leaf!r}. "
+                    "Bind other values first: `functools.partial(init_fn, ...)`."
+                )

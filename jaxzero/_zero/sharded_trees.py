@@ -68,7 +68,8 @@ class ShardedTrees:
             count of elements, includes the zeros.
 
         Raises:
-            ValueError: a leaf is no array, or `specs` names our axes.
+            ValueError: a leaf is no array, an argument of `init_fn` is none, or `specs` names our
+                axes.
         """
         run = Initializer(init_fn)
         plan = self._plan(run.shapes(*args), specs)

@@ -223,3 +223,10 @@ def test_a_number_where_an_array_was_laid_out(zero):
     tree = {"scale": 2.0, "w": np.ones(8, np.float32)}
     with pytest.raises(ValueError, match=r"`scale` is not an array; got float"):
         zero.unshard(tree)
+
+
+@pytest.mark.parametrize("method", ["init", "abstract"])
+def test_arguments_of_init_that_are_no_arrays(method):
+    zero = jz.Zero(jz.make_mesh(nodes=2))
+    with _raises("Argument 1 for `init_fn`", "'gelu'", "functools.partial"):
+        getattr(zero, method)(lambda key, activation: key, jax.random.key(0), "gelu")
