@@ -169,7 +169,7 @@ def dequantize_sum_requantize(
 
 
 def _check(place: Place | None, rows: int, size: int) -> None:
-    """That messages fit into their place."""
+    """Raise if messages do not fit into their place."""
     if place is None:
         return
     is_right = place.array is None or place.array.shape == place.shape

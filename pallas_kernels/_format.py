@@ -89,7 +89,7 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits per code."""
         return KINDS[self.kind].bits
 
     @property
@@ -112,7 +112,7 @@ class Format:
         return 8 // self.bits
 
     def step(self, x: Float64[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*shape"]:
-        """How far apart the codes around `x` are."""
+        """The distance between neighbouring codes around `x`."""
         if self.is_integer:
             return np.ones_like(x)
         info = jnp.finfo(self.kind)
@@ -121,16 +121,16 @@ class Format:
 
     @property
     def unrotated(self) -> Format:
-        """The same without a rotation: how the rotated numbers themselves are written."""
+        """This format without rotation, in which rotated numbers are written."""
         return dataclasses.replace(self, hadamard=None)
 
     @property
     def scale_bytes(self) -> int:
-        """Of one scale."""
+        """Bytes per scale."""
         return jnp.dtype(self.scale_dtype).itemsize
 
     def code_bytes(self, num: int) -> int:
-        """Of the codes of `num` numbers."""
+        """Bytes of the codes of `num` numbers."""
         return math.ceil(num * self.bits / 8)
 
     def num_bytes(self, num: int) -> int:

@@ -140,7 +140,7 @@ def _lowered(
 
 
 def _figures(compiled: Any, text: str, local: int) -> dict[str, Any]:
-    """What the compiled program says of itself, and what it would take."""
+    """Memory, collectives and predicted time of the compiled program."""
     memory = compiled.memory_analysis()
     rates = Rates(num_local=local)
     fast = timeline(text, rates)

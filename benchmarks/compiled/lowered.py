@@ -31,8 +31,6 @@ import jaxzero as jz
 from benchmarks.shared import _llama
 from tests import zoo
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
 _EXAMPLES = 96  # a multiple of four micro-batches on 6 and on 8 devices
 _EVERY = 9  # of the models of the zoo one in so many is lowered, under each preset
 _VARIED = ("scanned_layers_of_divisible_width", "unrolled_with_remat", "mlp_of_odd_widths")

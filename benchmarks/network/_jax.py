@@ -1,4 +1,4 @@
-"""One host of a JAX peer in the race over a slow network (`slow_network.py`).
+"""One host of a JAX peer in the race over a slow network (`race.py`).
 
     python -m benchmarks.network._jax RUN.json HOST
 

@@ -1,4 +1,4 @@
-"""One rank of a PyTorch peer in the race over a slow network (`slow_network.py`).
+"""One rank of a PyTorch peer in the race over a slow network (`race.py`).
 
     python -m benchmarks.network._torch RUN.json HOST DEVICE
 

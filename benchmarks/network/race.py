@@ -5,7 +5,7 @@
     python -m benchmarks.network.race table                     # of the rows, as Markdown
     python -m benchmarks.network.race plot                      # its figure
 
-Two network namespaces on one machine are the hosts (`_slow_hosts.py`: Linux, root, iproute2). All
+Two network namespaces on one machine are the hosts (`_hosts.py`: Linux, root, iproute2). All
 peers train the same decoder from the same weights on the same tokens in float32, with Adam, on
 two devices of each host: a JAX peer has one process on a host, a PyTorch peer one for each
 device, with one thread. A batch is small, 512 tokens for each micro-batch of all devices, so

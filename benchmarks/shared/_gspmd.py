@@ -16,7 +16,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
     That is how FSDP is commonly written with GSPMD. Where matrices are cut on their first dim, as
     jaxzero does, the compiler sends more: with 40M parameters 704 MB for a step of
-    `slow_network.py`, and with this rule 297 MB.
+    `race.py`, and with this rule 297 MB.
     """
 
     def sharding(x: Any) -> NamedSharding:

@@ -1,4 +1,4 @@
-"""Write docs/reference/cli.md from what every command says of itself.
+"""Write docs/reference/cli.md from the output of `--help` of every command.
 
     python docs/_hooks/cli.py            # needs jaxzero installed
     python docs/_hooks/cli.py --check    # only compare; exit status 1 if the page is out of date

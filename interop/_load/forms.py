@@ -130,7 +130,7 @@ _registered: list[CheckpointForm] = []
 
 
 def register_checkpoint_form(form: CheckpointForm) -> None:
-    """Let everything that opens a checkpoint know one more form, `jaxzero inspect` included.
+    """Register a form for `open_checkpoint` and everything that uses it, such as `jaxzero inspect`.
 
     It is tried before the others; of several that were registered, the last comes first.
 

@@ -43,7 +43,7 @@ class Cast(Codec):
 
     @property
     def bits(self) -> int:
-        """Of a number that is wider than `dtype`."""
+        """Bits per number on the wire, for numbers wider than `dtype`."""
         return 8 * jnp.dtype(self.dtype).itemsize
 
     @property
@@ -56,7 +56,7 @@ class Cast(Codec):
         return False
 
     def is_used_for(self, num: int, dtype: DTypeLike, min_quantized_size: int) -> bool:
-        """For numbers that are wider than `dtype`; `min_quantized_size` is of block codecs."""
+        """Whether `dtype` is wider than the wire's; `min_quantized_size` applies to block codecs only."""
         return self.wire_dtype(dtype) != dtype
 
     def wire_dtype(self, dtype: DTypeLike) -> jnp.dtype:

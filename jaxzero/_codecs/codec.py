@@ -37,7 +37,7 @@ class DeferredMessage:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the messages: bytes."""
+        """The dtype of the messages, uint8."""
         return jnp.dtype(jnp.uint8)
 
 
@@ -105,7 +105,7 @@ class Codec(abc.ABC):
         """
 
     def __str__(self) -> str:
-        """As plans, reports and errors print it."""
+        """The name in plans, reports and errors."""
         return type(self).__name__.lower()
 
     # What the collectives ask before they encode.

@@ -81,7 +81,7 @@ class FormatCodec(Codec):
     @property
     @abc.abstractmethod
     def _kind(self) -> kernels.Kind:
-        """Of the codes."""
+        """The kind of the codes, as `pallas_kernels` names it."""
 
     @property
     def bits(self) -> int:

@@ -12,7 +12,7 @@ from .format_codec import FormatCodec
 class Int4(FormatCodec):
     """Send floats as integers of 4 bits, from -7 to 7 times the scale of their block.
 
-    Two go in a byte. Else, and in its options, it is as `Int8`.
+    Two codes share a byte. Options and behaviour are otherwise those of `Int8`.
     """
 
     block: int = 128

@@ -68,7 +68,7 @@ class MXFloat8(BlockCodec):
 
     @property
     def _largest_exponent(self) -> int:
-        """Of elements."""
+        """The exponent of the largest element."""
         return int(np.floor(np.log2(self._limit)))
 
     def quantize(

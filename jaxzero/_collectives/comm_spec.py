@@ -42,8 +42,8 @@ class CommSpec:
         )
 
     @property
-    def pieces(self) -> int:
-        """How many devices share a leaf."""
+    def num_shards(self) -> int:
+        """The number of shards of a leaf: of devices along the axes that split it."""
         return math.prod(self.sizes[axis] for axis in self.axes)
 
     @property
@@ -52,16 +52,16 @@ class CommSpec:
 
     @property
     def halves_axis(self) -> str:
-        """The axis that is cut in two halves: the last that gradients are summed over."""
+        """The axis whose devices form the two half-batches: the last that gradients are summed over."""
         return NODE if self.sizes[NODE] > 1 else LOCAL
 
     @property
-    def num_copies(self) -> int:
-        """How many devices hold the same piece of a sum that is taken whole, in halves."""
+    def num_sum_replicas(self) -> int:
+        """The number of devices that hold the same shard of a half-batch sum."""
         return self.num_devices // self.sizes[self.halves_axis]
 
-    def half(self, axis: str) -> int:
-        """How many of the devices along `axis` are the first half; 0: there are no halves."""
+    def first_half_size(self, axis: str) -> int:
+        """The number of devices along `axis` that are its first half; 0 if it is not halved."""
         return self.sizes[axis] // 2 if self.halves and axis == self.halves_axis else 0
 
     @property
@@ -69,8 +69,8 @@ class CommSpec:
         """The axes that a shard is gathered over, in this order."""
         return self.axes[::-1]
 
-    def long(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of `axes` that have more than one device."""
+    def axes_with_peers(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """The axes among `axes` that have more than one device."""
         return tuple(axis for axis in axes if self.sizes[axis] > 1)
 
     @property

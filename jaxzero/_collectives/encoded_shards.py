@@ -158,7 +158,7 @@ jax.tree_util.register_dataclass(
 def to_stored(x: Shaped[Array, ...], leaf: LeafSpec) -> Shaped[Array, ...]:
     """A whole padded array as the messages that its `codec` stores, one for each device."""
     assert leaf.layout is not None and leaf.codec is not None
-    dim, num, lead = leaf.layout.dim, leaf.layout.unit, leaf.num_lead
+    dim, num, lead = leaf.layout.dim, leaf.layout.num_shards, leaf.num_lead
     x = x.reshape(*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
     x = jnp.moveaxis(x, dim, lead)
     rows = x.reshape(*x.shape[: lead + 1], math.prod(x.shape[lead + 1 :]))
@@ -169,7 +169,7 @@ def from_stored(data: Shaped[Array, ...], leaf: LeafSpec) -> EncodedShards:
     """Stored messages as pieces: on a device its own one, outside those of all devices."""
     assert leaf.layout is not None and leaf.codec is not None
     dim, shape = leaf.layout.dim, list(leaf.padded_shape)
-    shape[dim] //= leaf.layout.unit
+    shape[dim] //= leaf.layout.num_shards
     return EncodedShards(
         data, leaf.codec, tuple(shape), dim, leaf.dtype, leaf.num_lead, pinned=True
     )

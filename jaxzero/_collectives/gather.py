@@ -65,7 +65,7 @@ def gather_hop(
 
 def _next_axis(shards: EncodedShards, comm: CommSpec) -> str | None:
     """The next axis to gather over; None: the gather is complete."""
-    return next(iter(comm.long(shards.axes)), None)
+    return next(iter(comm.axes_with_peers(shards.axes)), None)
 
 
 def _encoded(

@@ -57,7 +57,7 @@ def reduce_over_node(
         return x, None, error
     if codec is None:
         return *as_pair(reduce_to_shard(x, NODE, layout.dim, comm)), error
-    half = comm.half(NODE)
+    half = comm.first_half_size(NODE)
     if error is None:
         partial = _coded_hop(x, NODE, layout.dim, dtype, codec, comm)
         return *as_pair(sum_of(partial, half)), None
@@ -76,7 +76,7 @@ def reduce_over_node(
 
 def reduce_to_shard(x: Shaped[Array, ...], axis: str, dim: int, comm: CommSpec) -> Sum:
     """Reduce-scatter over one axis, without a codec; with the half-batch sum where requested."""
-    half, num = comm.half(axis), comm.sizes[axis]
+    half, num = comm.first_half_size(axis), comm.sizes[axis]
     if not half:
         return reduce_scatter(x, axis, dim)
     received = all_to_all(rows_of(x, dim, num), axis)
@@ -170,7 +170,7 @@ def sum_over(
     Returns:
         The sum; and this device's shard of it as a `HalfBatchSum`, if requested on this axis.
     """
-    num, half = comm.sizes[axis], comm.half(axis)
+    num, half = comm.sizes[axis], comm.first_half_size(axis)
     if num == 1:
         return x, None
     codec = comm.gradient_codec(axis, size, x.dtype)
@@ -204,7 +204,7 @@ def sum_full(
     halves: list[HalfBatchSum | None] = [None] * len(arrays)
     arrays = [x.astype(accumulator_dtype(x.dtype)) for x in arrays]
     num_summed = 1
-    for axis in comm.long(REDUCTION_HOPS) if arrays else ():
+    for axis in comm.axes_with_peers(REDUCTION_HOPS) if arrays else ():
         if getattr(comm.gradients, axis) is not None:
             pairs = zip(arrays, sizes, strict=True)
             sums = [sum_over(x, axis, size, comm, num_summed) for x, size in pairs]
@@ -223,7 +223,7 @@ def _sum_plain(
     With half-batch sums the all-reduce is spelled out, as all-to-all, sum and all-gather: between
     them a device sees the shards of its peers.
     """
-    half, num = comm.half(axis), comm.sizes[axis]
+    half, num = comm.first_half_size(axis), comm.sizes[axis]
     if not half:
         return list(all_reduce(arrays, axis)), [None] * len(arrays)
     full: dict[int, Array] = {}

@@ -80,7 +80,7 @@ def reduce_axes(specs: Sequence[ReduceSpec], comm: CommSpec) -> tuple[str, ...]:
     At least one, so that a bucket on one device passes through the steps of any other.
     """
     axes = [axis for axis in REDUCTION_HOPS if any(axis in x.hops for x in specs)]
-    return comm.long(tuple(axes)) or REDUCTION_HOPS[:1]
+    return comm.axes_with_peers(tuple(axes)) or REDUCTION_HOPS[:1]
 
 
 def start_reduction(
@@ -106,7 +106,7 @@ def reduce_next_axis(
     if number + 1 < len(axes):
         num_summed *= comm.sizes[axes[number]]
         return _encode_bucket(arrays, specs, axes[number + 1], num_summed, comm)
-    half = comm.half(axes[number])
+    half = comm.first_half_size(axes[number])
     done = {
         i: jax.tree.map(lambda x, s=s: x.astype(accumulator_dtype(s.dtype)), sum_of(x, half))
         for i, (x, s) in enumerate(zip(arrays, specs, strict=True))
@@ -234,7 +234,7 @@ def _scatter(
     shapes = [_shard_shape(specs[i], axis, comm) for i in numbers]
     columns = [(math.prod(shape), x.dtype) for shape in shapes]
     parts: Sequence[Sum]
-    if half := comm.half(axis):
+    if half := comm.first_half_size(axis):
         received = split(all_to_all(x, axis, shares=widths(columns)), columns)
         parts = [HalfBatchSum.of(part, half) for part in received]
     else:

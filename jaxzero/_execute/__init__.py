@@ -1,7 +1,7 @@
 """Run a planned program on one device: gather weights before use, reduce gradients once made.
 
 In: a loss function, parameter shards, this device's rows of the batch and the wire state. Out: the
-loss, shards of the mean gradients, the next wire state. Start at `device_step.run_on_device`.
+loss, shards of the mean gradients, the next wire state. Start reading at `run_on_device`.
 """
 
 from .device_step import Parameters as Parameters

@@ -152,7 +152,7 @@ def _num_gather_axes(comm: CommSpec, keeps_slices: bool) -> int:
     With hpZ it gathers over `local` only, unless it makes the node slices itself.
     """
     axes = comm.gather_axes if comm.hpz is None or keeps_slices else (LOCAL,)
-    return max(1, len(comm.long(axes)))
+    return max(1, len(comm.axes_with_peers(axes)))
 
 
 def _gather_sources(
@@ -213,7 +213,7 @@ def _slices_to_keep(
 
 def _effective_schedule(comm: CommSpec) -> CommSchedule:
     """The configured schedule; without prefetch and buckets where no leaf is sharded."""
-    if comm.pieces == 1:
+    if comm.num_shards == 1:
         return dataclasses.replace(comm.schedule, prefetch=0, bucket_bytes=0)
     return comm.schedule
 
@@ -283,7 +283,7 @@ def _choose_layouts(
     for i, leaf in enumerate(parameters.leaves):
         layout = parameters.weight_layout(i)
         if layout:
-            others = layouts_by_preference(leaf.shape, comm.pieces)
+            others = layouts_by_preference(leaf.shape, comm.num_shards)
             choices[i] = [layout, *(other for other in others if other.dim != layout.dim)]
     chosen = dict.fromkeys(choices, 0)
     # Leaves for which every dim conflicts: they keep the dim of storage, and are gathered in full

@@ -82,7 +82,7 @@ def _gather_source(
     if not comm.hpz:
         if not moved:
             return EncodedShards.plain(shard, leaf.layout.dim, depth)
-        axes = comm.long(comm.axes)
+        axes = comm.axes_with_peers(comm.axes)
         x = move_split(shard, leaf.shape, leaf.layout, weight.layout, axes)
         return EncodedShards.plain(x, weight.layout.dim, depth)
     if node_slice is None:
@@ -90,7 +90,7 @@ def _gather_source(
         (node_slice,) = node_slices([plain], [size], comm)
     if moved:
         # The node has the full weight between its devices, so the exchange stays inside it.
-        axes = comm.long((LOCAL,))
+        axes = comm.axes_with_peers((LOCAL,))
         x = move_split(node_slice.join(), leaf.shape, leaf.layout, weight.layout, axes)
         return encode_node_slice(EncodedShards.plain(x, weight.layout.dim, depth), size, comm)
     if node_slice.codec is not None and node_slice.lead != depth:

@@ -88,7 +88,7 @@ def gather_next_axis(
     """
     ready, others = [], []
     for bucket in buckets:
-        num_left = len(comm.long(bucket.parts[0].axes))
+        num_left = len(comm.axes_with_peers(bucket.parts[0].axes))
         (ready if num_left >= num_hops else others).append(bucket)
     if not ready:
         return list(buckets)

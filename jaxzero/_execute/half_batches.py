@@ -50,7 +50,7 @@ def gradient_halves(
         [none[:0], *(none if x is None else _products(x, num) for x, num in pairs)]
     )
     axis = comm.halves_axis
-    half = comm.half(axis)
+    half = comm.first_half_size(axis)
     with labelled("other", "halves"):
         if weight is None:
             sums, share = all_reduce(products, AXES), jnp.float32(half / comm.sizes[axis])

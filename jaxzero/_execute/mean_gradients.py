@@ -101,7 +101,7 @@ def mean_over_devices(
         means.append(_mean(x, half_sum, target, error, total, comm))
     halves = None
     if comm.halves:
-        copies = [comm.num_copies if i in all_reduced else 1 for i in range(len(targets))]
+        copies = [comm.num_sum_replicas if i in all_reduced else 1 for i in range(len(targets))]
         halves = gradient_halves([half_sum for *_, half_sum in means], copies, sums.weight, comm)
     return MeanGradients(
         loss / total.astype(loss.dtype),
@@ -157,4 +157,4 @@ def _moved(x: Array, target: GradientTarget, comm: CommSpec, axes: tuple[str, ..
     ):
         return x
     new, old = target.stored, target.reduce_spec.layout
-    return move_split(x, target.leaf.shape, old, new, comm.long(axes))
+    return move_split(x, target.leaf.shape, old, new, comm.axes_with_peers(axes))

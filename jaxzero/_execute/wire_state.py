@@ -78,7 +78,7 @@ def error_array(leaf: LeafSpec, comm: CommSpec) -> StateArray | None:
     if not isinstance(hop, GradientHop) or leaf.layout is None or leaf.codec is not None:
         return None
     codec = comm.suitable(hop.codec, leaf.layer_size, leaf.dtype)
-    if NODE not in comm.long(comm.axes) or codec is None:
+    if NODE not in comm.axes_with_peers(comm.axes) or codec is None:
         return None
     spec = PartitionSpec(NODE, *[None] * leaf.layout.dim, LOCAL)
     return StateArray((comm.sizes[NODE], *leaf.padded_shape), hop.dtype, spec)

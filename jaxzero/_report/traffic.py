@@ -14,7 +14,7 @@ from .._plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class Amount:
-    """Of some of the collectives of one optimizer step.
+    """Bytes and launches of a group of collectives in one optimizer step.
 
     Attributes:
         collectives: how many are run.

@@ -52,26 +52,26 @@ class HpZ:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommSchedule:
-    """When weights are gathered, in how large messages, and how long they are held.
+    """When weights are gathered, in how large buckets, and how long they are held.
 
-    Whatever it says, losses and gradients have the same bits.
+    The schedule does not change losses or gradients, bit for bit. A bucket holds the weights of a
+    layer, where the program repeats itself or loops.
 
     Args:
-        prefetch: how many units ahead weights are gathered, in forward and backward; with
-            more than 0 a unit's gradients are reduced while the next unit computes. In a
-            loop over stacked layers, the next layer's weights and the last one's gradients
-            are on their way while a layer computes; the loop then gathers and reduces one
-            layer more than it has. 0: weights are gathered where they are used.
-        bucket_bytes: the most that one message gathers or reduces (of whole arrays, on one
-            device), if it is of several arrays. A unit is a layer, where the program repeats
-            itself or loops. 0: one message for each array.
+        prefetch: the number of buckets that are gathered ahead, in forward and backward. If it is
+            not 0, gradients are also reduced while the next bucket's gradients are computed. In a
+            loop over stacked layers, the next layer's weights and the last layer's gradients are
+            in flight while a layer computes; the loop then gathers and reduces one layer more than
+            it has. 0: weights are gathered where they are used.
+        bucket_bytes: the largest bucket of several arrays, in bytes of full arrays on one device.
+            0: one message for each array.
         max_reuse_distance: hold a weight between two uses if at most so many elements of
             weights are used between (DeepSpeed's `stage3_max_reuse_distance`). `None`: hold
             it within forward and within backward, not between them.
         max_live_parameters: the most elements of weights that are held whole at any time
             for the sake of a later use (DeepSpeed's `stage3_max_live_parameters`).
-        live_bytes: the same in bytes. With it weights are held between forward and
-            backward too, those first that wait shortest.
+        live_bytes: the same in bytes. It lets weights be held between forward and backward too;
+            those with the shortest wait come first.
     """
 
     prefetch: int = 1
@@ -119,7 +119,6 @@ class ZeroConfig:
             by itself (at `stage` 3, where the stack is cut for that).
         param_persistence_threshold: leaves with fewer elements than this are stored
             whole on every device. 0 splits everything but scalars.
-
         schedule: when weights are gathered, and how long they are held.
 
     References:

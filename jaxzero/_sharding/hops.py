@@ -92,7 +92,7 @@ class WeightDelta(WeightHop):
 
     Every node keeps its slice of the weights from step to step, in a wire state
     (`Zero.init_wire_state`). The owner of a shard sends the difference to what the nodes
-    hold, and they add it. What rounding lost is part of the next difference, so 4 bits do.
+    hold, and they add it. The rounding error is part of the next difference, so 4 bits suffice.
 
     Args:
         codec: of the difference.
@@ -117,15 +117,15 @@ class WeightDelta(WeightHop):
 
 @dataclasses.dataclass(frozen=True)
 class ErrorFeedback(GradientHop):
-    """Add what rounding lost to the next step's gradient, for `gradients.node`.
+    """Add the quantization residual to the next step's gradient, for `gradients.node`.
 
-    The memory is as large as a node's slice of the gradients, one for each device, in a
-    wire state (`Zero.init_wire_state`). There is none for `gradients.local`, where it would
-    be as large as the whole model on every device.
+    Each device keeps the residual of its node's slice of the gradients in a wire state
+    (`Zero.init_wire_state`). There is no such hop for `gradients.local`, where residuals would be
+    as large as the full model on every device.
 
     Args:
-        codec: of the gradient with the error added.
-        dtype: of the memory.
+        codec: of the gradient with the residual added.
+        dtype: of the residual.
 
     References:
         Seide et al., 1-bit SGD (Interspeech 2014), section 3;

@@ -36,17 +36,18 @@ class DimSharding:
     Attributes:
         dim: index of the split dim.
         size: its true size.
-        unit: its stored size is a multiple of this: the number of shards over all axes on it.
+        num_shards: the number of shards of the dim, over all mesh axes that split it; the stored
+            size is a multiple of it.
     """
 
     dim: int
     size: int
-    unit: int
+    num_shards: int
 
     @property
     def padded(self) -> int:
         """The stored size of the dim, with padding."""
-        return math.ceil(self.size / self.unit) * self.unit
+        return math.ceil(self.size / self.num_shards) * self.num_shards
 
     @property
     def is_padded(self) -> bool:
@@ -135,7 +136,7 @@ class LeafSpec:
         """Shape and dtype of the global array: padded, or encoded."""
         if self.codec is None or self.layout is None:
             return jax.ShapeDtypeStruct(self.padded_shape, self.dtype)
-        return self.messages(self.codec, self.layout.unit)
+        return self.messages(self.codec, self.layout.num_shards)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

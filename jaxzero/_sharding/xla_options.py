@@ -48,7 +48,7 @@ class _Platform:
 
     @property
     def options(self) -> Options:
-        """Those of the installed version."""
+        """The options for the installed version of JAX."""
         is_old = jax.__version_info__ < (0, 11)
         return self.always | (self.before_0_11 if is_old else {})
 

@@ -57,7 +57,7 @@ class BatchRule(Protocol):
         Args:
             similarity: of equal halves of the last batch, finite.
             steps: micro-batches in it.
-            weight: of it, in whatever unit micro-batches are weighed.
+            weight: of the last batch, in the unit of the `weight=` of `update` (examples, say).
             target: similarity to be reached.
             memory: from `init` or the last call.
         """

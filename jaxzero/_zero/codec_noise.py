@@ -91,7 +91,7 @@ def _measurement(leaves: tuple[LeafSpec, ...], mesh: AnyMesh, config: ZeroConfig
         sums = jnp.zeros(3, jnp.float32)
         for leaf, x in zip(leaves, shards, strict=True):
             errors = [_squared_error(x, _codec(leaf, axis, comm)) for axis in REDUCTION_HOPS]
-            copies = comm.num_devices // (comm.pieces if leaf.layout else 1)
+            copies = comm.num_devices // (comm.num_shards if leaf.layout else 1)
             wide = x.astype(accumulator_dtype(x.dtype))
             sums += jnp.stack([dot(wide, wide), *errors]) / copies
         return all_reduce(sums, AXES)

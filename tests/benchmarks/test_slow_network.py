@@ -11,16 +11,15 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.network import _hosts as _slow_hosts
+from benchmarks.network import _hosts, _summary
 from benchmarks.network import _runs as _slow_runs
-from benchmarks.network import _summary
 from benchmarks.network import race as slow_network
 from benchmarks.network._hosts import Hosts
 from benchmarks.network._runs import SIZES, Failed, Run, Runner
 from benchmarks.shared import _peers, _rows
 
 RUN = Run(peer="gspmd", size="tiny", microbatches=1, rate="100mbit", round=0)
-REASON = _slow_hosts.missing()
+REASON = _hosts.missing()
 on_hosts = pytest.mark.skipif(REASON is not None, reason=f"two hosts: {REASON}")
 
 

@@ -43,7 +43,7 @@ def _on_devices(function, mesh, in_specs, out_specs):
 
 def _gathered(shard, layout, wire):
     pieces = dataclasses.replace(EncodedShards.plain(shard, layout.dim), axes=wire.gather_axes)
-    sizes = [shard.size * wire.pieces]
+    sizes = [shard.size * wire.num_shards]
     parcels = start_gather([pieces], sizes, wire)
     for _ in wire.gather_axes:
         parcels = gather_hop(parcels, sizes, wire)
@@ -58,7 +58,7 @@ def test_gather_and_reduce(nodes, config):
     mesh = jz.make_mesh(nodes, devices=jax.devices()[: 8 if nodes < 3 else 6])
     wire = CommSpec.of(mesh, config)
     x = np.random.default_rng(0).normal(size=(5, 13)).astype(np.float32)
-    layout = DimSharding(1, 13, wire.pieces)
+    layout = DimSharding(1, 13, wire.num_shards)
     split = P(None, config.axes)
     full = _on_devices(lambda s: _gathered(s, layout, wire), mesh, split, P())(pad(x, layout))
     bits = any(getattr(config.weights, axis) for axis in ("node", "local"))
@@ -119,9 +119,11 @@ def test_move_split(nodes):
     mesh = jz.make_mesh(nodes, devices=jax.devices()[: 8 if nodes < 3 else 6])
     wire = CommSpec.of(mesh, jz.zero3())
     x = np.arange(7 * 5 * 3, dtype=np.float32).reshape(7, 5, 3)
-    old, new = DimSharding(0, 7, wire.pieces), DimSharding(1, 5, wire.pieces)
+    old, new = DimSharding(0, 7, wire.num_shards), DimSharding(1, 5, wire.num_shards)
     axes = ("local", "node")
-    move = functools.partial(move_split, shape=x.shape, old=old, new=new, axes=wire.long(axes))
+    move = functools.partial(
+        move_split, shape=x.shape, old=old, new=new, axes=wire.axes_with_peers(axes)
+    )
     moved = _on_devices(move, mesh, P(axes), P(None, axes))(pad(x, old))
     np.testing.assert_array_equal(moved, pad(x, new))
 

@@ -19,7 +19,7 @@ import optax
 import pytest
 
 from benchmarks.faults._kills import COMMAND, Kill, random_kill, train, workers
-from benchmarks.network import _hosts as _slow_hosts
+from benchmarks.network import _hosts
 from benchmarks.network._hosts import ADDRESSES, Hosts
 from jaxzero import distributed
 from tests.interop import tiny_checkpoint
@@ -28,7 +28,7 @@ from tests.processes import ended, line_from, run
 
 from .train_by_processes import ROWS, STEPS, examples, init, loss_fn
 
-NO_HOSTS = _slow_hosts.missing()
+NO_HOSTS = _hosts.missing()
 
 # Each step sums 16 rows and at most 24 products, in another order: n eps = 24 x 6e-8 of the terms.
 # Adam divides by the root of the mean square, which can double that, in each of the steps.

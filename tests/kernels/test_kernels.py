@@ -1,7 +1,7 @@
 """Kernels in Pallas' interpreter, which looks for races, against the same in `jax.numpy`.
 
 Bit for bit; and the messages against numpy and float64 (`_codec_oracle`). What is exported for
-CUDA here, `test_kernels_aot.py` compiles.
+CUDA here, `test_aot.py` compiles.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A picture of a plan: what whole weights and gradients take, and when which unit is sent."""
+"""A picture of a plan: memory of full weights and gradients, and the time of each bucket."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def plot_plan(plan: Plan, path: Path, *, title: str) -> None:
     memory_axes.stackplot(
         place,
         live,
-        labels=["whole weights", "gradients not yet reduced"],
+        labels=["full weights", "gradients not yet reduced"],
         colors=_COLORS.values(),
         alpha=0.7,
         step="post",
@@ -46,7 +46,7 @@ def plot_plan(plan: Plan, path: Path, *, title: str) -> None:
     wire_axes.invert_yaxis()
     wire_axes.set(
         xlabel="operation of the program (a loop's body once)",
-        ylabel="unit: from sent to dropped; | first use, last gradient",
+        ylabel="bucket: from sent to dropped; | first use, last gradient",
         yticks=[],
     )
     for axes in (memory_axes, wire_axes):

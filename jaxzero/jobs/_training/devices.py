@@ -38,5 +38,5 @@ def choose_devices(num_devices: int | None) -> list[Any]:
 
 
 def _fake_devices(num_devices: int | None) -> int:
-    """Of this process; several processes stand for as many machines, with one device each."""
+    """The number of fake devices of this process: one, if several processes stand for machines."""
     return 1 if process_count() > 1 else num_devices or _FAKE_DEVICES

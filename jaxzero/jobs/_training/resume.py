@@ -117,14 +117,14 @@ def _wire_checkpoints(session: Session) -> Checkpoints:
 
 
 def _drop_wire_states(session: Session) -> None:
-    """Those of another layout, which would stay: a step that is there is not saved again."""
+    """Delete wire states of another layout: a step that exists is not saved again."""
     if process_index() == 0:
         shutil.rmtree(_wire_directory(session), ignore_errors=True)
     barrier("no wire states", _MEETING_SECONDS)
 
 
 def _drop_later_wire_states(session: Session, step: int) -> None:
-    """Those of steps that will be taken again: kept, they would crowd out what is needed."""
+    """Delete wire states of steps that will be repeated; only the newest few are kept."""
     if process_index() == 0:
         drop_after(_wire_directory(session), step)
     barrier("no later wire states", _MEETING_SECONDS)
