@@ -56,7 +56,7 @@ class Cast(Codec):
         return False
 
     def is_used_for(self, num: int, dtype: DTypeLike, min_quantized_size: int) -> bool:
-        """Whether `dtype` is wider than the wire's; `min_quantized_size` applies to block codecs only."""
+        """Whether `dtype` is wider than on the wire; `min_quantized_size` is for block codecs."""
         return self.wire_dtype(dtype) != dtype
 
     def wire_dtype(self, dtype: DTypeLike) -> jnp.dtype:

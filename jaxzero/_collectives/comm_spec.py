@@ -52,7 +52,7 @@ class CommSpec:
 
     @property
     def halves_axis(self) -> str:
-        """The axis whose devices form the two half-batches: the last that gradients are summed over."""
+        """The axis that is cut into two half-batches: the last that gradients are summed over."""
         return NODE if self.sizes[NODE] > 1 else LOCAL
 
     @property

@@ -47,7 +47,7 @@ def zeropp4() -> ZeroConfig:
 
 
 def hsdp(*, weights: PerAxis = PerAxis(), gradients: PerAxis = PerAxis()) -> ZeroConfig:  # noqa: B008
-    """Parameters, gradients and optimizer state split inside a node, replicated between nodes (HSDP)."""
+    """Everything split inside a node and replicated between nodes (HSDP, MiCS)."""
     return ZeroConfig(split="local", weights=weights, gradients=gradients)
 
 
