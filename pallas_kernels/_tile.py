@@ -1,11 +1,11 @@
 """Encode and decode a tile of blocks that lies in registers.
 
-A tile is `rows` blocks, handled by one warpgroup. It is stored as `parts`, arrays of one
-shape [rows, width], each with some columns of the blocks: element [r, c] of the part with
-`offset` is number `offset + stride * c` of block r. Numbers that are combined with each other
-lie at the same index of different parts: the two halves of a block whose 4-bit codes share
-bytes, and the terms of a Hadamard rotation. So only the maximum of a block moves data between
-lanes.
+A tile is `rows` blocks of numbers, and one warpgroup handles it. Its registers hold the tile
+as a list of arrays, the `parts`, which all have the shape [rows, width]. Each part has an
+`offset`, and its element [r, c] is number `offset + stride * c` of block r. Numbers that are
+combined with each other are at the same index of different parts: numbers whose 4-bit codes
+share a byte, and the terms of a Hadamard rotation. So only the maximum over a block moves data
+between lanes.
 
 The functions take and return arrays in registers. They use only operations that Mosaic GPU
 lowers: no `floor`, no `isfinite`, no reshape.

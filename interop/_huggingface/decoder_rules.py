@@ -1,9 +1,9 @@
-"""How the parameters of `jaxzero.models.Decoder` are called in checkpoints, as rules by family.
+"""Rules that map tensors of a checkpoint to parameters of `jaxzero.models.Decoder`, by family.
 
-Most families say what Llama says, and a rule that matches no parameter is passed over: so one
-table, with and without biases, norms of queries and keys, and a head, serves most of them, and the
-norms around the two halves of a layer are what is left to tell apart. `{i}` is a layer, `{e}` an
-expert. Scanned layers are the same rules without `{i}` on our side.
+Most families use Llama's names, and a rule that matches no parameter is ignored. So one table
+serves most families, with and without biases, query and key norms, and a head; the tables differ
+mainly in the norms before and after attention and the MLP. `{i}` is a layer, `{e}` an expert.
+Scanned layers have the same rules without `{i}` in the paths of parameters.
 """
 
 from collections.abc import Iterable

@@ -35,17 +35,22 @@ class LoadedEncoder(NamedTuple):
 def load_encoder(
     directory: Path | str, *, dtype: np.typing.DTypeLike | None = None, **changes: Any
 ) -> LoadedEncoder:
-    """Open the checkpoint of an encoder; pass `params` to `zero.shard` to read the tensors.
+    """Open the checkpoint of an encoder without reading its tensors.
 
     Args:
-        directory: holds `config.json` and weights in a form that `open_checkpoint` knows, such as
-            `model.safetensors` or `pytorch_model.bin`, in one file or in parts.
-        dtype: dtype of the parameters; None keeps that of the file.
+        directory: a folder with `config.json` and weights in a format that `open_checkpoint`
+            supports, such as `model.safetensors` or `pytorch_model.bin`, in one file or in parts.
+        dtype: dtype of the parameters; None keeps the dtype of the file.
         **changes: fields of `EncoderConfig` to override, such as `compute_dtype`.
 
+    Returns:
+        The config, the `nnx.GraphDef` and the parameters as lazy tensors. Pass `params` to
+        `zero.shard`, which reads on each device only the shards of that device.
+
     Raises:
-        ValueError: the directory is not such a checkpoint or has another `model_type`, or a tensor
-            is unknown, missing, or has another shape than in `config.json`. The message names it.
+        ValueError: the directory is not an encoder's checkpoint, its `model_type` is not
+            supported, or a tensor is unknown, missing, or has another shape than `config.json`
+            implies. The message names the tensor.
     """
     directory = Path(directory)
     config = EncoderConfig.from_json(directory, **changes)

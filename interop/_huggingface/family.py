@@ -17,16 +17,17 @@ from .decoder_rules import BUFFERS, HEAD, rules_of
 
 
 class DecoderFamily(abc.ABC):
-    """The checkpoints of one `model_type`, as `jaxzero.models.Decoder` computes them.
+    """Maps the checkpoints of one `model_type` to a `jaxzero.models.Decoder`: config and tensors.
 
-    Subclass it, and pass an instance to `load_decoder(..., family=...)` and `export_decoder`, or
-    register it with `register_decoder_family`. `decoder_family("llama")` gives a family to start
-    from.
+    To support another family, write a subclass, and pass an instance to
+    `load_decoder(..., family=...)` and `export_decoder`, or register it with
+    `register_decoder_family`. `decoder_family("llama")` returns a family to start from.
 
     Attributes:
-        model_type: the entry of that name in `config.json`.
-        buffers: names of tensors that are in files and are no parameters, with `*` for any text.
-        head: name of the tensor of the head, which a file may hold although it is tied.
+        model_type: value of `model_type` in `config.json`.
+        buffers: patterns (with `*`) for names of tensors in a checkpoint that are not parameters.
+        head: name of the tensor of the language-model head. Some files hold this tensor even if it
+            is tied to the embedding.
     """
 
     model_type: str
@@ -35,22 +36,23 @@ class DecoderFamily(abc.ABC):
 
     @abc.abstractmethod
     def fields(self, content: dict[str, Any], path: Path) -> dict[str, Any]:
-        """The fields of `DecoderConfig` that a `config.json` describes.
+        """Translate a `config.json` to keyword arguments of `DecoderConfig`.
 
         Args:
-            content: of the file.
-            path: of the file, for messages.
+            content: the parsed file.
+            path: path of the file, for messages.
 
         Raises:
-            ValueError: a field is missing, or asks for something that the decoder does not compute.
+            ValueError: a field is missing, or requests something that the decoder does not support.
         """
 
     @abc.abstractmethod
     def rules(self, config: DecoderConfig) -> Iterable[Rule]:
-        """How parameters are called in files, for layers in a list: `layers.{i}` on our side.
+        """Return the rules that map tensor names in a checkpoint to parameters of a `Decoder`.
 
-        Layers in a stack (`scan_layers`) follow from these, as do the names in a file that was
-        saved without its head.
+        Write the rules for a list of layers, with `layers.{i}` in the paths of parameters. The
+        rules for stacked layers (`scan_layers`), and for a checkpoint that was saved without the
+        language-model head, are derived from them.
         """
 
 

@@ -99,7 +99,10 @@ def _sizes(module: Module) -> tuple[tuple[str, int], ...]:
 
 
 def _ways(ours: Module, theirs: Module) -> dict[str, list[Steps]]:
-    """For each role, list the possible steps from `theirs` to `ours`; empty if there are none."""
+    """For each role (`weight`, `bias`, ...), list the sequences of steps from `theirs` to `ours`.
+
+    The list of a role is empty if no sequence of steps gives the shape of our tensor.
+    """
     lead = len(theirs.stack)
     ways = {}
     for role, tensor in ours.tensors.items():

@@ -169,7 +169,10 @@ def _element(tensor: LazyTensor, index: Index) -> LazyTensor:
 
 
 def _stacked(elements: dict[Index, LazyTensor]) -> LazyTensor:
-    """Stack elements along new leading dimensions, by their indices."""
+    """Stack tensors along new leading dimensions, one for each component of their indices.
+
+    `elements` must be sorted by index. The single index `()` means that there is nothing to stack.
+    """
     if () in elements:
         return elements[()]
     rows: dict[int, dict[Index, LazyTensor]] = {}

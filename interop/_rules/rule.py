@@ -91,11 +91,15 @@ class Use(NamedTuple):
 
 
 def uses_of(rules: Iterable[Rule], shapes: Shapes) -> list[Use]:
-    """Expand rules for the parameters of a tree.
+    """Match rules with the parameters of a tree, and replace variables such as `{i}` by numbers.
 
     Args:
         rules: rules for all parameters.
         shapes: dotted path -> shape, for every parameter.
+
+    Returns:
+        One use for each rule and each combination of numbers of its shared variables, such as one
+        per layer. Every parameter is in exactly one use.
 
     Raises:
         ValueError: a parameter is matched by no rule or by two, a rule names a parameter that does

@@ -12,7 +12,8 @@ from .format_codec import FormatCodec
 class Int4(FormatCodec):
     """Send floats as integers of 4 bits, from -7 to 7 times the scale of their block.
 
-    Two codes share a byte. Options and behaviour are otherwise those of `Int8`.
+    Each byte holds two codes. Options and numerics are those of `Int8`, except that blocks have
+    128 numbers by default.
     """
 
     block: int = 128

@@ -140,7 +140,7 @@ def _to_codes(x: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
 
 
 def _from_codes(codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Undo `_to_codes`."""
+    """Decode 4-bit codes to floats: bit 3 is the sign, bits 0 to 2 index the magnitudes."""
     code = (codes & jnp.uint8(7)).astype(jnp.float32)
     size = jnp.where(code < 4, code * jnp.float32(0.5), jnp.where(code < 6, code - 2, code * 2 - 8))
     return jnp.where(codes < 8, size, -size)

@@ -114,6 +114,9 @@ def node_slices(
 
 
 def encode_node_slice(node_slice: EncodedShards, size: int, comm: CommSpec) -> EncodedShards:
-    """Encode a node slice as hpZ stores it; `size` as for `start_gather`."""
+    """Encode a node slice with hpZ's codec, to be gathered over `local` later.
+
+    `size` is the number of elements of the full array, compared with `min_quantized_size`.
+    """
     assert comm.hpz is not None
     return node_slice.encode(comm.suitable(comm.hpz.codec, size, node_slice.dtype), (LOCAL,))

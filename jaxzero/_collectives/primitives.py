@@ -33,7 +33,11 @@ def all_to_all(
     concat_dim: int = 0,
     shares: tuple[int, ...] = (),
 ) -> Shaped[Array, ...]:
-    """Send part i of `split_dim` to device i; concatenate the received parts on `concat_dim`."""
+    """Split `x` along `split_dim`, send part i to device i, and concatenate what is received.
+
+    The parts are concatenated along `concat_dim`, in the order of `axis`. `shares` is for the
+    ledger only (see above).
+    """
     note("all-to-all", axis, x, shares)
     x = varying(x, axis)
     return lax.all_to_all(x, axis, split_axis=split_dim, concat_axis=concat_dim, tiled=True)

@@ -75,7 +75,11 @@ def reduce_over_node(
 
 
 def reduce_to_shard(x: Shaped[Array, ...], axis: str, dim: int, comm: CommSpec) -> Sum:
-    """Reduce-scatter over one axis, without a codec; with the half-batch sum where requested."""
+    """Reduce-scatter `x` along `dim` over one mesh axis, without a codec.
+
+    If `comm` requests the half-batch sum on this axis, the shards are sent by an all-to-all and
+    added here, so that the sum over the first half of the devices is returned too.
+    """
     half, num = comm.first_half_size(axis), comm.sizes[axis]
     if not half:
         return reduce_scatter(x, axis, dim)

@@ -251,7 +251,11 @@ def _read_zero(keys: Keys, mesh: AnyMesh, compute_dtype: np.dtype | None) -> Zer
 
 
 def _is_node(keys: Keys, name: str, mesh: AnyMesh) -> bool:
-    """Return True if a group size is set, which must be the number of devices per node."""
+    """Return True if the group size `zero_optimization.<name>` is set to more than 1.
+
+    Raises:
+        ValueError: the group size is not the number of devices in a node of `mesh`.
+    """
     size = keys.get(f"zero_optimization.{name}", 1)
     if size <= 1:
         return False

@@ -158,7 +158,7 @@ class _Loop:
         return length - 1 - iteration if self.loop.is_reversed else iteration
 
     def layer(self, i: Array) -> GatherSources:
-        """The gather sources of layer `i`, one for each weight that the loop scans."""
+        """The shard or node slice of layer `i`, for each stack of weights that the loop scans."""
         return {
             stack.layer: shards.layer(lax.dynamic_index_in_dim(shards.data, i, 0, keepdims=False))
             for stack, shards in zip(self.uses.stacks, self.stacks, strict=True)

@@ -64,7 +64,11 @@ def _start_after(loop: LoopPlan, maker: int) -> LoopPlan:
 
 
 def _keeping(loop: LoopPlan, layer: ShardedParam) -> LoopPlan:
-    """Mark the gather of a layer in a loop's body, if it is the only one, inner loops included."""
+    """Mark the gather of `layer` in a loop's body as the one that keeps the node slice.
+
+    The loop is returned unchanged if its body gathers `layer` more than once or not at all, or if
+    an inner loop scans it.
+    """
     found = [x for group in loop.body.gather_groups for x in group.gathers if x.weight is layer]
     inside = itertools.chain(*(x.stacks for x in loop.body.uses.loops.values()))
     if len(found) != 1 or any(stack.view.weight is layer for stack in inside):

@@ -202,7 +202,10 @@ class _UseFinder:
 
 
 def _of_slice(view: View) -> tuple[movable_ops.Op, ...] | None:
-    """The operations of a view, for one element of dim 0; None: they mix elements of dim 0."""
+    """Rewrite the operations of a view of a stack so that they apply to one layer of it.
+
+    Returns None if an operation mixes layers (elements of dim 0), as a transpose of dim 0 does.
+    """
     shape, sliced = view.weight.shape, []
     for op in view.ops:
         layer_op = op.of_slice(shape)

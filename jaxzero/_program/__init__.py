@@ -1,7 +1,8 @@
-"""Trace a function to a list of operations. Only this room and `_mesh.per_device` read jaxprs.
+"""Trace a function to a list of operations. Only this package and `_mesh.per_device` read jaxprs.
 
-In: a function and the shapes of its arguments. Out: a `Block` of operations, with a block for the
-body of each loop, and the operations that can be moved past a gather or a reduction.
+In: a function and the shapes of its arguments. Out: a `Block` of operations, in which the body of
+each loop is a block of its own; and `movable_ops`, the operations that can run before or after a
+gather or a reduction.
 """
 
 from . import movable_ops as movable_ops

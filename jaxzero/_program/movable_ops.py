@@ -37,11 +37,14 @@ class Op(abc.ABC):
         return shape
 
     def through(self, layout: DimSharding, shape: Shape) -> DimSharding | None:
-        """The output's layout if the input has `layout`; None: it cannot run on shards."""
+        """The layout of the output for an input with `layout` and full shape `shape`.
+
+        None if the operation cannot run on shards with this layout.
+        """
         return layout
 
     def back(self, layout: DimSharding, shape: Shape) -> DimSharding | None:
-        """The input's layout for which the output has `layout`; None: there is none."""
+        """The layout of the input for which the output has `layout`; None if no layout does."""
         for dim, size in enumerate(shape):
             if size == layout.size and self.through(layout.moved(dim), shape) == layout:
                 return layout.moved(dim)
@@ -52,9 +55,9 @@ class Op(abc.ABC):
         return self
 
     def of_slice(self, shape: Shape) -> Op | None:
-        """The operation on `x[i]` that gives element `i` of this one's output; None: there is none.
+        """The operation that maps `x[i]` to element `i` of the output of this operation on `x`.
 
-        That is, whether the operation treats dim 0 as a stack of layers.
+        None if there is none, because the operation does not treat dim 0 as a stack of layers.
         """
         return self
 

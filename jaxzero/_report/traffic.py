@@ -14,13 +14,13 @@ from .._plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class Amount:
-    """Bytes and launches of a group of collectives in one optimizer step.
+    """Number and bytes of a group of collectives, such as those over one mesh axis, per step.
 
     Attributes:
-        collectives: how many are run.
-        device_bytes: that enter one device.
-        microbatch_bytes: those of them that enter it for every single micro-batch; the rest
-            enters once for all.
+        collectives: number of collectives that run in one optimizer step.
+        device_bytes: bytes that enter one device in one optimizer step.
+        microbatch_bytes: bytes that enter one device in each micro-batch, from the collectives that
+            are repeated for every micro-batch; 0 if there is only one micro-batch.
     """
 
     collectives: int
@@ -149,5 +149,5 @@ def _sum(transfers: Sequence[Transfer]) -> Amount:
 
 
 def _components(transfer: Transfer) -> list[str]:
-    """The path of a leaf, without what marks a layer of a stack."""
+    """Split the path of a leaf at its dots, without the `[i]` that marks a layer of a stack."""
     return transfer.name.replace("[i]", "").split(".")

@@ -147,7 +147,16 @@ class ErrorFeedback(GradientHop):
 
 
 def check_codec(name: str, owner: str, codec: object) -> None:
-    """Raise `ValueError` if `codec`, the field `name` of an `owner`, is none."""
+    """Validate that a field of a config holds a codec.
+
+    Args:
+        name: name of the field, for the message.
+        owner: name of the class that has the field, for the message.
+        codec: value of the field.
+
+    Raises:
+        ValueError: `codec` is not an instance of `Codec`.
+    """
     if not isinstance(codec, Codec):
         raise ValueError(
             f"`{name}` of `{owner}` must be a codec such as `jz.Int8()` or "

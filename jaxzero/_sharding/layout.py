@@ -146,7 +146,8 @@ class LeafSpec:
     def spec(self, axes: tuple[str, ...], *, manual_only: bool = False) -> PartitionSpec:
         """The `PartitionSpec` of the global array, split over `axes`.
 
-        `manual_only` leaves out the user's further mesh axes, as a `shard_map` over ours requires.
+        With `manual_only`, the spec omits the user's own mesh axes (`other_axes`). The specs of
+        a `shard_map` that is manual over `node` and `local` may name only these two axes.
         """
         if self.codec is not None:
             return PartitionSpec(*[None] * self.num_lead, axes or None)

@@ -30,13 +30,13 @@ class Static:
 
 @dataclasses.dataclass(frozen=True)
 class TreePlan:
-    """The layout of every leaf of one tree.
+    """The structure of a tree, the layout of its arrays, and the values of its other leaves.
 
     Attributes:
-        treedef: structure of the tree, in which a `StoredArray` counts as one leaf.
+        treedef: structure of the tree; a `StoredArray` counts as one leaf.
         leaves: the layout of each array.
-        statics: for each leaf of `treedef` its value if it is no array; None: it is an array. An
-            empty `StoredArray` is static.
+        statics: one entry for each leaf of `treedef`: None for an array, otherwise the leaf itself
+            as a `Static`. An empty `StoredArray` is kept as a `Static` too.
     """
 
     treedef: Any

@@ -80,7 +80,11 @@ class CodecNoise(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Exponential moving averages of |G|^2 and T over updates; all zero before the first."""
+    """Exponential moving averages of the estimates of |G|^2 and T, and of their deviations.
+
+    G is the gradient of one unit of weight and T the trace of its covariance (see the module). All
+    fields are zero before the first update.
+    """
 
     weight: Float32[Array, ""]  # V1: sum of the weights of updates
     weight_squares: Float32[Array, ""]  # V2: sum of their squares
@@ -148,7 +152,14 @@ def new_moments() -> Moments:
 
 
 def add_to_moments(moments: Moments, products: Products, halves: Halves, decay: Any) -> Moments:
-    """Scale the weights of earlier updates by `decay`, and add the estimates of one update."""
+    """Add the estimates of |G|^2 and T from one update to their moving averages.
+
+    Args:
+        moments: averages over the earlier updates, whose weights are multiplied by `decay`.
+        products: inner products of the mean gradients of the two halves of the batch.
+        halves: weights of the two halves.
+        decay: scalar between 0 and 1. The new update has weight 1.
+    """
     signal = products.cross
     distance = products.first + products.second - 2 * products.cross
     noise = jnp.maximum(distance, 0.0) * halves.first * halves.second / halves.total

@@ -109,25 +109,27 @@ def resolve(
     states: Registry,
     num_devices: int,
 ) -> tuple[Call, list[list[Any]]]:
-    """Classify every argument of a call.
+    """Classify each argument of a call as a sharded parameter tree, the batch, or replicated.
 
     Args:
-        function: the user's function; its signature gives names to positions.
+        function: the user's function; messages take the names of arguments from its signature.
         args: positional arguments.
         kwargs: keyword arguments.
         argnums: positions of arguments that must be sharded parameter trees.
-        batch_argnums: positions or names of the arguments that are split by rows; None: the only
-            argument that can be.
-        in_specs: for each position None or a tree prefix of `PartitionSpec`s.
+        batch_argnums: positions or names of the arguments that are split by rows. None: find the
+            batch; it is an error if several arguments could be the batch.
+        in_specs: for each position, None or a tree prefix of `PartitionSpec`s.
         registry: looks up the layouts of parameter trees.
         states: looks up the layouts of optimizer states.
         num_devices: number of devices that share the batch.
 
     Returns:
-        The call, and the arrays of each argument, as they are stored.
+        The classified arguments, and for each argument its arrays as they are stored (padded or
+        encoded, if it is a parameter tree).
 
     Raises:
-        ValueError: see the messages.
+        ValueError: an argument of `argnums` is not a sharded tree, the batch is ambiguous, or
+            `batch_argnums` or `in_specs` do not fit the arguments.
     """
     parameters = _parameter_names(function)
     names = _names(parameters, len(args)) + [f"`{key}` (keyword)" for key in kwargs]

@@ -30,11 +30,14 @@ class Programs:
         self._kept: collections.OrderedDict[str, Callable] = collections.OrderedDict()
 
     def run(self, program: Callable, *args: Any) -> Any:
-        """`program(*args)`, under `jit`.
+        """Return `program(*args)`, compiled, or reused if an equal program was compiled before.
+
+        If a transformation such as `jax.jit` is tracing the call, the program becomes part of that
+        trace, and nothing is cached.
 
         Args:
-            program: of trees of arrays.
-            args: arrays, or values of a program that is being traced.
+            program: a function from trees of arrays to a tree of arrays.
+            args: trees of arrays or tracers.
         """
         if is_traced(jax.device_put(np.zeros(()))) or any(
             is_traced(x) for x in jax.tree.leaves(args)

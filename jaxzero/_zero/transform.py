@@ -141,7 +141,17 @@ class Transform:
         return result.loss, result.gradients, parts, result.wire_state, result.halves
 
     def _flat(self, stored: list[Any], inputs: list[Any], outputs: Outputs) -> Any:
-        """The user's function and its gradients on flat lists of arrays."""
+        """Call the user's function on one device, and differentiate it if requested.
+
+        Args:
+            stored: the arrays of all sharded trees, with the shapes of the full arrays, in order.
+            inputs: the arrays of all other arguments, in order.
+            outputs: records the structure of the auxiliary outputs (or of all, for `apply`).
+
+        Returns:
+            Loss, weight, gradients and auxiliary outputs. For `apply`, the first two are None, and
+            there are no gradients.
+        """
         options = self.options
         if not options.has_gradients:
             args, kwargs = self._rebuild(stored, inputs)

@@ -186,13 +186,13 @@ class Zero(ShardedTrees):
 
         Args:
             f: `f(params, batch, ...) -> outputs`, written as for `value_and_grad`.
-            argnums: which arguments must be sharded trees.
+            argnums: positions of the arguments that must be sharded trees.
             batch_argnums: as for `value_and_grad`.
-            in_specs: likewise.
+            in_specs: as for `value_and_grad`.
             out_reduce: how outputs are combined over devices: a tree prefix of "mean",
-                "sum", "first", "stack" and "concat". By default an output with as many
-                rows as this device's batch is joined to one of the whole batch
-                ("concat"), and a float scalar is averaged; others need one.
+                "sum", "first", "stack" and "concat". By default, an output with one row
+                for each row of this device's batch is concatenated over devices, and a
+                float scalar is averaged. For any other output, `out_reduce` is required.
 
         Returns:
             A function of the same arguments.

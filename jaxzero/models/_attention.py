@@ -156,7 +156,7 @@ def _seen(
 def make_linear(
     config: DecoderConfig, num_in: int, num_out: int, bias: bool, rngs: nnx.Rngs
 ) -> nnx.Linear:
-    """A projection of this decoder."""
+    """A linear layer with the initializer and the compute dtype of `config`."""
     return nnx.Linear(
         num_in,
         num_out,

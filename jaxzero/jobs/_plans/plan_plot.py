@@ -11,12 +11,16 @@ _COLORS = {"gather": "tab:blue", "reduce": "tab:orange"}
 
 
 def plot_plan(plan: Plan, path: Path, *, title: str) -> None:
-    """Draw memory and wire over the program.
+    """Plot memory, and the buckets in flight, over the operations of a step.
+
+    The upper panel shows the MiB of full weights and unreduced gradients on one device. The lower
+    panel has a bar for each bucket: a gather's from the send to the last use of its weights, a
+    reduction's from its first gradient to the send.
 
     Args:
-        plan: of a training step.
-        path: the picture to write; its suffix decides the format.
-        title: above the picture.
+        plan: plan of a training step.
+        path: file to write; the suffix selects the format.
+        title: title above the plot.
     """
     from matplotlib.figure import Figure  # slow to import: not at module level
 

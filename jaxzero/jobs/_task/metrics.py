@@ -40,7 +40,12 @@ def embed_in_batches(
 
 
 def retrieval_scores(embeddings: Float[np.ndarray, "pairs 2 d"]) -> Retrieval:
-    """Rank the code of all pairs for each description."""
+    """Compute recall@1 and MRR@10 from the embeddings of descriptions and of their code.
+
+    Args:
+        embeddings: for each pair, the embedding of its description, then that of its code.
+            Similarity is the inner product, so vectors should have length 1.
+    """
     ranks = ranks_of_partners(embeddings[:, 0], embeddings[:, 1])
     return Retrieval(
         mrr_at_10=float(np.where(ranks <= 10, 1 / ranks, 0).mean()),

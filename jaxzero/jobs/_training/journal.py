@@ -20,9 +20,13 @@ class Journal:
     """The rows of one run, on disk."""
 
     def __init__(self, path: Path, trackers: Sequence[Tracker] = ()):
-        """Open, or continue, the journal at `path`; `trackers` are told of its rows.
+        """Open the journal at `path`. If the file exists, new rows are appended to it.
 
-        Of several processes the first writes, and all can read.
+        Every process can read the journal, but only process 0 writes it.
+
+        Args:
+            path: the file; missing parent folders are created.
+            trackers: each row is also sent to these, such as Weights & Biases.
         """
         self.path = path
         self._trackers = trackers

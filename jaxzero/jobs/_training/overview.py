@@ -10,11 +10,13 @@ from .session import Session, State
 
 
 def print_overview(session: Session, state: State) -> None:
-    """Say what one device holds from step to step, and what enters it, and its node, in a step.
+    """Print the bytes that a device holds between steps and the bytes that a step communicates.
+
+    Communication is printed as bytes into each node, and bytes to each device from its own node.
 
     Args:
-        session: that will train.
-        state: before its next step.
+        session: the session that will train.
+        state: the training state before the first step of this session.
     """
     zero = session.setup.zero
     report = zero.report(state.params, state.opt_state, plan=session.plan)

@@ -11,7 +11,7 @@ class StepProfiler:
     """Traces the requested steps. A context manager."""
 
     def __init__(self, steps: range, directory: Path):
-        """Nothing is traced yet; traces go to `directory`, in a folder for each."""
+        """Prepare to trace `steps` (numbers of optimizer steps); the traces go to `directory`."""
         self._steps = steps
         self._directory = directory
         self._is_tracing = False

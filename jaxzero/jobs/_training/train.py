@@ -34,7 +34,10 @@ _EVALUATED_PAIRS = 16  # per device and forward pass: a pass gathers every weigh
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a finished run achieved, on pairs of modules that training never saw."""
+    """Retrieval scores before and after a run, and what the run cost.
+
+    The scores are computed on pairs from Python modules that are not in the training data.
+    """
 
     before: Retrieval
     after: Retrieval
