@@ -79,7 +79,7 @@ class CommSpec:
         lines = [
             f"{what} over {axis}: {getattr(codecs, axis)}"
             for what, codecs in (("weights", self.weights), ("gradients", self.gradients))
-            for axis in self.long(AXES)
+            for axis in self.axes_with_peers(AXES)
             if getattr(codecs, axis) is not None
         ]
         if self.hpz is not None and self.hpz.codec is not None:

@@ -195,7 +195,7 @@ class TestCommand:
             assert f"--{name.replace('_', '-')} " in text
         for code in MEANINGS.keys() - {1, 126, 127}:
             assert re.search(rf"\b{code}\b", text)
-        assert "go on from its last checkpoint" in " ".join(text.split()).replace("│ │ ", "")
+        assert "resume from its last checkpoint" in " ".join(text.split()).replace("│ │ ", "")
 
 
 class TestEnvironment:

@@ -109,7 +109,7 @@ def test_our_axes_are_taken_out_of_what_is_asked(mesh, ask):
 def test_a_split_that_is_not_there_is_warned_of():
     zero = _zero("2x4-auto")
     sharding = NamedSharding(zero.mesh, P(None, "local"))
-    with pytest.warns(UserWarning, match="asks to split dim 1 .* whole on every device"):
+    with pytest.warns(UserWarning, match="asks to split dim 1 .* every device has the full array"):
         _check(zero, lambda h: lax.with_sharding_constraint(h, sharding))
 
 
