@@ -1,5 +1,8 @@
 """Convert between PyTorch checkpoints and trees of sharded JAX arrays, shard by shard.
 
+In: a checkpoint directory or file, and a tree. Out: arrays on the devices that own them, or such a
+directory. Jobs and scripts use it.
+
 Loading returns a tree whose leaves are tensors *in a file*; `zero.shard` reads from each only the
 slices that its devices own. Saving writes the same files, tensor by tensor. Rules map names and
 layouts, and both directions use the same rules. PyTorch is imported only when one of these is

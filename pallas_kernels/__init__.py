@@ -1,5 +1,8 @@
 """Kernels that quantize arrays into messages of codes and scales, and dequantize them.
 
+In: arrays cut into shards, and a `Format`. Out: messages in bytes, and the arrays or sums that they
+hold. The codecs use it.
+
 Each operation has a reference in `jax.numpy`, a Pallas kernel for GPUs, and one dispatcher:
 
     from jaxzero import pallas_kernels as pk

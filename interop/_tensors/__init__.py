@@ -12,6 +12,7 @@ from .checkpoint import read_step as read_step
 from .lazy import ArrayTensor as ArrayTensor
 from .lazy import Box as Box
 from .lazy import LazyTensor as LazyTensor
+from .lazy import box_shape as box_shape
 from .lazy import concatenate as concatenate
 from .lazy import stack as stack
 from .named_leaves import named_leaves as named_leaves

@@ -81,7 +81,7 @@ class LazyTensor(abc.ABC):
             )
         bounds = (each.indices(dim) for each, dim in zip(slices, self.shape, strict=True))
         box = tuple((start, max(start, stop)) for start, stop, _ in bounds)
-        shape = _box_shape(box)
+        shape = box_shape(box)
         return np.empty(shape, self.dtype) if 0 in shape else self._read_box(box)
 
     def transpose(self, *dims: int) -> "LazyTensor":
@@ -238,7 +238,7 @@ class _Concatenated(LazyTensor):
                 parts.append((each, _replaced(box, self.dim, inside)))
         if len(parts) == 1:
             return parts[0][0]._read_box(parts[0][1])
-        whole, filled = np.empty(_box_shape(box), self.dtype), 0
+        whole, filled = np.empty(box_shape(box), self.dtype), 0
         for each, part in parts:  # one at a time, so that memory never holds all parts twice
             size = part[self.dim][1] - part[self.dim][0]
             target = (slice(None),) * self.dim + (slice(filled, filled + size),)
@@ -267,7 +267,7 @@ class _Reshaped(_View):
             per_group.append([part for run in runs for part in _boxes_of_run(sizes, run)])
         if all(len(parts) == 1 for parts in per_group):
             theirs = tuple(bound for (part,) in per_group for bound in part)
-            return self.viewed._read_box(theirs).reshape(_box_shape(box))
+            return self.viewed._read_box(theirs).reshape(box_shape(box))
         return self._assembled(box, groups, per_group)
 
     def _assembled(
@@ -282,11 +282,11 @@ class _Reshaped(_View):
             target = tuple(place for _, place in parts)
             shape = [place.stop - place.start for place in target]
             whole[target] = self.viewed._read_box(theirs).reshape(shape)
-        return whole.reshape(_box_shape(box))
+        return whole.reshape(box_shape(box))
 
 
 def _with_places(parts: list[Box]) -> list[tuple[Box, slice]]:
-    ends = list(itertools.accumulate(math.prod(_box_shape(part)) for part in parts))
+    ends = list(itertools.accumulate(math.prod(box_shape(part)) for part in parts))
     starts = [0, *ends[:-1]]
     return [(part, slice(start, end)) for part, start, end in zip(parts, starts, ends, strict=True)]
 
@@ -352,7 +352,7 @@ def _boxes_of_run(sizes: list[int], run: tuple[int, int]) -> Iterator[Box]:
             yield ((last, last + 1), *part)
 
 
-def _box_shape(box: Box) -> tuple[int, ...]:
+def box_shape(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxzero.interop._tensors import AdamMoments, Box, Checkpoint, LazyTensor
+from jaxzero.interop._tensors import AdamMoments, Box, Checkpoint, LazyTensor, box_shape
 
 from .state_dict import moments_of
 from .torch_file import read_torch_file
@@ -62,11 +62,11 @@ class DcpTensor(LazyTensor):
             common = _intersection(chunk.box, box)
             if common is not None:
                 held = self._archived(chunk)
-                if held.shape != _shape(chunk.box) or held.dtype != self.dtype:
+                if held.shape != box_shape(chunk.box) or held.dtype != self.dtype:
                     raise ValueError(
                         f"A chunk of {self.label} is {held.dtype}{list(held.shape)}, but "
-                        f"`.metadata` says {self.dtype}{list(_shape(chunk.box))}. The files belong "
-                        "to different checkpoints: copy the directory again."
+                        f"`.metadata` says {self.dtype}{list(box_shape(chunk.box))}. The files "
+                        "belong to different checkpoints: copy the directory again."
                     )
                 whole[_inside(common, box)] = held[_inside(common, chunk.box)]
         return whole
@@ -192,7 +192,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _check_cover(where: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
-    covered = sum(math.prod(_shape(box)) for box in boxes)
+    covered = sum(math.prod(box_shape(box)) for box in boxes)
     # Comparing all pairs is quadratic. Among many boxes only neighbours in sorted order are
     # compared, which finds nearly every overlap.
     boxes = sorted(boxes)
@@ -269,7 +269,3 @@ def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
         slice(start - origin, stop - origin)
         for (start, stop), (origin, _) in zip(box, outer, strict=True)
     )
-
-
-def _shape(box: Box) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)

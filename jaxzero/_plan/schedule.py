@@ -319,10 +319,9 @@ def _reduce_groups(
         reduce_spec = gradients.reduces[value]
         return value.shape, value.dtype, reduce_spec.layout.dim, reduce_spec.hops
 
-    def num_bytes(value: Value) -> int:
-        return math.prod(value.shape) * value.dtype.itemsize
-
-    groups = split_into_groups(reduced, signature, num_bytes, schedule.bucket_bytes, in_loop)
+    groups = split_into_groups(
+        reduced, signature, lambda x: x.num_bytes, schedule.bucket_bytes, in_loop
+    )
     return [ReduceGroup(tuple(values), makers.get(values[-1], -1)) for values in groups]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +40,11 @@ class Value:
     def is_array(self) -> bool:
         """Whether it is an ordinary array of numbers, and not a key, token or reference."""
         return isinstance(self.dtype, np.dtype) and self.dtype != jax.dtypes.float0
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the full array in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -8,7 +8,6 @@ weights, and which reduction has none after it. Those are exposed whatever the l
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 
 from .._plan import COSTLY, BlockPlan, GatherGroup, Plan, region_name
@@ -61,7 +60,7 @@ def _of_block(plan: BlockPlan, path: tuple[int, ...], trips: int) -> Iterator[Wa
         value = plan.block.outputs[i]
         if isinstance(value, Value):
             name = plan.gradients.at_end[i].name
-            yield Wait("reduce-scatter", region or "the end", (name,), _num_bytes(value), trips)
+            yield Wait("reduce-scatter", region or "the end", (name,), value.num_bytes, trips)
     for index, loop in plan.loops.items():
         operation = plan.block.operations[index]
         assert isinstance(operation, Loop)
@@ -84,11 +83,7 @@ def _gather(group: GatherGroup, region: str, trips: int) -> Wait:
 
 def _reduction(plan: BlockPlan, values: tuple[Value, ...], region: str, trips: int) -> Wait:
     names = tuple(plan.gradients.reduces[value].name for value in values)
-    return Wait("reduce-scatter", region, names, sum(map(_num_bytes, values)), trips)
-
-
-def _num_bytes(value: Value) -> int:
-    return math.prod(value.shape) * value.dtype.itemsize
+    return Wait("reduce-scatter", region, names, sum(value.num_bytes for value in values), trips)
 
 
 def _keeps_slices(plan: BlockPlan) -> bool:

@@ -1,5 +1,8 @@
 """Global batches for several hosts, each of which reads its own rows. Needs `pip install grain`.
 
+In: a Grain dataset and a `Zero`. Out: sharded global batches, and a position to resume from. Jobs
+and scripts use it.
+
 import grain
 from jaxzero.data import Batches
 

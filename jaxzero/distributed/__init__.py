@@ -1,5 +1,8 @@
 """Run JAX in several processes: start, compare settings, stop together, detect lost processes.
 
+In: addresses, settings and arrays. Out: agreement of all processes, or an error that names the one
+that differs. Jobs and scripts use it.
+
 import jaxzero as jz
 from jaxzero import distributed
 

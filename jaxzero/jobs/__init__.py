@@ -1,6 +1,9 @@
 """Jobs that `jaxzero` runs from the command line; each is a function of one frozen dataclass.
 
 A job and the packages of its extra are imported on first use: `jaxzero launch` needs none of them.
+
+In: settings, which the command line makes. Out: run directories, tables and files. Only `cli` and
+scripts use it.
 """
 
 import importlib

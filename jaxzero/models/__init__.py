@@ -1,4 +1,8 @@
-"""Flax NNX models that converted checkpoints run in. `jaxzero.interop` fills their parameters."""
+"""Flax NNX models that converted checkpoints run in. `jaxzero.interop` fills their parameters.
+
+In: a `config.json` or a config. Out: NNX modules for one device, without any sharding. `interop`,
+jobs and scripts use it.
+"""
 
 from ._config_json import read_config as read_config
 from ._decoder import Decoder as Decoder

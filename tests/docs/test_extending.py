@@ -1,5 +1,6 @@
 """`docs/howto/extending.md`: every block runs, is short, and does what the page says."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -46,6 +47,21 @@ def test_every_block_runs_and_is_short(title):
     (code,) = BLOCKS[title]
     assert len([line for line in code.splitlines() if line.strip()]) < 30
     _run(title)
+
+
+def test_the_codec_stays_within_its_bound_and_trains():
+    names = _run("A codec")
+    codec, config = names["codec"], names["config"]
+    x = np.random.default_rng(0).standard_t(3, (4, 100)).astype(np.float32)
+    message = codec.encode_rows(jnp.asarray(x))
+    assert message.shape == (4, codec.num_bytes(100, x.dtype)) and message.dtype == jnp.uint8
+    got = np.asarray(codec.decode_rows(message, 100, jnp.float32))
+    assert np.all(np.abs(got - x) <= codec.error_bound(x)) and np.any(got != x)
+    zero = jz.Zero(jz.make_mesh(nodes=2), dataclasses.replace(config, min_quantized_size=0))
+    params = zero.shard({"w": x})
+    loss = zero.value_and_grad(lambda p, rows: jnp.mean((rows @ p["w"]) ** 2))
+    value, _ = loss(params, np.eye(4, dtype=np.float32)[np.arange(16) % 4])
+    np.testing.assert_allclose(value, np.mean(x**2), rtol=0.05)
 
 
 def test_the_batch_rule_decides_in_a_jitted_step_and_is_saved(tmp_path):
