@@ -28,7 +28,7 @@ class Transfer:
 
     Attributes:
         purpose: "weights", "gradients", or "other" (losses, weights of examples, aux).
-        name: of the leaf, or of the first of several; or "".
+        name: name of the leaf, or of the first of several; or "".
         collective: "all-gather", "all-to-all", "reduce-scatter" or "all-reduce".
         axis: the mesh axis of more than one device that it runs over; or "node+local".
         dtype: on the wire.
@@ -151,8 +151,8 @@ def labelled(purpose: str, *names: str) -> Iterator[None]:
     `jaxzero/gather/decoder.layers.3`.
 
     Args:
-        purpose: as in `Transfer`.
-        names: of the leaves.
+        purpose: "weights", "gradients" or "other".
+        names: names of the leaves.
     """
     token = _label.set((purpose, names or ("",)))
     try:

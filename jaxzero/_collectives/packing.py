@@ -59,7 +59,7 @@ def _filled(rows: Sequence[UInt8[Array, "n _"] | DeferredMessage]) -> UInt8[Arra
 
 
 def split(data: Shaped[Array, "n m"], columns: Sequence[Column]) -> list[Shaped[Array, "n _"]]:
-    """Undo `join`."""
+    """The parts of a joined message, each `[n, its bytes]`, in the order given to `join`."""
     return [x.cut_out() for x in in_place(data, columns)]
 
 
