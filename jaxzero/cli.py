@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status.
 
     Args:
-        arguments: words of the command line, without the program's name; `sys.argv[1:]` if left out.
+        arguments: the command line without the program's name; by default `sys.argv[1:]`.
 
     Returns:
         0, or 2 for a mistake in the arguments, or 130 after Ctrl-C; of `jaxzero train` also 75

@@ -58,8 +58,8 @@ def join(x_kb: Shaped[Array, "*rows k b"], num: int) -> Shaped[Array, "*rows n"]
 def add_up(rows: Shaped[Array, "num ..."]) -> Shaped[Array, ...]:
     """The sum over the leading dim, up to 16 of it one after the other, as the kernels add them.
 
-    `jnp.sum` gives the same sum, but XLA:CPU makes it a pass of its own, which takes 5 times as long
-    as additions fused with what makes the rows.
+    `jnp.sum` gives the same sum, but XLA:CPU makes it a pass of its own, which takes 5 times as
+    long as additions fused with what makes the rows.
     """
     if len(rows) > _ADDED:
         return jnp.sum(rows, axis=0)

@@ -94,7 +94,7 @@ def export_decoder(
         source: the directory that was loaded. Its `config.json`, tokenizer files and buffers
             (masks, rotary frequencies) are copied. Like transformers, it does not write a head
             that is tied to the embeddings.
-        family: the family of the model; by default the one registered for its `model_type`.
+        family: the family of `source`; by default the one registered for its `model_type`.
 
     Returns:
         `directory`.

@@ -103,7 +103,7 @@ def family_of(content: dict[str, Any], path: Path) -> DecoderFamily:
 
 
 def check_family(family: object) -> None:
-    """Raise `ValueError` if `family` is not an instance of a `DecoderFamily` with a `model_type`."""
+    """Raise `ValueError` if `family` is not a `DecoderFamily` with a `model_type`."""
     if not isinstance(family, DecoderFamily) or not isinstance(
         getattr(family, "model_type", None), str
     ):

@@ -7,8 +7,8 @@ other lazy tensors: a view translates a requested box into boxes of the viewed t
 
     (x.transpose()[box]) == x.read().transpose()[box],  reading no more of x than the box needs
 
-and the same equation holds for every operation below. Views can be nested, hold no data, and read nothing when
-they are created.
+and the same holds for every operation below. Views can be nested, hold no data, and read nothing
+when they are created.
 
 To add a kind of source, write a subclass with the attributes `shape`, `dtype` and `label` and a
 method `_read_box`.

@@ -86,7 +86,7 @@ class BlockCodec(Codec):
     def dequantize(
         self, codes_kb: UInt8[Array, "*rows k b"], scales: UInt8[Array, "*rows m"]
     ) -> Float32[Array, "*rows k b"]:
-        """The numbers of `codes_kb`, one block per row, as float32; the reverse of `quantize`."""
+        """The numbers that codes and scales encode, in float32; the reverse of `quantize`."""
 
     def num_bytes(self, num: int, dtype: DTypeLike) -> int:
         return self._code_bytes(num) + self.scale_bytes(math.ceil(num / self.block))

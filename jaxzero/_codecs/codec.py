@@ -1,8 +1,8 @@
 """`Codec`, the base class: how numbers are written on the wire of one collective.
 
 A codec turns rows of floats into messages, which are all that is sent, and back. `None`
-in its place sends an array without encoding. All that the collectives, the wire state, the report and
-checkpoints need of a codec are the methods of this class, so a new codec is one subclass.
+in its place sends an array without encoding. All that the collectives, the wire state, the report
+and checkpoints need of a codec are the methods of this class, so a new codec is one subclass.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class GatherBucket:
         return [_from_rows(part, x) for part, x in zip(self.parts, rows, strict=True)]
 
     def arrays(self, dtypes: Sequence[Any]) -> list[Array]:
-        """Decode each weight of the bucket to `dtypes` (None for its own); `data` is read in place."""
+        """Decode each weight of the bucket to `dtypes` (None for its own), in place in `data`."""
         if len(self.parts) == 1:
             return [self.unpack()[0].join(dtypes[0])]
         rows = in_place(self.data, _columns(self.parts))

@@ -94,7 +94,7 @@ class EncodedShards:
         return dataclasses.replace(known, codec=codec, shape=tuple(x.shape)), draft
 
     def described(self, data: jax.ShapeDtypeStruct) -> EncodedShards:
-        """These shards with the shape and dtype of `data` in place of an array."""
+        """These shards with only the shape and dtype of their data."""
         return dataclasses.replace(self, data=data)  # pyright: ignore[reportArgumentType]
 
     def join(self, dtype: Any = None) -> Shaped[Array, ...]:
@@ -166,7 +166,7 @@ def to_stored(x: Shaped[Array, ...], leaf: LeafSpec) -> Shaped[Array, ...]:
 
 
 def from_stored(data: Shaped[Array, ...], leaf: LeafSpec) -> EncodedShards:
-    """Stored messages as shards: inside `shard_map` the device's own, outside those of all devices."""
+    """Stored messages as shards: those of one device in `shard_map`, of all devices outside."""
     assert leaf.layout is not None and leaf.codec is not None
     dim, shape = leaf.layout.dim, list(leaf.padded_shape)
     shape[dim] //= leaf.layout.num_shards

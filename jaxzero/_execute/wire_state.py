@@ -94,7 +94,7 @@ def make_state(
         params: the parameters, in stored form.
         axes: the mesh axes that shard them.
         mesh: the mesh that they are on.
-        comm: codecs, which decide which leaves have node slices or residuals.
+        comm: its codecs decide which leaves have node slices or residuals.
     """
     mapped = map_devices(
         lambda shards: _first_state(plan.leaves, shards, comm),

@@ -199,7 +199,7 @@ def _addends(operation: Operation) -> list[Value]:
 
 
 def _below(operation: Operation, layout: DimSharding) -> tuple[Value, DimSharding] | None:
-    """The input that can be reduced in place of the output, and its layout; None if there is none."""
+    """The input that can be reduced in place of the output, and its layout; None if none can."""
     op, source = operation.view(), operation.source
     if op is None or source is None or isinstance(op, movable_ops.Slice):
         return None

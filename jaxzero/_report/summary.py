@@ -1,4 +1,4 @@
-"""The five lines of a report: bytes held, bytes sent, full weights, exposed collectives, details."""
+"""The five lines of a report: memory, traffic, full weights, exposed collectives, details."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class TextTable:
         title: a line above the table; "" for none.
         headings: headings of all columns.
         rows: cells, as many as `headings`.
-        notes: for each row, text under it, indented: the leaves of a bucket. Empty if there is none.
+        notes: for each row, text under it, indented: the leaves of a bucket. Empty if none.
         footer: lines below the table.
     """
 

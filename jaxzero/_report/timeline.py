@@ -109,7 +109,7 @@ def _block(plan: BlockPlan, path: tuple[int, ...]) -> tuple[BlockPlan, int]:
 
 
 def _after_loops(plan: BlockPlan, index: int) -> int:
-    """Where an operation of a block is, if the loops before it count as many as their bodies."""
+    """The position of an operation when the bodies of the loops before it are counted in full."""
     return index + sum(_length(loop.body) for i, loop in plan.loops.items() if i < index)
 
 

@@ -70,8 +70,8 @@ class CommSchedule:
             it within forward and within backward, not between them.
         max_live_parameters: the most elements of weights that are held in full at any time
             for the sake of a later use (DeepSpeed's `stage3_max_live_parameters`).
-        live_bytes: the most bytes of such weights. It lets weights be held between forward and backward too;
-            those with the shortest wait come first.
+        live_bytes: the most bytes of such weights. It lets weights be held between forward and
+            backward too; those with the shortest wait come first.
     """
 
     prefetch: int = 1

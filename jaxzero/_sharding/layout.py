@@ -115,7 +115,7 @@ class LeafSpec:
 
     @property
     def layer_size(self) -> int:
-        """Elements of one layer, or of the leaf if it is not a stack: what is encoded separately."""
+        """Elements that are encoded together: one layer, or all of a leaf that is not a stack."""
         return math.prod(self.shape[self.num_lead :])
 
     def messages(self, codec: Codec, num_shards: int) -> jax.ShapeDtypeStruct:

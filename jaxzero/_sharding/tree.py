@@ -58,7 +58,7 @@ class TreePlan:
         return rebuild(self.treedef, unwrapped(self.statics), arrays)
 
     def flatten_like(self, tree: Any) -> list[Any]:
-        """The leaves (or sub-trees) of `tree` in the position of each array; the reverse of `whole`.
+        """The leaves (or sub-trees) of `tree` in the place of each array; the reverse of `whole`.
 
         Raises:
             ValueError: the tree has another structure.

@@ -98,8 +98,8 @@ def compiler_options(platform: str) -> Options:
     the weights of more layers at a time.
 
     Args:
-        platform: platform of the devices, `jax.devices()[0].platform`: "cpu", "gpu", "cuda", "rocm" or
-            "tpu", or one that was given to `jaxzero.extend.register_compiler_options`. For TPUs
+        platform: the devices' `jax.devices()[0].platform`: "cpu", "gpu", "cuda", "rocm" or "tpu",
+            or one that was given to `jaxzero.extend.register_compiler_options`. For TPUs
             and AMD's GPUs no option has been measured: they get none.
 
     Returns:

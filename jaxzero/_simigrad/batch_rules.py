@@ -57,7 +57,7 @@ class BatchRule(Protocol):
         Args:
             similarity: similarity of equal halves of the last batch, finite.
             steps: micro-batches in it.
-            weight: weight of the last batch, in the unit of the `weight=` of `update` (examples, say).
+            weight: weight of the last batch, in the unit of `weight=` of `update` (examples, say).
             target: similarity to be reached.
             memory: from `init` or the last call.
         """
@@ -179,7 +179,7 @@ class JumpRule(BatchRule):
 
     Args:
         window: number of measurements that are averaged.
-        average: "median" of them, or "ema", an exponential moving average as wide.
+        average: "median", or "ema", an exponential moving average as wide.
         max_change: the largest factor between one batch and the next, either way.
     """
 

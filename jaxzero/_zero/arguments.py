@@ -56,8 +56,8 @@ class Argument:
         statics: for each leaf its value if it is not an array, or None.
         plan: the layouts of a sharded tree; None if the argument holds no sharded arrays.
         specs: for each array, its `PartitionSpec` over `node` and `local`; unused with a plan.
-        module_trains: for each array, whether its `eqx.Module` or `nnx.Module` trains it; None if it
-            is in no module.
+        module_trains: for each array, whether its `eqx.Module` or `nnx.Module` trains it; None if
+            it is in no module.
     """
 
     name: str

@@ -111,7 +111,7 @@ class Zero(ShardedTrees):
 
         Args:
             f: `f(params, batch, ...) -> loss`. The loss is a real scalar.
-            argnums: which positional arguments are differentiated: trees from `init` or
+            argnums: positions of the differentiated arguments: trees from `init` or
                 `shard`, or parts of such trees, renamed or put together. Other arguments may
                 be such trees too (frozen parameters); they are also gathered just before use.
             has_aux: `f` returns `(loss, aux)`.
@@ -130,7 +130,7 @@ class Zero(ShardedTrees):
                 devices), for `jz.simigrad`. This sends three numbers for each leaf, and holds
                 one more float32 shard of it. Gradients keep their bits where reduce-scatters
                 add in the order of devices, as on CPUs; `split="local"` may round otherwise.
-            batch_argnums: which argument is the batch, split on dim 0 over all devices
+            batch_argnums: the argument that is the batch, split on dim 0 over all devices
                 (`batch_spec`): a position, a name, or several. By default the one argument
                 that can be: it holds an array with rows, and is neither a sharded tree nor a random
                 key. `()`: there is none. Other arguments are replicated on every device.
@@ -187,7 +187,7 @@ class Zero(ShardedTrees):
         Args:
             f: `f(params, batch, ...) -> outputs`, written as for `value_and_grad`.
             argnums: positions of the arguments that must be sharded trees.
-            batch_argnums: which argument is the batch, as in `value_and_grad`.
+            batch_argnums: the argument that is the batch, as in `value_and_grad`.
             in_specs: `PartitionSpec`s of arguments, as in `value_and_grad`.
             out_reduce: how outputs are combined over devices: a tree prefix of "mean",
                 "sum", "first", "stack" and "concat". By default, an output with one row

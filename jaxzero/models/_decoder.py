@@ -82,7 +82,7 @@ class Decoder(nnx.Module):
             ids: token ids.
             mask: True for tokens, False for padding, which is seen by nothing, so that it does not
                 change the logits of the tokens; its own logits mean nothing. None if there is none.
-            positions: position of each token; 0, 1, 2, ... if left out, also with padding on the left.
+            positions: index of each token; 0, 1, 2, ... if left out, also with padding on the left.
             dropout_key: turns dropout on, at the rates of the config. Give each device its own
                 (`jz.fold_in_device`).
 

@@ -23,7 +23,7 @@ def run_steps(session: Session, state: State, watchdog: Watchdog) -> State:
     Raises:
         Interrupted: Ctrl-C was pressed, or SIGTERM came. The step was finished and the state saved.
         Diverged: too many steps in a row were not finite.
-        ReplicasDiffer: devices hold different bits of one array.
+        ReplicasDiffer: devices hold different bits in copies of one array.
     """
     optimization, run = session.settings.optimization, session.settings.run
     check_every = session.settings.faults.check_every

@@ -60,7 +60,7 @@ def train(settings: Train, console: Console) -> Outcome:
             be resumed.
         Diverged: losses or gradients stay non-finite.
         RuntimeError: the export does not compute what was trained.
-        ReplicasDiffer: devices hold different bits of one array.
+        ReplicasDiffer: devices hold different bits in copies of one array.
     """
     began = time.perf_counter()
     initialize()
@@ -95,7 +95,7 @@ def train(settings: Train, console: Console) -> Outcome:
 
 
 def _agreed(settings: Train) -> Train:
-    """The settings, with one name for the run, if they are equal on all processes."""
+    """The settings, with one name for the run, which must be equal on all processes."""
     check_same(settings=dataclasses.asdict(settings))
     name = of_first("run name", settings.run.named().name or "", _MEETING_SECONDS)
     return dataclasses.replace(settings, run=dataclasses.replace(settings.run, name=name))
