@@ -91,7 +91,7 @@ class MXFloat8(BlockCodec):
     ) -> Float32[Array, "*rows k b"]:
         x_kb = lax.bitcast_convert_type(codes_kb, self.dtype).astype(jnp.float32)
         exponent_k = scales.astype(jnp.uint32)
-        # 2**-127 is not a normal float32, so XLA takes for zero: half of 2**-126.
+        # 2**-127 is not a normal float32, and XLA takes it for zero: half of 2**-126.
         x_kb = jnp.where((exponent_k == 0)[..., None], x_kb * jnp.float32(0.5), x_kb)
         bits_k = jnp.maximum(exponent_k, jnp.uint32(1)) << jnp.uint32(23)
         scale_k = lax.bitcast_convert_type(bits_k, jnp.float32)

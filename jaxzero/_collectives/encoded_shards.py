@@ -82,7 +82,7 @@ class EncodedShards:
     ) -> tuple[EncodedShards, DeferredMessage] | None:
         """`encode` for a message to be written in place: the result without data, and the message.
 
-        None if the message cannot be written in place.
+        None if the shards need no encoding, or the message cannot be written in place.
         """
         if codec is None or codec == self.codec or self.lead or not codec.writes_in_place:
             return None
@@ -94,7 +94,7 @@ class EncodedShards:
         return dataclasses.replace(known, codec=codec, shape=tuple(x.shape)), draft
 
     def described(self, data: jax.ShapeDtypeStruct) -> EncodedShards:
-        """These shards with only the shape and dtype of their data."""
+        """These shards with `data`, a shape and dtype, in place of their array."""
         return dataclasses.replace(self, data=data)  # pyright: ignore[reportArgumentType]
 
     def join(self, dtype: Any = None) -> Shaped[Array, ...]:
