@@ -79,7 +79,7 @@ def dequantize(
         message: the message of each piece, such as an all-gather returns. A kernel reads columns
             of a larger array (`InPlace`) where they are.
         format: format of the messages.
-        outer: elements before the dim that is cut; 1 gives the rows one after the other.
+        outer: product of the dims before the one that is cut; 1 gives the rows one after the other.
         inner: elements of a piece in each of `outer`.
         dtype: dtype of the result.
         implementation: "xla" or "mosaic_gpu".

@@ -67,7 +67,7 @@ def encode(
     start: int = 0,
     divisor: int = 1,
 ) -> tuple[UInt8[Array, "rows _"], UInt8[Array, "rows _"]]:
-    """Codes and scales of rows, whose first `start` numbers, in whole blocks, were encoded before.
+    """Codes and scales of rows that follow `start` numbers, whole blocks, encoded before.
 
     They are those of `x / divisor`, of which only stochastic rounding sees no more than `x`.
     """

@@ -29,7 +29,7 @@ class PerAxis:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HpZ:
-    """Keep each node's slice of the weights, once gathered between nodes, for a full step.
+    """Keep each node's slice of the weights, once gathered between nodes, for the step.
 
     Forward, backward and all micro-batches then gather inside the node only, and read the
     same bits. It costs the size of the model, as `codec` writes it, over the devices of a

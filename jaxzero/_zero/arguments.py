@@ -53,7 +53,7 @@ class Argument:
     Attributes:
         name: the argument's name in error messages.
         treedef: the argument's structure, in which a `StoredArray` counts as one leaf.
-        statics: for each leaf its value if it is not an array, or None.
+        statics: for each leaf its value if it is not an array, else None.
         plan: the layouts of a sharded tree; None if the argument holds no sharded arrays.
         specs: for each array, its `PartitionSpec` over `node` and `local`; unused with a plan.
         module_trains: for each array, whether its `eqx.Module` or `nnx.Module` trains it; None if

@@ -87,8 +87,8 @@ class ShardedTrees:
     ) -> Any:
         """The result of `init` as `ShapeDtypeStruct`s with shardings; allocates nothing.
 
-        Use it as the target of a restore, or to load a checkpoint into. With `codec`, it has
-        the result of `shard`.
+        Use it as the target of a restore, or to load a checkpoint into. With `codec`, it
+        is the result of `shard`.
         """
         plan = self._plan(Initializer(init_fn).shapes(*args), specs, codec)
         shardings = plan.shardings(self.mesh, self._weight_axes)

@@ -18,7 +18,7 @@ Numbers = dict[str, float]
 
 
 def run_steps(session: Session, state: State, watchdog: Watchdog) -> State:
-    """Train up to the last step, and leave a checkpoint of it. `watchdog` gets every step.
+    """Train up to the last step, and leave a checkpoint of it. `watchdog` sees every step.
 
     Raises:
         Interrupted: Ctrl-C was pressed, or SIGTERM came. The step was finished and the state saved.
