@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status.
 
     Args:
-        arguments: of the command line, without the program's name; `sys.argv[1:]` if left out.
+        arguments: the command line without the program's name; by default `sys.argv[1:]`.
 
     Returns:
         0, or 2 for a mistake in the arguments, or 130 after Ctrl-C; of `jaxzero train` also 75
@@ -94,14 +94,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _status_of(error: Exception) -> int | None:
-    """The exit status of an error that one line explains; None: a trace is wanted."""
+    """The exit status of an error that one line explains; None if it needs a traceback."""
     if any(isinstance(cause, TimeoutError) for cause in distributed.causes(error)):
         return PEER_LOST
     return next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), None)
 
 
 def resume_command(arguments: Sequence[str], name: str | None) -> str:
-    """The command line that goes on with a run that was started with `arguments`."""
+    """The command line that continues a run that was started with `arguments`."""
     words = ["jaxzero", *arguments]
     if not any(word.split("=")[0] == "--name" for word in words):
         words += ["--name", str(name)]

@@ -34,7 +34,7 @@ TINY = 2.0**-126  # the smallest normal float32 and bfloat16: XLA takes less for
 
 
 def to_float32(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """As float32; a finite float64 beyond its range becomes the largest number."""
+    """Convert to float32; a finite float64 beyond its range becomes the largest number."""
     if x.dtype.itemsize <= 4:
         return x.astype(jnp.float32)
     largest = float(jnp.finfo(jnp.float32).max)
@@ -50,7 +50,7 @@ def split(x: Shaped[Array, "*rows n"], block: int) -> Shaped[Array, "*rows k b"]
 
 
 def join(x_kb: Shaped[Array, "*rows k b"], num: int) -> Shaped[Array, "*rows n"]:
-    """Undo `split` of rows of `num` elements."""
+    """The blocks of each row joined, without the padding after its `num` elements."""
     *rows, blocks, block = x_kb.shape
     return x_kb.reshape(*rows, blocks * block)[..., :num]
 
@@ -58,8 +58,8 @@ def join(x_kb: Shaped[Array, "*rows k b"], num: int) -> Shaped[Array, "*rows n"]
 def add_up(rows: Shaped[Array, "num ..."]) -> Shaped[Array, ...]:
     """The sum over the leading dim, up to 16 of it one after the other, as the kernels add them.
 
-    A reduction is the same, but XLA:CPU makes it a pass of its own, which takes 5 times as long
-    as additions fused with what makes the rows.
+    `jnp.sum` gives the same sum, but XLA:CPU makes it a pass of its own, which takes 5 times as
+    long as additions fused with what makes the rows.
     """
     if len(rows) > _ADDED:
         return jnp.sum(rows, axis=0)
@@ -113,7 +113,7 @@ def write_scales(scale_k: Float32[Array, "*rows k"], dtype: DTypeLike) -> UInt8[
 
 
 def read_scales(sent: UInt8[Array, "*rows m"], dtype: DTypeLike) -> Float32[Array, "*rows k"]:
-    """Undo `write_scales`."""
+    """The scales in the bytes `sent` by `write_scales`, as float32."""
     size = jnp.dtype(dtype).itemsize
     sent = sent.reshape(*sent.shape[:-1], sent.shape[-1] // size, size)
     if size == 4:
@@ -131,8 +131,8 @@ def divide(
 ) -> Float32[Array, "*rows k b"]:
     """Each number over `divisor`, in units of its scale, without what rounding adds to the largest.
 
-    Each is multiplied once: of two factors one after the other, which are the same for many
-    numbers, some versions of XLA multiply the factors first, and others do not.
+    Each is multiplied once: of two factors one after the other that many numbers
+    share, some versions of XLA multiply the factors first, and others do not.
     """
     inverse_k = inverse(scale_k, scale_dtype, divisor)
     return jnp.clip(x_kb * inverse_k[..., None], -limit, limit)
@@ -141,7 +141,7 @@ def divide(
 def inverse(
     scale: Float32[Array, "*shape"], dtype: DTypeLike, divisor: int = 1
 ) -> Float32[Array, "*shape"]:
-    """What `divide` multiplies with. If scales are bfloat16, it is the same on every device."""
+    """The factor `1 / (scale * divisor)`; if scales are bfloat16, equal on every device."""
     first = 1 / scale
     if jnp.dtype(dtype).itemsize == 2:
         first = refine(first, scale)
@@ -201,7 +201,7 @@ def round_to_integer(
 def round_to_float(
     x: Float32[Array, "*shape"], u: Float32[Array, "*shape"] | None, dtype: DTypeLike
 ) -> Float[Array, "*shape"]:
-    """As `round_to_integer`, to a float of 8 bits; `x` must lie in its range.
+    """Round to a float of 8 bits, whose range holds `x`; with `u` at random (`round_to_integer`).
 
     Its numbers around `x` are multiples of a power of two. By that, and by its reciprocal, it
     is exact to multiply.
@@ -276,7 +276,7 @@ def _pack_halves(codes: UInt8[Array, "*rows b"]) -> UInt8[Array, "*rows half"]:
 def unpack(
     packed: UInt8[Array, "*rows m"], num: int, block: int, bits: int
 ) -> UInt8[Array, "*rows k b"]:
-    """Undo `pack`. Codes of 4 bits are numbers with a sign, and fill a byte again."""
+    """The codes in `packed`, one per byte, in blocks; codes of 4 bits are sign-extended."""
     check_packable(bits)
     if bits == 8:
         return split(packed, block)

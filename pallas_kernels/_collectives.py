@@ -57,7 +57,7 @@ def quantized_all_gather(
 
     Raises:
         ValueError: `implementation` is unknown.
-        NotImplementedError: the kernel does not support these arguments; the message says why.
+        NotImplementedError: the kernel does not support these arguments, with the reason.
     """
     dim = range(x.ndim)[dim]
     outer, size, inner = _around(x.shape, dim)
@@ -82,7 +82,7 @@ def quantized_reduce_scatter(
     implementation: Implementation | None = None,
     config: RemoteConfig | None = None,
 ) -> Float32[Array, ...]:
-    """Sum `x` over devices and return this device's piece along `dim`; inside `shard_map`.
+    """Sum `x` over devices and return this device's shard along `dim`; inside `shard_map`.
 
     Each device quantizes its numbers once, and sums are accumulated in float32.
     `implementation="mosaic_gpu"` is one kernel, which compiles, never executed. It is meant for
@@ -99,11 +99,11 @@ def quantized_reduce_scatter(
         config: tile sizes of the kernel. None means `RemoteConfig()`.
 
     Returns:
-        This device's piece of the sum (float32), added in the order of the devices.
+        This device's shard of the sum (float32), added in the order of the devices.
 
     Raises:
         ValueError: the number of devices does not divide `dim`, or `implementation` is unknown.
-        NotImplementedError: the kernel does not support these arguments; the message says why.
+        NotImplementedError: the kernel does not support these arguments, with the reason.
     """
     devices, dim = lax.axis_size(axis), range(x.ndim)[dim]
     outer, size, inner = _around(x.shape, dim)

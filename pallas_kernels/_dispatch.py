@@ -1,8 +1,8 @@
 """Which implementation does an operation.
 
 `None` takes the default, which can do everything. A name is a promise: it is kept, or refused
-with the reasons before anything is traced. That a program for a GPU is not run on a CPU is
-for JAX to say, when it compiles: a program may be traced on one machine for another.
+with the reasons before anything is traced. JAX refuses to run
+a program for a GPU on a CPU when it compiles: a program may be traced on one machine for another.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def quantize(
     Args:
         x: cut into `n` pieces along its middle dim; a piece is `x[:, p].reshape(-1)`. Rows of an
             array [n, i] are `x[None]`.
-        format: of the messages.
-        seed: of stochastic rounding. None is 0.
+        format: format of the messages.
+        seed: seed of stochastic rounding; None means 0.
         place: columns of a larger array to write them into, where a kernel does so at once.
         implementation: "xla", or "mosaic_gpu": a kernel, which reads `x` once and
             writes the messages once. It compiles for an H200, and was never executed on a GPU.
@@ -73,19 +73,19 @@ def dequantize(
     dtype: DTypeLike,
     implementation: Implementation | None = None,
 ) -> Float[Array, "o n i"]:
-    """Put the pieces that messages hold where they were in the array: undo `quantize`.
+    """Put the pieces that messages hold where they were in the array: the reverse of `quantize`.
 
     Args:
-        message: of each piece, such as those that an all-gather brought. What lies in a larger
-            array, a kernel reads there.
-        format: of the messages.
-        outer: what lies before the dim that is cut. 1 gives the rows one after the other.
+        message: the message of each piece, such as an all-gather returns. A kernel reads columns
+            of a larger array (`InPlace`) where they are.
+        format: format of the messages.
+        outer: product of the dims before the one that is cut; 1 gives the rows one after the other.
         inner: elements of a piece in each of `outer`.
-        dtype: of the result.
-        implementation: as of `quantize`.
+        dtype: dtype of the result.
+        implementation: "xla" or "mosaic_gpu".
 
     Raises:
-        NotImplementedError: as `quantize`.
+        NotImplementedError: the named implementation cannot do this, with its reasons.
     """
     size = len(message) * outer * inner
     module = _implementation(implementation, "dequantize", [format], dtype, size)
@@ -104,14 +104,15 @@ def dequantize_sum(
     What is rotated is rotated back once: the sum, and not each message.
 
     Args:
-        message: of each device, such as those that an all-to-all brought; in place, as above.
-        format: of the messages.
+        message: the message of each device, such as an all-to-all returns; or columns of a larger
+            array (`InPlace`).
+        format: format of the messages.
         num: numbers in a message.
-        implementation: as of `quantize`. Kernels add one message after the other, as XLA does
+        implementation: "xla" or "mosaic_gpu". Kernels add one message after the other, as XLA does
             on a CPU for up to five; else XLA may take another order.
 
     Raises:
-        NotImplementedError: as `quantize`.
+        NotImplementedError: the named implementation cannot do this, with its reasons.
     """
     size = len(message) * format.num_bytes(num)
     module = _implementation(implementation, "dequantize_sum", [format], jnp.float32, size)
@@ -137,22 +138,22 @@ def dequantize_sum_requantize(
     sum of rotated messages is what the rotated sum would be.
 
     Args:
-        message: as of `dequantize_sum`.
-        source: their format.
-        target: the format of the result.
-        shape: of the sum as `quantize` takes it: o, k, i.
-        seed: as of `quantize`.
-        divisor: of the sum. What is written is the mean, rounded once: of the sum, by the code
-            and the scale.
-        place: as of `quantize`.
-        implementation: as of `quantize`.
+        message: the message of each device, or columns of a larger array (`InPlace`).
+        source: format of `message`.
+        target: format of the result.
+        shape: shape `[o, k, i]` of the sum; its `k` pieces are written as messages.
+        seed: seed of stochastic rounding; None means 0.
+        divisor: number that the sum is divided by. The mean is rounded once, to a code and a
+            scale.
+        place: columns of a larger array to write the messages into.
+        implementation: "xla" or "mosaic_gpu".
 
     Returns:
-        As of `quantize`.
+        The messages; with `place`, the larger array.
 
     Raises:
-        NotImplementedError: as `quantize`.
-        ValueError: as `quantize`.
+        NotImplementedError: the named implementation cannot do this, with its reasons.
+        ValueError: the messages do not fit into `place`.
     """
     num = math.prod(shape)
     size = max(len(message) * source.num_bytes(num), num)
@@ -189,7 +190,7 @@ def as_uint32(seed: Integer[Array, ""] | int | None) -> UInt32[Array, ""]:
 
 
 def gap(implementation: Implementation, dtype: DTypeLike, size: int) -> str | None:
-    """Why an implementation cannot handle `size` numbers of type `dtype`; None: it can."""
+    """Why an implementation cannot handle `size` numbers of type `dtype`; None if it can."""
     if implementation == "xla":
         return None
     if jax.__version_info__ < _OLDEST:
@@ -203,7 +204,7 @@ def gap(implementation: Implementation, dtype: DTypeLike, size: int) -> str | No
 
 
 def kind_gap(implementation: Implementation | None, kind: str) -> str | None:
-    """Why an implementation cannot handle codes of a kind; None: it can."""
+    """Why an implementation cannot handle codes of a kind; None if it can."""
     if implementation in (None, "xla") or kind in _KERNEL_KINDS:
         return None
     return f"it has kernels for {', '.join(_KERNEL_KINDS)}, and not for {kind}"

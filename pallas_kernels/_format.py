@@ -1,4 +1,4 @@
-"""What a message is made of: the kind of its codes, the size of a block, its scales.
+"""The format of a message: the kind of its codes, the size of a block, its scales.
 
 A message of `n` numbers is `ceil(n * bits / 8)` bytes of codes, and behind them the scales
 of `ceil(n / block)` blocks. Every implementation reads and writes these same bytes.
@@ -20,10 +20,10 @@ Kind = Literal["int8", "int4", "float8_e4m3fn", "float8_e5m2"]
 
 @dataclasses.dataclass(frozen=True)
 class CodeKind:
-    """What codes are.
+    """The properties of a kind of codes.
 
     Attributes:
-        bits: of a code.
+        bits: bits per code.
         is_integer: whether codes are symmetric integers; else they are floats, of the type that
             is named as the kind.
         limit: the largest code.
@@ -34,7 +34,7 @@ class CodeKind:
     limit: float
 
 
-# Of everything that is not in this table nothing is assumed.
+# Nothing is assumed of kinds that are not in this table.
 KINDS: Mapping[str, CodeKind] = {
     "int8": CodeKind(bits=8, is_integer=True, limit=127.0),
     "int4": CodeKind(bits=4, is_integer=True, limit=7.0),
@@ -48,11 +48,11 @@ class Format:
     """How numbers are written: codes of `kind`, and a scale for each `block` of them.
 
     Args:
-        kind: of the codes. Integers are symmetric; two of 4 bits share a byte.
+        kind: kind of the codes. Integers are symmetric; two of 4 bits share a byte.
         block: numbers for each scale, a power of two from 32 to 8192.
         rounding: "nearest", or "stochastic", by a hash of a seed and the number.
         hadamard: 32 multiplies each 32 numbers by Hadamard's matrix first.
-        scale_dtype: of the scales, `jnp.bfloat16` or `jnp.float32`.
+        scale_dtype: dtype of the scales, `jnp.bfloat16` or `jnp.float32`.
 
     Raises:
         ValueError: an option is none of these.
@@ -134,7 +134,7 @@ class Format:
         return math.ceil(num * self.bits / 8)
 
     def num_bytes(self, num: int) -> int:
-        """Of the message of `num` numbers."""
+        """Bytes of the message of `num` numbers."""
         return self.code_bytes(num) + math.ceil(num / self.block) * self.scale_bytes
 
 

@@ -77,8 +77,8 @@ class Place:
     Attributes:
         shape: shape of the array.
         start: first of the columns.
-        array: array to update; its other columns are kept. None: a new array, whose other
-            columns are undefined.
+        array: array to update; its other columns are kept. None for a new array, whose
+            other columns are undefined.
     """
 
     shape: tuple[int, int]

@@ -54,7 +54,7 @@ class Window:
         rows: number of rows.
         stride: elements from one row to the next.
         first: first column.
-        width: number of columns; None: a single column, loaded as an array with one dimension.
+        width: number of columns; None for a single column, loaded as an array with one dimension.
     """
 
     start: Any

@@ -35,7 +35,7 @@ tile. Therefore each signal is a release of its own.
 
 This guarantees:
 
-1. A tile is read whole: its stores < release of `arrived` < acquire < its loads. There is one
+1. A tile is read in full: its stores < release of `arrived` < acquire < its loads. There is one
    `arrived` per sender; a sum over senders would count a fast sender's second tile as a slow
    sender's first.
 2. A place is overwritten only after it has been read: loads < release of `free` < acquire <

@@ -1,7 +1,7 @@
 """Reduce-scatter of quantized numbers as one kernel: compiles, never executed.
 
 A device reads and quantizes each tile once and stores its codes into the inbox of the device
-that owns that piece of the sum. Once a tile has arrived from all devices, the owner decodes and
+that owns that shard of the sum. Once a tile has arrived from all devices, the owner decodes and
 sums it in float32, in the order of the devices, while later tiles are in flight. `_protocol`
 describes the synchronization and why it is correct.
 """

@@ -67,7 +67,7 @@ def encode(
     start: int = 0,
     divisor: int = 1,
 ) -> tuple[UInt8[Array, "rows _"], UInt8[Array, "rows _"]]:
-    """Codes and scales of rows, of which `start` numbers, whole blocks, were done before.
+    """Codes and scales of rows that follow `start` numbers, whole blocks, encoded before.
 
     They are those of `x / divisor`, of which only stochastic rounding sees no more than `x`.
     """
@@ -110,7 +110,7 @@ def decode(
 def decode_sum(
     codes: UInt8[Array, "rows _"], scales: UInt8[Array, "rows _"], format: Format, num: int
 ) -> Float32[Array, " num"]:
-    """The sum of rows of `num` numbers, which is rotated back as a whole."""
+    """The sum of rows of `num` numbers, which is rotated back once."""
     total = blocks.add_up(decode(codes, scales, format.unrotated, num, jnp.float32))
     if not format.hadamard:
         return total

@@ -61,7 +61,7 @@ class Shape:
     def layout(self) -> Any:
         """Register layout of a part.
 
-        Consecutive lanes hold consecutive vectors of a row, and go on with the next row if one
+        Consecutive lanes hold consecutive vectors of a row, and continue in the next row if one
         row does not fill a warp. Each warp has rows of its own, except that several warps share
         a long row, because one warp has too few registers for it.
         """

@@ -58,7 +58,7 @@ def plan(
     Args:
         shape: shape (o, n, i) of the array.
         formats: wire formats that the kernel reads and writes, all with one block size.
-        config: tile sizes; None: those of `tile_config`.
+        config: tile sizes; None for those of `tile_config`.
         offsets: strides and starts, in elements; accesses begin at sums of multiples of these.
     """
     outer, pieces, inner = shape

@@ -46,7 +46,7 @@ def load_decoder(
     If the head is tied to the embeddings but also stored in the file, both are read and compared.
 
     Args:
-        directory: holds `config.json` and weights in a form that `open_checkpoint` knows, such as
+        directory: holds `config.json` and weights in a form that `open_checkpoint` reads, such as
             `model.safetensors` or `pytorch_model.bin`, in one file or in parts.
         dtype: dtype of the parameters; None keeps that of the file.
         family: how to read it; by default the family of its `model_type`.
@@ -94,7 +94,7 @@ def export_decoder(
         source: the directory that was loaded. Its `config.json`, tokenizer files and buffers
             (masks, rotary frequencies) are copied. Like transformers, it does not write a head
             that is tied to the embeddings.
-        family: as for `load_decoder`.
+        family: the family of `source`; by default the one registered for its `model_type`.
 
     Returns:
         `directory`.

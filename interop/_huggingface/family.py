@@ -73,12 +73,12 @@ _registered: dict[str, DecoderFamily] = {}
 
 
 def register_decoder_family(family: DecoderFamily) -> None:
-    """Let `load_decoder` and `export_decoder` know one more family, by its `model_type`.
+    """Add a family to `load_decoder` and `export_decoder`, by its `model_type`.
 
     It takes the place of a family that has the same one.
 
     Raises:
-        ValueError: it is no instance of a `DecoderFamily`, or has no `model_type`.
+        ValueError: it is not an instance of a `DecoderFamily`, or has no `model_type`.
     """
     check_family(family)
     _registered[family.model_type] = family
@@ -103,7 +103,7 @@ def family_of(content: dict[str, Any], path: Path) -> DecoderFamily:
 
 
 def check_family(family: object) -> None:
-    """Raise `ValueError` if `family` is no instance of a `DecoderFamily` with a `model_type`."""
+    """Raise `ValueError` if `family` is not a `DecoderFamily` with a `model_type`."""
     if not isinstance(family, DecoderFamily) or not isinstance(
         getattr(family, "model_type", None), str
     ):

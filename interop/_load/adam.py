@@ -47,8 +47,8 @@ def load_adam(
         tree: the parameters without padding, as given to `load_into`: arrays,
             `jax.ShapeDtypeStruct`s, or the result of `load_into`.
         source: from `open_checkpoint`, or its `adam(names)`.
-        rules: as for `load_into`; if left out, `match` proposes them, for which `source` must be a
-            `Checkpoint`.
+        rules: rules that map the checkpoint's names to the tree's; if left out, `match` proposes
+            them, for which `source` must be a `Checkpoint`.
         ignore: names of parameters of the checkpoint that the tree does not have.
 
     Returns:
@@ -91,7 +91,7 @@ def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoment
 
     Args:
         opt_state: optimizer state of a chain that contains Adam.
-        tree: as for `load_adam`.
+        tree: the parameters without padding, arrays or `jax.ShapeDtypeStruct`s.
         rules: the rules given to `load_into`.
 
     Raises:

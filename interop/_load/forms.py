@@ -1,6 +1,6 @@
-"""The forms of checkpoint that `open_checkpoint` knows, in the order in which they are tried.
+"""The forms of checkpoint that `open_checkpoint` supports, in the order in which they are tried.
 
-A form says whether a path is one of its checkpoints, and opens it as tensors by name. The names of
+A form recognizes the paths of its checkpoints, and opens one as tensors by name. The names of
 files decide: a form reads nothing before it is chosen. Forms of the user come before those here.
 """
 
@@ -27,7 +27,7 @@ class CheckpointForm(abc.ABC):
     """One way in which checkpoints are written.
 
     Subclass it, and pass an instance to `open_checkpoint(path, forms=[...])`, or register it with
-    `register_checkpoint_form`, so that whatever opens a checkpoint knows it.
+    `register_checkpoint_form`, so that every `open_checkpoint` tries it.
 
     Attributes:
         name: for messages, such as "safetensors".
@@ -46,7 +46,7 @@ class CheckpointForm(abc.ABC):
         """The tensors by name.
 
         Args:
-            path: that `recognizes` has accepted.
+            path: a path that `recognizes` has accepted.
             key: see `open_checkpoint`; a form of one state dict ignores it.
             records: see `open_checkpoint`; a form that holds no pickle ignores it.
 
@@ -121,7 +121,7 @@ class Safetensors(CheckpointForm):
 
 
 def _is_whole_model(path: Path) -> bool:
-    """Whether safetensors of a whole model are there; others may be of adapters beside it."""
+    """Whether safetensors of a full model are there; others may be of adapters beside it."""
     return any((path / name).is_file() for name in (SINGLE, SAFETENSORS_INDEX))
 
 
@@ -135,7 +135,7 @@ def register_checkpoint_form(form: CheckpointForm) -> None:
     It is tried before the others; of several that were registered, the last comes first.
 
     Raises:
-        ValueError: it is no instance of a `CheckpointForm`.
+        ValueError: it is not an instance of a `CheckpointForm`.
     """
     check_form(form)
     _registered.insert(0, form)
@@ -147,7 +147,7 @@ def known_forms() -> tuple[CheckpointForm, ...]:
 
 
 def check_form(form: object) -> None:
-    """Raise `ValueError` if `form` is no instance of a `CheckpointForm`."""
+    """Raise `ValueError` if `form` is not an instance of a `CheckpointForm`."""
     if not isinstance(form, CheckpointForm):
         raise ValueError(
             "A form must be an instance of a subclass of `interop.CheckpointForm`, such as "

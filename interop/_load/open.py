@@ -24,12 +24,12 @@ def open_checkpoint(
     nothing that a file pickles is run.
 
     Args:
-        path: a file or a directory. Of DeepSpeed, the directory with `latest`, or that of a step.
-        key: of a file that holds several state dicts, which one is the model's.
+        path: a file or a directory: for DeepSpeed the one with `latest`, or that of a step.
+        key: the model's state dict, where a file holds several.
         records: classes, such as "my_package.Config", that a pickle may name. They are not
             imported: what is kept of such an object is never used.
-        forms: of your own, tried before those above. `register_checkpoint_form` makes one known
-            everywhere.
+        forms: forms of your own, tried before those above. `register_checkpoint_form` adds one for
+            every call.
 
     Returns:
         The tensors by name. DeepSpeed's are the float32 ones that the optimizer updates.

@@ -1,7 +1,7 @@
 """Lazy tensors, which read slices of a checkpoint file or a sharded array on demand.
 
 In: the location of a tensor's data. Out: lazy tensors that read any box of elements, and a
-`Checkpoint` of named tensors. All other rooms of `interop` use it.
+`Checkpoint` of named tensors. All other packages of `interop` use it.
 """
 
 from .checkpoint import AdamMoments as AdamMoments

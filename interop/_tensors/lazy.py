@@ -7,8 +7,8 @@ other lazy tensors: a view translates a requested box into boxes of the viewed t
 
     (x.transpose()[box]) == x.read().transpose()[box],  reading no more of x than the box needs
 
-and likewise for every operation below. Views can be nested, hold no data, and read nothing when
-they are created.
+and the same holds for every operation below. Views can be nested, hold no data, and read nothing
+when they are created.
 
 To add a kind of source, write a subclass with the attributes `shape`, `dtype` and `label` and a
 method `_read_box`.
@@ -29,7 +29,7 @@ class LazyTensor(abc.ABC):
     """A tensor that is read slice by slice.
 
     Attributes:
-        shape: shape of the whole tensor.
+        shape: shape of the full tensor.
         dtype: dtype of the arrays that are read.
         label: name and location for messages: `'h.0.weight' in 'model.safetensors'`.
     """
@@ -59,11 +59,11 @@ class LazyTensor(abc.ABC):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the whole tensor as an array."""
+        """Size in bytes of the full tensor as an array."""
         return self.size * self.dtype.itemsize
 
     def read(self) -> np.ndarray:
-        """Read the whole tensor."""
+        """Read the full tensor."""
         return self[(slice(None),) * self.ndim]
 
     def __getitem__(self, slices: tuple[slice, ...]) -> np.ndarray:
@@ -163,12 +163,12 @@ class ArrayTensor(LazyTensor):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array."""
+        """The array's shape."""
         return self.array.shape
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the array."""
+        """The array's dtype."""
         return self.array.dtype
 
     def _read_box(self, box: Box) -> np.ndarray:

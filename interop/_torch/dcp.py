@@ -121,7 +121,7 @@ def _mapping(metadata: Any, name: str, path: Path) -> Mapping:
 
 
 def _chunks_of(places: Mapping, directory: Path) -> dict[str, dict[tuple | None, tuple]]:
-    """Map name -> offset of a chunk (None: not a tensor) -> (file, start, length in bytes)."""
+    """Map name -> offset of a chunk (None if not a tensor) -> (file, start, length in bytes)."""
     found: dict[str, dict[tuple | None, tuple]] = {}
     sizes: dict[str, int] = {}
     for index, place in places.items():

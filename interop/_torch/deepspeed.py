@@ -45,7 +45,7 @@ def open_deepspeed(directory: Path, records: Collection[str]) -> Checkpoint:
     Args:
         directory: directory of a run, whose `latest` file names the newest checkpoint; or the
             directory of one checkpoint.
-        records: as for `unpickle`.
+        records: full names of classes that a pickle may name; they are not imported.
 
     Raises:
         ValueError: a file is missing, truncated or of another checkpoint, or sizes disagree.

@@ -22,7 +22,7 @@ def open_torch_file(file: Path, key: str | None, records: Collection[str]) -> Ch
         file: holds a model's state dict, or a dict that contains one and may also contain an
             optimizer's.
         key: dotted path of the model's state dict; needed if there are several dicts of tensors.
-        records: as for `unpickle`.
+        records: full names of classes that a pickle may name; they are not imported.
     """
     content = read_torch_file(file, records=records)
     held = _entry(content, key, file) if key is not None else _state_dict(content, file)

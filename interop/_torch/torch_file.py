@@ -112,7 +112,7 @@ def read_torch_file(
         file: the file.
         within: (start, length) in bytes, if the archive is only a part of the file.
         name: name of the tensor, if the archive holds a single one.
-        records: as for `unpickle`.
+        records: full names of classes that a pickle may name; they are not imported.
 
     Raises:
         ValueError: the file was not written by `torch.save`, is truncated or compressed, or

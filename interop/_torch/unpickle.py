@@ -120,7 +120,7 @@ def unpickle(
         data: the pickle.
         where: file name, for messages.
         storage: converts a persistent id to a storage, the first argument of `tensor`.
-        tensor: makes a tensor from a storage, a dtype (None: the storage's), an offset, a shape
+        tensor: makes a tensor from a storage, a dtype (None for the storage's), an offset, a shape
             and strides, all in elements.
         records: full names of further classes to be read as `Record`s.
 

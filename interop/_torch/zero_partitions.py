@@ -4,11 +4,11 @@ Each process writes its partition of the float32 parameters and of the moments, 
 every parameter group:
 
 - Stages 1 and 2 concatenate the parameters of a group in the order of `param_shapes`, each followed
-  by padding that aligns the next, and divide the result into one piece per process.
-- Stage 3 divides every parameter into equal pieces, the last one padded; a process concatenates its
-  pieces over all groups.
+  by padding that aligns the next, and divide the result into one shard per process.
+- Stage 3 divides every parameter into equal shards, the last one padded; a process concatenates its
+  shards over all groups.
 
-A parameter is a view (`_tensors`) of its pieces, so that reading a slice reads no other pieces.
+A parameter is a view (`_tensors`) of its shards, so that reading a slice reads no other shards.
 
 ZeRO (https://arxiv.org/abs/1910.02054), section 5.
 """
@@ -178,7 +178,7 @@ def _of_stage_3(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) ->
 
 
 def _cut(offset: int, size: int, pieces: Sequence[tuple[tuple[int, int], int]]) -> list[Fragment]:
-    """Locate the `size` elements from `offset` on in consecutive pieces."""
+    """Locate the `size` elements from `offset` on in consecutive shards."""
     found, begin = [], 0
     for (rank, group), length in pieces:
         start, stop = max(offset, begin), min(offset + size, begin + length)

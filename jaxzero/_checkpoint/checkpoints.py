@@ -1,6 +1,6 @@
 """Save and restore training state: atomic, verified by digests, independent of the mesh.
 
-Orbax writes and reads the arrays. The other modules of this room remove padding
+Orbax writes and reads the arrays. The other modules of this package remove padding
 (`stored_leaves`), write folders atomically (`directory`, `saver`), and detect damage by digests
 (`digests`, `selection`).
 """

@@ -28,7 +28,7 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
 
     Args:
         directory: directory of the checkpoints.
-        wanted: a step. None: the newest undamaged one, with a warning for each newer one.
+        wanted: a step; None for the newest undamaged one, with a warning for each newer one.
         seconds: timeout of waiting for other processes.
 
     Raises:

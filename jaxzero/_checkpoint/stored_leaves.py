@@ -115,7 +115,7 @@ def with_arrays(tree: Any, arrays: Sequence[Any]) -> Any:
 
 
 def true_array(named: Named, zero: Zero) -> Any:
-    """Return the leaf as it is written: without padding."""
+    """Return the leaf without padding, the form that checkpoints store."""
     leaf, x = named
     own = _own_array(named)
     if own is not None:

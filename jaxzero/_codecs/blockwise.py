@@ -1,7 +1,7 @@
 """`BlockCodec`: codes with few bits in blocks, whose numbers share a scale.
 
 A base class for codecs that need no kernel: it cuts rows into blocks, packs codes into bytes
-and lays scales behind them; a subclass says how one block is quantized. It is all XLA.
+and lays scales behind them; a subclass defines how one block is quantized. It is all XLA.
 
 Legend: k = blocks of a row, b = numbers of a block, m = bytes, `rows` = any leading dims.
 """
@@ -38,12 +38,12 @@ class BlockCodec(Codec):
         implementation: "xla", or `None` for the default, which is "xla". There are no kernels.
 
     Raises:
-        ValueError: `block` is less than 1 or has codes that fill no whole bytes.
+        ValueError: `block` is less than 1 or has codes that do not fill whole bytes.
         NotImplementedError: `implementation` has no kernels for this codec.
     """
 
     block: int = 32
-    # Not compared: whoever wrote a message, its bytes mean the same.
+    # Not compared: every implementation reads a message the same way.
     implementation: kernels.Implementation | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
@@ -86,7 +86,7 @@ class BlockCodec(Codec):
     def dequantize(
         self, codes_kb: UInt8[Array, "*rows k b"], scales: UInt8[Array, "*rows m"]
     ) -> Float32[Array, "*rows k b"]:
-        """Undo `quantize`."""
+        """The numbers that codes and scales encode, in float32; the reverse of `quantize`."""
 
     def num_bytes(self, num: int, dtype: DTypeLike) -> int:
         return self._code_bytes(num) + self.scale_bytes(math.ceil(num / self.block))
@@ -149,7 +149,7 @@ def largest_of_blocks(
 
 
 def to_float32(x: Float[np.ndarray, "*rows n"]) -> Float[np.ndarray, "*rows n"]:
-    """As encoders read numbers: float32, to whose range a finite float64 is clipped."""
+    """Numbers in float32, as encoders read them; a finite float64 is clipped to its range."""
     largest = float(np.finfo(np.float32).max)
     wide = x.astype(np.float64)
     return np.where(np.isfinite(wide), np.clip(wide, -largest, largest), wide).astype(np.float32)
@@ -174,7 +174,7 @@ def pack(codes: UInt8[Array, "*rows n"], bits: int) -> UInt8[Array, "*rows m"]:
 
 
 def unpack(packed: UInt8[Array, "*rows m"], bits: int) -> UInt8[Array, "*rows n"]:
-    """Undo `pack`; the bits above a code are zeros."""
+    """The codes in `packed`, one in the lowest `bits` bits of each byte; other bits are zero."""
     if bits == 8:
         return packed
     group, size = _group(bits)
@@ -189,7 +189,7 @@ def unpack(packed: UInt8[Array, "*rows m"], bits: int) -> UInt8[Array, "*rows n"
 
 
 def _group(bits: int) -> tuple[int, int]:
-    """How many codes fill how many whole bytes, the fewest."""
+    """The fewest codes that fill a whole number of bytes, and that number."""
     common = math.gcd(bits, 8)
     return 8 // common, bits // common
 

@@ -19,7 +19,7 @@ class Cast(Codec):
 
     Use it to gather float32 weights, or to reduce float32 gradients, in 16 bits.
     Sums are still taken in float32. Arrays that are not wider floats than `dtype`
-    are sent as they are.
+    are sent in their own dtype.
 
     Args:
         dtype: the float type on the wire, such as `jnp.bfloat16`.

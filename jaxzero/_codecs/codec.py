@@ -1,8 +1,8 @@
 """`Codec`, the base class: how numbers are written on the wire of one collective.
 
 A codec turns rows of floats into messages, which are all that is sent, and back. `None`
-in its place sends an array as it is. All that the collectives, the wire state, the report and
-checkpoints need of a codec are the methods of this class, so a new codec is one subclass.
+in its place sends an array without encoding. All that the collectives, the wire state, the report
+and checkpoints need of a codec are the methods of this class, so a new codec is one subclass.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..pallas_kernels import add_up
 
 @dataclasses.dataclass(frozen=True)
 class DeferredMessage:
-    """Messages that are not written yet, so that it can be said where.
+    """Messages that are not written yet, so that they can be written into a larger array.
 
     Attributes:
-        shape: of the messages, one in each row, in bytes.
+        shape: `(messages, bytes of each)`.
         write: writes them into a `place`, or without one makes an array of them.
     """
 
@@ -54,7 +54,7 @@ class Codec(abc.ABC):
     one message; other dims stay. Both ways are pure functions of arrays, and work under `jit`,
     `vmap`, `scan` and `shard_map`.
 
-    Programs are cached by their codecs, and stored messages are told apart by them, so a codec
+    Programs are cached by their codecs, and stored messages are distinguished by them, so a codec
     must be hashable and equal to its copies: make it a frozen dataclass.
     """
 
@@ -75,7 +75,7 @@ class Codec(abc.ABC):
 
         Args:
             x: rows of floats.
-            seed: of stochastic rounding, such as the device's index. None is 0.
+            seed: seed of stochastic rounding, such as the device's index; None means 0.
         """
 
     @abc.abstractmethod
@@ -111,14 +111,14 @@ class Codec(abc.ABC):
     # What the collectives ask before they encode.
 
     def is_used_for(self, num: int, dtype: DTypeLike, min_quantized_size: int) -> bool:
-        """Whether an array of `num` floats of type `dtype` is encoded; else it is sent as it is."""
+        """Whether an array of `num` floats of type `dtype` is encoded before it is sent."""
         return num >= min_quantized_size
 
     @property
     def is_elementwise(self) -> bool:
         """Whether each number is written by itself, as by a cast.
 
-        Then slices and casts of a weight may come before its encoding and the result is the same.
+        Then slices and casts of a weight may come before its encoding without changing the result.
         """
         return False
 
@@ -135,7 +135,7 @@ class Codec(abc.ABC):
     def format_for(self, implementation: kernels.Implementation | None) -> kernels.Format | None:
         """The format in which an implementation of `pallas_kernels` reads these messages.
 
-        None: it does not, and `decode` does.
+        None if it cannot, and `decode` reads them.
         """
         return None
 
@@ -143,7 +143,7 @@ class Codec(abc.ABC):
         """The shape and type of one row's message: `num_bytes` of uint8.
 
         Raises:
-            ValueError: `num_bytes` is no number of bytes that could hold `num` codes.
+            ValueError: `num_bytes` is not a number of bytes that could hold `num` codes.
         """
         size: Any = self.num_bytes(num, dtype)
         least = math.ceil(num * self.bits / 8)
@@ -163,7 +163,7 @@ class Codec(abc.ABC):
         """`encode`, checked.
 
         Raises:
-            ValueError: the message does not have the shape and type that `message` says.
+            ValueError: the message does not have the shape and type that `message` gives.
         """
         *rows, num = x.shape
         row = self.message(num, x.dtype)
@@ -266,18 +266,18 @@ class Codec(abc.ABC):
         seed: Integer[Array, ""] | int | None = None,
         place: kernels.Place | None = None,
     ) -> Shaped[Array, "num _"]:
-        """The sum of messages of `source`, over `divisor`, as messages of its own pieces.
+        """Sum messages of `source`, divide by `divisor`, and encode each piece of the result.
 
         Args:
-            message: of arrays of `shape`.
+            message: encoded arrays of `shape`, one per peer.
             source: the codec that wrote them.
-            shape: of the sum.
-            dim: that it is cut along.
-            num: its pieces.
-            divisor: what makes a mean of the sum.
-            dtype: that the mean is rounded to.
-            seed: as of `encode`.
-            place: as of `encode_pieces`.
+            shape: shape of the sum.
+            dim: the dim that the sum is cut along.
+            num: number of pieces.
+            divisor: number that makes a mean of the sum.
+            dtype: dtype that the mean is rounded to before encoding.
+            seed: seed of stochastic rounding; None means 0.
+            place: columns of a larger array to write the messages into.
         """
         total = source.decode_sum(message, math.prod(shape)).reshape(shape)
         mean = total if divisor == 1 else total / jnp.float32(divisor)

@@ -17,7 +17,8 @@ class Float8(FormatCodec):
 
     Small numbers keep their relative precision: better than `Int8` for numbers of very
     different sizes in one block, worse for others. A step is the distance of the floats next
-    to a number. Outliers do no harm, so `hadamard` has little to gain. Else it is as `Int8`.
+    to a number. Outliers do no harm, so `hadamard` has little to gain. Stochastic
+    rounding, scales and numbers that are not finite are as in `Int8`.
 
     Args:
         dtype: `jnp.float8_e4m3fn`, or `jnp.float8_e5m2` with a bit less of precision and a

@@ -26,13 +26,13 @@ _EPS = 2.0**-24  # of one rounding in float32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FormatCodec(Codec):
-    """What codecs with few bits share: codes of one size, and a scale for each block."""
+    """Base class of codecs with few bits: codes of one size, and a scale for each block."""
 
     block: int = 256
     rounding: Literal["nearest", "stochastic"] = "nearest"
     hadamard: Literal[32] | None = None
     scale_dtype: DTypeLike = jnp.bfloat16
-    # Not compared: whoever wrote a message, its bytes mean the same.
+    # Not compared: every implementation reads a message the same way.
     implementation: kernels.Implementation | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
@@ -69,7 +69,7 @@ class FormatCodec(Codec):
 
     @property
     def format(self) -> kernels.Format:
-        """What the messages are made of."""
+        """The format of the messages, as kernels take it."""
         return kernels.Format(
             kind=self._kind,
             block=self.block,
@@ -199,7 +199,7 @@ class FormatCodec(Codec):
         )
 
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
-        """Half a step between codes, or a whole one if rounding is stochastic, times the scale.
+        """Half a step between codes, or a full one if rounding is stochastic, times the scale.
 
         Where numbers are rotated, one is off by no more than the sum of the errors of its group.
         """
@@ -219,7 +219,7 @@ class FormatCodec(Codec):
     def _code_bound(
         self, x: Float64[np.ndarray, "*rows n"], doubt: Float64[np.ndarray, "*rows n"]
     ) -> Float64[np.ndarray, "*rows n"]:
-        """The same of numbers that are not rotated, each known up to `doubt`."""
+        """The error bound of numbers that are not rotated, each known up to `doubt`."""
         largest = largest_of_blocks(np.abs(x) + doubt, self.block)
         least = np.maximum(largest_of_blocks(x, self.block) / self.format.limit, _TINY)
         # The constant 1/limit and a product with it are rounded, and a bfloat16 upwards.

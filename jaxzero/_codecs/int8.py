@@ -17,7 +17,7 @@ class Int8(FormatCodec):
 
     Stochastic rounding takes its random numbers from a hash of `seed`, the number, its place
     in its row, and its block's scale: no key, no state, and the same every time. Its weakness:
-    where all four are the same, so is the rounding, and errors add up. So give devices
+    where all four are equal, roundings are equal too, and errors add up. So give devices
     whose numbers are summed a `seed` each.
 
     Args:
@@ -26,10 +26,10 @@ class Int8(FormatCodec):
             step, is right on average, for what is summed over many devices or steps.
         hadamard: 32 multiplies each 32 numbers by an orthogonal matrix, which spreads outliers:
             better for heavy tails, a little worse where most numbers are zero.
-        scale_dtype: of the scales, `jnp.bfloat16` or `jnp.float32`.
+        scale_dtype: dtype of the scales, `jnp.bfloat16` or `jnp.float32`.
         implementation: what writes and reads messages: "xla", "mosaic_gpu" (kernels for NVIDIA
             GPUs, which compile and were never executed on one; JAX 0.11.2 or newer), or `None`
-            for the default, "xla". Their messages are the same but for roundings in the last
+            for the default, "xla". Their messages are equal but for roundings in the last
             place, and each reads the other's.
 
     Raises:

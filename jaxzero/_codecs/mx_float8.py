@@ -27,10 +27,10 @@ class MXFloat8(BlockCodec):
 
     A block with a number that is not finite arrives as NaN. Arithmetic is in float32, so
     numbers below 2**-126 may arrive as zero. Rounding is to the nearest, ties to even; there is
-    no stochastic rounding and no rotation, of which the specification knows nothing.
+    no stochastic rounding and no rotation, because the specification has neither.
 
     Args:
-        dtype: of the elements, `jnp.float8_e4m3fn`, or `jnp.float8_e5m2` with a bit less of
+        dtype: dtype of the elements, `jnp.float8_e4m3fn`, or `jnp.float8_e5m2` with a bit less of
             precision and a wider range.
         block: numbers for each scale. Only 32 is MXFP8, which hardware reads.
         implementation: "xla", or `None` for the default, which is "xla". There are no kernels.
@@ -91,7 +91,7 @@ class MXFloat8(BlockCodec):
     ) -> Float32[Array, "*rows k b"]:
         x_kb = lax.bitcast_convert_type(codes_kb, self.dtype).astype(jnp.float32)
         exponent_k = scales.astype(jnp.uint32)
-        # 2**-127 is no normal float32, which XLA takes for zero: half of 2**-126.
+        # 2**-127 is not a normal float32, and XLA takes it for zero: half of 2**-126.
         x_kb = jnp.where((exponent_k == 0)[..., None], x_kb * jnp.float32(0.5), x_kb)
         bits_k = jnp.maximum(exponent_k, jnp.uint32(1)) << jnp.uint32(23)
         scale_k = lax.bitcast_convert_type(bits_k, jnp.float32)

@@ -1,7 +1,7 @@
 """Floats of 8 and 16 bits as unsigned integers of as many bits, and back.
 
 Backends widen narrow floats in transit, and XLA would move a cast across a collective; integers
-travel as they are.
+travel unchanged.
 """
 
 from __future__ import annotations
@@ -31,5 +31,5 @@ def to_bits(x: Shaped[Array, ...]) -> Shaped[Array, ...]:
 
 
 def from_bits(x: Shaped[Array, ...], dtype: DTypeLike) -> Shaped[Array, ...]:
-    """Undo `to_bits`."""
+    """View the integers of `to_bits` as the narrow float `dtype` again; others are unchanged."""
     return lax.bitcast_convert_type(x, dtype) if is_narrow_float(dtype) else x

@@ -35,8 +35,8 @@ class GatherBucket:
     """A bucket of weight shards, before or after it is gathered.
 
     Attributes:
-        data: of several weights `[rows, m]`, one row for each device gathered so far; of a single
-            weight the `data` of its `EncodedShards`.
+        data: `[rows, m]`, one row for each device gathered so far; of a single weight the `data`
+            of its `EncodedShards`.
         parts: for each weight in a row, its `EncodedShards` without data.
         positions: for each of them, its index among the weights that are sent together.
     """
@@ -66,7 +66,7 @@ class GatherBucket:
         return [_from_rows(part, x) for part, x in zip(self.parts, rows, strict=True)]
 
     def arrays(self, dtypes: Sequence[Any]) -> list[Array]:
-        """Decode each weight of the bucket to `dtypes` (None: its own); `data` is read in place."""
+        """Decode each weight of the bucket to `dtypes` (None for its own), in place in `data`."""
         if len(self.parts) == 1:
             return [self.unpack()[0].join(dtypes[0])]
         rows = in_place(self.data, _columns(self.parts))
@@ -107,7 +107,7 @@ def pack(sent: Sequence[tuple[EncodedShards, DeferredMessage | None]]) -> list[G
 
 
 def unpack(buckets: Sequence[GatherBucket]) -> list[EncodedShards]:
-    """Undo `pack`, after any number of gathers: the shards, in the order given to `pack`."""
+    """The shards in `buckets`, gathered or not, in the order given to `pack`."""
     found = {i: x for bucket in buckets for i, x in _numbered(bucket)}
     return [found[i] for i in range(len(found))]
 

@@ -25,7 +25,7 @@ class CommSpec:
     hpz: HpZ | None
     min_quantized_size: int
     schedule: CommSchedule
-    halves: bool = False  # whether sums are wanted of the first half of the devices too
+    halves: bool = False  # whether the first half of the devices is summed too
 
     @classmethod
     def of(cls, mesh: AnyMesh, config: ZeroConfig, halves: bool = False) -> CommSpec:
@@ -87,14 +87,14 @@ class CommSpec:
         return tuple(lines)
 
     def weight_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
-        """What a weight of `num` elements in full is written with on one axis."""
+        """The codec of a weight of `num` elements in full, for gathers over `axis`."""
         codec = getattr(self.weights, axis)
         if isinstance(codec, WeightHop):  # where no wire state is at hand
             codec = self.hpz and self.hpz.codec
         return self.suitable(codec, num, dtype)
 
     def gradient_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
-        """The same for a gradient; 16-bit floats always travel as a `Cast` would send them."""
+        """The codec of a gradient over `axis`; 16-bit floats without one travel as by a `Cast`."""
         codec = getattr(self.gradients, axis)
         if isinstance(codec, GradientHop):
             codec = codec.codec
@@ -102,12 +102,12 @@ class CommSpec:
         return Cast(dtype) if codec is None and is_narrow_float(dtype) else codec
 
     def suitable(self, codec: Codec | None, num: int, dtype: DTypeLike) -> Codec | None:
-        """`codec`, unless an array of `num` elements travels as it is."""
+        """`codec`, or None if it does not encode arrays of `num` elements and this dtype."""
         if codec is None or not jnp.issubdtype(dtype, jnp.floating) or num == 0:
             return None
         return codec if codec.is_used_for(num, dtype, self.min_quantized_size) else None
 
 
 def accumulator_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """The type that sums are taken in: float32 for narrower floats, else the same."""
+    """The type that sums are taken in: float32 for narrower floats, else `dtype`."""
     return jnp.dtype(jnp.float32) if is_narrow_float(dtype) else jnp.dtype(dtype)

@@ -1,10 +1,10 @@
-"""A weight on its way: whole numbers of shards, as arrays or as encoded messages.
+"""A weight while it is gathered: one or several shards, as arrays or as encoded messages.
 
 Each owner encodes its shard once. What is gathered, kept and gathered again are those
 messages, side by side; they are decoded where the weight is used. So every use, on every
 device, in forward and backward, reads the same bits.
 
-Legend: a message is `[*lead, pieces, bytes]`. `lead` are the leading dims that a loop
+Legend: a message is `[*lead, shards, bytes]`. `lead` are the leading dims that a loop
 scans over: each of their elements (a layer) is encoded by itself.
 """
 
@@ -29,17 +29,17 @@ from .primitives import all_gather
 
 @dataclasses.dataclass(frozen=True)
 class EncodedShards:
-    """Neighbouring pieces of an array that is cut along one dim.
+    """Neighbouring shards of an array that is split along one dim.
 
     Attributes:
-        data: without a codec the pieces, joined; else their messages.
-        codec: that wrote the messages.
-        shape: of one piece; without a codec, of `data`.
-        dim: that the array is cut along.
-        dtype: of the array.
-        lead: how many leading dims are encoded element by element.
-        axes: over which it is still to be gathered, in this order.
-        pinned: it is stored encoded, so it travels as it is, whatever the wire's codecs.
+        data: without a codec the shards, joined; else their messages.
+        codec: the codec that wrote the messages.
+        shape: shape of one shard; without a codec, of `data`.
+        dim: the dim that the array is split along.
+        dtype: dtype of the array.
+        lead: number of leading dims that are encoded element by element.
+        axes: axes over which it is still to be gathered, in this order.
+        pinned: it is stored encoded, and sent without encoding it again by the wire's codecs.
     """
 
     data: Shaped[Array, ...]
@@ -53,16 +53,16 @@ class EncodedShards:
 
     @classmethod
     def plain(cls, x: Shaped[Array, ...], dim: int, lead: int = 0) -> EncodedShards:
-        """An array as it is."""
+        """An array without a codec."""
         return cls(x, None, tuple(x.shape), dim, x.dtype, lead)
 
     def encode(self, codec: Codec | None, axes: tuple[str, ...]) -> EncodedShards:
-        """The same as messages of `codec`; decoded first, if another codec wrote it.
+        """These shards as messages of `codec`; decoded first, if another codec wrote them.
 
         Args:
-            codec: None leaves arrays.
-            axes: along which devices hold different pieces. Those that hold the same must
-                write the same, also where rounding is stochastic.
+            codec: the codec; None makes arrays of them.
+            axes: axes along which devices hold different shards. Devices with equal shards must
+                write equal messages, also where rounding is stochastic.
         """
         if codec == self.codec:
             return self
@@ -80,9 +80,9 @@ class EncodedShards:
     def draft(
         self, codec: Codec | None, axes: tuple[str, ...]
     ) -> tuple[EncodedShards, DeferredMessage] | None:
-        """`encode`, of a message that is to be written in place: what is known of it, and it.
+        """`encode` for a message to be written in place: the result without data, and the message.
 
-        None: it is not.
+        None if the shards need no encoding, or the message cannot be written in place.
         """
         if codec is None or codec == self.codec or self.lead or not codec.writes_in_place:
             return None
@@ -94,11 +94,11 @@ class EncodedShards:
         return dataclasses.replace(known, codec=codec, shape=tuple(x.shape)), draft
 
     def described(self, data: jax.ShapeDtypeStruct) -> EncodedShards:
-        """What is to be known of pieces, without their data."""
+        """These shards with `data`, a shape and dtype, in place of their array."""
         return dataclasses.replace(self, data=data)  # pyright: ignore[reportArgumentType]
 
     def join(self, dtype: Any = None) -> Shaped[Array, ...]:
-        """The array that the pieces form, as `dtype` (by default its own)."""
+        """The array that the shards form, as `dtype` (by default its own)."""
         if self.codec is None:
             return self.data.astype(self.dtype if dtype is None else dtype)
         return self.decode(self.data, dtype)
@@ -107,7 +107,7 @@ class EncodedShards:
     def decode(
         self, data: Shaped[Array, ...] | kernels.InPlace, dtype: Any = None
     ) -> Shaped[Array, ...]:
-        """The same, where the messages are not its own data; in place if there is no `lead`."""
+        """`join` of the messages `data`, which are read in place if there is no `lead`."""
         assert self.codec is not None
         dtype = self.dtype if dtype is None else dtype
         codec, lead = self.codec, self.lead
@@ -122,7 +122,7 @@ class EncodedShards:
         return one(data)
 
     def gather(self, axis: str) -> EncodedShards:
-        """Put the pieces of all devices along `axis` side by side."""
+        """Put the shards of all devices along `axis` side by side."""
         gathered = self.over(axis)
         if self.codec is not None:
             return dataclasses.replace(gathered, data=all_gather(self.data, axis, self.lead))
@@ -130,7 +130,7 @@ class EncodedShards:
         return dataclasses.replace(gathered, data=x, shape=tuple(x.shape))
 
     def over(self, axis: str) -> EncodedShards:
-        """The same without `axis`, and those before it, among the axes still to be gathered."""
+        """These shards without `axis`, and those before it, among the axes still to be gathered."""
         done = self.axes.index(axis) + 1 if axis in self.axes else 0
         return dataclasses.replace(self, axes=self.axes[done:])
 
@@ -143,7 +143,7 @@ class EncodedShards:
         )
 
     def stack(self, data: Shaped[Array, ...]) -> EncodedShards:
-        """Undo `layer`: of many such, stacked."""
+        """Layers stacked on a new leading dim, with their messages in `data`; reverses `layer`."""
         shape = (len(data), *self.shape)
         return dataclasses.replace(
             self, data=data, shape=shape, dim=self.dim + 1, lead=self.lead + 1
@@ -156,7 +156,7 @@ jax.tree_util.register_dataclass(
 
 
 def to_stored(x: Shaped[Array, ...], leaf: LeafSpec) -> Shaped[Array, ...]:
-    """A whole padded array as the messages that its `codec` stores, one for each device."""
+    """A full padded array as the messages that its `codec` stores, one for each device."""
     assert leaf.layout is not None and leaf.codec is not None
     dim, num, lead = leaf.layout.dim, leaf.layout.num_shards, leaf.num_lead
     x = x.reshape(*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
@@ -166,7 +166,7 @@ def to_stored(x: Shaped[Array, ...], leaf: LeafSpec) -> Shaped[Array, ...]:
 
 
 def from_stored(data: Shaped[Array, ...], leaf: LeafSpec) -> EncodedShards:
-    """Stored messages as pieces: on a device its own one, outside those of all devices."""
+    """Stored messages as shards: those of one device in `shard_map`, of all devices outside."""
     assert leaf.layout is not None and leaf.codec is not None
     dim, shape = leaf.layout.dim, list(leaf.padded_shape)
     shape[dim] //= leaf.layout.num_shards

@@ -64,7 +64,7 @@ def gather_hop(
 
 
 def _next_axis(shards: EncodedShards, comm: CommSpec) -> str | None:
-    """The next axis to gather over; None: the gather is complete."""
+    """The next axis to gather over; None if the gather is complete."""
     return next(iter(comm.axes_with_peers(shards.axes)), None)
 
 
@@ -100,7 +100,7 @@ def node_slices(
 
     Args:
         shards: this device's shards.
-        sizes: as for `start_gather`.
+        sizes: for each weight, the elements of the full array, or of one layer of a stack.
         comm: axes and codecs.
         pin: is applied to the encoded buckets before they are sent, to put a barrier on them.
     """

@@ -28,10 +28,10 @@ class Transfer:
 
     Attributes:
         purpose: "weights", "gradients", or "other" (losses, weights of examples, aux).
-        name: of the leaf, or of the first of several; or "".
+        name: name of the leaf, or of the first of several; or "".
         collective: "all-gather", "all-to-all", "reduce-scatter" or "all-reduce".
         axis: the mesh axis of more than one device that it runs over; or "node+local".
-        dtype: on the wire.
+        dtype: dtype on the wire.
         num_bytes: size on one device of the gathered result, of the array that is exchanged or
             scattered, or of the array that is all-reduced.
         entering_bytes: bytes that one device receives: `num_bytes * (n - 1) / n` over `n` devices,
@@ -93,7 +93,7 @@ class Ledger:
         Args:
             collective: its name, as in `Transfer`.
             axis: the mesh axis or axes.
-            dtype: on the wire.
+            dtype: dtype on the wire.
             num_bytes: as in `Transfer`.
             shares: bytes of each leaf in a row of a message for several leaves.
         """
@@ -151,8 +151,8 @@ def labelled(purpose: str, *names: str) -> Iterator[None]:
     `jaxzero/gather/decoder.layers.3`.
 
     Args:
-        purpose: as in `Transfer`.
-        names: of the leaves.
+        purpose: "weights", "gradients" or "other".
+        names: names of the leaves.
     """
     token = _label.set((purpose, names or ("",)))
     try:

@@ -59,7 +59,7 @@ def _filled(rows: Sequence[UInt8[Array, "n _"] | DeferredMessage]) -> UInt8[Arra
 
 
 def split(data: Shaped[Array, "n m"], columns: Sequence[Column]) -> list[Shaped[Array, "n _"]]:
-    """Undo `join`."""
+    """The arrays that `join` was given, in its order, copied out of the message `data`."""
     return [x.cut_out() for x in in_place(data, columns)]
 
 

@@ -44,7 +44,7 @@ def reduce_over_node(
         dtype: dtype of the gradient.
         comm: axes and codecs.
         error: the residual of the previous step, in the scale of `x`; it is added before encoding
-            (error feedback). None: not kept.
+            (error feedback). None if not kept.
 
     Returns:
         This device's shard of the sum over nodes (the full slice, if `node` does not split the
@@ -154,7 +154,7 @@ def shard_shape(shape: tuple[int, ...], dim: int, num: int) -> tuple[int, ...]:
 
 
 def _from_rows(rows: Shaped[Array, "num n"], like: Shaped[Array, ...], dim: int) -> Array:
-    """Undo `rows_of`."""
+    """The array with the shape of `like` whose shards along `dim` are `rows` (see `rows_of`)."""
     shards = rows.reshape(len(rows), *shard_shape(like.shape, dim, len(rows)))
     return jnp.moveaxis(shards, 0, dim).reshape(like.shape)
 

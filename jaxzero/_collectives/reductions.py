@@ -59,7 +59,7 @@ class ReduceBucket:
     """A bucket of gradients, encoded for the next axis of their reduction, or fully reduced.
 
     Attributes:
-        coded: the messages of all gradients with a codec, one row for each receiver; None: no
+        coded: the messages of all gradients with a codec, one row for each receiver; None if no
             gradient has one.
         summed: for each dtype, the gradients without a codec, in such rows if there are several.
         rest: gradients that the next axis does not scatter, by index in the bucket; after the last

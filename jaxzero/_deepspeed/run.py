@@ -39,7 +39,7 @@ class DeepSpeedRun:
         optimizer: clipping, optimizer, schedule and loss scaling, as one optax transformation.
         batch_size: rows per step, over all devices and micro-batches.
         microbatches: micro-batches per device and step.
-        compute_dtype: dtype to which parameters are cast in the forward pass; None: no cast.
+        compute_dtype: dtype to which parameters are cast in the forward pass; None for no cast.
         unhonoured: keys of the file that have no effect here.
     """
 
@@ -55,7 +55,7 @@ class DeepSpeedRun:
 
         Args:
             loss_fn: `loss_fn(params, batch, ...) -> loss`, written for one device.
-            options: as for `Zero.value_and_grad`.
+            options: keyword arguments of `Zero.value_and_grad`.
 
         Returns:
             A function `(params, opt_state, batch, ...) -> (loss, grads)`. The loss is unscaled;

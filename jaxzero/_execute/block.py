@@ -74,7 +74,7 @@ class BlockRunner:
         self.weights = WeightBuckets(plan, comm, sources, in_flight, next_sources)
         self.gradients = GradientBuckets(plan, comm)
         self.prologues: dict[int, Prologue] = {}  # of the loops in this block
-        self.env: dict[Value, Any] = {}  # the array of every value that is no view of a weight
+        self.env: dict[Value, Any] = {}  # the array of every value that is not a view of a weight
         self._tied_to: Value | None = None  # the value that the last gather waited for
         self._constants = {
             op.outputs[0]: op

@@ -62,10 +62,10 @@ Flat = Callable[[list[Any], list[Any]], tuple[Any, Any, list[Any], list[Any]]]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one device computes in a step."""
+    """The results of a step on one device."""
 
     loss: Array | None  # mean over the batch; None in a forward-only program
-    gradients: list[Any]  # means, laid out as they are stored
+    gradients: list[Any]  # means, in the layout in which gradients are stored
     others: list[Array]  # other outputs, stacked over micro-batches
     wire_state: LocalWireState  # for the next step
     plan: Plan
@@ -343,7 +343,7 @@ def _targets(
 
 
 def _reduce_specs(shapes: Any, targets: Sequence[GradientTarget]) -> list[ReduceSpec | None]:
-    """The reduction of each output of the program; None: it is not reduced."""
+    """The reduction of each output of the program; None if it is not reduced."""
     loss, weight, _, others = shapes
     num_before = len(jax.tree.leaves((loss, weight)))
     return [

@@ -126,7 +126,7 @@ def _labelled(group: GatherGroup) -> contextlib.AbstractContextManager[None]:
 
 
 def _leading_cast(ops: tuple[movable_ops.Op, ...]) -> Any:
-    """The dtype to decode to: that of a cast that comes first; None: the weight's own dtype."""
+    """The dtype to decode to: that of a cast that comes first; None for the weight's."""
     return ops[0].dtype if ops and isinstance(ops[0], movable_ops.ConvertDtype) else None
 
 

@@ -35,11 +35,11 @@ def gradient_halves(
     """The inner products of all leaves, from this device's shards of their sums.
 
     Args:
-        shards: for each leaf, this device's shard, divided by the weight of the full batch; None:
+        shards: for each leaf, this device's shard, divided by the weight of the full batch; None if
             the leaf has no gradient.
         copies: for each leaf, how many devices hold the same shard, and so would count it.
-        weight: summed weight of this device's rows; None: all examples weigh the same.
-        comm: tells which devices are the first half.
+        weight: summed weight of this device's rows; None if all examples weigh the same.
+        comm: gives the devices of the first half.
 
     Returns:
         Three lists with a float32 scalar for each leaf, and the first half's share of the weight.

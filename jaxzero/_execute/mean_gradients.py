@@ -41,8 +41,8 @@ class GradientTarget:
     """One differentiated leaf: how the program reduces its gradient, and how it is stored."""
 
     leaf: LeafSpec
-    stored: DimSharding | None  # split of the stored gradient; None: stored in full
-    reduce_spec: ReduceSpec | None  # the reduction inside the program; None: there is none
+    stored: DimSharding | None  # split of the stored gradient; None if stored in full
+    reduce_spec: ReduceSpec | None  # the reduction inside the program; None if there is none
     size: int  # elements; of one layer, if the program scans the leaf
 
     @property
@@ -57,8 +57,8 @@ class MeanGradients:
 
     Attributes:
         loss: mean over the full batch, a scalar.
-        gradients: for each differentiated leaf its mean, laid out as stored; None: not a float.
-        residuals: for each, the rounding error of this step (error feedback); None: not kept.
+        gradients: for each differentiated leaf its mean, laid out as stored; None if not a float.
+        residuals: for each, the rounding error of this step (error feedback); None if not kept.
         halves: inner products of half-batch gradients, if requested.
     """
 
@@ -80,7 +80,7 @@ def mean_over_devices(
     Args:
         sums: this device's sums over its micro-batches.
         targets: for each gradient in `sums`, how it was reduced and is to be stored.
-        errors: for each, the residual of the previous step; None: not kept.
+        errors: for each, the residual of the previous step; None if not kept.
         num_microbatches: how many micro-batches were summed.
         comm: axes and codecs of the reductions.
     """

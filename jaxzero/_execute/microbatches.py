@@ -27,8 +27,8 @@ class Accumulators:
     """Sums over this device's micro-batches."""
 
     loss: Any  # scalar array
-    weight: Any  # scalar array; None: all examples weigh the same
-    gradients: list[Any]  # shards or node slices, full if not sharded; None: not a float
+    weight: Any  # scalar array; None if all examples weigh the same
+    gradients: list[Any]  # shards or node slices, full if not sharded; None if not a float
 
 
 jax.tree_util.register_dataclass(Accumulators, ["loss", "weight", "gradients"], [])
@@ -43,7 +43,7 @@ def check_microbatches(num: Any) -> None:
 def split_microbatches(x: Array, spec: Any, num: int) -> Array:
     """Cut one device's rows into `num` micro-batches, on a new leading dim.
 
-    `spec` tells which dim of `x` holds the rows.
+    The rows are the dim of `x` that `spec` splits.
     """
     dim = split_dim(spec)
     assert dim is not None

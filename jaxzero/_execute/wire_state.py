@@ -60,7 +60,7 @@ class StateArray:
 
 
 def slice_array(leaf: LeafSpec, comm: CommSpec) -> StateArray | None:
-    """The array that stores a leaf's node slices; None: it is not sent as differences."""
+    """The array that stores a leaf's node slices; None if it is not sent as differences."""
     if not has_kept_slice(leaf, comm):
         return None
     assert leaf.layout is not None and comm.hpz is not None
@@ -73,7 +73,7 @@ def slice_array(leaf: LeafSpec, comm: CommSpec) -> StateArray | None:
 
 
 def error_array(leaf: LeafSpec, comm: CommSpec) -> StateArray | None:
-    """The array that stores a leaf's residuals; None: its gradient has no error feedback."""
+    """The array that stores a leaf's residuals; None if its gradient has no error feedback."""
     hop = comm.gradients.node
     if not isinstance(hop, GradientHop) or leaf.layout is None or leaf.codec is not None:
         return None
@@ -94,7 +94,7 @@ def make_state(
         params: the parameters, in stored form.
         axes: the mesh axes that shard them.
         mesh: the mesh that they are on.
-        comm: tells which leaves have node slices or residuals.
+        comm: its codecs decide which leaves have node slices or residuals.
     """
     mapped = map_devices(
         lambda shards: _first_state(plan.leaves, shards, comm),
@@ -142,7 +142,9 @@ def to_tree(plan: TreePlan, wire_state: LocalWireState, start: int = 0) -> WireS
 def from_tree(
     plan: TreePlan, state: Any, comm: CommSpec, name: str, start: int = 0
 ) -> LocalWireState:
-    """Undo `to_tree`; `name` is the argument's, for messages.
+    """The `LocalWireState` of one argument, with its first leaf at index `start`.
+
+    The reverse of `to_tree`; `name` is the argument's, for messages.
 
     Raises:
         ValueError: the state does not fit these parameters, this mesh or this config.

@@ -1,7 +1,7 @@
 """Two-level device meshes, real or simulated on one device, and functions that run on each device.
 
 In: devices, or the number of devices to simulate. Out: a mesh with axes `node` and `local`, and
-functions under `shard_map` or its simulation. Any room above may use the names listed here.
+functions under `shard_map` or its simulation. Any package above may use the names listed here.
 """
 
 from . import gloo_workaround as gloo_workaround

@@ -91,7 +91,7 @@ class SimulatedMesh:
         return jnp.moveaxis(x.reshape(shape), dims, range(len(dims)))
 
     def _join(self, x: Array, spec: PartitionSpec) -> Array:
-        """Undo `_cut`; here `x` has a leading dim for every axis of the mesh."""
+        """The global array, from shards `x` with a leading dim for every axis of the mesh."""
         x = x[tuple(slice(None) if _splits(spec, axis) else 0 for axis in self.axis_names)]
         ndim = x.ndim - sum(_splits(spec, axis) for axis in self.axis_names)
         dims = self._axis_dims(spec, ndim)

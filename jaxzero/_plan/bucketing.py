@@ -57,7 +57,7 @@ def find_repetition(signatures: Sequence[Hashable]) -> tuple[int, int, int] | No
 
     Returns:
         `(start, period, times)`, with `times >= 2`; among parts of equal length the one with the
-        shortest period. None: nothing is repeated.
+        shortest period. None if nothing is repeated.
     """
     id_of: dict[Hashable, int] = {}
     ids = np.array([id_of.setdefault(s, len(id_of)) for s in signatures])

@@ -42,7 +42,7 @@ _ADDITIONS = ("add", "add_any")
 
 
 class _Gain(enum.IntEnum):
-    """What is saved by reducing below an operation; a larger value is a larger gain."""
+    """The gain of reducing below an operation; the larger the value, the larger the gain."""
 
     NONE = 0  # nothing: reduce above it
     CHEAPER = 1  # bytes: the input is narrower
@@ -57,7 +57,7 @@ def find_reduces(
     Args:
         block: the program, or a loop's body.
         uses: the views of weights in it, which are never computed.
-        reduce_specs: for each output its reduction; None: it is not reduced.
+        reduce_specs: for each output its reduction; None if it is not reduced.
     """
     search = _Search(block, uses)
     at_end = {}
@@ -99,7 +99,7 @@ class _Search:
         self.loops: dict[int, dict[int, ReduceSpec]] = {}
 
     def only_use(self, atom: Atom) -> bool:
-        """Whether a value is read once and is no view: another reader would need it in full."""
+        """Whether a value is read once and is not a view: another reader would need it in full."""
         return self.num_reads[atom] == 1 and atom not in self.views
 
     def place(self, value: Value, reduce_spec: ReduceSpec) -> None:
@@ -199,7 +199,7 @@ def _addends(operation: Operation) -> list[Value]:
 
 
 def _below(operation: Operation, layout: DimSharding) -> tuple[Value, DimSharding] | None:
-    """The input that can be reduced in place of the output, and its layout; None: there is none."""
+    """The input that can be reduced in place of the output, and its layout; None if none can."""
     op, source = operation.view(), operation.source
     if op is None or source is None or isinstance(op, movable_ops.Slice):
         return None

@@ -23,7 +23,7 @@ def mark_kept_slices(plan: BlockPlan, weights: frozenset[ShardedParam]) -> Block
         plan: the plan of the full program.
         weights: the weights whose node slices are to be kept. A weight for which that is not
             possible (a stack that is scanned by a loop in a loop, for example) gets no mark:
-            `slices_kept_in_program` tells which have one.
+            `slices_kept_in_program` returns those that have one.
     """
     marked: set[Gather] = set()
     loops = dict(plan.loops)

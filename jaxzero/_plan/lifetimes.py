@@ -86,7 +86,7 @@ def find_gathers(
     Args:
         num_operations: number of operations of the block.
         uses: the uses of weights in it.
-        boundary: the last operation of forward; None: the block is the body of a loop.
+        boundary: the last operation of forward; None if the block is the body of a loop.
         schedule: the limits on live weights.
 
     Returns:

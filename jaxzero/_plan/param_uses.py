@@ -186,7 +186,7 @@ class _UseFinder:
         return frozenset(view_outputs)
 
     def _layer(self, view: View, stacks: dict[tuple, Stack]) -> View | None:
-        """One layer of a scanned view, as a view for the body; None: gather the stack in full."""
+        """One layer of a scanned view, as a view for the body; None if the stack must be full."""
         weight = view.weight
         sliced = _of_slice(view)
         if sliced is not None and weight.layout.dim != 0:

@@ -19,14 +19,14 @@ class PlanStep:
         region: "forward", "backward", or the loop it is in.
         action: "gather" (all-gather) or "reduce" (reduce-scatter, or all-reduce).
         group: number of the bucket in its region; arrays of one number share a message.
-        name: of the leaf.
-        shape, dtype: of the whole array.
-        num_bytes: of the whole array, once.
+        name: name of the leaf.
+        shape, dtype: shape and dtype of the full array.
+        num_bytes: bytes of the full array, once.
         sent: the operation before which a weight is sent, or "the iteration before".
         at: the operation that first needs a weight, or that makes a gradient.
-        until: the operation after which a whole weight is dropped; for a gradient "", or
+        until: the operation after which a full weight is dropped; for a gradient "", or
             "the iteration after" if it is sent then.
-        tied: the operation whose result a weight waits for; "": nothing.
+        tied: the operation whose result a weight waits for; "" if for none.
         trips: how often one execution of the program does it.
         start, needed, stop: the numbers of these operations among those of the block.
         path: the numbers of the loops that it is in.
@@ -55,7 +55,7 @@ class Plan:
     """Everything that one training step gathers and reduces, in program order."""
 
     top: BlockPlan
-    at_end: tuple[str, ...] = ()  # leaves that are stored whole: all-reduced last, together
+    at_end: tuple[str, ...] = ()  # leaves that are stored in full: all-reduced last, together
     transfers: tuple[Transfer, ...] = ()  # every collective, in the order it was issued
     slice_bytes: int = 0  # of the nodes' slices that one device keeps for the step (hpZ)
     codecs: tuple[str, ...] = ()  # what encodes weights and gradients, and over which axis
@@ -89,7 +89,7 @@ def _row(step: PlanStep, first_needed: int) -> tuple[str, ...]:
     """The cells of one line of the printed plan.
 
     Args:
-        step: of the plan.
+        step: a step of the plan.
         first_needed: the number of the operation that first needs an array of its bucket.
     """
     size = readable_bytes(step.num_bytes) + (f" x{step.trips}" if step.trips > 1 else "")

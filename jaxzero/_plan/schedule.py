@@ -80,8 +80,8 @@ def make_plan(
     Args:
         block: the full program.
         uses: where it needs weights in full.
-        reduce_specs: for each output its reduction; None: it is not reduced.
-        loss: the value whose operation ends the forward region; None: there is no backward region.
+        reduce_specs: for each output its reduction; None if it is not reduced.
+        loss: the value whose operation ends the forward region; None if there is no backward.
         schedule: prefetch distance, bucket size and limits on live weights.
         num_hops: number of mesh axes (of more than one device) that a weight is gathered over.
     """
@@ -254,7 +254,7 @@ def _ties(
 
 
 def _largest(block: Block, uses: BlockUses) -> Value | None:
-    """The largest input of a loop's body that is no weight (usually the activations), as a tie."""
+    """The largest input of a loop's body except weights (usually the activations), as a tie."""
     arrays = [x for x in block.inputs if x.is_array and x not in uses.views]
     return max(arrays, key=lambda x: math.prod(x.shape), default=None)
 

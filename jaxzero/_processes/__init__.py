@@ -1,7 +1,7 @@
 """Communication between the processes of a run, outside of collectives, and their exit codes.
 
 In: small texts and files. Out: values exchanged over JAX's coordination service, exit codes, and
-files flushed to disk. Any room may use it; nothing here uses arrays.
+files flushed to disk. Any package may use it; nothing here uses arrays.
 """
 
 from .coordination import barrier as barrier

@@ -69,7 +69,7 @@ def exchange_json(name: str, value: Any, seconds: float) -> list[Any]:
 
 
 def of_first(name: str, value: str, seconds: float) -> str:
-    """Broadcast the text of process 0; otherwise as `exchange`."""
+    """Return the text of process 0 on every process, which all call it (see `exchange`)."""
     return exchange(name, value, seconds)[0]
 
 
@@ -126,7 +126,7 @@ def detect_cluster(
 ) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
     """Fill in missing values from the environment of SLURM, Kubernetes, MPI or TPUs, as JAX does.
 
-    `method` is JAX's name of one of them; None: the first that JAX detects.
+    `method` is JAX's name of one of them; None for the first that JAX detects.
     """
     return clusters.ClusterEnv.auto_detect_unset_distributed_params(
         coordinator_address, num_processes, process_id, local_device_ids, method, seconds

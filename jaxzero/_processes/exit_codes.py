@@ -8,7 +8,7 @@ of sysexits.h; 76 and 77 are its neighbours, with a meaning of our own; 130 and 
 import signal
 
 MISTAKE = 2  # in the arguments: starting again would only repeat it
-STOPPED = 75  # saved at SIGTERM: run again to go on
+STOPPED = 75  # saved at SIGTERM: run again to continue
 PEER_LOST = 76  # another process is lost or hangs: its end, not this one, is the cause
 DIVERGED = 77  # too many non-finite steps, or replicas that differ: look before running again
 INTERRUPTED = 130  # Ctrl-C

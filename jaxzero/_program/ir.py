@@ -97,12 +97,12 @@ class Operation:
 
     @property
     def source(self) -> Value | None:
-        """The input that is no constant, if there is exactly one."""
+        """The input that is not a constant, if there is exactly one."""
         values = [atom for atom in self.inputs if isinstance(atom, Value)]
         return values[0] if len(values) == 1 else None
 
     def view(self) -> movable_ops.Op | None:
-        """This operation as an `Op` that can be moved past a gather; None: it cannot."""
+        """This operation as an `Op` that can be moved past a gather; None if it cannot."""
         return _view(self)
 
 
@@ -196,7 +196,7 @@ def _scope(equation: Any) -> contextlib.AbstractContextManager:
 
 
 def _view(operation: Operation) -> movable_ops.Op | None:
-    """The `Op` of an operation that only moves, scales or rounds elements; None: any other."""
+    """The `Op` of an operation that only moves, scales or rounds elements; None for any other."""
     source = operation.source
     if source is None or not source.is_array or not operation.outputs:
         return None
@@ -230,7 +230,7 @@ def _view(operation: Operation) -> movable_ops.Op | None:
 
 
 def _factor(operation: Operation) -> float | None:
-    """The constant that an array is multiplied with, or divided by; None: it is not known."""
+    """The constant that an array is multiplied with, or divided by; None if it is not known."""
     if operation.name == "div" and not isinstance(operation.inputs[1], Constant):
         return None
     constants = [atom.value for atom in operation.inputs if isinstance(atom, Constant)]

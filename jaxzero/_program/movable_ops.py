@@ -1,7 +1,7 @@
 """Cheap one-input operations, as data, that can be moved past a gather or a reduction.
 
 A weight that is cast, transposed, reshaped or sliced is not needed in full yet: the analysis keeps
-it as its shard and the list of these operations (a `View`). Likewise a gradient is reduced before
+it as its shard and the list of these operations (a `View`). A gradient can also be reduced before
 these operations, which then run on its shard. For that each operation provides: the layout of its
 output, given that of its input (`through`), and the reverse (`back`); itself on a shard
 (`on_shard`); and itself on one layer of a stack, or on the stack of layers (`of_slice`,
@@ -274,7 +274,7 @@ class Pad(Op):
 def push(
     ops: tuple[Op, ...], layout: DimSharding, shape: Shape
 ) -> tuple[DimSharding, Shape] | None:
-    """Layout and full shape after all of `ops`; None: one of them cannot run on shards."""
+    """Layout and full shape after all of `ops`; None if one of them cannot run on shards."""
     for op in ops:
         moved = op.through(layout, shape)
         if moved is None:

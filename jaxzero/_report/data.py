@@ -1,4 +1,4 @@
-"""What a report knows: the layout of each leaf, the traffic and the plan of a step."""
+"""The data of a report: the layout of each leaf, the traffic and the plan of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .traffic import Traffic
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One leaf. `dim` None: whole on every device. `padding`: zeros added to `dim`."""
+    """One leaf. `dim` is None if it is replicated. `padding`: zeros added to `dim`."""
 
     kind: str  # "parameters", "gradients" or "optimizer state"
     path: str

@@ -19,7 +19,7 @@ class NamedRow:
     """One row of a table.
 
     Attributes:
-        names: of the leaves that it is about.
+        names: names of the leaves in the row.
         cells: the other columns.
         members: the positions of the rows that it stands for, in the sequence given to
             `merge_layers`.

@@ -1,4 +1,4 @@
-"""What is split how, the bytes that one device holds, and what a step sends, as tables."""
+"""Tables of how leaves are split, the bytes that one device holds, and those that a step sends."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Report(ReportData):
     ) -> None:
         """Print five lines, then the tables asked for.
 
-        The lines say what a device holds; what enters a node in a step; which weights are whole,
-        and for how long; the largest collective that nothing overlaps with; and the details that
-        there are.
+        The lines are: the bytes that a device holds; those that enter a node in a step; the weights
+        that are held in full, and for how long; the largest collective that nothing overlaps with;
+        and the details that there are.
 
         Args:
             detail: one or several of "leaves", "state", "gathers", "reductions", "waits",
@@ -59,7 +59,7 @@ def make_report(
     Args:
         params: the plan of parameters; gradients are like those that are not stored encoded.
         state: the plan of the optimizer state, if there is one.
-        plan: of the training step, if there is one.
+        plan: plan of the training step, if there is one.
         mesh: gives the number of devices.
         axes: for each kind of row, the axes that split it.
     """

@@ -1,4 +1,4 @@
-"""The five lines of a report: what a device holds, what is sent, what is whole, what is exposed."""
+"""The five lines of a report: memory, traffic, full weights, exposed collectives, details."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _sent(traffic: Traffic | None) -> list[str]:
 
 
 def _whole(report: ReportData) -> list[str]:
-    """The most bytes of whole weights at a time, the largest bucket, and what is never split."""
+    """The most bytes of full weights at a time, the largest bucket, and what is never split."""
     kept = [row for row in report.rows if row.kind == "parameters" and row.dim is None]
     kept_text = f"{readable_bytes(sum(row.device_bytes for row in kept))} always"
     kept_text = f"{kept_text} ({len(kept)} {'leaf' if len(kept) == 1 else 'leaves'})"

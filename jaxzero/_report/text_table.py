@@ -20,9 +20,9 @@ class TextTable:
 
     Attributes:
         title: a line above the table; "" for none.
-        headings: of all columns.
+        headings: headings of all columns.
         rows: cells, as many as `headings`.
-        notes: for each row, text under it, indented: the leaves of a bucket. Empty: none.
+        notes: for each row, text under it, indented: the leaves of a bucket. Empty if none.
         footer: lines below the table.
     """
 

@@ -20,8 +20,8 @@ class Span:
     Attributes:
         action: "gather" (all-gather) or "reduce" (reduce-scatter).
         region: "forward", "backward", or the loop it is in.
-        names: of its leaves.
-        num_bytes: of its whole arrays.
+        names: names of its leaves.
+        num_bytes: bytes of its full arrays.
         sent: the operation that it is sent before or after, in words.
         start: when its last hop begins (a gather), or its first gradient is made.
         needed: when the first of its weights is used, or the last of its gradients is made.
@@ -48,7 +48,7 @@ class Span:
 def spans(plan: Plan) -> tuple[Span, ...]:
     """Every bucket of a plan, in the order in which they begin.
 
-    What crosses from one iteration of a loop to the next is alive for the whole body.
+    What crosses from one iteration of a loop to the next is alive for the full body.
     """
     gather_groups: dict[tuple, list[PlanStep]] = {}
     for step in plan.steps:
@@ -58,7 +58,7 @@ def spans(plan: Plan) -> tuple[Span, ...]:
 
 
 def live_bytes(plan: Plan) -> np.ndarray:
-    """Bytes of whole weights, and of gradients not yet reduced, at each operation.
+    """Bytes of full weights, and of gradients not yet reduced, at each operation.
 
     Returns:
         `[2, operations]`.
@@ -109,7 +109,7 @@ def _block(plan: BlockPlan, path: tuple[int, ...]) -> tuple[BlockPlan, int]:
 
 
 def _after_loops(plan: BlockPlan, index: int) -> int:
-    """Where an operation of a block is, if the loops before it take the room of their bodies."""
+    """The position of an operation when the bodies of the loops before it are counted in full."""
     return index + sum(_length(loop.body) for i, loop in plan.loops.items() if i < index)
 
 

@@ -1,4 +1,4 @@
-"""What one optimizer step sends: bytes for each axis and purpose, and how many collectives."""
+"""The traffic of one optimizer step: bytes for each axis and purpose, and number of collectives."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Traffic:
     Attributes:
         transfers: every collective of the program, in the order it was issued.
         num_local: devices of a node.
-        slice_bytes: of the nodes' slices that one device keeps for the step (hpZ).
+        slice_bytes: bytes of the node slices that one device keeps for the step (hpZ).
     """
 
     transfers: tuple[Transfer, ...]
@@ -48,7 +48,7 @@ class Traffic:
         return cls(plan.transfers, mesh.shape[LOCAL], plan.slice_bytes)
 
     def amount(self, wanted: Callable[[Transfer], bool] = lambda _: True) -> Amount:
-        """The sum over those transfers that are `wanted`."""
+        """The sum over the transfers for which `wanted` is true."""
         return _sum([transfer for transfer in self.transfers if wanted(transfer)])
 
     @property

@@ -1,6 +1,6 @@
 """Collectives that have nothing to overlap with: what the devices wait for in every step.
 
-A plan has no link rates, so it predicts no seconds. It does say which all-gather has no costly
+A plan has no link rates, so it predicts no seconds. It does show which all-gather has no costly
 operation (a matrix product, a convolution, a loop) between its launch and the first use of its
 weights, and which reduction has none after it. Those are exposed whatever the links are.
 """
@@ -21,8 +21,8 @@ class Wait:
     Attributes:
         action: "all-gather", "reduce-scatter" or "all-reduce".
         region: "forward", "backward", or the loop it is in.
-        names: of its leaves.
-        num_bytes: of its whole arrays, before a codec writes them; 0 where that is not known.
+        names: names of its leaves.
+        num_bytes: bytes of its full arrays, before encoding; 0 where that is not known.
         trips: how often it happens in one run of the program.
     """
 

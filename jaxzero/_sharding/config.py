@@ -1,4 +1,4 @@
-"""What a user can decide about the sharding, as frozen dataclasses, and presets."""
+"""The options of the sharding, as frozen dataclasses, and presets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .hops import GradientHop, Hop, WeightHop, check_codec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerAxis:
-    """One codec for each mesh axis that a value crosses; `None` sends it as it is.
+    """One codec for each mesh axis that a value crosses; `None` sends it without encoding.
 
     Between nodes it may be a hop with a memory instead: `WeightDelta`, `ErrorFeedback`, or a
     `WeightHop` or `GradientHop` of your own (`jaxzero.extend`).
@@ -29,14 +29,14 @@ class PerAxis:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HpZ:
-    """Keep each node's slice of the weights, once gathered between nodes, for a whole step.
+    """Keep each node's slice of the weights, once gathered between nodes, for the step.
 
     Forward, backward and all micro-batches then gather inside the node only, and read the
     same bits. It costs the size of the model, as `codec` writes it, over the devices of a
     node.
 
     Args:
-        codec: how the slice is kept; `None` keeps it whole. If it is also the codec of the
+        codec: how the slice is kept; `None` keeps it unencoded. If it is also the codec of the
             wire, a weight is encoded once, by its owner, and decoded where it is used.
 
     References:
@@ -68,10 +68,10 @@ class CommSchedule:
         max_reuse_distance: hold a weight between two uses if at most so many elements of
             weights are used between (DeepSpeed's `stage3_max_reuse_distance`). `None`: hold
             it within forward and within backward, not between them.
-        max_live_parameters: the most elements of weights that are held whole at any time
+        max_live_parameters: the most elements of weights that are held in full at any time
             for the sake of a later use (DeepSpeed's `stage3_max_live_parameters`).
-        live_bytes: the same in bytes. It lets weights be held between forward and backward too;
-            those with the shortest wait come first.
+        live_bytes: the most bytes of such weights. It lets weights be held between forward and
+            backward too; those with the shortest wait come first.
     """
 
     prefetch: int = 1
@@ -102,7 +102,7 @@ class CommSchedule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """What is split, over which devices, and how it travels.
+    """How arrays are split over devices, and how they travel.
 
     Attributes:
         stage: what is split between devices (ZeRO, section 5). 0: nothing (data
@@ -115,10 +115,10 @@ class ZeroConfig:
         hpz: keep the node's slice of the weights for the step (ZeRO++); `None` gathers
             between nodes for every use.
         min_quantized_size: arrays with fewer elements than this (norms, biases) are not
-            quantised in blocks, but travel as they are. A layer of a scanned stack counts
+            quantised in blocks, but travel unencoded. A layer of a scanned stack counts
             by itself (at `stage` 3, where the stack is cut for that).
         param_persistence_threshold: leaves with fewer elements than this are stored
-            whole on every device. 0 splits everything but scalars.
+            in full on every device. 0 splits everything but scalars.
         schedule: when weights are gathered, and how long they are held.
 
     References:

@@ -28,7 +28,7 @@ class Hop:
     """The common part of `WeightHop` and `GradientHop`, which are the ones to subclass.
 
     Args:
-        codec: of what is sent.
+        codec: codec of the message.
     """
 
     codec: Codec = Int4(block=128)
@@ -44,13 +44,13 @@ class WeightHop(Hop, abc.ABC):
     def difference(
         self, weights: Float32[Array, ...], kept: Float32[Array, ...]
     ) -> Float32[Array, ...]:
-        """What the owner of a shard sends, given what all nodes hold of it."""
+        """The message before encoding: the owner's shard, relative to the copy that nodes keep."""
 
     @abc.abstractmethod
     def updated(
         self, kept: Float32[Array, ...], received: Float32[Array, ...]
     ) -> Float32[Array, ...]:
-        """The slice to keep, given the old one and what was decoded, on every node alike."""
+        """The slice to keep, from the old one and the decoded message; equal on every node."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +58,8 @@ class GradientHop(Hop, abc.ABC):
     """How gradients are summed over nodes, with a residual that each device keeps.
 
     Args:
-        codec: of the corrected gradient.
-        dtype: of the residual.
+        codec: codec of the corrected gradient.
+        dtype: dtype of the residual.
     """
 
     dtype: DTypeLike = jnp.bfloat16
@@ -76,11 +76,11 @@ class GradientHop(Hop, abc.ABC):
     def corrected(
         self, gradient: Float[Array, ...], residual: Float[Array, ...]
     ) -> Float[Array, ...]:
-        """What a device sends: its gradient, with the residual of the step before."""
+        """The array to encode: the gradient with the previous step's residual."""
 
     @abc.abstractmethod
     def residual(self, corrected: Float[Array, ...], sent: Float[Array, ...]) -> Float[Array, ...]:
-        """What to keep for the next step, given what was to be sent and what was decoded of it.
+        """The residual for the next step, from the array to send and its decoded message.
 
         Where it is not finite, 0 is kept.
         """
@@ -95,7 +95,7 @@ class WeightDelta(WeightHop):
     hold, and they add it. The rounding error is part of the next difference, so 4 bits suffice.
 
     Args:
-        codec: of the difference.
+        codec: codec of the difference.
 
     References:
         SDP4Bit (https://arxiv.org/abs/2410.15526), quantisation on weight differences.
@@ -124,8 +124,8 @@ class ErrorFeedback(GradientHop):
     as large as the full model on every device.
 
     Args:
-        codec: of the gradient with the residual added.
-        dtype: of the residual.
+        codec: codec of the gradient with the residual added.
+        dtype: dtype of the residual.
 
     References:
         Seide et al., 1-bit SGD (Interspeech 2014), section 3;

@@ -95,7 +95,7 @@ class LeafSpec:
     path: str
     shape: tuple[int, ...]  # true shape, without padding
     dtype: Any
-    layout: DimSharding | None  # None: replicated
+    layout: DimSharding | None  # None if replicated
     other_axes: PartitionSpec = PartitionSpec()  # the user's split over further mesh axes
     codec: Codec | None = None  # stored encoded, one message for each device; never trained
 
@@ -115,7 +115,7 @@ class LeafSpec:
 
     @property
     def layer_size(self) -> int:
-        """Elements of one layer, or of the leaf if it is no stack: what is encoded separately."""
+        """Elements that are encoded together: one layer, or all of a leaf that is not a stack."""
         return math.prod(self.shape[self.num_lead :])
 
     def messages(self, codec: Codec, num_shards: int) -> jax.ShapeDtypeStruct:
@@ -166,7 +166,7 @@ class LeafSpec:
 def layout_of_leaf(
     leaf: Any, mesh: AnyMesh, config: ZeroConfig, other: PartitionSpec
 ) -> DimSharding | None:
-    """Choose the layout of an array; None: it is replicated.
+    """Choose the layout of an array; None if it is replicated.
 
     Args:
         leaf: anything with the true `shape` and `dtype`.

@@ -20,7 +20,7 @@ from .stored_array import flatten, is_array, is_stored
 
 
 def trained_leaves(tree: Any) -> list[bool | None]:
-    """For each leaf, whether its module trains it; None: the leaf is in no module.
+    """For each leaf, whether its module trains it; None if the leaf is in no module.
 
     Raises:
         ValueError: an `nnx.Module` holds one `Variable` in two places.

@@ -46,7 +46,7 @@ def spread_prefix(prefix: Any, tree: Any, kind: type) -> list[Any]:
         kind: type of the prefix's leaves; they count as leaves even if JAX would flatten them.
 
     Raises:
-        ValueError: `prefix` is no tree prefix of `tree`.
+        ValueError: `prefix` is not a tree prefix of `tree`.
     """
 
     def is_leaf(x: Any) -> bool:

@@ -53,7 +53,7 @@ class Registry:
         return plan
 
     def find(self, tree: Any) -> TreePlan | None:
-        """The plan of a tree laid out before, with the tree's present dtypes; None: unknown."""
+        """The plan of a tree laid out before, with the tree's present dtypes; None if unknown."""
         _, leaves, treedef = flatten(tree)
         arrays = [leaf for leaf in leaves if is_array(leaf)]
         shapes = tuple(tuple(x.shape) for x in arrays)
@@ -140,8 +140,8 @@ class Registry:
     def _is_split_as_ours(self, x: Any) -> bool:
         """Whether an array's sharding names the config's axes, in their order, on one dim.
 
-        Axes of size 1 count too. The order tells parameters from a batch, which is split over
-        both axes in the other order.
+        Axes of size 1 count too. The order distinguishes parameters from a batch, which is
+        split over both axes in the other order.
         """
         sharding = jax.typeof(x).sharding if is_traced(x) else getattr(x, "sharding", None)
         entries = [

@@ -14,7 +14,7 @@ def axes_of(spec: PartitionSpec) -> list[str]:
 
 
 def split_dim(spec: PartitionSpec) -> int | None:
-    """The dim that a spec splits over `node` or `local`; None: it splits none."""
+    """The dim that a spec splits over `node` or `local`; None if it splits none."""
     for dim, entry in enumerate(spec):
         names = (entry,) if isinstance(entry, str) else entry or ()
         if any(name in AXES for name in names):

@@ -53,7 +53,7 @@ class StoredArray:
         """The layout, with the present dtype of the array.
 
         Raises:
-            ValueError: the data have another shape than the layout says.
+            ValueError: the data have another shape than the layout has.
         """
         leaf = dataclasses.replace(self.form, path=path, dtype=self.dtype)
         if tuple(self.data.shape) != leaf.stored_shape:
@@ -174,7 +174,7 @@ for _name in f"{_OTHERS} {_BINARY} r{_BINARY.replace(' ', ' r')}".split():
 
 def _register_with_flax() -> None:
     # `flax.linen` would report the padded shape as a mismatch that no user can explain. It unboxes
-    # subclasses of `AxisMetadata` before it looks at shapes, so `unbox` can say what is wrong.
+    # subclasses of `AxisMetadata` before it looks at shapes, so `unbox` can report what is wrong.
     meta = sys.modules.get("flax.core.meta")
     if meta is not None and not issubclass(StoredArray, meta.AxisMetadata):
         meta.AxisMetadata.register(StoredArray)

@@ -23,7 +23,7 @@ from .stored_array import StoredArray, data_of, flatten, is_array
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """A leaf that is no array (a string, a function, a Python number); it is never changed."""
+    """A leaf that is not an array (a string, a function, a Python number); it is never changed."""
 
     value: Any
 
@@ -58,7 +58,7 @@ class TreePlan:
         return rebuild(self.treedef, unwrapped(self.statics), arrays)
 
     def flatten_like(self, tree: Any) -> list[Any]:
-        """Undo `whole`: the leaves (or sub-trees) of `tree` in the position of each array.
+        """The leaves (or sub-trees) of `tree` in the place of each array; the reverse of `whole`.
 
         Raises:
             ValueError: the tree has another structure.
@@ -89,12 +89,12 @@ def unwrapped(statics: Sequence[Static | None]) -> list[Static | None]:
 
 
 def statics_of(leaves: Sequence[Any]) -> tuple[Static | None, ...]:
-    """For each leaf a `Static` if it is no array; None: it is an array."""
+    """For each leaf a `Static` if it is not an array; None if it is."""
     return tuple(None if is_array(leaf) else Static(leaf) for leaf in leaves)
 
 
 def arrays_of(tree: Any) -> list[Any]:
-    """The stored arrays of a tree, without leaves that are no arrays."""
+    """The stored arrays of a tree, without leaves that are not arrays."""
     return [data_of(leaf) for leaf in flatten(tree)[1] if is_array(leaf)]
 
 

@@ -70,12 +70,12 @@ def register_compiler_options(
     """Add options to those that `compiler_options` returns for a platform, or change some.
 
     Args:
-        platform: as `jax.devices()[0].platform` names it; it may be one that is not known yet.
+        platform: a name like `jax.devices()[0].platform`; it may be new.
         options: names and values, which take precedence over those that are there. `None` takes an
             option out.
 
     Raises:
-        ValueError: `platform` is no name, or an option is no bool, number or string.
+        ValueError: `platform` is not a name, or an option is not a bool, number or string.
 
     Example:
         >>> extend.register_compiler_options("cuda", {"xla_gpu_enable_triton_gemm": False})
@@ -98,8 +98,8 @@ def compiler_options(platform: str) -> Options:
     the weights of more layers at a time.
 
     Args:
-        platform: of the devices, `jax.devices()[0].platform`: "cpu", "gpu", "cuda", "rocm" or
-            "tpu", or one that was given to `jaxzero.extend.register_compiler_options`. For TPUs
+        platform: the devices' `jax.devices()[0].platform`: "cpu", "gpu", "cuda", "rocm" or "tpu",
+            or one that was given to `jaxzero.extend.register_compiler_options`. For TPUs
             and AMD's GPUs no option has been measured: they get none.
 
     Returns:

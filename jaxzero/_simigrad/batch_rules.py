@@ -37,7 +37,7 @@ class BatchRule(Protocol):
         """The rule's memory before the first measurement: a tree of scalars, by default none.
 
         It is part of the optimizer state, which is saved in checkpoints. Scalars only: optimizer
-        state is split over devices, and a scalar is whole on each.
+        state is split over devices, and a scalar is replicated.
         """
         return ()
 
@@ -55,9 +55,9 @@ class BatchRule(Protocol):
         Where the number is NaN, the batch keeps its size.
 
         Args:
-            similarity: of equal halves of the last batch, finite.
+            similarity: similarity of equal halves of the last batch, finite.
             steps: micro-batches in it.
-            weight: of the last batch, in the unit of the `weight=` of `update` (examples, say).
+            weight: weight of the last batch, in the unit of `weight=` of `update` (examples, say).
             target: similarity to be reached.
             memory: from `init` or the last call.
         """
@@ -65,10 +65,10 @@ class BatchRule(Protocol):
 
 
 def first_memory(rule: BatchRule) -> Any:
-    """What `init` of a rule returns, as arrays.
+    """The first memory of a rule, from its `init`, as arrays.
 
     Raises:
-        ValueError: it is no tree of scalars.
+        ValueError: it is not a tree of scalars.
     """
     memory = rule.init()
     for path, x in jax.tree_util.tree_flatten_with_path(memory)[0]:
@@ -90,10 +90,10 @@ def next_steps(
     target: Float32[Array, ""],
     memory: Any,
 ) -> tuple[Float32[Array, ""], Any]:
-    """What `wanted` of a rule returns: a real scalar, and a memory like the old one.
+    """The rule's next number of micro-batches, a real scalar, and its new memory.
 
     Raises:
-        ValueError: it returns something else.
+        ValueError: `wanted` of the rule returns something else.
     """
     result = rule.wanted(similarity, steps, weight, target, memory)
     if not isinstance(result, tuple) or len(result) != 2:
@@ -178,8 +178,8 @@ class JumpRule(BatchRule):
     as it may.
 
     Args:
-        window: of the last so many measurements.
-        average: "median" of them, or "ema", an exponential moving average as wide.
+        window: number of measurements that are averaged.
+        average: "median", or "ema", an exponential moving average as wide.
         max_change: the largest factor between one batch and the next, either way.
     """
 

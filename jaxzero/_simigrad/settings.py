@@ -181,12 +181,12 @@ class GivenHalves(NamedTuple):
     """Inner products of the two halves of one micro-batch, from the argument `halves`."""
 
     share: Float32[Array, ""]  # fraction of the micro-batch's weight that is in the first half
-    whole: Products  # of the whole gradient
+    whole: Products  # of the full gradient
     groups: dict[str, Products]  # by label
 
 
 def given_halves(halves: Any, updates: Any, labels: list[str] | None) -> GivenHalves | None:
-    """Convert the argument `halves` to products of the whole gradient and of each group."""
+    """Convert the argument `halves` to products of the full gradient and of each group."""
     if halves is None:
         return None
     is_tuple = isinstance(halves, tuple | list)

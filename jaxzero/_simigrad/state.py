@@ -37,7 +37,7 @@ class SimigradState(NamedTuple):
     seen_rest: Float32[Array, ""]  # rounding error of `seen` (Kahan summation)
     updates: Int32[Array, ""]  # full batches so far
     similarity: Float32[Array, ""]  # value that the rule last compared; NaN before the first
-    moments: Moments  # of the whole gradient
+    moments: Moments  # of the full gradient
     groups: dict[str, GroupState]  # by label; empty without `groups`
     memory: Any  # scalars that the rule keeps
     skipped: Int32[Array, ""]  # batches whose similarity was not finite

@@ -1,7 +1,7 @@
 """`Zero`, the class that users hold: it shards trees, and transforms functions of them.
 
 In: the user's functions, trees, batches and optimizers. Out: functions under `shard_map`, and
-errors before anything is traced. Rooms above use `Zero`; `_checkpoint` also uses `placement`.
+errors before anything is traced. Packages above use `Zero`; `_checkpoint` also uses `placement`.
 """
 
 from .pad_batch import pad_batch as pad_batch

@@ -53,11 +53,11 @@ class Argument:
     Attributes:
         name: the argument's name in error messages.
         treedef: the argument's structure, in which a `StoredArray` counts as one leaf.
-        statics: for each leaf its value if it is no array; None: it is an array.
-        plan: the layouts of a sharded tree; None: the argument holds no sharded arrays.
+        statics: for each leaf its value if it is not an array, else None.
+        plan: the layouts of a sharded tree; None if the argument holds no sharded arrays.
         specs: for each array, its `PartitionSpec` over `node` and `local`; unused with a plan.
-        module_trains: for each array, whether its `eqx.Module` or `nnx.Module` trains it; None: it
-            is in no module.
+        module_trains: for each array, whether its `eqx.Module` or `nnx.Module` trains it; None if
+            it is in no module.
     """
 
     name: str
@@ -116,15 +116,15 @@ def resolve(
         args: positional arguments.
         kwargs: keyword arguments.
         argnums: positions of arguments that must be sharded parameter trees.
-        batch_argnums: positions or names of the arguments that are split by rows. None: find the
-            batch; it is an error if several arguments could be the batch.
+        batch_argnums: positions or names of the arguments that are split by rows. None to find
+            the batch; it is an error if several arguments could be the batch.
         in_specs: for each position, None or a tree prefix of `PartitionSpec`s.
         registry: looks up the layouts of parameter trees.
         states: looks up the layouts of optimizer states.
         num_devices: number of devices that share the batch.
 
     Returns:
-        The classified arguments, and for each argument its arrays as they are stored (padded or
+        The classified arguments, and for each argument its arrays in stored form (padded or
         encoded, if it is a parameter tree).
 
     Raises:
@@ -176,7 +176,7 @@ def _fill_in_batches(
 def _plan_of(
     i: int, value: Any, spec: Any, argnums: Sequence[int], names: Sequence[str], registry: Registry
 ) -> TreePlan | None:
-    """The layouts of an argument that holds sharded arrays; None: it holds none."""
+    """The layouts of an argument that holds sharded arrays; None if it holds none."""
     if spec is not None:
         return None
     is_strict = i in argnums or registry.find(value) is not None

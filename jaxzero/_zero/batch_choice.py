@@ -1,9 +1,9 @@
 """Find the argument of a call that is the batch, whose rows are split over all devices.
 
 A wrong choice gives wrong numbers without an error: a table of class weights would be split. So an
-argument is chosen only if no other can be the batch, and otherwise the caller must say which it is.
+argument is chosen only if no other can be the batch, and otherwise the caller must name it.
 If a function closes over its batch and has one other argument with rows, such as running
-statistics, that argument is chosen; `batch_argnums=()` says that there is no batch.
+statistics, that argument is chosen; `batch_argnums=()` means that there is no batch.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def find_batch(
 def asked_batches(
     asked: BatchArgnums, num_positional: int, keywords: Sequence[str], parameters: Sequence[str]
 ) -> list[int] | None:
-    """`batch_argnums` as positions among all arguments of a call; None: it was not given.
+    """`batch_argnums` as positions among all arguments of a call; None if it was not given.
 
     Args:
         asked: positions, names of keyword arguments, or names of the function's parameters.
@@ -209,7 +209,7 @@ def _choose(names: Sequence[str], candidates: Sequence[int], values: Sequence[An
 
 
 def _has_rows(value: Any) -> bool:
-    """Whether an argument can be a batch: it holds an array with dims that is no random key."""
+    """Whether an argument can be a batch: it holds an array with dims that is not a random key."""
     return any(_is_rows(leaf) for leaf in jax.tree.leaves(value))
 
 

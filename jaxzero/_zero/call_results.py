@@ -96,11 +96,11 @@ def _as_trees(
     """Turn one value for each differentiated leaf into trees, in the order of `argnums`.
 
     Args:
-        transform: knows the trees' structures.
+        transform: the transform of the call, with the trees' structures.
         values: one for each differentiated leaf, in the order of arguments.
         as_leaf: makes a leaf of the tree from a value.
         other: makes the value of an array that is not differentiated. In an `eqx.Module` or
-            `nnx.Module` such arrays get None, as do leaves that are no arrays.
+            `nnx.Module` such arrays get None, as do leaves that are not arrays.
     """
     remaining = iter(values)  # in the order of arguments, not of `argnums`
     trees = {}
@@ -129,7 +129,7 @@ def wire_state_of(transform: Transform, wire_state: Any) -> LocalWireState:
 
     Args:
         transform: the transform of the call.
-        wire_state: one state for each differentiated argument; None: the caller passed none.
+        wire_state: one state for each differentiated argument; None if the caller passed none.
 
     Raises:
         ValueError: the config needs a state and there is none, or it does not fit the parameters.
@@ -167,7 +167,7 @@ def wire_state_of(transform: Transform, wire_state: Any) -> LocalWireState:
 def _state_trees(
     call: Call, numbers: Sequence[int], local_state: LocalWireState
 ) -> list[WireState]:
-    """Undo `wire_state_of`: one state for each of `numbers`."""
+    """One `WireState` for each argument in `numbers`; the reverse of `wire_state_of`."""
     trees = {
         number: to_tree(argument.plan, local_state, start)
         for number, start, argument in _sharded(call)

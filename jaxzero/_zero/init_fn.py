@@ -16,7 +16,7 @@ from .._sharding import flatten, is_array, rebuild, statics_of, trained_leaves
 class Initializer:
     """Calls `init_fn` and returns the list of its arrays; `shapes` traces it once more.
 
-    Leaves of an `eqx.Module` or `nnx.Module` that are no arrays are returned by `shapes` only.
+    Leaves of an `eqx.Module` or `nnx.Module` that are not arrays are returned by `shapes` only.
     Elsewhere a Python number becomes an array, as it does when `jit` returns it.
     """
 
@@ -49,7 +49,7 @@ class Initializer:
 
 
 def _check_arrays(args: tuple[Any, ...]) -> None:
-    """Refuse what `jit` cannot take, in words that say how to pass it."""
+    """Refuse what `jit` cannot take, with an error that explains how to pass it."""
     for i, arg in enumerate(args):
         for leaf in jax.tree.leaves(arg):
             is_number = isinstance(leaf, int | float | complex)

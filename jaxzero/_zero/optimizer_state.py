@@ -207,7 +207,7 @@ def _unpadded_leaf(x: Any) -> Any:
 
 
 def _padded_like(stored: Any, tree: Any) -> Any:
-    """Undo `_unpadded`: pad each leaf of `tree` like the leaf of `stored` in its place."""
+    """The tree with each leaf padded like the leaf of `stored` in its place."""
     _, like, treedef = flatten(stored)
     pairs = zip(like, treedef.flatten_up_to(tree), strict=True)
     return jax.tree.unflatten(treedef, [_padded_leaf(old, x) for old, x in pairs])

@@ -17,14 +17,14 @@ from .sharded_trees import ShardedTrees
 def pad_batch(
     batch: Any, zero: ShardedTrees, *, rows: int | None = None, microbatches: int = 1
 ) -> tuple[Any, Float32[Array, " rows"] | Float32[np.ndarray, " rows"]]:
-    """Pad a batch so that its rows divide over all devices, and say which rows count.
+    """Pad a batch so that its rows divide over all devices, and mark which rows count.
 
     The last batch of a data set is often short. Pad it, and take a weighted mean, and no row is
     dropped or counted twice. The rows that are added repeat the last one, so a loss that is not
     defined for zeros stays finite.
 
     Args:
-        batch: a tree of arrays `[n, ...]`. Random keys and single numbers in it stay as they are.
+        batch: a tree of arrays `[n, ...]`. Random keys and single numbers in it are unchanged.
         zero: gives the number of devices.
         rows: pad to this many, so that every batch has one shape and compiles one program. By
             default the smallest number that divides.

@@ -58,7 +58,7 @@ def pad_leaf(leaf: LeafSpec, x: Any) -> Any:
 
 
 def unpad_leaf(leaf: LeafSpec, x: Any) -> Any:
-    """Undo `pad_leaf`."""
+    """The array in its true shape, without padding and decoded; the reverse of `pad_leaf`."""
     full = x if leaf.codec is None else from_stored(x, leaf).join()
     return unpad(full, leaf.layout) if leaf.layout else full
 
@@ -129,7 +129,7 @@ def place_tree(plan: TreePlan, leaves: list[Any], mesh: Mesh, axes: tuple[str, .
         axes: the mesh axes that shard them.
 
     Returns:
-        The arrays as they are stored.
+        The arrays in stored form.
     """
     placed = []
     for leaf, x in zip(plan.leaves, leaves, strict=True):

@@ -1,7 +1,7 @@
 """Cache compiled programs for calls outside of `jax.jit`: trace at every call, compile when new.
 
 `jax.value_and_grad` traces at each call, so it sees attributes and closed-over arrays that have
-changed since the last one. `Programs` does likewise: it lowers the program at each call, with the
+changed since the last one. `Programs` also sees them: it lowers the program at each call, with the
 closed-over arrays as arguments, and reuses the compiled program of an equal StableHLO text. Tracing
 takes milliseconds where compiling takes seconds; a training step belongs in `jax.jit`, which does
 neither.
@@ -49,7 +49,7 @@ class Programs:
         flat = jax.jit(opened)
         arrays = jax.tree.leaves(args)
         text = flat.lower(constants, arrays).as_text()
-        # The text of a callback does not tell which Python function it calls, so a program with
+        # The text of a callback does not identify which Python function it calls, so a program with
         # callbacks is never reused.
         if "callback" not in text:
             flat = self._keep(hashlib.sha256(text.encode()).hexdigest(), flat)

@@ -68,7 +68,7 @@ class ShardedTrees:
             count of elements, includes the zeros.
 
         Raises:
-            ValueError: a leaf is no array, an argument of `init_fn` is none, or `specs` names our
+            ValueError: a leaf or an argument of `init_fn` is not an array, or `specs` names our
                 axes.
         """
         run = Initializer(init_fn)
@@ -85,10 +85,10 @@ class ShardedTrees:
     def abstract(
         self, init_fn: Callable, *args: Any, specs: Any = None, codec: Codec | None = None
     ) -> Any:
-        """What `init` would return, as `ShapeDtypeStruct`s with shardings; allocates nothing.
+        """The result of `init` as `ShapeDtypeStruct`s with shardings; allocates nothing.
 
-        Use it as the target of a restore, or to load a checkpoint into. With `codec`, what
-        `shard` would return.
+        Use it as the target of a restore, or to load a checkpoint into. With `codec`, it
+        is the result of `shard`.
         """
         plan = self._plan(Initializer(init_fn).shapes(*args), specs, codec)
         shardings = plan.shardings(self.mesh, self._weight_axes)
@@ -105,8 +105,8 @@ class ShardedTrees:
             tree: leaves are numpy or jax arrays, or anything with `shape`, `dtype` and
                 `__getitem__` for a tuple of slices, such as a tensor in a file. Of each
                 leaf only the slices that this process's devices own are read. An
-                `eqx.Module` or `nnx.Module` may hold other leaves, which stay as they are.
-            specs: as for `init`.
+                `eqx.Module` or `nnx.Module` may hold other leaves, which are unchanged.
+            specs: a tree prefix of `PartitionSpec`s over mesh axes other than ours.
             codec: store float leaves of at least `config.min_quantized_size` elements encoded by
                 this codec, and gather them without encoding them again: for frozen parameters,
                 such as those beneath LoRA (ZeRO++, mixed precision).
@@ -115,7 +115,7 @@ class ShardedTrees:
             The sharded tree, as from `init`; with a codec, `StoredArray`s of unsigned integers.
 
         Raises:
-            ValueError: a leaf is no array, or is stored already, for another mesh or codec.
+            ValueError: a leaf is not an array, or is stored already, for another mesh or codec.
         """
         plan = self._plan(tree, specs, codec)
         self._plans.check_is_ours(plan)
@@ -178,7 +178,7 @@ class ShardedTrees:
         Args:
             params: arrays, or from `abstract`.
             opt_state: from `init_optimizer`.
-            plan: of a training step, from `plan`: then the report has its traffic.
+            plan: plan of a training step, from `plan`; adds its traffic to the report.
 
         Returns:
             Data that prints itself (`print`) or becomes plain data (`as_dict`).
@@ -206,7 +206,7 @@ class ShardedTrees:
         return self._plans.add(plan_tree(tree, self._devices, self.config, specs, codec))
 
     def find_plan(self, tree: Any) -> TreePlan | None:
-        """The layout of a tree from `init`, `shard` or `init_optimizer`; None: it is another."""
+        """The layout of a tree from `init`, `shard` or `init_optimizer`; None for any other."""
         return self._plans.find(tree) or self._states.find(tree)
 
     def _plan_of(self, tree: Any) -> TreePlan:

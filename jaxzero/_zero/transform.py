@@ -45,7 +45,7 @@ class Transform:
 
     def plan(self, arrays: list[list[Any]], wire_state: LocalWireState) -> Plan:
         """The gathers, reductions and transfers of one call of `program`."""
-        # A new function each time: `eval_shape` does not trace a function again that it knows.
+        # A new function each time: `eval_shape` does not trace the same function twice.
         jax.eval_shape(lambda *args: self.program(*args), arrays, wire_state)
         assert self._plan is not None
         return self._plan
@@ -105,7 +105,7 @@ class Transform:
         )
 
     def _rows_per_microbatch(self, arrays: Sequence[Sequence[Array]]) -> int | None:
-        """The number of rows of one micro-batch on one device; None: nothing is split by rows."""
+        """The number of rows of one micro-batch on one device; None if nothing is split by rows."""
         for argument, leaves in zip(self.call.arguments, arrays, strict=True):
             for x, spec in zip(leaves, argument.specs, strict=True):
                 dim = None if argument.plan else split_dim(spec)

@@ -111,9 +111,9 @@ class Zero(ShardedTrees):
 
         Args:
             f: `f(params, batch, ...) -> loss`. The loss is a real scalar.
-            argnums: which positional arguments are differentiated: trees from `init` or
+            argnums: positions of the differentiated arguments: trees from `init` or
                 `shard`, or parts of such trees, renamed or put together. Other arguments may
-                be such trees too (frozen parameters); they are gathered at use likewise.
+                be such trees too (frozen parameters); they are also gathered just before use.
             has_aux: `f` returns `(loss, aux)`.
             allow_int: integer leaves get gradients of type `float0`, as in JAX.
             microbatches: run the rows of each device in this many equal runs, one after
@@ -130,9 +130,9 @@ class Zero(ShardedTrees):
                 devices), for `jz.simigrad`. This sends three numbers for each leaf, and holds
                 one more float32 shard of it. Gradients keep their bits where reduce-scatters
                 add in the order of devices, as on CPUs; `split="local"` may round otherwise.
-            batch_argnums: which argument is the batch, split on dim 0 over all devices
+            batch_argnums: the argument that is the batch, split on dim 0 over all devices
                 (`batch_spec`): a position, a name, or several. By default the one argument
-                that can be: it holds an array with rows, and is no sharded tree and no random
+                that can be: it holds an array with rows, and is neither a sharded tree nor a random
                 key. `()`: there is none. Other arguments are replicated on every device.
             in_specs: for each positional argument None, or a tree prefix of
                 `PartitionSpec`s over `node` and `local`: for what is not split by rows, or
@@ -143,7 +143,7 @@ class Zero(ShardedTrees):
             `((loss, aux), grads)`: the mean over all devices, and its gradient, split like
             the parameters; then, with `halves`, a `GradientHalves`; and, given `wire_state=`
             (`init_wire_state`), the next one. `f` is traced at every call, as by
-            `jax.value_and_grad`; under `jax.jit` that is once. Leaves that are no arrays
+            `jax.value_and_grad`; under `jax.jit` that is once. Leaves that are not arrays
             (strings, functions, Python numbers) are passed to `f` unchanged.
 
             The gradient of an `eqx.Module` is such a module, with None for what is no
@@ -187,8 +187,8 @@ class Zero(ShardedTrees):
         Args:
             f: `f(params, batch, ...) -> outputs`, written as for `value_and_grad`.
             argnums: positions of the arguments that must be sharded trees.
-            batch_argnums: as for `value_and_grad`.
-            in_specs: as for `value_and_grad`.
+            batch_argnums: the argument that is the batch, as in `value_and_grad`.
+            in_specs: `PartitionSpec`s of arguments, as in `value_and_grad`.
             out_reduce: how outputs are combined over devices: a tree prefix of "mean",
                 "sum", "first", "stack" and "concat". By default, an output with one row
                 for each row of this device's batch is concatenated over devices, and a

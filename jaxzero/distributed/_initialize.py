@@ -63,8 +63,8 @@ def initialize(
         num_processes: number of processes of the run.
         process_id: rank of this process, from 0.
         local_device_ids: ids of the local devices that this process uses.
-        cluster_detection_method: as for `jax.distributed.initialize`, such as "mpi4py", which is
-            not detected automatically.
+        cluster_detection_method: name of a method of `jax.distributed.initialize`, such as
+            "mpi4py", which is not detected automatically.
         start_seconds: timeout of the processes' waiting for each other.
         heartbeat_seconds: JAX considers a process dead after so many seconds of silence, and ends
             the others. `Watchdog` is faster and reports more.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ._training import Outcome as Outcome
     from ._training import train as train
 
-_LATER = {  # name: room, and the extra of pyproject.toml that it needs
+_LATER = {  # name: package, and the extra of pyproject.toml that it needs
     "convert": ("_files", "torch"),
     "inspect": ("_files", "torch"),
     "report": ("_plans", "train"),

@@ -56,7 +56,7 @@ class Devices:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """What is split between devices, and how it travels."""
+    """How arrays are split between devices, and how they travel."""
 
     stage: Literal[0, 1, 2, 3] = 3
     """ZeRO stage. 0 splits nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
@@ -119,7 +119,7 @@ class Optimization:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """Where results go, and whether a run goes on."""
+    """Where results go, and whether a run is continued."""
 
     name: Annotated[str | None, arg(metavar="NAME")] = None
     """Results go to RUNS/NAME. Left out, the date and time."""
@@ -134,10 +134,10 @@ class Run:
     """How many of the newest checkpoints are kept; the one before is used if one is damaged."""
 
     resume: bool = False
-    """Go on from the last checkpoint of the run called NAME."""
+    """Continue from the last checkpoint of the run called NAME."""
 
     resume_or_start: bool = False
-    """The same, and if there is no checkpoint yet, start: for whatever starts a run again."""
+    """Like --resume, but start the run if there is no checkpoint yet: for automatic restarts."""
 
     wandb: Annotated[str | None, arg(metavar="PROJECT")] = None
     """Also show the run in Weights & Biases, in this project. Needs `pip install wandb`."""
@@ -172,7 +172,7 @@ class Run:
         return range(first, last + 1)
 
     def named(self) -> "Run":
-        """The same, with the date and time for a name if it has none."""
+        """These settings, with the date and time for a name if it has none."""
         return dataclasses.replace(self, name=self.name or time.strftime("%Y%m%d-%H%M%S"))
 
     @property
@@ -184,14 +184,14 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Faults:
-    """What is watched while it trains, and when the run gives up."""
+    """Checks during training, and when the run gives up."""
 
     max_skipped: int = 10
     """A step whose loss or gradients are not finite changes nothing. After so many in a row the run
     ends, with exit status 77."""
 
     check_every: int = 100
-    """Steps between comparisons of what several devices should hold the same; it is also compared
+    """Steps between comparisons of arrays that several devices hold; they are also compared
     before every checkpoint. 0: never."""
 
     step_seconds: float = 1800.0

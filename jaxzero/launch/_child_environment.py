@@ -14,7 +14,7 @@ class Slot:
 
     process: int  # rank
     node: int
-    devices: tuple[int, ...] | None  # device ids on this machine; None: all devices
+    devices: tuple[int, ...] | None  # device ids on this machine; None for all devices
 
     def __str__(self) -> str:
         return f"process {self.process} (node {self.node})"

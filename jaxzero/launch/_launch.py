@@ -34,7 +34,7 @@ class Launch:
 
     The environment of each process has the variables that jaxzero.distributed.initialize() reads.
     Lines of output are prefixed by the rank of their process. If one process fails, the others get
-    SIGTERM, and SIGKILL after the grace period; likewise all processes if the launcher gets SIGTERM
+    SIGTERM, and SIGKILL after the grace period; so do all processes if the launcher gets SIGTERM
     or Ctrl-C. A second Ctrl-C kills them at once.
 
     Exit status of a process, and of the launcher from the first process that failed: 0 done; 2 a

@@ -1,7 +1,7 @@
 """Start a group of processes, and end all of them when one fails.
 
-When a process fails, the others get SIGTERM, and SIGKILL after a grace period. If the first failure
-says that a peer was lost, the supervisor first waits a moment for that peer's own exit. Only the
+When a process fails, the others get SIGTERM, and SIGKILL after a grace period. If the first to
+fail reports a lost peer, the supervisor first waits a moment for that peer's own exit. Only the
 wait for running processes, none of which has failed, is unbounded.
 """
 

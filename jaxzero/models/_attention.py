@@ -2,13 +2,13 @@
 
     attention(q, k, v) = softmax(cap(scale q k^T) + mask) v,   cap(x) = c tanh(x / c)
 
-A query sees keys that are no padding: in a decoder those of its own and of earlier positions, with
+A query sees keys that are not padding: in a decoder those of its own and of earlier positions, with
 a window w the last w of them. Each of the g key-value heads serves h / g query heads (GQA,
 https://arxiv.org/abs/2305.13245).
 
 `jax.nn.dot_product_attention` does the work where it can. It has neither a cap nor dropout of
 probabilities, and its window is a constant, while a scan over layers that differ has the window as
-data; those are computed here, in the same order and with logits and softmax in float32 likewise.
+data; those are computed here, in the same order and with logits and softmax in float32 too.
 
 Dimensions: b batch, t queries, s keys, d hidden, h heads, g key-value heads, n heads per group,
 k head size.

@@ -107,8 +107,8 @@ def read_rope(
 
     Args:
         content: the file, with `rope_theta` where it is silent.
-        path: for messages.
-        head_size: of which the whole is rotated, or a part.
+        path: where it is, for messages.
+        head_size: size of a head, all of which is rotated, or a part.
         sliding_key: where transformers 4 kept the base of layers with a window; None if all layers
             rotate alike.
         partial: whether `partial_rotary_factor` means something in this family.

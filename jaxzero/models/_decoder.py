@@ -5,7 +5,7 @@
     x = x + norm(perceptron(norm(x)))
     logits = head(norm(x))
 
-Modules know nothing of devices; `jz.Zero` splits whatever parameters they hold. Nothing in them is
+Modules do not depend on devices; `jz.Zero` splits whatever parameters they hold. Nothing in them is
 random state either: dropout happens when a call is given a key.
 
 Dimensions: b batch, t tokens, d hidden, v vocabulary.
@@ -81,8 +81,8 @@ class Decoder(nnx.Module):
         Args:
             ids: token ids.
             mask: True for tokens, False for padding, which is seen by nothing, so that it does not
-                change the logits of the tokens; its own logits mean nothing. None: no padding.
-            positions: of each token; 0, 1, 2, ... if left out, also with padding on the left.
+                change the logits of the tokens; its own logits mean nothing. None if there is none.
+            positions: index of each token; 0, 1, 2, ... if left out, also with padding on the left.
             dropout_key: turns dropout on, at the rates of the config. Give each device its own
                 (`jz.fold_in_device`).
 

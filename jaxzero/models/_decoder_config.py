@@ -27,8 +27,8 @@ class DecoderConfig:
     attention's softmax and the shares of experts are computed in float32.
 
     Args:
-        vocabulary_size, hidden_size, intermediate_size, num_layers: as the names say.
-        num_heads: of the queries.
+        vocabulary_size, hidden_size, intermediate_size, num_layers: the model's sizes.
+        num_heads: number of query heads.
         num_key_value_heads: divides `num_heads`; equal to it without grouped queries.
         head_size: width of a head; `num_heads * head_size` may differ from `hidden_size`.
         max_length: positions that have an embedding, in tokens. With `rope` it is not a limit.
@@ -36,8 +36,8 @@ class DecoderConfig:
         norm_epsilon: added under the square root.
         norm_placement: before each half of a layer, after it (its sum with the residual is not
             normalised), or both.
-        query_key_norm: normalise queries and keys "head" by head, or each whole "projection".
-        activation: of the perceptron, or of its gate.
+        query_key_norm: normalise queries and keys "head" by head, or each full "projection".
+        activation: activation function of the perceptron, or of its gate.
         gated_mlp: True if the perceptron has a gate.
         query_key_value_bias, attention_output_bias, mlp_bias: True if the projection has a bias.
         tied_head: True if the head shares the word embeddings.

@@ -1,6 +1,6 @@
 """How each family of decoders writes its `config.json`, as tables.
 
-A `Family` says which key holds which field of `DecoderConfig`, what a key means where the file is
+A `Family` lists which key holds which field of `DecoderConfig`, what a key means where the file is
 silent, which parts the family always has, and which keys may have no other value. What needs more
 than a name (rotation, windows, experts) is read by a function that the families share. Files of
 transformers 4 and 5 differ in where they keep rotation and the number of experts: both are read.
@@ -170,7 +170,7 @@ DECODER_FAMILIES: dict[str, Family] = {
     "gemma3_text": dataclasses.replace(
         _GEMMA,
         fixed=_GEMMA.fixed | {"query_key_norm": "head"},
-        # The attention of Gemma 3 has no cap, whatever the key says.
+        # The attention of Gemma 3 has no cap, whatever the key holds.
         names={ours: key for ours, key in _GEMMA.names.items() if ours != "attention_softcap"},
         defaults=_GEMMA.defaults | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
         windows=window_but_every_nth,
@@ -212,7 +212,7 @@ def decoder_fields(content: dict[str, Any], path: Path) -> dict[str, Any]:
     """The fields of `DecoderConfig` that a `config.json` describes.
 
     Args:
-        content: what the file says.
+        content: the content of the file.
         path: where it is, for messages.
 
     Raises:

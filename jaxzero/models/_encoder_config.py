@@ -48,7 +48,7 @@ class EncoderConfig:
     normalisation statistics stay in float32.
 
     Args:
-        vocabulary_size, hidden_size, intermediate_size, num_layers, num_heads: as the names say.
+        vocabulary_size, hidden_size, intermediate_size, num_layers, num_heads: the model's sizes.
         max_length: longest text in tokens, including special tokens.
         num_token_types: kinds of sentences that have an embedding; 0 for no such embedding.
         layer_norm_epsilon: added under the square root.
@@ -56,7 +56,7 @@ class EncoderConfig:
             token of a row, whatever it is.
         embedding_dropout, attention_dropout, attention_output_dropout, mlp_dropout: rates, used
             when the encoder is called with a `dropout_key`.
-        compute_dtype: of what layers compute.
+        compute_dtype: dtype in which layers compute.
         scan_layers: hold the layers as one stack and scan it; False for a list of them.
         remat: what layers keep for the backward pass: everything ("none"), only what enters them
             ("full"), or what the policy of that name in `jax.checkpoint_policies` keeps.

@@ -35,8 +35,8 @@ class Llama3Scaling:
     Pairs with more than `fast_turns` keep their frequency; those in between are interpolated.
 
     References:
-        The Llama 3 herd of models (https://arxiv.org/abs/2407.21783); `config.json` says
-        `low_freq_factor` and `high_freq_factor` for the two numbers of turns.
+        The Llama 3 herd of models (https://arxiv.org/abs/2407.21783); `config.json` names
+        the two numbers of turns `low_freq_factor` and `high_freq_factor`.
     """
 
     factor: float

@@ -6,8 +6,8 @@ for they would give the answer away. The default tree is the standard library of
 runs the job, so no data has to be downloaded.
 
 The order of the pairs and the split into training and held-out depend on the files alone: files are
-visited in sorted order, and a *module* (all functions of one file) is held out as a whole when a
-hash of its path says so. Functions of one file resemble each other, so a split by function would
+visited in sorted order, and a *module* (all functions of one file) is held out as a whole by a
+hash of its path. Functions of one file resemble each other, so a split by function would
 leak.
 """
 
@@ -59,7 +59,7 @@ def collect_pairs(directory: Path) -> Pairs:
     would be punished as wrong although it is right, and a copy across the split would leak.
 
     Raises:
-        ValueError: `directory` is no directory, or holds too few documented functions to split.
+        ValueError: `directory` is not a directory, or holds too few documented functions to split.
     """
     if not directory.is_dir():
         raise ValueError(

@@ -45,7 +45,7 @@ class PairTokenizer:
                 "`transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)`."
             )
         self._tokenizer = Tokenizer.from_file(str(path))
-        # Replaces what the file says of both. Padding is masked, so its id does not matter.
+        # Replaces both settings of the file. Padding is masked, so its id does not matter.
         self._tokenizer.enable_truncation(max_tokens)
         self._tokenizer.enable_padding(length=max_tokens)
 

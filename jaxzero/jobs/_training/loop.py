@@ -18,12 +18,12 @@ Numbers = dict[str, float]
 
 
 def run_steps(session: Session, state: State, watchdog: Watchdog) -> State:
-    """Train up to the last step, and leave a checkpoint of it. `watchdog` is told of every step.
+    """Train up to the last step, and leave a checkpoint of it. `watchdog` sees every step.
 
     Raises:
         Interrupted: Ctrl-C was pressed, or SIGTERM came. The step was finished and the state saved.
         Diverged: too many steps in a row were not finite.
-        ReplicasDiffer: devices hold different bits that should be the same.
+        ReplicasDiffer: devices hold different bits in copies of one array.
     """
     optimization, run = session.settings.optimization, session.settings.run
     check_every = session.settings.faults.check_every
@@ -89,7 +89,7 @@ def _compare(session: Session, state: State) -> None:
 
 
 def _check_finite(session: Session, state: State, numbers: Numbers) -> None:
-    """Whether it makes sense to go on."""
+    """Raise `Diverged` after too many steps in a row that were not finite."""
     if numbers["skipped_in_a_row"] >= session.settings.faults.max_skipped:
         raise Diverged(
             f"{numbers['skipped_in_a_row']:.0f} steps in a row had a loss or gradients that are "

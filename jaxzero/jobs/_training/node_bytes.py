@@ -26,9 +26,9 @@ class NodeBytes:
     """Bytes that enter each node in one step, of weights and gradients."""
 
     sent: int
-    weights_counted: bool  # else `sent` is of gradients, and whole weights come on top
+    weights_counted: bool  # else `sent` is of gradients, and full weights come on top
     zero3_float32: int  # what plain ZeRO-3 would have sent, without codecs
-    zero3_bfloat16: int  # the same in 16 bits, the ZeRO-3 of the papers
+    zero3_bfloat16: int  # plain ZeRO-3 in 16 bits, as in the papers
 
 
 def node_bytes(setup: Setup, loss: LossFn, tokens: PairTokens, plan: Plan) -> NodeBytes | None:

@@ -1,6 +1,6 @@
 """The optimizer of the job: AdamW on clipped gradients, in batches that may adapt.
 
-A step whose gradients are not finite leaves everything as it is, and is counted.
+A step whose gradients are not finite changes nothing, and is counted.
 
 With `adaptive_batch` a step only adds to a batch. The learning rate then follows the steps, that
 is the pairs seen, and the square root of the batch.

@@ -55,16 +55,16 @@ def print_summary(
     torch_difference: float | None,
     seconds: float,
 ) -> None:
-    """Say what was achieved, and where the results are.
+    """Print what was achieved, and where the results are.
 
     Args:
-        console: where to.
+        console: where to print.
         scores: "before" and "after", each with `mrr_at_10` and `recall_at_1`.
         rows: the "step" rows of the journal.
-        node_bytes: of one step, if anything crossed between nodes.
-        directory: of the run.
+        node_bytes: bytes of one step, if anything crossed between nodes.
+        directory: the run's directory.
         torch_difference: from `export_and_compare`.
-        seconds: that the job took, all told.
+        seconds: duration of the job.
     """
     before, after = scores["before"], scores["after"]
     table = Table(title="Held-out retrieval", title_justify="left")

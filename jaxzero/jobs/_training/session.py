@@ -40,7 +40,7 @@ class Session:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """Of a step; the model is traced when it is first asked for."""
+        """The plan of a step; the model is traced when it is first asked for."""
         return plan_step(self.setup.zero, self.setup.params, self.loss, self.tokens)
 
 

@@ -36,7 +36,7 @@ class Setup:
     checkpoint: Path
     config: EncoderConfig
     graph: Any  # nnx.GraphDef[Encoder]
-    shapes: Any  # of the parameters when whole
+    shapes: Any  # of the full parameters
     zero: Zero
     params: Any
     optimizer: optax.GradientTransformation
@@ -98,7 +98,7 @@ def describe_devices(setup: Setup) -> str:
 
 
 def zero_config(sharding: Sharding) -> ZeroConfig:
-    """The preset of the wire; below stage 3 weights are whole, and only gradients travel."""
+    """The preset of the wire; below stage 3 weights are replicated, only gradients travel."""
     config = _CONFIGS[sharding.wire]
     if sharding.stage == 3:
         return config

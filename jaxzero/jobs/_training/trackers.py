@@ -40,7 +40,7 @@ def make_trackers(settings: Train, console: Console) -> Sequence[Tracker]:
     """Create the trackers that are installed and requested; none except on process 0.
 
     Raises:
-        ValueError: Weights & Biases is wanted and not installed.
+        ValueError: Weights & Biases is requested and not installed.
     """
     run = settings.run
     if jax.process_index() != 0:

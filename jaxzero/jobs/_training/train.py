@@ -42,15 +42,15 @@ class Outcome:
     before: Retrieval
     after: Retrieval
     directory: Path
-    node_bytes: NodeBytes | None  # of one step; None: nothing was trained, or there is one node
-    torch_difference: float | None  # None: PyTorch is not installed, nothing was compared
+    node_bytes: NodeBytes | None  # of one step; None if nothing was trained, or on one node
+    torch_difference: float | None  # None if PyTorch is not installed
     seconds: float
 
 
 def train(settings: Train, console: Console) -> Outcome:
-    """Run the whole job, or the rest of one; of several processes, all call it.
+    """Run the full job, or the rest of one; of several processes, all call it.
 
-    The first process alone writes metrics, the picture and the export, and says what goes on.
+    The first process alone writes metrics, the picture and the export, and prints progress.
 
     Raises:
         ValueError: a setting does not fit the machine, the data, or the run to resume; or the
@@ -60,7 +60,7 @@ def train(settings: Train, console: Console) -> Outcome:
             be resumed.
         Diverged: losses or gradients stay non-finite.
         RuntimeError: the export does not compute what was trained.
-        ReplicasDiffer: devices hold different bits that should be the same.
+        ReplicasDiffer: devices hold different bits in copies of one array.
     """
     began = time.perf_counter()
     initialize()
@@ -95,7 +95,7 @@ def train(settings: Train, console: Console) -> Outcome:
 
 
 def _agreed(settings: Train) -> Train:
-    """The settings, with one name for the run, if all processes have the same."""
+    """The settings, with one name for the run, which must be equal on all processes."""
     check_same(settings=dataclasses.asdict(settings))
     name = of_first("run name", settings.run.named().name or "", _MEETING_SECONDS)
     return dataclasses.replace(settings, run=dataclasses.replace(settings.run, name=name))
@@ -147,7 +147,7 @@ def _note_node_bytes(session: Session) -> NodeBytes | None:
 
 
 def _noted(journal: Journal, seconds: float) -> Retrieval | None:
-    """What was measured before training, as the first process reads it; None: it is lost."""
+    """The score before training, from the first process's journal; None if it is lost."""
     found = journal.rows("evaluation")[:1] if process_index() == 0 else []
     rows = json.loads(of_first("before training", json.dumps(found), seconds))
     names = [field.name for field in dataclasses.fields(Retrieval)]
