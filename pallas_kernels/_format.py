@@ -20,12 +20,12 @@ Kind = Literal["int8", "int4", "float8_e4m3fn", "float8_e5m2"]
 
 @dataclasses.dataclass(frozen=True)
 class CodeKind:
-    """The properties of a kind of codes.
+    """The properties of a kind of codes: the quantized numbers in a message.
 
     Attributes:
         bits: bits per code.
-        is_integer: whether codes are symmetric integers; else they are floats, of the type that
-            is named as the kind.
+        is_integer: whether codes are integers from `-limit` to `limit`; otherwise they are floats,
+            and the name of the kind is that of their dtype.
         limit: the largest code.
     """
 

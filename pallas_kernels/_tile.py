@@ -101,7 +101,17 @@ def _tiled(tiles: tuple[tuple[int, ...], ...], warps: tuple[int, ...], lanes: An
 
 
 def fitting_vector(width: int, rows: int, vector: int) -> int:
-    """Return the longest vector, at most `vector`, with which `rows` rows fill all lanes, or 0."""
+    """Choose how many consecutive elements each lane loads at once (see `Shape.vector`).
+
+    Args:
+        width: number of columns in a part of the tile.
+        rows: number of blocks in the tile.
+        vector: the most elements to load at once; a power of two.
+
+    Returns:
+        The largest of `vector`, `vector / 2`, ..., 1 with which the tile occupies every lane of the
+        warpgroup; 0 if there is none.
+    """
     while vector and (width < vector or rows % Shape(rows, width, vector).multiple):
         vector //= 2
     return vector

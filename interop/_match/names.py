@@ -1,9 +1,12 @@
 """Parse names of parameters into module, role, words (with synonyms) and numbers.
 
 `encoder.layers.3.self_attn.q_proj.weight` and `blocks.3.attention.query.kernel` are both the
-weight of module number 3 that is called "attention query". A checkpoint's modules may also be
-*parts* (query, key and value fused in one tensor) or *stacks* (one tensor per layer, one parameter
-for all layers).
+weight of module number 3 that is called "attention query".
+
+A module of the checkpoint need not correspond to one of the model. Two kinds of modules are made up
+from those of the checkpoint, so that they can be matched too: *parts*, the query, key and value of
+a tensor that fuses them, and *stacks*, the layers of a checkpoint with a tensor for each, where the
+model has one parameter for all layers.
 """
 
 import dataclasses

@@ -56,7 +56,10 @@ class Cast(Codec):
         return False
 
     def is_used_for(self, num: int, dtype: DTypeLike, min_quantized_size: int) -> bool:
-        """Whether `dtype` is wider than on the wire; `min_quantized_size` is for block codecs."""
+        """Whether `dtype` is a float type wider than the one on the wire.
+
+        Arrays of any size are cast: `num` and `min_quantized_size` matter only to other codecs.
+        """
         return self.wire_dtype(dtype) != dtype
 
     def wire_dtype(self, dtype: DTypeLike) -> jnp.dtype:

@@ -29,7 +29,8 @@ class DeferredMessage:
 
     Attributes:
         shape: `(messages, bytes of each)`.
-        write: writes them into a `place`, or without one makes an array of them.
+        write: called with a `pallas_kernels.Place` (some columns of a larger array), writes them
+            there and returns the larger array; called without, returns an array of them alone.
     """
 
     shape: tuple[int, int]

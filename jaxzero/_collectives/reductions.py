@@ -261,6 +261,6 @@ def _message_column(spec: ReduceSpec, axis: str, comm: CommSpec) -> Column:
 
 @functools.cache
 def _message_size(codec: Codec, num: int, dtype: Any) -> Column:
-    """Bytes and dtype of the message of `num` numbers; cached, since layers repeat it."""
+    """Length and dtype of the message array of `num` numbers; cached, since layers repeat it."""
     message = codec.message(num, dtype)
     return message.shape[0], message.dtype

@@ -328,7 +328,16 @@ class _Loop:
     def _store_layer(
         self, deferred: dict[int, Sum], done: dict[int, ReduceBucket], iteration: Array
     ) -> dict[int, Sum]:
-        """Write the deferred outputs of one layer into their stacks."""
+        """Write one iteration's deferred outputs (reduced gradients, mostly) into their stacks.
+
+        Args:
+            deferred: the stacks, by index among the loop's outputs.
+            done: the fully reduced buckets of the iteration, by index of the group.
+            iteration: the iteration that computed these gradients.
+
+        Returns:
+            The updated stacks.
+        """
         outputs, layer_index = self._deferred_outputs(done), self.layer_index(iteration)
         return {
             number: jax.tree.map(

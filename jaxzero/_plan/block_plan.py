@@ -55,7 +55,11 @@ class LoopPlan:
 
 @dataclasses.dataclass(frozen=True)
 class BlockPlan:
-    """The plan of one block, with the plans of its loops by index of the operation."""
+    """Which weights are gathered and gradients reduced together in a block, and when.
+
+    A block is a program or the body of a loop. `loops` has the plan of each loop in the block, by
+    the index of the loop among the block's operations.
+    """
 
     block: Block
     uses: BlockUses

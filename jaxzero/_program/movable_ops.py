@@ -297,9 +297,10 @@ def apply_on_shard(
 
 
 def casts_first(ops: tuple[Op, ...]) -> tuple[Op, ...]:
-    """Move narrowing casts in front of operations that only move elements, up to the first other.
+    """Move narrowing casts in front of operations that only move elements, such as slices.
 
-    The order does not change the result, and the operations then run on fewer bytes.
+    This does not change the result, and the operations then run on fewer bytes. From the first
+    operation that computes (elementwise, a scaling or a widening cast), the order stays as it is.
     """
     moved: list[Op] = []
     rest: list[Op] = []

@@ -48,7 +48,7 @@ class Traffic:
         return cls(plan.transfers, mesh.shape[LOCAL], plan.slice_bytes)
 
     def amount(self, wanted: Callable[[Transfer], bool] = lambda _: True) -> Amount:
-        """The sum over the transfers for which `wanted` is true."""
+        """Number and bytes of the collectives for which `wanted` is true; by default of all."""
         return _sum([transfer for transfer in self.transfers if wanted(transfer)])
 
     @property

@@ -1,4 +1,4 @@
-"""The options of one transformed function."""
+"""`Options`: what `Zero.value_and_grad` and `Zero.apply` are told beside the function itself."""
 
 from __future__ import annotations
 

@@ -81,7 +81,16 @@ class Outputs:
         )
 
     def part(self, leaves: Sequence[Array], comm: CommSpec) -> tuple[list[Array], list[Array]]:
-        """This device's outputs: values that are equal on all devices, and rows to be joined."""
+        """Combine the outputs over micro-batches, and over devices where that sends something.
+
+        Args:
+            leaves: this device's outputs `[microbatches, ...]`, in the order of `record`.
+            comm: gives the number of devices.
+
+        Returns:
+            The leaves that are now equal on all devices (mean, sum, first), and this device's rows
+            of the others (stack, concat), which `join` receives as global arrays.
+        """
         combined = [combine(x, how, comm) for x, how in zip(leaves, self.how, strict=True)]
         pairs = list(zip(combined, self.how, strict=True))
         rows = [x for x, how in pairs if how in ("stack", "concat")]

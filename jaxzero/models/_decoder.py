@@ -182,7 +182,11 @@ def _normalized(norm: Any, x_btd: Array) -> Array:
 
 
 def _slides(config: DecoderConfig, i: int | Array) -> bool | Array:
-    """Return if layer i has the window; a traced bool if layers with and without are scanned."""
+    """Return whether layer i has a sliding window.
+
+    The result is a Python bool where it is known when tracing. If the layers are scanned (`i` is an
+    array) and only some have a window, it is a boolean array.
+    """
     numbers = config.sliding_layers
     if len(numbers) in (0, config.num_layers):
         return bool(numbers)

@@ -24,7 +24,7 @@ class Tracker(Protocol):
     """Shows numbers over steps."""
 
     def start(self, step: int) -> None:
-        """Start or resume: rows of `step` and later steps are discarded."""
+        """Start, or resume at `step`: what was logged for it and later steps is discarded."""
         ...
 
     def log(self, step: int, values: Mapping[str, float | int]) -> None:
@@ -95,10 +95,11 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of a project. It keeps its id, in the run's folder, when it is resumed.
+    """Log to a run of a Weights & Biases project.
 
-    Weights & Biases itself ignores numbers of steps that it has already, which a resumed run
-    repeats bit for bit.
+    The id of that run is a file in the training run's folder, so a resumed job continues the same
+    run. The steps that it repeats are not discarded: Weights & Biases ignores steps that it already
+    has, and their values are the same bit for bit.
     """
 
     def __init__(self, project: str, directory: Path, config: Mapping[str, Any]):
