@@ -21,6 +21,7 @@ from benchmarks.shared import _peers, _rows
 RUN = Run(peer="gspmd", size="tiny", microbatches=1, rate="100mbit", round=0)
 REASON = _hosts.missing()
 on_hosts = pytest.mark.skipif(REASON is not None, reason=f"two hosts: {REASON}")
+pytestmark = pytest.mark.xdist_group("hosts")  # as in `tests/distributed/test_several_hosts.py`
 
 
 def _row(seconds: float, losses=(4.0, 3.5, 3.0, 2.5), **settings):

@@ -29,6 +29,8 @@ from tests.processes import ended, line_from, run
 from .train_by_processes import ROWS, STEPS, examples, init, loss_fn
 
 NO_HOSTS = _hosts.missing()
+# The network namespaces have fixed names and addresses: one test at a time uses them.
+pytestmark = pytest.mark.xdist_group("hosts")
 
 # Each step sums 16 rows and at most 24 products, in another order: n eps = 24 x 6e-8 of the terms.
 # Adam divides by the root of the mean square, which can double that, in each of the steps.
