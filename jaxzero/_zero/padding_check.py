@@ -88,5 +88,5 @@ def _widen(x: np.ndarray, leaf: LeafSpec) -> Any:
     if leaf.is_plain or leaf.layout is None or math.prod(x.shape) == 0:
         return x
     dim = leaf.layout.dim
-    form = LeafSpec("", x.shape, leaf.dtype, DimSharding(dim, size=2, unit=3))
+    form = LeafSpec("", x.shape, leaf.dtype, DimSharding(dim, size=2, num_shards=3))
     return StoredArray.of(np.pad(x, [(0, d == dim) for d in range(x.ndim)]), form)
