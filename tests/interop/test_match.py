@@ -1,0 +1,138 @@
+"""Rules that are proposed for odd trees: ties, squares, fused tensors, dtypes, and refusals."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxzero import interop
+from jaxzero.interop import Rule, Transpose, match
+from jaxzero.interop._tensors.lazy import ArrayTensor
+
+
+def zeros(**shapes: tuple[int, ...]) -> dict[str, ArrayTensor]:
+    names = {name.replace("__", "."): shape for name, shape in shapes.items()}
+    return {name: ArrayTensor(np.zeros(shape, np.float32), name) for name, shape in names.items()}
+
+
+def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+def test_a_tie_is_told_and_not_guessed():
+    tree = {"left": {"kernel": shape(3, 4)}, "right": {"kernel": shape(3, 4)}}
+    found = match(tree, zeros(x__weight=(4, 3), y__weight=(4, 3)))
+    assert found.rules == ()
+    assert found.undecided == {
+        "left.kernel": ("x.weight", "y.weight"),
+        "right.kernel": ("x.weight", "y.weight"),
+    }
+    assert "undecided: left.kernel: x.weight or y.weight" in str(found)
+    with pytest.raises(ValueError, match=r"2 parameters: `left\.kernel` may be 'x\.weight', 'y\.w"):
+        interop.load_into(tree, zeros(x__weight=(4, 3), y__weight=(4, 3)))
+
+
+def test_a_tie_that_another_name_breaks():
+    tree = {"left": {"kernel": shape(3, 4)}, "query": {"kernel": shape(3, 4)}}
+    found = match(tree, zeros(x__weight=(4, 3), q_proj__weight=(4, 3)))
+    assert found.rules == (
+        Rule("left.kernel", "x.weight", Transpose()),
+        Rule("query.kernel", "q_proj.weight", Transpose()),
+    )
+    assert found.assumed == ("`left` is 'x', by shape and number alone",)
+
+
+def test_names_that_are_alike_and_do_not_say_the_same_are_told():
+    # Of Llama's norms the other one is right.
+    tree = {name: {"scale": shape(4)} for name in ("attention_norm", "mlp_norm")}
+    found = match(tree, zeros(input_layernorm__weight=(4,), post_attention_layernorm__weight=(4,)))
+    assert Rule("attention_norm.scale", "post_attention_layernorm.weight") in found.rules
+    assert len(found.assumed) == 2
+    told = "`attention_norm` is 'post_attention_layernorm', whose name is the most alike"
+    assert told in found.assumed
+    found = match(
+        {"layers": [tree] * 3},
+        zeros(
+            **{
+                f"h__{layer}__{name}__weight": (4,)
+                for layer in range(3)
+                for name in ("input_layernorm", "post_attention_layernorm")
+            }
+        ),
+    )
+    assert len(found.assumed) == 2, "once for all layers"
+
+
+def test_nothing_fits_and_nothing_is_left():
+    found = match({"up": {"kernel": shape(3, 4)}}, zeros(up__weight=(5, 3), more=(2,)))
+    assert (dict(found.undecided), found.unused) == ({"up.kernel": ()}, ("up.weight", "more"))
+    tree = {"up": {"kernel": shape(3, 4)}}
+    held = zeros(up__weight=(4, 3), more=(2,))
+    with pytest.raises(ValueError, match="No parameter seems to come from 'more'.*`ignore`"):
+        interop.load_into(tree, held)
+    assert interop.load_into(tree, held, ignore=["mor*"])["up"]["kernel"].shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("other", "steps"),
+    [
+        ((5, 4), (Transpose(),)),  # another matrix is transposed, as in torch.nn.Linear
+        ((4, 5), ()),  # it is not, as in GPT-2
+        ((4,), (Transpose(),)),  # nothing says: a `kernel` is transposed, and that is told
+    ],
+)
+def test_a_square_matrix_is_turned_as_others_are(other, steps):
+    tree = {"up": {"kernel": shape(4, 5)}} if len(other) == 2 else {"up": {"scale": shape(4)}}
+    tree |= {"out": {"kernel": shape(4, 4)}}
+    found = match(tree, zeros(up__weight=other, out__weight=(4, 4)))
+    assert Rule("out.kernel", "out.weight", *steps) in found.rules
+    told = ("`out.kernel` is 'out.weight' through [Transpose()], by its name",)
+    assert found.assumed == (told if len(other) == 1 else ())
+
+
+def test_a_square_matrix_among_both_kinds_is_undecided():
+    tree = {name: {"kernel": shape(4, 5)} for name in ("up", "down")}
+    tree |= {"out": {"kernel": shape(4, 4)}}
+    held = zeros(up__weight=(4, 5), down__weight=(5, 4), out__weight=(4, 4))
+    assert match(tree, held).undecided == {
+        "out.kernel": ("'out.weight' through [Transpose()]", "'out.weight' through []")
+    }
+
+
+def test_a_third_of_a_fused_tensor_is_not_enough():
+    tree = {"attention": {"query": {"kernel": shape(4, 4)}}}
+    found = match(tree, zeros(attn__in_proj_weight=(12, 4)))
+    assert found.undecided == {"attention.query.kernel": ("a third of 'attn.in_proj_weight'",)}
+
+
+def test_dtypes():
+    tree = {"x": shape(2), "count": jax.ShapeDtypeStruct((), jnp.int32)}
+    held = {
+        "x": ArrayTensor(np.ones(2, jnp.bfloat16), "x"),
+        "count": ArrayTensor(np.array(3, np.int64), "count"),
+    }
+    rules = [Rule("x", "x"), Rule("count", "count")]
+    as_held = interop.load_into(tree, held, rules=rules)
+    assert (as_held["x"].dtype, as_held["count"].dtype) == (jnp.bfloat16, np.int32)
+    cast = interop.load_into(tree, held, rules=rules, dtype=np.float32)
+    assert (cast["x"].dtype, cast["count"].dtype) == (np.float32, np.int32)
+    swapped = [Rule("x", "count"), Rule("count", "x")]
+    tree = {"x": shape(), "count": jax.ShapeDtypeStruct((2,), jnp.int32)}
+    with pytest.raises(ValueError, match=r"Tensor .* has dtype .*, but `.*` of the model has"):
+        interop.load_into(tree, held, rules=swapped)
+
+
+def test_trees_that_are_refused():
+    with pytest.raises(ValueError, match=r"leaf `act` is not an array; got .*equinox\.filter"):
+        interop.load_into({"act": jax.nn.relu}, {}, rules=[])
+    with pytest.raises(ValueError, match=r"Two leaves of the tree are called `a\.b`"):
+        interop.load_into({"a.b": shape(1), "a": {"b": shape(1)}}, {}, rules=[])
+    rules = [Rule("x", "x")]
+    with pytest.raises(ValueError, match="`y` is in only one of the two trees"):
+        interop.tensors_from({"x": np.zeros(2)}, rules, like={"x": shape(2), "y": shape(2)})
+    with pytest.raises(ValueError, match=r"have shape \(3,\) at `x`, the model has \(2,\)"):
+        interop.tensors_from({"x": np.zeros(3)}, rules, like={"x": shape(2)})
+    with pytest.raises(ValueError, match=r"have shape \(3,\) at `x`, the model has \(2,\)"):
+        interop.tensors_from({"x": jnp.zeros(3)}, rules, like={"x": shape(2)})
