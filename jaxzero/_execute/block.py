@@ -32,7 +32,7 @@ from .._program import Barrier, Constant, Loop, Operation, Value, movable_ops
 from .gathers import GatherSources
 from .gradient_buckets import GradientBuckets, Reduced
 from .loop import Prologue, loop_prologue, run_loop
-from .weight_buckets import InFlight, WeightBuckets
+from .weight_buckets import WeightBuckets
 
 
 def run_block(
@@ -54,25 +54,19 @@ def run_block(
         program kept have replaced shards. An output with a reduction is this device's shard of
         the sum, in `accumulator_dtype`.
     """
-    runner = BlockRunner(plan, comm, sources)
+    runner = BlockRunner(WeightBuckets(plan, comm, sources))
     return runner.run(inputs), runner.weights.sources
 
 
 class BlockRunner:
-    """One run of one block."""
+    """One run of the block that `weights` are gathered for."""
 
-    def __init__(
-        self,
-        plan: BlockPlan,
-        comm: CommSpec,
-        sources: Mapping[ShardedParam, EncodedShards],
-        in_flight: InFlight | None = None,
-        next_sources: Mapping[ShardedParam, EncodedShards] | None = None,
-    ):
+    def __init__(self, weights: WeightBuckets):
+        plan = weights.plan
         self.plan = plan
-        self.comm = comm
-        self.weights = WeightBuckets(plan, comm, sources, in_flight, next_sources)
-        self.gradients = GradientBuckets(plan, comm)
+        self.comm = weights.comm
+        self.weights = weights
+        self.gradients = GradientBuckets(plan, weights.comm)
         self.prologues: dict[int, Prologue] = {}  # of the loops in this block
         self.env: dict[Value, Any] = {}  # the array of every value that is not a view of a weight
         self._tied_to: Value | None = None  # the value that the last gather waited for
@@ -92,15 +86,9 @@ class BlockRunner:
             for value in inputs:
                 self._readers.setdefault(value, []).append(index)
 
-    def inside(
-        self,
-        plan: BlockPlan,
-        sources: Mapping[ShardedParam, EncodedShards],
-        in_flight: InFlight | None = None,
-        next_sources: Mapping[ShardedParam, EncodedShards] | None = None,
-    ) -> BlockRunner:
+    def inside(self, weights: WeightBuckets) -> BlockRunner:
         """Make a runner for the body of a loop of this block."""
-        return BlockRunner(plan, self.comm, sources, in_flight, next_sources)
+        return BlockRunner(weights)
 
     def run(self, inputs: Sequence[Any], view_outputs: frozenset[int] = frozenset()) -> list[Any]:
         """Run the block and return its outputs.

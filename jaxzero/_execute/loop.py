@@ -13,7 +13,7 @@ the stack, which runs backwards in a reversed loop.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -50,10 +50,7 @@ class Runner(Protocol):
 
     def deferred_outputs(self, buckets: Mapping[int, ReduceBucket]) -> dict[int, Any]: ...
 
-    @property
-    def inside(self) -> Callable[..., Runner]:
-        """Make a run of a loop's body: (plan, sources, in_flight, next_sources)."""
-        ...
+    def inside(self, weights: WeightBuckets) -> Runner: ...
 
 
 class Prologue(NamedTuple):
@@ -175,6 +172,16 @@ class _Loop:
             return shards
         return on_shard(shards, view.ops, view.weight)[0]
 
+    def _inside(
+        self,
+        sources: GatherSources,
+        in_flight: InFlight | None = None,
+        next_sources: GatherSources | None = None,
+    ) -> Runner:
+        """Make a runner for one iteration."""
+        weights = WeightBuckets(self.plan.body, self.outer.comm, sources, in_flight, next_sources)
+        return self.outer.inside(weights)
+
     def _plain(self, carry: list[Any], stacks: list[Any]) -> list[Any]:
         """Run the loop with each layer gathered and reduced in its own iteration."""
         num_carry = self.loop.num_carry
@@ -183,7 +190,7 @@ class _Loop:
             stacks, data = scanned
             layers = [shards.layer(x) for shards, x in zip(self.stacks, data, strict=True)]
             sources = dict(zip((stack.layer for stack in self.uses.stacks), layers, strict=True))
-            inside = self.outer.inside(self.plan.body, sources)
+            inside = self._inside(sources)
             outputs = inside.run([*self.constants, *carry, *stacks], self.uses.view_outputs)
             after = inside.weights.sources
             slices = [after[weight].data for weight in self.kept_in_iteration]
@@ -243,7 +250,7 @@ class _Loop:
             data = lax.dynamic_index_in_dim(x, here, 0, keepdims=False)
             sources[weight] = dataclasses.replace(self.templates[weight], data=data)
         next_sources = self.layer(following)
-        inside = self.outer.inside(self.plan.body, sources, state.in_flight, next_sources)
+        inside = self._inside(sources, state.in_flight, next_sources)
         outputs = inside.run([*self.constants, *state.carry, *stacks], self.uses.view_outputs)
         buckets, deferred = self._reduce_deferred(state, inside.gradients.deferred, iteration)
         slices = [
@@ -350,7 +357,7 @@ class _Loop:
 
     def _deferred_outputs(self, done: dict[int, ReduceBucket]) -> dict[int, Any]:
         """The deferred outputs of one iteration, from its fully reduced buckets."""
-        return self.outer.inside(self.plan.body, {}).deferred_outputs(done)
+        return self._inside({}).deferred_outputs(done)
 
     def _keep_slices(self, slices: dict[ShardedParam, Array]) -> None:
         """Let later loops gather from the stacks of node slices in place of those of shards."""

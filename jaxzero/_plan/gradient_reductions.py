@@ -160,8 +160,8 @@ class _Search:
             if not additions or not all(self.only_use(term) for term in terms):
                 return _Gain.NONE
             gains = [self._gain(term, layout) for term in terms]
-            # Memory saved in one term is reason enough; bytes have to be saved in every term,
-            # because several arrays are then reduced in place of their sum.
+            # Reducing the terms sends several arrays in place of their sum. It pays if one term
+            # then takes less memory, or if every term sends fewer bytes.
             return max(gains) if max(gains) == _Gain.SMALLER else min(gains)
         below = _below(operation, layout)
         if below is None or not self.only_use(below[0]):

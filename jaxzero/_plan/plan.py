@@ -66,10 +66,11 @@ class Plan:
 
     def __str__(self) -> str:
         first: dict[tuple, int] = {}  # the operation that first needs an array of a bucket
-        for step in self.steps:
+        steps = self.steps
+        for step in steps:
             place = (step.path, step.action, step.group)
             first[place] = min(step.needed, first.get(place, step.needed))
-        rows = [_row(step, first[step.path, step.action, step.group]) for step in self.steps]
+        rows = [_row(step, first[step.path, step.action, step.group]) for step in steps]
         columns = [column for column in zip(*rows, strict=True) if any(column)]
         widths = [max(map(len, column)) for column in columns]
         lines = [

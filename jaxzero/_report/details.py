@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 
@@ -105,13 +106,7 @@ def _reductions(report: ReportData) -> TextTable:
     if not plan.at_end:
         return table
     at_end = f"At the end, one all-reduce of {', '.join(plan.at_end)}."
-    return TextTable(
-        title=table.title,
-        headings=table.headings,
-        rows=table.rows,
-        notes=table.notes,
-        footer=(*table.footer, at_end),
-    )
+    return dataclasses.replace(table, footer=(*table.footer, at_end))
 
 
 def _buckets(
@@ -192,6 +187,7 @@ def _parts(report: ReportData) -> TextTable:
 
 
 def _timeline(report: ReportData) -> TextTable:
+    found = spans(_plan(report))
     rows = [
         (
             f"{span.start}-{span.stop}",
@@ -200,13 +196,13 @@ def _timeline(report: ReportData) -> TextTable:
             readable_bytes(span.num_bytes),
             str(span.trips),
         )
-        for span in spans(_plan(report))
+        for span in found
     ]
     return TextTable(
         title="From the launch of a bucket to its end, in operations of the program.",
         headings=("operations", "collective", "in", "whole", "times"),
         rows=rows,
-        notes=[summarized(span.names) for span in spans(_plan(report))],
+        notes=[summarized(span.names) for span in found],
         footer=_microbatch_note(report.traffic),
     )
 

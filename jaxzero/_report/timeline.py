@@ -50,10 +50,10 @@ def spans(plan: Plan) -> tuple[Span, ...]:
 
     What crosses from one iteration of a loop to the next is alive for the full body.
     """
-    gather_groups: dict[tuple, list[PlanStep]] = {}
+    buckets: dict[tuple, list[PlanStep]] = {}
     for step in plan.steps:
-        gather_groups.setdefault((step.path, step.action, step.group), []).append(step)
-    found = [_span(plan.top, some) for some in gather_groups.values()]
+        buckets.setdefault((step.path, step.action, step.group), []).append(step)
+    found = [_span(plan.top, some) for some in buckets.values()]
     return tuple(sorted(found, key=lambda span: (span.start, span.stop)))
 
 

@@ -178,7 +178,7 @@ def sum_by_label(
 
 
 class GivenHalves(NamedTuple):
-    """Inner products of the two halves of one micro-batch, from the argument `halves`."""
+    """Inner products between the gradients of two half-batches, from the argument `halves`."""
 
     share: Float32[Array, ""]  # fraction of the micro-batch's weight that is in the first half
     whole: Products  # of the full gradient

@@ -216,7 +216,7 @@ def _accumulate(
 
 
 class _Measurement(NamedTuple):
-    """Inner products of the two halves of a full batch."""
+    """Inner products between the gradients of the two halves of a full batch."""
 
     halves: Halves  # their weights
     whole: Products

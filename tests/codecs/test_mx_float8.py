@@ -14,7 +14,7 @@ import jaxzero as jz
 from . import _codec_oracle as oracle
 
 E4M3, E5M2 = jz.MXFloat8(), jz.MXFloat8(dtype=jnp.float8_e5m2)
-LARGEST = {E4M3: (448.0, 8), E5M2: (57344.0, 15)}  # element, and its exponent
+LARGEST = {E4M3: (448.0, 8), E5M2: (57344.0, 15)}  # the largest element, and its exponent
 NAN = 255
 
 each_type = pytest.mark.parametrize("codec", [E4M3, E5M2], ids=str)

@@ -20,6 +20,8 @@ import jaxzero as jz
 from jaxzero._mesh import simulated as simulate
 from tests import zoo
 
+from .both_meshes import assert_same, make_meshes
+
 NARROW = jz.PerAxis(node=jz.Cast(jnp.bfloat16), local=jz.Cast(jnp.bfloat16))
 CONFIGS = {
     "zero3": jz.zero3(),
@@ -43,28 +45,6 @@ def _memory(zero, params):
     """The keyword that a config with a memory needs."""
     needed = zero.config.needs_wire_state
     return {"wire_state": zero.init_wire_state(params)} if needed else {}
-
-
-def _meshes(name):
-    """The real mesh and the simulated one."""
-    nodes, local = map(int, name.split("x"))
-    num = nodes * local
-    real = jz.make_mesh(nodes, devices=jax.devices()[:num])
-    return real, jz.make_mesh(nodes, simulate=num)
-
-
-def _assert_same(results, tolerance=0.0):
-    real, simulated = jax.device_get(results)
-    if tolerance:
-        zoo.assert_close(simulated, real, tolerance, "simulated")
-        return
-    assert jax.tree.structure(real) == jax.tree.structure(simulated)
-    for x, y in zip(jax.tree.leaves(real), jax.tree.leaves(simulated), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
-
-
-# The program of one device.
 
 
 # Gradients.
@@ -95,7 +75,7 @@ def _case_results(name, mesh, config, **options):
         )
         trees = to_float64(case.init(jax.random.key(0)))
         batch = to_float64(case.batch(jax.random.key(1), 48))
-        for each in _meshes(mesh):
+        for each in make_meshes(mesh):
             zero = jz.Zero(each, config)
             step = zero.value_and_grad(case.loss, case.argnums, has_aux=case.has_aux, **options)
             params = [zero.shard(tree) for tree in trees]
@@ -105,7 +85,7 @@ def _case_results(name, mesh, config, **options):
 
 @pytest.mark.parametrize("name", _CASES)
 def test_gradients_equal_those_of_devices(name):
-    _assert_same(_case_results(name, _CASES[name], jz.zero3()), 1e-12)
+    assert_same(_case_results(name, _CASES[name], jz.zero3()), 1e-12)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -113,7 +93,7 @@ def test_stages_and_codecs(config):
     mesh = ("2x4", "2x3")[list(CONFIGS).index(config) % 2]
     results = _case_results("scanned_layers", mesh, CONFIGS[config], microbatches=2)
     # Sums on the way are in float32 where the wire is narrow, but each device adds up by itself.
-    _assert_same(results, 1e-12)
+    assert_same(results, 1e-12)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -127,23 +107,23 @@ def test_bits_are_the_same_where_sums_are_exact(config):
         return jnp.mean(jnp.sum(x @ w, axis=1)) + jnp.sum(w)  # the second is alike on all devices
 
     results = []
-    for each in _meshes("2x4"):
+    for each in make_meshes("2x4"):
         zero = jz.Zero(each, CONFIGS[config])
         params = zero.shard(whole)
         step = zero.value_and_grad(loss, microbatches=2)
         results.append(step(params, rows, **_memory(zero, params))[1:])
-    _assert_same(results)
+    assert_same(results)
 
 
 def test_gradient_that_is_alike_on_all_devices():
     """An all-to-all of what does not depend on the batch; `vmap` by itself gets it wrong."""
     results = []
-    for each in _meshes("2x4"):
+    for each in make_meshes("2x4"):
         zero = jz.Zero(each, CONFIGS["narrow"])
         params = zero.shard({"w": np.arange(40, dtype=np.float32).reshape(8, 5)})
         step = zero.value_and_grad(lambda p, x: jnp.sum(p["w"] ** 2) + 0 * jnp.sum(x))
         results.append(step(params, np.ones((8, 2), np.float32)))
-    _assert_same(results)
+    assert_same(results)
 
 
 def test_more_devices_than_there_are():
@@ -170,7 +150,7 @@ def test_random_numbers_and_how_outputs_are_combined():
         return jnp.mean(batch @ params) * noise[0], aux
 
     results = []
-    for each in _meshes("2x3"):
+    for each in make_meshes("2x3"):
         zero = jz.Zero(each)
         step = zero.value_and_grad(
             f,
@@ -185,7 +165,7 @@ def test_random_numbers_and_how_outputs_are_combined():
         results.append(aux)
     mean, simulated = results[0].pop("mean"), results[1].pop("mean")
     np.testing.assert_allclose(mean, simulated, atol=6 * 2.0**-24)
-    _assert_same(results)
+    assert_same(results)
     assert len(np.unique(results[0]["stack"])) == 6 * 2 * 3
 
 
@@ -199,14 +179,14 @@ def test_random_numbers_and_how_outputs_are_combined():
 def test_two_steps_of_adam(config, mesh):
     results, stored = [], []
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
-        for each in _meshes(mesh):
+        for each in make_meshes(mesh):
             zero = jz.Zero(each, CONFIGS[config])
             # Smooth for all gradients, so that no rounding error becomes a step.
             tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(3e-2, eps=1e-2))
             params, states = _train(zero, tx)
             stored.append(params)
             results.append((zero.unshard(params), states))
-    _assert_same(results, 1e-11)
+    assert_same(results, 1e-11)
     real, simulated = (jax.tree.map(lambda x: (x.shape, x.sharding.spec), p) for p in stored)
     assert real == simulated
     assert all(len(x.devices()) == 1 for x in jax.tree.leaves(stored[1]))
@@ -249,7 +229,7 @@ def test_layout_plan_and_checkpoint_are_those_of_the_mesh(tmp_path):
 
     tx = optax.adafactor(1e-3, min_dim_size_to_factor=4)
     said, states = [], []
-    for each in _meshes("2x3"):
+    for each in make_meshes("2x3"):
         zero = jz.Zero(each)
         params = zero.init(init)
         opt_state = zero.init_optimizer(zero.optimizer(tx), params)
@@ -263,7 +243,7 @@ def test_layout_plan_and_checkpoint_are_those_of_the_mesh(tmp_path):
         checkpoints.save(1, state)
     with jz.Checkpoints(tmp_path, simulated) as checkpoints:
         restored = checkpoints.restore(jax.tree.map(jnp.zeros_like, like)).state
-    _assert_same([state, restored])
+    assert_same([state, restored])
 
 
 def test_user_code_places_a_batch_as_ever():

@@ -9,26 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
 from jaxzero._mesh.mesh import AXES, map_devices
-from tests import zoo
 
-
-def _meshes(name):
-    """The real mesh and the simulated one."""
-    nodes, local = map(int, name.split("x"))
-    num = nodes * local
-    real = jz.make_mesh(nodes, devices=jax.devices()[:num])
-    return real, jz.make_mesh(nodes, simulate=num)
-
-
-def _assert_same(results, tolerance=0.0):
-    real, simulated = jax.device_get(results)
-    if tolerance:
-        zoo.assert_close(simulated, real, tolerance, "simulated")
-        return
-    assert jax.tree.structure(real) == jax.tree.structure(simulated)
-    for x, y in zip(jax.tree.leaves(real), jax.tree.leaves(simulated), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
+from .both_meshes import assert_same, make_meshes
 
 
 @pytest.mark.parametrize("mesh", ["2x4", "2x3", "1x8", "8x1", "1x1"])
@@ -59,10 +41,10 @@ def test_devices_get_and_give_the_same_pieces(mesh):
                 out_specs={"own": specs[:-1], "same": (specs, P())},
             )
         )([x] * len(specs))
-        for each in _meshes(mesh)
+        for each in make_meshes(mesh)
     ]
     # What is not split is the first device's, on a real mesh as well.
-    _assert_same(results)
+    assert_same(results)
 
 
 def _gathers(x):
@@ -106,13 +88,13 @@ def test_collectives_of_the_user(function):
 
     x = np.arange(24 * 24, dtype=np.float32).reshape(1, 24, 24)
     results = []
-    for each in _meshes("2x3"):
+    for each in make_meshes("2x3"):
         zero = jz.Zero(each)
         scale = zero.shard(np.full((24,), 3, np.float32))
         rows = np.repeat(x, each.size, axis=0)
         run = zero.apply(lambda scale, x: outputs(scale, x[0]), out_reduce="stack")
         results.append(run(scale, rows))
-    _assert_same(results)
+    assert_same(results)
 
 
 def test_collectives_that_vmap_gets_wrong_are_refused():

@@ -13,24 +13,16 @@ from jax import lax
 import jaxzero as jz
 from tests import zoo
 
-_COMPILES: list[str] = []
-
-
-def _note_compile(event: str, duration: float, **_):
-    if "backend_compile" in event:
-        _COMPILES.append(event)
-
-
-jax.monitoring.register_event_duration_secs_listener(_note_compile)
+from .compiles import COMPILES
 
 
 @contextlib.contextmanager
 def _raises(*parts: str):
     """A `ValueError` whose text holds all `parts`, in this order, with nothing compiled."""
-    before = len(_COMPILES)
+    before = len(COMPILES)
     with pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, parts))):
         yield
-    assert len(_COMPILES) == before, "something was compiled before the error"
+    assert len(COMPILES) == before, "something was compiled before the error"
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +44,9 @@ def _loss(params, batch):
 
 
 def test_compiles_are_counted():
-    before = len(_COMPILES)
+    before = len(COMPILES)
     jax.jit(lambda x: x + 17.5)(np.float32(1))
-    assert len(_COMPILES) > before
+    assert len(COMPILES) > before
 
 
 def test_batch_that_does_not_divide(zero, params):

@@ -8,6 +8,8 @@ import weakref
 import jax
 import jax.numpy as jnp
 
+from tests.zero.compiles import COMPILES
+
 from .helpers import (
     assert_equal,
     make_rows,
@@ -15,16 +17,6 @@ from .helpers import (
     on_one_device,
     whole_params,
 )
-
-_COMPILES: list[str] = []
-
-
-def _note_compile(event: str, duration: float, **_):
-    if "backend_compile" in event:
-        _COMPILES.append(event)
-
-
-jax.monitoring.register_event_duration_secs_listener(_note_compile)
 
 
 class _Trainer:
@@ -71,9 +63,9 @@ def test_a_second_call_traces_and_compiles_nothing_new(auto):
 
     step = auto.value_and_grad(loss)
     step(params, make_rows(auto))
-    once, compiles = len(traced), len(_COMPILES)
+    once, compiles = len(traced), len(COMPILES)
     step(params, 2 * make_rows(auto))
-    assert len(_COMPILES) == compiles
+    assert len(COMPILES) == compiles
     assert len(traced) > once
 
 
