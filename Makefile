@@ -21,7 +21,7 @@ help:
 	@echo "make test-exhaustive  the rest of the models, in both dtypes and under the presets of ZeRO++"
 	@echo "make test-aot         what XLA compiles for H200s, on a machine without: 700 MB to install"
 	@echo "make test-aot-latest  the same on the newest JAX, and of the GPU kernels: 700 MB to install"
-	@echo "make test-latest      the tests, on the newest JAX; needs Python 3.12"
+	@echo "make test-latest      the tests, on the newest JAX, with annotations checked; needs Python 3.12"
 	@echo "make lint             formatting, lint, types"
 	@echo "make format           put the files into the form that lint asks for"
 	@echo "make docs             the documentation, into site/index.html"
@@ -43,9 +43,12 @@ test-aot-latest: $(LATEST)/.installed $(AOT_LATEST)/.installed
 	PYTHONPATH=$(AOT_LATEST) $(LATEST)/bin/pytest -n $(WORKERS) --dist worksteal \
 	  tests/zero/test_aot.py tests/kernels/test_*aot.py $(ARGS)
 
-# Without what does not depend on the version of JAX, or repeats other tests in another dtype.
+# Without what does not depend on the version of JAX, or repeats other tests in another dtype. The
+# shapes and dtypes in annotations are executed here: beartype checks them at each call, which takes
+# a fifth of the time.
 test-latest: $(LATEST)/.installed
 	$(LATEST)/bin/pytest -n $(WORKERS) --dist worksteal $(ARGS) \
+	  --jaxtyping-packages=jaxzero,beartype.beartype \
 	  $(addprefix --ignore=tests/,launch docs benchmarks deepspeed_config zero/test_oracle_x64.py)
 
 # pyright reads the packages in .venv, so it is installed beside them; its own look for a newer release

@@ -137,8 +137,8 @@ def test_the_sum_must_be_divisible():
 @pytest.mark.parametrize(
     ("format", "dtype", "size", "reason"),
     [
-        (Format(hadamard=32), jnp.float32, 8, "it does not rotate"),
-        (Format(block=8192), jnp.float32, 8, "a block has 2048 numbers at most"),
+        (Format(hadamard=32), jnp.float32, 8, "it has no Hadamard rotation"),
+        (Format(block=8192), jnp.float32, 8, "blocks may have at most 2048 numbers"),
         (Format(), jnp.float8_e5m2, 8, "it handles bfloat16.* and not float8_e5m2"),
         (Format(), jnp.float32, 0, "there is nothing to send"),
     ],
