@@ -61,13 +61,38 @@ hypothesis.settings.register_profile("jaxzero", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("jaxzero")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests, with a reason, where there is no GPU."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of the cases of a parametrized test, run the first and each Nth after it",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # what markers leave out is no case
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose the cases of parametrized tests, and skip GPU tests where there is no GPU."""
+    _leave_out_cases(config, items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         skip = pytest.mark.skip(reason="needs a GPU: JAX_PLATFORMS=cpu,cuda where there is one")
         for item in marked:
             item.add_marker(skip)
+
+
+def _leave_out_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    every = config.getoption("every")
+    cases: collections.Counter[str] = collections.Counter()  # of each test so far
+    kept, left_out = [], []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        (left_out if cases[test] % every else kept).append(item)
+        cases[test] += 1
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
 
 
 def _has_gpu() -> bool:
