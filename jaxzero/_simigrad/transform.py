@@ -344,7 +344,7 @@ def _scaled(updates: Any, state: SimigradState, settings: Settings) -> Any:
 
 
 def _like(new: Any, old: Any) -> Any:
-    """Cast a state to the dtypes of the old one: a transform may return wider dtypes."""
+    """Cast a new state to the dtypes of the old one, since a transform may return wider dtypes."""
     return jax.tree.map(lambda x, y: jnp.asarray(x).astype(jnp.result_type(y)), new, old)
 
 
