@@ -30,7 +30,7 @@ from .param_uses import BlockUses
 
 @dataclasses.dataclass(frozen=True)
 class BlockGradients:
-    """Where a block reduces gradients; operations are named by their index."""
+    """Where a block reduces gradients; an operation is given by its index."""
 
     reduces: dict[Value, ReduceSpec]  # values reduced as soon as they are made
     on_shards: dict[int, DimSharding | None]  # operations that run on shards: their input's layout
@@ -52,11 +52,11 @@ class _Gain(enum.IntEnum):
 def find_reduces(
     block: Block, uses: BlockUses, reduce_specs: Sequence[ReduceSpec | None]
 ) -> BlockGradients:
-    """Place the reduction of every output that has one.
+    """Choose the place of each output's reduction, as early in the program as it gains.
 
     Args:
         block: the program, or a loop's body.
-        uses: the views of weights in it, which are never computed.
+        uses: the views of weights in the block, which are never computed.
         reduce_specs: for each output its reduction; None if it is not reduced.
     """
     search = _Search(block, uses)
@@ -75,7 +75,7 @@ def find_reduces(
 def _body(
     block: Block, uses: BlockUses, index: int, specs: dict[int, ReduceSpec]
 ) -> BlockGradients:
-    """Place reductions in a loop's body; `specs` has those of its outputs, by number."""
+    """Place the reductions in a loop's body, from those of the loop's outputs, by their index."""
     loop = block.operations[index]
     assert isinstance(loop, Loop)
     reduce_specs = [specs.get(i) for i in range(len(loop.outputs))]
@@ -83,7 +83,7 @@ def _body(
 
 
 class _Search:
-    """Follows reduced values from the outputs to the operations that make them."""
+    """Follow reduced values from the outputs of a block to the operations that make them."""
 
     def __init__(self, block: Block, uses: BlockUses):
         self.views = uses.views
@@ -99,7 +99,7 @@ class _Search:
         self.loops: dict[int, dict[int, ReduceSpec]] = {}
 
     def only_use(self, atom: Atom) -> bool:
-        """Whether a value is read once and is not a view: another reader would need it in full."""
+        """Whether a value is read once and is not a view: a second reader would need it in full."""
         return self.num_reads[atom] == 1 and atom not in self.views
 
     def place(self, value: Value, reduce_spec: ReduceSpec) -> None:
@@ -199,7 +199,7 @@ def _addends(operation: Operation) -> list[Value]:
 
 
 def _below(operation: Operation, layout: DimSharding) -> tuple[Value, DimSharding] | None:
-    """The input that can be reduced in place of the output, and its layout; None if none can."""
+    """The input that can be reduced in place of the output, and its layout; None if none can be."""
     op, source = operation.view(), operation.source
     if op is None or source is None or isinstance(op, movable_ops.Slice):
         return None
