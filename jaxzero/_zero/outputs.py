@@ -18,8 +18,9 @@ from .options import Options
 class Outputs:
     """The outputs other than loss and gradients: their tree, and the reduction of each leaf.
 
-    `record` is called while the function is traced, `part` on each device, `join` outside of the
-    `shard_map`. `rows` is the number of rows that one call of the function sees.
+    `record` is called while the function is traced, `part` in the program of each device, `join`
+    outside of the `shard_map`. `rows` is the number of rows that one call of the function gets:
+    those of one micro-batch on one device.
     """
 
     def __init__(self, options: Options, rows: int | None):
