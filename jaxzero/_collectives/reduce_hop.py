@@ -172,7 +172,7 @@ def sum_over(
     `x` is already the sum over `num_summed` devices.
 
     Returns:
-        The sum; and this device's shard of it as a `HalfBatchSum`, if requested on this axis.
+        The sum; and, if requested on this axis, a shard of the flattened sum as a `HalfBatchSum`.
     """
     num, half = comm.sizes[axis], comm.first_half_size(axis)
     if num == 1:
@@ -198,12 +198,12 @@ def sum_full(
 
     Args:
         arrays: this device's gradients.
-        sizes: for each, its elements (of one layer, if it is a stack), compared with
-            `min_quantized_size`.
+        sizes: for each gradient, the number of its elements (of one layer, if it is a stack),
+            compared with `min_quantized_size`.
         comm: axes and codecs.
 
     Returns:
-        The sums; and this device's shard of each as a `HalfBatchSum`, if requested.
+        The sums; and for each, if requested, a shard of the flattened sum as a `HalfBatchSum`.
     """
     halves: list[HalfBatchSum | None] = [None] * len(arrays)
     arrays = [x.astype(accumulator_dtype(x.dtype)) for x in arrays]

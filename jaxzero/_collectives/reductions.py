@@ -78,7 +78,7 @@ jax.tree_util.register_dataclass(ReduceBucket, ["coded", "summed", "rest"], [])
 def reduce_axes(specs: Sequence[ReduceSpec], comm: CommSpec) -> tuple[str, ...]:
     """The axes that a bucket is reduced over, in order: those that any of its gradients needs.
 
-    There is always one at least, so that a bucket on one device passes through the same steps.
+    At least one axis is returned, even on a single device, so that every bucket runs the same code.
     """
     axes = [axis for axis in REDUCTION_HOPS if any(axis in x.hops for x in specs)]
     return comm.axes_with_peers(tuple(axes)) or REDUCTION_HOPS[:1]

@@ -42,7 +42,7 @@ _ADDITIONS = ("add", "add_any")
 
 
 class _Gain(enum.IntEnum):
-    """The gain of reducing below an operation; the larger the value, the larger the gain."""
+    """The gain of reducing an operation's input in place of its output, in ascending order."""
 
     NONE = 0  # nothing: reduce above it
     CHEAPER = 1  # bytes: the input is narrower

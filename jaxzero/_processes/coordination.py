@@ -83,7 +83,10 @@ def barrier(name: str, seconds: float) -> None:
 
 
 def publish(name: str, value: str) -> None:
-    """Store a text for `published`, replacing this process's previous one. Does not wait."""
+    """Store a text under `name` for all processes to read with `published`, without waiting.
+
+    It replaces the text that this process stored before.
+    """
     client = _client()
     if client is not None:
         key = f"{_PREFIX}/{name}/{process_index()}"

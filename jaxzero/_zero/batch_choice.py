@@ -29,7 +29,7 @@ def _is_key(leaf: Any) -> bool:
 def is_split(path: str, leaf: Any, num_rows: int) -> bool:
     """Whether a leaf of a batch of `num_rows` rows is split rather than replicated.
 
-    Single numbers and random keys are replicated; typed keys with one for each row are split.
+    Single numbers and random keys are replicated; an array of one typed key per row is split.
 
     Raises:
         ValueError: the leaf can be a raw key, or one uint32 label for each of 2 or 4 rows.

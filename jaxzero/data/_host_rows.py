@@ -35,7 +35,7 @@ class HostRows:
 
     @classmethod
     def of_pieces(cls, pieces: Iterable[slice], batch_size: int) -> HostRows:
-        """The rows for devices that hold these slices of dim 0, which may overlap."""
+        """The rows that a process reads if its devices hold these slices, which may overlap."""
         ranges = [np.arange(batch_size)[piece] for piece in pieces]
         return cls(batch_size, np.unique(np.concatenate([np.arange(0), *ranges])))
 

@@ -155,7 +155,7 @@ class Watchdog:
 
 
 class _Peers:
-    """When this process last saw each other process's counter change."""
+    """The other processes, with the time at which this one last saw each one's counter change."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
