@@ -221,8 +221,8 @@ def round_to_float(
 def rotate(x_kb: Float32[Array, "*rows k b"], num: int) -> Float32[Array, "*rows k b"]:
     """Multiply each full group of 32 by H/32, where H is Hadamard's matrix of +1 and -1.
 
-    An outlier is spread over its group, which then needs a smaller scale. No sum overflows. The
-    rest of a row, of `num` elements, is divided by 8, so that it shrinks about as much.
+    An outlier is spread over its group, which then needs a smaller scale. No sum overflows. What
+    full groups leave of the `num` elements of a row is divided by 8, to shrink about as much.
     """
     return _rotate(x_kb, num, 1 / GROUP, 1 / _TAIL)
 
@@ -254,9 +254,10 @@ def _rotate(
 
 
 def pack(codes_kb: UInt8[Array, "*rows k b"], num: int, bits: int) -> UInt8[Array, "*rows m"]:
-    """Pack the first `num` codes of each row. In 4 bits, two share a byte, the first one below.
+    """Pack the first `num` codes of each row to bytes; pairs of 4-bit codes share a byte.
 
-    They are codes `i` and `i + b/2` of a block; in a partial block, half of its size apart.
+    A pair is codes `i` (in the lower half) and `i + b/2` of a block. In a partial block, they are
+    half of its size apart.
     """
     check_packable(bits)
     if bits == 8:

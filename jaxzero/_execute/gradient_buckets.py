@@ -47,7 +47,10 @@ class GradientBuckets:
         return value in self._group_of
 
     def add(self, value: Value, x: Any) -> None:
-        """Add a gradient to its group; a complete group is encoded as a bucket and sent."""
+        """Add a gradient to its group; a complete group is encoded as a bucket for the first axis.
+
+        The bucket is then put in flight, deferred or, without overlap, reduced at once.
+        """
         number = self._group_of[value]
         group, unsent = self.plan.reduce_groups[number], self._unsent.setdefault(number, {})
         unsent[value] = x

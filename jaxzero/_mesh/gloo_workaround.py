@@ -4,7 +4,7 @@ Once `jax.distributed` runs, XLA:CPU uses Gloo for reductions, also between devi
 Gloo's reduce-scatter sends from a buffer that the result may have overwritten already. No error is
 raised, but one in a thousand sums of some hundred kilobytes is wrong, and a few in a hundred sums
 of megabytes (JAX 0.10 to 0.12; jax-ml/jax#40830). It also times out after 30 s, whatever limit is
-set (#40831). So on CPUs the shards are exchanged all-to-all, in as many bytes, and added.
+set (#40831). In this case the shards are exchanged all-to-all, in as many bytes, and added.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class _Gain(enum.IntEnum):
 def find_reduces(
     block: Block, uses: BlockUses, reduce_specs: Sequence[ReduceSpec | None]
 ) -> BlockGradients:
-    """Choose the place of each output's reduction, as early in the program as it gains.
+    """Choose where each output is reduced: as early in the program as saves memory or bytes.
 
     Args:
         block: the program, or a loop's body.
@@ -103,7 +103,7 @@ class _Search:
         return self.num_reads[atom] == 1 and atom not in self.views
 
     def place(self, value: Value, reduce_spec: ReduceSpec) -> None:
-        """Reduce `value` as it is made, or below the operation that makes it, if that gains."""
+        """Reduce `value` where it is made, or the inputs of the operation that makes it."""
         if self._gain(value, reduce_spec.layout) == _Gain.NONE:
             self.reduces[value] = dataclasses.replace(
                 reduce_spec, shape=value.shape, dtype=value.dtype
@@ -147,7 +147,7 @@ class _Search:
         return terms, additions
 
     def _gain(self, value: Value, layout: DimSharding) -> _Gain:
-        """The gain of reducing below the operation that makes `value`, split as `layout`."""
+        """The gain of reducing the inputs of the operation that makes `value`, if split so."""
         if value not in self.maker or not self.only_use(value):
             return _Gain.NONE
         _, operation = self.maker[value]
@@ -173,7 +173,7 @@ class _Search:
 
 
 def _own_gain(operation: Operation) -> _Gain:
-    """The gain of reducing below this one operation."""
+    """The gain of reducing the input of this operation, without that of operations before it."""
     op = operation.view()
     if isinstance(op, movable_ops.Pad):
         return _Gain.SMALLER

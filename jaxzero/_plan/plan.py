@@ -28,7 +28,8 @@ class PlanStep:
             "the iteration after" if it is sent then.
         tied: the operation whose result the gather of a weight waits for; "" if there is none.
         trips: how often this happens in one execution of the program.
-        start, needed, stop: indices in the block of the operations `sent`, `at` and `until`.
+        start, needed, stop: indices in the block; for a weight of `sent`, `at` and `until`; for a
+            gradient of `at`, of `at`, and of the operation that completes its bucket.
         path: indices of the loops that this step is in, the outermost first.
     """
 

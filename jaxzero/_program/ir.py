@@ -239,7 +239,7 @@ def _factor(operation: Operation) -> float | None:
 
 
 def _is_split(sharding: Any) -> bool:
-    """Whether a requested sharding splits any dim, over explicit axes; it may name only a mesh."""
+    """Whether a requested sharding splits any dim; one that only names a mesh does not."""
     return sharding is not None and any(entry is not None for entry in sharding.spec)
 
 

@@ -36,8 +36,8 @@ class HpZ:
     the number of devices in a node.
 
     Args:
-        codec: how the slice is kept; `None` keeps it unencoded. If it is also the codec of the
-            wire, a weight is encoded once, by its owner, and decoded where it is used.
+        codec: how the slice is kept; `None` keeps it unencoded. If `weights` has the same codec for
+            both axes, a weight is encoded only once, by its owner, and decoded where it is used.
 
     References:
         ZeRO++ (https://arxiv.org/abs/2306.10209), hierarchical partitioning (hpZ).

@@ -36,8 +36,8 @@ class BatchRule(Protocol):
     def init(self) -> Any:
         """The rule's memory before the first measurement: a tree of scalars, by default none.
 
-        It is part of the optimizer state, which is saved in checkpoints. Scalars only: optimizer
-        state is split over devices, and a scalar is replicated.
+        It is part of the optimizer state, which is saved in checkpoints. It must be scalars, which
+        are replicated, because arrays of optimizer state are split over devices.
         """
         return ()
 

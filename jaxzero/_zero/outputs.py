@@ -98,7 +98,7 @@ class Outputs:
         return [x for x, how in pairs if how not in ("stack", "concat")], rows
 
     def join(self, replicated: Sequence[Array], rows: Sequence[Array]) -> Any:
-        """Rebuild the tree that the function returned, from global arrays as `part` returns them."""
+        """Rebuild the tree that the function returned, from global arrays as `part` gives them."""
         remaining = {False: iter(replicated), True: iter(rows)}
         leaves = [next(remaining[how in ("stack", "concat")]) for how in self.how]
         return jax.tree.unflatten(self.treedef, leaves)

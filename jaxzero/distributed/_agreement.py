@@ -15,7 +15,7 @@ _SHOWN = 200  # characters of a value in a message
 def check_same(*, seconds: float = 60.0, **values: Any) -> None:
     """Compare values, such as settings, seeds and digests of data, over all processes.
 
-    All processes must call it, with the same names.
+    All processes must call it.
 
     Args:
         seconds: how long to wait for the other processes.
