@@ -223,8 +223,8 @@ def _check_average(rule: str, window: Any, average: Any) -> None:
         raise ValueError(f'`average` of `{rule}` must be "median" or "ema"; got {average!r}.')
 
 
-# The memory is a tuple of scalars, not an array: whoever lays out optimizer state over devices
-# splits arrays, and splits no scalar.
+# The memory is a tuple of scalars, not an array, because arrays of optimizer state are split over
+# devices.
 def _new_average(window: int, average: str) -> tuple[Float32[Array, ""], ...]:
     if average == "ema":
         return (jnp.zeros([], jnp.float32), jnp.zeros([], jnp.float32))  # weight, mean

@@ -49,8 +49,8 @@ def load_examples(settings: Data, checkpoint: Path, console: Console) -> Example
 def training_batches(pairs: PairTokens, zero: Zero, optimization: Optimization) -> Batches:
     """An endless iterator over training batches, one for each step.
 
-    Every epoch is a new permutation of the same pairs, a multiple of those in a step: a batch that
-    spans two epochs could have a pair twice, which would be its own negative.
+    Every epoch is a new permutation of all pairs, without the remainder that does not fill a step:
+    a batch that spans two epochs could have a pair twice, which would be its own negative.
 
     Raises:
         ValueError: there are fewer pairs than a step takes, or they do not divide over the devices.
