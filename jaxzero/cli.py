@@ -44,9 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; by default `sys.argv[1:]`.
 
     Returns:
-        0, or 2 for a mistake in the arguments, or 130 after Ctrl-C; of `jaxzero train` also 75
-        after SIGTERM, 76 when another process is lost, 77 when training makes no sense any more; of
-        `jaxzero launch`, that of the first process that failed.
+        0, or 2 for a mistake in the arguments, or 130 after Ctrl-C. `jaxzero train` also returns 75
+        after SIGTERM, 76 if another process is lost, and 77 if training diverged; `jaxzero launch`
+        returns the status of the first process that failed.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     console, errors = Console(), Console(stderr=True)
@@ -94,14 +94,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _status_of(error: Exception) -> int | None:
-    """The exit status of an error that one line explains; None if it needs a traceback."""
+    """The exit status of an error whose message suffices; None if it needs a traceback."""
     if any(isinstance(cause, TimeoutError) for cause in distributed.causes(error)):
         return PEER_LOST
     return next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), None)
 
 
 def resume_command(arguments: Sequence[str], name: str | None) -> str:
-    """The command line that continues a run that was started with `arguments`."""
+    """The command line that continues a run started with `arguments`; `name` is the run's name."""
     words = ["jaxzero", *arguments]
     if not any(word.split("=")[0] == "--name" for word in words):
         words += ["--name", str(name)]

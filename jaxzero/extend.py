@@ -5,7 +5,7 @@
     class MyHop(extend.GradientHop): ...                         # jz.PerAxis(node=MyHop())
     extend.register_compiler_options("cuda", {...})              # jz.compiler_options("cuda")
 
-A subclass is passed where an object of this library would be. Decoder families and forms of
+Pass an instance of a subclass where the library takes one of its own. Decoder families and forms of
 checkpoints are in `jaxzero.interop`: `DecoderFamily`, `CheckpointForm`. `docs/howto/extending.md`
 shows one of each.
 """

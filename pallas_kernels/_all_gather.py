@@ -18,7 +18,7 @@ from ._remote import Block, Plan, RemoteConfig, clipped, run
 
 
 class AllGather(Block):
-    """One thread block of the kernel."""
+    """One thread block of the all-gather kernel."""
 
     name: ClassVar[str] = "quantized_all_gather"
 

@@ -1,11 +1,11 @@
 """Arithmetic of the block codecs: scales, rounding, rotation and packing, in float32.
 
-A row of numbers is cut into blocks of `b` elements, the last filled up with zeros. Each has
-a scale `s = max|x| / limit`, where `limit` is the largest code, so that nothing clips. What
-is sent for `x` is the code nearest to `x / s`, or one of the two next to it at random.
+A row of numbers is cut into blocks of `b` elements, the last filled up with zeros. Each block has
+a scale `s = max|x| / limit`, where `limit` is the largest code, so that nothing clips. The code of
+`x` is the one nearest to `x / s`, or with stochastic rounding one of the two around it.
 
-Quotients are written as products with a reciprocal. XLA makes that of them anyway, but not
-everywhere, and codes would then depend on what an encoder is compiled together with.
+Quotients are written as products with a reciprocal. XLA turns some quotients into such products but
+not all, and codes would then depend on what an encoder is compiled together with.
 
 Legend: k = blocks of a row, b = elements of a block, m = bytes, `rows` = any leading dims.
 
@@ -28,13 +28,13 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Shaped, UInt8, UInt32
 from ._format import check_packable
 
 GROUP = 32  # elements that are rotated together
-_ADDED = 16  # rows that are added one by one; each takes instructions of its own
+_ADDED = 16  # the most rows that are added one by one, each by instructions of its own
 _TAIL = 8.0  # near sqrt(GROUP), by which `rotate` makes typical numbers smaller
-TINY = 2.0**-126  # the smallest normal float32 and bfloat16: XLA takes less for zero
+TINY = 2.0**-126  # the smallest normal float32 and bfloat16; XLA treats smaller ones as zero
 
 
 def to_float32(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Convert to float32; a finite float64 beyond its range becomes the largest number."""
+    """Convert to float32; a finite float64 is clipped to the range of float32."""
     if x.dtype.itemsize <= 4:
         return x.astype(jnp.float32)
     largest = float(jnp.finfo(jnp.float32).max)
@@ -50,16 +50,16 @@ def split(x: Shaped[Array, "*rows n"], block: int) -> Shaped[Array, "*rows k b"]
 
 
 def join(x_kb: Shaped[Array, "*rows k b"], num: int) -> Shaped[Array, "*rows n"]:
-    """The blocks of each row joined, without the padding after its `num` elements."""
+    """Join the blocks of each row, and drop the padding after its `num` elements."""
     *rows, blocks, block = x_kb.shape
     return x_kb.reshape(*rows, blocks * block)[..., :num]
 
 
 def add_up(rows: Shaped[Array, "num ..."]) -> Shaped[Array, ...]:
-    """The sum over the leading dim, up to 16 of it one after the other, as the kernels add them.
+    """Sum over the leading dim: if it has at most 16 rows, one after the other, as kernels do.
 
-    `jnp.sum` gives the same sum, but XLA:CPU makes it a pass of its own, which takes 5 times as
-    long as additions fused with what makes the rows.
+    `jnp.sum` gives the same sum, but XLA:CPU runs it as a separate pass, which takes 5 times as
+    long as additions that are fused with the computation of the rows.
     """
     if len(rows) > _ADDED:
         return jnp.sum(rows, axis=0)
@@ -76,9 +76,9 @@ def _index(x_kb: Shaped[Array, "*rows k b"]) -> UInt32[Array, "*rows k b"]:
 def scales(
     x_kb: Float32[Array, "*rows k b"], limit: float, dtype: DTypeLike, divisor: int = 1
 ) -> Float32[Array, "*rows k"]:
-    """The scale of each block, as its receiver will read it; NaN if not all of it is finite.
+    """The scale of each block of `x / divisor`, exactly as it is sent.
 
-    Of `x / divisor`, which itself is never made (`divide`).
+    It is NaN for a block that is not all finite. `x / divisor` itself is never computed (`divide`).
 
     A bfloat16 scale is rounded up: one that is too small would clip the largest number. It
     is rounded on its bits, and stays a float32 here: XLA may drop a cast to bfloat16 and
@@ -97,14 +97,15 @@ def scales(
 def not_above(x: float) -> np.float32:
     """The largest float32 that is not above `x`.
 
-    With it `limit * s` has the scale `s`, and not the next one, if that is a bfloat16.
+    With `not_above(1 / limit)` as the factor, a block whose largest number is `limit * s`, for a
+    bfloat16 `s`, has the scale `s`, and is not rounded up to the next one.
     """
     nearest = np.float32(x)
     return nearest if float(nearest) <= x else np.nextafter(nearest, np.float32(0))
 
 
 def write_scales(scale_k: Float32[Array, "*rows k"], dtype: DTypeLike) -> UInt8[Array, "*rows m"]:
-    """The bytes of scales: all 4, or the upper 2, which are a bfloat16."""
+    """The bytes of each scale: all 4 for float32, or the upper 2 for bfloat16."""
     bits = lax.bitcast_convert_type(scale_k, jnp.uint32)
     if jnp.dtype(dtype).itemsize == 2:
         bits = (bits >> jnp.uint32(16)).astype(jnp.uint16)
@@ -113,7 +114,7 @@ def write_scales(scale_k: Float32[Array, "*rows k"], dtype: DTypeLike) -> UInt8[
 
 
 def read_scales(sent: UInt8[Array, "*rows m"], dtype: DTypeLike) -> Float32[Array, "*rows k"]:
-    """The scales in the bytes `sent` by `write_scales`, as float32."""
+    """Read scales from bytes as float32; the reverse of `write_scales`."""
     size = jnp.dtype(dtype).itemsize
     sent = sent.reshape(*sent.shape[:-1], sent.shape[-1] // size, size)
     if size == 4:
@@ -129,10 +130,10 @@ def divide(
     scale_dtype: DTypeLike,
     divisor: int = 1,
 ) -> Float32[Array, "*rows k b"]:
-    """Each number over `divisor`, in units of its scale, without what rounding adds to the largest.
+    """`x / (scale * divisor)`, clipped to `limit`, which rounding might exceed.
 
-    Each is multiplied once: of two factors one after the other that many numbers
-    share, some versions of XLA multiply the factors first, and others do not.
+    Each number is multiplied by one factor. With two factors, some versions of XLA would multiply
+    the factors with each other first, and others would not.
     """
     inverse_k = inverse(scale_k, scale_dtype, divisor)
     return jnp.clip(x_kb * inverse_k[..., None], -limit, limit)
@@ -141,7 +142,7 @@ def divide(
 def inverse(
     scale: Float32[Array, "*shape"], dtype: DTypeLike, divisor: int = 1
 ) -> Float32[Array, "*shape"]:
-    """The factor `1 / (scale * divisor)`; if scales are bfloat16, equal on every device."""
+    """The factor `1 / (scale * divisor)`, which for bfloat16 scales is equal on all hardware."""
     first = 1 / scale
     if jnp.dtype(dtype).itemsize == 2:
         first = refine(first, scale)
@@ -151,12 +152,12 @@ def inverse(
 def refine(
     first: Float32[Array, "*shape"], scale: Float32[Array, "*shape"]
 ) -> Float32[Array, "*shape"]:
-    """The reciprocal of bfloat16 scales correctly rounded, from one that is nearly so.
+    """The correctly rounded reciprocal of bfloat16 scales, from an approximate one, `first`.
 
-    That of a GPU is at times the float next to it (`rcp.approx`, which XLA takes as well as
-    Mosaic). This is a step of Newton's method. A scale has 8 bits, so its products with the
-    halves of the reciprocal's 24 are exact, and so is the error that they add up to. Where the
-    lower half could be too small for a float, above 2**100, nothing is done.
+    A GPU's reciprocal (`rcp.approx`, which both XLA and Mosaic use) may be off by one unit in the
+    last place. This is a step of Newton's method. A scale has 8 bits, so its products with the
+    halves of the reciprocal's 24 bits are exact, and so is the error computed from them. For
+    scales above 2**100 the lower half could underflow, and `first` is returned unchanged.
     """
     bits = lax.bitcast_convert_type(first, jnp.uint32) & jnp.uint32(0xFFFFF000)
     high = lax.bitcast_convert_type(bits, jnp.float32)
@@ -170,9 +171,9 @@ def uniforms(
     seed: UInt32[Array, ""],
     start: int = 0,
 ) -> Float32[Array, "*rows k b"]:
-    """Numbers in [0, 1): a hash of the seed, the scale, the place in the row, and the number.
+    """Pseudo-random numbers in [0, 1): a hash of seed, scale, index in the row, and the number.
 
-    Places count from `start`.
+    The first element of a row has index `start`.
     """
     key_k = mix(lax.bitcast_convert_type(scale_k, jnp.uint32) ^ mix(seed))
     index_kb = _index(x_kb) + jnp.uint32(start)
@@ -182,7 +183,7 @@ def uniforms(
 
 
 def mix(h: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """A bijection of 32 bits; each bit of its input changes half of its output (lowbias32)."""
+    """A bijective hash of 32 bits, in which an input bit flips half of the output (lowbias32)."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         h = (h ^ (h >> jnp.uint32(shift))) * jnp.uint32(factor)
     return h ^ (h >> jnp.uint32(16))
@@ -191,7 +192,7 @@ def mix(h: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
 def round_to_integer(
     x: Float32[Array, "*shape"], u: Float32[Array, "*shape"] | None
 ) -> Float32[Array, "*shape"]:
-    """The nearest integer (of two, the even one); with `u` the one above if `u < x - floor(x)`."""
+    """Round to the nearest integer, ties to even; with `u`, up if `u < x - floor(x)`, else down."""
     if u is None:
         return jnp.round(x)
     below = jnp.floor(x)
@@ -201,10 +202,10 @@ def round_to_integer(
 def round_to_float(
     x: Float32[Array, "*shape"], u: Float32[Array, "*shape"] | None, dtype: DTypeLike
 ) -> Float[Array, "*shape"]:
-    """Round to a float of 8 bits, whose range holds `x`; with `u` at random (`round_to_integer`).
+    """Round to an 8-bit float type whose range contains `x`; with `u`, stochastically.
 
-    Its numbers around `x` are multiples of a power of two. By that, and by its reciprocal, it
-    is exact to multiply.
+    The 8-bit floats around `x` are multiples of a power of two. Products with it, and with its
+    reciprocal, are exact, so `round_to_integer` does the rounding.
     """
     if u is None:
         return x.astype(dtype)
@@ -220,16 +221,17 @@ def round_to_float(
 def rotate(x_kb: Float32[Array, "*rows k b"], num: int) -> Float32[Array, "*rows k b"]:
     """Multiply each full group of 32 by H/32, where H is Hadamard's matrix of +1 and -1.
 
-    An outlier is spread over its group, which needs a smaller scale. No sum overflows. What
-    is left over at the end of the row is divided by 8, to be about as much smaller.
+    An outlier is spread over its group, which then needs a smaller scale. No sum overflows. What
+    full groups leave of the `num` elements of a row is divided by 8, to shrink about as much.
     """
     return _rotate(x_kb, num, 1 / GROUP, 1 / _TAIL)
 
 
 def unrotate(x_kb: Float32[Array, "*rows k b"], num: int) -> Float32[Array, "*rows k b"]:
-    """Multiply by H, the inverse of H/32. Codes are added exactly, in whatever order.
+    """Multiply each full group of 32 by H, the inverse of H/32.
 
-    The sum of several messages, codes times scales, is rounded 31 times here.
+    Sums of codes are exact in any order. Sums of numbers, as of several messages, are rounded up
+    to 31 times.
     """
     return _rotate(x_kb, num, 1.0, _TAIL)
 
@@ -252,7 +254,11 @@ def _rotate(
 
 
 def pack(codes_kb: UInt8[Array, "*rows k b"], num: int, bits: int) -> UInt8[Array, "*rows m"]:
-    """Codes of 4 bits two per byte: `i` below, `i + b/2` above; a partial block by its half."""
+    """Pack the first `num` codes of each row to bytes; pairs of 4-bit codes share a byte.
+
+    A pair is codes `i` (in the lower half) and `i + b/2` of a block. In a partial block, they are
+    half of its size apart.
+    """
     check_packable(bits)
     if bits == 8:
         return join(codes_kb, num)
@@ -276,7 +282,7 @@ def _pack_halves(codes: UInt8[Array, "*rows b"]) -> UInt8[Array, "*rows half"]:
 def unpack(
     packed: UInt8[Array, "*rows m"], num: int, block: int, bits: int
 ) -> UInt8[Array, "*rows k b"]:
-    """The codes in `packed`, one per byte, in blocks; codes of 4 bits are sign-extended."""
+    """Unpack codes to one per byte, in blocks of `block`; 4-bit codes are sign-extended."""
     check_packable(bits)
     if bits == 8:
         return split(packed, block)

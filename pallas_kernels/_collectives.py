@@ -37,7 +37,7 @@ def quantized_all_gather(
     implementation: Implementation | None = None,
     config: RemoteConfig | None = None,
 ) -> Float[Array, ...]:
-    """Gather shards along `dim`, quantized on the wire; inside `shard_map`.
+    """Gather shards along `dim`, quantized on the wire. Call it inside `shard_map`.
 
     `implementation="mosaic_gpu"` is one kernel, which compiles, never executed. It is meant for
     experiments on a machine with several GPUs; compare its results with those of "xla".
@@ -82,7 +82,7 @@ def quantized_reduce_scatter(
     implementation: Implementation | None = None,
     config: RemoteConfig | None = None,
 ) -> Float32[Array, ...]:
-    """Sum `x` over devices and return this device's shard along `dim`; inside `shard_map`.
+    """Sum `x` over devices, and return this device's shard along `dim`; call it in `shard_map`.
 
     Each device quantizes its numbers once, and sums are accumulated in float32.
     `implementation="mosaic_gpu"` is one kernel, which compiles, never executed. It is meant for
@@ -170,5 +170,5 @@ def _wants_kernel(
 
 
 def _around(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
-    """Return the number of elements before, in and behind dimension `dim` of `shape`."""
+    """Return the number of elements in the dims before `dim`, in `dim`, and in those after it."""
     return math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])

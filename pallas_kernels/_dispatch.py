@@ -1,8 +1,8 @@
-"""Which implementation does an operation.
+"""Choose the implementation of each operation.
 
-`None` takes the default, which can do everything. A name is a promise: it is kept, or refused
-with the reasons before anything is traced. JAX refuses to run
-a program for a GPU on a CPU when it compiles: a program may be traced on one machine for another.
+`None` takes the default, which can do everything. A named implementation is used, or refused with
+the reasons before anything is traced. Whether there is a GPU is not checked here, because a program
+may be traced on one machine for another; JAX checks it when it compiles.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def quantize(
             array [n, i] are `x[None]`.
         format: format of the messages.
         seed: seed of stochastic rounding; None means 0.
-        place: columns of a larger array to write them into, where a kernel does so at once.
+        place: columns of a larger array to write the messages into; kernels do so without a copy.
         implementation: "xla", or "mosaic_gpu": a kernel, which reads `x` once and
             writes the messages once. It compiles for an H200, and was never executed on a GPU.
 
@@ -73,14 +73,15 @@ def dequantize(
     dtype: DTypeLike,
     implementation: Implementation | None = None,
 ) -> Float[Array, "o n i"]:
-    """Put the pieces that messages hold where they were in the array: the reverse of `quantize`.
+    """Decode messages into the array that they were made from; the reverse of `quantize`.
 
     Args:
         message: the message of each piece, such as an all-gather returns. A kernel reads columns
-            of a larger array (`InPlace`) where they are.
+            of a larger array (`InPlace`) without a copy.
         format: format of the messages.
-        outer: product of the dims before the one that is cut; 1 gives the rows one after the other.
-        inner: elements of a piece in each of `outer`.
+        outer: product of the dims before the one that was cut. With 1, `[0]` of the result is the
+            rows `[n, i]`.
+        inner: elements of a piece for each of the `outer` indices.
         dtype: dtype of the result.
         implementation: "xla" or "mosaic_gpu".
 
@@ -101,15 +102,15 @@ def dequantize_sum(
 ) -> Float32[Array, " num"]:
     """Sum the messages of `n` devices, each of `num` numbers, in float32.
 
-    What is rotated is rotated back once: the sum, and not each message.
+    If the format rotates, the sum is rotated back once, instead of each message.
 
     Args:
         message: the message of each device, such as an all-to-all returns; or columns of a larger
             array (`InPlace`).
         format: format of the messages.
         num: numbers in a message.
-        implementation: "xla" or "mosaic_gpu". Kernels add one message after the other, as XLA does
-            on a CPU for up to five; else XLA may take another order.
+        implementation: "xla" or "mosaic_gpu". Kernels add one message after the other, as "xla"
+            does for up to 16; with more, XLA chooses the order.
 
     Raises:
         NotImplementedError: the named implementation cannot do this, with its reasons.
@@ -132,10 +133,10 @@ def dequantize_sum_requantize(
 ) -> UInt8[Array, "k _"]:
     """Sum messages, and write pieces of the sum as messages again: the middle of qgZ.
 
-    A kernel keeps the sum in registers. Where blocks of the two formats are of different
-    sizes, or cross the pieces, there are two kernels, and the sum lies in memory between them.
-    If both formats rotate, and the pieces are whole groups of 32, nothing is rotated here: the
-    sum of rotated messages is what the rotated sum would be.
+    A kernel keeps the sum in registers. If the two formats have different block sizes, or blocks
+    cross pieces, there are two kernels, and the sum lies in memory between them. If both formats
+    rotate, and the pieces are whole groups of 32, nothing is rotated here, since the sum of
+    rotated messages is the rotated sum.
 
     Args:
         message: the message of each device, or columns of a larger array (`InPlace`).
@@ -143,8 +144,8 @@ def dequantize_sum_requantize(
         target: format of the result.
         shape: shape `[o, k, i]` of the sum; its `k` pieces are written as messages.
         seed: seed of stochastic rounding; None means 0.
-        divisor: number that the sum is divided by. The mean is rounded once, to a code and a
-            scale.
+        divisor: number that the sum is divided by. The quotient is rounded only once, when it is
+            encoded.
         place: columns of a larger array to write the messages into.
         implementation: "xla" or "mosaic_gpu".
 
@@ -170,7 +171,7 @@ def dequantize_sum_requantize(
 
 
 def _check(place: Place | None, rows: int, size: int) -> None:
-    """Raise if messages do not fit into their place."""
+    """Raise `ValueError` unless `place` has room for `rows` messages of `size` bytes."""
     if place is None:
         return
     is_right = place.array is None or place.array.shape == place.shape
@@ -183,7 +184,7 @@ def _check(place: Place | None, rows: int, size: int) -> None:
 
 
 def as_uint32(seed: Integer[Array, ""] | int | None) -> UInt32[Array, ""]:
-    """A seed as what is hashed."""
+    """Convert a seed to the uint32 that is hashed; None becomes 0."""
     if seed is None or isinstance(seed, int):
         return jnp.uint32((seed or 0) % 2**32)
     return seed.astype(jnp.uint32)
@@ -232,5 +233,5 @@ def _implementation(
 
 
 def _for(module: Any, message: UInt8[Array, "n m"] | InPlace) -> Any:
-    """Messages as an implementation takes them: only kernels read them in place."""
+    """Cut messages out of a larger array for the reference; only kernels read them in place."""
     return cut_out(message) if module is _reference else message

@@ -34,7 +34,7 @@ class CodeKind:
     limit: float
 
 
-# Nothing is assumed of kinds that are not in this table.
+# The properties of every kind.
 KINDS: Mapping[str, CodeKind] = {
     "int8": CodeKind(bits=8, is_integer=True, limit=127.0),
     "int4": CodeKind(bits=4, is_integer=True, limit=7.0),
@@ -103,10 +103,10 @@ class Format:
 
     @property
     def codes_per_byte(self) -> int:
-        """1 or 2, as kernels pack them.
+        """Codes that kernels pack into a byte: 1 of 8 bits, or 2 of 4 bits.
 
         Raises:
-            NotImplementedError: codes of other sizes.
+            NotImplementedError: codes have another number of bits.
         """
         check_packable(self.bits)
         return 8 // self.bits
@@ -121,7 +121,7 @@ class Format:
 
     @property
     def unrotated(self) -> Format:
-        """This format without rotation, in which rotated numbers are written."""
+        """This format without rotation; a message in it holds numbers that are rotated already."""
         return dataclasses.replace(self, hadamard=None)
 
     @property
@@ -139,10 +139,10 @@ class Format:
 
 
 def check_packable(bits: int) -> None:
-    """Refuse codes that do not lie in a byte each, or two in a byte.
+    """Check that kernels can pack codes of `bits` bits.
 
     Raises:
-        NotImplementedError: codes of other sizes.
+        NotImplementedError: `bits` is not 4 or 8.
     """
     if bits not in (4, 8):
         raise NotImplementedError(

@@ -44,7 +44,7 @@ class InPlace:
 
     @property
     def offsets(self) -> list[int]:
-        """Strides and start, in columns: each message begins at a sum of multiples of these.
+        """Strides and start, in elements: each message begins at a sum of multiples of these.
 
         A lane can load `v` elements at once only if `v` divides all of them.
         """
@@ -87,11 +87,11 @@ class Place:
 
     @property
     def offsets(self) -> list[int]:
-        """Start and stride, in columns; see `InPlace.offsets`."""
+        """Start and stride, in elements; see `InPlace.offsets`."""
         return [self.start, *(self.shape[1:] if self.shape[0] > 1 else ())]
 
     def put(self, message: UInt8[Array, "n m"], first: int = 0) -> UInt8[Array, "n _"]:
-        """Write `message` into the columns that begin `first` after `start`; return the array."""
+        """Write `message` into the columns from `start + first` on; return the larger array."""
         array = jnp.zeros(self.shape, message.dtype) if self.array is None else self.array
         return lax.dynamic_update_slice(array, message, (0, self.start + first))
 

@@ -118,7 +118,10 @@ def load_columns(
 def store_columns(
     ref: Any, shape: tuple[int, int, int], columns: Sequence[Sequence[Array]]
 ) -> None:
-    """Store columns; the reverse of `load_columns`. One list of columns for each part of dim 1."""
+    """Store columns: the reverse of `load_columns`, called once for all parts of dim 1.
+
+    `columns` has a list of arrays, one for each index of dim 2, for each part of dim 1.
+    """
     width = shape[1] // len(columns)
     if _interpret.get() is None:
         view = ref.reshape(*shape)

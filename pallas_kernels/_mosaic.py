@@ -176,7 +176,7 @@ def dequantize_sum_requantize(
 ) -> UInt8[Array, "k _"]:
     """Sum messages and quantize the sum; see `_reference.dequantize_sum_requantize`.
 
-    This takes two kernels if the block sizes differ or if either format rotates.
+    This takes two kernels if block sizes differ, blocks cross pieces, or a format rotates.
     """
     message = readable(message, config)
     total, num = math.prod(shape), shape[0] * shape[2]
@@ -278,7 +278,7 @@ def _write(
     scratch: dict[str, Any],
     divisor: int,
 ) -> None:
-    """Quantize a tile and write it as blocks `first`, ... of the message at byte `message`."""
+    """Quantize a tile; write it as the blocks from `first` on of the message at byte `message`."""
     if format.hadamard:
         parts = _rotated([x * jnp.float32(1 / 32) for x in parts])
     scale_r = tile.scales(parts, format, divisor)

@@ -20,7 +20,7 @@ from ._remote import Block, Plan, RemoteConfig, clipped, run
 
 
 class ReduceScatter(Block):
-    """One thread block of the kernel."""
+    """One thread block of the reduce-scatter kernel."""
 
     name: ClassVar[str] = "quantized_reduce_scatter"
 

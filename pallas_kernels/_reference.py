@@ -1,8 +1,8 @@
-"""The meaning of each operation in `jax.numpy`; as implementation `xla`, the default.
+"""The reference of each operation in `jax.numpy`, and the default implementation, `xla`.
 
-Legend: o, n, i = an array cut into n pieces along one dim: what lies before the cut, the
-pieces, what is in one of them (`x.reshape(o, n, -1)`). A piece is the row `x[:, p, :]`,
-flattened, and has the message p. m = bytes of a message.
+Legend: o, n, i = an array that is cut into n pieces along one dim (`x.reshape(o, n, -1)`): o is the
+product of the dims before it, i the elements of a piece for each of them. Piece p is `x[:, p, :]`,
+flattened to a row, and becomes message p. m = bytes of a message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ._format import Format
 def quantize(
     x_oni: Float[Array, "o n i"], format: Format, seed: UInt32[Array, ""], divisor: int = 1
 ) -> UInt8[Array, "n m"]:
-    """The message of each piece of `x / divisor`."""
+    """Encode each piece of `x / divisor` as a message: codes, then scales."""
     codes, scales = encode(to_rows(x_oni), format, seed, divisor=divisor)
     return jnp.concatenate((codes, scales), axis=-1)
 
@@ -26,7 +26,7 @@ def quantize(
 def dequantize(
     message: UInt8[Array, "n m"], format: Format, outer: int, inner: int, dtype: DTypeLike
 ) -> Float[Array, "o n i"]:
-    """The pieces again, where they were in the array."""
+    """Decode messages into the array that they were made from."""
     num = outer * inner
     size = format.code_bytes(num)
     rows = decode(message[:, :size], message[:, size:], format, num, dtype)
@@ -36,7 +36,7 @@ def dequantize(
 def dequantize_sum(
     message: UInt8[Array, "n m"], format: Format, num: int
 ) -> Float32[Array, " num"]:
-    """The sum of all messages, each of `num` numbers."""
+    """Decode messages of `num` numbers each, and add them up."""
     size = format.code_bytes(num)
     return decode_sum(message[:, :size], message[:, size:], format, num)
 
@@ -49,13 +49,16 @@ def dequantize_sum_requantize(
     seed: UInt32[Array, ""],
     divisor: int,
 ) -> UInt8[Array, "k r"]:
-    """The sum, divided, as messages of its own pieces, `shape` = o, k, i."""
+    """Add up messages, and encode the pieces of the sum, divided by `divisor`, as new messages.
+
+    `shape` is the shape (o, k, i) of the sum, which is cut into k pieces.
+    """
     total = dequantize_sum(message, source, shape[0] * shape[1] * shape[2])
     return quantize(total.reshape(shape), target, seed, divisor)
 
 
 def to_rows(x_oni: Shaped[Array, "o n i"]) -> Shaped[Array, "n num"]:
-    """Each piece as one row."""
+    """Flatten each piece to a row."""
     outer, num, inner = x_oni.shape
     return jnp.moveaxis(x_oni, 1, 0).reshape(num, outer * inner)
 
@@ -67,9 +70,10 @@ def encode(
     start: int = 0,
     divisor: int = 1,
 ) -> tuple[UInt8[Array, "rows _"], UInt8[Array, "rows _"]]:
-    """Codes and scales of rows that follow `start` numbers, whole blocks, encoded before.
+    """The bytes of codes, and those of scales, for the rows of `x / divisor`.
 
-    They are those of `x / divisor`, of which only stochastic rounding sees no more than `x`.
+    The rows continue messages of which `start` numbers, in whole blocks, are encoded already; only
+    stochastic rounding depends on it. Its random numbers are hashes of `x`, not of `x / divisor`.
     """
     num = x.shape[-1]
     x_kb = blocks.split(blocks.to_float32(x), format.block)
@@ -95,7 +99,7 @@ def decode(
     num: int,
     dtype: DTypeLike,
 ) -> Float[Array, "rows num"]:
-    """Rows of `num` numbers again."""
+    """Decode rows of `num` numbers from the bytes of codes and scales; the reverse of `encode`."""
     scale_k = blocks.read_scales(scales, format.scale_dtype)
     codes_kb = blocks.unpack(codes, num, format.block, format.bits)
     kind = jnp.int8 if format.is_integer else format.kind
@@ -110,7 +114,7 @@ def decode(
 def decode_sum(
     codes: UInt8[Array, "rows _"], scales: UInt8[Array, "rows _"], format: Format, num: int
 ) -> Float32[Array, " num"]:
-    """The sum of rows of `num` numbers, which is rotated back once."""
+    """Decode rows of `num` numbers and add them up; only the sum is rotated back."""
     total = blocks.add_up(decode(codes, scales, format.unrotated, num, jnp.float32))
     if not format.hadamard:
         return total
@@ -118,5 +122,5 @@ def decode_sum(
 
 
 def largest(dtype: DTypeLike) -> float:
-    """The largest number of a type that a float32 can be."""
+    """The largest finite number that both `dtype` and float32 can represent, as a float."""
     return min(float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).max))

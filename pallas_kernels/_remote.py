@@ -126,7 +126,7 @@ class Plan:
         return TileLayout(self.rows, block, halves, rotated=False, vector=vector)
 
     def inbox(self, devices: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Shapes of a device's inbox: codes and scales, by sender, thread block and slot."""
+        """Shapes of a device's inbox: codes, and scales, by sender, thread block, slot and row."""
         places = (devices, self.blocks, self.slots, self.rows)
         codes = (*places, self.format.code_bytes(self.format.block))
         return (
@@ -201,7 +201,7 @@ class Block(Party):
         return lax.div(last - self.block, jnp.int32(self.plan.blocks))
 
     def _number(self, tile: Any) -> Any:
-        """Index among all tiles of this block's tile number `tile`."""
+        """Index of this block's tile number `tile` among the tiles of all blocks."""
         return tile * self.plan.blocks + self.block
 
     def of_piece(self, ref: Any, piece: Any, tile: Any) -> Any:
@@ -312,7 +312,7 @@ def run(
 
 
 def semaphores(devices: int) -> list[Any]:
-    """Semaphores `entered`, `arrived` and `free` of each thread block."""
+    """Types of the semaphores `entered`, `arrived` and `free` of each thread block."""
     regular = plgpu.SemaphoreType.REGULAR
     return [regular, regular((devices,)), regular]
 

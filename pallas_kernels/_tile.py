@@ -118,7 +118,7 @@ def fitting_vector(width: int, rows: int, vector: int) -> int:
 
 
 def scales(parts_w: Sequence[Array], format: Format, divisor: int = 1) -> Array:
-    """Compute the scale of each row of the numbers divided by `divisor`.
+    """Compute the scale of each row (block) of the numbers, divided by `divisor`.
 
     The result is rounded up to the scale type of the format, so it equals the value that the
     receiver decodes. It is NaN where the row holds a NaN or an infinity.

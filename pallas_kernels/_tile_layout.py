@@ -50,7 +50,7 @@ class TileLayout:
 
     @property
     def is_possible(self) -> bool:
-        """True if the rows of every part fill all lanes."""
+        """Whether the rows of every part fill all lanes, so that a kernel can use this layout."""
         if not self.vector:
             return False
         width, rows = self.shape.width, self.rows
@@ -122,8 +122,10 @@ class TileLayout:
     def _passage(
         self, dtype: DTypeLike, start: Any, size: int
     ) -> tuple[Window, Window, tile.Shape]:
-        """Return the tile's window in memory, its window in shared memory, and the register
-        shape for the copy between them."""
+        """Plan the copy of a tile between memory and shared memory.
+
+        Returns its window in memory, its window in shared memory, and the shape in registers.
+        """
         rows, groups, pitch = self._pitched(size, dtype)
         length, count = min(GROUP, size), rows * groups
         vector = min(self.vector, max(1, 4 // jnp.dtype(dtype).itemsize))

@@ -53,7 +53,7 @@ class Walk:
 def plan(
     shape: tuple[int, ...], formats: list[Format], config: TileConfig | None, offsets: list[int]
 ) -> Walk | None:
-    """Choose the tiles of an array, or return None if no tile fits.
+    """Choose the tiles into which an array is divided, or return None if no tile fits.
 
     Args:
         shape: shape (o, n, i) of the array.
@@ -99,7 +99,7 @@ def _common(vector: int, offsets: list[int]) -> int:
 
 
 def readable(message: UInt8[Array, "n m"] | InPlace, config: TileConfig | None) -> InPlace:
-    """Return messages in place, or copied out if that permits longer vector loads."""
+    """Return messages for a kernel to read: in place, or copied if that permits longer vectors."""
     there, vector = InPlace.whole(message), (config or tile_config()).vector
     alone = [there.size] if len(there) > 1 else []
     if there.array.size < 2**31 and _common(vector, there.offsets) >= _common(vector, alone):

@@ -1,8 +1,8 @@
 """Codecs: how rows of numbers are written as messages, and read back; one file for each codec.
 
 In: a float array `[n, m]`. Out: a message `uint8[n, bytes]` or a cast array, and its inverse.
-Packages above use `Codec` and its methods and no name of a codec; `Codec` and `BlockCodec` are the
-classes that a new one derives from; which kernel does the work is decided in `pallas_kernels`.
+Packages above use only `Codec` and its methods, and name no single codec. A new codec derives from
+`Codec` or `BlockCodec`. `pallas_kernels` decides which kernel does the work.
 """
 
 from .blockwise import BlockCodec as BlockCodec

@@ -1,4 +1,4 @@
-"""`BlockCodec`: codes with few bits in blocks, whose numbers share a scale.
+"""`BlockCodec`: codes of few bits, in blocks whose numbers share a scale.
 
 A base class for codecs that need no kernel: it cuts rows into blocks, packs codes into bytes
 and lays scales behind them; a subclass defines how one block is quantized. It is all XLA.
@@ -23,14 +23,14 @@ from .codec import Codec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockCodec(Codec):
-    """Codes of `bits` bits in blocks, and a scale for each block: a base class.
+    """Base class of codecs that write codes of `bits` bits, and a scale for each block.
 
-    The message of `n` numbers is `ceil(n * bits / 8)` bytes of codes, one behind the other from
-    the lowest bit of the first byte on, and behind them `scale_bytes(ceil(n / block))` bytes.
+    The message of `n` numbers is `ceil(n * bits / 8)` bytes of codes, packed from the lowest bit
+    of the first byte on, followed by `scale_bytes(ceil(n / block))` bytes of scales.
 
     A subclass gives `bits`, `scale_bytes`, `quantize`, `dequantize` and `error_bound`, and may
-    change the default of `block`. Rounding is the same for every seed; a codec that rounds at
-    random overrides `encode`.
+    change the default of `block`. The seed is ignored; a codec with stochastic rounding
+    overrides `encode`.
 
     Args:
         block: numbers for each scale. The last block of a row is filled up with zeros, of which
@@ -71,13 +71,13 @@ class BlockCodec(Codec):
 
     @abc.abstractmethod
     def scale_bytes(self, num_blocks: int) -> int:
-        """Bytes of all that the numbers of a row's blocks share."""
+        """Bytes of the scales of one row of `num_blocks` blocks."""
 
     @abc.abstractmethod
     def quantize(
         self, x_kb: Float32[Array, "*rows k b"]
     ) -> tuple[UInt8[Array, "*rows k b"], UInt8[Array, "*rows m"]]:
-        """The code of each number, in the lowest `bits` bits of a byte; and the scales' bytes.
+        """The code of each number, in the lowest `bits` bits of a byte, and the scales as bytes.
 
         A block with a number that is not finite should have a scale that is read as NaN.
         """
@@ -139,7 +139,7 @@ class BlockCodec(Codec):
 def largest_of_blocks(
     x: Float[np.ndarray, "*rows n"], block: int
 ) -> Float64[np.ndarray, "*rows n"]:
-    """The largest magnitude of each number's block; infinite if not all of it is finite."""
+    """The largest magnitude of each number's block; infinite unless the whole block is finite."""
     sizes = np.abs(x.astype(np.float64))
     sizes = np.where(np.isfinite(sizes), sizes, np.inf)
     starts = range(0, sizes.shape[-1], block)
@@ -149,7 +149,7 @@ def largest_of_blocks(
 
 
 def to_float32(x: Float[np.ndarray, "*rows n"]) -> Float[np.ndarray, "*rows n"]:
-    """Numbers in float32, as encoders read them; a finite float64 is clipped to its range."""
+    """Convert to float32 as encoders do, which clip a finite float64 to the range of float32."""
     largest = float(np.finfo(np.float32).max)
     wide = x.astype(np.float64)
     return np.where(np.isfinite(wide), np.clip(wide, -largest, largest), wide).astype(np.float32)
@@ -189,7 +189,7 @@ def unpack(packed: UInt8[Array, "*rows m"], bits: int) -> UInt8[Array, "*rows n"
 
 
 def _group(bits: int) -> tuple[int, int]:
-    """The fewest codes that fill a whole number of bytes, and that number."""
+    """The smallest number of codes that fill whole bytes, and the number of these bytes."""
     common = math.gcd(bits, 8)
     return 8 // common, bits // common
 

@@ -52,7 +52,7 @@ class Cast(Codec):
 
     @property
     def decodes_into_any_dtype(self) -> bool:
-        """No: which numbers were cast is known by the type that they had."""
+        """False: `decode` infers from the original dtype whether the numbers were cast."""
         return False
 
     def is_used_for(self, num: int, dtype: DTypeLike, min_quantized_size: int) -> bool:
@@ -72,7 +72,7 @@ class Cast(Codec):
         return num * self.wire_dtype(dtype).itemsize
 
     def message(self, num: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-        """One element for each number, of unsigned integers where floats are narrow."""
+        """One element for each number; floats of 8 and 16 bits become unsigned integers."""
         return jax.ShapeDtypeStruct((num,), bits_dtype(self.wire_dtype(dtype)))
 
     def encode(
@@ -86,7 +86,7 @@ class Cast(Codec):
         return from_bits(message, self.wire_dtype(dtype)).astype(dtype)
 
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
-        """Half a step of `dtype`; infinite where its range ends."""
+        """Half a step of `dtype`; infinite outside its range."""
         info = jnp.finfo(self.wire_dtype(x.dtype))
         wide = np.abs(x.astype(np.float64))
         if info.dtype == x.dtype:

@@ -1,8 +1,8 @@
 """`Codec`, the base class: how numbers are written on the wire of one collective.
 
-A codec turns rows of floats into messages, which are all that is sent, and back. `None`
-in its place sends an array without encoding. All that the collectives, the wire state, the report
-and checkpoints need of a codec are the methods of this class, so a new codec is one subclass.
+A codec turns rows of floats into messages, which are sent in their place, and messages into floats
+again. `None` in its place sends an array without encoding. The collectives, the wire state, the
+report and checkpoints use only the methods of this class, so a new codec is one subclass.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DeferredMessage:
 
 
 def written(x: Shaped[Array, "n m"] | DeferredMessage) -> Shaped[Array, "n m"]:
-    """Messages as an array of their own."""
+    """The messages as an array of their own, written now if they were deferred."""
     return x.write() if isinstance(x, DeferredMessage) else x
 
 
@@ -52,8 +52,8 @@ class Codec(abc.ABC):
 
     A subclass gives `bits`, `num_bytes`, `encode`, `decode` and `error_bound`; every other
     method has a default made of these, in XLA. The last dim of an array is a row, which becomes
-    one message; other dims stay. Both ways are pure functions of arrays, and work under `jit`,
-    `vmap`, `scan` and `shard_map`.
+    one message; other dims stay. Encoding and decoding are pure functions of arrays, and work under
+    `jit`, `vmap`, `scan` and `shard_map`.
 
     Programs are cached by their codecs, and stored messages are distinguished by them, so a codec
     must be hashable and equal to its copies: make it a frozen dataclass.
@@ -62,11 +62,11 @@ class Codec(abc.ABC):
     @property
     @abc.abstractmethod
     def bits(self) -> int:
-        """Bits of the code of one number; what several numbers share, such as scales, is extra."""
+        """Bits of one number's code, not counting what numbers share, such as scales."""
 
     @abc.abstractmethod
     def num_bytes(self, num: int, dtype: DTypeLike) -> int:
-        """The bytes of the message of one row of `num` numbers of type `dtype`, all included."""
+        """Bytes of the message of one row of `num` numbers of type `dtype`, scales included."""
 
     @abc.abstractmethod
     def encode(
@@ -94,12 +94,12 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
-        """A bound on how far each number of `x` is from what arrives of it, decoded as float32.
+        """A bound on `abs(decoded - x)` for each number of `x`, decoded as float32.
 
         It is derived from the format, holds for every seed, and is infinite for numbers that may
-        arrive as NaN or infinity. Two things come on top: what float32 loses of numbers near
-        2**-126, up to 2**-120, and the rounding to a type narrower than float32. It is computed
-        in numpy, and no program uses it: tests and whoever chooses a codec do.
+        arrive as NaN or infinity. It leaves out two errors: that of float32 for numbers near
+        2**-126, at most 2**-120, and the rounding to a type narrower than float32. It is computed
+        in numpy, for tests and for the choice of a codec; no compiled program uses it.
 
         Args:
             x: rows of floats of any type.
@@ -117,26 +117,26 @@ class Codec(abc.ABC):
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether each number is written by itself, as by a cast.
+        """Whether each number is encoded independently of the others, as by a cast.
 
-        Then slices and casts of a weight may come before its encoding without changing the result.
+        If so, a weight may be sliced and cast before it is encoded, with the same result.
         """
         return False
 
     @property
     def decodes_into_any_dtype(self) -> bool:
-        """Whether `decode` takes any `dtype`; else only the one that `encode` was given."""
+        """Whether `decode` can return any float `dtype`, or only that of the encoded numbers."""
         return True
 
     @property
     def writes_in_place(self) -> bool:
-        """Whether `encode_pieces` and `recode` save a copy where they are given a `place`."""
+        """Whether `encode_pieces` and `recode` write straight into `place`, without a copy."""
         return False
 
     def format_for(self, implementation: kernels.Implementation | None) -> kernels.Format | None:
-        """The format in which an implementation of `pallas_kernels` reads these messages.
+        """The format by which an implementation of `pallas_kernels` reads these messages.
 
-        None if it cannot, and `decode` reads them.
+        None if it cannot read them, so that only `decode` can.
         """
         return None
 
@@ -161,7 +161,7 @@ class Codec(abc.ABC):
     def encode_rows(
         self, x: Shaped[Array, "*rows n"], *, seed: Integer[Array, ""] | int | None = None
     ) -> Shaped[Array, "*rows m"]:
-        """`encode`, checked.
+        """`encode`, with a check of its result.
 
         Raises:
             ValueError: the message does not have the shape and type that `message` gives.
@@ -174,7 +174,7 @@ class Codec(abc.ABC):
     def decode_rows(
         self, message: Shaped[Array, "*rows m"], num: int, dtype: DTypeLike
     ) -> Shaped[Array, "*rows n"]:
-        """`decode`, checked.
+        """`decode`, with a check of its result.
 
         Raises:
             ValueError: the result is not `num` numbers of type `dtype` for each message.
@@ -196,7 +196,7 @@ class Codec(abc.ABC):
         )
 
     def _check_floats(self, x: Shaped[Array, ...]) -> None:
-        """Refuse to encode what is not floats."""
+        """Raise `ValueError` unless `x` is an array of floats."""
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(
                 f"`x` of `{type(self).__name__}.encode` must be floats; got {x.dtype}. Send "
@@ -204,7 +204,7 @@ class Codec(abc.ABC):
             )
 
     def _set_dtype(self, field: str, *names: str) -> None:
-        """Make a `dtype` of a field, which must be one of those named."""
+        """Convert the value of a field to a dtype, which must be one of `names`."""
         given = getattr(self, field)
         try:
             dtype = jnp.dtype(given)
@@ -228,9 +228,9 @@ class Codec(abc.ABC):
         seed: Integer[Array, ""] | int | None = None,
         place: kernels.Place | None = None,
     ) -> Shaped[Array, "num _"]:
-        """The messages of `num` pieces of an array that is cut along `dim`.
+        """Cut an array into `num` pieces along `dim`, and encode each piece as a message.
 
-        With `place` the larger array, whose columns there are these messages.
+        Returns the messages or, with `place`, the larger array with the messages in its columns.
         """
         rows = kernels.to_rows(x.reshape(cut(x.shape, dim, num)))
         message = self.encode_rows(rows, seed=seed)
@@ -243,7 +243,7 @@ class Codec(abc.ABC):
         dim: int,
         dtype: DTypeLike,
     ) -> Shaped[Array, ...]:
-        """The array that pieces, each of `shape`, form side by side along `dim`."""
+        """Decode each message to a piece of `shape`, and join the pieces along `dim`."""
         rows = self.decode_rows(kernels.cut_out(message), math.prod(shape), dtype)
         x = rows.reshape(len(message), *shape)
         return joined(jnp.moveaxis(x, 0, dim), shape, dim, len(message))
@@ -251,7 +251,7 @@ class Codec(abc.ABC):
     def decode_sum(
         self, message: Shaped[Array, "peers m"] | kernels.InPlace, num: int
     ) -> Float32[Array, " num"]:
-        """The sum of messages of `num` numbers each, in float32."""
+        """Decode messages of `num` numbers each, and add them up in float32."""
         return add_up(self.decode_rows(kernels.cut_out(message), num, jnp.float32))
 
     def recode(
@@ -275,7 +275,7 @@ class Codec(abc.ABC):
             shape: shape of the sum.
             dim: the dim that the sum is cut along.
             num: number of pieces.
-            divisor: number that makes a mean of the sum.
+            divisor: the sum is divided by it, to give a mean.
             dtype: dtype that the mean is rounded to before encoding.
             seed: seed of stochastic rounding; None means 0.
             place: columns of a larger array to write the messages into.
@@ -286,10 +286,10 @@ class Codec(abc.ABC):
 
 
 def check_is_value(codec: Codec) -> None:
-    """Refuse a codec that is not hashable, or differs from its copy.
+    """Check that a codec is hashable and equal to its copy.
 
     Raises:
-        ValueError: what is wrong with its class.
+        ValueError: it is not.
     """
     name = type(codec).__name__
     remedy = "Make the class a frozen dataclass with hashable fields: `@dataclasses.dataclass("
@@ -310,10 +310,10 @@ def check_is_value(codec: Codec) -> None:
 
 
 def cut(shape: tuple[int, ...], dim: int, num: int) -> tuple[int, int, int]:
-    """An array of `shape` in three dims, of which the middle one counts pieces along `dim`."""
+    """The shape `(outer, num, inner)` of an array of `shape` cut into `num` pieces along `dim`."""
     return math.prod(shape[:dim]), num, math.prod(shape[dim:]) // num
 
 
 def joined(x: Shaped[Array, ...], shape: tuple[int, ...], dim: int, num: int) -> Shaped[Array, ...]:
-    """Pieces of `shape`, side by side along `dim`, without the dim that counts them."""
+    """Join `num` pieces of `shape`, which `x` has on a dim before `dim`, along `dim`."""
     return x.reshape(*shape[:dim], num * shape[dim], *shape[dim + 1 :])

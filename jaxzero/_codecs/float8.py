@@ -13,12 +13,12 @@ from .format_codec import FormatCodec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Float8(FormatCodec):
-    """Send floats as floats of 8 bits times the scale of their block.
+    """Send floats as 8-bit floats times the scale of their block.
 
     Small numbers keep their relative precision: better than `Int8` for numbers of very
-    different sizes in one block, worse for others. A step is the distance of the floats next
-    to a number. Outliers do no harm, so `hadamard` has little to gain. Stochastic
-    rounding, scales and numbers that are not finite are as in `Int8`.
+    different sizes in one block, worse for others. The step that `rounding` speaks of is the
+    distance between neighbouring 8-bit floats. Outliers do no harm, so `hadamard` gains little.
+    Stochastic rounding, scales and numbers that are not finite are as in `Int8`.
 
     Args:
         dtype: `jnp.float8_e4m3fn`, or `jnp.float8_e5m2` with a bit less of precision and a

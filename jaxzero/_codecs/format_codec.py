@@ -1,6 +1,6 @@
 """`FormatCodec`: codecs whose messages `pallas_kernels` reads and writes, `Int8`, `Int4`, `Float8`.
 
-What is in a message is its `Format`: codes of one kind in blocks, and a scale for each block.
+A `Format` says what a message contains: codes of one kind in blocks, and a scale for each block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .codec import Codec, cut, joined
 _GROUP = 32  # numbers that are rotated together
 _TAIL = 8.0  # what is left over at the end of a rotated row is divided by this
 _TINY = 2.0**-126  # the smallest scale
-_EPS = 2.0**-24  # of one rounding in float32
+_EPS = 2.0**-24  # relative error of one rounding in float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class FormatCodec(Codec):
 
     @property
     def format(self) -> kernels.Format:
-        """The format of the messages, as kernels take it."""
+        """The format of the messages, as an argument of kernels."""
         return kernels.Format(
             kind=self._kind,
             block=self.block,
@@ -201,7 +201,7 @@ class FormatCodec(Codec):
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
         """Half a step between codes, or a full one if rounding is stochastic, times the scale.
 
-        Where numbers are rotated, one is off by no more than the sum of the errors of its group.
+        With rotation, a number's error is at most the sum of the errors in its group.
         """
         near, wide = to_float32(x).astype(np.float64), x.astype(np.float64)
         if self.hadamard:
@@ -219,7 +219,7 @@ class FormatCodec(Codec):
     def _code_bound(
         self, x: Float64[np.ndarray, "*rows n"], doubt: Float64[np.ndarray, "*rows n"]
     ) -> Float64[np.ndarray, "*rows n"]:
-        """The error bound of numbers that are not rotated, each known up to `doubt`."""
+        """The error bound of `x`, encoded without rotation; each number may be off by `doubt`."""
         largest = largest_of_blocks(np.abs(x) + doubt, self.block)
         least = np.maximum(largest_of_blocks(x, self.block) / self.format.limit, _TINY)
         # The constant 1/limit and a product with it are rounded, and a bfloat16 upwards.
@@ -234,7 +234,10 @@ class FormatCodec(Codec):
 def _rotate(
     x: Float64[np.ndarray, "*rows n"], factor: float, tail_factor: float, *, signed: bool = True
 ) -> Float64[np.ndarray, "*rows n"]:
-    """Full groups of 32 times Hadamard's matrix, or that of ones; each times a factor."""
+    """Multiply groups of 32 by Hadamard's matrix and `factor`, and the rest by `tail_factor`.
+
+    Without `signed` all entries of the matrix are 1.
+    """
     signs = np.ones((1, 1))
     while len(signs) < _GROUP:
         signs = np.block([[signs, signs], [signs, -signs if signed else signs]])

@@ -16,9 +16,9 @@ class Int8(FormatCodec):
     numbers below 2**-126 may arrive as zero.
 
     Stochastic rounding takes its random numbers from a hash of `seed`, the number, its place
-    in its row, and its block's scale: no key, no state, and the same every time. Its weakness:
-    where all four are equal, roundings are equal too, and errors add up. So give devices
-    whose numbers are summed a `seed` each.
+    in its row, and its block's scale, so it needs no key and no state, and is reproducible. Where
+    all four are equal, roundings are equal too, and errors add up: give devices whose numbers
+    are summed different seeds.
 
     Args:
         block: numbers for each scale, a power of two from 32 to 8192.

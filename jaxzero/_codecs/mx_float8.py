@@ -16,14 +16,14 @@ _LEAST_EXPONENT = -127  # of a scale
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MXFloat8(BlockCodec):
-    """Send floats as floats of 8 bits times a power of two for each 32 of them (MXFP8).
+    """Send floats as 8-bit floats with a power of two as the scale of each 32 (MXFP8).
 
-    The format of the OCP microscaling specification: a scale is a byte, the exponent of a power
-    of two, `floor(log2(max|x|))` less that of the largest element type's number. Products with
-    it are exact. Compared with `Float8` it needs as many bits as blocks of 64 do, and is what
-    hardware multiplies matrices in; its scale may be too small by a factor of almost two, so
-    that the largest numbers of a block are rounded to the largest element: off by up to an
-    eighth. `Float8` rounds them by no more than a sixteenth.
+    The format of the OCP microscaling specification: a scale is a byte, the exponent
+    `floor(log2(max|x|))` of the block minus that of the largest element, which is 8 (15 for
+    `jnp.float8_e5m2`). Products with a scale are exact. It needs as many bits as `Float8` with
+    blocks of 64, and hardware multiplies matrices in it. But its scale may be too small by a
+    factor of almost two; then the largest numbers of a block are rounded to the largest element,
+    which is off by up to an eighth. `Float8` rounds them by at most a sixteenth.
 
     A block with a number that is not finite arrives as NaN. Arithmetic is in float32, so
     numbers below 2**-126 may arrive as zero. Rounding is to the nearest, ties to even; there is
@@ -63,7 +63,7 @@ class MXFloat8(BlockCodec):
 
     @property
     def _limit(self) -> float:
-        """The largest element, 448 or 57344."""
+        """The largest finite element: 448 for float8_e4m3fn, 57344 for float8_e5m2."""
         return float(jnp.finfo(self.dtype).max)
 
     @property
@@ -99,7 +99,7 @@ class MXFloat8(BlockCodec):
         return x_kb * scale_k[..., None]
 
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
-        """Half a step between elements, or what is above the largest one, times the scale."""
+        """Half a step between elements, or the excess over the largest one, times the scale."""
         near, wide = to_float32(x).astype(np.float64), x.astype(np.float64)
         largest, info = self.largest(near), jnp.finfo(self.dtype)
         exponent = np.frexp(np.where(np.isfinite(largest), largest, 0.0))[1] - 1

@@ -19,7 +19,7 @@ def is_narrow_float(dtype: DTypeLike) -> bool:
 
 
 def bits_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """The type as which `to_bits` views an array."""
+    """The dtype that `to_bits` gives an array of type `dtype`."""
     return jnp.dtype(_BITS[8 * jnp.dtype(dtype).itemsize] if is_narrow_float(dtype) else dtype)
 
 

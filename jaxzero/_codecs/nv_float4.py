@@ -1,4 +1,4 @@
-"""`NVFloat4`: NVIDIA's floats of 4 bits with scales of 8, NVFP4."""
+"""`NVFloat4`: NVIDIA's 4-bit floats with 8-bit scales, NVFP4."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAN = 0x7F  # of a block's scale
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NVFloat4(BlockCodec):
-    """Send floats as floats of 4 bits times a float of 8 bits for each 16 of them (NVFP4).
+    """Send floats as 4-bit floats with an 8-bit float as the scale of each 16 (NVFP4).
 
     Elements are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign (E2M1), two in a byte, the first in
     its lower half. A block's scale, `max|x| / 6`, is a float8_e4m3fn in units of the message's
@@ -57,7 +57,7 @@ class NVFloat4(BlockCodec):
         return 4
 
     def scale_bytes(self, num_blocks: int) -> int:
-        """One of each block, and four of the message."""
+        """One byte for each block's scale, and four bytes for the message's own scale."""
         return num_blocks + 4
 
     def quantize(
@@ -85,9 +85,9 @@ class NVFloat4(BlockCodec):
         return _from_codes(codes_kb) * (scale_k * row_scale[..., None])[..., None]
 
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
-        """Half a step between elements, or what is above the largest one, times the scale.
+        """Half a step between elements, or the excess over the largest one, times the scale.
 
-        A block's scale is rounded too, by a sixteenth of it, or by 2**-10 of the message's.
+        A block's scale is rounded too, by up to 1/16 of it, or 2**-10 of the message's scale.
         """
         near, wide = to_float32(x).astype(np.float64), x.astype(np.float64)
         largest = self.largest(near)
@@ -123,7 +123,7 @@ def _from_bytes(x: UInt8[Array, "*rows 4"]) -> Float32[Array, "*rows"]:
 
 
 def _to_codes(x: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-    """The nearest elements: a sign, and the number of one of the eight magnitudes.
+    """The 4-bit codes of the nearest elements: a sign bit, and the index of a magnitude.
 
     Magnitudes are multiples of 0.5 up to 2, of 1 up to 4, and of 2 up to 6. Even codes are even
     multiples, so `round` takes ties to them.

@@ -1,4 +1,4 @@
-"""All-gather weights and reduce-scatter gradients over the two mesh axes, in buckets and codecs.
+"""All-gather weights and reduce-scatter gradients over the mesh axes, in buckets, with codecs.
 
 In: encoded shards, or gradients, each with its `ReduceSpec`. Out: full weights, or shards of sums.
 Runs inside `shard_map`; `primitives` issues every collective and records it in the ledger.

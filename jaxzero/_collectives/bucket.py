@@ -35,10 +35,10 @@ class GatherBucket:
     """A bucket of weight shards, before or after it is gathered.
 
     Attributes:
-        data: `[rows, m]`, one row for each device gathered so far; of a single weight the `data`
-            of its `EncodedShards`.
+        data: `[rows, m]`, one row for each device gathered so far. In a bucket of a single weight,
+            the `data` of its `EncodedShards`.
         parts: for each weight in a row, its `EncodedShards` without data.
-        positions: for each of them, its index among the weights that are sent together.
+        positions: for each weight in a row, its index among the weights given to `pack`.
     """
 
     data: Shaped[Array, ...]
@@ -46,7 +46,7 @@ class GatherBucket:
     positions: tuple[int, ...]
 
     def gather(self, axis: str) -> GatherBucket:
-        """All-gather over `axis`: the rows of all devices along it, in order."""
+        """All-gather over `axis`; the result has the rows of all devices along it, in order."""
         with picked(self.positions):
             if len(self.parts) == 1:
                 shards = dataclasses.replace(self.parts[0], data=self.data).gather(axis)
@@ -66,7 +66,7 @@ class GatherBucket:
         return [_from_rows(part, x) for part, x in zip(self.parts, rows, strict=True)]
 
     def arrays(self, dtypes: Sequence[Any]) -> list[Array]:
-        """Decode each weight of the bucket to `dtypes` (None for its own), in place in `data`."""
+        """Decode each weight to its entry of `dtypes` (None: its own dtype), read from `data`."""
         if len(self.parts) == 1:
             return [self.unpack()[0].join(dtypes[0])]
         rows = in_place(self.data, _columns(self.parts))
@@ -77,13 +77,13 @@ jax.tree_util.register_dataclass(GatherBucket, ["data"], ["parts", "positions"])
 
 
 def pack(sent: Sequence[tuple[EncodedShards, DeferredMessage | None]]) -> list[GatherBucket]:
-    """Put shards into buckets: one for all that have the same axes to go and can share a message.
+    """Put shards into buckets: one for all shards with the same remaining axes.
 
-    Stacks that loops scan (`lead`), and dtypes that cannot be joined, get a bucket each.
+    A stack that a loop scans (`lead`), or a dtype that cannot be joined, gets its own bucket.
 
     Args:
-        sent: shards; with a `DeferredMessage`, which is written into the bucket here, where the
-            shards have no data yet.
+        sent: for each weight its shards; if these have no data yet, also the `DeferredMessage`
+            that is written into the bucket here.
     """
     buckets = []
     by_axes: dict[tuple[str, ...], list[int]] = {}
@@ -135,7 +135,7 @@ def _without_data(shards: EncodedShards) -> EncodedShards:
 
 
 def _row(shards: EncodedShards) -> Array:
-    """This device's row: the message, or the bits of a shard without a codec."""
+    """This device's row `[1, m]`: the message, or the bits of a shard without a codec."""
     bits = shards.data if shards.codec is not None else to_bits(shards.data)
     return bits.reshape(1, bits.size)
 

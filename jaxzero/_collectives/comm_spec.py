@@ -16,10 +16,10 @@ from .._sharding import CommSchedule, GradientHop, HpZ, PerAxis, WeightHop, Zero
 
 @dataclasses.dataclass(frozen=True)
 class CommSpec:
-    """The links that values travel over: axes, their sizes, and the codecs on them."""
+    """How collectives send values: mesh axes and their sizes, the codecs, and the schedule."""
 
-    axes: tuple[str, ...]  # that split a leaf, major first
-    sizes: Mapping[str, int]  # of both axes
+    axes: tuple[str, ...]  # the axes that split a leaf, major first
+    sizes: Mapping[str, int]  # devices along each of the two axes
     weights: PerAxis
     gradients: PerAxis
     hpz: HpZ | None
@@ -43,7 +43,7 @@ class CommSpec:
 
     @property
     def num_shards(self) -> int:
-        """The number of shards of a leaf: of devices along the axes that split it."""
+        """The number of shards of a leaf: the number of devices along the axes that split it."""
         return math.prod(self.sizes[axis] for axis in self.axes)
 
     @property
@@ -61,7 +61,7 @@ class CommSpec:
         return self.num_devices // self.sizes[self.halves_axis]
 
     def first_half_size(self, axis: str) -> int:
-        """The number of devices along `axis` that are its first half; 0 if it is not halved."""
+        """The number of devices in the first half of `axis`; 0 if it is not halved."""
         return self.sizes[axis] // 2 if self.halves and axis == self.halves_axis else 0
 
     @property
@@ -87,14 +87,14 @@ class CommSpec:
         return tuple(lines)
 
     def weight_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
-        """The codec of a weight of `num` elements in full, for gathers over `axis`."""
+        """The codec with which a weight of `num` elements (in full) is gathered over `axis`."""
         codec = getattr(self.weights, axis)
-        if isinstance(codec, WeightHop):  # where no wire state is at hand
+        if isinstance(codec, WeightHop):  # here without a wire state
             codec = self.hpz and self.hpz.codec
         return self.suitable(codec, num, dtype)
 
     def gradient_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
-        """The codec of a gradient over `axis`; 16-bit floats without one travel as by a `Cast`."""
+        """The codec of a gradient over `axis`; narrow floats (16 bits or fewer) get a `Cast`."""
         codec = getattr(self.gradients, axis)
         if isinstance(codec, GradientHop):
             codec = codec.codec
@@ -102,12 +102,12 @@ class CommSpec:
         return Cast(dtype) if codec is None and is_narrow_float(dtype) else codec
 
     def suitable(self, codec: Codec | None, num: int, dtype: DTypeLike) -> Codec | None:
-        """`codec`, or None if it does not encode arrays of `num` elements and this dtype."""
+        """`codec` if it encodes arrays of `num` elements of type `dtype`; otherwise None."""
         if codec is None or not jnp.issubdtype(dtype, jnp.floating) or num == 0:
             return None
         return codec if codec.is_used_for(num, dtype, self.min_quantized_size) else None
 
 
 def accumulator_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """The type that sums are taken in: float32 for narrower floats, else `dtype`."""
+    """The dtype that sums are accumulated in: float32 for narrower floats, otherwise `dtype`."""
     return jnp.dtype(jnp.float32) if is_narrow_float(dtype) else jnp.dtype(dtype)

@@ -1,8 +1,8 @@
 """A weight while it is gathered: one or several shards, as arrays or as encoded messages.
 
-Each owner encodes its shard once. What is gathered, kept and gathered again are those
-messages, side by side; they are decoded where the weight is used. So every use, on every
-device, in forward and backward, reads the same bits.
+Each owner encodes its shard once. These messages, side by side, are gathered, kept and gathered
+again; they are decoded where the weight is used. So every use, on every device, in forward and
+backward, reads the same bits.
 
 Legend: a message is `[*lead, shards, bytes]`. `lead` are the leading dims that a loop
 scans over: each of their elements (a layer) is encoded by itself.
@@ -32,14 +32,15 @@ class EncodedShards:
     """Neighbouring shards of an array that is split along one dim.
 
     Attributes:
-        data: without a codec the shards, joined; else their messages.
-        codec: the codec that wrote the messages.
+        data: without a codec the array that the shards form; with one their messages.
+        codec: the codec that wrote the messages, or None.
         shape: shape of one shard; without a codec, of `data`.
         dim: the dim that the array is split along.
         dtype: dtype of the array.
         lead: number of leading dims that are encoded element by element.
-        axes: axes over which it is still to be gathered, in this order.
-        pinned: it is stored encoded, and sent without encoding it again by the wire's codecs.
+        axes: axes over which the shards are still to be gathered, in this order.
+        pinned: whether the leaf is stored encoded; its messages are then sent as they are, and
+            the codecs of the config (`weights`, `hpz`) are not used.
     """
 
     data: Shaped[Array, ...]
@@ -53,14 +54,14 @@ class EncodedShards:
 
     @classmethod
     def plain(cls, x: Shaped[Array, ...], dim: int, lead: int = 0) -> EncodedShards:
-        """An array without a codec."""
+        """Shards without a codec, which form the array `x`."""
         return cls(x, None, tuple(x.shape), dim, x.dtype, lead)
 
     def encode(self, codec: Codec | None, axes: tuple[str, ...]) -> EncodedShards:
-        """These shards as messages of `codec`; decoded first, if another codec wrote them.
+        """Encode these shards with `codec`, after decoding them if another codec wrote them.
 
         Args:
-            codec: the codec; None makes arrays of them.
+            codec: the codec; None only decodes.
             axes: axes along which devices hold different shards. Devices with equal shards must
                 write equal messages, also where rounding is stochastic.
         """
@@ -80,9 +81,11 @@ class EncodedShards:
     def draft(
         self, codec: Codec | None, axes: tuple[str, ...]
     ) -> tuple[EncodedShards, DeferredMessage] | None:
-        """`encode` for a message to be written in place: the result without data, and the message.
+        """`encode`, but with a deferred message, to be written straight into a bucket.
 
-        None if the shards need no encoding, or the message cannot be written in place.
+        Returns:
+            The encoded shards without data, and the message. None if the shards need no encoding,
+            or the message cannot be written in place.
         """
         if codec is None or codec == self.codec or self.lead or not codec.writes_in_place:
             return None
@@ -94,7 +97,7 @@ class EncodedShards:
         return dataclasses.replace(known, codec=codec, shape=tuple(x.shape)), draft
 
     def described(self, data: jax.ShapeDtypeStruct) -> EncodedShards:
-        """These shards with `data`, a shape and dtype, in place of their array."""
+        """These shards with only the shape and dtype of `data`, in place of an array."""
         return dataclasses.replace(self, data=data)  # pyright: ignore[reportArgumentType]
 
     def join(self, dtype: Any = None) -> Shaped[Array, ...]:
@@ -107,7 +110,7 @@ class EncodedShards:
     def decode(
         self, data: Shaped[Array, ...] | kernels.InPlace, dtype: Any = None
     ) -> Shaped[Array, ...]:
-        """`join` of the messages `data`, which are read in place if there is no `lead`."""
+        """Decode and join the messages `data`, which are read in place if there is no `lead`."""
         assert self.codec is not None
         dtype = self.dtype if dtype is None else dtype
         codec, lead = self.codec, self.lead
@@ -130,12 +133,12 @@ class EncodedShards:
         return dataclasses.replace(gathered, data=x, shape=tuple(x.shape))
 
     def over(self, axis: str) -> EncodedShards:
-        """These shards without `axis`, and those before it, among the axes still to be gathered."""
+        """These shards, with `axis` and those before it removed from `axes`, as gathered."""
         done = self.axes.index(axis) + 1 if axis in self.axes else 0
         return dataclasses.replace(self, axes=self.axes[done:])
 
     def layer(self, data: Shaped[Array, ...]) -> EncodedShards:
-        """One element of the leading dim, as a loop's body gets its `data`."""
+        """These shards for one layer of a stack; `data` is the layer's slice in a loop's body."""
         assert self.codec is None or self.lead > 0
         lead = max(self.lead - 1, 0)
         return dataclasses.replace(
@@ -143,7 +146,7 @@ class EncodedShards:
         )
 
     def stack(self, data: Shaped[Array, ...]) -> EncodedShards:
-        """Layers stacked on a new leading dim, with their messages in `data`; reverses `layer`."""
+        """These shards for a stack of such layers, with `data` stacked; reverses `layer`."""
         shape = (len(data), *self.shape)
         return dataclasses.replace(
             self, data=data, shape=shape, dim=self.dim + 1, lead=self.lead + 1
@@ -156,7 +159,7 @@ jax.tree_util.register_dataclass(
 
 
 def to_stored(x: Shaped[Array, ...], leaf: LeafSpec) -> Shaped[Array, ...]:
-    """A full padded array as the messages that its `codec` stores, one for each device."""
+    """Encode a full padded array for storage: one message of `leaf.codec` for each device."""
     assert leaf.layout is not None and leaf.codec is not None
     dim, num, lead = leaf.layout.dim, leaf.layout.num_shards, leaf.num_lead
     x = x.reshape(*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
@@ -166,7 +169,7 @@ def to_stored(x: Shaped[Array, ...], leaf: LeafSpec) -> Shaped[Array, ...]:
 
 
 def from_stored(data: Shaped[Array, ...], leaf: LeafSpec) -> EncodedShards:
-    """Stored messages as shards: those of one device in `shard_map`, of all devices outside."""
+    """`EncodedShards` of stored messages: one device's inside `shard_map`, all outside of it."""
     assert leaf.layout is not None and leaf.codec is not None
     dim, shape = leaf.layout.dim, list(leaf.padded_shape)
     shape[dim] //= leaf.layout.num_shards

@@ -28,7 +28,7 @@ def start_gather(
     """Encode this device's shards for the first axis of their gather, and pack them into buckets.
 
     Args:
-        shards: for each weight, what this device has of it; `axes` are those still to be gathered.
+        shards: for each weight, what this device has of it; `axes` says what is yet to gather.
         sizes: for each weight, the elements of the full array (of one layer, if it is a stack);
             compared with `min_quantized_size`.
         comm: axes and codecs.
@@ -41,7 +41,7 @@ def gather_hop(
 ) -> list[GatherBucket]:
     """All-gather each bucket over the next of its axes.
 
-    If the axis after that uses the same codecs, the gathered messages are the next bucket;
+    If the axis after that uses the same codecs, the gathered messages are sent on as they are;
     otherwise they are decoded and encoded again. A fully gathered bucket is returned unchanged.
     """
     result = []
@@ -71,7 +71,7 @@ def _next_axis(shards: EncodedShards, comm: CommSpec) -> str | None:
 def _encoded(
     shards: EncodedShards, size: int, comm: CommSpec
 ) -> tuple[EncodedShards, DeferredMessage | None]:
-    """Encode shards for the next axis; with a deferred message if the codec writes in place."""
+    """Encode shards for the next axis, as a deferred message if the codec can write in place."""
     axis = _next_axis(shards, comm)
     if axis is None:
         return shards, None
@@ -83,7 +83,7 @@ def _encoded(
 
 
 def _codec(shards: EncodedShards, size: int, comm: CommSpec) -> Codec | None:
-    """The codec for the next axis; the present one, if the gather is complete or it is pinned."""
+    """The codec for the next axis; the present one if the gather is complete or pinned."""
     axis = _next_axis(shards, comm)
     if shards.pinned or axis is None:
         return shards.codec
@@ -102,7 +102,7 @@ def node_slices(
         shards: this device's shards.
         sizes: for each weight, the elements of the full array, or of one layer of a stack.
         comm: axes and codecs.
-        pin: is applied to the encoded buckets before they are sent, to put a barrier on them.
+        pin: applied to the encoded buckets before they are sent, to put a barrier on them.
     """
     first = [dataclasses.replace(x, axes=(NODE,)) for x in shards]
     slices = unpack(gather_hop(pin(start_gather(first, sizes, comm)), sizes, comm))

@@ -1,8 +1,8 @@
 """Record the collectives that a program issues, with sizes, mesh axes and the leaves they serve.
 
-Records are made while a program is traced, so a report shows what is sent, not an estimate. Bytes
-of an array of B bytes over n devices: an all-gather, all-to-all or reduce-scatter brings
-B (n - 1) / n bytes into a device, an all-reduce twice that.
+Records are made while a program is traced, so a report shows what is sent, not an estimate. For an
+array of B bytes and n devices, an all-gather, all-to-all or reduce-scatter brings B (n - 1) / n
+bytes into each device, an all-reduce twice that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Transfer:
         purpose: "weights", "gradients", or "other" (losses, weights of examples, aux).
         name: name of the leaf, or of the first of several; or "".
         collective: "all-gather", "all-to-all", "reduce-scatter" or "all-reduce".
-        axis: the mesh axis of more than one device that it runs over; or "node+local".
+        axis: the mesh axis that it runs over, of those with more than one device; or "node+local".
         dtype: dtype on the wire.
         num_bytes: size on one device of the gathered result, of the array that is exchanged or
             scattered, or of the array that is all-reduced.
@@ -38,8 +38,8 @@ class Transfer:
             twice that for an all-reduce.
         node_bytes: the part of `entering_bytes` that comes from other nodes.
         trips: how often it runs in one execution of the program, an optimizer step.
-        microbatches: the factor of `trips` that comes from micro-batches; 1: it runs once for all
-            of them.
+        microbatches: the factor of `trips` that comes from micro-batches; 1 if it runs once for
+            all of them.
         parts: for a message of several leaves, the name of each and its part of `num_bytes`.
     """
 
@@ -74,7 +74,11 @@ class Transfer:
 
 
 class Ledger:
-    """The transfers recorded so far, in program order; `sizes` are those of the mesh axes."""
+    """The collectives recorded so far, in program order.
+
+    Args:
+        sizes: number of devices along each mesh axis.
+    """
 
     def __init__(self, sizes: Mapping[str, int]):
         self.sizes = sizes
@@ -135,7 +139,7 @@ _label: contextvars.ContextVar[tuple[str, tuple[str, ...]]] = contextvars.Contex
 
 @contextlib.contextmanager
 def recording(ledger: Ledger | None) -> Iterator[None]:
-    """Record the collectives that are traced inside in `ledger`; `None` records nothing."""
+    """Record in `ledger` the collectives traced in this context; `None` records nothing."""
     token = _ledger.set(ledger)
     try:
         yield
@@ -145,7 +149,7 @@ def recording(ledger: Ledger | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def labelled(purpose: str, *names: str) -> Iterator[None]:
-    """Label the collectives inside with their purpose and leaves.
+    """Label the collectives traced in this context with their purpose and leaves.
 
     The label is also a named scope of the compiled program, which profilers show:
     `jaxzero/gather/decoder.layers.3`.
@@ -183,7 +187,10 @@ def _scope(purpose: str, names: tuple[str, ...]) -> str:
 
 @contextlib.contextmanager
 def picked(numbers: Sequence[int]) -> Iterator[None]:
-    """Label the collectives inside with a selection of the names given to `labelled`."""
+    """Label the collectives in this context with only some of the names given to `labelled`.
+
+    `numbers` are the indices of these names.
+    """
     purpose, names = _label.get()
     if len(names) == 1:
         yield
@@ -198,7 +205,7 @@ def picked(numbers: Sequence[int]) -> Iterator[None]:
 def repeated(
     body: Callable, trips: int, *, microbatches: bool = False
 ) -> tuple[Callable, Callable[[], None]]:
-    """Count the collectives of a loop's body `trips` times, however often JAX traces the body.
+    """Record the collectives of a loop's body with `trips`, however often JAX traces the body.
 
     Args:
         body: the loop's body.

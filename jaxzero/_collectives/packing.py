@@ -1,4 +1,4 @@
-"""Concatenate rows of several arrays, also of different dtypes, into one message, and split it.
+"""Concatenate the rows of several arrays into one message, and split it again.
 
 Arrays of one dtype keep it; arrays of different dtypes are joined as bytes.
 """
@@ -16,7 +16,7 @@ from jaxtyping import Array, Shaped, UInt8
 from .. import pallas_kernels as kernels
 from .._codecs import DeferredMessage, written
 
-Column = tuple[int, Any]  # elements of one array in a row, and their dtype
+Column = tuple[int, Any]  # number of elements of one array in a row, and their dtype
 
 
 def can_join(dtype: Any) -> bool:
@@ -26,9 +26,9 @@ def can_join(dtype: Any) -> bool:
 
 
 def join(rows: Sequence[Shaped[Array, "n _"] | DeferredMessage]) -> Shaped[Array, "n m"]:
-    """Concatenate arrays of rows along dim 1; as bytes, if their dtypes differ.
+    """Concatenate arrays along dim 1, as bytes if their dtypes differ.
 
-    A deferred message is encoded directly into its columns, which saves a copy.
+    A deferred message is written straight into its columns, which saves a copy.
     """
     if len({x.dtype for x in rows}) > 1:
         rows = [x if isinstance(x, DeferredMessage) else _as_bytes(x) for x in rows]
@@ -64,7 +64,7 @@ def split(data: Shaped[Array, "n m"], columns: Sequence[Column]) -> list[Shaped[
 
 
 def in_place(data: Shaped[Array, "n m"], columns: Sequence[Column]) -> list[kernels.InPlace]:
-    """The parts of a joined message, as views for decoders that read the message in place.
+    """The parts of a joined message, as ranges of its columns for decoders that read in place.
 
     A part of another dtype in a message of bytes is copied out, because it must be bitcast first.
     """
@@ -81,7 +81,7 @@ def in_place(data: Shaped[Array, "n m"], columns: Sequence[Column]) -> list[kern
 
 
 def widths(columns: Sequence[Column]) -> tuple[int, ...]:
-    """Bytes of each part of a row."""
+    """The bytes that each array has in a row."""
     return tuple(length * jnp.dtype(dtype).itemsize for length, dtype in columns)
 
 

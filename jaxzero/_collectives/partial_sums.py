@@ -1,4 +1,4 @@
-"""Received messages whose sum is not taken yet, and sums with the sum over half of the devices.
+"""Sums over devices: not yet taken, and with a second sum over half of the devices.
 
 SimiGrad compares the gradients of two half-batches (`half_batches`), and needs the sum over the
 first half of the devices beside the sum over all. Both are taken on the receiving device, from the
@@ -56,7 +56,7 @@ class PartialSums:
         message: one row from each sender; `InPlace` is a range of columns of a larger array.
         codec: the codec of the messages.
         shape: shape of the sum.
-        num_summed: each message is the mean over this many devices.
+        num_summed: number of devices that each message is the mean over.
     """
 
     message: Shaped[Array, "num m"] | kernels.InPlace
@@ -77,12 +77,12 @@ class PartialSums:
 
 
 def total_of(x: Array | PartialSums) -> Array:
-    """The sum, taken now if it was not yet."""
+    """`x` as an array; `PartialSums` are decoded and added."""
     return x.total() if isinstance(x, PartialSums) else x
 
 
 def sum_of(x: Sum | PartialSums, half: int) -> Sum:
-    """The sum, taken now if it was not yet; with that of the first `half` senders, unless 0."""
+    """`x` as a sum; `PartialSums` are added up, with `half` also over the first `half` senders."""
     if not isinstance(x, PartialSums):
         return x
     return x.halved(half) if half else x.total()

@@ -46,13 +46,13 @@ def all_to_all(
 def reduce_scatter(
     x: Shaped[Array, ...], axis: Axes, dim: int, shares: tuple[int, ...] = ()
 ) -> Shaped[Array, ...]:
-    """Sum over devices; device i keeps part i of `dim`."""
+    """Sum over devices; device i keeps part i along `dim`."""
     note("all-to-all" if gloo_workaround.is_exchanged() else "reduce-scatter", axis, x, shares)
     return gloo_workaround.reduce_scatter(x, axis, dim)
 
 
 def all_reduce(x: Any, axis: Axes) -> Any:
-    """Sum an array, or several in one collective, over devices."""
+    """Sum an array, or a tree of arrays in one collective, over devices."""
     for leaf in jax.tree.leaves(x):
         note("all-reduce", axis, leaf)
     return lax.psum(x, axis)

@@ -1,8 +1,8 @@
 """Reduce-scatter or all-reduce over one mesh axis, with or without a codec.
 
 With a codec (ZeRO++, qgZ, https://arxiv.org/abs/2306.10209): encode the shards of all receivers,
-exchange them all-to-all, then decode and sum in float32. Without one, `lax.psum_scatter` or
-`lax.psum`; but where the sum over the first half of the devices is needed too (`CommSpec.half`),
+exchange them all-to-all, then decode and sum in float32. Without one, use `lax.psum_scatter` or
+`lax.psum`. But where the sum over the first half of the devices is needed too (`CommSpec.halves`),
 arrays are exchanged and summed as with a codec, which moves as many bytes.
 """
 
@@ -34,17 +34,17 @@ def reduce_over_node(
     comm: CommSpec,
     error: Shaped[Array, ...] | None = None,
 ) -> tuple[Shaped[Array, ...], HalfBatchSum | None, Shaped[Array, ...] | None]:
-    """Finish a reduction that was done over `local` only: sum node slices over `node`.
+    """Finish a reduction that has run over `local` only: sum node slices over `node`.
 
     Args:
-        x: the node's slice of the sum, scaled to be the node's mean.
+        x: this device's node slice of the gradient, as the mean over its node.
         layout: split dim and padding of the full array.
         size: elements of the full array (of one layer, if it is a stack), compared with
             `min_quantized_size`.
         dtype: dtype of the gradient.
         comm: axes and codecs.
-        error: the residual of the previous step, in the scale of `x`; it is added before encoding
-            (error feedback). None if not kept.
+        error: the residual of the previous step, in the scale of `x`, which is added before
+            encoding (error feedback); None without error feedback.
 
     Returns:
         This device's shard of the sum over nodes (the full slice, if `node` does not split the
@@ -96,9 +96,9 @@ def _coded_hop(
     comm: CommSpec,
     num_summed: int = 1,
 ) -> PartialSums:
-    """Reduce-scatter one array over one axis with a codec, up to the sum of the messages.
+    """Reduce-scatter one array over one axis with a codec; the messages are not yet summed.
 
-    `x` is the sum over `num_summed` devices already.
+    `x` is already the sum over `num_summed` devices.
     """
     num = comm.sizes[axis]
     message = written(encoded(x, dim, num, dtype, codec, axis, num_summed))
@@ -114,9 +114,9 @@ def encoded(
     axis: str,
     num_summed: int,
 ) -> Shaped[Array, "num m"] | DeferredMessage:
-    """Encode the mean over the `num_summed` devices summed so far, in `num` rows for receivers.
+    """Encode a sum over `num_summed` devices as their mean, one row for each of `num` receivers.
 
-    The mean is sent, because a sum could overflow the codec's range where the mean does not.
+    The sum could overflow the codec's range where the mean does not.
     """
     seed = device_index(_seed_axes(axis))
     if isinstance(x, PartialSums) and x.num_summed == 1:
@@ -136,8 +136,8 @@ def encoded(
 def _seed_axes(axis: str) -> tuple[str, ...]:
     """The axes whose devices use different seeds for stochastic rounding in a sum over `axis`.
 
-    In a sum over `node`, all devices of a node may hold the same array, a sum over the node; they
-    must encode it alike so that their results stay equal. So their seeds differ by node only.
+    In a sum over `node`, all devices of a node may hold the same array, the sum over their node.
+    They must encode it alike so that their results stay equal, so seeds differ by node only.
     """
     return AXES if axis == LOCAL else (axis,)
 
@@ -160,19 +160,19 @@ def _from_rows(rows: Shaped[Array, "num n"], like: Shaped[Array, ...], dim: int)
 
 
 def _exchange(message: Shaped[Array, "num m"], axis: str) -> Shaped[Array, "num m"]:
-    """Send row i to device i of the axis; the barrier keeps XLA from moving decoding across it."""
+    """Send row i to device i of `axis`. The barrier keeps the encoding before the exchange."""
     return all_to_all(lax.optimization_barrier(message), axis)
 
 
 def sum_over(
     x: Shaped[Array, ...], axis: str, size: int, comm: CommSpec, num_summed: int
 ) -> tuple[Shaped[Array, ...], HalfBatchSum | None]:
-    """All-reduce over one axis; with a codec as a reduce-scatter and an all-gather.
+    """All-reduce over one axis; with a codec, as a reduce-scatter and an all-gather.
 
-    `num_summed` is the number of devices that `x` is already the sum of.
+    `x` is already the sum over `num_summed` devices.
 
     Returns:
-        The sum; and this device's shard of it as a `HalfBatchSum`, if requested on this axis.
+        The sum; and, if requested on this axis, a shard of the flattened sum as a `HalfBatchSum`.
     """
     num, half = comm.sizes[axis], comm.first_half_size(axis)
     if num == 1:
@@ -194,16 +194,16 @@ def sum_over(
 def sum_full(
     arrays: list[Array], sizes: list[int], comm: CommSpec
 ) -> tuple[list[Array], list[HalfBatchSum | None]]:
-    """All-reduce unsharded gradients over all devices, one collective per axis without a codec.
+    """All-reduce unsharded gradients over all devices; without codecs, in one collective per axis.
 
     Args:
         arrays: this device's gradients.
-        sizes: for each, its elements (of one layer, if it is a stack), compared with
-            `min_quantized_size`.
+        sizes: for each gradient, the number of its elements (of one layer, if it is a stack),
+            compared with `min_quantized_size`.
         comm: axes and codecs.
 
     Returns:
-        The sums; and this device's shard of each as a `HalfBatchSum`, if requested.
+        The sums; and for each, if requested, a shard of the flattened sum as a `HalfBatchSum`.
     """
     halves: list[HalfBatchSum | None] = [None] * len(arrays)
     arrays = [x.astype(accumulator_dtype(x.dtype)) for x in arrays]
@@ -224,8 +224,8 @@ def _sum_plain(
 ) -> tuple[list[Array], list[HalfBatchSum | None]]:
     """All-reduce arrays over one axis without a codec, in one collective.
 
-    With half-batch sums the all-reduce is spelled out, as all-to-all, sum and all-gather: between
-    them a device sees the shards of its peers.
+    With half-batch sums the all-reduce is an all-to-all, a sum and an all-gather, because the sum
+    over the first half needs the shards of each peer.
     """
     half, num = comm.first_half_size(axis), comm.sizes[axis]
     if not half:

@@ -36,15 +36,15 @@ from .reduce_hop import encoded, reduce_to_shard, rows_of, sum_over
 
 @dataclasses.dataclass(frozen=True)
 class ReduceSpec:
-    """A reduce-scatter of one gradient over the mesh axes.
+    """The reduce-scatter of one gradient over the mesh axes.
 
     Attributes:
         name: path of the leaf.
         shape: shape of the full gradient on each device, without padding.
         dtype: dtype of the full gradient.
         layout: split dim and padding of the result.
-        hops: the mesh axes to sum over, in order. With `local` only, the result is the node's
-            slice of the sum over the node.
+        hops: the mesh axes to sum over, in order. With `local` only, the result is this device's
+            node slice of the sum over its node.
     """
 
     name: str
@@ -59,11 +59,12 @@ class ReduceBucket:
     """A bucket of gradients, encoded for the next axis of their reduction, or fully reduced.
 
     Attributes:
-        coded: the messages of all gradients with a codec, one row for each receiver; None if no
+        coded: `[receivers, bytes]`, the messages of all gradients with a codec; None if no
             gradient has one.
-        summed: for each dtype, the gradients without a codec, in such rows if there are several.
+        summed: for each dtype, the gradients without a codec; several of one dtype are joined
+            as `[receivers, m]`.
         rest: gradients that the next axis does not scatter, by index in the bucket; after the last
-            axis all of them, reduced.
+            axis all gradients, reduced.
     """
 
     coded: Any  # array, or its shape
@@ -77,7 +78,7 @@ jax.tree_util.register_dataclass(ReduceBucket, ["coded", "summed", "rest"], [])
 def reduce_axes(specs: Sequence[ReduceSpec], comm: CommSpec) -> tuple[str, ...]:
     """The axes that a bucket is reduced over, in order: those that any of its gradients needs.
 
-    At least one, so that a bucket on one device passes through the steps of any other.
+    At least one axis is returned, even on a single device, so that every bucket runs the same code.
     """
     axes = [axis for axis in REDUCTION_HOPS if any(axis in x.hops for x in specs)]
     return comm.axes_with_peers(tuple(axes)) or REDUCTION_HOPS[:1]
@@ -86,7 +87,7 @@ def reduce_axes(specs: Sequence[ReduceSpec], comm: CommSpec) -> tuple[str, ...]:
 def start_reduction(
     fulls: Sequence[Shaped[Array, ...]], specs: Sequence[ReduceSpec], comm: CommSpec
 ) -> ReduceBucket:
-    """Pad full gradients, and encode their bucket for the first axis."""
+    """Pad full gradients, and encode them into a bucket for the first axis."""
     padded = [pad(x, spec.layout) for x, spec in zip(fulls, specs, strict=True)]
     return _encode_bucket(padded, specs, reduce_axes(specs, comm)[0], 1, comm)
 
@@ -94,11 +95,11 @@ def start_reduction(
 def reduce_next_axis(
     bucket: ReduceBucket, specs: Sequence[ReduceSpec], number: int, comm: CommSpec
 ) -> ReduceBucket:
-    """Reduce a bucket over axis `number` of `reduce_axes`, and encode it for the next axis.
+    """Reduce a bucket over the axis at index `number` of `reduce_axes`; encode it for the next.
 
     Returns:
         The bucket for the next axis. After the last axis, `rest` holds this device's shard of each
-        sum (not mean) in `accumulator_dtype`; as a `HalfBatchSum`, where that is requested.
+        sum (not mean) in `accumulator_dtype`, as a `HalfBatchSum` where that is requested.
     """
     axes = reduce_axes(specs, comm)
     num_summed = math.prod(comm.sizes[axis] for axis in axes[:number])
@@ -126,7 +127,7 @@ def reduce_gradient(full: Shaped[Array, ...], spec: ReduceSpec, comm: CommSpec) 
 def _scatters(spec: ReduceSpec, axis: str, comm: CommSpec) -> bool:
     """Whether the reduction over `axis` scatters the gradient.
 
-    It does not where the axis holds copies of the shards (`split="local"`): there it all-reduces.
+    It all-reduces instead where devices along the axis hold the same shards (`split="local"`).
     """
     return axis in spec.hops and axis in comm.axes and comm.sizes[axis] > 1
 
@@ -138,7 +139,7 @@ def _codec(spec: ReduceSpec, axis: str, comm: CommSpec) -> Codec | None:
 def _split_by_codec(
     specs: Sequence[ReduceSpec], axis: str, comm: CommSpec
 ) -> tuple[list[int], dict[str, list[int]]]:
-    """Indices of the gradients that `axis` scatters: with a codec, and without one by dtype."""
+    """Indices of the gradients that `axis` scatters: those with a codec, the others by dtype."""
     coded: list[int] = []
     summed: dict[str, list[int]] = {}
     for i, spec in enumerate(specs):
@@ -170,9 +171,9 @@ def _encode_bucket(
 ) -> ReduceBucket:
     """Encode sums over `num_summed` devices into a bucket for the reduction over `axis`.
 
-    Gradients that are sent in 16 bits or fewer are exchanged all-to-all and summed in float32,
-    once: a reduce-scatter in that dtype would round after each of its steps. The message is the
-    mean of the devices summed so far, because a sum could overflow where the mean does not.
+    Gradients that are sent in 16 bits or fewer are exchanged all-to-all and summed once in
+    float32, because a reduce-scatter in that dtype would round after each of its steps. Messages
+    are means over the `num_summed` devices, because a sum could overflow where a mean does not.
     """
     coded, summed = _split_by_codec(specs, axis, comm)
     messages = []
@@ -201,8 +202,8 @@ def _reduce_over(
     """Reduce a bucket over one axis.
 
     Returns:
-        For each gradient this device's shard of the sum: an array, a `HalfBatchSum` where that is
-        requested on this axis, or `PartialSums` if messages were exchanged.
+        For each gradient, this device's shard of the sum: an array; a `HalfBatchSum` where that
+        is requested on this axis; or `PartialSums` if messages were exchanged.
     """
     coded, summed = _split_by_codec(specs, axis, comm)
     arrays: dict[int, Any] = dict(bucket.rest)
@@ -227,7 +228,11 @@ def _reduce_over(
 def _scatter(
     x: Array, numbers: Sequence[int], specs: Sequence[ReduceSpec], axis: str, comm: CommSpec
 ) -> dict[int, Sum]:
-    """Reduce-scatter the gradients `numbers`, which lie side by side in the rows of `x`."""
+    """Reduce-scatter the gradients at indices `numbers`: `x` if one, else columns of its rows.
+
+    Returns:
+        This device's shard of each sum, by index.
+    """
     if len(numbers) == 1:
         i = numbers[0]
         return {i: reduce_to_shard(x, axis, specs[i].layout.dim, comm)}
@@ -246,7 +251,7 @@ def _scatter(
 
 
 def _shard_shape(spec: ReduceSpec, axis: str, comm: CommSpec) -> tuple[int, ...]:
-    """The shape of a device's shard after the reduction over `axis`, and the axes before it."""
+    """The shape of a device's shard after the reduction over `axis` and the axes before it."""
     done = REDUCTION_HOPS[: REDUCTION_HOPS.index(axis) + 1]
     shape, dim = list(spec.layout.pad_shape(spec.shape)), spec.layout.dim
     shape[dim] //= math.prod(comm.sizes[hop] for hop in done if _scatters(spec, hop, comm))
@@ -261,6 +266,6 @@ def _message_column(spec: ReduceSpec, axis: str, comm: CommSpec) -> Column:
 
 @functools.cache
 def _message_size(codec: Codec, num: int, dtype: Any) -> Column:
-    """Length and dtype of the message array of `num` numbers; cached, since layers repeat it."""
+    """Length and dtype of the message of `num` numbers; cached, as many layers share it."""
     message = codec.message(num, dtype)
     return message.shape[0], message.dtype

@@ -1,4 +1,4 @@
-"""Move the split of a sharded array from one dim to another, and shapes of gathered weights."""
+"""Move the split of a sharded array to another dim; compute shapes of gathered weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def move_split(
 
 
 def gathered_aval(shard: Any, layout: DimSharding, comm: CommSpec) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of the full array, as seen inside the `shard_map`."""
+    """Shape, dtype and sharding of the array gathered from `shard`, inside the `shard_map`."""
 
     def full(x: Array) -> Array:
         for axis in reversed(comm.axes):

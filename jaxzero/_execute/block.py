@@ -59,7 +59,7 @@ def run_block(
 
 
 class BlockRunner:
-    """One run of the block that `weights` are gathered for."""
+    """One run of a block; `weights` has its plan and gathers its weights."""
 
     def __init__(self, weights: WeightBuckets):
         plan = weights.plan
@@ -87,7 +87,7 @@ class BlockRunner:
                 self._readers.setdefault(value, []).append(index)
 
     def inside(self, weights: WeightBuckets) -> BlockRunner:
-        """Make a runner for the body of a loop of this block."""
+        """Make a runner for the body of a loop in this block, whose plan `weights` has."""
         return BlockRunner(weights)
 
     def run(self, inputs: Sequence[Any], view_outputs: frozenset[int] = frozenset()) -> list[Any]:
@@ -131,10 +131,10 @@ class BlockRunner:
     # wherever they can.
 
     def tie(self, value: Value | None, arrays: list[Any]) -> list[Any]:
-        """Return `arrays`, available only once `value` and gradients reduced so far are.
+        """Return `arrays`, available only once `value` and recently reduced gradients are.
 
-        "So far" means since the last tie to another value. Buckets in flight are then reduced
-        over their next axis.
+        These are the gradients reduced since the last tie to another value. At the first tie to
+        `value`, every bucket in flight is also reduced over its next axis.
         """
         if value is None or value not in self.env or not arrays:
             return arrays
@@ -155,8 +155,8 @@ class BlockRunner:
     def tie_loop(self, carry: list[Any]) -> list[Any]:
         """Return a loop's initial carry, available only once buckets are reduced one axis further.
 
-        After the first axis a bucket is much smaller, and the loop may take long: without the
-        barrier, XLA may keep the larger buckets until the loop has ended.
+        A bucket is much smaller after its first axis. Without the barrier, XLA may keep the larger
+        buckets until the loop, which may take long, has ended.
         """
         gradients = self.gradients
         gradients.reduce_in_flight()
@@ -185,7 +185,7 @@ class BlockRunner:
         self.weights.receive(index)
 
     def read(self, atom: Value | Constant) -> Any:
-        """The array of a value; for a view of a weight, the full weight with its operations."""
+        """The array of a value. For a view: the full weight, with the view's operations applied."""
         if isinstance(atom, Constant):
             return atom.value
         view = self.plan.uses.views.get(atom)
@@ -205,7 +205,7 @@ class BlockRunner:
             self._store(value, x)
 
     def _store(self, value: Value, x: Any) -> None:
-        """Store a value, and run the operations on shards whose last missing input it is."""
+        """Store a value, and run each operation on shards that was waiting only for this input."""
         waiting = [(value, x)]
         while waiting:
             value, x = waiting.pop()
@@ -218,7 +218,7 @@ class BlockRunner:
                     waiting.append((operation.outputs[0], self._on_shards(operation, layout)))
 
     def _on_shards(self, operation: Operation, layout: Any) -> Any:
-        """Run an operation that the plan moved behind a reduction, on the reduced shards."""
+        """Run an operation that the plan moved after a reduction, on the reduced shards."""
         op, source = operation.view(), operation.source
         if source is None:  # an addition
             return jax.tree.map(_add, *(self.read(atom) for atom in operation.inputs))
@@ -230,7 +230,7 @@ class BlockRunner:
         return jax.tree.map(lambda x: movable_ops.apply_on_shard((op,), x, layout, source.shape), x)
 
     def _zeros(self, value: Value, spec: ReduceSpec) -> Any:
-        """The reduced shard of a gradient that is known to be zero: nothing is sent for it."""
+        """The reduced shard of a gradient that is known to be zero, for which nothing is sent."""
         shape = list(spec.layout.pad_shape(value.shape))
         for axis in spec.hops:
             if axis in self.comm.axes:
@@ -278,7 +278,7 @@ class BlockRunner:
                 self._write(value, x)
 
     def _make_target(self, operation: Operation) -> None:
-        """Make the constant that a scatter adds to just before the scatter runs.
+        """Delay the constant that a scatter adds to, until just before the scatter runs.
 
         The gradient of an embedding starts from zeros as large as the table. They depend on
         nothing, so without a barrier XLA makes them early and holds them until the scatter.
@@ -295,6 +295,6 @@ class BlockRunner:
 
 
 def _add(x: Array, y: Array) -> Array:
-    """Add in the wider of the two dtypes: terms are reduced in dtypes of their own."""
+    """Add in the wider of the two dtypes, since each term was reduced in a dtype of its own."""
     dtype = jnp.promote_types(x.dtype, y.dtype)
     return x.astype(dtype) + y.astype(dtype)

@@ -40,7 +40,7 @@ from .wire_state import LocalWireState
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """The leaves of all sharded arguments, in order, and what the ZeRO stage shards of them."""
+    """The leaves of all sharded arguments, in order, and whether the ZeRO stage shards them."""
 
     leaves: tuple[LeafSpec, ...]
     differentiated: tuple[int, ...]  # indices into `leaves` of those that get gradients
@@ -94,7 +94,7 @@ def run_on_device(
         microbatches: how many equal parts the rows are cut into, run one after the other.
         comm: mesh axes, codecs and schedule of all collectives.
     """
-    # Weights that stage 1 or 2 leaves unsharded: full already, and passed to the program as such.
+    # Weights that stage 1 or 2 leaves unsharded are full already, and passed to the program so.
     full = [
         None if parameters.weight_layout(i) else unpad(x, leaf.layout) if leaf.layout else x
         for i, (leaf, x) in enumerate(zip(parameters.leaves, stored, strict=True))
@@ -147,9 +147,9 @@ def run_on_device(
 
 
 def _num_gather_axes(comm: CommSpec, keeps_slices: bool) -> int:
-    """The most axes that the program gathers a weight over; at least 1.
+    """The largest number of mesh axes that the program gathers a weight over; at least 1.
 
-    With hpZ it gathers over `local` only, unless it makes the node slices itself.
+    With hpZ it gathers over `local` only, unless it makes node slices itself (`keeps_slices`).
     """
     axes = comm.gather_axes if comm.hpz is None or keeps_slices else (LOCAL,)
     return max(1, len(comm.axes_with_peers(axes)))
@@ -166,8 +166,8 @@ def _gather_sources(
 ) -> tuple[dict[int, Array], dict[ShardedParam, EncodedShards]]:
     """Make the array that each weight is gathered from: its shard or its node slice.
 
-    For weights in `kept_in_program` the source is the shard: the program makes their node slices
-    with their first gather.
+    For weights in `kept_in_program` it is the shard: the program makes their node slices in their
+    first gather.
 
     Returns:
         The new node slices of weights that are sent as differences, for the wire state, by index
@@ -195,11 +195,11 @@ def _slices_to_keep(
     microbatches: int,
     comm: CommSpec,
 ) -> frozenset[ShardedParam]:
-    """Choose the weights whose node slices the program makes with their first gather (hpZ).
+    """Choose the weights whose node slices the program makes in their first gather (hpZ).
 
-    The other slices are made before the program runs. That is needed with several micro-batches,
-    which share the slices; with weight differences, which update them; and where the program
-    splits a weight along another dim than storage does.
+    The other node slices are made before the program runs. This is needed with several
+    micro-batches, which share them; with weight differences, which update them; and where the
+    program splits a weight along another dim than storage does.
     """
     if comm.hpz is None or microbatches > 1 or comm.sizes[NODE] == 1:
         return frozenset()
@@ -212,7 +212,7 @@ def _slices_to_keep(
 
 
 def _effective_schedule(comm: CommSpec) -> CommSchedule:
-    """The configured schedule; without prefetch and buckets where no leaf is sharded."""
+    """The configured schedule, but without prefetch and buckets if no leaf is sharded."""
     if comm.num_shards == 1:
         return dataclasses.replace(comm.schedule, prefetch=0, bucket_bytes=0)
     return comm.schedule
@@ -226,7 +226,7 @@ def _means(
     microbatches: int,
     comm: CommSpec,
 ) -> tuple[MeanGradients, dict[int, Array]]:
-    """Average over devices; the residuals are returned by index of the leaf, `[1, *shape]`."""
+    """Average over devices; also return the new residuals `[1, *shape]`, by index of the leaf."""
     numbers = parameters.differentiated
     errors = [wire_state.errors[i][0] if i in wire_state.errors else None for i in numbers]
     means = mean_over_devices(sums, targets, errors, microbatches, comm)
@@ -244,7 +244,7 @@ def _trace(
     microbatches: int,
     comm: CommSpec,
 ) -> tuple[Block, Any]:
-    """Trace one micro-batch on the shapes of the full parameters; no full array is made."""
+    """Trace one micro-batch on the shapes of the full parameters, without gathering them."""
     full = []
     for i, (shard, x) in enumerate(zip(stored, full_weights, strict=True)):
         layout = parameters.weight_layout(i)
@@ -316,11 +316,11 @@ def _targets(
 ) -> list[GradientTarget]:
     """Decide over which axes the program reduces the gradient of each differentiated leaf.
 
-    Normally over `local` and `node`. Over `local` only, with the sum over nodes left to
-    `mean_gradients`, in four cases: several micro-batches with hpZ, which keeps node slices of the
-    weights anyway, so that node slices of gradients fit too; a residual that is added before the
-    sum over nodes; a gradient whose split still has to move to another dim; and `split="local"`,
-    where nodes all-reduce their slices, with several micro-batches or with half-batch sums.
+    Normally these are `local` and `node`. In four cases it is `local` only, and `mean_gradients`
+    sums over nodes: several micro-batches with hpZ, which keeps node slices of the weights anyway,
+    so that node slices of gradients fit too; a residual that is added before the sum over nodes; a
+    gradient whose split still has to move to another dim; and `split="local"`, where nodes
+    all-reduce their slices, with several micro-batches or with half-batch sums.
     """
     targets = []
     sum_nodes_once = comm.hpz is not None and microbatches > 1

@@ -1,7 +1,7 @@
 """The array that each weight is gathered from during a step: its shard, or its node slice (hpZ).
 
 With hpZ (ZeRO++, https://arxiv.org/abs/2306.10209) every weight is gathered between nodes once,
-and each device keeps the result, its node slice: forward, backward and all micro-batches then
+and each device keeps the result, its node slice. Forward, backward and all micro-batches then
 gather inside the node. With weight differences the node slice of the previous step is updated
 instead of being gathered again.
 """
@@ -56,8 +56,8 @@ def gather_source(
         leaf: the stored layout and codec.
         weight: the layout that the program uses, perhaps split along another dim.
         depth: the number of leading dims that the program scans over.
-        comm: with `hpz`, the node slice is made here; without, the source is the shard.
-        node_slice: the node slice, if it exists already.
+        comm: with `hpz`, the result is a node slice; without, the shard.
+        node_slice: the node slice, if it exists already; otherwise it is made here.
     """
     source = _gather_source(shard, leaf, weight, depth, comm, node_slice)
     return dataclasses.replace(source, axes=(LOCAL,) if comm.hpz else comm.gather_axes)
@@ -89,7 +89,7 @@ def _gather_source(
         plain = EncodedShards.plain(shard, leaf.layout.dim, 0 if moved else depth)
         (node_slice,) = node_slices([plain], [size], comm)
     if moved:
-        # The node has the full weight between its devices, so the exchange stays inside it.
+        # The devices of a node together have the full weight, so the exchange stays inside it.
         axes = comm.axes_with_peers((LOCAL,))
         x = move_split(node_slice.join(), leaf.shape, leaf.layout, weight.layout, axes)
         return encode_node_slice(EncodedShards.plain(x, weight.layout.dim, depth), size, comm)

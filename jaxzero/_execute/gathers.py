@@ -45,9 +45,10 @@ def encode_bucket(
         sources: this device's shard or node slice of each weight. A node slice that is to be kept
             (hpZ) is gathered here over `node` and replaces the shard in `sources`.
         comm: axes and codecs.
-        tie: puts a barrier between the shards and a value, so that XLA gathers no earlier.
-        pin: puts a barrier between the encoded buckets and that value, so that XLA encodes no
-            later.
+        tie: passes the shards through a barrier with a value, so that XLA does not gather before
+            the value exists.
+        pin: passes the encoded buckets through a barrier with that value, so that XLA encodes
+            before the value is used.
 
     Returns:
         The buckets, for `gather_next_axis`, and after the last axis for `decode_bucket`.
@@ -82,7 +83,7 @@ def encode_bucket(
 def gather_next_axis(
     group: GatherGroup, buckets: Sequence[GatherBucket], comm: CommSpec, num_hops: int
 ) -> list[GatherBucket]:
-    """All-gather buckets that have at least `num_hops` axes left over the next of them.
+    """All-gather, over its next axis, each bucket that has at least `num_hops` axes left.
 
     The other buckets (of node slices, which skip the `node` axis) are returned unchanged.
     """
@@ -126,7 +127,7 @@ def _labelled(group: GatherGroup) -> contextlib.AbstractContextManager[None]:
 
 
 def _leading_cast(ops: tuple[movable_ops.Op, ...]) -> Any:
-    """The dtype to decode to: that of a cast that comes first; None for the weight's."""
+    """The dtype to decode to: that of a cast at the start of `ops`; None for the weight's own."""
     return ops[0].dtype if ops and isinstance(ops[0], movable_ops.ConvertDtype) else None
 
 
@@ -150,11 +151,11 @@ def _sizes(group: GatherGroup) -> list[int]:
 def _split_ops(
     gather: Gather, shard: EncodedShards, comm: CommSpec
 ) -> tuple[tuple[movable_ops.Op, ...], tuple[movable_ops.Op, ...]]:
-    """Which operations run on the shard before the gather, and which after.
+    """Split the operations into those on the shard, before the gather, and those after it.
 
     Without quantization all of them run before: a cast to 16 bits then halves the bytes. A shard
-    that is quantized is encoded from its stored values, and cast while it is decoded; only slices
-    run before the gather, because they make the message smaller.
+    that is quantized is encoded from its stored values, and cast while it is decoded. Then only
+    slices run before the gather, because they make the message smaller.
     """
     slices, rest = movable_ops.up_to_last_slice(gather.ops)
     size = math.prod(View(gather.weight, slices).shape)

@@ -24,10 +24,11 @@ Reduced = list[tuple[Value, Any]]  # gradients, each with this device's shard of
 class GradientBuckets:
     """The gradient buckets of one run of a block, from the first gradient to the last reduction.
 
-    A group is one of `plan.reduce_groups`; its number is its index there.
+    A group is one of `plan.reduce_groups`, and `number` is its index there.
 
     Attributes:
-        in_flight: `(number of the group, axes done, bucket)` of buckets not fully reduced yet.
+        in_flight: `(number of the group, number of axes done, bucket)` for each bucket that is not
+            fully reduced yet.
         deferred: in a loop, buckets that the next iteration reduces, by number of the group.
     """
 
@@ -46,7 +47,10 @@ class GradientBuckets:
         return value in self._group_of
 
     def add(self, value: Value, x: Any) -> None:
-        """Add a gradient to its group; with the last one, encode the bucket for the first axis."""
+        """Add a gradient to its group; a complete group is encoded as a bucket for the first axis.
+
+        The bucket is then put in flight, deferred or, without overlap, reduced at once.
+        """
         number = self._group_of[value]
         group, unsent = self.plan.reduce_groups[number], self._unsent.setdefault(number, {})
         unsent[value] = x
@@ -64,7 +68,7 @@ class GradientBuckets:
             self.finish(number, self.reduce_rest(number, 0, bucket))
 
     def reduce_in_flight(self, ties: tuple[Any, ...] = ()) -> None:
-        """Reduce every bucket in flight over its next axis, not before the arrays `ties` exist."""
+        """Reduce every bucket in flight over its next axis, once the arrays `ties` exist."""
         in_flight, self.in_flight = self.in_flight, []
         for number, done, bucket in in_flight:
             if done and ties:  # over the first axis a bucket is sent as soon as it is encoded
@@ -97,7 +101,7 @@ class GradientBuckets:
         self._reduced += [(value, bucket.rest[i]) for i, value in enumerate(values)]
 
     def take_reduced(self) -> Reduced:
-        """The gradients that were reduced since the last call."""
+        """Return the gradients whose reduction has finished since the last call."""
         reduced, self._reduced = self._reduced, []
         return reduced
 

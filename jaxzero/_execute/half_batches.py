@@ -37,9 +37,9 @@ def gradient_halves(
     Args:
         shards: for each leaf, this device's shard, divided by the weight of the full batch; None if
             the leaf has no gradient.
-        copies: for each leaf, how many devices hold the same shard, and so would count it.
+        copies: for each leaf, how many devices hold the same shard; its products are divided by it.
         weight: summed weight of this device's rows; None if all examples weigh the same.
-        comm: gives the devices of the first half.
+        comm: says which devices are the first half.
 
     Returns:
         Three lists with a float32 scalar for each leaf, and the first half's share of the weight.

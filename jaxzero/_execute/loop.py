@@ -31,7 +31,7 @@ from .weight_buckets import InFlight, WeightBuckets
 
 @runtime_checkable
 class Runner(Protocol):
-    """The part of `BlockRunner` that a loop uses: of the block around it, and of its body.
+    """The part of `BlockRunner` that a loop uses, for the block around it and for its body.
 
     `block` imports this module, so this module cannot import `BlockRunner`.
     """
@@ -63,7 +63,7 @@ class Prologue(NamedTuple):
 class _State(NamedTuple):
     """The carry of a pipelined loop."""
 
-    carry: list[Any]  # the program's own
+    carry: list[Any]  # the carry of the program's loop
     in_flight: InFlight  # weights of the next layers
     buckets: dict[int, list[ReduceBucket]]  # for each deferred group, a bucket by axes done
     deferred: dict[int, Sum]  # stacks of the deferred outputs, by index of the output
@@ -71,7 +71,7 @@ class _State(NamedTuple):
 
 
 def run_loop(outer: Runner, index: int, loop: Loop) -> list[Any]:
-    """Run a loop of a block and return its outputs; those that are views of weights are None."""
+    """Run a loop of a block; return its outputs, with None for those that are views of weights."""
     return _Loop(outer, index, loop).run()
 
 
@@ -118,10 +118,10 @@ class _Loop:
         return (self._pipelined if self.plan.is_pipelined else self._plain)(carry, stacks)
 
     def prologue(self, tie: Bind) -> Prologue:
-        """Start the gathers of the first layers: of `num_hops` layers with `num_hops` axes.
+        """Start the gathers of the first `num_hops` layers; a gather has `num_hops` axes.
 
-        The first layer is gathered over all axes, the next over all but the last, and so on, so
-        that each iteration has one axis to gather for each of the layers in flight.
+        The first layer is gathered over all axes, the next over all but the last, and so on. Each
+        iteration then gathers every layer in flight over one more axis.
         """
         comm, num_hops = self.outer.comm, self.plan.body.num_hops
         in_flight: InFlight = {}
@@ -144,9 +144,9 @@ class _Loop:
     def layer_index(self, iteration: Array) -> Array:
         """The layer of an iteration; `iteration` may lie outside of the loop.
 
-        Past the end, the layers that the backward loop takes first, if there is one that
-        continues with this loop's buckets; otherwise the last layer again, since every iteration
-        must gather something. Before the start, the first layer.
+        Past the end, it is the layer that the backward loop takes first, second and so on, if a
+        loop continues with this loop's buckets; otherwise the last layer again, since every
+        iteration must gather something. Before the start, it is the first layer.
         """
         length = self.loop.length
         continued = any(x.continues == self.index for x in self.outer.plan.loops.values())
@@ -155,14 +155,14 @@ class _Loop:
         return length - 1 - iteration if self.loop.is_reversed else iteration
 
     def layer(self, i: Array) -> GatherSources:
-        """The shard or node slice of layer `i`, for each stack of weights that the loop scans."""
+        """The shard or node slice of layer `i` of each stack of weights that the loop scans."""
         return {
             stack.layer: shards.layer(lax.dynamic_index_in_dim(shards.data, i, 0, keepdims=False))
             for stack, shards in zip(self.uses.stacks, self.stacks, strict=True)
         }
 
     def _stack(self, stack: Stack) -> EncodedShards:
-        """The shards of a stack of layers, after the operations between weight and loop."""
+        """The shards of a stack of layers, after the operations of the stack's view."""
         view = stack.view
         shards = self.outer.weights.sources[view.weight]
         if not view.ops and shards.codec is not None and not shards.lead:
@@ -235,11 +235,11 @@ class _Loop:
     def _iteration(
         self, state: _State, iteration: Array, stacks: Sequence[Any]
     ) -> tuple[_State, list[Any], list[Any]]:
-        """Run one layer.
+        """Run one iteration of a pipelined loop.
 
         Returns:
-            The next state; the layer's outputs beside the carry; and its node slices for
-            `kept_in_iteration`.
+            The next state; the outputs of the iteration other than the carry; and the node slices
+            of the weights in `kept_in_iteration`.
         """
         here, following = (
             self.layer_index(iteration),
@@ -360,14 +360,14 @@ class _Loop:
         return self._inside({}).deferred_outputs(done)
 
     def _keep_slices(self, slices: dict[ShardedParam, Array]) -> None:
-        """Let later loops gather from the stacks of node slices in place of those of shards."""
+        """Let later gathers start from the stacks of node slices, in place of the shards."""
         for stack in self.uses.stacks:
             if stack.layer in slices:
                 kept = self.templates[stack.layer].stack(slices[stack.layer])
                 self.outer.weights.sources[stack.view.weight] = kept
 
     def _pass_prologue(self, state: _State) -> None:
-        """Give the loop that continues this one the buckets that are in flight at its end."""
+        """Hand the buckets in flight at this loop's end to the loop that continues with them."""
         for number, other in self.outer.plan.loops.items():
             if other.continues == self.index:
                 self.outer.prologues[number] = Prologue(state.in_flight, {})

@@ -1,8 +1,8 @@
 """Average gradients over devices and micro-batches: the last part of a step.
 
 For each leaf the program leaves one of three arrays on a device: its shard of the sum over all
-devices; its slice of the sum over its node, which is summed over nodes here, once for all
-micro-batches; or a full gradient of its own, which is all-reduced here. In all three cases
+devices; its node slice of the sum over its node, which is summed over nodes here, once for all
+micro-batches; or the full gradient of its own rows, which is all-reduced here. In all three cases
 
     mean = sum / (devices x micro-batches), or sum / (sum of the weights).
 """
@@ -43,11 +43,11 @@ class GradientTarget:
     leaf: LeafSpec
     stored: DimSharding | None  # split of the stored gradient; None if stored in full
     reduce_spec: ReduceSpec | None  # the reduction inside the program; None if there is none
-    size: int  # elements; of one layer, if the program scans the leaf
+    size: int  # elements of the leaf, or of one layer if the program scans it
 
     @property
     def in_node_only(self) -> bool:
-        """Whether the program reduces over `local` only, so that nodes are summed here."""
+        """Whether the program reduces over `local` only, so that this module sums over nodes."""
         return self.reduce_spec is not None and NODE not in self.reduce_spec.hops
 
 
@@ -58,7 +58,8 @@ class MeanGradients:
     Attributes:
         loss: mean over the full batch, a scalar.
         gradients: for each differentiated leaf its mean, laid out as stored; None if not a float.
-        residuals: for each, the rounding error of this step (error feedback); None if not kept.
+        residuals: for each leaf, the rounding error of this step (error feedback); None if it is
+            not kept.
         halves: inner products of half-batch gradients, if requested.
     """
 
@@ -80,7 +81,7 @@ def mean_over_devices(
     Args:
         sums: this device's sums over its micro-batches.
         targets: for each gradient in `sums`, how it was reduced and is to be stored.
-        errors: for each, the residual of the previous step; None if not kept.
+        errors: for each gradient, the residual of the previous step; None if it is not kept.
         num_microbatches: how many micro-batches were summed.
         comm: axes and codecs of the reductions.
     """
@@ -119,7 +120,7 @@ def _mean(
     total: Array,
     comm: CommSpec,
 ) -> tuple[Any, Array | None, HalfBatchSum | None]:
-    """Average one gradient: its mean as stored, its residual, and its shard of half-batch sums."""
+    """Average one gradient; return the mean as stored, the residual, and the half-batch sums."""
     if x is None:
         return None, error, None
     leaf, residual = target.leaf, None

@@ -1,4 +1,4 @@
-"""Gradient accumulation over the micro-batches of one device, and the reduction of its outputs.
+"""Gradient accumulation over the micro-batches of one device, and the combination of outputs.
 
 The program of one micro-batch runs `k` times in a `lax.scan` whose carry holds the sums of loss,
 weight and gradients, in float32 where they are narrower. Sharded gradients are reduced in every

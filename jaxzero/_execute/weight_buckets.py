@@ -18,10 +18,11 @@ InFlight = dict[int, list[list[GatherBucket]]]  # [group][axis]: buckets gathere
 class WeightBuckets:
     """The weights of one run of a block: shards, buckets in flight, and full weights.
 
-    A group is one of `plan.gather_groups`; its number is its index there.
+    A group is one of `plan.gather_groups`, and `number` is its index there.
 
     Attributes:
-        sources: the shard of each weight; its node slice from when the program keeps it (hpZ).
+        sources: the gather source of each weight: its shard, or its node slice once the program
+            keeps one (hpZ).
         next_sources: in a pipelined loop, the shards of the layer whose gather starts in this
             iteration.
         in_flight: for each group, its buckets after each axis. In a pipelined loop a prefetched
@@ -58,8 +59,8 @@ class WeightBuckets:
 
         Args:
             index: the operation, as an index into those of the block.
-            tie: puts a barrier between shards and a value, so that XLA gathers no earlier.
-            pin: puts a barrier between buckets and that value, so that XLA encodes no later.
+            tie: passes shards through a barrier with a value, as in `encode_bucket`.
+            pin: passes encoded buckets through a barrier with that value.
         """
         for number, axis in self._sends.get(index, ()):
             group = self.plan.gather_groups[number]
@@ -91,14 +92,14 @@ class WeightBuckets:
     def drop(self, index: int) -> None:
         """Drop full weights that operation `index` was the last to need.
 
-        A full weight that a later group has gathered again by then stays.
+        A full weight that was gathered again by then, for a later use, stays.
         """
         dead = [key for key, (gather, _) in self._full.items() if gather.until == index]
         for key in dead:
             del self._full[key]
 
     def full(self, weight: ShardedParam, ops: tuple[movable_ops.Op, ...]) -> Any:
-        """The full weight after `ops`."""
+        """The full weight, with the operations `ops` applied."""
         before, after = movable_ops.before_gather(ops, weight.layout, weight.shape)
         _, x = self._full[weight, before]
         for op in after:

@@ -2,7 +2,7 @@
 
 SDP4Bit (https://arxiv.org/abs/2410.15526): a step changes weights little, so a codec loses less on
 the difference than on the weight. Each device keeps its node slice w in the wire state; the owner
-of a shard x sends the difference, and every device of its group adds it:
+of a shard x sends the difference over `node`, and every device that receives it adds it:
 
     w' = w + decode(encode(x - w)).
 """
@@ -19,8 +19,11 @@ from .._sharding import LeafSpec, WeightHop
 
 
 def has_kept_slice(leaf: LeafSpec, comm: CommSpec) -> bool:
-    """Whether a leaf is sent as differences: not if it is small, unsharded, stored encoded, or
-    if there is one node."""
+    """Whether a leaf is sent as differences between nodes.
+
+    It is if `weights.node` is a `WeightHop`, there are several nodes, and the leaf is sharded, not
+    stored encoded, and large enough to be encoded.
+    """
     hop = comm.weights.node
     if not isinstance(hop, WeightHop) or leaf.layout is None or leaf.codec is not None:
         return False
@@ -29,7 +32,7 @@ def has_kept_slice(leaf: LeafSpec, comm: CommSpec) -> bool:
 
 
 def first_slice(shard: Shaped[Array, ...], leaf: LeafSpec, comm: CommSpec) -> EncodedShards:
-    """Gather a node slice over `node` without a codec, for the wire state before the first step."""
+    """Gather a node slice without a codec on the wire, for the state before the first step."""
     assert leaf.layout is not None
     with labelled("weights", leaf.path):
         full = EncodedShards.plain(shard, leaf.layout.dim, leaf.num_lead).gather(NODE)
@@ -37,7 +40,7 @@ def first_slice(shard: Shaped[Array, ...], leaf: LeafSpec, comm: CommSpec) -> En
 
 
 def kept_slice(data: Shaped[Array, ...], leaf: LeafSpec, comm: CommSpec) -> EncodedShards:
-    """Rebuild the result of `first_slice` or `next_slice` from its `data`, the stored array."""
+    """The node slice that `first_slice` or `next_slice` made, from its array in the wire state."""
     assert leaf.layout is not None and comm.hpz is not None
     lead, dim = leaf.num_lead, leaf.layout.dim
     shape = list(leaf.padded_shape)
@@ -54,7 +57,7 @@ def next_slice(
     assert isinstance(hop, WeightHop) and leaf.layout is not None
     with labelled("weights", leaf.path):
         old = kept.join(jnp.float32)
-        # Weights that were NaN once may be restored from a checkpoint; NaN + difference cannot.
+        # After weights with NaN are replaced from a checkpoint, NaN + difference would stay NaN.
         old = jnp.where(jnp.isfinite(old), old, 0)
         size = shard.shape[kept.dim]
         start = lax.axis_index(NODE) * size

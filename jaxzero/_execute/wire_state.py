@@ -1,8 +1,8 @@
 """State of the collectives that persists across steps: node slices and residuals.
 
 Two options need it. Weight differences (`WeightDelta`) need the node slices that they are added
-to; error feedback (`ErrorFeedback`) needs the residuals, that is the rounding errors of the
-gradients in the last step. Both are global sharded arrays: a device holds one node slice of each.
+to; error feedback (`ErrorFeedback`) needs the residuals, the rounding errors of the gradients in
+the last step. Both are global sharded arrays: a device holds one node slice of each.
 The caller passes the state from step to step and saves it, like optimizer state.
 """
 
@@ -24,7 +24,7 @@ from .weight_differences import first_slice, has_kept_slice
 
 
 class WireState(NamedTuple):
-    """Two trees with the structure of the parameters; `None` for a leaf that has no such state.
+    """Two trees with the structure of the parameters, with `None` for a leaf without such state.
 
     Attributes:
         slices: the node slices of the weights, encoded by `HpZ.codec`.
@@ -37,10 +37,10 @@ class WireState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LocalWireState:
-    """The wire state of all sharded arguments of a call, by index of the leaf among theirs.
+    """The wire state of all sharded arguments of a call, by index of the leaf among all of theirs.
 
-    On a device the values are its shards (`slices` one node slice, `errors` `[1, *shape]`);
-    outside they are global arrays, or their `PartitionSpec`s (`specs_of`).
+    Inside the `shard_map` the values are this device's shards (a node slice in `slices`, an array
+    `[1, *shape]` in `errors`); outside they are global arrays, or `PartitionSpec`s (`specs_of`).
     """
 
     slices: Mapping[int, Any] = dataclasses.field(default_factory=dict)
@@ -92,8 +92,8 @@ def make_state(
     Args:
         plan: leaves and structure of the parameters.
         params: the parameters, in stored form.
-        axes: the mesh axes that shard them.
-        mesh: the mesh that they are on.
+        axes: the mesh axes that shard the parameters.
+        mesh: the mesh that the parameters are on.
         comm: its codecs decide which leaves have node slices or residuals.
     """
     mapped = map_devices(
@@ -131,7 +131,7 @@ def specs_of(leaves: Sequence[LeafSpec], comm: CommSpec) -> LocalWireState:
 
 
 def to_tree(plan: TreePlan, wire_state: LocalWireState, start: int = 0) -> WireState:
-    """The state of one argument, whose first leaf has index `start` in `wire_state`."""
+    """The `WireState` of one argument, whose first leaf has index `start` in `wire_state`."""
     numbers = range(start, start + len(plan.leaves))
     return WireState(
         plan.whole([wire_state.slices.get(i) for i in numbers]),
@@ -144,7 +144,7 @@ def from_tree(
 ) -> LocalWireState:
     """The `LocalWireState` of one argument, with its first leaf at index `start`.
 
-    The reverse of `to_tree`; `name` is the argument's, for messages.
+    This is the reverse of `to_tree`; `name` is the argument's name, for messages.
 
     Raises:
         ValueError: the state does not fit these parameters, this mesh or this config.

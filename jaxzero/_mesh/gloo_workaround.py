@@ -1,10 +1,10 @@
-"""Reduce-scatter with a workaround for XLA on CPUs, whose sums are sometimes wrong.
+"""Reduce-scatter that works around wrong sums of XLA on CPUs.
 
 Once `jax.distributed` runs, XLA:CPU uses Gloo for reductions, also between devices of one process.
-Gloo's reduce-scatter sends from a buffer that the result may have overwritten already: without an
-error, one in a thousand sums of some hundred kilobytes is wrong, and a few in a hundred sums of
-megabytes (JAX 0.10 to 0.12; jax-ml/jax#40830). It also times out after 30 s, whatever limit is set
-(#40831). In that case the shards are exchanged all-to-all instead, in as many bytes, and added.
+Gloo's reduce-scatter sends from a buffer that the result may have overwritten already. No error is
+raised, but one in a thousand sums of some hundred kilobytes is wrong, and a few in a hundred sums
+of megabytes (JAX 0.10 to 0.12; jax-ml/jax#40830). It also times out after 30 s, whatever limit is
+set (#40831). In this case the shards are exchanged all-to-all, in as many bytes, and added.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def is_exchanged() -> bool:
 def reduce_scatter(
     x: Shaped[Array, ...], axes: str | tuple[str, ...], dim: int, *, tiled: bool = True
 ) -> Shaped[Array, ...]:
-    """`lax.psum_scatter`: sum over devices; device i keeps part i of `dim`."""
+    """`lax.psum_scatter`, or its workaround: sum over devices; device i keeps part i of `dim`."""
     if not is_exchanged():
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=tiled)
     names = (axes,) if isinstance(axes, str) else axes

@@ -55,13 +55,13 @@ def make_mesh(
     """Arrange devices as `(node, local)`.
 
     Args:
-        nodes: number of nodes. By default a node is a slice, if the devices belong to several
-            (pods of TPUs, GPUs that share NVLink), otherwise a host with all its processes; all
-            processes must call this together, since they exchange host names. If given, devices
-            are ordered by `(process_index, id)`, and a node is a run of neighbours.
+        nodes: number of nodes. By default each slice is a node if the devices belong to several
+            slices (pods of TPUs, GPUs that share NVLink); otherwise each host is one, with all
+            its processes, which must then all make this call, since they exchange host names. If
+            given, devices are ordered by `(process_index, id)`, and a node is a run of neighbours.
         devices: the devices to use; by default all of them.
         axis_type: `AxisType.Auto` or `AxisType.Explicit`, for both axes.
-        simulate: make a mesh of this many simulated devices. All arrays are then in full on the
+        simulate: make a mesh of this many simulated devices. Every array then lies whole on the
             first of `devices`, which does the arithmetic of every device, with the same
             collectives. Use it to study the effect of quantization or small batches on training;
             it shows nothing about memory or speed.
@@ -165,7 +165,7 @@ def microbatch_index(index: Array | None) -> Iterator[None]:
 
 
 def device_index(axes: tuple[str, ...] = AXES) -> Array:
-    """This device's index over `axes`, uint32; only inside a per-device program."""
+    """This device's index over `axes`, uint32. Call it only inside a per-device program."""
     return lax.axis_index(axes).astype(jnp.uint32)
 
 

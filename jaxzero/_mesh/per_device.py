@@ -4,7 +4,7 @@ Inside a `shard_map`, JAX puts the mesh, with its axes `Manual`, into the type o
 that compares traced with computed values (Equinox's solvers: diffrax, optimistix, lineax) compares
 these types too, and fails. So the body is traced with all axes automatic, as under plain `jit`,
 which such code supports; the axis names stay bound, so that collectives work. The traced jaxpr is
-then called in the `shard_map` as one `jit`: its equations are not bound, and so not typed, again.
+then called in the `shard_map` as one `jit`, so that its equations do not get types with the mesh.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def without_mesh(function: Callable) -> Callable:
 
 
 def _as_one_call(jaxpr: Any, constants: list[Any], leaves: list[Any]) -> Any:
-    """A jaxpr with one equation, a `jit` of `jaxpr`.
+    """Wrap `jaxpr` in a jaxpr with one equation, a `jit` that calls it.
 
-    Closed-over arrays of the user's function are arguments of it: inside a `jit` they would be
-    constants of the compiled program, which could then not be reused with other values.
+    Arrays that the user's function closes over become arguments of the `jit`: as constants of the
+    compiled program they would keep it from being reused with other values.
     """
 
     @jax.jit
@@ -66,10 +66,10 @@ def bare(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _with_mesh_context(mesh: Any, closed: Any) -> Any:
-    """Give `axis_index` and prints the context of `mesh`, which their lowering needs.
+    """Give equations with `axis_index` or a debug print the context of `mesh`, to lower them.
 
     If an axis of the mesh is automatic, JAX lowers these as a `shard_map` over the axes that are
-    not manual yet, and reads from the mesh in the equation's context which those are.
+    not manual yet, and finds these axes in the mesh of the equation's context.
     """
     with jax.sharding.use_abstract_mesh(mesh):
         context = jax.make_jaxpr(lambda: lax.axis_index(mesh.manual_axes[0]))().jaxpr.eqns[0].ctx
@@ -106,7 +106,7 @@ def _rewrite_inside(equation: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _like(old: tuple, items: list[Any]) -> tuple:
-    """A tuple of the type of `old`: `custom_linear_solve` has its jaxprs in a named tuple."""
+    """`items` as a tuple of the type of `old`, such as the named tuple of `custom_linear_solve`."""
     return type(old)(*items) if hasattr(old, "_fields") else tuple(items)
 
 
@@ -115,5 +115,5 @@ def _is_jaxpr(x: Any) -> bool:
 
 
 def is_traced(x: Any) -> bool:
-    """Whether `x` is a tracer, and not an array with values."""
+    """Whether `x` is a tracer rather than an array with values."""
     return isinstance(x, Tracer)

@@ -33,7 +33,7 @@ _axis_names: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedMesh:
-    """A mesh of `sizes` simulated devices, in the place of a `Mesh`; all run on `device`."""
+    """A stand-in for `Mesh`, of shape `sizes`, whose simulated devices all run on `device`."""
 
     axis_names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -59,7 +59,8 @@ class SimulatedMesh:
         Args:
             function: takes and returns trees of arrays.
             in_specs: a tuple of tree prefixes of `PartitionSpec`s, one for each argument.
-            out_specs: a tree prefix; outputs that are not split are those of the first device.
+            out_specs: a tree prefix of `PartitionSpec`s; for an output that is not split, the
+                first device's value is returned.
         """
 
         def on_device(*args):
@@ -82,7 +83,7 @@ class SimulatedMesh:
         return run
 
     def _cut(self, x: Array, spec: PartitionSpec) -> Array:
-        """Cut a global array into shards, on one new leading dim for each axis that splits it."""
+        """Cut a global array into shards: a new leading dim for each mesh axis that splits it."""
         shape: list[int] = []
         for size, axes in zip(x.shape, _axes_of_dims(spec, x.ndim), strict=True):
             counts = [self.shape[axis] for axis in axes]
@@ -91,7 +92,7 @@ class SimulatedMesh:
         return jnp.moveaxis(x.reshape(shape), dims, range(len(dims)))
 
     def _join(self, x: Array, spec: PartitionSpec) -> Array:
-        """The global array, from shards `x` with a leading dim for every axis of the mesh."""
+        """Join shards, which `x` has on a leading dim for every mesh axis, to the global array."""
         x = x[tuple(slice(None) if _splits(spec, axis) else 0 for axis in self.axis_names)]
         ndim = x.ndim - sum(_splits(spec, axis) for axis in self.axis_names)
         dims = self._axis_dims(spec, ndim)
@@ -102,7 +103,7 @@ class SimulatedMesh:
         return jnp.moveaxis(x, range(len(dims)), dims).reshape(shape)
 
     def _axis_dims(self, spec: PartitionSpec, ndim: int) -> list[int]:
-        """The dim of each mesh axis where every split dim is reshaped to `(*axes, shard)`."""
+        """The dim of each mesh axis once every split dim is reshaped to `(*axes, shard)`."""
         order = [name for axes in _axes_of_dims(spec, ndim) for name in (*axes, None)]
         return [order.index(axis) for axis in self.axis_names if axis in order]
 
@@ -111,7 +112,7 @@ AnyMesh = Mesh | SimulatedMesh
 
 
 def physical(mesh: AnyMesh) -> Mesh:
-    """The mesh of real devices, which arrays are laid out on."""
+    """The mesh of real devices that arrays lie on: `mesh` itself unless it is simulated."""
     return mesh.physical if isinstance(mesh, SimulatedMesh) else mesh
 
 

@@ -1,6 +1,6 @@
 """The plan of one block of a program, as data: when each bucket is sent and what it waits for.
 
-Operations are named by their index in the block.
+An operation is given by its index in the block.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class GatherGroup:
 
     gathers: tuple[Gather, ...]
     issues: tuple[int, ...]  # for each mesh axis, the operation before which it is sent
-    ties: tuple[Value | None, ...]  # for each axis, the value that must exist first; see `schedule`
+    ties: tuple[Value | None, ...]  # for each axis, the value that it waits for; see [Note: ties]
     prefetched: bool = False  # in a loop: sent in earlier iterations
 
     @property
@@ -33,18 +33,18 @@ class ReduceGroup:
     """Gradients that are reduced together, once the last of them is made."""
 
     values: tuple[Value, ...]
-    at: int  # the operation that makes the last of them
+    at: int  # the operation that makes the last of these gradients
     deferred: bool = False  # in a loop: sent in the next iteration
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopPlan:
-    """The plan of a loop's body, and of the gathers of its first layers, before the loop."""
+    """The plan of a loop's body, and of its prologue, the gathers of its first layers."""
 
     body: BlockPlan
-    issue: int  # the operation before which the first layers are sent
-    tie: Value | None = None  # the value that must exist first
-    continues: int | None = None  # the loop that ends with these gathers, so they are not repeated
+    issue: int  # the operation before which the prologue is sent
+    tie: Value | None = None  # the value that the prologue waits for
+    continues: int | None = None  # an earlier loop that sends the same gathers last: no prologue
 
     @property
     def is_pipelined(self) -> bool:

@@ -30,7 +30,7 @@ from .param_uses import BlockUses
 
 @dataclasses.dataclass(frozen=True)
 class BlockGradients:
-    """Where a block reduces gradients; operations are named by their index."""
+    """Where a block reduces gradients; an operation is given by its index."""
 
     reduces: dict[Value, ReduceSpec]  # values reduced as soon as they are made
     on_shards: dict[int, DimSharding | None]  # operations that run on shards: their input's layout
@@ -42,7 +42,7 @@ _ADDITIONS = ("add", "add_any")
 
 
 class _Gain(enum.IntEnum):
-    """The gain of reducing below an operation; the larger the value, the larger the gain."""
+    """The gain of reducing an operation's input in place of its output, in ascending order."""
 
     NONE = 0  # nothing: reduce above it
     CHEAPER = 1  # bytes: the input is narrower
@@ -52,11 +52,11 @@ class _Gain(enum.IntEnum):
 def find_reduces(
     block: Block, uses: BlockUses, reduce_specs: Sequence[ReduceSpec | None]
 ) -> BlockGradients:
-    """Place the reduction of every output that has one.
+    """Choose where each output is reduced: as early in the program as saves memory or bytes.
 
     Args:
         block: the program, or a loop's body.
-        uses: the views of weights in it, which are never computed.
+        uses: the views of weights in the block, which are never computed.
         reduce_specs: for each output its reduction; None if it is not reduced.
     """
     search = _Search(block, uses)
@@ -75,7 +75,7 @@ def find_reduces(
 def _body(
     block: Block, uses: BlockUses, index: int, specs: dict[int, ReduceSpec]
 ) -> BlockGradients:
-    """Place reductions in a loop's body; `specs` has those of its outputs, by number."""
+    """Place the reductions in a loop's body, from those of the loop's outputs, by their index."""
     loop = block.operations[index]
     assert isinstance(loop, Loop)
     reduce_specs = [specs.get(i) for i in range(len(loop.outputs))]
@@ -83,7 +83,7 @@ def _body(
 
 
 class _Search:
-    """Follows reduced values from the outputs to the operations that make them."""
+    """Follow reduced values from the outputs of a block to the operations that make them."""
 
     def __init__(self, block: Block, uses: BlockUses):
         self.views = uses.views
@@ -99,11 +99,11 @@ class _Search:
         self.loops: dict[int, dict[int, ReduceSpec]] = {}
 
     def only_use(self, atom: Atom) -> bool:
-        """Whether a value is read once and is not a view: another reader would need it in full."""
+        """Whether a value is read once and is not a view: a second reader would need it in full."""
         return self.num_reads[atom] == 1 and atom not in self.views
 
     def place(self, value: Value, reduce_spec: ReduceSpec) -> None:
-        """Reduce `value` as it is made, or below the operation that makes it, if that gains."""
+        """Reduce `value` where it is made, or the inputs of the operation that makes it."""
         if self._gain(value, reduce_spec.layout) == _Gain.NONE:
             self.reduces[value] = dataclasses.replace(
                 reduce_spec, shape=value.shape, dtype=value.dtype
@@ -147,7 +147,7 @@ class _Search:
         return terms, additions
 
     def _gain(self, value: Value, layout: DimSharding) -> _Gain:
-        """The gain of reducing below the operation that makes `value`, split as `layout`."""
+        """The gain of reducing the inputs of the operation that makes `value`, if split so."""
         if value not in self.maker or not self.only_use(value):
             return _Gain.NONE
         _, operation = self.maker[value]
@@ -173,7 +173,7 @@ class _Search:
 
 
 def _own_gain(operation: Operation) -> _Gain:
-    """The gain of reducing below this one operation."""
+    """The gain of reducing the input of this operation, without that of operations before it."""
     op = operation.view()
     if isinstance(op, movable_ops.Pad):
         return _Gain.SMALLER
@@ -199,7 +199,7 @@ def _addends(operation: Operation) -> list[Value]:
 
 
 def _below(operation: Operation, layout: DimSharding) -> tuple[Value, DimSharding] | None:
-    """The input that can be reduced in place of the output, and its layout; None if none can."""
+    """The input that can be reduced in place of the output, and its layout; None if none can be."""
     op, source = operation.view(), operation.source
     if op is None or source is None or isinstance(op, movable_ops.Slice):
         return None

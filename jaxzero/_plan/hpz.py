@@ -22,8 +22,8 @@ def mark_kept_slices(plan: BlockPlan, weights: frozenset[ShardedParam]) -> Block
     Args:
         plan: the plan of the full program.
         weights: the weights whose node slices are to be kept. A weight for which that is not
-            possible (a stack that is scanned by a loop in a loop, for example) gets no mark:
-            `slices_kept_in_program` returns those that have one.
+            possible (a stack that a nested loop scans, for example) gets no mark;
+            `slices_kept_in_program` returns the marked ones.
     """
     marked: set[Gather] = set()
     loops = dict(plan.loops)
@@ -57,7 +57,7 @@ def _start_after(loop: LoopPlan, maker: int) -> LoopPlan:
     """Delay the first gathers of a loop that reads node slices made by the loop `maker`.
 
     They start once the slices exist. The loop cannot continue with the buckets that `maker` has in
-    flight at its end: those are gathered over both axes, and slices only over `local`.
+    flight at its end: these are gathered over both axes, but slices over `local` only.
     """
     continues = None if loop.continues == maker else loop.continues
     return dataclasses.replace(loop, issue=max(loop.issue, maker + 1), continues=continues)
@@ -85,7 +85,7 @@ def _marked(group: GatherGroup, marked: set[Gather]) -> GatherGroup:
 
 
 def slices_kept_in_program(plan: BlockPlan) -> frozenset[ShardedParam]:
-    """The weights whose node slices the program makes, with their first gather."""
+    """The weights whose node slices the program makes in their first gather."""
     here = {x.weight for group in plan.gather_groups for x in group.gathers if x.keeps}
     for index, loop in plan.loops.items():
         here |= _kept_in_loop(plan, index, loop)

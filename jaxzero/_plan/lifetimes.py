@@ -24,10 +24,10 @@ from .param_uses import BlockUses, ShardedParam, View
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """One gather of a weight, and the operations that the full weight is held for."""
+    """One gather of a weight, and the range of operations during which the full weight is held."""
 
     weight: ShardedParam
-    ops: tuple[movable_ops.Op, ...]  # applied to the shard, before the gather where possible
+    ops: tuple[movable_ops.Op, ...]  # operations that can run on the shard, before the gather
     region: str  # "forward", "backward" or "loop"
     at: int  # the operation that first needs the full weight
     until: int  # the operation after which it is dropped
@@ -50,7 +50,7 @@ class Gather:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the gathered array."""
+        """Bytes of the gathered array."""
         return self.size * self.dtype.itemsize
 
 
@@ -68,7 +68,7 @@ class Live:
         self.num_bytes[start:stop] += gather.num_bytes
 
     def has_room(self, gathers: Sequence[Gather], start: int, stop: int) -> bool:
-        """Whether the limits allow these weights too, for operations `start` to `stop - 1`."""
+        """Whether the limits allow these weights in addition, at operations `start..stop - 1`."""
         elements, num_bytes = sum(x.size for x in gathers), sum(x.num_bytes for x in gathers)
         most, budget = self.schedule.max_live_parameters, self.schedule.live_bytes
         if start >= stop:
@@ -85,12 +85,13 @@ def find_gathers(
 
     Args:
         num_operations: number of operations of the block.
-        uses: the uses of weights in it.
+        uses: the uses of weights in the block.
         boundary: the last operation of forward; None if the block is the body of a loop.
         schedule: the limits on live weights.
 
     Returns:
-        The gathers in the order of their first uses, and the live weights if none is prefetched.
+        The gathers in the order of their first uses, and the weights that are live then, before
+        any is prefetched.
     """
 
     def region(index: int) -> str:
@@ -119,7 +120,7 @@ def _by_region(gathers: list[Gather]) -> Iterator[list[Gather]]:
 
 
 def _merged(gathers: Sequence[Gather]) -> Gather:
-    """One gather that is held from the first use to the last."""
+    """Merge gathers of a weight into one, which holds it from the first use to the last."""
     return dataclasses.replace(gathers[0], until=gathers[-1].until)
 
 
@@ -128,7 +129,7 @@ def _held_within_limits(found: list[list[Gather]], live: Live) -> list[Gather]:
 
     Args:
         found: for each weight, a gather for each of its uses, in program order.
-        live: counts what is held; updated.
+        live: counts the weights that are held; it is updated.
     """
     # The reuse distance of DeepSpeed: how many elements of weights are used between two uses.
     used = np.zeros(len(live.elements) + 1, np.int64)  # elements used before each operation

@@ -76,13 +76,13 @@ class LoopUses:
     """How a loop uses weights."""
 
     stacks: tuple[Stack, ...]
-    view_outputs: frozenset[int]  # outputs that are views of weights, and so not computed
+    view_outputs: frozenset[int]  # indices of outputs that are views of weights: not computed
     body: BlockUses
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockUses:
-    """How a block uses weights; `loops` is indexed by operation."""
+    """How a block uses weights; `loops` has an entry for each loop, by index of its operation."""
 
     views: Mapping[Atom, View]
     uses: tuple[Use, ...]
@@ -103,7 +103,7 @@ def find_uses(block: Block, inputs: Mapping[Value, View]) -> BlockUses:
 
 
 class _UseFinder:
-    """One pass over a block, in program order."""
+    """A walk over the operations of a block, in program order, that collects its `BlockUses`."""
 
     def __init__(self, block: Block, known: dict[Atom, View]):
         self.block = block
@@ -169,7 +169,7 @@ class _UseFinder:
     def _views_of_stacked_outputs(
         self, loop: Loop, inside: Mapping[Atom, View], stacks: tuple[Stack, ...]
     ) -> frozenset[int]:
-        """Turn the loop's outputs that stack up views of its layers into views of their stacks.
+        """Register outputs of the loop that stack up views of its layers as views of the stacks.
 
         Returns:
             The indices of these outputs.
@@ -186,7 +186,7 @@ class _UseFinder:
         return frozenset(view_outputs)
 
     def _layer(self, view: View, stacks: dict[tuple, Stack]) -> View | None:
-        """One layer of a scanned view, as a view for the body; None if the stack must be full."""
+        """The body's view of one layer of a scanned stack; None if the loop needs it in full."""
         weight = view.weight
         sliced = _of_slice(view)
         if sliced is not None and weight.layout.dim != 0:
@@ -217,7 +217,7 @@ def _of_slice(view: View) -> tuple[movable_ops.Op, ...] | None:
 
 
 def _stack(view: View) -> Stack:
-    """The stack of `view`, with a new `ShardedParam` for its layer."""
+    """A `Stack` for a view that a loop scans, with a new `ShardedParam` as the body's layer."""
     weight = view.weight
     pushed = movable_ops.push(view.ops, weight.layout, weight.shape)
     assert pushed is not None

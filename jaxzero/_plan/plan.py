@@ -1,4 +1,4 @@
-"""A plan to look at: every all-gather, drop and reduce-scatter of one training step, in order."""
+"""A plan to print: every all-gather, drop and reduce-scatter of one training step, in order."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from .block_plan import BlockPlan, GatherGroup, ReduceGroup
 
 @dataclasses.dataclass(frozen=True)
 class PlanStep:
-    """One all-gather or reduce-scatter: of one array, in a bucket of one or several.
+    """The all-gather or reduce-scatter of one array, alone or in a bucket with others.
 
     Attributes:
         region: "forward", "backward", or the loop it is in.
         action: "gather" (all-gather) or "reduce" (reduce-scatter, or all-reduce).
-        group: number of the bucket in its region; arrays of one number share a message.
+        group: number of the bucket in its region; arrays with the same number share a message.
         name: name of the leaf.
         shape, dtype: shape and dtype of the full array.
-        num_bytes: bytes of the full array, once.
+        num_bytes: bytes of the full array, for one of its `trips`.
         sent: the operation before which a weight is sent, or "the iteration before".
         at: the operation that first needs a weight, or that makes a gradient.
         until: the operation after which a full weight is dropped; for a gradient "", or
             "the iteration after" if it is sent then.
-        tied: the operation whose result a weight waits for; "" if for none.
-        trips: how often one execution of the program does it.
-        start, needed, stop: the numbers of these operations among those of the block.
-        path: the numbers of the loops that it is in.
+        tied: the operation whose result the gather of a weight waits for; "" if there is none.
+        trips: how often this happens in one execution of the program.
+        start, needed, stop: indices in the block; for a weight of `sent`, `at` and `until`; for a
+            gradient of `at`, of `at`, and of the operation that completes its bucket.
+        path: indices of the loops that this step is in, the outermost first.
     """
 
     region: str
@@ -57,8 +58,8 @@ class Plan:
     top: BlockPlan
     at_end: tuple[str, ...] = ()  # leaves that are stored in full: all-reduced last, together
     transfers: tuple[Transfer, ...] = ()  # every collective, in the order it was issued
-    slice_bytes: int = 0  # of the nodes' slices that one device keeps for the step (hpZ)
-    codecs: tuple[str, ...] = ()  # what encodes weights and gradients, and over which axis
+    slice_bytes: int = 0  # bytes of the node slices that one device keeps for the step (hpZ)
+    codecs: tuple[str, ...] = ()  # a line for each codec: what it encodes, and over which axis
 
     @property
     def steps(self) -> tuple[PlanStep, ...]:
@@ -91,7 +92,7 @@ def _row(step: PlanStep, first_needed: int) -> tuple[str, ...]:
 
     Args:
         step: a step of the plan.
-        first_needed: the number of the operation that first needs an array of its bucket.
+        first_needed: index of the operation that first needs any array of the step's bucket.
     """
     size = readable_bytes(step.num_bytes) + (f" x{step.trips}" if step.trips > 1 else "")
     early, end = "", ""
@@ -207,5 +208,5 @@ def _demand(plan: BlockPlan, value: Value) -> ReduceSpec:
 
 
 def region_name(path: tuple[int, ...]) -> str:
-    """The loops of `path` in words, the innermost first; "" at the top of the program."""
+    """Name the loops of `path`, innermost first ("loop 3 in loop 1"); "" at the top level."""
     return " in ".join(f"loop {index}" for index in reversed(path))

@@ -9,7 +9,7 @@ first used.
 [Note: ties] XLA would merge the gather of the backward region with that of the forward region,
 because both read the same shard, and keep the full weight alive between them. So each gather is
 tied: its shards pass through an `optimization_barrier` together with a value that does not exist
-earlier. That value is the last result of a costly operation. It is not an operand of the use
+any earlier. That value is the last result of a costly operation. It is not an operand of the use
 itself, which may be a cheap expression that XLA fuses into the use and that a tie would force into
 memory; nor is it a gradient that is about to be sent.
 
@@ -79,7 +79,7 @@ def make_plan(
 
     Args:
         block: the full program.
-        uses: where it needs weights in full.
+        uses: where the program needs weights in full.
         reduce_specs: for each output its reduction; None if it is not reduced.
         loss: the value whose operation ends the forward region; None if there is no backward.
         schedule: prefetch distance, bucket size and limits on live weights.
@@ -179,7 +179,7 @@ def _grouped(
 
 
 def _signature(gather: Gather) -> tuple:
-    """Equal for gathers with the same role in two layers."""
+    """A key that is equal for gathers with the same role in different layers."""
     return gather.shape, gather.dtype, gather.region, gather.weight.layout.dim
 
 
@@ -201,8 +201,8 @@ def _issues(
 ) -> tuple[int, ...]:
     """For each mesh axis, the operation before which a group is gathered over it.
 
-    Over the last axis that is `prefetch` groups ahead of its use, or fewer if the limits on live
-    weights require it; over each axis before, one group earlier. `live` is updated.
+    Over the last axis it is gathered `prefetch` groups ahead of its use, or fewer if the limits on
+    live weights require it; over each axis before, one group earlier still. `live` is updated.
     """
     at = group[0].at
     for num in range(schedule.prefetch, 0, -1):
@@ -216,7 +216,7 @@ def _issues(
 
 
 def _num_prefetched(groups: list[list[Gather]], live: Live, schedule: CommSchedule) -> int:
-    """How many groups of a loop's body are sent in the iteration before, within the limits."""
+    """The number of groups of a loop's body to send one iteration ahead, within the limits."""
     for num in range(min(schedule.prefetch, len(groups)), 0, -1):
         first = [gather for group in groups[:num] for gather in group]
         if live.has_room(first, 0, len(live.elements)):
@@ -229,9 +229,9 @@ def _ties(
 ) -> list[Value | None]:
     """For each operation, the value that a gather before it waits for. See [Note: ties].
 
-    Never a gradient that is about to be sent: after that nothing else reads it, and XLA drops it
-    from the barrier. If the gradient is a product that is then transposed, XLA swaps the factors
-    in place of the transpose, unless something else reads the product; a tie would.
+    The value is never a gradient that is about to be sent: nothing else reads that one afterwards,
+    so XLA drops it from the barrier. Also, XLA replaces the transpose of a product by a swap of
+    its factors, unless something else reads the product, as a tie to a gradient would.
     """
     sent = set(gradients.reduces)
     for operation in reversed(block.operations):
@@ -267,10 +267,10 @@ def _continued(
     starts: list[int],
     num: int,
 ) -> int | None:
-    """The loop whose last buckets in flight are the first of loop `index`, if there is one.
+    """The loop whose last buckets in flight are the first that loop `index` needs, or None.
 
     It lies at most `num` groups before this loop, has as many iterations in the other direction,
-    and gathers the same views of the same stacks: the forward loop of a backward loop.
+    and gathers the same views of the same stacks, as the forward loop of a backward loop does.
     """
 
     def sent(i: int) -> list[tuple]:
@@ -328,10 +328,10 @@ def _reduce_groups(
 def _last_deferred(
     block: Block, gradients: BlockGradients, reduces: list[ReduceGroup]
 ) -> list[ReduceGroup]:
-    """Defer the last group of a loop's body to the next iteration.
+    """Defer the last group of gradients in a loop's body to the next iteration.
 
-    Nothing is deferred if an operation combines gradients of that group with others, since the
-    two would be known in different iterations.
+    Nothing is deferred if an operation combines gradients of that group with others, since these
+    would be reduced in different iterations.
     """
     if not reduces:
         return reduces

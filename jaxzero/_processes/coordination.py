@@ -26,12 +26,12 @@ _hosts: list[str] | None = None
 
 
 def process_index() -> int:
-    """Index of this process; starts no backend."""
+    """Index of this process. Unlike `jax.process_index`, this starts no backend."""
     return distributed.global_state.process_id if _client() else 0
 
 
 def process_count() -> int:
-    """Number of processes; starts no backend."""
+    """Number of processes. Unlike `jax.process_count`, this starts no backend."""
     return (distributed.global_state.num_processes or 1) if _client() else 1
 
 
@@ -69,7 +69,7 @@ def exchange_json(name: str, value: Any, seconds: float) -> list[Any]:
 
 
 def of_first(name: str, value: str, seconds: float) -> str:
-    """Return the text of process 0 on every process, which all call it (see `exchange`)."""
+    """Return the text of process 0 on every process. All must call it, as they do `exchange`."""
     return exchange(name, value, seconds)[0]
 
 
@@ -83,7 +83,10 @@ def barrier(name: str, seconds: float) -> None:
 
 
 def publish(name: str, value: str) -> None:
-    """Store a text for `published`, replacing this process's previous one. Does not wait."""
+    """Store a text under `name` for all processes to read with `published`, without waiting.
+
+    It replaces the text that this process stored before.
+    """
     client = _client()
     if client is not None:
         key = f"{_PREFIX}/{name}/{process_index()}"
@@ -91,7 +94,7 @@ def publish(name: str, value: str) -> None:
 
 
 def published(name: str) -> dict[int, str]:
-    """The last published text of each process that has one, by index."""
+    """The text that each process last published under `name`, by process index."""
     client = _client()
     return {} if client is None else _read(client, f"{_PREFIX}/{name}")
 
@@ -111,7 +114,7 @@ def set_hosts(names: Sequence[str]) -> None:
 
 
 def describe_process(index: int) -> str:
-    """A process's name in messages: its index, with its host if that is known."""
+    """Name a process in a message by its index and, if known, its host: `process 3 (host)`."""
     known = _hosts is not None and index < len(_hosts)
     return f"process {index} ({_hosts[index]})" if known and _hosts else f"process {index}"
 
@@ -126,7 +129,7 @@ def detect_cluster(
 ) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
     """Fill in missing values from the environment of SLURM, Kubernetes, MPI or TPUs, as JAX does.
 
-    `method` is JAX's name of one of them; None for the first that JAX detects.
+    `method` is JAX's name for one of these; None takes the first that JAX detects.
     """
     return clusters.ClusterEnv.auto_detect_unset_distributed_params(
         coordinator_address, num_processes, process_id, local_device_ids, method, seconds
@@ -158,7 +161,7 @@ def _wait(client: Any, barrier_id: str, directory: str, name: str, seconds: floa
         client.wait_at_barrier(barrier_id, timeout_in_ms=int(min(seconds, _LONGEST) * 1000))
     except jax.errors.JaxRuntimeError as error:
         gone = describe_process(0)
-        # If reading fails too, process 0 has ended, which runs the service.
+        # If reading fails too, process 0, which runs the service, has ended.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             present = _read(client, directory)
             missing = [n for n in range(process_count()) if n not in present]

@@ -1,8 +1,8 @@
 """Exit codes of a training process, by which a launcher decides whether to start it again.
 
-A launcher, SLURM or Kubernetes sees only this number of a process that has ended. 75 is EX_TEMPFAIL
-of sysexits.h; 76 and 77 are its neighbours, with a meaning of our own; 130 and other numbers above
-128 are those that shells report for signals.
+This number is all that a launcher, SLURM or Kubernetes sees of a process that has ended. 75 is
+EX_TEMPFAIL of sysexits.h; 76 and 77 follow it and have meanings of our own; shells report 130 and
+other numbers above 128 for signals.
 """
 
 import signal

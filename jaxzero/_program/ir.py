@@ -1,8 +1,7 @@
 """The intermediate representation of a traced program: blocks of operations that can be re-bound.
 
 `trace` makes blocks from functions; `per_device` and `layout_requests` handle what jaxprs contain
-about meshes. No module beside these four reads the inside of a jaxpr, so a new JAX release changes
-only these files.
+about meshes. Only these four modules look inside jaxprs, so a new JAX release affects only them.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Value:
 
     @property
     def is_array(self) -> bool:
-        """Whether it is an ordinary array of numbers, and not a key, token or reference."""
+        """Whether this is an ordinary array of numbers rather than a key, token or reference."""
         return isinstance(self.dtype, np.dtype) and self.dtype != jax.dtypes.float0
 
     @property
@@ -55,7 +54,7 @@ class Constant:
 
     @property
     def is_zero(self) -> bool:
-        """Whether it is known to be a scalar zero; a traced value never is."""
+        """Whether this is a scalar zero; False for a traced value, which is not known."""
         return (
             not is_traced(self.value) and np.ndim(self.value) == 0 and bool(np.all(self.value == 0))
         )
@@ -97,7 +96,7 @@ class Operation:
 
     @property
     def source(self) -> Value | None:
-        """The input that is not a constant, if there is exactly one."""
+        """The input that is not a constant; None unless there is exactly one."""
         values = [atom for atom in self.inputs if isinstance(atom, Value)]
         return values[0] if len(values) == 1 else None
 
@@ -108,7 +107,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Barrier(Operation):
-    """An `optimization_barrier` over all inputs, from `jax.checkpoint`."""
+    """An `optimization_barrier` on all inputs, from `jax.checkpoint`."""
 
     @property
     def has_effects(self) -> bool:
@@ -120,7 +119,7 @@ class Barrier(Operation):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loop(Operation):
-    """`lax.scan`. Inputs are constants, then carry, then stacks; outputs carry, then stacks."""
+    """A `lax.scan`. Its inputs are constants, carry and stacks; its outputs carry and stacks."""
 
     body: Block
     num_constants: int
@@ -136,7 +135,7 @@ class Loop(Operation):
         return self.equation.params["reverse"]
 
     def scan(self, body: Callable, carry: Any, stacks: Any) -> tuple[Any, Any]:
-        """Run `lax.scan` over another body, with this loop's length, direction and unrolling."""
+        """Run `lax.scan` with another body, but this loop's length, direction and unrolling."""
         params = self.equation.params
         options = {key: params[key] for key in ("length", "reverse", "unroll")}
         with _scope(self.equation):
@@ -230,7 +229,7 @@ def _view(operation: Operation) -> movable_ops.Op | None:
 
 
 def _factor(operation: Operation) -> float | None:
-    """The constant that an array is multiplied with, or divided by; None if it is not known."""
+    """The constant that an array is multiplied with or divided by; None if it is not known."""
     if operation.name == "div" and not isinstance(operation.inputs[1], Constant):
         return None
     constants = [atom.value for atom in operation.inputs if isinstance(atom, Constant)]
@@ -240,12 +239,12 @@ def _factor(operation: Operation) -> float | None:
 
 
 def _is_split(sharding: Any) -> bool:
-    """Whether an operation requests a split over explicit axes, and not only a mesh."""
+    """Whether a requested sharding splits any dim; one that only names a mesh does not."""
     return sharding is not None and any(entry is not None for entry in sharding.spec)
 
 
 def _ints(sequence: Sequence[Any]) -> tuple[int, ...]:
-    """Python ints, since rules of differentiation leave numpy integers in parameters."""
+    """Convert to Python ints, since rules of differentiation leave numpy integers in params."""
     return tuple(int(x) for x in sequence)
 
 

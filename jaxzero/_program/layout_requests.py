@@ -1,7 +1,7 @@
 """Handle sharding requests in the user's program, such as `with_sharding_constraint`.
 
 Under plain `jit` a program may request over which mesh axes an array is split. Here it runs once on
-every device, on rows that are split already and on parameters that this package gathers. So `node`
+every device, on that device's rows and on parameters that this package gathers. So `node`
 and `local` in a request have no effect and are removed from it; other axes stay. A request that a
 per-device program cannot fulfil, such as a `shard_map` over `node` or `local`, raises an error.
 """
@@ -124,7 +124,7 @@ def _num_devices() -> int:
 def _without(sharding: NamedSharding, name: str) -> NamedSharding:
     """`sharding` without `node` and `local`.
 
-    Warns unless they are on dim 0, where the request holds already: rows are split over devices.
+    Warns unless they split dim 0, which fulfils the request: rows are split over devices already.
     """
     entries = []
     for dim, entry in enumerate(sharding.spec):

@@ -2,9 +2,9 @@
 
 A weight that is cast, transposed, reshaped or sliced is not needed in full yet: the analysis keeps
 it as its shard and the list of these operations (a `View`). A gradient can also be reduced before
-these operations, which then run on its shard. For that each operation provides: the layout of its
-output, given that of its input (`through`), and the reverse (`back`); itself on a shard
-(`on_shard`); and itself on one layer of a stack, or on the stack of layers (`of_slice`,
+these operations, which then run on its shard. For this, each operation gives the layout of its
+output for that of its input (`through`), and the reverse (`back`); the same operation for a shard
+(`on_shard`); and the same for one layer of a stack, or for a stack of layers (`of_slice`,
 `of_stack`), as values pass into and out of `lax.scan`.
 """
 
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 class Op(abc.ABC):
-    """One operation of a view. `shape` is always the shape of its full input."""
+    """One operation of a view. In its methods, `shape` is the shape of its full input."""
 
     narrows = False  # whether its output has fewer bytes to send than its input
 
@@ -44,25 +44,25 @@ class Op(abc.ABC):
         return layout
 
     def back(self, layout: DimSharding, shape: Shape) -> DimSharding | None:
-        """The layout of the input for which the output has `layout`; None if no layout does."""
+        """The layout of the input that gives the output `layout`; None if there is none."""
         for dim, size in enumerate(shape):
             if size == layout.size and self.through(layout.moved(dim), shape) == layout:
                 return layout.moved(dim)
         return None
 
     def on_shard(self, layout: DimSharding, local: int, shape: Shape) -> Op:
-        """This operation for a shard, which has `local` elements along the split dim."""
+        """This operation for a shard with `local` elements along the split dim."""
         return self
 
     def of_slice(self, shape: Shape) -> Op | None:
-        """The operation that maps `x[i]` to element `i` of the output of this operation on `x`.
+        """The operation `f` for one layer, such that `f(x[i])` is `self.apply(x)[i]`.
 
-        None if there is none, because the operation does not treat dim 0 as a stack of layers.
+        None if there is none, because this operation does not treat dim 0 as a stack of layers.
         """
         return self
 
     def of_stack(self, num: int) -> Op:
-        """The operation that applies this one to each of a stack of `num` inputs."""
+        """The operation that applies this one to each layer of a stack of `num` inputs."""
         return self
 
 

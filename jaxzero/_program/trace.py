@@ -42,7 +42,7 @@ def trace(function: Callable, *avals: Any) -> tuple[Block, Any]:
 
 
 def _warn_of_split(constants: Sequence[Any]) -> None:
-    """Warn of a closed-over array that is sharded: each device will hold all of it."""
+    """Warn of a sharded array that the function closes over: each device will hold all of it."""
     for x in constants:
         sharding = getattr(x, "sharding", None) if isinstance(x, jax.Array) else None
         if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
@@ -57,8 +57,8 @@ def open_program(function: Callable, *args: Any) -> tuple[Callable, list[Any], A
     """Trace `function` and turn the arrays that it closes over into arguments.
 
     Returns:
-        `run(constants, arrays)` on flat lists, which closes over no array; the constants; and the
-        structure of the function's result.
+        A function `run(constants, arrays)` of flat lists that closes over no array; the constants;
+        and the tree structure of the function's result.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     jaxpr = closed.jaxpr
@@ -123,7 +123,7 @@ def _has_shardings(params: dict[str, Any]) -> bool:
 
 
 def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
-    """Numbers of constants and of carried values; JAX 0.10 changed where parameters have them."""
+    """Numbers of constants and carried values, which parameters name differently by JAX version."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     constants, carry, _ = params["ft_in"].unpack()
@@ -131,7 +131,7 @@ def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def _barrier(equation: Any, inputs: list[Atom], operations: list[Operation]) -> list[Atom]:
-    """Append a barrier on a recomputation's inputs; return the inputs behind it.
+    """Append a barrier on the inputs of a recomputation; return the inputs after the barrier.
 
     Without it XLA would merge the recomputation with the first computation.
     """

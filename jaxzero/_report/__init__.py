@@ -1,6 +1,6 @@
 """Bytes per device, bytes on each link, and the timeline of a plan: five lines, then tables.
 
-In: layouts and a `Plan`. Out: a `Report` that prints itself. Changes nothing and runs nothing.
+In: layouts and a `Plan`. Out: a `Report` that prints itself. It changes and runs nothing.
 """
 
 from .details import DETAILS as DETAILS

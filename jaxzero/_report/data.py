@@ -12,14 +12,14 @@ from .traffic import Traffic
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One leaf. `dim` is None if it is replicated. `padding`: zeros added to `dim`."""
+    """One leaf: how it is split, and its bytes."""
 
     kind: str  # "parameters", "gradients" or "optimizer state"
     path: str
-    shape: tuple[int, ...]
-    dtype: str
-    dim: int | None
-    padding: int
+    shape: tuple[int, ...]  # true shape
+    dtype: str  # or the codec, if the leaf is stored encoded
+    dim: int | None  # the split dim; None if replicated
+    padding: int  # number of elements by which `dim` is padded
     total_bytes: int  # of the true shape
     device_bytes: int  # on one device, padding included
 
@@ -46,7 +46,7 @@ class ReportData:
         return tuple(dict.fromkeys(row.kind for row in self.rows))
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
+        """The full report as dicts, lists, numbers and strings, such as for JSON."""
         return {
             "num_devices": self.num_devices,
             "bytes": {

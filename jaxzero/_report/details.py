@@ -23,10 +23,10 @@ def available_details(report: ReportData) -> tuple[str, ...]:
 
 
 def check_detail(report: ReportData, detail: str) -> None:
-    """Refuse a detail that does not exist, or that this report lacks the plan for.
+    """Check that this report can print a detail.
 
     Raises:
-        ValueError: with the details that there are.
+        ValueError: there is no such detail, or it needs a plan and the report has none.
     """
     if detail not in DETAILS:
         raise ValueError(
@@ -40,7 +40,7 @@ def check_detail(report: ReportData, detail: str) -> None:
 
 
 def detail_table(report: ReportData, detail: str) -> TextTable:
-    """The table of one detail, already checked."""
+    """The table of one detail, which `check_detail` has checked."""
     return _TABLES[detail](report)
 
 

@@ -21,7 +21,7 @@ class NamedRow:
     Attributes:
         names: names of the leaves in the row.
         cells: the other columns.
-        members: the positions of the rows that it stands for, in the sequence given to
+        members: the rows that were joined into this one, as indices into the sequence given to
             `merge_layers`.
     """
 
@@ -34,7 +34,7 @@ def merge_layers(rows: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[Na
     """Join rows that are equal, or equal except for one number in their names.
 
     Args:
-        rows: `(names, cells)` of each.
+        rows: `(names, cells)` of each row.
 
     Returns:
         The rows in the order of their first members. A row of several leaves is joined only where
@@ -52,7 +52,7 @@ def merge_layers(rows: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[Na
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Sorted numbers as text: `0..3,5`."""
+    """Numbers as text, sorted and with runs joined: `0..3,5`."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and runs[-1][-1] == number - 1:
@@ -63,7 +63,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def summarized(names: Sequence[str]) -> str:
-    """Several leaves in a few words: their common path, or the first and how many more."""
+    """Name several leaves by their common path, or by the first and the number of the others."""
     names = tuple(dict.fromkeys(names))
     if len(names) == 1:
         return names[0]

@@ -54,14 +54,15 @@ def make_report(
     mesh: AnyMesh,
     axes: dict[str, tuple[str, ...]],
 ) -> Report:
-    """Describe trees that are laid out.
+    """Make the report of trees that are laid out, and of a training step.
 
     Args:
-        params: the plan of parameters; gradients are like those that are not stored encoded.
-        state: the plan of the optimizer state, if there is one.
+        params: layouts of the parameters; gradients have those of parameters that are not stored
+            encoded.
+        state: layouts of the optimizer state, if there is one.
         plan: plan of the training step, if there is one.
         mesh: gives the number of devices.
-        axes: for each kind of row, the axes that split it.
+        axes: for each `Row.kind`, the mesh axes that split it.
     """
     rows = [_row("parameters", leaf, mesh, axes["parameters"]) for leaf in params.leaves]
     trained = [leaf for leaf in params.leaves if leaf.codec is None]

@@ -16,10 +16,10 @@ _NO_PLAN = "not known: pass `plan=zero.plan(loss_fn, params, batch)`"
 
 
 def summary_lines(report: ReportData, details: Sequence[str]) -> tuple[str, ...]:
-    """Five lines of at most 80 columns. A name that does not fit is left out, never cut.
+    """The five lines, of at most 80 columns. A name that does not fit is left out, never cut.
 
     Args:
-        report: to sum up.
+        report: the report to sum up.
         details: names of the tables that it can print.
     """
     return (
@@ -52,7 +52,7 @@ def _held(report: ReportData) -> list[str]:
 
 
 def _without_unit(size: str, total: str) -> str:
-    """`size`, without its unit where `total` has the same one."""
+    """`size`, without its unit if `total` has the same one: `1.50`, of `6.00 GiB`."""
     number, unit = size.split(" ")
     return number if total.endswith(f" {unit}") else size
 
@@ -76,7 +76,7 @@ def _sent(traffic: Traffic | None) -> list[str]:
 
 
 def _whole(report: ReportData) -> list[str]:
-    """The most bytes of full weights at a time, the largest bucket, and what is never split."""
+    """Texts with the peak of full weights, the largest bucket and leaves stored whole."""
     kept = [row for row in report.rows if row.kind == "parameters" and row.dim is None]
     kept_text = f"{readable_bytes(sum(row.device_bytes for row in kept))} always"
     kept_text = f"{kept_text} ({len(kept)} {'leaf' if len(kept) == 1 else 'leaves'})"
@@ -102,7 +102,7 @@ def _whole(report: ReportData) -> list[str]:
 
 
 def _names(names: Sequence[str]) -> tuple[str, str]:
-    """A bucket in a few words, and in fewer: its first leaf, and how many more there are."""
+    """A bucket's leaves in a few words, and in fewer: the first leaf and the number of others."""
     num = len(set(names)) - 1
     return summarized(names), f"{names[0]} +{num}" if num else names[0]
 

@@ -1,7 +1,7 @@
 """Tables of plain text that fit a terminal: names stay whole, headings take one line.
 
 A name that is too long for its column takes a line of its own, and the cells follow on the next.
-Only what is wider than the terminal is wrapped, after a dot, a comma or a space.
+Only text that is wider than the terminal is wrapped, after a dot, a comma or a space.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class TextTable:
         title: a line above the table; "" for none.
         headings: headings of all columns.
         rows: cells, as many as `headings`.
-        notes: for each row, text under it, indented: the leaves of a bucket. Empty if none.
+        notes: for each row, text to print indented below it, such as the leaves of a bucket; empty
+            if there are no notes.
         footer: lines below the table.
     """
 
@@ -76,7 +77,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def _pieces(word: str, width: int) -> list[str]:
-    """A word cut into pieces that fit; nothing of it is lost."""
+    """Cut a word into pieces of at most `width` columns, after `.`, `,` or `_` where possible."""
     pieces = [""]
     for part in re.findall(r"[^.,_]*[.,_]|[^.,_]+", word):
         for start in range(0, len(part), width):

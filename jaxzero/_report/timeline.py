@@ -23,10 +23,11 @@ class Span:
         names: names of its leaves.
         num_bytes: bytes of its full arrays.
         sent: the operation that it is sent before or after, in words.
-        start: when its last hop begins (a gather), or its first gradient is made.
+        start: for a gather, when its last hop begins; for a reduction, when its first gradient is
+            made.
         needed: when the first of its weights is used, or the last of its gradients is made.
-        stop: when it is dropped, or sent.
-        trips: how often it happens in a step.
+        stop: when its weights are dropped, or its gradients sent.
+        trips: how often this happens in a step.
     """
 
     action: str
@@ -41,14 +42,14 @@ class Span:
 
     @property
     def alive(self) -> int:
-        """For how many operations it takes memory."""
+        """The number of operations during which the bucket takes memory."""
         return self.stop - self.start + 1
 
 
 def spans(plan: Plan) -> tuple[Span, ...]:
     """Every bucket of a plan, in the order in which they begin.
 
-    What crosses from one iteration of a loop to the next is alive for the full body.
+    A bucket that is in flight from one iteration of a loop to the next spans the full body.
     """
     buckets: dict[tuple, list[PlanStep]] = {}
     for step in plan.steps:
@@ -58,10 +59,10 @@ def spans(plan: Plan) -> tuple[Span, ...]:
 
 
 def live_bytes(plan: Plan) -> np.ndarray:
-    """Bytes of full weights, and of gradients not yet reduced, at each operation.
+    """Bytes of full weights, and of gradients not yet sent, at each operation.
 
     Returns:
-        `[2, operations]`.
+        `[2, operations]`: weights, then gradients.
     """
     found = spans(plan)
     live = np.zeros((2, 2 + max((span.stop for span in found), default=0)), np.int64)
@@ -99,7 +100,7 @@ def _span(top: BlockPlan, steps: list[PlanStep]) -> Span:
 
 
 def _block(plan: BlockPlan, path: tuple[int, ...]) -> tuple[BlockPlan, int]:
-    """A block, and where it begins on the timeline."""
+    """The block inside the loops of `path`, and where it begins on the timeline."""
     offset = 0
     for index in path:
         assert isinstance(plan.block.operations[index], Loop)
@@ -109,7 +110,7 @@ def _block(plan: BlockPlan, path: tuple[int, ...]) -> tuple[BlockPlan, int]:
 
 
 def _after_loops(plan: BlockPlan, index: int) -> int:
-    """The position of an operation when the bodies of the loops before it are counted in full."""
+    """The position of an operation, counting one iteration of each loop before it."""
     return index + sum(_length(loop.body) for i, loop in plan.loops.items() if i < index)
 
 

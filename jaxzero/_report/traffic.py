@@ -14,7 +14,7 @@ from .._plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class Amount:
-    """Number and bytes of a group of collectives, such as those over one mesh axis, per step.
+    """Number and bytes of some of a step's collectives, such as those over one mesh axis.
 
     Attributes:
         collectives: number of collectives that run in one optimizer step.
@@ -44,7 +44,7 @@ class Traffic:
 
     @classmethod
     def of(cls, plan: Plan, mesh: AnyMesh) -> Traffic:
-        """The traffic of a plan."""
+        """The traffic of a plan for `mesh`."""
         return cls(plan.transfers, mesh.shape[LOCAL], plan.slice_bytes)
 
     def amount(self, wanted: Callable[[Transfer], bool] = lambda _: True) -> Amount:
@@ -63,18 +63,18 @@ class Traffic:
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of the step, as far as something is sent for each; else 1."""
+        """The number of micro-batches, if something is sent for each of them; otherwise 1."""
         return max((t.microbatches for t in self.transfers), default=1)
 
     @property
     def kinds(self) -> tuple[tuple[str, str, str, str], ...]:
-        """Purpose, axis, collective and wire type of all transfers, without repetition."""
+        """The distinct `(purpose, axis, collective, dtype on the wire)` of all transfers."""
         return tuple(
             dict.fromkeys((t.purpose, t.axis, t.collective, t.dtype) for t in self.transfers)
         )
 
     def of_kind(self, kind: tuple[str, str, str, str]) -> Amount:
-        """The sum over one of `kinds`."""
+        """The amount of all transfers of one of `kinds`."""
         return self.amount(lambda t: (t.purpose, t.axis, t.collective, t.dtype) == kind)
 
     @property
@@ -83,7 +83,7 @@ class Traffic:
         return tuple(dict.fromkeys(self._group(t) for t in self._by_leaf if t.purpose != "other"))
 
     def of_group(self, group: str, axis: str) -> Amount:
-        """The sum over the weights and gradients of one of `groups`, on one axis.
+        """The amount of the weights and gradients of one of `groups`, on one axis.
 
         A collective for leaves of several groups counts in each of them.
         """
@@ -110,7 +110,7 @@ class Traffic:
         return next((i for i, column in enumerate(columns) if len(set(column)) > 1), 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, as plain data: in all, by kind, by part of the model, and leaf by leaf."""
+        """The traffic as plain data: in total, by kind, by part of the model, and by leaf."""
         leaves: dict[tuple[str, str, str], list[Transfer]] = {}
         for part in self._by_leaf:
             leaves.setdefault((part.purpose, part.name, part.axis), []).append(part)

@@ -16,14 +16,14 @@ from .._program import Loop, Value
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """A bucket that is exposed.
+    """A bucket that is exposed: nothing overlaps with its collective.
 
     Attributes:
         action: "all-gather", "reduce-scatter" or "all-reduce".
         region: "forward", "backward", or the loop it is in.
         names: names of its leaves.
-        num_bytes: bytes of its full arrays, before encoding; 0 where that is not known.
-        trips: how often it happens in one run of the program.
+        num_bytes: bytes of its full arrays, before encoding; 0 if not known.
+        trips: how often this happens in one run of the program.
     """
 
     action: str

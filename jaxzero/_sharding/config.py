@@ -1,4 +1,4 @@
-"""The options of the sharding, as frozen dataclasses, and presets."""
+"""The options of sharding and communication, as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .hops import GradientHop, Hop, WeightHop, check_codec
 class PerAxis:
     """One codec for each mesh axis that a value crosses; `None` sends it without encoding.
 
-    Between nodes it may be a hop with a memory instead: `WeightDelta`, `ErrorFeedback`, or a
-    `WeightHop` or `GradientHop` of your own (`jaxzero.extend`).
+    `node` may also be a hop that keeps arrays from step to step: `WeightDelta`, `ErrorFeedback`,
+    or a `WeightHop` or `GradientHop` of your own (`jaxzero.extend`).
     """
 
     node: Codec | Hop | None = None
@@ -29,15 +29,15 @@ class PerAxis:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HpZ:
-    """Keep each node's slice of the weights, once gathered between nodes, for the step.
+    """Keep each node slice of a weight, once gathered between nodes, until the step ends.
 
     Forward, backward and all micro-batches then gather inside the node only, and read the
-    same bits. It costs the size of the model, as `codec` writes it, over the devices of a
-    node.
+    same bits. On each device it takes the size of the model, encoded by `codec`, divided by
+    the number of devices in a node.
 
     Args:
-        codec: how the slice is kept; `None` keeps it unencoded. If it is also the codec of the
-            wire, a weight is encoded once, by its owner, and decoded where it is used.
+        codec: how the slice is kept; `None` keeps it unencoded. If `weights` has the same codec for
+            both axes, a weight is encoded only once, by its owner, and decoded where it is used.
 
     References:
         ZeRO++ (https://arxiv.org/abs/2306.10209), hierarchical partitioning (hpZ).
@@ -65,13 +65,13 @@ class CommSchedule:
             it has. 0: weights are gathered where they are used.
         bucket_bytes: the largest bucket of several arrays, in bytes of full arrays on one device.
             0: one message for each array.
-        max_reuse_distance: hold a weight between two uses if at most so many elements of
-            weights are used between (DeepSpeed's `stage3_max_reuse_distance`). `None`: hold
+        max_reuse_distance: hold a weight between two uses if at most this many elements of
+            weights are used in between (DeepSpeed's `stage3_max_reuse_distance`). `None`: hold
             it within forward and within backward, not between them.
         max_live_parameters: the most elements of weights that are held in full at any time
             for the sake of a later use (DeepSpeed's `stage3_max_live_parameters`).
-        live_bytes: the most bytes of such weights. It lets weights be held between forward and
-            backward too; those with the shortest wait come first.
+        live_bytes: the most bytes of weights that are held so. It lets weights be held between
+            forward and backward too; those with the shortest wait come first.
     """
 
     prefetch: int = 1
@@ -95,7 +95,7 @@ class CommSchedule:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether anything but the regions decides how long weights are held."""
+        """Whether a limit is set on which weights are held between uses, or for how long."""
         bounds = (self.max_reuse_distance, self.max_live_parameters, self.live_bytes)
         return any(bound is not None for bound in bounds)
 
@@ -184,7 +184,7 @@ class ZeroConfig:
             )
 
     def _check_use(self) -> None:
-        """Refuse what would be of no effect."""
+        """Raise `ValueError` for options that would have no effect."""
         hop = self.gradients.node
         if isinstance(hop, Hop) and (self.stage < 2 or self.split != "all"):
             raise ValueError(
@@ -210,5 +210,5 @@ class ZeroConfig:
 
     @property
     def needs_wire_state(self) -> bool:
-        """Whether something is remembered from step to step (`Zero.init_wire_state`)."""
+        """Whether a hop keeps arrays from step to step, in the wire state."""
         return isinstance(self.weights.node, Hop) or isinstance(self.gradients.node, Hop)

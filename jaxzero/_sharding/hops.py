@@ -1,8 +1,8 @@
-"""Hops between nodes that remember something: what `PerAxis.node` takes besides codecs.
+"""Hops between nodes that keep arrays from step to step: for `PerAxis.node`, besides codecs.
 
 A codec loses what it rounds away. A hop keeps it, in a wire state that the caller carries from step
-to step (`Zero.init_wire_state`), and makes up for it in the next step. Weights and gradients
-remember different things, so there are two bases:
+to step (`Zero.init_wire_state`), and makes up for it in the next step. Weights and gradients keep
+different arrays, so there are two base classes:
 
     weights     every node keeps its slice w' of the weights
                 send d = difference(w, w'),  then  w' = updated(w', decode(encode(d)))
@@ -44,7 +44,7 @@ class WeightHop(Hop, abc.ABC):
     def difference(
         self, weights: Float32[Array, ...], kept: Float32[Array, ...]
     ) -> Float32[Array, ...]:
-        """The message before encoding: the owner's shard, relative to the copy that nodes keep."""
+        """The array to encode: the owner's shard, relative to the copy that every node keeps."""
 
     @abc.abstractmethod
     def updated(
@@ -82,7 +82,7 @@ class GradientHop(Hop, abc.ABC):
     def residual(self, corrected: Float[Array, ...], sent: Float[Array, ...]) -> Float[Array, ...]:
         """The residual for the next step, from the array to send and its decoded message.
 
-        Where it is not finite, 0 is kept.
+        Where the residual is not finite, 0 is kept.
         """
 
 

@@ -31,7 +31,7 @@ _LONG = 256  # a dim of at least this size is taken for features: large models h
 
 @dataclasses.dataclass(frozen=True)
 class DimSharding:
-    """The split of an array on one dim, padded at its end with zeros to a multiple.
+    """The split of an array on one dim, padded with zeros to a multiple of `num_shards`.
 
     Attributes:
         dim: index of the split dim.
@@ -65,7 +65,7 @@ class DimSharding:
 def layouts_by_preference(
     shape: tuple[int, ...], num_shards: int, busy: tuple[int, ...] = ()
 ) -> list[DimSharding]:
-    """All layouts that split `shape` into `num_shards`, best first; empty: it is not split.
+    """All layouts that split `shape` into `num_shards`, best first; empty if it is not split.
 
     Args:
         shape: the full array's shape.

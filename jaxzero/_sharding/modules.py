@@ -44,7 +44,8 @@ def mutated_leaf(
     Args:
         before: the leaves before the call, from `nnx_leaves`.
         after: the leaves after the call.
-        returned: `id`s of the values that the function returned: a change that it returns is kept.
+        returned: `id`s of the values that the function returned; these changes are not lost, and
+            do not count.
     """
     for path, leaf in before.items():
         now = after.get(path, leaf).value
@@ -61,9 +62,9 @@ class ModuleLeaf(NamedTuple):
 
 
 def nnx_leaves(tree: Any) -> dict[str, ModuleLeaf]:
-    """The leaves of every NNX object that code may change in place, by path.
+    """The leaves of every NNX object that a function may change in place, by path.
 
-    These are `nnx.Module` and `nnx.Rngs`; an `nnx.State` is passed in and returned instead.
+    These objects are `nnx.Module`s and `nnx.Rngs`; an `nnx.State` is passed in and returned.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:

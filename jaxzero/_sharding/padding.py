@@ -10,7 +10,7 @@ from .layout import DimSharding
 
 
 def pad(x: Shaped[Array, ...], layout: DimSharding) -> Shaped[Array, ...]:
-    """Append the zeros that make `layout.dim` divisible."""
+    """Append zeros to `layout.dim`, up to its stored size."""
     if not layout.is_padded:
         return x
     widths = [(0, 0)] * x.ndim

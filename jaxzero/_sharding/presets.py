@@ -8,16 +8,16 @@ from .hops import WeightDelta
 
 
 def zero3(*, weights: PerAxis = PerAxis(), gradients: PerAxis = PerAxis()) -> ZeroConfig:  # noqa: B008
-    """Parameters, gradients and optimizer state split over all devices (ZeRO-3, FSDP)."""
+    """Split parameters, gradients and optimizer state over all devices (ZeRO-3, FSDP)."""
     return ZeroConfig(weights=weights, gradients=gradients)
 
 
 def zeropp() -> ZeroConfig:
-    """ZeRO++ in the bits of its paper: qwZ in 8, hpZ, and qgZ in 4 bits on both hops.
+    """ZeRO++ with the bits of its paper: qwZ in 8 bits, hpZ, and qgZ in 4 bits on both hops.
 
     Between nodes a step moves 0.5 M for weights and 0.25 M for gradients, where ZeRO-3 moves
-    3 M (M: the model in 16 bits); with micro-batches it stays that, once per optimizer step.
-    Blocks of gradients are small and rotated, which the paper's are not: it costs no bytes.
+    3 M (M: the model in 16 bits). Micro-batches add nothing: it is sent once per optimizer step.
+    Unlike in the paper, blocks of gradients are small and rotated, which costs no bytes.
 
     References:
         ZeRO++ (https://arxiv.org/abs/2306.10209).
@@ -31,10 +31,10 @@ def zeropp() -> ZeroConfig:
 
 
 def zeropp4() -> ZeroConfig:
-    """4 bits between nodes both ways: weight differences, and rotated gradient blocks.
+    """Send 4 bits between nodes: the differences of weights, and gradients in rotated blocks.
 
-    Between nodes a step moves 0.25 M each way; inside a node weights and gradients travel
-    in 8 bits. Needs a wire state (`Zero.init_wire_state`).
+    Between nodes a step moves 0.25 M for weights and 0.25 M for gradients (M: the model in 16
+    bits); inside a node both travel in 8 bits. It needs a wire state (`Zero.init_wire_state`).
 
     References:
         SDP4Bit (https://arxiv.org/abs/2410.15526).
@@ -47,10 +47,10 @@ def zeropp4() -> ZeroConfig:
 
 
 def hsdp(*, weights: PerAxis = PerAxis(), gradients: PerAxis = PerAxis()) -> ZeroConfig:  # noqa: B008
-    """Everything split inside a node and replicated between nodes (HSDP, MiCS)."""
+    """Split everything inside a node, and replicate it between nodes (HSDP, MiCS)."""
     return ZeroConfig(split="local", weights=weights, gradients=gradients)
 
 
 def ddp() -> ZeroConfig:
-    """Nothing split: plain data parallelism."""
+    """Split nothing: plain data parallelism."""
     return ZeroConfig(stage=0)

@@ -22,7 +22,7 @@ from .tree import TreePlan, plan_as_stored, without_layout
 
 
 class Registry:
-    """The plans of all trees laid out so far.
+    """The `TreePlan` of every tree laid out so far.
 
     Args:
         mesh: the mesh that the trees are laid out on.

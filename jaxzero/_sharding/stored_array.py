@@ -53,7 +53,7 @@ class StoredArray:
         """The layout, with the present dtype of the array.
 
         Raises:
-            ValueError: the data have another shape than the layout has.
+            ValueError: the data do not have the stored shape of the layout.
         """
         leaf = dataclasses.replace(self.form, path=path, dtype=self.dtype)
         if tuple(self.data.shape) != leaf.stored_shape:
@@ -125,7 +125,7 @@ class StoredArray:
 
 
 def is_stored(x: Any) -> bool:
-    """Whether `x` is a `StoredArray`: for `is_leaf`."""
+    """Whether `x` is a `StoredArray`; serves as `is_leaf`."""
     return isinstance(x, StoredArray)
 
 

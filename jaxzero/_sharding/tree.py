@@ -1,4 +1,4 @@
-"""The layout of a tree: structure, one `LeafSpec` for each array, and the leaves that are none."""
+"""The layout of a tree: structure, a `LeafSpec` for each array, and leaves that are not arrays."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class TreePlan:
         return tuple(leaf.shape for leaf in self.leaves)
 
     def stored(self, arrays: Sequence[Any]) -> Any:
-        """The tree, from one stored array (or sharding, or struct) for each of its arrays."""
+        """Build the tree from one stored array (or sharding, or struct) for each of its arrays."""
         pairs = zip(self.leaves, arrays, strict=True)
         return rebuild(self.treedef, self.statics, [stored_leaf(leaf, x) for leaf, x in pairs])
 
     def whole(self, arrays: Sequence[Any]) -> Any:
-        """The tree with these values as its leaves, in place of any `StoredArray`."""
+        """Build the tree with these values in place of its arrays, and without `StoredArray`s."""
         return rebuild(self.treedef, unwrapped(self.statics), arrays)
 
     def flatten_like(self, tree: Any) -> list[Any]:
-        """The leaves (or sub-trees) of `tree` in the place of each array; the reverse of `whole`.
+        """The leaf (or sub-tree) of `tree` in the place of each array; the reverse of `whole`.
 
         Raises:
             ValueError: the tree has another structure.
@@ -77,7 +77,7 @@ def stored_leaf(leaf: LeafSpec, x: Any) -> Any:
 
 
 def rebuild(treedef: Any, statics: Sequence[Static | None], arrays: Sequence[Any]) -> Any:
-    """The tree, from its arrays and its other leaves."""
+    """Build a tree from its arrays and its other leaves, `statics`."""
     remaining = iter(arrays)
     leaves = [next(remaining) if s is None else s.value for s in statics]
     return jax.tree.unflatten(treedef, leaves)
@@ -112,8 +112,8 @@ def plan_tree(
         codec: store float leaves of at least `min_quantized_size` elements encoded by it.
 
     Raises:
-        ValueError: a leaf is not an array, an `nnx.Module` shares a variable, or `specs` names one
-            of our axes; a codec is given where parameters are not split.
+        ValueError: a leaf is not an array, an `nnx.Module` shares a variable, `specs` names `node`
+            or `local`, or a codec is given where parameters are not split.
     """
     if codec is not None and (not isinstance(codec, Codec) or config.stage < 3):
         raise ValueError(
@@ -167,7 +167,7 @@ def _as_stored(x: StoredArray, path: str, codec: Codec | None) -> LeafSpec:
 
 
 def without_layout(leaf: LeafSpec) -> LeafSpec:
-    """The leaf with no layout: replicated on every device."""
+    """The leaf without a layout, which means replicated on every device."""
     return dataclasses.replace(leaf, layout=None)
 
 

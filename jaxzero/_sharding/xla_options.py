@@ -3,7 +3,7 @@
 The pass decides what may overlap with what; XLA's scheduler decides whether it does. On
 GPUs its defaults keep one collective under way at a time, and begin each as late as a guess
 of its duration allows. Figures are of Llama-7B on 2 x 8 H200, compiled and not run
-(`benchmarks/compiled/aot.py`). On CPUs it drops the pass's barriers first.
+(`benchmarks/compiled/aot.py`). On CPUs XLA drops the pass's barriers before it schedules.
 
 `_PLATFORMS` has one row for each platform; `register_compiler_options` adds or changes one.
 """
@@ -41,7 +41,7 @@ _CPU_BEFORE_0_11: Options = {
 
 @dataclasses.dataclass(frozen=True)
 class _Platform:
-    """The options of one platform, of the XLA in each version of JAX."""
+    """The XLA options of one platform, by version of JAX."""
 
     always: Options = dataclasses.field(default_factory=dict)
     before_0_11: Options = dataclasses.field(default_factory=dict)
@@ -94,8 +94,8 @@ def register_compiler_options(
 def compiler_options(platform: str) -> Options:
     """The options that let XLA carry out the schedule, for `jax.jit(compiler_options=...)`.
 
-    Without them programs are right, but on GPUs wait for more of what is sent, and on CPUs hold
-    the weights of more layers at a time.
+    Without them results are the same, but GPUs wait longer for collectives, and CPUs hold the
+    weights of more layers at a time.
 
     Args:
         platform: the devices' `jax.devices()[0].platform`: "cpu", "gpu", "cuda", "rocm" or "tpu",

@@ -36,8 +36,8 @@ class BatchRule(Protocol):
     def init(self) -> Any:
         """The rule's memory before the first measurement: a tree of scalars, by default none.
 
-        It is part of the optimizer state, which is saved in checkpoints. Scalars only: optimizer
-        state is split over devices, and a scalar is replicated.
+        It is part of the optimizer state, which is saved in checkpoints. It must be scalars, which
+        are replicated, because arrays of optimizer state are split over devices.
         """
         return ()
 
@@ -50,14 +50,15 @@ class BatchRule(Protocol):
         target: Float32[Array, ""],
         memory: Any,
     ) -> tuple[Float32[Array, ""], Any]:
-        """The next number of micro-batches, before bounds and rounding, and the new memory.
+        """Compute the size of the next batch, in micro-batches, and the new memory.
 
-        Where the number is NaN, the batch keeps its size.
+        The size is then rounded and bounded. If it is NaN, the batch keeps its size.
 
         Args:
             similarity: similarity of equal halves of the last batch, finite.
-            steps: micro-batches in it.
-            weight: weight of the last batch, in the unit of `weight=` of `update` (examples, say).
+            steps: number of micro-batches in the last batch.
+            weight: summed weight of the last batch, such as its number of examples: what `update`
+                was given as `weight`.
             target: similarity to be reached.
             memory: from `init` or the last call.
         """
@@ -65,10 +66,10 @@ class BatchRule(Protocol):
 
 
 def first_memory(rule: BatchRule) -> Any:
-    """The first memory of a rule, from its `init`, as arrays.
+    """The memory that a rule's `init` returns, as a tree of scalar arrays.
 
     Raises:
-        ValueError: it is not a tree of scalars.
+        ValueError: `init` returns something else.
     """
     memory = rule.init()
     for path, x in jax.tree_util.tree_flatten_with_path(memory)[0]:
@@ -90,10 +91,10 @@ def next_steps(
     target: Float32[Array, ""],
     memory: Any,
 ) -> tuple[Float32[Array, ""], Any]:
-    """The rule's next number of micro-batches, a real scalar, and its new memory.
+    """Call `wanted` of a rule, and check its result; a size of NaN becomes `steps`.
 
     Raises:
-        ValueError: `wanted` of the rule returns something else.
+        ValueError: the result is not a real scalar and a memory like that of `init`.
     """
     result = rule.wanted(similarity, steps, weight, target, memory)
     if not isinstance(result, tuple) or len(result) != 2:
@@ -134,8 +135,9 @@ class WalkRule(BatchRule):
     Args:
         growth: factor below the target; more than 1.
         shrink: factor above the target; less than 1.
-        window: compare an average of the last so many similarities (1: the paper).
-        average: "median" of them, or "ema", an exponential moving average as wide.
+        window: number of measured similarities that are averaged for the comparison; 1, as in
+            the paper, compares the last one.
+        average: "median", or "ema", an exponential moving average over about `window` values.
     """
 
     growth: float = 1.1
@@ -171,15 +173,15 @@ class WalkRule(BatchRule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JumpRule(BatchRule):
-    """Go to the batch whose similarity is the target, at once.
+    """Jump to the batch size whose estimated similarity is the target.
 
-    What is averaged over updates is 1/N, which a measurement that is all noise makes small
-    or negative rather than infinite. Then, and until a better one, the batch grows as much
-    as it may.
+    The rule averages 1/N over updates rather than N, because a measurement that is all noise
+    makes 1/N small or negative, but N infinite. While the average is not positive, the batch
+    grows as much as it may.
 
     Args:
         window: number of measurements that are averaged.
-        average: "median", or "ema", an exponential moving average as wide.
+        average: "median", or "ema", an exponential moving average over about `window` values.
         max_change: the largest factor between one batch and the next, either way.
     """
 
@@ -221,8 +223,8 @@ def _check_average(rule: str, window: Any, average: Any) -> None:
         raise ValueError(f'`average` of `{rule}` must be "median" or "ema"; got {average!r}.')
 
 
-# The memory is a tuple of scalars, not an array: whoever lays out optimizer state over devices
-# splits arrays, and splits no scalar.
+# The memory is a tuple of scalars, not an array, because arrays of optimizer state are split over
+# devices.
 def _new_average(window: int, average: str) -> tuple[Float32[Array, ""], ...]:
     if average == "ema":
         return (jnp.zeros([], jnp.float32), jnp.zeros([], jnp.float32))  # weight, mean

@@ -122,7 +122,7 @@ def check_rule(rule: Any) -> None:
 
 
 def check_gradients(updates: Any, mean: Any) -> None:
-    """Raise `ValueError` if tree or shapes of the gradients differ from the parameters' in `init`.
+    """Raise `ValueError` unless gradients have the tree and shapes of the parameters of `init`.
 
     Args:
         updates: gradients.

@@ -43,7 +43,7 @@ class Products(NamedTuple):
     cross: Float32[Array, ""]  # g1.g2
 
     def cosine(self) -> Float32[Array, ""]:
-        """Cosine of the angle, in [-1, 1]; NaN if a half is zero or a product is not finite."""
+        """Cosine between g1 and g2, in [-1, 1]; NaN if one is zero or a product is not finite."""
         cosine = self.cross / (jnp.sqrt(self.first) * jnp.sqrt(self.second))
         return jnp.clip(jnp.where(jnp.isfinite(cosine), cosine, jnp.nan), -1.0, 1.0)
 
@@ -73,10 +73,13 @@ class GradientHalves(NamedTuple):
 
 
 class CodecNoise(NamedTuple):
-    """Noise that codecs add to the trace T of one micro-batch with mean gradient G."""
+    """Noise that codecs add to one micro-batch, with gradient G and covariance of trace T.
 
-    of_noise: Float32[Array, ""]  # relative to T
-    of_signal: Float32[Array, ""]  # relative to |G|^2
+    It is `of_noise * T + of_signal * |G|^2`.
+    """
+
+    of_noise: Float32[Array, ""]  # in units of T
+    of_signal: Float32[Array, ""]  # in units of |G|^2
 
 
 class Moments(NamedTuple):
@@ -113,7 +116,7 @@ def leaf_products(mean: Any, first_mean: Any, halves: Halves) -> tuple[list[Arra
 
 
 def dot(x: Array, y: Array) -> Float32[Array, ""]:
-    """Return the real inner product, summed in the dtype of `x`: float32 or wider."""
+    """Return the real inner product as float32, summed in the dtype of `x` (float32 or wider)."""
     product = x * y if not jnp.iscomplexobj(x) else jnp.real(jnp.conj(x) * y)
     return jnp.sum(product).astype(jnp.float32)
 

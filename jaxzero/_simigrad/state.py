@@ -80,7 +80,7 @@ def new_state(inner_state: Any, params: Any, settings: Settings) -> SimigradStat
 
 
 def at_least_float32(dtype: DTypeLike) -> DTypeLike:
-    """`dtype`, or float32 if that is wider."""
+    """`dtype` if it is at least as wide as float32, otherwise float32."""
     is_wide = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32
     return dtype if is_wide else jnp.float32
 

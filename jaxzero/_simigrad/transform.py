@@ -91,14 +91,13 @@ def simigrad(
       the batch is this single micro-batch. Without it, such a batch cannot be measured: the
       batch size is kept, `unmeasured` counts it, and rules choose at least two micro-batches.
     - `codec_noise`: `zero.codec_noise(grads)`, if gradients are quantized for communication (with
-      the `microbatches` of `value_and_grad`).
-      Without it the error of the codecs counts as gradient noise. On gradients with heavy tails,
-      2 nodes of 4 devices, a batch of similarity 0.5 then has a noise scale that is too large
-      by 0.2% (`Int8`), 4% (`zeropp`; 9% with stochastic rounding) or 18% (`Int4` without
-      rotation); at 0.83 by 11% with `zeropp`. With it the error is at most 0.2% with `zeropp`, at
-      similarities of 0.2 to 0.83 (`benchmarks/training/simigrad_noise.py`). It assumes that the
-      mean gradient loses as much as those of the devices, which holds for rotated codecs and
-      varying signs; with `Int4` without rotation an error of 5% or more remains.
+      the `microbatches` of `value_and_grad`). Otherwise codec errors count as gradient noise: for
+      gradients with heavy tails on 2 nodes of 4 devices, the noise scale is then too large by 0.2%
+      (`Int8`), 4% (`zeropp`; 9% with stochastic rounding) or 18% (`Int4` without rotation) at a
+      similarity of 0.5, and by 11% (`zeropp`) at 0.83. With `codec_noise` and `zeropp` the error is
+      at most 0.2% at similarities of 0.2 to 0.83 (`benchmarks/training/simigrad_noise.py`). This
+      assumes that encoding changes the mean gradient as much as those of the devices, which holds
+      for rotated codecs and varying signs; with `Int4` without rotation, 5% or more remain.
 
     Args:
         inner: any optax transform. It receives the mean gradient, and its schedules count
@@ -344,7 +343,7 @@ def _scaled(updates: Any, state: SimigradState, settings: Settings) -> Any:
 
 
 def _like(new: Any, old: Any) -> Any:
-    """Cast a state to the dtypes of the old one: a transform may return wider dtypes."""
+    """Cast a new state to the dtypes of the old one, since a transform may return wider dtypes."""
     return jax.tree.map(lambda x, y: jnp.asarray(x).astype(jnp.result_type(y)), new, old)
 
 

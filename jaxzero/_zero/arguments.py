@@ -53,11 +53,11 @@ class Argument:
     Attributes:
         name: the argument's name in error messages.
         treedef: the argument's structure, in which a `StoredArray` counts as one leaf.
-        statics: for each leaf its value if it is not an array, else None.
+        statics: for each leaf, its value as a `Static` if it is not an array; None if it is one.
         plan: the layouts of a sharded tree; None if the argument holds no sharded arrays.
         specs: for each array, its `PartitionSpec` over `node` and `local`; unused with a plan.
-        module_trains: for each array, whether its `eqx.Module` or `nnx.Module` trains it; None if
-            it is in no module.
+        module_trains: for each array, whether the `eqx.Module` or `nnx.Module` that holds it trains
+            it; None if it is in no module.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Argument:
         )
 
     def rebuild(self, arrays: Sequence[Any]) -> Any:
-        """The argument with these arrays as its leaves, in place of any `StoredArray`."""
+        """Build the argument with these values in place of its arrays, without `StoredArray`s."""
         return rebuild(self.treedef, unwrapped(self.statics), arrays)
 
 
@@ -90,7 +90,7 @@ class Call:
     keywords: tuple[str, ...]
 
     def rebuild(self, arrays: Sequence[Sequence[Any]]) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and keyword arguments; `arrays` has those of each argument."""
+        """Build positional and keyword arguments from the arrays of each argument."""
         pairs = zip(self.arguments, arrays, strict=True)
         values = [argument.rebuild(leaves) for argument, leaves in pairs]
         keywords = zip(self.keywords, values[self.num_positional :], strict=True)
@@ -201,7 +201,7 @@ def _check_specs(
 
 
 def _batch_specs(name: str, value: Any) -> Any:
-    """A spec for each leaf of a batch: rows are split, keys and single numbers replicated."""
+    """A `PartitionSpec` for each leaf: rows are split, keys and single numbers replicated."""
     if any(map(is_stored, flatten(value)[1])):
         raise ValueError(
             f"{name} is to be the batch, but holds parameters that `Zero` has laid out. Say with "
@@ -231,7 +231,7 @@ def _names(parameters: Sequence[str], num: int) -> list[str]:
 
 
 def _spec_for_each(in_specs: Any, num: int, argnums: Sequence[int]) -> list[Any]:
-    """`in_specs` with an entry for each of `num` positional arguments."""
+    """`in_specs`, checked and extended by None to one entry for each positional argument."""
     if in_specs is None:
         return [None] * num
     if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, Sequence):
@@ -305,7 +305,7 @@ def check_rows(
 
 
 def check_differentiable(argument: Argument, leaves: Sequence[Any], allow_int: bool) -> None:
-    """Raise `ValueError` for a leaf of a differentiated argument that can have no gradient."""
+    """Raise `ValueError` if a leaf of a differentiated argument cannot have a gradient."""
     for leaf in argument.plan.leaves if argument.plan else ():
         if leaf.codec is not None:
             raise ValueError(

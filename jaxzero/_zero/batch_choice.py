@@ -27,9 +27,9 @@ def _is_key(leaf: Any) -> bool:
 
 
 def is_split(path: str, leaf: Any, num_rows: int) -> bool:
-    """Whether a leaf of a batch of `num_rows` rows is split, or replicated on every device.
+    """Whether a leaf of a batch of `num_rows` rows is split rather than replicated.
 
-    Single numbers and random keys are replicated; typed keys with one for each row are split.
+    Single numbers and random keys are replicated; an array of one typed key per row is split.
 
     Raises:
         ValueError: the leaf can be a raw key, or one uint32 label for each of 2 or 4 rows.
@@ -59,8 +59,8 @@ def find_batch(
     laid-out array may be a parameter or a batch: it is taken if no other argument can be.
 
     Raises:
-        ValueError: several arguments can be the batch; or one can besides those that `in_specs`
-            splits; or the argument may be a part of the parameters.
+        ValueError: several arguments can be the batch; one can in addition to those that
+            `in_specs` splits; or the argument may be a part of the parameters.
     """
     free = [
         i

@@ -1,6 +1,6 @@
 """Check the options of `value_and_grad`, and turn a program's flat results into its return value.
 
-Also converts wire states between the user's trees and the flat `LocalWireState` of a program.
+This module also converts wire states between the user's trees and the flat `LocalWireState`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def gradient_options(
     halves: bool,
     mesh: AnyMesh,
 ) -> Options:
-    """The checked options of one `value_and_grad`.
+    """Check the arguments of `value_and_grad`, and return them as `Options`.
 
     Raises:
         ValueError: `microbatches` is not an integer of at least 1, `aux_reduce` names an unknown
@@ -83,7 +83,7 @@ def returned(
 
 
 def _as_given(trees: list[Any], is_one: bool) -> Any:
-    """One tree, or a tuple of trees, as `argnums` was given."""
+    """The only tree if `argnums` was an int, otherwise a tuple of all."""
     return trees[0] if is_one else tuple(trees)
 
 

@@ -55,14 +55,14 @@ def measure_codec_noise(
     config: ZeroConfig,
     microbatches: int,
 ) -> CodecNoise:
-    """Encode and decode gradient shards, and sum the errors; one all-reduce of three scalars.
+    """Measure the errors of encoding gradient shards; sends one all-reduce of three scalars.
 
     Args:
         leaves: layouts of the parameters.
         gradients: mean gradients, in stored form.
-        mesh: the mesh that they are on.
+        mesh: the mesh that the gradients are on.
         config: gives the codecs.
-        microbatches: how many micro-batches of a device each gradient is the mean of.
+        microbatches: number of micro-batches of a device that the gradients are means over.
 
     Raises:
         ValueError: `microbatches` is not an integer of at least 1.
@@ -106,7 +106,7 @@ def _codec(leaf: LeafSpec, axis: str, comm: CommSpec) -> Codec | None:
 
 
 def _squared_error(x: Array, codec: Codec | None) -> Float32[Array, ""]:
-    """The squared norm of what encoding and decoding changes in `x`."""
+    """The squared norm of the error that encoding and decoding makes in `x`."""
     if codec is None or x.size == 0:
         return jnp.zeros([], jnp.float32)
     # The mean of a few decoded messages lies near the codec's own steps, so encoding the same

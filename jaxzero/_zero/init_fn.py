@@ -1,6 +1,6 @@
 """Run a user's initialization function under `jit`, which can return only arrays.
 
-A module also holds functions and Python values; these are kept apart from its arrays.
+An Equinox or NNX module also holds functions and Python values, which are kept aside.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .._sharding import flatten, is_array, rebuild, statics_of, trained_leaves
 
 
 class Initializer:
-    """Calls `init_fn` and returns the list of its arrays; `shapes` traces it once more.
+    """A function that calls `init_fn` and returns the list of its arrays, so that `jit` can run it.
 
     Leaves of an `eqx.Module` or `nnx.Module` that are not arrays are returned by `shapes` only.
     Elsewhere a Python number becomes an array, as it does when `jit` returns it.
@@ -49,7 +49,7 @@ class Initializer:
 
 
 def _check_arrays(args: tuple[Any, ...]) -> None:
-    """Refuse what `jit` cannot take, with an error that explains how to pass it."""
+    """Raise `ValueError` unless all leaves are arrays and numbers, which `jit` can take."""
     for i, arg in enumerate(args):
         for leaf in jax.tree.leaves(arg):
             is_number = isinstance(leaf, int | float | complex)

@@ -1,4 +1,4 @@
-"""Split and check the return value of a loss function: `loss`, `(sum, weight)`, with `aux`."""
+"""Split and check what a loss function returns: a loss or `(sum, weight)`, perhaps with `aux`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 
 def split_aux(output: Any, has_aux: bool) -> tuple[Any, Any]:
-    """`(loss, aux)` from what the function returned; `aux` is None without `has_aux`."""
+    """Split what the function returned into `(loss, aux)`; `aux` is None without `has_aux`."""
     if not has_aux:
         return output, None
     if not isinstance(output, (tuple, list)) or len(output) != 2:
@@ -23,7 +23,7 @@ def split_aux(output: Any, has_aux: bool) -> tuple[Any, Any]:
 
 
 def split_weight(value: Any, weighted: bool) -> tuple[Any, Array | None]:
-    """`(sum of losses, sum of weights)`; the weight is None without `weighted`.
+    """Split a loss into `(sum of losses, sum of weights)`; the second is None without `weighted`.
 
     The weight gets no gradient: the mean's derivative treats it as constant.
     """

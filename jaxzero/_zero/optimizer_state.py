@@ -1,4 +1,4 @@
-"""Shard optimizer state like the parameters, and show optimizers unpadded leaves where needed.
+"""Shard optimizer state like the parameters, and give optimizers unpadded leaves where needed.
 
 An optax chain runs outside the `shard_map`, on global arrays, so norms over a leaf or the full
 model are right without knowing about devices. Only padding is visible to it: if the mesh divides
@@ -44,7 +44,7 @@ class TrueShapes(optax.GradientTransformationExtraArgs):
 
 
 def trained_part(tree: Any, plan: TreePlan) -> tuple[Any, TreePlan]:
-    """A tree and its plan without the leaves that a module does not train: these become None."""
+    """A tree and its layouts, with None for the leaves that their module does not train."""
     _, leaves, treedef = flatten(tree)
     kinds = trained_leaves(tree)
     # An empty `StoredArray` stays, as it does in gradients.
@@ -128,14 +128,14 @@ def init_state(
     mesh: Mesh,
     axes: tuple[str, ...],
 ) -> Any:
-    """`tx.init(params)`, each leaf made on the devices that keep it.
+    """`tx.init(params)`, with each leaf made on the devices that keep it.
 
     Args:
         tx: the optimizer.
         params: arrays, traced arrays, or `ShapeDtypeStruct`s (then so is the result).
         plan: layouts of the state.
-        mesh: the mesh that it is laid out on.
-        axes: the mesh axes that shard it.
+        mesh: the mesh that the state is laid out on.
+        axes: the mesh axes that shard the state.
     """
     given = jax.tree.leaves(params)
     if any(is_traced(x) for x in given):
@@ -160,7 +160,7 @@ def true_shapes(
     mesh: AnyMesh,
     config: ZeroConfig,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap `tx` so that padding is cut off before it and put back after it.
+    """Wrap `tx` so that its inputs are unpadded, and its outputs padded again.
 
     A padded dim is stored in shards of `ceil(size / devices)`, which is also how XLA splits
     an uneven dim, so the wrapper moves no data.
@@ -220,7 +220,7 @@ def _padded_leaf(old: Any, x: Any) -> Any:
 
 
 def _with_automatic_axes(function: Callable, out_shardings: Any, mesh: Mesh) -> Callable:
-    """Run `function` with all axes automatic: explicit ones cannot cut a dim unevenly."""
+    """Wrap `function` to run with automatic axes, because explicit axes split dims only evenly."""
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = tuple(name for name, kind in types if kind == AxisType.Explicit)
     return jax.jit(jax.sharding.auto_axes(function, axes=explicit, out_sharding=out_shardings))

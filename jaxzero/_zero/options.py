@@ -1,4 +1,4 @@
-"""`Options`: what `Zero.value_and_grad` and `Zero.apply` are told beside the function itself."""
+"""`Options`: the arguments of `Zero.value_and_grad` and `Zero.apply` other than the function."""
 
 from __future__ import annotations
 

@@ -18,8 +18,9 @@ from .options import Options
 class Outputs:
     """The outputs other than loss and gradients: their tree, and the reduction of each leaf.
 
-    `record` is called while the function is traced, `part` on each device, `join` outside of the
-    `shard_map`. `rows` is the number of rows that one call of the function sees.
+    `record` is called while the function is traced, `part` in the program of each device, `join`
+    outside of the `shard_map`. `rows` is the number of rows that one call of the function gets:
+    those of one micro-batch on one device.
     """
 
     def __init__(self, options: Options, rows: int | None):
@@ -97,7 +98,7 @@ class Outputs:
         return [x for x, how in pairs if how not in ("stack", "concat")], rows
 
     def join(self, replicated: Sequence[Array], rows: Sequence[Array]) -> Any:
-        """The tree that the user's function returned, from the global arrays of `part`."""
+        """Rebuild the tree that the function returned, from global arrays as `part` gives them."""
         remaining = {False: iter(replicated), True: iter(rows)}
         leaves = [next(remaining[how in ("stack", "concat")]) for how in self.how]
         return jax.tree.unflatten(self.treedef, leaves)

@@ -26,8 +26,8 @@ def pad_batch(
     Args:
         batch: a tree of arrays `[n, ...]`. Random keys and single numbers in it are unchanged.
         zero: gives the number of devices.
-        rows: pad to this many, so that every batch has one shape and compiles one program. By
-            default the smallest number that divides.
+        rows: number of rows to pad to, so that all batches have one shape and share a compiled
+            program. By default the smallest multiple of devices x `microbatches`.
         microbatches: as given to `zero.value_and_grad`.
 
     Returns:
@@ -36,8 +36,8 @@ def pad_batch(
         loss returns `(sum(weights * losses), sum(weights))`.
 
     Raises:
-        ValueError: the batch has no rows, its arrays have different numbers of them, one of them
-            may be a raw random key or rows, or `rows` is less than n or does not divide.
+        ValueError: the batch has no rows, its arrays have different numbers of rows, an array may
+            be rows or a raw random key, or `rows` is less than n or not such a multiple.
 
     Example:
         >>> def loss_fn(params, batch):

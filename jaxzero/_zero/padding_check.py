@@ -19,9 +19,9 @@ _REMEDY = "Wrap it: `tx = zero.optimizer(tx)`."
 
 
 def warn_of_padding(tx: optax.GradientTransformation, plan: TreePlan) -> None:
-    """Warn if `tx` gives other updates because some of its leaves are padded, or may do so.
+    """Warn if `tx` gives, or may give, other updates because some of its leaves are padded.
 
-    That happens if it counts elements, decides by shape (Adafactor, Muon), or selects leaves by
+    It does so if it counts elements, decides by shape (Adafactor, Muon), or selects leaves by
     path: the path of a padded leaf has one more entry.
     """
     padded = [leaf.path for leaf in plan.leaves if leaf.layout and leaf.layout.is_padded]
@@ -84,7 +84,7 @@ def _extras(tx: optax.GradientTransformation, params: Any, grads: Any) -> dict[s
 
 
 def _widen(x: np.ndarray, leaf: LeafSpec) -> Any:
-    """`x` as it would be stored if its padded dim were padded by one row."""
+    """`x` as stored with one element of padding, if its leaf is padded; otherwise unchanged."""
     if leaf.is_plain or leaf.layout is None or math.prod(x.shape) == 0:
         return x
     dim = leaf.layout.dim

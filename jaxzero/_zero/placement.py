@@ -1,4 +1,4 @@
-"""Convert arrays between their own form and their stored form: padded or encoded, and sharded."""
+"""Convert arrays of true shapes to their stored form (padded or encoded, and sharded), and back."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .._sharding import LeafSpec, StoredArray, TreePlan, pad, unpad
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
-    """The mesh with all axes of type `Auto`, for programs that the compiler partitions."""
+    """The same mesh with all axes of type `Auto`, for programs that the compiler partitions."""
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def run_automatic(function: Any, out_shardings: Any, mesh: Mesh, *args: Any) -> Any:
-    """Run a function under `jit`, partitioned by the compiler; its outputs are sharded on `mesh`.
+    """Run a function under `jit` with automatic axes; its outputs are sharded on `mesh`.
 
     Args:
         function: a function of trees of arrays.
@@ -43,7 +43,7 @@ def _is_on(x: Any, mesh: Mesh) -> bool:
 
 
 def on_mesh(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """The array `x` with its sharding over `mesh`, which has the same devices. Copies nothing."""
+    """View `x` as sharded over `mesh`, which has the same devices as its mesh; copies nothing."""
     assert isinstance(x.sharding, NamedSharding)
     sharding = NamedSharding(mesh, x.sharding.spec)
     shards = [shard.data for shard in x.addressable_shards]
@@ -51,14 +51,14 @@ def on_mesh(x: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def pad_leaf(leaf: LeafSpec, x: Any) -> Any:
-    """Pad, or pad and encode, an array of true shape to its stored form."""
+    """Pad, and encode if the leaf has a codec, an array of true shape to its stored form."""
     if leaf.layout is None:
         return x
     return pad(x, leaf.layout) if leaf.codec is None else to_stored(pad(x, leaf.layout), leaf)
 
 
 def unpad_leaf(leaf: LeafSpec, x: Any) -> Any:
-    """The array in its true shape, without padding and decoded; the reverse of `pad_leaf`."""
+    """Decode and unpad an array in stored form to its true shape; the reverse of `pad_leaf`."""
     full = x if leaf.codec is None else from_stored(x, leaf).join()
     return unpad(full, leaf.layout) if leaf.layout else full
 
@@ -124,7 +124,7 @@ def place_tree(plan: TreePlan, leaves: list[Any], mesh: Mesh, axes: tuple[str, .
 
     Args:
         plan: layouts of the tree.
-        leaves: its full arrays; a `StoredArray` is padded or encoded already.
+        leaves: the full arrays of the tree; a `StoredArray` is padded or encoded already.
         mesh: the mesh to shard them on.
         axes: the mesh axes that shard them.
 
@@ -163,10 +163,10 @@ def gather_full(plan: TreePlan, leaves: list[Any], mesh: Mesh) -> list[Any]:
 
 
 def constrain(x: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-    """Shard `x` as `spec`: moved at once if it is an array, by the program if it is traced.
+    """Shard `x` as `spec` says: an array at once, a traced array as part of the program.
 
-    If the mesh has explicit axes, a traced array is resharded over those only: its type names no
-    other axes, and the compiler chooses the layout over them.
+    If the mesh has explicit axes, a traced array is resharded over these only, since its type can
+    name no others; the compiler chooses its layout over the other axes.
     """
     if not is_traced(x):
         return jax.device_put(x, NamedSharding(mesh, spec))

@@ -3,8 +3,8 @@
 `jax.value_and_grad` traces at each call, so it sees attributes and closed-over arrays that have
 changed since the last one. `Programs` also sees them: it lowers the program at each call, with the
 closed-over arrays as arguments, and reuses the compiled program of an equal StableHLO text. Tracing
-takes milliseconds where compiling takes seconds; a training step belongs in `jax.jit`, which does
-neither.
+takes milliseconds where compiling takes seconds. A training step belongs in `jax.jit`, which traces
+and compiles once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Programs:
         self._kept: collections.OrderedDict[str, Callable] = collections.OrderedDict()
 
     def run(self, program: Callable, *args: Any) -> Any:
-        """Return `program(*args)`, compiled, or reused if an equal program was compiled before.
+        """Return `program(*args)`; an equal program that was compiled before is reused.
 
         If a transformation such as `jax.jit` is tracing the call, the program becomes part of that
         trace, and nothing is cached.

@@ -57,8 +57,8 @@ class ShardedTrees:
 
         Args:
             init_fn: returns a tree of arrays (and `None`s), an `eqx.Module` or an `nnx.Module`.
-            args: for example a key.
-            specs: a tree prefix of `PartitionSpec`s over mesh axes other than ours.
+            args: arguments of `init_fn`, such as a key.
+            specs: a tree prefix of `PartitionSpec`s over mesh axes other than `node` and `local`.
 
         Returns:
             The tree of global `jax.Array`s in their own shapes, each split on one dim over all
@@ -68,8 +68,8 @@ class ShardedTrees:
             count of elements, includes the zeros.
 
         Raises:
-            ValueError: a leaf or an argument of `init_fn` is not an array, or `specs` names our
-                axes.
+            ValueError: a leaf or an argument of `init_fn` is not an array, or `specs` names `node`
+                or `local`.
         """
         run = Initializer(init_fn)
         plan = self._plan(run.shapes(*args), specs)
@@ -87,8 +87,8 @@ class ShardedTrees:
     ) -> Any:
         """The result of `init` as `ShapeDtypeStruct`s with shardings; allocates nothing.
 
-        Use it as the target of a restore, or to load a checkpoint into. With `codec`, it
-        is the result of `shard`.
+        Use it as the target of a restore, or to load a checkpoint into. With `codec`, it describes
+        the result of `shard` with that codec.
         """
         plan = self._plan(Initializer(init_fn).shapes(*args), specs, codec)
         shardings = plan.shardings(self.mesh, self._weight_axes)
@@ -106,7 +106,7 @@ class ShardedTrees:
                 `__getitem__` for a tuple of slices, such as a tensor in a file. Of each
                 leaf only the slices that this process's devices own are read. An
                 `eqx.Module` or `nnx.Module` may hold other leaves, which are unchanged.
-            specs: a tree prefix of `PartitionSpec`s over mesh axes other than ours.
+            specs: a tree prefix of `PartitionSpec`s over mesh axes other than `node` and `local`.
             codec: store float leaves of at least `config.min_quantized_size` elements encoded by
                 this codec, and gather them without encoding them again: for frozen parameters,
                 such as those beneath LoRA (ZeRO++, mixed precision).
@@ -125,8 +125,8 @@ class ShardedTrees:
     def unshard(self, tree: Any) -> Any:
         """Gather a sharded tree: ordinary arrays in their true shapes, in full on every device.
 
-        Takes parameters, gradients, updates or optimizer state, or parts of them. To save a
-        model, use `Checkpoints` or an export, which never hold all of it in one place.
+        It takes parameters, gradients, updates or optimizer state, or parts of them. To save a
+        model, use `Checkpoints` or an export, which never hold the full model in one place.
 
         Raises:
             ValueError: an array in it was not laid out by this `Zero`.
@@ -152,8 +152,8 @@ class ShardedTrees:
     def init_optimizer(self, tx: optax.GradientTransformation, params: Any) -> Any:
         """`tx.init(params)`, with every leaf sharded like the parameter that it belongs to.
 
-        Of an `eqx.Module` or `nnx.Module`, `tx` sees the leaves that it trains, and `None` for the
-        others, as in the gradients.
+        In an `eqx.Module` or `nnx.Module`, `tx` gets `None` for the leaves that the module does not
+        train, as in the gradients.
 
         Raises:
             ValueError: `params` did not come from this `Zero`; or `tx` keeps statistics of another
@@ -176,12 +176,12 @@ class ShardedTrees:
         """Report how leaves are sharded, bytes held by a device, and bytes sent in a step.
 
         Args:
-            params: arrays, or from `abstract`.
+            params: the parameters, or their `ShapeDtypeStruct`s from `abstract`.
             opt_state: from `init_optimizer`.
             plan: plan of a training step, from `plan`; adds its traffic to the report.
 
         Returns:
-            Data that prints itself (`print`) or becomes plain data (`as_dict`).
+            A `Report`, with methods `print` and `as_dict`.
         """
         gradient_axes = self.config.axes if self.config.stage >= 2 else ()
         axes = {
@@ -192,7 +192,7 @@ class ShardedTrees:
         state = None if opt_state is None else self._plan_of(opt_state)
         return make_report(self._plan_of(params), state, plan, self._devices, axes)
 
-    # What the above share.
+    # Shared by the methods above.
 
     @property
     def _weight_axes(self) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from .placement import constrain
 
 
 class Transform:
-    """One user function for one call: the sharded program, and its plan once traced."""
+    """A user's function for the arguments of one call: its sharded program, and the plan of it."""
 
     def __init__(
         self, function: Callable, call: Call, options: Options, mesh: AnyMesh, config: ZeroConfig
@@ -44,7 +44,7 @@ class Transform:
         self._plan: Plan | None = None  # set by tracing `program`
 
     def plan(self, arrays: list[list[Any]], wire_state: LocalWireState) -> Plan:
-        """The gathers, reductions and transfers of one call of `program`."""
+        """Trace `program`, and return its plan: gathers, reductions and transfers."""
         # A new function each time: `eval_shape` does not trace the same function twice.
         jax.eval_shape(lambda *args: self.program(*args), arrays, wire_state)
         assert self._plan is not None
@@ -53,7 +53,11 @@ class Transform:
     def program(
         self, arrays: list[list[Array]], wire_state: LocalWireState
     ) -> tuple[Any, list[Any], Any, LocalWireState, GradientHalves | None]:
-        """Loss, flat gradients, other outputs, next wire state and halves, of global arrays."""
+        """Run the step on global arrays.
+
+        Returns:
+            Loss, flat gradients, other outputs, the next wire state, and half-batch products.
+        """
         in_specs = [self._specs(argument) for argument in self.call.arguments]
         state_specs = self._state_specs(wire_state)
         if AxisType.Explicit in self.mesh.axis_types:
@@ -105,7 +109,7 @@ class Transform:
         )
 
     def _rows_per_microbatch(self, arrays: Sequence[Sequence[Array]]) -> int | None:
-        """The number of rows of one micro-batch on one device; None if nothing is split by rows."""
+        """The number of rows of one micro-batch on one device; None if no argument has rows."""
         for argument, leaves in zip(self.call.arguments, arrays, strict=True):
             for x, spec in zip(leaves, argument.specs, strict=True):
                 dim = None if argument.plan else split_dim(spec)
@@ -144,7 +148,7 @@ class Transform:
         """Call the user's function on one device, and differentiate it if requested.
 
         Args:
-            stored: the arrays of all sharded trees, with the shapes of the full arrays, in order.
+            stored: the full arrays of all sharded trees, in the order of arguments.
             inputs: the arrays of all other arguments, in order.
             outputs: records the structure of the auxiliary outputs (or of all, for `apply`).
 

@@ -54,15 +54,15 @@ class Zero(ShardedTrees):
         return f"Zero({sizes}; {self.config})"
 
     def init_wire_state(self, params: Any) -> WireState:
-        """Make the state that codecs keep from step to step, before the first step.
+        """Make the wire state, which hops keep from step to step, before the first step.
 
         Only hops such as `WeightDelta` (node slices of weights) and `ErrorFeedback` (residuals of
         gradients) need it (`config.needs_wire_state`). Pass it to the function from
         `value_and_grad`, which returns the next one; save it like optimizer state. If parameters
-        change otherwise (a restored checkpoint), make it again: it holds slices of the old ones.
+        change outside of the training step, make it again: it holds slices of the old ones.
 
         Returns:
-            Sharded arrays: of each leaf, a device holds its node's slice.
+            Sharded arrays: each device holds its node slice of each leaf.
 
         Raises:
             ValueError: `params` did not come from this `Zero`.
@@ -73,8 +73,9 @@ class Zero(ShardedTrees):
     def codec_noise(self, grads: Any, *, microbatches: int = 1) -> CodecNoise:
         """Measure the noise that the codecs add to gradients such as `grads`, for `jz.simigrad`.
 
-        Call it in the jitted step, or now and then: devices encode and decode their shards of
-        `grads`, from `value_and_grad` with as many `microbatches`, and sum three scalars.
+        Devices encode and decode their shards of `grads`, and all-reduce three scalars. Call it in
+        the jitted step, or only every few steps. `microbatches` is that of the `value_and_grad`
+        that returned `grads`.
 
         Raises:
             ValueError: `grads` are not like parameters of this `Zero`, or `microbatches` < 1.
@@ -106,8 +107,8 @@ class Zero(ShardedTrees):
         `f` is written for one device: it sees full parameters and this device's rows of
         the batch, and returns the mean loss over those rows. The program is re-emitted so
         that each parameter is gathered just before it is used, in forward and again in
-        backward, and each gradient is reduced where it is produced. Collectives over the
-        axes `("node", "local")` are allowed in `f`.
+        backward, and each gradient is reduced where it is produced. `f` may use collectives over
+        the axes `("node", "local")`.
 
         Args:
             f: `f(params, batch, ...) -> loss`. The loss is a real scalar.
@@ -116,8 +117,8 @@ class Zero(ShardedTrees):
                 be such trees too (frozen parameters); they are also gathered just before use.
             has_aux: `f` returns `(loss, aux)`.
             allow_int: integer leaves get gradients of type `float0`, as in JAX.
-            microbatches: run the rows of each device in this many equal runs, one after
-                the other, and add up gradients as shards in float32.
+            microbatches: cut the rows of each device into this many equal micro-batches, run
+                them one after the other, and add up gradients as shards in float32.
             weighted: `f` returns `(sum, weight)` as its loss; the result is the sum of sums
                 over the sum of weights, over all devices and micro-batches. The weight (a
                 number of tokens) is taken as independent of the parameters.
@@ -126,17 +127,18 @@ class Zero(ShardedTrees):
                 "stack" (on a new leading dim, in the order of the batch) and "concat" (leaves
                 whose dim 0 is the device's rows are joined to one of all rows). Float leaves
                 default to "mean"; others need one.
-            halves: also compare the gradients of two halves of the nodes (of one node's
-                devices), for `jz.simigrad`. This sends three numbers for each leaf, and holds
-                one more float32 shard of it. Gradients keep their bits where reduce-scatters
-                add in the order of devices, as on CPUs; `split="local"` may round otherwise.
+            halves: also compare the gradients of two halves of the nodes (or of the devices, if
+                there is one node), for `jz.simigrad`. This sends three numbers for each leaf, and
+                holds one more float32 shard of it. Gradients stay bitwise equal where
+                reduce-scatters add in the order of devices, as on CPUs; with `split="local"` they
+                may round differently.
             batch_argnums: the argument that is the batch, split on dim 0 over all devices
                 (`batch_spec`): a position, a name, or several. By default the one argument
                 that can be: it holds an array with rows, and is neither a sharded tree nor a random
                 key. `()`: there is none. Other arguments are replicated on every device.
             in_specs: for each positional argument None, or a tree prefix of
-                `PartitionSpec`s over `node` and `local`: for what is not split by rows, or
-                only in part.
+                `PartitionSpec`s over `node` and `local`: for arguments that are split in another
+                way than by rows, or only in part.
 
         Returns:
             A function of the same arguments that returns `(loss, grads)`, or
@@ -146,8 +148,8 @@ class Zero(ShardedTrees):
             `jax.value_and_grad`; under `jax.jit` that is once. Leaves that are not arrays
             (strings, functions, Python numbers) are passed to `f` unchanged.
 
-            The gradient of an `eqx.Module` is such a module, with None for what is no
-            floating-point array; that of an `nnx.Module` has None for what is no `nnx.Param`.
+            The gradient of an `eqx.Module` or `nnx.Module` is such a module, with None for each
+            leaf that is not a floating-point array or, in an `nnx.Module`, not an `nnx.Param`.
 
         Raises:
             ValueError: before anything is compiled, with the argument and the tree path; among
@@ -236,7 +238,7 @@ class Zero(ShardedTrees):
         transform, arrays = self._prepare(f, args, kwargs, options, batch_argnums, in_specs)
         return transform.plan(arrays, wire_state_of(transform, wire_state))
 
-    # Shared by the above.
+    # Shared by the methods above.
 
     def _prepare(
         self,

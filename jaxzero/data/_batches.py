@@ -1,8 +1,8 @@
 """Global batches, of which each process reads the rows of its own devices.
 
-The dataset is in global order and equal on every process, so batch b consists of elements b * B to
-(b + 1) * B on any number of hosts. The position is a number of batches: a run that stops on two
-hosts can continue on one, and no example is lost or read twice.
+The dataset is in global order and equal on every process, so batch b of B rows consists of elements
+b * B to (b + 1) * B - 1 on any number of hosts. The position is a number of batches: a run that
+stops on two hosts can continue on one, and no example is lost or read twice.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _UNLIKE = {  # entry of a state -> remedy if it differs from that of the dataset
 
 
 class Batches(Iterator[Any]):
-    """Iterate over global batches of a Grain dataset. A context manager.
+    """Iterator over global batches of a Grain dataset, and context manager that closes it.
 
-    Every process creates it with the same dataset and iterates in step with the others. It
+    Every process makes one from the same dataset, and iterates in step with the others. It
     prefetches only the rows of its own devices, in Grain's threads; rows that several processes
     need are read by each of them.
 
     Args:
         dataset: a `grain.MapDataset` in global order, not split by process and not batched.
-            Shuffle and repeat it before; a batch may contain the end of one epoch and the start
+            Shuffle and repeat it first; a batch may contain the end of one epoch and the start
             of the next, and an incomplete batch at the very end is not read. Elements are trees
             of numbers or numpy arrays with equal shapes in all elements.
         zero: gives the devices, and the sharding of a batch (`zero.batch_spec`).
@@ -98,17 +98,20 @@ class Batches(Iterator[Any]):
         self.close()
 
     def close(self) -> None:
-        """Stop the prefetch threads. Iterating again continues at the position with new ones."""
+        """Stop the prefetch threads. Iterating again starts new ones at the current position."""
         if self._elements is not None:
             self._elements.close()
         self._elements = None
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position and a description of the dataset as JSON; equal on all processes."""
+        """Return the position, and a description of the dataset; equal on all processes.
+
+        All values can be represented in JSON.
+        """
         return {"batches": self._position, **self._origin}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position of a state, on any number of processes and devices.
+        """Continue at the position in `state`, which any number of processes may have saved.
 
         Raises:
             ValueError: `state` is not from `get_state`, or the batch size, the number of elements
@@ -211,7 +214,7 @@ def _check_column(path: str, column: Sequence[np.ndarray]) -> None:
 
 
 def _described(dataset: grain.MapDataset) -> dict[str, Any]:
-    """Describe the order of a dataset, as far as it can be inspected: epoch length and seeds."""
+    """Describe what can be seen of a dataset's order: the epoch length and the seeds."""
     nodes, found = [dataset], []
     while nodes:
         node = nodes.pop()

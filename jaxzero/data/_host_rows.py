@@ -1,8 +1,8 @@
 """Compute the rows of a global batch that one process reads.
 
 A process reads the rows that the sharding of the batch assigns to its devices, each row once and
-in ascending order. The B rows of batch b are elements b * B to (b + 1) * B of the dataset, for any
-number of processes.
+in ascending order. The B rows of batch b are elements b * B to (b + 1) * B - 1 of the dataset, for
+any number of processes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class HostRows:
 
     @classmethod
     def of_sharding(cls, sharding: Sharding, batch_size: int) -> HostRows:
-        """Rows of this process, for batches with this sharding of dim 0."""
+        """The rows of this process, for global batches whose dim 0 has this sharding."""
         held = sharding.addressable_devices_indices_map((batch_size,))
         return cls.of_pieces([index[0] for index in held.values() if index], batch_size)
 
     @classmethod
     def of_pieces(cls, pieces: Iterable[slice], batch_size: int) -> HostRows:
-        """Rows for devices that hold these slices, which may overlap."""
+        """The rows that a process reads if its devices hold these slices, which may overlap."""
         ranges = [np.arange(batch_size)[piece] for piece in pieces]
         return cls(batch_size, np.unique(np.concatenate([np.arange(0), *ranges])))
 
@@ -43,12 +43,12 @@ class HostRows:
         return len(self.numbers)
 
     def element(self, turn: int) -> int:
-        """Index in the dataset of the `turn`-th element that this process reads."""
+        """Index in the dataset of the element number `turn`, from 0, that this process reads."""
         batch, place = divmod(turn, len(self.numbers))
         return batch * self.batch_size + int(self.numbers[place])
 
     def place(self, piece: slice) -> slice:
-        """Slice of a device's rows within the rows that this process reads of a batch."""
+        """Convert a slice of a batch's rows to a slice of the rows that this process reads."""
         start, stop, _ = piece.indices(self.batch_size)
         first = int(np.searchsorted(self.numbers, start))
         return slice(first, first + stop - start)

@@ -13,10 +13,12 @@ _SHOWN = 200  # characters of a value in a message
 
 
 def check_same(*, seconds: float = 60.0, **values: Any) -> None:
-    """Compare values, such as settings, seeds and digests of data, over all processes. Collective.
+    """Compare values, such as settings, seeds and digests of data, over all processes.
+
+    All processes must call it.
 
     Args:
-        seconds: timeout of waiting for other processes.
+        seconds: how long to wait for the other processes.
         **values: values that JSON can represent, or that are identified by their `repr`. Dicts are
             compared entry by entry, and the message names the entry.
 

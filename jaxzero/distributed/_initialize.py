@@ -30,7 +30,7 @@ _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Rank of this process, number of processes, coordinator and devices."""
+    """The place of this process in the run: its rank, the coordinator, and its devices."""
 
     coordinator_address: str
     num_processes: int
@@ -65,8 +65,8 @@ def initialize(
         local_device_ids: ids of the local devices that this process uses.
         cluster_detection_method: name of a method of `jax.distributed.initialize`, such as
             "mpi4py", which is not detected automatically.
-        start_seconds: timeout of the processes' waiting for each other.
-        heartbeat_seconds: JAX considers a process dead after so many seconds of silence, and ends
+        start_seconds: how long processes wait for each other to connect.
+        heartbeat_seconds: after this many seconds of silence, JAX considers a process dead and ends
             the others. `Watchdog` is faster and reports more.
 
     Returns:
@@ -117,7 +117,7 @@ def initialize(
 
 
 def _launched(local_device_ids: Sequence[int] | None) -> _Place | None:
-    """Read the variables that `jaxzero launch`, or the user, sets; None if they are not set."""
+    """Read the environment variables `JAXZERO_*`, which `jaxzero launch` sets; None if not set."""
     variables = {name: os.environ.get(f"JAXZERO_{name}") for name in _VARIABLES}
     if variables["COORDINATOR"] is None:
         return None
@@ -151,7 +151,7 @@ def _detected(
 ) -> _Place | None:
     """Combine arguments, JAX's variables and JAX's cluster detection, in JAX's order of precedence.
 
-    Returns None if there is no sign of other processes.
+    Returns None if nothing says that there are other processes.
     """
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     devices = _listed_devices() if local_device_ids is None else local_device_ids
@@ -200,9 +200,10 @@ def _listed_devices() -> list[int] | None:
 
 
 def _refuse_unseen_processes(method: str | None) -> None:
-    """Raise if MPI started several processes that JAX did not detect.
+    """Raise `ValueError` if MPI started several processes that JAX did not detect.
 
-    Otherwise each would train on its own, and all would write to one directory.
+    Otherwise each would train on its own, and all would write to one directory. It also raises if
+    the user named a `method` of detection, which has found nothing.
     """
     if method not in (None, "deactivate"):
         raise ValueError(
@@ -246,7 +247,7 @@ def _facts() -> dict[str, str]:
 
 
 def _script() -> str:
-    """Name and digest of the script; its folder may differ between processes."""
+    """Name and digest of the script, without its folder, which may differ between processes."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None or not Path(file).is_file():
         return "none"
@@ -257,7 +258,7 @@ def _script() -> str:
 
 
 def _digest_of_sources() -> str:
-    """Digest of names and contents of the package's sources; a checkout contains symbolic links."""
+    """Digest of names and contents of the package's sources, also behind symbolic links."""
     found = {}
     for folder, _, names in os.walk(_PACKAGE_ROOT, followlinks=True):
         for path in (Path(folder, name) for name in names if name.endswith(".py")):

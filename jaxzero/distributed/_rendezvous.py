@@ -4,7 +4,7 @@ If a process is missing or an address is wrong, `jax.distributed.initialize` abo
 stack trace, and if two runs are mixed up, they hang later. So process 0 first listens on the
 coordinator's port itself. Every process sends one line of JSON with its rank, its host and the
 facts that must be equal everywhere. When all have connected, or at the timeout, all get the same
-answer. Then the port is closed and JAX uses it.
+answer. Then the port is closed, and JAX opens it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Hello:
 
 
 def meet(address: str, hello: Hello, seconds: float) -> list[str]:
-    """Wait for all processes, and compare them.
+    """Wait for all processes to connect, and check that they belong to one run.
 
     Args:
         address: `host:port` of process 0.
-        hello: message of this process.
-        seconds: timeout.
+        hello: the message of this process.
+        seconds: how long to wait for the other processes.
 
     Returns:
         The host of every process, in the order of ranks.
@@ -66,7 +66,7 @@ def meet(address: str, hello: Hello, seconds: float) -> list[str]:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split `host:port`.
+    """Split an address `host:port` into `(host, port)`.
 
     Raises:
         ValueError: the address does not have this form.
@@ -126,7 +126,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _drop_those_that_left(connections: dict[socket.socket, Hello]) -> None:
-    """Drop closed connections; their processes may connect again."""
+    """Remove closed connections; their processes may connect again."""
     for connection in list(connections):
         connection.setblocking(False)
         try:

@@ -37,17 +37,17 @@ class ReplicasDiffer(AgreedEnd, RuntimeError):
 
 
 def check_replicas(tree: Any, *, step: int, seconds: float = 300.0) -> None:
-    """Check that replicated values, and the step, are equal on all devices. Collective.
+    """Check that replicated values are equal on all devices, and the step on all processes.
 
-    Call it on the training state: parameters, optimizer state, random keys. Call it before every
-    save: a checkpoint stores one of the replicas and restores it everywhere, so a difference would
-    never be noticed.
+    All processes must call it, with the training state: parameters, optimizer state, random keys.
+    Call it before every save: a checkpoint stores one of the replicas and restores it everywhere,
+    so a difference would never be noticed.
 
     Args:
         tree: tree of `jax.Array`s with `NamedSharding`s over one mesh; other leaves must be equal
             in every process.
         step: training step.
-        seconds: timeout of waiting for other processes.
+        seconds: how long to wait for the other processes.
 
     Raises:
         ReplicasDiffer: replicas differ. Raised on all processes; the message names the first leaf
@@ -106,7 +106,7 @@ def _verdict_of_devices(reports: list[dict[str, Any]], leaves: dict[str, Any], s
 
 
 def _minority(name: str, x: jax.Array, hashes: dict[int, dict[str, int]]) -> str:
-    """Describe the devices whose hash is in the minority."""
+    """Describe the devices whose hash of the leaf `name` is in the minority."""
     groups: dict[Any, dict[int, list[Any]]] = {}
     for device, index in x.sharding.devices_indices_map(x.shape).items():
         if (of := hashes.get(device.id)) and name in of:
@@ -181,7 +181,7 @@ def _hash(x: Array) -> UInt32[Array, ""]:
 
 
 def _words(x: Array) -> UInt32[Array, " words"]:
-    """Return the bits of an array as uint32 words; each holds an element, or a part of one."""
+    """Return the bits of an array as uint32 words; each holds one element, or a part of it."""
     if x.dtype == bool:
         return x.reshape(-1).astype(jnp.uint32)
     bits = jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else 8 * x.dtype.itemsize

@@ -19,7 +19,7 @@ _calls = itertools.count(1)
 
 
 class StopRequest:
-    """Stop all processes of a run after the same step, on SIGTERM or Ctrl-C. A context manager.
+    """Context manager that stops all processes after the same step, on SIGTERM or Ctrl-C.
 
     Schedulers send SIGTERM some time before they kill a process, and often to one process only.
     All processes must stop after the same step, or the others deadlock; JAX's preemption service
@@ -57,9 +57,9 @@ class StopRequest:
         self._usual = {}
 
     def reached(self) -> bool:
-        """Return True if the run is to stop after this step; call it after every step. Collective.
+        """Return True if the run is to stop after this step.
 
-        All processes get the same answer.
+        All processes must call it after every step; all get the same answer.
         """
         if process_count() == 1 and not notices_sigterm():
             return self._asked

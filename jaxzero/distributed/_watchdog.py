@@ -45,7 +45,7 @@ class AgreedEnd(Exception):
 
 
 class Watchdog:
-    """Ends this process if it makes no progress or another one is lost. A context manager.
+    """Context manager that ends this process if it makes no progress or another one is lost.
 
     with Watchdog(step_seconds=600) as watchdog:
         for step in range(first, last):
@@ -105,7 +105,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def waiting(self, seconds: float) -> Iterator[None]:
-        """Replace the step's time limit inside the block, e.g. for an evaluation or a download.
+        """Replace the time limit of a step inside the `with` block, such as for an evaluation.
 
         Raises:
             ValueError: `seconds` is not positive.
@@ -120,7 +120,10 @@ class Watchdog:
             self._step_seconds = allowed
 
     def _talk(self) -> None:
-        """Publish and read steps in a thread of its own, since calls hang if process 0 does."""
+        """Publish this process's step and read those of the others, until training is over.
+
+        It runs in its own thread, since calls to the coordination service hang if process 0 hangs.
+        """
         for count in itertools.count(1):
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # `_watch` sees the silence
                 publish(_NAME, f"{count} {self._step}")
@@ -131,7 +134,7 @@ class Watchdog:
             publish(_NAME, _DONE)
 
     def _watch(self) -> None:
-        """Check for lost processes and missing progress, without any blocking call."""
+        """Check for lost processes and missing progress, until training is over; never blocks."""
         tick = self._heartbeat_seconds / _TICKS
         before = time.monotonic()
         while not self._over.wait(min(tick, self._step_seconds / _TICKS)):
@@ -152,7 +155,7 @@ class Watchdog:
 
 
 class _Peers:
-    """Last time at which this process saw a change of each other process's counter."""
+    """The other processes, with the time at which this one last saw each one's counter change."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
@@ -169,14 +172,14 @@ class _Peers:
                     self._seen[index] = (text, now)
 
     def forgive(self) -> None:
-        """Restart all timers, after this process itself was suspended."""
+        """Restart all timers, as after a suspension of this process itself."""
         now = time.monotonic()
         with self._lock:
             self._asked = now
             self._seen = {index: (text, now) for index, (text, _) in self._seen.items()}
 
     def lost(self) -> str:
-        """Describe a process that is silent for too long; empty if there is none."""
+        """Describe a process that has been silent for too long; "" if there is none."""
         now = time.monotonic()
         with self._lock:
             if now - self._asked > 2 * self._seconds:
@@ -206,7 +209,7 @@ class _Peers:
 
 @contextlib.contextmanager
 def time_limit(what: str, seconds: float) -> Iterator[None]:
-    """End this process with status `PEER_LOST` if the block takes longer than `seconds`.
+    """Context manager that ends this process with `PEER_LOST` if the block exceeds `seconds`.
 
     Use it before and after training, such as for restoring and exporting, where no `Watchdog`
     runs: otherwise a process would wait forever for one that hangs.
@@ -243,14 +246,14 @@ def time_limit(what: str, seconds: float) -> Iterator[None]:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes: a failed save may be caused by a lost process."""
+    """Yield an error and its chain of causes: a lost process may have caused a failed save."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def _may_be_of_a_peer(error: BaseException) -> bool:
-    """Return True if a lost process may be the cause: a JAX error other than out of memory."""
+    """Whether a lost process may have caused the error: a JAX error other than out of memory."""
     is_full = str(error).startswith("RESOURCE_EXHAUSTED")
     return isinstance(error, jax.errors.JaxRuntimeError) and not is_full
 

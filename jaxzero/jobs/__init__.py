@@ -2,7 +2,7 @@
 
 A job and the packages of its extra are imported on first use: `jaxzero launch` needs none of them.
 
-In: settings, which the command line makes. Out: run directories, tables and files. Only `cli` and
+In: settings, made by the command line. Out: run directories, tables and files. Only `cli` and
 scripts use it.
 """
 

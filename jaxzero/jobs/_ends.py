@@ -10,7 +10,7 @@ class Interrupted(AgreedEnd):
         super().__init__(f"Run {name!r} was interrupted after step {step} and saved.")
         self.name = name
         self.step = step
-        self.by_ctrl_c = by_ctrl_c  # else by SIGTERM
+        self.by_ctrl_c = by_ctrl_c  # otherwise by SIGTERM
 
 
 class Diverged(AgreedEnd, RuntimeError):

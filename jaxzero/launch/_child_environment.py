@@ -23,9 +23,9 @@ class Slot:
 def slots(nodes: list[int], procs_per_node: int, devices_per_proc: int | None) -> list[Slot]:
     """Assign ranks and devices to the processes on `nodes`.
 
-    Nodes are renumbered from 0, but keep the devices of their original number in `nodes`. Without
-    `devices_per_proc` a process gets one device, as under SLURM and MPI; a single process gets all
-    devices.
+    Nodes are renumbered from 0, but keep the devices of their original numbers, which are in
+    `nodes`. Without `devices_per_proc` a process gets one device, as under SLURM and MPI; a single
+    process gets all devices.
     """
     alone = devices_per_proc is None and len(nodes) == procs_per_node == 1
     count = devices_per_proc or 1
@@ -62,7 +62,7 @@ def environment(
 
 
 def reserve_port() -> int:
-    """Find a free port for the coordination service that no other program gets for a minute.
+    """Find a free port for the coordination service, which no other program gets for a minute.
 
     A connection whose server side closes first leaves the port in TIME_WAIT: the kernel does not
     assign it to others, but a server that uses SO_REUSEADDR, like gRPC's, can bind it.

@@ -3,9 +3,9 @@
     [1] step 3, loss 2.71
 
 One thread per pipe splits the output into lines, and one thread writes them all. So lines are
-never mixed, a slow terminal slows the processes down like a pipe, and it never blocks the
-supervisor. Bytes are passed through in any encoding. Of a line that overwrites itself by carriage
-returns (a progress bar) the last state is shown.
+never mixed, and a slow terminal slows the processes down, as a pipe would, but never blocks the
+supervisor. Bytes are passed through in any encoding. If carriage returns overwrite a line, as in a
+progress bar, only its last state is shown.
 """
 
 import collections
@@ -70,7 +70,7 @@ class Output:
 
 
 class ChildOutput:
-    """Shows the output of one child, appends it to a log file, and keeps its last lines.
+    """Show the output of one child, append it to a log file, and keep its last lines.
 
     Args:
         output: where lines are shown.

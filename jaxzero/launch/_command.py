@@ -40,14 +40,14 @@ class Interpreter:
         return f"Python {self.version.split()[0]} at {self.executable}"
 
     def shares_environment(self, other: "Interpreter") -> bool:
-        """True if both import the same packages. Two versions may share a prefix such as /usr."""
+        """Whether both import the same packages: they have the same prefix and version."""
         prefixes = os.path.realpath(self.prefix), os.path.realpath(other.prefix)
         return prefixes[0] == prefixes[1] and self.version == other.version
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """The command line to start, and a message to print before it; "" prints nothing."""
+    """The command line to start, and a message to print before starting it; "" for none."""
 
     command: tuple[str, ...]
     message: str = ""
@@ -153,10 +153,10 @@ def _is_this(path: str) -> bool:
 
 
 def _ask(command: tuple[str, ...], found: str) -> Interpreter | None:
-    """Query the interpreter that `found` starts; None if it does not answer.
+    """Query the interpreter that the program `found` starts; None if it does not answer.
 
     Raises:
-        ValueError: it does not start an interpreter, like a shim of pyenv without a version.
+        ValueError: `found` starts no interpreter, like a shim of pyenv without a version.
     """
     question = [found, "-c", _ASK]
     try:

@@ -117,7 +117,7 @@ def launch(settings: Launch) -> int:
 
 
 class _Attempts:
-    """Runs the processes, and restarts them after a failure."""
+    """Run the processes, and restart them after a failure."""
 
     def __init__(
         self, settings: Launch, output: Output, requests: StopRequests, guard: OrphanGuard
@@ -127,7 +127,7 @@ class _Attempts:
         self._nodes = list(range(settings.nodes))  # as numbered in the first attempt
 
     def run(self) -> int:
-        """Run until an attempt is final; return its exit status."""
+        """Run and restart until no restart is left or allowed; return the last exit status."""
         restarts = 0
         while True:
             began = time.monotonic()

@@ -18,7 +18,7 @@ _WAIT_SECONDS = 2.0  # for the guard process to exit
 
 
 class OrphanGuard:
-    """Kills the registered process groups when this process ends. A context manager."""
+    """Context manager that kills the registered process groups when this process ends."""
 
     def __enter__(self) -> "OrphanGuard":
         self._process = subprocess.Popen(
@@ -31,11 +31,11 @@ class OrphanGuard:
         return self
 
     def add(self, group: int) -> None:
-        """Register the process group `group`."""
+        """Register a process group, given by its id, to be killed when the launcher ends."""
         self._tell(f"+{group}\n")
 
     def remove(self, group: int) -> None:
-        """Unregister `group`, which has ended: its number may be reused."""
+        """Unregister a process group that has ended, since the kernel may reuse its id."""
         self._tell(f"-{group}\n")
 
     def __exit__(self, *error: object) -> None:
@@ -55,7 +55,7 @@ class OrphanGuard:
 
 
 def main() -> None:
-    """Read groups from standard input, and kill the remaining ones when it is closed."""
+    """Run the guard process: read groups from standard input; at its end, kill those remaining."""
     groups: set[int] = set()
     for line in sys.stdin:
         number = int(line[1:])

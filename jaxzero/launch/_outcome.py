@@ -35,7 +35,7 @@ class Outcome:
     """The exits of all processes, in the order in which they ended."""
 
     ended: tuple[ProcessExit, ...]
-    request: signal.Signals | None = None  # what the launcher was asked to stop by
+    request: signal.Signals | None = None  # the signal that asked the launcher to stop
 
     @property
     def first(self) -> ProcessExit | None:

@@ -1,4 +1,4 @@
-"""Record signals to the launcher, which it handles later in its main loop."""
+"""Record signals that the launcher receives, which its main loop handles later."""
 
 import contextlib
 import signal
@@ -25,7 +25,7 @@ class StopRequests:
 def noted_stop_requests() -> Iterator[StopRequests]:
     """Record SIGINT, SIGTERM and SIGHUP inside the `with` block, in the main thread.
 
-    A signal that was ignored before stays ignored: SIGHUP under nohup, SIGINT in the background.
+    A signal that was already ignored stays ignored: SIGHUP under nohup, SIGINT in the background.
     """
     requests = StopRequests()
     before = {number: signal.getsignal(number) for number in _STOPPING}

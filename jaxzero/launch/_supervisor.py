@@ -1,8 +1,8 @@
 """Start a group of processes, and end all of them when one fails.
 
 When a process fails, the others get SIGTERM, and SIGKILL after a grace period. If the first to
-fail reports a lost peer, the supervisor first waits a moment for that peer's own exit. Only the
-wait for running processes, none of which has failed, is unbounded.
+fail reports a lost peer, the supervisor first waits a moment for that peer's own exit. The
+supervisor waits without limit only as long as no process has failed.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ _OUTPUT_SECONDS = 5.0  # how long output may arrive after the end of its process
 
 
 class Supervisor:
-    """Runs a command in several processes, and ensures that all of them end.
+    """Run a command in several processes, and ensure that all of them end.
 
     Args:
         command: a program and its arguments.
         grace: seconds between SIGTERM and SIGKILL.
         output: shows the lines of the processes and of the launcher.
-        requests: signals that the launcher receives meanwhile.
+        requests: the signals that the launcher receives while the processes run.
         guard: kills the processes if the launcher is killed.
         log_dir: folder for one log file per process, or None.
     """
@@ -135,7 +135,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _leaving_none(self) -> Iterator[None]:
-        """Kill all processes if the body raises; report those that survive SIGKILL."""
+        """Kill all processes if the `with` block raises; report those that survive SIGKILL."""
         try:
             yield
         except BaseException:
@@ -185,7 +185,7 @@ class _Child:
         self._kill_group()
 
     def given_up(self) -> ProcessExit:
-        """Return the exit of a process that survives SIGKILL, without waiting for it."""
+        """Return the `ProcessExit` of a process that survives SIGKILL, without waiting for it."""
         self.process.returncode = -signal.SIGKILL
         return self._end(-signal.SIGKILL)
 

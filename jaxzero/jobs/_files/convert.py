@@ -15,7 +15,7 @@ _FILES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def convert(settings: Convert, console: Console) -> None:
-    """Write the checkpoint with a progress bar, and verify the copy if requested.
+    """Write a copy of a checkpoint in another format, and compare it if `settings.check`.
 
     Raises:
         ValueError: the source cannot be opened, the target exists or ends in .safetensors, or the

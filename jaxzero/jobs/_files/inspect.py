@@ -30,7 +30,7 @@ def inspect(settings: Inspect, console: Console) -> None:
     """Print format, path and tensors of a checkpoint.
 
     Raises:
-        ValueError: it cannot be opened.
+        ValueError: the checkpoint cannot be opened.
     """
     if (own := find_checkpoint(settings.path)) is not None:
         inspect_checkpoint(own, console)

@@ -19,7 +19,7 @@ def find_checkpoint(path: Path) -> Path | None:
 
 
 def inspect_checkpoint(folder: Path, console: Console) -> None:
-    """Print the description and the leaves of a checkpoint.
+    """Print the description and the leaves of a checkpoint that jaxzero saved.
 
     Raises:
         ValueError: its description is damaged.

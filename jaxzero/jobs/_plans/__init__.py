@@ -1,4 +1,4 @@
-"""`jaxzero report`: what would be split how, and when it would travel, without training.
+"""`jaxzero report`: how arrays would be split and when they would be sent, without training.
 
 In: the `Report` settings. Out: tables, and a plot on request. Needs the extra `train`.
 """

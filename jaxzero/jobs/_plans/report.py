@@ -1,4 +1,4 @@
-"""`jaxzero report`: what would be split how, held where, and sent by a step. Trains nothing."""
+"""`jaxzero report`: how arrays would be split, and what a step would send, without training."""
 
 from rich.console import Console
 

@@ -16,7 +16,7 @@ from .tokens import PairTokenizer, PairTokens
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Examples:
-    """Tokenised pairs."""
+    """The tokenised pairs of a run, for training and held out."""
 
     train: PairTokens
     held_out: PairTokens
@@ -32,7 +32,8 @@ def load_examples(settings: Data, checkpoint: Path, console: Console) -> Example
     """Collect and tokenise the pairs.
 
     Raises:
-        ValueError: there is no such tree, too little in it, or no tokenizer in the checkpoint.
+        ValueError: `settings.data` is no folder or has too few functions, or the checkpoint has no
+            tokenizer.
     """
     directory = standard_library() if settings.data is None else settings.data
     tokenize = PairTokenizer(checkpoint, settings.max_tokens)
@@ -46,10 +47,10 @@ def load_examples(settings: Data, checkpoint: Path, console: Console) -> Example
 
 
 def training_batches(pairs: PairTokens, zero: Zero, optimization: Optimization) -> Batches:
-    """The batches that steps train on, one each, without end.
+    """An endless iterator over training batches, one for each step.
 
-    Every epoch is a new permutation, and drops the remainder that fills no step: a pair that is
-    twice in a batch would be its own negative.
+    Every epoch is a new permutation of all pairs, without the remainder that does not fill a step:
+    a batch that spans two epochs could have a pair twice, which would be its own negative.
 
     Raises:
         ValueError: there are fewer pairs than a step takes, or they do not divide over the devices.

@@ -17,7 +17,7 @@ _ROWS = 1024  # descriptions ranked at once: bounds memory to this times the num
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retrieval:
-    """Held-out scores, each between 0 and 1."""
+    """Retrieval scores of the held-out pairs, each between 0 and 1."""
 
     mrr_at_10: float
     recall_at_1: float
@@ -28,7 +28,7 @@ def embed_in_batches(
 ) -> Float[np.ndarray, "pairs 2 d"]:
     """Embed any number of pairs with a function of a fixed batch size.
 
-    The last batch is filled up with rows that are all padding, and their embeddings dropped.
+    The last batch is filled up with rows of padding, whose embeddings are dropped.
     """
     parts = []
     for start in range(0, len(tokens), batch_size):

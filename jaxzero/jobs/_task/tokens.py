@@ -12,10 +12,10 @@ from .pairs import Pair
 
 
 class PairTokens(NamedTuple):
-    """Tokenised pairs: along dimension 1, row 0 is the description and row 1 the code.
+    """Tokenised pairs: index 0 of dim 1 is the description, index 1 the code.
 
-    Both are cut to one length, so that a step runs the encoder once: each weight is then gathered
-    once per direction, not once for descriptions and once for code.
+    Both are padded or cut to one length, so that a step runs the encoder once. Each weight is then
+    gathered once in forward and once in backward, not for descriptions and for code.
     """
 
     ids: Int[np.ndarray, "pairs 2 tokens"]
@@ -33,7 +33,7 @@ class PairTokenizer:
     """The tokenizer of a checkpoint, set to a fixed length."""
 
     def __init__(self, checkpoint: Path, max_tokens: int):
-        """Read `tokenizer.json`.
+        """Read `tokenizer.json` of a checkpoint; texts will have `max_tokens` tokens, by padding.
 
         Raises:
             ValueError: `checkpoint` has no `tokenizer.json`.

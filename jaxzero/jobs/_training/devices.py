@@ -9,23 +9,23 @@ import jax
 from ..._processes import process_count
 
 _FAKE_DEVICES = 8
-# Of XLA:CPU, which has one for each device otherwise: where a device waits in two collectives at
-# once, all may wait for another that has none.
+# Threads of XLA:CPU, which otherwise has one for each device. A device may wait in two collectives
+# at once; if no thread is left for another device, all wait forever.
 _THREADS = 32
 
 
 def choose_devices(num_devices: int | None) -> list[Any]:
     """Take `num_devices` devices (`jax.Device`) of the default backend.
 
-    On a machine without accelerators the CPU is made to look like several devices. This is a
-    setting of the CPU backend that must be made before JAX starts any backend; it changes nothing
-    on a machine with accelerators, so it need not be known which of the two this is.
+    On a machine without accelerators the CPU is made to look like several devices. This must be set
+    before JAX starts any backend, so before the backend is known; it changes nothing on a machine
+    with accelerators.
 
     Raises:
-        ValueError: there are fewer devices than asked for.
+        ValueError: there are fewer devices than requested.
     """
-    if jax.config.values["jax_num_cpu_devices"] < 0:  # else it was said
-        with contextlib.suppress(RuntimeError):  # a backend runs already: take what it has
+    if jax.config.values["jax_num_cpu_devices"] < 0:  # not set by the user
+        with contextlib.suppress(RuntimeError):  # a backend runs already: take its devices
             jax.config.update("jax_num_cpu_devices", _fake_devices(num_devices))
             os.environ.setdefault("NPROC", str(_THREADS))  # XLA looks there
     found = jax.devices()
@@ -38,5 +38,5 @@ def choose_devices(num_devices: int | None) -> list[Any]:
 
 
 def _fake_devices(num_devices: int | None) -> int:
-    """The number of fake devices of this process: one, if several processes stand for machines."""
+    """The number of fake devices of this process; one if several processes simulate hosts."""
     return 1 if process_count() > 1 else num_devices or _FAKE_DEVICES

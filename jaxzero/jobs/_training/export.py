@@ -1,4 +1,4 @@
-"""After training: export as a PyTorch checkpoint, let PyTorch judge it, draw, summarise."""
+"""After training: export a PyTorch checkpoint, and compare its embeddings in PyTorch."""
 
 import importlib.util
 from pathlib import Path
@@ -19,14 +19,16 @@ _NUM_COMPARED = 32  # pairs
 def export_and_compare(
     setup: Setup, params: Any, tokens: PairTokens, directory: Path
 ) -> float | None:
-    """Write a PyTorch checkpoint, load it with transformers, and compare embeddings. Collective.
+    """Write a PyTorch checkpoint, load it with transformers, and compare embeddings.
+
+    All processes must call it, since it gathers the parameters.
 
     Returns:
         The largest difference in any component, or None if torch or transformers is not installed,
         and on processes other than the first.
 
     Raises:
-        RuntimeError: the embeddings differ by more than `TOLERANCE`; the export is left for a look.
+        RuntimeError: the embeddings differ by more than `TOLERANCE`; the export is not deleted.
     """
     full = jax.tree.map(np.asarray, setup.zero.unshard(params))
     export_encoder(full, directory, source=setup.checkpoint)

@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 class Journal:
-    """The rows of one run, on disk."""
+    """The metrics of one run, as rows of a file."""
 
     def __init__(self, path: Path, trackers: Sequence[Tracker] = ()):
         """Open the journal at `path`. If the file exists, new rows are appended to it.
@@ -37,7 +37,7 @@ class Journal:
         """Append a row. If the process dies, the row is complete on disk or absent.
 
         Raises:
-            OSError: it cannot be written; the message names the file.
+            OSError: the row cannot be written; the message names the file.
         """
         if not self._writes:
             return
@@ -51,7 +51,7 @@ class Journal:
             tracker.log(step, values)
 
     def rows(self, kind: str) -> list[Row]:
-        """All rows of a kind, in the order of writing."""
+        """All rows of one kind, in the order in which they were written."""
         return [row for row in self._read() if row["kind"] == kind]
 
     def clear(self) -> None:
@@ -63,7 +63,7 @@ class Journal:
             tracker.start(0)
 
     def drop_after(self, step: int) -> None:
-        """Delete the rows of later steps, and those that were written after training."""
+        """Delete the rows of steps after `step`, and all that were written after training."""
         if not self._writes:
             return
         kept = [row for row in self._read() if row["step"] <= step]
@@ -87,7 +87,7 @@ class Journal:
     def _read(self) -> list[Row]:
         if not self.path.is_file():
             return []
-        lines = self.path.read_text().split("\n")[:-1]  # a last one without its end is half
+        lines = self.path.read_text().split("\n")[:-1]  # a last line without "\n" is incomplete
         return [self._parsed(number, line) for number, line in enumerate(lines, start=1)]
 
     def _parsed(self, number: int, line: str) -> Row:

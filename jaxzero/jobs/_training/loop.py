@@ -1,4 +1,4 @@
-"""The training loop: step, note, save now and then, and stop when asked to or when it must."""
+"""The training loop: run steps, record metrics, save checkpoints, and stop when requested."""
 
 import math
 import time
@@ -18,11 +18,11 @@ Numbers = dict[str, float]
 
 
 def run_steps(session: Session, state: State, watchdog: Watchdog) -> State:
-    """Train up to the last step, and leave a checkpoint of it. `watchdog` sees every step.
+    """Train up to the last step, and save a checkpoint there. Every step calls `watchdog.beat`.
 
     Raises:
         Interrupted: Ctrl-C was pressed, or SIGTERM came. The step was finished and the state saved.
-        Diverged: too many steps in a row were not finite.
+        Diverged: too many steps in a row had a loss or gradients that were not finite.
         ReplicasDiffer: devices hold different bits in copies of one array.
     """
     optimization, run = session.settings.optimization, session.settings.run
@@ -72,12 +72,12 @@ def _numbers(metrics: Metrics) -> Numbers:
 
 
 def _finite(numbers: Numbers) -> Numbers:
-    """Those that JSON has a number for: similarities are not known at first, losses overflow."""
+    """The numbers that JSON can represent: a similarity may not be known yet, a loss overflow."""
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
 def _save_compared(session: Session, state: State) -> None:
-    """A checkpoint keeps one of the replicas: saved, a difference would never be noticed."""
+    """Compare replicas, then save: a checkpoint has one of them, which would hide a difference."""
     if session.settings.faults.check_every:
         _compare(session, state)
     save(session, state)
@@ -89,7 +89,7 @@ def _compare(session: Session, state: State) -> None:
 
 
 def _check_finite(session: Session, state: State, numbers: Numbers) -> None:
-    """Raise `Diverged` after too many steps in a row that were not finite."""
+    """Raise `Diverged` after too many steps in a row with a non-finite loss or gradients."""
     if numbers["skipped_in_a_row"] >= session.settings.faults.max_skipped:
         raise Diverged(
             f"{numbers['skipped_in_a_row']:.0f} steps in a row had a loss or gradients that are "
@@ -99,7 +99,7 @@ def _check_finite(session: Session, state: State, numbers: Numbers) -> None:
 
 
 def _last_good(session: Session) -> str:
-    session.checkpoints.close()  # one that is being written counts
+    session.checkpoints.close()  # waits for a checkpoint that is being written
     step = session.checkpoints.latest_step()
     remedy = "Start a new run with a lower `learning_rate`, or look at the data."
     if step is None:

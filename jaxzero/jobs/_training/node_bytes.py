@@ -1,8 +1,8 @@
 """Count the bytes that enter a node in a training step, compared with plain ZeRO-3.
 
-They come from the plan of the step: the model is traced, but not compiled or run. The plan does not
-include communication of the loss itself (embeddings) or of the compiler: at stages 1 and 2 the
-compiler gathers the weights, which the optimizer updates in shards.
+The bytes come from the plan of the step: the model is traced, but not compiled or run. The plan
+does not include communication of the loss itself (embeddings) or of the compiler: at stages 1 and 2
+the compiler gathers the weights, which the optimizer updates in shards.
 """
 
 import dataclasses
@@ -23,22 +23,22 @@ from .step import LossFn
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NodeBytes:
-    """Bytes that enter each node in one step, of weights and gradients."""
+    """Bytes of weights and gradients that enter each node in one step, beside plain ZeRO-3's."""
 
-    sent: int
-    weights_counted: bool  # else `sent` is of gradients, and full weights come on top
-    zero3_float32: int  # what plain ZeRO-3 would have sent, without codecs
-    zero3_bfloat16: int  # plain ZeRO-3 in 16 bits, as in the papers
+    sent: int  # by the job
+    weights_counted: bool  # False if `sent` counts gradients only; full weights are sent too
+    zero3_float32: int  # by plain ZeRO-3, without codecs
+    zero3_bfloat16: int  # by plain ZeRO-3 in 16 bits, as in the papers
 
 
 def node_bytes(setup: Setup, loss: LossFn, tokens: PairTokens, plan: Plan) -> NodeBytes | None:
-    """Count the bytes; None if there is only one node.
+    """Count the bytes that enter a node; None if there is only one node.
 
     Args:
         setup: devices, sharding, model and optimizer.
         loss: the training loss.
         tokens: abstract tokens of one step.
-        plan: plan of such a step.
+        plan: plan of one step.
     """
     if setup.zero.mesh.shape[NODE] == 1:
         return None
@@ -60,7 +60,7 @@ def node_bytes(setup: Setup, loss: LossFn, tokens: PairTokens, plan: Plan) -> No
 
 
 def plan_step(zero: Zero, params: Any, loss: LossFn, tokens: PairTokens) -> Plan:
-    """The plan of a training step, from trees that may be abstract."""
+    """The plan of a training step; `params` and `tokens` may be `ShapeDtypeStruct`s."""
     wire_state = None
     if zero.config.needs_wire_state:
         wire_state = jax.eval_shape(zero.init_wire_state, params)
@@ -68,7 +68,7 @@ def plan_step(zero: Zero, params: Any, loss: LossFn, tokens: PairTokens) -> Plan
 
 
 def abstract_tokens(num_pairs: int, num_tokens: int) -> PairTokens:
-    """Return the shapes and dtypes of the tokens of one step."""
+    """The tokens of one step as `ShapeDtypeStruct`s."""
     shape = (num_pairs, 2, num_tokens)
     ids, mask = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.bool_))
     return PairTokens(ids, mask)  # pyright: ignore[reportArgumentType]

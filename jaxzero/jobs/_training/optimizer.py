@@ -1,9 +1,9 @@
-"""The optimizer of the job: AdamW on clipped gradients, in batches that may adapt.
+"""The optimizer of the job: AdamW on clipped gradients, in batches whose size may adapt.
 
 A step whose gradients are not finite changes nothing, and is counted.
 
-With `adaptive_batch` a step only adds to a batch. The learning rate then follows the steps, that
-is the pairs seen, and the square root of the batch.
+With `adaptive_batch` a step only adds to a batch. The learning rate is then that of the schedule
+after as many steps, times the square root of the batch in relation to the first.
 """
 
 import optax
@@ -14,7 +14,7 @@ from .._settings import Optimization
 _INITIAL_STEPS = 2  # in a batch: one for each half that is compared
 
 
-# The loop ends the run after fewer of them; optax would rather let a bad update through.
+# The loop ends the run after fewer non-finite steps; at this number optax applies the update.
 _NEVER = 2**31 - 1
 
 

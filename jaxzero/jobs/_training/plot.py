@@ -20,12 +20,12 @@ def plot_run(rows: Sequence[Row], path: Path, *, title: str) -> None:
 
     Args:
         rows: the "step" rows of a journal.
-        path: the picture to write; its suffix decides the format.
-        title: above the picture.
+        path: the file to write; its suffix selects the format.
+        title: title above the plot.
     """
     from matplotlib.figure import Figure  # slow to import, and drawn once: not at module level
 
-    # Without pyplot: no display is looked for, and no global state is left.
+    # pyplot would look for a display, and keep global state.
     adapts = bool(rows) and "steps_per_update" in rows[0]
     figure = Figure(figsize=(15 if adapts else 10, 4.4), layout="constrained")
     loss_axes, share_axes, *batch_axes = figure.subplots(1, 3 if adapts else 2)
@@ -51,7 +51,7 @@ def plot_run(rows: Sequence[Row], path: Path, *, title: str) -> None:
 
 
 def _running_mean(values: Sequence[float]) -> np.ndarray:
-    """Mean of the last `_SMOOTHING` values, or of as many as there are yet."""
+    """For each value, the mean of it and of up to `_SMOOTHING - 1` values before it."""
     total = np.cumsum([0.0, *values])
     end = np.arange(1, len(values) + 1)
     start = np.maximum(end - _SMOOTHING, 0)

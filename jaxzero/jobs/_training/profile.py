@@ -1,4 +1,4 @@
-"""A trace of some steps, by JAX's profiler; every step is marked in it."""
+"""Trace some steps with JAX's profiler, and mark each step in the trace."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import jax
 
 
 class StepProfiler:
-    """Traces the requested steps. A context manager."""
+    """Context manager that traces the requested steps."""
 
     def __init__(self, steps: range, directory: Path):
         """Prepare to trace `steps` (numbers of optimizer steps); the traces go to `directory`."""
@@ -24,7 +24,7 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Mark what is done inside as a step, and trace it if that was asked for."""
+        """Context manager that marks its block as step `number`, and traces it if requested."""
         if number in self._steps and not self._is_tracing:
             jax.profiler.start_trace(self._directory)
             self._is_tracing = True

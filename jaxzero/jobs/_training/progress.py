@@ -1,4 +1,4 @@
-"""The progress bar, and the table at the end."""
+"""The progress bar of training, and the summary that is printed at the end."""
 
 import contextlib
 import statistics
@@ -18,7 +18,7 @@ from .node_bytes import NodeBytes
 def progress_bar(
     console: Console, *, completed: int, total: int
 ) -> Iterator[Callable[[Mapping[str, float]], None]]:
-    """Show a bar; the function given moves it by one step and shows that step's numbers."""
+    """Show a progress bar; yields a function that advances it by one step and shows its metrics."""
     columns = (
         BarColumn(bar_width=12),
         MofNCompleteColumn(),
@@ -55,13 +55,13 @@ def print_summary(
     torch_difference: float | None,
     seconds: float,
 ) -> None:
-    """Print what was achieved, and where the results are.
+    """Print scores, speed and bytes sent, and where the results are.
 
     Args:
         console: where to print.
         scores: "before" and "after", each with `mrr_at_10` and `recall_at_1`.
         rows: the "step" rows of the journal.
-        node_bytes: bytes of one step, if anything crossed between nodes.
+        node_bytes: bytes of one step; None if there is one node or nothing was trained.
         directory: the run's directory.
         torch_difference: from `export_and_compare`.
         seconds: duration of the job.

@@ -1,8 +1,8 @@
 """Start a run at step 0, or resume it from its last checkpoint.
 
-The wire state (error feedback) is saved separately, since a run can resume without it. It is saved
-before the checkpoint of its step and after the previous checkpoint is complete. One more wire state
-than checkpoints is kept, and those later than the checkpoint of a resumed run are deleted.
+The wire state is saved separately, since a run can resume without it. It is saved before the
+checkpoint of its step and after the previous checkpoint is complete. One more wire state than
+checkpoints is kept, and those later than the checkpoint of a resumed run are deleted.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ _MEETING_SECONDS = 300.0
 
 
 def latest_step(session: Session) -> int | None:
-    """Return the newest checkpoint as process 0 sees it; others may see a new folder later.
+    """Return the step of the newest checkpoint, or None; all processes get the same answer.
 
     Raises:
         ValueError: there are only damaged checkpoints.
@@ -52,8 +52,8 @@ def begin(session: Session) -> State:
 def save(session: Session, state: State) -> None:
     """Save a state, the position in the data, and the settings that `restore` compares."""
     if jax.tree.leaves(state.wire_state):
-        # First, and to the end: where there is a checkpoint, there is its wire state. The one
-        # before must be there too, or one too few of the older wire states would be kept.
+        # Written first and completely, so that every checkpoint has its wire state. The previous
+        # checkpoint must be complete too, or one too few of the older wire states would be kept.
         session.checkpoints.close()
         with _wire_checkpoints(session) as wire_checkpoints:
             wire_checkpoints.save(state.step, {"wire_state": state.wire_state})
@@ -86,7 +86,7 @@ def restore(session: Session) -> State:
 
 
 def _restored_wire_state(session: Session, step: int, params: Any) -> Any:
-    """Load the wire state of a step if it fits devices and wire format; else make a new one."""
+    """Load the wire state of a step; make a new one if it is missing, damaged or does not fit."""
     first = _first_wire_state(session, params)
     if jax.tree.leaves(first):
         with _wire_checkpoints(session) as wire_checkpoints:
@@ -111,20 +111,20 @@ def _first_wire_state(session: Session, params: Any) -> Any:
 
 
 def _wire_checkpoints(session: Session) -> Checkpoints:
-    """One more than of the others: the next comes before the checkpoint that takes its place."""
+    """The checkpoints of wire states; one more is kept, as each is saved before its checkpoint."""
     keep = session.settings.run.keep_checkpoints + 1
     return Checkpoints(_wire_directory(session), session.setup.zero, keep=keep)
 
 
 def _drop_wire_states(session: Session) -> None:
-    """Delete wire states of another layout: a step that exists is not saved again."""
+    """Delete all wire states, since a step that has one, of another layout, is not saved again."""
     if process_index() == 0:
         shutil.rmtree(_wire_directory(session), ignore_errors=True)
     barrier("no wire states", _MEETING_SECONDS)
 
 
 def _drop_later_wire_states(session: Session, step: int) -> None:
-    """Delete wire states of steps that will be repeated; only the newest few are kept."""
+    """Delete the wire states of steps after `step`, which will be repeated."""
     if process_index() == 0:
         drop_after(_wire_directory(session), step)
     barrier("no later wire states", _MEETING_SECONDS)

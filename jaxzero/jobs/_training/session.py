@@ -40,23 +40,23 @@ class Session:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """The plan of a step; the model is traced when it is first asked for."""
+        """The plan of a step; the first access traces the model."""
         return plan_step(self.setup.zero, self.setup.params, self.loss, self.tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """The training state. With the settings it determines all later steps bit for bit."""
+    """The training state. Together with the settings it determines all later steps bit for bit."""
 
-    step: int  # steps done
+    step: int  # number of steps done
     params: Any
     opt_state: Any
-    wire_state: Any  # from `zero.init_wire_state`; None without error feedback
+    wire_state: Any  # from `zero.init_wire_state`; None if the config needs none
 
 
 @contextlib.contextmanager
 def open_session(settings: Train, console: Console) -> Iterator[Session]:
-    """Load checkpoint and data, and open the folder of the run.
+    """Context manager that loads checkpoint and data, and opens the folder of the run.
 
     Raises:
         ValueError: a setting does not fit the machine or the data.

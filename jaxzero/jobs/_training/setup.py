@@ -31,7 +31,7 @@ _CONFIGS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A checkpoint, split over devices, and the optimizer that will train it."""
+    """The parameters of a checkpoint, split over devices, and the optimizer to train them."""
 
     checkpoint: Path
     config: EncoderConfig
@@ -44,11 +44,11 @@ class Setup:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the mesh."""
+        """The number of devices of the mesh."""
         return self.zero.mesh.size
 
     def other_zero(self, config: ZeroConfig) -> tuple[Zero, Any]:
-        """Another `Zero` on the same devices, and the parameters as it stores them, abstract."""
+        """A `Zero` with another config on the same devices, and its abstract parameters."""
         zero = Zero(self.zero.mesh, config)
 
         def make() -> Any:
@@ -60,7 +60,7 @@ class Setup:
 def set_up(
     checkpoint: Path | None, devices: Devices, sharding: Sharding, optimization: Optimization
 ) -> Setup:
-    """Make the mesh and load the checkpoint onto it; each device's slices alone are read.
+    """Make the mesh, and load the checkpoint onto it; each process reads its devices' slices only.
 
     Raises:
         ValueError: the settings do not fit the machine, or the checkpoint cannot be loaded.
@@ -86,7 +86,7 @@ def set_up(
 
 
 def describe_devices(setup: Setup) -> str:
-    """One line for people: `8 fake CPU devices, 2 nodes x 4, 1 process`."""
+    """Describe the devices in one line: `8 fake CPU devices, 2 nodes x 4, 1 process`."""
     mesh = setup.zero.mesh
     device = jax.devices()[0]
     kind = "fake CPU devices" if device.platform == "cpu" else f"{device.device_kind} devices"
@@ -98,7 +98,7 @@ def describe_devices(setup: Setup) -> str:
 
 
 def zero_config(sharding: Sharding) -> ZeroConfig:
-    """The preset of the wire; below stage 3 weights are replicated, only gradients travel."""
+    """The config for `sharding.wire` and stage; below stage 3, without codecs for weights."""
     config = _CONFIGS[sharding.wire]
     if sharding.stage == 3:
         return config

@@ -19,7 +19,7 @@ StepFn = Callable[[Params, Any, Any, PairTokens], tuple[Params, Any, Any, Metric
 
 
 def make_loss(setup: Setup, *, temperature: float) -> LossFn:
-    """Make `loss(params, tokens) -> (loss, metrics)`, which is trained on."""
+    """Make the training loss, `loss(params, tokens) -> (loss, metrics)`."""
     embed = make_embed(setup.graph)
 
     def loss(params: Params, tokens: PairTokens) -> tuple[Float[Array, ""], Metrics]:
@@ -29,10 +29,11 @@ def make_loss(setup: Setup, *, temperature: float) -> LossFn:
 
 
 def make_step(setup: Setup, loss: LossFn) -> StepFn:
-    """Make `step(params, opt_state, wire_state, tokens)`, which returns the next of each.
+    """Make the jitted step, from `(params, opt_state, wire_state, tokens)`.
 
-    In place of the tokens it returns metrics. The other arguments are donated, so that the results
-    reuse their memory. `wire_state` is None without error feedback.
+    It returns the next `params`, `opt_state` and `wire_state`, and metrics. The first three
+    arguments are donated, so that the results reuse their memory. `wire_state` is None if the
+    config needs none.
     """
     loss_and_grads = setup.zero.value_and_grad(loss, has_aux=True)
 
@@ -76,9 +77,10 @@ def _optimizer_metrics(opt_state: Any) -> Metrics:
 
 
 def make_sharded_embed(setup: Setup) -> Callable[[Params, PairTokens], Float[Array, "b 2 d"]]:
-    """Make `embed(params, tokens)` over all devices, for evaluation.
+    """Make `embed(params, tokens)`, sharded over all devices, for evaluation.
 
-    Weights are gathered without a codec, so that the evaluation applies to the exported weights.
+    Weights are gathered without a codec, so that the exported weights are evaluated. The result is
+    replicated.
     """
     zero, _ = setup.other_zero(ZeroConfig(stage=setup.zero.config.stage))
     everywhere = NamedSharding(zero.mesh, PartitionSpec())  # each process ranks all of them

@@ -21,18 +21,18 @@ from .._settings import Train
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Shows numbers over steps."""
+    """A place that shows the metrics of steps, such as TensorBoard."""
 
     def start(self, step: int) -> None:
-        """Start, or resume at `step`: what was logged for it and later steps is discarded."""
+        """Start a run, or resume it at `step`; metrics of that and later steps are discarded."""
         ...
 
     def log(self, step: int, values: Mapping[str, float | int]) -> None:
-        """Show numbers of a step."""
+        """Show the metrics of a step, by name."""
         ...
 
     def close(self) -> None:
-        """Flush and close."""
+        """Write what is pending, and close."""
         ...
 
 
@@ -56,10 +56,10 @@ def make_trackers(settings: Train, console: Console) -> Sequence[Tracker]:
 
 
 class TensorBoard:
-    """Scalars in an event file for each start, on disk when `log` returns.
+    """Write scalars to event files, one file for each start; `log` returns once they are on disk.
 
-    What comes before a checkpoint must be there when it is resumed; a `SummaryWriter` hands events
-    to a thread, and its `flush` does not wait for that.
+    Metrics from before a checkpoint must exist when a run resumes from it; a `SummaryWriter` hands
+    events to a thread, and its `flush` does not wait for that thread.
     """
 
     def __init__(self, directory: Path):

@@ -1,4 +1,4 @@
-"""`jaxzero train`: from a PyTorch checkpoint to a better one.
+"""`jaxzero train`: fine-tune a PyTorch checkpoint.
 
 Load the checkpoint shard by shard, measure retrieval on held-out modules, train, measure again,
 export, and check the export against PyTorch.
@@ -48,14 +48,14 @@ class Outcome:
 
 
 def train(settings: Train, console: Console) -> Outcome:
-    """Run the full job, or the rest of one; of several processes, all call it.
+    """Run the job, or the rest of one that is resumed. All processes must call it.
 
-    The first process alone writes metrics, the picture and the export, and prints progress.
+    Only the first process writes metrics, plots and the export, and prints progress.
 
     Raises:
         ValueError: a setting does not fit the machine, the data, or the run to resume; or the
-            processes differ in theirs.
-        TimeoutError: another process did not come, or is lost.
+            processes have different settings.
+        TimeoutError: another process did not take part, or is lost.
         Interrupted: Ctrl-C was pressed while training, or SIGTERM came; the run was saved and can
             be resumed.
         Diverged: losses or gradients stay non-finite.
@@ -95,14 +95,14 @@ def train(settings: Train, console: Console) -> Outcome:
 
 
 def _agreed(settings: Train) -> Train:
-    """The settings, with one name for the run, which must be equal on all processes."""
+    """Check that settings are equal on all processes; return them with one name for the run."""
     check_same(settings=dataclasses.asdict(settings))
     name = of_first("run name", settings.run.named().name or "", _MEETING_SECONDS)
     return dataclasses.replace(settings, run=dataclasses.replace(settings.run, name=name))
 
 
 def _export(session: Session, state: State) -> float | None:
-    """Draw the curves, and write and check the PyTorch checkpoint."""
+    """Plot the curves, and write and check the PyTorch checkpoint (see `export_and_compare`)."""
     directory, held_out = session.settings.run.directory, session.examples.held_out
     if process_index() == 0:
         rows = session.journal.rows("step")
@@ -147,7 +147,7 @@ def _note_node_bytes(session: Session) -> NodeBytes | None:
 
 
 def _noted(journal: Journal, seconds: float) -> Retrieval | None:
-    """The score before training, from the first process's journal; None if it is lost."""
+    """The scores before training, from the journal of process 0; None if it has none."""
     found = journal.rows("evaluation")[:1] if process_index() == 0 else []
     rows = json.loads(of_first("before training", json.dumps(found), seconds))
     names = [field.name for field in dataclasses.fields(Retrieval)]
@@ -155,7 +155,7 @@ def _noted(journal: Journal, seconds: float) -> Retrieval | None:
 
 
 class _Evaluation:
-    """Scores on the held-out pairs; compiles once and is called before and after."""
+    """A function that scores parameters on the held-out pairs; it compiles once for all calls."""
 
     def __init__(self, session: Session):
         self._session = session
