@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from jaxzero._sharding import data_of
-from jaxzero.interop._match import match
+from jaxzero.interop._match import settled
 from jaxzero.interop._rules import Rule, to_ours, to_theirs
 from jaxzero.interop._tensors import (
     AdamMoments,
@@ -35,6 +35,7 @@ def load_adam(
     *,
     rules: Iterable[Rule] | None = None,
     ignore: Iterable[str] = (),
+    accept: str | Rule | Iterable[str | Rule] = (),
 ) -> Any:
     """Load the moments of a PyTorch run into an optax state, to continue that run.
 
@@ -50,20 +51,23 @@ def load_adam(
         rules: rules that map the checkpoint's names to the tree's; if left out, `match` proposes
             them, for which `source` must be a `Checkpoint`.
         ignore: names of parameters of the checkpoint that the tree does not have.
+        accept: as in `load_into`: what you have checked of the proposed rules.
 
     Returns:
         A state with the structure and shardings of `opt_state`.
 
     Raises:
-        ValueError: `opt_state` or `source` has no Adam state, or their parameters differ.
+        ValueError: `opt_state` or `source` has no Adam state, or their parameters differ; or a
+            proposed rule has to be confirmed or chosen.
     """
     rules, ignore = tuple(rules or ()), tuple(ignore)
     if not rules:
         if not isinstance(source, Checkpoint):
             raise ValueError("`rules` are required unless `source` is a `Checkpoint`. Pass them.")
-        proposal = match(tree, source, ignore=ignore)
-        proposal.raise_if_undecided()
+        proposal = settled(tree, source, accept=accept, ignore=ignore)
         rules, ignore = tuple(proposal.rules), (*ignore, *proposal.left_out)
+    elif accept:
+        raise ValueError("`accept` is for rules that are proposed, when `rules` is left out.")
     moments = source.adam() if isinstance(source, Checkpoint) else source
     shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(tree).leaves.items()}
     states = adam_states(opt_state)
