@@ -54,12 +54,15 @@ class Proposal:
                 choose from, or to confirm.
         """
         if self.fused:
-            name, texts = next(iter(self.fused.items()))
-            lines = "\n    ".join(texts)
+            shown = [
+                line
+                for name, texts in list(self.fused.items())[:_SHOWN]
+                for line in (f"{name!r}: {_ONE_OF_TWO}", *(f"    {text}" for text in texts))
+            ]
             raise ValueError(
-                f"{name!r} ({len(self.fused)} such tensors): {_ONE_OF_TWO}\n    {lines}\n"
-                "Find out which one the model that wrote the checkpoint uses, and pass that rule "
-                "in `accept`. docs/howto/rules.md lists the layouts of known families."
+                "\n".join(shown) + "\nFind out which one the model that wrote the checkpoint uses, "
+                "put the number of its attention heads in place of H, and pass the rule in "
+                "`accept`. docs/howto/rules.md lists the layouts of known families."
             )
         if self.undecided:
             path, names = next(iter(self.undecided.items()))
