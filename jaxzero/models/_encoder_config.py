@@ -116,8 +116,9 @@ class EncoderConfig:
         if name not in _FAMILIES:
             raise ValueError(
                 f"`model_type` in {str(path)!r} is {name!r}; encoders are read of the families "
-                f"{', '.join(sorted(_FAMILIES))}. Choose such a checkpoint, or load another "
-                "model's weights into a model of your own."
+                f"{', '.join(sorted(_FAMILIES))}. Choose such a checkpoint, or load the "
+                "weights into a model of your own: `jaxzero.interop.match` proposes the rules "
+                "(docs/howto/rules.md)."
             )
         family = _FAMILIES[name]
         check_present(content, set(family.sizes), path)
