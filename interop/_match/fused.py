@@ -74,9 +74,7 @@ def _triples(modules: Sequence[Module]) -> list[tuple[Module, ...]]:
             numbers = tuple(re.findall(r"\d+", module.name))
             roles = frozenset(module.tensors)
             groups[words - {part[0]}, numbers, roles][part[0]] = module
-    return [
-        tuple(group[part] for part in _PARTS) for group in groups.values() if len(group) == 3
-    ]
+    return [tuple(group[part] for part in _PARTS) for group in groups.values() if len(group) == 3]
 
 
 def _rules(parts: tuple[Module, ...], fused: Module) -> Mapping[Rule, int | None]:

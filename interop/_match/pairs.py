@@ -35,7 +35,8 @@ class Pair:
             return "by shape and number alone"
         if self.num_rivals and not say_the_same(ours, theirs):
             return "the most similar name"
-        if self.num_rivals and any(a != b for a, b in zip(self.ours.ranks, self.theirs.ranks)):
+        ranks = zip(self.ours.ranks, self.theirs.ranks, strict=False)
+        if self.num_rivals and any(a != b for a, b in ranks):
             return "the names agree, their numbers do not"
         same_name = ours.rpartition(".")[2] == theirs.rpartition(".")[2]
         if self.theirs.part is None and fuses_attention(theirs) and not same_name:

@@ -79,7 +79,9 @@ class Proposal:
         self._raise_if_assumed(accept)
 
     def _raise_if_assumed(self, accept: Collection[str]) -> None:
-        open_rules = [rule for rule in self.assumed if not all(matches(path, accept) for path in rule.ours)]
+        open_rules = [
+            rule for rule in self.assumed if not all(matches(path, accept) for path in rule.ours)
+        ]
         if open_rules:
             shown = [f"    {self._with_reason(rule)}" for rule in open_rules[:_SHOWN]]
             if len(open_rules) > _SHOWN:

@@ -15,9 +15,7 @@ import numpy as np
 from jaxzero.interop._tensors import Box, LazyTensor, first_names
 
 from .header import read_header
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"  # maps each tensor to one of several files
+from .which_files import files_in, index_in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,18 +73,19 @@ def tensors_in(path: Path | str) -> dict[str, FileTensor]:
 
     Args:
         path: a safetensors file, or a directory with `model.safetensors` or with several files and
-            their index.
+            their index. Files of other names are opened if there is one, or one set of numbered
+            parts.
 
     Raises:
-        ValueError: there is no safetensors checkpoint, a file of it is missing, truncated or
-            broken, a dtype is not supported, or the index does not match the files.
+        ValueError: there is no safetensors checkpoint, or several; a file of it is missing,
+            truncated or broken, a dtype is not supported, or the index does not match the files.
     """
     path = Path(path)
     if path.is_file():
         return _tensors_in_files([path], path)
-    index = path / INDEX
-    if not index.is_file():
-        return _tensors_in_files([path / SINGLE], path)
+    index = index_in(path)
+    if index is None:
+        return _tensors_in_files(files_in(path), path)
     file_of = _read_index(index)
     tensors = _tensors_in_files([path / name for name in sorted(set(file_of.values()))], path)
     for name, file in file_of.items():

@@ -20,7 +20,7 @@ from .atomic import new_directory
 from .carry import CARRIED, carried_from
 from .header import check_writable, file_order
 from .processes import all_succeed
-from .read import INDEX, SINGLE
+from .which_files import INDEX, SINGLE
 from .write_file import SafetensorsWriter
 
 # Patterns of the files of an earlier checkpoint, which a new one replaces.

@@ -220,7 +220,9 @@ def named(step: object) -> str:
     return re.sub(r"num_heads=\d+", "num_heads=H", repr(step))
 
 
-@pytest.mark.parametrize("name", ["GPT-NeoX", "BLOOM", "GPT-2", "Phi-3", "Falcon, one key and value"])
+@pytest.mark.parametrize(
+    "name", ["GPT-NeoX", "BLOOM", "GPT-2", "Phi-3", "Falcon, one key and value"]
+)
 def test_a_matcher_that_meets_a_fused_tensor_prints_both_rules(name: str):
     fused = FAMILIES[name]
     held = tensors_of(model_of(fused))
@@ -241,7 +243,9 @@ def test_a_matcher_that_meets_a_fused_tensor_prints_both_rules(name: str):
         assert ", Split(" in whole and "SplitHeads(" in head_by_head
         assert all(text in str(found).replace("{n}", "{i}") for text in (whole, head_by_head))
     for accept in (rest, [*rest, "*"]):
-        with pytest.raises(ValueError, match=r"are fused .*\n +Rule\(.* Split\(.*\n +Rule\(.* SplitH"):
+        with pytest.raises(
+            ValueError, match=r"are fused .*\n +Rule\(.* Split\(.*\n +Rule\(.* SplitH"
+        ):
             interop.load_into(shapes, held, accept=accept)
     loaded = interop.load_into(shapes, held, accept=rules)
     by_rules = interop.load_into(shapes, held, rules=rules)
@@ -275,7 +279,9 @@ def test_the_embeddings_of_gpt_neox_are_not_swapped(tmp_path: Path):
     tree = {name: jax.ShapeDtypeStruct(sizes, np.float32) for name, sizes in shape.items()}
     tree = {"embed": {"embedding": tree["embed"]}, "head": {"kernel": tree["kernel"]}}
     ignore = ["gpt_neox.layers.*", "gpt_neox.final_layer_norm.*"]
-    with pytest.raises(ValueError, match=r"Rule\('embed\.embedding', 'gpt_neox\.embed_in\.weight'\)"):
+    with pytest.raises(
+        ValueError, match=r"Rule\('embed\.embedding', 'gpt_neox\.embed_in\.weight'\)"
+    ):
         interop.load_into(tree, held, ignore=ignore)
     loaded = interop.load_into(tree, held, ignore=ignore, accept="embed.*")
     embed, head = (held[name].read() for name in ("gpt_neox.embed_in.weight", "embed_out.weight"))

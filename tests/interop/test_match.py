@@ -57,7 +57,9 @@ def test_names_that_are_alike_and_do_not_say_the_same_are_to_be_confirmed():
     assert f"    {wrong},  # confirm: the most similar name" in str(found)
     with pytest.raises(ValueError, match=r"2 of the proposed rules may be wrong:\n    Rule\('att"):
         interop.load_into(tree, held)
-    with pytest.raises(ValueError, match=r"1 of the proposed rules .*\n    Rule\('mlp_norm\.scale'"):
+    with pytest.raises(
+        ValueError, match=r"1 of the proposed rules .*\n    Rule\('mlp_norm\.scale'"
+    ):
         interop.load_into(tree, held, accept="attention_norm.*")
     right = Rule("attention_norm.scale", "input_layernorm.weight")  # and one is left for the other
     loaded = interop.load_into(tree, held, accept=right)

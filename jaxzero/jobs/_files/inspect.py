@@ -33,6 +33,11 @@ def inspect(settings: Inspect, console: Console) -> None:
         ValueError: it cannot be opened.
     """
     if (own := find_checkpoint(settings.path)) is not None:
+        if settings.key is not None:
+            raise ValueError(
+                f"`--key {settings.key}`: {str(own)!r} is a checkpoint of jaxzero, which holds no "
+                "state dicts of PyTorch. Leave it out."
+            )
         inspect_checkpoint(own, console)
         return
     checkpoint = open_checkpoint(settings.path, key=settings.key)
