@@ -137,8 +137,8 @@ def torch_state_dict(moments: AdamMoments, param_groups: Sequence[Mapping[str, A
     missing = sorted(moments.exp_avg.keys() - numbers.keys())
     if missing:
         raise ValueError(
-            f"`param_groups` leaves out {shown(missing[0])} ({len(missing)} such parameters), which has "
-            "moments. Name every parameter in one group."
+            f"`param_groups` leaves out {shown(missing[0])} ({len(missing)} such parameters), "
+            "which has moments. Name every parameter in one group."
         )
 
     means, squares = (to_torch(kind) for kind in (moments.exp_avg, moments.exp_avg_sq))

@@ -90,9 +90,9 @@ def check_copy(tensors: Mapping[str, LazyTensor], path: Path | str) -> None:
         same = wanted.dtype == written.dtype and wanted.shape == written.shape
         if not same or wanted.tobytes() != written.tobytes():
             raise ValueError(
-                f"{shown(name)} in {str(path)!r} ({written.dtype}{list(written.shape)}) differs from "
-                f"the tensor that was written ({wanted.dtype}{list(wanted.shape)}). The file was "
-                "damaged or changed: convert again."
+                f"{shown(name)} in {str(path)!r} ({written.dtype}{list(written.shape)}) differs "
+                f"from the tensor that was written ({wanted.dtype}{list(wanted.shape)}). The file "
+                "was damaged or changed: convert again."
             )
 
 

@@ -77,8 +77,8 @@ def read_header(file: Path) -> list[Entry]:
         if entry.offset != end:
             raise _broken(
                 file,
-                f"tensor {shown(entry.name)} begins at byte {entry.offset}, where the one before it "
-                f"ends at {end}",
+                f"tensor {shown(entry.name)} begins at byte {entry.offset}, where the one before "
+                f"it ends at {end}",
             )
         end += _num_bytes(entry)
     if end != size:
@@ -115,8 +115,8 @@ def check_writable(name: str, tensor: LazyTensor) -> None:
     """
     if tensor.dtype not in _NAMES:
         raise ValueError(
-            f"Tensor {shown(name)} has dtype {tensor.dtype}, which safetensors cannot hold. Cast it to "
-            f"one of {', '.join(str(each) for each in _NAMES)}."
+            f"Tensor {shown(name)} has dtype {tensor.dtype}, which safetensors cannot hold. Cast "
+            f"it to one of {', '.join(str(each) for each in _NAMES)}."
         )
     if name == _METADATA:
         raise ValueError(
@@ -162,8 +162,8 @@ def _entry(file: Path, name: str, content: Any, begin: int) -> Entry:
     dtype = DTYPES.get(fields["dtype"]) if isinstance(fields.get("dtype"), str) else None
     if dtype is None:
         raise ValueError(
-            f"Tensor {shown(name)} in {str(file)!r} has dtype {shown(fields.get('dtype'))}, which is "
-            f"not one of {', '.join(DTYPES)}. Save the checkpoint again in one of those."
+            f"Tensor {shown(name)} in {str(file)!r} has dtype {shown(fields.get('dtype'))}, which "
+            f"is not one of {', '.join(DTYPES)}. Save the checkpoint again in one of those."
         )
     entry = Entry(name, dtype, tuple(shape), begin + offsets[0])
     if (
@@ -174,8 +174,8 @@ def _entry(file: Path, name: str, content: Any, begin: int) -> Entry:
     ):
         raise _broken(
             file,
-            f"tensor {shown(name)} of {fields['dtype']} has shape {shown(shape)}, which does not match "
-            f"its {offsets[1] - offsets[0]} bytes",
+            f"tensor {shown(name)} of {fields['dtype']} has shape {shown(shape)}, which does not "
+            f"match its {offsets[1] - offsets[0]} bytes",
         )
     return entry
 

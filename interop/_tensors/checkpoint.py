@@ -92,14 +92,15 @@ def gather_moments(
         missing = [key for key in ("exp_avg", "exp_avg_sq", "step") if key not in held]
         if missing or "max_exp_avg_sq" in held:
             raise ValueError(
-                f"The optimizer state of {shown(name)} in {where} holds {shown(sorted(held))}; Adam "
-                "and AdamW have `exp_avg`, `exp_avg_sq` and `step`, and no other optimizer is read."
+                f"The optimizer state of {shown(name)} in {where} holds {shown(sorted(held))}; "
+                "Adam and AdamW have `exp_avg`, `exp_avg_sq` and `step`, and no other optimizer is "
+                "read."
             )
         for key in ("exp_avg", "exp_avg_sq"):
             if name in shapes and tuple(held[key].shape) != tuple(shapes[name]):
                 raise ValueError(
-                    f"`{key}` of {shown(name)} in {where} has shape {tuple(held[key].shape)}, but the "
-                    f"parameter has {tuple(shapes[name])}. Model and optimizer state belong to "
+                    f"`{key}` of {shown(name)} in {where} has shape {tuple(held[key].shape)}, but "
+                    f"the parameter has {tuple(shapes[name])}. Model and optimizer state belong to "
                     "different runs, or `names` is in another order than the optimizer's."
                 )
         means[name], squares[name] = held["exp_avg"], held["exp_avg_sq"]

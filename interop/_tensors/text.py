@@ -1,8 +1,8 @@
 """Names and values of files in messages: on one line, escaped, and short.
 
-A file may call a tensor anything: a name of a megabyte, with escape sequences that a terminal obeys,
-or a tuple that contains itself a million times over. `shown` and `escaped` make every such value
-safe to print, in time that does not depend on its size.
+A file may call a tensor anything: a name of a megabyte, with escape sequences that a terminal
+obeys, or a tuple that refers to another tuple a million times. `shown` and `escaped` make every
+such value safe to print, in time that does not depend on its size.
 """
 
 from __future__ import annotations

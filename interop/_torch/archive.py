@@ -17,7 +17,8 @@ from jaxzero.interop._tensors import escaped, shown
 _LOCAL = struct.Struct("<4s5H3L2H")  # header of an entry, before its name
 _END = struct.Struct("<4s4H2LH")  # end of the directory, without a comment
 _NAMES_ARE_UTF8, _HAS_DESCRIPTOR, _IS_FOLDER = 0x800, 0x8, 0x10
-# After the bytes of an entry that has one: checksum and sizes, of 4 or 8 bytes, perhaps a signature.
+# What follows the bytes of an entry: its checksum and sizes, of 4 or 8 bytes, with or without a
+# signature.
 _DESCRIPTOR_BYTES = (16, 24, 12, 20)
 _MAX_16, _MAX_32 = 2**16 - 1, 2**32 - 1  # in place of numbers that a larger record holds
 _VERSIONS = range(1, 11)  # those of PyTorch's own reader

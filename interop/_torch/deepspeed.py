@@ -80,8 +80,8 @@ def _tagged(directory: Path) -> Path:
             inside = Path(tag).name == tag and tag not in ("", "..")
             if not inside or not (directory / tag).is_dir():
                 raise ValueError(
-                    f"{str(directory / name)!r} names {shown(tag)}, which is not a directory beside it. "
-                    "Copy that directory too, or give the directory of another step."
+                    f"{str(directory / name)!r} names {shown(tag)}, which is not a directory "
+                    "beside it. Copy that directory too, or give the directory of another step."
                 )
             return directory / tag
     return directory

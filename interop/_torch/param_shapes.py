@@ -6,6 +6,7 @@ elements of each parameter are compared with it. Stage 3 stores only the names o
 parameters, and the order of each group must be theirs.
 """
 
+import collections
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -98,7 +99,7 @@ def check_values(file: Path, state: Mapping[str, Any], trained: Mapping[str, Laz
             )
         flat, model = (each.reshape((each.size,)) for each in (tensor, held))
         for start in {0, max(0, tensor.size // 2 - _WINDOW), max(0, tensor.size - _WINDOW)}:
-            window = slice(start, start + _WINDOW)
+            window = (slice(start, start + _WINDOW),)
             with np.errstate(over="ignore", invalid="ignore"):
                 cast = flat[window].astype(held.dtype)
             if not np.array_equal(cast.astype(float), model[window].astype(float), equal_nan=True):
@@ -121,11 +122,11 @@ def _groups_of(file: Path, state: Mapping[str, Any]) -> list[dict[str, Shape]]:
     groups = [
         {name: checked_shape(name, shape, file) for name, shape in group.items()} for group in given
     ]
-    names = [name for group in groups for name in group]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if sum(name in group for group in groups) > 1)
+    counts = collections.Counter(name for group in groups for name in group)
+    twice, count = next(iter(counts.most_common(1)), ("", 0))
+    if count > 1:
         raise ValueError(
-            f"`param_shapes` of {str(file)!r} has {shown(twice)} in two groups. Copy the checkpoint "
-            "again."
+            f"`param_shapes` of {str(file)!r} has {shown(twice)} in two groups. Copy the "
+            "checkpoint again."
         )
     return groups

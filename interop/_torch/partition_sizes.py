@@ -10,7 +10,8 @@ number that gives `S W >= T` and an even `S`. Process `r` has padding at its end
 
     p_r = min(S, max(0, (r + 1) S - T)),
 
-which it writes or leaves out. Stage 3: a process holds `ceil(n / W)` elements of a parameter of `n`.
+which it writes or leaves out. In stage 3, a process holds `ceil(n / W)` elements of a parameter
+that has `n`.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Execute the opcodes of a pickle on plain containers, in bounded time and memory.
 
-`pickle.Unpickler` cannot be used: a kilobyte of nested tuples that refer to each other twice is a
-tree of 2^100 nodes, and hashing it (as a key) runs for ever inside the interpreter, where Ctrl-C has
-no effect. Here every opcode is a step of Python code, and
+`pickle.Unpickler` is not used: in a kilobyte, each of 100 nested tuples can hold the one before it
+twice, which is a tree of 2^100 nodes. Hashing it as a key takes forever, inside a C function, where
+Ctrl-C has no effect. Here every opcode is a step of Python code, and
 
 - a tuple, written out without sharing, may not be much larger than the pickle,
 - hashing and copying may together take a fixed multiple of the length of the pickle,
@@ -56,7 +56,7 @@ class PickleMachine:
         self._max_size = 10_000 + len(data)
         self._work = 100_000 + 10 * len(data)
         self._compound_keys = 0
-        # (size, depth) of tuples that contain tuples, by id, and the tuples, so that ids stay valid.
+        # (size, depth) of tuples that contain tuples, by id; `_kept` keeps the ids valid.
         self._nested: dict[int, tuple[int, int]] = {}
         self._kept: list[Any] = []
 
@@ -68,11 +68,11 @@ class PickleMachine:
                 justifies. Other exceptions of broken pickles: `IndexError`, `LookupError`,
                 `TypeError`, `ValueError`.
         """
-        protocol = 1
+        protocol: int = 1
         for opcode, argument, position in pickletools.genops(self._data):
             name = opcode.name
             if name == "PROTO" and position == 0:
-                protocol = argument
+                protocol = int(argument or 0)
             elif opcode.proto > max(protocol, 1) or (protocol >= _BINARY and name in _TEXT):
                 raise pickle.UnpicklingError(f"opcode {name} in a pickle of protocol {protocol}")
             elif name in _VALUES:
@@ -126,7 +126,8 @@ class PickleMachine:
         return value
 
     def set_items(self, target: Any, items: list[Any]) -> None:
-        """Set the items of a dict from alternating keys and values; those of a record are unused."""
+        """Set the items of a dict from alternating keys and values; those of a record are "
+        "unused."""
         if len(items) % 2:
             raise pickle.UnpicklingError("a key without a value")
         if type(target) is Record:
@@ -257,11 +258,10 @@ def _refuse_protocol(machine: PickleMachine, _: Any) -> None:
 
 _Operation = Callable[[PickleMachine, Any], Any]
 # Opcodes that push their argument.
-_VALUES = frozenset(
-    "BININT BININT1 BININT2 INT LONG LONG1 LONG4 FLOAT BINFLOAT UNICODE BINUNICODE SHORT_BINUNICODE "
-    "BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8".split()
-)
-_TEXT = frozenset("INT LONG FLOAT UNICODE PUT GET DICT LIST".split())
+_VALUES = {"BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"}
+_VALUES |= {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
+_VALUES |= {"BINBYTES", "SHORT_BINBYTES", "BINBYTES8"}
+_TEXT = {"INT", "LONG", "FLOAT", "UNICODE", "PUT", "GET", "DICT", "LIST"}
 _OPERATIONS: dict[str, _Operation] = {
     "PROTO": _refuse_protocol,
     "FRAME": lambda machine, _: None,  # where the stream may be cut; we have all of it

@@ -58,14 +58,14 @@ def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
         absent = [name for name in file_of if file_of[name] == file.name and name not in held]
         if absent:
             raise ValueError(
-                f"{str(index)!r} says that tensor {shown(absent[0])} is in {escaped(file.name)}, which "
-                "does not hold it. Copy or download the checkpoint again."
+                f"{str(index)!r} says that tensor {shown(absent[0])} is in {escaped(file.name)}, "
+                "which does not hold it. Copy or download the checkpoint again."
             )
         strange = [name for name in held if file_of.get(name) != file.name]
         if strange:
             raise ValueError(
-                f"{str(file)!r} holds tensor {shown(strange[0])}, which {index.name} does not look for "
-                "there. Copy or download the checkpoint again."
+                f"{str(file)!r} holds tensor {shown(strange[0])}, which {index.name} does not look "
+                "for there. Copy or download the checkpoint again."
             )
         tensors |= held
     return Checkpoint(path=directory, form="torch.save", tensors=tensors)
@@ -91,15 +91,16 @@ def read_index(index: Path) -> dict[str, str]:
         )
     if outside:
         raise ValueError(
-            f"{str(index)!r} names {shown(outside[0])}, which is not a file beside it. Do not load it."
+            f"{str(index)!r} names {shown(outside[0])}, which is not a file beside it. Do not load "
+            "it."
         )
     missing = [
         name for name in sorted(set(file_of.values())) if not (index.parent / name).is_file()
     ]
     if missing:
         raise ValueError(
-            f"{str(index.parent)!r} lacks {first_names(missing)}, which {index.name} names. Copy or "
-            "download the checkpoint again."
+            f"{str(index.parent)!r} lacks {first_names(missing)}, which {index.name} names. Copy "
+            "or download the checkpoint again."
         )
     return file_of
 
