@@ -21,6 +21,7 @@ from jaxzero.interop._tensors import (
     LazyTensor,
     ShardedTensor,
     named_leaves,
+    shown,
 )
 
 from .convert_file import to_torch
@@ -140,8 +141,8 @@ def torch_state_dict(moments: AdamMoments, param_groups: Sequence[Mapping[str, A
     missing = sorted(moments.exp_avg.keys() - numbers.keys())
     if missing:
         raise ValueError(
-            f"`param_groups` leaves out {missing[0]!r} ({len(missing)} such parameters), which has "
-            "moments. Name every parameter in one group."
+            f"`param_groups` leaves out {shown(missing[0])} ({len(missing)} such parameters), "
+            "which has moments. Name every parameter in one group."
         )
 
     means, squares = (to_torch(kind) for kind in (moments.exp_avg, moments.exp_avg_sq))

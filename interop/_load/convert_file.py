@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxzero.interop._safetensors import new_directory, new_file, save_tensors
-from jaxzero.interop._tensors import LazyTensor
+from jaxzero.interop._tensors import LazyTensor, shown
 
 from .open import open_checkpoint
 
@@ -110,15 +110,15 @@ def check_copy(tensors: Mapping[str, LazyTensor], path: Path | str) -> None:
     alone = sorted(tensors.keys() ^ copy.keys())
     if alone:
         where = "was not written" if alone[0] in tensors else "was not in the source"
-        raise ValueError(f"{alone[0]!r} {where} ({len(alone)} such tensors in {str(path)!r}).")
+        raise ValueError(f"{shown(alone[0])} {where} ({len(alone)} such tensors in {str(path)!r}).")
     for name, tensor in tensors.items():
         wanted, written = tensor.read(), copy[name].read()
         same = wanted.dtype == written.dtype and wanted.shape == written.shape
         if not same or wanted.tobytes() != written.tobytes():
             raise ValueError(
-                f"{name!r} in {str(path)!r} ({written.dtype}{list(written.shape)}) differs from "
-                f"the tensor that was written ({wanted.dtype}{list(wanted.shape)}). The file was "
-                "damaged or changed: convert again."
+                f"{shown(name)} in {str(path)!r} ({written.dtype}{list(written.shape)}) differs "
+                f"from the tensor that was written ({wanted.dtype}{list(wanted.shape)}). The file "
+                "was damaged or changed: convert again."
             )
 
 
