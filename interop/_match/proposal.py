@@ -5,7 +5,7 @@ import fnmatch
 from collections.abc import Collection, Iterable, Mapping
 
 from jaxzero.interop._rules import Rule
-from jaxzero.interop._tensors import first_names
+from jaxzero.interop._tensors import escaped, first_names, shown
 
 _SHOWN = 8  # rules in an error
 
@@ -37,9 +37,10 @@ class Proposal:
         for name, texts in self.fused.items():
             lines += [f"fused: {name!r}: {_ONE_OF_TWO}", *(f"    {text}" for text in texts)]
         for path, names in self.undecided.items():
-            lines.append(f"undecided: {path}: {' or '.join(names) or 'nothing fits'}")
-        lines += [f"unused: {name!r}" for name in self.unused]
-        lines += [f"left out: {name!r}" for name in self.left_out]
+            fitting = " or ".join(escaped(name) for name in names) or "nothing fits"
+            lines.append(f"undecided: {escaped(path)}: {fitting}")
+        lines += [f"unused: {shown(name)}" for name in self.unused]
+        lines += [f"left out: {shown(name)}" for name in self.left_out]
         return "\n".join(lines)
 
     def raise_if_undecided(self, *, accept: Collection[str] = ()) -> None:
@@ -66,14 +67,15 @@ class Proposal:
             )
         if self.undecided:
             path, names = next(iter(self.undecided.items()))
+            fitting = first_names(names) if names else "no tensor at all"
             raise ValueError(
                 f"`rules` could not be found for {len(self.undecided)} parameters: "
-                f"`{path}` may be {first_names(list(names)) if names else 'no tensor at all'}. "
+                f"`{escaped(path)}` may be {fitting}. "
                 "Print `interop.match(tree, source)`, complete its rules, and pass them as `rules`."
             )
         if self.unused:
             raise ValueError(
-                f"No parameter seems to come from {first_names(list(self.unused))}. If that is "
+                f"No parameter seems to come from {first_names(self.unused)}. If that is "
                 "right, name them in `ignore`; if not, pass `rules`."
             )
         self._raise_if_assumed(accept)

@@ -28,10 +28,16 @@ def shown(value: object) -> str:
     return _cut(_shown(value, _MAX_DEPTH))
 
 
-def escaped(text: object) -> str:
-    """Format a text for a message without quotes, with the escapes of `shown`."""
-    start = str(text)[: _MAX_CHARACTERS + 1]
-    return _cut("".join(each if each.isprintable() else repr(each)[1:-1] for each in start))
+def escaped(text: object, *, most: int = _MAX_CHARACTERS) -> str:
+    """Format a text for a message without quotes, with the escapes of `shown`.
+
+    Args:
+        text: the text.
+        most: length in characters from which on it is cut off.
+    """
+    start = str(text)[: most + 1]
+    visible = "".join(each if each.isprintable() else repr(each)[1:-1] for each in start)
+    return _cut(visible, most)
 
 
 def first_names(names: Sequence[str]) -> str:
@@ -40,8 +46,8 @@ def first_names(names: Sequence[str]) -> str:
     return ", ".join(shown(name) for name in names[:3]) + rest
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_CHARACTERS else text[:_MAX_CHARACTERS] + "..."
+def _cut(text: str, most: int = _MAX_CHARACTERS) -> str:
+    return text if len(text) <= most else text[:most] + "..."
 
 
 def _shown(value: object, depth: int) -> str:
