@@ -83,6 +83,8 @@ def _errors_of_files() -> Iterator[None]:
         yield
     except BaseException as error:
         failures = getattr(error, "failures", None)  # of a `CheckpointException`, by process
+        if not failures and not isinstance(error, Exception):
+            raise
         first = next(iter(failures.values()))[0] if failures else error
         cause = first
         while cause is not None and not isinstance(cause, OSError):
