@@ -128,14 +128,16 @@ def resume_command(arguments: Sequence[str], name: str | None) -> str:
 
 def _is_of_files(error: Exception) -> bool:
     others = (ConnectionError, ChildProcessError, ProcessLookupError, InterruptedError)
-    return isinstance(error, OSError) and error.errno is not None and not isinstance(error, others)
+    plain = type(error) is OSError  # also one of ours, with a message and no number
+    has_number = isinstance(error, OSError) and error.errno is not None
+    return (plain or has_number) and not isinstance(error, others)
 
 
 def _text_of(error: Exception) -> str:
-    if not isinstance(error, OSError) or not _is_of_files(error):
+    if not isinstance(error, OSError) or error.errno is None:
         return str(error)
     where = "" if error.filename is None else f"{str(error.filename)!r}: "
-    return f"{where}{error.strerror}. {_ADVICE.get(error.errno or 0, '')}".rstrip()
+    return f"{where}{error.strerror}. {_ADVICE.get(error.errno, '')}".rstrip()
 
 
 def _plain(text: str) -> str:

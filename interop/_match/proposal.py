@@ -62,8 +62,9 @@ class Proposal:
             ]
             raise ValueError(
                 "\n".join(shown) + "\nFind out which one the model that wrote the checkpoint uses, "
-                "put the number of its attention heads in place of H, and pass the rule in "
-                "`accept`. docs/howto/rules.md lists the layouts of known families."
+                "put its number of attention heads in place of H (of the key's, if they are "
+                "fewer), and pass the rule in `accept`. docs/howto/rules.md lists the layouts of "
+                "known families."
             )
         if self.undecided:
             path, names = next(iter(self.undecided.items()))
