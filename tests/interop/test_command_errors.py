@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import resource
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,7 +164,7 @@ def test_a_description_of_a_run_is_not_trusted(tmp_path: Path, capsys, damage: d
 )
 def test_a_plot_is_refused_before_the_work(plot: str, message: str, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    module = sys.modules["jaxzero.jobs._plans.report"]  # the package exports a function of its name
+    module = importlib.import_module("jaxzero.jobs._plans.report")
     monkeypatch.setattr(module, "set_up", lambda *_: pytest.fail("has begun"))
     assert cli.main(["report", "--plot", plot]) == MISTAKE
     assert message in capsys.readouterr().err
