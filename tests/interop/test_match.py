@@ -192,3 +192,11 @@ def test_trees_that_are_refused():
         interop.tensors_from({"x": np.zeros(3)}, rules, like={"x": shape(2)})
     with pytest.raises(ValueError, match=r"have shape \(3,\) at `x`, the model has \(2,\)"):
         interop.tensors_from({"x": jnp.zeros(3)}, rules, like={"x": shape(2)})
+
+
+@pytest.mark.parametrize("load", [interop.load_decoder, interop.load_encoder])
+def test_the_error_for_another_family_leads_to_the_matcher(tmp_path: Path, load):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    interop.save_tensors(zeros(x=(2,)), tmp_path / "weights", source=tmp_path)
+    with pytest.raises(ValueError, match=r"'mamba'; .*interop\.match.* \(docs/howto/rules\.md\)"):
+        load(tmp_path / "weights")
