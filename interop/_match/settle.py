@@ -30,8 +30,8 @@ def settled(
         ValueError: something is undecided, unused, or assumed and not accepted; or `accept` has
             something else than rules and patterns, or one that matches no parameter.
     """
-    several = isinstance(accept, Iterable) and not isinstance(accept, str)
-    given = tuple(accept) if several else (accept,)
+    one = isinstance(accept, str | Rule) or not isinstance(accept, Iterable)
+    given = (accept,) if one else tuple(accept)
     rules = [each for each in given if isinstance(each, Rule)]
     patterns = [each for each in given if isinstance(each, str)]
     if len(rules) + len(patterns) != len(given):
