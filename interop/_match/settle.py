@@ -30,8 +30,10 @@ def settled(
         ValueError: something is undecided, unused, or assumed and not accepted; or `accept` has
             something else than rules and patterns, or one that matches no parameter.
     """
-    one = isinstance(accept, str | Rule) or not isinstance(accept, Iterable)
-    given = (accept,) if one else tuple(accept)
+    if isinstance(accept, str | Rule) or not isinstance(accept, Iterable):
+        given = (accept,)
+    else:
+        given = tuple(accept)
     rules = [each for each in given if isinstance(each, Rule)]
     patterns = [each for each in given if isinstance(each, str)]
     if len(rules) + len(patterns) != len(given):
