@@ -116,11 +116,11 @@ def check_family(family: object) -> None:
 def _find(model_type: Any, what: str) -> DecoderFamily:
     if isinstance(model_type, str) and model_type in _registered:
         return _registered[model_type]
-    if model_type not in DECODER_FAMILIES:
+    if not isinstance(model_type, str) or model_type not in DECODER_FAMILIES:
         known = ", ".join(sorted({*DECODER_FAMILIES, *_registered}))
         raise ValueError(
             f"{what} is {model_type!r}; decoders are read of the families {known}. Choose such a "
-            "checkpoint, pass a `family=interop.DecoderFamily` of your own, or load another "
-            "model's weights into a model of your own."
+            "checkpoint, pass a `family=interop.DecoderFamily` of your own, or load the weights "
+            "into a model of your own: `interop.match` proposes the rules (docs/howto/rules.md)."
         )
     return _KnownFamily(model_type)

@@ -38,9 +38,9 @@ class Launch:
     or Ctrl-C. A second Ctrl-C kills them at once.
 
     Exit status of a process, and of the launcher from the first process that failed: 0 done; 2 a
-    mistake in the arguments; 75 stopped by SIGTERM after saving, run again to continue; 76 another
-    process is lost or hangs; 77 too many non-finite steps, or replicas differ; 130 Ctrl-C; 128 + n
-    killed by signal n.
+    mistake in the arguments; 74 a file could not be read or written; 75 stopped by SIGTERM after
+    saving, run again to continue; 76 another process is lost or hangs; 77 too many non-finite
+    steps, or replicas differ; 130 Ctrl-C; 128 + n killed by signal n.
     """
 
     nodes: int = 2
