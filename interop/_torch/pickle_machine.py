@@ -126,8 +126,7 @@ class PickleMachine:
         return value
 
     def set_items(self, target: Any, items: list[Any]) -> None:
-        """Set the items of a dict from alternating keys and values; those of a record are "
-        "unused."""
+        """Set the items of a dict from alternating keys and values; a record ignores them."""
         if len(items) % 2:
             raise pickle.UnpicklingError("a key without a value")
         if type(target) is Record:
