@@ -250,3 +250,11 @@ def test_a_file_that_is_cut_off_after_it_was_opened(tmp_path: Path):
     for box in ((slice(0, 4), slice(0, 4)), (slice(0, 4), slice(2, 4))):
         with pytest.raises(ValueError, match="ends inside tensor 'a': it was cut off after it"):
             tensor[box]
+
+
+def test_a_name_that_is_not_utf_8(tmp_path: Path):
+    held = {"a\ud800": ArrayTensor(np.ones(1, np.float32), "a")}
+    with pytest.raises(
+        ValueError, match=r"called 'a\\ud800' in safetensors, whose names are UTF-8"
+    ):
+        interop.save_tensors(held, tmp_path / "c")
