@@ -54,8 +54,32 @@ _STORAGES = {
     "UntypedStorage": "uint8",
 }
 # Any class or function whose full name begins with one of these becomes a `Record`.
-_DESCRIPTIONS = ("deepspeed.", "numpy.", "torch.distributed.", "pathlib.")
+_DESCRIPTIONS = (
+    "deepspeed.",
+    "numpy.",
+    "torch.distributed._shard.",
+    "torch.distributed._tensor.",
+    "torch.distributed.device_mesh.",
+    "torch.distributed.fsdp.",
+    "torch.distributed.tensor.",
+)
+_DCP = "torch.distributed.checkpoint."
 _DESCRIBING = {
+    _DCP + "filesystem._StorageInfo",
+    _DCP + "filesystem._StoragePrefix",
+    _DCP + "metadata.BytesStorageMetadata",
+    _DCP + "metadata.ChunkStorageMetadata",
+    _DCP + "metadata.Metadata",
+    _DCP + "metadata.MetadataIndex",
+    _DCP + "metadata.StorageMeta",
+    _DCP + "metadata.TensorProperties",
+    _DCP + "metadata.TensorStorageMetadata",
+    _DCP + "metadata._MEM_FORMAT_ENCODING",
+    "pathlib.Path",
+    "pathlib.PosixPath",
+    "pathlib.WindowsPath",
+    "pathlib._local.PosixPath",
+    "pathlib._local.WindowsPath",
     "argparse.Namespace",
     "collections.deque",
     "collections.defaultdict",
