@@ -87,7 +87,8 @@ def fuzz(path: Path, count: int, seed: int) -> None:
     files = [(whole, structure_of(whole)) for whole in genuine()]
     accepted = 0
     for number in range(count):
-        path.write_bytes(damaged(*_swapped(rng.choice(files), rng)))
+        whole, positions = rng.choice(files)
+        path.write_bytes(damaged(whole, rng, positions))
         try:
             with bounds():
                 ours = {name: held.read() for name, held in interop.open_checkpoint(path).items()}
@@ -100,10 +101,6 @@ def fuzz(path: Path, count: int, seed: int) -> None:
         assert same(ours, theirs), (seed, number)
         accepted += 1
     assert accepted > count // 50
-
-
-def _swapped(file: tuple[bytes, list[int]], rng: random.Random):
-    return file[0], rng, file[1]
 
 
 def test_damaged_archives(tmp_path: Path):
