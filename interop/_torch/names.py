@@ -86,7 +86,6 @@ _DESCRIBING = {
     "datetime.datetime",
     "datetime.timedelta",
     "torch.device",
-    "torch.serialization._get_layout",
 }
 _MAX_DIMS = 64  # limit of numpy and of PyTorch
 
@@ -286,6 +285,12 @@ def _encoded(machine: PickleMachine, text: Any, encoding: Any) -> bytes:
     return text.encode("latin1")
 
 
+def _layout(machine: PickleMachine, name: Any) -> _Marker:
+    if type(name) is not str or name != "torch.strided":
+        raise pickle.UnpicklingError(f"the layout {shown(name)}")
+    return _Marker(name)
+
+
 _CONTAINERS: dict[str, Maker] = {
     "collections.OrderedDict": Maker(_ordered_dict),
     "torch.Size": Maker(_size),
@@ -296,4 +301,5 @@ _CONTAINERS: dict[str, Maker] = {
     "__builtin__.complex": Maker(_complex),
     "builtins.complex": Maker(_complex),
     "_codecs.encode": Maker(_encoded),
+    "torch.serialization._get_layout": Maker(_layout),
 }
