@@ -111,7 +111,7 @@ def check_writable(name: str, tensor: LazyTensor) -> None:
     """Check that the format supports a tensor.
 
     Raises:
-        ValueError: the format does not support its dtype, or reserves its name.
+        ValueError: the format does not support its dtype or its name.
     """
     if tensor.dtype not in _NAMES:
         raise ValueError(
@@ -119,9 +119,14 @@ def check_writable(name: str, tensor: LazyTensor) -> None:
             f"it to one of {', '.join(str(each) for each in _NAMES)}."
         )
     if name == _METADATA:
+        raise ValueError(f"No tensor can be called {name!r} in safetensors. Give it another name.")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
         raise ValueError(
-            f"No tensor can be called {shown(name)} in safetensors. Give it another name."
-        )
+            f"No tensor can be called {shown(name)} in safetensors, whose names are UTF-8. Give it "
+            "another name."
+        ) from error
 
 
 def _parse(file: Path, text: bytes) -> dict[str, Any]:

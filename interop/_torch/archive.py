@@ -20,7 +20,11 @@ _NAMES_ARE_UTF8, _HAS_DESCRIPTOR, _IS_FOLDER = 0x800, 0x8, 0x10
 # What follows the bytes of an entry: its checksum and sizes, of 4 or 8 bytes, with or without a
 # signature.
 _DESCRIPTOR_BYTES = (16, 24, 12, 20)
-_MAX_16, _MAX_32 = 2**16 - 1, 2**32 - 1  # in place of numbers that a larger record holds
+_END_64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR = struct.Struct("<4sLQL")  # of the record before
+# What stands in `_END` for a number that only `_END_64` holds; None where there is no such number.
+_IN_64 = (None, None, None, 2**16 - 1, 2**16 - 1, 2**32 - 1, 2**32 - 1, None)
+_ENTRY_BYTES, _ENTRY_LENGTHS = 46, 28  # of a directory entry: size, and where its lengths are
 _VERSIONS = range(1, 11)  # those of PyTorch's own reader
 
 
@@ -114,25 +118,51 @@ class Archive:
             )
         return prefix
 
-    def _check_directory(self, infos: list[zipfile.ZipInfo]) -> None:
-        self._opened.seek(-_END.size, io.SEEK_END)
-        last = self._opened.read(_END.size)
-        sign, disk, first_disk, here, count, _, offset, comment = _END.unpack(last)
-        if sign != b"PK\x05\x06" or disk or first_disk or comment:
-            raise zipfile.BadZipFile("its last bytes are not the end of its directory")
-        if {here, count} - {len(infos), _MAX_16} or offset not in (
-            self._archive.start_dir,
-            _MAX_32,
-        ):
-            raise zipfile.BadZipFile(
-                f"its end counts {count} entries from byte {offset} on; the directory has "
-                f"{len(infos)} from {self._archive.start_dir} on"
+    def _check_end(self, count: int) -> None:
+        """Check the records after the directory; PyTorch also writes those of large archives."""
+        begin, total = self._archive.start_dir, self._opened.seek(0, io.SEEK_END)
+        tail = total - _END_64.size - _LOCATOR.size - _END.size
+        self._opened.seek(max(tail, 0))
+        records = self._opened.read()
+        end = len(records) - _END.size
+        is_64 = tail > begin and records[_END_64.size :].startswith(b"PK\x06\x07")
+        size = (tail if is_64 else total - _END.size) - begin
+        expected = (b"PK\x05\x06", 0, 0, count, count, size, begin, 0)
+        if is_64:
+            # A number may be given by the larger record alone.
+            found = _END.unpack_from(records, end)
+            expected = tuple(
+                most if given == most else each
+                for each, given, most in zip(expected, found, _IN_64, strict=True)
             )
+            sign, length, _, _, *numbers = _END_64.unpack_from(records)
+            whole = (sign, length) == (b"PK\x06\x06", _END_64.size - 12)
+            whole &= numbers == [0, 0, count, count, size, begin]
+            whole &= _LOCATOR.unpack_from(records, _END_64.size) == (b"PK\x06\x07", 0, tail, 1)
+            if not whole:
+                raise zipfile.BadZipFile("the end of its directory contradicts itself")
+        if _END.unpack_from(records, end) != expected:
+            raise zipfile.BadZipFile(
+                f"its last bytes do not describe its directory of {count} entries from byte "
+                f"{begin} on"
+            )
+        self._opened.seek(begin)
+        directory, position = self._opened.read(size), 0
+        while position <= size - _ENTRY_BYTES:
+            lengths = struct.unpack_from("<3H", directory, position + _ENTRY_LENGTHS)
+            position += _ENTRY_BYTES + sum(lengths)
+        if position != size:
+            raise zipfile.BadZipFile("the last entry of its directory extends beyond it")
+
+    def _check_directory(self, infos: list[zipfile.ZipInfo]) -> None:
+        self._check_end(len(infos))
         seen: set[str] = set()
         for info in infos:
             name = info.orig_filename
             lower = name.lower()  # PyTorch looks names up without regard to case
-            if info.filename != name or not name.startswith(self._prefix) or lower in seen:
+            plain = info.flag_bits & _NAMES_ARE_UTF8 or name.isascii()
+            inside = info.filename == name and name.startswith(self._prefix) and not info.volume
+            if not plain or not inside or lower in seen:
                 raise zipfile.BadZipFile(
                     f"entry {shown(name)} is there twice, or outside `{escaped(self._prefix)}`"
                 )
@@ -200,6 +230,8 @@ class Archive:
             )
         if ".storage_alignment" in self and not self.read(".storage_alignment").isdigit():
             raise zipfile.BadZipFile("its `.storage_alignment` is not a number")
+        if ".data/serialization_id" in self:
+            self.read(".data/serialization_id").decode()
 
 
 # `zipfile` raises any of these for archives that are truncated or have inconsistent headers.

@@ -37,6 +37,7 @@ from .unpickle import unpickle
 
 METADATA = ".metadata"
 _TENSOR = "torch.distributed.checkpoint.metadata.TensorStorageMetadata"
+_BYTES = "torch.distributed.checkpoint.metadata.BytesStorageMetadata"  # a pickled object
 _MAX_DIMS = 64  # limit of numpy and of PyTorch
 
 
@@ -111,7 +112,9 @@ def open_dcp(directory: Path) -> Checkpoint:
     chunks = _chunks_of(places, directory)
     tensors: dict[str, LazyTensor] = {}
     for name, entry in entries.items():
-        if isinstance(entry, Record) and entry.name == _TENSOR:
+        if not isinstance(entry, Record) or entry.name not in (_TENSOR, _BYTES):
+            raise TypeError(f"{shown(name)} is described by {shown(entry)}")
+        if entry.name == _TENSOR:
             tensors[name] = _tensor(name, entry, chunks.get(name, {}), directory)
     kept, optimizer = _sort(tensors)
     kept = _without_prefix(kept, paths)

@@ -29,6 +29,7 @@ from .torch_file import read_torch_file
 from .zero_partitions import MOMENTS, called, fragments_of, join, read_ranks
 
 LATEST = ("latest", "latest_universal")
+_MAX_TAG_BYTES = 4096  # of the name of a directory
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _OTHER_PARALLELISM = ("layer_", "expert_")  # prefixes of files of pipeline and expert parallelism
@@ -76,8 +77,9 @@ def open_deepspeed(directory: Path, records: Collection[str]) -> Checkpoint:
 def _tagged(directory: Path) -> Path:
     for name in LATEST:
         if (directory / name).is_file():
-            tag = (directory / name).read_text().strip()
-            inside = Path(tag).name == tag and tag not in ("", "..")
+            with (directory / name).open("rb") as opened:
+                tag = opened.read(_MAX_TAG_BYTES).decode(errors="replace").strip()
+            inside = Path(tag).name == tag and tag not in ("", "..") and tag.isprintable()
             if not inside or not (directory / tag).is_dir():
                 raise ValueError(
                     f"{str(directory / name)!r} names {shown(tag)}, which is not a directory "

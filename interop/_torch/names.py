@@ -54,15 +54,38 @@ _STORAGES = {
     "UntypedStorage": "uint8",
 }
 # Any class or function whose full name begins with one of these becomes a `Record`.
-_DESCRIPTIONS = ("deepspeed.", "numpy.", "torch.distributed.", "pathlib.")
+_DESCRIPTIONS = (
+    "deepspeed.",
+    "numpy.",
+    "torch.distributed._shard.",
+    "torch.distributed._tensor.",
+    "torch.distributed.device_mesh.",
+    "torch.distributed.fsdp.",
+    "torch.distributed.tensor.",
+)
+_DCP = "torch.distributed.checkpoint."
 _DESCRIBING = {
+    _DCP + "filesystem._StorageInfo",
+    _DCP + "filesystem._StoragePrefix",
+    _DCP + "metadata.BytesStorageMetadata",
+    _DCP + "metadata.ChunkStorageMetadata",
+    _DCP + "metadata.Metadata",
+    _DCP + "metadata.MetadataIndex",
+    _DCP + "metadata.StorageMeta",
+    _DCP + "metadata.TensorProperties",
+    _DCP + "metadata.TensorStorageMetadata",
+    _DCP + "metadata._MEM_FORMAT_ENCODING",
+    "pathlib.Path",
+    "pathlib.PosixPath",
+    "pathlib.WindowsPath",
+    "pathlib._local.PosixPath",
+    "pathlib._local.WindowsPath",
     "argparse.Namespace",
     "collections.deque",
     "collections.defaultdict",
     "datetime.datetime",
     "datetime.timedelta",
     "torch.device",
-    "torch.serialization._get_layout",
 }
 _MAX_DIMS = 64  # limit of numpy and of PyTorch
 
@@ -262,6 +285,12 @@ def _encoded(machine: PickleMachine, text: Any, encoding: Any) -> bytes:
     return text.encode("latin1")
 
 
+def _layout(machine: PickleMachine, name: Any) -> _Marker:
+    if type(name) is not str or name != "torch.strided":
+        raise pickle.UnpicklingError(f"the layout {shown(name)}")
+    return _Marker(name)
+
+
 _CONTAINERS: dict[str, Maker] = {
     "collections.OrderedDict": Maker(_ordered_dict),
     "torch.Size": Maker(_size),
@@ -272,4 +301,5 @@ _CONTAINERS: dict[str, Maker] = {
     "__builtin__.complex": Maker(_complex),
     "builtins.complex": Maker(_complex),
     "_codecs.encode": Maker(_encoded),
+    "torch.serialization._get_layout": Maker(_layout),
 }

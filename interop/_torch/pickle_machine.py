@@ -75,6 +75,8 @@ class PickleMachine:
                 protocol = int(argument or 0)
             elif opcode.proto > max(protocol, 1) or (protocol >= _BINARY and name in _TEXT):
                 raise pickle.UnpicklingError(f"opcode {name} in a pickle of protocol {protocol}")
+            elif name == "FRAME" and int(argument or 0) > len(self._data) - position:
+                raise pickle.UnpicklingError("a frame that extends beyond its end")
             elif name in _VALUES:
                 self.push(argument)
             elif name in _OPERATIONS:
@@ -126,8 +128,7 @@ class PickleMachine:
         return value
 
     def set_items(self, target: Any, items: list[Any]) -> None:
-        """Set the items of a dict from alternating keys and values; those of a record are "
-        "unused."""
+        """Set the items of a dict from alternating keys and values; a record ignores them."""
         if len(items) % 2:
             raise pickle.UnpicklingError("a key without a value")
         if type(target) is Record:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import tracemalloc
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from safetensors.numpy import load, save
 
 from jaxzero import interop
 from jaxzero.interop._tensors.lazy import ArrayTensor
+
+from .fuzzing import bounds, check_refusal, damaged
 
 BYTES = bytes(range(64))
 FUZZ = hypothesis.settings(
@@ -164,6 +167,47 @@ def check_against_library(file: Path) -> None:
         assert ours[name].tobytes() == array.tobytes()
 
 
+def fuzz(file: Path, count: int, seed: int) -> None:
+    arrays = {
+        "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "bb": np.zeros((0, 2), np.int8),
+        "c.d": np.array(3, np.float64),
+        "e": np.array([True, False]),
+    }
+    genuine = [save(arrays), save(arrays, {"format": "pt"})]
+    rng = random.Random(seed)
+    accepted = 0
+    for number in range(count):
+        whole = rng.choice(genuine)
+        header = range(8 + int.from_bytes(whole[:8], "little"))
+        file.write_bytes(damaged(whole, rng, header))
+        try:
+            with bounds():
+                ours = {name: held.read() for name, held in interop.tensors_in(file).items()}
+        except ValueError as error:
+            check_refusal(error, file)
+            continue
+        theirs = load(file.read_bytes())
+        assert ours.keys() == theirs.keys(), (seed, number)
+        for name, array in theirs.items():
+            assert (ours[name].shape, ours[name].dtype) == (array.shape, array.dtype), (
+                seed,
+                number,
+            )
+            assert ours[name].tobytes() == array.tobytes(), (seed, number)
+        accepted += 1
+    assert accepted > count // 200
+
+
+def test_damaged_headers(tmp_path: Path):
+    fuzz(tmp_path / "model.safetensors", 300, seed=0)
+
+
+@pytest.mark.ci
+def test_many_damaged_headers(tmp_path: Path):
+    fuzz(tmp_path / "model.safetensors", 20_000, seed=1)
+
+
 @pytest.mark.parametrize(
     "index",
     [
@@ -206,3 +250,11 @@ def test_a_file_that_is_cut_off_after_it_was_opened(tmp_path: Path):
     for box in ((slice(0, 4), slice(0, 4)), (slice(0, 4), slice(2, 4))):
         with pytest.raises(ValueError, match="ends inside tensor 'a': it was cut off after it"):
             tensor[box]
+
+
+def test_a_name_that_is_not_utf_8(tmp_path: Path):
+    held = {"a\ud800": ArrayTensor(np.ones(1, np.float32), "a")}
+    with pytest.raises(
+        ValueError, match=r"called 'a\\ud800' in safetensors, whose names are UTF-8"
+    ):
+        interop.save_tensors(held, tmp_path / "c")

@@ -1,0 +1,72 @@
+"""Damage files at random, and keep what reads them within bounds of time and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import resource
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+MAX_SECONDS = 10  # of CPU time
+MAX_BYTES = 2**30
+_CHANGES = ["bit", "bit", "byte", "byte", "shift", "delete", "insert", "copy", "cut"]
+
+
+@contextlib.contextmanager
+def bounds() -> Iterator[None]:
+    """Interrupt the body after `MAX_SECONDS`, as Ctrl-C does, and let it allocate `MAX_BYTES`."""
+
+    def interrupt(*_: object) -> None:
+        raise TimeoutError(f"not done after {MAX_SECONDS} s")
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    old_limit = resource.getrlimit(resource.RLIMIT_AS)
+    old_handler = signal.signal(signal.SIGPROF, interrupt)
+    resource.setrlimit(
+        resource.RLIMIT_AS, (pages * resource.getpagesize() + MAX_BYTES, old_limit[1])
+    )
+    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, old_handler)
+        resource.setrlimit(resource.RLIMIT_AS, old_limit)
+
+
+def damaged(whole: bytes, rng: random.Random, positions: Sequence[int]) -> bytes:
+    """Change a file in one to three places, each among `positions`."""
+    data = bytearray(whole)
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        if not data:
+            break
+        at = rng.choice(positions) % len(data)
+        match rng.choice(
+            ["bit", "byte", "shift", "bit", "byte", "delete", "insert", "copy", "cut"]
+        ):
+            case "bit":
+                data[at] ^= 1 << rng.randrange(8)
+            case "byte":
+                data[at] = rng.randrange(256)
+            case "shift":
+                data[at] = (data[at] + rng.choice([-20, -1, 1, 2, 20])) % 256
+            case "delete":
+                del data[at : at + rng.randrange(1, 30)]
+            case "insert":
+                data[at:at] = rng.randbytes(rng.randrange(1, 30))
+            case "copy":
+                size, source = rng.choice([1, 2, 4, 8, 40]), rng.choice(positions) % len(data)
+                data[at : at + size] = data[source : source + size]
+            case _:
+                del data[at:]
+    return bytes(data)
+
+
+def check_refusal(error: Exception, path: Path) -> None:
+    """An error names the file, fits a line of a terminal, and is not of memory."""
+    text = str(error)
+    assert str(path) in text, text
+    assert text.isprintable() and len(text) < 2000, ascii(text)
+    assert "MemoryError" not in text, text
