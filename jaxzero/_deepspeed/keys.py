@@ -27,6 +27,7 @@ class Keys:
 
     def __init__(self, content: Mapping[str, Any], values: Mapping[str, Any], where: str):
         self._where = where
+        self._values = dict(values)
         self._flat: dict[str, Any] = {}
         for key, value in _flatten(content):
             if len(self._flat) >= _MOST_KEYS:
@@ -34,7 +35,6 @@ class Keys:
             self._flat[key] = value
             if KINDS.get(key) is OBJECT and value is not None:
                 self._check(key, value)
-        self._values = dict(values)
         self._flat |= self._values
         self._honoured: set[str] = set()
 

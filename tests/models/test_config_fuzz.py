@@ -59,7 +59,7 @@ STRICTER = {"hidden_size", "num_attention_heads", "n_embd", "rope_parameters", "
 def read(content: dict[str, Any], path: Path) -> Any:
     """The config of a content, or None: it is refused, with an error that names file and key."""
     path.write_text(dumped(content))
-    config = EncoderConfig if content.get("model_type") in ENCODERS else DecoderConfig
+    config = EncoderConfig if str(content.get("model_type")) in ENCODERS else DecoderConfig
     started = time.process_time()
     try:
         return config.from_json(path)
