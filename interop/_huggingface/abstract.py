@@ -29,7 +29,7 @@ def abstract_model(make: Callable[[nnx.Rngs], nnx.Module], *, scanned: bool) -> 
     def build() -> nnx.Module:
         rngs = nnx.Rngs(0)
         if not scanned:
-            rngs.default = _OneKey(0, tag="default")
+            rngs.default = _OneKey(0, tag="default")  # pyright: ignore[reportAttributeAccessIssue]
         return make(rngs)
 
     return nnx.split(nnx.eval_shape(build))

@@ -73,10 +73,10 @@ class Keys:
         unused = (key for key in self._flat if key not in self._honoured)
         return tuple(key for key in unused if not (key in KINDS and self._flat[key] is None))
 
-    def error(self, key: str, what: str) -> ValueError:
-        """The error "`key` in 'path' {what}.", with the remedy."""
+    def error(self, key: str, what: str, *, remedy: str = _REMEDY) -> ValueError:
+        """The error "`key` in 'path' {what}. {remedy}"."""
         where = "`values`" if key in self._values else self._where
-        return ValueError(f"`{key}` in {where} {what}. {_REMEDY}")
+        return ValueError(f"`{key}` in {where} {what}. {remedy}")
 
     def _check(self, key: str, value: Any) -> Any:
         kind = KINDS[key]

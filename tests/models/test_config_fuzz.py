@@ -15,6 +15,9 @@ from tests.mutate_json import dumped, mutations
 
 from .test_decoder_config import OLD
 
+# What transformers says about old names and odd values.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 _BERT = {
     "vocab_size": 64,
     "hidden_size": 32,
