@@ -1,8 +1,8 @@
 """What each key of a DeepSpeed configuration may hold, by its dotted path.
 
-Ranges exclude what makes updates infinite or NaN in float32: an `eps` or a clipping norm that rounds
-to 0, for which a gradient of 0 is divided by 0; a `beta` that rounds to 1, so that the correction
-of its bias divides by 0.
+Ranges exclude what makes updates infinite or NaN in float32: an `eps` or a clipping norm that
+rounds to 0, for which a gradient of 0 is divided by 0; a `beta` that rounds to 1, so that the
+correction of its bias divides by 0.
 """
 
 from .._checked_json import (
