@@ -118,7 +118,7 @@ def _without_effect(key: str, content: dict[str, Any], directory: Path) -> Any:
     for section in sections:
         place = place[section]
     value = place.pop(last, None)
-    if type(value) is int:
+    if type(value) is int and value.bit_length() < 1000:
         place[last] = float(value)
         if understood(content) is None:
             del place[last]
