@@ -47,10 +47,11 @@ def read_json(path: Path, *, remedy: str) -> dict[str, Any]:
 def _read_bytes(path: Path) -> bytes:
     # Not blocking: opening a pipe would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise ValueError(f"it is {_file_type(mode)}, not a regular file")
     with open(descriptor, "rb") as file:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            raise ValueError(f"it is {_file_type(mode)}, not a regular file")
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise ValueError(f"it has more than {MOST_BYTES >> 20} MiB")
