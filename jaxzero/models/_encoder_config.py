@@ -7,11 +7,10 @@ Hugging Face `config.json` to them; options that `Encoder` does not support rais
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from ._checks import check_choices, check_dropout, check_positive
 from ._config_json import as_float, check_present, read_config
-from ._layers import Remat
+from ._encoder_base import EncoderBase
 
 _BERT_SIZES = {
     "vocab_size": "vocabulary_size",
@@ -40,7 +39,7 @@ _BERT_MEANING = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderConfig:
+class EncoderConfig(EncoderBase):
     """Sizes of an encoder, and how it is computed.
 
     The defaults are those of all-MiniLM-L6-v2. Parameters keep the dtype they are loaded in;
@@ -51,6 +50,7 @@ class EncoderConfig:
         vocabulary_size, hidden_size, intermediate_size, num_layers, num_heads: the model's sizes.
         max_length: longest text in tokens, including special tokens.
         num_token_types: kinds of sentences that have an embedding; 0 for no such embedding.
+        activation: activation function of the perceptron.
         layer_norm_epsilon: added under the square root.
         padding_id: token that has no position (RoBERTa); None if positions count from the first
             token of a row, whatever it is.
@@ -69,35 +69,19 @@ class EncoderConfig:
     num_heads: int = 12
     max_length: int = 512
     num_token_types: int = 2
-    layer_norm_epsilon: float = 1e-12
     padding_id: int | None = None
     embedding_dropout: float = 0.1
     attention_dropout: float = 0.1
     attention_output_dropout: float = 0.1
     mlp_dropout: float = 0.1
-    compute_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    scan_layers: bool = False
-    remat: Remat = "none"
-
-    def __post_init__(self):
-        check_positive(self, or_zero=("num_token_types", "padding_id"))
-        check_choices(self)
-        check_dropout(self)
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"`hidden_size` must be a multiple of `num_heads`; got {self.hidden_size} and "
-                f"{self.num_heads}. Every head takes an equal slice of the hidden vector."
-            )
-
-    @property
-    def head_size(self) -> int:
-        """Width of one attention head."""
-        return self.hidden_size // self.num_heads
 
     @property
     def num_positions(self) -> int:
         """Rows of the table of positions: RoBERTa's first ones stand for padding."""
         return self.max_length + (0 if self.padding_id is None else self.padding_id + 1)
+
+    def _may_be_zero(self) -> tuple[str, ...]:
+        return ("num_token_types", "padding_id")
 
     @classmethod
     def from_json(cls, path: Path | str, **changes: Any) -> "EncoderConfig":

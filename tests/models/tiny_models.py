@@ -166,9 +166,12 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(model_type: str, config: dict[str, Any], *, causal: bool = True) -> Any:
+def make(
+    model_type: str, config: dict[str, Any], *, causal: bool = True, auto: str | None = None
+) -> Any:
     """A random model of transformers: attention as its own formula says, no dropout.
 
+    `auto` is the class that makes it, where it is neither `AutoModelForCausalLM` nor `AutoModel`.
     Every tensor is moved away from what it starts as, so that each norm and bias matters.
     """
     import torch
@@ -176,7 +179,7 @@ def make(model_type: str, config: dict[str, Any], *, causal: bool = True) -> Any
 
     transformers.logging.set_verbosity_error()  # special tokens outside of small vocabularies
     transformers.logging.disable_progress_bar()
-    kind = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+    kind = getattr(transformers, auto or ("AutoModelForCausalLM" if causal else "AutoModel"))
     torch.manual_seed(0)
     model = kind.from_config(
         transformers.AutoConfig.for_model(model_type, **config), attn_implementation="eager"
