@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from .._checked_json import JsonKeys
 from ._checks import check_choices, check_dropout, check_positive
 from ._layers import Remat
 
@@ -55,3 +56,22 @@ class EncoderBase:
     def _may_be_zero(self) -> tuple[str, ...]:
         """Names of the integer fields that may be 0."""
         return ()
+
+
+def check_heads(keys: JsonKeys, size: str, heads: str) -> None:
+    """Raise if the keys of the hidden size and of the number of heads contradict each other.
+
+    Args:
+        keys: the `config.json`.
+        size: key of the hidden size.
+        heads: key of the number of heads.
+    """
+    if keys[size] % keys[heads]:
+        raise keys.error(
+            size, f"must be a multiple of `{heads}`; got {keys[size]} and {keys[heads]}"
+        )
+    head_size = keys[size] // keys[heads]
+    if keys.get("head_dim") not in (None, head_size):
+        raise keys.error(
+            "head_dim", f"is {keys['head_dim']}, but the heads have {head_size} numbers each"
+        )

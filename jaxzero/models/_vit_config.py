@@ -1,8 +1,35 @@
 """Configuration of a Vision Transformer, as a frozen dataclass that validates itself."""
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
-from ._encoder_base import EncoderBase
+from .._checked_json import JsonKeys, shown
+from ._activations import read_activation
+from ._config_json import CHOOSE_ANOTHER, check_only, config_keys, make_config, read_config
+from ._encoder_base import EncoderBase, check_heads
+
+_FIELDS = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "image_size": "image_size",
+    "patch_size": "patch_size",
+    "num_channels": "num_channels",
+    "query_key_value_bias": "qkv_bias",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "hidden_dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+}
+_DEFAULTS = {
+    "num_channels": 3,
+    "hidden_act": "gelu",
+    "qkv_bias": True,
+    "layer_norm_eps": 1e-12,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,5 +92,49 @@ class ViTConfig(EncoderBase):
         height, width = self.patch_size
         return self.num_channels * height * width
 
+    @classmethod
+    def from_json(cls, path: Path | str, **changes: Any) -> "ViTConfig":
+        """Read a Hugging Face `config.json` (or the directory that holds one).
+
+        Args:
+            path: the file, or its directory. `architectures` in it says whether the model has a
+                classifier: `ViTForImageClassification` has one, `ViTModel` has not.
+            **changes: fields to set differently, e.g. `compute_dtype="bfloat16"`.
+
+        Raises:
+            ValueError: the file is missing, lacks a size, or describes a model that `ViT` does not
+                compute (another `model_type`, architecture or activation).
+        """
+        content, path = read_config(path)
+        keys = config_keys(content, path, defaults=_DEFAULTS)
+        for key, only in (("model_type", "vit"), ("quantization_config", None)):
+            check_only(keys, key, only, "ViT")
+        keys.require(*_FIELDS.values())
+        check_heads(keys, "hidden_size", "num_attention_heads")
+        fields = {ours: keys[key] for ours, key in _FIELDS.items()}
+        fields["activation"] = read_activation(keys, "hidden_act", "ViT")
+        fields["num_labels"] = _read_num_labels(keys)
+        return make_config(cls, fields | changes, path)
+
     def _may_be_zero(self) -> tuple[str, ...]:
         return ("num_labels",)
+
+
+def _read_num_labels(keys: JsonKeys) -> int:
+    """Number of labels of the classifier, 0 if there is none."""
+    names = keys.get("architectures") or ("ViTModel",)
+    unknown = sorted(set(names) - {"ViTModel", "ViTForImageClassification"})
+    if unknown:
+        raise keys.error(
+            "architectures",
+            f"holds {shown(unknown[0])}; 'ViTModel' and 'ViTForImageClassification' are read",
+            remedy=CHOOSE_ANOTHER,
+        )
+    if "ViTForImageClassification" not in names:
+        return 0
+    labels = keys.get("id2label")
+    if labels is None:
+        return keys.get("num_labels", 2)  # transformers does not write the names of two labels
+    if not labels:
+        raise keys.error("id2label", "names no label, but the model is a classifier")
+    return len(labels)
