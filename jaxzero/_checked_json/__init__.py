@@ -9,6 +9,7 @@ from .file import read_json as read_json
 from .keys import JsonKeys as JsonKeys
 from .kinds import ANYTHING as ANYTHING
 from .kinds import FLAG as FLAG
+from .kinds import OBJECT as OBJECT
 from .kinds import TEXT as TEXT
 from .kinds import Kind as Kind
 from .kinds import exactly as exactly

@@ -98,6 +98,7 @@ def test_equals_transformers_and_a_round_trip_is_exact(
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
+@pytest.mark.standard_promotion  # of optax
 def test_classifier_trains_as_on_one_device():
     """Which quadrant of the image is bright: the loss falls, gradients are those of one device."""
     graph, _ = nnx.split(nnx.eval_shape(lambda: ViTClassifier(SMALL, rngs=nnx.Rngs(0))))
