@@ -10,6 +10,7 @@ from typing import Any
 
 from flax import nnx
 
+from jaxzero._checked_json import shown
 from jaxzero.interop._rules import Rule
 from jaxzero.models import (
     Encoder,
@@ -97,9 +98,9 @@ def encoder_family(directory: Path | str) -> EncoderFamily:
     """
     content, path = read_config(directory)
     name = content.get("model_type")
-    if name not in ENCODERS:
+    if not isinstance(name, str) or name not in ENCODERS:
         raise ValueError(
-            f"`model_type` in {str(path)!r} is {name!r}; encoders are read of the families "
+            f"`model_type` in {str(path)!r} is {shown(name)}; encoders are read of the families "
             f"{', '.join(sorted(ENCODERS))}. Choose such a checkpoint, or load another model's "
             "weights into a model of your own: `interop.match` proposes rules (docs/howto/rules.md)."
         )
