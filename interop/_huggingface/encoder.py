@@ -66,9 +66,10 @@ def load_encoder(
 
 
 def export_encoder(params: Any, directory: Path | str, *, source: Path | str) -> Path:
-    """Write parameters as a directory that `transformers` loads, and `sentence-transformers` if it holds text.
+    """Write parameters as a directory that `transformers` loads.
 
-    The write is atomic, as in `save_tensors`.
+    `sentence-transformers` loads it as well if it is an encoder of text. The write is atomic, as in
+    `save_tensors`.
 
     Args:
         params: the tree of `load_encoder` with full arrays, or shards from `zero.shard`.

@@ -102,6 +102,7 @@ def encoder_family(directory: Path | str) -> EncoderFamily:
         raise ValueError(
             f"`model_type` in {str(path)!r} is {shown(name)}; encoders are read of the families "
             f"{', '.join(sorted(ENCODERS))}. Choose such a checkpoint, or load another model's "
-            "weights into a model of your own: `interop.match` proposes rules (docs/howto/rules.md)."
+            "weights into a model of your own: `interop.match` proposes the rules, and "
+            "docs/howto/rules.md explains them."
         )
     return ENCODERS[name]

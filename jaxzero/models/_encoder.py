@@ -93,7 +93,9 @@ class Embeddings(nnx.Module):
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs):
         def table(num_rows: int) -> nnx.Embed:
-            return nnx.Embed(num_rows, config.hidden_size, dtype=jnp.dtype(config.compute_dtype), rngs=rngs)
+            return nnx.Embed(
+                num_rows, config.hidden_size, dtype=jnp.dtype(config.compute_dtype), rngs=rngs
+            )
 
         self.padding_id = config.padding_id
         self.word = table(config.vocabulary_size)

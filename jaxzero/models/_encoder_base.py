@@ -1,4 +1,4 @@
-"""The fields that the configs of all encoders share, as a frozen dataclass that validates itself."""
+"""The fields that configs of encoders share, as a frozen dataclass that validates itself."""
 
 import dataclasses
 from typing import Literal

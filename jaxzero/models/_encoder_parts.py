@@ -3,7 +3,6 @@
 Dimensions: b batch, t tokens, d hidden, h heads, k head size.
 """
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Key

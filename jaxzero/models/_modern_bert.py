@@ -68,7 +68,10 @@ class ModernBert(nnx.Module):
         x_btd = self.embedding_norm(self.embedding(ids))
         x_btd = dropout(x_btd, config.embedding_dropout, embedding_key)
         positions = jnp.arange(ids.shape[1])[None]
-        global_turns, local_turns = turns(config.rope, positions), turns(config.local_rope, positions)
+        global_turns, local_turns = (
+            turns(config.rope, positions),
+            turns(config.local_rope, positions),
+        )
 
         def step(layer: PreNormLayer, x_btd: Array, i: int) -> Array:
             is_local = i in config.local_layers

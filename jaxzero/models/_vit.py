@@ -5,9 +5,9 @@
     x = x + down(gelu(up(norm(x))))
     hidden = norm(x)                 logits = classifier(hidden of the class token)
 
-A patch is a square of pixels, and its projection the convolution with kernel and stride of that
-size. There is no pooler: the classifier reads the hidden vector of the class token, as transformers'
-`ViTForImageClassification` does.
+A patch is a rectangle of pixels, and its projection a convolution whose stride is the size of its
+kernel. There is no pooler: the classifier reads the hidden vector of the class token, as
+`ViTForImageClassification` of transformers does.
 
 Dimensions: b batch, c channels, y height, x width (pixels), t tokens (patches and 1), d hidden.
 """
@@ -93,7 +93,7 @@ class ViTClassifier(nnx.Module):
     def __call__(
         self, images: Float[Array, "b c y x"], *, dropout_key: Key[Array, ""] | None = None
     ) -> Float[Array, "b labels"]:
-        """Compute the logits of the labels, in `compute_dtype`; the arguments are those of `ViT`."""
+        """Compute the logits of the labels; the arguments are those of `ViT`."""
         return self.classifier(self.vit(images, dropout_key=dropout_key)[:, 0])
 
 

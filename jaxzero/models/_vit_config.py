@@ -66,7 +66,7 @@ class ViTConfig(EncoderBase):
             given = getattr(self, name)
             if len(given) != 2 or not all(type(size) is int and size > 0 for size in given):
                 raise ValueError(
-                    f"`{name}` must be a pair of positive integers, height and width; got {given!r}."
+                    f"`{name}` must be two positive integers, height and width; got {given!r}."
                 )
         if 0 in self.grid:
             raise ValueError(

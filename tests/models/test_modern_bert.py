@@ -120,7 +120,9 @@ def test_gradients_equal_those_of_torch(tmp_path: Path):
         np.testing.assert_allclose(got[key], array, rtol=0, atol=atol, err_msg=key)
     # The batch is padded to the devices: 8 rows, of which 5 count nothing. The mean over devices is
     # an eighth of the sum.
-    padded = jax.tree.map(lambda x: np.concatenate([x, np.zeros((5, *x.shape[1:]), x.dtype)]), batch)
+    padded = jax.tree.map(
+        lambda x: np.concatenate([x, np.zeros((5, *x.shape[1:]), x.dtype)]), batch
+    )
     _, grads = zero.value_and_grad(loss)(zero.shard(loaded.params), padded)
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(one_device))
     for each, held in zip(
