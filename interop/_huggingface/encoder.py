@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from flax import nnx
 
 from jaxzero.interop._load import open_checkpoint
 from jaxzero.interop._rules import Rule
 from jaxzero.models import EncoderConfig, ModernBertConfig, ViTConfig
 
+from .abstract import abstract_model
+from .counts import check_counts
 from .encoder_family import EncoderFamily, encoder_family
 from .layer_rules import stacked
 from .model_directory import is_stacked, load_params, save_params
@@ -53,11 +54,13 @@ def load_encoder(
     """
     family = encoder_family(directory)
     config = family.config.from_json(directory, **changes)
+    checkpoint, rules = open_checkpoint(directory), _rules(family, config)
+    check_counts(rules, checkpoint, config, directory)
     graph, abstract = _abstract(family, config)
     params = load_params(
         abstract,
-        _rules(family, config),
-        open_checkpoint(directory),
+        rules,
+        checkpoint,
         ignore=family.carried,
         remedy=family.remedy,
         dtype=dtype,
@@ -85,18 +88,20 @@ def export_encoder(params: Any, directory: Path | str, *, source: Path | str) ->
     """
     family = encoder_family(source)
     config = family.config.from_json(source, scan_layers=is_stacked(params))
+    checkpoint, rules = open_checkpoint(source), _rules(family, config)
+    check_counts(rules, checkpoint, config, source)
     return save_params(
         params,
         _abstract(family, config)[1],
-        _rules(family, config),
+        rules,
         directory,
-        source=open_checkpoint(source),
+        source=checkpoint,
         carried=family.carried,
     )
 
 
 def _abstract(family: EncoderFamily, config: AnyEncoderConfig) -> tuple[Any, Any]:
-    return nnx.split(nnx.eval_shape(lambda: family.model(config, rngs=nnx.Rngs(0))))
+    return abstract_model(lambda rngs: family.model(config, rngs=rngs), scanned=config.scan_layers)
 
 
 def _rules(family: EncoderFamily, config: AnyEncoderConfig) -> tuple[Rule, ...]:

@@ -16,5 +16,7 @@ from .kinds import exactly as exactly
 from .kinds import integer as integer
 from .kinds import list_of as list_of
 from .kinds import number as number
+from .kinds import one_of as one_of
 from .kinds import optional as optional
 from .kinds import shown as shown
+from .kinds import whole as whole
