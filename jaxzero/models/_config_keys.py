@@ -17,12 +17,13 @@ POSITIVE = number(above=0, most=1e30)
 DROPOUT = number(0, below=1)
 EPSILON = number(0, 1)
 _FACTORS = list_of(POSITIVE)
-_BOTH = list_of(COUNT, length=2)
+_PIXELS = integer(1, 65_536)
+_BOTH = list_of(_PIXELS, length=2)
 # Height and width, or one integer for both; read as a pair.
 _PAIR = Kind(
-    f"{COUNT.text}, or {_BOTH.text}",
-    lambda value: COUNT.accepts(value) or _BOTH.accepts(value),
-    lambda value: (value, value) if COUNT.accepts(value) else _BOTH.convert(value),
+    f"{_PIXELS.text}, or {_BOTH.text}",
+    lambda value: _PIXELS.accepts(value) or _BOTH.accepts(value),
+    lambda value: (value, value) if _PIXELS.accepts(value) else _BOTH.convert(value),
 )
 
 KEYS: dict[str, Kind] = {
@@ -35,7 +36,7 @@ KEYS: dict[str, Kind] = {
     "intermediate_size": COUNT,
     "moe_intermediate_size": COUNT,
     "n_inner": optional(COUNT),
-    "num_channels": COUNT,
+    "num_channels": integer(1, 10_000),
     "num_labels": COUNT,
     "id2label": optional(OBJECT),
     "image_size": _PAIR,

@@ -36,6 +36,7 @@ _DISTILBERT_SIZES = {
 _BERT_MEANING = {
     "position_embedding_type": "absolute",
     "is_decoder": False,
+    "quantization_config": None,
 }
 
 
@@ -162,7 +163,7 @@ _FAMILIES: dict[str, _Family] = {
             "attention_dropout": "attention_dropout",
             "mlp_dropout": "dropout",
         },
-        meaning={},
+        meaning={"quantization_config": None},
         activation="activation",
         fixed={
             "num_token_types": 0,

@@ -117,8 +117,14 @@ class ModernBertConfig(EncoderBase):
         fields["rope"] = _read_rope(keys, "full_attention", "global_rope_theta")
         fields["local_rope"] = _read_rope(keys, "sliding_attention", "local_rope_theta")
         fields["local_layers"] = _read_local_layers(keys)
-        # `local_attention` counts both sides, and a token sees itself besides.
-        fields["local_window"] = keys["local_attention"] // 2 + 1
+        half = keys["local_attention"] // 2
+        if "sliding_window" in keys and keys["sliding_window"] != half:
+            raise keys.error(
+                "sliding_window",
+                f"is {shown(keys['sliding_window'])}, but half of `local_attention` is {half}; "
+                "transformers takes the first, and it is `local_attention` that is trained",
+            )
+        fields["local_window"] = half + 1  # both sides are `local_attention`; a token sees itself
         return make_config(cls, fields | changes, path)
 
 

@@ -1,6 +1,7 @@
 """Configuration of a Vision Transformer, as a frozen dataclass that validates itself."""
 
 import dataclasses
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,11 @@ class ViTConfig(EncoderBase):
             check_only(keys, key, only, "ViT")
         keys.require(*_FIELDS.values())
         check_heads(keys, "hidden_size", "num_attention_heads")
+        if any(map(operator.gt, keys["patch_size"], keys["image_size"])):
+            raise keys.error(
+                "patch_size",
+                f"is {keys['patch_size']}, `image_size` {keys['image_size']}: no patch fits",
+            )
         fields = {ours: keys[key] for ours, key in _FIELDS.items()}
         fields["activation"] = read_activation(keys, "hidden_act", "ViT")
         fields["num_labels"] = _read_num_labels(keys)

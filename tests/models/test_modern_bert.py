@@ -240,6 +240,7 @@ def test_dropout_is_that_of_the_key():
         ({"num_attention_heads": 5}, r"multiple"),
         ({"hidden_size": 36, "num_attention_heads": 12}, r"even"),
         ({"head_dim": 6}, r"`head_dim` in .* 6"),
+        ({"sliding_window": 6}, r"`sliding_window` in .* is 6, but half of `local_attention` is 3"),
         ({"global_attn_every_n_layers": 0}, r"`global_attn_every_n_layers` in .* got 0"),
         ({"quantization_config": {"bits": 4}}, r"`quantization_config` in "),
     ],

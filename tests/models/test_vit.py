@@ -210,7 +210,7 @@ def test_number_of_labels(change: dict[str, Any], num_labels: int, tmp_path: Pat
         ({"image_size": 0}, r"`image_size` in .*config.json"),
         ({"patch_size": [4]}, r"`patch_size` in .*config.json"),
         ({"patch_size": "4"}, r"`patch_size` in .*config.json"),
-        ({"patch_size": 9}, r"`patch_size` .* \(9, 9\) and \(8, 8\): no patch fits"),
+        ({"patch_size": 9}, r"`patch_size` in .* \(9, 9\), `image_size` \(8, 8\): no patch fits"),
         ({"qkv_bias": 1}, r"`qkv_bias` in .*config.json"),
         ({"id2label": {}}, r"`id2label` in .* no label"),
         ({"head_dim": 6}, r"`head_dim` in .* 6"),
