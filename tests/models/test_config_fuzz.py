@@ -103,7 +103,9 @@ MORE = [
 ]  # fmt: skip
 # transformers holds these to its own rules, though no value of them changes the model that is read
 # here: what it adds to other keys, and what it asks of `hidden_size` beside a `head_dim`.
+# It also wants floats where 1 is as good, and checks keys that a family does not read.
 STRICTER = {"hidden_size", "num_attention_heads", "n_embd", "rope_parameters", "rope_scaling"}
+STRICTER |= {"layer_norm_eps", "norm_eps", "pad_token_id", "tie_word_embeddings", "layer_types"}
 
 
 def read(name: str, content: dict[str, Any], path: Path) -> Any:
