@@ -6,13 +6,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxzero.interop._load import open_checkpoint
-from jaxzero.interop._rules import Rule
 from jaxzero.models import EncoderConfig, ModernBertConfig, ViTConfig
 
 from .abstract import abstract_model
 from .counts import check_counts
 from .encoder_family import EncoderFamily, encoder_family
-from .layer_rules import stacked
 from .model_directory import is_stacked, load_params, save_params
 
 AnyEncoderConfig = EncoderConfig | ModernBertConfig | ViTConfig
@@ -54,7 +52,7 @@ def load_encoder(
     """
     family = encoder_family(directory)
     config = family.config.from_json(directory, **changes)
-    checkpoint, rules = open_checkpoint(directory), _rules(family, config)
+    checkpoint, rules = open_checkpoint(directory), family.rules(config)
     check_counts(rules, checkpoint, config, directory)
     graph, abstract = _abstract(family, config)
     params = load_params(
@@ -88,7 +86,7 @@ def export_encoder(params: Any, directory: Path | str, *, source: Path | str) ->
     """
     family = encoder_family(source)
     config = family.config.from_json(source, scan_layers=is_stacked(params))
-    checkpoint, rules = open_checkpoint(source), _rules(family, config)
+    checkpoint, rules = open_checkpoint(source), family.rules(config)
     check_counts(rules, checkpoint, config, source)
     return save_params(
         params,
@@ -102,8 +100,3 @@ def export_encoder(params: Any, directory: Path | str, *, source: Path | str) ->
 
 def _abstract(family: EncoderFamily, config: AnyEncoderConfig) -> tuple[Any, Any]:
     return abstract_model(lambda rngs: family.model(config, rngs=rngs), scanned=config.scan_layers)
-
-
-def _rules(family: EncoderFamily, config: AnyEncoderConfig) -> tuple[Rule, ...]:
-    rules = family.rules(config)
-    return stacked(rules) if config.scan_layers else rules

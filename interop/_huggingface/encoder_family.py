@@ -23,7 +23,8 @@ from jaxzero.models import (
     read_config,
 )
 
-from .encoder_rules import BERT, DISTILBERT, MODERN_BERT, vit_rules
+from .encoder_rules import BERT, DISTILBERT, modern_bert_rules, vit_rules
+from .layer_rules import stacked
 
 _SAVE_A_PLAIN_ENCODER = (
     "It must hold the tensors of a plain encoder: load it with "
@@ -44,7 +45,7 @@ class EncoderFamily:
     Attributes:
         config: the class of its config, which reads `config.json`.
         model: makes the model, from a config and `rngs=`.
-        rules: names of tensors, for layers in a list.
+        rules: names of tensors, for a config with layers in a list or in a stack.
         carried: patterns (with `*`) of tensors in the file that the model does not use. Exporting
             copies them from the file that was loaded.
         remedy: advice about missing and unknown tensors.
@@ -61,7 +62,7 @@ def _bert_like(rules: tuple[Rule, ...]) -> EncoderFamily:
     return EncoderFamily(
         config=EncoderConfig,
         model=Encoder,
-        rules=lambda _: rules,
+        rules=lambda config: stacked(rules) if config.scan_layers else rules,
         # The pooler feeds a head that the encoder does not have; position ids are 0, 1, 2, ...
         carried=("embeddings.position_ids", "pooler.dense.bias", "pooler.dense.weight"),
     )
@@ -77,7 +78,7 @@ ENCODERS: dict[str, EncoderFamily] = {
     "roberta": _bert_like(BERT),
     "xlm-roberta": _bert_like(BERT),
     "modernbert": EncoderFamily(
-        config=ModernBertConfig, model=ModernBert, rules=lambda _: MODERN_BERT, carried=()
+        config=ModernBertConfig, model=ModernBert, rules=modern_bert_rules, carried=()
     ),
     "vit": EncoderFamily(
         config=ViTConfig,

@@ -5,10 +5,10 @@ A rule that matches no parameter is ignored, so one table serves models with and
 
 from collections.abc import Iterable
 
-from jaxzero.interop._rules import Flatten, Rule, Split, Transpose
-from jaxzero.models import ViTConfig
+from jaxzero.interop._rules import Flatten, Merge, Rule, Split, Step, Transpose, Unflatten
+from jaxzero.models import ModernBertConfig, ViTConfig
 
-from .layer_rules import LAYER, embedding, linear, norm
+from .layer_rules import LAYER, embedding, linear, norm, stacked
 
 _BERT_LAYER, _DISTIL, _MODERN = "encoder.layer.{i}", "transformer.layer.{i}", "layers.{i}"
 
@@ -56,9 +56,12 @@ def _fused(parts: tuple[str, ...], theirs: str) -> tuple[Rule, ...]:
     )
 
 
-MODERN_BERT = (
+_MODERN_ENDS = (
     *embedding("embedding", "embeddings.tok_embeddings"),
     *norm("embedding_norm", "embeddings.norm"),
+    *norm("norm", "final_norm"),
+)
+_MODERN_LAYERS = (
     *norm(f"{LAYER}.attention_norm", f"{_MODERN}.attn_norm"),
     *_fused(
         tuple(f"{LAYER}.attention.{part}" for part in ("query", "key", "value")),
@@ -68,8 +71,43 @@ MODERN_BERT = (
     *norm(f"{LAYER}.mlp_norm", f"{_MODERN}.mlp_norm"),
     *_fused((f"{LAYER}.mlp.gate", f"{LAYER}.mlp.up"), f"{_MODERN}.mlp.Wi"),
     *linear(f"{LAYER}.mlp.down", f"{_MODERN}.mlp.Wo"),
-    *norm("norm", "final_norm"),
 )
+
+
+def modern_bert_rules(config: ModernBertConfig) -> tuple[Rule, ...]:
+    """Rules of a `ModernBert`, whose first layer is not in the stack if layers are scanned."""
+    if not config.scan_layers:
+        return (*_MODERN_ENDS, *_MODERN_LAYERS)
+    rows = {"Wqkv": 3 * config.hidden_size, "Wi": 2 * config.intermediate_size}
+    rules = list(_MODERN_ENDS)
+    for rule in _MODERN_LAYERS:
+        (theirs,) = rule.theirs
+        each = [theirs.replace("{i}", str(i)) for i in range(config.num_layers)]
+        rules.append(Rule(_renamed(rule.ours, "first"), each[0], *rule.steps))
+        module = theirs.split(".")[-2]
+        rules.append(
+            Rule(
+                _renamed(rule.ours, "layers"),
+                tuple(each[1:]),
+                Unflatten(0, (1, rows.get(module, config.hidden_size))),
+                Merge(0, len(each) - 1),
+                *map(_of_stack, rule.steps),
+            )
+        )
+    return tuple(rules)
+
+
+def _renamed(paths: tuple[str, ...], layer: str) -> tuple[str, ...]:
+    return tuple(path.replace(LAYER, layer) for path in paths)
+
+
+def _of_stack(step: Step) -> Step:
+    """The step that does to each element of a stack what `step` does to one."""
+    if isinstance(step, Split):
+        return Split(step.dim + 1, step.sizes)
+    assert step == Transpose(), f"{step} is in no rule of these layers"
+    return Transpose(0, 2, 1)
+
 
 _VIT_LAYERS = (
     *norm(f"{LAYER}.attention_norm", f"{_BERT_LAYER}.layernorm_before"),
@@ -104,6 +142,8 @@ def vit_rules(config: ViTConfig) -> tuple[Rule, ...]:
         Rule("patches.bias", "embeddings.patch_embeddings.projection.bias"),
         *_VIT_LAYERS,
     )
+    if config.scan_layers:
+        rules = stacked(rules)
     if not config.num_labels:
         return rules
     return (*_under("vit", rules), *linear("classifier", "classifier"))

@@ -21,7 +21,7 @@ from ._dropout import dropout, split_key
 from ._encoder_parts import GatedPerceptron, PreNormLayer, SelfAttention, layer_norm
 from ._layers import make_layers, run_layers
 from ._modern_bert_config import ModernBertConfig
-from ._rope import turns
+from ._rope import Turns, turns
 
 
 class ModernBert(nnx.Module):
@@ -40,10 +40,20 @@ class ModernBert(nnx.Module):
             rngs=rngs,
         )
         self.embedding_norm = layer_norm(config, rngs, bias=config.norm_bias)
+        # The layers of a stack are alike, so a stack begins with the second layer.
+        self.first = _layer(config, 0, rngs) if config.scan_layers else None
         self.layers = make_layers(
-            lambda rngs, i: _layer(config, i, rngs), config.num_layers, scanned=False, rngs=rngs
+            lambda rngs, i: _layer(config, i + self._num_before, rngs),
+            config.num_layers - self._num_before,
+            scanned=config.scan_layers,
+            rngs=rngs,
         )
         self.norm = layer_norm(config, rngs, bias=config.norm_bias)
+
+    @property
+    def _num_before(self) -> int:
+        """Layers before those in `layers`."""
+        return 1 if self.config.scan_layers else 0
 
     def __call__(
         self,
@@ -68,22 +78,46 @@ class ModernBert(nnx.Module):
         x_btd = self.embedding_norm(self.embedding(ids))
         x_btd = dropout(x_btd, config.embedding_dropout, embedding_key)
         positions = jnp.arange(ids.shape[1])[None]
-        global_turns, local_turns = (
-            turns(config.rope, positions),
-            turns(config.local_rope, positions),
-        )
+        both_turns = turns(config.rope, positions), turns(config.local_rope, positions)
 
-        def step(layer: PreNormLayer, x_btd: Array, i: int) -> Array:
-            is_local = i in config.local_layers
+        def step(layer: PreNormLayer, x_btd: Array, i: int | Array) -> Array:
+            is_local = _is_local(config, i)
             return layer(
                 x_btd,
                 mask,
-                window=config.local_window if is_local else None,
-                turns=local_turns if is_local else global_turns,
+                window=_window(config, is_local, ids.shape[1]),
+                turns=_choose_turns(*both_turns, is_local),
                 dropout_key=None if layers_key is None else jax.random.fold_in(layers_key, i),
             )
 
-        return self.norm(run_layers(self.layers, step, x_btd, config.num_layers, config.remat))
+        def later_step(layer: PreNormLayer, x_btd: Array, i: int | Array) -> Array:
+            return step(layer, x_btd, i + self._num_before)
+
+        if self.first is not None:
+            x_btd = run_layers(nnx.List([self.first]), step, x_btd, 1, config.remat)
+        num_later = config.num_layers - self._num_before
+        return self.norm(run_layers(self.layers, later_step, x_btd, num_later, config.remat))
+
+
+def _is_local(config: ModernBertConfig, i: int | Array) -> bool | Array:
+    """Return whether layer i has a window: a boolean array if `i`, in a scan, is an array."""
+    if isinstance(i, int):
+        return i in config.local_layers
+    return jnp.array([number in config.local_layers for number in range(config.num_layers)])[i]
+
+
+def _window(
+    config: ModernBertConfig, is_local: bool | Array, num_tokens: int
+) -> int | Array | None:
+    if isinstance(is_local, bool):
+        return config.local_window if is_local else None
+    return jnp.where(is_local, config.local_window, num_tokens)
+
+
+def _choose_turns(whole: Turns, local: Turns, is_local: bool | Array) -> Turns:
+    if isinstance(is_local, bool):
+        return local if is_local else whole
+    return jax.tree.map(lambda x, y: jnp.where(is_local, x, y), local, whole)
 
 
 def _layer(config: ModernBertConfig, number: int, rngs: nnx.Rngs) -> PreNormLayer:

@@ -61,7 +61,8 @@ class ModernBertConfig(EncoderBase):
         embedding_dropout, mlp_dropout: rates of what enters the first layer, and of what enters the
             last projection of each perceptron. `attention_dropout` is also the rate of what
             attention adds.
-        scan_layers: must be False: the first layer has one norm fewer than the others.
+        scan_layers: hold the layers but the first as one stack, `layers`, and scan it; the first,
+            which has one norm fewer, is `first`. False for a list of all layers.
     """
 
     vocabulary_size: int
@@ -86,10 +87,10 @@ class ModernBertConfig(EncoderBase):
                     f"`rotary_size` of `{name}` must be {self.head_size}, the width of a head; got "
                     f"{given}. ModernBERT rotates whole heads."
                 )
-        if self.scan_layers:
+        if self.scan_layers and self.num_layers == 1:
             raise ValueError(
-                "`scan_layers` needs layers that are alike, but the first layer of ModernBERT has "
-                "one norm fewer than the others. Set it to False."
+                "`scan_layers` stacks the layers after the first; with `num_layers` 1 "
+                "there are none. Set it to False."
             )
 
     @classmethod
