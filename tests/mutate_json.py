@@ -23,7 +23,7 @@ _OF_VALUE = [
     lambda value: value / 2,
     lambda value: -value,
     lambda value: float(value),
-    lambda value: +value * 10**9,  # numbers only: texts and lists would fill the memory
+    lambda value: int(value) * 10**9,
     lambda value: value[1:],
 ]
 

@@ -15,6 +15,7 @@ from .._checked_json import JsonKeys as Content
 from .._checked_json import Kind, shown
 from ._activations import read_activation
 from ._config_json import check_only, config_keys
+from ._config_keys import COUNT
 from ._config_parts import (
     mixtral_experts,
     no_window,
@@ -56,6 +57,7 @@ _ATTENTION_BIAS = {
     "query_key_value_bias": "attention_bias",
     "attention_output_bias": "attention_bias",
 }
+_KEY_VALUE_HEADS = {"num_key_value_heads": COUNT}  # elsewhere null is `num_attention_heads`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,7 @@ _GEMMA = Family(
         "final_logit_softcapping": None,
     },
     required={"use_bidirectional_attention": False},
+    kinds={"num_key_value_heads": COUNT, "head_dim": COUNT},
     activation="hidden_activation",
     is_gemma=True,
 )
@@ -140,6 +143,7 @@ DECODER_FAMILIES: dict[str, Family] = {
     "mistral": Family(
         names=_PARTS,
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        kinds=_KEY_VALUE_HEADS,
         windows=window_everywhere,
     ),
     "qwen2": Family(
@@ -152,6 +156,7 @@ DECODER_FAMILIES: dict[str, Family] = {
         fixed={"query_key_norm": "head"},
         names=_PARTS | _ATTENTION_BIAS,
         defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
+        kinds={"head_dim": COUNT},
         windows=window_late,
     ),
     "gemma2": dataclasses.replace(
@@ -188,6 +193,7 @@ DECODER_FAMILIES: dict[str, Family] = {
         names=_PARTS,
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
         required={"router_jitter_noise": 0.0},
+        kinds=_KEY_VALUE_HEADS,
         windows=window_everywhere,
         experts=mixtral_experts,
     ),
@@ -195,6 +201,7 @@ DECODER_FAMILIES: dict[str, Family] = {
         fixed={"query_key_norm": "head"},
         names=_PARTS | _ATTENTION_BIAS,
         defaults={"num_key_value_heads": 4, "sliding_window": 4096},
+        kinds=_KEY_VALUE_HEADS,
         windows=window_if_used,
         experts=qwen3_experts,
     ),
