@@ -1,10 +1,16 @@
-"""Rules, by model family, that map checkpoints to the parameters of `jaxzero.models.Encoder`."""
+"""Rules, by model family, that map checkpoints to the parameters of the encoders.
 
-from jaxzero.interop._rules import Rule
+A rule that matches no parameter is ignored, so one table serves models with and without biases.
+"""
 
-from .layer_rules import LAYER, embedding, linear, norm
+from collections.abc import Iterable
 
-_THEIRS, _DISTIL = "encoder.layer.{i}", "transformer.layer.{i}"
+from jaxzero.interop._rules import Flatten, Merge, Rule, Split, Step, Transpose, Unflatten
+from jaxzero.models import ModernBertConfig, ViTConfig
+
+from .layer_rules import LAYER, embedding, linear, norm, stacked
+
+_BERT_LAYER, _DISTIL, _MODERN = "encoder.layer.{i}", "transformer.layer.{i}", "layers.{i}"
 
 _EMBEDDINGS = (
     *embedding("embeddings.word", "embeddings.word_embeddings"),
@@ -12,19 +18,19 @@ _EMBEDDINGS = (
     *embedding("embeddings.token_type", "embeddings.token_type_embeddings"),
     *norm("embeddings.norm", "embeddings.LayerNorm"),
 )
-_BERT = (
+BERT = (
     *_EMBEDDINGS,
-    *linear(f"{LAYER}.attention.query", f"{_THEIRS}.attention.self.query"),
-    *linear(f"{LAYER}.attention.key", f"{_THEIRS}.attention.self.key"),
-    *linear(f"{LAYER}.attention.value", f"{_THEIRS}.attention.self.value"),
-    *linear(f"{LAYER}.attention.output", f"{_THEIRS}.attention.output.dense"),
-    *norm(f"{LAYER}.attention_norm", f"{_THEIRS}.attention.output.LayerNorm"),
-    *linear(f"{LAYER}.up", f"{_THEIRS}.intermediate.dense"),
-    *linear(f"{LAYER}.down", f"{_THEIRS}.output.dense"),
-    *norm(f"{LAYER}.mlp_norm", f"{_THEIRS}.output.LayerNorm"),
+    *linear(f"{LAYER}.attention.query", f"{_BERT_LAYER}.attention.self.query"),
+    *linear(f"{LAYER}.attention.key", f"{_BERT_LAYER}.attention.self.key"),
+    *linear(f"{LAYER}.attention.value", f"{_BERT_LAYER}.attention.self.value"),
+    *linear(f"{LAYER}.attention.output", f"{_BERT_LAYER}.attention.output.dense"),
+    *norm(f"{LAYER}.attention_norm", f"{_BERT_LAYER}.attention.output.LayerNorm"),
+    *linear(f"{LAYER}.up", f"{_BERT_LAYER}.intermediate.dense"),
+    *linear(f"{LAYER}.down", f"{_BERT_LAYER}.output.dense"),
+    *norm(f"{LAYER}.mlp_norm", f"{_BERT_LAYER}.output.LayerNorm"),
 )
 
-_DISTILBERT = (
+DISTILBERT = (
     *_EMBEDDINGS,
     *linear(f"{LAYER}.attention.query", f"{_DISTIL}.attention.q_lin"),
     *linear(f"{LAYER}.attention.key", f"{_DISTIL}.attention.k_lin"),
@@ -36,14 +42,119 @@ _DISTILBERT = (
     *norm(f"{LAYER}.mlp_norm", f"{_DISTIL}.output_layer_norm"),
 )
 
-# By `model_type`.
-ENCODERS: dict[str, tuple[Rule, ...]] = {
-    "bert": _BERT,
-    "distilbert": _DISTILBERT,
-    "roberta": _BERT,
-    "xlm-roberta": _BERT,
-}
 
-# Tensors of the file that the encoder does not use: the pooler feeds a head that it does not have,
-# and position ids are 0, 1, 2, ... Exporting copies them from the file that was loaded.
-ENCODER_CARRIED = ("embeddings.position_ids", "pooler.dense.bias", "pooler.dense.weight")
+def _fused(parts: tuple[str, ...], theirs: str) -> tuple[Rule, ...]:
+    """Linear layers of ours that are one in the checkpoint, their outputs one after the other."""
+    return (
+        Rule(
+            tuple(f"{part}.kernel" for part in parts),
+            f"{theirs}.weight",
+            Split(0, len(parts)),
+            Transpose(),
+        ),
+        Rule(tuple(f"{part}.bias" for part in parts), f"{theirs}.bias", Split(0, len(parts))),
+    )
+
+
+_MODERN_ENDS = (
+    *embedding("embedding", "embeddings.tok_embeddings"),
+    *norm("embedding_norm", "embeddings.norm"),
+    *norm("norm", "final_norm"),
+)
+_MODERN_LAYERS = (
+    *norm(f"{LAYER}.attention_norm", f"{_MODERN}.attn_norm"),
+    *_fused(
+        tuple(f"{LAYER}.attention.{part}" for part in ("query", "key", "value")),
+        f"{_MODERN}.attn.Wqkv",
+    ),
+    *linear(f"{LAYER}.attention.output", f"{_MODERN}.attn.Wo"),
+    *norm(f"{LAYER}.mlp_norm", f"{_MODERN}.mlp_norm"),
+    *_fused((f"{LAYER}.mlp.gate", f"{LAYER}.mlp.up"), f"{_MODERN}.mlp.Wi"),
+    *linear(f"{LAYER}.mlp.down", f"{_MODERN}.mlp.Wo"),
+)
+
+
+def modern_bert_rules(config: ModernBertConfig) -> tuple[Rule, ...]:
+    """Rules of a `ModernBert`, whose first layer is not in the stack if layers are scanned."""
+    if not config.scan_layers:
+        return (*_MODERN_ENDS, *_MODERN_LAYERS)
+    rows = {"Wqkv": 3 * config.hidden_size, "Wi": 2 * config.intermediate_size}
+    rules = list(_MODERN_ENDS)
+    for rule in _MODERN_LAYERS:
+        (theirs,) = rule.theirs
+        each = [theirs.replace("{i}", str(i)) for i in range(config.num_layers)]
+        rules.append(Rule(_renamed(rule.ours, "first"), each[0], *rule.steps))
+        module = theirs.split(".")[-2]
+        rules.append(
+            Rule(
+                _renamed(rule.ours, "layers"),
+                tuple(each[1:]),
+                Unflatten(0, (1, rows.get(module, config.hidden_size))),
+                Merge(0, len(each) - 1),
+                *map(_of_stack, rule.steps),
+            )
+        )
+    return tuple(rules)
+
+
+def _renamed(paths: tuple[str, ...], layer: str) -> tuple[str, ...]:
+    return tuple(path.replace(LAYER, layer) for path in paths)
+
+
+def _of_stack(step: Step) -> Step:
+    """The step that does to each element of a stack what `step` does to one."""
+    if isinstance(step, Split):
+        return Split(step.dim + 1, step.sizes)
+    assert step == Transpose(), f"{step} is in no rule of these layers"
+    return Transpose(0, 2, 1)
+
+
+_VIT_LAYERS = (
+    *norm(f"{LAYER}.attention_norm", f"{_BERT_LAYER}.layernorm_before"),
+    *linear(f"{LAYER}.attention.query", f"{_BERT_LAYER}.attention.attention.query"),
+    *linear(f"{LAYER}.attention.key", f"{_BERT_LAYER}.attention.attention.key"),
+    *linear(f"{LAYER}.attention.value", f"{_BERT_LAYER}.attention.attention.value"),
+    *linear(f"{LAYER}.attention.output", f"{_BERT_LAYER}.attention.output.dense"),
+    *norm(f"{LAYER}.mlp_norm", f"{_BERT_LAYER}.layernorm_after"),
+    *linear(f"{LAYER}.mlp.up", f"{_BERT_LAYER}.intermediate.dense"),
+    *linear(f"{LAYER}.mlp.down", f"{_BERT_LAYER}.output.dense"),
+    *norm("norm", "layernorm"),
+)
+
+
+def vit_rules(config: ViTConfig) -> tuple[Rule, ...]:
+    """Rules of a `ViT`, or of a `ViTClassifier` if the config has labels."""
+    kernel = (config.num_channels, *config.patch_size)
+    rules = (
+        Rule("class_token", "embeddings.cls_token", Flatten(0, (1, 1, config.hidden_size))),
+        Rule(
+            "positions",
+            "embeddings.position_embeddings",
+            Flatten(0, (1, config.num_patches + 1)),
+        ),
+        # A convolution with the stride of its kernel is a projection of each patch.
+        Rule(
+            "patches.kernel",
+            "embeddings.patch_embeddings.projection.weight",
+            Flatten(1, kernel),
+            Transpose(),
+        ),
+        Rule("patches.bias", "embeddings.patch_embeddings.projection.bias"),
+        *_VIT_LAYERS,
+    )
+    if config.scan_layers:
+        rules = stacked(rules)
+    if not config.num_labels:
+        return rules
+    return (*_under("vit", rules), *linear("classifier", "classifier"))
+
+
+def _under(prefix: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    return tuple(
+        Rule(
+            tuple(f"{prefix}.{path}" for path in rule.ours),
+            tuple(f"{prefix}.{name}" for name in rule.theirs),
+            *rule.steps,
+        )
+        for rule in rules
+    )

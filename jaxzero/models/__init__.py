@@ -13,9 +13,14 @@ from ._decoder_families import decoder_fields as decoder_fields
 from ._encoder import Encoder as Encoder
 from ._encoder_config import EncoderConfig as EncoderConfig
 from ._experts_config import ExpertsConfig as ExpertsConfig
+from ._modern_bert import ModernBert as ModernBert
+from ._modern_bert_config import ModernBertConfig as ModernBertConfig
 from ._pooling import mean_pool as mean_pool
 from ._pooling import normalize as normalize
 from ._rope import LinearScaling as LinearScaling
 from ._rope import Llama3Scaling as Llama3Scaling
 from ._rope import LongScaling as LongScaling
 from ._rope import Rope as Rope
+from ._vit import ViT as ViT
+from ._vit import ViTClassifier as ViTClassifier
+from ._vit_config import ViTConfig as ViTConfig

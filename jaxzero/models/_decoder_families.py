@@ -13,7 +13,8 @@ from typing import Any
 
 from .._checked_json import JsonKeys as Content
 from .._checked_json import Kind, shown
-from ._config_json import CHOOSE_ANOTHER, check_only, config_keys
+from ._activations import read_activation
+from ._config_json import check_only, config_keys
 from ._config_keys import COUNT
 from ._config_parts import (
     mixtral_experts,
@@ -28,14 +29,6 @@ from ._config_parts import (
 )
 from ._experts_config import ExpertsConfig
 
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
 _SIZES = {
     "vocabulary_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -237,7 +230,7 @@ def decoder_fields(content: dict[str, Any], path: Path) -> dict[str, Any]:
     fields: dict[str, Any] = {ours: keys[key] for ours, key in family.sizes.items()}
     fields |= {ours: keys[key] for ours, key in family.names.items()}
     fields |= family.fixed
-    fields["activation"] = _ACTIVATIONS[keys[family.activation]]
+    fields["activation"] = read_activation(keys, family.activation, "decoder")
     fields |= _heads(keys, family.sizes)
     if family.is_gemma:
         fields["embedding_scale"] = fields["hidden_size"] ** 0.5
@@ -300,11 +293,4 @@ def _check_meaning(keys: Content, family: Family) -> None:
             "quantization_config",
             "says that its weights are codes of numbers",
             remedy="Choose the checkpoint that was not quantised.",
-        )
-    activation = keys[family.activation]
-    if activation not in _ACTIVATIONS:
-        raise keys.error(
-            family.activation,
-            f"is {shown(activation)}; the decoder computes {', '.join(_ACTIVATIONS)}",
-            remedy=CHOOSE_ANOTHER,
         )

@@ -1,0 +1,136 @@
+"""ModernBERT (https://arxiv.org/abs/2412.13663) in Flax NNX.
+
+    x = norm(word(ids))
+    x = x + attention(norm(x))       the first layer has no norm here: x is normalised already
+    x = x + down(gelu(gate(norm(x))) up(norm(x)))
+    hidden = norm(x)
+
+Positions enter through rotation of queries and keys alone. Every third layer attends to the whole
+text; the others see a window around each token, and rotate with a frequency base of their own.
+There are no token types and no pooler.
+
+Dimensions: b batch, t tokens, d hidden.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from ._dropout import dropout, split_key
+from ._encoder_parts import GatedPerceptron, PreNormLayer, SelfAttention, layer_norm
+from ._layers import make_layers, run_layers
+from ._modern_bert_config import ModernBertConfig
+from ._rope import Turns, turns
+
+
+class ModernBert(nnx.Module):
+    """Token ids to one hidden vector per token.
+
+    Build it under `nnx.eval_shape` when the parameters come from a checkpoint: then no random
+    weights are ever made.
+    """
+
+    def __init__(self, config: ModernBertConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embedding = nnx.Embed(
+            config.vocabulary_size,
+            config.hidden_size,
+            dtype=jnp.dtype(config.compute_dtype),
+            rngs=rngs,
+        )
+        self.embedding_norm = layer_norm(config, rngs, bias=config.norm_bias)
+        # The layers of a stack are alike, so a stack begins with the second layer.
+        self.first = _layer(config, 0, rngs) if config.scan_layers else None
+        self.layers = make_layers(
+            lambda rngs, i: _layer(config, i + self._num_before, rngs),
+            config.num_layers - self._num_before,
+            scanned=config.scan_layers,
+            rngs=rngs,
+        )
+        self.norm = layer_norm(config, rngs, bias=config.norm_bias)
+
+    @property
+    def _num_before(self) -> int:
+        """Layers before those in `layers`."""
+        return 1 if self.config.scan_layers else 0
+
+    def __call__(
+        self,
+        ids: Int[Array, "b t"],
+        mask: Bool[Array, "b t"] | None = None,
+        *,
+        dropout_key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "b t d"]:
+        """Encode a padded batch.
+
+        Args:
+            ids: token ids. Texts longer than `max_length` are computed, as in transformers, but
+                the model was not trained on them.
+            mask: True for tokens, False for padding. No token attends to padding, so it does not
+                change the vectors of the tokens; the vectors of padding are meaningless. None if
+                there is no padding.
+            dropout_key: turns dropout on, at the rates of the config. Give each device its own
+                (`jz.fold_in_device`).
+        """
+        config = self.config
+        embedding_key, layers_key = split_key(dropout_key, 2)
+        x_btd = self.embedding_norm(self.embedding(ids))
+        x_btd = dropout(x_btd, config.embedding_dropout, embedding_key)
+        positions = jnp.arange(ids.shape[1])[None]
+        both_turns = turns(config.rope, positions), turns(config.local_rope, positions)
+
+        def step(layer: PreNormLayer, x_btd: Array, i: int | Array) -> Array:
+            is_local = _is_local(config, i)
+            return layer(
+                x_btd,
+                mask,
+                window=_window(config, is_local, ids.shape[1]),
+                turns=_choose_turns(*both_turns, is_local),
+                dropout_key=None if layers_key is None else jax.random.fold_in(layers_key, i),
+            )
+
+        def later_step(layer: PreNormLayer, x_btd: Array, i: int | Array) -> Array:
+            return step(layer, x_btd, i + self._num_before)
+
+        if self.first is not None:
+            x_btd = run_layers(nnx.List([self.first]), step, x_btd, 1, config.remat)
+        num_later = config.num_layers - self._num_before
+        return self.norm(run_layers(self.layers, later_step, x_btd, num_later, config.remat))
+
+
+def _is_local(config: ModernBertConfig, i: int | Array) -> bool | Array:
+    """Return whether layer i has a window: a boolean array if `i`, in a scan, is an array."""
+    if isinstance(i, int):
+        return i in config.local_layers
+    return jnp.array([number in config.local_layers for number in range(config.num_layers)])[i]
+
+
+def _window(
+    config: ModernBertConfig, is_local: bool | Array, num_tokens: int
+) -> int | Array | None:
+    if isinstance(is_local, bool):
+        return config.local_window if is_local else None
+    return jnp.where(is_local, config.local_window, num_tokens)
+
+
+def _choose_turns(whole: Turns, local: Turns, is_local: bool | Array) -> Turns:
+    if isinstance(is_local, bool):
+        return local if is_local else whole
+    return jax.tree.map(lambda x, y: jnp.where(is_local, x, y), local, whole)
+
+
+def _layer(config: ModernBertConfig, number: int, rngs: nnx.Rngs) -> PreNormLayer:
+    bias = config.norm_bias
+    return PreNormLayer(
+        attention_norm=None if number == 0 else layer_norm(config, rngs, bias=bias),
+        attention=SelfAttention(
+            config, bias=config.attention_bias, output_bias=config.attention_bias, rngs=rngs
+        ),
+        mlp_norm=layer_norm(config, rngs, bias=bias),
+        mlp=GatedPerceptron(
+            config, dropout_rate=config.mlp_dropout, bias=config.mlp_bias, rngs=rngs
+        ),
+        # One rate, as in transformers, for the probabilities and for what attention adds.
+        attention_output_dropout=config.attention_dropout,
+    )
