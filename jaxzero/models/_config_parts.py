@@ -12,7 +12,8 @@ from typing import Any
 
 from ._config_json import check_present
 from ._experts_config import ExpertsConfig
-from ._rope import LinearScaling, Llama3Scaling, LongScaling, Rope, Scaling
+from ._rope import Rope
+from ._rope_scaling import LinearScaling, Llama3Scaling, LongScaling, Scaling
 
 Content = Mapping[str, Any]
 
