@@ -9,7 +9,7 @@ from flax import nnx
 from jaxzero.interop._load import open_checkpoint
 from jaxzero.interop._rules import Rule
 from jaxzero.interop._tensors import Checkpoint, named_leaves
-from jaxzero.models import Decoder, DecoderConfig, read_config
+from jaxzero.models import Decoder, DecoderConfig, make_config, read_config
 
 from .decoder_rules import EMBEDDINGS, without_prefix
 from .family import DecoderFamily, check_family, family_of
@@ -149,7 +149,8 @@ def _family(family: DecoderFamily | None, directory: Path | str) -> DecoderFamil
 
 
 def _config(family: DecoderFamily, directory: Path | str, changes: dict[str, Any]) -> DecoderConfig:
-    return DecoderConfig(**(family.fields(*read_config(directory)) | changes))
+    content, path = read_config(directory)
+    return make_config(DecoderConfig, family.fields(content, path) | changes, path)
 
 
 def _rules(

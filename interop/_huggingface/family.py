@@ -116,7 +116,7 @@ def check_family(family: object) -> None:
 def _find(model_type: Any, what: str) -> DecoderFamily:
     if isinstance(model_type, str) and model_type in _registered:
         return _registered[model_type]
-    if model_type not in DECODER_FAMILIES:
+    if not isinstance(model_type, str) or model_type not in DECODER_FAMILIES:
         known = ", ".join(sorted({*DECODER_FAMILIES, *_registered}))
         raise ValueError(
             f"{what} is {model_type!r}; decoders are read of the families {known}. Choose such a "

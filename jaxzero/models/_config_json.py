@@ -1,59 +1,84 @@
 """Read and validate the `config.json` of a Hugging Face directory."""
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from .._checked_json import JsonKeys, Kind, exactly, read_json, shown
+from ._config_keys import KEYS
+
+Config = TypeVar("Config")
+
+CHOOSE_ANOTHER = "Choose another checkpoint, or write its model beside those of `jaxzero.models`."
+_REMEDY = "Correct the file, or copy or download the checkpoint again."
+_MISSING = (
+    "Save the checkpoint again with `save_pretrained` of a current transformers release, which "
+    "writes every size."
+)
 
 
 def read_config(path: Path | str) -> tuple[dict[str, Any], Path]:
-    """Return the content of the file, and its path.
+    """Return the content of the file, and its path. Values are not checked.
 
     Args:
         path: the file, or its directory.
 
     Raises:
-        ValueError: there is no such file, or it is not a JSON object.
+        ValueError: there is no such file, or it is not a JSON object (see `read_json`).
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(
             f"There is no `config.json` at {str(path)!r}. Give a directory that "
             "`save_pretrained` of Hugging Face transformers wrote."
         )
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(
-            f"{str(path)!r} is not JSON ({error}). Copy or download the checkpoint again."
-        ) from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{str(path)!r} must hold a JSON object; got {type(content).__name__}.")
-    return content, path
+    return read_json(path, remedy=_REMEDY), path
 
 
-def as_float(value: Any) -> Any:
-    """Convert integers to float (0 and 0.0 are equal in JSON); return other values unchanged."""
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+def config_keys(
+    content: Mapping[str, Any],
+    path: Path,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    kinds: Mapping[str, Kind] | None = None,
+) -> JsonKeys:
+    """The keys of a `config.json`, which are checked against `KEYS` when they are read.
+
+    Args:
+        content: the content of the file.
+        path: where it is, for messages.
+        defaults: values of keys that the file does not have.
+        kinds: what keys may hold where a family differs from `KEYS`.
+    """
+    return JsonKeys(
+        content,
+        {**KEYS, **(kinds or {})},
+        path=path,
+        defaults=defaults,
+        remedy=_REMEDY,
+        missing=_MISSING,
+    )
 
 
-def check_counts(content: Mapping[str, Any], keys: Iterable[str], path: Path) -> None:
-    """Raise if one of `keys` is present and neither null nor a positive integer."""
-    for key in keys:
-        value = content.get(key)
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(
-                f"`{key}` in {str(path)!r} must be a positive integer; got {value!r}. Copy or "
-                "download the checkpoint again."
-            )
-
-
-def check_present(content: Mapping[str, Any], keys: set[str], path: Path) -> None:
-    """Raise if one of `keys` is missing."""
-    missing = sorted(keys - content.keys())
-    if missing:
-        raise ValueError(
-            f"{str(path)!r} lacks {', '.join(missing)}. Save the checkpoint again with "
-            "`save_pretrained` of a current transformers release, which writes every size."
+def check_only(keys: JsonKeys, key: str, only: Any, model: str) -> None:
+    """Raise if a key has another value than `only`; null stands for False and 0."""
+    given = keys.get(key, only)
+    if not exactly(only).accepts(given):
+        raise keys.error(
+            key,
+            f"must be {shown(only)}; got {shown(given)}. The {model} computes nothing else",
+            remedy=CHOOSE_ANOTHER,
         )
+
+
+def make_config(make: type[Config], fields: Mapping[str, Any], path: Path) -> Config:
+    """Make a config from fields that were read from `path`; its errors name the file.
+
+    Raises:
+        ValueError: the fields contradict each other.
+    """
+    try:
+        return make(**fields)
+    except ValueError as error:
+        raise ValueError(f"{error} The sizes are those of {str(path)!r}.") from error

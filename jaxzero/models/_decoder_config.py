@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ._checks import check_choices, check_dropout, check_positive
-from ._config_json import read_config
+from ._config_json import make_config, read_config
 from ._decoder_families import decoder_fields
 from ._experts_config import ExpertsConfig
 from ._latent_config import LatentConfig
@@ -189,8 +189,10 @@ class DecoderConfig:
             **changes: fields to set differently, e.g. `compute_dtype="bfloat16"`.
 
         Raises:
-            ValueError: the file is missing or lacks a size, its `model_type` is not one of those
+            ValueError: the file is missing or lacks a size, a value has another type or range than
+                its key may hold, its `model_type` is not one of those
                 that the decoder supports, or it has an option that is not supported. A family of
                 your own is read by `interop.load_decoder(..., family=...)`.
         """
-        return cls(**(decoder_fields(*read_config(path)) | changes))
+        content, path = read_config(path)
+        return make_config(cls, decoder_fields(content, path) | changes, path)

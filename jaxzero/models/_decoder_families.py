@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ._config_json import as_float, check_counts, check_present
+from .._checked_json import JsonKeys as Content
+from .._checked_json import Kind, shown
+from ._config_json import CHOOSE_ANOTHER, check_only, config_keys
 from ._config_parts import (
     mixtral_experts,
     no_window,
@@ -24,8 +26,6 @@ from ._config_parts import (
     window_late,
 )
 from ._experts_config import ExpertsConfig
-
-Content = Mapping[str, Any]
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -43,7 +43,6 @@ _SIZES = {
     "num_heads": "num_attention_heads",
     "max_length": "max_position_embeddings",
 }
-_OPTIONAL_COUNTS = ("head_dim", "num_key_value_heads")  # or null
 _PARTS = {
     "norm_epsilon": "rms_norm_eps",
     "tied_head": "tie_word_embeddings",
@@ -75,9 +74,10 @@ class Family:
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)  # their key: its value
     sizes: dict[str, str] = dataclasses.field(default_factory=lambda: _SIZES)
     required: dict[str, Any] = dataclasses.field(default_factory=dict)  # their key: only value
+    kinds: dict[str, Kind] = dataclasses.field(default_factory=dict)  # where `KEYS` differs
     activation: str = "hidden_act"
     windows: Callable[[Content, int], tuple[int, ...]] = no_window
-    experts: Callable[[Content, int, Path], ExpertsConfig | None] | None = None
+    experts: Callable[[Content, int], ExpertsConfig | None] | None = None
     has_rope: bool = True
     sliding_rope_key: str | None = None  # of the base of layers with a window, if they differ
     partial_rotation: bool = False
@@ -219,30 +219,32 @@ def decoder_fields(content: dict[str, Any], path: Path) -> dict[str, Any]:
         ValueError: see `DecoderConfig.from_json`.
     """
     family = _family_of(content, path)
-    given = {key: value for key, value in content.items() if value is not None}
-    check_present(given, set(family.sizes.values()), path)
-    check_counts(content, (*family.sizes.values(), *_OPTIONAL_COUNTS), path)
-    content = {**_DEFAULTS, **family.defaults, **content}
-    _check_meaning(content, family, path)
-    fields: dict[str, Any] = {ours: content[key] for ours, key in family.sizes.items()}
-    fields |= {ours: as_float(content[key]) for ours, key in family.names.items()}
+    keys = config_keys(
+        content,
+        path,
+        defaults={**_DEFAULTS, **family.defaults},
+        kinds=family.kinds,
+    )
+    keys.require(*family.sizes.values())
+    _check_meaning(keys, family)
+    fields: dict[str, Any] = {ours: keys[key] for ours, key in family.sizes.items()}
+    fields |= {ours: keys[key] for ours, key in family.names.items()}
     fields |= family.fixed
-    fields["activation"] = _ACTIVATIONS[content[family.activation]]
-    fields |= _heads(content, fields)
+    fields["activation"] = _ACTIVATIONS[keys[family.activation]]
+    fields |= _heads(keys, family.sizes)
     if family.is_gemma:
         fields["embedding_scale"] = fields["hidden_size"] ** 0.5
-        fields["attention_scale"] = content["query_pre_attn_scalar"] ** -0.5
+        fields["attention_scale"] = keys["query_pre_attn_scalar"] ** -0.5
     if "intermediate_size" not in family.sizes:
-        fields["intermediate_size"] = content.get("n_inner") or 4 * fields["hidden_size"]
+        fields["intermediate_size"] = keys.get("n_inner") or 4 * fields["hidden_size"]
     layers = fields["num_layers"]
-    fields["sliding_layers"] = family.windows(content, layers)
-    fields["sliding_window"] = content["sliding_window"] if fields["sliding_layers"] else None
+    fields["sliding_layers"] = family.windows(keys, layers)
+    fields["sliding_window"] = keys["sliding_window"] if fields["sliding_layers"] else None
     if family.experts is not None:
-        fields["experts"] = family.experts(content, layers, path)
+        fields["experts"] = family.experts(keys, layers)
     if family.has_rope:
         fields |= read_rope(
-            content,
-            path,
+            keys,
             head_size=fields["head_size"],
             sliding_key=family.sliding_rope_key,
             partial=family.partial_rotation,
@@ -250,50 +252,51 @@ def decoder_fields(content: dict[str, Any], path: Path) -> dict[str, Any]:
     return fields
 
 
-def _family_of(content: Content, path: Path) -> Family:
+def _family_of(content: Mapping[str, Any], path: Path) -> Family:
     name = content.get("model_type")
-    if name not in DECODER_FAMILIES:
+    if not isinstance(name, str) or name not in DECODER_FAMILIES:
         raise ValueError(
-            f"`model_type` in {str(path)!r} is {name!r}; decoders are read of the families "
+            f"`model_type` in {str(path)!r} is {shown(name)}; decoders are read of the families "
             f"{', '.join(sorted(DECODER_FAMILIES))}. Choose such a checkpoint, or load another "
             "model's weights into a model of your own."
         )
     return DECODER_FAMILIES[name]
 
 
-def _heads(content: Content, fields: Mapping[str, Any]) -> dict[str, int]:
-    num_heads = fields["num_heads"]
-    head_size = content.get("head_dim")
-    if head_size is None:
-        if fields["hidden_size"] % num_heads:
-            raise ValueError(
-                f"`hidden_size` must be a multiple of `num_heads` where the config has no "
-                f"`head_dim`; got {fields['hidden_size']} and {num_heads}."
-            )
-        head_size = fields["hidden_size"] // num_heads
-    num_keys = content.get("num_key_value_heads")
+def _heads(keys: Content, sizes: Mapping[str, str]) -> dict[str, int]:
+    num_heads, hidden_size = keys[sizes["num_heads"]], keys[sizes["hidden_size"]]
+    head_size = keys.get("head_dim")
+    if head_size is None and hidden_size % num_heads:
+        raise keys.error(
+            sizes["hidden_size"],
+            f"must be a multiple of `{sizes['num_heads']}` where there is no `head_dim`; got "
+            f"{hidden_size} and {num_heads}",
+        )
+    num_keys = keys.get("num_key_value_heads") or num_heads
+    if num_heads % num_keys:
+        raise keys.error(
+            sizes["num_heads"],
+            f"must be a multiple of `num_key_value_heads`; got {num_heads} and {num_keys}",
+        )
     return {
-        "head_size": head_size,
-        "num_key_value_heads": num_heads if num_keys is None else num_keys,
+        "head_size": head_size or hidden_size // num_heads,
+        "num_key_value_heads": num_keys,
     }
 
 
-def _check_meaning(content: Content, family: Family, path: Path) -> None:
-    for key, required in family.required.items():
-        given = content.get(key, required)
-        if given != required and (given or required):  # null is as good as False or 0
-            raise ValueError(
-                f"`{key}` in {str(path)!r} is {given!r}; the decoder computes {required!r} only. "
-                "Choose a checkpoint without it."
-            )
-    if content.get("quantization_config"):
-        raise ValueError(
-            f"{str(path)!r} has a `quantization_config`: its weights are codes of numbers. Choose "
-            "the checkpoint that was not quantised."
+def _check_meaning(keys: Content, family: Family) -> None:
+    for key, only in family.required.items():
+        check_only(keys, key, only, "decoder")
+    if keys.get("quantization_config") is not None:
+        raise keys.error(
+            "quantization_config",
+            "says that its weights are codes of numbers",
+            remedy="Choose the checkpoint that was not quantised.",
         )
-    activation = content[family.activation]
+    activation = keys[family.activation]
     if activation not in _ACTIVATIONS:
-        raise ValueError(
-            f"`{family.activation}` in {str(path)!r} is {activation!r}; the decoder computes "
-            f"{', '.join(_ACTIVATIONS)}. Choose another checkpoint."
+        raise keys.error(
+            family.activation,
+            f"is {shown(activation)}; the decoder computes {', '.join(_ACTIVATIONS)}",
+            remedy=CHOOSE_ANOTHER,
         )

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from .._checked_json import JsonKeys, shown
 from ._checks import check_choices, check_dropout, check_positive
-from ._config_json import as_float, check_present, read_config
+from ._config_json import check_only, config_keys, make_config, read_config
 from ._layers import Remat
 
 _BERT_SIZES = {
@@ -113,23 +114,13 @@ class EncoderConfig:
         """
         content, path = read_config(path)
         name = content.get("model_type")
-        if name not in _FAMILIES:
+        if not isinstance(name, str) or name not in _FAMILIES:
             raise ValueError(
-                f"`model_type` in {str(path)!r} is {name!r}; encoders are read of the families "
-                f"{', '.join(sorted(_FAMILIES))}. Choose such a checkpoint, or load another "
-                "model's weights into a model of your own."
+                f"`model_type` in {str(path)!r} is {shown(name)}; encoders are read of the "
+                f"families {', '.join(sorted(_FAMILIES))}. Choose such a checkpoint, or load "
+                "another model's weights into a model of your own."
             )
-        family = _FAMILIES[name]
-        check_present(content, set(family.sizes), path)
-        family.check_meaning(content, path)
-        fields = {ours: content[key] for key, ours in family.sizes.items()}
-        fields |= {ours: as_float(content.get(key, 0.1)) for ours, key in family.dropout.items()}
-        fields |= family.fixed
-        if family.counts_from_padding:
-            check_present(content, {"pad_token_id"}, path)
-            fields["padding_id"] = content["pad_token_id"]
-            fields["max_length"] -= content["pad_token_id"] + 1
-        return cls(**(fields | changes))
+        return make_config(cls, _FAMILIES[name].fields(content, path) | changes, path)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,15 +131,34 @@ class _Family:
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # our field: its value
     counts_from_padding: bool = False
 
-    def check_meaning(self, content: dict[str, Any], path: Path) -> None:
-        for key, required in self.meaning.items():
-            given = content.get(key, required)
-            if given != required:
-                raise ValueError(
-                    f"`{key}` in {str(path)!r} must be {required!r}; got {given!r}. The encoder "
-                    "computes nothing else; convert another checkpoint or write its model beside "
-                    "`jaxzero.models.Encoder`."
+    def fields(self, content: Mapping[str, Any], path: Path) -> dict[str, Any]:
+        keys = config_keys(content, path)
+        keys.require(*self.sizes)
+        for key, only in self.meaning.items():
+            check_only(keys, key, only, "encoder")
+        fields = {ours: keys[key] for key, ours in self.sizes.items()}
+        fields |= {ours: keys.get(key, 0.1) for ours, key in self.dropout.items()}
+        fields |= self.fixed
+        if self.counts_from_padding:
+            keys.require("pad_token_id")
+            fields["padding_id"] = keys["pad_token_id"]
+            fields["max_length"] -= keys["pad_token_id"] + 1
+            if fields["max_length"] < 1:
+                raise keys.error(
+                    "max_position_embeddings",
+                    f"is {keys['max_position_embeddings']}, of which `pad_token_id` + 1 = "
+                    f"{keys['pad_token_id'] + 1} are no positions; none is left",
                 )
+        self._check_heads(keys)
+        return fields
+
+    def _check_heads(self, keys: JsonKeys) -> None:
+        theirs = {ours: key for key, ours in self.sizes.items()}
+        size, heads = theirs["hidden_size"], theirs["num_heads"]
+        if keys[size] % keys[heads]:
+            raise keys.error(
+                size, f"must be a multiple of `{heads}`; got {keys[size]} and {keys[heads]}"
+            )
 
 
 _BERT = _Family(

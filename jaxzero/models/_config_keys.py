@@ -1,0 +1,103 @@
+"""What each key of a `config.json` may hold, for all families.
+
+A key means the same in every family that reads it, so its type and range are written once, here. A
+family says which keys it reads, and what they are where a file is silent; a family in which a key
+has another range says so in its `kinds`. Keys of nested objects (`rope_scaling`) are listed too.
+
+Ranges exclude what makes no model: a width of 0, an `eps` above 1, a count of layers that would
+fill the memory before it is compared with the tensors.
+"""
+
+from .._checked_json import ANYTHING, FLAG, TEXT, Kind, integer, list_of, number, optional
+
+COUNT = integer(1)
+INDEX = integer(0)
+LAYERS = integer(1, 10_000)
+POSITIVE = number(above=0, most=1e30)
+DROPOUT = number(0, below=1)
+EPSILON = number(0, 1)
+_FACTORS = list_of(POSITIVE)
+
+KEYS: dict[str, Kind] = {
+    "model_type": TEXT,
+    # Sizes.
+    "vocab_size": COUNT,
+    "hidden_size": COUNT,
+    "n_embd": COUNT,
+    "dim": COUNT,
+    "intermediate_size": COUNT,
+    "moe_intermediate_size": COUNT,
+    "n_inner": optional(COUNT),
+    "hidden_dim": COUNT,
+    "num_hidden_layers": LAYERS,
+    "n_layer": LAYERS,
+    "n_layers": LAYERS,
+    "num_attention_heads": COUNT,
+    "n_head": COUNT,
+    "n_heads": COUNT,
+    "num_key_value_heads": optional(COUNT),
+    "head_dim": optional(COUNT),
+    "max_position_embeddings": COUNT,
+    "n_positions": COUNT,
+    "type_vocab_size": INDEX,
+    "pad_token_id": INDEX,
+    # Parts of layers.
+    "hidden_act": TEXT,
+    "hidden_activation": TEXT,
+    "activation_function": TEXT,
+    "activation": TEXT,
+    "rms_norm_eps": EPSILON,
+    "layer_norm_eps": EPSILON,
+    "layer_norm_epsilon": EPSILON,
+    "attention_bias": FLAG,
+    "mlp_bias": FLAG,
+    "tie_word_embeddings": FLAG,
+    "initializer_range": number(0, 1),
+    "query_pre_attn_scalar": POSITIVE,
+    "attn_logit_softcapping": optional(POSITIVE),
+    "final_logit_softcapping": optional(POSITIVE),
+    # Dropout rates.
+    "attention_dropout": DROPOUT,
+    "attn_pdrop": DROPOUT,
+    "embd_pdrop": DROPOUT,
+    "resid_pdrop": DROPOUT,
+    "hidden_dropout_prob": DROPOUT,
+    "attention_probs_dropout_prob": DROPOUT,
+    "dropout": DROPOUT,
+    # Windows.
+    "sliding_window": optional(COUNT),
+    "use_sliding_window": FLAG,
+    "max_window_layers": INDEX,
+    "sliding_window_pattern": COUNT,
+    "_sliding_window_pattern": COUNT,
+    "layer_types": optional(list_of(TEXT)),
+    # Experts.
+    "num_local_experts": integer(0, 100_000),
+    "num_experts": integer(0, 100_000),
+    "num_experts_per_tok": COUNT,
+    "decoder_sparse_step": COUNT,
+    "mlp_only_layers": optional(list_of(INDEX)),
+    "norm_topk_prob": FLAG,
+    # Rotation, also inside `rope_scaling` and `rope_parameters`.
+    "rope_theta": POSITIVE,
+    "rope_local_base_freq": POSITIVE,
+    "partial_rotary_factor": optional(number(above=0, most=1)),
+    "rope_type": optional(TEXT),
+    "type": optional(TEXT),
+    "factor": optional(POSITIVE),
+    "low_freq_factor": POSITIVE,
+    "high_freq_factor": POSITIVE,
+    "original_max_position_embeddings": optional(COUNT),
+    "short_factor": _FACTORS,
+    "long_factor": _FACTORS,
+    "attention_factor": optional(POSITIVE),
+    # Read to be refused where they are not what the model computes.
+    "quantization_config": ANYTHING,
+    "position_embedding_type": ANYTHING,
+    "is_decoder": ANYTHING,
+    "use_bidirectional_attention": ANYTHING,
+    "scale_attn_weights": ANYTHING,
+    "scale_attn_by_inverse_layer_idx": ANYTHING,
+    "add_cross_attention": ANYTHING,
+    "router_jitter_noise": ANYTHING,
+}
