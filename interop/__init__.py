@@ -54,8 +54,10 @@ from jaxzero.interop._match import Proposal as Proposal
 from jaxzero.interop._match import match as match
 from jaxzero.interop._rules import Flatten as Flatten
 from jaxzero.interop._rules import Merge as Merge
+from jaxzero.interop._rules import MergeHeads as MergeHeads
 from jaxzero.interop._rules import Rule as Rule
 from jaxzero.interop._rules import Split as Split
+from jaxzero.interop._rules import SplitHeads as SplitHeads
 from jaxzero.interop._rules import Transpose as Transpose
 from jaxzero.interop._rules import Unflatten as Unflatten
 from jaxzero.interop._safetensors import FileTensor as FileTensor

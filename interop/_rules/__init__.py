@@ -10,7 +10,9 @@ from .rule import Rule as Rule
 from .rule import pattern_of as pattern_of
 from .steps import Flatten as Flatten
 from .steps import Merge as Merge
+from .steps import MergeHeads as MergeHeads
 from .steps import Split as Split
+from .steps import SplitHeads as SplitHeads
 from .steps import Step as Step
 from .steps import Transpose as Transpose
 from .steps import Unflatten as Unflatten

@@ -122,6 +122,105 @@ class Merge(Step):
 
 
 @dataclasses.dataclass(frozen=True)
+class SplitHeads(Step):
+    """Split one tensor that is fused head by head into several parameters, as query, key and value.
+
+    Along `dim` the tensor has `num_heads` blocks, one for each head: the head's rows of the first
+    part, then those of the second, and so on. Each parameter gets its rows of all heads. `Split`
+    is for the other layout, in which the parts are whole: all heads of the query, then all of the
+    key. Shapes are the same in both layouts, so the wrong step gives wrong numbers and no error.
+
+    `SplitHeads(0, h)` is `Unflatten(0, (h, 3 * k)), Split(1, 3), Flatten(0, (h, k))` for heads of
+    size `k`.
+
+    Attributes:
+        dim: dimension of the tensor.
+        num_heads: number of blocks: attention heads, or groups of heads that share a key and a
+            value.
+        sizes: elements along `dim` of each part within a block; or the number of equal parts.
+    """
+
+    dim: int
+    num_heads: int
+    sizes: tuple[int, ...] | int = 3
+
+    def __post_init__(self):
+        _check_heads(self)
+
+    def __call__(self, tensors: Tensors) -> Tensors:
+        (whole,) = _count(self, tensors, 1)
+        _check_dim(self, whole, self.dim)
+        total, sizes = whole.shape[self.dim], self.sizes
+        if isinstance(sizes, int):
+            sizes = (total // (self.num_heads * sizes),) * sizes
+        if self.num_heads * sum(sizes) != total:
+            raise ValueError(
+                f"{self} does not fit {whole.label}, which has {total} along dimension {self.dim} "
+                f"of its shape {whole.shape}."
+            )
+        before, after = whole.shape[: self.dim], whole.shape[self.dim + 1 :]
+        blocks = whole.reshape((*before, self.num_heads, sum(sizes), *after))
+        starts = [sum(sizes[:number]) for number in range(len(sizes))]
+        return tuple(
+            blocks.narrow(self.dim + 1, start, start + size).reshape(
+                (*before, self.num_heads * size, *after)
+            )
+            for start, size in zip(starts, sizes, strict=True)
+        )
+
+    @property
+    def inverse(self) -> "MergeHeads":
+        """Fuses the parts head by head."""
+        return MergeHeads(self.dim, self.num_heads, self.sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeHeads(Step):
+    """Fuse several tensors of the checkpoint head by head into one parameter.
+
+    Attributes:
+        dim: dimension of the tensors.
+        num_heads: number of blocks that each tensor has along `dim`.
+        sizes: elements along `dim` of each tensor's block; or the number of tensors, if equal.
+    """
+
+    dim: int
+    num_heads: int
+    sizes: tuple[int, ...] | int = 3
+
+    def __post_init__(self):
+        _check_heads(self)
+
+    def __call__(self, tensors: Tensors) -> Tensors:
+        equal = isinstance(self.sizes, int)
+        _count(self, tensors, self.sizes if isinstance(self.sizes, int) else len(self.sizes))
+        for each in tensors:
+            _check_dim(self, each, self.dim)
+        given = tuple(each.shape[self.dim] for each in tensors)
+        sizes = tuple(total // self.num_heads for total in given)
+        whole = all(total % self.num_heads == 0 for total in given)
+        if not whole or (len(set(sizes)) != 1 if equal else sizes != self.sizes):
+            raise ValueError(
+                f"{self} does not fit {tensors[0].label} and the other tensors of the rule, which "
+                f"have {given} along dimension {self.dim}."
+            )
+        blocks = tuple(
+            each.reshape(
+                (*each.shape[: self.dim], self.num_heads, size, *each.shape[self.dim + 1 :])
+            )
+            for each, size in zip(tensors, sizes, strict=True)
+        )
+        fused = concatenate(blocks, self.dim + 1)
+        before, after = fused.shape[: self.dim], fused.shape[self.dim + 2 :]
+        return (fused.reshape((*before, self.num_heads * sum(sizes), *after)),)
+
+    @property
+    def inverse(self) -> SplitHeads:
+        """Splits the tensor again."""
+        return SplitHeads(self.dim, self.num_heads, self.sizes)
+
+
+@dataclasses.dataclass(frozen=True)
 class Unflatten(Step):
     """Split one dimension of each tensor into several, as `torch.nn.Unflatten`.
 
@@ -195,6 +294,12 @@ def _count(step: Step, tensors: Tensors, wanted: int) -> Tensors:
             f"{', '.join(each.label for each in tensors)}. Name {wanted} in the rule."
         )
     return tensors
+
+
+def _check_heads(step: SplitHeads | MergeHeads) -> None:
+    sizes = step.sizes if isinstance(step.sizes, tuple) else (step.sizes,)
+    if not all(isinstance(x, int) and x >= 1 for x in (step.num_heads, *sizes)) or not sizes:
+        raise ValueError(f"`num_heads` and `sizes` must be positive integers; got {step}.")
 
 
 def _check_dim(step: Step, tensor: LazyTensor, dim: int) -> None:

@@ -7,7 +7,16 @@ import re
 import numpy as np
 import pytest
 
-from jaxzero.interop import Flatten, Merge, Rule, Split, Transpose, Unflatten
+from jaxzero.interop import (
+    Flatten,
+    Merge,
+    MergeHeads,
+    Rule,
+    Split,
+    SplitHeads,
+    Transpose,
+    Unflatten,
+)
 from jaxzero.interop._rules.apply import to_ours, to_theirs
 from jaxzero.interop._tensors.lazy import ArrayTensor
 
@@ -138,6 +147,13 @@ def test_ignored_tensors():
         ([Rule("a", ("x", "y"), Merge(0, 3))], {"a": (6,)}, "names 2 tensors of the checkpoint"),
         ([Rule(("a", "b"), "x", Transpose())], {"a": (2,), "b": (2,)}, "names 1 tensors of the"),
         ([Rule("a", "x", Split(0, 2))], {"a": (2,)}, "takes 2 of the checkpoint's tensors; got 1"),
+        ([Rule(("a", "b"), "x", SplitHeads(0, 2, 2))], {"a": (3,), "b": (3,)}, "have (3, 3) along"),
+        (
+            [Rule(("a", "b"), "x", SplitHeads(0, 2, (2, 1)))],
+            {"a": (2,), "b": (2,)},
+            "MergeHeads(dim=0, num_heads=2, sizes=(2, 1)) does not fit a and the other tensors",
+        ),
+        ([Rule("a", ("x", "y"), MergeHeads(0, 2, 2))], {"a": (6,)}, "which has 6 along dimension"),
         ([Rule("a", "x", Transpose(1, 0))], {"a": (2,)}, "`dims` must name each dimension of (2,)"),
         ([Rule("a", "x", Unflatten(0, (2, 3)))], {"a": (3, 2)}, "dimensions from 0 on are (3, 2)"),
         ([Rule("a", "x", Flatten(0, (2, 3)))], {"a": (5,)}, "which has 5 along dimension 0"),
@@ -148,6 +164,37 @@ def test_ignored_tensors():
 def test_rules_that_do_not_fit_the_tree(rules, shapes, message: str):
     with pytest.raises(ValueError, match=re.escape(message)):
         to_ours(rules, shapes, {}, where="here")
+
+
+def fused_by_numpy(parts: list[np.ndarray], num_heads: int) -> np.ndarray:
+    """Rows of the parts, in turn, head by head."""
+    rows = [part.reshape(num_heads, -1, *part.shape[1:]) for part in parts]
+    return np.concatenate(rows, axis=1).reshape(-1, *parts[0].shape[1:])
+
+
+@pytest.mark.parametrize("sizes", [3, (4, 4, 4), (6, 2, 2)])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_parts_fused_head_by_head(sizes: int | tuple[int, ...], rank: int):
+    rng = np.random.default_rng(0)
+    rows = (4, 4, 4) if isinstance(sizes, int) else sizes
+    parts = [rng.normal(size=(5 * size, 7)[:rank]) for size in rows]
+    fused = {"qkv": fused_by_numpy(parts, 5)}
+    wanted = dict(zip("qkv", (part.T for part in parts), strict=True))
+    rules = [Rule(("q", "k", "v"), "qkv", SplitHeads(0, 5, sizes), Transpose())]
+    loaded = to_ours(rules, shapes_of(wanted), lazy(fused), where="here")
+    for path, array in wanted.items():
+        np.testing.assert_array_equal(loaded[path].read(), array, strict=True)
+    np.testing.assert_array_equal(to_theirs(rules, lazy(wanted))["qkv"].read(), fused["qkv"])
+    back = [Rule("qkv", ("q", "k", "v"), Transpose(), MergeHeads(0, 5, sizes))]
+    again = to_ours(back, shapes_of(fused), lazy(wanted), where="here")
+    np.testing.assert_array_equal(again["qkv"].read(), fused["qkv"], strict=True)
+
+
+@pytest.mark.parametrize("step", [SplitHeads, MergeHeads])
+@pytest.mark.parametrize("given", [(0,), (2, 0), (2, (1, -1)), (2, ()), (1.5,)])
+def test_counts_of_heads_are_positive_integers(step: type, given: tuple):
+    with pytest.raises(ValueError, match="`num_heads` and `sizes` must be positive integers; got"):
+        step(0, *given)
 
 
 def test_patterns_of_one_side_have_the_same_variables():
