@@ -12,11 +12,13 @@ import pytest
 from jaxzero import interop
 from jaxzero.models import (
     DecoderConfig,
+    DynamicScaling,
     ExpertsConfig,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
     Rope,
+    YarnScaling,
 )
 
 _SIZES = {
@@ -122,6 +124,101 @@ OLD: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
     },
 }
+OLD |= {
+    "gemma": {
+        **_SIZES,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "hidden_act": "gelu",
+        "hidden_activation": None,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "attention_bias": False,
+    },
+    "granite": {
+        **_SIZES,
+        "num_key_value_heads": 2,
+        "attention_multiplier": 0.0078125,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 16.0,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    },
+    "stablelm": {
+        **_SIZES,
+        "hidden_size": 64,
+        "num_key_value_heads": 4,
+        "layer_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.25,
+        "qk_layernorm": True,
+        "rope_theta": 10000,
+        "use_parallel_residual": True,
+        "use_qkv_bias": True,
+    },
+    "starcoder2": {
+        **_SIZES,
+        "num_key_value_heads": 2,
+        "norm_epsilon": 1e-5,
+        "sliding_window": 16,
+        "rope_theta": 999999.4420358813,
+        "use_bias": True,
+        "residual_dropout": 0.1,
+        "embedding_dropout": 0.1,
+        "mlp_type": "default",
+        "norm_type": "layer_norm",
+    },
+    "smollm3": {
+        **_SIZES,
+        "num_key_value_heads": 2,
+        "max_window_layers": 28,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0],
+        "layer_types": ["full_attention"] * 4,
+        "rope_theta": 5000000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": 32,
+        },
+        "use_sliding_window": False,
+        "sliding_window": None,
+    },
+    "gpt_neox": {
+        **_SIZES,
+        "hidden_size": 64,
+        "hidden_act": "gelu_fast",
+        "rotary_pct": 0.5,
+        "rotary_emb_base": 5000,
+        "layer_norm_eps": 1e-5,
+        "attention_probs_dropout_prob": 0,
+        "hidden_dropout": 0.1,
+        "use_parallel_residual": False,
+    },
+    "cohere": {
+        **_SIZES,
+        "num_key_value_heads": 4,
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.8333333333333334,
+        "rope_theta": 75000000.0,
+        "use_qk_norm": True,
+    },
+    "cohere2": {
+        **_SIZES,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.25,
+        "order_of_interleaved_layers": "local_attn_first",
+        "position_embedding_type": "rope_gptj",
+        "rope_theta": 50000,
+        "rotary_pct": 1.0,
+        "sliding_window": 16,
+        "sliding_window_pattern": 3,
+        "use_embedding_sharing": True,
+        "use_parallel_block": True,
+    },
+}
 
 
 def write(directory: Path, model_type: str, **changes: Any) -> Path:
@@ -178,6 +275,29 @@ def test_what_the_keys_mean(tmp_path: Path):
     assert (silent.scaling.trained_length, silent.scaling.magnitude) == (4096, 1.0)
     both = read("llama", rope_parameters={"rope_type": "default", "rope_theta": 1e4}).rope
     assert both is not None and isinstance(both.scaling, Llama3Scaling) and both.base == 500000
+    assert read("gemma").activation == "gelu_tanh"
+    granite = read("granite")
+    assert (granite.attention_scale, granite.embedding_scale) == (2**-7, 12.0)
+    assert (granite.residual_scale, granite.logit_scale) == (0.22, 1 / 16)
+    stablelm, neox, smollm3 = read("stablelm"), read("gpt_neox"), read("smollm3")
+    assert (stablelm.residual, stablelm.query_key_norm) == ("parallel_shared_norm", "each_head")
+    assert stablelm.rope == Rope(rotary_size=4)
+    assert neox.rope == Rope(rotary_size=8, base=5000.0)
+    assert (neox.residual, neox.embedding_dropout, neox.residual_dropout) == (
+        "sequential",
+        0.1,
+        0.1,
+    )
+    # 0.1 ln 2 + 1
+    yarn = YarnScaling(factor=2.0, trained_length=32, magnitude=1.0693147180559945)
+    assert smollm3.rope == Rope(rotary_size=8, base=5e6, scaling=yarn)
+    assert smollm3.unrotated_layers == (3,)
+    cohere2 = read("cohere2")
+    assert (cohere2.sliding_layers, cohere2.unrotated_layers) == ((0, 1, 3), (2,))
+    assert cohere2.rope == Rope(rotary_size=8, base=5e4, pairs="neighbours")
+    dynamic = read("llama", rope_scaling={"type": "dynamic", "factor": 2.0}).rope
+    assert dynamic is not None
+    assert dynamic.scaling == DynamicScaling(factor=2.0, trained_length=64)
     assert read("qwen3_moe").experts == ExpertsConfig(
         num_experts=8,
         num_experts_per_token=4,
@@ -194,10 +314,36 @@ def test_what_the_keys_mean(tmp_path: Path):
         ("gemma3", {}, r"`model_type` in .* is 'gemma3'; decoders are read of .*gemma3_text"),
         (
             "llama",
-            {"rope_scaling": {"rope_type": "yarn"}},
-            r"`rope_scaling\.rope_type` in .* is 'yarn'; .*llama3",
+            {"rope_scaling": {"rope_type": "proportional"}},
+            r"`rope_scaling.rope_type` in .* is 'proportional'; .*llama3",
         ),
-        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "is 'dynamic'"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "lacks rope_scaling.factor"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_theta": 1.0},
+            "`rope_scaling.type` in .* needs a `base` above 1; got 1.0",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 2}},
+            "`rope_scaling.beta_fast` in .* is 1.0, less than `beta_slow`, 2.0",
+        ),
+        (
+            "stablelm",
+            {"hidden_size": 32, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "DynamicScaling needs a `rotary_size` of at least 4; got 2",
+        ),
+        ("stablelm", {"hidden_dropout": 0.1}, r"`hidden_dropout` in .* must be 0\.0; got 0\.1"),
+        ("gpt_neox", {"rotary_pct": 0.2}, "`rotary_pct` in .* makes 3 of the 16 numbers"),
+        ("gpt_neox", {"hidden_size": 33}, "`hidden_size` in .* must be a multiple of"),
+        ("smollm3", {"no_rope_layers": [1]}, "`no_rope_layers` in .* has 1 entries for 4 layers"),
+        ("smollm3", {"no_rope_layers": [2] * 4}, "`no_rope_layers` in .* must be a list"),
+        (
+            "smollm3",
+            {"layer_types": ["sliding_attention"] * 4},
+            "`layer_types` in .* has windows, but `use_sliding_window` is false",
+        ),
+        ("cohere2", {"sliding_window": None}, "`sliding_window` in .* is null, but the layers"),
         ("llama", {"rope_scaling": {"type": "linear"}}, r"lacks rope_scaling\.factor"),
         ("llama", {"partial_rotary_factor": 0.5}, r"`partial_rotary_factor` in .* is 0\.5"),
         ("llama", {"hidden_act": "tanh"}, r"`hidden_act` in .* is 'tanh'; the decoder computes"),

@@ -39,6 +39,15 @@ _LONG = {
     "short_factor": [1.0, 1.1, 1.2, 1.5],
     "long_factor": [2.0, 3.0, 4.0, 5.0],
 }
+_FULL_LAST = ["sliding_attention", "full_attention"]
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e3,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 2.0,
+    "beta_slow": 0.5,
+}
 
 # name: (`model_type`, its config)
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -81,6 +90,34 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", _DECODER),
     "mixtral": ("mixtral", _DECODER | {"num_local_experts": 3}),
     "qwen3-moe": ("qwen3_moe", _DECODER | _EXPERTS | {"norm_topk_prob": True}),
+    "gemma1": ("gemma", _DECODER | {"head_dim": 12}),
+    "granite-yarn": (
+        "granite",
+        _DECODER
+        | {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 3.0,
+            "rope_parameters": _YARN,
+        },
+    ),
+    "stablelm-heads": ("stablelm", _DECODER | {"qk_layernorm": True, "use_qkv_bias": True}),
+    "starcoder2": ("starcoder2", _DECODER),
+    "smollm3": (
+        "smollm3",
+        _DECODER
+        | {
+            "no_rope_layers": [0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e3, "factor": 3.0},
+            "max_position_embeddings": 8,
+        },
+    ),
+    "gpt-neox": ("gpt_neox", _HIDDEN | _SPECIAL | {"num_attention_heads": 2}),
+    "cohere": ("cohere", _DECODER | {"use_qk_norm": True}),
+    "cohere2": ("cohere2", _DECODER | {"sliding_window": 4, "layer_types": _FULL_LAST}),
 }
 MORE_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-untied-relu-odd": (
@@ -148,6 +185,60 @@ MORE_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         _DECODER | _EXPERTS | {"mlp_only_layers": [0], "tie_word_embeddings": True},
     ),
+}
+MORE_DECODERS |= {
+    "llama-dynamic-short-text": (
+        "llama",
+        _DECODER | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e3, "factor": 3.0}},
+    ),
+    "qwen2-yarn": (
+        "qwen2",
+        _DECODER
+        | {"rope_parameters": _YARN | {"truncate": False, "mscale": 2.0, "mscale_all_dim": 0.5}},
+    ),
+    "granite-biases": (
+        "granite",
+        _DECODER | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "gemma1-old-gelu": ("gemma", _DECODER | {"hidden_act": "gelu", "attention_bias": True}),
+    "stablelm-parallel": (
+        "stablelm",
+        _DECODER
+        | {
+            "use_parallel_residual": True,
+            "num_key_value_heads": 4,
+            "rope_parameters": _YARN | {"partial_rotary_factor": 0.5},
+        },
+    ),
+    "starcoder2-window": (
+        "starcoder2",
+        _DECODER | {"use_bias": False, "sliding_window": 4, "tie_word_embeddings": False},
+    ),
+    "smollm3-every-4th": (
+        "smollm3",
+        _DECODER | {"num_hidden_layers": 4, "mlp_bias": True, "attention_bias": True},
+    ),
+    "gpt-neox-sequential": (
+        "gpt_neox",
+        _HIDDEN
+        | _SPECIAL
+        | {
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "hidden_act": "gelu_fast",
+            "rope_parameters": {
+                "rope_type": "linear",
+                "factor": 2.0,
+                "rope_theta": 1e3,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+    ),
+    "cohere-biases": (
+        "cohere",
+        _DECODER | {"attention_bias": True, "logit_scale": 2.5, "tie_word_embeddings": False},
+    ),
+    "cohere2-every-4th": ("cohere2", _DECODER | {"sliding_window": 3, "num_hidden_layers": 5}),
 }
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("roberta", _HIDDEN | {"pad_token_id": 1, "type_vocab_size": 1}),
