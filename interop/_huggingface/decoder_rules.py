@@ -8,7 +8,7 @@ Scanned layers have the same rules without `{i}` in the paths of parameters.
 
 from collections.abc import Iterable
 
-from jaxzero.interop._rules import Rule, Split, SplitHeads, Transpose
+from jaxzero.interop._rules import Flatten, Rule, Split, SplitHeads, Step, Transpose, Unflatten
 from jaxzero.models import DecoderConfig
 
 from .layer_rules import LAYER, embedding, linear, norm
@@ -17,7 +17,10 @@ _THEIRS = "model.layers.{i}"
 
 # In files, but no parameters: masks and speeds of rotation, which are computed here.
 BUFFERS = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq")
-MORE_BUFFERS = {"gpt_neox": ("*.attention.bias", "*.attention.masked_bias")}
+MORE_BUFFERS = {
+    "deepseek_v3": ("model.layers.61.*",),  # a layer that predicts the token after the next
+    "gpt_neox": ("*.attention.bias", "*.attention.masked_bias"),
+}
 HEAD = "lm_head.weight"
 OTHER_HEADS = {"gpt_neox": "embed_out.weight"}
 PREFIXES = ("model.", "transformer.", "gpt_neox.")  # of the names of all tensors but the head
@@ -172,6 +175,51 @@ def _phi3(config: DecoderConfig) -> tuple[Rule, ...]:
     )
 
 
+def _gpt_oss(config: DecoderConfig) -> tuple[Rule, ...]:
+    # All experts are one tensor, in which columns of gate and up alternate.
+    experts = config.experts
+    width = config.intermediate_size if experts is None else experts.intermediate_size
+    theirs = f"{_THEIRS}.mlp.experts"
+
+    def alternate(dim: int) -> tuple[Step, ...]:
+        return Unflatten(dim, (width, 2)), Split(dim + 1, 2), Flatten(dim, (width, 1))
+
+    return (
+        *_ENDS,
+        *_ATTENTION,
+        Rule(f"{LAYER}.attention.sinks", f"{_THEIRS}.self_attn.sinks"),
+        *_NORMS_BEFORE,
+        *linear(f"{LAYER}.mlp.router", f"{_THEIRS}.mlp.router"),
+        Rule((f"{LAYER}.mlp.gate", f"{LAYER}.mlp.up"), f"{theirs}.gate_up_proj", *alternate(2)),
+        Rule(
+            (f"{LAYER}.mlp.gate_bias", f"{LAYER}.mlp.up_bias"),
+            f"{theirs}.gate_up_proj_bias",
+            *alternate(1),
+        ),
+        Rule(f"{LAYER}.mlp.down", f"{theirs}.down_proj"),
+        Rule(f"{LAYER}.mlp.down_bias", f"{theirs}.down_proj_bias"),
+    )
+
+
+_DEEPSEEK = (
+    *_ENDS,
+    *linear(f"{LAYER}.attention.query", f"{_THEIRS}.self_attn.q_proj"),
+    *linear(f"{LAYER}.attention.query_down", f"{_THEIRS}.self_attn.q_a_proj"),
+    *norm(f"{LAYER}.attention.query_norm", f"{_THEIRS}.self_attn.q_a_layernorm"),
+    *linear(f"{LAYER}.attention.query_up", f"{_THEIRS}.self_attn.q_b_proj"),
+    *linear(f"{LAYER}.attention.key_value_down", f"{_THEIRS}.self_attn.kv_a_proj_with_mqa"),
+    *norm(f"{LAYER}.attention.key_value_norm", f"{_THEIRS}.self_attn.kv_a_layernorm"),
+    *linear(f"{LAYER}.attention.key_value_up", f"{_THEIRS}.self_attn.kv_b_proj"),
+    *linear(f"{LAYER}.attention.output", f"{_THEIRS}.self_attn.o_proj"),
+    *_NORMS_BEFORE,
+    *_MLP,
+    *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    Rule(f"{LAYER}.mlp.correction", f"{_THEIRS}.mlp.gate.e_score_correction_bias"),
+    *linear(f"{LAYER}.mlp.shared.gate", f"{_THEIRS}.mlp.shared_experts.gate_proj"),
+    *linear(f"{LAYER}.mlp.shared.up", f"{_THEIRS}.mlp.shared_experts.up_proj"),
+    *linear(f"{LAYER}.mlp.shared.down", f"{_THEIRS}.mlp.shared_experts.down_proj"),
+)
+
 # StableLM has a tensor for the norm of each head, which are one parameter here.
 _NORMS_OF_HEADS = tuple(
     Rule(
@@ -181,7 +229,7 @@ _NORMS_OF_HEADS = tuple(
     for ours, theirs in (("query", "q"), ("key", "k"))
 )
 
-_MADE = {"gpt_neox": _neox, "phi3": _phi3}  # from the sizes of the model
+_MADE = {"gpt_neox": _neox, "gpt_oss": _gpt_oss, "phi3": _phi3}  # from the sizes of the model
 _TABLES: dict[str, tuple[Rule, ...]] = {
     "gpt2": _gpt2(),
     "llama": _LLAMA,
@@ -212,5 +260,6 @@ _TABLES: dict[str, tuple[Rule, ...]] = {
         *_NORMS_BEFORE,
         *_experts("block_sparse_moe", "w1", "w3", "w2"),
     ),
+    "deepseek_v3": _DEEPSEEK,
     "qwen3_moe": (*_LLAMA, *_experts("mlp", "gate_proj", "up_proj", "down_proj")),
 }

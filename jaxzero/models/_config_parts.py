@@ -6,6 +6,7 @@ from typing import Any
 from .._checked_json import JsonKeys as Content
 from .._checked_json import shown
 from ._config_json import CHOOSE_ANOTHER
+from ._latent_config import LatentConfig
 
 
 def ordinary_heads(keys: Content, sizes: Mapping[str, str]) -> dict[str, Any]:
@@ -39,6 +40,25 @@ def heads_of_hidden(keys: Content, sizes: Mapping[str, str]) -> dict[str, Any]:
             f"must be a multiple of `{sizes['num_heads']}`; got {hidden_size} and {num_heads}",
         )
     return {"head_size": hidden_size // num_heads, "num_key_value_heads": num_heads}
+
+
+def latent_heads(keys: Content, sizes: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of latent attention, in which all heads have keys of their own."""
+    keys.require("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    num_heads, plain_size = keys[sizes["num_heads"]], keys["qk_nope_head_dim"]
+    num_keys = keys.get("num_key_value_heads") or num_heads
+    if num_keys != num_heads:
+        raise keys.error("num_key_value_heads", f"is {num_keys}, but there are {num_heads} heads")
+    return {
+        "head_size": plain_size + keys["qk_rope_head_dim"],
+        "num_key_value_heads": num_heads,
+        "latent": LatentConfig(
+            query_rank=keys["q_lora_rank"],
+            key_value_rank=keys["kv_lora_rank"],
+            plain_size=plain_size,
+            value_size=keys["v_head_dim"],
+        ),
+    }
 
 
 def no_window(content: Content, num_layers: int) -> tuple[int, ...]:

@@ -4,8 +4,9 @@ import dataclasses
 from typing import Any
 
 from .._checked_json import JsonKeys as Content
-from ._config_experts import mixtral_experts, qwen3_experts
+from ._config_experts import deepseek_experts, gpt_oss_experts, mixtral_experts, qwen3_experts
 from ._config_parts import (
+    latent_heads,
     unrotated_layers,
     window_alternating,
     window_but_every_nth,
@@ -14,6 +15,7 @@ from ._config_parts import (
     window_late,
     window_unrotated,
 )
+from ._config_rope import yarn_magnitude
 from ._family import ATTENTION_BIAS, PARTS, Family, Fields
 
 
@@ -36,6 +38,20 @@ def _granite_scale(content: Content, fields: Fields) -> dict[str, Any]:
 
 def _smollm3_rotation(content: Content, fields: Fields) -> dict[str, Any]:
     return {"unrotated_layers": unrotated_layers(content, fields["num_layers"])}
+
+
+def _deepseek_rotation(content: Content, fields: Fields) -> dict[str, Any]:
+    """Yarn changes the scale of attention too, where `mscale_all_dim` says so."""
+    rope = fields["rope"]
+    if content["rope_interleave"]:
+        rope = dataclasses.replace(rope, pairs="neighbours")
+    given = content.section("rope_scaling") or content.section("rope_parameters")
+    weight = given.get("mscale_all_dim")
+    if rope.scaling is None or not weight:
+        return {"rope": rope}
+    given.require("factor")
+    magnitude = yarn_magnitude(given["factor"], weight)
+    return {"rope": rope, "attention_scale": fields["head_size"] ** -0.5 * magnitude**2}
 
 
 _GEMMA = Family(
@@ -154,5 +170,40 @@ RMS_NORM_FAMILIES: dict[str, Family] = {
         defaults={"num_key_value_heads": 4, "sliding_window": 4096},
         windows=window_if_used,
         experts=qwen3_experts,
+    ),
+    "gpt_oss": Family(
+        fixed={"attention_sinks": True},
+        names=PARTS | ATTENTION_BIAS,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        windows=window_alternating,
+        experts=gpt_oss_experts,
+    ),
+    "deepseek_v3": Family(
+        names=PARTS | ATTENTION_BIAS,
+        defaults={
+            "q_lora_rank": 1536,
+            "first_k_dense_replace": 3,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+            "rope_interleave": True,
+        },
+        required={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+        heads=latent_heads,
+        experts=deepseek_experts,
+        more=_deepseek_rotation,
     ),
 }

@@ -25,6 +25,24 @@ _DECODER = _HIDDEN | _SPECIAL | {"num_key_value_heads": 2}
 _GPT2 = _SPECIAL | {"vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
 _GEMMA = _DECODER | {"head_dim": 12, "query_pre_attn_scalar": 10, "sliding_window": 4}
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 6}
+_DEEPSEEK = (
+    _HIDDEN
+    | _SPECIAL
+    | {
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 10,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "num_key_value_heads": 4,
+    }
+)
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -90,6 +108,18 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", _DECODER),
     "mixtral": ("mixtral", _DECODER | {"num_local_experts": 3}),
     "qwen3-moe": ("qwen3_moe", _DECODER | _EXPERTS | {"norm_topk_prob": True}),
+    "gpt-oss": (
+        "gpt_oss",
+        _DECODER
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 8,
+            "sliding_window": 4,
+            "swiglu_limit": 0.5,
+        },
+    ),
+    "deepseek": ("deepseek_v3", _DEEPSEEK),
     "gemma1": ("gemma", _DECODER | {"head_dim": 12}),
     "granite-yarn": (
         "granite",
@@ -187,6 +217,26 @@ MORE_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 MORE_DECODERS |= {
+    "gpt-oss-default-rotation": (
+        "gpt_oss",
+        _DECODER | {"num_local_experts": 5, "tie_word_embeddings": True, "attention_bias": False},
+    ),
+    "deepseek-yarn-2-shared": (
+        "deepseek_v3",
+        _DEEPSEEK
+        | {
+            "q_lora_rank": None,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 0.7,
+            "attention_bias": True,
+            "rope_interleave": False,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+        },
+    ),
     "llama-dynamic-short-text": (
         "llama",
         _DECODER | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e3, "factor": 3.0}},
@@ -273,7 +323,8 @@ def make(model_type: str, config: dict[str, Any], *, causal: bool = True) -> Any
         transformers.AutoConfig.for_model(model_type, **config), attn_implementation="eager"
     )
     with torch.no_grad():
-        for parameter in model.parameters():
+        corrections = (each for name, each in model.named_buffers() if "correction" in name)
+        for parameter in (*model.parameters(), *corrections):
             parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim > 1 else 0.1))
     return model.eval()
 
