@@ -14,6 +14,8 @@ from jaxzero.models import (
     DecoderConfig,
     DynamicScaling,
     ExpertsConfig,
+    GroupRouting,
+    LatentConfig,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
@@ -218,6 +220,60 @@ OLD |= {
         "use_embedding_sharing": True,
         "use_parallel_block": True,
     },
+    "gpt_oss": {
+        **_SIZES,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "attention_bias": True,
+        "experts_per_token": 2,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 16,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "sliding_window": 8,
+        "swiglu_limit": 7.0,
+    },
+    "deepseek_v3": {
+        **_SIZES,
+        "first_k_dense_replace": 3,
+        "kv_lora_rank": 12,
+        "moe_intermediate_size": 16,
+        "moe_layer_freq": 1,
+        "n_group": 4,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 4,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 24,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 4,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_group": 2,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 12,
+    },
 }
 
 
@@ -295,6 +351,25 @@ def test_what_the_keys_mean(tmp_path: Path):
     cohere2 = read("cohere2")
     assert (cohere2.sliding_layers, cohere2.unrotated_layers) == ((0, 1, 3), (2,))
     assert cohere2.rope == Rope(rotary_size=8, base=5e4, pairs="neighbours")
+    deepseek = read("deepseek_v3")
+    assert (deepseek.head_size, deepseek.rope.rotary_size) == (16, 4)
+    # Published files give both weights as 1, so sines are as they are and the scale is not.
+    assert isinstance(deepseek.rope.scaling, YarnScaling) and deepseek.rope.scaling.magnitude == 1
+    np.testing.assert_allclose(
+        deepseek.attention_scale, 16**-0.5 * (0.1 * np.log(40) + 1) ** 2, rtol=1e-12
+    )
+    assert deepseek.latent == LatentConfig(
+        query_rank=24, key_value_rank=12, plain_size=12, value_size=12
+    )
+    assert deepseek.experts == ExpertsConfig(
+        num_experts=16,
+        num_experts_per_token=4,
+        intermediate_size=16,
+        dense_layers=(0, 1, 2),
+        routing=GroupRouting(num_groups=4, num_chosen_groups=2, scale=2.5),
+        shared_size=16,
+    )
+    assert read("deepseek_v3", first_k_dense_replace=4).experts is None
     dynamic = read("llama", rope_scaling={"type": "dynamic", "factor": 2.0}).rope
     assert dynamic is not None
     assert dynamic.scaling == DynamicScaling(factor=2.0, trained_length=64)
@@ -306,6 +381,15 @@ def test_what_the_keys_mean(tmp_path: Path):
         dense_layers=(0, 2, 3),
     )
     assert read("qwen3_moe", num_experts=0).experts is None
+
+
+def test_a_silent_gpt_oss_has_yarn(tmp_path: Path):
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    old = write(tmp_path, "gpt_oss", rope_scaling=None)
+    transformers.AutoConfig.from_pretrained(old).save_pretrained(tmp_path / "new")
+    config = DecoderConfig.from_json(old)
+    assert config == DecoderConfig.from_json(tmp_path / "new")
+    assert config.rope is not None and isinstance(config.rope.scaling, YarnScaling)
 
 
 @pytest.mark.parametrize(
@@ -343,6 +427,13 @@ def test_what_the_keys_mean(tmp_path: Path):
             {"layer_types": ["sliding_attention"] * 4},
             "`layer_types` in .* has windows, but `use_sliding_window` is false",
         ),
+        ("gpt_oss", {"num_experts_per_tok": 5}, "`num_experts_per_tok` .* is 5, but .* is 4"),
+        ("deepseek_v3", {"n_group": 3}, "`n_group` in .* is 3, but `n_routed_experts` is 16"),
+        ("deepseek_v3", {"n_group": 16}, "`n_group` in .* is 16, .* groups hold .* at least 2"),
+        ("deepseek_v3", {"topk_group": 5}, "`topk_group` in .* is 5, but `n_group` is 4"),
+        ("deepseek_v3", {"topk_group": 1, "num_experts_per_tok": 5}, "groups hold 4 experts"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "`scoring_func` in .* must be .sigmoid"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "`num_key_value_heads` in .* is 2, but .* 4 h"),
         ("cohere2", {"sliding_window": None}, "`sliding_window` in .* is null, but the layers"),
         ("llama", {"rope_scaling": {"type": "linear"}}, r"lacks rope_scaling\.factor"),
         ("llama", {"partial_rotary_factor": 0.5}, r"`partial_rotary_factor` in .* is 0\.5"),

@@ -323,10 +323,14 @@ def make(model_type: str, config: dict[str, Any], *, causal: bool = True) -> Any
         transformers.AutoConfig.for_model(model_type, **config), attn_implementation="eager"
     )
     with torch.no_grad():
-        corrections = (each for name, each in model.named_buffers() if "correction" in name)
-        for parameter in (*model.parameters(), *corrections):
+        for parameter in (*model.parameters(), *corrections(model)):
             parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim > 1 else 0.1))
     return model.eval()
+
+
+def corrections(model: Any) -> list[Any]:
+    """Tensors that decide which experts are chosen: buffers of a model, saved with it."""
+    return [buffer for name, buffer in model.named_buffers() if "correction" in name]
 
 
 def save(model: Any, directory: Path) -> Path:
