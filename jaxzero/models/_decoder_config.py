@@ -46,7 +46,8 @@ class DecoderConfig:
             "projection".
         activation: activation function of the perceptron, or of its gate.
         gated_mlp: True if the perceptron has a gate.
-        query_key_value_bias, attention_output_bias, mlp_bias: True if the projection has a bias.
+        query_key_value_bias, attention_output_bias, mlp_bias: True if the projection has a bias; in
+            latent attention the first is of the projections to short vectors.
         tied_head: True if the head shares the word embeddings.
         embedding_scale: multiplies embeddings, rounded to `compute_dtype`.
         rope: rotation of queries and keys; None for a learned embedding of each position.

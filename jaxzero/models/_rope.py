@@ -26,7 +26,7 @@ from ._rope_scaling import Scaling, plain_speeds
 class Rope:
     """Number of rotated elements of a head, and the frequency of each pair."""
 
-    rotary_size: int  # numbers of a head that are rotated, from its start
+    rotary_size: int  # numbers that are rotated: a head's first ones, in latent attention its last
     base: float = 10000.0
     scaling: Scaling | None = None
     pairs: Literal["halves", "neighbours"] = "halves"
