@@ -7,6 +7,7 @@ jaxzero convert checkpoints/7b exported --dtype bfloat16 --check
 jaxzero launch --nodes 2 --restart 3 -- train.py
 """
 
+import errno
 import shlex
 import sys
 import traceback
@@ -15,9 +16,10 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
 
 from . import distributed, jobs
-from ._processes import DIVERGED, INTERRUPTED, MISTAKE, PEER_LOST, STOPPED
+from ._processes import DIVERGED, FILE_ERROR, INTERRUPTED, MISTAKE, PEER_LOST, STOPPED
 from .launch import Launch, launch
 
 _STATUSES = {
@@ -26,6 +28,15 @@ _STATUSES = {
     ImportError: MISTAKE,
     NotImplementedError: MISTAKE,
     ValueError: MISTAKE,
+}
+
+_ADVICE = {
+    errno.EACCES: "Check its permissions, or name another path.",
+    errno.EPERM: "Check its permissions, or name another path.",
+    errno.EROFS: "Name a path on another file system.",
+    errno.ENOSPC: "Free some space, or name a path on another disk.",
+    errno.EDQUOT: "Free some space, or name a path on another disk.",
+    errno.ENAMETOOLONG: "Name a shorter path.",
 }
 
 _Command = (
@@ -44,9 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; by default `sys.argv[1:]`.
 
     Returns:
-        0, or 2 for a mistake in the arguments, or 130 after Ctrl-C; of `jaxzero train` also 75
-        after SIGTERM, 76 when another process is lost, 77 when training makes no sense any more; of
-        `jaxzero launch`, that of the first process that failed.
+        0, or 2 for a mistake in the arguments, 74 when a file cannot be read or written, 130 after
+        Ctrl-C; of `jaxzero train` also 75 after SIGTERM, 76 when another process is lost, 77 when
+        training makes no sense any more; of `jaxzero launch`, that of the first process that
+        failed.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     console, errors = Console(), Console(stderr=True)
@@ -86,7 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exception(error)
             distributed.leave(1)
             raise
-        errors.print(f"[bold red]Error:[/] {_plain(str(error))}", highlight=False)
+        errors.print(
+            f"[bold red]Error:[/] {_plain(_text_of(error))}", highlight=False, soft_wrap=True
+        )
         if not isinstance(error, distributed.AgreedEnd):
             distributed.leave(status)  # the other processes may not have failed
         return status
@@ -97,6 +111,8 @@ def _status_of(error: Exception) -> int | None:
     """The exit status of an error that one line explains; None if it needs a traceback."""
     if any(isinstance(cause, TimeoutError) for cause in distributed.causes(error)):
         return PEER_LOST
+    if _is_of_files(error):
+        return FILE_ERROR
     return next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), None)
 
 
@@ -110,5 +126,18 @@ def resume_command(arguments: Sequence[str], name: str | None) -> str:
     return shlex.join(words)
 
 
+def _is_of_files(error: Exception) -> bool:
+    others = (ConnectionError, ChildProcessError, ProcessLookupError, InterruptedError)
+    return isinstance(error, OSError) and error.errno is not None and not isinstance(error, others)
+
+
+def _text_of(error: Exception) -> str:
+    if not isinstance(error, OSError) or not _is_of_files(error):
+        return str(error)
+    where = "" if error.filename is None else f"{str(error.filename)!r}: "
+    return f"{where}{error.strerror}. {_ADVICE.get(error.errno or 0, '')}".rstrip()
+
+
 def _plain(text: str) -> str:
-    return text.replace("[", "\\[")  # rich would read `[...]` as markup
+    """Escape markup of rich, and control characters that a terminal would obey."""
+    return escape("".join(x if x.isprintable() or x == "\n" else repr(x)[1:-1] for x in text))

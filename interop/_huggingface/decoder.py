@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from flax import nnx
 
 from jaxzero.interop._load import open_checkpoint
 from jaxzero.interop._rules import Rule
 from jaxzero.interop._tensors import Checkpoint, named_leaves
 from jaxzero.models import Decoder, DecoderConfig, make_config, read_config
 
+from .abstract import abstract_model
+from .counts import check_counts
 from .decoder_rules import EMBEDDINGS, PREFIXES, without_prefix
 from .family import DecoderFamily, check_family, family_of
 from .layer_rules import stacked
@@ -61,11 +62,13 @@ def load_decoder(
     """
     family = _family(family, directory)
     config = _config(family, directory, changes)
-    graph, abstract = _abstract(config)
     checkpoint = open_checkpoint(directory)
+    rules = _rules(family, checkpoint, config)
+    check_counts(rules, checkpoint, config, directory)
+    graph, abstract = _abstract(config)
     params = load_params(
         abstract,
-        _rules(family, checkpoint, config),
+        rules,
         checkpoint,
         ignore=(*family.buffers, family.head) if config.tied_head else family.buffers,
         remedy=_SAVE_A_CAUSAL_MODEL,
@@ -105,10 +108,12 @@ def export_decoder(
     family = _family(family, source)
     config = _config(family, source, {"scan_layers": is_stacked(params)})
     checkpoint = open_checkpoint(source)
+    rules = _rules(family, checkpoint, config)
+    check_counts(rules, checkpoint, config, source)
     return save_params(
         params,
         _abstract(config)[1],
-        _rules(family, checkpoint, config),
+        rules,
         directory,
         source=checkpoint,
         carried=family.buffers,
@@ -138,7 +143,7 @@ def _check_tied(checkpoint: Checkpoint, params: Any, name: str) -> None:
 
 
 def _abstract(config: DecoderConfig) -> tuple[Any, Any]:
-    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    return abstract_model(lambda rngs: Decoder(config, rngs=rngs), scanned=config.scan_layers)
 
 
 def _family(family: DecoderFamily | None, directory: Path | str) -> DecoderFamily:

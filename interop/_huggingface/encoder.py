@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from flax import nnx
 
 from jaxzero.interop._load import open_checkpoint
 from jaxzero.interop._rules import Rule
 from jaxzero.models import Encoder, EncoderConfig, read_config
 
+from .abstract import abstract_model
+from .counts import check_counts
 from .encoder_rules import ENCODER_CARRIED, ENCODERS
 from .layer_rules import stacked
 from .model_directory import is_stacked, load_params, save_params
@@ -54,11 +55,13 @@ def load_encoder(
     """
     directory = Path(directory)
     config = EncoderConfig.from_json(directory, **changes)
+    checkpoint, rules = open_checkpoint(directory), _rules(directory, config)
+    check_counts(rules, checkpoint, config, directory)
     graph, abstract = _abstract(config)
     params = load_params(
         abstract,
-        _rules(directory, config),
-        open_checkpoint(directory),
+        rules,
+        checkpoint,
         ignore=ENCODER_CARRIED,
         remedy=_SAVE_A_PLAIN_ENCODER,
         dtype=dtype,
@@ -84,18 +87,20 @@ def export_encoder(params: Any, directory: Path | str, *, source: Path | str) ->
         ValueError: `params` is not the parameter tree of `source`, or `directory` is `source`.
     """
     config = EncoderConfig.from_json(source, scan_layers=is_stacked(params))
+    checkpoint, rules = open_checkpoint(source), _rules(Path(source), config)
+    check_counts(rules, checkpoint, config, source)
     return save_params(
         params,
         _abstract(config)[1],
-        _rules(Path(source), config),
+        rules,
         directory,
-        source=open_checkpoint(source),
+        source=checkpoint,
         carried=ENCODER_CARRIED,
     )
 
 
 def _abstract(config: EncoderConfig) -> tuple[Any, Any]:
-    return nnx.split(nnx.eval_shape(lambda: Encoder(config, rngs=nnx.Rngs(0))))
+    return abstract_model(lambda rngs: Encoder(config, rngs=rngs), scanned=config.scan_layers)
 
 
 def _rules(directory: Path, config: EncoderConfig) -> tuple[Rule, ...]:

@@ -122,8 +122,8 @@ def _find(model_type: Any, what: str) -> DecoderFamily:
         known = ", ".join(sorted({*DECODER_FAMILIES, *_registered}))
         raise ValueError(
             f"{what} is {model_type!r}; decoders are read of the families {known}. Choose such a "
-            "checkpoint, pass a `family=interop.DecoderFamily` of your own, or load another "
-            "model's weights into a model of your own."
+            "checkpoint, pass a `family=interop.DecoderFamily` of your own, or load the weights "
+            "into a model of your own: `interop.match` proposes the rules (docs/howto/rules.md)."
         )
     return _KnownFamily(
         model_type,

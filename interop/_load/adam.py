@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from jaxzero._sharding import data_of
-from jaxzero.interop._match import match
+from jaxzero.interop._match import settled
 from jaxzero.interop._rules import Rule, to_ours, to_theirs
 from jaxzero.interop._tensors import (
     AdamMoments,
@@ -21,6 +21,7 @@ from jaxzero.interop._tensors import (
     LazyTensor,
     ShardedTensor,
     named_leaves,
+    shown,
 )
 
 from .convert_file import to_torch
@@ -35,6 +36,7 @@ def load_adam(
     *,
     rules: Iterable[Rule] | None = None,
     ignore: Iterable[str] = (),
+    accept: str | Rule | Iterable[str | Rule] = (),
 ) -> Any:
     """Load the moments of a PyTorch run into an optax state, to continue that run.
 
@@ -50,20 +52,23 @@ def load_adam(
         rules: rules that map the checkpoint's names to the tree's; if left out, `match` proposes
             them, for which `source` must be a `Checkpoint`.
         ignore: names of parameters of the checkpoint that the tree does not have.
+        accept: as in `load_into`: what you have checked of the proposed rules.
 
     Returns:
         A state with the structure and shardings of `opt_state`.
 
     Raises:
-        ValueError: `opt_state` or `source` has no Adam state, or their parameters differ.
+        ValueError: `opt_state` or `source` has no Adam state, or their parameters differ; or a
+            proposed rule has to be confirmed or chosen.
     """
     rules, ignore = tuple(rules or ()), tuple(ignore)
     if not rules:
         if not isinstance(source, Checkpoint):
             raise ValueError("`rules` are required unless `source` is a `Checkpoint`. Pass them.")
-        proposal = match(tree, source, ignore=ignore)
-        proposal.raise_if_undecided()
+        proposal = settled(tree, source, accept=accept, ignore=ignore)
         rules, ignore = tuple(proposal.rules), (*ignore, *proposal.left_out)
+    elif accept:
+        raise ValueError("`accept` is for rules that are proposed, when `rules` is left out.")
     moments = source.adam() if isinstance(source, Checkpoint) else source
     shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(tree).leaves.items()}
     states = adam_states(opt_state)
@@ -136,8 +141,8 @@ def torch_state_dict(moments: AdamMoments, param_groups: Sequence[Mapping[str, A
     missing = sorted(moments.exp_avg.keys() - numbers.keys())
     if missing:
         raise ValueError(
-            f"`param_groups` leaves out {missing[0]!r} ({len(missing)} such parameters), which has "
-            "moments. Name every parameter in one group."
+            f"`param_groups` leaves out {shown(missing[0])} ({len(missing)} such parameters), "
+            "which has moments. Name every parameter in one group."
         )
 
     means, squares = (to_torch(kind) for kind in (moments.exp_avg, moments.exp_avg_sq))

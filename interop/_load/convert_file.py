@@ -1,15 +1,16 @@
 """Write tensors as a checkpoint in one of several file formats, and verify the copy."""
 
+import contextlib
 import importlib.util
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxzero.interop._safetensors import new_directory, new_file, save_tensors
-from jaxzero.interop._tensors import LazyTensor
+from jaxzero.interop._tensors import LazyTensor, shown
 
 from .open import open_checkpoint
 
@@ -38,6 +39,7 @@ def write_checkpoint(
         ValueError: `path` is a file where a directory is needed or vice versa, or is a directory
             that holds other files than a checkpoint's.
         ImportError: the form needs PyTorch, which is not installed.
+        OSError: the file system refuses, or is full. Nothing is left behind.
     """
     path = Path(path)
     if path.is_dir() if form == "torch" else path.is_file():
@@ -57,13 +59,39 @@ def write_checkpoint(
             warnings.catch_warnings(),
         ):
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            save(to_torch(tensors), storage_writer=FileSystemWriter(folder), no_dist=True)
+            content = to_torch(tensors)
+            with _errors_of_files():
+                save(content, storage_writer=FileSystemWriter(folder), no_dist=True)
         return path
     import torch
 
-    with new_file(path) as file:
-        torch.save(to_torch(tensors), file)
+    with new_file(path) as filled:
+        content = to_torch(tensors)
+        with _errors_of_files(), open(filled, "wb") as file:
+            torch.save(content, file)
     return path
+
+
+@contextlib.contextmanager
+def _errors_of_files() -> Iterator[None]:
+    """Raise the error of the file system in place of what torch makes of it.
+
+    When a disk is full, `torch.save` fails once more while it closes its archive, and reports only
+    that ("unexpected pos"). `torch.distributed.checkpoint` wraps errors in a `BaseException`.
+    """
+    try:
+        yield
+    except BaseException as error:
+        failures = getattr(error, "failures", None)  # of a `CheckpointException`, by process
+        if not failures and not isinstance(error, Exception):
+            raise
+        first = next(iter(failures.values()))[0] if failures else error
+        cause = first
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None and first is error:
+            raise
+        raise (cause or first) from None
 
 
 def _check_torch(form: Form) -> None:
@@ -84,15 +112,15 @@ def check_copy(tensors: Mapping[str, LazyTensor], path: Path | str) -> None:
     alone = sorted(tensors.keys() ^ copy.keys())
     if alone:
         where = "was not written" if alone[0] in tensors else "was not in the source"
-        raise ValueError(f"{alone[0]!r} {where} ({len(alone)} such tensors in {str(path)!r}).")
+        raise ValueError(f"{shown(alone[0])} {where} ({len(alone)} such tensors in {str(path)!r}).")
     for name, tensor in tensors.items():
         wanted, written = tensor.read(), copy[name].read()
         same = wanted.dtype == written.dtype and wanted.shape == written.shape
         if not same or wanted.tobytes() != written.tobytes():
             raise ValueError(
-                f"{name!r} in {str(path)!r} ({written.dtype}{list(written.shape)}) differs from "
-                f"the tensor that was written ({wanted.dtype}{list(wanted.shape)}). The file was "
-                "damaged or changed: convert again."
+                f"{shown(name)} in {str(path)!r} ({written.dtype}{list(written.shape)}) differs "
+                f"from the tensor that was written ({wanted.dtype}{list(wanted.shape)}). The file "
+                "was damaged or changed: convert again."
             )
 
 

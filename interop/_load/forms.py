@@ -47,11 +47,11 @@ class CheckpointForm(abc.ABC):
 
         Args:
             path: a path that `recognizes` has accepted.
-            key: see `open_checkpoint`; a form of one state dict ignores it.
+            key: see `open_checkpoint`; a form of one state dict refuses it.
             records: see `open_checkpoint`; a form that holds no pickle ignores it.
 
         Raises:
-            ValueError: the checkpoint is incomplete or broken.
+            ValueError: the checkpoint is incomplete or broken, or has no entry `key`.
         """
 
 
@@ -66,6 +66,7 @@ class DistributedCheckpoint(CheckpointForm):
     def open(
         self, path: Path, *, key: str | None = None, records: Collection[str] = ()
     ) -> Checkpoint:
+        _refuse_key(self.name, path, key)
         with laid_out_as(self.name, path):
             return open_dcp(path)
 
@@ -81,6 +82,7 @@ class DeepSpeed(CheckpointForm):
     def open(
         self, path: Path, *, key: str | None = None, records: Collection[str] = ()
     ) -> Checkpoint:
+        _refuse_key(self.name, path, key)
         with laid_out_as(self.name, path):
             return open_deepspeed(path, records)
 
@@ -101,6 +103,7 @@ class TorchSave(CheckpointForm):
     ) -> Checkpoint:
         if path.is_file():
             return open_torch_file(path, key, records)
+        _refuse_key("torch.save in parts", path, key)
         return open_torch_parts(path, records)
 
 
@@ -117,7 +120,16 @@ class Safetensors(CheckpointForm):
     def open(
         self, path: Path, *, key: str | None = None, records: Collection[str] = ()
     ) -> Checkpoint:
+        _refuse_key(self.name, path, key)
         return Checkpoint(path=path, form=self.name, tensors=tensors_in(path))
+
+
+def _refuse_key(form: str, path: Path, key: str | None) -> None:
+    if key is not None:
+        raise ValueError(
+            f"`key` is {key!r}, but {str(path)!r} ({form}) holds the tensors of one model, not "
+            "several state dicts. Leave `key` out."
+        )
 
 
 def _is_whole_model(path: Path) -> bool:

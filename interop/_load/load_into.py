@@ -1,6 +1,5 @@
 """Load parameters of any model from a checkpoint (`load_into`), and back (`tensors_from`)."""
 
-import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxzero._sharding import StoredArray, data_of
-from jaxzero.interop._match import match
+from jaxzero.interop._match import settled
 from jaxzero.interop._rules import Rule, to_ours, to_theirs
 from jaxzero.interop._tensors import ArrayTensor, LazyTensor, ShardedTensor, named_leaves
 
@@ -23,6 +22,7 @@ def load_into(
     *,
     rules: Iterable[Rule] | None = None,
     ignore: Iterable[str] = (),
+    accept: str | Rule | Iterable[str | Rule] = (),
     dtype: np.typing.DTypeLike | None = None,
 ) -> Any:
     """Open a checkpoint as the parameters of your own model.
@@ -34,9 +34,13 @@ def load_into(
         tree: parameters of the model: arrays or `jax.ShapeDtypeStruct`s, in any tree (Flax NNX or
             Linen, Equinox, plain). Only their paths, shapes and dtypes are used.
         source: path of a checkpoint, as for `open_checkpoint`, or tensors by name.
-        rules: map tensors to parameters. If None, `match` proposes rules; undecided parameters are
-            an error, and assumptions are reported in a warning.
+        rules: map tensors to parameters. If None, `match` proposes rules. What it cannot decide is
+            an error, and so is a rule that may be wrong and is not accepted; the message has the
+            rules.
         ignore: patterns (with `*`) for names of tensors that are not parameters of the model.
+        accept: what you have checked of the proposal: rules, which are used as they are, or
+            patterns (with `*`) for paths of parameters whose proposed rules are right. "*" accepts
+            all of them. Only without `rules`.
         dtype: dtype of floating-point parameters; None keeps that of the checkpoint. Other
             parameters have the dtype of `tree`.
 
@@ -45,7 +49,8 @@ def load_into(
 
     Raises:
         ValueError: a tensor is missing, unknown, or has another shape or kind than the model needs,
-            or the rules do not fit the model. The message names the tensor.
+            or the rules do not fit the model. The message names the tensor. Or, without `rules`,
+            a proposed rule has to be confirmed or chosen.
     """
     named = named_leaves(tree)
     shapes = {path: tuple(leaf.shape) for path, leaf in named.leaves.items()}
@@ -54,11 +59,10 @@ def load_into(
     else:
         tensors, where = open_checkpoint(source), f"in {str(source)!r}"
     if rules is None:
-        proposal = match(tree, tensors, ignore=ignore)
-        proposal.raise_if_undecided()
-        if proposal.assumed:
-            warnings.warn(f"`load_into` assumed: {'; '.join(proposal.assumed)}.", stacklevel=2)
+        proposal = settled(tree, tensors, accept=accept, ignore=ignore)
         rules, ignore = proposal.rules, proposal.left_out
+    elif accept:
+        raise ValueError("`accept` is for rules that are proposed, when `rules` is left out.")
     loaded = to_ours(rules, shapes, tensors, where=where, ignore=ignore)
     return named.rebuild(
         {

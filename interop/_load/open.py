@@ -25,7 +25,7 @@ def open_checkpoint(
 
     Args:
         path: a file or a directory: for DeepSpeed the one with `latest`, or that of a step.
-        key: the model's state dict, where a file holds several.
+        key: the model's state dict, where a file of `torch.save` holds several.
         records: classes, such as "my_package.Config", that a pickle may name. They are not
             imported: what is kept of such an object is never used.
         forms: forms of your own, tried before those above. `register_checkpoint_form` adds one for
@@ -36,8 +36,9 @@ def open_checkpoint(
         `checkpoint.adam()` gives the state of Adam, where there is one.
 
     Raises:
-        ValueError: there is no checkpoint, or it is incomplete, broken, or would run code. The file
-            and the tensor are named. Nothing was run.
+        ValueError: there is no checkpoint, or it is incomplete, broken, or would run code, or
+            `key` is given where there is one state dict. The file and the tensor are named. Nothing
+            was run.
         NotImplementedError: tensors were cut in a way that is not read here.
 
     Example:

@@ -3,5 +3,6 @@
 In: named tensors of a checkpoint and named leaves of a tree. Out: a `Proposal` of rules to confirm.
 """
 
-from .propose import Proposal as Proposal
+from .proposal import Proposal as Proposal
 from .propose import match as match
+from .settle import settled as settled

@@ -40,10 +40,13 @@ _WORDS = (
     ("linear", "dense", "fc", "proj", "projection"),
     ("layer", "layers", "block", "blocks", "h"),
 )
+# Names whose words mislead: GPT-NeoX calls its head `embed_out`.
+_COMPOUNDS = {"embed_in": "token_embed", "embed_out": "head"}
 _MEANING = {word: words[0] for words in _WORDS for word in words}
 # Words with little information: they occur in every name, or in no name of the other side.
 _FAINT = frozenset({"layer", "linear", "model", "module", "encoder", "decoder", "self", "mlp"})
 _FAINT_WEIGHT = 0.2
+_FUSED = re.compile(r"qkv|query_key_value|c_attn|in_proj|w_pack", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,12 +96,18 @@ def modules_of(shapes: Mapping[str, tuple[int, ...]]) -> list[Module]:
 
 
 def parts_of(modules: Iterable[Module]) -> list[Module]:
-    """Return query, key and value parts of each `in_proj` of `torch.nn.MultiheadAttention`."""
+    """Return query, key and value parts of each `in_proj` of `torch.nn.MultiheadAttention`.
+
+    Only of its `in_proj_weight` and `in_proj_bias`, whose layout is known. A linear layer that is
+    called `in_proj`, with an `in_proj.weight`, may have any layout.
+    """
     parts = []
     for module in modules:
-        prefix, found, rest = module.name.rpartition("in_proj")
+        prefix, _, last = module.name.rpartition("in_proj")
+        suffixes = ("in_proj_weight", "in_proj_bias")
+        named = all(tensor.name.endswith(suffixes) for tensor in module.tensors.values())
         rows = {tensor.shape[0] % 3 for tensor in module.tensors.values() if tensor.shape}
-        if found and not rest and rows == {0}:
+        if not last and named and rows == {0}:
             tensors = {
                 role: Tensor(each.name, (each.shape[0] // 3, *each.shape[1:]))
                 for role, each in module.tensors.items()
@@ -148,10 +157,17 @@ def say_the_same(one: str, other: str) -> bool:
     return _FAINT.issuperset(words_of(one) ^ words_of(other))
 
 
+def fuses_attention(name: str) -> bool:
+    """Return True if the name says that a tensor holds query, key and value together."""
+    return _FUSED.search(name) is not None
+
+
 @functools.cache
 def words_of(name: str) -> frozenset[str]:
     """Return the words of a module's name, synonyms replaced by one representative."""
     text = re.sub(r"\{\w+\}", " ", name)  # variables
+    for compound, meaning in _COMPOUNDS.items():
+        text = re.sub(rf"(?<![^\W_]){compound}(?![^\W_])", meaning, text)
     spaced = re.sub(r"[\d_\W]+|(?<=[a-z])(?=[A-Z])", " ", text)
     return frozenset(_MEANING.get(word, word) for word in spaced.lower().split())
 

@@ -12,7 +12,7 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 
-from .names import Module, say_the_same, similarity, words_of
+from .names import Module, fuses_attention, say_the_same, similarity, words_of
 from .possible_steps import Steps, possible_steps
 
 _MARGIN = 0.05  # required lead in similarity of the best candidate over the second
@@ -30,10 +30,17 @@ class Pair:
     @property
     def doubt(self) -> str | None:
         """Why the pair may be wrong; None if the names agree or there is no other candidate."""
-        if not words_of(self.ours.name) & words_of(self.theirs.name):
+        ours, theirs = self.ours.name, self.theirs.name
+        if not words_of(ours) & words_of(theirs):
             return "by shape and number alone"
-        if self.num_rivals and not say_the_same(self.ours.name, self.theirs.name):
-            return "whose name is the most alike"
+        if self.num_rivals and not say_the_same(ours, theirs):
+            return "the most similar name"
+        ranks = zip(self.ours.ranks, self.theirs.ranks, strict=False)
+        if self.num_rivals and any(a != b for a, b in ranks):
+            return "the names agree, their numbers do not"
+        same_name = ours.rpartition(".")[2] == theirs.rpartition(".")[2]
+        if self.theirs.part is None and fuses_attention(theirs) and not same_name:
+            return "if both fuse query, key and value in the same layout (whole, or head by head)"
         return None
 
 

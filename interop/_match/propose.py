@@ -8,77 +8,35 @@
    if there are none, the usual steps for the parameter's name.
 4. Rules that differ only in numbers are merged (`generalize`).
 
-Undecided parameters are reported rather than guessed, and `assumed` lists the decisions that rest
-on names that differ.
+Undecided parameters are reported rather than guessed, also where a tensor fuses query, key and
+value in an unknown layout (`fused`). `assumed` lists the rules that rest on names that differ.
 """
 
 import collections
-import dataclasses
 import fnmatch
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxzero.interop._rules import Rule, Split, Transpose
-from jaxzero.interop._tensors import LazyTensor, first_names, named_leaves
+from jaxzero.interop._rules import Rule, Shapes, Split, Transpose, pattern_of, uses_of
+from jaxzero.interop._tensors import LazyTensor, named_leaves
 
+from .fused import find_fused
 from .generalize import generalize
 from .names import modules_of, parts_of, stacks_of
 from .pairs import Pair, pair
 from .possible_steps import Steps
+from .proposal import Proposal
 
 _LEFT_OUT = ("*num_batches_tracked",)  # torch's update counter of running statistics
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Proposal:
-    """Proposed rules for `load_into`, and the parameters that could not be decided.
-
-    Attributes:
-        rules: rules for the parameters that were decided.
-        undecided: path of each other parameter -> names of the tensors it may come from.
-        unused: tensors of the checkpoint that no rule uses.
-        left_out: tensors that were ignored, such as torch's `num_batches_tracked`.
-        assumed: decisions that rest on similar but different names, because shapes allowed several
-            choices. Check these. `*` stands for the numbers of layers.
-    """
-
-    rules: tuple[Rule, ...]
-    undecided: Mapping[str, tuple[str, ...]]
-    unused: tuple[str, ...]
-    left_out: tuple[str, ...]
-    assumed: tuple[str, ...]
-
-    def __str__(self) -> str:
-        lines = ["rules = (", *(f"    {rule}," for rule in self.rules), ")"]
-        lines += [f"assumed: {each}" for each in self.assumed]
-        for path, names in self.undecided.items():
-            lines.append(f"undecided: {path}: {' or '.join(names) or 'nothing fits'}")
-        lines += [f"unused: {name}" for name in self.unused]
-        lines += [f"left out: {name}" for name in self.left_out]
-        return "\n".join(lines)
-
-    def raise_if_undecided(self) -> None:
-        """Raise unless the rules cover all parameters and tensors.
-
-        Raises:
-            ValueError: a parameter is undecided, or a tensor unused.
-        """
-        if self.undecided:
-            path, names = next(iter(self.undecided.items()))
-            raise ValueError(
-                f"`rules` could not be found for {len(self.undecided)} parameters: "
-                f"`{path}` may be {first_names(list(names)) if names else 'no tensor at all'}. "
-                "Print `interop.match(tree, source)`, complete its rules, and pass them as `rules`."
-            )
-        if self.unused:
-            raise ValueError(
-                f"No parameter seems to come from {first_names(list(self.unused))}. If that is "
-                "right, name them in `ignore`; if not, pass `rules`."
-            )
-
-
-def match(tree: Any, source: Mapping[str, LazyTensor], *, ignore: Iterable[str] = ()) -> Proposal:
+def match(
+    tree: Any,
+    source: Mapping[str, LazyTensor],
+    *,
+    rules: Iterable[Rule] = (),
+    ignore: Iterable[str] = (),
+) -> Proposal:
     """Propose which parameter comes from which tensor, from names and shapes.
 
     It supports linear layers, convolutions and attention of Flax, Equinox and PyTorch, also fused
@@ -90,42 +48,91 @@ def match(tree: Any, source: Mapping[str, LazyTensor], *, ignore: Iterable[str] 
     Args:
         tree: parameters of the model: arrays or `jax.ShapeDtypeStruct`s.
         source: tensors of the checkpoint, by name.
+        rules: rules that are known. They are kept, and the others proposed for what they leave.
         ignore: patterns (with `*`) for names of tensors that are not parameters.
+
+    Raises:
+        ValueError: one of `rules` matches no parameter of `tree`, or two match the same.
     """
     leaves = named_leaves(tree).leaves
-    ours = modules_of({path: tuple(leaf.shape) for path, leaf in leaves.items()})
+    shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
+    known = tuple(rules)
+    known_paths, known_names = _covered(known, shapes)
+    ours = modules_of({path: shapes[path] for path in leaves if path not in known_paths})
     ignore = (*ignore, *_LEFT_OUT)
     out = [name for name in source if any(fnmatch.fnmatchcase(name, each) for each in ignore)]
-    single = modules_of({name: held.shape for name, held in source.items() if name not in out})
-    single += parts_of(single)
-    pairs, rivals = pair(ours, [*single, *stacks_of(single)])
+    single = modules_of(
+        {name: x.shape for name, x in source.items() if name not in {*out, *known_names}}
+    )
+    with_stacks = [*single, *stacks_of(single)]
+    parts = parts_of(single)
+    pairs, rivals = pair(ours, [*with_stacks, *parts, *stacks_of(parts)])
     order = {path: number for number, path in enumerate(leaves)}
     pairs.sort(key=lambda each: min(order[path] for path in each.ours.members))
-    decided, assumed, open_steps = _settle(pairs)
-    rules, open_parts = _rules(decided)
-    made = {path for rule in rules for path in rule.ours}
-    undecided = rivals | open_steps | open_parts
-    used = {name for each in pairs for name in each.theirs.members}
+    decided, reasons, open_steps = _settle(pairs)
+    found, open_parts = _rules(decided)
+    used = {name for each in pairs for name in each.theirs.members}.union(known_names)
+    paired = {each.ours.name for each in pairs}
+    fused = find_fused(
+        [module for module in ours if module.name not in paired],
+        [module for module in with_stacks if used.isdisjoint(module.members)],
+        list(leaves),
+    )
+    used |= fused.members
+    made = known_paths.union(*(rule.ours for rule in found))
+    undecided = rivals | open_steps | open_parts | fused.undecided
+    proposed = (*known, *generalize(found, leaves))
     return Proposal(
-        rules=generalize(rules, leaves),
+        rules=proposed,
+        assumed=_by_rule(reasons, proposed),
+        fused=fused.layouts,
         undecided={path: undecided[path] for path in leaves if path not in made},
         unused=tuple(name for name in source if name not in used and name not in out),
         left_out=tuple(out),
-        # One line for all layers.
-        assumed=tuple(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", each) for each in assumed)),
     )
+
+
+def _covered(rules: tuple[Rule, ...], shapes: Shapes) -> tuple[set[str], set[str]]:
+    """Paths of the parameters, and names of the tensors, that rules speak of."""
+    paths: set[str] = set()
+    for rule in rules:
+        patterns = [pattern_of(each) for each in rule.ours]
+        matched = {path for path in shapes if any(each.fullmatch(path) for each in patterns)}
+        if not matched:
+            raise ValueError(f"{rule} matches no parameter of the tree. Correct its `ours`.")
+        paths |= matched
+    uses = uses_of(rules, {path: shapes[path] for path in paths})
+    return paths, {name for use in uses for names in use.theirs.values() for name in names}
+
+
+def _by_rule(reasons: Mapping[str, str], rules: Iterable[Rule]) -> dict[Rule, str]:
+    """Map rules to the reasons why they are assumed, from those of single parameters."""
+    assumed = {}
+    for rule in rules:
+        patterns = [pattern_of(each) for each in rule.ours]
+        found = [
+            why for path, why in reasons.items() if any(each.fullmatch(path) for each in patterns)
+        ]
+        if found:
+            assumed[rule] = "; ".join(dict.fromkeys(found))
+    return assumed
 
 
 def _settle(
     pairs: list[Pair],
-) -> tuple[list[tuple[Pair, dict[str, Steps]]], list[str], dict[str, tuple[str, ...]]]:
-    """Where several steps are possible, choose those that other tensors of the kind take."""
+) -> tuple[list[tuple[Pair, dict[str, Steps]]], dict[str, str], dict[str, tuple[str, ...]]]:
+    """Where several steps are possible, choose those that other tensors of the kind take.
+
+    Returns:
+        Pairs with steps for each role; path -> why its pair or its steps may be wrong; and path ->
+        the possible steps, for parameters whose steps are not decided.
+    """
     habits: dict[tuple[str, int], set[bool]] = collections.defaultdict(set)
     for each in pairs:
         for role, ways in each.ways.items():
             if len(ways) == 1:
                 habits[_kind(each, role)].add(_is_transposed(ways[0]))
-    decided, assumed, undecided = [], [], {}
+    decided, assumed, undecided = [], {}, {}
     for each in pairs:
         steps = {}
         for role, ways in each.ways.items():
@@ -136,10 +143,11 @@ def _settle(
                 undecided[path] = tuple(f"{name!r} through {list(way)}" for way in ways)
             else:
                 steps[role] = chosen
+            why = [each.doubt] if each.doubt is not None else []
             if not habit:
-                assumed.append(f"`{path}` is {name!r} through {list(ways[0])}, by its name")
-        if each.doubt is not None:
-            assumed.append(f"`{each.ours.name}` is {each.theirs.name!r}, {each.doubt}")
+                why.append(f"the shape also allows the steps {list(ways[1])}")
+            if why:
+                assumed[path] = "; ".join(why)
         decided.append((each, steps))
     return decided, assumed, undecided
 

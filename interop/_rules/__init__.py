@@ -7,7 +7,9 @@ The two directions are exact inverses.
 from .apply import to_ours as to_ours
 from .apply import to_theirs as to_theirs
 from .rule import Rule as Rule
+from .rule import Shapes as Shapes
 from .rule import pattern_of as pattern_of
+from .rule import uses_of as uses_of
 from .steps import Flatten as Flatten
 from .steps import Merge as Merge
 from .steps import MergeHeads as MergeHeads

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from jaxzero.interop._tensors import Box, LazyTensor, first_names, stack
+from jaxzero.interop._tensors import Box, LazyTensor, first_names, shown, stack
 
 from .rule import Index, Rule, Shapes, Use, uses_of
 from .steps import run, run_back
@@ -38,7 +38,7 @@ def to_theirs(rules: Iterable[Rule], ours: Mapping[str, LazyTensor]) -> dict[str
     for use in uses_of(rules, {path: tensor.shape for path, tensor in ours.items()}):
         for name, tensor in _theirs_of(use, ours):
             if name in made:
-                raise ValueError(f"Two rules write the tensor {name!r}, one is {use.rule}.")
+                raise ValueError(f"Two rules write the tensor {shown(name)}, one is {use.rule}.")
             made[name] = tensor
     return made
 
@@ -75,7 +75,7 @@ def to_ours(
     for name, tensor in wanted.items():
         if source[name].shape != tensor.shape:
             raise ValueError(
-                f"Tensor {name!r} {where} has shape {source[name].shape}, but the model asks "
+                f"Tensor {shown(name)} {where} has shape {source[name].shape}, but the model asks "
                 f"for {tensor.shape} (its `{tensor.label}`). They belong to different models: "
                 "check that the model's config has the sizes of the checkpoint."
             )

@@ -7,6 +7,7 @@ have reported success.
 """
 
 import contextlib
+import errno
 import fnmatch
 import os
 import shutil
@@ -20,6 +21,8 @@ from jaxzero._processes import flush, flush_tree
 from jaxzero.interop._tensors import first_names
 
 from .processes import all_succeed, shared_mark
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
@@ -43,23 +46,21 @@ def new_directory(target: Path, *, replaces: Collection[str]) -> Iterator[Path]:
     replaced = target.with_name(f".{target.name}.{mark}.old")
     is_first = jax.process_index() == 0
     what = f"Writing {str(target)!r}"
-    try:
-        with all_succeed(what):
+    with contextlib.ExitStack() as stack:
+        with all_succeed(what), _named(target, filled):
             if is_first:
                 _check_replaced(target, replaces)
-                target.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(_parents(target))
+                stack.callback(shutil.rmtree, filled, ignore_errors=True)
                 filled.mkdir()
         with all_succeed(what):
             _check_seen(filled)
-        with all_succeed(what):
+        with all_succeed(what), _named(target, filled):
             yield filled
             flush_tree(filled)
-        with all_succeed(what):
+        with all_succeed(what), _named(target, filled):
             if is_first:
                 _exchange(filled, target, replaced)
-    finally:
-        if is_first:
-            shutil.rmtree(filled, ignore_errors=True)
     if is_first:
         shutil.rmtree(replaced, ignore_errors=True)
 
@@ -70,15 +71,49 @@ def new_file(target: Path) -> Iterator[Path]:
 
     If the body raises, the file is removed and `target` is unchanged.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     filled = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
+    with contextlib.ExitStack() as stack, _named(target, filled):
+        stack.enter_context(_parents(target))
+        stack.callback(_remove, filled)
         yield filled
         flush(filled)
         os.replace(filled, target)
         flush(target.parent)
-    finally:
-        filled.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _parents(target: Path) -> Iterator[None]:
+    """Make the folders above `target`; remove those that were made if the body raises."""
+    missing = [folder for folder in target.parents if not folder.exists()]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for folder in missing:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def _named(target: Path, filled: Path) -> Iterator[None]:
+    """Let errors of the file system name `target` in place of nothing or of a temporary name."""
+    try:
+        yield
+    except OSError as error:
+        given = error.filename
+        if isinstance(given, str | os.PathLike):
+            ours = Path(given).is_relative_to(filled)
+        else:
+            ours = error.errno in _FULL  # reading the source has no such error
+        if not ours:
+            raise
+        raise type(error)(error.errno, error.strerror, str(target)) from error
+
+
+def _remove(file: Path) -> None:
+    with contextlib.suppress(OSError):
+        file.unlink()
 
 
 def _check_replaced(target: Path, replaces: Collection[str]) -> None:

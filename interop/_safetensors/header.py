@@ -6,6 +6,7 @@ rejects a broken header without naming the tensor, and does not give byte offset
 is parsed here. The library accepts every header that is accepted here.
 """
 
+import collections
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxzero.interop._tensors import LazyTensor
+from jaxzero.interop._tensors import LazyTensor, escaped, shown
 
 # The order is that of the library, which writes tensors from the last dtype to the first, so that
 # each begins at a multiple of its element size.
@@ -76,8 +77,8 @@ def read_header(file: Path) -> list[Entry]:
         if entry.offset != end:
             raise _broken(
                 file,
-                f"tensor {entry.name!r} begins at byte {entry.offset}, where the one before it "
-                f"ends at {end}",
+                f"tensor {shown(entry.name)} begins at byte {entry.offset}, where the one before "
+                f"it ends at {end}",
             )
         end += _num_bytes(entry)
     if end != size:
@@ -114,34 +115,32 @@ def check_writable(name: str, tensor: LazyTensor) -> None:
     """
     if tensor.dtype not in _NAMES:
         raise ValueError(
-            f"Tensor {name!r} has dtype {tensor.dtype}, which safetensors cannot hold. Cast it to "
-            f"one of {', '.join(str(each) for each in _NAMES)}."
+            f"Tensor {shown(name)} has dtype {tensor.dtype}, which safetensors cannot hold. Cast "
+            f"it to one of {', '.join(str(each) for each in _NAMES)}."
         )
     if name == _METADATA:
-        raise ValueError(f"No tensor can be called {name!r} in safetensors. Give it another name.")
+        raise ValueError(
+            f"No tensor can be called {shown(name)} in safetensors. Give it another name."
+        )
 
 
 def _parse(file: Path, text: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        twice = [name for name in names if names.count(name) > 1] if _repeats(names) else []
-        if twice:
-            raise ValueError(f"{twice[0]!r} is there twice")
-        return dict(pairs)
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            counts = collections.Counter(name for name, _ in pairs)
+            raise ValueError(f"{shown(counts.most_common(1)[0][0])} is there twice")
+        return made
 
     try:
         header = json.loads(text.decode(), object_pairs_hook=unique)
         json.dumps(header, ensure_ascii=False, allow_nan=False).encode()  # no NaN, no surrogates
     except (ValueError, RecursionError) as error:
-        raise _broken(file, f"its header is not proper JSON: {error}") from error
+        raise _broken(file, f"its header is not proper JSON: {escaped(error)}") from error
     metadata = header.get(_METADATA, {}) if isinstance(header, dict) else None
     if not isinstance(metadata, dict) or not _are(metadata.values(), str):
         raise _broken(file, "its header is no table of tensors with text for metadata")
     return header
-
-
-def _repeats(names: list[str]) -> bool:
-    return len(set(names)) < len(names)
 
 
 def _entry(file: Path, name: str, content: Any, begin: int) -> Entry:
@@ -157,14 +156,14 @@ def _entry(file: Path, name: str, content: Any, begin: int) -> Entry:
     ):
         raise _broken(
             file,
-            f"the entry of tensor {name!r} is {_short(content)}, but must have a dtype, and a "
+            f"the entry of tensor {shown(name)} is {shown(content)}, but must have a dtype, and a "
             "shape and two data_offsets of non-negative integers",
         )
     dtype = DTYPES.get(fields["dtype"]) if isinstance(fields.get("dtype"), str) else None
     if dtype is None:
         raise ValueError(
-            f"Tensor {name!r} in {str(file)!r} has dtype {_short(fields.get('dtype'))}, which is "
-            f"not one of {', '.join(DTYPES)}. Save the checkpoint again in one of those."
+            f"Tensor {shown(name)} in {str(file)!r} has dtype {shown(fields.get('dtype'))}, which "
+            f"is not one of {', '.join(DTYPES)}. Save the checkpoint again in one of those."
         )
     entry = Entry(name, dtype, tuple(shape), begin + offsets[0])
     if (
@@ -175,8 +174,8 @@ def _entry(file: Path, name: str, content: Any, begin: int) -> Entry:
     ):
         raise _broken(
             file,
-            f"tensor {name!r} of {fields['dtype']} has shape {_short(shape)}, which does not match "
-            f"its {offsets[1] - offsets[0]} bytes",
+            f"tensor {shown(name)} of {fields['dtype']} has shape {shown(shape)}, which does not "
+            f"match its {offsets[1] - offsets[0]} bytes",
         )
     return entry
 
@@ -187,11 +186,6 @@ def _num_bytes(entry: Entry) -> int:
 
 def _are(values: Iterable[Any], kind: type) -> bool:
     return all(type(value) is kind for value in values)  # `isinstance` would take a bool for an int
-
-
-def _short(content: Any) -> str:
-    text = repr(content)
-    return text if len(text) <= 200 else text[:200] + "..."
 
 
 def _broken(file: Path, what: str) -> ValueError:

@@ -12,12 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxzero.interop._tensors import Box, LazyTensor, first_names
+from jaxzero.interop._tensors import Box, LazyTensor, escaped, first_names, shown
 
 from .header import read_header
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"  # maps each tensor to one of several files
+from .which_files import files_in, index_in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,13 +34,13 @@ class FileTensor(LazyTensor):
     @property
     def label(self) -> str:
         """Name and file."""
-        return f"{self.name!r} in {str(self.file)!r}"
+        return f"{shown(self.name)} in {str(self.file)!r}"
 
     def _read_box(self, box: Box) -> np.ndarray:
         if self.file.stat().st_size < self.offset + self.nbytes:
             raise ValueError(
-                f"{str(self.file)!r} ends inside tensor {self.name!r}: it was cut off after it was "
-                "opened. Copy or download it again."
+                f"{str(self.file)!r} ends inside tensor {shown(self.name)}: it was cut off after "
+                "it was opened. Copy or download it again."
             )
         whole = self.ndim  # the box covers all dimensions from this one on
         while whole and box[whole - 1] == (0, self.shape[whole - 1]):
@@ -75,25 +73,26 @@ def tensors_in(path: Path | str) -> dict[str, FileTensor]:
 
     Args:
         path: a safetensors file, or a directory with `model.safetensors` or with several files and
-            their index.
+            their index. Files of other names are opened if there is one, or one set of numbered
+            parts.
 
     Raises:
-        ValueError: there is no safetensors checkpoint, a file of it is missing, truncated or
-            broken, a dtype is not supported, or the index does not match the files.
+        ValueError: there is no safetensors checkpoint, or several; a file of it is missing,
+            truncated or broken, a dtype is not supported, or the index does not match the files.
     """
     path = Path(path)
     if path.is_file():
         return _tensors_in_files([path], path)
-    index = path / INDEX
-    if not index.is_file():
-        return _tensors_in_files([path / SINGLE], path)
+    index = index_in(path)
+    if index is None:
+        return _tensors_in_files(files_in(path), path)
     file_of = _read_index(index)
     tensors = _tensors_in_files([path / name for name in sorted(set(file_of.values()))], path)
     for name, file in file_of.items():
         if name not in tensors or tensors[name].file.name != file:
             raise ValueError(
-                f"{str(index)!r} says that tensor {name!r} is in {file}, which does not hold it. "
-                "Copy or download the checkpoint again."
+                f"{str(index)!r} says that tensor {shown(name)} is in {escaped(file)}, which does "
+                "not hold it. Copy or download the checkpoint again."
             )
     return tensors
 
@@ -125,9 +124,9 @@ def _tensors_in_files(files: list[Path], path: Path) -> dict[str, FileTensor]:
         for name, dtype, shape, offset in read_header(file):
             if name in found:
                 raise ValueError(
-                    f"Tensor {name!r} is in {found[name].file.name} and in {file.name} of "
-                    f"{str(path)!r}. One of the files belongs to another checkpoint: save the "
-                    "checkpoint again into an empty directory."
+                    f"Tensor {shown(name)} is in {escaped(found[name].file.name)} and in "
+                    f"{escaped(file.name)} of {str(path)!r}. One of the files belongs to another "
+                    "checkpoint: save the checkpoint again into an empty directory."
                 )
             found[name] = FileTensor(file=file, name=name, shape=shape, dtype=dtype, offset=offset)
     return found

@@ -8,44 +8,23 @@ slice of a transposed matrix is many short ranges, and shared file systems lock 
 pages, which is slow at best.
 """
 
-import collections
 import json
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 from jaxzero.interop._tensors import LazyTensor
 
 from .atomic import new_directory
+from .carry import CARRIED, carried_from
 from .header import check_writable, file_order
-from .read import INDEX, SINGLE
+from .processes import all_succeed
+from .which_files import INDEX, SINGLE
 from .write_file import SafetensorsWriter
 
-# Patterns of the files and folders, besides weights and config, that are copied from `source`.
-_CARRIED = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "config_sentence_transformers.json",
-    "generation_config.json",
-    "merges.txt",
-    "modules.json",
-    "preprocessor_config.json",
-    "sentence_bert_config.json",
-    "sentencepiece.bpe.model",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-    "[0-9]_*",  # modules of sentence-transformers, such as 1_Pooling
-)
 # Patterns of the files of an earlier checkpoint, which a new one replaces.
-_OWN = ("*.safetensors", INDEX, "config.json", *_CARRIED)
+_OWN = ("*.safetensors", INDEX, "config.json", *CARRIED)
 
 
 def save_tensors(
@@ -69,14 +48,16 @@ def save_tensors(
         max_shard_bytes: size limit of a file, in bytes of tensors. A larger tensor gets a file of
             its own.
         source: a directory whose `config.json` and tokenizer files are copied; `dtype` in the
-            config is set to the dtype of most floating-point elements.
+            config is set to the dtype of most floating-point elements. Symbolic links must lead to
+            files inside the directory, or to the blobs of the Hugging Face cache that it is in.
 
     Returns:
         `directory`.
 
     Raises:
-        ValueError: there are no tensors, the format does not support a dtype, or `directory` is
-            `source`, a file, or a directory that holds other files than a checkpoint's.
+        ValueError: there are no tensors, the format does not support a dtype, `directory` is
+            `source`, a file, or a directory that holds other files than a checkpoint's; or a file
+            to copy is a broken link, leads out of `source`, or is no regular file.
         RuntimeError: another process failed.
     """
     directory = Path(directory)
@@ -92,12 +73,16 @@ def save_tensors(
             "that the checkpoint that was loaded is kept."
         )
     files = _divide(tensors, max_shard_bytes)
+    carried = None
+    with all_succeed(f"Writing {str(directory)!r}"):
+        if source is not None and jax.process_index() == 0:
+            carried = carried_from(Path(source))
     with new_directory(directory, replaces=_OWN) as folder:
         _write_files(folder, files)
         if jax.process_index() == 0:
             _write_index(folder, files)
-            if source is not None:
-                _carry(Path(source), folder, tensors)
+            if carried is not None:
+                carried.write(folder, tensors)
     return directory
 
 
@@ -159,27 +144,3 @@ def _write_index(folder: Path, files: dict[str, dict[str, LazyTensor]]) -> None:
         "weight_map": {name: held[name][0] for name in sorted(held)},
     }
     (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
-
-
-def _carry(source: Path, folder: Path, tensors: Mapping[str, LazyTensor]) -> None:
-    config, dtype = source / "config.json", _usual_dtype(tensors)
-    if config.is_file():
-        content = json.loads(config.read_text())
-        if dtype is not None:
-            content |= {key: dtype for key in ("dtype", "torch_dtype") if key in content}
-        text = json.dumps(content, indent=2, sort_keys=True)
-        (folder / "config.json").write_text(text + "\n")
-    for path in (path for pattern in _CARRIED for path in source.glob(pattern)):
-        if path.is_dir():
-            shutil.copytree(path, folder / path.name)
-        else:
-            shutil.copyfile(path, folder / path.name)
-
-
-def _usual_dtype(tensors: Mapping[str, LazyTensor]) -> str | None:
-    """Return the name of the dtype that most floating-point elements have."""
-    sizes: collections.Counter[str] = collections.Counter()
-    for tensor in tensors.values():
-        if jnp.issubdtype(tensor.dtype, jnp.floating):
-            sizes[tensor.dtype.name] += tensor.size
-    return next((dtype for dtype, _ in sizes.most_common(1)), None)

@@ -2,10 +2,13 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from .lazy import LazyTensor
+from .text import escaped, shown
 
 Moments = Callable[[Sequence[str] | None], "AdamMoments"]
 
@@ -89,14 +92,15 @@ def gather_moments(
         missing = [key for key in ("exp_avg", "exp_avg_sq", "step") if key not in held]
         if missing or "max_exp_avg_sq" in held:
             raise ValueError(
-                f"The optimizer state of {name!r} in {where} holds {', '.join(sorted(held))}; Adam "
-                "and AdamW have `exp_avg`, `exp_avg_sq` and `step`, and no other optimizer is read."
+                f"The optimizer state of {shown(name)} in {where} holds {shown(sorted(held))}; "
+                "Adam and AdamW have `exp_avg`, `exp_avg_sq` and `step`, and no other optimizer is "
+                "read."
             )
         for key in ("exp_avg", "exp_avg_sq"):
             if name in shapes and tuple(held[key].shape) != tuple(shapes[name]):
                 raise ValueError(
-                    f"`{key}` of {name!r} in {where} has shape {tuple(held[key].shape)}, but the "
-                    f"parameter has {tuple(shapes[name])}. Model and optimizer state belong to "
+                    f"`{key}` of {shown(name)} in {where} has shape {tuple(held[key].shape)}, but "
+                    f"the parameter has {tuple(shapes[name])}. Model and optimizer state belong to "
                     "different runs, or `names` is in another order than the optimizer's."
                 )
         means[name], squares[name] = held["exp_avg"], held["exp_avg_sq"]
@@ -105,18 +109,27 @@ def gather_moments(
         least, most = (pick(steps, key=steps.__getitem__, default="") for pick in (min, max))
         raise ValueError(
             f"{where} has different steps for different parameters: "
-            + (f"{steps[least]} for {least!r}, {steps[most]} for {most!r}" if steps else "no state")
+            + (
+                f"{steps[least]} for {shown(least)}, {steps[most]} for {shown(most)}"
+                if steps
+                else "no state"
+            )
             + ". optax has one step count for all; train with every parameter in each step."
         )
     return AdamMoments(step=next(iter(steps.values())), exp_avg=means, exp_avg_sq=squares)
 
 
-def read_step(value: object) -> int:
+def read_step(value: Any) -> int:
     """Convert a step, stored as a number or a tensor with one element, to an integer."""
-    number = value.read().reshape(()).item() if isinstance(value, LazyTensor) else value
-    if not isinstance(number, int | float) or number != int(number) or number < 0:
-        raise ValueError(f"A step must be a whole number that is not negative; got {number!r}.")
-    return int(number)
+    if isinstance(value, LazyTensor):
+        if value.size != 1:
+            raise ValueError(f"A step must be one number; {value.label} has shape {value.shape}.")
+        value = value.read().reshape(()).item()
+    if type(value) not in (int, float) or not math.isfinite(value) or value != int(value):
+        raise ValueError(f"A step must be a whole number; got {shown(value)}.")
+    if not 0 <= value < 2**63:
+        raise ValueError(f"A step must be a count that is not negative; got {shown(value)}.")
+    return int(value)
 
 
 @contextlib.contextmanager
@@ -126,6 +139,7 @@ def laid_out_as(form: str, path: Path) -> Iterator[None]:
         yield
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{str(path)!r} does not have the layout of {form} ({type(error).__name__}: {error}). "
-            "Copy the checkpoint again; if it is complete, its version is not supported."
+            f"{str(path)!r} does not have the layout of {form} ({type(error).__name__}: "
+            f"{escaped(error)}). Copy the checkpoint again; if it is complete, its version is not "
+            "supported."
         ) from error

@@ -1,9 +1,79 @@
-"""Lists of names in messages."""
+"""Names and values of files in messages: on one line, escaped, and short.
+
+A file may call a tensor anything: a name of a megabyte, with escape sequences that a terminal
+obeys, or a tuple that refers to another tuple a million times. `shown` and `escaped` make every
+such value safe to print, in time that does not depend on its size.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
-def first_names(names: list[str]) -> str:
+import numpy as np
+
+_MAX_CHARACTERS = 200
+_MAX_ITEMS = 8
+_MAX_DEPTH = 3
+_MAX_BITS = 256  # of an integer; converting a longer one to decimal digits takes quadratic time
+_BRACKETS = {tuple: "()", list: "[]", set: "{}", frozenset: "{}"}
+
+
+def shown(value: object) -> str:
+    """Format a name or another value for a message, like `repr`.
+
+    Control characters, invisible characters and surrogates are escaped; what is too long or too
+    deeply nested is cut off, with `...` in its place.
+    """
+    return _cut(_shown(value, _MAX_DEPTH))
+
+
+def escaped(text: object, *, most: int = _MAX_CHARACTERS) -> str:
+    """Format a text for a message without quotes, with the escapes of `shown`.
+
+    Args:
+        text: the text.
+        most: length in characters from which on it is cut off.
+    """
+    start = str(text)[: most + 1]
+    visible = "".join(each if each.isprintable() else repr(each)[1:-1] for each in start)
+    return _cut(visible, most)
+
+
+def first_names(names: Sequence[str]) -> str:
     """Format the first three names of a list, and the number of the others."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(repr(name) for name in names[:3]) + rest
+    return ", ".join(shown(name) for name in names[:3]) + rest
+
+
+def _cut(text: str, most: int = _MAX_CHARACTERS) -> str:
+    return text if len(text) <= most else text[:most] + "..."
+
+
+def _shown(value: object, depth: int) -> str:
+    if isinstance(value, str | bytes):
+        return repr(value[: _MAX_CHARACTERS + 1])
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    if value is None or isinstance(value, int | float | complex):
+        return repr(value)
+    if isinstance(value, np.dtype):
+        return str(value)
+    if isinstance(value, Mapping):
+        pairs = (f"{_shown(key, depth - 1)}: {_shown(value[key], depth - 1)}" for key in value)
+        return "{" + _joined(pairs, len(value), depth) + "}"
+    if type(value) in _BRACKETS:
+        opening, closing = _BRACKETS[type(value)]
+        items: Iterable = value  # pyright: ignore[reportAssignmentType]
+        count = len(value)  # pyright: ignore[reportArgumentType]
+        inner = _joined((_shown(item, depth - 1) for item in items), count, depth)
+        comma = "," if isinstance(value, tuple) and count == 1 else ""
+        return f"{opening}{inner}{comma}{closing}"
+    return f"a {type(value).__name__}"
+
+
+def _joined(items: Iterable[str], count: int, depth: int) -> str:
+    if count and depth <= 0:
+        return "..."
+    shortened = [*itertools.islice(items, _MAX_ITEMS)]
+    return ", ".join([*shortened, "..."] if count > _MAX_ITEMS else shortened)

@@ -10,7 +10,6 @@ https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 
 import dataclasses
 import functools
-import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -19,15 +18,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxzero.interop._tensors import AdamMoments, Box, Checkpoint, LazyTensor, box_shape
+from jaxzero.interop._tensors import (
+    AdamMoments,
+    Box,
+    Checkpoint,
+    LazyTensor,
+    box_shape,
+    escaped,
+    shown,
+)
 
+from .chunk_cover import covers_exactly
+from .names import TorchDtype
+from .record import Record
 from .state_dict import moments_of
 from .torch_file import read_torch_file
-from .unpickle import DTYPES, Record, unpickle
+from .unpickle import unpickle
 
 METADATA = ".metadata"
 _TENSOR = "torch.distributed.checkpoint.metadata.TensorStorageMetadata"
-_OPTIMIZER = re.compile(r"(?:(?P<above>.+)\.)?state\.(?P<name>.+)\.(?P<key>\w+)")
+_MAX_DIMS = 64  # limit of numpy and of PyTorch
 
 
 class _Chunk(NamedTuple):
@@ -54,7 +64,7 @@ class DcpTensor(LazyTensor):
     @property
     def label(self) -> str:
         """Name and directory, for messages."""
-        return f"{self.name!r} in {str(self.directory)!r}"
+        return f"{shown(self.name)} in {str(self.directory)!r}"
 
     def _read_box(self, box: Box) -> np.ndarray:
         whole = np.empty([stop - start for start, stop in box], self.dtype)
@@ -77,7 +87,7 @@ class DcpTensor(LazyTensor):
             held = read_torch_file(chunk.file, within=within, name=self.name)
             if not isinstance(held, LazyTensor):
                 raise ValueError(
-                    f"{self.name!r} in {str(chunk.file)!r} is not a tensor but a "
+                    f"{shown(self.name)} in {str(chunk.file)!r} is not a tensor but a "
                     f"{type(held).__name__}. Save the checkpoint again."
                 )
             self.opened[chunk] = held
@@ -96,6 +106,8 @@ def open_dcp(directory: Path) -> Checkpoint:
     entries = _mapping(metadata, "state_dict_metadata", path)
     places = _mapping(metadata, "storage_data", path)
     paths = metadata.field("planner_data") or {}  # absent if the dict was not flattened
+    if not all(type(name) is str for name in entries) or not isinstance(paths, Mapping):
+        raise TypeError("names of tensors that are not text")
     chunks = _chunks_of(places, directory)
     tensors: dict[str, LazyTensor] = {}
     for name, entry in entries.items():
@@ -127,53 +139,69 @@ def _chunks_of(places: Mapping, directory: Path) -> dict[str, dict[tuple | None,
     for index, place in places.items():
         name, offset = index.field("fqn"), index.field("offset")
         file, start, length = (place.field(key) for key in ("relative_path", "offset", "length"))
-        if Path(file).name != file or type(start) is not int or type(length) is not int:
+        if (
+            type(name) is not str
+            or not (offset is None or _are_sizes(offset))
+            or type(file) is not str
+            or Path(file).name != file
+            or type(start) is not int
+            or type(length) is not int
+        ):
             raise ValueError(
-                f"{str(directory / METADATA)!r} puts {name!r} at {start} in {file!r}, which is not "
-                "a place in a file beside it. Do not load it."
+                f"{str(directory / METADATA)!r} puts {shown(name)} at {shown(start)} in "
+                f"{shown(file)}, which is not a place in a file beside it. Do not load it."
             )
         if place.field("transform_descriptors"):
             raise NotImplementedError(
-                f"{name!r} in {str(directory)!r} was saved through an extension "
-                f"({place.field('transform_descriptors')}). Save it without extensions."
+                f"{shown(name)} in {str(directory)!r} was saved through an extension "
+                f"({shown(place.field('transform_descriptors'))}). Save it without extensions."
             )
         if file not in sizes:
             if not (directory / file).is_file():
                 raise ValueError(
-                    f"{str(directory)!r} lacks {file}, in which {name!r} lies. Copy all files of "
-                    "the checkpoint: each process wrote its own."
+                    f"{str(directory)!r} lacks {escaped(file)}, in which {shown(name)} lies. Copy "
+                    "all files of the checkpoint: each process wrote its own."
                 )
             sizes[file] = (directory / file).stat().st_size
         if start < 0 or length < 0 or start + length > sizes[file]:
             raise ValueError(
-                f"{str(directory / file)!r} is truncated: {name!r} should end at byte "
-                f"{start + length}, but the file has {sizes[file]} bytes. Copy it again."
+                f"{str(directory / file)!r} is truncated: {shown(name)} should end at byte "
+                f"{shown(start + length)}, but the file has {sizes[file]} bytes. Copy it again."
             )
-        found.setdefault(name, {})[offset] = (directory / file, start, length)
+        of_name = found.setdefault(name, {})
+        if offset in of_name:
+            raise ValueError(
+                f"{str(directory / METADATA)!r} puts the chunk of {shown(name)} at "
+                f"{shown(offset)} in two places. Save the checkpoint again."
+            )
+        of_name[offset] = (directory / file, start, length)
     return found
 
 
 def _tensor(name: str, entry: Record, places: Mapping, directory: Path) -> DcpTensor:
     shape, properties = entry.field("size"), entry.field("properties")
-    dtype = properties.state[0] if isinstance(properties, Record) else None
-    where = f"{name!r} in {str(directory)!r}"
-    if dtype not in DTYPES or not _are_sizes(shape):
-        raise ValueError(f"{where} has dtype {dtype} and shape {shape}, which cannot be read.")
+    state = properties.state if isinstance(properties, Record) else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    where = f"{shown(name)} in {str(directory)!r}"
+    if not isinstance(dtype, TorchDtype) or not _are_sizes(shape):
+        raise ValueError(
+            f"{where} has dtype {shown(dtype)} and shape {shown(shape)}, which cannot be read."
+        )
     chunks = []
     for chunk in entry.field("chunks", ()):
         offsets, sizes = chunk.field("offsets"), chunk.field("sizes")
         box = _box(offsets, sizes, shape)
         if box is None or (offsets not in places and math.prod(sizes)):
             raise ValueError(
-                f"{where} has a chunk of shape {sizes} at {offsets}, which "
-                + (f"is not inside its shape {shape}." if box is None else "no file holds.")
+                f"{where} has a chunk of shape {shown(sizes)} at {shown(offsets)}, which "
+                + (f"is not inside its shape {shown(shape)}." if box is None else "no file holds.")
                 + " Copy or save the checkpoint again."
             )
         if math.prod(sizes):
             chunks.append(_Chunk(box, *places[offsets]))
     _check_cover(where, shape, [chunk.box for chunk in chunks])
     return DcpTensor(
-        directory=directory, name=name, shape=shape, dtype=DTYPES[dtype], chunks=tuple(chunks)
+        directory=directory, name=name, shape=shape, dtype=dtype.dtype, chunks=tuple(chunks)
     )
 
 
@@ -188,34 +216,56 @@ def _box(offsets: Any, sizes: Any, shape: tuple[int, ...]) -> Box | None:
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value)
+    return (
+        type(value) is tuple
+        and len(value) <= _MAX_DIMS
+        and all(type(size) is int and 0 <= size < 2**63 for size in value)
+    )
 
 
 def _check_cover(where: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
-    covered = sum(math.prod(box_shape(box)) for box in boxes)
-    # Comparing all pairs is quadratic. Among many boxes only neighbours in sorted order are
-    # compared, which finds nearly every overlap.
-    boxes = sorted(boxes)
-    pairs = itertools.combinations(boxes, 2) if len(boxes) < 65 else itertools.pairwise(boxes)
-    twice = any(_intersection(a, b) for a, b in pairs)
-    if covered != math.prod(shape) or twice:
+    try:
+        exact = covers_exactly(shape, boxes)
+    except ValueError as error:
+        raise ValueError(f"{where} cannot be read: its {error}.") from error
+    if not exact:
         raise ValueError(
-            f"The {len(boxes)} chunks of {where} do not cover its shape {shape} without gap or "
-            "overlap. Copy or save the checkpoint again."
+            f"The {len(boxes)} chunks of {where} do not cover its shape {shown(shape)} without gap "
+            "or overlap. Copy or save the checkpoint again."
         )
+
+
+class _StateEntry(NamedTuple):
+    """What the name `optim.state.NAME.exp_avg` of an optimizer's tensor is composed of."""
+
+    above: str | None
+    name: str
+    key: str
+
+
+def _state_entry(full: str) -> _StateEntry | None:
+    head, _, key = full.rpartition(".")
+    at = head.rfind(".state.", 1, max(len(head) - 1, 1))
+    if re.fullmatch(r"\w+", key) is None:
+        return None
+    if at > 0:
+        return _StateEntry(head[:at], head[at + len(".state.") :], key)
+    name = head.removeprefix("state.")
+    return _StateEntry(None, name, key) if name and name != head else None
 
 
 def _sort(tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], dict[str, dict]]:
     """Separate parameters from optimizer state (tensors `optim.state.NAME.exp_avg`, ...)."""
-    matches = {name: _OPTIMIZER.fullmatch(name) for name in tensors}
-    above = {m["above"] for m in matches.values() if m and m["key"] == "exp_avg"}
+    entries = {name: _state_entry(name) for name in tensors}
+    above = {entry.above for entry in entries.values() if entry and entry.key == "exp_avg"}
+    groups = tuple(f"{each or 'param_groups'}." for each in above)
     state: dict[str, dict] = {}
     kept = {}
     for name, tensor in tensors.items():
-        match = matches[name]
-        if match and match["above"] in above:
-            state.setdefault(match["name"], {})[match["key"]] = tensor
-        elif not any(name.startswith(f"{each or 'param_groups'}.") for each in above):
+        entry = entries[name]
+        if entry and entry.above in above:
+            state.setdefault(entry.name, {})[entry.key] = tensor
+        elif not name.startswith(groups):
             kept[name] = tensor
     return kept, state
 
@@ -224,22 +274,28 @@ def _without_prefix(
     tensors: dict[str, LazyTensor], paths: Mapping[str, tuple]
 ) -> dict[str, LazyTensor]:
     """Remove the key of the saved dict from names, if all tensors lie under a single key."""
-    tops = {paths.get(name, (name,))[:-1][:1] for name in tensors}
-    top = next(iter(tops)) if len(tops) == 1 else ()
-    if not top:
+    tops = set()
+    for name in tensors:
+        path = paths.get(name, (name,))
+        if type(path) is not tuple or not all(type(each) in (str, int) for each in path):
+            raise TypeError(f"the path {shown(path)} of {shown(name)}")
+        tops.add(str(path[0]) if len(path) > 1 else None)
+    prefix = f"{tops.pop()}." if len(tops) == 1 and None not in tops else ""
+    if not all(name.startswith(prefix) and name != prefix for name in tensors):
         return tensors
-    return {name.removeprefix(f"{top[0]}."): tensor for name, tensor in tensors.items()}
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
 def _with_whole_steps(
     state: dict[str, dict], entries: Mapping[str, Any], chunks: Mapping[str, Mapping]
 ) -> dict[str, dict]:
     """Add steps that were saved as numbers, which DCP stores as pickled objects."""
-    for name in entries:
-        match = _OPTIMIZER.fullmatch(name)
-        if match and match["key"] == "step" and "step" not in state.get(match["name"], {"step": 0}):
-            file, start, length = chunks[name][None]
-            state[match["name"]]["step"] = read_torch_file(file, within=(start, length), name=name)
+    for full in entries:
+        entry = _state_entry(full)
+        if entry and entry.key == "step" and "step" not in state.get(entry.name, {"step": 0}):
+            file, start, length = chunks[full][None]
+            step = read_torch_file(file, within=(start, length), name=full)
+            state[entry.name]["step"] = step
     return state
 
 

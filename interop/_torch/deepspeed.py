@@ -21,8 +21,10 @@ from jaxzero.interop._tensors import (
     concatenate,
     gather_moments,
     read_step,
+    shown,
 )
 
+from .param_shapes import check_order, check_values, checked_shape, param_shapes
 from .torch_file import read_torch_file
 from .zero_partitions import MOMENTS, called, fragments_of, join, read_ranks
 
@@ -68,7 +70,7 @@ def open_deepspeed(directory: Path, records: Collection[str]) -> Checkpoint:
             f"ZeRO: its weights are the entry 'module' of {models[0].name}. Open that file, with "
             "`key='module'`."
         )
-    return _open_zero(directory, states, files, records)
+    return _open_zero(directory, models, states, files, records)
 
 
 def _tagged(directory: Path) -> Path:
@@ -78,8 +80,8 @@ def _tagged(directory: Path) -> Path:
             inside = Path(tag).name == tag and tag not in ("", "..")
             if not inside or not (directory / tag).is_dir():
                 raise ValueError(
-                    f"{str(directory / name)!r} names {tag!r}, which is not a directory beside it. "
-                    "Copy that directory too, or give the directory of another step."
+                    f"{str(directory / name)!r} names {shown(tag)}, which is not a directory "
+                    "beside it. Copy that directory too, or give the directory of another step."
                 )
             return directory / tag
     return directory
@@ -126,10 +128,14 @@ def _model_state(file: Path, records: Collection[str]) -> Mapping[str, Any]:
 
 
 def _open_zero(
-    directory: Path, states: list[Mapping[str, Any]], files: list[Path], records: Collection[str]
+    directory: Path,
+    models: list[Path],
+    states: list[Mapping[str, Any]],
+    files: list[Path],
+    records: Collection[str],
 ) -> Checkpoint:
     stage, ranks = read_ranks(files, records)
-    groups = _param_shapes(states[0], directory)
+    groups = param_shapes(models, states)
     shapes = {name: shape for group in groups for name, shape in group.items()}
     fragments = fragments_of(stage, groups, ranks)
     if stage == 3:
@@ -150,35 +156,42 @@ def _open_zero(
         kinds = {kind: of(kind) for kind in MOMENTS}
         return AdamMoments(step=steps.pop(), **kinds)
 
+    trained = of("fp32")
+    if stage == 3:
+        check_order(models[0], states[0], groups)
+    else:
+        check_values(models[0], states[0], trained)
     has_moments = all(kind in rank.flat for rank in ranks for kind in MOMENTS)
     return _with_aliases(
         Checkpoint(
             path=directory,
             form=f"DeepSpeed ZeRO-{stage}",
-            tensors=tensors | of("fp32"),
+            tensors=tensors | trained,
             moments=moments if has_moments else None,
         ),
         states[0],
+        trained,
     )
 
 
-def _with_aliases(checkpoint: Checkpoint, state: Mapping[str, Any]) -> Checkpoint:
+def _with_aliases(
+    checkpoint: Checkpoint, state: Mapping[str, Any], trained: Collection[str]
+) -> Checkpoint:
     shared = state.get("shared_params") or {}
     aliases = {name: other for name, other in shared.items() if other in checkpoint.tensors}
+    module = state["module"]
+    for name, other in aliases.items():
+        tied, held = checkpoint.tensors[other], module.get(name)
+        stored = isinstance(held, LazyTensor) and held.size > 0  # stage 3 stores empty tensors
+        if name != other and (name in trained or (stored and held.shape != tied.shape)):
+            raise ValueError(
+                f"`shared_params` in {str(checkpoint.path)!r} says that {shown(name)} is "
+                f"{shown(other)}, but it has a shape or elements of its own. Copy the checkpoint "
+                "again."
+            )
     tied = {name: checkpoint.tensors[other] for name, other in aliases.items()}
     tensors = {**checkpoint.tensors, **tied}
     return dataclasses.replace(checkpoint, tensors=tensors, aliases=aliases)
-
-
-def _param_shapes(state: Mapping[str, Any], directory: Path) -> list[dict[str, tuple[int, ...]]]:
-    shapes = state.get("param_shapes")
-    shapes = [shapes] if isinstance(shapes, Mapping) else shapes
-    if not isinstance(shapes, list) or not all(isinstance(group, Mapping) for group in shapes):
-        raise ValueError(
-            f"The model state in {str(directory)!r} has no `param_shapes`, which describes the "
-            "contents of the flat tensors. It was not written by ZeRO."
-        )
-    return [{name: tuple(shape) for name, shape in group.items()} for group in shapes]
 
 
 def _tensors_of(state: Mapping[str, Any], *, leaving_out: Collection[str]) -> dict[str, LazyTensor]:
@@ -197,14 +210,17 @@ def _untrained_of_stage_3(
     others = set(states[0]["module"]) - buffers  # stage 3 stores empty tensors for parameters
     tensors = _tensors_of(states[0], leaving_out=others)
     for name, shape in (states[0].get("frozen_param_shapes") or {}).items():
+        shape = checked_shape(name, shape, directory)
         parts = [state["frozen_param_fragments"][name] for state in states]
-        whole = concatenate([called(name, part) for part in parts], 0)
         size = math.prod(shape)
-        if whole.size < size:
+        piece = -(-size // len(parts))
+        if any(not isinstance(part, LazyTensor) or part.shape != (piece,) for part in parts):
             raise ValueError(
-                f"The processes hold {whole.size} elements of {name!r} in {str(directory)!r}, but "
-                f"its shape is {shape}. Files are missing or belong to different checkpoints."
+                f"The processes do not hold {piece} elements each of {shown(name)} in "
+                f"{str(directory)!r}, but its shape is {shape}. Files are missing or belong to "
+                "different checkpoints."
             )
+        whole = concatenate([called(name, part) for part in parts], 0)
         tensors[name] = whole.narrow(0, 0, size).reshape(shape)
     return tensors
 
@@ -234,6 +250,7 @@ def _open_universal(
             moments=moments if trained else None,
         ),
         state,
+        [folder.name for folder in trained],
     )
 
 

@@ -7,12 +7,22 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxzero.interop._tensors import AdamMoments, Checkpoint, LazyTensor, gather_moments, read_step
+from jaxzero.interop._tensors import (
+    AdamMoments,
+    Checkpoint,
+    LazyTensor,
+    escaped,
+    first_names,
+    gather_moments,
+    read_step,
+    shown,
+)
 
 from .torch_file import TorchTensor, read_torch_file
 
 WEIGHTS = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"  # maps each tensor to one of several files
+_MAX_DEPTH, _MAX_PATH = 16, 1000  # of dicts that contain a state dict; characters of a dotted path
 
 
 def open_torch_file(file: Path, key: str | None, records: Collection[str]) -> Checkpoint:
@@ -48,14 +58,14 @@ def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
         absent = [name for name in file_of if file_of[name] == file.name and name not in held]
         if absent:
             raise ValueError(
-                f"{str(index)!r} says that tensor {absent[0]!r} is in {file.name}, which does not "
-                "hold it. Copy or download the checkpoint again."
+                f"{str(index)!r} says that tensor {shown(absent[0])} is in {escaped(file.name)}, "
+                "which does not hold it. Copy or download the checkpoint again."
             )
         strange = [name for name in held if file_of.get(name) != file.name]
         if strange:
             raise ValueError(
-                f"{str(file)!r} holds tensor {strange[0]!r}, which {index.name} does not look for "
-                "there. Copy or download the checkpoint again."
+                f"{str(file)!r} holds tensor {shown(strange[0])}, which {index.name} does not look "
+                "for there. Copy or download the checkpoint again."
             )
         tensors |= held
     return Checkpoint(path=directory, form="torch.save", tensors=tensors)
@@ -68,12 +78,12 @@ def read_index(index: Path) -> dict[str, str]:
         ValueError: the index is broken, names a file outside its directory, or a file is missing.
     """
     try:
-        file_of = dict(json.loads(index.read_bytes())["weight_map"])
+        file_of = json.loads(index.read_bytes())["weight_map"]
         outside = [name for name in file_of.values() if Path(name).name != name]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{str(index)!r} is not an index: it must hold a `weight_map` from tensors to files "
-            f"({type(error).__name__}: {error}). Copy or download the checkpoint again."
+            f"({type(error).__name__}: {escaped(error)}). Copy or download the checkpoint again."
         ) from error
     if not file_of:
         raise ValueError(
@@ -81,15 +91,16 @@ def read_index(index: Path) -> dict[str, str]:
         )
     if outside:
         raise ValueError(
-            f"{str(index)!r} names {outside[0]!r}, which is not a file beside it. Do not load it."
+            f"{str(index)!r} names {shown(outside[0])}, which is not a file beside it. Do not load "
+            "it."
         )
     missing = [
         name for name in sorted(set(file_of.values())) if not (index.parent / name).is_file()
     ]
     if missing:
         raise ValueError(
-            f"{str(index.parent)!r} lacks {', '.join(missing)}, which {index.name} names. Copy or "
-            "download the checkpoint again."
+            f"{str(index.parent)!r} lacks {first_names(missing)}, which {index.name} names. Copy "
+            "or download the checkpoint again."
         )
     return file_of
 
@@ -160,46 +171,88 @@ def _with_name(name: str, held: Mapping[str, Any]) -> dict[str, Any]:
 
 def _state_dict(content: Any, file: Path) -> Mapping[str, Any]:
     """Find the only dict of tensors in a file."""
-    found = dict(_dicts_of_tensors(content, ""))
+    found = _dicts_of_tensors(content, file)
     if len(found) == 1:
         return next(iter(found.values()))
     if not found:
         raise ValueError(f"{str(file)!r} holds no dict of tensors. Save `model.state_dict()`.")
     raise ValueError(
-        f"{str(file)!r} holds several dicts of tensors: {', '.join(map(repr, found))}. Name that "
-        "of the model with `key=`."
+        f"{str(file)!r} holds several dicts of tensors: {first_names(list(found))}. Name that of "
+        "the model with `key=`."
     )
 
 
-def _dicts_of_tensors(content: Any, path: str):
-    if not isinstance(content, Mapping) or _is_optimizer(content):
-        return
-    if any(isinstance(value, LazyTensor) for value in content.values()):
-        yield path, content
-        return
-    for key, value in content.items():
-        yield from _dicts_of_tensors(value, f"{path}.{key}" if path else str(key))
+def _dicts_of_tensors(content: Any, file: Path) -> dict[str, Mapping[str, Any]]:
+    """Map dotted path -> dict of tensors, for all in a file except those of optimizers.
+
+    A dict of dicts that is at several paths is searched at the first: nested dicts that contain
+    each other twice have exponentially many paths.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    searched: set[int] = set()
+    left = [("", content, 0)]
+    while left:
+        path, held, depth = left.pop()
+        if not isinstance(held, Mapping) or _is_optimizer(held):
+            continue
+        if any(isinstance(value, LazyTensor) for value in held.values()):
+            if path in found:
+                raise ValueError(
+                    f"{str(file)!r} holds two dicts of tensors at {shown(path)}. Save only the "
+                    "state dict of the model."
+                )
+            found[path] = held
+        elif id(held) not in searched:
+            searched.add(id(held))
+            if depth == _MAX_DEPTH:
+                raise ValueError(
+                    f"{str(file)!r} holds dicts nested deeper than {_MAX_DEPTH}, at "
+                    f"{shown(path)}. Save only the state dict of the model."
+                )
+            inner = [
+                (_joined(path, key, file), value, depth + 1)
+                for key, value in held.items()
+                if isinstance(value, Mapping)
+            ]
+            left += reversed(inner)
+    return found
+
+
+def _joined(path: str, key: Any, file: Path) -> str:
+    text = key if isinstance(key, str) else shown(key)
+    if len(path) + len(text) > _MAX_PATH:
+        raise ValueError(
+            f"{str(file)!r} holds a dict at {shown(path)}, {shown(text)}, a path of more than "
+            f"{_MAX_PATH} characters. Save only the state dict of the model."
+        )
+    return f"{path}.{text}" if path else text
 
 
 def _entry(content: Any, key: str, file: Path) -> Mapping[str, Any]:
-    found = dict(_dicts_of_tensors(content, ""))
+    found = _dicts_of_tensors(content, file)
     if key not in found:
         raise ValueError(
-            f"`key` must be one of {', '.join(map(repr, found)) or 'none'}, which are the dicts of "
+            f"`key` must be one of {first_names(list(found)) or 'none'}, which are the dicts of "
             f"tensors in {str(file)!r}; got {key!r}."
         )
     return found[key]
 
 
-def _named(held: Mapping[str, Any], file: Path) -> dict[str, LazyTensor]:
-    tensors = {}
-    for name, value in held.items():
+def _named(held: Mapping[Any, Any], file: Path) -> dict[str, LazyTensor]:
+    tensors: dict[str, LazyTensor] = {}
+    for key, value in held.items():
+        name = str(key) if type(key) is int else key
+        if type(name) is not str or name in tensors:
+            raise ValueError(
+                f"{str(file)!r} has a tensor of the name {shown(key)}, but names must be different "
+                "texts. Rename it in the state dict and save that again."
+            )
         if isinstance(value, TorchTensor):
-            tensors[str(name)] = dataclasses.replace(value, name=str(name))
+            tensors[name] = dataclasses.replace(value, name=name)
         elif value is not None:
             raise ValueError(
-                f"{name!r} in {str(file)!r} is not a tensor but a {type(value).__name__}. Remove "
-                "it from the state dict and save that again."
+                f"{shown(name)} in {str(file)!r} is not a tensor but a {type(value).__name__}. "
+                "Remove it from the state dict and save that again."
             )
     return tensors
 

@@ -9,22 +9,21 @@ Distributed checkpoints put several such archives into one file, so an archive i
 """
 
 import dataclasses
-import functools
-import io
 import math
-import struct
-import zipfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxzero.interop._tensors import Box, LazyTensor
+from jaxzero.interop._tensors import Box, LazyTensor, shown
 
-from .unpickle import DTYPES, unpickle
+from .archive import NOT_ZIP, Archive, ByteRange, not_an_archive
+from .names import TorchStorage
+from .unpickle import unpickle
 
-_LOCAL_HEADER = 30  # bytes before the name in a zip entry; its last two numbers are lengths
+# A tensor may repeat elements of its storage (`expand`); a file may do so up to this many bytes.
+_MAX_REPEATED_BYTES = 2**28
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,7 @@ class TorchTensor(LazyTensor):
     @property
     def label(self) -> str:
         """Name and file, for messages."""
-        return f"{self.name!r} in {str(self.file)!r}"
+        return f"{shown(self.name)} in {str(self.file)!r}"
 
     @property
     def _span(self) -> int:
@@ -62,41 +61,6 @@ class _Storage(NamedTuple):
     dtype: np.dtype
     start: int  # offset in the file, in bytes
     size: int  # in bytes
-
-
-class _Range(io.RawIOBase):
-    """A byte range of a file, readable as a file of its own (as `zipfile` needs)."""
-
-    def __init__(self, file: Path, start: int, length: int):
-        self._file = open(file, "rb")  # noqa: SIM115 (closed with the range)
-        self._start, self._length, self._position = start, length, 0
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise OSError(f"a position of {base + offset}")
-        self._position = base + offset
-        return self._position
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._length - self._position)
-        self._file.seek(self._start + self._position)
-        data = self._file.read(left if size is None or size < 0 else min(size, left))
-        self._position += len(data)
-        return data
 
 
 def read_torch_file(
@@ -120,134 +84,92 @@ def read_torch_file(
     """
     size = file.stat().st_size
     start, length = within or (0, size)
-    where = f"{str(file)!r}" + (f" ({name!r})" if name else "")
+    where = f"{str(file)!r}" + (f" ({shown(name)})" if name else "")
     if start < 0 or length < 0 or start + length > size:
         raise ValueError(
             f"{where} should hold {length} bytes from {start} on, but has {size} in all. Copy or "
             "download the checkpoint again."
         )
     try:
-        with _Range(file, start, length) as opened, zipfile.ZipFile(opened) as archive:
-            return _read_archive(_Archive(file, start, where, archive), name, records)
-    except _NOT_ZIP as error:
-        raise ValueError(_not_an_archive(file, start, where, error)) from error
+        with ByteRange(file, start, length) as opened:
+            reader = _Reader(Archive(file, start, where, opened), name)
+            return reader.read(records)
+    except NOT_ZIP as error:
+        raise ValueError(not_an_archive(file, start, where, error)) from error
 
 
-# `zipfile` raises any of these for archives that are truncated or have inconsistent headers.
-_NOT_ZIP = (
-    zipfile.BadZipFile,
-    KeyError,
-    NotImplementedError,
-    OSError,
-    RuntimeError,
-    UnicodeDecodeError,
-    struct.error,
-)
+class _Reader:
+    """Makes the storages and tensors that the pickle of one archive describes."""
 
+    def __init__(self, archive: Archive, name: str):
+        self._archive, self._name = archive, name
+        self._storages: dict[str, tuple[TorchStorage, int, _Storage]] = {}
+        self._repeated_bytes = 0
 
-def _not_an_archive(file: Path, start: int, where: str, error: Exception) -> str:
-    with file.open("rb") as opened:
-        opened.seek(start)
-        is_zip = opened.read(4) == b"PK\x03\x04"
-    if is_zip:
-        return (
-            f"{where} is not a whole file of `torch.save` ({error}). Copy or download the "
-            "checkpoint again."
+    def read(self, records: Collection[str]) -> Any:
+        """Read the object."""
+        return unpickle(
+            self._archive.read("data.pkl"),
+            self._archive.where,
+            storage=self._storage,
+            tensor=self._tensor,
+            records=records,
         )
-    return (
-        f"{where} is not a zip archive, which `torch.save` has written since PyTorch 1.6. If it is "
-        "older, load it with `torch.load(path, weights_only=True)` and save it again."
-    )
 
-
-class _Archive:
-    """Locates the entries of a zip archive in the file."""
-
-    def __init__(self, file: Path, start: int, where: str, archive: zipfile.ZipFile):
-        self.file, self.where = file, where
-        self._start, self._archive = start, archive
-        names = archive.namelist()
-        found = [name for name in names if name == "data.pkl" or name.endswith("/data.pkl")]
-        if len(found) != 1:
+    def _storage(self, pid: tuple) -> _Storage:
+        kind, of, key, _, count = pid
+        well_formed = type(kind) is str and kind == "storage" and type(key) is str
+        if not well_formed or type(of) is not TorchStorage or type(count) is not int or count < 0:
+            raise ValueError(f"a storage described as {shown(pid)}")
+        if key in self._storages:
+            known_of, known_count, known = self._storages[key]
+            if (known_of, known_count) != (of, count):
+                raise ValueError(f"storage {shown(key)} of two dtypes or sizes")
+            return known
+        begin, size = self._archive.place(f"data/{key}")
+        if count * of.dtype.itemsize > size:
             raise ValueError(
-                f"{where} is a zip archive without a `data.pkl`, so `torch.save` did not write it. "
-                "Give a file that holds a state dict."
+                f"storage {shown(key)} of {shown(count)} x {of.dtype}, which has {size} bytes"
             )
-        self._prefix = found[0].removesuffix("data.pkl")
-        if "byteorder" in self and self.read("byteorder").strip() == b"big":
-            raise ValueError(
-                f"{where} was written on a big-endian machine. Load and save it with PyTorch on a "
-                "little-endian one."
-            )
+        made = _Storage(of.dtype, begin, count * of.dtype.itemsize)
+        self._storages[key] = of, count, made
+        return made
 
-    def __contains__(self, entry: str) -> bool:
-        return self._prefix + entry in self._archive.NameToInfo
-
-    def read(self, entry: str) -> bytes:
-        """Read a small entry as a whole."""
-        self.place(entry)
-        return self._archive.read(self._prefix + entry)
-
-    def place(self, entry: str) -> tuple[int, int]:
-        """Return an entry's offset in the file and its size, both in bytes.
-
-        Raises:
-            ValueError: the entry does not exist, is compressed, or extends beyond the file.
-        """
-        if entry not in self:
-            raise ValueError(f"{self.where} lacks `{entry}`, which its `data.pkl` refers to.")
-        info = self._archive.getinfo(self._prefix + entry)
-        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-            raise ValueError(
-                f"{self.where} is a compressed archive, which `torch.save` does not write. Unpack "
-                "it and pack it again without compression (`zip -0`)."
-            )
-        header = self._start + info.header_offset
-        with self.file.open("rb") as opened:
-            opened.seek(header)
-            lengths = struct.unpack("<HH", opened.read(_LOCAL_HEADER)[-4:])
-        begin = header + _LOCAL_HEADER + sum(lengths)
-        if header < 0 or begin + info.file_size > self.file.stat().st_size:
-            raise ValueError(f"{self.where} is truncated: `{entry}` extends beyond the file.")
-        return begin, info.file_size
-
-
-def _read_archive(archive: _Archive, name: str, records: Collection[str]) -> Any:
-    @functools.cache
-    def place(key: str) -> tuple[int, int]:
-        return archive.place(f"data/{key}")
-
-    def storage(pid: tuple) -> _Storage:
-        kind, dtype, key, _, count = pid
-        if kind != "storage" or dtype not in DTYPES or type(count) is not int or count < 0:
-            raise ValueError(f"a storage described as {pid!r}")
-        begin, size = place(key)
-        if count * DTYPES[dtype].itemsize > size:
-            raise ValueError(f"storage {key!r} of {count} x {dtype}, which has {size} bytes")
-        return _Storage(DTYPES[dtype], begin, count * DTYPES[dtype].itemsize)
-
-    def tensor(held: Any, dtype: np.dtype | None, offset: int, shape: tuple, strides: tuple):
+    def _tensor(
+        self,
+        held: Any,
+        dtype: np.dtype | None,
+        offset: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+    ) -> TorchTensor:
         if not isinstance(held, _Storage):
-            raise ValueError(f"a tensor whose storage is {held!r}")
+            raise ValueError(f"a tensor whose storage is {shown(held)}")
         dtype = held.dtype if dtype is None else dtype
         span = _span(shape, strides)
-        fits = (offset + max(span, math.prod(shape))) * dtype.itemsize <= held.size
-        if span and not fits:
+        # numpy limits the product of the dimensions that are not 0.
+        too_large = math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 2**63
+        if too_large or (span and (offset + span) * dtype.itemsize > held.size):
             raise ValueError(
-                f"a tensor of shape {shape}, strides {strides} and offset {offset} in a storage of "
-                f"{held.size} bytes"
+                f"a tensor of shape {shown(shape)}, strides {shown(strides)} and offset "
+                f"{shown(offset)} in a storage of {held.size} bytes"
+            )
+        self._repeated_bytes += max(0, math.prod(shape) - span) * dtype.itemsize
+        if self._repeated_bytes > _MAX_REPEATED_BYTES:
+            raise ValueError(
+                f"a tensor of shape {shown(shape)} and strides {shown(strides)}, which repeats "
+                f"elements of its storage: tensors would take {shown(self._repeated_bytes)} bytes "
+                f"more than the file holds, and {_MAX_REPEATED_BYTES} are allowed; save "
+                "`tensor.contiguous()`"
             )
         return TorchTensor(
-            file=archive.file,
-            name=name,
+            file=self._archive.file,
+            name=self._name,
             start=held.start + offset * dtype.itemsize,
             shape=shape,
             strides=strides,
             dtype=dtype,
         )
-
-    data = archive.read("data.pkl")
-    return unpickle(data, archive.where, storage=storage, tensor=tensor, records=records)
 
 
 def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:

@@ -19,12 +19,13 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxzero.interop._tensors import LazyTensor, concatenate, read_step
+from jaxzero.interop._tensors import LazyTensor, concatenate, read_step, shown
 
+from .partition import Rank, Shape
+from .partition_sizes import check_partitions, check_pieces, paddings_of
+from .record import Record
 from .torch_file import TorchTensor, read_torch_file
-from .unpickle import Record
 
-Shape = tuple[int, ...]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -38,15 +39,6 @@ class Fragment(NamedTuple):
 
 
 Fragments = Mapping[str, list[Fragment]]
-
-
-class Rank(NamedTuple):
-    """The optimizer state that one process wrote."""
-
-    file: Path
-    flat: dict[str, list[LazyTensor]]  # "fp32" or a moment -> one flat tensor per group
-    steps: set[int]
-    paddings: list[list[int]] | None  # number of padding elements after each parameter, per group
 
 
 def read_ranks(files: list[Path], records: Collection[str]) -> tuple[int, list[Rank]]:
@@ -64,13 +56,14 @@ def read_ranks(files: list[Path], records: Collection[str]) -> tuple[int, list[R
                 f"{str(file)!r} is not an optimizer state of ZeRO: it was not partitioned."
             )
         stage = state.get("zero_stage", 1)  # `BF16_Optimizer` omits it and partitions as stage 1
-        stages.add(stage.arguments[0] if isinstance(stage, Record) else stage)
+        stage = stage.arguments[0] if isinstance(stage, Record) else stage
+        stages.add(stage if type(stage) is int else shown(stage))
         count = state["partition_count"]
         count = max(count) if isinstance(count, list) else count
-        if count != len(files):
+        if type(count) is not int or count != len(files):
             raise ValueError(
                 f"{str(file.parent)!r} has the optimizer states of {len(files)} processes, but "
-                f"{count} wrote them. Copy the files of all processes."
+                f"{shown(count)} wrote them. Copy the files of all processes."
             )
         ranks.append(_read_rank(file, state))
     if len(stages) != 1 or not stages <= {1, 2, 3}:
@@ -99,11 +92,13 @@ def _read_rank(file: Path, state: Mapping[str, Any]) -> Rank:
     for tensors in flat.values():
         for tensor in tensors:
             if not isinstance(tensor, LazyTensor) or tensor.ndim != 1:
-                raise ValueError(f"{str(file)!r} holds a group that is not a flat tensor.")
+                raise ValueError(
+                    f"{str(file)!r} holds a group that is not a flat tensor. Copy it again."
+                )
     steps = [each["step"] for each in held if "step" in each]
     steps += [state["base_optimizer_state_step"]] if "base_optimizer_state_step" in state else []
-    paddings = state.get("param_alignment_paddings")
-    return Rank(file, flat, {read_step(step) for step in steps}, paddings)
+    paddings = (state.get("param_alignment_paddings"), state.get("group_paddings"))
+    return Rank(file, flat, {read_step(step) for step in steps}, *paddings)
 
 
 def fragments_of(
@@ -117,13 +112,10 @@ def fragments_of(
         ranks: optimizer states of all processes.
 
     Raises:
-        ValueError: the flat tensors have too few elements for the parameters.
+        ValueError: the flat tensors do not have exactly the elements of the parameters, with the
+            padding that ZeRO adds.
     """
-    fragments = _of_stage_3(groups, ranks) if stage == 3 else _of_stage_2(groups, ranks)
-    for group in groups:
-        for name, shape in group.items():
-            _check(name, shape, fragments[name], ranks)
-    return fragments
+    return _of_stage_3(groups, ranks) if stage == 3 else _of_stage_2(groups, ranks)
 
 
 def join(
@@ -146,22 +138,25 @@ def _of_stage_2(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) ->
     # `param_slice_mappings` is not used: with `round_robin_gradients` DeepSpeed (0.19.8) lists the
     # wrong parameters there.
     found: dict[str, list[Fragment]] = {}
+    for rank in ranks:
+        if len(rank.flat["fp32"]) != len(groups):
+            raise ValueError(
+                f"{str(rank.file)!r} holds {len(rank.flat['fp32'])} groups, but `param_shapes` "
+                f"describes {len(groups)}. The files belong to different checkpoints."
+            )
     for index, group in enumerate(groups):
         sizes = [((rank, index), each.flat["fp32"][index].size) for rank, each in enumerate(ranks)]
-        paddings = ranks[0].paddings[index] if ranks[0].paddings else [0] * len(group)
-        if len(paddings) != len(group):
-            raise ValueError(
-                f"{str(ranks[0].file)!r} has {len(paddings)} paddings for the {len(group)} "
-                f"parameters of group {index}. Copy the checkpoint again."
-            )
+        paddings = paddings_of(group, index, ranks)
         offset = 0
         for (name, shape), padding in zip(group.items(), paddings, strict=True):
             found[name] = _cut(offset, math.prod(shape), sizes)
             offset += math.prod(shape) + padding
+        check_partitions(offset, index, ranks)
     return found
 
 
 def _of_stage_3(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) -> Fragments:
+    check_pieces(groups, ranks)
     found: dict[str, list[Fragment]] = {}
     offset = 0
     for name, shape in (item for group in groups for item in group.items()):
@@ -186,20 +181,3 @@ def _cut(offset: int, size: int, pieces: Sequence[tuple[tuple[int, int], int]]) 
             found.append(Fragment(rank, group, start - begin, stop - start))
         begin += length
     return found
-
-
-def _check(name: str, shape: Shape, parts: list[Fragment], ranks: Sequence[Rank]) -> None:
-    held = sum(part.size for part in parts)
-    if held != math.prod(shape):
-        raise ValueError(
-            f"The processes hold {held} elements of {name!r} in {str(ranks[0].file.parent)!r}, but "
-            f"its shape is {shape}. The files belong to different checkpoints."
-        )
-    for part in parts:
-        for kind, groups in ranks[part.rank].flat.items():
-            if part.start + part.size > groups[part.group].size:
-                raise ValueError(
-                    f"`{kind}` of {name!r} should end at {part.start + part.size} of group "
-                    f"{part.group} in {str(ranks[part.rank].file)!r}, which has "
-                    f"{groups[part.group].size} elements. The files are of different checkpoints."
-                )

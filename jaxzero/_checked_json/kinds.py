@@ -40,6 +40,15 @@ def integer(least: int = 1, most: int = LARGEST) -> Kind:
     return Kind(text, lambda value: type(value) is int and least <= value <= most)
 
 
+def whole(least: int, most: int) -> Kind:
+    """An integer in `[least, most]`, also if it is written as 5e8."""
+
+    def accepts(value: Any) -> bool:
+        return type(value) in (int, float) and least <= value <= most and value == int(value)
+
+    return Kind(f"a whole number from {least} to {most}", accepts, int)
+
+
 def number(
     least: float = -math.inf,
     most: float = math.inf,

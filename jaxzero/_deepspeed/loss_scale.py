@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float32, Int32
 
+_LARGEST = 2.0**126  # a scale that became infinite would stay so
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicScale:
@@ -112,11 +114,12 @@ def _next(scale: DynamicScale, state: LossScaleState, finite: Array) -> LossScal
     good, patience = state.good_steps, state.patience
     grows = (good > 0) & (good % scale.window == 0)
     halved = jnp.maximum(state.loss_scale / 2, jnp.float32(scale.minimum))
+    doubled = jnp.minimum(state.loss_scale * 2, jnp.float32(_LARGEST))
     refills = jnp.bool_(True) if scale.consecutive else grows
     return LossScaleState(
         loss_scale=jnp.where(
             finite,
-            jnp.where(grows, state.loss_scale * 2, state.loss_scale),
+            jnp.where(grows, doubled, state.loss_scale),
             jnp.where(patience == 1, halved, state.loss_scale),
         ),
         good_steps=jnp.where(finite, good + 1, 0),

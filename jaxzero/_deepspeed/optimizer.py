@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from .._checked_json import shown
 from .keys import Keys
 
 MakeOptimizer = Callable[[optax.ScalarOrSchedule], optax.GradientTransformation]
@@ -39,7 +40,7 @@ def read_optimizer(
         return given(rate if schedule is None else schedule)
     name = "" if kind is None else str(kind).lower()
     if name not in _OPTIMIZERS:
-        what = "has no `optimizer`" if kind is None else f"asks for the optimizer {kind!r}"
+        what = "has no `optimizer`" if kind is None else f"asks for the optimizer {shown(kind)}"
         raise ValueError(
             f"The file {what}; known are {', '.join(sorted(_OPTIMIZERS))}. Pass another as "
             "`optimizer=`: a function of the learning rate, such as `optax.adamw`."
@@ -77,6 +78,8 @@ def _any_adam(
 def _sgd(keys: Keys, rate: optax.ScalarOrSchedule, mask: Any) -> optax.GradientTransformation:
     momentum = keys.get("optimizer.params.momentum", 0.0)
     nesterov = keys.get("optimizer.params.nesterov", False)
+    if nesterov and not momentum:
+        raise keys.error("optimizer.params.nesterov", "is true without `momentum`")
     decay = keys.get("optimizer.params.weight_decay", 0.0)
     return optax.chain(
         optax.add_decayed_weights(decay, mask), optax.sgd(rate, momentum or None, nesterov)
@@ -103,7 +106,8 @@ def _read_schedule(keys: Keys, rate: Any) -> CommSchedule | None:
         return None
     if kind not in _SCHEDULES:
         raise ValueError(
-            f"The file asks for the scheduler {kind!r}; known are {', '.join(sorted(_SCHEDULES))}. "
+            f"The file asks for the scheduler {shown(kind)}; known are "
+            f"{', '.join(sorted(_SCHEDULES))}. "
             "Remove it from the file, and pass an `optimizer=` with its own schedule."
         )
     return _SCHEDULES[kind](keys, rate)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .._checked_json import shown
 from .._codecs import Cast, Int8
 from .._mesh import AXES, LOCAL, AnyMesh
 from .._sharding import CommSchedule, HpZ, PerAxis, ZeroConfig, zeropp
@@ -135,7 +136,7 @@ def from_deepspeed(
     if unhonoured:
         warnings.warn(
             f"These keys of the DeepSpeed configuration have no effect here: "
-            f"{', '.join(unhonoured)}.",
+            f"{', '.join(key if key.isprintable() else shown(key) for key in unhonoured)}.",
             stacklevel=2,
         )
     return DeepSpeedRun(
@@ -154,14 +155,6 @@ def _read_batch(keys: Keys, mesh: AnyMesh) -> tuple[int, int]:
     total = keys.get("train_batch_size")
     rows = keys.get("train_micro_batch_size_per_gpu")
     steps = keys.get("gradient_accumulation_steps")
-    asked = {
-        "train_batch_size": total,
-        "train_micro_batch_size_per_gpu": rows,
-        "gradient_accumulation_steps": steps,
-    }
-    for name, value in asked.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"`{name}` must be a positive integer; got {value!r}.")
     if total is None and rows is None:
         raise ValueError(
             "The file has neither `train_batch_size` nor `train_micro_batch_size_per_gpu`. Give "
@@ -201,9 +194,7 @@ def _read_clipping(keys: Keys) -> float:
             stacklevel=3,
         )
         return 1.0
-    if isinstance(clip, bool) or not isinstance(clip, int | float) or not clip >= 0:
-        raise ValueError(f"`gradient_clipping` must be a norm, or 0 for none; got {clip!r}.")
-    return float(clip)
+    return clip
 
 
 def _read_loss_scale(keys: Keys) -> DynamicScale | float:
@@ -213,9 +204,9 @@ def _read_loss_scale(keys: Keys) -> DynamicScale | float:
         window=keys.get("fp16.loss_scale_window", 1000),
         hysteresis=keys.get("fp16.hysteresis", 2),
         consecutive=keys.get("fp16.consecutive_hysteresis", False),
-        minimum=float(keys.get("fp16.min_loss_scale", 1)),
+        minimum=keys.get("fp16.min_loss_scale", 1.0),
     )
-    return float(static) if static else dynamic
+    return static or dynamic
 
 
 def _read_zero(keys: Keys, mesh: AnyMesh, compute_dtype: np.dtype | None) -> ZeroConfig:
@@ -225,9 +216,9 @@ def _read_zero(keys: Keys, mesh: AnyMesh, compute_dtype: np.dtype | None) -> Zer
     stage = get("stage", 0)
     itemsize = np.dtype(compute_dtype or np.float32).itemsize
     buckets = [get(name) for name in ("reduce_bucket_size", "allgather_bucket_size")]
-    buckets = [int(float(size)) for size in buckets if size is not None]
+    buckets = [size for size in buckets if size is not None]
     bounds = {
-        name: int(float(size))
+        name: size
         for name in ("max_live_parameters", "max_reuse_distance")
         if (size := get(f"stage3_{name}")) is not None
     }
@@ -235,7 +226,7 @@ def _read_zero(keys: Keys, mesh: AnyMesh, compute_dtype: np.dtype | None) -> Zer
         bounds["prefetch"] = 0
     if buckets:
         bounds["bucket_bytes"] = max(buckets) * itemsize
-    quantized = bool(get("zero_quantized_weights", False))
+    quantized = get("zero_quantized_weights", False)
     weights = PerAxis(node=Int8(block=256), local=Int8(block=256)) if quantized else PerAxis()
     return ZeroConfig(
         stage=stage,
@@ -245,7 +236,7 @@ def _read_zero(keys: Keys, mesh: AnyMesh, compute_dtype: np.dtype | None) -> Zer
         hpz=HpZ(codec=Int8(block=256) if quantized else None)
         if _is_node(keys, "zero_hpz_partition_size", mesh)
         else None,
-        param_persistence_threshold=int(float(get("stage3_param_persistence_threshold", 0))),
+        param_persistence_threshold=get("stage3_param_persistence_threshold", 0),
         schedule=CommSchedule(**bounds),
     )
 
@@ -273,8 +264,8 @@ def _read_gradients(keys: Keys) -> PerAxis:
         return zeropp().gradients
     name = keys.get("communication_data_type", "fp32")
     if name not in _DTYPES:
-        raise ValueError(
-            f"`communication_data_type` must be one of {', '.join(_DTYPES)}; got {name!r}."
+        raise keys.error(
+            "communication_data_type", f"must be one of {', '.join(_DTYPES)}; got {shown(name)}"
         )
     if _DTYPES[name] == jnp.float32:
         return PerAxis()

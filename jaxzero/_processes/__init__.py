@@ -19,6 +19,7 @@ from .coordination import publish as publish
 from .coordination import published as published
 from .coordination import set_hosts as set_hosts
 from .exit_codes import DIVERGED as DIVERGED
+from .exit_codes import FILE_ERROR as FILE_ERROR
 from .exit_codes import INTERRUPTED as INTERRUPTED
 from .exit_codes import MISTAKE as MISTAKE
 from .exit_codes import PEER_LOST as PEER_LOST

@@ -1,13 +1,14 @@
 """Exit codes of a training process, by which a launcher decides whether to start it again.
 
-A launcher, SLURM or Kubernetes sees only this number of a process that has ended. 75 is EX_TEMPFAIL
-of sysexits.h; 76 and 77 are its neighbours, with a meaning of our own; 130 and other numbers above
-128 are those that shells report for signals.
+A launcher, SLURM or Kubernetes sees only this number of a process that has ended. 74 and 75 are
+EX_IOERR and EX_TEMPFAIL of sysexits.h; 76 and 77 are their neighbours, with a meaning of our own;
+130 and other numbers above 128 are those that shells report for signals.
 """
 
 import signal
 
 MISTAKE = 2  # in the arguments: starting again would only repeat it
+FILE_ERROR = 74  # the file system refuses: permissions, a full disk, a path that is too long
 STOPPED = 75  # saved at SIGTERM: run again to continue
 PEER_LOST = 76  # another process is lost or hangs: its end, not this one, is the cause
 DIVERGED = 77  # too many non-finite steps, or replicas that differ: look before running again
@@ -17,6 +18,7 @@ MEANINGS = {
     0: "done",
     1: "an error in the program",
     MISTAKE: "a mistake in the arguments",
+    FILE_ERROR: "a file could not be read or written",
     STOPPED: "stopped by SIGTERM after saving: run again to go on",
     PEER_LOST: "another process is lost or hangs",
     DIVERGED: "too many non-finite steps, or replicas differ: look before running again",

@@ -250,7 +250,7 @@ class Report:
 
     plot: Annotated[Path | None, arg(metavar="FILE")] = None
     """File for a plot of the memory and the buckets in flight at each operation of the step. The
-    suffix (.png, .svg) selects the format."""
+    suffix (.png, .svg, .pdf) selects the format."""
 
     sharding: Sharding = Sharding()
     devices: Devices = Devices()

@@ -80,8 +80,9 @@ def _family_of(content: Mapping[str, Any], path: Path) -> Family:
     if not isinstance(name, str) or name not in DECODER_FAMILIES:
         raise ValueError(
             f"`model_type` in {str(path)!r} is {shown(name)}; decoders are read of the families "
-            f"{', '.join(sorted(DECODER_FAMILIES))}. Choose such a checkpoint, or load another "
-            "model's weights into a model of your own."
+            f"{', '.join(sorted(DECODER_FAMILIES))}. Choose such a checkpoint, or load the "
+            "weights into a model of your own: `jaxzero.interop.match` proposes the rules "
+            "(docs/howto/rules.md)."
         )
     return DECODER_FAMILIES[name]
 

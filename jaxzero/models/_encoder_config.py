@@ -117,8 +117,9 @@ class EncoderConfig:
         if not isinstance(name, str) or name not in _FAMILIES:
             raise ValueError(
                 f"`model_type` in {str(path)!r} is {shown(name)}; encoders are read of the "
-                f"families {', '.join(sorted(_FAMILIES))}. Choose such a checkpoint, or load "
-                "another model's weights into a model of your own."
+                f"families {', '.join(sorted(_FAMILIES))}. Choose such a checkpoint, or load the "
+                "weights into a model of your own: `jaxzero.interop.match` proposes the rules "
+                "(docs/howto/rules.md)."
             )
         return make_config(cls, _FAMILIES[name].fields(content, path) | changes, path)
 

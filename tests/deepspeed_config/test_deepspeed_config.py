@@ -239,7 +239,7 @@ def test_a_file_and_what_it_leaves_open(mesh, tmp_path: Path):
         ({"train_micro_batch_size_per_gpu": None}, "neither `train_batch_size` nor `train_micro"),
         (
             {"train_micro_batch_size_per_gpu": 0, "train_batch_size": 16},
-            "`train_micro_batch_size_per_gpu` must be a positive integer; got 0",
+            "`train_micro_batch_size_per_gpu` in .* must be a positive integer.*; got 0",
         ),
         ({"train_batch_size": 17}, r"micro-batch x accumulation x devices; got 17, 2, 1 and 8"),
         (
@@ -254,7 +254,10 @@ def test_a_file_and_what_it_leaves_open(mesh, tmp_path: Path):
             {"zero_optimization": {"zero_hpz_partition_size": 8}},
             r"is 8, but a node of the mesh has",
         ),
-        ({"gradient_clipping": -1}, "`gradient_clipping` must be a norm, or 0 for none; got -1"),
+        (
+            {"gradient_clipping": -1},
+            "`gradient_clipping` in .* must be a finite number at least 0 .*; got -1",
+        ),
         ({"communication_data_type": "int8"}, r"must be one of fp32.*got 'int8'"),
         (
             {"optimizer": {"type": "Adam", "params": {"bias_correction": False}}},
@@ -269,8 +272,8 @@ def test_mistakes(mesh, keys: dict, message: str):
 
 def test_files_that_are_none(mesh, tmp_path: Path):
     for content, message in [
-        ("[]", "holds list, not a JSON object"),
-        ("{", "is not a DeepSpeed configuration"),
+        ("[]", "must hold a JSON object; got list"),
+        ("{", "cannot be read as JSON .*DeepSpeed configuration"),
         ('{"a": 1, "a": 2}', "the key 'a' is there twice"),
     ]:
         (tmp_path / "c.json").write_text(content)

@@ -37,6 +37,7 @@ def pack(path: Path, data: bytes, storages: dict[str, bytes] | None = None, **op
     path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w", **options) as archive:
         archive.writestr("archive/data.pkl", data)
+        archive.writestr("archive/version", "3\n")
         for key, content in (storages or {}).items():
             archive.writestr(f"archive/data/{key}", content)
     return path

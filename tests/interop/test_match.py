@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxzero import interop
@@ -41,28 +44,80 @@ def test_a_tie_that_another_name_breaks():
         Rule("left.kernel", "x.weight", Transpose()),
         Rule("query.kernel", "q_proj.weight", Transpose()),
     )
-    assert found.assumed == ("`left` is 'x', by shape and number alone",)
+    assert found.assumed == {found.rules[0]: "by shape and number alone"}
 
 
-def test_names_that_are_alike_and_do_not_say_the_same_are_told():
+def test_names_that_are_alike_and_do_not_say_the_same_are_to_be_confirmed():
     # Of Llama's norms the other one is right.
     tree = {name: {"scale": shape(4)} for name in ("attention_norm", "mlp_norm")}
-    found = match(tree, zeros(input_layernorm__weight=(4,), post_attention_layernorm__weight=(4,)))
-    assert Rule("attention_norm.scale", "post_attention_layernorm.weight") in found.rules
-    assert len(found.assumed) == 2
-    told = "`attention_norm` is 'post_attention_layernorm', whose name is the most alike"
-    assert told in found.assumed
-    found = match(
-        {"layers": [tree] * 3},
-        zeros(
-            **{
-                f"h__{layer}__{name}__weight": (4,)
-                for layer in range(3)
-                for name in ("input_layernorm", "post_attention_layernorm")
-            }
-        ),
-    )
+    held = zeros(input_layernorm__weight=(4,), post_attention_layernorm__weight=(4,))
+    found = match(tree, held)
+    wrong = Rule("attention_norm.scale", "post_attention_layernorm.weight")
+    assert found.assumed[wrong] == "the most similar name" and len(found.assumed) == 2
+    assert f"    {wrong},  # confirm: the most similar name" in str(found)
+    with pytest.raises(ValueError, match=r"2 of the proposed rules may be wrong:\n    Rule\('att"):
+        interop.load_into(tree, held)
+    with pytest.raises(
+        ValueError, match=r"1 of the proposed rules .*\n    Rule\('mlp_norm\.scale'"
+    ):
+        interop.load_into(tree, held, accept="attention_norm.*")
+    right = Rule("attention_norm.scale", "input_layernorm.weight")  # and one is left for the other
+    loaded = interop.load_into(tree, held, accept=right)
+    assert loaded["attention_norm"]["scale"].label == "input_layernorm.weight"
+    assert loaded["mlp_norm"]["scale"].label == "post_attention_layernorm.weight"
+    several = {
+        f"h__{layer}__{name}__weight": (4,)
+        for layer in range(3)
+        for name in ("input_layernorm", "post_attention_layernorm")
+    }
+    found = match({"layers": [tree] * 3}, zeros(**several))
     assert len(found.assumed) == 2, "once for all layers"
+    assert interop.load_into({"layers": [tree] * 3}, zeros(**several), accept="layers.*")
+
+
+def test_a_number_that_disagrees_is_to_be_confirmed():
+    # `Dense_1` fits fc2 by its number; what is left for `Dense_0` may be wrong, or both.
+    tree = {"Dense_0": {"kernel": shape(4, 4)}, "Dense_1": {"kernel": shape(4, 4)}}
+    tree |= {"Dense_2": {"kernel": shape(4, 5)}}
+    held = zeros(fc1__weight=(5, 4), fc2__weight=(4, 4), fc3__weight=(4, 4))
+    rule = Rule("Dense_0.kernel", "fc3.weight", Transpose())
+    assert match(tree, held).assumed == {rule: "the names agree, their numbers do not"}
+    with pytest.raises(ValueError, match="1 of the proposed rules may be wrong"):
+        interop.load_into(tree, held)
+
+
+def test_an_adam_state_is_not_loaded_by_rules_that_were_not_confirmed():
+    tree = {name: shape(4) for name in ("attention_norm", "mlp_norm")}
+    held = zeros(input_layernorm=(4,), post_attention_layernorm=(4,))
+    source = interop.Checkpoint(
+        path=Path("run"),
+        form="a test",
+        tensors=held,
+        moments=lambda _: interop.AdamMoments(step=3, exp_avg=held, exp_avg_sq=held),
+    )
+    params = {name: jnp.zeros(4) for name in tree}
+    state = optax.adam(1e-3).init(params)
+    with pytest.raises(ValueError, match="2 of the proposed rules may be wrong"):
+        interop.load_adam(state, tree, source)
+    assert interop.load_adam(state, tree, source, accept="*")[0].count == 3
+    with pytest.raises(ValueError, match="`accept` is for rules that are proposed"):
+        interop.load_adam(state, tree, source, rules=match(tree, held).rules, accept="*")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accept": True}, r"`accept` takes rules, and patterns for paths .*; got True"),
+        ({"accept": [3]}, r"`accept` takes rules, and patterns for paths .*; got \[3\]"),
+        ({"accept": "head.*"}, r"'head\.\*' in `accept` matches no parameter\. Paths .* 'up'\."),
+        ({"accept": Rule("head", "up")}, r"Rule\('head', 'up'\) matches no parameter of the tree"),
+        ({"accept": Rule("up", "down")}, r"No parameter seems to come from 'up'"),
+        ({"accept": "*", "rules": [Rule("up", "up")]}, "`accept` is for rules that are proposed"),
+    ],
+)
+def test_what_is_accepted_is_a_rule_or_a_pattern(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        interop.load_into({"up": shape(3)}, zeros(up=(3,)), **options)
 
 
 def test_nothing_fits_and_nothing_is_left():
@@ -88,8 +143,9 @@ def test_a_square_matrix_is_turned_as_others_are(other, steps):
     tree |= {"out": {"kernel": shape(4, 4)}}
     found = match(tree, zeros(up__weight=other, out__weight=(4, 4)))
     assert Rule("out.kernel", "out.weight", *steps) in found.rules
-    told = ("`out.kernel` is 'out.weight' through [Transpose()], by its name",)
-    assert found.assumed == (told if len(other) == 1 else ())
+    rule = Rule("out.kernel", "out.weight", *steps)
+    told = {rule: "the shape also allows the steps []"}
+    assert found.assumed == (told if len(other) == 1 else {})
 
 
 def test_a_square_matrix_among_both_kinds_is_undecided():

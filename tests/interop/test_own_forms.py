@@ -88,6 +88,6 @@ def test_no_family_is_refused():
 
 def test_a_known_family_reads_a_config_whatever_its_model_type(tmp_path):
     sizes = {"vocab_size": 7, "hidden_size": 8, "intermediate_size": 9, "num_hidden_layers": 1}
-    content = sizes | {"num_attention_heads": 2, "max_position_embeddings": 4}
+    content = sizes | {"num_attention_heads": 8, "max_position_embeddings": 4, "head_dim": 2}
     fields = interop.decoder_family("mistral").fields(content | {"model_type": "x"}, tmp_path)
     assert fields["num_key_value_heads"] == 8 and fields["sliding_window"] == 4096

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,58 @@ def test_config_and_tokenizer_are_carried(tmp_path: Path):
     assert not (out / "optimizer.pt").exists()
     numbers = interop.save_tensors(lazy({"n": held["n"]}), tmp_path / "n", source=source)
     assert json.loads((numbers / "config.json").read_text())["dtype"] == "float32", "as it was"
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "message"),
+    [
+        ("1_x", "../elsewhere", r"1_x' is a symbolic link to '.*elsewhere', outside of the"),
+        ("1_loop", ".", r"1_loop' is a symbolic link to a folder, which is not copied"),
+        ("1_circle", "1_circle", "1_circle' is a symbolic link that leads to no file"),
+        ("tokenizer.json", "gone", "tokenizer.json' is a symbolic link that leads to no file"),
+        ("config.json", "gone", "config.json' is a symbolic link that leads to no file"),
+        ("vocab.txt", "../elsewhere/secret", r"vocab\.txt' is a symbolic link to '.*secret', outs"),
+        ("1_Pooling/x", "../../elsewhere/secret", r"x' is a symbolic link to '.*secret', outside"),
+        ("1_Pooling/up", "..", r"up' is a symbolic link to a folder"),
+        ("merges.txt", None, r"merges\.txt' is no regular file"),
+    ],
+)
+def test_links_out_of_the_source_are_refused(tmp_path: Path, name: str, target, message: str):
+    source, elsewhere = tmp_path / "source", tmp_path / "elsewhere"
+    (source / "1_Pooling").mkdir(parents=True)
+    elsewhere.mkdir()
+    (elsewhere / "secret").write_text("secret")
+    if target is None:
+        os.mkfifo(source / name)
+    else:
+        (source / name).symlink_to(target)
+    with pytest.raises(ValueError, match=message):
+        interop.save_tensors(lazy({"x": np.zeros(2)}), tmp_path / "out", source=source)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "source"]
+
+
+def test_links_inside_of_a_checkpoint_and_of_the_hub_cache_are_followed(tmp_path: Path):
+    blobs, source = tmp_path / "blobs", tmp_path / "snapshots" / "0a1b"
+    (source / "1_Pooling").mkdir(parents=True)
+    blobs.mkdir()
+    for number, name in enumerate(("config.json", "tokenizer.json", "1_Pooling/config.json")):
+        (blobs / str(number)).write_text(json.dumps({"number": number}))
+        (source / name).symlink_to(blobs / str(number))
+    (source / "vocab.json").symlink_to("tokenizer.json")
+    out = interop.save_tensors(lazy({"x": np.zeros(2)}), tmp_path / "out", source=source)
+    assert json.loads((out / "1_Pooling" / "config.json").read_text()) == {"number": 2}
+    assert json.loads((out / "vocab.json").read_text()) == {"number": 1}
+    assert not any(path.is_symlink() for path in out.rglob("*"))
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "[" * 100_000])
+def test_a_broken_config_is_refused_before_anything_is_written(tmp_path: Path, content: str):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"config\.json' (is not JSON|must hold a JSON object)"):
+        interop.save_tensors(lazy({"x": np.zeros(2)}), tmp_path / "out", source=tmp_path)
+    with pytest.raises(ValueError, match="`source` must be the directory of a checkpoint"):
+        interop.save_tensors(lazy({"x": np.zeros(2)}), tmp_path / "out", source=tmp_path / "no")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from ...interop import LazyTensor, check_copy, open_checkpoint, write_checkpoint
 from .._settings import Convert
+from .display import line_of
 
 _FILES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -52,11 +53,12 @@ def convert(settings: Convert, console: Console) -> None:
             check_copy(watched("Checking"), settings.target)
     compared = ", and every bit is the same" if settings.check else ""
     console.print(
-        f"{len(tensors)} tensors of {checkpoint.form} written to {settings.target} as {form}"
-        f"{compared}.",
+        line_of(
+            f"{len(tensors)} tensors of {checkpoint.form} written to {settings.target} as {form}"
+            f"{compared}."
+        ),
         highlight=False,
         soft_wrap=True,
-        markup=False,
     )
     if checkpoint.moments is not None:
         console.print("The optimizer state was not copied: `interop.load_adam` reads it.")

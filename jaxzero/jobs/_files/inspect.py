@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from ..._collectives import readable_bytes
 from ...interop import Checkpoint, LazyTensor, open_checkpoint
 from .._settings import Inspect
+from .display import line_of, word_of
 from .inspect_run import find_checkpoint, inspect_checkpoint
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
@@ -33,6 +33,11 @@ def inspect(settings: Inspect, console: Console) -> None:
         ValueError: it cannot be opened.
     """
     if (own := find_checkpoint(settings.path)) is not None:
+        if settings.key is not None:
+            raise ValueError(
+                f"`--key {settings.key}`: {str(own)!r} is a checkpoint of jaxzero, which holds no "
+                "state dicts of PyTorch. Leave it out."
+            )
         inspect_checkpoint(own, console)
         return
     checkpoint = open_checkpoint(settings.path, key=settings.key)
@@ -47,14 +52,16 @@ def inspect(settings: Inspect, console: Console) -> None:
         _optimizer(checkpoint),
     ]
     for line in lines:
-        console.print(escape(line), highlight=False, soft_wrap=True)
+        console.print(line_of(line), highlight=False, soft_wrap=True)
     table = Table("tensor", "", "shape", "dtype", "elements", box=None, pad_edge=False)
     for justified in (1, 4):
         table.columns[justified].justify = "right"
     table.columns[0].overflow = "fold"
     for row in _rows(tensors.items(), every=settings.every):
         times = f"x{row.count}" if row.count > 1 else ""
-        table.add_row(escape(row.name), times, str(list(row.shape)), row.dtype, f"{row.size:,}")
+        table.add_row(
+            word_of(row.name), times, word_of(list(row.shape)), row.dtype, f"{row.size:,}"
+        )
     console.print(table)
 
 
@@ -74,11 +81,12 @@ def _family(path: Path) -> list[str]:
     if not config.is_file():
         return []
     try:
-        content = json.loads(config.read_text())
-        kind, *architectures = content["model_type"], *(content.get("architectures") or ())
-    except (ValueError, KeyError, TypeError) as error:
+        content = json.loads(config.read_bytes())
+        kind, architectures = content["model_type"], content.get("architectures") or []
+        names = [str(each) for each in architectures]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return [f"config.json says no `model_type` ({type(error).__name__}: {error})"]
-    return [f"family {kind}" + (f" ({', '.join(architectures)})" if architectures else "")]
+    return [f"family {kind}" + (f" ({', '.join(names)})" if names else "")]
 
 
 def _optimizer(checkpoint: Checkpoint) -> str:

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from ..._checkpoint import DESCRIPTION, list_damaged, list_steps, read_description
 from ..._collectives import readable_bytes
+from .display import line_of, word_of
 
 
 def find_checkpoint(path: Path) -> Path | None:
@@ -26,17 +26,17 @@ def inspect_checkpoint(folder: Path, console: Console) -> None:
     """
     try:
         said = read_description(folder)
-        lines, leaves = _describe(folder, said), said["leaves"]
-    except (ValueError, KeyError, TypeError) as error:
+        lines, leaves = _describe(folder, said), dict(said["leaves"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{str(folder / DESCRIPTION)!r} is damaged ({type(error).__name__}: {error})."
         ) from error
     for line in lines:
-        console.print(escape(line), highlight=False, soft_wrap=True)
+        console.print(line_of(line), highlight=False, soft_wrap=True)
     table = Table("leaf", "", box=None, pad_edge=False)
     table.columns[0].overflow = "fold"
     for name, shape in leaves.items():
-        table.add_row(escape(name), escape(shape))
+        table.add_row(word_of(name), word_of(shape))
     console.print(table)
 
 

@@ -6,7 +6,9 @@ import numpy as np
 
 from ..._plan import Plan
 from ..._report import live_bytes, spans
+from ...interop._safetensors import new_file
 
+SUFFIXES = (".png", ".svg", ".pdf")
 _COLORS = {"gather": "tab:blue", "reduce": "tab:orange"}
 
 
@@ -19,7 +21,7 @@ def plot_plan(plan: Plan, path: Path, *, title: str) -> None:
 
     Args:
         plan: plan of a training step.
-        path: file to write; the suffix selects the format.
+        path: file to write; the suffix, one of `SUFFIXES`, selects the format.
         title: title above the plot.
     """
     from matplotlib.figure import Figure  # slow to import: not at module level
@@ -58,4 +60,5 @@ def plot_plan(plan: Plan, path: Path, *, title: str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     memory_axes.legend(loc="upper right", frameon=False)
     figure.suptitle(title)
-    figure.savefig(path, dpi=150)
+    with new_file(path) as filled:
+        figure.savefig(filled, dpi=150, format=path.suffix.lower()[1:])

@@ -1,10 +1,13 @@
 """`jaxzero report`: what would be split how, held where, and sent by a step. Trains nothing."""
 
+from pathlib import Path
+
 from rich.console import Console
+from rich.markup import escape
 
 from .._settings import Data, Optimization, Report
 from .._training import abstract_tokens, describe_devices, make_loss, plan_step, set_up
-from .plan_plot import plot_plan
+from .plan_plot import SUFFIXES, plot_plan
 
 
 def report(settings: Report, console: Console) -> None:
@@ -12,17 +15,14 @@ def report(settings: Report, console: Console) -> None:
 
     Raises:
         ValueError: the settings do not fit the machine, the checkpoint cannot be loaded, or
-            there is no folder for the picture.
+            the picture is no file of a known format in a folder that exists.
     """
-    if settings.plot is not None and not settings.plot.parent.is_dir():
-        raise ValueError(
-            f"`--plot {settings.plot}`: the folder {settings.plot.parent} does not exist. Make it, "
-            "or name another place."
-        )
+    if settings.plot is not None:
+        _check_plot(settings.plot)
     optimization = Optimization()
     setup = set_up(settings.checkpoint, settings.devices, settings.sharding, optimization)
     console.print(
-        f"{setup.checkpoint}\non {describe_devices(setup)}", highlight=False, soft_wrap=True
+        escape(f"{setup.checkpoint}\non {describe_devices(setup)}"), highlight=False, soft_wrap=True
     )
     pairs_per_device = -(-optimization.pairs // setup.num_devices)
     tokens = abstract_tokens(
@@ -33,4 +33,16 @@ def report(settings: Report, console: Console) -> None:
     setup.zero.report(setup.params, setup.opt_state, plan=plan).print(settings.detail, console)
     if settings.plot is not None:
         plot_plan(plan, settings.plot, title=f"one step on {describe_devices(setup)}")
-        console.print(f"Timeline drawn to {settings.plot}", highlight=False, soft_wrap=True)
+        console.print(escape(f"Timeline drawn to {settings.plot}"), highlight=False, soft_wrap=True)
+
+
+def _check_plot(path: Path) -> None:
+    flag = f"`--plot {path}`"
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"{flag}: the folder {path.parent} does not exist. Make it, or name another place."
+        )
+    if path.is_dir():
+        raise ValueError(f"{flag} is a folder. Name a file in it, such as {path / 'plan.png'}.")
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"{flag} must end in {', '.join(SUFFIXES)}, which selects the format.")

@@ -1,0 +1,138 @@
+"""Find tensors that fuse query, key and value, where the model has a parameter for each.
+
+Two layouts have the same shape. In one the parts are whole, `[query; key; value]` (GPT-2, Phi-3);
+in the other they are fused head by head, `[query, key, value of head 0; of head 1; ...]`
+(GPT-NeoX, BLOOM, Falcon). Names and shapes do not tell which, so both rules are reported and none
+is chosen.
+"""
+
+import collections
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jaxzero.interop._rules import Rule, Split, SplitHeads, Transpose
+
+from .generalize import generalize
+from .names import Module, Tensor, similarity, words_of
+from .possible_steps import Steps, possible_steps
+
+_PARTS = ("query", "key", "value")
+
+
+class Found(NamedTuple):
+    """Fused tensors and the parameters that come from them.
+
+    Attributes:
+        layouts: pattern of the tensors' names -> the two rules as text: whole, and head by head.
+        undecided: path of a parameter -> the tensor that it is a part of.
+        members: names of all fused tensors.
+    """
+
+    layouts: dict[str, tuple[str, str]]
+    undecided: dict[str, tuple[str, ...]]
+    members: set[str]
+
+
+def find_fused(ours: Sequence[Module], theirs: Sequence[Module], paths: Sequence[str]) -> Found:
+    """Match query, key and value modules of the model with fused tensors.
+
+    Args:
+        ours: modules of the model that have no counterpart.
+        theirs: modules of the checkpoint that have none, also stacked ones.
+        paths: paths of all parameters.
+    """
+    rules: dict[Rule, int | None] = {}  # for the whole layout -> number of heads, where known
+    left, members = list(theirs), set()
+    for parts in _triples(ours):
+        fitting = [module for module in left if _rules(parts, module)]
+        if fitting:
+            best = max(fitting, key=lambda module: similarity(parts[0], module))
+            rules |= _rules(parts, best)
+            members |= best.members
+            left = [module for module in left if members.isdisjoint(module.members)]
+    undecided = {path: (f"a part of {rule.theirs[0]!r}",) for rule in rules for path in rule.ours}
+    general: dict[int | None, list[Rule]] = collections.defaultdict(list)
+    for rule, num_heads in rules.items():
+        general[num_heads].append(rule)
+    layouts = {
+        rule.theirs[0]: (str(rule), _head_by_head(rule, num_heads))
+        for num_heads, members in general.items()
+        for rule in generalize(members, paths)
+    }
+    return Found(layouts, undecided, members)
+
+
+def _triples(modules: Sequence[Module]) -> list[tuple[Module, ...]]:
+    """Group modules whose names differ only in query, key and value."""
+    groups: dict[tuple, dict[str, Module]] = collections.defaultdict(dict)
+    for module in modules:
+        words = words_of(module.name)
+        part = [word for word in _PARTS if word in words]
+        if len(part) == 1:
+            numbers = tuple(re.findall(r"\d+", module.name))
+            roles = frozenset(module.tensors)
+            groups[words - {part[0]}, numbers, roles][part[0]] = module
+    return [tuple(group[part] for part in _PARTS) for group in groups.values() if len(group) == 3]
+
+
+def _rules(parts: tuple[Module, ...], fused: Module) -> Mapping[Rule, int | None]:
+    """Rules, one for each role, that split `fused` into whole parts; empty if it does not fit."""
+    if fused.tensors.keys() != parts[0].tensors.keys():
+        return {}
+    rules = {}
+    for role, tensor in fused.tensors.items():
+        members = [module.tensors[role] for module in parts]
+        rule = _rule(members, tensor, fused.stack)
+        if rule is None:
+            return {}
+        shape = members[1].shape  # of the key: its heads are the blocks, also if they are fewer
+        split = len(shape) - len(fused.stack) > len(tensor.shape)
+        rules[rule] = shape[-2] if split else None
+    return rules
+
+
+def _rule(parts: list[Tensor], fused: Tensor, stack: tuple[int, ...]) -> Rule | None:
+    lead = len(stack)
+    if any(part.shape[:lead] != stack for part in parts):
+        return None
+    shapes = [part.shape[lead:] for part in parts]
+    for dim, total in enumerate(fused.shape):
+        rest = math.prod(fused.shape) // total if total else 0
+        sizes = tuple(math.prod(shape) // rest for shape in shapes) if rest else ()
+        if sum(sizes) != total or 0 in sizes:
+            continue
+        pieces = [(*fused.shape[:dim], size, *fused.shape[dim + 1 :]) for size in sizes]
+        steps = _common_steps(parts, shapes, pieces, dim)
+        if steps is not None:
+            split = Split(dim, 3 if len(set(sizes)) == 1 else sizes)
+            return Rule(tuple(part.name for part in parts), fused.name, split, *steps)
+    return None
+
+
+def _common_steps(
+    parts: list[Tensor], shapes: list[tuple[int, ...]], pieces: list[tuple[int, ...]], dim: int
+) -> Steps | None:
+    """The steps that turn each piece into its parameter; None if there are none for all three."""
+    role = parts[0].name.rpartition(".")[2]
+    ways = [possible_steps(role, ours, piece) for ours, piece in zip(shapes, pieces, strict=True)]
+    common = [way for way in ways[0] if all(way in others for others in ways[1:])]
+    if len(pieces[0]) == 2 and len(common) > 1:
+        # The fused dimension is that of the outputs: the last one of a `kernel`, else the first.
+        transposed = dim == (0 if role == "kernel" else 1)
+        common = [way for way in common if (Transpose() in way) == transposed]
+    return common[0] if common else None
+
+
+def _head_by_head(rule: Rule, num_heads: int | None) -> str:
+    """The rule for the other layout; `H` stands for an unknown number of heads."""
+    split = rule.steps[0]
+    assert isinstance(split, Split)
+    heads = "H" if num_heads is None else str(num_heads)
+    sizes = str(split.sizes)
+    if isinstance(split.sizes, tuple):
+        each = (f"{x} // H" if num_heads is None else str(x // num_heads) for x in split.sizes)
+        sizes = f"({', '.join(each)})"
+    step = f"{SplitHeads.__name__}(dim={split.dim}, num_heads={heads}, sizes={sizes})"
+    return str(rule).replace(repr(split), step, 1)

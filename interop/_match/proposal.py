@@ -1,0 +1,111 @@
+"""What `match` proposes: rules, those of them to confirm, and what it could not decide."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Collection, Iterable, Mapping
+
+from jaxzero.interop._rules import Rule
+from jaxzero.interop._tensors import escaped, first_names, shown
+
+_SHOWN = 8  # rules in an error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """Proposed rules for `load_into`, and the parameters that could not be decided.
+
+    Attributes:
+        rules: rules for the parameters that were decided.
+        assumed: those of `rules` that may be wrong, because names are similar and not the same, or
+            shapes allow another choice; and why. Confirm each of them.
+        fused: pattern of names of tensors that fuse query, key and value -> two rules as text, one
+            for each layout. Shapes do not tell which is right.
+        undecided: path of each other parameter -> names of the tensors it may come from.
+        unused: tensors of the checkpoint that no rule uses.
+        left_out: tensors that were ignored, such as torch's `num_batches_tracked`.
+    """
+
+    rules: tuple[Rule, ...]
+    assumed: Mapping[Rule, str]
+    fused: Mapping[str, tuple[str, str]]
+    undecided: Mapping[str, tuple[str, ...]]
+    unused: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = ["rules = (", *(f"    {self._with_reason(rule)}" for rule in self.rules), ")"]
+        for name, texts in self.fused.items():
+            lines += [f"fused: {name!r}: {_ONE_OF_TWO}", *(f"    {text}" for text in texts)]
+        for path, names in self.undecided.items():
+            fitting = " or ".join(escaped(name) for name in names) or "nothing fits"
+            lines.append(f"undecided: {escaped(path)}: {fitting}")
+        lines += [f"unused: {shown(name)}" for name in self.unused]
+        lines += [f"left out: {shown(name)}" for name in self.left_out]
+        return "\n".join(lines)
+
+    def raise_if_undecided(self, *, accept: Collection[str] = ()) -> None:
+        """Raise unless the rules cover all parameters and tensors, and none has to be confirmed.
+
+        Args:
+            accept: patterns (with `*`) for paths of parameters whose assumed rules are right.
+
+        Raises:
+            ValueError: the layout of a fused tensor is not known, a parameter is undecided, a
+                tensor unused, or a rule is assumed and not accepted. The message has the rules to
+                choose from, or to confirm.
+        """
+        if self.fused:
+            shown = [
+                line
+                for name, texts in list(self.fused.items())[:_SHOWN]
+                for line in (f"{name!r}: {_ONE_OF_TWO}", *(f"    {text}" for text in texts))
+            ]
+            raise ValueError(
+                "\n".join(shown) + "\nFind out which one the model that wrote the checkpoint uses, "
+                "put the number of its attention heads in place of H, and pass the rule in "
+                "`accept`. docs/howto/rules.md lists the layouts of known families."
+            )
+        if self.undecided:
+            path, names = next(iter(self.undecided.items()))
+            fitting = first_names(names) if names else "no tensor at all"
+            raise ValueError(
+                f"`rules` could not be found for {len(self.undecided)} parameters: "
+                f"`{escaped(path)}` may be {fitting}. "
+                "Print `interop.match(tree, source)`, complete its rules, and pass them as `rules`."
+            )
+        if self.unused:
+            raise ValueError(
+                f"No parameter seems to come from {first_names(self.unused)}. If that is "
+                "right, name them in `ignore`; if not, pass `rules`."
+            )
+        self._raise_if_assumed(accept)
+
+    def _raise_if_assumed(self, accept: Collection[str]) -> None:
+        open_rules = [
+            rule for rule in self.assumed if not all(matches(path, accept) for path in rule.ours)
+        ]
+        if open_rules:
+            shown = [f"    {self._with_reason(rule)}" for rule in open_rules[:_SHOWN]]
+            if len(open_rules) > _SHOWN:
+                shown.append(f"    and {len(open_rules) - _SHOWN} more")
+            rules = "\n".join(shown)
+            raise ValueError(
+                f"{len(open_rules)} of the proposed rules may be wrong:\n{rules}\n"
+                "Compare them with the model that wrote the checkpoint. Then pass in `accept` "
+                "these rules, corrected where they are wrong, or patterns for the paths of "
+                "parameters whose rules are right ('*' for all)."
+            )
+
+    def _with_reason(self, rule: Rule) -> str:
+        return f"{rule}," + (f"  # confirm: {self.assumed[rule]}" if rule in self.assumed else "")
+
+
+_ONE_OF_TWO = (
+    "query, key and value are fused in this tensor, either each as a whole (`Split`) or head by "
+    "head (`SplitHeads`). The shape is the same, so the rule is one of:"
+)
+
+
+def matches(path: str, patterns: Iterable[str]) -> bool:
+    """Return True if one of the patterns (with `*`) matches a path."""
+    return any(fnmatch.fnmatchcase(path, each) for each in patterns)

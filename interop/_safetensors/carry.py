@@ -1,0 +1,143 @@
+"""Which files beside the weights a new checkpoint takes over: config, tokenizer, modules.
+
+Nothing outside of the source directory is copied: a link in a downloaded checkpoint could otherwise
+carry a private file into the next upload, or lead in a circle. Hugging Face keeps the files of its
+cache as links from `snapshots/<revision>` to `blobs`, so links to these are followed.
+"""
+
+import collections
+import dataclasses
+import fnmatch
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxzero.interop._tensors import LazyTensor
+
+_CONFIG = "config.json"
+# Patterns of the files and folders, besides weights and config, that are copied from `source`.
+CARRIED = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "config_sentence_transformers.json",
+    "generation_config.json",
+    "merges.txt",
+    "modules.json",
+    "preprocessor_config.json",
+    "sentence_bert_config.json",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "[0-9]_*",  # modules of sentence-transformers, such as 1_Pooling
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Carried:
+    """What a new checkpoint takes over.
+
+    Attributes:
+        files: path in the new directory -> file to copy, without `config.json`.
+        config: the content of `config.json`; None if there is none.
+    """
+
+    files: Mapping[str, Path]
+    config: dict[str, Any] | None
+
+    def write(self, folder: Path, tensors: Mapping[str, LazyTensor]) -> None:
+        """Copy the files; `dtype` in the config becomes that of most floating-point elements."""
+        for name, file in self.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, folder / name)
+        if self.config is not None:
+            dtype = _usual_dtype(tensors)
+            keys = [key for key in ("dtype", "torch_dtype") if key in self.config and dtype]
+            content = self.config | dict.fromkeys(keys, dtype)
+            text = json.dumps(content, indent=2, sort_keys=True)
+            (folder / _CONFIG).write_text(text + "\n")
+
+
+def carried_from(source: Path) -> Carried:
+    """Find what to take over from a checkpoint, before anything is written.
+
+    Raises:
+        ValueError: `source` is no directory; a file in it is a broken link, a link that leads out
+            of it, a link to a folder, or no regular file; or `config.json` is no JSON object.
+    """
+    if not source.is_dir():
+        raise ValueError(
+            f"`source` must be the directory of a checkpoint; {str(source)!r} is none. Leave it "
+            "out to write weights alone."
+        )
+    roots = [source.resolve()]
+    if roots[0].parent.name == "snapshots":
+        roots.append(roots[0].parent.parent / "blobs")
+    found = {}
+    for path in sorted(source.iterdir()):
+        if any(fnmatch.fnmatchcase(path.name, each) for each in (_CONFIG, *CARRIED)):
+            for file in _files_under(path):
+                found[file.relative_to(source).as_posix()] = _regular(file, roots)
+    config = found.pop(_CONFIG, None)
+    return Carried(found, None if config is None else _read_config(config))
+
+
+def _files_under(path: Path) -> Iterator[Path]:
+    if path.is_dir() and not path.is_symlink():
+        for entry in sorted(path.iterdir()):
+            yield from _files_under(entry)
+    else:
+        yield path
+
+
+def _regular(path: Path, roots: Sequence[Path]) -> Path:
+    """Return the file that `path` is, or leads to by links.
+
+    Raises:
+        ValueError: it is not a regular file, or not in one of the folders `roots`.
+    """
+    try:
+        file = path.resolve(strict=True)
+    except (FileNotFoundError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise ValueError(
+            f"{str(path)!r} is a symbolic link that leads to no file. Put the file in its place, "
+            "or remove the link to save without it."
+        ) from error
+    if not any(file.is_relative_to(root) for root in roots):
+        raise ValueError(
+            f"{str(path)!r} is a symbolic link to {str(file)!r}, outside of the checkpoint. Copy "
+            "the file there in its place if it belongs to the checkpoint; if not, remove the link."
+        )
+    if not file.is_file():
+        what = "a symbolic link to a folder" if file.is_dir() else "no regular file"
+        raise ValueError(
+            f"{str(path)!r} is {what}, which is not copied. Put a copy in its place, or remove it."
+        )
+    return file
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} is not JSON ({error}). Correct or remove it.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{str(path)!r} must hold a JSON object. Correct or remove it.")
+    return content
+
+
+def _usual_dtype(tensors: Mapping[str, LazyTensor]) -> str | None:
+    """Return the name of the dtype that most floating-point elements have."""
+    sizes: collections.Counter[str] = collections.Counter()
+    for tensor in tensors.values():
+        if jnp.issubdtype(tensor.dtype, jnp.floating):
+            sizes[tensor.dtype.name] += tensor.size
+    return next((dtype for dtype, _ in sizes.most_common(1)), None)

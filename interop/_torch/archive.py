@@ -1,0 +1,230 @@
+"""Locate the entries of a zip archive that `torch.save` wrote, and check that all of it is whole.
+
+The archive ends with a directory of its entries; each entry is a local header, followed by its
+bytes. `zipfile` believes the directory, so an offset that is wrong by a few bytes would give wrong
+numbers. Here every local header must be where the directory says and carry the same name, and the
+entries must fill the file from its first byte to the directory without gap or overlap. What PyTorch
+itself requires (a version, one folder that holds all entries) is required too.
+"""
+
+import io
+import struct
+import zipfile
+from pathlib import Path
+
+from jaxzero.interop._tensors import escaped, shown
+
+_LOCAL = struct.Struct("<4s5H3L2H")  # header of an entry, before its name
+_END = struct.Struct("<4s4H2LH")  # end of the directory, without a comment
+_NAMES_ARE_UTF8, _HAS_DESCRIPTOR, _IS_FOLDER = 0x800, 0x8, 0x10
+# What follows the bytes of an entry: its checksum and sizes, of 4 or 8 bytes, with or without a
+# signature.
+_DESCRIPTOR_BYTES = (16, 24, 12, 20)
+_MAX_16, _MAX_32 = 2**16 - 1, 2**32 - 1  # in place of numbers that a larger record holds
+_VERSIONS = range(1, 11)  # those of PyTorch's own reader
+
+
+class ByteRange(io.RawIOBase):
+    """A byte range of a file, readable as a file of its own (as `zipfile` needs)."""
+
+    def __init__(self, file: Path, start: int, length: int):
+        self._file = open(file, "rb")  # noqa: SIM115 (closed with the range)
+        self._start, self._length, self._position = start, length, 0
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise OSError(f"a position of {base + offset}")
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._length - self._position)
+        self._file.seek(self._start + self._position)
+        data = self._file.read(left if size is None or size < 0 else min(size, left))
+        self._position += len(data)
+        return data
+
+
+class Archive:
+    """The entries of one archive, checked.
+
+    Args:
+        file: the file that contains the archive.
+        start: offset of the archive in the file, in bytes.
+        where: file name, for messages.
+        opened: the bytes of the archive.
+
+    Raises:
+        ValueError: `torch.save` did not write the archive, or it is damaged. Damage may also raise
+            any of `NOT_ZIP`.
+    """
+
+    def __init__(self, file: Path, start: int, where: str, opened: ByteRange):
+        self.file, self.where = file, where
+        self._start, self._opened = start, opened
+        self._archive = zipfile.ZipFile(opened)
+        infos = self._archive.infolist()
+        self._prefix = self._prefix_of(infos)
+        self._check_directory(infos)
+        self._begins = self._check_entries(sorted(infos, key=lambda info: info.header_offset))
+        self._check_versions()
+
+    def __contains__(self, entry: str) -> bool:
+        return self._prefix + entry in self._begins
+
+    def read(self, entry: str) -> bytes:
+        """Read a small entry as a whole."""
+        self.place(entry)
+        return self._archive.read(self._prefix + entry)
+
+    def place(self, entry: str) -> tuple[int, int]:
+        """Return an entry's offset in the file and its size, both in bytes.
+
+        Raises:
+            ValueError: the entry does not exist.
+        """
+        if entry not in self:
+            raise ValueError(
+                f"{self.where} lacks `{escaped(entry)}`, which its `data.pkl` refers to."
+            )
+        name = self._prefix + entry
+        return self._start + self._begins[name], self._archive.getinfo(name).file_size
+
+    def _prefix_of(self, infos: list[zipfile.ZipInfo]) -> str:
+        names = [info.filename for info in infos]
+        prefix = names[0].partition("/")[0] + "/" if names else ""
+        if f"{prefix}data.pkl" not in names or f"{prefix}constants.pkl" in names:
+            raise ValueError(
+                f"{self.where} is a zip archive without a `data.pkl`, or a program of TorchScript, "
+                "so `torch.save` did not write it. Give a file that holds a state dict."
+            )
+        return prefix
+
+    def _check_directory(self, infos: list[zipfile.ZipInfo]) -> None:
+        self._opened.seek(-_END.size, io.SEEK_END)
+        last = self._opened.read(_END.size)
+        sign, disk, first_disk, here, count, _, offset, comment = _END.unpack(last)
+        if sign != b"PK\x05\x06" or disk or first_disk or comment:
+            raise zipfile.BadZipFile("its last bytes are not the end of its directory")
+        if {here, count} - {len(infos), _MAX_16} or offset not in (
+            self._archive.start_dir,
+            _MAX_32,
+        ):
+            raise zipfile.BadZipFile(
+                f"its end counts {count} entries from byte {offset} on; the directory has "
+                f"{len(infos)} from {self._archive.start_dir} on"
+            )
+        seen: set[str] = set()
+        for info in infos:
+            name = info.orig_filename
+            lower = name.lower()  # PyTorch looks names up without regard to case
+            if info.filename != name or not name.startswith(self._prefix) or lower in seen:
+                raise zipfile.BadZipFile(
+                    f"entry {shown(name)} is there twice, or outside `{escaped(self._prefix)}`"
+                )
+            seen.add(lower)
+            compressed = info.compress_type != zipfile.ZIP_STORED
+            if compressed or info.file_size != info.compress_size:
+                raise ValueError(
+                    f"{self.where} is a compressed archive, which `torch.save` does not write. "
+                    "Unpack it and pack it again without compression (`zip -0`)."
+                )
+
+    def _check_entries(self, infos: list[zipfile.ZipInfo]) -> dict[str, int]:
+        """Check local headers, and return the offset of the bytes of each entry."""
+        begins: dict[str, int] = {}
+        ends = [0]  # where the next entry may begin
+        for info in infos:
+            if info.header_offset not in ends:
+                raise zipfile.BadZipFile(
+                    f"entry {shown(info.filename)} begins at byte {info.header_offset}, where the "
+                    f"one before it ends at {ends[0]}"
+                )
+            begins[info.filename] = begin = self._check_local(info)
+            end = begin + info.file_size
+            has_descriptor = info.flag_bits & _HAS_DESCRIPTOR
+            ends = [end + each for each in _DESCRIPTOR_BYTES] if has_descriptor else [end]
+        if self._archive.start_dir not in ends:
+            raise zipfile.BadZipFile(
+                f"its directory begins at byte {self._archive.start_dir}, where the entries end at "
+                f"{ends[0]}"
+            )
+        return begins
+
+    def _check_local(self, info: zipfile.ZipInfo) -> int:
+        self._opened.seek(info.header_offset)
+        header = self._opened.read(_LOCAL.size)
+        sign, _, flags, method, *_, name_bytes, extra_bytes = _LOCAL.unpack(header)
+        encoding = "utf-8" if info.flag_bits & _NAMES_ARE_UTF8 else "cp437"
+        name = self._opened.read(name_bytes).decode(encoding)
+        strange = info.flag_bits & ~(_NAMES_ARE_UTF8 | _HAS_DESCRIPTOR)
+        if (
+            sign != b"PK\x03\x04"
+            or name != info.orig_filename
+            or flags != info.flag_bits
+            or method != info.compress_type
+            or strange
+            or info.external_attr & _IS_FOLDER
+        ):
+            raise zipfile.BadZipFile(
+                f"entry {shown(info.filename)} is not at byte {info.header_offset}, where its "
+                f"directory says: there is {shown(sign)} {shown(name)}"
+            )
+        return info.header_offset + _LOCAL.size + name_bytes + extra_bytes
+
+    def _check_versions(self) -> None:
+        version = self.read("version").strip() if "version" in self else b""
+        if not version.isdigit() or int(version[:4]) not in _VERSIONS:
+            raise ValueError(
+                f"{self.where} has the version {shown(version)} of `torch.save`, but must have one "
+                f"from {_VERSIONS[0]} to {_VERSIONS[-1]}. Save it again with PyTorch."
+            )
+        if "byteorder" in self and self.read("byteorder") != b"little":
+            raise ValueError(
+                f"{self.where} was written on a big-endian machine. Load and save it with PyTorch "
+                "on a little-endian one."
+            )
+        if ".storage_alignment" in self and not self.read(".storage_alignment").isdigit():
+            raise zipfile.BadZipFile("its `.storage_alignment` is not a number")
+
+
+# `zipfile` raises any of these for archives that are truncated or have inconsistent headers.
+NOT_ZIP = (
+    zipfile.BadZipFile,
+    KeyError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    UnicodeDecodeError,
+    struct.error,
+)
+
+
+def not_an_archive(file: Path, start: int, where: str, error: Exception) -> str:
+    """Describe a file that could not be opened as an archive."""
+    with file.open("rb") as opened:
+        opened.seek(start)
+        is_zip = opened.read(4) == b"PK\x03\x04"
+    if is_zip:
+        return (
+            f"{where} is not a whole file of `torch.save` ({escaped(error)}). Copy or download the "
+            "checkpoint again."
+        )
+    return (
+        f"{where} is not a zip archive, which `torch.save` has written since PyTorch 1.6. If it is "
+        "older, load it with `torch.load(path, weights_only=True)` and save it again."
+    )

@@ -1,0 +1,275 @@
+"""The classes and functions that a pickle of PyTorch may name, and what stands in for them.
+
+Names are looked up here and never imported: tensors, dtypes and plain containers have an entry;
+classes that describe a run (those of DeepSpeed, the metadata of distributed checkpoints, numpy's
+random states) become `Record`s, which only store their arguments; any other name is an error before
+anything is called.
+"""
+
+import collections
+import pickle
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from jaxzero.interop._tensors import escaped, shown
+
+from .pickle_machine import Maker, PickleMachine
+from .record import RecordKind
+
+DTYPES: dict[str, np.dtype] = {
+    "bool": np.dtype(np.bool_),
+    "uint8": np.dtype(np.uint8),
+    "uint16": np.dtype(np.uint16),
+    "uint32": np.dtype(np.uint32),
+    "uint64": np.dtype(np.uint64),
+    "int8": np.dtype(np.int8),
+    "int16": np.dtype(np.int16),
+    "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+    "complex64": np.dtype(np.complex64),
+    "complex128": np.dtype(np.complex128),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+}
+_STORAGES = {
+    "BoolStorage": "bool",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "FloatStorage": "float32",
+    "DoubleStorage": "float64",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+    "UntypedStorage": "uint8",
+}
+# Any class or function whose full name begins with one of these becomes a `Record`.
+_DESCRIPTIONS = ("deepspeed.", "numpy.", "torch.distributed.", "pathlib.")
+_DESCRIBING = {
+    "argparse.Namespace",
+    "collections.deque",
+    "collections.defaultdict",
+    "datetime.datetime",
+    "datetime.timedelta",
+    "torch.device",
+    "torch.serialization._get_layout",
+}
+_MAX_DIMS = 64  # limit of numpy and of PyTorch
+
+
+class TorchDtype(NamedTuple):
+    """A dtype that a pickle names, such as `torch.float32`."""
+
+    dtype: np.dtype
+
+
+class TorchStorage(NamedTuple):
+    """A class of storages that a pickle names, such as `torch.FloatStorage`."""
+
+    dtype: np.dtype
+
+
+class _Marker(NamedTuple):
+    """A class that is only passed as an argument."""
+
+    name: str
+
+
+class Refused(Exception):
+    """A name that could be code."""
+
+
+# (storage, dtype or None for the storage's, offset, shape, strides), in elements -> tensor.
+MakeTensor = Callable[[Any, np.dtype | None, int, tuple[int, ...], tuple[int, ...]], Any]
+
+
+class Names:
+    """Looks up names for one pickle.
+
+    Args:
+        where: file name, for messages.
+        tensor: makes a tensor; None if the pickle may hold none.
+        records: full names of further classes to be read as `Record`s.
+    """
+
+    def __init__(self, where: str, tensor: MakeTensor | None, records: Collection[str]):
+        self._where, self._tensor, self._records = where, tensor, frozenset(records)
+        self._tensors = {
+            "torch._utils._rebuild_tensor": Maker(self._plain),
+            "torch._utils._rebuild_tensor_v2": Maker(self._plain),
+            "torch._utils._rebuild_tensor_v3": Maker(self._typed),
+            "torch._utils._rebuild_parameter": Maker(self._parameter),
+            "torch._utils._rebuild_parameter_with_state": Maker(self._parameter),
+            "torch._tensor._rebuild_from_type_v2": Maker(self._of_type),
+        }
+
+    def find(self, full: str) -> Any:
+        """Return what stands in for a class or function; never import it.
+
+        Raises:
+            Refused: the name is not known.
+        """
+        module, _, name = full.rpartition(".")
+        if module == "torch" and name in DTYPES:
+            return TorchDtype(DTYPES[name])
+        if module in ("torch", "torch.storage") and name in _STORAGES:
+            return TorchStorage(DTYPES[_STORAGES[name]])
+        if full in _CONTAINERS:
+            return _CONTAINERS[full]
+        if full in self._tensors:
+            return self._tensors[full]
+        if full in ("torch.Tensor", "torch.nn.parameter.Parameter"):
+            return _Marker(full)
+        if full in _DESCRIBING or full in self._records or full.startswith(_DESCRIPTIONS):
+            return RecordKind(full)
+        raise Refused(
+            f"{self._where} names `{escaped(full)}`, which is neither a tensor nor a description "
+            "of a run, and could be code. Nothing was run. If you trust its author, load it with "
+            "PyTorch and save only its tensors: `torch.save(model.state_dict(), path)`."
+        )
+
+    def _plain(
+        self,
+        machine: PickleMachine,
+        storage: Any,
+        offset: Any,
+        shape: Any,
+        strides: Any,
+        requires_grad: Any = False,
+        hooks: Any = None,
+        metadata: Any = None,
+    ) -> Any:
+        return self._made(storage, None, offset, shape, strides, requires_grad, metadata)
+
+    def _typed(
+        self,
+        machine: PickleMachine,
+        storage: Any,
+        offset: Any,
+        shape: Any,
+        strides: Any,
+        requires_grad: Any,
+        hooks: Any,
+        dtype: Any,
+        metadata: Any = None,
+    ) -> Any:
+        if type(dtype) is not TorchDtype:
+            raise pickle.UnpicklingError(f"a tensor of dtype {shown(dtype)}")
+        return self._made(storage, dtype.dtype, offset, shape, strides, requires_grad, metadata)
+
+    def _parameter(
+        self, machine: PickleMachine, data: Any, requires_grad: Any, hooks: Any, state: Any = None
+    ) -> Any:
+        _check_gradient(requires_grad, getattr(data, "dtype", None))
+        return data
+
+    def _of_type(
+        self, machine: PickleMachine, function: Any, kind: Any, made: Any, state: Any
+    ) -> Any:
+        of_tensor = isinstance(kind, _Marker | RecordKind)  # the latter: a class of the user
+        if function not in self._tensors.values() or not of_tensor or type(made) is not tuple:
+            raise pickle.UnpicklingError(f"a tensor made by {shown(function)} as {shown(kind)}")
+        return function.make(machine, *made)
+
+    def _made(
+        self,
+        storage: Any,
+        dtype: np.dtype | None,
+        offset: Any,
+        shape: Any,
+        strides: Any,
+        requires_grad: Any,
+        metadata: Any,
+    ) -> Any:
+        if self._tensor is None:
+            raise pickle.UnpicklingError("unexpected tensor")
+        sizes = type(shape) is tuple and type(strides) is tuple and len(shape) <= _MAX_DIMS
+        if (
+            not sizes
+            or len(shape) != len(strides)
+            or not all(type(n) is int and n >= 0 for n in (offset, *shape, *strides))
+        ):
+            raise pickle.UnpicklingError(
+                f"a tensor of offset {shown(offset)}, shape {shown(shape)} and strides "
+                f"{shown(strides)}"
+            )
+        if metadata:
+            raise pickle.UnpicklingError(
+                f"a tensor with {shown(metadata)}, whose values are computed when it is read; save "
+                "`tensor.resolve_conj().resolve_neg()`"
+            )
+        made = self._tensor(storage, dtype, offset, shape, strides)
+        _check_gradient(requires_grad, getattr(made, "dtype", None))
+        return made
+
+
+def _check_gradient(requires_grad: Any, dtype: Any) -> None:
+    real = not isinstance(dtype, np.dtype) or dtype.kind in "fcV"  # V: bfloat16, float8
+    if type(requires_grad) is not bool or (requires_grad and not real):
+        raise pickle.UnpicklingError(f"requires_grad={shown(requires_grad)} of {shown(dtype)}")
+
+
+def _ordered_dict(machine: PickleMachine, pairs: Any = ()) -> collections.OrderedDict:
+    made: collections.OrderedDict = collections.OrderedDict()
+    for pair in _listed(machine, pairs):
+        if type(pair) not in (list, tuple) or len(pair) != 2:
+            raise pickle.UnpicklingError(f"the item {shown(pair)} of an OrderedDict")
+        made[machine.key(pair[0])] = pair[1]
+    return made
+
+
+def _listed(machine: PickleMachine, items: Any) -> Any:
+    if type(items) not in (list, tuple, set):
+        raise pickle.UnpicklingError(f"a container made of {shown(items)}")
+    machine.spend(len(items))
+    return items
+
+
+def _set(machine: PickleMachine, items: Any = ()) -> set:
+    return {machine.key(item) for item in _listed(machine, items)}
+
+
+def _frozenset(machine: PickleMachine, items: Any = ()) -> frozenset:
+    return machine.frozenset_of(_listed(machine, items))
+
+
+def _size(machine: PickleMachine, sizes: Any = ()) -> tuple:
+    if not all(type(size) is int for size in _listed(machine, sizes)):
+        raise pickle.UnpicklingError(f"the shape {shown(sizes)}")
+    return machine.tuple_of(sizes)
+
+
+def _complex(machine: PickleMachine, real: Any, imaginary: Any) -> complex:
+    if type(real) is not float or type(imaginary) is not float:
+        raise pickle.UnpicklingError(f"a complex number of {shown(real)} and {shown(imaginary)}")
+    return complex(real, imaginary)
+
+
+def _encoded(machine: PickleMachine, text: Any, encoding: Any) -> bytes:
+    if type(text) is not str or encoding not in ("latin1",):
+        raise pickle.UnpicklingError(f"text in the encoding {shown(encoding)}")
+    machine.spend(len(text))
+    return text.encode("latin1")
+
+
+_CONTAINERS: dict[str, Maker] = {
+    "collections.OrderedDict": Maker(_ordered_dict),
+    "torch.Size": Maker(_size),
+    "__builtin__.set": Maker(_set),
+    "builtins.set": Maker(_set),
+    "__builtin__.frozenset": Maker(_frozenset),
+    "builtins.frozenset": Maker(_frozenset),
+    "__builtin__.complex": Maker(_complex),
+    "builtins.complex": Maker(_complex),
+    "_codecs.encode": Maker(_encoded),
+}
