@@ -7,29 +7,28 @@ import numpy as np
 
 from jaxzero.interop._load import open_checkpoint
 from jaxzero.interop._rules import Rule
-from jaxzero.models import Encoder, EncoderConfig, read_config
+from jaxzero.models import EncoderConfig, ModernBertConfig, ViTConfig
 
 from .abstract import abstract_model
 from .counts import check_counts
-from .encoder_rules import ENCODER_CARRIED, ENCODERS
+from .encoder_family import EncoderFamily, encoder_family
 from .layer_rules import stacked
 from .model_directory import is_stacked, load_params, save_params
 
-_SAVE_A_PLAIN_ENCODER = (
-    "It must hold the tensors of a plain encoder: load it with "
-    "`transformers.AutoModel.from_pretrained` and save it with `save_pretrained`, which drops "
-    "heads and prefixes."
-)
+AnyEncoderConfig = EncoderConfig | ModernBertConfig | ViTConfig
 
 
 class LoadedEncoder(NamedTuple):
-    """An `Encoder` whose parameters are lazy tensors in a file.
+    """An encoder whose parameters are lazy tensors in a file.
+
+    Which model it is follows from the `model_type`: a `ModernBert`, a `ViT` or `ViTClassifier`, and
+    an `Encoder` for BERT, RoBERTa and DistilBERT.
 
     `nnx.merge(graph, arrays)` builds the model after `params` has been read into arrays.
     """
 
-    config: EncoderConfig
-    graph: Any  # nnx.GraphDef[Encoder]; beartype warns of the annotations inside Flax's types
+    config: AnyEncoderConfig
+    graph: Any  # nnx.GraphDef of the model; beartype warns of the annotations inside Flax's types
     params: Any  # nnx.State whose leaves are lazy tensors
 
 
@@ -42,7 +41,7 @@ def load_encoder(
         directory: a folder with `config.json` and weights in a format that `open_checkpoint`
             supports, such as `model.safetensors` or `pytorch_model.bin`, in one file or in parts.
         dtype: dtype of the parameters; None keeps the dtype of the file.
-        **changes: fields of `EncoderConfig` to override, such as `compute_dtype`.
+        **changes: fields of the config to override, such as `compute_dtype`.
 
     Returns:
         The config, the `nnx.GraphDef` and the parameters as lazy tensors. Pass `params` to
@@ -53,32 +52,33 @@ def load_encoder(
             supported, or a tensor is unknown, missing, or has another shape than `config.json`
             implies. The message names the tensor.
     """
-    directory = Path(directory)
-    config = EncoderConfig.from_json(directory, **changes)
-    checkpoint, rules = open_checkpoint(directory), _rules(directory, config)
+    family = encoder_family(directory)
+    config = family.config.from_json(directory, **changes)
+    checkpoint, rules = open_checkpoint(directory), _rules(family, config)
     check_counts(rules, checkpoint, config, directory)
-    graph, abstract = _abstract(config)
+    graph, abstract = _abstract(family, config)
     params = load_params(
         abstract,
         rules,
         checkpoint,
-        ignore=ENCODER_CARRIED,
-        remedy=_SAVE_A_PLAIN_ENCODER,
+        ignore=family.carried,
+        remedy=family.remedy,
         dtype=dtype,
     )
     return LoadedEncoder(config, graph, params)
 
 
 def export_encoder(params: Any, directory: Path | str, *, source: Path | str) -> Path:
-    """Write parameters as a directory that `transformers` and `sentence-transformers` load.
+    """Write parameters as a directory that `transformers` loads.
 
-    The write is atomic, as in `save_tensors`.
+    `sentence-transformers` loads it as well if it is an encoder of text. The write is atomic, as in
+    `save_tensors`.
 
     Args:
         params: the tree of `load_encoder` with full arrays, or shards from `zero.shard`.
         directory: where to write.
         source: the directory that was loaded. Its `config.json`, tokenizer files and the tensors
-            that the encoder does not use (the pooler) are copied.
+            that the model does not use (such as a pooler) are copied.
 
     Returns:
         `directory`.
@@ -86,24 +86,24 @@ def export_encoder(params: Any, directory: Path | str, *, source: Path | str) ->
     Raises:
         ValueError: `params` is not the parameter tree of `source`, or `directory` is `source`.
     """
-    config = EncoderConfig.from_json(source, scan_layers=is_stacked(params))
-    checkpoint, rules = open_checkpoint(source), _rules(Path(source), config)
+    family = encoder_family(source)
+    config = family.config.from_json(source, scan_layers=is_stacked(params))
+    checkpoint, rules = open_checkpoint(source), _rules(family, config)
     check_counts(rules, checkpoint, config, source)
     return save_params(
         params,
-        _abstract(config)[1],
+        _abstract(family, config)[1],
         rules,
         directory,
         source=checkpoint,
-        carried=ENCODER_CARRIED,
+        carried=family.carried,
     )
 
 
-def _abstract(config: EncoderConfig) -> tuple[Any, Any]:
-    return abstract_model(lambda rngs: Encoder(config, rngs=rngs), scanned=config.scan_layers)
+def _abstract(family: EncoderFamily, config: AnyEncoderConfig) -> tuple[Any, Any]:
+    return abstract_model(lambda rngs: family.model(config, rngs=rngs), scanned=config.scan_layers)
 
 
-def _rules(directory: Path, config: EncoderConfig) -> tuple[Rule, ...]:
-    content, _ = read_config(directory)
-    rules = ENCODERS[content["model_type"]]
+def _rules(family: EncoderFamily, config: AnyEncoderConfig) -> tuple[Rule, ...]:
+    rules = family.rules(config)
     return stacked(rules) if config.scan_layers else rules

@@ -82,4 +82,4 @@ def save_params(
 
 def is_stacked(params: Any) -> bool:
     """Return True if layers are stacked in one array per parameter (for a scan), not in a list."""
-    return not any(re.match(r"layers\.\d+\.", path) for path in named_leaves(params).leaves)
+    return not any(re.search(r"(^|\.)layers\.\d+\.", path) for path in named_leaves(params).leaves)

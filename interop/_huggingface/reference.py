@@ -14,12 +14,12 @@ import numpy as np
 def embed_with_transformers(
     directory: Path | str, ids: np.ndarray, mask: np.ndarray, *, batch_size: int = 32
 ) -> np.ndarray:
-    """Compute mean-pooled, normalized embeddings with `transformers.BertModel`, float32 on the CPU.
+    """Compute mean-pooled, normalized embeddings with `transformers.AutoModel`, float32 on the CPU.
 
     It shares no code with `jaxzero.models`, so it can verify an exported checkpoint.
 
     Args:
-        directory: a Hugging Face directory, e.g. one that `export_encoder` wrote.
+        directory: a Hugging Face directory of a text encoder, e.g. one that `export_encoder` wrote.
         ids: token ids, `[texts, tokens]`.
         mask: True for tokens, False for padding, same shape.
         batch_size: texts per forward pass.
@@ -40,7 +40,7 @@ def embed_with_transformers(
         ) from error
 
     with _without_progress_bar(transformers):
-        model = transformers.BertModel.from_pretrained(
+        model = transformers.AutoModel.from_pretrained(
             directory, local_files_only=True, dtype=torch.float32
         ).eval()
     vectors = []

@@ -16,6 +16,8 @@ from ._experts_config import ClampedGate as ClampedGate
 from ._experts_config import ExpertsConfig as ExpertsConfig
 from ._experts_config import GroupRouting as GroupRouting
 from ._latent_config import LatentConfig as LatentConfig
+from ._modern_bert import ModernBert as ModernBert
+from ._modern_bert_config import ModernBertConfig as ModernBertConfig
 from ._pooling import mean_pool as mean_pool
 from ._pooling import normalize as normalize
 from ._rope import Rope as Rope
@@ -24,3 +26,6 @@ from ._rope_scaling import LinearScaling as LinearScaling
 from ._rope_scaling import Llama3Scaling as Llama3Scaling
 from ._rope_scaling import LongScaling as LongScaling
 from ._rope_scaling import YarnScaling as YarnScaling
+from ._vit import ViT as ViT
+from ._vit import ViTClassifier as ViTClassifier
+from ._vit_config import ViTConfig as ViTConfig

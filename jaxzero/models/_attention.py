@@ -124,7 +124,10 @@ def attend(
             mask=None if mask_bs is None else mask_bs[:, None, None, :],
             scale=scale,
             is_causal=is_causal,
-            local_window_size=None if window is None else (window - 1, 0),
+            # In an encoder the window is on both sides: keys fewer than `window` positions away.
+            local_window_size=None
+            if window is None
+            else (window - 1, 0 if is_causal else window - 1),
             implementation=implementation,
         )
     if implementation == "cudnn":
@@ -166,7 +169,7 @@ def _seen(
     distance = jnp.arange(num_tokens)[:, None] - jnp.arange(num_tokens)[None]
     seen = distance >= (0 if is_causal else -num_tokens)
     if window is not None:
-        seen = seen & (distance < window)
+        seen = seen & (jnp.abs(distance) < window)
     return seen[None] if mask_bs is None else seen[None] & mask_bs[:, None, :]
 
 

@@ -8,7 +8,7 @@ Ranges exclude what makes no model: a width of 0, an `eps` above 1, a count of l
 fill the memory before it is compared with the tensors.
 """
 
-from .._checked_json import ANYTHING, FLAG, TEXT, Kind, integer, list_of, number, optional
+from .._checked_json import ANYTHING, FLAG, OBJECT, TEXT, Kind, integer, list_of, number, optional
 
 COUNT = integer(1)
 INDEX = integer(0)
@@ -17,6 +17,14 @@ POSITIVE = number(above=0, most=1e30)
 DROPOUT = number(0, below=1)
 EPSILON = number(0, 1)
 _FACTORS = list_of(POSITIVE)
+_PIXELS = integer(1, 65_536)
+_BOTH = list_of(_PIXELS, length=2)
+# Height and width, or one integer for both; read as a pair.
+_PAIR = Kind(
+    f"{_PIXELS.text}, or {_BOTH.text}",
+    lambda value: _PIXELS.accepts(value) or _BOTH.accepts(value),
+    lambda value: (value, value) if _PIXELS.accepts(value) else _BOTH.convert(value),
+)
 
 KEYS: dict[str, Kind] = {
     "model_type": TEXT,
@@ -28,6 +36,11 @@ KEYS: dict[str, Kind] = {
     "intermediate_size": COUNT,
     "moe_intermediate_size": COUNT,
     "n_inner": optional(COUNT),
+    "num_channels": integer(1, 10_000),
+    "num_labels": COUNT,
+    "id2label": optional(OBJECT),
+    "image_size": _PAIR,
+    "patch_size": _PAIR,
     "hidden_dim": COUNT,
     "num_hidden_layers": LAYERS,
     "n_layer": LAYERS,
@@ -42,6 +55,10 @@ KEYS: dict[str, Kind] = {
     "type_vocab_size": INDEX,
     "pad_token_id": INDEX,
     # Parts of layers.
+    "architectures": optional(list_of(TEXT)),
+    "qkv_bias": FLAG,
+    "norm_bias": FLAG,
+    "norm_eps": EPSILON,
     "hidden_act": TEXT,
     "hidden_activation": TEXT,
     "activation_function": TEXT,
@@ -78,7 +95,10 @@ KEYS: dict[str, Kind] = {
     "hidden_dropout": DROPOUT,
     "embedding_dropout": DROPOUT,
     "residual_dropout": DROPOUT,
+    "mlp_dropout": DROPOUT,
     # Windows.
+    "local_attention": INDEX,
+    "global_attn_every_n_layers": COUNT,
     "sliding_window": optional(COUNT),
     "use_sliding_window": FLAG,
     "max_window_layers": INDEX,
@@ -114,6 +134,8 @@ KEYS: dict[str, Kind] = {
     "rotary_pct": number(above=0, most=1),
     "no_rope_layers": optional(list_of(integer(0, 1))),
     "no_rope_layer_interval": COUNT,
+    "global_rope_theta": POSITIVE,
+    "local_rope_theta": POSITIVE,
     "partial_rotary_factor": optional(number(above=0, most=1)),
     "rope_type": optional(TEXT),
     "type": optional(TEXT),

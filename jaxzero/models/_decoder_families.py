@@ -10,23 +10,14 @@ from typing import Any
 
 from .._checked_json import JsonKeys as Content
 from .._checked_json import shown
-from ._config_json import CHOOSE_ANOTHER, check_only, config_keys
+from ._activations import read_activation
+from ._config_json import check_only, config_keys
 from ._config_rope import read_rope
 from ._family import DEFAULTS, Family, Fields
 from ._layer_norm_families import LAYER_NORM_FAMILIES
 from ._rms_norm_families import RMS_NORM_FAMILIES
 
 DECODER_FAMILIES: dict[str, Family] = LAYER_NORM_FAMILIES | RMS_NORM_FAMILIES
-
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "relu": "relu",
-}
 
 
 def decoder_fields(content: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -51,7 +42,7 @@ def decoder_fields(content: dict[str, Any], path: Path) -> dict[str, Any]:
     fields: dict[str, Any] = {ours: keys[key] for ours, key in family.sizes.items()}
     fields |= {ours: keys[key] for ours, key in family.names.items()}
     fields |= family.fixed
-    fields["activation"] = _ACTIVATIONS[keys[family.activation]]
+    fields["activation"] = read_activation(keys, family.activation, "decoder")
     fields |= family.heads(keys, family.sizes)
     layers = fields["num_layers"]
     fields["sliding_layers"] = family.windows(keys, layers)
@@ -95,11 +86,4 @@ def _check_meaning(keys: Content, family: Family) -> None:
             "quantization_config",
             "says that its weights are codes of numbers",
             remedy="Choose the checkpoint that was not quantised.",
-        )
-    activation = keys[family.activation]
-    if activation not in _ACTIVATIONS:
-        raise keys.error(
-            family.activation,
-            f"is {shown(activation)}; the decoder computes {', '.join(_ACTIVATIONS)}",
-            remedy=CHOOSE_ANOTHER,
         )

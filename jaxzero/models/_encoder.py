@@ -3,13 +3,13 @@
 Each layer is post-normalised, as in the original transformer:
 
     x = LayerNorm(x + attention(x))
-    x = LayerNorm(x + down(gelu(up(x))))
+    x = LayerNorm(x + down(f(up(x))))
 
-with the exact (erf) GELU. RoBERTa counts positions from its padding token on, DistilBERT has no
-token types; MiniLM is a small BERT. There is no pooler: nothing in `jaxzero` uses its output, and
-`jaxzero.interop` copies its weights from the source file when exporting. Modules are independent of
-devices; `jz.Zero` shards their parameters. They hold no random state: dropout is on when a call
-gets a key.
+where f is the `activation` of the config, the exact (erf) GELU in most models. RoBERTa counts
+positions from its padding token on, DistilBERT has no token types; MiniLM is a small BERT. There is
+no pooler: nothing in `jaxzero` uses its output, and `jaxzero.interop` copies its weights from the
+source file when exporting. Modules are independent of devices; `jz.Zero` shards their parameters.
+They hold no random state: dropout is on when a call gets a key.
 
 Dimensions: b batch, t tokens, d hidden, h heads, k head size.
 """
@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from ._attention import attend
 from ._dropout import dropout, split_key
 from ._encoder_config import EncoderConfig
+from ._encoder_parts import SelfAttention, layer_norm, linear
 from ._layers import make_layers, run_layers
+from ._mlp import ACTIVATIONS
 
 
 class Encoder(nnx.Module):
@@ -92,13 +93,15 @@ class Embeddings(nnx.Module):
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs):
         def table(num_rows: int) -> nnx.Embed:
-            return nnx.Embed(num_rows, config.hidden_size, dtype=_dtype(config), rngs=rngs)
+            return nnx.Embed(
+                num_rows, config.hidden_size, dtype=jnp.dtype(config.compute_dtype), rngs=rngs
+            )
 
         self.padding_id = config.padding_id
         self.word = table(config.vocabulary_size)
         self.position = table(config.num_positions)
         self.token_type = table(config.num_token_types) if config.num_token_types else None
-        self.norm = _layer_norm(config, rngs)
+        self.norm = layer_norm(config, rngs)
 
     def __call__(
         self, ids: Int[Array, "b t"], token_types: Int[Array, "b t"] | None
@@ -123,10 +126,10 @@ class Layer(nnx.Module):
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.attention = SelfAttention(config, rngs=rngs)
-        self.attention_norm = _layer_norm(config, rngs)
-        self.up = _linear(config, config.hidden_size, config.intermediate_size, rngs)
-        self.down = _linear(config, config.intermediate_size, config.hidden_size, rngs)
-        self.mlp_norm = _layer_norm(config, rngs)
+        self.attention_norm = layer_norm(config, rngs)
+        self.up = linear(config, config.hidden_size, config.intermediate_size, rngs)
+        self.down = linear(config, config.intermediate_size, config.hidden_size, rngs)
+        self.mlp_norm = layer_norm(config, rngs)
 
     def __call__(
         self,
@@ -140,56 +143,5 @@ class Layer(nnx.Module):
         added = self.attention(x_btd, mask, dropout_key=probabilities_key)
         added = dropout(added, config.attention_output_dropout, attention_key)
         x_btd = self.attention_norm(x_btd + added)
-        added = self.down(jax.nn.gelu(self.up(x_btd), approximate=False))
+        added = self.down(ACTIVATIONS[config.activation](self.up(x_btd)))
         return self.mlp_norm(x_btd + dropout(added, config.mlp_dropout, mlp_key))
-
-
-class SelfAttention(nnx.Module):
-    """Multi-head attention of all tokens to all tokens that are not padding."""
-
-    def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs):
-        self.config = config
-        self.query, self.key, self.value, self.output = (
-            _linear(config, config.hidden_size, config.hidden_size, rngs) for _ in range(4)
-        )
-
-    def __call__(
-        self,
-        x_btd: Float[Array, "b t d"],
-        mask: Bool[Array, "b t"],
-        *,
-        dropout_key: Key[Array, ""] | None = None,
-    ) -> Float[Array, "b t d"]:
-        query_bthk, key_bthk, value_bthk = (
-            project(x_btd).reshape(*x_btd.shape[:2], self.config.num_heads, self.config.head_size)
-            for project in (self.query, self.key, self.value)
-        )
-        mixed_bthk = attend(
-            query_bthk,
-            key_bthk,
-            value_bthk,
-            mask,
-            is_causal=False,
-            dropout_rate=self.config.attention_dropout,
-            dropout_key=dropout_key,
-        )
-        return self.output(mixed_bthk.reshape(x_btd.shape))
-
-
-def _dtype(config: EncoderConfig) -> jnp.dtype:
-    return jnp.dtype(config.compute_dtype)
-
-
-def _linear(config: EncoderConfig, num_in: int, num_out: int, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(num_in, num_out, dtype=_dtype(config), rngs=rngs)
-
-
-def _layer_norm(config: EncoderConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    # The fast variance, E[x^2] - E[x]^2, loses digits that a float32 comparison would miss.
-    return nnx.LayerNorm(
-        config.hidden_size,
-        epsilon=config.layer_norm_epsilon,
-        use_fast_variance=False,
-        dtype=_dtype(config),
-        rngs=rngs,
-    )

@@ -7,12 +7,12 @@ Hugging Face `config.json` to them; options that `Encoder` does not support rais
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from .._checked_json import JsonKeys, shown
-from ._checks import check_choices, check_dropout, check_positive
+from .._checked_json import shown
+from ._activations import read_activation
 from ._config_json import check_only, config_keys, make_config, read_config
-from ._layers import Remat
+from ._encoder_base import EncoderBase, check_heads
 
 _BERT_SIZES = {
     "vocab_size": "vocabulary_size",
@@ -34,14 +34,14 @@ _DISTILBERT_SIZES = {
 }
 # Keys that change what the model computes -> the only supported value, which is also the default.
 _BERT_MEANING = {
-    "hidden_act": "gelu",
     "position_embedding_type": "absolute",
     "is_decoder": False,
+    "quantization_config": None,
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderConfig:
+class EncoderConfig(EncoderBase):
     """Sizes of an encoder, and how it is computed.
 
     The defaults are those of all-MiniLM-L6-v2. Parameters keep the dtype they are loaded in;
@@ -52,6 +52,7 @@ class EncoderConfig:
         vocabulary_size, hidden_size, intermediate_size, num_layers, num_heads: the model's sizes.
         max_length: longest text in tokens, including special tokens.
         num_token_types: kinds of sentences that have an embedding; 0 for no such embedding.
+        activation: activation function of the perceptron.
         layer_norm_epsilon: added under the square root.
         padding_id: token that has no position (RoBERTa); None if positions count from the first
             token of a row, whatever it is.
@@ -70,35 +71,19 @@ class EncoderConfig:
     num_heads: int = 12
     max_length: int = 512
     num_token_types: int = 2
-    layer_norm_epsilon: float = 1e-12
     padding_id: int | None = None
     embedding_dropout: float = 0.1
     attention_dropout: float = 0.1
     attention_output_dropout: float = 0.1
     mlp_dropout: float = 0.1
-    compute_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    scan_layers: bool = False
-    remat: Remat = "none"
-
-    def __post_init__(self):
-        check_positive(self, or_zero=("num_token_types", "padding_id"))
-        check_choices(self)
-        check_dropout(self)
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"`hidden_size` must be a multiple of `num_heads`; got {self.hidden_size} and "
-                f"{self.num_heads}. Every head takes an equal slice of the hidden vector."
-            )
-
-    @property
-    def head_size(self) -> int:
-        """Width of one attention head."""
-        return self.hidden_size // self.num_heads
 
     @property
     def num_positions(self) -> int:
         """Rows of the table of positions: RoBERTa's first ones stand for padding."""
         return self.max_length + (0 if self.padding_id is None else self.padding_id + 1)
+
+    def _may_be_zero(self) -> tuple[str, ...]:
+        return ("num_token_types", "padding_id")
 
     @classmethod
     def from_json(cls, path: Path | str, **changes: Any) -> "EncoderConfig":
@@ -129,6 +114,7 @@ class _Family:
     sizes: Mapping[str, str]  # their key: our field
     dropout: Mapping[str, str]  # our field: their key
     meaning: Mapping[str, Any]  # their key: the only value
+    activation: str = "hidden_act"  # their key
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # our field: its value
     counts_from_padding: bool = False
 
@@ -140,6 +126,7 @@ class _Family:
         fields = {ours: keys[key] for key, ours in self.sizes.items()}
         fields |= {ours: keys.get(key, 0.1) for ours, key in self.dropout.items()}
         fields |= self.fixed
+        fields["activation"] = read_activation(keys, self.activation, "encoder", default="gelu")
         if self.counts_from_padding:
             keys.require("pad_token_id")
             fields["padding_id"] = keys["pad_token_id"]
@@ -150,16 +137,9 @@ class _Family:
                     f"is {keys['max_position_embeddings']}, of which `pad_token_id` + 1 = "
                     f"{keys['pad_token_id'] + 1} are no positions; none is left",
                 )
-        self._check_heads(keys)
-        return fields
-
-    def _check_heads(self, keys: JsonKeys) -> None:
         theirs = {ours: key for key, ours in self.sizes.items()}
-        size, heads = theirs["hidden_size"], theirs["num_heads"]
-        if keys[size] % keys[heads]:
-            raise keys.error(
-                size, f"must be a multiple of `{heads}`; got {keys[size]} and {keys[heads]}"
-            )
+        check_heads(keys, theirs["hidden_size"], theirs["num_heads"])
+        return fields
 
 
 _BERT = _Family(
@@ -184,7 +164,8 @@ _FAMILIES: dict[str, _Family] = {
             "attention_dropout": "attention_dropout",
             "mlp_dropout": "dropout",
         },
-        meaning={"activation": "gelu"},
+        meaning={"quantization_config": None},
+        activation="activation",
         fixed={
             "num_token_types": 0,
             "layer_norm_epsilon": 1e-12,

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from jaxzero.models import DECODER_FAMILIES, DecoderConfig, EncoderConfig, read_config
+from jaxzero.models import (
+    DECODER_FAMILIES,
+    DecoderConfig,
+    EncoderConfig,
+    ModernBertConfig,
+    ViTConfig,
+    read_config,
+)
 from tests.mutate_json import dumped, mutations
 
 from .test_decoder_config import OLD
@@ -40,7 +47,50 @@ _DISTILBERT = {
     "dropout": 0.1,
     "attention_dropout": 0.2,
 }
-ENCODERS = {"bert": _BERT, "roberta": _BERT, "xlm-roberta": _BERT, "distilbert": _DISTILBERT}
+_MODERN_BERT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "norm_eps": 1e-5,
+    "norm_bias": False,
+    "hidden_activation": "gelu",
+    "local_attention": 6,
+    "global_attn_every_n_layers": 2,
+    "global_rope_theta": 1000.0,
+    "local_rope_theta": 100.0,
+    "mlp_dropout": 0.1,
+    "embedding_dropout": 0.1,
+}
+_VIT = {
+    "architectures": ["ViTForImageClassification"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": [16, 8],
+    "patch_size": 4,
+    "num_channels": 3,
+    "qkv_bias": True,
+    "layer_norm_eps": 1e-12,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+}
+ENCODERS = {
+    "bert": _BERT,
+    "roberta": _BERT,
+    "xlm-roberta": _BERT,
+    "distilbert": _DISTILBERT,
+    "modernbert": _MODERN_BERT,
+    "vit": _VIT,
+}
+CONFIGS = dict.fromkeys(ENCODERS, EncoderConfig) | {
+    "modernbert": ModernBertConfig,
+    "vit": ViTConfig,
+}
 DECODERS = {name: content for name, content in OLD.items() if name in DECODER_FAMILIES}
 MORE = [
     "model_type", "rope_scaling", "rope_parameters", "rope_scaling.factor", "rope_scaling.type",
@@ -56,10 +106,10 @@ MORE = [
 STRICTER = {"hidden_size", "num_attention_heads", "n_embd", "rope_parameters", "rope_scaling"}
 
 
-def read(content: dict[str, Any], path: Path) -> Any:
+def read(name: str, content: dict[str, Any], path: Path) -> Any:
     """The config of a content, or None: it is refused, with an error that names file and key."""
     path.write_text(dumped(content))
-    config = EncoderConfig if content.get("model_type") in ENCODERS else DecoderConfig
+    config = CONFIGS.get(name, DecoderConfig)
     started = time.process_time()
     try:
         return config.from_json(path)
@@ -86,7 +136,7 @@ def understood(content: dict[str, Any]) -> Any:
 
 def check(name: str, key: str, content: dict[str, Any], directory: Path) -> str:
     """Return what happened: "refused", "equal", or "stricter" if only transformers refuses."""
-    ours = read(content, directory / "config.json")
+    ours = read(name, content, directory / "config.json")
     if ours is None:
         return "refused"
     theirs = understood(content)
@@ -96,8 +146,10 @@ def check(name: str, key: str, content: dict[str, Any], directory: Path) -> str:
     theirs.save_pretrained(directory / "theirs")
     again = type(ours).from_json(directory / "theirs")
     assert ours == again, f"{name}: {key} of {content}"
-    fields = {"hidden_size": ours.hidden_size, "vocab_size": ours.vocabulary_size}
-    fields |= {"num_hidden_layers": ours.num_layers, "num_attention_heads": ours.num_heads}
+    fields = {"hidden_size": ours.hidden_size, "num_hidden_layers": ours.num_layers}
+    fields |= {"num_attention_heads": ours.num_heads}
+    if name != "vit":
+        fields["vocab_size"] = ours.vocabulary_size
     for theirs_name, value in fields.items():
         assert getattr(theirs, theirs_name) == value, f"{name}: {key} of {content}"
     return "equal"

@@ -122,7 +122,7 @@ def test_config_reads_the_json(checkpoint: Path):
             "`hidden_dropout_prob` in .* at least 0 and below 1; got 1.0",
         ),
         ({"type_vocab_size": -1}, "`type_vocab_size` in .*must be 0 or a positive integer.*-1"),
-        ({"hidden_act": "relu"}, r"`hidden_act` in .* must be 'gelu'; got 'relu'"),
+        ({"hidden_act": "tanh"}, r"`hidden_act` in .* is 'tanh'; .* gelu_new, .*relu"),
         (
             {"position_embedding_type": "relative_key"},
             r"`position_embedding_type` in .* 'absolute'",

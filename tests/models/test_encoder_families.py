@@ -1,4 +1,4 @@
-"""RoBERTa and DistilBERT against transformers, and what encoders share with the decoder."""
+"""BERT, RoBERTa and DistilBERT against transformers, and what encoders share with the decoder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def hidden(graph: Any, params: Any, ids: np.ndarray) -> np.ndarray:
     ("name", "scanned"),
     [
         ("roberta", False),
-        ("distilbert", True),
+        ("distilbert-relu", True),
+        ("bert-gelu-new", False),
         pytest.param("roberta", True, marks=pytest.mark.exhaustive),
         pytest.param("distilbert", False, marks=pytest.mark.exhaustive),
         pytest.param("xlm-roberta", False, marks=pytest.mark.exhaustive),

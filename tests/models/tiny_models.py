@@ -43,6 +43,14 @@ _DEEPSEEK = (
         "num_key_value_heads": 4,
     }
 )
+_DISTILBERT = {
+    "vocab_size": 37,
+    "dim": 32,
+    "hidden_dim": 48,
+    "n_layers": 2,
+    "n_heads": 4,
+    "max_position_embeddings": 32,
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -293,23 +301,18 @@ MORE_DECODERS |= {
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("roberta", _HIDDEN | {"pad_token_id": 1, "type_vocab_size": 1}),
     "xlm-roberta": ("xlm-roberta", _HIDDEN | {"pad_token_id": 0, "type_vocab_size": 2}),
-    "distilbert": (
-        "distilbert",
-        {
-            "vocab_size": 37,
-            "dim": 32,
-            "hidden_dim": 48,
-            "n_layers": 2,
-            "n_heads": 4,
-            "max_position_embeddings": 32,
-        },
-    ),
+    "bert-gelu-new": ("bert", _HIDDEN | {"pad_token_id": 0, "hidden_act": "gelu_new"}),
+    "distilbert": ("distilbert", _DISTILBERT),
+    "distilbert-relu": ("distilbert", _DISTILBERT | {"activation": "relu"}),
 }
 
 
-def make(model_type: str, config: dict[str, Any], *, causal: bool = True) -> Any:
+def make(
+    model_type: str, config: dict[str, Any], *, causal: bool = True, auto: str | None = None
+) -> Any:
     """A random model of transformers: attention as its own formula says, no dropout.
 
+    `auto` is the class that makes it, where it is neither `AutoModelForCausalLM` nor `AutoModel`.
     Every tensor is moved away from what it starts as, so that each norm and bias matters.
     """
     import torch
@@ -317,7 +320,7 @@ def make(model_type: str, config: dict[str, Any], *, causal: bool = True) -> Any
 
     transformers.logging.set_verbosity_error()  # special tokens outside of small vocabularies
     transformers.logging.disable_progress_bar()
-    kind = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+    kind = getattr(transformers, auto or ("AutoModelForCausalLM" if causal else "AutoModel"))
     torch.manual_seed(0)
     model = kind.from_config(
         transformers.AutoConfig.for_model(model_type, **config), attn_implementation="eager"

@@ -14,7 +14,7 @@ from ..._processes import process_count
 from ..._sharding import PerAxis, ZeroConfig, zero3, zeropp, zeropp4
 from ..._zero import Zero
 from ...interop import load_encoder
-from ...models import EncoderConfig
+from ...models import EncoderConfig, ModernBertConfig
 from .._settings import Devices, Optimization, Sharding
 from .._task import packaged_checkpoint
 from .devices import choose_devices
@@ -34,8 +34,8 @@ class Setup:
     """A checkpoint, split over devices, and the optimizer that will train it."""
 
     checkpoint: Path
-    config: EncoderConfig
-    graph: Any  # nnx.GraphDef[Encoder]
+    config: EncoderConfig | ModernBertConfig
+    graph: Any  # nnx.GraphDef of the encoder
     shapes: Any  # of the full parameters
     zero: Zero
     params: Any
@@ -71,6 +71,11 @@ def set_up(
     mesh = make_mesh(devices.nodes or (None if process_count() > 1 else 2), devices=found)
     zero = Zero(mesh, zero_config(sharding))
     loaded = load_encoder(checkpoint, dtype=jnp.float32)
+    if not isinstance(loaded.config, EncoderConfig | ModernBertConfig):
+        raise ValueError(
+            f"The checkpoint {str(checkpoint)!r} is a {type(loaded.config).__name__}, not a text "
+            "encoder. Give a checkpoint of BERT, RoBERTa, DistilBERT or ModernBERT."
+        )
     params = zero.shard(loaded.params)
     optimizer = make_optimizer(optimization)
     return Setup(

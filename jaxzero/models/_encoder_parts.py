@@ -1,0 +1,174 @@
+"""Parts of encoders: self-attention, perceptrons, norms, and the pre-normalised layer.
+
+Dimensions: b batch, t tokens, d hidden, h heads, k head size.
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Key
+
+from ._attention import Window, attend
+from ._dropout import dropout, split_key
+from ._encoder_base import EncoderBase
+from ._mlp import ACTIVATIONS
+from ._rope import Turns, rotate
+
+
+class SelfAttention(nnx.Module):
+    """Multi-head attention of all tokens to all tokens that are not padding."""
+
+    def __init__(
+        self,
+        config: EncoderBase,
+        *,
+        bias: bool = True,
+        output_bias: bool = True,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.query, self.key, self.value = (
+            linear(config, config.hidden_size, config.hidden_size, rngs, bias=bias)
+            for _ in range(3)
+        )
+        self.output = linear(config, config.hidden_size, config.hidden_size, rngs, bias=output_bias)
+
+    def __call__(
+        self,
+        x_btd: Float[Array, "b t d"],
+        mask: Bool[Array, "b t"] | None,
+        *,
+        window: Window = None,
+        turns: Turns | None = None,
+        dropout_key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "b t d"]:
+        """Attend, and project back.
+
+        Args:
+            x_btd: input of the layer.
+            mask: True for tokens, False for padding; None if there is no padding.
+            window: a token sees those that are fewer than `window` positions away, on both sides;
+                None for all.
+            turns: rotation of queries and keys; None for none.
+            dropout_key: for dropout of the probabilities.
+        """
+        query_bthk, key_bthk, value_bthk = (
+            project(x_btd).reshape(*x_btd.shape[:2], self.config.num_heads, self.config.head_size)
+            for project in (self.query, self.key, self.value)
+        )
+        if turns is not None:
+            query_bthk, key_bthk = rotate(query_bthk, turns), rotate(key_bthk, turns)
+        mixed_bthk = attend(
+            query_bthk,
+            key_bthk,
+            value_bthk,
+            mask,
+            is_causal=False,
+            window=window,
+            dropout_rate=self.config.attention_dropout,
+            dropout_key=dropout_key,
+        )
+        return self.output(mixed_bthk.reshape(x_btd.shape))
+
+
+class Perceptron(nnx.Module):
+    """Projection, activation and projection back, with dropout of the result."""
+
+    def __init__(self, config: EncoderBase, *, dropout_rate: float, rngs: nnx.Rngs):
+        self.activation = config.activation
+        self.dropout_rate = dropout_rate
+        self.up = linear(config, config.hidden_size, config.intermediate_size, rngs)
+        self.down = linear(config, config.intermediate_size, config.hidden_size, rngs)
+
+    def __call__(
+        self, x_btd: Float[Array, "b t d"], *, dropout_key: Key[Array, ""] | None = None
+    ) -> Float[Array, "b t d"]:
+        added = self.down(ACTIVATIONS[self.activation](self.up(x_btd)))
+        return dropout(added, self.dropout_rate, dropout_key)
+
+
+class GatedPerceptron(nnx.Module):
+    """A gated perceptron (https://arxiv.org/abs/2002.05202), with dropout before `down`."""
+
+    def __init__(self, config: EncoderBase, *, dropout_rate: float, bias: bool, rngs: nnx.Rngs):
+        hidden, wide = config.hidden_size, config.intermediate_size
+        self.activation = config.activation
+        self.dropout_rate = dropout_rate
+        self.gate = linear(config, hidden, wide, rngs, bias=bias)
+        self.up = linear(config, hidden, wide, rngs, bias=bias)
+        self.down = linear(config, wide, hidden, rngs, bias=bias)
+
+    def __call__(
+        self, x_btd: Float[Array, "b t d"], *, dropout_key: Key[Array, ""] | None = None
+    ) -> Float[Array, "b t d"]:
+        gated = ACTIVATIONS[self.activation](self.gate(x_btd)) * self.up(x_btd)
+        return self.down(dropout(gated, self.dropout_rate, dropout_key))
+
+
+class PreNormLayer(nnx.Module):
+    """One layer whose two halves see a normalised input, each with a residual connection.
+
+        x = x + attention(norm(x))
+        x = x + mlp(norm(x))
+
+    Args:
+        attention_norm: None if attention sees `x` itself.
+        attention: mixes the tokens.
+        mlp_norm: norm of what `mlp` sees.
+        mlp: a `Perceptron` or `GatedPerceptron`.
+        attention_output_dropout: rate of what attention adds.
+    """
+
+    def __init__(
+        self,
+        *,
+        attention_norm: nnx.LayerNorm | None,
+        attention: SelfAttention,
+        mlp_norm: nnx.LayerNorm,
+        mlp: Perceptron | GatedPerceptron,
+        attention_output_dropout: float,
+    ):
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.attention_output_dropout = attention_output_dropout
+
+    def __call__(
+        self,
+        x_btd: Float[Array, "b t d"],
+        mask: Bool[Array, "b t"] | None,
+        *,
+        window: Window = None,
+        turns: Turns | None = None,
+        dropout_key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "b t d"]:
+        """Apply the layer; the arguments are those of `SelfAttention`."""
+        probabilities_key, attention_key, mlp_key = split_key(dropout_key, 3)
+        seen = x_btd if self.attention_norm is None else self.attention_norm(x_btd)
+        added = self.attention(
+            seen, mask, window=window, turns=turns, dropout_key=probabilities_key
+        )
+        x_btd = x_btd + dropout(added, self.attention_output_dropout, attention_key)
+        return x_btd + self.mlp(self.mlp_norm(x_btd), dropout_key=mlp_key)
+
+
+def linear(
+    config: EncoderBase, num_in: int, num_out: int, rngs: nnx.Rngs, *, bias: bool = True
+) -> nnx.Linear:
+    """A linear layer that computes in the dtype of `config`."""
+    return nnx.Linear(
+        num_in, num_out, use_bias=bias, dtype=jnp.dtype(config.compute_dtype), rngs=rngs
+    )
+
+
+def layer_norm(config: EncoderBase, rngs: nnx.Rngs, *, bias: bool = True) -> nnx.LayerNorm:
+    """A LayerNorm of vectors of `hidden_size` numbers."""
+    # The fast variance, E[x^2] - E[x]^2, loses digits that a float32 comparison would miss.
+    return nnx.LayerNorm(
+        config.hidden_size,
+        epsilon=config.layer_norm_epsilon,
+        use_fast_variance=False,
+        use_bias=bias,
+        dtype=jnp.dtype(config.compute_dtype),
+        rngs=rngs,
+    )
