@@ -23,7 +23,7 @@ _OF_VALUE = [
     lambda value: value / 2,
     lambda value: -value,
     lambda value: float(value),
-    lambda value: value * 10**9,
+    lambda value: int(value) * 10**9,
     lambda value: value[1:],
 ]
 

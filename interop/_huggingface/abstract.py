@@ -1,4 +1,4 @@
-"""The shapes of a model's parameters, without arrays."""
+"""The shapes of a model's parameters, without computing initial values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,29 +7,26 @@ import jax
 from flax import nnx
 
 
-class _OneKey(nnx.RngStream):
-    """A stream that returns the same key at each call.
+class _OneKey:
+    """Returns the same random key for every stream, in place of `nnx.Rngs`.
 
-    An `nnx.RngStream` counts its calls. When traced, each count makes an error message inside JAX
-    whose cost grows with the trace, so that building n layers took time in n squared.
+    `nnx.Rngs` counts the keys that it draws. Under `nnx.eval_shape` the counters are tracers, and
+    every draw walks over the program that has been traced so far, which is quadratic in the number
+    of layers. Shapes do not depend on keys.
     """
 
-    def __call__(self) -> jax.Array:
-        return self.key[...]
+    def __init__(self):
+        self._key = jax.random.key(0)
+
+    def __getattr__(self, stream: str) -> Callable[[], jax.Array]:
+        return lambda: self._key
 
 
-def abstract_model(make: Callable[[nnx.Rngs], nnx.Module], *, scanned: bool) -> tuple[Any, Any]:
-    """Split a model that is not built into its `nnx.GraphDef` and the shapes of its parameters.
+def abstract_model(make: Callable[[Any], nnx.Module], *, scanned: bool) -> tuple[Any, Any]:
+    """Return the graph of a model, and its parameters as shapes and dtypes.
 
     Args:
-        make: builds the model.
-        scanned: whether its layers are one stack, which needs a key for each layer.
+        make: makes the model, given its `nnx.Rngs`.
+        scanned: whether its layers are stacked, for which it splits the `nnx.Rngs`.
     """
-
-    def build() -> nnx.Module:
-        rngs = nnx.Rngs(0)
-        if not scanned:
-            rngs.default = _OneKey(0, tag="default")
-        return make(rngs)
-
-    return nnx.split(nnx.eval_shape(build))
+    return nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0) if scanned else _OneKey())))

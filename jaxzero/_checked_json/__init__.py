@@ -20,3 +20,4 @@ from .kinds import one_of as one_of
 from .kinds import optional as optional
 from .kinds import shown as shown
 from .kinds import whole as whole
+from .kinds import zero_or as zero_or

@@ -64,9 +64,10 @@ class JsonKeys:
         Raises:
             ValueError: the value is not of the key's kind.
         """
+        kind = self._kinds[key]  # a KeyError is a missing line of the table
         if key not in self._content:
             return self._defaults.get(key, default)
-        value, kind = self._content[key], self._kinds[key]
+        value = self._content[key]
         if not kind.accepts(value):
             raise self.error(key, f"must be {kind.text}; got {shown(value)}")
         return kind.convert(value)

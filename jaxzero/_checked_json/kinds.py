@@ -71,6 +71,15 @@ def number(
     return Kind(" ".join(["a finite number", " and ".join(words)]).strip(), accepts, float)
 
 
+def zero_or(kind: Kind) -> Kind:
+    """0, or what `kind` accepts."""
+    return Kind(
+        f"0, or {kind.text}",
+        lambda value: (type(value) in (int, float) and value == 0) or kind.accepts(value),
+        kind.convert,
+    )
+
+
 def one_of(*choices: str) -> Kind:
     """One of these texts."""
     text = f"one of {', '.join(map(repr, choices))}"

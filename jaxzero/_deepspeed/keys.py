@@ -27,6 +27,7 @@ class Keys:
 
     def __init__(self, content: Mapping[str, Any], values: Mapping[str, Any], where: str):
         self._where = where
+        self._values = dict(values)
         self._flat: dict[str, Any] = {}
         for key, value in _flatten(content):
             if len(self._flat) >= _MOST_KEYS:
@@ -34,7 +35,6 @@ class Keys:
             self._flat[key] = value
             if KINDS.get(key) is OBJECT and value is not None:
                 self._check(key, value)
-        self._values = dict(values)
         self._flat |= self._values
         self._honoured: set[str] = set()
 
@@ -73,10 +73,10 @@ class Keys:
         unused = (key for key in self._flat if key not in self._honoured)
         return tuple(key for key in unused if not (key in KINDS and self._flat[key] is None))
 
-    def error(self, key: str, what: str) -> ValueError:
-        """The error "`key` in 'path' {what}.", with the remedy."""
+    def error(self, key: str, what: str, *, remedy: str = _REMEDY) -> ValueError:
+        """The error "`key` in 'path' {what}. {remedy}"."""
         where = "`values`" if key in self._values else self._where
-        return ValueError(f"`{key}` in {where} {what}. {_REMEDY}")
+        return ValueError(f"`{key}` in {where} {what}. {remedy}")
 
     def _check(self, key: str, value: Any) -> Any:
         kind = KINDS[key]

@@ -1,10 +1,22 @@
 """What each key of a DeepSpeed configuration may hold, by its dotted path.
 
-Ranges exclude what makes updates infinite or NaN in float32: an `eps` of 0, for which a gradient of
-0 is divided by 0; a `beta` that rounds to 1, so that the correction of its bias divides by 0.
+Ranges exclude what makes updates infinite or NaN in float32: an `eps` or a clipping norm that
+rounds to 0, for which a gradient of 0 is divided by 0; a `beta` that rounds to 1, so that the
+correction of its bias divides by 0.
 """
 
-from .._checked_json import FLAG, OBJECT, TEXT, Kind, integer, list_of, number, one_of, whole
+from .._checked_json import (
+    FLAG,
+    OBJECT,
+    TEXT,
+    Kind,
+    integer,
+    list_of,
+    number,
+    one_of,
+    whole,
+    zero_or,
+)
 
 COUNT = integer(1)
 STEPS = whole(1, 2**31 - 1)
@@ -14,6 +26,7 @@ BUCKET = whole(1, 2**60)  # elements
 GROUP = integer(-1)  # devices; at most 1 for none
 RATE = number(0, 1e6)
 SHARE = number(0, 1)
+SCALE = number(2.0**-24, 2.0**64)
 BETAS = list_of(number(0, 0.999999), length=2)
 
 _OPTIMIZER = {
@@ -48,12 +61,12 @@ _SCHEDULER = {
 }
 _FP16 = {
     "enabled": FLAG,
-    "loss_scale": number(0, 2.0**64),
+    "loss_scale": zero_or(SCALE),
     "initial_scale_power": integer(0, 64),
     "loss_scale_window": COUNT,
     "hysteresis": COUNT,
     "consecutive_hysteresis": FLAG,
-    "min_loss_scale": number(2.0**-24, 2.0**64),
+    "min_loss_scale": SCALE,
 }
 _ZERO = {
     "stage": integer(0, 3),
@@ -80,7 +93,7 @@ KINDS: dict[str, Kind] = {
     "train_batch_size": COUNT,
     "train_micro_batch_size_per_gpu": COUNT,
     "gradient_accumulation_steps": COUNT,
-    "gradient_clipping": number(0, 1e30),
+    "gradient_clipping": zero_or(number(1e-30, 1e30)),
     "optimizer.type": TEXT,
     "scheduler.type": TEXT,
     "communication_data_type": TEXT,

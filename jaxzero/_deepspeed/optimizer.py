@@ -40,10 +40,12 @@ def read_optimizer(
         return given(rate if schedule is None else schedule)
     name = "" if kind is None else str(kind).lower()
     if name not in _OPTIMIZERS:
-        what = "has no `optimizer`" if kind is None else f"asks for the optimizer {shown(kind)}"
-        raise ValueError(
-            f"The file {what}; known are {', '.join(sorted(_OPTIMIZERS))}. Pass another as "
-            "`optimizer=`: a function of the learning rate, such as `optax.adamw`."
+        what = "is missing" if kind is None else f"asks for the optimizer {shown(kind)}"
+        raise keys.error(
+            "optimizer.type",
+            f"{what}; known are {', '.join(sorted(_OPTIMIZERS))}",
+            remedy="Pass another as `optimizer=`: a function of the learning rate, such as "
+            "`optax.adamw`.",
         )
     return _OPTIMIZERS[name](keys, rate if schedule is None else schedule, mask)
 
@@ -105,10 +107,10 @@ def _read_schedule(keys: Keys, rate: Any) -> CommSchedule | None:
     if kind is None:
         return None
     if kind not in _SCHEDULES:
-        raise ValueError(
-            f"The file asks for the scheduler {shown(kind)}; known are "
-            f"{', '.join(sorted(_SCHEDULES))}. "
-            "Remove it from the file, and pass an `optimizer=` with its own schedule."
+        raise keys.error(
+            "scheduler.type",
+            f"asks for the scheduler {shown(kind)}; known are {', '.join(sorted(_SCHEDULES))}",
+            remedy="Remove it from the file, and pass an `optimizer=` with its own schedule.",
         )
     return _SCHEDULES[kind](keys, rate)
 
@@ -116,7 +118,7 @@ def _read_schedule(keys: Keys, rate: Any) -> CommSchedule | None:
 def _param(keys: Keys, name: str, default: Any = None) -> Any:
     value = keys.get(f"scheduler.params.{name}", default)
     if value is None:
-        raise ValueError(f"`scheduler.params.{name}` is missing from the file. Add it.")
+        raise keys.error(f"scheduler.params.{name}", "is missing", remedy="Add it.")
     return value
 
 
@@ -162,7 +164,7 @@ def _warmup_cosine_lr(keys: Keys, rate: Any) -> CommSchedule:
     end = _param(keys, "cos_min_ratio", 1e-4)
     steps, risen = _warmup(keys)
     if rate is None:
-        raise ValueError("WarmupCosineLR scales `optimizer.params.lr`, which is missing. Add it.")
+        raise keys.error("optimizer.params.lr", "is missing; WarmupCosineLR scales it")
 
     def schedule(count: Any) -> Array:
         i = _number(count) - 1

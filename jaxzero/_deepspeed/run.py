@@ -228,17 +228,22 @@ def _read_zero(keys: Keys, mesh: AnyMesh, compute_dtype: np.dtype | None) -> Zer
         bounds["bucket_bytes"] = max(buckets) * itemsize
     quantized = get("zero_quantized_weights", False)
     weights = PerAxis(node=Int8(block=256), local=Int8(block=256)) if quantized else PerAxis()
-    return ZeroConfig(
-        stage=stage,
-        split="local" if _is_node(keys, "mics_shard_size", mesh) else "all",
-        weights=weights,
-        gradients=_read_gradients(keys),
-        hpz=HpZ(codec=Int8(block=256) if quantized else None)
-        if _is_node(keys, "zero_hpz_partition_size", mesh)
-        else None,
-        param_persistence_threshold=get("stage3_param_persistence_threshold", 0),
-        schedule=CommSchedule(**bounds),
-    )
+    split = "local" if _is_node(keys, "mics_shard_size", mesh) else "all"
+    has_hpz = _is_node(keys, "zero_hpz_partition_size", mesh)
+    gradients = _read_gradients(keys)
+    threshold = get("stage3_param_persistence_threshold", 0)
+    try:
+        return ZeroConfig(
+            stage=stage,
+            split=split,
+            weights=weights,
+            gradients=gradients,
+            hpz=HpZ(codec=Int8(block=256) if quantized else None) if has_hpz else None,
+            param_persistence_threshold=threshold,
+            schedule=CommSchedule(**bounds),
+        )
+    except ValueError as error:
+        raise keys.error("zero_optimization", f"makes no `ZeroConfig`: {error}") from error
 
 
 def _is_node(keys: Keys, name: str, mesh: AnyMesh) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from .._checked_json import JsonKeys as Content
 from .._checked_json import Kind
+from ._config_keys import COUNT
 from ._config_parts import no_window, ordinary_heads
 from ._experts_config import ExpertsConfig
 
@@ -44,6 +45,7 @@ ATTENTION_BIAS = {
     "query_key_value_bias": "attention_bias",
     "attention_output_bias": "attention_bias",
 }
+KEY_VALUE_HEADS = {"num_key_value_heads": COUNT}  # elsewhere null is `num_attention_heads`
 
 
 def nothing_more(content: Content, fields: Fields) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 from .._checked_json import JsonKeys as Content
 from ._config_json import CHOOSE_ANOTHER
 from ._config_parts import heads_of_hidden, window_but_every_nth, window_everywhere
-from ._family import ATTENTION_BIAS, PARTS, Family, Fields
+from ._family import ATTENTION_BIAS, KEY_VALUE_HEADS, PARTS, Family, Fields
 
 _PARTS = PARTS | {"norm_epsilon": "layer_norm_eps"}
 
@@ -133,6 +133,7 @@ LAYER_NORM_FAMILIES: dict[str, Family] = {
             "partial_rotary_factor": 0.25,
         },
         required={"hidden_dropout": 0.0},  # of the perceptron alone
+        kinds=KEY_VALUE_HEADS,
         part_key="partial_rotary_factor",
         more=_stablelm_parts,
     ),
@@ -157,6 +158,7 @@ LAYER_NORM_FAMILIES: dict[str, Family] = {
             "initializer_range": 0.018042,
             "tie_word_embeddings": True,
         },
+        kinds=KEY_VALUE_HEADS,
         windows=window_everywhere,
     ),
     "cohere": _COHERE,

@@ -5,6 +5,7 @@ from typing import Any
 
 from .._checked_json import JsonKeys as Content
 from ._config_experts import deepseek_experts, gpt_oss_experts, mixtral_experts, qwen3_experts
+from ._config_keys import COUNT
 from ._config_parts import (
     latent_heads,
     unrotated_layers,
@@ -16,7 +17,7 @@ from ._config_parts import (
     window_unrotated,
 )
 from ._config_rope import yarn_magnitude
-from ._family import ATTENTION_BIAS, PARTS, Family, Fields
+from ._family import ATTENTION_BIAS, KEY_VALUE_HEADS, PARTS, Family, Fields
 
 
 def _gemma_scales(content: Content, fields: Fields) -> dict[str, Any]:
@@ -69,6 +70,7 @@ _GEMMA = Family(
         "final_logit_softcapping": None,
     },
     required={"use_bidirectional_attention": False},
+    kinds=KEY_VALUE_HEADS | {"head_dim": COUNT},
     activation="hidden_activation",
     more=_gemma_scales,
 )
@@ -78,6 +80,7 @@ RMS_NORM_FAMILIES: dict[str, Family] = {
     "mistral": Family(
         names=PARTS,
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        kinds=KEY_VALUE_HEADS,
         windows=window_everywhere,
     ),
     "qwen2": Family(
@@ -90,6 +93,7 @@ RMS_NORM_FAMILIES: dict[str, Family] = {
         fixed={"query_key_norm": "head"},
         names=PARTS | ATTENTION_BIAS,
         defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
+        kinds={"head_dim": COUNT},
         windows=window_late,
     ),
     "smollm3": Family(
@@ -125,6 +129,7 @@ RMS_NORM_FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 16,
         },
         required={"use_bidirectional_attention": False},
+        kinds=KEY_VALUE_HEADS | {"head_dim": COUNT},
         more=_gemma1_parts,
     ),
     "gemma2": dataclasses.replace(
@@ -161,6 +166,7 @@ RMS_NORM_FAMILIES: dict[str, Family] = {
         names=PARTS,
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
         required={"router_jitter_noise": 0.0},
+        kinds=KEY_VALUE_HEADS,
         windows=window_everywhere,
         experts=mixtral_experts,
     ),
@@ -168,6 +174,7 @@ RMS_NORM_FAMILIES: dict[str, Family] = {
         fixed={"query_key_norm": "head"},
         names=PARTS | ATTENTION_BIAS,
         defaults={"num_key_value_heads": 4, "sliding_window": 4096},
+        kinds=KEY_VALUE_HEADS,
         windows=window_if_used,
         experts=qwen3_experts,
     ),
@@ -188,6 +195,7 @@ RMS_NORM_FAMILIES: dict[str, Family] = {
                 "original_max_position_embeddings": 4096,
             },
         },
+        kinds=KEY_VALUE_HEADS | {"head_dim": COUNT},
         windows=window_alternating,
         experts=gpt_oss_experts,
     ),

@@ -246,9 +246,12 @@ def test_a_file_and_what_it_leaves_open(mesh, tmp_path: Path):
             {"optimizer": {"type": "OneBitAdam"}},
             r"asks for the optimizer 'OneBitAdam'.*`optimizer=",
         ),
-        ({"optimizer": {}}, r"The file has no `optimizer`"),
+        ({"optimizer": {}}, r"`optimizer\.type` in .* is missing; .*`optimizer="),
         ({"scheduler": {"type": "Mine"}}, r"the scheduler 'Mine'; known are LRRangeTest"),
-        ({"scheduler": {"type": "WarmupDecayLR"}}, r"`scheduler\.params\.total_num_steps` is miss"),
+        (
+            {"scheduler": {"type": "WarmupDecayLR"}},
+            r"`scheduler\.params\.total_num_steps` in .* is missing",
+        ),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "are both enabled"),
         (
             {"zero_optimization": {"zero_hpz_partition_size": 8}},
@@ -256,7 +259,7 @@ def test_a_file_and_what_it_leaves_open(mesh, tmp_path: Path):
         ),
         (
             {"gradient_clipping": -1},
-            "`gradient_clipping` in .* must be a finite number at least 0 .*; got -1",
+            "`gradient_clipping` in .* must be 0, or a finite number .*; got -1",
         ),
         ({"communication_data_type": "int8"}, r"must be one of fp32.*got 'int8'"),
         (

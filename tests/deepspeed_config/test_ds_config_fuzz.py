@@ -185,6 +185,8 @@ def test_five_hundred_mutated_files(mesh, tmp_path: Path):
         ("scheduler.params.warmup_num_steps", -1),
         ("scheduler.params.warmup_type", "cubic"),
         ("gradient_clipping", float("inf")),
+        ("gradient_clipping", 1e-60),  # 0 in float32
+        ("fp16.loss_scale", 1e-60),
     ],
 )
 def test_what_a_key_may_hold(mesh, tmp_path: Path, key: str, value: Any):
