@@ -21,7 +21,7 @@ from jaxzero.models import (
 )
 from tests.mutate_json import dumped, mutations
 
-from .test_decoder_config import OLD
+from .old_configs import OLD
 
 # What transformers says about old names and odd values.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -174,7 +174,7 @@ def _without_effect(key: str, content: dict[str, Any], directory: Path) -> Any:
         place[last] = float(value)
         if understood(content) is None:
             del place[last]
-    return read(content, directory / "config.json")
+    return read(str(content.get("model_type")), content, directory / "config.json")
 
 
 def _fuzz(directory: Path, *, count: int, seed: int) -> dict[str, int]:
