@@ -14,6 +14,7 @@ from jaxzero.interop._tensors import Checkpoint
 from jaxzero.models import read_config
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # between dots
+_COUNTED = {"i": "layer", "e": "expert"}  # other variables count heads
 _VARIABLE = re.compile(r"\{(\w+)\}")
 
 
@@ -35,9 +36,12 @@ def check_counts(
     """
     experts = getattr(config, "experts", None)
     counts = {"layer": config.num_layers, "expert": experts.num_experts if experts else 0}
-    found = _found(rules, checkpoint)
+    kinds = _kinds(rules)
+    found = _found(kinds, checkpoint)
     content, path = read_config(directory)
     for what, count in counts.items():
+        if not any(what in each for each in kinds.values()):
+            continue  # all experts of a layer are one tensor, whose shape is compared later
         # If no name fits a rule, a later message says so; there are still not more than tensors.
         held = found.get(what, 0) or len(checkpoint)
         if count > held:
@@ -50,18 +54,22 @@ def check_counts(
             )
 
 
-def _found(rules: Iterable[Rule], names: Iterable[str]) -> dict[str, int]:
-    """Number of layers and experts of which there are tensors."""
-    counted: dict[str, list[str]] = {}  # name without its numbers -> what each number counts
+def _kinds(rules: Iterable[Rule]) -> dict[str, list[str]]:
+    """By the name of a tensor without its numbers: what each number counts."""
+    kinds: dict[str, list[str]] = {}
     for rule in rules:
         if "layers." in rule.ours[0]:
             for theirs in rule.theirs:
                 variables = _VARIABLE.findall(theirs)
-                kinds = ["layer" if name == "i" else "expert" for name in variables]
-                counted[_VARIABLE.sub("{}", theirs)] = kinds
+                kinds[_VARIABLE.sub("{}", theirs)] = [_COUNTED.get(name, "") for name in variables]
+    return kinds
+
+
+def _found(kinds: dict[str, list[str]], names: Iterable[str]) -> dict[str, int]:
+    """Number of layers and experts of which there are tensors."""
     found: dict[str, set[str]] = {}
     for name in names:
-        kinds = counted.get(_NUMBER.sub("{}", name), ())
-        for what, number in zip(kinds, _NUMBER.findall(name), strict=False):
+        each = kinds.get(_NUMBER.sub("{}", name), ())
+        for what, number in zip(each, _NUMBER.findall(name), strict=False):
             found.setdefault(what, set()).add(number)
     return {what: len(numbers) for what, numbers in found.items()}

@@ -12,7 +12,7 @@ from jaxzero.models import Decoder, DecoderConfig, make_config, read_config
 
 from .abstract import abstract_model
 from .counts import check_counts
-from .decoder_rules import EMBEDDINGS, without_prefix
+from .decoder_rules import EMBEDDINGS, PREFIXES, without_prefix
 from .family import DecoderFamily, check_family, family_of
 from .layer_rules import stacked
 from .model_directory import is_stacked, load_params, save_params
@@ -166,6 +166,5 @@ def _rules(
         rules = stacked(rules)
     # A model that was saved without its head has names without the prefix. That is sufficient if
     # the head is tied.
-    prefixes = ("model.", "transformer.")
-    has_prefix = any(name.startswith(prefixes) for name in checkpoint)
+    has_prefix = any(name.startswith(PREFIXES) for name in checkpoint)
     return rules if has_prefix else without_prefix(rules)

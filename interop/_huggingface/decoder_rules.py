@@ -8,7 +8,7 @@ Scanned layers have the same rules without `{i}` in the paths of parameters.
 
 from collections.abc import Iterable
 
-from jaxzero.interop._rules import Rule, Split, Transpose
+from jaxzero.interop._rules import Flatten, Rule, Split, SplitHeads, Step, Transpose, Unflatten
 from jaxzero.models import DecoderConfig
 
 from .layer_rules import LAYER, embedding, linear, norm
@@ -17,13 +17,20 @@ _THEIRS = "model.layers.{i}"
 
 # In files, but no parameters: masks and speeds of rotation, which are computed here.
 BUFFERS = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq")
+MORE_BUFFERS = {
+    "deepseek_v3": ("model.layers.61.*",),  # a layer that predicts the token after the next
+    "gpt_neox": ("*.attention.bias", "*.attention.masked_bias"),
+}
 HEAD = "lm_head.weight"
+OTHER_HEADS = {"gpt_neox": "embed_out.weight"}
+PREFIXES = ("model.", "transformer.", "gpt_neox.")  # of the names of all tensors but the head
 EMBEDDINGS = "embedding.embedding"  # of ours
 
 
 def rules_of(model_type: str, config: DecoderConfig) -> tuple[Rule, ...]:
     """The table of a family, for layers in a list."""
-    return _phi3(config) if model_type == "phi3" else _TABLES[model_type]
+    made = _MADE.get(model_type)
+    return _TABLES[model_type] if made is None else made(config)
 
 
 def without_prefix(rules: Iterable[Rule]) -> tuple[Rule, ...]:
@@ -35,7 +42,7 @@ def without_prefix(rules: Iterable[Rule]) -> tuple[Rule, ...]:
 
 
 def _after_prefix(name: str) -> str:
-    for prefix in ("model.", "transformer."):
+    for prefix in PREFIXES:
         name = name.removeprefix(prefix)
     return name
 
@@ -63,11 +70,14 @@ _ENDS = (
     *norm("norm", "model.norm"),
     *linear("head", "lm_head"),
 )
-_ATTENTION = (
+_PROJECTIONS = (
     *linear(f"{LAYER}.attention.query", f"{_THEIRS}.self_attn.q_proj"),
     *linear(f"{LAYER}.attention.key", f"{_THEIRS}.self_attn.k_proj"),
     *linear(f"{LAYER}.attention.value", f"{_THEIRS}.self_attn.v_proj"),
     *linear(f"{LAYER}.attention.output", f"{_THEIRS}.self_attn.o_proj"),
+)
+_ATTENTION = (
+    *_PROJECTIONS,
     *norm(f"{LAYER}.attention.query_norm", f"{_THEIRS}.self_attn.q_norm"),
     *norm(f"{LAYER}.attention.key_norm", f"{_THEIRS}.self_attn.k_norm"),
 )
@@ -121,6 +131,26 @@ def _gpt2() -> tuple[Rule, ...]:
     )
 
 
+def _neox(config: DecoderConfig) -> tuple[Rule, ...]:
+    # Queries, keys and values are one projection, in which each head has its three together.
+    theirs = "gpt_neox.layers.{i}"
+    fused, parts = f"{theirs}.attention.query_key_value", ("query", "key", "value")
+    thirds = [f"{LAYER}.attention.{part}" for part in parts]
+    split = SplitHeads(0, config.num_heads, 3)
+    return (
+        *embedding("embedding", "gpt_neox.embed_in"),
+        *norm("norm", "gpt_neox.final_layer_norm"),
+        *linear("head", "embed_out"),
+        *norm(f"{LAYER}.attention_norm", f"{theirs}.input_layernorm"),
+        Rule(tuple(f"{part}.kernel" for part in thirds), f"{fused}.weight", split, Transpose()),
+        Rule(tuple(f"{part}.bias" for part in thirds), f"{fused}.bias", split),
+        *linear(f"{LAYER}.attention.output", f"{theirs}.attention.dense"),
+        *norm(f"{LAYER}.mlp_norm", f"{theirs}.post_attention_layernorm"),
+        *linear(f"{LAYER}.mlp.up", f"{theirs}.mlp.dense_h_to_4h"),
+        *linear(f"{LAYER}.mlp.down", f"{theirs}.mlp.dense_4h_to_h"),
+    )
+
+
 def _phi3(config: DecoderConfig) -> tuple[Rule, ...]:
     # Queries, keys and values are one projection, and so are gate and up.
     num_query, num_key = config.num_heads, config.num_key_value_heads
@@ -145,9 +175,77 @@ def _phi3(config: DecoderConfig) -> tuple[Rule, ...]:
     )
 
 
+def _gpt_oss(config: DecoderConfig) -> tuple[Rule, ...]:
+    # All experts are one tensor, in which columns of gate and up alternate.
+    experts = config.experts
+    width = config.intermediate_size if experts is None else experts.intermediate_size
+    theirs = f"{_THEIRS}.mlp.experts"
+
+    def alternate(dim: int) -> tuple[Step, ...]:
+        return Unflatten(dim, (width, 2)), Split(dim + 1, 2), Flatten(dim, (width, 1))
+
+    return (
+        *_ENDS,
+        *_ATTENTION,
+        Rule(f"{LAYER}.attention.sinks", f"{_THEIRS}.self_attn.sinks"),
+        *_NORMS_BEFORE,
+        *linear(f"{LAYER}.mlp.router", f"{_THEIRS}.mlp.router"),
+        Rule((f"{LAYER}.mlp.gate", f"{LAYER}.mlp.up"), f"{theirs}.gate_up_proj", *alternate(2)),
+        Rule(
+            (f"{LAYER}.mlp.gate_bias", f"{LAYER}.mlp.up_bias"),
+            f"{theirs}.gate_up_proj_bias",
+            *alternate(1),
+        ),
+        Rule(f"{LAYER}.mlp.down", f"{theirs}.down_proj"),
+        Rule(f"{LAYER}.mlp.down_bias", f"{theirs}.down_proj_bias"),
+    )
+
+
+_DEEPSEEK = (
+    *_ENDS,
+    *linear(f"{LAYER}.attention.query", f"{_THEIRS}.self_attn.q_proj"),
+    *linear(f"{LAYER}.attention.query_down", f"{_THEIRS}.self_attn.q_a_proj"),
+    *norm(f"{LAYER}.attention.query_norm", f"{_THEIRS}.self_attn.q_a_layernorm"),
+    *linear(f"{LAYER}.attention.query_up", f"{_THEIRS}.self_attn.q_b_proj"),
+    *linear(f"{LAYER}.attention.key_value_down", f"{_THEIRS}.self_attn.kv_a_proj_with_mqa"),
+    *norm(f"{LAYER}.attention.key_value_norm", f"{_THEIRS}.self_attn.kv_a_layernorm"),
+    *linear(f"{LAYER}.attention.key_value_up", f"{_THEIRS}.self_attn.kv_b_proj"),
+    *linear(f"{LAYER}.attention.output", f"{_THEIRS}.self_attn.o_proj"),
+    *_NORMS_BEFORE,
+    *_MLP,
+    *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    Rule(f"{LAYER}.mlp.correction", f"{_THEIRS}.mlp.gate.e_score_correction_bias"),
+    *linear(f"{LAYER}.mlp.shared.gate", f"{_THEIRS}.mlp.shared_experts.gate_proj"),
+    *linear(f"{LAYER}.mlp.shared.up", f"{_THEIRS}.mlp.shared_experts.up_proj"),
+    *linear(f"{LAYER}.mlp.shared.down", f"{_THEIRS}.mlp.shared_experts.down_proj"),
+)
+
+# StableLM has a tensor for the norm of each head, which are one parameter here.
+_NORMS_OF_HEADS = tuple(
+    Rule(
+        f"{LAYER}.attention.{ours}_norm.scale",
+        f"{_THEIRS}.self_attn.{theirs}_layernorm.norms.{{h}}.weight",
+    )
+    for ours, theirs in (("query", "q"), ("key", "k"))
+)
+
+_MADE = {"gpt_neox": _neox, "gpt_oss": _gpt_oss, "phi3": _phi3}  # from the sizes of the model
 _TABLES: dict[str, tuple[Rule, ...]] = {
     "gpt2": _gpt2(),
     "llama": _LLAMA,
+    "smollm3": _LLAMA,
+    "granite": _LLAMA,
+    "gemma": _LLAMA,
+    "cohere": _LLAMA,
+    "cohere2": _LLAMA,
+    "stablelm": (*_ENDS, *_PROJECTIONS, *_NORMS_OF_HEADS, *_MLP, *_NORMS_BEFORE),
+    "starcoder2": (
+        *_ENDS,
+        *_ATTENTION,
+        *linear(f"{LAYER}.mlp.up", f"{_THEIRS}.mlp.c_fc"),
+        *linear(f"{LAYER}.mlp.down", f"{_THEIRS}.mlp.c_proj"),
+        *_NORMS_BEFORE,
+    ),
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
@@ -162,5 +260,6 @@ _TABLES: dict[str, tuple[Rule, ...]] = {
         *_NORMS_BEFORE,
         *_experts("block_sparse_moe", "w1", "w3", "w2"),
     ),
+    "deepseek_v3": _DEEPSEEK,
     "qwen3_moe": (*_LLAMA, *_experts("mlp", "gate_proj", "up_proj", "down_proj")),
 }

@@ -13,7 +13,7 @@ from typing import Any
 from jaxzero.interop._rules import Rule
 from jaxzero.models import DECODER_FAMILIES, DecoderConfig, decoder_fields
 
-from .decoder_rules import BUFFERS, HEAD, rules_of
+from .decoder_rules import BUFFERS, HEAD, MORE_BUFFERS, OTHER_HEADS, rules_of
 
 
 class DecoderFamily(abc.ABC):
@@ -61,6 +61,8 @@ class _KnownFamily(DecoderFamily):
     """A family that `jaxzero.models` has a table for."""
 
     model_type: str
+    buffers: tuple[str, ...] = BUFFERS
+    head: str = HEAD
 
     def fields(self, content: dict[str, Any], path: Path) -> dict[str, Any]:
         return decoder_fields(content | {"model_type": self.model_type}, path)
@@ -123,4 +125,8 @@ def _find(model_type: Any, what: str) -> DecoderFamily:
             "checkpoint, pass a `family=interop.DecoderFamily` of your own, or load the weights "
             "into a model of your own: `interop.match` proposes the rules (docs/howto/rules.md)."
         )
-    return _KnownFamily(model_type)
+    return _KnownFamily(
+        model_type,
+        buffers=(*BUFFERS, *MORE_BUFFERS.get(model_type, ())),
+        head=OTHER_HEADS.get(model_type, HEAD),
+    )

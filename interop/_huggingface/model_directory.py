@@ -67,14 +67,15 @@ def save_params(
         rules: rules of the model family.
         directory: where to write.
         source: the checkpoint that was loaded.
-        carried: patterns (with `*`) for names of tensors that are copied from `source`.
+        carried: patterns (with `*`) for names of tensors that are copied from `source`, if they
+            are not parameters.
 
     Raises:
         ValueError: `params` and `abstract` differ, or `directory` is `source`.
     """
     tensors = tensors_from(params, rules, like=abstract)
     for name, held in source.items():
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in carried):
+        if name not in tensors and any(fnmatch.fnmatchcase(name, pattern) for pattern in carried):
             tensors[name] = held
     return save_tensors(tensors, directory, source=source.path)
 

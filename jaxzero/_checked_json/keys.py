@@ -73,7 +73,7 @@ class JsonKeys:
         return kind.convert(value)
 
     def section(self, key: str) -> "JsonKeys":
-        """Return a nested object; an empty one in place of null or a missing key.
+        """Return a nested object; in place of null or a missing key its default, or an empty one.
 
         Raises:
             ValueError: the value is neither an object nor null.
@@ -81,7 +81,7 @@ class JsonKeys:
         value = self._content.get(key)
         if not optional(OBJECT).accepts(value):
             raise self.error(key, f"must be {optional(OBJECT).text}; got {shown(value)}")
-        return self._nested(value or {}, f"{self._prefix}{key}.")
+        return self._nested(value or self._defaults.get(key) or {}, f"{self._prefix}{key}.")
 
     def over(self, other: "JsonKeys") -> "JsonKeys":
         """Return the keys of both, those of `self` where both have one."""

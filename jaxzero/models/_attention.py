@@ -1,17 +1,19 @@
-"""Attention with grouped heads, sliding windows, logit softcapping and rotary embeddings.
+"""Attention with grouped heads, windows, softcapping, sinks and rotary embeddings.
 
     attention(q, k, v) = softmax(cap(scale q k^T) + mask) v,   cap(x) = c tanh(x / c)
 
 A query sees keys that are not padding: in a decoder those of its own and of earlier positions, with
 a window w the last w of them. Each of the g key-value heads serves h / g query heads (GQA,
 https://arxiv.org/abs/2305.13245).
+A sink is a learned logit of each head without a key: it takes a part of the probabilities.
 
-`jax.nn.dot_product_attention` does the work where it can. It has neither a cap nor dropout of
-probabilities, and its window is a constant, while a scan over layers that differ has the window as
-data; those are computed here, in the same order and with logits and softmax in float32 too.
+`jax.nn.dot_product_attention` does the work where it can. It has neither a cap nor sinks nor
+dropout of probabilities, wants keys and values of one size, and its window is a constant, while a
+scan over layers that differ has the window as data; those are computed here, in the same order and
+with logits and softmax in float32 too.
 
 Dimensions: b batch, t queries, s keys, d hidden, h heads, g key-value heads, n heads per group,
-k head size.
+k size of queries and keys, v size of values.
 """
 
 import math
@@ -24,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from ._decoder_config import DecoderConfig
 from ._dropout import dropout
-from ._norms import make_norm
+from ._norms import ScaledLayerNorm, make_norm
 from ._rope import Turns, rotate
 from ._wide import widened
 
@@ -46,9 +48,9 @@ class Attention(nnx.Module):
             config, num_query, config.hidden_size, config.attention_output_bias, rngs
         )
         if config.query_key_norm != "none":
-            each_head = config.query_key_norm == "head"
-            self.query_norm = make_norm(config, size if each_head else num_query, rngs)
-            self.key_norm = make_norm(config, size if each_head else num_key, rngs)
+            self.query_norm = _norm_of_heads(config, config.num_heads, rngs)
+            self.key_norm = _norm_of_heads(config, config.num_key_value_heads, rngs)
+        self.sinks = nnx.Param(jnp.zeros(config.num_heads)) if config.attention_sinks else None
 
     def __call__(
         self,
@@ -75,10 +77,11 @@ class Attention(nnx.Module):
         query_bthk, key_bsgk, value_bsgk = (
             each.reshape(*each.shape[:2], -1, config.head_size) for each in (query, key, value)
         )
-        if config.query_key_norm == "head":
+        if config.query_key_norm in ("head", "each_head"):
             query_bthk, key_bsgk = self.query_norm(query_bthk), self.key_norm(key_bsgk)
-        if turns is not None:
-            query_bthk, key_bsgk = rotate(query_bthk, turns), rotate(key_bsgk, turns)
+        if turns is not None and config.rope is not None:
+            query_bthk = rotate(query_bthk, turns, config.rope.pairs)
+            key_bsgk = rotate(key_bsgk, turns, config.rope.pairs)
         mixed_bthk = attend(
             query_bthk,
             key_bsgk,
@@ -87,6 +90,7 @@ class Attention(nnx.Module):
             window=window,
             scale=config.attention_scale,
             softcap=config.attention_softcap,
+            sinks_h=None if self.sinks is None else self.sinks[...],
             dropout_rate=config.attention_dropout,
             dropout_key=dropout_key,
             implementation=config.attention_implementation,
@@ -97,24 +101,26 @@ class Attention(nnx.Module):
 def attend(
     query_bthk: Float[Array, "b t h k"],
     key_bsgk: Float[Array, "b s g k"],
-    value_bsgk: Float[Array, "b s g k"],
+    value_bsgv: Float[Array, "b s g v"],
     mask_bs: Bool[Array, "b s"] | None = None,
     *,
     is_causal: bool = True,
     window: Window = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks_h: Float[Array, "h"] | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Key[Array, ""] | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
-) -> Float[Array, "b t h k"]:
+) -> Float[Array, "b t h v"]:
     """Call `jax.nn.dot_product_attention`, or compute attention here if it lacks a feature."""
     has_dropout = dropout_key is not None and dropout_rate > 0
-    if softcap is None and not has_dropout and not isinstance(window, jax.Array):
+    is_plain = softcap is None and sinks_h is None and key_bsgk.shape == value_bsgv.shape
+    if is_plain and not has_dropout and not isinstance(window, jax.Array):
         return jax.nn.dot_product_attention(
             query_bthk,
             key_bsgk,
-            value_bsgk,
+            value_bsgv,
             mask=None if mask_bs is None else mask_bs[:, None, None, :],
             scale=scale,
             is_causal=is_causal,
@@ -126,9 +132,9 @@ def attend(
         )
     if implementation == "cudnn":
         raise NotImplementedError(
-            '`attention_implementation="cudnn"` has no cap on logits, no dropout of probabilities, '
-            "and no window that differs between scanned layers. Leave it None, or set "
-            "`attention_dropout` to 0, or `scan_layers` to False."
+            '`attention_implementation="cudnn"` has no cap on logits, no sinks, no latent '
+            "attention, no dropout of probabilities, and no window that differs between scanned "
+            "layers. Leave it None, or set `attention_dropout` to 0, or `scan_layers` to False."
         )
     num_groups = key_bsgk.shape[2]
     query = query_bthk.reshape(*query_bthk.shape[:2], num_groups, -1, query_bthk.shape[-1])
@@ -140,9 +146,20 @@ def attend(
     seen = _seen(query.shape[1], is_causal, window, mask_bs)
     # A finite value, as in JAX: a row of padding, with all keys masked, gets a mean and not NaN.
     logits = jnp.where(seen[:, None, None], logits, 0.7 * jnp.finfo(wide).min)
-    probabilities = dropout(jax.nn.softmax(logits), dropout_rate, dropout_key)
-    mixed = jnp.einsum("bgnts,bsgk->btgnk", probabilities.astype(value_bsgk.dtype), value_bsgk)
-    return mixed.reshape(query_bthk.shape)
+    probabilities = dropout(_softmax(logits, sinks_h), dropout_rate, dropout_key)
+    mixed = jnp.einsum("bgnts,bsgv->btgnv", probabilities.astype(value_bsgv.dtype), value_bsgv)
+    return mixed.reshape(*query_bthk.shape[:-1], -1)
+
+
+def _softmax(
+    logits: Float[Array, "b g n t s"], sinks_h: Float[Array, "h"] | None
+) -> Float[Array, "b g n t s"]:
+    """Probabilities of the keys; with sinks they sum to less than 1."""
+    if sinks_h is None:
+        return jax.nn.softmax(logits)
+    sinks = sinks_h.astype(logits.dtype).reshape(1, *logits.shape[1:3], 1, 1)
+    sinks = jnp.broadcast_to(sinks, (*logits.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([logits, sinks], axis=-1))[..., :-1]
 
 
 def _seen(
@@ -156,15 +173,27 @@ def _seen(
     return seen[None] if mask_bs is None else seen[None] & mask_bs[:, None, :]
 
 
+def _norm_of_heads(config: DecoderConfig, num_heads: int, rngs: nnx.Rngs) -> nnx.Module:
+    if config.query_key_norm == "each_head":
+        return ScaledLayerNorm(num_heads, config.head_size, epsilon=config.norm_epsilon)
+    each = config.query_key_norm == "head"
+    return make_norm(config, config.head_size * (1 if each else num_heads), rngs)
+
+
 def make_linear(
-    config: DecoderConfig, num_in: int, num_out: int, bias: bool, rngs: nnx.Rngs
+    config: DecoderConfig,
+    num_in: int,
+    num_out: int,
+    bias: bool,
+    rngs: nnx.Rngs,
+    dtype: jnp.dtype | None = None,
 ) -> nnx.Linear:
-    """A linear layer with the initializer and the compute dtype of `config`."""
+    """A linear layer with the initializer of `config`, computed in its compute dtype or `dtype`."""
     return nnx.Linear(
         num_in,
         num_out,
         use_bias=bias,
         kernel_init=nnx.initializers.normal(config.initializer_range),
-        dtype=jnp.dtype(config.compute_dtype),
+        dtype=jnp.dtype(config.compute_dtype) if dtype is None else dtype,
         rngs=rngs,
     )

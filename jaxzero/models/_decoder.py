@@ -1,8 +1,7 @@
 """A decoder in Flax NNX: GPT-2, Llama, and what came after them, from one block and a config.
 
     x = embedding(ids)
-    x = x + norm(attention(norm(x)))          each norm where the config has one
-    x = x + norm(perceptron(norm(x)))
+    x = layer(x)            for each layer; see `_block`
     logits = head(norm(x))
 
 Modules do not depend on devices; `jz.Zero` splits whatever parameters they hold. Nothing in them is
@@ -11,21 +10,18 @@ random state either: dropout happens when a call is given a key.
 Dimensions: b batch, t tokens, d hidden, v vocabulary.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from ._attention import Attention, make_linear
+from ._attention import Window, make_linear
+from ._block import Block, ParallelBlock, make_block, scaled
 from ._decoder_config import DecoderConfig
 from ._dropout import dropout, split_key
-from ._experts import Experts
 from ._layers import make_layers, run_layers
-from ._mlp import Mlp
 from ._norms import make_norm
-from ._rope import Turns, turns
+from ._rope import Turns, no_turns, turns
 
 
 class Decoder(nnx.Module):
@@ -47,7 +43,7 @@ class Decoder(nnx.Module):
         self.embedding = self._table(config.vocabulary_size, rngs)
         self.positions = None if config.rope else self._table(config.max_length, rngs)
         self.layers = make_layers(
-            lambda rngs, i: Block(config, i, rngs=rngs),
+            lambda rngs, i: make_block(config, i, rngs),
             config.num_layers,
             scanned=config.scan_layers,
             rngs=rngs,
@@ -107,13 +103,13 @@ class Decoder(nnx.Module):
         x_btd = dropout(self._embed(ids, positions), config.embedding_dropout, embedding_key)
         all_turns = [turns(rope, positions) for rope in (config.rope, config.sliding_rope) if rope]
 
-        def step(block: Block, x_btd: Array, i: int | Array) -> Array:
-            slides = _slides(config, i)
+        def step(block: Block | ParallelBlock, x_btd: Array, i: int | Array) -> Array:
+            slides = _is_among(config.sliding_layers, i, config.num_layers)
             return block(
                 x_btd,
                 mask,
                 window=_window(config, slides, ids.shape[1]),
-                turns=_choose_turns(all_turns, slides),
+                turns=_turns_of_layer(config, all_turns, i, slides),
                 dropout_key=None if layers_key is None else jax.random.fold_in(layers_key, i),
             )
 
@@ -122,12 +118,12 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
         """Logits of the next token, for instance of a piece of the text at a time."""
         logits = self.embedding.attend(hidden) if self.head is None else self.head(hidden)
+        logits = scaled(logits, self.config.logit_scale)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def _embed(self, ids: Int[Array, "b t"], positions: Int[Array, "_ t"]) -> Array:
-        x_btd = self.embedding(ids)
-        x_btd = x_btd * jnp.asarray(self.config.embedding_scale, x_btd.dtype)
+        x_btd = scaled(self.embedding(ids), self.config.embedding_scale)
         if self.positions is None:
             return x_btd
         if ids.shape[1] > self.config.max_length:
@@ -138,73 +134,37 @@ class Decoder(nnx.Module):
         return x_btd + self.positions(positions)
 
 
-class Block(nnx.Module):
-    """One layer: attention, then a perceptron or experts, each with a residual connection."""
-
-    def __init__(self, config: DecoderConfig, number: int, *, rngs: nnx.Rngs):
-        self.config = config
-        before = config.norm_placement in ("before", "both")
-        after = config.norm_placement in ("after", "both")
-        size = config.hidden_size
-        self.attention_norm = make_norm(config, size, rngs) if before else None
-        self.attention = Attention(config, rngs=rngs)
-        self.attention_post_norm = make_norm(config, size, rngs) if after else None
-        self.mlp_norm = make_norm(config, size, rngs) if before else None
-        if config.experts is None or number in config.experts.dense_layers:
-            self.mlp: Any = Mlp(config, rngs=rngs)
-        else:
-            self.mlp = Experts(config, config.experts, rngs=rngs)
-        self.mlp_post_norm = make_norm(config, size, rngs) if after else None
-
-    def __call__(
-        self,
-        x_btd: Float[Array, "b t d"],
-        mask: Bool[Array, "b t"] | None,
-        *,
-        window: int | Int[Array, ""] | None = None,
-        turns: Turns | None = None,
-        dropout_key: Key[Array, ""] | None = None,
-    ) -> Float[Array, "b t d"]:
-        """Apply the layer; the arguments are those of `Attention`."""
-        probabilities_key, attention_key, mlp_key = split_key(dropout_key, 3)
-        rate = self.config.residual_dropout
-        seen = _normalized(self.attention_norm, x_btd)
-        added = self.attention(
-            seen, mask, window=window, turns=turns, dropout_key=probabilities_key
-        )
-        x_btd = x_btd + _normalized(self.attention_post_norm, dropout(added, rate, attention_key))
-        added = self.mlp(_normalized(self.mlp_norm, x_btd))
-        return x_btd + _normalized(self.mlp_post_norm, dropout(added, rate, mlp_key))
-
-
-def _normalized(norm: Any, x_btd: Array) -> Array:
-    return x_btd if norm is None else norm(x_btd)
-
-
-def _slides(config: DecoderConfig, i: int | Array) -> bool | Array:
-    """Return whether layer i has a sliding window.
+def _is_among(numbers: tuple[int, ...], i: int | Array, num_layers: int) -> bool | Array:
+    """Return whether layer i is one of the layers `numbers`.
 
     The result is a Python bool where it is known when tracing. If the layers are scanned (`i` is an
-    array) and only some have a window, it is a boolean array.
+    array) and only some are among `numbers`, it is a boolean array.
     """
-    numbers = config.sliding_layers
-    if len(numbers) in (0, config.num_layers):
+    if len(numbers) in (0, num_layers):
         return bool(numbers)
     if isinstance(i, int):
         return i in numbers
-    return jnp.array([number in numbers for number in range(config.num_layers)])[i]
+    return jnp.array([number in numbers for number in range(num_layers)])[i]
 
 
-def _window(config: DecoderConfig, slides: bool | Array, num_tokens: int) -> int | Array | None:
+def _window(config: DecoderConfig, slides: bool | Array, num_tokens: int) -> Window:
     window = config.sliding_window
     if window is None or isinstance(slides, bool):
         return window if slides is True else None
     return jnp.where(slides, window, num_tokens)
 
 
-def _choose_turns(all_turns: list[Turns], slides: bool | Array) -> Turns | None:
-    if len(all_turns) < 2:
-        return all_turns[0] if all_turns else None
-    if isinstance(slides, bool):
-        return all_turns[int(slides)]
-    return jax.tree.map(lambda full, sliding: jnp.where(slides, sliding, full), *all_turns)
+def _turns_of_layer(
+    config: DecoderConfig, all_turns: list[Turns], i: int | Array, slides: bool | Array
+) -> Turns | None:
+    stays = _is_among(config.unrotated_layers, i, config.num_layers)
+    if not all_turns or stays is True:
+        return None
+    chosen = all_turns[0] if len(all_turns) == 1 else _where(slides, all_turns[1], all_turns[0])
+    return _where(stays, no_turns(chosen), chosen)
+
+
+def _where(condition: bool | Array, one: Turns, other: Turns) -> Turns:
+    if isinstance(condition, bool):
+        return one if condition else other
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)

@@ -12,6 +12,7 @@ from ._checks import check_choices, check_dropout, check_positive
 from ._config_json import make_config, read_config
 from ._decoder_families import decoder_fields
 from ._experts_config import ExpertsConfig
+from ._latent_config import LatentConfig
 from ._layers import Remat
 from ._rope import Rope
 
@@ -32,22 +33,33 @@ class DecoderConfig:
         num_key_value_heads: divides `num_heads`; equal to it without grouped queries.
         head_size: width of a head; `num_heads * head_size` may differ from `hidden_size`.
         max_length: positions that have an embedding, in tokens. With `rope` it is not a limit.
-        norm: RMSNorm, RMSNorm that stores its scale less 1, or LayerNorm.
+        norm: RMSNorm, RMSNorm that stores its scale less 1, or LayerNorm with or without a bias.
         norm_epsilon: added under the square root.
         norm_placement: before each half of a layer, after it (its sum with the residual is not
             normalised), or both.
-        query_key_norm: normalise queries and keys "head" by head, or each full "projection".
+        residual: "sequential" if the perceptron sees what attention added; "parallel" if both see
+            the input of the layer, each through a norm of its own, or "parallel_shared_norm"
+            through the same norm.
+        residual_scale: multiplies what attention and the perceptron add.
+        query_key_norm: normalise queries and keys "head" by head, with a scale that all heads
+            share or, "each_head", by a LayerNorm with a scale for each head; or normalise each full
+            "projection".
         activation: activation function of the perceptron, or of its gate.
         gated_mlp: True if the perceptron has a gate.
-        query_key_value_bias, attention_output_bias, mlp_bias: True if the projection has a bias.
+        query_key_value_bias, attention_output_bias, mlp_bias: True if the projection has a bias; in
+            latent attention the first is of the projections to short vectors.
         tied_head: True if the head shares the word embeddings.
         embedding_scale: multiplies embeddings, rounded to `compute_dtype`.
         rope: rotation of queries and keys; None for a learned embedding of each position.
         sliding_rope: rotation in the layers with a window, if it differs.
         sliding_window: positions that a token attends to in `sliding_layers`, itself included.
         sliding_layers: indices of the layers with that window.
+        unrotated_layers: indices of the layers without rotation, if `rope` is given.
         attention_scale: multiplies products of queries and keys; None for `head_size ** -0.5`.
         attention_softcap, logit_softcap: x becomes c tanh(x / c), before softmax.
+        attention_sinks: True if each head has a learned logit without a key.
+        latent: sizes of latent attention; None for ordinary attention.
+        logit_scale: multiplies the logits of the next token, before the cap.
         experts: a mixture of experts; None for a perceptron in every layer.
         embedding_dropout, attention_dropout, residual_dropout: rates, used when the decoder is
             called with a `dropout_key`: of what enters the first layer, of the probabilities of
@@ -69,10 +81,12 @@ class DecoderConfig:
     num_key_value_heads: int
     head_size: int
     max_length: int = 2048
-    norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
+    norm: Literal["rms", "rms_plus_one", "layer", "layer_without_bias"] = "rms"
     norm_epsilon: float = 1e-6
     norm_placement: Literal["before", "after", "both"] = "before"
-    query_key_norm: Literal["none", "head", "projection"] = "none"
+    residual: Literal["sequential", "parallel", "parallel_shared_norm"] = "sequential"
+    residual_scale: float = 1.0
+    query_key_norm: Literal["none", "head", "each_head", "projection"] = "none"
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
     gated_mlp: bool = True
     query_key_value_bias: bool = False
@@ -84,8 +98,12 @@ class DecoderConfig:
     sliding_rope: Rope | None = None
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
+    unrotated_layers: tuple[int, ...] = ()
     attention_scale: float | None = None
     attention_softcap: float | None = None
+    attention_sinks: bool = False
+    latent: LatentConfig | None = None
+    logit_scale: float = 1.0
     logit_softcap: float | None = None
     experts: ExpertsConfig | None = None
     embedding_dropout: float = 0.0
@@ -103,6 +121,13 @@ class DecoderConfig:
         check_choices(self)
         check_dropout(self)
         self._check_attention()
+        if self.latent is not None:
+            self._check_latent(self.latent)
+        if self.residual != "sequential" and self.norm_placement != "before":
+            raise ValueError(
+                f"`residual` is {self.residual!r} and `norm_placement` is "
+                f"{self.norm_placement!r}; layers of this form have norms before only."
+            )
         if self.scan_layers and self.experts is not None and self.experts.dense_layers:
             raise ValueError(
                 f"`scan_layers` needs layers that are alike, but layers "
@@ -123,21 +148,37 @@ class DecoderConfig:
                     "numbers. Rotate at most all of them."
                 )
         if self.sliding_rope is not None and (
-            self.rope is None or self.rope.rotary_size != self.sliding_rope.rotary_size
+            self.rope is None
+            or self.rope.rotary_size != self.sliding_rope.rotary_size
+            or self.rope.pairs != self.sliding_rope.pairs
         ):
             raise ValueError(
-                "`sliding_rope` needs a `rope` of the same `rotary_size` for the other layers; "
-                f"got {self.sliding_rope} and {self.rope}."
+                "`sliding_rope` needs a `rope` of the same `rotary_size` and `pairs` for the other "
+                f"layers; got {self.sliding_rope} and {self.rope}."
             )
         if bool(self.sliding_layers) != (self.sliding_window is not None):
             raise ValueError(
                 f"`sliding_window` is {self.sliding_window} and `sliding_layers` is "
                 f"{self.sliding_layers}. Give both or neither."
             )
-        if not set(self.sliding_layers) <= set(range(self.num_layers)):
+        for name in ("sliding_layers", "unrotated_layers"):
+            if not set(getattr(self, name)) <= set(range(self.num_layers)):
+                raise ValueError(
+                    f"`{name}` must be numbers from 0 to {self.num_layers - 1}; got "
+                    f"{getattr(self, name)}."
+                )
+
+    def _check_latent(self, latent: LatentConfig) -> None:
+        rotated = 0 if self.rope is None else self.rope.rotary_size
+        if self.head_size != latent.plain_size + rotated:
             raise ValueError(
-                f"`sliding_layers` must be numbers from 0 to {self.num_layers - 1}; got "
-                f"{self.sliding_layers}."
+                f"`head_size` is {self.head_size}, but `plain_size` of `latent` and `rotary_size` "
+                f"of `rope` are {latent.plain_size} and {rotated}. It must be their sum."
+            )
+        if self.query_key_norm != "none" or self.attention_sinks:
+            raise ValueError(
+                f"`query_key_norm` is {self.query_key_norm!r} and `attention_sinks` is "
+                f"{self.attention_sinks}; latent attention has neither. Leave them out."
             )
 
     @classmethod

@@ -1,7 +1,8 @@
 """Mixture of experts (https://arxiv.org/abs/2101.03961): a router sends each token to k experts.
 
-    p = softmax(router(x))             over all experts
-    y = sum of p_e mlp_e(x)            over the k experts with the largest p_e
+    y = sum of w_e mlp_e(x)            over the k experts that the router chose (`_routing`)
+
+A shared perceptron may add its output for every token.
 
 There are two implementations. "scan" loops over experts and applies each to every token: ZeRO then
 gathers the weights of one expert at a time, for num_experts / k times the arithmetic. "ragged"
@@ -12,16 +13,29 @@ weights of all experts of a layer are in memory at once.
 Dimensions: n tokens of the batch, k experts per token, e experts, d hidden, f width of an expert.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from ._attention import make_linear
 from ._decoder_config import DecoderConfig
-from ._experts_config import ExpertsConfig
-from ._mlp import ACTIVATIONS
+from ._experts_config import ClampedGate, ExpertsConfig
+from ._mlp import ACTIVATIONS, Mlp
+from ._routing import Routed, route_by_groups, route_by_softmax
 from ._wide import widened
+
+Gated = Callable[[Array, Array], Array]  # of the two projections
+
+
+class Projection(NamedTuple):
+    """A matrix of each expert, and the vector that is added to its products."""
+
+    kernel: Float[Array, "e i o"]
+    bias: Float[Array, "e o"] | None
 
 
 class Experts(nnx.Module):
@@ -31,52 +45,102 @@ class Experts(nnx.Module):
         self.config, self.experts = config, experts
         initial = nnx.initializers.normal(config.initializer_range)
         num, hidden, wide = experts.num_experts, config.hidden_size, experts.intermediate_size
-        self.router = make_linear(config, hidden, num, False, rngs)
+        # Sigmoids of many experts differ by little: their logits are not rounded to 16 bits.
+        in_groups, narrow = experts.routing is not None, jnp.dtype(config.compute_dtype)
+        logits_dtype = widened(narrow) if in_groups else narrow
+        self.router = make_linear(config, hidden, num, experts.bias, rngs, logits_dtype)
+        self.correction = nnx.Param(jnp.zeros(num)) if in_groups else None
         self.gate = nnx.Param(initial(rngs.params(), (num, hidden, wide)))
         self.up = nnx.Param(initial(rngs.params(), (num, hidden, wide)))
         self.down = nnx.Param(initial(rngs.params(), (num, wide, hidden)))
+        self.gate_bias = nnx.Param(jnp.zeros((num, wide))) if experts.bias else None
+        self.up_bias = nnx.Param(jnp.zeros((num, wide))) if experts.bias else None
+        self.down_bias = nnx.Param(jnp.zeros((num, hidden))) if experts.bias else None
+        self.shared = (
+            None if experts.shared_size is None else Mlp(config, experts.shared_size, rngs=rngs)
+        )
 
     def __call__(self, x_btd: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
         x_nd = x_btd.reshape(-1, x_btd.shape[-1])
-        shares_nk, chosen_nk = self.route(x_nd)
         compute = _one_by_one if self.config.expert_loop == "scan" else _sorted_by_expert
-        weights = tuple(each[...].astype(x_nd.dtype) for each in (self.gate, self.up, self.down))
+        projections = (
+            _projection(self.gate, self.gate_bias, x_nd.dtype),
+            _projection(self.up, self.up_bias, x_nd.dtype),
+            _projection(self.down, self.down_bias, x_nd.dtype),
+        )
         bend = ACTIVATIONS[self.config.activation]
-        return compute(bend, weights, x_nd, shares_nk, chosen_nk).reshape(x_btd.shape)
+        clamped = self.experts.clamped_gate
+        gated = _gated_by(bend) if clamped is None else _clamped_gated(clamped)
+        y_nd = compute(gated, projections, x_nd, self.route(x_nd))
+        y_btd = y_nd.reshape(x_btd.shape)
+        return y_btd if self.shared is None else y_btd + self.shared(x_btd)
 
-    def route(self, x_nd: Float[Array, "n d"]) -> tuple[Float[Array, "n k"], Int[Array, "n k"]]:
-        """Return weight and index of the k experts of each token, largest weight first."""
-        logits_ne = self.router(x_nd)
-        shares_ne = jax.nn.softmax(logits_ne.astype(widened(logits_ne.dtype)), axis=-1)
-        shares_nk, chosen_nk = jax.lax.top_k(shares_ne, self.experts.num_experts_per_token)
-        if self.experts.normalize:
-            shares_nk = shares_nk / shares_nk.sum(axis=-1, keepdims=True)
-        return shares_nk, chosen_nk
+    def route(self, x_nd: Float[Array, "n d"]) -> Routed:
+        """Return weight and index of the k experts of each token."""
+        routing = self.experts.routing
+        if routing is None or self.correction is None:
+            return route_by_softmax(self.router(x_nd), self.experts)
+        return route_by_groups(self.router(x_nd), self.correction[...], self.experts, routing)
 
 
-def _one_by_one(bend, weights, x_nd, shares_nk, chosen_nk):
+def _projection(kernel: nnx.Param, bias: nnx.Param | None, dtype: jnp.dtype) -> Projection:
+    return Projection(kernel[...].astype(dtype), None if bias is None else bias[...].astype(dtype))
+
+
+def _gated_by(bend: Callable[[Array], Array]) -> Gated:
+    return lambda gate, up: bend(gate) * up
+
+
+def _clamped_gated(clamped: ClampedGate) -> Gated:
+    def gated(gate: Array, up: Array) -> Array:
+        gate = jnp.minimum(gate, clamped.limit)
+        up = jnp.clip(up, -clamped.limit, clamped.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(clamped.slope * gate)
+
+    return gated
+
+
+def _one_by_one(
+    gated: Gated,
+    projections: tuple[Projection, ...],
+    x_nd: Float[Array, "n d"],
+    routed: Routed,
+) -> Float[Array, "n d"]:
+    shares_nk, chosen_nk = routed
+
     def add_expert(total_nd, scanned):
-        number, gate_df, up_df, down_fd = scanned
+        number, (gate, up, down) = scanned
         share_n = jnp.where(chosen_nk == number, shares_nk, 0.0).sum(axis=-1)
-        y_nd = (bend(x_nd @ gate_df) * (x_nd @ up_df)) @ down_fd
+        y_nd = _product(gated(_product(x_nd, gate), _product(x_nd, up)), down)
         return total_nd + share_n[:, None] * y_nd.astype(share_n.dtype), None
 
-    numbers = jnp.arange(weights[0].shape[0], dtype=chosen_nk.dtype)
+    numbers = jnp.arange(len(projections[0].kernel), dtype=chosen_nk.dtype)
     start = jnp.zeros(x_nd.shape, shares_nk.dtype)
-    total_nd, _ = jax.lax.scan(add_expert, start, (numbers, *weights))
+    total_nd, _ = jax.lax.scan(add_expert, start, (numbers, projections))
     return total_nd.astype(x_nd.dtype)
 
 
-def _sorted_by_expert(bend, weights, x_nd, shares_nk, chosen_nk):
-    gate_edf, up_edf, down_efd = weights
-    num_chosen = chosen_nk.shape[1]
+def _product(x: Array, by: Projection) -> Array:
+    return x @ by.kernel if by.bias is None else x @ by.kernel + by.bias[None]
+
+
+def _sorted_by_expert(
+    gated: Gated,
+    projections: tuple[Projection, ...],
+    x_nd: Float[Array, "n d"],
+    routed: Routed,
+) -> Float[Array, "n d"]:
+    shares_nk, chosen_nk = routed
     order = jnp.argsort(chosen_nk.reshape(-1))  # of (token, choice) pairs; stable
-    tokens = order // num_chosen
-    counts_e = jnp.bincount(chosen_nk.reshape(-1), length=gate_edf.shape[0])
-    counts_e = counts_e.astype(jnp.int32)
+    tokens, numbers = order // chosen_nk.shape[1], chosen_nk.reshape(-1)[order]
+    counts_e = jnp.bincount(numbers, length=len(projections[0].kernel)).astype(jnp.int32)
+
+    def product(x, by):
+        y = jax.lax.ragged_dot(x, by.kernel, counts_e)
+        return y if by.bias is None else y + by.bias[numbers]
+
+    gate, up, down = projections
     rows = x_nd[tokens]
-    wide = bend(jax.lax.ragged_dot(rows, gate_edf, counts_e))
-    wide = wide * jax.lax.ragged_dot(rows, up_edf, counts_e)
-    y = jax.lax.ragged_dot(wide, down_efd, counts_e).astype(shares_nk.dtype)
+    y = product(gated(product(rows, gate), product(rows, up)), down).astype(shares_nk.dtype)
     y = y * shares_nk.reshape(-1)[order][:, None]
     return jnp.zeros(x_nd.shape, y.dtype).at[tokens].add(y).astype(x_nd.dtype)

@@ -1,8 +1,51 @@
-"""Configuration of a mixture of experts, as a frozen dataclass that validates itself."""
+"""Configuration of a mixture of experts, as frozen dataclasses that validate themselves."""
 
 import dataclasses
 
 from ._checks import check_positive
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupRouting:
+    """Shares from sigmoids; a token's experts come from the few best groups of experts.
+
+    A learned correction of each expert decides with its share which experts are chosen, but does
+    not enter their weights. No gradient reaches it.
+
+    Args:
+        num_groups: groups of equal size that the experts form, in order.
+        num_chosen_groups: groups that a token's experts come from. A group is judged by its two
+            best experts.
+        scale: multiplies the weights of the chosen experts.
+
+    References:
+        DeepSeek-V3 (https://arxiv.org/abs/2412.19437).
+    """
+
+    num_groups: int
+    num_chosen_groups: int
+    scale: float = 1.0
+
+    def __post_init__(self):
+        check_positive(self)
+        if self.num_chosen_groups > self.num_groups:
+            raise ValueError(
+                f"`num_chosen_groups` is {self.num_chosen_groups}, but there are `num_groups` = "
+                f"{self.num_groups}. Choose at most all of them."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClampedGate:
+    """The gated activation (up + 1) gate sigmoid(slope gate) of clamped numbers.
+
+    Args:
+        limit: gates are at most this; the other projection is between its negative and this.
+        slope: of the sigmoid.
+    """
+
+    limit: float = 7.0
+    slope: float = 1.702
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,6 +58,10 @@ class ExpertsConfig:
         intermediate_size: width of an expert.
         normalize: True if the weights of the chosen experts are scaled to sum to 1.
         dense_layers: indices of the layers that have an ordinary perceptron instead.
+        routing: how experts are chosen; None for the largest probabilities of a softmax.
+        shared_size: width of a perceptron that processes every token besides; None for none.
+        bias: True if the router and the projections of the experts have biases.
+        clamped_gate: in place of the activation and gate of `DecoderConfig`.
     """
 
     num_experts: int
@@ -22,6 +69,10 @@ class ExpertsConfig:
     intermediate_size: int
     normalize: bool = True
     dense_layers: tuple[int, ...] = ()
+    routing: GroupRouting | None = None
+    shared_size: int | None = None
+    bias: bool = False
+    clamped_gate: ClampedGate | None = None
 
     def __post_init__(self):
         check_positive(self)
@@ -29,4 +80,19 @@ class ExpertsConfig:
             raise ValueError(
                 f"`num_experts_per_token` is {self.num_experts_per_token}, but there are "
                 f"`num_experts` = {self.num_experts}. Choose at most all of them."
+            )
+        if self.routing is not None:
+            self._check_groups(self.routing)
+
+    def _check_groups(self, routing: GroupRouting) -> None:
+        size, rest = divmod(self.num_experts, routing.num_groups)
+        if rest or size < 2:
+            raise ValueError(
+                f"`num_experts` is {self.num_experts} and `num_groups` is {routing.num_groups}. "
+                "Groups must be of equal size, with at least two experts."
+            )
+        if self.num_experts_per_token > size * routing.num_chosen_groups:
+            raise ValueError(
+                f"`num_experts_per_token` is {self.num_experts_per_token}, but the chosen groups "
+                f"hold {size * routing.num_chosen_groups} experts. Choose at most all of them."
             )

@@ -24,10 +24,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Mlp(nnx.Module):
-    """Projection, activation and projection back, applied to each token."""
+    """Projection to `wide` numbers, activation and projection back, applied to each token."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        hidden, wide, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    def __init__(self, config: DecoderConfig, wide: int, *, rngs: nnx.Rngs):
+        hidden, bias = config.hidden_size, config.mlp_bias
         self.activation = config.activation
         self.gate = make_linear(config, hidden, wide, bias, rngs) if config.gated_mlp else None
         self.up = make_linear(config, hidden, wide, bias, rngs)

@@ -1,8 +1,10 @@
-"""RMSNorm (https://arxiv.org/abs/1910.07467), in float32 for any compute dtype.
+"""RMSNorm (https://arxiv.org/abs/1910.07467) and LayerNorm (https://arxiv.org/abs/1607.06450).
 
-    y = scale x / sqrt(mean(x^2) + epsilon)
+    RMSNorm:    y = scale x / sqrt(mean(x^2) + epsilon)
+    LayerNorm:  y = scale (x - mean(x)) / sqrt(var(x) + epsilon) + bias
 
-Gemma stores `scale - 1`, so that decay of weights pulls the scale towards 1.
+Gemma stores `scale - 1`, so that decay of weights pulls the scale towards 1. The modules here
+compute in float32 for any compute dtype.
 """
 
 import jax
@@ -30,6 +32,27 @@ class RMSNorm(nnx.Module):
         return (wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(x.dtype)
 
 
+class ScaledLayerNorm(nnx.Module):
+    """LayerNorm without a bias, of the last dimension of vectors or of heads.
+
+    Args:
+        shape: of the scale: `(size,)`, or `(heads, size)` if each head has a scale of its own.
+        epsilon: added under the square root.
+    """
+
+    def __init__(self, *shape: int, epsilon: float):
+        self.epsilon = epsilon
+        self.scale = nnx.Param(jnp.ones(shape, jnp.float32))
+
+    def __call__(self, x: Float[Array, "*dims d"]) -> Float[Array, "*dims d"]:
+        wide = x.astype(widened(x.dtype))
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        scale = self.scale[...].astype(wide.dtype)
+        scale = scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)
+        return (wide * jax.lax.rsqrt(variance + self.epsilon) * scale).astype(x.dtype)
+
+
 def make_norm(config: DecoderConfig, size: int, rngs: nnx.Rngs) -> nnx.Module:
     """The norm that `config` asks for, of vectors of `size` numbers."""
     if config.norm == "layer":
@@ -41,6 +64,8 @@ def make_norm(config: DecoderConfig, size: int, rngs: nnx.Rngs) -> nnx.Module:
             dtype=jnp.dtype(config.compute_dtype),
             rngs=rngs,
         )
+    if config.norm == "layer_without_bias":
+        return ScaledLayerNorm(size, epsilon=config.norm_epsilon)
     return RMSNorm(
         size, epsilon=config.norm_epsilon, offset=1.0 if config.norm == "rms_plus_one" else 0.0
     )

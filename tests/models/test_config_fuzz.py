@@ -21,7 +21,7 @@ from jaxzero.models import (
 )
 from tests.mutate_json import dumped, mutations
 
-from .test_decoder_config import OLD
+from .old_configs import OLD
 
 # What transformers says about old names and odd values.
 pytestmark = pytest.mark.filterwarnings("ignore")

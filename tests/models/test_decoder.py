@@ -16,7 +16,16 @@ import pytest
 from flax import nnx
 
 import jaxzero as jz
-from jaxzero.models import Decoder, DecoderConfig, ExpertsConfig, Rope
+from jaxzero.models import (
+    Decoder,
+    DecoderConfig,
+    DynamicScaling,
+    ExpertsConfig,
+    GroupRouting,
+    LatentConfig,
+    Rope,
+    YarnScaling,
+)
 from jaxzero.models._checks import check_choices
 from jaxzero.models._dropout import dropout
 from tests import zoo
@@ -256,6 +265,20 @@ def test_a_step_of_zeropp_is_within_the_bound_of_its_codecs():
         ({"residual_dropout": -0.1}, r"`residual_dropout` must be in \[0, 1\); got -0\.1"),
         ({"sliding_layers": ()}, "`sliding_window` is 3 and `sliding_layers` is .*or neither"),
         ({"sliding_layers": (4,)}, r"`sliding_layers` must be numbers from 0 to 3; got \(4,\)"),
+        ({"unrotated_layers": (-1,)}, r"`unrotated_layers` must be numbers from 0 to 3; got"),
+        (
+            {"sliding_rope": Rope(rotary_size=6, pairs="neighbours")},
+            "`sliding_rope` needs a `rope` of the same `rotary_size` and `pairs`",
+        ),
+        ({"residual": "parallel"}, "`residual` is 'parallel' and `norm_placement` is 'both'"),
+        (
+            {"latent": LatentConfig(key_value_rank=4, plain_size=2, value_size=3)},
+            "`head_size` is 6, but `plain_size` of `latent` and `rotary_size` .* are 2 and 6",
+        ),
+        (
+            {"latent": LatentConfig(key_value_rank=4, plain_size=2, value_size=3), "head_size": 8},
+            "`query_key_norm` is 'head' and .*; latent attention has neither",
+        ),
         ({"rope": Rope(rotary_size=8)}, "`rotary_size` of `rope` is 8, a head has 6 numbers"),
         ({"rope": None}, "`sliding_rope` needs a `rope` of the same `rotary_size` .* and None"),
         (
@@ -287,6 +310,32 @@ def test_choices_are_checked_without_a_type_checker_too():
 def test_more_experts_than_there_are():
     with pytest.raises(ValueError, match="`num_experts_per_token` is 3, but there are .* = 2"):
         ExpertsConfig(num_experts=2, num_experts_per_token=3, intermediate_size=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_groups": 3}, "`num_experts` is 8 and `num_groups` is 3. Groups must be of equal"),
+        ({"num_groups": 8}, "at least two experts"),
+        ({"num_chosen_groups": 5}, "`num_chosen_groups` is 5, but there are `num_groups` = 4"),
+        ({"num_chosen_groups": 1}, "`num_experts_per_token` is 3, but the chosen groups hold 2"),
+    ],
+)
+def test_groups_of_experts(change: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        ExpertsConfig(
+            num_experts=8,
+            num_experts_per_token=3,
+            intermediate_size=4,
+            routing=GroupRouting(**{"num_groups": 4, "num_chosen_groups": 2} | change),
+        )
+
+
+def test_scalings_that_do_not_fit_a_rotation():
+    with pytest.raises(ValueError, match="YarnScaling needs a `base` above 1; got 0.5"):
+        Rope(rotary_size=4, base=0.5, scaling=YarnScaling(factor=2.0, trained_length=8))
+    with pytest.raises(ValueError, match="DynamicScaling needs a `rotary_size` of at least 4"):
+        Rope(rotary_size=2, scaling=DynamicScaling(factor=2.0, trained_length=8))
 
 
 def test_rotation_in_pairs():

@@ -12,120 +12,22 @@ import pytest
 from jaxzero import interop
 from jaxzero.models import (
     DecoderConfig,
+    DynamicScaling,
     ExpertsConfig,
+    GroupRouting,
+    LatentConfig,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
     Rope,
+    YarnScaling,
 )
 
-_SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
-# What published files of transformers 4 say beside sizes.
-OLD: dict[str, dict[str, Any]] = {
-    "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64},
-    "llama": {
-        **_SIZES,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-            "rope_type": "llama3",
-        },
-        "tie_word_embeddings": False,
-    },
-    "mistral": {**_SIZES, "num_key_value_heads": 2, "sliding_window": 16, "rope_theta": 1e4},
-    "qwen2": {
-        **_SIZES,
-        "num_key_value_heads": 2,
-        "sliding_window": 32,
-        "max_window_layers": 2,
-        "use_sliding_window": False,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-    },
-    "qwen3": {
-        **_SIZES,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "sliding_window": 8,
-        "max_window_layers": 3,
-        "use_sliding_window": True,
-        "rope_theta": 1e6,
-        "rope_scaling": {"type": "linear", "factor": 2.0},
-    },
-    "gemma2": {
-        **_SIZES,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 24,
-        "sliding_window": 8,
-        "rope_theta": 10000.0,
-    },
-    "gemma3_text": {
-        **_SIZES,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 16,
-        "sliding_window": 8,
-        "sliding_window_pattern": 3,
-        "rope_theta": 1000000,
-        "rope_local_base_freq": 10000,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-    },
-    "phi3": {
-        **_SIZES,
-        "num_key_value_heads": 4,
-        "original_max_position_embeddings": 16,
-        "partial_rotary_factor": 0.5,
-        "pad_token_id": 0,
-        "rope_theta": 10000.0,
-        "rope_scaling": {
-            "type": "longrope",
-            "short_factor": [1.0, 1.5],
-            "long_factor": [2.0, 3.0],
-        },
-        "sliding_window": 20,
-    },
-    "olmo2": {**_SIZES, "num_key_value_heads": 4, "rope_theta": 500000, "rms_norm_eps": 1e-6},
-    "mixtral": {
-        **_SIZES,
-        "num_key_value_heads": 2,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "rope_theta": 1e6,
-        "sliding_window": None,
-    },
-    "qwen3_moe": {
-        **_SIZES,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_experts": 8,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 16,
-        "decoder_sparse_step": 2,
-        "mlp_only_layers": [3],
-        "norm_topk_prob": True,
-        "rope_theta": 1e6,
-    },
-}
+from .old_configs import OLD, SIZES
 
 
 def write(directory: Path, model_type: str, **changes: Any) -> Path:
-    content = {"model_type": model_type, **OLD.get(model_type, _SIZES), **changes}
+    content = {"model_type": model_type, **OLD.get(model_type, SIZES), **changes}
     (directory / "config.json").write_text(json.dumps(content))
     return directory
 
@@ -178,6 +80,48 @@ def test_what_the_keys_mean(tmp_path: Path):
     assert (silent.scaling.trained_length, silent.scaling.magnitude) == (4096, 1.0)
     both = read("llama", rope_parameters={"rope_type": "default", "rope_theta": 1e4}).rope
     assert both is not None and isinstance(both.scaling, Llama3Scaling) and both.base == 500000
+    assert read("gemma").activation == "gelu_tanh"
+    granite = read("granite")
+    assert (granite.attention_scale, granite.embedding_scale) == (2**-7, 12.0)
+    assert (granite.residual_scale, granite.logit_scale) == (0.22, 1 / 16)
+    stablelm, neox, smollm3 = read("stablelm"), read("gpt_neox"), read("smollm3")
+    assert (stablelm.residual, stablelm.query_key_norm) == ("parallel_shared_norm", "each_head")
+    assert stablelm.rope == Rope(rotary_size=4)
+    assert neox.rope == Rope(rotary_size=8, base=5000.0)
+    assert (neox.residual, neox.embedding_dropout, neox.residual_dropout) == (
+        "sequential",
+        0.1,
+        0.1,
+    )
+    # 0.1 ln 2 + 1
+    yarn = YarnScaling(factor=2.0, trained_length=32, magnitude=1.0693147180559945)
+    assert smollm3.rope == Rope(rotary_size=8, base=5e6, scaling=yarn)
+    assert smollm3.unrotated_layers == (3,)
+    cohere2 = read("cohere2")
+    assert (cohere2.sliding_layers, cohere2.unrotated_layers) == ((0, 1, 3), (2,))
+    assert cohere2.rope == Rope(rotary_size=8, base=5e4, pairs="neighbours")
+    deepseek = read("deepseek_v3")
+    assert (deepseek.head_size, deepseek.rope.rotary_size) == (16, 4)
+    # Published files give both weights as 1, so sines are as they are and the scale is not.
+    assert isinstance(deepseek.rope.scaling, YarnScaling) and deepseek.rope.scaling.magnitude == 1
+    np.testing.assert_allclose(
+        deepseek.attention_scale, 16**-0.5 * (0.1 * np.log(40) + 1) ** 2, rtol=1e-12
+    )
+    assert deepseek.latent == LatentConfig(
+        query_rank=24, key_value_rank=12, plain_size=12, value_size=12
+    )
+    assert deepseek.experts == ExpertsConfig(
+        num_experts=16,
+        num_experts_per_token=4,
+        intermediate_size=16,
+        dense_layers=(0, 1, 2),
+        routing=GroupRouting(num_groups=4, num_chosen_groups=2, scale=2.5),
+        shared_size=16,
+    )
+    assert read("deepseek_v3", first_k_dense_replace=4).experts is None
+    dynamic = read("llama", rope_scaling={"type": "dynamic", "factor": 2.0}).rope
+    assert dynamic is not None
+    assert dynamic.scaling == DynamicScaling(factor=2.0, trained_length=64)
     assert read("qwen3_moe").experts == ExpertsConfig(
         num_experts=8,
         num_experts_per_token=4,
@@ -188,16 +132,58 @@ def test_what_the_keys_mean(tmp_path: Path):
     assert read("qwen3_moe", num_experts=0).experts is None
 
 
+def test_a_silent_gpt_oss_has_yarn(tmp_path: Path):
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    old = write(tmp_path, "gpt_oss", rope_scaling=None)
+    transformers.AutoConfig.from_pretrained(old).save_pretrained(tmp_path / "new")
+    config = DecoderConfig.from_json(old)
+    assert config == DecoderConfig.from_json(tmp_path / "new")
+    assert config.rope is not None and isinstance(config.rope.scaling, YarnScaling)
+
+
 @pytest.mark.parametrize(
     ("model_type", "change", "message"),
     [
         ("gemma3", {}, r"`model_type` in .* is 'gemma3'; decoders are read of .*gemma3_text"),
         (
             "llama",
-            {"rope_scaling": {"rope_type": "yarn"}},
-            r"`rope_scaling\.rope_type` in .* is 'yarn'; .*llama3",
+            {"rope_scaling": {"rope_type": "proportional"}},
+            r"`rope_scaling.rope_type` in .* is 'proportional'; .*llama3",
         ),
-        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "is 'dynamic'"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "lacks rope_scaling.factor"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_theta": 1.0},
+            "`rope_scaling.type` in .* needs a `base` above 1; got 1.0",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 2}},
+            "`rope_scaling.beta_fast` in .* is 1.0, less than `beta_slow`, 2.0",
+        ),
+        (
+            "stablelm",
+            {"hidden_size": 32, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "DynamicScaling needs a `rotary_size` of at least 4; got 2",
+        ),
+        ("stablelm", {"hidden_dropout": 0.1}, r"`hidden_dropout` in .* must be 0\.0; got 0\.1"),
+        ("gpt_neox", {"rotary_pct": 0.2}, "`rotary_pct` in .* makes 3 of the 16 numbers"),
+        ("gpt_neox", {"hidden_size": 33}, "`hidden_size` in .* must be a multiple of"),
+        ("smollm3", {"no_rope_layers": [1]}, "`no_rope_layers` in .* has 1 entries for 4 layers"),
+        ("smollm3", {"no_rope_layers": [2] * 4}, "`no_rope_layers` in .* must be a list"),
+        (
+            "smollm3",
+            {"layer_types": ["sliding_attention"] * 4},
+            "`layer_types` in .* has windows, but `use_sliding_window` is false",
+        ),
+        ("gpt_oss", {"num_experts_per_tok": 5}, "`num_experts_per_tok` .* is 5, but .* is 4"),
+        ("deepseek_v3", {"n_group": 3}, "`n_group` in .* is 3, but `n_routed_experts` is 16"),
+        ("deepseek_v3", {"n_group": 16}, "`n_group` in .* is 16, .* groups hold .* at least 2"),
+        ("deepseek_v3", {"topk_group": 5}, "`topk_group` in .* is 5, but `n_group` is 4"),
+        ("deepseek_v3", {"topk_group": 1, "num_experts_per_tok": 5}, "groups hold 4 experts"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "`scoring_func` in .* must be .sigmoid"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "`num_key_value_heads` in .* is 2, but .* 4 h"),
+        ("cohere2", {"sliding_window": None}, "`sliding_window` in .* is null, but the layers"),
         ("llama", {"rope_scaling": {"type": "linear"}}, r"lacks rope_scaling\.factor"),
         ("llama", {"partial_rotary_factor": 0.5}, r"`partial_rotary_factor` in .* is 0\.5"),
         ("llama", {"hidden_act": "tanh"}, r"`hidden_act` in .* is 'tanh'; the decoder computes"),
@@ -251,7 +237,7 @@ def test_broken_files(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
     with pytest.raises(ValueError, match=r"lacks hidden_size, .*Save the checkpoint again"):
         DecoderConfig.from_json(tmp_path)
-    content = {"model_type": "mixtral", "num_key_value_heads": 2, **_SIZES}
+    content = {"model_type": "mixtral", "num_key_value_heads": 2, **SIZES}
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"lacks num_experts_per_tok, num_local_experts"):
         interop.load_decoder(tmp_path)

@@ -25,6 +25,24 @@ _DECODER = _HIDDEN | _SPECIAL | {"num_key_value_heads": 2}
 _GPT2 = _SPECIAL | {"vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
 _GEMMA = _DECODER | {"head_dim": 12, "query_pre_attn_scalar": 10, "sliding_window": 4}
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 6}
+_DEEPSEEK = (
+    _HIDDEN
+    | _SPECIAL
+    | {
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 10,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "num_key_value_heads": 4,
+    }
+)
 _DISTILBERT = {
     "vocab_size": 37,
     "dim": 32,
@@ -46,6 +64,15 @@ _LONG = {
     "rope_theta": 1e4,
     "short_factor": [1.0, 1.1, 1.2, 1.5],
     "long_factor": [2.0, 3.0, 4.0, 5.0],
+}
+_FULL_LAST = ["sliding_attention", "full_attention"]
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e3,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 2.0,
+    "beta_slow": 0.5,
 }
 
 # name: (`model_type`, its config)
@@ -89,6 +116,46 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", _DECODER),
     "mixtral": ("mixtral", _DECODER | {"num_local_experts": 3}),
     "qwen3-moe": ("qwen3_moe", _DECODER | _EXPERTS | {"norm_topk_prob": True}),
+    "gpt-oss": (
+        "gpt_oss",
+        _DECODER
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 8,
+            "sliding_window": 4,
+            "swiglu_limit": 0.5,
+        },
+    ),
+    "deepseek": ("deepseek_v3", _DEEPSEEK),
+    "gemma1": ("gemma", _DECODER | {"head_dim": 12}),
+    "granite-yarn": (
+        "granite",
+        _DECODER
+        | {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 3.0,
+            "rope_parameters": _YARN,
+        },
+    ),
+    "stablelm-heads": ("stablelm", _DECODER | {"qk_layernorm": True, "use_qkv_bias": True}),
+    "starcoder2": ("starcoder2", _DECODER),
+    "smollm3": (
+        "smollm3",
+        _DECODER
+        | {
+            "no_rope_layers": [0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e3, "factor": 3.0},
+            "max_position_embeddings": 8,
+        },
+    ),
+    "gpt-neox": ("gpt_neox", _HIDDEN | _SPECIAL | {"num_attention_heads": 2}),
+    "cohere": ("cohere", _DECODER | {"use_qk_norm": True}),
+    "cohere2": ("cohere2", _DECODER | {"sliding_window": 4, "layer_types": _FULL_LAST}),
 }
 MORE_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-untied-relu-odd": (
@@ -157,6 +224,80 @@ MORE_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         _DECODER | _EXPERTS | {"mlp_only_layers": [0], "tie_word_embeddings": True},
     ),
 }
+MORE_DECODERS |= {
+    "gpt-oss-default-rotation": (
+        "gpt_oss",
+        _DECODER | {"num_local_experts": 5, "tie_word_embeddings": True, "attention_bias": False},
+    ),
+    "deepseek-yarn-2-shared": (
+        "deepseek_v3",
+        _DEEPSEEK
+        | {
+            "q_lora_rank": None,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 0.7,
+            "attention_bias": True,
+            "rope_interleave": False,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+        },
+    ),
+    "llama-dynamic-short-text": (
+        "llama",
+        _DECODER | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e3, "factor": 3.0}},
+    ),
+    "qwen2-yarn": (
+        "qwen2",
+        _DECODER
+        | {"rope_parameters": _YARN | {"truncate": False, "mscale": 2.0, "mscale_all_dim": 0.5}},
+    ),
+    "granite-biases": (
+        "granite",
+        _DECODER | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "gemma1-old-gelu": ("gemma", _DECODER | {"hidden_act": "gelu", "attention_bias": True}),
+    "stablelm-parallel": (
+        "stablelm",
+        _DECODER
+        | {
+            "use_parallel_residual": True,
+            "num_key_value_heads": 4,
+            "rope_parameters": _YARN | {"partial_rotary_factor": 0.5},
+        },
+    ),
+    "starcoder2-window": (
+        "starcoder2",
+        _DECODER | {"use_bias": False, "sliding_window": 4, "tie_word_embeddings": False},
+    ),
+    "smollm3-every-4th": (
+        "smollm3",
+        _DECODER | {"num_hidden_layers": 4, "mlp_bias": True, "attention_bias": True},
+    ),
+    "gpt-neox-sequential": (
+        "gpt_neox",
+        _HIDDEN
+        | _SPECIAL
+        | {
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "hidden_act": "gelu_fast",
+            "rope_parameters": {
+                "rope_type": "linear",
+                "factor": 2.0,
+                "rope_theta": 1e3,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+    ),
+    "cohere-biases": (
+        "cohere",
+        _DECODER | {"attention_bias": True, "logit_scale": 2.5, "tie_word_embeddings": False},
+    ),
+    "cohere2-every-4th": ("cohere2", _DECODER | {"sliding_window": 3, "num_hidden_layers": 5}),
+}
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("roberta", _HIDDEN | {"pad_token_id": 1, "type_vocab_size": 1}),
     "xlm-roberta": ("xlm-roberta", _HIDDEN | {"pad_token_id": 0, "type_vocab_size": 2}),
@@ -185,9 +326,14 @@ def make(
         transformers.AutoConfig.for_model(model_type, **config), attn_implementation="eager"
     )
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (*model.parameters(), *corrections(model)):
             parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim > 1 else 0.1))
     return model.eval()
+
+
+def corrections(model: Any) -> list[Any]:
+    """Tensors that decide which experts are chosen: buffers of a model, saved with it."""
+    return [buffer for name, buffer in model.named_buffers() if "correction" in name]
 
 
 def save(model: Any, directory: Path) -> Path:

@@ -1,0 +1,87 @@
+"""Latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434).
+
+Keys and values of all heads are computed from one short vector c of each token:
+
+    c, r = split(down(x));    keys, values = split(up(norm(c)))
+    key of head h = [key_h, rotate(r)]         r is common to all heads
+    query of head h = [query_h, rotate(rest of query_h)]
+
+Only the last numbers of queries and keys are rotated. Queries may come from a short vector too.
+
+Dimensions: b batch, t tokens, d hidden, h heads, k head size.
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Key
+
+from ._attention import Window, attend, make_linear
+from ._decoder_config import DecoderConfig
+from ._latent_config import LatentConfig
+from ._norms import RMSNorm
+from ._rope import Turns, rotate
+
+
+class LatentAttention(nnx.Module):
+    """Attention of each token to itself and to those before it, with keys from short vectors."""
+
+    def __init__(self, config: DecoderConfig, latent: LatentConfig, *, rngs: nnx.Rngs):
+        self.config, self.latent = config, latent
+        hidden, heads, bias = config.hidden_size, config.num_heads, config.query_key_value_bias
+        query_size, epsilon = heads * config.head_size, latent.norm_epsilon
+        if latent.query_rank is None:
+            self.query = make_linear(config, hidden, query_size, False, rngs)
+        else:
+            self.query_down = make_linear(config, hidden, latent.query_rank, bias, rngs)
+            self.query_norm = RMSNorm(latent.query_rank, epsilon=epsilon)
+            self.query_up = make_linear(config, latent.query_rank, query_size, False, rngs)
+        rank, rotary_size = latent.key_value_rank, config.head_size - latent.plain_size
+        self.key_value_down = make_linear(config, hidden, rank + rotary_size, bias, rngs)
+        self.key_value_norm = RMSNorm(rank, epsilon=epsilon)
+        self.key_value_up = make_linear(
+            config, rank, heads * (latent.plain_size + latent.value_size), False, rngs
+        )
+        self.output = make_linear(
+            config, heads * latent.value_size, hidden, config.attention_output_bias, rngs
+        )
+
+    def __call__(
+        self,
+        x_btd: Float[Array, "b t d"],
+        mask: Bool[Array, "b t"] | None,
+        *,
+        window: Window = None,
+        turns: Turns | None = None,
+        dropout_key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "b t d"]:
+        """Attend, and project back; the arguments are those of `Attention`."""
+        config, latent = self.config, self.latent
+        query_bthk = self._queries(x_btd).reshape(*x_btd.shape[:2], -1, config.head_size)
+        plain, rotated = jnp.split(query_bthk, [latent.plain_size], axis=-1)
+        short, common = jnp.split(self.key_value_down(x_btd), [latent.key_value_rank], axis=-1)
+        wide = self.key_value_up(self.key_value_norm(short))
+        wide = wide.reshape(*x_btd.shape[:2], config.num_heads, -1)
+        key, value = jnp.split(wide, [latent.plain_size], axis=-1)
+        common = common[:, :, None]  # one head
+        if turns is not None and config.rope is not None:
+            rotated = rotate(rotated, turns, config.rope.pairs)
+            common = rotate(common, turns, config.rope.pairs)
+        common = jnp.broadcast_to(common, (*key.shape[:-1], common.shape[-1]))
+        mixed_bthk = attend(
+            jnp.concatenate([plain, rotated], axis=-1),
+            jnp.concatenate([key, common], axis=-1),
+            value,
+            mask,
+            window=window,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            dropout_rate=config.attention_dropout,
+            dropout_key=dropout_key,
+            implementation=config.attention_implementation,
+        )
+        return self.output(mixed_bthk.reshape(*mixed_bthk.shape[:2], -1))
+
+    def _queries(self, x_btd: Float[Array, "b t d"]) -> Float[Array, "b t hk"]:
+        if self.latent.query_rank is None:
+            return self.query(x_btd)
+        return self.query_up(self.query_norm(self.query_down(x_btd)))
