@@ -11,6 +11,7 @@ from jaxzero.interop._rules import Rule
 from jaxzero.interop._tensors import Checkpoint, named_leaves
 from jaxzero.models import Decoder, DecoderConfig, read_config
 
+from .abstract import abstract_model
 from .decoder_rules import EMBEDDINGS, without_prefix
 from .family import DecoderFamily, check_family, family_of
 from .layer_rules import stacked
@@ -138,7 +139,7 @@ def _check_tied(checkpoint: Checkpoint, params: Any, name: str) -> None:
 
 
 def _abstract(config: DecoderConfig) -> tuple[Any, Any]:
-    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    return abstract_model(lambda rngs: Decoder(config, rngs=rngs), scanned=config.scan_layers)
 
 
 def _family(family: DecoderFamily | None, directory: Path | str) -> DecoderFamily:

@@ -10,6 +10,7 @@ from jaxzero.interop._load import open_checkpoint
 from jaxzero.interop._rules import Rule
 from jaxzero.models import Encoder, EncoderConfig, read_config
 
+from .abstract import abstract_model
 from .encoder_rules import ENCODER_CARRIED, ENCODERS
 from .layer_rules import stacked
 from .model_directory import is_stacked, load_params, save_params
@@ -95,7 +96,7 @@ def export_encoder(params: Any, directory: Path | str, *, source: Path | str) ->
 
 
 def _abstract(config: EncoderConfig) -> tuple[Any, Any]:
-    return nnx.split(nnx.eval_shape(lambda: Encoder(config, rngs=nnx.Rngs(0))))
+    return abstract_model(lambda rngs: Encoder(config, rngs=rngs), scanned=config.scan_layers)
 
 
 def _rules(directory: Path, config: EncoderConfig) -> tuple[Rule, ...]:

@@ -18,7 +18,9 @@ import abc
 import dataclasses
 import itertools
 import math
+import mmap
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +42,10 @@ class LazyTensor(abc.ABC):
 
     @abc.abstractmethod
     def _read_box(self, box: Box) -> np.ndarray:
-        """Read one box into an array of its shape and of `dtype`, in any memory order."""
+        """Read one box into an array of its shape and of `dtype`, in any memory order.
+
+        The array may share memory with its source, such as the map of a file (`borrow`).
+        """
 
     @property
     def collective(self) -> bool:
@@ -67,10 +72,18 @@ class LazyTensor(abc.ABC):
         return self[(slice(None),) * self.ndim]
 
     def __getitem__(self, slices: tuple[slice, ...]) -> np.ndarray:
-        """Read one slice per dimension, each with step 1.
+        """Read one slice per dimension, each with step 1. The array shares no memory with a file.
 
         Raises:
             ValueError: there are too many or too few slices, or a step other than 1.
+        """
+        array = self.borrow(slices)
+        return _copied(array) if _is_mapped(array) else array
+
+    def borrow(self, slices: tuple[slice, ...]) -> np.ndarray:
+        """Read as by indexing, but perhaps without a copy: the array may be the map of a file.
+
+        Its values change if the file is overwritten in place, so copy it at once.
         """
         slices = slices if isinstance(slices, tuple) else (slices,)
         plain = all(isinstance(each, slice) and each.step in (None, 1) for each in slices)
@@ -238,12 +251,16 @@ class _Concatenated(LazyTensor):
                 parts.append((each, _replaced(box, self.dim, inside)))
         if len(parts) == 1:
             return parts[0][0]._read_box(parts[0][1])
-        whole, filled = np.empty(box_shape(box), self.dtype), 0
+        whole, filled = None, 0
         for each, part in parts:  # one at a time, so that memory never holds all parts twice
             size = part[self.dim][1] - part[self.dim][0]
             target = (slice(None),) * self.dim + (slice(filled, filled + size),)
-            whole[target] = each._read_box(part)
+            data = each._read_box(part)
+            if whole is None:  # in the memory order of the parts, so that runs are copied
+                whole = np.empty_like(data, shape=box_shape(box))
+            _raw(whole)[target] = _raw(data)
             filled += size
+        assert whole is not None
         return whole
 
 
@@ -281,7 +298,7 @@ class _Reshaped(_View):
             theirs = tuple(bound for part, _ in parts for bound in part)
             target = tuple(place for _, place in parts)
             shape = [place.stop - place.start for place in target]
-            whole[target] = self.viewed._read_box(theirs).reshape(shape)
+            _raw(whole)[target] = _raw(self.viewed._read_box(theirs)).reshape(shape)
         return whole.reshape(box_shape(box))
 
 
@@ -350,6 +367,22 @@ def _boxes_of_run(sizes: list[int], run: tuple[int, int]) -> Iterator[Box]:
     if last * inner < stop:
         for part in _boxes_of_run(sizes[1:], (0, stop - last * inner)):
             yield ((last, last + 1), *part)
+
+
+def _is_mapped(array: np.ndarray) -> bool:
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base, mmap.mmap)
+
+
+def _copied(array: np.ndarray) -> np.ndarray:
+    return _raw(array).copy(order="K").view(array.dtype)
+
+
+def _raw(array: np.ndarray) -> np.ndarray:
+    """View elements as integers: numpy copies foreign types (bfloat16) one at a time."""
+    return array.view(f"u{array.dtype.itemsize}") if array.dtype.itemsize <= 8 else array
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
