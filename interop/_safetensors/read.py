@@ -67,7 +67,9 @@ class FileTensor(LazyTensor):
         before = start % mmap.ALLOCATIONGRANULARITY  # where a map may begin
         length = before + size * self.dtype.itemsize
         with open(self.file, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), length, offset=start - before, access=mmap.ACCESS_READ)
+            mapped = mmap.mmap(
+                file.fileno(), length, offset=start - before, access=mmap.ACCESS_READ
+            )
         strides = [
             self.dtype.itemsize * math.prod(self.shape[dim + 1 :]) for dim in range(self.ndim)
         ]
