@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from flax import nnx
 
 from jaxzero.interop._load import open_checkpoint
 from jaxzero.interop._rules import Rule

@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 import math
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
