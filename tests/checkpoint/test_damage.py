@@ -140,7 +140,7 @@ def test_what_cannot_be_looked_at_is_not_taken_for_deleted(directory, zero, monk
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     with jz.Checkpoints(directory, zero) as checkpoints:
-        monkeypatch.setattr(checkpoints, "_read", stale)
+        monkeypatch.setattr(_checkpoint, "read_arrays", stale)
         monkeypatch.setattr(_checkpoint, "is_folder", stale)
         with pytest.raises(OSError, match="Stale file handle"):
             checkpoints.restore(make_state(zero, 0))
