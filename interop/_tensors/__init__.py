@@ -6,7 +6,6 @@ In: the location of a tensor's data. Out: lazy tensors that read any box of elem
 
 from .boxes import Box as Box
 from .boxes import box_shape as box_shape
-from .boxes import runs as runs
 from .boxes import whole_box as whole_box
 from .checkpoint import AdamMoments as AdamMoments
 from .checkpoint import Checkpoint as Checkpoint
