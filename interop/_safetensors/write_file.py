@@ -70,7 +70,7 @@ def write_box(
 ) -> None:
     """Write a box of a tensor, whose first byte is byte `start` of the file."""
     for chunk, part in _chunks(box, array):
-        flat = memoryview(np.ascontiguousarray(part).reshape(-1)).cast("B")
+        flat = np.ascontiguousarray(part).reshape(-1).data.cast("B")
         numbers, length = _runs(shape, chunk)
         length *= part.itemsize
         positions = (start + numbers * part.itemsize).tolist()

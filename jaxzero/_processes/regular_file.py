@@ -4,10 +4,10 @@ Opening a named pipe waits for a writer, and reading a device such as /dev/zero 
 """
 
 import errno
+import io
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
 
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -38,7 +38,7 @@ def regular_size(path: Path) -> int:
     return found.st_size
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> io.BufferedReader:
     """Open a regular file for reading; raises as `regular_size`."""
     regular_size(path)  # before it is opened, since opening some devices acts on them
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # if it became a pipe since then
@@ -68,5 +68,5 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     return content
 
 
-def _size(file: BinaryIO) -> int:
+def _size(file: io.BufferedReader) -> int:
     return os.fstat(file.fileno()).st_size
