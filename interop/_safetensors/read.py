@@ -13,12 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxzero._processes import read_regular
 from jaxzero.interop._tensors import Box, LazyTensor, box_shape, first_names
 
 from .header import read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # maps each tensor to one of several files
+_MAX_INDEX_BYTES = 2**26
 _LEAST_MAPPED = 2**16  # bytes; reading less than this takes no longer than mapping it
 
 
@@ -106,7 +108,7 @@ def tensors_in(path: Path | str) -> dict[str, FileTensor]:
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        file_of = json.loads(index.read_bytes())["weight_map"]
+        file_of = json.loads(read_regular(index, _MAX_INDEX_BYTES))["weight_map"]
         plain = all(isinstance(file, str) and Path(file).name == file for file in file_of.values())
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         plain = False

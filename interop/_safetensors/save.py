@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jaxzero._processes import read_regular, regular_size
 from jaxzero.interop._tensors import Box, LazyTensor, whole_box
 
 from .atomic import new_directory
@@ -43,6 +44,7 @@ _CARRIED = (
     "vocab.txt",
     "[0-9]_*",  # modules of sentence-transformers, such as 1_Pooling
 )
+_MAX_CONFIG_BYTES = 2**26
 # Patterns of the files of an earlier checkpoint, which a new one replaces.
 _OWN = ("*.safetensors", INDEX, "config.json", *_CARRIED)
 
@@ -162,16 +164,21 @@ def _write_index(folder: Path, files: dict[str, dict[str, LazyTensor]]) -> None:
 def _carry(source: Path, folder: Path, tensors: Mapping[str, LazyTensor]) -> None:
     config, dtype = source / "config.json", _usual_dtype(tensors)
     if config.is_file():
-        content = json.loads(config.read_text())
+        content = json.loads(read_regular(config, _MAX_CONFIG_BYTES))
         if dtype is not None:
             content |= {key: dtype for key in ("dtype", "torch_dtype") if key in content}
         text = json.dumps(content, indent=2, sort_keys=True)
         (folder / "config.json").write_text(text + "\n")
     for path in (path for pattern in _CARRIED for path in source.glob(pattern)):
         if path.is_dir():
-            shutil.copytree(path, folder / path.name)
+            shutil.copytree(path, folder / path.name, copy_function=_copy_regular)
         else:
-            shutil.copyfile(path, folder / path.name)
+            _copy_regular(path, folder / path.name)
+
+
+def _copy_regular(path: str | Path, target: str | Path) -> None:
+    regular_size(Path(path))  # copying a device would not end
+    shutil.copyfile(path, target)
 
 
 def _usual_dtype(tensors: Mapping[str, LazyTensor]) -> str | None:

@@ -108,6 +108,15 @@ def test_config_and_tokenizer_are_carried(tmp_path: Path):
     assert json.loads((numbers / "config.json").read_text())["dtype"] == "float32", "as it was"
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "1_Pooling/config.json"])
+def test_devices_are_not_carried(tmp_path: Path, name: str):
+    (tmp_path / "source/1_Pooling").mkdir(parents=True)
+    (tmp_path / "source" / name).symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=f"{name}' is a device"):
+        interop.save_tensors(lazy({"x": np.ones(2)}), tmp_path / "c", source=tmp_path / "source")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
 @pytest.mark.parametrize(
     ("held", "options", "message"),
     [
