@@ -8,6 +8,7 @@ nothing is sent. A tensor that every process holds in full is written by one of 
 import collections
 import itertools
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,11 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxzero._processes import read_regular, regular_size
-from jaxzero.interop._tensors import Box, LazyTensor, whole_box
+from jaxzero.interop._tensors import Box, LazyTensor, box_shape, whole_box
 
 from .atomic import new_directory
 from .header import check_writable
-from .processes import all_succeed
+from .processes import all_succeed, sum_of_all
 from .read import INDEX, SINGLE
 from .write_file import create_file, write_boxes
 
@@ -100,7 +101,8 @@ def save_tensors(
         _create_files(folder, files, what)
         # All have written before one of them flushes, so that no block goes to the disk twice.
         with all_succeed(what):
-            _write_files(folder, files)
+            num_bytes = _write_files(folder, files)
+        _check_whole(sum_of_all(num_bytes), tensors)
         if jax.process_index() == 0:
             _write_index(folder, files)
             if source is not None:
@@ -133,13 +135,28 @@ def _create_files(folder: Path, files: dict[str, dict[str, LazyTensor]], what: s
                 create_file(folder / file, tensors)
 
 
-def _write_files(folder: Path, files: dict[str, dict[str, LazyTensor]]) -> None:
+def _write_files(folder: Path, files: dict[str, dict[str, LazyTensor]]) -> int:
+    """Write what this process holds, and return its size in bytes."""
+    num_bytes = 0
     turn = itertools.cycle(range(jax.process_count()))
     for file, tensors in files.items():
         boxes = {name: _boxes_to_write(tensor, next(turn)) for name, tensor in tensors.items()}
         if any(boxes.values()) or jax.process_count() == 1:
             own = {name: tensor.own() for name, tensor in tensors.items()}
             write_boxes(folder / file, own, boxes)
+            for name, held in boxes.items():
+                elements = sum(math.prod(box_shape(box)) for box in held)
+                num_bytes += elements * tensors[name].dtype.itemsize
+    return num_bytes
+
+
+def _check_whole(num_bytes: int, tensors: Mapping[str, LazyTensor]) -> None:
+    wanted = sum(tensor.nbytes for tensor in tensors.values())
+    if num_bytes < wanted:
+        raise ValueError(
+            f"The processes hold {num_bytes} bytes of `tensors`, which have {wanted}. Each element "
+            "must be on a device of some process: pass the same arrays on every process."
+        )
 
 
 def _boxes_to_write(tensor: LazyTensor, turn: int) -> list[Box]:

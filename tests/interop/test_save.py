@@ -189,6 +189,18 @@ def test_two_processes_write_the_bytes_of_one(two_processes, mesh: str, tmp_path
         assert (folder / mesh / file.name).read_bytes() == file.read_bytes(), file.name
 
 
+def test_elements_that_no_process_holds_are_missed(tmp_path: Path):
+    class Half(ArrayTensor):
+        collective = True
+
+        def own_boxes(self):
+            return [((0, 2),)]
+
+    with pytest.raises(ValueError, match="hold 16 bytes of `tensors`, which have 32"):
+        interop.save_tensors({"x": Half(np.ones(4), "x")}, tmp_path / "c")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_system_that_keeps_one_writer_is_refused(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("jax.process_count", lambda: 2)  # the other one writes nothing
     (tmp_path / "probe").write_bytes(bytes(2))
