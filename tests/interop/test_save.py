@@ -191,7 +191,9 @@ def test_two_processes_write_the_bytes_of_one(two_processes, mesh: str, tmp_path
 
 def test_elements_that_no_process_holds_are_missed(tmp_path: Path):
     class Half(ArrayTensor):
-        collective = True
+        @property
+        def collective(self):
+            return True
 
         def own_boxes(self):
             return [((0, 2),)]
