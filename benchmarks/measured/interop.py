@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
@@ -35,11 +35,12 @@ _LARGEST_FILE = 5 * 10**8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """A Llama in bfloat16."""
+    """A Llama."""
 
     hidden: int = 2048
     layers: int = 20
     vocabulary: int = 32000
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
     def config(self) -> dict[str, Any]:
         """For `transformers.LlamaConfig`."""
@@ -60,20 +61,21 @@ def write_checkpoint(directory: Path, size: Size) -> None:
     import transformers
     from safetensors.torch import save_file
 
-    config = transformers.LlamaConfig(**size.config(), dtype="bfloat16")
+    config = transformers.LlamaConfig(**size.config(), dtype=size.dtype)
+    dtype = getattr(torch, size.dtype)
     with torch.device("meta"):
         shapes = transformers.LlamaForCausalLM(config).state_dict()
     parts: list[dict[str, Any]] = [{}]
     filled = 0
     for name, tensor in shapes.items():
-        num_bytes = 2 * tensor.numel()
+        num_bytes = dtype.itemsize * tensor.numel()
         if parts[-1] and filled + num_bytes > _LARGEST_FILE:
             parts.append({})
             filled = 0
         parts[-1][name] = tensor.shape
         filled += num_bytes
     weight_map = {}
-    values = (0.02 * torch.randn(2**20)).to(torch.bfloat16)
+    values = (0.02 * torch.randn(2**20)).to(dtype)
     for number, part in enumerate(parts, start=1):
         file = f"model-{number:05}-of-{len(parts):05}.safetensors"
         weight_map |= dict.fromkeys(part, file)
@@ -157,7 +159,7 @@ def _run_torch(source: Path, out: Path, peer: str) -> dict[str, Any]:
     def load() -> tuple[Any, dict[str, Any]]:
         model = None
         if peer == "transformers":
-            model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+            model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
             tensors = model.state_dict()
         else:
             files = sorted(source.glob("*.safetensors"))
@@ -253,7 +255,7 @@ def compare(size: Size = Size(), rounds: int = 3, directory: Path | None = None)
     found: dict[str, list[dict[str, Any]]] = {peer: [] for peer in PEERS}
     with tempfile.TemporaryDirectory(dir=directory) as name:
         folder = Path(name)
-        write_checkpoint(folder / "small", Size(**SMALL))
+        write_checkpoint(folder / "small", dataclasses.replace(size, **SMALL))
         write_checkpoint(folder / "large", size)
         for i in range(rounds):
             for peer in PEERS if i % 2 else PEERS[::-1]:

@@ -23,6 +23,7 @@ from jaxzero.interop._tensors import first_names
 from .processes import all_succeed, shared_mark
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_PROBE = "probe"  # a file with a byte for each process
 
 
 @contextlib.contextmanager
@@ -53,8 +54,8 @@ def new_directory(target: Path, *, replaces: Collection[str]) -> Iterator[Path]:
                 stack.enter_context(_parents(target))
                 stack.callback(shutil.rmtree, filled, ignore_errors=True)
                 filled.mkdir()
-        with all_succeed(what):
-            _check_seen(filled)
+        if jax.process_count() > 1:
+            _probe(filled, what)
         with all_succeed(what), _named(target, filled):
             yield filled
             flush_tree(filled)
@@ -133,11 +134,51 @@ def _check_replaced(target: Path, replaces: Collection[str]) -> None:
         )
 
 
+def _probe(folder: Path, what: str) -> None:
+    """Check that all processes can write to one file in a folder. Collective."""
+    path, is_first = folder / _PROBE, jax.process_index() == 0
+    with all_succeed(what):
+        if is_first:
+            path.write_bytes(bytes(jax.process_count()))
+    with all_succeed(what):
+        _check_seen(folder)
+        _write_probe(path, jax.process_index())
+    with all_succeed(what):
+        _check_probe(path)
+    with all_succeed(what):
+        if is_first:
+            path.unlink()
+
+
 def _check_seen(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(
             f"Process {jax.process_index()} does not see {str(folder)!r}, which process 0 "
             "created. Write to a directory on a file system that all processes share."
+        )
+
+
+def _write_probe(path: Path, process: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.pwrite(descriptor, b"x", process)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_probe(path: Path) -> None:
+    """Check that a file kept the byte that each process wrote to it.
+
+    Mounts of object stores write a whole file when it is closed, and keep that of one process.
+    """
+    content = path.read_bytes()
+    if content != b"x" * jax.process_count():
+        raise OSError(
+            f"The file system of {str(path.parent)!r} does not keep what several processes write "
+            f"to one file: of {jax.process_count()} bytes from as many processes, "
+            f"{content.count(b'x')} are there. Write to a shared POSIX file system, or from one "
+            "process."
         )
 
 

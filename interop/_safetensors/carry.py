@@ -16,9 +16,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxzero._processes import read_regular
 from jaxzero.interop._tensors import LazyTensor
 
 _CONFIG = "config.json"
+_MAX_CONFIG_BYTES = 2**26
 # Patterns of the files and folders, besides weights and config, that are copied from `source`.
 CARRIED = (
     "added_tokens.json",
@@ -126,7 +128,7 @@ def _regular(path: Path, roots: Sequence[Path]) -> Path:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path, _MAX_CONFIG_BYTES))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is not JSON ({error}). Correct or remove it.") from error
     if not isinstance(content, dict):

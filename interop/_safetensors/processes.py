@@ -20,6 +20,11 @@ def shared_mark() -> str:
     return of_first(_NAME, uuid.uuid4().hex[:8], _SECONDS)
 
 
+def sum_of_all(number: int) -> int:
+    """Add up the numbers of all processes. Collective."""
+    return sum(int(text) for text in exchange(_NAME, str(number), _SECONDS))
+
+
 @contextlib.contextmanager
 def all_succeed(what: str) -> Iterator[None]:
     """Raise on every process if the body raised on any. Collective.

@@ -1,21 +1,26 @@
 """Read slices of tensors in safetensors files (https://github.com/huggingface/safetensors).
 
 The library maps the file and parses its header for every slice, which is slow for many tensors on
-many devices, and mapped pages count as memory of the process. So slices are read here directly
-from the byte range in the header.
+many devices. Here a slice is a map of its own byte range, which lives as long as its array: mapped
+pages count as memory of the process.
 """
 
 import dataclasses
 import json
 import math
+import mmap
 from pathlib import Path
 
 import numpy as np
 
-from jaxzero.interop._tensors import Box, LazyTensor, escaped, first_names, shown
+from jaxzero._processes import read_regular
+from jaxzero.interop._tensors import Box, LazyTensor, box_shape, escaped, first_names, shown
 
 from .header import read_header
 from .which_files import files_in, index_in
+
+_MAX_INDEX_BYTES = 2**26
+_LEAST_MAPPED = 2**16  # bytes; reading less than this takes no longer than mapping it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,30 +47,34 @@ class FileTensor(LazyTensor):
                 f"{str(self.file)!r} ends inside tensor {shown(self.name)}: it was cut off after "
                 "it was opened. Copy or download it again."
             )
-        whole = self.ndim  # the box covers all dimensions from this one on
-        while whole and box[whole - 1] == (0, self.shape[whole - 1]):
-            whole -= 1
-        lead = [stop - start for start, stop in box[: max(whole - 1, 0)]]
-        if math.prod(lead) > 1:
-            return self._read_scattered(box)
-        return self._read_run(box)
+        lows, highs = [start for start, _ in box], [stop - 1 for _, stop in box]
+        first, last = self._number(lows), self._number(highs)
+        start, size = self.offset + first * self.dtype.itemsize, last + 1 - first
+        if size == math.prod(box_shape(box)) and size * self.dtype.itemsize < _LEAST_MAPPED:
+            with open(self.file, "rb") as file:
+                file.seek(start)
+                return np.fromfile(file, self.dtype, size).reshape(box_shape(box))
+        return self._mapped(start, size, box_shape(box))
 
-    def _read_run(self, box: Box) -> np.ndarray:
-        start = 0
-        for (first, _), size in zip(box, self.shape, strict=True):
-            start = start * size + first
-        shape = [stop - start for start, stop in box]
+    def _number(self, index: list[int]) -> int:
+        """Number of an element in row-major order."""
+        number = 0
+        for each, size in zip(index, self.shape, strict=True):
+            number = number * size + each
+        return number
+
+    def _mapped(self, start: int, size: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Map `size` elements from byte `start` on, and view those of a box in them."""
+        before = start % mmap.ALLOCATIONGRANULARITY  # where a map may begin
+        length = before + size * self.dtype.itemsize
         with open(self.file, "rb") as file:
-            file.seek(self.offset + start * self.dtype.itemsize)
-            array = np.fromfile(file, self.dtype, math.prod(shape))
-        return array.reshape(shape)
-
-    def _read_scattered(self, box: Box) -> np.ndarray:
-        # The map is dropped after this slice, since mapped pages count as memory of the process.
-        # Elements are read as integers: numpy copies foreign types (bfloat16) one at a time.
-        raw = np.dtype(f"u{self.dtype.itemsize}")
-        mapped = np.memmap(self.file, raw, "r", self.offset, self.shape)
-        return np.array(mapped[tuple(slice(start, stop) for start, stop in box)]).view(self.dtype)
+            mapped = mmap.mmap(
+                file.fileno(), length, offset=start - before, access=mmap.ACCESS_READ
+            )
+        strides = [
+            self.dtype.itemsize * math.prod(self.shape[dim + 1 :]) for dim in range(self.ndim)
+        ]
+        return np.ndarray(shape, self.dtype, mapped, before, strides)
 
 
 def tensors_in(path: Path | str) -> dict[str, FileTensor]:
@@ -99,7 +108,7 @@ def tensors_in(path: Path | str) -> dict[str, FileTensor]:
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        file_of = json.loads(index.read_bytes())["weight_map"]
+        file_of = json.loads(read_regular(index, _MAX_INDEX_BYTES))["weight_map"]
         plain = all(isinstance(file, str) and Path(file).name == file for file in file_of.values())
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         plain = False

@@ -1,27 +1,26 @@
 """Write a checkpoint: safetensors files of bounded size, their index, config and tokenizer.
 
-Files are assigned to processes in turn. All processes gather a tensor that is sharded over several
-of them right before one of them writes it. So no process holds more than its shards and one
-tensor, and saving sends as much over the network as gathering the weights for one forward pass.
-The alternative, every process writing its own byte ranges into shared files, sends nothing; but a
-slice of a transposed matrix is many short ranges, and shared file systems lock or cache whole
-pages, which is slow at best.
+Process 0 creates the files with their headers. Then every process writes the boxes of tensors that
+its devices hold into all files. So no process holds more than its shards and one tensor, and
+nothing is sent. A tensor that every process holds in full is written by one of them, in turn.
 """
 
+import itertools
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 
-from jaxzero.interop._tensors import LazyTensor
+from jaxzero.interop._tensors import Box, LazyTensor, box_shape, whole_box
 
 from .atomic import new_directory
 from .carry import CARRIED, carried_from
-from .header import check_writable, file_order
-from .processes import all_succeed
+from .header import check_writable
+from .processes import all_succeed, sum_of_all
 from .which_files import INDEX, SINGLE
-from .write_file import SafetensorsWriter
+from .write_file import create_file, write_boxes
 
 # Patterns of the files of an earlier checkpoint, which a new one replaces.
 _OWN = ("*.safetensors", INDEX, "config.json", *CARRIED)
@@ -39,8 +38,8 @@ def save_tensors(
     The write is atomic, whichever process fails: the directory is written under a temporary name
     beside `directory`, flushed to disk and renamed. An existing checkpoint is replaced in the same
     way; a directory with any other files is left unchanged, with an error. With several processes
-    (`jax.distributed`) all must call this with the same names in the same order, on a shared file
-    system; each writes some of the files.
+    (`jax.distributed`) all must call this with the same tensors, on a file system that they share;
+    each writes what its devices hold into all files.
 
     Args:
         tensors: tensors by name, as from `tensors_from`. Equal tensors give equal files.
@@ -59,6 +58,8 @@ def save_tensors(
             `source`, a file, or a directory that holds other files than a checkpoint's; or a file
             to copy is a broken link, leads out of `source`, or is no regular file.
         RuntimeError: another process failed.
+        OSError: a file cannot be written, or the file system loses what several processes write to
+            one file.
     """
     directory = Path(directory)
     if max_shard_bytes < 1:
@@ -78,7 +79,12 @@ def save_tensors(
         if source is not None and jax.process_index() == 0:
             carried = carried_from(Path(source))
     with new_directory(directory, replaces=_OWN) as folder:
-        _write_files(folder, files)
+        what = f"Writing {str(directory)!r}"
+        _create_files(folder, files, what)
+        # All have written before one of them flushes, so that no block goes to the disk twice.
+        with all_succeed(what):
+            num_bytes = _write_files(folder, files)
+        _check_whole(sum_of_all(num_bytes), tensors)
         if jax.process_index() == 0:
             _write_index(folder, files)
             if carried is not None:
@@ -104,35 +110,43 @@ def _divide(tensors: Mapping[str, LazyTensor], max_bytes: int) -> dict[str, dict
     }
 
 
-def _write_files(folder: Path, files: dict[str, dict[str, LazyTensor]]) -> None:
-    error = None
-    for number, (file, tensors) in enumerate(files.items()):
-        if error is None and number % jax.process_count() == jax.process_index():
-            error = _write_file(folder / file, tensors)
-        else:
-            _take_part(tensors, file_order(tensors))
-    if error is not None:
-        raise error
+def _create_files(folder: Path, files: dict[str, dict[str, LazyTensor]], what: str) -> None:
+    with all_succeed(what):
+        if jax.process_count() > 1 and jax.process_index() == 0:
+            for file, tensors in files.items():
+                create_file(folder / file, tensors)
 
 
-def _write_file(path: Path, tensors: dict[str, LazyTensor]) -> Exception | None:
-    # A process that fails still joins the remaining collectives and raises afterwards; otherwise
-    # the other processes would deadlock.
-    names = iter(file_order(tensors))
-    try:
-        with SafetensorsWriter(path, tensors) as writer:
-            for name in names:
-                writer.write(name, tensors[name].read())
-    except Exception as error:
-        _take_part(tensors, names)
-        return error
-    return None
+def _write_files(folder: Path, files: dict[str, dict[str, LazyTensor]]) -> int:
+    """Write what this process holds, and return its size in bytes."""
+    num_bytes = 0
+    turn = itertools.cycle(range(jax.process_count()))
+    for file, tensors in files.items():
+        boxes = {name: _boxes_to_write(tensor, next(turn)) for name, tensor in tensors.items()}
+        if any(boxes.values()) or jax.process_count() == 1:
+            own = {name: tensor.own() for name, tensor in tensors.items()}
+            write_boxes(folder / file, own, boxes)
+            for name, held in boxes.items():
+                elements = sum(math.prod(box_shape(box)) for box in held)
+                num_bytes += elements * tensors[name].dtype.itemsize
+    return num_bytes
 
 
-def _take_part(tensors: dict[str, LazyTensor], names: Iterable[str]) -> None:
-    for name in names:
-        if tensors[name].collective:
-            tensors[name].read()
+def _check_whole(num_bytes: int, tensors: Mapping[str, LazyTensor]) -> None:
+    wanted = sum(tensor.nbytes for tensor in tensors.values())
+    if num_bytes < wanted:
+        raise ValueError(
+            f"The processes hold {num_bytes} bytes of `tensors`, which have {wanted}. Each element "
+            "must be on a device of some process: pass the same arrays on every process."
+        )
+
+
+def _boxes_to_write(tensor: LazyTensor, turn: int) -> list[Box]:
+    """List what this process writes; `turn` is the process that writes an unsharded tensor."""
+    if tensor.collective:
+        return tensor.own_boxes()
+    is_mine = jax.process_index() == turn and tensor.size
+    return [whole_box(tensor.shape)] if is_mine else []
 
 
 def _write_index(folder: Path, files: dict[str, dict[str, LazyTensor]]) -> None:

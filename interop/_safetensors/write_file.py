@@ -1,71 +1,116 @@
-"""Write a safetensors file tensor by tensor.
+"""Write a safetensors file tensor by tensor, from one process or several.
 
 The library (https://github.com/huggingface/safetensors) needs all tensors of a file in memory at
-once. Here the header is written first, from shapes and dtypes, followed by each tensor when it has
-been read, so memory holds one tensor. The resulting file is identical to that of the library.
+once. Here one process writes the header and sets the size of the file, from shapes and dtypes. Then
+each process writes the boxes of tensors that it holds to their places, so memory holds one tensor,
+and nothing is sent. The resulting file is identical to that of the library.
+
+A box that does not span the last dimension is many short runs of bytes. Processes may write to the
+same block of a file, never to the same byte.
 """
 
+import itertools
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
-from jaxzero.interop._tensors import LazyTensor
+from jaxzero.interop._tensors import Box, LazyTensor, raw
 
 from .header import file_order, header_of
 
-_CHUNK_BYTES = 4 * 2**20  # a non-contiguous tensor is copied in chunks of this size
+_CHUNK_BYTES = 4 * 2**20  # a tensor is copied and written in chunks of this size
 
 
-class SafetensorsWriter:
-    """A safetensors file that is filled tensor by tensor, in `file_order`. A context manager.
+def create_file(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
+    """Create a file with its header and its final size; the data are zeros."""
+    header = header_of(_ordered(tensors))
+    with open(path, "wb") as file:
+        file.write(header)
+        file.truncate(len(header) + sum(tensor.nbytes for tensor in tensors.values()))
 
-    Leaving flushes the file to disk.
+
+def write_boxes(
+    path: Path, tensors: Mapping[str, LazyTensor], boxes: Mapping[str, list[Box]]
+) -> None:
+    """Write boxes of tensors to a file, without flushing it to disk.
+
+    If there is no such file, it is created with its header, and written from start to end.
 
     Args:
-        path: file to create or overwrite.
-        tensors: all tensors of the file; only their shapes and dtypes are used.
+        path: the file.
+        tensors: all tensors of the file, each readable in its boxes.
+        boxes: what to write of each tensor.
     """
-
-    def __init__(self, path: Path, tensors: Mapping[str, LazyTensor]):
-        ordered = {name: tensors[name] for name in file_order(tensors)}
-        self._left = [(name, tensor.shape, tensor.dtype) for name, tensor in ordered.items()]
-        self._path = path
-        self._header = header_of(ordered)
-
-    def __enter__(self) -> "SafetensorsWriter":
-        self._file = open(self._path, "wb")
-        self._file.write(self._header)
-        return self
-
-    def write(self, name: str, array: np.ndarray) -> None:
-        """Add the next tensor."""
-        expected = self._left.pop(0)
-        assert (name, array.shape, array.dtype) == expected, (name, array.shape, expected)
-        for chunk in _chunks(array):
-            self._file.write(chunk)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        with self._file:
-            if error is None:
-                assert not self._left, f"not written: {self._left}"
-                self._file.flush()
-                os.fsync(self._file.fileno())
+    ordered = _ordered(tensors)
+    header = header_of(ordered)
+    exists, start = path.exists(), len(header)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        if not exists:
+            _write_all(descriptor, memoryview(header), 0)
+        for name, tensor in ordered.items():
+            for box in boxes[name]:
+                inside = tuple(slice(*bounds) for bounds in box)
+                # Not named: a name would keep the array while the next one is read.
+                write_box(descriptor, start, tensor.shape, box, tensor.borrow(inside))
+            start += tensor.nbytes
+    finally:
+        os.close(descriptor)
 
 
-def _chunks(array: np.ndarray):
-    # Viewed as integers: numpy copies foreign types (bfloat16) one element at a time.
-    raw = array.view(np.dtype(f"u{array.dtype.itemsize}"))
-    if raw.ndim == 0 or raw.flags.c_contiguous:
-        yield np.ascontiguousarray(raw).data
+def _ordered(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    return {name: tensors[name] for name in file_order(tensors)}
+
+
+def write_box(
+    descriptor: int, start: int, shape: tuple[int, ...], box: Box, array: np.ndarray
+) -> None:
+    """Write a box of a tensor, whose first byte is byte `start` of the file."""
+    for chunk, part in _chunks(box, array):
+        flat = np.ascontiguousarray(part).reshape(-1).data.cast("B")
+        numbers, length = _runs(shape, chunk)
+        length *= part.itemsize
+        positions = (start + numbers * part.itemsize).tolist()
+        # Nothing but the call itself: a slice of a transposed matrix is a run for each row.
+        for done, position in zip(range(0, len(flat), length), positions, strict=True):
+            run = flat[done : done + length]
+            written = os.pwrite(descriptor, run, position)
+            if written < length:
+                _write_all(descriptor, run[written:], position + written)
+
+
+def _runs(shape: tuple[int, ...], box: Box) -> tuple[np.ndarray, int]:
+    """Number the first elements of a box's runs in row-major order, and return their length."""
+    whole = len(shape)  # the box covers all dimensions from this one on
+    while whole and box[whole - 1] == (0, shape[whole - 1]):
+        whole -= 1
+    size = math.prod(shape[whole:])
+    if not whole:
+        return np.zeros(1, np.int64), size
+    start, stop = box[whole - 1]
+    numbers, length = np.array([start * size]), (stop - start) * size
+    for dim in reversed(range(whole - 1)):
+        size *= shape[dim + 1]
+        numbers = (np.arange(*box[dim])[:, None] * size + numbers).reshape(-1)
+    return numbers, length
+
+
+def _write_all(descriptor: int, data: memoryview, position: int) -> None:
+    while data:  # a write may be cut short, for example when the disk is nearly full
+        written = os.pwrite(descriptor, data, position)
+        data, position = data[written:], position + written
+
+
+def _chunks(box: Box, array: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]:
+    """Divide a box along its first dimension."""
+    values = raw(array)
+    if not box:
+        yield box, values
         return
-    rows = max(1, _CHUNK_BYTES // max(1, raw[:1].nbytes))
-    for start in range(0, len(raw), rows):
-        yield np.ascontiguousarray(raw[start : start + rows]).data
+    (begin, end), *rest = box
+    rows = max(1, _CHUNK_BYTES // max(1, values[:1].nbytes))
+    for start, stop in itertools.pairwise([*range(begin, end, rows), end]):
+        yield ((start, stop), *rest), values[start - begin : stop - begin]

@@ -4,18 +4,20 @@ In: the location of a tensor's data. Out: lazy tensors that read any box of elem
 `Checkpoint` of named tensors. All other packages of `interop` use it.
 """
 
+from .boxes import Box as Box
+from .boxes import box_shape as box_shape
+from .boxes import whole_box as whole_box
 from .checkpoint import AdamMoments as AdamMoments
 from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import gather_moments as gather_moments
 from .checkpoint import laid_out_as as laid_out_as
 from .checkpoint import read_step as read_step
 from .lazy import ArrayTensor as ArrayTensor
-from .lazy import Box as Box
 from .lazy import LazyTensor as LazyTensor
-from .lazy import box_shape as box_shape
 from .lazy import concatenate as concatenate
 from .lazy import stack as stack
 from .named_leaves import named_leaves as named_leaves
+from .raw import raw as raw
 from .sharded import ShardedTensor as ShardedTensor
 from .text import escaped as escaped
 from .text import first_names as first_names

@@ -18,11 +18,14 @@ import abc
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import mmap
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-Box = tuple[tuple[int, int], ...]  # (start, stop) per dimension; not empty, within the shape
+from .boxes import Box, box_shape, boxes_of_run, groups_of, replaced, runs, whole_box, with_places
+from .raw import raw
 
 
 class LazyTensor(abc.ABC):
@@ -40,12 +43,25 @@ class LazyTensor(abc.ABC):
 
     @abc.abstractmethod
     def _read_box(self, box: Box) -> np.ndarray:
-        """Read one box into an array of its shape and of `dtype`, in any memory order."""
+        """Read one box into an array of its shape and of `dtype`, in any memory order.
+
+        The array may share memory with its source, such as the map of a file (`borrow`).
+        """
 
     @property
     def collective(self) -> bool:
         """True if reading is a collective: all processes read such tensors, in the same order."""
         return False
+
+    def own(self) -> "LazyTensor":
+        """View the tensor as one that is read without a collective, but in `own_boxes` only."""
+        return self
+
+    def own_boxes(self) -> list[Box]:
+        """List boxes that this process holds. Those of all processes cover the tensor, if each
+        process that holds an unsharded tensor counts.
+        """
+        return [whole_box(self.shape)] if self.size else []
 
     @property
     def ndim(self) -> int:
@@ -67,10 +83,18 @@ class LazyTensor(abc.ABC):
         return self[(slice(None),) * self.ndim]
 
     def __getitem__(self, slices: tuple[slice, ...]) -> np.ndarray:
-        """Read one slice per dimension, each with step 1.
+        """Read one slice per dimension, each with step 1. The array shares no memory with a file.
 
         Raises:
             ValueError: there are too many or too few slices, or a step other than 1.
+        """
+        array = self.borrow(slices)
+        return _copied(array) if _is_mapped(array) else array
+
+    def borrow(self, slices: tuple[slice, ...]) -> np.ndarray:
+        """Read as by indexing, but perhaps without a copy: the array may be the map of a file.
+
+        Its values change if the file is overwritten in place, so copy it at once.
         """
         slices = slices if isinstance(slices, tuple) else (slices,)
         plain = all(isinstance(each, slice) and each.step in (None, 1) for each in slices)
@@ -112,7 +136,7 @@ class LazyTensor(abc.ABC):
             )
         if (start, stop) == (0, self.shape[dim]):
             return self
-        shape = _replaced(self.shape, dim, stop - start)
+        shape = replaced(self.shape, dim, stop - start)
         return _Narrowed(shape, self.dtype, self.label, self, dim, start)
 
     def reshape(self, shape: tuple[int, ...]) -> "LazyTensor":
@@ -135,7 +159,7 @@ def concatenate(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
     if len(tensors) == 1:
         return first
     for other in tensors[1:]:
-        same = other.ndim == first.ndim and _replaced(other.shape, dim, 0) == _replaced(
+        same = other.ndim == first.ndim and replaced(other.shape, dim, 0) == replaced(
             first.shape, dim, 0
         )
         if not same or other.dtype != first.dtype:
@@ -144,7 +168,7 @@ def concatenate(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
                 f"{first.label} is {first.dtype}{list(first.shape)}, {other.label} is "
                 f"{other.dtype}{list(other.shape)}."
             )
-    shape = _replaced(first.shape, dim, sum(each.shape[dim] for each in tensors))
+    shape = replaced(first.shape, dim, sum(each.shape[dim] for each in tensors))
     label = f"{first.label} to {tensors[-1].label}"
     return _Concatenated(shape, first.dtype, label, tuple(tensors), dim)
 
@@ -187,6 +211,18 @@ class _View(LazyTensor):
         """True if reading the viewed tensor is a collective."""
         return self.viewed.collective
 
+    def own(self) -> LazyTensor:
+        """The same view of what this process holds."""
+        return dataclasses.replace(self, viewed=self.viewed.own())
+
+    def own_boxes(self) -> list[Box]:
+        """The boxes of the viewed tensor, in this view."""
+        return [mine for box in self.viewed.own_boxes() for mine in self._boxes_of(box)]
+
+    def _boxes_of(self, box: Box) -> list[Box]:
+        """Divide a box of the viewed tensor into boxes of this one."""
+        return [box]
+
 
 @dataclasses.dataclass(frozen=True)
 class _Cast(_View):
@@ -202,6 +238,9 @@ class _Transposed(_View):
         theirs = tuple(box[self.dims.index(dim)] for dim in range(self.ndim))
         return self.viewed._read_box(theirs).transpose(self.dims)
 
+    def _boxes_of(self, box: Box) -> list[Box]:
+        return [tuple(box[dim] for dim in self.dims)]
+
 
 @dataclasses.dataclass(frozen=True)
 class _Narrowed(_View):
@@ -211,8 +250,13 @@ class _Narrowed(_View):
     def _read_box(self, box: Box) -> np.ndarray:
         start, stop = box[self.dim]
         return self.viewed._read_box(
-            _replaced(box, self.dim, (start + self.start, stop + self.start))
+            replaced(box, self.dim, (start + self.start, stop + self.start))
         )
+
+    def _boxes_of(self, box: Box) -> list[Box]:
+        start, stop = box[self.dim]
+        start, stop = max(start - self.start, 0), min(stop - self.start, self.shape[self.dim])
+        return [replaced(box, self.dim, (start, stop))] if start < stop else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +272,20 @@ class _Concatenated(LazyTensor):
         """True if reading any of the viewed tensors is a collective."""
         return any(each.collective for each in self.viewed)
 
+    def own(self) -> LazyTensor:
+        """The same tensors, of which each is what this process holds."""
+        return dataclasses.replace(self, viewed=tuple(each.own() for each in self.viewed))
+
+    def own_boxes(self) -> list[Box]:
+        """The boxes of all tensors, at their places in this one."""
+        boxes, end = [], 0
+        for each in self.viewed:
+            for box in each.own_boxes():
+                start, stop = box[self.dim]
+                boxes.append(replaced(box, self.dim, (start + end, stop + end)))
+            end += each.shape[self.dim]
+        return boxes
+
     def _read_box(self, box: Box) -> np.ndarray:
         start, stop = box[self.dim]
         parts, end = [], 0
@@ -235,15 +293,19 @@ class _Concatenated(LazyTensor):
             begin, end = end, end + each.shape[self.dim]
             inside = (max(start, begin) - begin, min(stop, end) - begin)
             if inside[0] < inside[1]:
-                parts.append((each, _replaced(box, self.dim, inside)))
+                parts.append((each, replaced(box, self.dim, inside)))
         if len(parts) == 1:
             return parts[0][0]._read_box(parts[0][1])
-        whole, filled = np.empty(box_shape(box), self.dtype), 0
+        whole, filled = None, 0
         for each, part in parts:  # one at a time, so that memory never holds all parts twice
             size = part[self.dim][1] - part[self.dim][0]
             target = (slice(None),) * self.dim + (slice(filled, filled + size),)
-            whole[target] = each._read_box(part)
+            data = each._read_box(part)
+            if whole is None:  # in the memory order of the parts, so that runs are copied
+                whole = np.empty_like(data, shape=box_shape(box))
+            raw(whole)[target] = raw(data)
             filled += size
+        assert whole is not None
         return whole
 
 
@@ -258,17 +320,26 @@ class _Reshaped(_View):
     """
 
     def _read_box(self, box: Box) -> np.ndarray:
-        groups = _groups(self.viewed.shape, self.shape)
+        groups = groups_of(self.viewed.shape, self.shape)
         per_group = []
         for old, new in groups:
             sizes = [self.viewed.shape[dim] for dim in old]
             inside = [box[dim] for dim in new]
-            runs = _runs([self.shape[dim] for dim in new], inside)
-            per_group.append([part for run in runs for part in _boxes_of_run(sizes, run)])
+            held = runs([self.shape[dim] for dim in new], inside)
+            per_group.append([part for run in held for part in boxes_of_run(sizes, run)])
         if all(len(parts) == 1 for parts in per_group):
             theirs = tuple(bound for (part,) in per_group for bound in part)
             return self.viewed._read_box(theirs).reshape(box_shape(box))
         return self._assembled(box, groups, per_group)
+
+    def _boxes_of(self, box: Box) -> list[Box]:
+        per_group = []
+        for old, new in groups_of(self.viewed.shape, self.shape):
+            inside = [box[dim] for dim in old]
+            sizes = [self.shape[dim] for dim in new]
+            held = runs([self.viewed.shape[dim] for dim in old], inside)
+            per_group.append([part for run in held for part in boxes_of_run(sizes, run)])
+        return [tuple(itertools.chain(*parts)) for parts in itertools.product(*per_group)]
 
     def _assembled(
         self, box: Box, groups: list[tuple[list[int], list[int]]], per_group: list[list[Box]]
@@ -276,85 +347,21 @@ class _Reshaped(_View):
         # The result has one flat dimension per group, filled by the group's parts in order.
         flat = [math.prod(box[dim][1] - box[dim][0] for dim in new) for _, new in groups]
         whole = np.empty(flat, self.dtype)
-        places = [_with_places(parts) for parts in per_group]
+        places = [with_places(parts) for parts in per_group]
         for parts in itertools.product(*places):
             theirs = tuple(bound for part, _ in parts for bound in part)
             target = tuple(place for _, place in parts)
             shape = [place.stop - place.start for place in target]
-            whole[target] = self.viewed._read_box(theirs).reshape(shape)
+            raw(whole)[target] = raw(self.viewed._read_box(theirs)).reshape(shape)
         return whole.reshape(box_shape(box))
 
 
-def _with_places(parts: list[Box]) -> list[tuple[Box, slice]]:
-    ends = list(itertools.accumulate(math.prod(box_shape(part)) for part in parts))
-    starts = [0, *ends[:-1]]
-    return [(part, slice(start, end)) for part, start, end in zip(parts, starts, ends, strict=True)]
+def _is_mapped(array: np.ndarray) -> bool:
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base, mmap.mmap)
 
 
-def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Divide both shapes into as many groups of adjacent dims with equal products as possible."""
-    groups: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(old) or j < len(new):
-        group: tuple[list[int], list[int]] = ([], [])
-        left = right = 1
-        while True:
-            if left <= right and i < len(old) and (left < right or not group[0]):
-                group[0].append(i)
-                left, i = left * old[i], i + 1
-            elif j < len(new) and (right < left or not group[1]):
-                group[1].append(j)
-                right, j = right * new[j], j + 1
-            else:
-                break
-        groups.append(group)
-    return groups
-
-
-def _runs(sizes: list[int], box: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the elements of a box as maximal runs (start, stop) in row-major order of `sizes`."""
-    whole = len(sizes)  # the box covers all dimensions from this one on
-    while whole and box[whole - 1] == (0, sizes[whole - 1]):
-        whole -= 1
-    inner = math.prod(sizes[whole:])
-    if not whole:
-        yield (0, inner)
-        return
-    *outer, (start, stop) = box[:whole]
-    for index in itertools.product(*(range(*bounds) for bounds in outer)):
-        offset = 0
-        for number, size in zip(index, sizes[: whole - 1], strict=True):
-            offset = offset * size + number
-        offset = offset * sizes[whole - 1]
-        yield ((offset + start) * inner, (offset + stop) * inner)
-
-
-def _boxes_of_run(sizes: list[int], run: tuple[int, int]) -> Iterator[Box]:
-    """Divide a run in row-major order of `sizes` into boxes, in that order."""
-    start, stop = run
-    if not sizes:
-        yield ()
-        return
-    inner = math.prod(sizes[1:])
-    first, last = -(-start // inner), stop // inner  # rows that are whole
-    if first > last:  # inside one row
-        row = start // inner
-        for part in _boxes_of_run(sizes[1:], (start - row * inner, stop - row * inner)):
-            yield ((row, row + 1), *part)
-        return
-    if start < first * inner:
-        for part in _boxes_of_run(sizes[1:], (start - (first - 1) * inner, inner)):
-            yield ((first - 1, first), *part)
-    if first < last:
-        yield ((first, last), *((0, size) for size in sizes[1:]))
-    if last * inner < stop:
-        for part in _boxes_of_run(sizes[1:], (0, stop - last * inner)):
-            yield ((last, last + 1), *part)
-
-
-def box_shape(box: Box) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)
-
-
-def _replaced(entries: tuple, position: int, entry: object) -> tuple:
-    return (*entries[:position], entry, *entries[position + 1 :])
+def _copied(array: np.ndarray) -> np.ndarray:
+    return raw(array).copy(order="K").view(array.dtype)

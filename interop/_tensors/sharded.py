@@ -3,12 +3,15 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .lazy import Box, LazyTensor
+from .boxes import Box, box_shape, common_box, joined, whole_box
+from .lazy import LazyTensor
+from .raw import raw
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +38,37 @@ class ShardedTensor(LazyTensor):
         """True if some shards are on devices of other processes."""
         return not self.array.is_fully_addressable
 
+    def own(self) -> LazyTensor:
+        """The shards of this process."""
+        return _OwnShards(self.array, self.shape, self.label)
+
+    def own_boxes(self) -> list[Box]:
+        """The shards of this process, each on one process only, joined where they are adjacent."""
+        held = (
+            common_box(_bounds(shard, self.array.shape), whole_box(self.shape))
+            for shard in self.array.addressable_shards
+            if shard.replica_id == 0
+        )
+        return joined([box for box in held if box is not None])
+
     def _read_box(self, box: Box) -> np.ndarray:
         inside = tuple(slice(start, stop) for start, stop in box)
         if not self.collective and _is_in_host_memory(self.array):
             return _assemble(self.array, inside)
         array, inside = _cut_unsplit(self.array, inside)
         return _assemble(_in_each_process(array) if self.collective else array, inside)
+
+
+class _OwnShards(ShardedTensor):
+    """The shards of this process, of which boxes are read without a collective."""
+
+    @property
+    def collective(self) -> bool:
+        """False: only boxes are read that this process holds."""
+        return False
+
+    def _read_box(self, box: Box) -> np.ndarray:
+        return _assemble(self.array, tuple(slice(start, stop) for start, stop in box))
 
 
 def _is_in_host_memory(array: jax.Array) -> bool:
@@ -109,33 +137,44 @@ def _move(sharding: NamedSharding):
 
 
 def _assemble(array: jax.Array, inside: tuple[slice, ...]) -> np.ndarray:
-    box = [(part.start, part.stop) for part in inside]
-    whole, seen = None, set()
+    box = tuple((part.start, part.stop) for part in inside)
+    whole, seen, filled = None, set(), 0
     for shard in array.addressable_shards:
-        bounds = [s.indices(n)[:2] for s, n in zip(shard.index, array.shape, strict=True)]
-        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(bounds, box, strict=True)]
-        if tuple(common) in seen or any(start >= stop for start, stop in common):
+        bounds = _bounds(shard, array.shape)
+        common = common_box(bounds, box)
+        if common is None or common in seen:
             continue
-        seen.add(tuple(common))
-        source = tuple(
-            slice(start - first, stop - first)
-            for (start, stop), (first, _) in zip(common, bounds, strict=True)
-        )
-        part = _to_host(shard.data)[source]
+        seen.add(common)
+        part = _to_host(shard.data, _within(common, bounds))
         if common == box:
             return part
         if whole is None:
-            whole = np.empty([stop - start for start, stop in box], array.dtype)
-        target = tuple(
-            slice(start - first, stop - first)
-            for (start, stop), (first, _) in zip(common, box, strict=True)
-        )
-        whole[target] = part
-    assert whole is not None
+            whole = np.empty(box_shape(box), array.dtype)
+        raw(whole)[_within(common, box)] = raw(part)
+        filled += part.size
+    assert whole is not None and filled == whole.size, (box, seen)
     return whole
 
 
-def _to_host(data: jax.Array) -> np.ndarray:
+def _bounds(shard: Any, shape: tuple[int, ...]) -> Box:
+    return tuple(s.indices(n)[:2] for s, n in zip(shard.index, shape, strict=True))
+
+
+def _within(part: Box, box: Box) -> tuple[slice, ...]:
+    """The slices of `box` that select `part` of it."""
+    return tuple(
+        slice(start - first, stop - first)
+        for (start, stop), (first, _) in zip(part, box, strict=True)
+    )
+
+
+def _to_host(data: jax.Array, inside: tuple[slice, ...]) -> np.ndarray:
+    sizes = tuple(part.stop - part.start for part in inside)
+    if sizes != data.shape and not _is_in_host_memory(data):
+        # A layer of a stack is cut out on the device, so that the host does not hold the stack.
+        starts = np.array([part.start for part in inside], np.int32)
+        data, inside = _cut(data.sharding)(data, starts, sizes), tuple(slice(n) for n in sizes)
     # `np.asarray` caches the host copy in the array. Converting a temporary array drops the cache
     # at once; otherwise host memory would grow by everything that is saved.
-    return np.asarray(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))
+    held = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
+    return np.asarray(held)[inside]

@@ -7,7 +7,6 @@ Orbax writes and reads the arrays. The other modules of this package remove padd
 
 from __future__ import annotations
 
-import contextlib
 import json
 import operator
 import os
@@ -16,23 +15,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import orbax.checkpoint as ocp
-from etils import epath
 
 from .._zero import Zero
 from .agreement import new_name, tell_all
 from .description import describe
-from .digests import DamagedCheckpoint
+from .digests import MAX_TEXT_BYTES, DamagedCheckpoint
 from .directory import is_folder, list_steps
-from .saver import EXTRA, STATE, Content, Saver
+from .reading import read_arrays, read_extra
+from .saver import Content, Saver
 from .selection import NoCheckpoint, choose
 from .stored_leaves import (
     Named,
-    check_same_leaves,
     digests_of_own,
     named_leaves,
     stored_array,
-    target,
     true_array,
     with_arrays,
 )
@@ -139,7 +135,8 @@ class Checkpoints:
                 cannot be written to.
             TypeError: `state` is not a mapping by name, a leaf is not an array, or `extra` is not
                 JSON.
-            ValueError: `state` is empty, or differs between processes.
+            ValueError: `state` is empty, or differs between processes, or `extra` has more than
+                64 MiB.
         """
         self._saver.wait()
         step = operator.index(step)
@@ -149,7 +146,13 @@ class Checkpoints:
         filled = {name: entry for name, entry in named.items() if not entry.is_empty}
         if not filled:
             raise ValueError("`state` has no array with elements: there is nothing to save.")
-        text, description = json.dumps(dict(extra or {})), describe(step, named, self._zero)
+        text = json.dumps(dict(extra or {}))
+        if len(text) > MAX_TEXT_BYTES:
+            raise ValueError(
+                f"`extra` has {len(text)} bytes as JSON, and at most {MAX_TEXT_BYTES} are read "
+                "back. Save arrays in `state`."
+            )
+        description = describe(step, named, self._zero)
         folder = self._saver.begin(step, digests_of_own(filled))
         if folder is not None:
             arrays = {name: true_array(entry, self._zero) for name, entry in filled.items()}
@@ -170,7 +173,8 @@ class Checkpoints:
         Raises:
             FileNotFoundError: there is no such checkpoint.
             ValueError: the checkpoint requested by `step` is damaged, or all are, now or in an
-                earlier attempt; or its leaves, shapes or dtypes differ from those of `like`.
+                earlier attempt; its leaves, shapes or dtypes differ from those of `like`; or files
+                that fit their digests cannot be decoded.
             OSError: a file cannot be read. This is not damage, and nothing is renamed.
             RuntimeError: another process could not read, or does not see the directory; or the
                 save in progress failed.
@@ -191,24 +195,12 @@ class Checkpoints:
         """Read the arrays and `extra`; raise on all processes if any fails. Collective."""
         error, state, extra = None, {}, {}
         try:
-            state = self._read(folder, named)
-            extra = json.loads((folder / EXTRA / "metadata").read_text())
+            state = read_arrays(folder, named, self._zero)
+            extra = read_extra(folder)
         except Exception as raised:
             error = _deleted(folder, raised) if _is_gone(folder) else raised
         tell_all(f"{new_name()}-read", self._seconds, error=error)
         return state, extra
-
-    def _read(self, folder: Path, named: Mapping[str, Named]) -> dict[str, jax.Array]:
-        path = epath.Path(folder / STATE)
-        with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
-            saved = {
-                name: (tuple(entry.shape), entry.dtype)
-                for name, entry in handler.metadata(path).tree.items()
-            }
-            check_same_leaves(named, saved, folder)
-            filled = {name: entry for name, entry in named.items() if not entry.is_empty}
-            targets = {name: target(entry, self._zero) for name, entry in filled.items()}
-            return handler.restore(path, args=ocp.args.StandardRestore(targets))
 
 
 def _is_gone(folder: Path) -> bool:

@@ -11,14 +11,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import re
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .._processes import IrregularFile, open_regular, read_regular, regular_size
+
 DESCRIPTION, SUMS = "jaxzero.json", "SHA256SUMS"
 
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
+MAX_TEXT_BYTES = 2**26  # of a file that is read at once: digests, description, `extra`, metadata
+MAX_ITEM_BYTES = 16  # of an element of any dtype
 _MAX_NAMED = 3  # files that a message names
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # the file does not exist
 
@@ -52,7 +57,7 @@ def record_files(
 
 def digest(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -96,7 +101,9 @@ def find_damage(folder: Path, *, number: int = 0, count: int = 1) -> str | None:
     if problem is not None:
         return problem
     with _naming(folder / DESCRIPTION):
-        sizes = read_description(folder)["files"]
+        sizes = _read_sizes(folder)
+    if isinstance(sizes, str):
+        return sizes
     if sizes.keys() != digests.keys() - {DESCRIPTION}:
         return f"{SUMS} does not list the files that {DESCRIPTION} does"
     largest_first = sorted(sizes, key=lambda path: (-sizes[path], path))
@@ -110,16 +117,50 @@ def find_damage(folder: Path, *, number: int = 0, count: int = 1) -> str | None:
 
 def read_description(folder: Path) -> dict[str, Any]:
     """Read `jaxzero.json` in the folder of a checkpoint."""
-    return json.loads((folder / DESCRIPTION).read_text())
+    return json.loads(read_regular(folder / DESCRIPTION, MAX_TEXT_BYTES))
+
+
+def _read_sizes(folder: Path) -> dict[str, int] | str:
+    """Read file -> size from `jaxzero.json`; or return a description of what is wrong with it.
+
+    The data may be a few times as large as the leaves, so that nobody waits for the digest of a
+    file that cannot belong to them.
+    """
+    try:
+        said = read_description(folder)
+        sizes, leaves = said["files"], said["leaves"]
+        bound = max_bytes_of(sum(_leaf_bytes(text) for text in leaves.values()), len(leaves))
+        total = sum(sizes.values())
+        outside = [name for name in sizes if ".." in Path(name).parts or Path(name).is_absolute()]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        return f"{DESCRIPTION} is no description of a checkpoint ({type(error).__name__}: {error})"
+    if outside or any(type(size) is not int or size < 0 for size in sizes.values()):
+        return f"{DESCRIPTION} lists files outside of the folder, or sizes that are no numbers"
+    if total > bound:
+        return f"{DESCRIPTION} lists {total} bytes, and its leaves have at most {bound} on disk"
+    return sizes
+
+
+def max_bytes_of(leaves_bytes: int, num_leaves: int) -> int:
+    """Bound the size on disk of leaves that have `leaves_bytes` in memory, with their metadata."""
+    return 2 * leaves_bytes + 2**20 * num_leaves + 4 * MAX_TEXT_BYTES
+
+
+def _leaf_bytes(text: str) -> int:
+    """Size of a leaf such as "float32[3,5]", or somewhat more."""
+    dims = text.removesuffix("]").partition("[")[2]
+    return MAX_ITEM_BYTES * math.prod(int(dim) for dim in dims.split(",") if dim)
 
 
 def _read_sums(path: Path) -> dict[str, str] | str:
     """Read file -> digest from `SHA256SUMS`; or return a description of what is wrong with it."""
     try:
         with _naming(path):
-            lines = path.read_text().splitlines()
+            lines = read_regular(path, MAX_TEXT_BYTES).decode().splitlines()
     except _MISSING:
         return f"{path.name} is missing"
+    except IrregularFile as error:
+        return str(error)
     except UnicodeDecodeError as error:
         return f"{path.name} is no text ({error})"
     found = {}
@@ -132,17 +173,21 @@ def _read_sums(path: Path) -> dict[str, str] | str:
 
 
 def _compare(folder: Path, name: str, size: int | None, wanted: str | None) -> str | None:
-    """Return how a file differs from its size and digest, or None. A `size` of None is skipped."""
+    """Return how a file differs from its size and digest, or None. `size` is None for a text."""
     path = folder / name
     try:
         with _naming(path):
-            found = path.stat().st_size
+            found = regular_size(path)
+            if size is None and found > MAX_TEXT_BYTES:
+                return f"{name} has {found} bytes, and at most {MAX_TEXT_BYTES} are read"
             if size is not None and found != size:
                 return f"{name} has {found} bytes, and had {size} when it was written"
             if digest(path) != wanted:
                 return f"{name} holds other bytes than when it was written (SHA-256)"
     except _MISSING:
         return f"{name} is missing"
+    except IrregularFile as error:
+        return str(error)
     return None
 
 

@@ -1,7 +1,7 @@
 """Communication between the processes of a run, outside of collectives, and their exit codes.
 
 In: small texts and files. Out: values exchanged over JAX's coordination service, exit codes, and
-files flushed to disk. Any package may use it; nothing here uses arrays.
+files flushed to disk or opened safely. Any package may use it; nothing here uses arrays.
 """
 
 from .coordination import barrier as barrier
@@ -28,3 +28,7 @@ from .exit_codes import describe as describe
 from .exit_codes import exit_status as exit_status
 from .fsync import flush as flush
 from .fsync import flush_tree as flush_tree
+from .regular_file import IrregularFile as IrregularFile
+from .regular_file import open_regular as open_regular
+from .regular_file import read_regular as read_regular
+from .regular_file import regular_size as regular_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .._collectives import from_stored, to_stored
 from .._mesh import is_traced
 from .._sharding import LeafSpec, StoredArray, TreePlan, pad, unpad
+from .transfers import InTransfer, Transfers, finished
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
@@ -63,13 +65,18 @@ def unpad_leaf(leaf: LeafSpec, x: Any) -> Any:
     return unpad(full, leaf.layout) if leaf.layout else full
 
 
-def place(leaf: LeafSpec, source: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
+def place(
+    leaf: LeafSpec, source: Any, mesh: Mesh, axes: tuple[str, ...], transfers: Transfers
+) -> jax.Array | InTransfer:
     """Shard one array over the mesh, in stored form.
 
-    Only the slices that this process's devices own are read from `source`.
+    Only the slices that this process's devices own are read from `source`. If it has a method
+    `borrow`, that is called with them: its arrays may share memory with a file, and are copied
+    before `transfers` ends.
     """
     if leaf.codec is not None:
-        padded = place(dataclasses.replace(leaf, codec=None), source, mesh, axes)
+        plain = dataclasses.replace(leaf, codec=None)
+        padded = finished(place(plain, source, mesh, axes, transfers))
         sharding = NamedSharding(auto_mesh(mesh), leaf.spec(axes))
         return run_automatic(lambda x: to_stored(x, leaf), sharding, mesh, padded)
     sharding = NamedSharding(mesh, leaf.spec(axes))
@@ -79,6 +86,7 @@ def place(leaf: LeafSpec, source: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax
         return jax.device_put(source, sharding)  # between devices, or not at all
     if isinstance(source, jax.Array) and not source.is_fully_addressable:
         return jax.jit(lambda x: pad_leaf(leaf, x), out_shardings=sharding)(source)
+    get = getattr(source, "borrow", source.__getitem__)
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
         bounds = [s.indices(n) for s, n in zip(index, leaf.stored_shape, strict=True)]
@@ -86,37 +94,34 @@ def place(leaf: LeafSpec, source: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax
             slice(min(start, n), min(stop, n))
             for (start, stop, _), n in zip(bounds, leaf.shape, strict=True)
         )
-        data = np.asarray(source[inside] if inside else source[()], dtype=leaf.dtype)
+        data = np.asarray(get(inside), dtype=leaf.dtype)
         widths = [
             (0, stop - start - n) for (start, stop, _), n in zip(bounds, data.shape, strict=True)
         ]
         return np.pad(data, widths) if any(after for _, after in widths) else data
 
-    return _place_slices(read, leaf.stored_shape, sharding)
+    return _place_slices(read, leaf.stored_shape, sharding, transfers)
 
 
 def _place_slices(
     read: Callable[[tuple[slice, ...]], np.ndarray],
     shape: tuple[int, ...],
     sharding: NamedSharding,
-) -> jax.Array:
-    # Slice by slice, with one in transfer while the next is read. `jax.make_array_from_callback`
-    # reads the slices of all devices before it transfers the first, so host memory would hold a
-    # stack of layers twice.
+    transfers: Transfers,
+) -> InTransfer:
+    # Slice by slice. `jax.make_array_from_callback` reads the slices of all devices before it
+    # transfers the first, so host memory would hold a stack of layers twice.
     devices_of: dict[tuple[tuple[int | None, int | None], ...], list[Any]] = {}
     indices = sharding.addressable_devices_indices_map(shape)
     for device, index in indices.items():
         assert index is not None
         devices_of.setdefault(tuple((s.start, s.stop) for s in index), []).append(device)
-    placed: dict[Any, jax.Array] = {}
-    in_transfer: list[jax.Array] = []
+    placed: dict[Any, concurrent.futures.Future[jax.Array]] = {}
     for bounds, devices in devices_of.items():
+        transfers.make_room()
         data = read(tuple(slice(*bound) for bound in bounds))
-        jax.block_until_ready(in_transfer)
-        in_transfer = [jax.device_put(data, device) for device in devices]
-        placed |= zip(devices, in_transfer, strict=True)
-    arrays = [placed[device] for device in indices]
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+        placed |= {device: transfers.put(data, device) for device in devices}
+    return InTransfer(shape, sharding, [placed[device] for device in indices])
 
 
 def place_tree(plan: TreePlan, leaves: list[Any], mesh: Mesh, axes: tuple[str, ...]) -> list[Any]:
@@ -132,13 +137,14 @@ def place_tree(plan: TreePlan, leaves: list[Any], mesh: Mesh, axes: tuple[str, .
         The arrays in stored form.
     """
     placed = []
-    for leaf, x in zip(plan.leaves, leaves, strict=True):
-        if isinstance(x, StoredArray) or is_traced(x):
-            stored = x.data if isinstance(x, StoredArray) else pad_leaf(leaf, x)
-            placed.append(constrain(stored, mesh, leaf.spec(axes)))
-        else:
-            placed.append(place(leaf, x, mesh, axes))
-    return placed
+    with Transfers() as transfers:
+        for leaf, x in zip(plan.leaves, leaves, strict=True):
+            if isinstance(x, StoredArray) or is_traced(x):
+                stored = x.data if isinstance(x, StoredArray) else pad_leaf(leaf, x)
+                placed.append(constrain(stored, mesh, leaf.spec(axes)))
+            else:
+                placed.append(place(leaf, x, mesh, axes, transfers))
+        return [finished(x) for x in placed]
 
 
 def gather_full(plan: TreePlan, leaves: list[Any], mesh: Mesh) -> list[Any]:

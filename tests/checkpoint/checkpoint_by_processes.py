@@ -30,6 +30,7 @@ def main(address: str, number: int, count: int, directory: Path) -> None:
     import numpy as np
 
     import jaxzero as jz
+    from jaxzero._checkpoint import checkpoints as _checkpoint
     from jaxzero._checkpoint import digests, selection
     from tests.jobs.tiny_run import assert_same_bits, make_run, whole
 
@@ -55,8 +56,8 @@ def main(address: str, number: int, count: int, directory: Path) -> None:
             np.savez(directory / "many.npz", **want)
 
         gone = FileNotFoundError("a file is gone") if number == 1 else None
-        read = checkpoints._read
-        with mock.patch.object(checkpoints, "_read", wraps=read, side_effect=gone):
+        read = _checkpoint.read_arrays
+        with mock.patch.object(_checkpoint, "read_arrays", wraps=read, side_effect=gone):
             said["unread"] = _message(lambda: checkpoints.restore_or_none(run.first))
         bad = OSError(errno.EIO, os.strerror(errno.EIO)) if number == 1 else None
         digest = digests.digest

@@ -140,7 +140,7 @@ def test_what_cannot_be_looked_at_is_not_taken_for_deleted(directory, zero, monk
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     with jz.Checkpoints(directory, zero) as checkpoints:
-        monkeypatch.setattr(checkpoints, "_read", stale)
+        monkeypatch.setattr(_checkpoint, "read_arrays", stale)
         monkeypatch.setattr(_checkpoint, "is_folder", stale)
         with pytest.raises(OSError, match="Stale file handle"):
             checkpoints.restore(make_state(zero, 0))
@@ -204,10 +204,10 @@ def test_a_file_that_cannot_be_read_is_no_damage(name, reason, directory, zero, 
             raise OSError(reason, os.strerror(reason))
         return _open(path, *args, **kwargs)
 
-    _open = Path.open
+    _open = os.open
     checkpoints = jz.Checkpoints(directory, zero)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", open_)
+        patch.setattr(os, "open", open_)
         message = rf"40/{name}' cannot be read \({os.strerror(reason)}\).*nothing was renamed"
         with pytest.raises(OSError, match=message):
             checkpoints.restore_or_none(make_state(zero, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import hypothesis
@@ -16,6 +17,7 @@ import pytest
 import jaxzero as jz
 from jaxzero.interop import LazyTensor
 from jaxzero.interop._tensors import sharded
+from jaxzero.interop._tensors.boxes import joined, replaced, whole_box
 from jaxzero.interop._tensors.lazy import ArrayTensor, concatenate, stack
 from jaxzero.interop._tensors.sharded import ShardedTensor
 
@@ -77,6 +79,56 @@ def test_views_equal_those_of_numpy_and_read_what_is_asked_for(data):
     np.testing.assert_array_equal(tensor[box], array[box], strict=True)
     assert sum(source.reads) == array[box].size
     np.testing.assert_array_equal(tensor.read(), array, strict=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Held(ArrayTensor):
+    """An array of which this process holds some boxes."""
+
+    boxes: tuple = ()
+
+    def own_boxes(self):
+        return list(self.boxes)
+
+
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(data=st.data())
+def test_boxes_that_processes_hold_cover_a_view_once(data):
+    array = np.arange(24, dtype=np.float32).reshape(data.draw(st.sampled_from(SHAPES)))
+    dim = data.draw(st.integers(0, array.ndim - 1))
+    cuts = sorted({0, array.shape[dim], *data.draw(st.lists(st.integers(0, array.shape[dim])))})
+    whole = whole_box(array.shape)
+    boxes = [replaced(whole, dim, bounds) for bounds in itertools.pairwise(cuts)]
+    number = data.draw(st.integers(0, len(boxes)))
+    kind = data.draw(st.sampled_from(["transpose", "reshape", "narrow", "stack", "join"]))
+    count = np.zeros(_view_of(kind, ArrayTensor(array, "all"), array)[1].shape, int)
+    for held in (boxes[:number], boxes[number:]):  # by two processes
+        tensor, wanted = _view_of(kind, Held(array, "held", tuple(held)), array)
+        own = tensor.own()
+        for box in own.own_boxes():
+            inside = tuple(slice(*bounds) for bounds in box)
+            np.testing.assert_array_equal(own[inside], wanted[inside], strict=True)
+            count[inside] += 1
+    assert (count == 1).all()
+
+
+def _view_of(kind: str, x: LazyTensor, array: np.ndarray) -> tuple[LazyTensor, np.ndarray]:
+    if kind == "transpose":
+        return x.transpose(), array.T
+    if kind == "reshape":
+        return x.reshape((4, 6)).transpose().astype(np.float64), array.reshape(4, 6).T.astype(float)
+    if kind == "narrow":
+        return x.reshape((24,)).narrow(0, 5, 17), array.reshape(24)[5:17]
+    if kind == "stack":
+        return stack([x, x]), np.stack([array, array])
+    return concatenate([x.narrow(0, 0, 1), x], 0), np.concatenate([array[:1], array])
+
+
+def test_joined_boxes_cover_the_same_elements():
+    squares = [((i, i + 2), (j, j + 3)) for i in (0, 2, 4) for j in (0, 3)]
+    assert joined(squares) == [((0, 6), (0, 6))]
+    assert joined(squares[:3]) == [((0, 2), (0, 6)), ((2, 4), (0, 3))]
+    assert joined([()]) == [()] and joined([]) == []
 
 
 def test_a_slice_of_heads_is_one_read():

@@ -14,7 +14,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxzero import interop
+from jaxzero.interop._safetensors import atomic
 from jaxzero.interop._safetensors.header import DTYPES
+from jaxzero.interop._safetensors.write_file import create_file, write_boxes
 from jaxzero.interop._tensors.lazy import ArrayTensor
 from tests.processes import run
 
@@ -44,6 +46,28 @@ def test_tensors_in_another_memory_order_are_written_piece_by_piece(tmp_path: Pa
     np.testing.assert_array_equal(
         load_file(tmp_path / "c" / "model.safetensors")["x"], array.T, strict=True
     )
+
+
+def test_boxes_of_several_writers_make_the_file_of_one(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("jaxzero.interop._safetensors.write_file._CHUNK_BYTES", 64)
+    rng = np.random.default_rng(0)
+    held = {
+        "cube": rng.normal(size=(5, 6, 7)).astype(ml_dtypes.bfloat16),
+        "row": np.arange(9, dtype=np.int64),
+        "one": np.ones((), np.float32),
+        "none": np.zeros((0, 3), np.float32),
+    }
+    boxes: list[dict] = [
+        {"cube": [((0, 5), (0, 6), (2, 5))], "row": [((4, 9),)], "one": [()], "none": []},
+        {"cube": [((1, 4), (1, 3), (5, 7)), ((0, 5), (0, 6), (0, 2))], "row": [], "one": []},
+        {"cube": [((0, 1), (0, 6), (5, 7)), ((4, 5), (0, 6), (5, 7))], "row": [((0, 4),)]},
+        {"cube": [((1, 4), (0, 1), (5, 7)), ((1, 4), (3, 6), (5, 7))]},
+    ]
+    create_file(tmp_path / "ours", lazy(held))
+    for part in boxes:
+        write_boxes(tmp_path / "ours", lazy(held), {name: [] for name in held} | part)
+    save_file(held, tmp_path / "theirs", {"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
 def test_files_are_as_large_as_they_may_be(tmp_path: Path):
@@ -83,6 +107,15 @@ def test_config_and_tokenizer_are_carried(tmp_path: Path):
     assert not (out / "optimizer.pt").exists()
     numbers = interop.save_tensors(lazy({"n": held["n"]}), tmp_path / "n", source=source)
     assert json.loads((numbers / "config.json").read_text())["dtype"] == "float32", "as it was"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "1_Pooling/config.json"])
+def test_devices_are_not_carried(tmp_path: Path, name: str):
+    (tmp_path / "source/1_Pooling").mkdir(parents=True)
+    (tmp_path / "source" / name).symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=f"{name}' is a device"):
+        interop.save_tensors(lazy({"x": np.ones(2)}), tmp_path / "c", source=tmp_path / "source")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
 @pytest.mark.parametrize(
@@ -199,6 +232,38 @@ def test_two_processes_save_what_they_have_loaded(two_processes, mesh: str):
     for name, array in held.items():
         np.testing.assert_array_equal(written[name].read(), array, strict=True)
     assert (folder / mesh / "config.json").is_file()
+
+
+@pytest.mark.parametrize("mesh", ["saved", "more", "one"])
+def test_two_processes_write_the_bytes_of_one(two_processes, mesh: str, tmp_path: Path):
+    held, folder, _ = two_processes
+    alone = interop.save_tensors(lazy(held), tmp_path / "alone", max_shard_bytes=500)
+    for file in alone.iterdir():
+        assert (folder / mesh / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_elements_that_no_process_holds_are_missed(tmp_path: Path):
+    class Half(ArrayTensor):
+        @property
+        def collective(self):
+            return True
+
+        def own_boxes(self):
+            return [((0, 2),)]
+
+    with pytest.raises(ValueError, match="hold 16 bytes of `tensors`, which have 32"):
+        interop.save_tensors({"x": Half(np.ones(4), "x")}, tmp_path / "c")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_that_keeps_one_writer_is_refused(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: 2)  # the other one writes nothing
+    (tmp_path / "probe").write_bytes(bytes(2))
+    atomic._write_probe(tmp_path / "probe", 0)
+    with pytest.raises(OSError, match="does not keep what several processes write .* 2 bytes .* 1"):
+        atomic._check_probe(tmp_path / "probe")
+    atomic._write_probe(tmp_path / "probe", 1)
+    atomic._check_probe(tmp_path / "probe")
 
 
 def test_a_process_that_fails_leaves_nothing(two_processes):

@@ -1,0 +1,109 @@
+"""Arithmetic of boxes: one range of indices per dimension of a tensor."""
+
+import itertools
+import math
+from collections.abc import Iterator
+
+Box = tuple[tuple[int, int], ...]  # (start, stop) per dimension; not empty, within the shape
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """The shape of an array of a box's elements."""
+    return tuple(stop - start for start, stop in box)
+
+
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """The box of all elements."""
+    return tuple((0, size) for size in shape)
+
+
+def common_box(a: Box, b: Box) -> Box | None:
+    """The elements of both boxes; None if there are none."""
+    both = tuple((max(x, z), min(y, w)) for (x, y), (z, w) in zip(a, b, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+def joined(boxes: list[Box]) -> list[Box]:
+    """Join disjoint boxes that are adjacent along one dimension and equal along the others."""
+    boxes = sorted(boxes)
+    for dim in reversed(range(len(boxes[0]) if boxes else 0)):
+        rows: dict[Box, list[tuple[int, int]]] = {}
+        for box in boxes:
+            held = rows.setdefault(replaced(box, dim, (0, 0)), [])
+            if held and held[-1][1] == box[dim][0]:
+                held[-1] = (held[-1][0], box[dim][1])
+            else:
+                held.append(box[dim])
+        boxes = sorted(replaced(rest, dim, held) for rest, row in rows.items() for held in row)
+    return boxes
+
+
+def replaced(entries: tuple, position: int, entry: object) -> tuple:
+    return (*entries[:position], entry, *entries[position + 1 :])
+
+
+def with_places(parts: list[Box]) -> list[tuple[Box, slice]]:
+    ends = list(itertools.accumulate(math.prod(box_shape(part)) for part in parts))
+    starts = [0, *ends[:-1]]
+    return [(part, slice(start, end)) for part, start, end in zip(parts, starts, ends, strict=True)]
+
+
+def groups_of(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+    """Divide both shapes into as many groups of adjacent dims with equal products as possible."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        group: tuple[list[int], list[int]] = ([], [])
+        left = right = 1
+        while True:
+            if left <= right and i < len(old) and (left < right or not group[0]):
+                group[0].append(i)
+                left, i = left * old[i], i + 1
+            elif j < len(new) and (right < left or not group[1]):
+                group[1].append(j)
+                right, j = right * new[j], j + 1
+            else:
+                break
+        groups.append(group)
+    return groups
+
+
+def runs(sizes: list[int], box: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the elements of a box as maximal runs (start, stop) in row-major order of `sizes`."""
+    whole = len(sizes)  # the box covers all dimensions from this one on
+    while whole and box[whole - 1] == (0, sizes[whole - 1]):
+        whole -= 1
+    inner = math.prod(sizes[whole:])
+    if not whole:
+        yield (0, inner)
+        return
+    *outer, (start, stop) = box[:whole]
+    for index in itertools.product(*(range(*bounds) for bounds in outer)):
+        offset = 0
+        for number, size in zip(index, sizes[: whole - 1], strict=True):
+            offset = offset * size + number
+        offset = offset * sizes[whole - 1]
+        yield ((offset + start) * inner, (offset + stop) * inner)
+
+
+def boxes_of_run(sizes: list[int], run: tuple[int, int]) -> Iterator[Box]:
+    """Divide a run in row-major order of `sizes` into boxes, in that order."""
+    start, stop = run
+    if not sizes:
+        yield ()
+        return
+    inner = math.prod(sizes[1:])
+    first, last = -(-start // inner), stop // inner  # rows that are whole
+    if first > last:  # inside one row
+        row = start // inner
+        for part in boxes_of_run(sizes[1:], (start - row * inner, stop - row * inner)):
+            yield ((row, row + 1), *part)
+        return
+    if start < first * inner:
+        for part in boxes_of_run(sizes[1:], (start - (first - 1) * inner, inner)):
+            yield ((first - 1, first), *part)
+    if first < last:
+        yield ((first, last), *((0, size) for size in sizes[1:]))
+    if last * inner < stop:
+        for part in boxes_of_run(sizes[1:], (0, stop - last * inner)):
+            yield ((last, last + 1), *part)
