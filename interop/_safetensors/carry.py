@@ -16,7 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxzero._processes import read_regular
+from jaxzero._regular_file import read_regular
 from jaxzero.interop._tensors import LazyTensor
 
 _CONFIG = "config.json"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxzero._processes import read_regular
+from jaxzero._regular_file import read_regular
 from jaxzero.interop._tensors import Box, LazyTensor, box_shape, escaped, first_names, shown
 
 from .header import read_header

@@ -92,9 +92,9 @@ def gather_moments(
         missing = [key for key in ("exp_avg", "exp_avg_sq", "step") if key not in held]
         if missing or "max_exp_avg_sq" in held:
             raise ValueError(
-                f"The optimizer state of {shown(name)} in {where} holds {shown(sorted(held))}; "
-                "Adam and AdamW have `exp_avg`, `exp_avg_sq` and `step`, and no other optimizer is "
-                "read."
+                f"The optimizer state of {shown(name)} in {where} holds "
+                f"{escaped(', '.join(sorted(held)))}; Adam and AdamW have `exp_avg`, `exp_avg_sq` "
+                "and `step`, and no other optimizer is read."
             )
         for key in ("exp_avg", "exp_avg_sq"):
             if name in shapes and tuple(held[key].shape) != tuple(shapes[name]):

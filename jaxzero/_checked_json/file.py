@@ -1,10 +1,10 @@
 """Read a JSON object from a regular file of bounded size and depth."""
 
 import json
-import os
-import stat
 from pathlib import Path
 from typing import Any
+
+from .._regular_file import IrregularFile, read_regular
 
 MOST_BYTES = 2**24  # configurations have some kilobytes, with long vocabularies some megabytes
 MOST_LEVELS = 64  # of nesting
@@ -27,7 +27,12 @@ def read_json(path: Path, *, remedy: str) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     try:
-        content = json.loads(_read_bytes(path).decode(), object_pairs_hook=_without_duplicates)
+        text = read_regular(path, MOST_BYTES).decode()
+        content = json.loads(text, object_pairs_hook=_without_duplicates)
+    except IrregularFile:
+        raise
+    except IsADirectoryError as error:
+        raise ValueError(f"{str(path)!r} is a directory, not a JSON file. {remedy}") from error
     except ValueError as error:
         raise ValueError(f"{str(path)!r} cannot be read as JSON ({error}). {remedy}") from error
     except RecursionError:
@@ -42,25 +47,6 @@ def read_json(path: Path, *, remedy: str) -> dict[str, Any]:
         if levels >= MOST_LEVELS:
             raise ValueError(_too_deep(path, remedy))
     return content
-
-
-def _read_bytes(path: Path) -> bytes:
-    # Not blocking: opening a pipe would wait for its writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        raise ValueError(f"it is {_file_type(mode)}, not a regular file")
-    with open(descriptor, "rb") as file:
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"it has more than {MOST_BYTES >> 20} MiB")
-    return data
-
-
-def _file_type(mode: int) -> str:
-    types = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    return types.get(stat.S_IFMT(mode), "a device")
 
 
 def _containers(value: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .._processes import IrregularFile, open_regular, read_regular, regular_size
+from .._regular_file import IrregularFile, open_regular, read_regular, regular_size
 
 DESCRIPTION, SUMS = "jaxzero.json", "SHA256SUMS"
 

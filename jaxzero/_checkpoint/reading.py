@@ -18,7 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from .._processes import read_regular, regular_size
+from .._regular_file import read_regular, regular_size
 from .._zero import Zero
 from .digests import MAX_ITEM_BYTES, MAX_TEXT_BYTES, max_bytes_of
 from .saver import EXTRA, STATE

@@ -28,7 +28,3 @@ from .exit_codes import describe as describe
 from .exit_codes import exit_status as exit_status
 from .fsync import flush as flush
 from .fsync import flush_tree as flush_tree
-from .regular_file import IrregularFile as IrregularFile
-from .regular_file import open_regular as open_regular
-from .regular_file import read_regular as read_regular
-from .regular_file import regular_size as regular_size

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxzero as jz
-from jaxzero._processes import IrregularFile, open_regular, read_regular
+from jaxzero._regular_file import IrregularFile, open_regular, read_regular
 from tests.processes import ROOT
 
 from .saved import make_state

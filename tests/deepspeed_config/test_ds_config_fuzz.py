@@ -227,7 +227,7 @@ def test_files_that_hang_or_nest(mesh, tmp_path: Path):
     (tmp_path / "zero").symlink_to("/dev/zero")
     (tmp_path / "deep").write_text('{"a":' * 100_000)
     for name, message in (
-        ("pipe", "a pipe"),
+        ("pipe", "a named pipe"),
         ("zero", "a device"),
         ("deep", "deeper than 64 levels"),
     ):

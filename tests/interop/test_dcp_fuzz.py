@@ -21,7 +21,8 @@ torch = pytest.importorskip("torch", reason="needs torch: it is what files are c
 
 
 def write(directory: Path) -> None:
-    from torch.distributed.checkpoint import FileSystemWriter, save
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     state = {
         "model": {
@@ -37,8 +38,9 @@ def write(directory: Path) -> None:
 
 def read_by_torch(directory: Path) -> dict:
     """All tensors of a checkpoint, by the names in its metadata."""
-    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -159,12 +161,17 @@ def test_chunks_with_an_overlap_and_a_gap(tmp_path: Path):
     """No array is handed out that was not written."""
     import pickle
 
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorStorageMetadata,
+    )
 
     write(tmp_path / "dcp")
     metadata = FileSystemReader(tmp_path / "dcp").read_metadata()
     entry = metadata.state_dict_metadata["model.a"]
+    assert isinstance(entry, TensorStorageMetadata)
     place = metadata.storage_data.pop(MetadataIndex("model.a", torch.Size([0, 0])))
     rows = 70
     entry.size = torch.Size([rows, 4])
