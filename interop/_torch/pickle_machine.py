@@ -75,7 +75,7 @@ class PickleMachine:
                 protocol = int(argument or 0)
             elif opcode.proto > max(protocol, 1) or (protocol >= _BINARY and name in _TEXT):
                 raise pickle.UnpicklingError(f"opcode {name} in a pickle of protocol {protocol}")
-            elif name == "FRAME" and int(argument or 0) > len(self._data) - position:
+            elif name == "FRAME" and int(argument or 0) > len(self._data) - (position or 0):
                 raise pickle.UnpicklingError("a frame that extends beyond its end")
             elif name in _VALUES:
                 self.push(argument)
