@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_out_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
-    every: int = config.getoption("every")
+    every = int(config.getoption("every", 1))
     cases: collections.Counter[str] = collections.Counter()  # of each test so far
     kept, left_out = [], []
     for item in items:

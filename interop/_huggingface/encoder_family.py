@@ -102,8 +102,8 @@ def encoder_family(directory: Path | str) -> EncoderFamily:
     if not isinstance(name, str) or name not in ENCODERS:
         raise ValueError(
             f"`model_type` in {str(path)!r} is {shown(name)}; encoders are read of the families "
-            f"{', '.join(sorted(ENCODERS))}. Choose such a checkpoint, or load another model's "
-            "weights into a model of your own: `interop.match` proposes the rules, and "
-            "docs/howto/rules.md explains them."
+            f"{', '.join(sorted(ENCODERS))}. Choose such a checkpoint, or load the weights into "
+            "a model of your own: `jaxzero.interop.match` proposes the rules "
+            "(docs/howto/rules.md)."
         )
     return ENCODERS[name]

@@ -364,8 +364,8 @@ def test_a_file_that_failed_leaves_nothing(tmp_path: Path):
     (tmp_path / "o.bin").write_bytes(b"old")
     with pytest.MonkeyPatch.context() as patch:
 
-        def full_disk(_, path):
-            Path(path).write_bytes(b"half")
+        def full_disk(_, file):
+            file.write(b"half")
             raise OSError("No space left on device")
 
         patch.setattr(torch, "save", full_disk)

@@ -110,10 +110,20 @@ def test_config_and_tokenizer_are_carried(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "1_Pooling/config.json"])
-def test_devices_are_not_carried(tmp_path: Path, name: str):
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda path: path.symlink_to("/dev/zero"),
+            "is a symbolic link to '/dev/zero', outside of",
+        ),
+        (os.mkfifo, "is no regular file, which is not copied"),
+    ],
+)
+def test_devices_are_not_carried(tmp_path: Path, name: str, make, message: str):
     (tmp_path / "source/1_Pooling").mkdir(parents=True)
-    (tmp_path / "source" / name).symlink_to("/dev/zero")
-    with pytest.raises(ValueError, match=f"{name}' is a device"):
+    make(tmp_path / "source" / name)
+    with pytest.raises(ValueError, match=f"{name}' {message}"):
         interop.save_tensors(lazy({"x": np.ones(2)}), tmp_path / "c", source=tmp_path / "source")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
