@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 
-class _OneKey:
+class _OneKey(nnx.Rngs):
     """Returns the same random key for every stream, in place of `nnx.Rngs`.
 
     `nnx.Rngs` counts the keys that it draws. Under `nnx.eval_shape` the counters are tracers, and
@@ -15,8 +15,8 @@ class _OneKey:
     of layers. Shapes do not depend on keys.
     """
 
-    def __init__(self):
-        self._key = jax.random.key(0)
+    def __init__(self):  # without streams
+        object.__setattr__(self, "_key", jax.random.key(0))  # no part of Flax's state
 
     def __getattr__(self, stream: str) -> Callable[[], jax.Array]:
         return lambda: self._key

@@ -50,11 +50,11 @@ def whole(least: int, most: int) -> Kind:
 
 
 def number(
-    least: float = -math.inf,
-    most: float = math.inf,
+    least: int | float = -math.inf,
+    most: int | float = math.inf,
     *,
-    above: float = -math.inf,
-    below: float = math.inf,
+    above: int | float = -math.inf,
+    below: int | float = math.inf,
 ) -> Kind:
     """A finite number, as a float: in `[least, most]`, and strictly between `above` and `below`."""
     limits = {"at least": least, "above": above, "at most": most, "below": below}

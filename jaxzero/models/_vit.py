@@ -14,13 +14,17 @@ Dimensions: b batch, c channels, y height, x width (pixels), t tokens (patches a
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Key, Shaped
 
 from ._dropout import dropout, split_key
 from ._encoder_parts import Perceptron, PreNormLayer, SelfAttention, layer_norm, linear
 from ._layers import make_layers, run_layers
 from ._vit_config import ViTConfig
+
+# Float[Array, "b c y x"], which `_cut_patches` checks, since it can say what to do about others.
+Images = Shaped[Array | np.ndarray, "..."]
 
 
 class ViT(nnx.Module):
@@ -46,7 +50,7 @@ class ViT(nnx.Module):
         self.norm = layer_norm(config, rngs)
 
     def __call__(
-        self, images: Float[Array, "b c y x"], *, dropout_key: Key[Array, ""] | None = None
+        self, images: Images, *, dropout_key: Key[Array, ""] | None = None
     ) -> Float[Array, "b t d"]:
         """Encode a batch of images.
 
@@ -91,7 +95,7 @@ class ViTClassifier(nnx.Module):
         self.classifier = linear(config, config.hidden_size, config.num_labels, rngs)
 
     def __call__(
-        self, images: Float[Array, "b c y x"], *, dropout_key: Key[Array, ""] | None = None
+        self, images: Images, *, dropout_key: Key[Array, ""] | None = None
     ) -> Float[Array, "b labels"]:
         """Compute the logits of the labels; the arguments are those of `ViT`."""
         return self.classifier(self.vit(images, dropout_key=dropout_key)[:, 0])
@@ -107,7 +111,7 @@ def _layer(config: ViTConfig, rngs: nnx.Rngs) -> PreNormLayer:
     )
 
 
-def _cut_patches(images: Float[Array, "b c y x"], config: ViTConfig) -> Float[Array, "b p n"]:
+def _cut_patches(images: Images, config: ViTConfig) -> Float[Array, "b p n"]:
     """Flatten each patch to a vector, its channels outermost: the order of a convolution kernel.
 
     Pixels beyond the last whole patch of a row or column are left out, as by the convolution.
@@ -125,6 +129,6 @@ def _cut_patches(images: Float[Array, "b c y x"], config: ViTConfig) -> Float[Ar
             "`preprocessor_config.json` names."
         )
     (height, width), (rows, columns) = config.patch_size, config.grid
-    whole = images[:, :, : rows * height, : columns * width]
+    whole = jnp.asarray(images)[:, :, : rows * height, : columns * width]
     tiled = whole.reshape(len(images), config.num_channels, rows, height, columns, width)
     return tiled.transpose(0, 2, 4, 1, 3, 5).reshape(len(images), rows * columns, -1)

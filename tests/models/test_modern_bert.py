@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -204,7 +205,9 @@ def test_local_layers_see_both_sides_of_the_window_and_no_farther():
     ids = np.ones((1, 15), np.int32)
     changed = ids.copy()
     changed[0, 7] = 5
-    moved = np.abs(np.asarray(model(changed)) - np.asarray(model(ids)))[0].max(-1)
+    moved = np.abs(np.asarray(model(jnp.asarray(changed))) - np.asarray(model(jnp.asarray(ids))))[
+        0
+    ].max(-1)
     np.testing.assert_array_equal(moved > 0, np.abs(np.arange(15) - 7) <= 2 * 2)
 
 
@@ -225,7 +228,9 @@ def test_dropout_is_that_of_the_key():
         embedding_dropout=0.2,
     )
     graph, params = nnx.split(ModernBert(config, rngs=nnx.Rngs(0)))
-    run = jax.jit(lambda key: nnx.merge(graph, params)(IDS, MASK, dropout_key=key))
+    run = jax.jit(
+        lambda key: nnx.merge(graph, params)(jnp.asarray(IDS), jnp.asarray(MASK), dropout_key=key)
+    )
     key, other = jax.random.split(jax.random.key(0))
     np.testing.assert_array_equal(run(key), run(key))
     assert not np.allclose(run(key), run(other), atol=0.1)
