@@ -19,6 +19,7 @@ NAMES = (
     "zeropp_on_a_slow_network",
     "simigrad_on_digits",
 )
+LONGEST = "zeropp_on_a_slow_network"  # three minutes: run by `make test-exhaustive`
 NEEDS = {
     "finetune_hugging_face": ("torch", "transformers", "flax"),
     "simigrad_on_digits": ("sklearn",),
@@ -66,9 +67,14 @@ def test_it_was_executed(name):
     assert (TUTORIALS / f"{name}.ipynb").stat().st_size <= 600_000
 
 
-@pytest.mark.ci
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name == LONGEST else pytest.mark.ci)
+        for name in NAMES
+    ],
+)
 def test_it_runs(name, tmp_path):
     for package in ("nbclient", "nbformat", "ipykernel", "matplotlib", *NEEDS.get(name, ())):
         pytest.importorskip(package)
