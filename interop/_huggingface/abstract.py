@@ -15,6 +15,8 @@ class _OneKey(nnx.Rngs):
     of layers. Shapes do not depend on keys.
     """
 
+    _key: jax.Array
+
     def __init__(self):  # without streams
         object.__setattr__(self, "_key", jax.random.key(0))  # no part of Flax's state
 
