@@ -45,7 +45,11 @@ FLOORS = [
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # The seams to what JAX keeps to itself: jaxprs, and the client of its coordination service.
-JAXPRS = {"jaxzero._mesh.per_device", *(f"jaxzero._program.{x}" for x in ("ir", "trace"))}
+JAXPRS = {
+    "jaxzero._mesh.memory",
+    "jaxzero._mesh.per_device",
+    *(f"jaxzero._program.{x}" for x in ("ir", "trace")),
+}
 JAXPRS.add("jaxzero._program.layout_requests")
 JAXPR_FIELDS = {"constvars", "eqns", "invars", "jaxpr", "outvars"}
 COORDINATION = {f"jax._src.{name}" for name in ("clusters", "distributed", "xla_bridge")}
