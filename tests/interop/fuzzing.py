@@ -6,12 +6,15 @@ import contextlib
 import random
 import resource
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
+
+from jaxzero.interop import LazyTensor
 
 MAX_SECONDS = 10  # of CPU time
 MAX_BYTES = 2**30
-_CHANGES = ["bit", "bit", "byte", "byte", "shift", "delete", "insert", "copy", "cut"]
 
 
 @contextlib.contextmanager
@@ -62,6 +65,49 @@ def damaged(whole: bytes, rng: random.Random, positions: Sequence[int]) -> bytes
             case _:
                 del data[at:]
     return bytes(data)
+
+
+def fuzz(
+    path: Path,
+    count: int,
+    seed: int,
+    *,
+    damage: Callable[[random.Random], None],
+    read: Callable[[Path], Mapping[str, LazyTensor]],
+    check: Callable[[dict[str, np.ndarray]], None],
+    refusals: tuple[type[Exception], ...] = (ValueError,),
+) -> int:
+    """Damage a checkpoint `count` times, and check what is read of it, or the error.
+
+    Args:
+        path: the checkpoint.
+        count: number of damaged checkpoints.
+        seed: seed of the damage.
+        damage: writes a damaged checkpoint to `path`.
+        read: opens it.
+        check: raises if the arrays are not those of `path`.
+        refusals: types of the errors by which a checkpoint is refused.
+
+    Returns:
+        How many checkpoints were read.
+    """
+    rng = random.Random(seed)
+    accepted = 0
+    for number in range(count):
+        damage(rng)
+        try:
+            with bounds():
+                ours = {name: held.read() for name, held in read(path).items()}
+        except refusals as error:
+            check_refusal(error, path)
+            continue
+        try:
+            check(ours)
+        except Exception as error:
+            error.add_note(f"checkpoint {number} of seed {seed}")
+            raise
+        accepted += 1
+    return accepted
 
 
 def check_refusal(error: Exception, path: Path) -> None:
