@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxzero.interop._tensors import MAX_DIMS, LazyTensor, escaped, shown
+from jaxzero._text import escaped, shown
+from jaxzero.interop._tensors import MAX_DIMS, LazyTensor
 
 # The order is that of the library, which writes tensors from the last dtype to the first, so that
 # each begins at a multiple of its element size.

@@ -22,6 +22,3 @@ from .lazy import concatenate as concatenate
 from .lazy import stack as stack
 from .named_leaves import named_leaves as named_leaves
 from .sharded import ShardedTensor as ShardedTensor
-from .text import escaped as escaped
-from .text import first_names as first_names
-from .text import shown as shown

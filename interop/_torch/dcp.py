@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxzero._text import escaped, shown
 from jaxzero.interop._tensors import (
     AdamMoments,
     Box,
@@ -25,8 +26,6 @@ from jaxzero.interop._tensors import (
     LazyTensor,
     box_shape,
     common_box,
-    escaped,
-    shown,
     slices_within,
 )
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxzero.interop._tensors import MAX_DIMS, escaped, shown
+from jaxzero._text import escaped, shown
+from jaxzero.interop._tensors import MAX_DIMS
 
 from .pickle_machine import Maker, PickleMachine
 from .record import RecordKind

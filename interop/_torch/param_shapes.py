@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxzero.interop._tensors import LazyTensor, shown
+from jaxzero._text import shown
+from jaxzero.interop._tensors import LazyTensor
 
 from .partition import Shape
 from .sizes import are_sizes

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxzero import interop
-from jaxzero.interop._tensors import escaped, shown
+from jaxzero._text import escaped, shown
 
 from .fuzzing import bounds, check_refusal
 from .torch_files import pack, tensor_pickle
