@@ -8,6 +8,7 @@ import resource
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -116,3 +117,14 @@ def check_refusal(error: Exception, path: Path) -> None:
     assert str(path) in text, text
     assert text.isprintable() and len(text) < 2000, ascii(text)
     assert "MemoryError" not in text, text
+
+
+def equal(array: np.ndarray, tensor: Any) -> bool:
+    """Return whether an array has the shape, dtype and bits of a tensor of PyTorch."""
+    import torch
+
+    if array.shape != tuple(tensor.shape) or f"torch.{array.dtype.name}" != str(tensor.dtype):
+        return False
+    flat = tensor.detach().contiguous().reshape(-1)
+    held = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return held == np.ascontiguousarray(array).tobytes()

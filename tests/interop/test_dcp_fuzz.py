@@ -14,8 +14,7 @@ import pytest
 from jaxzero import interop
 from jaxzero.interop._torch.chunk_cover import covers_exactly
 
-from .fuzzing import damaged, fuzz
-from .test_torch_fuzz import equal
+from .fuzzing import damaged, equal, fuzz
 
 torch = pytest.importorskip("torch", reason="needs torch: it is what files are compared with")
 

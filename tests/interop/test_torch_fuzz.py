@@ -14,7 +14,7 @@ import pytest
 
 from jaxzero import interop
 
-from .fuzzing import damaged, fuzz
+from .fuzzing import damaged, equal, fuzz
 from .torch_files import pack, tensor_pickle
 
 torch = pytest.importorskip("torch", reason="needs torch: it is what files are compared with")
@@ -73,14 +73,6 @@ def same(ours: dict[str, np.ndarray], theirs: Any) -> bool:
         if held.keys() == ours.keys():
             return all(equal(array, held[name]) for name, array in ours.items())
     return False
-
-
-def equal(array: np.ndarray, tensor: Any) -> bool:
-    if array.shape != tuple(tensor.shape) or f"torch.{array.dtype.name}" != str(tensor.dtype):
-        return False
-    flat = tensor.detach().contiguous().reshape(-1)
-    held = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return held == np.ascontiguousarray(array).tobytes()
 
 
 def fuzz_archives(path: Path, count: int, seed: int) -> None:
