@@ -27,6 +27,7 @@ from .._collectives import (
     picked,
     start_gather,
 )
+from .._mesh import in_host
 from .._plan import Gather, GatherGroup, ShardedParam, View
 from .._program import movable_ops
 from .._sharding import DimSharding, unpad
@@ -54,13 +55,15 @@ def encode_bucket(
             the value exists.
         pin: passes the encoded buckets through a barrier with that value, so that XLA encodes
             before the value is used.
-        fetched: shards that have been copied from host memory; others are copied now.
+        fetched: shards that have been copied from host memory; others are copied now. A node slice
+            that has been kept since is taken instead.
 
     Returns:
         The buckets, for `gather_next_axis`, and after the last axis for `decode_bucket`.
     """
     weights = list(dict.fromkeys(gather.weight for gather in group.gathers))
-    given = {**sources, **(fetched or {})}
+    given = dict(sources)
+    given.update((x, shards) for x, shards in (fetched or {}).items() if in_host(given[x].data))
     data = tie([given[x].data for x in weights])
     tied = {
         x: dataclasses.replace(given[x], data=d).on_device()
