@@ -22,6 +22,7 @@ from ._mesh import make_mesh as make_mesh
 from ._sharding import CommSchedule as CommSchedule
 from ._sharding import ErrorFeedback as ErrorFeedback
 from ._sharding import HpZ as HpZ
+from ._sharding import Offload as Offload
 from ._sharding import PerAxis as PerAxis
 from ._sharding import WeightDelta as WeightDelta
 from ._sharding import ZeroConfig as ZeroConfig

@@ -1,12 +1,17 @@
 """Two-level device meshes, real or simulated on one device, and functions that run on each device.
 
 In: devices, or the number of devices to simulate. Out: a mesh with axes `node` and `local`, and
-functions under `shard_map` or its simulation. Any package above may use the names listed here.
+functions under `shard_map` or its simulation, with arrays in device or host memory.
+Any package above may use the names listed here.
 """
 
 from . import gloo_workaround as gloo_workaround
 from . import simulated as simulated
 from .gloo_workaround import reduce_scatter as reduce_scatter
+from .memory import HOST as HOST
+from .memory import in_host as in_host
+from .memory import to_device as to_device
+from .memory import to_host as to_host
 from .mesh import AXES as AXES
 from .mesh import LOCAL as LOCAL
 from .mesh import NODE as NODE
@@ -21,5 +26,6 @@ from .per_device import bare as bare
 from .per_device import is_traced as is_traced
 from .per_device import rewrite as rewrite
 from .simulated import AnyMesh as AnyMesh
+from .simulated import SimulatedMesh as SimulatedMesh
 from .simulated import physical as physical
 from .simulated import varying as varying

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.core import Tracer, eval_jaxpr
+from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.extend import core as jex
 from jax.sharding import AxisType
 
@@ -60,9 +60,14 @@ def _as_one_call(jaxpr: Any, constants: list[Any], leaves: list[Any]) -> Any:
     return jax.make_jaxpr(call)([*map(bare, constants)], [*map(bare, leaves)])
 
 
-def bare(x: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and weak type of `x`, without its sharding."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+def bare(x: Any) -> Any:
+    """The type of `x` without its sharding: shape, dtype, weak type and memory space."""
+    weak_type = getattr(x, "weak_type", False)
+    if is_traced(x) and jax.typeof(x).memory_space == jax.memory.Space.Host:
+        # A `ShapeDtypeStruct` has a memory space only as a part of its sharding.
+        host = jax.memory.Space.Host
+        return ShapedArray(x.shape, x.dtype, weak_type, memory_space=host)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak_type)
 
 
 def _with_mesh_context(mesh: Any, closed: Any) -> Any:

@@ -19,6 +19,7 @@ from .modules import mutated_leaf as mutated_leaf
 from .modules import nnx_leaves as nnx_leaves
 from .modules import rng_leaves as rng_leaves
 from .modules import trained_leaves as trained_leaves
+from .offload import Offload as Offload
 from .padding import pad as pad
 from .padding import unpad as unpad
 from .paths import path_name as path_name
@@ -39,6 +40,7 @@ from .stored_array import is_stored as is_stored
 from .tree import Static as Static
 from .tree import TreePlan as TreePlan
 from .tree import arrays_of as arrays_of
+from .tree import offloaded as offloaded
 from .tree import plan_as_stored as plan_as_stored
 from .tree import plan_tree as plan_tree
 from .tree import rebuild as rebuild

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from .._codecs import Codec, Int8
 from .hops import GradientHop, Hop, WeightHop, check_codec
+from .offload import Offload, Role
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,6 +121,7 @@ class ZeroConfig:
         param_persistence_threshold: leaves with fewer elements than this are stored
             in full on every device. 0 splits everything but scalars.
         schedule: when weights are gathered, and how long they are held.
+        offload: which arrays live in host memory; `None`: none.
 
     References:
         ZeRO (https://arxiv.org/abs/1910.02054), section 5;
@@ -134,6 +136,7 @@ class ZeroConfig:
     min_quantized_size: int = 2**14
     param_persistence_threshold: int = 0
     schedule: CommSchedule = CommSchedule()
+    offload: Offload | None = None
 
     def __post_init__(self):
         if self.stage not in (0, 1, 2, 3):
@@ -156,6 +159,8 @@ class ZeroConfig:
                 )
         if not isinstance(self.schedule, CommSchedule):
             raise ValueError(f"`schedule` must be a `jz.CommSchedule(...)`; got {self.schedule!r}.")
+        if self.offload is not None:
+            self._check_offload(self.offload)
         self._check_hops()
         self._check_use()
 
@@ -182,6 +187,17 @@ class ZeroConfig:
                 f"`weights.node={type(self.weights.node).__name__}(...)` needs the slice that "
                 "differences are added to: give `hpz=jz.HpZ()`."
             )
+
+    def _check_offload(self, offload: Any) -> None:
+        if not isinstance(offload, Offload):
+            raise ValueError(f"`offload` must be a `jz.Offload(...)` or None; got {offload!r}.")
+        stages: dict[Role, int] = {"weights": 3, "gradients": 2, "optimizer": 1}
+        for role, least in stages.items():
+            if offload.patterns(role) and self.stage < least:
+                raise ValueError(
+                    f"`offload` puts {role} into host memory, which needs them sharded: `stage` of "
+                    f"at least {least}; got {self.stage}."
+                )
 
     def _check_use(self) -> None:
         """Raise `ValueError` for options that would have no effect."""

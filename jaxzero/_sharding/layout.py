@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._codecs import Codec
 from .._mesh import AnyMesh
@@ -98,6 +98,7 @@ class LeafSpec:
     layout: DimSharding | None  # None if replicated
     other_axes: PartitionSpec = PartitionSpec()  # the user's split over further mesh axes
     codec: Codec | None = None  # stored encoded, one message for each device; never trained
+    memory_kind: str | None = None  # of the stored array: "pinned_host"; None for device memory
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
@@ -142,6 +143,10 @@ class LeafSpec:
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of the global array."""
         return self.stored.shape
+
+    def sharding(self, mesh: Mesh, axes: tuple[str, ...]) -> NamedSharding:
+        """The sharding of the global array, split over `axes`, in its memory."""
+        return NamedSharding(mesh, self.spec(axes), memory_kind=self.memory_kind)
 
     def spec(self, axes: tuple[str, ...], *, manual_only: bool = False) -> PartitionSpec:
         """The `PartitionSpec` of the global array, split over `axes`.

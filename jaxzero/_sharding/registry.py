@@ -18,7 +18,7 @@ from .config import ZeroConfig
 from .layout import layout_of_leaf
 from .paths import path_name
 from .stored_array import StoredArray, flatten, is_array, is_stored
-from .tree import TreePlan, plan_as_stored, without_layout
+from .tree import TreePlan, as_placed, plan_as_stored, without_layout
 
 
 class Registry:
@@ -65,7 +65,7 @@ class Registry:
                 now = (
                     x.leaf(leaf.path)
                     if isinstance(x, StoredArray)
-                    else dataclasses.replace(leaf, dtype=x.dtype)
+                    else as_placed(dataclasses.replace(leaf, dtype=x.dtype), x)
                     for leaf, x in pairs
                 )
                 return dataclasses.replace(plan, leaves=tuple(now))

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from .._mesh import HOST, in_host
 from .layout import LeafSpec
 from .paths import StoredKey
 
@@ -44,18 +45,20 @@ class StoredArray:
     def of(cls, data: Any, leaf: LeafSpec) -> StoredArray:
         """Wrap data stored in the layout `leaf`.
 
-        The layout of padded data has no dtype, because optimizers may cast the data.
+        The layout of padded data has no dtype and no memory kind, because these are the data's own:
+        optimizers may cast the data or move them.
         """
         dtype = None if leaf.codec is None else leaf.dtype
-        return cls(data, dataclasses.replace(leaf, path="", dtype=dtype))
+        return cls(data, dataclasses.replace(leaf, path="", dtype=dtype, memory_kind=None))
 
     def leaf(self, path: str = "") -> LeafSpec:
-        """The layout, with the present dtype of the array.
+        """The layout, with the present dtype and memory kind of the array.
 
         Raises:
             ValueError: the data do not have the stored shape of the layout.
         """
-        leaf = dataclasses.replace(self.form, path=path, dtype=self.dtype)
+        memory_kind = HOST if in_host(self.data) else None
+        leaf = dataclasses.replace(self.form, path=path, dtype=self.dtype, memory_kind=memory_kind)
         if tuple(self.data.shape) != leaf.stored_shape:
             raise ValueError(
                 f"The leaf `{path}` of shape {self.shape} is stored as {leaf.stored_shape}, and "

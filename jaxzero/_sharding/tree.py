@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._codecs import Codec, check_is_value
-from .._mesh import AnyMesh
+from .._mesh import HOST, AnyMesh, in_host
 from .config import ZeroConfig
 from .layout import LeafSpec, layout_of_leaf
 from .modules import trained_leaves
+from .offload import Offload
 from .paths import path_name, spread_prefix
 from .specs import axes_of
 from .stored_array import StoredArray, data_of, flatten, is_array
@@ -68,7 +69,7 @@ class TreePlan:
 
     def shardings(self, mesh: Mesh, axes: tuple[str, ...]) -> list[NamedSharding]:
         """The sharding of each stored array, split over `axes`."""
-        return [NamedSharding(mesh, leaf.spec(axes)) for leaf in self.leaves]
+        return [leaf.sharding(mesh, axes) for leaf in self.leaves]
 
 
 def stored_leaf(leaf: LeafSpec, x: Any) -> Any:
@@ -154,6 +155,25 @@ def plan_as_stored(tree: Any, mesh: AnyMesh, config: ZeroConfig) -> TreePlan:
         leaf if leaf.is_plain or isinstance(x, StoredArray) else without_layout(leaf)
         for leaf, x in pairs
     ]
+    placed = [as_placed(leaf, x) for leaf, x in zip(leaves, found, strict=True)]
+    return dataclasses.replace(plan, leaves=tuple(placed))
+
+
+def as_placed(leaf: LeafSpec, x: Any) -> LeafSpec:
+    """The leaf with the memory kind of the stored array `x`."""
+    return dataclasses.replace(leaf, memory_kind=HOST if in_host(data_of(x)) else None)
+
+
+def offloaded(plan: TreePlan, offload: Offload | None) -> TreePlan:
+    """The layout of a parameter tree, with the leaves in host memory that `offload` puts there."""
+    if offload is None:
+        return plan
+    leaves = (
+        dataclasses.replace(leaf, memory_kind=HOST)
+        if leaf.layout and offload.takes("weights", leaf.path, math.prod(leaf.shape))
+        else leaf
+        for leaf in plan.leaves
+    )
     return dataclasses.replace(plan, leaves=tuple(leaves))
 
 

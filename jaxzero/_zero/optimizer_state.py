@@ -10,6 +10,7 @@ number of elements, or decides by shape (Adafactor, Muon), does not: `true_shape
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax
 import optax
 from jax.sharding import AxisType, Mesh
 
-from .._mesh import AnyMesh, is_traced
+from .._mesh import HOST, AnyMesh, is_traced, to_device, to_host
 from .._sharding import (
     LeafSpec,
     StoredArray,
@@ -34,7 +35,7 @@ from .._sharding import (
     statics_of,
     trained_leaves,
 )
-from .placement import auto_mesh, constrain, pad_leaf, run_automatic, unpad_leaf
+from .placement import constrain, make_leaves, pad_leaf, unpad_leaf
 
 
 class TrueShapes(optax.GradientTransformationExtraArgs):
@@ -77,8 +78,7 @@ def plan_state(
         ValueError: `tx` keeps an array of another shape for a padded leaf, so it must be wrapped.
     """
     is_wrapped = isinstance(tx, TrueShapes)
-    # An optimizer that is not wrapped keeps `StoredArray`s for padded leaves, with their layout.
-    by_path = {leaf.path: leaf for leaf in params.leaves if is_wrapped or leaf.is_plain}
+    parameters = {leaf.path: leaf for leaf in params.leaves}
     if is_wrapped:
         unpadded = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in params.leaves]
         state = jax.eval_shape(tx.inner.init, params.whole(unpadded))
@@ -89,10 +89,19 @@ def plan_state(
         plan = plan_as_stored(state, mesh, config)
     paths, leaves, _ = flatten(state)
     arrays = [(path, x) for path, x in zip(paths, leaves, strict=True) if is_array(x)]
-    planned = [
-        leaf if isinstance(x, StoredArray) else _like_parameter(leaf, path, by_path)
-        for (path, x), leaf in zip(arrays, plan.leaves, strict=True)
-    ]
+    planned = []
+    for (path, x), leaf in zip(arrays, plan.leaves, strict=True):
+        parameter = _parameter_of(leaf, path, parameters)
+        # An optimizer that is not wrapped has `StoredArray`s with their layout for padded leaves.
+        if (
+            parameter is not None
+            and not isinstance(x, StoredArray)
+            and (is_wrapped or parameter.is_plain)
+        ):
+            leaf = dataclasses.replace(
+                leaf, layout=parameter.layout, other_axes=parameter.other_axes
+            )
+        planned.append(_in_memory(leaf, parameter, config))
     return dataclasses.replace(plan, leaves=tuple(planned))
 
 
@@ -111,14 +120,27 @@ def _check_shapes(state: Any) -> None:
             )
 
 
-def _like_parameter(
+def _parameter_of(
     leaf: LeafSpec, path: tuple[Any, ...], parameters: dict[str, LeafSpec]
-) -> LeafSpec:
+) -> LeafSpec | None:
+    """The parameter whose path ends that of a leaf of the state, and that has its shape."""
     for i in range(len(path) + 1):
-        twin = parameters.get(path_name(path[i:]))
-        if twin and leaf.shape == twin.shape:
-            return dataclasses.replace(leaf, layout=twin.layout, other_axes=twin.other_axes)
-    return leaf
+        parameter = parameters.get(path_name(path[i:]))
+        if parameter and leaf.shape == parameter.shape:
+            return parameter
+    return None
+
+
+def _in_memory(leaf: LeafSpec, parameter: LeafSpec | None, config: ZeroConfig) -> LeafSpec:
+    """A leaf of the state, in the memory where `config.offload` puts it."""
+    offload = config.offload
+    is_in_host = (
+        offload is not None
+        and parameter is not None
+        and leaf.layout is not None
+        and offload.takes("optimizer", parameter.path, math.prod(leaf.shape))
+    )
+    return dataclasses.replace(leaf, memory_kind=HOST if is_in_host else None)
 
 
 def init_state(
@@ -139,8 +161,11 @@ def init_state(
     """
     given = jax.tree.leaves(params)
     if any(is_traced(x) for x in given):
-        pairs = zip(arrays_of(tx.init(params)), plan.leaves, strict=True)
-        made = [constrain(x, mesh, leaf.spec(axes)) for x, leaf in pairs]
+        pairs = zip(arrays_of(tx.init(jax.tree.map(to_device, params))), plan.leaves, strict=True)
+        made = [
+            x if leaf.memory_kind is None else to_host(x)
+            for x, leaf in ((constrain(x, mesh, leaf.spec(axes)), leaf) for x, leaf in pairs)
+        ]
     elif any(isinstance(x, jax.ShapeDtypeStruct) for x in given):
         made = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -149,8 +174,11 @@ def init_state(
             )
         ]
     else:
-        shardings = plan.shardings(auto_mesh(mesh), axes)
-        made = run_automatic(lambda params: arrays_of(tx.init(params)), shardings, mesh, params)
+
+        def state(params: Any) -> list[Any]:
+            return arrays_of(tx.init(jax.tree.map(to_device, params)))
+
+        made = make_leaves(state, plan.leaves, mesh, axes, params)
     return plan.stored(made)
 
 

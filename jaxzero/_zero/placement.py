@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .._collectives import from_stored, to_stored
-from .._mesh import is_traced
+from .._mesh import HOST, in_host, is_traced, to_device, to_host
 from .._sharding import LeafSpec, StoredArray, TreePlan, pad, unpad
+from .host_memory import in_parts
 from .transfers import InTransfer, Transfers, finished
 
 
@@ -39,6 +40,37 @@ def run_automatic(function: Any, out_shardings: Any, mesh: Mesh, *args: Any) -> 
     return jax.tree.map(lambda x: on_mesh(x, mesh), made)
 
 
+def make_leaves(
+    function: Callable[..., list[Any]],
+    leaves: Sequence[LeafSpec],
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    *args: Any,
+) -> list[jax.Array]:
+    """Run a function that makes one array for each leaf; every device makes its own shards.
+
+    Offloaded leaves are made by further programs, few at a time, so that they need not fit into
+    device memory together.
+
+    Args:
+        function: returns a stored array for each leaf; it runs once for each program.
+        leaves: the layouts.
+        mesh: the mesh that the arrays are sharded on.
+        axes: the mesh axes that split them.
+        args: arguments of `function`.
+    """
+    made: dict[int, jax.Array] = {}
+    for group in in_parts(leaves, mesh, axes):
+        shardings = [leaves[i].sharding(auto_mesh(mesh), axes) for i in group]
+
+        def part(*args: Any, group: list[int] = group) -> list[Any]:
+            arrays = function(*args)
+            return [arrays[i] for i in group]
+
+        made |= zip(group, run_automatic(part, shardings, mesh, *args), strict=True)
+    return [made[i] for i in range(len(leaves))]
+
+
 def _is_on(x: Any, mesh: Mesh) -> bool:
     sharding = getattr(x, "sharding", None)
     return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
@@ -47,7 +79,8 @@ def _is_on(x: Any, mesh: Mesh) -> bool:
 def on_mesh(x: jax.Array, mesh: Mesh) -> jax.Array:
     """View `x` as sharded over `mesh`, which has the same devices as its mesh; copies nothing."""
     assert isinstance(x.sharding, NamedSharding)
-    sharding = NamedSharding(mesh, x.sharding.spec)
+    memory_kind = HOST if in_host(x) else None
+    sharding = NamedSharding(mesh, x.sharding.spec, memory_kind=memory_kind)
     shards = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
 
@@ -77,15 +110,15 @@ def place(
     if leaf.codec is not None:
         plain = dataclasses.replace(leaf, codec=None)
         padded = finished(place(plain, source, mesh, axes, transfers))
-        sharding = NamedSharding(auto_mesh(mesh), leaf.spec(axes))
-        return run_automatic(lambda x: to_stored(x, leaf), sharding, mesh, padded)
-    sharding = NamedSharding(mesh, leaf.spec(axes))
+        sharding = leaf.sharding(auto_mesh(mesh), axes)
+        return run_automatic(lambda x: to_stored(to_device(x), leaf), sharding, mesh, padded)
+    sharding = leaf.sharding(mesh, axes)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return jax.device_put(source, sharding)
     if isinstance(source, jax.Array) and leaf.is_plain and _is_on(source, mesh):
         return jax.device_put(source, sharding)  # between devices, or not at all
     if isinstance(source, jax.Array) and not source.is_fully_addressable:
-        return jax.jit(lambda x: pad_leaf(leaf, x), out_shardings=sharding)(source)
+        return jax.jit(lambda x: pad_leaf(leaf, to_device(x)), out_shardings=sharding)(source)
     get = getattr(source, "borrow", source.__getitem__)
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
@@ -120,7 +153,9 @@ def _place_slices(
     for bounds, devices in devices_of.items():
         transfers.make_room()
         data = read(tuple(slice(*bound) for bound in bounds))
-        placed |= {device: transfers.put(data, device) for device in devices}
+        for device in devices:
+            target = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            placed[device] = transfers.put(data, target)
     return InTransfer(shape, sharding, [placed[device] for device in indices])
 
 
@@ -141,7 +176,8 @@ def place_tree(plan: TreePlan, leaves: list[Any], mesh: Mesh, axes: tuple[str, .
         for leaf, x in zip(plan.leaves, leaves, strict=True):
             if isinstance(x, StoredArray) or is_traced(x):
                 stored = x.data if isinstance(x, StoredArray) else pad_leaf(leaf, x)
-                placed.append(constrain(stored, mesh, leaf.spec(axes)))
+                stored = constrain(stored, mesh, leaf.spec(axes))
+                placed.append(stored if leaf.memory_kind is None else to_host(stored))
             else:
                 placed.append(place(leaf, x, mesh, axes, transfers))
         return [finished(x) for x in placed]
@@ -154,7 +190,8 @@ def gather_full(plan: TreePlan, leaves: list[Any], mesh: Mesh) -> list[Any]:
     given = [leaves[i] for i in arrays]
 
     def unpadded(leaves: list[Any]) -> list[Any]:
-        return [unpad_leaf(plan.leaves[i], x) for i, x in zip(arrays, leaves, strict=True)]
+        pairs = zip(arrays, leaves, strict=True)
+        return [unpad_leaf(plan.leaves[i], to_device(x)) for i, x in pairs]
 
     if any(is_traced(x) for x in given):
         made = unpadded([constrain(x, mesh, PartitionSpec()) for x in given])
@@ -169,18 +206,21 @@ def gather_full(plan: TreePlan, leaves: list[Any], mesh: Mesh) -> list[Any]:
 
 
 def constrain(x: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-    """Shard `x` as `spec` says: an array at once, a traced array as part of the program.
+    """Shard `x` as `spec` says, in the memory where it is: an array at once, a tracer when run.
 
     If the mesh has explicit axes, a traced array is resharded over these only, since its type can
     name no others; the compiler chooses its layout over the other axes.
     """
+    memory_kind = HOST if in_host(x) else None
     if not is_traced(x):
-        return jax.device_put(x, NamedSharding(mesh, spec))
+        return jax.device_put(x, NamedSharding(mesh, spec, memory_kind=memory_kind))
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if AxisType.Explicit not in types.values():
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+        sharding = NamedSharding(mesh, spec, memory_kind=memory_kind)
+        return jax.lax.with_sharding_constraint(x, sharding)
     explicit = [_only_explicit(entry, types) for entry in spec]
-    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*explicit)))
+    sharding = NamedSharding(mesh, PartitionSpec(*explicit), memory_kind=memory_kind)
+    return jax.sharding.reshard(x, sharding)
 
 
 def _only_explicit(entry: Any, types: dict[str, AxisType]) -> Any:

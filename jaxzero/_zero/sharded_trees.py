@@ -21,13 +21,15 @@ from .._sharding import (
     flatten,
     is_array,
     is_stored,
+    offloaded,
     plan_tree,
     zero3,
 )
+from .host_memory import check_patterns, check_platform, check_room
 from .init_fn import Initializer
 from .optimizer_state import init_state, plan_state, trained_part, true_shapes
 from .padding_check import warn_of_padding
-from .placement import auto_mesh, gather_full, pad_leaf, place_tree, run_automatic
+from .placement import gather_full, make_leaves, pad_leaf, place_tree
 
 
 class ShardedTrees:
@@ -42,6 +44,8 @@ class ShardedTrees:
         self.mesh = physical(mesh)
         self._devices = mesh
         self.config = zero3() if config is None else config
+        if self.config.offload is not None:
+            check_platform(mesh)
         self._plans = Registry(mesh, self.config)
         self._states = Registry(mesh, self.config)
 
@@ -79,8 +83,8 @@ class ShardedTrees:
             # `zero.optimizer(tx).init` returns leaves that are padded already.
             return [x.data if is_stored(x) else pad_leaf(leaf, x) for leaf, x in pairs]
 
-        shardings = plan.shardings(auto_mesh(self.mesh), self._weight_axes)
-        return plan.stored(run_automatic(stored, shardings, self.mesh, *args))
+        check_room("parameters", plan.leaves, self.mesh, self._weight_axes)
+        return plan.stored(make_leaves(stored, plan.leaves, self.mesh, self._weight_axes, *args))
 
     def abstract(
         self, init_fn: Callable, *args: Any, specs: Any = None, codec: Codec | None = None
@@ -119,6 +123,7 @@ class ShardedTrees:
         """
         plan = self._plan(tree, specs, codec)
         self._plans.check_is_ours(plan)
+        check_room("parameters", plan.leaves, self.mesh, self._weight_axes)
         arrays = [x for x in flatten(tree)[1] if is_array(x)]
         return plan.stored(place_tree(plan, arrays, self.mesh, self._weight_axes))
 
@@ -162,6 +167,7 @@ class ShardedTrees:
         params, plan = trained_part(params, self._plan_of(params))
         warn_of_padding(tx, plan)
         state_plan = self._states.add(plan_state(tx, plan, self._devices, self.config))
+        check_room("optimizer state", state_plan.leaves, self.mesh, self._state_axes)
         return init_state(tx, params, state_plan, self.mesh, self._state_axes)
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -203,7 +209,16 @@ class ShardedTrees:
         return self.config.axes if self.config.stage >= 1 else ()
 
     def _plan(self, tree: Any, specs: Any, codec: Codec | None = None) -> TreePlan:
-        return self._plans.add(plan_tree(tree, self._devices, self.config, specs, codec))
+        plan = plan_tree(tree, self._devices, self.config, specs, codec)
+        offload = self.config.offload
+        if offload is not None:
+            check_patterns(offload, plan)
+            if any(leaf.other_axes for leaf in plan.leaves):
+                raise NotImplementedError(
+                    "`specs` splits leaves over further mesh axes, which `offload` cannot do yet. "
+                    "Leave out one of the two."
+                )
+        return self._plans.add(offloaded(plan, offload))
 
     def find_plan(self, tree: Any) -> TreePlan | None:
         """The layout of a tree from `init`, `shard` or `init_optimizer`; None for any other."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import types
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 _THREADS = 2
 
@@ -59,27 +60,30 @@ class Transfers:
         while len(self._running) >= _THREADS:
             self._running.popleft().result()
 
-    def put(self, data: np.ndarray, device: Any) -> concurrent.futures.Future[jax.Array]:
-        """Begin to move an array, which must not change until then."""
+    def put(
+        self, data: np.ndarray, target: SingleDeviceSharding
+    ) -> concurrent.futures.Future[jax.Array]:
+        """Begin to move an array to a memory of a device; it must not change until then."""
         if data.dtype.itemsize > 4:
             # The width of 64-bit types depends on `jax.enable_x64`, which may hold in one thread.
             done: concurrent.futures.Future[jax.Array] = concurrent.futures.Future()
-            done.set_result(put_copy(data, device))
+            done.set_result(put_copy(data, target))
             return done
-        self._running.append(self._threads.submit(put_copy, data, device))
+        self._running.append(self._threads.submit(put_copy, data, target))
         return self._running[-1]
 
 
-def put_copy(data: np.ndarray, device: Any) -> jax.Array:
-    """Copy an array to a device and wait for the copy, which shares no memory with `data`.
+def put_copy(data: np.ndarray, target: SingleDeviceSharding) -> jax.Array:
+    """Copy an array to `target` and wait for the copy, which shares no memory with `data`.
 
     The CPU backend uses an aligned host array in place. If that is the map of a file, the values
     would change with the file.
     """
-    moved = jax.block_until_ready(jax.device_put(data, device))
+    moved = jax.block_until_ready(jax.device_put(data, target))
+    (device,) = target.device_set
     is_shared = device.platform == "cpu" and moved.unsafe_buffer_pointer() == data.ctypes.data
     if not is_shared or not data.nbytes:
         return moved
     # As integers: numpy copies foreign types (bfloat16) one at a time.
     raw = data.view(f"u{data.dtype.itemsize}") if data.dtype.itemsize <= 8 else data
-    return jax.block_until_ready(jax.device_put(raw.copy().view(data.dtype), device))
+    return jax.block_until_ready(jax.device_put(raw.copy().view(data.dtype), target))

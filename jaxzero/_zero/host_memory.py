@@ -1,0 +1,107 @@
+"""Check, before anything is compiled, that arrays can be put into host memory and fit there."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+
+from jax.sharding import Mesh
+
+from .._mesh import HOST, AnyMesh, SimulatedMesh, physical
+from .._sharding import LeafSpec, Offload, TreePlan
+
+_GIB = 2**30
+
+
+def check_platform(mesh: AnyMesh) -> None:
+    """Raise `NotImplementedError` if the devices of `mesh` have no pinned host memory."""
+    if isinstance(mesh, SimulatedMesh):
+        raise NotImplementedError(
+            "`offload` needs real devices, and `mesh` simulates them on one. Leave it out: losses "
+            "and gradients are the same without."
+        )
+    device = physical(mesh).local_devices[0] if physical(mesh).local_devices else None
+    # The devices of a topology, for which programs are compiled ahead of time, list no memories.
+    memories = [] if device is None else device.addressable_memories()
+    if memories and HOST not in (memory.kind for memory in memories):
+        raise NotImplementedError(
+            f"`offload` needs devices with the memory kind {HOST!r}; {device} has "
+            f"{', '.join(repr(memory.kind) for memory in memories)}."
+        )
+
+
+def check_patterns(offload: Offload, layout: TreePlan) -> None:
+    """Raise `ValueError` for a pattern of `offload` that matches no leaf of a parameter tree."""
+    paths = [leaf.path for leaf in layout.leaves]
+    for role in ("weights", "gradients", "optimizer"):
+        for pattern in offload.patterns(role):
+            if not any(offload.matches(pattern, path) for path in paths):
+                known = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
+                raise ValueError(
+                    f"`{role}` of `Offload` has the pattern {pattern!r}, which matches no leaf of "
+                    f"this tree; its leaves are {known}."
+                )
+
+
+def host_bytes(leaves: Sequence[LeafSpec], mesh: Mesh, axes: tuple[str, ...]) -> int:
+    """Bytes of host memory that the offloaded leaves take on this process's devices."""
+    total = 0
+    for leaf in leaves:
+        if leaf.memory_kind == HOST:
+            shard = leaf.sharding(mesh, axes).shard_shape(leaf.stored_shape)
+            total += math.prod(shard) * leaf.stored.dtype.itemsize
+    return total * len(mesh.local_devices)
+
+
+def check_room(what: str, leaves: Sequence[LeafSpec], mesh: Mesh, axes: tuple[str, ...]) -> None:
+    """Raise `MemoryError` if the host has not enough memory left for the offloaded leaves.
+
+    Args:
+        what: the name of the tree, for the error.
+        leaves: its layout.
+        mesh: the mesh.
+        axes: the axes that split the leaves.
+    """
+    needed, free = host_bytes(leaves, mesh, axes), _available_bytes()
+    if free is not None and needed > free:
+        raise MemoryError(
+            f"The {what} need {needed / _GIB:.1f} GiB of this host's memory, which has "
+            f"{free / _GIB:.1f} GiB left. Offload fewer leaves, or take more hosts."
+        )
+
+
+def _available_bytes() -> int | None:
+    """Memory that the kernel could give to new arrays; None if the system does not tell."""
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
+
+
+def in_parts(leaves: Sequence[LeafSpec], mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
+    """Group leaves to be made by one program each, so that few offloaded ones are on the device.
+
+    All leaves of device memory form the first group. Offloaded leaves follow in groups that take
+    at most 1 GiB of a device, or hold one leaf.
+
+    Returns:
+        Indices of leaves.
+    """
+    groups: list[list[int]] = [[i for i, x in enumerate(leaves) if x.memory_kind != HOST]]
+    filled = math.inf
+    for i, leaf in enumerate(leaves):
+        if leaf.memory_kind == HOST:
+            size = host_bytes([leaf], mesh, axes) // max(1, len(mesh.local_devices))
+            if filled + size > _GIB:
+                groups.append([])
+                filled = 0
+            groups[-1].append(i)
+            filled += size
+    return [group for group in groups if group]
