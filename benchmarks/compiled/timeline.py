@@ -16,7 +16,7 @@ its start, and multiplied by the trip count.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import tyro
@@ -97,13 +97,7 @@ class _Flight:
     compute_before: float
 
 
-@dataclasses.dataclass
-class _Free:
-    """When each stream but that of compute has done what it was given."""
-
-    collectives: float = 0.0
-    from_host: float = 0.0
-    to_host: float = 0.0
+_Free = dict[str, float]  # of each stream but that of compute: when it has done what it was given
 
 
 def timeline(text: str, rates: Rates) -> Timeline:
@@ -132,7 +126,8 @@ class _Walk:
         return self.known[within.name]
 
     def _walk(self, within: Computation) -> Timeline:
-        line, free = Timeline(), _Free()
+        line = Timeline()
+        free: _Free = defaultdict(float)
         flights: dict[str, _Flight] = {}
         for instruction in within.instructions:
             if instruction.op.endswith("-done") and instruction.operands[0] in flights:
@@ -167,21 +162,20 @@ class _Walk:
         line.local_bytes += local
         line.node_bytes += node
         line.received_bytes += collective.entering_bytes
-        free.collectives = max(line.seconds, free.collectives) + cost
-        return free.collectives
+        free["collectives"] = max(line.seconds, free["collectives"]) + cost
+        return free["collectives"]
 
     def _copy(self, line: Timeline, free: _Free, moved: Traffic) -> float:
         """Run a copy on the streams from and to the host; the time of its end."""
         line.host_bytes_in += moved.from_host
         line.host_bytes_out += moved.to_host
-        line.host_seconds += moved.crossing / self.rates.host
-        if moved.from_host:
-            begin = max(line.seconds, free.from_host)
-            free.from_host = begin + moved.from_host / self.rates.host
-        if moved.to_host:
-            begin = max(line.seconds, free.to_host)
-            free.to_host = begin + moved.to_host / self.rates.host
-        return max(free.from_host if moved.from_host else 0, free.to_host if moved.to_host else 0)
+        line.host_seconds += max(moved.from_host, moved.to_host) / self.rates.host
+        end = 0.0
+        for stream, num_bytes in (("from host", moved.from_host), ("to host", moved.to_host)):
+            if num_bytes:
+                free[stream] = max(line.seconds, free[stream]) + num_bytes / self.rates.host
+                end = max(end, free[stream])
+        return end
 
     def _land(self, line: Timeline, flight: _Flight) -> None:
         """Wait for what was started."""
