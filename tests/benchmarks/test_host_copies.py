@@ -55,6 +55,11 @@ _COMPUTATIONS = f"""HloModule step, is_scheduled=true
   ROOT %new = {_ROWS} dynamic-update-slice(%q, %u, %k, %l)
 }}
 
+%out (d: f32[1,1024]) -> f32[1,1024] {{
+  %d = {_ROW} parameter(0)
+  ROOT %held = f32[1,1024]{{1,0:S(5)}} copy(%d)
+}}
+
 %sum (a.1: f32[1,1024], b.1: f32[1,1024]) -> f32[1,1024] {{
   %a.1 = f32[1,1024]{{1,0:S(5)}} parameter(0)
   %b.1 = {_ROW} parameter(1)
@@ -158,6 +163,7 @@ _MINUS = "%minus = ROW negate(%x)"
         (("%d = ROW slice(%w), slice={[0:1], [0:1024]}",), 1, 1, (1, 0)),
         (("%d = ROWS dynamic-update-slice(%w, %x, %n, %n)",), 1, 1, (0, 1)),
         (("%d = ROW copy(%h)",), 1, 1, (1, 0)),
+        (("%d = HELD fusion(%x), kind=kLoop, calls=%out",), 1, 1, (0, 1)),
         # One after the other in each direction, side by side in both; a negation beside them.
         (
             (_FETCH.format("s", "fusion", "row"), _FETCH.format("t", "fusion", "row"))
