@@ -2,7 +2,9 @@
 
 An iteration encodes the buckets of its own gradients; each later iteration reduces them over one
 more mesh axis. Once fully reduced, the outputs made of them are written to their layer of the
-stacks. These are carried by the loop, because a layer is written after its own iteration.
+stacks; to stacks in host memory one iteration later still, so that the copy has all of an iteration,
+and the last reduction too. The stacks are carried by the loop, because a layer is written after its
+own iteration.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ Outputs = Callable[[Mapping[int, ReduceBucket]], dict[int, Any]]  # `Runner.defe
 class Deferred(NamedTuple):
     """What the loop carries."""
 
-    buckets: dict[int, list[ReduceBucket]]  # for each deferred group, a bucket by axes done
+    buckets: dict[int, list[ReduceBucket]]  # for each deferred group, a bucket by iterations since
     stacks: dict[int, Sum]  # of the deferred outputs, by index of the output
 
 
@@ -56,6 +58,7 @@ class DeferredGradients:
         self._length = length
         self._layer_index = layer_index
         self._outputs = outputs
+        self._delay = 1 if plan.host_gradients else 0  # iterations from the last axis to the stack
 
     def start(self, iteration: Callable[[Deferred], Deferred]) -> Deferred:
         """The buckets and stacks before the first iteration; the buckets hold zeros.
@@ -69,8 +72,8 @@ class DeferredGradients:
             for number, buckets in iteration(Deferred({}, {})).buckets.items():
                 for axis in range(self._gradients.num_axes(number)):
                     buckets.append(self._gradients.reduce_next(number, axis, buckets[axis]))
-                done[number] = buckets.pop()
-                in_flight[number] = buckets
+                done[number] = buckets[-1]
+                in_flight[number] = buckets if self._delay else buckets[:-1]
             return in_flight, self._finished_outputs(done)
 
         with recording(None):  # traced only for shapes: its collectives must not be counted
@@ -90,26 +93,26 @@ class DeferredGradients:
         The buckets of the oldest iteration are then fully reduced. In the first iterations these
         are the zeros of `start`, stored for the first layer and overwritten by its gradients.
         """
-        buckets, done, num_axes = {}, {}, 0
+        buckets, done, age = {}, {}, 0
         for number, in_flight in state.buckets.items():
-            reduce_next = self._gradients.reduce_next
-            sent = [reduce_next(number, axis, bucket) for axis, bucket in enumerate(in_flight)]
-            buckets[number], done[number] = [new[number], *sent[:-1]], sent[-1]
-            num_axes = len(in_flight)
+            reduce_next, num_axes = self._gradients.reduce_next, self._gradients.num_axes(number)
+            sent = [reduce_next(number, i, bucket) for i, bucket in enumerate(in_flight[:num_axes])]
+            *buckets[number], done[number] = [new[number], *sent, *in_flight[num_axes:]]
+            age = len(in_flight)
         if not done:  # no group is deferred, or `start` traces this
             return Deferred({number: [bucket] for number, bucket in new.items()}, state.stacks)
-        return Deferred(buckets, self._store_layer(state.stacks, done, iteration - num_axes))
+        return Deferred(buckets, self._store_layer(state.stacks, done, iteration - age))
 
     def finish(self, state: Deferred) -> dict[int, Sum]:
         """Reduce the buckets that are in flight after the last iteration; return the stacks."""
         stacks = state.stacks
-        num_axes = max((len(buckets) for buckets in state.buckets.values()), default=0)
-        for axis in reversed(range(num_axes)):
+        most = max((len(buckets) for buckets in state.buckets.values()), default=0)
+        for age in reversed(range(most)):  # the number of axes done, or one more
             done = {
-                number: self._gradients.reduce_rest(number, axis, buckets[axis])
+                number: self._gradients.reduce_rest(number, age, buckets[age])
                 for number, buckets in state.buckets.items()
             }
-            stacks = self._store_layer(stacks, done, jnp.asarray(self._length - 1 - axis))
+            stacks = self._store_layer(stacks, done, jnp.asarray(self._length - 1 - age))
         return stacks
 
     def finished(self, number: int, x: Any) -> Any:
