@@ -2,9 +2,9 @@
 
 An iteration encodes the buckets of its own gradients; each later iteration reduces them over one
 more mesh axis. Once fully reduced, the outputs made of them are written to their layer of the
-stacks; to stacks in host memory one iteration later still, so that the copy has all of an iteration,
-and the last reduction too. The stacks are carried by the loop, because a layer is written after its
-own iteration.
+stacks; to stacks in host memory one iteration later still, so that the copy overlaps with all of an
+iteration, and so does the last reduction. The stacks are carried by the loop, because a layer is
+written after its own iteration.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from jax import lax
 from jaxtyping import Array
 
 from .._collectives import ReduceBucket, Sum, recording
-from .._mesh import empty_in_host, to_host
+from .._mesh import empty_in_host
 from .._plan import LoopPlan
 from .gradient_buckets import GradientBuckets
 from .host_stacks import LayerIndex
+from .mean_gradients import host_mean
 
 Outputs = Callable[[Mapping[int, ReduceBucket]], dict[int, Any]]  # `Runner.deferred_outputs`
 
@@ -69,12 +70,13 @@ class DeferredGradients:
 
         def shapes() -> tuple[dict[int, list[ReduceBucket]], dict[int, Any]]:
             in_flight, done = {}, {}
-            for number, buckets in iteration(Deferred({}, {})).buckets.items():
+            first = iteration(Deferred({}, {}))
+            for number, buckets in first.buckets.items():
                 for axis in range(self._gradients.num_axes(number)):
                     buckets.append(self._gradients.reduce_next(number, axis, buckets[axis]))
                 done[number] = buckets[-1]
                 in_flight[number] = buckets if self._delay else buckets[:-1]
-            return in_flight, self._finished_outputs(done)
+            return in_flight, {**first.stacks, **self._finished_outputs(done)}
 
         with recording(None):  # traced only for shapes: its collectives must not be counted
             in_flight, outputs = jax.eval_shape(shapes)
@@ -85,23 +87,46 @@ class DeferredGradients:
         }
         return Deferred(buckets, stacks)
 
+    def take_final(self, outputs: list[Any]) -> dict[int, Array]:
+        """Take, out of an iteration's outputs, the gradients for host memory that are not deferred.
+
+        The loop must not stack them itself: JAX 0.10 writes a stack in host memory in the wrong
+        order where the loop is reversed.
+        """
+        final = {}
+        for number in self._plan.host_gradients:
+            if outputs[number] is not None:
+                final[number], outputs[number] = self._finished(number, outputs[number]), None
+        return final
+
     def advance(
-        self, state: Deferred, new: Mapping[int, ReduceBucket], iteration: Array
+        self,
+        state: Deferred,
+        new: Mapping[int, ReduceBucket],
+        final: dict[int, Array],
+        iteration: Array,
     ) -> Deferred:
-        """Reduce every deferred bucket over one more axis, and add this iteration's `new` buckets.
+        """Reduce every deferred bucket over one more axis, and add those of this iteration.
 
         The buckets of the oldest iteration are then fully reduced. In the first iterations these
         are the zeros of `start`, stored for the first layer and overwritten by its gradients.
+
+        Args:
+            state: of the iteration before.
+            new: the buckets of this iteration.
+            final: the gradients of this iteration that go to their stacks at once.
+            iteration: its number.
         """
+        if not state.buckets and not state.stacks:  # nothing is deferred, or `start` traces this
+            return Deferred({number: [bucket] for number, bucket in new.items()}, {**final})
         buckets, done, age = {}, {}, 0
         for number, in_flight in state.buckets.items():
             reduce_next, num_axes = self._gradients.reduce_next, self._gradients.num_axes(number)
             sent = [reduce_next(number, i, bucket) for i, bucket in enumerate(in_flight[:num_axes])]
             *buckets[number], done[number] = [new[number], *sent, *in_flight[num_axes:]]
             age = len(in_flight)
-        if not done:  # no group is deferred, or `start` traces this
-            return Deferred({number: [bucket] for number, bucket in new.items()}, state.stacks)
-        return Deferred(buckets, self._store_layer(state.stacks, done, iteration - age))
+        stacks = _stored(state.stacks, final, self._layer_index(iteration))
+        return Deferred(buckets, self._store_layer(stacks, done, iteration - age))
 
     def finish(self, state: Deferred) -> dict[int, Sum]:
         """Reduce the buckets that are in flight after the last iteration; return the stacks."""
@@ -115,17 +140,16 @@ class DeferredGradients:
             stacks = self._store_layer(stacks, done, jnp.asarray(self._length - 1 - age))
         return stacks
 
-    def finished(self, number: int, x: Any) -> Any:
+    def _finished(self, number: int, x: Any) -> Any:
         """Output `number` of an iteration; a gradient for host memory as its mean, and there."""
         dtype = self._plan.host_gradients.get(number)
         if dtype is None or x is None:
             return x
-        mean = x / jnp.asarray(self._gradients.comm.num_devices, x.dtype)
-        return to_host(mean.astype(dtype))
+        return host_mean(x, dtype, self._gradients.comm.num_devices)
 
     def _finished_outputs(self, done: dict[int, ReduceBucket]) -> dict[int, Any]:
         """The deferred outputs of one iteration, from its fully reduced buckets."""
-        return {number: self.finished(number, x) for number, x in self._outputs(done).items()}
+        return {number: self._finished(number, x) for number, x in self._outputs(done).items()}
 
     def _empty_stack(self, number: int, layer: Any) -> Array:
         """A stack for the deferred output `number`, in the memory where it belongs."""
@@ -144,12 +168,18 @@ class DeferredGradients:
             done: the fully reduced buckets of the iteration, by index of the group.
             iteration: the iteration that computed these gradients.
         """
-        outputs, layer_index = self._finished_outputs(done), self._layer_index(iteration)
-        return {
-            number: jax.tree.map(
-                lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, layer_index, 0),
-                stack,
-                outputs[number],
-            )
-            for number, stack in stacks.items()
-        }
+        return _stored(stacks, self._finished_outputs(done), self._layer_index(iteration))
+
+
+def _stored(stacks: dict[int, Sum], layers: Mapping[int, Any], index: Array) -> dict[int, Sum]:
+    """The stacks, with these arrays at `index`."""
+    return {
+        number: jax.tree.map(
+            lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, index, 0),
+            stack,
+            layers[number],
+        )
+        if number in layers
+        else stack
+        for number, stack in stacks.items()
+    }
