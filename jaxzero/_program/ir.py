@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import source_info_util
 
 from .._mesh import is_traced, reduce_scatter
 from .._mesh import simulated as simulate
@@ -99,6 +100,11 @@ class Operation:
         """The input that is not a constant; None unless there is exactly one."""
         values = [atom for atom in self.inputs if isinstance(atom, Value)]
         return values[0] if len(values) == 1 else None
+
+    @property
+    def where(self) -> str:
+        """The line of the user's program (or of a library other than JAX) that it comes from."""
+        return source_info_util.summarize(self.equation.source_info)
 
     def view(self) -> movable_ops.Op | None:
         """This operation as an `Op` that can be moved past a gather; None if it cannot."""

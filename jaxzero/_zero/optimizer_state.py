@@ -18,7 +18,7 @@ import jax
 import optax
 from jax.sharding import AxisType, Mesh
 
-from .._mesh import HOST, AnyMesh, is_traced, to_device, to_host
+from .._mesh import HOST, AnyMesh, is_traced, to_device, to_host, with_automatic_axes
 from .._sharding import (
     LeafSpec,
     StoredArray,
@@ -215,7 +215,7 @@ def true_shapes(
             plan = plan_of(updates)
             plans = (plan, plan_state(result, plan, mesh, config))
             out = tuple(x.stored(x.shardings(mesh, axes)) for x in plans)
-            run = _with_automatic_axes(run, out, mesh)
+            run = with_automatic_axes(run, out, mesh)
         return run(updates, state, params)
 
     result = TrueShapes(init, update)
@@ -245,10 +245,3 @@ def _padded_leaf(old: Any, x: Any) -> Any:
     if not isinstance(old, StoredArray):
         return x
     return StoredArray(pad_leaf(old.leaf(), x) if is_array(old) else x, old.form)
-
-
-def _with_automatic_axes(function: Callable, out_shardings: Any, mesh: Mesh) -> Callable:
-    """Wrap `function` to run with automatic axes, because explicit axes split dims only evenly."""
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = tuple(name for name, kind in types if kind == AxisType.Explicit)
-    return jax.jit(jax.sharding.auto_axes(function, axes=explicit, out_sharding=out_shardings))
