@@ -34,6 +34,8 @@ class FullValues:
 
     def compute(self, wanted: Sequence[Atom], leaves: Sequence[LeafSpec | None]) -> list[Array]:
         """Compute values, in the stored form of `leaves` (None: replicated on every device)."""
+        if not wanted:
+            return []
         values = list(self._known)
         specs = [leaf for _, leaf in self._known.values()]
 

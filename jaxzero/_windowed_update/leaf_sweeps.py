@@ -153,6 +153,7 @@ class _Part:
                 reduction.add_window(so_far, [next(values) for _ in op.inputs], masks)
                 for op, reduction, so_far in zip(operations, reductions, results, strict=True)
             ]
+            results, upcoming = lax.optimization_barrier((results, upcoming))
             return arrays, results, upcoming
 
         start = [reduction.start for reduction in reductions]

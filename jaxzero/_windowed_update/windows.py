@@ -47,7 +47,8 @@ class Windows:
         for dim, length in enumerate(shape):
             row_bytes //= max(length, 1)
             if row_bytes <= window_bytes:
-                return cls(shape, dim, max(1, min(length, window_bytes // max(row_bytes, 1))))
+                num = math.ceil(length / max(1, window_bytes // max(row_bytes, 1)))
+                return cls(shape, dim, math.ceil(length / max(num, 1)))
         return cls(shape, len(shape) - 1, 1)
 
     @property

@@ -18,7 +18,15 @@ import jax
 import optax
 from jax.sharding import AxisType, Mesh
 
-from .._mesh import HOST, AnyMesh, is_traced, to_device, to_host, with_automatic_axes
+from .._mesh import (
+    HOST,
+    AnyMesh,
+    in_host,
+    is_traced,
+    to_device,
+    to_host,
+    with_automatic_axes,
+)
 from .._sharding import (
     LeafSpec,
     StoredArray,
@@ -201,6 +209,8 @@ def true_shapes(
         return plan.stored([pad_leaf(leaf, x) for leaf, x in pairs])
 
     def update(updates, state, params=None, **extra_args):
+        _check_in_device_memory(gradients=updates, state=state, parameters=params)
+
         def run(updates, state, params):
             new, new_state = inner.update(
                 _unpadded(updates),
@@ -221,6 +231,19 @@ def true_shapes(
     result = TrueShapes(init, update)
     result.inner = inner
     return result
+
+
+def _check_in_device_memory(**trees: Any) -> None:
+    for role, tree in trees.items():
+        paths, leaves, _ = flatten(tree)
+        for path, x in zip(paths, leaves, strict=True):
+            if in_host(data_of(x)):
+                raise ValueError(
+                    f"`tx.update` cannot compute with arrays in host memory, and the leaf "
+                    f"`{path_name(path)}` of the {role} is there. Use `params, opt_state = "
+                    "zero.apply_gradients(tx, grads, opt_state, params)` in place of `tx.update` "
+                    "and `optax.apply_updates`."
+                )
 
 
 def _unpadded(tree: Any) -> Any:
