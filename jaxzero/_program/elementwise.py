@@ -12,14 +12,16 @@ import numpy as np
 from .ir import Atom, Operation, Value
 
 # A list of names, because JAX does not mark elementwise primitives. An input may also be a scalar.
-_ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj "
-    "convert_element_type cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt "
-    "igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg "
-    "nextafter not or population_count pow real reduce_precision rem round rsqrt select_n "
-    "shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh "
-    "xor".split()
-)
+_ELEMENTWISE = {
+    *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh"),
+    *("cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "cos", "cosh"),
+    *("digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge"),
+    *("gt", "igamma", "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma", "log"),
+    *("log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or"),
+    *("population_count", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n"),
+    *("shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh"),
+    *("sqrt", "square", "sub", "tan", "tanh", "xor"),
+}
 _RESHAPES = {"broadcast_in_dim", "expand_dims", "reshape", "squeeze"}
 _REDUCTIONS = {
     "reduce_sum": "sum",

@@ -72,6 +72,7 @@ class Operation:
     inputs: tuple[Atom, ...]
     outputs: tuple[Value, ...]
     equation: Any  # the jaxpr equation it comes from, with the primitive's parameters
+    caller: Any = dataclasses.field(default=None, kw_only=True)  # the call that it was inlined from
 
     @property
     def has_effects(self) -> bool:
@@ -103,8 +104,12 @@ class Operation:
 
     @property
     def where(self) -> str:
-        """The line of the user's program (or of a library other than JAX) that it comes from."""
-        return source_info_util.summarize(self.equation.source_info)
+        """File, line and function, outside of JAX, that it comes from.
+
+        JAX caches what a nested `jit` traces to, with the lines of the first call. So for an
+        operation in one, it is the line that calls the outermost `jit`.
+        """
+        return source_info_util.summarize((self.caller or self.equation).source_info)
 
     def view(self) -> movable_ops.Op | None:
         """This operation as an `Op` that can be moved past a gather; None if it cannot."""

@@ -119,8 +119,7 @@ class _Analyser:
         self.program = program
         self.params = params
         self.kinds = {
-            value: Kind(owner, 0)
-            for value, owner in zip(program.block.inputs, owners, strict=True)
+            value: Kind(owner, 0) for value, owner in zip(program.block.inputs, owners, strict=True)
         }
         self.reductions: dict[int, dict[int, list[Operation]]] = {}
         self.repeated: dict[Value, bool] = {}  # whether a full value repeats one scalar
@@ -181,12 +180,13 @@ class _Analyser:
         return is_scalar(atom) or (isinstance(atom, Value) and self.repeated.get(atom, False))
 
     def _maker(self, atom: Atom) -> Operation | None:
-        """The operation in which an array begins that later ones change element by element."""
+        """The operation that makes an array of its size, which later ones only change."""
+        size = math.prod(shape_of(atom))
         while isinstance(atom, Value) and (operation := self.program.producer(atom)):
-            wide = [x for x in operation.inputs if not self._repeats(x)]
-            if not is_elementwise(operation) or not wide:
+            same = [x for x in operation.inputs if math.prod(shape_of(x)) == size]
+            if all(self._repeats(x) for x in same):
                 return operation
-            atom = wide[0]
+            atom = next(x for x in same if not self._repeats(x))
         return None
 
     def _refuse(self, operation: Operation, leaf: int, what: str) -> NoReturn:

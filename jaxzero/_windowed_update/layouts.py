@@ -44,7 +44,9 @@ class UpdateLayouts:
         """
         params = self.params.leaves
         if [x.path for x in self.gradients.leaves] != [x.path for x in params]:
-            given, trained = ({x.path for x in plan.leaves} for plan in (self.gradients, self.params))
+            given, trained = (
+                {x.path for x in plan.leaves} for plan in (self.gradients, self.params)
+            )
             raise ValueError(
                 "`grads` must be a tree like the trained parameters; the leaves "
                 f"{sorted(given ^ trained)} are in only one of them."

@@ -17,7 +17,7 @@ from .._sharding import LeafSpec
 from .analysis import Analysis
 from .layouts import UpdateLayouts
 from .reductions import Reduction
-from .sweep import LeafSweep, Visit, sweep
+from .sweep import LeafSweep, sweep
 from .window_values import in_window
 from .windows import Index, Windows, where_valid
 

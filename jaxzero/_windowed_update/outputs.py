@@ -14,9 +14,7 @@ _REMEDY = (
 )
 
 
-def check_outputs(
-    analysis: Analysis, layouts: UpdateLayouts, owners: Sequence[int | None]
-) -> None:
+def check_outputs(analysis: Analysis, layouts: UpdateLayouts, owners: Sequence[int | None]) -> None:
     """Raise `NotImplementedError` for a new value that cannot be written window by window.
 
     Args:

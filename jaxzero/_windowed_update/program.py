@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh
 
 from .._program import Atom, Block, Constant, Loop, Operation, Value, trace
-from .._sharding import TreePlan, is_array
+from .._sharding import TreePlan, flatten, is_array
 from .layouts import UpdateLayouts
 
 
@@ -61,14 +61,15 @@ def trace_update(
     """Trace an update.
 
     Returns:
-        The program, and the arrays among `extra_args`, which are its last inputs.
+        The program, and the arrays among `extra_args`, which are its last inputs; padded ones are
+        `StoredArray`s.
 
     Raises:
         ValueError: the update returns a tree of another structure, or arrays of other shapes.
     """
     update = optax.with_extra_args_support(tx).update
     trees = (layouts.gradients, layouts.state, layouts.params)
-    extras, structure = jax.tree.flatten(extra_args)
+    _, extras, structure = flatten(extra_args)
     traced = [i for i, x in enumerate(extras) if is_array(x)]
 
     def flat(*arrays: Any) -> list[Any]:
@@ -77,9 +78,7 @@ def trace_update(
             plan.whole([next(remaining) for _ in plan.leaves]) for plan in trees
         )
         values = dict(zip(traced, remaining, strict=True))
-        arguments = jax.tree.unflatten(
-            structure, [values.get(i, x) for i, x in enumerate(extras)]
-        )
+        arguments = jax.tree.unflatten(structure, [values.get(i, x) for i, x in enumerate(extras)])
         updates, new_state = update(gradients, state, params, **arguments)
         new_params = optax.apply_updates(params, updates)
         return [
@@ -89,10 +88,10 @@ def trace_update(
 
     structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layouts.leaves]
     given = [extras[i] for i in traced]
-    mesh = layouts.mesh.abstract_mesh
-    automatic = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
-    with jax.sharding.use_abstract_mesh(automatic):
-        block, _ = trace(flat, *structs, *given)
+    structs += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
+    no_mesh = AbstractMesh((), ())  # in place of one that the user may have set
+    with jax.sharding.use_abstract_mesh(no_mesh):
+        block, _ = trace(flat, *structs)
     producers = {
         value: i for i, operation in enumerate(block.operations) for value in operation.outputs
     }

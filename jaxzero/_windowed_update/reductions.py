@@ -50,8 +50,8 @@ class Reduction:
     def add_window(
         self,
         so_far: Shaped[Array, ""],
-        windows: Sequence[Shaped[Array, "*window"]],
-        masks: Sequence[Bool[Array, "*window"] | None],
+        windows: Sequence[Shaped[Array, ...]],
+        masks: Sequence[Bool[Array, ...] | None],
     ) -> Shaped[Array, ""]:
         """The result after one more window, of which only elements in all `masks` count."""
         values = [x.astype(self._running_dtype) for x in windows]

@@ -40,7 +40,7 @@ class LeafSweep:
         visit: what to do with a window.
     """
 
-    arrays: list[Shaped[Array, "*shape"]]
+    arrays: list[Shaped[Array, ...]]
     num_read: int
     windows: Windows
     start: Any

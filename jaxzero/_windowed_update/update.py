@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from .._mesh import in_host
 from .._program import Atom, Value
-from .._sharding import LeafSpec, arrays_of
+from .._sharding import LeafSpec, StoredArray, arrays_of
 from .analysis import analyse
 from .full_values import FullValues
 from .layouts import UpdateLayouts
@@ -55,10 +55,12 @@ def windowed_update(
             a time, and reductions of all its elements.
         ValueError: the trees do not fit each other.
     """
+    known = layouts.owners()
     program, extras = trace_update(tx, layouts, extra_args)
-    arrays = [*arrays_of(grads), *arrays_of(state), *arrays_of(params), *extras]
-    leaves: list[LeafSpec | None] = [*layouts.leaves, *[None] * len(extras)]
-    owners = _windowed_owners(layouts, arrays)
+    arrays = [x for tree in (grads, state, params, extras) for x in arrays_of(tree)]
+    forms = [x.leaf() if isinstance(x, StoredArray) else None for x in extras]
+    leaves: list[LeafSpec | None] = [*layouts.leaves, *forms]
+    owners = _windowed_owners(known, layouts, arrays)
     analysis = analyse(program, owners, layouts.params.leaves)
     inputs = program.block.inputs
     new = dict(zip(inputs[len(layouts.gradients.leaves) :], program.block.outputs, strict=False))
@@ -91,9 +93,10 @@ def windowed_update(
     return layouts.params.stored(outputs[num_state:]), layouts.state.stored(outputs[:num_state])
 
 
-def _windowed_owners(layouts: UpdateLayouts, arrays: Sequence[Array]) -> list[int | None]:
+def _windowed_owners(
+    known: Sequence[int | None], layouts: UpdateLayouts, arrays: Sequence[Array]
+) -> list[int | None]:
     """For each input of the program the windowed leaf that it belongs to, or None."""
-    known = layouts.owners()
     names = [leaf.path for leaf in layouts.leaves]
     num_extras = len(arrays) - len(known)
     owners = [*known, *[None] * num_extras]

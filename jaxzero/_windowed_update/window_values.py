@@ -8,17 +8,17 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from .._program import Atom, Constant, Operation, Value, is_broadcast, is_elementwise, shape_of
+from .._program import Atom, Constant, Operation, Value, is_elementwise, shape_of
 from .analysis import Analysis
 
 
 def in_window(
     analysis: Analysis,
     wanted: Sequence[Atom],
-    windows: Mapping[Value, Shaped[Array, "*window"]],
+    windows: Mapping[Value, Shaped[Array, ...]],
     scalars: Mapping[Atom, Array],
     shape: tuple[int, ...],
-) -> list[Shaped[Array, "*window"]]:
+) -> list[Shaped[Array, ...]]:
     """Compute `wanted` on a window.
 
     Args:

@@ -83,20 +83,20 @@ class Windows:
         start, last = index % self._per_row * self.size, self.shape[self.dim] - self.size
         return min(start, last) if isinstance(start, int) else jnp.minimum(start, last)
 
-    def read(self, x: Shaped[Array, "*shape"], index: Index) -> Shaped[Array, "*window"]:
+    def read(self, x: Shaped[Array, ...], index: Index) -> Shaped[Array, ...]:
         """Copy a window to device memory."""
         if self.is_all:
             return to_device(x)
         return to_device(lax.dynamic_slice(x, self.starts(index), self.window_shape))
 
     def write(
-        self, x: Shaped[Array, "*shape"], window: Shaped[Array, "*window"], index: Index
-    ) -> Shaped[Array, "*shape"]:
+        self, x: Shaped[Array, ...], window: Shaped[Array, ...], index: Index
+    ) -> Shaped[Array, ...]:
         """Replace a window of `x`, in the memory of `x`."""
         window = to_host(window) if in_host(x) else window
         return window if self.is_all else lax.dynamic_update_slice(x, window, self.starts(index))
 
-    def is_new(self, index: Index) -> Bool[Array, "*window"] | None:
+    def is_new(self, index: Index) -> Bool[Array, ...] | None:
         """Which elements of a window are in none before it; None: all of them."""
         if not self.shape or self.shape[self.dim] % self.size == 0:
             return None
@@ -105,7 +105,7 @@ class Windows:
 
     def is_inside(
         self, index: Index, layout: DimSharding | None, axes: tuple[str, ...]
-    ) -> Bool[Array, "*window"] | None:
+    ) -> Bool[Array, ...] | None:
         """Which elements of a window are not padding; None: all of them."""
         if layout is None or not layout.is_padded:
             return None
@@ -116,8 +116,8 @@ class Windows:
 
 
 def where_valid(
-    masks: Sequence[Bool[Array, "*window"] | None], x: Shaped[Array, "*window"], other: jax.Array
-) -> Shaped[Array, "*window"]:
+    masks: Sequence[Bool[Array, ...] | None], x: Shaped[Array, ...], other: jax.Array
+) -> Shaped[Array, ...]:
     """`x` where all masks hold, and the scalar `other` elsewhere."""
     for mask in masks:
         if mask is not None:

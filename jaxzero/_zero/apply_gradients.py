@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from .._mesh import in_host, is_traced
-from .._sharding import TreePlan, arrays_of, flatten
+from .._sharding import TreePlan, arrays_of, flatten, statics_of
 from .._windowed_update import UpdateLayouts, windowed_update
 from .optimizer_state import TrueShapes, trained_part
 from .placement import constrain
@@ -47,16 +47,39 @@ def apply_gradients(
     extra_args: Mapping[str, Any],
 ) -> tuple[Any, Any]:
     """The new parameters and the new state; see `Zero.apply_gradients`."""
-    arrays = [x for tree in (grads, state, params) for x in arrays_of(tree)]
-    if not all(is_traced(x) for x in arrays):
+    trees = (grads, state, params)
+    plans = [
+        dataclasses.replace(plan, statics=statics_of(flatten(tree)[1]))  # those of a known tree
+        for plan, tree in zip(
+            (layouts.gradients, layouts.state, layouts.params), trees, strict=True
+        )
+    ]
+    arrays = [arrays_of(tree) for tree in trees]
+    if all(is_traced(x) for xs in arrays for x in xs):
+        return _apply(tx, trees, plans, layouts, extra_args)
 
-        def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-            return apply_gradients(tx, grads, state, params, layouts, extra_args)
+    def update(arrays: list[list[Any]]) -> list[list[Any]]:
+        trees = [plan.stored(x) for plan, x in zip(plans, arrays, strict=True)]
+        return [arrays_of(x) for x in _apply(tx, trees, plans, layouts, extra_args)]
 
-        return jax.jit(update)(grads, state, params)
-    trained, plan = trained_part(params, layouts.params)
-    if any(in_host(x) for x in arrays):
-        new, new_state = _by_windows(tx, grads, state, trained, layouts, plan, extra_args)
+    new_params, new_state = jax.jit(update)(arrays)
+    return plans[2].stored(new_params), plans[1].stored(new_state)
+
+
+def _apply(
+    tx: optax.GradientTransformation,
+    trees: Sequence[Any],
+    plans: Sequence[TreePlan],
+    layouts: Layouts,
+    extra_args: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    """The update of `(gradients, state, parameters)`, traced."""
+    (grads, state, params), (of_grads, of_state, of_params) = trees, plans
+    trained, plan = trained_part(params, of_params)
+    if any(in_host(x) for tree in trees for x in arrays_of(tree)):
+        inner = UpdateLayouts(of_grads, of_state, plan, layouts.mesh, layouts.state_axes)
+        new, new_state = _by_windows(tx, grads, state, trained, inner, extra_args)
+        new = _split(plan, new, layouts.mesh, layouts.weight_axes)
     else:
         run = optax.with_extra_args_support(tx).update
         updates, new_state = run(grads, state, trained, **extra_args)
@@ -69,29 +92,26 @@ def _by_windows(
     grads: Any,
     state: Any,
     trained: Any,
-    layouts: Layouts,
-    plan: TreePlan,
+    layouts: UpdateLayouts,
     extra_args: Mapping[str, Any],
 ) -> tuple[Any, Any]:
-    mesh, axes = layouts.mesh, layouts.state_axes
-
-    def split(plan: TreePlan, tree: Any, axes: tuple[str, ...]) -> Any:
-        """The tree, with arrays in device memory split over `axes`."""
-        pairs = zip(plan.leaves, arrays_of(tree), strict=True)
-        return plan.stored(
-            [x if in_host(x) else constrain(x, mesh, leaf.spec(axes)) for leaf, x in pairs]
-        )
-
-    inner = tx.inner if isinstance(tx, TrueShapes) else tx
-    new, new_state = windowed_update(
-        inner,
-        split(layouts.gradients, grads, axes),
+    mesh, axes = layouts.mesh, layouts.axes
+    return windowed_update(
+        tx.inner if isinstance(tx, TrueShapes) else tx,
+        _split(layouts.gradients, grads, mesh, axes),
         state,
-        split(plan, trained, axes),
-        layouts=UpdateLayouts(layouts.gradients, layouts.state, plan, mesh, axes),
+        _split(layouts.params, trained, mesh, axes),
+        layouts=layouts,
         extra_args=extra_args,
     )
-    return split(plan, new, layouts.weight_axes), new_state
+
+
+def _split(plan: TreePlan, tree: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
+    """The tree, with arrays in device memory split over `axes`; those in host memory are."""
+    pairs = zip(plan.leaves, arrays_of(tree), strict=True)
+    return plan.stored(
+        [x if in_host(x) else constrain(x, mesh, leaf.spec(axes)) for leaf, x in pairs]
+    )
 
 
 def _with_untrained(params: Any, trained: Any, new: Any) -> Any:
@@ -100,7 +120,6 @@ def _with_untrained(params: Any, trained: Any, new: Any) -> Any:
     kept = treedef.flatten_up_to(trained)
     updated = treedef.flatten_up_to(new)
     leaves = [
-        x if before is None else after
-        for x, before, after in zip(old, kept, updated, strict=True)
+        x if before is None else after for x, before, after in zip(old, kept, updated, strict=True)
     ]
     return jax.tree.unflatten(treedef, leaves)

@@ -25,8 +25,8 @@ from .._sharding import (
     plan_tree,
     zero3,
 )
-from .host_memory import check_patterns, check_platform, check_room
 from .apply_gradients import Layouts, apply_gradients
+from .host_memory import check_patterns, check_platform, check_room
 from .init_fn import Initializer
 from .optimizer_state import init_state, plan_state, trained_part, true_shapes
 from .padding_check import warn_of_padding
