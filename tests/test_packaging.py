@@ -56,7 +56,7 @@ def test_the_public_face_is_small_and_explicit():
             assert alias.asname == alias.name, f"Write `{alias.name} as {alias.name}`."
             names.append(alias.name)
     # 8 codecs and what places them, 5 presets and their parts, `Zero`, and SimiGrad's 4.
-    assert len(names) <= 28, f"{len(names)} public names: the API is too big."
+    assert len(names) <= 30, f"{len(names)} public names: the API is too big."
 
 
 @pytest.mark.parametrize("package", sorted(PACKAGES))

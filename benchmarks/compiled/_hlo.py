@@ -10,7 +10,8 @@ from collections import Counter
 import numpy as np
 
 _BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
-_SHAPE = re.compile(r"\b(pred|bf16|f8e\w+|[fsuc]\d+)\[([\d,]*)\]")
+_SHAPE = re.compile(r"\b(pred|bf16|f8e\w+|[fsuc]\d+)\[([\d,]*)\](?:\{([^}]*)\})?")
+_IN_HOST_MEMORY = "S(5)"  # in a layout; XLA's `Layout::kHostMemorySpace`
 _COLLECTIVE = re.compile(
     r"= (?P<result>[^=]*?) "
     r"(?P<op>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
@@ -33,10 +34,11 @@ _NAMED = re.compile(  # a mesh of devices, perhaps in another order, and the axe
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An array's element type and dims, as HLO writes them."""
+    """An array's element type and dims, as HLO writes them, and whether it is in host memory."""
 
     dtype: str
     dims: tuple[int, ...]
+    on_host: bool = False
 
     @property
     def size(self) -> int:
@@ -99,8 +101,8 @@ class Collective:
 def shapes(text: str) -> list[Shape]:
     """Every array shape that occurs in a piece of HLO, in order."""
     return [
-        Shape(dtype, tuple(int(dim) for dim in dims.split(",") if dim))
-        for dtype, dims in _SHAPE.findall(text)
+        Shape(dtype, tuple(int(dim) for dim in dims.split(",") if dim), _IN_HOST_MEMORY in layout)
+        for dtype, dims, layout in _SHAPE.findall(text)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Predict the timeline of a compiled program as two streams: compute and communication.
+"""Predict the timeline of a compiled program as streams of compute, communication and host copies.
 
     python -m benchmarks.compiled.timeline step.hlo                  # from aot.py --keep-hlo
     python -m benchmarks.compiled.timeline step.hlo --rates.node 12.5e9
@@ -7,14 +7,16 @@ It is a model with assumed rates, for comparing programs: nothing is run, the ti
 depends on its arithmetic and memory traffic only, and links have no other traffic. Instructions
 are simulated in the order of the compiler's schedule. One stream computes, and another runs the
 collectives one after the other: an asynchronous one begins at its `-start`, once the stream is
-free, and is waited for at its `-done`. The body of a loop is simulated once, with no collective in
-flight at its start, and multiplied by the trip count.
+free, and is waited for at its `-done`. Copies from the host's memory run in the same way on a third
+stream, and copies to it on a fourth; an instruction that is not asynchronous and reads or writes
+host memory is waited for at once. The body of a loop is simulated once, with nothing in flight at
+its start, and multiplied by the trip count.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import tyro
@@ -22,6 +24,7 @@ import tyro
 from ._cost import Rates, collective_of, collective_seconds, compute_seconds, link_bytes
 from ._hlo import Collective
 from ._instructions import Computation, Instruction, Program, parse
+from ._traffic import Traffic, traffic
 
 
 @dataclasses.dataclass
@@ -32,13 +35,17 @@ class Timeline:
         seconds: from beginning to end.
         compute_seconds: spent computing.
         communication_seconds: that collectives take, hidden or not.
-        exposed_seconds: spent waiting for them.
+        exposed_seconds: spent waiting for collectives.
         launches: collectives that are run, by name.
         local_bytes: that a device receives inside its node.
         node_bytes: that enter a node.
         asynchronous_bytes: that a device receives, in collectives with compute between
             their start and their end.
         received_bytes: that a device receives, in all collectives.
+        host_bytes_in: that a device reads from the host's memory.
+        host_bytes_out: that a device writes to the host's memory.
+        host_seconds: that copies from and to the host take, hidden or not.
+        host_exposed_seconds: spent waiting for copies from and to the host.
     """
 
     seconds: float = 0.0
@@ -50,6 +57,10 @@ class Timeline:
     node_bytes: float = 0.0
     asynchronous_bytes: float = 0.0
     received_bytes: float = 0.0
+    host_bytes_in: float = 0.0
+    host_bytes_out: float = 0.0
+    host_seconds: float = 0.0
+    host_exposed_seconds: float = 0.0
 
     @property
     def asynchronous_share(self) -> float:
@@ -61,6 +72,11 @@ class Timeline:
         """Of the time that collectives take, during which the device computes."""
         total = self.communication_seconds
         return 1 - self.exposed_seconds / total if total else 1.0
+
+    @property
+    def host_hidden_share(self) -> float:
+        """Of the time that copies from and to the host take, without that spent waiting."""
+        return 1 - self.host_exposed_seconds / self.host_seconds if self.host_seconds else 1.0
 
     def add(self, other: Timeline, times: int = 1) -> None:
         """Append another one, run `times` times."""
@@ -74,11 +90,14 @@ class Timeline:
 
 @dataclasses.dataclass
 class _Flight:
-    """A collective that has been started."""
+    """A collective or a copy from or to the host that has been started."""
 
-    collective: Collective
+    collective: Collective | None
     end: float
     compute_before: float
+
+
+_Free = dict[str, float]  # of each stream but that of compute: when it has done what it was given
 
 
 def timeline(text: str, rates: Rates) -> Timeline:
@@ -107,49 +126,78 @@ class _Walk:
         return self.known[within.name]
 
     def _walk(self, within: Computation) -> Timeline:
-        line, free = Timeline(), 0.0
+        line = Timeline()
+        free: _Free = defaultdict(float)
         flights: dict[str, _Flight] = {}
         for instruction in within.instructions:
+            if instruction.op.endswith("-done") and instruction.operands[0] in flights:
+                self._land(line, flights.pop(instruction.operands[0]))
+                continue
             collective = collective_of(instruction, self.program)
+            moved = traffic(instruction, within, self.program)
+            begun = line.compute_seconds
             if collective is not None:
-                cost = collective_seconds(collective, self.rates)
-                self._count(line, collective, cost)
-                free = max(line.seconds, free) + cost
-                if instruction.op.endswith("-start"):
-                    flights[instruction.name] = _Flight(collective, free, line.compute_seconds)
-                else:
-                    self._wait(line, free)
-            elif instruction.op.endswith("-done") and instruction.operands[0] in flights:
-                flight = flights.pop(instruction.operands[0])
-                if line.compute_seconds > flight.compute_before:
-                    line.asynchronous_bytes += flight.collective.entering_bytes
-                self._wait(line, flight.end)
+                end = self._send(line, free, collective)
+            elif moved.crossing:
+                end = self._copy(line, free, moved)
+                line.add(*self._inner(instruction, within))
             else:
                 line.add(*self._inner(instruction, within))
+                continue
+            flight = _Flight(collective, end, begun)
+            if instruction.op.endswith("-start"):
+                flights[instruction.name] = flight
+            else:
+                self._land(line, flight)
         if flights:
-            raise ValueError(f"collectives in `{within.name}` are started and never awaited")
+            raise ValueError(f"{sorted(flights)} in `{within.name}` are started and never awaited")
         return line
 
-    def _count(self, line: Timeline, collective: Collective, cost: float) -> None:
+    def _send(self, line: Timeline, free: _Free, collective: Collective) -> float:
+        """Run a collective on its stream; the time of its end."""
+        cost = collective_seconds(collective, self.rates)
         local, node = link_bytes(collective, self.rates)
         line.communication_seconds += cost
         line.launches[collective.op] += 1
         line.local_bytes += local
         line.node_bytes += node
         line.received_bytes += collective.entering_bytes
+        free["collectives"] = max(line.seconds, free["collectives"]) + cost
+        return free["collectives"]
 
-    def _wait(self, line: Timeline, until: float) -> None:
-        waited = max(0.0, until - line.seconds)
-        line.exposed_seconds += waited
+    def _copy(self, line: Timeline, free: _Free, moved: Traffic) -> float:
+        """Run a copy on the streams from and to the host; the time of its end."""
+        line.host_bytes_in += moved.from_host
+        line.host_bytes_out += moved.to_host
+        line.host_seconds += max(moved.from_host, moved.to_host) / self.rates.host
+        end = 0.0
+        for stream, num_bytes in (("from host", moved.from_host), ("to host", moved.to_host)):
+            if num_bytes:
+                free[stream] = max(line.seconds, free[stream]) + num_bytes / self.rates.host
+                end = max(end, free[stream])
+        return end
+
+    def _land(self, line: Timeline, flight: _Flight) -> None:
+        """Wait for what was started."""
+        waited = max(0.0, flight.end - line.seconds)
         line.seconds += waited
+        if flight.collective is None:
+            line.host_exposed_seconds += waited
+            return
+        line.exposed_seconds += waited
+        if line.compute_seconds > flight.compute_before:
+            line.asynchronous_bytes += flight.collective.entering_bytes
 
     def _inner(self, instruction: Instruction, within: Computation) -> tuple[Timeline, int]:
         """What an instruction does by itself, and how often."""
         called, computations = instruction.called, self.program.computations
         if instruction.op == "while":
             body = self.computation(computations[called["body"][0]])
-            if instruction.trips is None and body.launches:
-                raise ValueError(f"a loop with collectives has no known trip count: {instruction}")
+            if instruction.trips is None and (body.launches or body.host_seconds):
+                raise ValueError(
+                    "a loop with collectives or copies from or to the host has no known trip "
+                    f"count: {instruction}"
+                )
             return body, instruction.trips or 1
         if instruction.op == "conditional":
             branches = called.get("branch_computations", [])
@@ -172,11 +220,17 @@ def main(program: tyro.conf.Positional[Path], rates: Rates = Rates()) -> None:  
     print(f"step                {line.seconds:.4f} s")
     print(f"  computing         {line.compute_seconds:.4f} s")
     print(f"  waiting           {line.exposed_seconds:.4f} s")
+    if line.host_seconds:
+        print(f"  waiting for host  {line.host_exposed_seconds:.4f} s")
     print(f"collectives take    {line.communication_seconds:.4f} s, {line.hidden_share:.1%} hidden")
     for name, num in sorted(line.launches.items()):
         print(f"  {name:18}{num}")
     print(f"into a node         {line.node_bytes / 2**30:.3f} GiB")
     print(f"to a device in it   {line.local_bytes / 2**30:.3f} GiB")
+    if line.host_seconds:
+        print(f"host copies take    {line.host_seconds:.4f} s, {line.host_hidden_share:.1%} hidden")
+        print(f"from the host       {line.host_bytes_in / 2**30:.3f} GiB")
+        print(f"to the host         {line.host_bytes_out / 2**30:.3f} GiB")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from typing import Any
 
 from flax import nnx
 
-from jaxzero._checked_json import shown
 from jaxzero.interop._rules import Rule
 from jaxzero.models import (
     Encoder,
@@ -20,6 +19,7 @@ from jaxzero.models import (
     ViT,
     ViTClassifier,
     ViTConfig,
+    family_of,
     read_config,
 )
 
@@ -98,12 +98,4 @@ def encoder_family(directory: Path | str) -> EncoderFamily:
         ValueError: there is no such file, or its `model_type` is not known.
     """
     content, path = read_config(directory)
-    name = content.get("model_type")
-    if not isinstance(name, str) or name not in ENCODERS:
-        raise ValueError(
-            f"`model_type` in {str(path)!r} is {shown(name)}; encoders are read of the families "
-            f"{', '.join(sorted(ENCODERS))}. Choose such a checkpoint, or load the weights into "
-            "a model of your own: `jaxzero.interop.match` proposes the rules "
-            "(docs/howto/rules.md)."
-        )
-    return ENCODERS[name]
+    return family_of(content, path, ENCODERS, "encoders")

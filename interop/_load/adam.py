@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from jaxzero._sharding import data_of
+from jaxzero._text import shown
 from jaxzero.interop._match import settled
 from jaxzero.interop._rules import Rule, to_ours, to_theirs
 from jaxzero.interop._tensors import (
@@ -21,7 +22,6 @@ from jaxzero.interop._tensors import (
     LazyTensor,
     ShardedTensor,
     named_leaves,
-    shown,
 )
 
 from .convert_file import to_torch

@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxzero._text import shown
 from jaxzero.interop._safetensors import new_directory, new_file, save_tensors
-from jaxzero.interop._tensors import LazyTensor, shown
+from jaxzero.interop._tensors import LazyTensor
 
 from .open import open_checkpoint
 

@@ -4,8 +4,8 @@ import dataclasses
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping
 
+from jaxzero._text import escaped, first_names, shown
 from jaxzero.interop._rules import Rule
-from jaxzero.interop._tensors import escaped, first_names, shown
 
 _SHOWN = 8  # rules in an error
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from jaxzero.interop._tensors import Box, LazyTensor, first_names, shown, stack
+from jaxzero._text import first_names, shown
+from jaxzero.interop._tensors import Box, LazyTensor, stack
 
 from .rule import Index, Rule, Shapes, Use, uses_of
 from .steps import run, run_back

@@ -34,7 +34,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from jaxzero.interop._tensors import first_names
+from jaxzero._text import first_names
 
 from .steps import Step
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 
 from jaxzero._processes import flush, flush_tree
-from jaxzero.interop._tensors import first_names
+from jaxzero._text import first_names
 
 from .processes import all_succeed, shared_mark
 

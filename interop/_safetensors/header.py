@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxzero.interop._tensors import LazyTensor, escaped, shown
+from jaxzero._text import escaped, shown
+from jaxzero.interop._tensors import MAX_DIMS, LazyTensor
 
 # The order is that of the library, which writes tensors from the last dtype to the first, so that
 # each begins at a multiple of its element size.
@@ -41,7 +42,6 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _RANK = {name: rank for rank, name in enumerate(DTYPES)}
 _METADATA = "__metadata__"  # an entry that is not a tensor
 _MAX_HEADER_BYTES = 100_000_000  # limit of the library
-_MAX_DIMS = 64  # limit of numpy
 _ALIGNMENT = 8  # of the first tensor, in bytes
 
 
@@ -172,7 +172,7 @@ def _entry(file: Path, name: str, content: Any, begin: int) -> Entry:
         )
     entry = Entry(name, dtype, tuple(shape), begin + offsets[0])
     if (
-        len(shape) > _MAX_DIMS
+        len(shape) > MAX_DIMS
         # numpy also limits the product of the dimensions that are not 0.
         or math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 2**63
         or _num_bytes(entry) != offsets[1] - offsets[0]

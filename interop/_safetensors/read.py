@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxzero._regular_file import read_regular
-from jaxzero.interop._tensors import Box, LazyTensor, box_shape, escaped, first_names, shown
+from jaxzero._text import escaped, first_names, shown
+from jaxzero.interop._tensors import Box, LazyTensor, box_shape
 
 from .header import read_header
 from .which_files import files_in, index_in

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from jaxzero.interop._tensors import first_names
+from jaxzero._text import first_names
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # maps each tensor to one of several files

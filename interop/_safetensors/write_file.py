@@ -10,14 +10,14 @@ same block of a file, never to the same byte.
 """
 
 import itertools
-import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from jaxzero.interop._tensors import Box, LazyTensor, raw
+from jaxzero._raw import raw
+from jaxzero.interop._tensors import Box, LazyTensor, runs
 
 from .header import file_order, header_of
 
@@ -71,31 +71,15 @@ def write_box(
     """Write a box of a tensor, whose first byte is byte `start` of the file."""
     for chunk, part in _chunks(box, array):
         flat = np.ascontiguousarray(part).reshape(-1).data.cast("B")
-        numbers, length = _runs(shape, chunk)
+        firsts, length = runs(shape, chunk)
         length *= part.itemsize
-        positions = (start + numbers * part.itemsize).tolist()
+        positions = (start + firsts * part.itemsize).tolist()
         # Nothing but the call itself: a slice of a transposed matrix is a run for each row.
         for done, position in zip(range(0, len(flat), length), positions, strict=True):
             run = flat[done : done + length]
             written = os.pwrite(descriptor, run, position)
             if written < length:
                 _write_all(descriptor, run[written:], position + written)
-
-
-def _runs(shape: tuple[int, ...], box: Box) -> tuple[np.ndarray, int]:
-    """Number the first elements of a box's runs in row-major order, and return their length."""
-    whole = len(shape)  # the box covers all dimensions from this one on
-    while whole and box[whole - 1] == (0, shape[whole - 1]):
-        whole -= 1
-    size = math.prod(shape[whole:])
-    if not whole:
-        return np.zeros(1, np.int64), size
-    start, stop = box[whole - 1]
-    numbers, length = np.array([start * size]), (stop - start) * size
-    for dim in reversed(range(whole - 1)):
-        size *= shape[dim + 1]
-        numbers = (np.arange(*box[dim])[:, None] * size + numbers).reshape(-1)
-    return numbers, length
 
 
 def _write_all(descriptor: int, data: memoryview, position: int) -> None:

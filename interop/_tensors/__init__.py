@@ -4,8 +4,12 @@ In: the location of a tensor's data. Out: lazy tensors that read any box of elem
 `Checkpoint` of named tensors. All other packages of `interop` use it.
 """
 
+from .boxes import MAX_DIMS as MAX_DIMS
 from .boxes import Box as Box
 from .boxes import box_shape as box_shape
+from .boxes import common_box as common_box
+from .boxes import runs as runs
+from .boxes import slices_within as slices_within
 from .boxes import whole_box as whole_box
 from .checkpoint import AdamMoments as AdamMoments
 from .checkpoint import Checkpoint as Checkpoint
@@ -17,8 +21,4 @@ from .lazy import LazyTensor as LazyTensor
 from .lazy import concatenate as concatenate
 from .lazy import stack as stack
 from .named_leaves import named_leaves as named_leaves
-from .raw import raw as raw
 from .sharded import ShardedTensor as ShardedTensor
-from .text import escaped as escaped
-from .text import first_names as first_names
-from .text import shown as shown

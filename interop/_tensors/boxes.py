@@ -4,6 +4,10 @@ import itertools
 import math
 from collections.abc import Iterator
 
+import numpy as np
+
+MAX_DIMS = 64  # limit of numpy and of PyTorch
+
 Box = tuple[tuple[int, int], ...]  # (start, stop) per dimension; not empty, within the shape
 
 
@@ -21,6 +25,14 @@ def common_box(a: Box, b: Box) -> Box | None:
     """The elements of both boxes; None if there are none."""
     both = tuple((max(x, z), min(y, w)) for (x, y), (z, w) in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
+
+
+def slices_within(part: Box, box: Box) -> tuple[slice, ...]:
+    """The slices of an array of the elements of `box` that select `part` of it."""
+    return tuple(
+        slice(start - first, stop - first)
+        for (start, stop), (first, _) in zip(part, box, strict=True)
+    )
 
 
 def joined(boxes: list[Box]) -> list[Box]:
@@ -68,22 +80,25 @@ def groups_of(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int
     return groups
 
 
-def runs(sizes: list[int], box: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the elements of a box as maximal runs (start, stop) in row-major order of `sizes`."""
-    whole = len(sizes)  # the box covers all dimensions from this one on
-    while whole and box[whole - 1] == (0, sizes[whole - 1]):
+def runs(shape: tuple[int, ...], box: Box) -> tuple[np.ndarray, int]:
+    """Divide a box into maximal runs of elements that are adjacent in row-major order of `shape`.
+
+    Returns:
+        The numbers of the first elements of the runs, in ascending order, int64 [runs]; and the
+        number of elements in each run. `shape` must have fewer than 2**63 elements.
+    """
+    whole = len(shape)  # the box covers all dimensions from this one on
+    while whole and box[whole - 1] == (0, shape[whole - 1]):
         whole -= 1
-    inner = math.prod(sizes[whole:])
+    size = math.prod(shape[whole:])
     if not whole:
-        yield (0, inner)
-        return
-    *outer, (start, stop) = box[:whole]
-    for index in itertools.product(*(range(*bounds) for bounds in outer)):
-        offset = 0
-        for number, size in zip(index, sizes[: whole - 1], strict=True):
-            offset = offset * size + number
-        offset = offset * sizes[whole - 1]
-        yield ((offset + start) * inner, (offset + stop) * inner)
+        return np.zeros(1, np.int64), size
+    start, stop = box[whole - 1]
+    firsts, length = np.array([start * size], np.int64), (stop - start) * size
+    for dim in reversed(range(whole - 1)):
+        size *= shape[dim + 1]
+        firsts = (np.arange(*box[dim])[:, None] * size + firsts).reshape(-1)
+    return firsts, length
 
 
 def boxes_of_run(sizes: list[int], run: tuple[int, int]) -> Iterator[Box]:
@@ -107,3 +122,19 @@ def boxes_of_run(sizes: list[int], run: tuple[int, int]) -> Iterator[Box]:
     if last * inner < stop:
         for part in boxes_of_run(sizes[1:], (0, stop - last * inner)):
             yield ((last, last + 1), *part)
+
+
+def boxes_by_group(box: Box, shape: tuple[int, ...], other: tuple[int, ...]) -> list[list[Box]]:
+    """Divide a box of a tensor of `shape` into boxes of the tensor reshaped to `other`.
+
+    Returns:
+        For each group of dimensions (`groups_of`) the boxes of its dimensions of `other`, in the
+        order of the elements of `box`. A box of `other` takes one of them from each group.
+    """
+    per_group = []
+    for dims, other_dims in groups_of(shape, other):
+        firsts, length = runs(tuple(shape[dim] for dim in dims), tuple(box[dim] for dim in dims))
+        sizes = [other[dim] for dim in other_dims]
+        held = ((first, first + length) for first in firsts.tolist())
+        per_group.append([part for run in held for part in boxes_of_run(sizes, run)])
+    return per_group

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxzero._text import escaped, shown
+
 from .lazy import LazyTensor
-from .text import escaped, shown
 
 Moments = Callable[[Sequence[str] | None], "AdamMoments"]
 

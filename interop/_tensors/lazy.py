@@ -24,8 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from .boxes import Box, box_shape, boxes_of_run, groups_of, replaced, runs, whole_box, with_places
-from .raw import raw
+from jaxzero._raw import raw
+
+from .boxes import Box, box_shape, boxes_by_group, replaced, whole_box, with_places
 
 
 class LazyTensor(abc.ABC):
@@ -320,34 +321,20 @@ class _Reshaped(_View):
     """
 
     def _read_box(self, box: Box) -> np.ndarray:
-        groups = groups_of(self.viewed.shape, self.shape)
-        per_group = []
-        for old, new in groups:
-            sizes = [self.viewed.shape[dim] for dim in old]
-            inside = [box[dim] for dim in new]
-            held = runs([self.shape[dim] for dim in new], inside)
-            per_group.append([part for run in held for part in boxes_of_run(sizes, run)])
+        per_group = boxes_by_group(box, self.shape, self.viewed.shape)
         if all(len(parts) == 1 for parts in per_group):
             theirs = tuple(bound for (part,) in per_group for bound in part)
             return self.viewed._read_box(theirs).reshape(box_shape(box))
-        return self._assembled(box, groups, per_group)
+        return self._assembled(box, per_group)
 
     def _boxes_of(self, box: Box) -> list[Box]:
-        per_group = []
-        for old, new in groups_of(self.viewed.shape, self.shape):
-            inside = [box[dim] for dim in old]
-            sizes = [self.shape[dim] for dim in new]
-            held = runs([self.viewed.shape[dim] for dim in old], inside)
-            per_group.append([part for run in held for part in boxes_of_run(sizes, run)])
+        per_group = boxes_by_group(box, self.viewed.shape, self.shape)
         return [tuple(itertools.chain(*parts)) for parts in itertools.product(*per_group)]
 
-    def _assembled(
-        self, box: Box, groups: list[tuple[list[int], list[int]]], per_group: list[list[Box]]
-    ) -> np.ndarray:
+    def _assembled(self, box: Box, per_group: list[list[Box]]) -> np.ndarray:
         # The result has one flat dimension per group, filled by the group's parts in order.
-        flat = [math.prod(box[dim][1] - box[dim][0] for dim in new) for _, new in groups]
-        whole = np.empty(flat, self.dtype)
         places = [with_places(parts) for parts in per_group]
+        whole = np.empty([parts[-1][1].stop for parts in places], self.dtype)
         for parts in itertools.product(*places):
             theirs = tuple(bound for part, _ in parts for bound in part)
             target = tuple(place for _, place in parts)

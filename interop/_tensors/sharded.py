@@ -9,9 +9,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .boxes import Box, box_shape, common_box, joined, whole_box
+from jaxzero._raw import raw
+
+from .boxes import Box, box_shape, common_box, joined, slices_within, whole_box
 from .lazy import LazyTensor
-from .raw import raw
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,12 +146,12 @@ def _assemble(array: jax.Array, inside: tuple[slice, ...]) -> np.ndarray:
         if common is None or common in seen:
             continue
         seen.add(common)
-        part = _to_host(shard.data, _within(common, bounds))
+        part = _to_host(shard.data, slices_within(common, bounds))
         if common == box:
             return part
         if whole is None:
             whole = np.empty(box_shape(box), array.dtype)
-        raw(whole)[_within(common, box)] = raw(part)
+        raw(whole)[slices_within(common, box)] = raw(part)
         filled += part.size
     assert whole is not None and filled == whole.size, (box, seen)
     return whole
@@ -158,14 +159,6 @@ def _assemble(array: jax.Array, inside: tuple[slice, ...]) -> np.ndarray:
 
 def _bounds(shard: Any, shape: tuple[int, ...]) -> Box:
     return tuple(s.indices(n)[:2] for s, n in zip(shard.index, shape, strict=True))
-
-
-def _within(part: Box, box: Box) -> tuple[slice, ...]:
-    """The slices of `box` that select `part` of it."""
-    return tuple(
-        slice(start - first, stop - first)
-        for (start, stop), (first, _) in zip(part, box, strict=True)
-    )
 
 
 def _to_host(data: jax.Array, inside: tuple[slice, ...]) -> np.ndarray:

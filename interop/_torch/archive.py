@@ -12,7 +12,7 @@ import struct
 import zipfile
 from pathlib import Path
 
-from jaxzero.interop._tensors import escaped, shown
+from jaxzero._text import escaped, shown
 
 _LOCAL = struct.Struct("<4s5H3L2H")  # header of an entry, before its name
 _END = struct.Struct("<4s4H2LH")  # end of the directory, without a comment

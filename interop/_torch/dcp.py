@@ -18,19 +18,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxzero._text import escaped, shown
 from jaxzero.interop._tensors import (
     AdamMoments,
     Box,
     Checkpoint,
     LazyTensor,
     box_shape,
-    escaped,
-    shown,
+    common_box,
+    slices_within,
 )
 
 from .chunk_cover import covers_exactly
 from .names import TorchDtype
 from .record import Record
+from .sizes import are_sizes
 from .state_dict import moments_of
 from .torch_file import read_torch_file
 from .unpickle import unpickle
@@ -38,7 +40,6 @@ from .unpickle import unpickle
 METADATA = ".metadata"
 _TENSOR = "torch.distributed.checkpoint.metadata.TensorStorageMetadata"
 _BYTES = "torch.distributed.checkpoint.metadata.BytesStorageMetadata"  # a pickled object
-_MAX_DIMS = 64  # limit of numpy and of PyTorch
 
 
 class _Chunk(NamedTuple):
@@ -70,7 +71,7 @@ class DcpTensor(LazyTensor):
     def _read_box(self, box: Box) -> np.ndarray:
         whole = np.empty([stop - start for start, stop in box], self.dtype)
         for chunk in self.chunks:
-            common = _intersection(chunk.box, box)
+            common = common_box(chunk.box, box)
             if common is not None:
                 held = self._archived(chunk)
                 if held.shape != box_shape(chunk.box) or held.dtype != self.dtype:
@@ -79,7 +80,7 @@ class DcpTensor(LazyTensor):
                         f"`.metadata` says {self.dtype}{list(box_shape(chunk.box))}. The files "
                         "belong to different checkpoints: copy the directory again."
                     )
-                whole[_inside(common, box)] = held[_inside(common, chunk.box)]
+                whole[slices_within(common, box)] = held[slices_within(common, chunk.box)]
         return whole
 
     def _archived(self, chunk: _Chunk) -> LazyTensor:
@@ -144,7 +145,7 @@ def _chunks_of(places: Mapping, directory: Path) -> dict[str, dict[tuple | None,
         file, start, length = (place.field(key) for key in ("relative_path", "offset", "length"))
         if (
             type(name) is not str
-            or not (offset is None or _are_sizes(offset))
+            or not (offset is None or are_sizes(offset))
             or type(file) is not str
             or Path(file).name != file
             or type(start) is not int
@@ -186,7 +187,7 @@ def _tensor(name: str, entry: Record, places: Mapping, directory: Path) -> DcpTe
     state = properties.state if isinstance(properties, Record) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     where = f"{shown(name)} in {str(directory)!r}"
-    if not isinstance(dtype, TorchDtype) or not _are_sizes(shape):
+    if not isinstance(dtype, TorchDtype) or not are_sizes(shape):
         raise ValueError(
             f"{where} has dtype {shown(dtype)} and shape {shown(shape)}, which cannot be read."
         )
@@ -209,21 +210,13 @@ def _tensor(name: str, entry: Record, places: Mapping, directory: Path) -> DcpTe
 
 
 def _box(offsets: Any, sizes: Any, shape: tuple[int, ...]) -> Box | None:
-    if not _are_sizes(offsets) or not _are_sizes(sizes) or len(offsets) != len(shape):
+    if not are_sizes(offsets) or not are_sizes(sizes) or len(offsets) != len(shape):
         return None
     if len(sizes) != len(shape):
         return None
     box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
     inside = all(stop <= size for (_, stop), size in zip(box, shape, strict=True))
     return box if inside else None
-
-
-def _are_sizes(value: Any) -> bool:
-    return (
-        type(value) is tuple
-        and len(value) <= _MAX_DIMS
-        and all(type(size) is int and 0 <= size < 2**63 for size in value)
-    )
 
 
 def _check_cover(where: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
@@ -313,18 +306,3 @@ def _moments(
         groups = [{"params": list(numbered)}]
         return moments_of({"state": numbered, "param_groups": groups}, tensors, where, names)
     return moments_of({"state": state, "param_groups": []}, tensors, where, names)
-
-
-def _intersection(a: Box, b: Box) -> Box | None:
-    common = tuple(
-        (max(begin, start), min(end, stop))
-        for (begin, end), (start, stop) in zip(a, b, strict=True)
-    )
-    return None if any(start >= stop for start, stop in common) else common
-
-
-def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
-    return tuple(
-        slice(start - origin, stop - origin)
-        for (start, stop), (origin, _) in zip(box, outer, strict=True)
-    )

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxzero._text import shown
 from jaxzero.interop._tensors import (
     AdamMoments,
     Checkpoint,
@@ -21,7 +22,6 @@ from jaxzero.interop._tensors import (
     concatenate,
     gather_moments,
     read_step,
-    shown,
 )
 
 from .param_shapes import check_order, check_values, checked_shape, param_shapes

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxzero.interop._tensors import escaped, shown
+from jaxzero._text import escaped, shown
+from jaxzero.interop._tensors import MAX_DIMS
 
 from .pickle_machine import Maker, PickleMachine
 from .record import RecordKind
@@ -87,7 +88,6 @@ _DESCRIBING = {
     "datetime.timedelta",
     "torch.device",
 }
-_MAX_DIMS = 64  # limit of numpy and of PyTorch
 
 
 class TorchDtype(NamedTuple):
@@ -216,7 +216,7 @@ class Names:
     ) -> Any:
         if self._tensor is None:
             raise pickle.UnpicklingError("unexpected tensor")
-        sizes = type(shape) is tuple and type(strides) is tuple and len(shape) <= _MAX_DIMS
+        sizes = type(shape) is tuple and type(strides) is tuple and len(shape) <= MAX_DIMS
         if (
             not sizes
             or len(shape) != len(strides)

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxzero.interop._tensors import LazyTensor, shown
+from jaxzero._text import shown
+from jaxzero.interop._tensors import LazyTensor
 
 from .partition import Shape
+from .sizes import are_sizes
 
-_MAX_DIMS = 64  # limit of numpy and of PyTorch
 _WINDOW = 16  # elements that are compared at the start, in the middle and at the end
 
 
@@ -51,9 +52,8 @@ def checked_shape(name: Any, shape: Any, where: Path) -> Shape:
     Raises:
         ValueError: it is not a shape, or the name is no text.
     """
-    sizes = tuple(shape) if type(shape) in (tuple, list) and len(shape) <= _MAX_DIMS else (-1,)
-    whole = all(type(size) is int and 0 <= size < 2**63 for size in sizes)
-    if type(name) is not str or not whole or math.prod(sizes) >= 2**60:
+    sizes = tuple(shape) if type(shape) is list else shape
+    if type(name) is not str or not are_sizes(sizes) or math.prod(sizes) >= 2**60:
         raise ValueError(
             f"{shown(name)} in {str(where)!r} has the shape {shown(shape)}, which is not a list of "
             "sizes. Copy the checkpoint again."

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxzero.interop._tensors import shown
+from jaxzero._text import shown
 
 from .partition import Rank, Shape
 

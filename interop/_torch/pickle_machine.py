@@ -17,7 +17,7 @@ import pickletools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jaxzero.interop._tensors import shown
+from jaxzero._text import shown
 
 from .record import Record, RecordKind
 

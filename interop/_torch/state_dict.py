@@ -7,16 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxzero.interop._tensors import (
-    AdamMoments,
-    Checkpoint,
-    LazyTensor,
-    escaped,
-    first_names,
-    gather_moments,
-    read_step,
-    shown,
-)
+from jaxzero._text import escaped, first_names, shown
+from jaxzero.interop._tensors import AdamMoments, Checkpoint, LazyTensor, gather_moments, read_step
 
 from .torch_file import TorchTensor, read_torch_file
 

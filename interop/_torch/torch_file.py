@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxzero.interop._tensors import Box, LazyTensor, shown
+from jaxzero._text import shown
+from jaxzero.interop._tensors import Box, LazyTensor
 
 from .archive import NOT_ZIP, Archive, ByteRange, not_an_archive
 from .names import TorchStorage

@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Callable, Collection
 from typing import Any
 
-from jaxzero.interop._tensors import escaped, shown
+from jaxzero._text import escaped, shown
 
 from .names import MakeTensor, Names, Refused
 from .pickle_machine import PickleMachine

@@ -19,7 +19,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxzero.interop._tensors import LazyTensor, concatenate, read_step, shown
+from jaxzero._text import shown
+from jaxzero.interop._tensors import LazyTensor, concatenate, read_step
 
 from .partition import Rank, Shape
 from .partition_sizes import check_partitions, check_pieces, paddings_of

@@ -7,14 +7,12 @@ accepts an integer, a number, a flag or a text in a range, and nothing that only
 import dataclasses
 import json
 import math
-import reprlib
 from collections.abc import Callable
 from typing import Any
 
+from .. import _text
+
 LARGEST = 2**31 - 1  # sizes and positions are int32
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 80
-_SHORT.maxlevel = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +128,5 @@ OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 
 def shown(value: Any) -> str:
     """A value in a message: a constant as in JSON, or a `repr` of bounded length."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
-        return f"an integer of {value.bit_length()} bits"
-    return _SHORT.repr(value)
+    is_constant = value is None or isinstance(value, bool)
+    return json.dumps(value) if is_constant else _text.shown(value)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Shaped
 
 from .. import pallas_kernels as kernels
 from .._codecs import Codec, DeferredMessage, from_bits, to_bits
-from .._mesh import device_index
+from .._mesh import device_index, to_device
 from .._sharding import LeafSpec
 from .primitives import all_gather
 
@@ -136,6 +136,10 @@ class EncodedShards:
         """These shards, with `axis` and those before it removed from `axes`, as gathered."""
         done = self.axes.index(axis) + 1 if axis in self.axes else 0
         return dataclasses.replace(self, axes=self.axes[done:])
+
+    def on_device(self) -> EncodedShards:
+        """These shards in device memory."""
+        return dataclasses.replace(self, data=to_device(self.data))
 
     def layer(self, data: Shaped[Array, ...]) -> EncodedShards:
         """These shards for one layer of a stack; `data` is the layer's slice in a loop's body."""

@@ -4,11 +4,11 @@ In: a loss function, parameter shards, this device's rows of the batch and the w
 loss, shards of the mean gradients, the next wire state. Start reading at `run_on_device`.
 """
 
-from .device_step import Parameters as Parameters
 from .device_step import run_on_device as run_on_device
 from .microbatches import REDUCTIONS as REDUCTIONS
 from .microbatches import check_microbatches as check_microbatches
 from .microbatches import combine as combine
+from .program_plan import Parameters as Parameters
 from .wire_state import LocalWireState as LocalWireState
 from .wire_state import WireState as WireState
 from .wire_state import from_tree as from_tree

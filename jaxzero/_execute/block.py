@@ -177,6 +177,7 @@ class BlockRunner:
     # Weights.
 
     def _gather(self, index: int) -> None:
+        self.weights.fetch(index, self.tie)
         self.weights.send(index, self.tie, self.pin)
         for number, loop in self.plan.loops.items():
             if loop.issue == index and loop.is_pipelined and loop.continues is None:

@@ -22,7 +22,7 @@ from .._collectives import (
     move_split,
     node_slices,
 )
-from .._mesh import LOCAL
+from .._mesh import LOCAL, to_device
 from .._plan import BlockUses, ShardedParam
 from .._sharding import LeafSpec
 
@@ -73,6 +73,8 @@ def _gather_source(
 ) -> EncodedShards:
     assert leaf.layout is not None
     moved = leaf.layout.dim != weight.layout.dim
+    if moved or comm.hpz:
+        shard = to_device(shard)
     size = math.prod(leaf.shape[depth:])
     if leaf.codec is not None:
         encoded = from_stored(shard, leaf)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from .._collectives import (
     picked,
     start_gather,
 )
+from .._mesh import in_host
 from .._plan import Gather, GatherGroup, ShardedParam, View
 from .._program import movable_ops
 from .._sharding import DimSharding, unpad
@@ -36,7 +37,12 @@ Bind = Callable[[list[Any]], list[Any]]
 
 
 def encode_bucket(
-    group: GatherGroup, sources: GatherSources, comm: CommSpec, tie: Bind, pin: Bind
+    group: GatherGroup,
+    sources: GatherSources,
+    comm: CommSpec,
+    tie: Bind,
+    pin: Bind,
+    fetched: Mapping[ShardedParam, EncodedShards] | None = None,
 ) -> list[GatherBucket]:
     """Encode the shards of a group of weights into buckets.
 
@@ -49,13 +55,20 @@ def encode_bucket(
             the value exists.
         pin: passes the encoded buckets through a barrier with that value, so that XLA encodes
             before the value is used.
+        fetched: shards that have been copied from host memory; others are copied now. A node slice
+            that has been kept since is taken instead.
 
     Returns:
         The buckets, for `gather_next_axis`, and after the last axis for `decode_bucket`.
     """
     weights = list(dict.fromkeys(gather.weight for gather in group.gathers))
-    data = tie([sources[x].data for x in weights])
-    tied = {x: dataclasses.replace(sources[x], data=d) for x, d in zip(weights, data, strict=True)}
+    given = dict(sources)
+    given.update((x, shards) for x, shards in (fetched or {}).items() if in_host(given[x].data))
+    data = tie([given[x].data for x in weights])
+    tied = {
+        x: dataclasses.replace(given[x], data=d).on_device()
+        for x, d in zip(weights, data, strict=True)
+    }
     with _labelled(group):
         kept = [i for i, gather in enumerate(group.gathers) if gather.keeps]
         if kept:

@@ -2,9 +2,10 @@
 
 A plain loop gathers and reduces each layer within its own iteration. A pipelined loop is a
 `lax.scan` over iteration numbers that overlaps the layers. Beside the program's own carry it
-carries: buckets with the weights of the next layers, in flight; buckets with the gradients of the
-last layers, not fully reduced yet; the stacks of reduced gradients, which are filled one iteration
-or more after the layer; and the stacks of node slices that prefetched gathers keep (hpZ).
+carries: buckets with the weights of the next layers, in flight; shards that have been copied from
+host memory; buckets with the gradients of the last layers, not fully reduced yet; the stacks of
+reduced gradients, which are filled one iteration or more after the layer; and the stacks of node
+slices that prefetched gathers keep (hpZ).
 
 Legend: an `iteration` counts from 0 in the order of execution; a `layer_index` is a position in
 the stack, which runs backwards in a reversed loop.
@@ -16,16 +17,18 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._collectives import CommSpec, EncodedShards, ReduceBucket, Sum, recording, repeated
+from .._collectives import CommSpec, EncodedShards, ReduceBucket, repeated
+from .._mesh import in_host
 from .._plan import BlockPlan, ShardedParam, Stack
 from .._program import Atom, Loop
+from .deferred_gradients import Deferred, DeferredGradients
 from .gathers import Bind, GatherSources, encode_bucket, gather_next_axis, on_shard
 from .gradient_buckets import GradientBuckets
+from .host_stacks import Fetched, HostStacks, Queues, layer_of
 from .weight_buckets import InFlight, WeightBuckets
 
 
@@ -58,6 +61,7 @@ class Prologue(NamedTuple):
 
     in_flight: InFlight  # as `WeightBuckets.in_flight`
     slices: dict[int, dict[ShardedParam, EncodedShards]]  # node slices kept, by iteration
+    fetched: Fetched  # shards copied from host memory, of the layers after those in flight
 
 
 class _State(NamedTuple):
@@ -65,8 +69,8 @@ class _State(NamedTuple):
 
     carry: list[Any]  # the carry of the program's loop
     in_flight: InFlight  # weights of the next layers
-    buckets: dict[int, list[ReduceBucket]]  # for each deferred group, a bucket by axes done
-    deferred: dict[int, Sum]  # stacks of the deferred outputs, by index of the output
+    fetched: Queues  # shards copied from host memory
+    deferred: Deferred  # gradients of the last layers, and the stacks of reduced gradients
     slices: list[Array]  # stacks of node slices, one for each of `_Loop.kept_prefetched`
 
 
@@ -91,8 +95,15 @@ class _Loop:
         self.loop = loop
         self.plan = outer.plan.loops[index]
         self.uses = outer.plan.uses.loops[index]
-        self.gradients = GradientBuckets(self.plan.body, outer.comm)
         self.stacks = [self._stack(stack) for stack in self.uses.stacks]
+        self.host = HostStacks(self.plan, self.uses.stacks, self.stacks)
+        self.deferred = DeferredGradients(
+            self.plan,
+            GradientBuckets(self.plan.body, outer.comm),
+            loop.length,
+            self.layer_index,
+            lambda done: self._inside({}).deferred_outputs(done),
+        )
         # Weights whose node slices this loop keeps: those gathered in an earlier iteration, and
         # those gathered in the iteration that uses them.
         kept = [
@@ -126,9 +137,10 @@ class _Loop:
         comm, num_hops = self.outer.comm, self.plan.body.num_hops
         in_flight: InFlight = {}
         slices: dict[int, dict[ShardedParam, EncodedShards]] = {}
+        fetched = self.host.passed(self.host.first(self.layer_index, tie))
         for hop in range(num_hops):
             layer_index = self.layer_index(jnp.asarray(num_hops - 1 - hop))
-            sources = self.layer(layer_index)
+            sources = self.layer(layer_index) | self.host.fetch(layer_index, tie)
             before = dict(sources)
             for number, group in enumerate(self.plan.body.gather_groups):
                 if group.prefetched:
@@ -139,7 +151,7 @@ class _Loop:
             slices[num_hops - 1 - hop] = {
                 x: sources[x] for x in sources if sources[x] is not before[x]
             }
-        return Prologue(in_flight, slices)
+        return Prologue(in_flight, slices, fetched)
 
     def layer_index(self, iteration: Array) -> Array:
         """The layer of an iteration; `iteration` may lie outside of the loop.
@@ -151,14 +163,15 @@ class _Loop:
         length = self.loop.length
         continued = any(x.continues == self.index for x in self.outer.plan.loops.values())
         after = 2 * length - 1 - iteration if continued else length - 1
-        iteration = jnp.where(iteration < length, jnp.maximum(iteration, 0), after)
+        iteration = jnp.where(iteration < length, jnp.maximum(iteration, 0), jnp.maximum(after, 0))
         return length - 1 - iteration if self.loop.is_reversed else iteration
 
     def layer(self, i: Array) -> GatherSources:
-        """The shard or node slice of layer `i` of each stack of weights that the loop scans."""
+        """The shard or node slice of layer `i` of each stack in device memory."""
         return {
-            stack.layer: shards.layer(lax.dynamic_index_in_dim(shards.data, i, 0, keepdims=False))
+            stack.layer: layer_of(shards, i)
             for stack, shards in zip(self.uses.stacks, self.stacks, strict=True)
+            if not in_host(shards.data)
         }
 
     def _stack(self, stack: Stack) -> EncodedShards:
@@ -167,10 +180,15 @@ class _Loop:
         shards = self.outer.weights.sources[view.weight]
         if not view.ops and shards.codec is not None and not shards.lead:
             # A stack of vectors is stored as one message, of which no layer can be cut out.
-            return shards.encode(None, ())
+            return shards.on_device().encode(None, ())
         if not view.ops:
             return shards
-        return on_shard(shards, view.ops, view.weight)[0]
+        return on_shard(shards.on_device(), view.ops, view.weight)[0]
+
+    def _iterations(self) -> Array:
+        """The iteration numbers, in the order of the stacks that are scanned."""
+        iterations = jnp.arange(self.loop.length)
+        return iterations[::-1] if self.loop.is_reversed else iterations
 
     def _inside(
         self,
@@ -187,27 +205,33 @@ class _Loop:
         num_carry = self.loop.num_carry
 
         def body(carry, scanned):
-            stacks, data = scanned
-            layers = [shards.layer(x) for shards, x in zip(self.stacks, data, strict=True)]
-            sources = dict(zip((stack.layer for stack in self.uses.stacks), layers, strict=True))
+            stacks, data, iteration = scanned
+            layers = {
+                layer: shards.layer(x) for (layer, shards), x in zip(known, data, strict=True)
+            }
+            sources = layers | self.host.fetch(self.layer_index(iteration))
             inside = self._inside(sources)
             outputs = inside.run([*self.constants, *carry, *stacks], self.uses.view_outputs)
             after = inside.weights.sources
             slices = [after[weight].data for weight in self.kept_in_iteration]
             # `scan` stacks only the data; codec and layout are read from the traced body.
             self.templates = {x: after[x] for x in self.kept_in_iteration}
-            return outputs[:num_carry], (outputs[num_carry:], slices)
+            return outputs[:num_carry], (self._stacked(outputs), slices)
 
         traced, note = repeated(body, self.loop.length)
-        data = [shards.data for shards in self.stacks]
-        carry, (stacked, slices) = self.loop.scan(traced, carry, (stacks, data))
+        pairs = zip(self.uses.stacks, self.stacks, strict=True)
+        # Layers in host memory are indexed: JAX 0.10 reads a host stack that is scanned in reverse
+        # in the wrong order.
+        known = [(stack.layer, x) for stack, x in pairs if not in_host(x.data)]
+        data = [shards.data for _, shards in known]
+        scanned = (stacks, data, self._iterations())
+        carry, (stacked, slices) = self.loop.scan(traced, carry, scanned)
         note()
         self._keep_slices(dict(zip(self.kept_in_iteration, slices, strict=True)))
         return [*carry, *stacked]
 
     def _pipelined(self, carry: list[Any], stacks: list[Any]) -> list[Any]:
         """Run the loop with gathers for the next layers and reductions for the previous ones."""
-        loop = self.loop
         before = self.outer.prologues.pop(self.index)
         self.templates = {x: kept for each in before.slices.values() for x, kept in each.items()}
         state = self._start(carry, before, stacks)
@@ -217,13 +241,10 @@ class _Loop:
             state, outputs, slices = self._iteration(state, iteration, stacks)
             return state, (outputs, slices)
 
-        iterations = jnp.arange(loop.length)
-        traced, note = repeated(body, loop.length)
-        state, (stacked, slices) = loop.scan(
-            traced, state, (iterations[::-1] if loop.is_reversed else iterations, stacks)
-        )
+        traced, note = repeated(body, self.loop.length)
+        state, (stacked, slices) = self.loop.scan(traced, state, (self._iterations(), stacks))
         note()
-        deferred = self._reduce_remaining(state)
+        deferred = self.deferred.finish(state.deferred)
         self._keep_slices(dict(zip(self.kept_prefetched, state.slices, strict=True)))
         self._keep_slices(dict(zip(self.kept_in_iteration, slices, strict=True)))
         self._pass_prologue(state)
@@ -245,14 +266,16 @@ class _Loop:
             self.layer_index(iteration),
             self.layer_index(iteration + self.plan.body.num_hops),
         )
-        sources = self.layer(here)
+        sources = self.layer(here) | self.host.layers(state.fetched, 0)
         for weight, x in zip(self.kept_prefetched, state.slices, strict=True):
             data = lax.dynamic_index_in_dim(x, here, 0, keepdims=False)
             sources[weight] = dataclasses.replace(self.templates[weight], data=data)
-        next_sources = self.layer(following)
+        num_hops = self.plan.body.num_hops
+        next_sources = self.layer(following) | self.host.layers(state.fetched, num_hops)
         inside = self._inside(sources, state.in_flight, next_sources)
         outputs = inside.run([*self.constants, *state.carry, *stacks], self.uses.view_outputs)
-        buckets, deferred = self._reduce_deferred(state, inside.gradients.deferred, iteration)
+        new = inside.gradients.deferred
+        deferred = self.deferred.advance(state.deferred, new, iteration)
         slices = [
             lax.dynamic_update_index_in_dim(
                 x, inside.weights.next_sources[weight].data, following, 0
@@ -261,15 +284,18 @@ class _Loop:
         ]
         self.templates.update({x: inside.weights.sources[x] for x in self.kept_in_iteration})
         carry = outputs[: self.loop.num_carry]
-        state = _State(carry, inside.weights.next_in_flight, buckets, deferred, slices)
+        fetched, carry = self.host.advance(state.fetched, self.layer_index, iteration, carry)
+        state = _State(carry, inside.weights.next_in_flight, fetched, deferred, slices)
         kept = [inside.weights.sources[weight].data for weight in self.kept_in_iteration]
-        return state, outputs[self.loop.num_carry :], kept
+        return state, self._stacked(outputs), kept
+
+    def _stacked(self, outputs: list[Any]) -> list[Any]:
+        """The outputs of an iteration that the loop stacks, which are those after the carry."""
+        finished = [self.deferred.finished(i, x) for i, x in enumerate(outputs)]
+        return finished[self.loop.num_carry :]
 
     def _start(self, carry: list[Any], before: Prologue, stacks: list[Any]) -> _State:
-        """The state before the first iteration; its gradient buckets hold zeros.
-
-        Shapes and dtypes of the buckets come from an abstract run of one iteration.
-        """
+        """The state before the first iteration."""
         length = self.loop.length
         slices = []
         for weight in self.kept_prefetched:
@@ -279,85 +305,16 @@ class _Loop:
                 layer_index = self.layer_index(jnp.asarray(iteration))
                 stack = lax.dynamic_update_index_in_dim(stack, kept[weight].data, layer_index, 0)
             slices.append(stack)
-        state = _State(carry, before.in_flight, {}, {}, slices)
+        fetched = self.host.continued(before.fetched)
+        if fetched is None:
+            fetched = self.host.first(self.layer_index)
         rows = [None if x is None else x[0] for x in stacks]
 
-        def shapes():
-            first = self._iteration(state, jnp.asarray(0), rows)[0].buckets
-            by_axes_done = {number: [buckets[0]] for number, buckets in first.items()}
-            done = {}
-            for number, buckets in by_axes_done.items():
-                for axis in range(self.gradients.num_axes(number)):
-                    buckets.append(self.gradients.reduce_next(number, axis, buckets[axis]))
-                done[number] = buckets.pop()
-            return by_axes_done, self._deferred_outputs(done)
+        def first(deferred: Deferred) -> Deferred:
+            state = _State(carry, before.in_flight, fetched, deferred, slices)
+            return self._iteration(state, jnp.asarray(0), rows)[0].deferred
 
-        with recording(None):  # traced only for shapes: its collectives must not be counted
-            buckets, deferred = jax.eval_shape(shapes)
-        return state._replace(
-            buckets=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), buckets),
-            deferred=jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), deferred),
-        )
-
-    def _reduce_deferred(
-        self, state: _State, new: Mapping[int, ReduceBucket], iteration: Array
-    ) -> tuple[dict[int, list[ReduceBucket]], dict[int, Sum]]:
-        """Reduce every deferred bucket over one more axis, and add this iteration's `new` buckets.
-
-        The buckets of the oldest iteration are then fully reduced. In the first iterations these
-        are the zeros of `_start`, stored for the first layer and overwritten by its gradients.
-
-        Returns:
-            The buckets in flight, and the stacks of deferred outputs, for the next state.
-        """
-        buckets, done, num_axes = {}, {}, 0
-        for number, in_flight in state.buckets.items():
-            reduce_next = self.gradients.reduce_next
-            sent = [reduce_next(number, axis, bucket) for axis, bucket in enumerate(in_flight)]
-            buckets[number], done[number] = [new[number], *sent[:-1]], sent[-1]
-            num_axes = len(in_flight)
-        if not done:  # no group is deferred, or this is the abstract run in `_start`
-            return {number: [bucket] for number, bucket in new.items()}, state.deferred
-        return buckets, self._store_layer(state.deferred, done, iteration - num_axes)
-
-    def _reduce_remaining(self, state: _State) -> dict[int, Sum]:
-        """Reduce the buckets that are in flight after the last iteration over all their axes."""
-        deferred = state.deferred
-        num_axes = max((len(buckets) for buckets in state.buckets.values()), default=0)
-        for axis in reversed(range(num_axes)):
-            done = {
-                number: self.gradients.reduce_rest(number, axis, buckets[axis])
-                for number, buckets in state.buckets.items()
-            }
-            deferred = self._store_layer(deferred, done, jnp.asarray(self.loop.length - 1 - axis))
-        return deferred
-
-    def _store_layer(
-        self, deferred: dict[int, Sum], done: dict[int, ReduceBucket], iteration: Array
-    ) -> dict[int, Sum]:
-        """Write one iteration's deferred outputs (reduced gradients, mostly) into their stacks.
-
-        Args:
-            deferred: the stacks, by index among the loop's outputs.
-            done: the fully reduced buckets of the iteration, by index of the group.
-            iteration: the iteration that computed these gradients.
-
-        Returns:
-            The updated stacks.
-        """
-        outputs, layer_index = self._deferred_outputs(done), self.layer_index(iteration)
-        return {
-            number: jax.tree.map(
-                lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, layer_index, 0),
-                stack,
-                outputs[number],
-            )
-            for number, stack in deferred.items()
-        }
-
-    def _deferred_outputs(self, done: dict[int, ReduceBucket]) -> dict[int, Any]:
-        """The deferred outputs of one iteration, from its fully reduced buckets."""
-        return self._inside({}).deferred_outputs(done)
+        return _State(carry, before.in_flight, fetched, self.deferred.start(first), slices)
 
     def _keep_slices(self, slices: dict[ShardedParam, Array]) -> None:
         """Let later gathers start from the stacks of node slices, in place of the shards."""
@@ -370,4 +327,5 @@ class _Loop:
         """Hand the buckets in flight at this loop's end to the loop that continues with them."""
         for number, other in self.outer.plan.loops.items():
             if other.continues == self.index:
-                self.outer.prologues[number] = Prologue(state.in_flight, {})
+                fetched = self.host.passed(state.fetched)
+                self.outer.prologues[number] = Prologue(state.in_flight, {}, fetched)

@@ -29,7 +29,7 @@ from .._collectives import (
     reduce_over_node,
     sum_full,
 )
-from .._mesh import AXES, LOCAL, NODE
+from .._mesh import AXES, LOCAL, NODE, in_host
 from .._sharding import DimSharding, LeafSpec, pad
 from .._simigrad import GradientHalves
 from .half_batches import gradient_halves
@@ -49,6 +49,17 @@ class GradientTarget:
     def in_node_only(self) -> bool:
         """Whether the program reduces over `local` only, so that this module sums over nodes."""
         return self.reduce_spec is not None and NODE not in self.reduce_spec.hops
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the program leaves the sum over all devices, in the layout of storage."""
+        spec = self.reduce_spec
+        return (
+            spec is not None
+            and not self.in_node_only
+            and self.stored is not None
+            and self.stored.dim == spec.layout.dim
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +135,8 @@ def _mean(
     if x is None:
         return None, error, None
     leaf, residual = target.leaf, None
+    if in_host(x):  # a loop has averaged it, layer by layer
+        return x, None, None
     if not target.in_node_only:
         x = x / total.astype(x.dtype)
         half_sum = jax.tree.map(lambda part: part / total.astype(part.dtype), half_sum)

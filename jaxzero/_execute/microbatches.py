@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._collectives import CommSpec, accumulator_dtype, all_gather, all_reduce, recording, repeated
-from .._mesh import AXES
+from .._mesh import AXES, in_host
 from .._sharding import split_dim
 
 
@@ -98,7 +98,10 @@ def accumulate(
 
 
 def _widened(sums: Accumulators) -> Accumulators:
-    return jax.tree.map(lambda x: x.astype(accumulator_dtype(x.dtype)), sums)
+    def widened(x: Array) -> Array:
+        return x if in_host(x) else x.astype(accumulator_dtype(x.dtype))  # a mean, in host memory
+
+    return jax.tree.map(widened, sums)
 
 
 REDUCTIONS = ("mean", "sum", "first", "stack", "concat")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from .._collectives import CommSpec, EncodedShards, GatherBucket
+from .._mesh import in_host
 from .._plan import BlockPlan, Gather, GatherGroup, ShardedParam
 from .._program import Value, movable_ops
 from .gathers import GatherSources, decode_bucket, encode_bucket, gather_next_axis, with_barrier
@@ -45,14 +47,31 @@ class WeightBuckets:
         self.next_sources: GatherSources = dict(next_sources or {})
         self.in_flight: InFlight = dict(in_flight or {})
         self.next_in_flight: InFlight = {}
+        self._fetched: dict[int, GatherSources] = {}  # by group, shards copied from host memory
         self._full: dict[tuple, tuple[Gather, Any]] = {}
-        # What happens before an operation: gathers of (group, axis), and decoding of groups.
+        # What happens before an operation: copies from host memory of groups, gathers of (group,
+        # axis), and decoding of groups.
+        self._fetches: dict[int, list[int]] = {}
         self._sends: dict[int, list[tuple[int, int]]] = {}
         self._needs: dict[int, list[int]] = {}
         for number, group in enumerate(plan.gather_groups):
             self._needs.setdefault(group.at, []).append(number)
+            if group.fetch is not None:
+                self._fetches.setdefault(group.fetch, []).append(number)
             for axis, issue in enumerate(group.issues):
                 self._sends.setdefault(issue, []).append((number, axis))
+
+    def fetch(self, index: int, tie: Tie) -> None:
+        """Start the copies from host memory that the plan puts before operation `index`."""
+        for number in self._fetches.get(index, ()):
+            group = self.plan.gather_groups[number]
+            weights = dict.fromkeys(gather.weight for gather in group.gathers)
+            shards = {x: self.sources[x] for x in weights if in_host(self.sources[x].data)}
+            data = tie(group.fetch_tie, [x.data for x in shards.values()])
+            self._fetched[number] = {
+                weight: dataclasses.replace(x, data=d).on_device()
+                for (weight, x), d in zip(shards.items(), data, strict=True)
+            }
 
     def send(self, index: int, tie: Tie, pin: Tie) -> None:
         """Start the gathers that the plan puts before operation `index`.
@@ -78,7 +97,8 @@ class WeightBuckets:
         else:
             sources = self.next_sources if group.prefetched else self.sources
             tied = functools.partial(tie, group.ties[axis])
-            buckets = encode_bucket(group, sources, self.comm, tied, pinned)
+            fetched = self._fetched.pop(number, {})
+            buckets = encode_bucket(group, sources, self.comm, tied, pinned, fetched)
         return gather_next_axis(group, buckets, self.comm, self.plan.num_hops - axis)
 
     def receive(self, index: int) -> None:

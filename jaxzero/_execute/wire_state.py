@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from .._collectives import CommSpec
-from .._mesh import LOCAL, NODE, AnyMesh, map_devices
+from .._mesh import LOCAL, NODE, AnyMesh, map_devices, to_device
 from .._sharding import GradientHop, LeafSpec, TreePlan, arrays_of
 from .weight_differences import first_slice, has_kept_slice
 
@@ -111,7 +111,7 @@ def _first_state(
     slices, errors = {}, {}
     for i, (leaf, shard) in enumerate(zip(leaves, shards, strict=True)):
         if slice_array(leaf, comm):
-            slices[i] = first_slice(shard, leaf, comm).data
+            slices[i] = first_slice(to_device(shard), leaf, comm).data
         if stored := error_array(leaf, comm):
             assert leaf.layout is not None
             shape = list(leaf.padded_shape)

@@ -9,6 +9,7 @@ from . import gloo_workaround as gloo_workaround
 from . import simulated as simulated
 from .gloo_workaround import reduce_scatter as reduce_scatter
 from .memory import HOST as HOST
+from .memory import empty_in_host as empty_in_host
 from .memory import in_host as in_host
 from .memory import to_device as to_device
 from .memory import to_host as to_host

@@ -6,6 +6,8 @@ An operation is given by its index in the block.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from .._program import Block, Value
 from .gradient_reductions import BlockGradients
@@ -21,6 +23,10 @@ class GatherGroup:
     issues: tuple[int, ...]  # for each mesh axis, the operation before which it is sent
     ties: tuple[Value | None, ...]  # for each axis, the value that it waits for; see [Note: ties]
     prefetched: bool = False  # in a loop: sent in earlier iterations
+    # Outside of loops, for shards in host memory: the operation before which they are copied to the
+    # device, and the value that the copy waits for. None: they are copied when they are sent.
+    fetch: int | None = None
+    fetch_tie: Value | None = None
 
     @property
     def at(self) -> int:
@@ -45,12 +51,16 @@ class LoopPlan:
     issue: int  # the operation before which the prologue is sent
     tie: Value | None = None  # the value that the prologue waits for
     continues: int | None = None  # an earlier loop that sends the same gathers last: no prologue
+    window: int = 0  # how many layers ahead shards in host memory are copied to the device
+    # Outputs that are stacks of gradients in host memory: their indices, and the gradients' dtypes.
+    host_gradients: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def is_pipelined(self) -> bool:
         """Whether weights or gradients are in flight from one iteration to the next."""
         deferred = any(group.deferred for group in self.body.reduce_groups)
-        return deferred or any(group.prefetched for group in self.body.gather_groups)
+        prefetched = any(group.prefetched for group in self.body.gather_groups)
+        return deferred or prefetched or self.window > 0
 
 
 @dataclasses.dataclass(frozen=True)

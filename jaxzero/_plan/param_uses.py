@@ -30,6 +30,7 @@ class ShardedParam:
     shape: tuple[int, ...]  # of the full array
     dtype: Any
     layout: DimSharding  # the split dim, and its padding
+    in_host: bool = False  # whether the shards lie in host memory, to be fetched before a gather
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,11 @@ class Stack:
 
     view: View  # the stack outside; its operations are applied to the shards before the loop
     layer: ShardedParam  # one layer, as the body sees it
+
+    @property
+    def in_host(self) -> bool:
+        """Whether the loop copies each layer from host memory; operations need all of the stack."""
+        return self.view.weight.in_host and not self.view.ops
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,12 @@ second axis, also those of the layer after next and of the layer before the prev
 messages of the first layers are sent before the loop, as if the loop were a group; or they are the
 messages that the loop before it, which runs in the other direction, sent last. In the last
 iteration, where there is no next layer, the last layer is sent again.
+
+[Note: host memory] Shards in host memory are copied to the device before they are sent, which is
+one more hop: `window` groups before the first, or in a pipelined loop `window` layers before. XLA
+would merge the copies of forward and backward too, so each is tied as a gather is. In a loop the
+carry holds the shards that have been copied, and a barrier joins the new ones with the end of the
+iteration, without which XLA waits for some of the copies before the layer computes.
 """
 
 from __future__ import annotations
@@ -74,6 +80,7 @@ def make_plan(
     loss: Value | None,
     schedule: CommSchedule,
     num_hops: int = 1,
+    window: int = 1,
 ) -> BlockPlan:
     """Plan the gathers and reductions of a program.
 
@@ -84,13 +91,14 @@ def make_plan(
         loss: the value whose operation ends the forward region; None if there is no backward.
         schedule: prefetch distance, bucket size and limits on live weights.
         num_hops: number of mesh axes (of more than one device) that a weight is gathered over.
+        window: how many layers, or groups outside of loops, shards in host memory are copied ahead.
     """
     boundary = len(block.operations)
     for index, operation in enumerate(block.operations):
         if loss in operation.outputs:
             boundary = index
     gradients = find_reduces(block, uses, reduce_specs)
-    return _plan_block(block, uses, gradients, boundary, schedule, num_hops)
+    return _plan_block(block, uses, gradients, boundary, schedule, num_hops, window)
 
 
 def _plan_block(
@@ -100,6 +108,7 @@ def _plan_block(
     boundary: int | None,
     schedule: CommSchedule,
     num_hops: int,
+    window: int,
 ) -> BlockPlan:
     """Plan a block; `boundary` is the last operation of forward, or None in a loop's body."""
     in_loop = boundary is None
@@ -111,9 +120,11 @@ def _plan_block(
             if operation.length < 2:  # no next layer to prefetch
                 inside = dataclasses.replace(schedule, prefetch=0)
             body = _plan_block(
-                operation.body, uses.loops[index].body, inner, None, inside, num_hops
+                operation.body, uses.loops[index].body, inner, None, inside, num_hops, window
             )
-            loops[index] = LoopPlan(body, index)
+            in_host = any(stack.in_host for stack in uses.loops[index].stacks)
+            ahead = window if in_host and inside.prefetch else 0
+            loops[index] = LoopPlan(body, index, window=ahead)
     zeros = _zeros(block, gradients)
     reduces = _reduce_groups(block, gradients, zeros, schedule, in_loop)
     if in_loop and schedule.prefetch:
@@ -130,7 +141,11 @@ def _plan_block(
         if is_prefetched:  # sent for a later layer, beside the last groups of this one
             issues = (groups[len(groups) - num_prefetched + number][0].at,) * num_hops
         after = (ties[issue] if not in_loop or issue else _largest(block, uses) for issue in issues)
-        gather_groups.append(GatherGroup(tuple(gathers), issues, tuple(after), is_prefetched))
+        group = GatherGroup(tuple(gathers), issues, tuple(after), is_prefetched)
+        if not in_loop and any(gather.weight.in_host for gather in gathers):
+            fetch = _start_before(issues[0], starts, window if schedule.prefetch else 0)
+            group = dataclasses.replace(group, fetch=fetch, fetch_tie=ties[fetch])
+        gather_groups.append(group)
     for index, loop in loops.items():
         issue = _start_before(index, starts, schedule.prefetch)
         continues = _continued(block, uses, loops, index, starts, schedule.prefetch)

@@ -63,7 +63,7 @@ class Traffic:
 
     @property
     def num_microbatches(self) -> int:
-        """The number of micro-batches, if something is sent for each of them; otherwise 1."""
+        """Number of micro-batches; 1 if every transfer runs once for all of them."""
         return max((t.microbatches for t in self.transfers), default=1)
 
     @property

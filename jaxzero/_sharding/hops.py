@@ -1,4 +1,4 @@
-"""Hops between nodes that keep arrays from step to step: for `PerAxis.node`, besides codecs.
+"""Stateful hops between nodes, which `PerAxis.node` accepts in place of a codec.
 
 A codec loses what it rounds away. A hop keeps it, in a wire state that the caller carries from step
 to step (`Zero.init_wire_state`), and makes up for it in the next step. Weights and gradients keep

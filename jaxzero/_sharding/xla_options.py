@@ -30,6 +30,13 @@ _GPU_BEFORE_0_11: Options = {
     # process ("Check failed: buffer != nullptr"), at any all-to-all that is asynchronous.
     "xla_gpu_enable_analytical_latency_estimator": True,
 }
+_GPU_OFFLOAD: dict[str, bool | int | str | None] = {
+    # How many copies from and to host memory may be under way. With the default of 2, most of a
+    # layer's seven copies end before its first matrix product (Llama-7B, both versions).
+    "xla_gpu_experimental_parallel_async_compute_limit": 64,
+    # With arrays in host memory it ends the process (JAX 0.10.2).
+    "xla_gpu_enable_analytical_latency_estimator": None,
+}
 _CPU_BEFORE_0_11: Options = {
     # The default scheduler goes breadth first, so all gathers come first and weights wait for
     # their layers: of 40M parameters in float32 and 12 layers each of four devices then has
@@ -45,15 +52,16 @@ class _Platform:
 
     always: Options = dataclasses.field(default_factory=dict)
     before_0_11: Options = dataclasses.field(default_factory=dict)
+    offload: dict[str, bool | int | str | None] = dataclasses.field(default_factory=dict)
 
-    @property
-    def options(self) -> Options:
-        """The options for the installed version of JAX."""
+    def options(self, offload: bool) -> dict[str, bool | int | str | None]:
+        """The options for the installed version of JAX; None for one that `offload` takes out."""
         is_old = jax.__version_info__ < (0, 11)
-        return self.always | (self.before_0_11 if is_old else {})
+        options = self.always | (self.before_0_11 if is_old else {})
+        return options | (self.offload if offload else {})
 
 
-_GPUS = _Platform(_GPU, _GPU_BEFORE_0_11)
+_GPUS = _Platform(_GPU, _GPU_BEFORE_0_11, _GPU_OFFLOAD)
 _PLATFORMS: dict[str, _Platform] = {
     "cpu": _Platform(before_0_11=_CPU_BEFORE_0_11),
     "gpu": _GPUS,
@@ -91,7 +99,7 @@ def register_compiler_options(
     _registered[platform] = _registered.get(platform, {}) | dict(options)
 
 
-def compiler_options(platform: str) -> Options:
+def compiler_options(platform: str, *, offload: bool = False) -> Options:
     """The options that let XLA carry out the schedule, for `jax.jit(compiler_options=...)`.
 
     Without them results are the same, but GPUs wait longer for collectives, and CPUs hold the
@@ -101,6 +109,7 @@ def compiler_options(platform: str) -> Options:
         platform: the devices' `jax.devices()[0].platform`: "cpu", "gpu", "cuda", "rocm" or "tpu",
             or one that was given to `jaxzero.extend.register_compiler_options`. For TPUs
             and AMD's GPUs no option has been measured: they get none.
+        offload: whether the program has arrays in host memory (`jz.Offload`).
 
     Returns:
         Names and values, of the XLA in the installed version of JAX (0.10 to 0.12).
@@ -119,6 +128,6 @@ def compiler_options(platform: str) -> Options:
             "`jax.devices()[0].platform`, or add a platform with "
             "`jaxzero.extend.register_compiler_options`."
         )
-    options = _PLATFORMS.get(platform, _Platform()).options
+    options = _PLATFORMS.get(platform, _Platform()).options(offload)
     changed = options | _registered.get(platform, {})
     return {name: value for name, value in changed.items() if value is not None}

@@ -43,7 +43,7 @@ from .._sharding import (
     statics_of,
     trained_leaves,
 )
-from .placement import constrain, make_leaves, pad_leaf, unpad_leaf
+from .placement import constrain, make_leaves, pad_leaf, stored_struct, unpad_leaf
 
 
 class TrueShapes(optax.GradientTransformationExtraArgs):
@@ -175,12 +175,7 @@ def init_state(
             for x, leaf in ((constrain(x, mesh, leaf.spec(axes)), leaf) for x, leaf in pairs)
         ]
     elif any(isinstance(x, jax.ShapeDtypeStruct) for x in given):
-        made = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-            for x, sharding in zip(
-                arrays_of(jax.eval_shape(tx.init, params)), plan.shardings(mesh, axes), strict=True
-            )
-        ]
+        made = [stored_struct(leaf, mesh, axes) for leaf in plan.leaves]
     else:
 
         def state(params: Any) -> list[Any]:

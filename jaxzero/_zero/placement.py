@@ -40,6 +40,18 @@ def run_automatic(function: Any, out_shardings: Any, mesh: Mesh, *args: Any) -> 
     return jax.tree.map(lambda x: on_mesh(x, mesh), made)
 
 
+def stored_struct(leaf: LeafSpec, mesh: Mesh, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of a stored array.
+
+    For devices without memories, as those of a topology, a sharding in host memory is on the
+    abstract mesh: JAX would drop its memory kind on the mesh of devices.
+    """
+    sharding = leaf.sharding(mesh, axes)
+    if sharding.memory_kind != leaf.memory_kind and leaf.memory_kind is not None:
+        sharding = NamedSharding(mesh.abstract_mesh, sharding.spec, memory_kind=leaf.memory_kind)
+    return jax.ShapeDtypeStruct(leaf.stored.shape, leaf.stored.dtype, sharding=sharding)
+
+
 def make_leaves(
     function: Callable[..., list[Any]],
     leaves: Sequence[LeafSpec],

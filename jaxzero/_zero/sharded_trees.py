@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import optax
 
 from .._codecs import Codec
@@ -30,7 +29,7 @@ from .host_memory import check_patterns, check_platform, check_room
 from .init_fn import Initializer
 from .optimizer_state import init_state, plan_state, trained_part, true_shapes
 from .padding_check import warn_of_padding
-from .placement import gather_full, make_leaves, pad_leaf, place_tree
+from .placement import gather_full, make_leaves, pad_leaf, place_tree, stored_struct
 
 
 class ShardedTrees:
@@ -96,12 +95,7 @@ class ShardedTrees:
         the result of `shard` with that codec.
         """
         plan = self._plan(Initializer(init_fn).shapes(*args), specs, codec)
-        shardings = plan.shardings(self.mesh, self._weight_axes)
-        structs = [
-            jax.ShapeDtypeStruct(leaf.stored.shape, leaf.stored.dtype, sharding=sharding)
-            for leaf, sharding in zip(plan.leaves, shardings, strict=True)
-        ]
-        return plan.stored(structs)
+        return plan.stored([stored_struct(x, self.mesh, self._weight_axes) for x in plan.leaves])
 
     def shard(self, tree: Any, specs: Any = None, codec: Codec | None = None) -> Any:
         """Shard a tree of full arrays over the devices.

@@ -16,6 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from .._raw import raw
+
 _THREADS = 2
 
 
@@ -56,7 +58,11 @@ class Transfers:
         self._threads.shutdown(cancel_futures=error is not None)
 
     def make_room(self) -> None:
-        """Wait until a thread is free: before reading, so that the host holds `_THREADS` arrays."""
+        """Wait until a thread is free.
+
+        Call it before reading an array: then the host holds at most `_THREADS` arrays at a time,
+        the new one included.
+        """
         while len(self._running) >= _THREADS:
             self._running.popleft().result()
 
@@ -84,6 +90,4 @@ def put_copy(data: np.ndarray, target: SingleDeviceSharding) -> jax.Array:
     is_shared = device.platform == "cpu" and moved.unsafe_buffer_pointer() == data.ctypes.data
     if not is_shared or not data.nbytes:
         return moved
-    # As integers: numpy copies foreign types (bfloat16) one at a time.
-    raw = data.view(f"u{data.dtype.itemsize}") if data.dtype.itemsize <= 8 else data
-    return jax.block_until_ready(jax.device_put(raw.copy().view(data.dtype), target))
+    return jax.block_until_ready(jax.device_put(raw(data).copy().view(data.dtype), target))

@@ -221,4 +221,10 @@ def _parameters(call: Call, options: Options, config: ZeroConfig) -> Parameters:
             if number in numbers and is_trained:
                 differentiated.append(len(leaves))
             leaves.append(leaf)
-    return Parameters(tuple(leaves), tuple(differentiated), config.stage >= 3, config.stage >= 2)
+    return Parameters(
+        tuple(leaves),
+        tuple(differentiated),
+        config.stage >= 3,
+        config.stage >= 2,
+        config.offload,
+    )

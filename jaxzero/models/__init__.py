@@ -4,6 +4,7 @@ In: a `config.json` or a config. Out: NNX modules for one device, without any sh
 jobs and scripts use it.
 """
 
+from ._config_json import family_of as family_of
 from ._config_json import make_config as make_config
 from ._config_json import read_config as read_config
 from ._decoder import Decoder as Decoder

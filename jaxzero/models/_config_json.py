@@ -8,6 +8,7 @@ from .._checked_json import JsonKeys, Kind, exactly, read_json, shown
 from ._config_keys import KEYS
 
 Config = TypeVar("Config")
+Row = TypeVar("Row")
 
 CHOOSE_ANOTHER = "Choose another checkpoint, or write its model beside those of `jaxzero.models`."
 _REMEDY = "Correct the file, or copy or download the checkpoint again."
@@ -34,6 +35,30 @@ def read_config(path: Path | str) -> tuple[dict[str, Any], Path]:
             "`save_pretrained` of Hugging Face transformers wrote."
         )
     return read_json(path, remedy=_REMEDY), path
+
+
+def family_of(
+    content: Mapping[str, Any], path: Path, families: Mapping[str, Row], models: str
+) -> Row:
+    """The row of `families` for the `model_type` of a `config.json`.
+
+    Args:
+        content: the content of the file.
+        path: where it is, for messages.
+        families: a table with a row for each `model_type`.
+        models: the kind of models in the table, for messages: "encoders" or "decoders".
+
+    Raises:
+        ValueError: `model_type` is missing, or not in the table.
+    """
+    name = content.get("model_type")
+    if not isinstance(name, str) or name not in families:
+        raise ValueError(
+            f"`model_type` in {str(path)!r} is {shown(name)}; {models} are read of the families "
+            f"{', '.join(sorted(families))}. Choose such a checkpoint, or load the weights into a "
+            "model of your own: `jaxzero.interop.match` proposes the rules (docs/howto/rules.md)."
+        )
+    return families[name]
 
 
 def config_keys(
@@ -70,6 +95,35 @@ def check_only(keys: JsonKeys, key: str, only: Any, model: str) -> None:
             f"must be {shown(only)}; got {shown(given)}. The {model} computes nothing else",
             remedy=CHOOSE_ANOTHER,
         )
+
+
+def windowed_layers(keys: JsonKeys, num_layers: int, model: str) -> tuple[int, ...] | None:
+    """Indices of the layers that have a sliding window according to `layer_types`.
+
+    Args:
+        keys: the `config.json`.
+        num_layers: the number of layers.
+        model: the model that computes the layers, for messages.
+
+    Returns:
+        The indices in ascending order; None if `layer_types` is missing or null.
+
+    Raises:
+        ValueError: `layer_types` has another number of entries, or another type of layer.
+    """
+    types = keys.get("layer_types")
+    if types is None:
+        return None
+    if len(types) != num_layers:
+        raise keys.error("layer_types", f"has {len(types)} entries for {num_layers} layers")
+    unknown = sorted(set(types) - {"sliding_attention", "full_attention"})
+    if unknown:
+        raise keys.error(
+            "layer_types",
+            f"holds {shown(unknown[0])}; {model} computes 'full_attention' and 'sliding_attention'",
+            remedy=CHOOSE_ANOTHER,
+        )
+    return tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
 
 
 def make_config(make: type[Config], fields: Mapping[str, Any], path: Path) -> Config:

@@ -1,16 +1,20 @@
-"""Read the structured parts of a decoder's `config.json`: heads, and which layers have a window."""
+"""Read the structured parts of a decoder's `config.json`: heads, and which layers have a window.
+
+The tables of families name these functions. Functions of heads take a map `sizes` from our names of
+sizes to the keys of the file, and return fields of `DecoderConfig`. The others return indices of
+layers.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .._checked_json import JsonKeys as Content
-from .._checked_json import shown
-from ._config_json import CHOOSE_ANOTHER
+from ._config_json import windowed_layers
 from ._latent_config import LatentConfig
 
 
 def ordinary_heads(keys: Content, sizes: Mapping[str, str]) -> dict[str, Any]:
-    """The fields `head_size` and `num_key_value_heads`; `sizes` are the names of other keys."""
+    """The fields `head_size` and `num_key_value_heads`."""
     num_heads, hidden_size = keys[sizes["num_heads"]], keys[sizes["hidden_size"]]
     head_size = keys.get("head_dim")
     if head_size is None and hidden_size % num_heads:
@@ -32,7 +36,7 @@ def ordinary_heads(keys: Content, sizes: Mapping[str, str]) -> dict[str, Any]:
 
 
 def heads_of_hidden(keys: Content, sizes: Mapping[str, str]) -> dict[str, Any]:
-    """The same without grouped queries, for families that know neither of the two keys."""
+    """The fields of `ordinary_heads`, for families without `head_dim` and `num_key_value_heads`."""
     num_heads, hidden_size = keys[sizes["num_heads"]], keys[sizes["hidden_size"]]
     if hidden_size % num_heads:
         raise keys.error(
@@ -43,7 +47,7 @@ def heads_of_hidden(keys: Content, sizes: Mapping[str, str]) -> dict[str, Any]:
 
 
 def latent_heads(keys: Content, sizes: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of latent attention, in which all heads have keys of their own."""
+    """The fields of latent attention, which has as many heads of keys as of queries."""
     keys.require("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     num_heads, plain_size = keys[sizes["num_heads"]], keys["qk_nope_head_dim"]
     num_keys = keys.get("num_key_value_heads") or num_heads
@@ -77,7 +81,7 @@ def window_if_used(content: Content, num_layers: int) -> tuple[int, ...]:
 
 
 def window_late(content: Content, num_layers: int) -> tuple[int, ...]:
-    """Later layers have a sliding window, if `use_sliding_window` is set."""
+    """Layers from `max_window_layers` on have a sliding window, if `use_sliding_window` is set."""
     late = range(content.get("max_window_layers", 28), num_layers)
     return _window_by_type(content, num_layers, late) if content.get("use_sliding_window") else ()
 
@@ -103,7 +107,7 @@ def window_unrotated(content: Content, num_layers: int) -> tuple[int, ...]:
 
 
 def unrotated_layers(content: Content, num_layers: int) -> tuple[int, ...]:
-    """Layers without rotation: those marked 0, or every nth."""
+    """Layers without rotation: those marked 0 in `no_rope_layers`, or else every nth."""
     marks = content.get("no_rope_layers")
     if marks is None:
         every = content.get("no_rope_layer_interval", 4)
@@ -113,22 +117,9 @@ def unrotated_layers(content: Content, num_layers: int) -> tuple[int, ...]:
     return tuple(i for i in range(num_layers) if not marks[i])
 
 
-def _window_by_type(
-    content: Content, num_layers: int, unless_said: Iterable[int]
-) -> tuple[int, ...]:
+def _window_by_type(content: Content, num_layers: int, default: Iterable[int]) -> tuple[int, ...]:
+    """Layers with a window according to `layer_types`; `default` if it is missing."""
     if not content.get("sliding_window"):
         return ()
-    types = content.get("layer_types")
-    if types is None:
-        return tuple(unless_said)
-    if len(types) != num_layers:
-        raise content.error("layer_types", f"has {len(types)} entries for {num_layers} layers")
-    unknown = sorted(set(types) - {"sliding_attention", "full_attention"})
-    if unknown:
-        raise content.error(
-            "layer_types",
-            f"holds {shown(unknown[0])}; the decoder computes 'full_attention' and "
-            "'sliding_attention'",
-            remedy=CHOOSE_ANOTHER,
-        )
-    return tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
+    layers = windowed_layers(content, num_layers, "the decoder")
+    return tuple(default) if layers is None else layers

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from ._attention import Window, make_linear
+from ._attention import make_linear
 from ._block import Block, ParallelBlock, make_block, scaled
 from ._decoder_config import DecoderConfig
 from ._dropout import dropout, split_key
 from ._layers import make_layers, run_layers
 from ._norms import make_norm
+from ._per_layer import is_among, turns_if, window_if
 from ._rope import Turns, no_turns, turns
 
 
@@ -104,11 +105,11 @@ class Decoder(nnx.Module):
         all_turns = [turns(rope, positions) for rope in (config.rope, config.sliding_rope) if rope]
 
         def step(block: Block | ParallelBlock, x_btd: Array, i: int | Array) -> Array:
-            slides = _is_among(config.sliding_layers, i, config.num_layers)
+            slides = is_among(config.sliding_layers, i, config.num_layers)
             return block(
                 x_btd,
                 mask,
-                window=_window(config, slides, ids.shape[1]),
+                window=window_if(slides, config.sliding_window, ids.shape[1]),
                 turns=_turns_of_layer(config, all_turns, i, slides),
                 dropout_key=None if layers_key is None else jax.random.fold_in(layers_key, i),
             )
@@ -134,37 +135,11 @@ class Decoder(nnx.Module):
         return x_btd + self.positions(positions)
 
 
-def _is_among(numbers: tuple[int, ...], i: int | Array, num_layers: int) -> bool | Array:
-    """Return whether layer i is one of the layers `numbers`.
-
-    The result is a Python bool where it is known when tracing. If the layers are scanned (`i` is an
-    array) and only some are among `numbers`, it is a boolean array.
-    """
-    if len(numbers) in (0, num_layers):
-        return bool(numbers)
-    if isinstance(i, int):
-        return i in numbers
-    return jnp.array([number in numbers for number in range(num_layers)])[i]
-
-
-def _window(config: DecoderConfig, slides: bool | Array, num_tokens: int) -> Window:
-    window = config.sliding_window
-    if window is None or isinstance(slides, bool):
-        return window if slides is True else None
-    return jnp.where(slides, window, num_tokens)
-
-
 def _turns_of_layer(
     config: DecoderConfig, all_turns: list[Turns], i: int | Array, slides: bool | Array
 ) -> Turns | None:
-    stays = _is_among(config.unrotated_layers, i, config.num_layers)
+    stays = is_among(config.unrotated_layers, i, config.num_layers)
     if not all_turns or stays is True:
         return None
-    chosen = all_turns[0] if len(all_turns) == 1 else _where(slides, all_turns[1], all_turns[0])
-    return _where(stays, no_turns(chosen), chosen)
-
-
-def _where(condition: bool | Array, one: Turns, other: Turns) -> Turns:
-    if isinstance(condition, bool):
-        return one if condition else other
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
+    chosen = all_turns[0] if len(all_turns) == 1 else turns_if(slides, all_turns[1], all_turns[0])
+    return turns_if(stays, no_turns(chosen), chosen)

@@ -4,14 +4,12 @@ Files of transformers 4 and 5 differ in where they keep rotation and the number 
 read.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .._checked_json import JsonKeys as Content
-from .._checked_json import shown
 from ._activations import read_activation
-from ._config_json import check_only, config_keys
+from ._config_json import check_only, config_keys, family_of
 from ._config_rope import read_rope
 from ._family import DEFAULTS, Family, Fields
 from ._layer_norm_families import LAYER_NORM_FAMILIES
@@ -30,7 +28,7 @@ def decoder_fields(content: dict[str, Any], path: Path) -> dict[str, Any]:
     Raises:
         ValueError: see `DecoderConfig.from_json`.
     """
-    family = _family_of(content, path)
+    family = family_of(content, path, DECODER_FAMILIES, "decoders")
     keys = config_keys(
         content,
         path,
@@ -64,18 +62,6 @@ def _rotated_size(fields: Fields) -> int:
     """Size of a head, without what latent attention never rotates."""
     latent = fields.get("latent")
     return fields["head_size"] - (0 if latent is None else latent.plain_size)
-
-
-def _family_of(content: Mapping[str, Any], path: Path) -> Family:
-    name = content.get("model_type")
-    if not isinstance(name, str) or name not in DECODER_FAMILIES:
-        raise ValueError(
-            f"`model_type` in {str(path)!r} is {shown(name)}; decoders are read of the families "
-            f"{', '.join(sorted(DECODER_FAMILIES))}. Choose such a checkpoint, or load the "
-            "weights into a model of your own: `jaxzero.interop.match` proposes the rules "
-            "(docs/howto/rules.md)."
-        )
-    return DECODER_FAMILIES[name]
 
 
 def _check_meaning(keys: Content, family: Family) -> None:

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .._checked_json import shown
 from ._activations import read_activation
-from ._config_json import check_only, config_keys, make_config, read_config
+from ._config_json import check_only, config_keys, family_of, make_config, read_config
 from ._encoder_base import EncoderBase, check_heads
 
 _BERT_SIZES = {
@@ -98,15 +97,8 @@ class EncoderConfig(EncoderBase):
                 not compute (another `model_type`, activation or kind of position embedding).
         """
         content, path = read_config(path)
-        name = content.get("model_type")
-        if not isinstance(name, str) or name not in _FAMILIES:
-            raise ValueError(
-                f"`model_type` in {str(path)!r} is {shown(name)}; encoders are read of the "
-                f"families {', '.join(sorted(_FAMILIES))}. Choose such a checkpoint, or load the "
-                "weights into a model of your own: `jaxzero.interop.match` proposes the rules "
-                "(docs/howto/rules.md)."
-            )
-        return make_config(cls, _FAMILIES[name].fields(content, path) | changes, path)
+        family = family_of(content, path, _FAMILIES, "encoders")
+        return make_config(cls, family.fields(content, path) | changes, path)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

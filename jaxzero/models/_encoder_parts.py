@@ -11,6 +11,7 @@ from ._attention import Window, attend
 from ._dropout import dropout, split_key
 from ._encoder_base import EncoderBase
 from ._mlp import ACTIVATIONS
+from ._norms import make_layer_norm
 from ._rope import Turns, rotate
 
 
@@ -163,12 +164,10 @@ def linear(
 
 def layer_norm(config: EncoderBase, rngs: nnx.Rngs, *, bias: bool = True) -> nnx.LayerNorm:
     """A LayerNorm of vectors of `hidden_size` numbers."""
-    # The fast variance, E[x^2] - E[x]^2, loses digits that a float32 comparison would miss.
-    return nnx.LayerNorm(
+    return make_layer_norm(
         config.hidden_size,
         epsilon=config.layer_norm_epsilon,
-        use_fast_variance=False,
-        use_bias=bias,
-        dtype=jnp.dtype(config.compute_dtype),
+        compute_dtype=config.compute_dtype,
+        bias=bias,
         rngs=rngs,
     )

@@ -21,7 +21,8 @@ from ._dropout import dropout, split_key
 from ._encoder_parts import GatedPerceptron, PreNormLayer, SelfAttention, layer_norm
 from ._layers import make_layers, run_layers
 from ._modern_bert_config import ModernBertConfig
-from ._rope import Turns, turns
+from ._per_layer import is_among, turns_if, window_if
+from ._rope import turns
 
 
 class ModernBert(nnx.Module):
@@ -78,15 +79,16 @@ class ModernBert(nnx.Module):
         x_btd = self.embedding_norm(self.embedding(ids))
         x_btd = dropout(x_btd, config.embedding_dropout, embedding_key)
         positions = jnp.arange(ids.shape[1])[None]
-        both_turns = turns(config.rope, positions), turns(config.local_rope, positions)
+        whole_turns = turns(config.rope, positions)
+        local_turns = turns(config.local_rope, positions)
 
         def step(layer: PreNormLayer, x_btd: Array, i: int | Array) -> Array:
-            is_local = _is_local(config, i)
+            is_local = is_among(config.local_layers, i, config.num_layers)
             return layer(
                 x_btd,
                 mask,
-                window=_window(config, is_local, ids.shape[1]),
-                turns=_choose_turns(*both_turns, is_local),
+                window=window_if(is_local, config.local_window, ids.shape[1]),
+                turns=turns_if(is_local, local_turns, whole_turns),
                 dropout_key=None if layers_key is None else jax.random.fold_in(layers_key, i),
             )
 
@@ -97,27 +99,6 @@ class ModernBert(nnx.Module):
             x_btd = run_layers(nnx.List([self.first]), step, x_btd, 1, config.remat)
         num_later = config.num_layers - self._num_before
         return self.norm(run_layers(self.layers, later_step, x_btd, num_later, config.remat))
-
-
-def _is_local(config: ModernBertConfig, i: int | Array) -> bool | Array:
-    """Return whether layer i has a window: a boolean array if `i`, in a scan, is an array."""
-    if isinstance(i, int):
-        return i in config.local_layers
-    return jnp.array([number in config.local_layers for number in range(config.num_layers)])[i]
-
-
-def _window(
-    config: ModernBertConfig, is_local: bool | Array, num_tokens: int
-) -> int | Array | None:
-    if isinstance(is_local, bool):
-        return config.local_window if is_local else None
-    return jnp.where(is_local, config.local_window, num_tokens)
-
-
-def _choose_turns(whole: Turns, local: Turns, is_local: bool | Array) -> Turns:
-    if isinstance(is_local, bool):
-        return local if is_local else whole
-    return jax.tree.map(lambda x, y: jnp.where(is_local, x, y), local, whole)
 
 
 def _layer(config: ModernBertConfig, number: int, rngs: nnx.Rngs) -> PreNormLayer:

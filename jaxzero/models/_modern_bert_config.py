@@ -6,7 +6,14 @@ from typing import Any
 
 from .._checked_json import JsonKeys, shown
 from ._activations import read_activation
-from ._config_json import CHOOSE_ANOTHER, check_only, config_keys, make_config, read_config
+from ._config_json import (
+    CHOOSE_ANOTHER,
+    check_only,
+    config_keys,
+    make_config,
+    read_config,
+    windowed_layers,
+)
 from ._encoder_base import EncoderBase, check_heads
 from ._rope import Rope
 
@@ -130,21 +137,12 @@ class ModernBertConfig(EncoderBase):
 
 
 def _read_local_layers(keys: JsonKeys) -> tuple[int, ...]:
-    num_layers, kinds = keys["num_hidden_layers"], keys.get("layer_types")
-    if kinds is None:
-        every = keys["global_attn_every_n_layers"]
-        return tuple(i for i in range(num_layers) if i % every)
-    if len(kinds) != num_layers:
-        raise keys.error("layer_types", f"has {len(kinds)} entries for {num_layers} layers")
-    unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
-    if unknown:
-        raise keys.error(
-            "layer_types",
-            f"holds {shown(unknown[0])}; ModernBERT computes 'full_attention' and "
-            "'sliding_attention'",
-            remedy=CHOOSE_ANOTHER,
-        )
-    return tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    num_layers = keys["num_hidden_layers"]
+    layers = windowed_layers(keys, num_layers, "ModernBERT")
+    if layers is not None:
+        return layers
+    every = keys["global_attn_every_n_layers"]
+    return tuple(i for i in range(num_layers) if i % every)
 
 
 def _read_rope(keys: JsonKeys, kind: str, base: str) -> Rope:

@@ -53,16 +53,26 @@ class ScaledLayerNorm(nnx.Module):
         return (wide * jax.lax.rsqrt(variance + self.epsilon) * scale).astype(x.dtype)
 
 
+def make_layer_norm(
+    size: int, *, epsilon: float, compute_dtype: str, bias: bool = True, rngs: nnx.Rngs
+) -> nnx.LayerNorm:
+    """A LayerNorm of vectors of `size` numbers, which returns `compute_dtype`."""
+    # The fast variance, E[x^2] - E[x]^2, loses digits that a float32 comparison would miss.
+    return nnx.LayerNorm(
+        size,
+        epsilon=epsilon,
+        use_fast_variance=False,
+        use_bias=bias,
+        dtype=jnp.dtype(compute_dtype),
+        rngs=rngs,
+    )
+
+
 def make_norm(config: DecoderConfig, size: int, rngs: nnx.Rngs) -> nnx.Module:
     """The norm that `config` asks for, of vectors of `size` numbers."""
     if config.norm == "layer":
-        # The fast variance, E[x^2] - E[x]^2, loses digits that a float32 comparison would miss.
-        return nnx.LayerNorm(
-            size,
-            epsilon=config.norm_epsilon,
-            use_fast_variance=False,
-            dtype=jnp.dtype(config.compute_dtype),
-            rngs=rngs,
+        return make_layer_norm(
+            size, epsilon=config.norm_epsilon, compute_dtype=config.compute_dtype, rngs=rngs
         )
     if config.norm == "layer_without_bias":
         return ScaledLayerNorm(size, epsilon=config.norm_epsilon)

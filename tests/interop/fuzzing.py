@@ -6,12 +6,16 @@ import contextlib
 import random
 import resource
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxzero.interop import LazyTensor
 
 MAX_SECONDS = 10  # of CPU time
 MAX_BYTES = 2**30
-_CHANGES = ["bit", "bit", "byte", "byte", "shift", "delete", "insert", "copy", "cut"]
 
 
 @contextlib.contextmanager
@@ -64,9 +68,63 @@ def damaged(whole: bytes, rng: random.Random, positions: Sequence[int]) -> bytes
     return bytes(data)
 
 
+def fuzz(
+    path: Path,
+    count: int,
+    seed: int,
+    *,
+    damage: Callable[[random.Random], None],
+    read: Callable[[Path], Mapping[str, LazyTensor]],
+    check: Callable[[dict[str, np.ndarray]], None],
+    refusals: tuple[type[Exception], ...] = (ValueError,),
+) -> int:
+    """Damage a checkpoint `count` times, and check what is read of it, or the error.
+
+    Args:
+        path: the checkpoint.
+        count: number of damaged checkpoints.
+        seed: seed of the damage.
+        damage: writes a damaged checkpoint to `path`.
+        read: opens it.
+        check: raises if the arrays are not those of `path`.
+        refusals: types of the errors by which a checkpoint is refused.
+
+    Returns:
+        How many checkpoints were read.
+    """
+    rng = random.Random(seed)
+    accepted = 0
+    for number in range(count):
+        damage(rng)
+        try:
+            with bounds():
+                ours = {name: held.read() for name, held in read(path).items()}
+        except refusals as error:
+            check_refusal(error, path)
+            continue
+        try:
+            check(ours)
+        except Exception as error:
+            error.add_note(f"checkpoint {number} of seed {seed}")
+            raise
+        accepted += 1
+    return accepted
+
+
 def check_refusal(error: Exception, path: Path) -> None:
     """An error names the file, fits a line of a terminal, and is not of memory."""
     text = str(error)
     assert str(path) in text, text
     assert text.isprintable() and len(text) < 2000, ascii(text)
     assert "MemoryError" not in text, text
+
+
+def equal(array: np.ndarray, tensor: Any) -> bool:
+    """Return whether an array has the shape, dtype and bits of a tensor of PyTorch."""
+    import torch
+
+    if array.shape != tuple(tensor.shape) or f"torch.{array.dtype.name}" != str(tensor.dtype):
+        return False
+    flat = tensor.detach().contiguous().reshape(-1)
+    held = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return held == np.ascontiguousarray(array).tobytes()

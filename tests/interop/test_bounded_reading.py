@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from jaxzero import interop
-from jaxzero.interop._tensors import escaped, shown
+from jaxzero._text import escaped, shown
 
 from .fuzzing import bounds, check_refusal
-from .test_hostile_checkpoints import pack, tensor_pickle
+from .torch_files import pack, tensor_pickle
 
 # A tuple that holds the one before it twice, 100 times over: a tree of 2^100 nodes.
 NESTED = b"K\x01\x85" + b"".join(

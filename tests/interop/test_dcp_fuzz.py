@@ -14,8 +14,7 @@ import pytest
 from jaxzero import interop
 from jaxzero.interop._torch.chunk_cover import covers_exactly
 
-from .fuzzing import bounds, check_refusal, damaged
-from .test_torch_fuzz import equal
+from .fuzzing import damaged, equal, fuzz
 
 torch = pytest.importorskip("torch", reason="needs torch: it is what files are compared with")
 
@@ -54,30 +53,33 @@ def read_by_torch(directory: Path) -> dict:
     return state
 
 
-def fuzz(source: Path, path: Path, count: int, seed: int) -> None:
-    rng = random.Random(seed)
+def fuzz_directories(source: Path, path: Path, count: int, seed: int) -> None:
     files = {file.name: file.read_bytes() for file in source.iterdir()}
     (data,) = files.keys() - {".metadata"}
-    accepted = 0
-    for number in range(count):
+
+    def damage(rng: random.Random) -> None:
         name = rng.choice([".metadata", ".metadata", data])
         for each, whole in files.items():
             changed = damaged(whole, rng, range(len(whole))) if each == name else whole
             (path / each).write_bytes(changed)
-        try:
-            with bounds():
-                opened = interop.open_checkpoint(path)
-                ours = {name: held.read() for name, held in opened.items()}
-        except (ValueError, NotImplementedError) as error:
-            check_refusal(error, path)
-            continue
+
+    def check(ours: dict[str, np.ndarray]) -> None:
         # What was accepted names no code, so that PyTorch can unpickle it too.
         theirs = read_by_torch(path)
         theirs = {name.removeprefix("model."): tensor for name, tensor in theirs.items()}
         ours = {name.removeprefix("model."): array for name, array in ours.items()}
-        assert ours.keys() == theirs.keys(), (seed, number)
-        assert all(equal(array, theirs[name]) for name, array in ours.items()), (seed, number)
-        accepted += 1
+        assert ours.keys() == theirs.keys()
+        assert all(equal(array, theirs[name]) for name, array in ours.items())
+
+    accepted = fuzz(
+        path,
+        count,
+        seed,
+        damage=damage,
+        read=interop.open_checkpoint,
+        check=check,
+        refusals=(ValueError, NotImplementedError),
+    )
     assert accepted > count // 50
 
 
@@ -89,12 +91,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_damaged_directories(source: Path, tmp_path: Path):
-    fuzz(source, tmp_path, 60, seed=0)
+    fuzz_directories(source, tmp_path, 60, seed=0)
 
 
 @pytest.mark.ci
 def test_many_damaged_directories(source: Path, tmp_path: Path):
-    fuzz(source, tmp_path, 2000, seed=1)
+    fuzz_directories(source, tmp_path, 2000, seed=1)
 
 
 def counted(shape, boxes) -> np.ndarray:

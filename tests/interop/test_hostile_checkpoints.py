@@ -1,12 +1,10 @@
-"""Checkpoints that are broken, or mean harm: errors name file and key, and nothing is run."""
+"""Pickles and archives that are broken, or mean harm: errors name the file, and nothing is run."""
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
-import shutil
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -15,10 +13,11 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from jaxzero import interop
 from jaxzero.interop._torch.unpickle import unpickle
+
+from .torch_files import pack, tensor_pickle
 
 DEEPSPEED = Path(__file__).resolve().parent.parent / "fixtures" / "deepspeed"
 
@@ -31,34 +30,6 @@ class RunsCode:
 
     def __reduce__(self):
         return os.mkdir, (str(self.marker),)
-
-
-def pack(path: Path, data: bytes, storages: dict[str, bytes] | None = None, **options) -> Path:
-    """A file as `torch.save` lays it out, around any pickle."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(path, "w", **options) as archive:
-        archive.writestr("archive/data.pkl", data)
-        archive.writestr("archive/version", "3\n")
-        for key, content in (storages or {}).items():
-            archive.writestr(f"archive/data/{key}", content)
-    return path
-
-
-def tensor_pickle(
-    *, storage: str = "FloatStorage", count=4, offset=0, shape=(2, 2), strides=(2, 1), key="0"
-) -> bytes:
-    """The pickle of `{"w": tensor}`, written out, so that it can say anything."""
-
-    def argument(value) -> bytes:
-        return pickle.dumps(value, 2)[2:-1].replace(b"q\x00", b"").replace(b"q\x01", b"")
-
-    pid = (
-        b"(" + argument("storage") + f"ctorch\n{storage}\n".encode() + argument(key)
-        + argument("cpu") + argument(count) + b"tQ"
-    )  # fmt: skip
-    arguments = b"(" + pid + argument(offset) + argument(shape) + argument(strides) + b"\x89Nt"
-    made = b"ctorch._utils\n_rebuild_tensor_v2\n" + arguments + b"R"
-    return b"\x80\x02}" + argument("w") + made + b"s."
 
 
 def test_the_form_of_these_files_is_read(tmp_path: Path):
@@ -181,200 +152,6 @@ def test_any_change_of_a_pickle_is_read_or_refused(data, case: str):
         read_fake(bytes(content))
     except ValueError as error:
         assert "fake" in str(error)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("case", ["zero1", "zero3"])
-def test_a_rank_is_missing(tmp_path: Path, case: str, rank: int):
-    shutil.copytree(DEEPSPEED / case, tmp_path / case)
-    name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-    (tmp_path / case / "step3" / name).unlink()
-    message = "but none like .* of rank 0" if rank == 0 else "of 1 processes, but 2 wrote them"
-    with pytest.raises(ValueError, match=message):
-        interop.open_checkpoint(tmp_path / case)
-
-
-def copied(tmp_path: Path, case: str) -> Path:
-    shutil.copytree(DEEPSPEED / case, tmp_path / case)
-    return tmp_path / case / "step3"
-
-
-def test_files_of_two_checkpoints(tmp_path: Path):
-    step = copied(tmp_path, "zero1")
-    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    shutil.copyfile(DEEPSPEED / "zero3" / "step3" / name, step / name)
-    with pytest.raises(ValueError, match=r"holds states of ZeRO stages \['1', '3'\]"):
-        interop.open_checkpoint(tmp_path / "zero1")
-    first = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    for each in (name, first):
-        shutil.copyfile(DEEPSPEED / "zero3" / "step3" / each, step / each)
-    for each in range(2):
-        shutil.copyfile(
-            step / "mp_rank_00_model_states.pt",
-            step / f"zero_pp_rank_{each}_mp_rank_00_model_states.pt",
-        )
-    with pytest.raises(ValueError, match=r"are both of rank 0\. Files of two checkpoints"):
-        interop.open_checkpoint(tmp_path / "zero1")
-
-
-def test_what_deepspeed_cut_in_other_ways(tmp_path: Path):
-    step = copied(tmp_path, "zero1")
-    shutil.copyfile(step / "mp_rank_00_model_states.pt", step / "mp_rank_01_model_states.pt")
-    with pytest.raises(NotImplementedError, match=r"mp_rank_01.*tensor parallelism.*ds_to_univ"):
-        interop.open_checkpoint(tmp_path / "zero1")
-    for name in ("layer_00-model_states.pt", "expert_0_mp_rank_00_model_states.pt"):
-        (step / "mp_rank_01_model_states.pt").unlink(missing_ok=True)
-        (step / name).write_bytes(b"")
-        with pytest.raises(NotImplementedError, match=f"{name}.*pipeline or expert parallelism"):
-            interop.open_checkpoint(step)
-        (step / name).unlink()
-
-
-def test_latest_names_no_directory(tmp_path: Path):
-    for tag in ("step9", "../zero3", ""):
-        (tmp_path / "latest").write_text(tag)
-        with pytest.raises(ValueError, match=f"latest' names '{tag}', which is not a directory"):
-            interop.open_checkpoint(tmp_path)
-
-
-def test_a_universal_checkpoint_lacks_a_file(tmp_path: Path):
-    step = copied(tmp_path, "universal")
-    (step / "zero" / "up.weight" / "exp_avg_sq.pt").unlink()
-    checkpoint = interop.open_checkpoint(step)
-    with pytest.raises(ValueError, match=r"up\.weight' lacks exp_avg_sq\.pt"):
-        checkpoint.adam()
-    (step / "zero" / "up.weight" / "fp32.pt").unlink()
-    with pytest.raises(ValueError, match=r"up\.weight' lacks fp32\.pt"):
-        interop.open_checkpoint(step)
-
-
-def test_state_dicts_that_are_unclear(tmp_path: Path):
-    def nested(*keys: str) -> bytes:
-        inner = tensor_pickle()[2:-1]
-        items = b"".join(
-            pickle.dumps(key, 2)[2:-1].replace(b"q\x00", b"") + inner + b"s" for key in keys
-        )
-        return b"\x80\x02}" + items + b"."
-
-    storages = {"0": np.ones(4, np.float32).tobytes()}
-    path = pack(tmp_path / "m.pt", nested("ema", "model"), storages)
-    with pytest.raises(ValueError, match=r"several dicts of tensors: 'ema', 'model'.*`key=`"):
-        interop.open_checkpoint(path)
-    assert list(interop.open_checkpoint(path, key="ema")) == ["w"]
-    with pytest.raises(ValueError, match=r"`key` must be one of 'ema', 'model'.*got 'x'"):
-        interop.open_checkpoint(path, key="x")
-    with pytest.raises(ValueError, match=r"m\.pt' \(torch\.save\) holds no optimizer state"):
-        interop.open_checkpoint(path, key="ema").adam()
-
-
-def test_an_index_that_lies(tmp_path: Path):
-    index = tmp_path / "pytorch_model.bin.index.json"
-    for content, message in [
-        ('{"weight_map": {"w": "../m.bin"}}', "which is not a file beside it"),
-        (
-            '{"weight_map": {"w": "a.bin"}}',
-            "lacks 'a.bin', which pytorch_model.bin.index.json names",
-        ),
-        ('{"weight_map": 3}', "is not an index"),
-        ('{"weight_map": {}}', "has an empty `weight_map`"),
-        ("{", "is not an index"),
-    ]:
-        index.write_text(content)
-        with pytest.raises(ValueError, match=message):
-            interop.open_checkpoint(tmp_path)
-    pack(tmp_path / "a.bin", tensor_pickle(), {"0": bytes(16)})
-    index.write_text(json.dumps({"weight_map": {"w": "a.bin"}}))
-    assert list(interop.open_checkpoint(tmp_path)) == ["w"]
-    index.write_text(json.dumps({"weight_map": {"w": "a.bin", "v": "a.bin"}}))
-    with pytest.raises(ValueError, match="says that tensor 'v' is in a.bin, which does not hold"):
-        interop.open_checkpoint(tmp_path)
-    index.write_text(json.dumps({"weight_map": {"v": "b.bin", "w": "a.bin"}}))
-    pack(tmp_path / "b.bin", tensor_pickle().replace(b"w", b"v", 1), {"0": bytes(16)})
-    assert sorted(interop.open_checkpoint(tmp_path)) == ["v", "w"]
-    index.write_text(json.dumps({"weight_map": {"v": "b.bin"}}))
-    pack(tmp_path / "b.bin", two_tensors(), {"0": bytes(16)})
-    with pytest.raises(ValueError, match=r"b\.bin' holds tensor 'w', which pytorch_model"):
-        interop.open_checkpoint(tmp_path)
-
-
-def two_tensors() -> bytes:
-    first, second = tensor_pickle()[2:-1], tensor_pickle().replace(b"w", b"v", 1)[3:-1]
-    return b"\x80\x02" + first + second + b"."
-
-
-def test_an_adapter_beside_the_model_is_not_the_model(tmp_path: Path):
-    pack(tmp_path / "pytorch_model.bin", tensor_pickle(), {"0": bytes(16)})
-    save_file({"a": np.ones(2, np.float32)}, tmp_path / "adapter_model.safetensors")
-    assert list(interop.open_checkpoint(tmp_path)) == ["w"]
-    save_file({"b": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
-    assert list(interop.open_checkpoint(tmp_path)) == ["b"]
-
-
-@pytest.mark.parametrize("form", ["torch", "dcp"])
-def test_writing_without_torch_says_what_to_install(tmp_path: Path, form, monkeypatch):
-    save_file({"a": np.ones(2, np.float32)}, tmp_path / "s.safetensors")
-    tensors = interop.open_checkpoint(tmp_path / "s.safetensors")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=f"form='{form}' needs PyTorch.*pip install"):
-        interop.write_checkpoint(tensors, tmp_path / "out", form=form)
-    assert [path.name for path in tmp_path.iterdir()] == ["s.safetensors"]
-
-
-def test_paddings_that_are_not_one_for_each_parameter(tmp_path: Path, monkeypatch):
-    from jaxzero.interop._torch import zero_partitions
-
-    read = zero_partitions.read_ranks
-
-    def with_another_padding(files, records):
-        stage, ranks = read(files, records)
-        return stage, [rank._replace(paddings=[[0]]) for rank in ranks]
-
-    monkeypatch.setattr("jaxzero.interop._torch.deepspeed.read_ranks", with_another_padding)
-    with pytest.raises(
-        ValueError, match=r"optim_states\.pt' has 1 paddings for the \d+ parameters"
-    ):
-        list(interop.open_checkpoint(DEEPSPEED / "zero2").values())
-
-
-def test_a_copy_that_differs_is_found(tmp_path: Path):
-    arrays = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, np.float16)}
-    source = tmp_path / "source.safetensors"
-    save_file(arrays, source)
-    tensors = interop.open_checkpoint(source)
-    for changed, message in [
-        (
-            arrays | {"a": arrays["a"] + 1},
-            "'a' in .* .*float32.* differs from the tensor that was written",
-        ),
-        (arrays | {"b": np.ones(2, np.float32)}, "'b' in .*float32"),
-        (arrays | {"a": arrays["a"].T.copy()}, "'a' in "),
-        ({"a": arrays["a"]}, "'b' was not written"),
-        (arrays | {"c": arrays["b"]}, "'c' was not in the source"),
-    ]:
-        save_file(changed, tmp_path / "copy.safetensors")
-        with pytest.raises(ValueError, match=message):
-            interop.check_copy(tensors, tmp_path / "copy.safetensors")
-    interop.check_copy(tensors, source)
-
-
-def test_a_file_that_failed_leaves_nothing(tmp_path: Path):
-    torch = pytest.importorskip("torch", reason="needs torch: it writes")
-    save_file({"a": np.ones(2, np.float32)}, tmp_path / "s.safetensors")
-    tensors = interop.open_checkpoint(tmp_path / "s.safetensors")
-    (tmp_path / "o.bin").write_bytes(b"old")
-    with pytest.MonkeyPatch.context() as patch:
-
-        def full_disk(_, file):
-            file.write(b"half")
-            raise OSError("No space left on device")
-
-        patch.setattr(torch, "save", full_disk)
-        with pytest.raises(OSError, match="No space left"):
-            interop.write_checkpoint(tensors, tmp_path / "o.bin", form="torch")
-    assert (tmp_path / "o.bin").read_bytes() == b"old"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["o.bin", "s.safetensors"]
-    with pytest.raises(ValueError, match=r"`path` must be a directory with form='dcp'"):
-        interop.write_checkpoint(tensors, tmp_path / "o.bin", form="dcp")
 
 
 def test_metadata_of_something_else(tmp_path: Path):

@@ -1,8 +1,9 @@
-"""Which files of a directory are opened, by their names; and entries of files that have none."""
+"""Which files of a directory `open_checkpoint` opens, by their names, and when it refuses `key`."""
 
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxzero import cli, interop
+
+from .torch_files import pack, tensor_pickle
 
 
 def fill(folder: Path, *names: str) -> None:
@@ -62,6 +65,68 @@ def test_several_files_that_nothing_joins_are_refused(tmp_path: Path, names, mes
     fill(tmp_path, *names)
     with pytest.raises(ValueError, match=message):
         interop.open_checkpoint(tmp_path)
+
+
+def test_an_index_that_lies(tmp_path: Path):
+    index = tmp_path / "pytorch_model.bin.index.json"
+    for content, message in [
+        ('{"weight_map": {"w": "../m.bin"}}', "which is not a file beside it"),
+        (
+            '{"weight_map": {"w": "a.bin"}}',
+            "lacks 'a.bin', which pytorch_model.bin.index.json names",
+        ),
+        ('{"weight_map": 3}', "is not an index"),
+        ('{"weight_map": {}}', "has an empty `weight_map`"),
+        ("{", "is not an index"),
+    ]:
+        index.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            interop.open_checkpoint(tmp_path)
+    pack(tmp_path / "a.bin", tensor_pickle(), {"0": bytes(16)})
+    index.write_text(json.dumps({"weight_map": {"w": "a.bin"}}))
+    assert list(interop.open_checkpoint(tmp_path)) == ["w"]
+    index.write_text(json.dumps({"weight_map": {"w": "a.bin", "v": "a.bin"}}))
+    with pytest.raises(ValueError, match="says that tensor 'v' is in a.bin, which does not hold"):
+        interop.open_checkpoint(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"v": "b.bin", "w": "a.bin"}}))
+    pack(tmp_path / "b.bin", tensor_pickle().replace(b"w", b"v", 1), {"0": bytes(16)})
+    assert sorted(interop.open_checkpoint(tmp_path)) == ["v", "w"]
+    index.write_text(json.dumps({"weight_map": {"v": "b.bin"}}))
+    pack(tmp_path / "b.bin", two_tensors(), {"0": bytes(16)})
+    with pytest.raises(ValueError, match=r"b\.bin' holds tensor 'w', which pytorch_model"):
+        interop.open_checkpoint(tmp_path)
+
+
+def two_tensors() -> bytes:
+    first, second = tensor_pickle()[2:-1], tensor_pickle().replace(b"w", b"v", 1)[3:-1]
+    return b"\x80\x02" + first + second + b"."
+
+
+def test_an_adapter_beside_the_model_is_not_the_model(tmp_path: Path):
+    pack(tmp_path / "pytorch_model.bin", tensor_pickle(), {"0": bytes(16)})
+    save_file({"a": np.ones(2, np.float32)}, tmp_path / "adapter_model.safetensors")
+    assert list(interop.open_checkpoint(tmp_path)) == ["w"]
+    save_file({"b": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    assert list(interop.open_checkpoint(tmp_path)) == ["b"]
+
+
+def test_state_dicts_that_are_unclear(tmp_path: Path):
+    def nested(*keys: str) -> bytes:
+        inner = tensor_pickle()[2:-1]
+        items = b"".join(
+            pickle.dumps(key, 2)[2:-1].replace(b"q\x00", b"") + inner + b"s" for key in keys
+        )
+        return b"\x80\x02}" + items + b"."
+
+    storages = {"0": np.ones(4, np.float32).tobytes()}
+    path = pack(tmp_path / "m.pt", nested("ema", "model"), storages)
+    with pytest.raises(ValueError, match=r"several dicts of tensors: 'ema', 'model'.*`key=`"):
+        interop.open_checkpoint(path)
+    assert list(interop.open_checkpoint(path, key="ema")) == ["w"]
+    with pytest.raises(ValueError, match=r"`key` must be one of 'ema', 'model'.*got 'x'"):
+        interop.open_checkpoint(path, key="x")
+    with pytest.raises(ValueError, match=r"m\.pt' \(torch\.save\) holds no optimizer state"):
+        interop.open_checkpoint(path, key="ema").adam()
 
 
 def test_a_key_is_refused_where_there_is_one_state_dict(tmp_path: Path, capsys):

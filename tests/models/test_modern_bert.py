@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,29 @@ ODD = {
     "layer_types": ["sliding_attention", *["full_attention"] * 2, "sliding_attention"],
     "norm_eps": 1e-3,
 }
+
+
+def write_config(folder: Path, *parts: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    content: dict[str, Any] = {"model_type": "modernbert"}
+    for part in parts:
+        content |= part
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def tiny_config(**changes: Any) -> ModernBertConfig:
+    fields = {
+        "vocabulary_size": 37,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_layers": 3,
+        "num_heads": 2,
+        "rope": Rope(rotary_size=4),
+        "local_rope": Rope(rotary_size=4),
+        "local_window": 3,
+    }
+    return ModernBertConfig(**fields | changes)
 
 
 def hidden(loaded: interop.LoadedEncoder, params: Any, ids: np.ndarray) -> np.ndarray:
@@ -145,32 +169,15 @@ def test_gradients_equal_those_of_torch(tmp_path: Path):
 
 def test_a_file_of_transformers_4_is_read_alike(tmp_path: Path):
     """It has the two bases and the distance of global layers as keys of their own."""
-    new = tmp_path / "new"
-    new.mkdir()
-    (new / "config.json").write_text(
-        json.dumps(
-            SIZES
-            | BASES
-            | {
-                "model_type": "modernbert",
-                "layer_types": ["full_attention", "sliding_attention"] * 2,
-            }
-        )
-    )
-    old = tmp_path / "old"
-    old.mkdir()
-    (old / "config.json").write_text(
-        json.dumps(
-            SIZES
-            | {
-                "model_type": "modernbert",
-                "global_rope_theta": 300.0,
-                "local_rope_theta": 20.0,
-                "global_attn_every_n_layers": 2,
-                "position_embedding_type": "absolute",
-            }
-        )
-    )
+    types = {"layer_types": ["full_attention", "sliding_attention"] * 2}
+    new = write_config(tmp_path / "new", SIZES, BASES, types)
+    keys = {
+        "global_rope_theta": 300.0,
+        "local_rope_theta": 20.0,
+        "global_attn_every_n_layers": 2,
+        "position_embedding_type": "absolute",
+    }
+    old = write_config(tmp_path / "old", SIZES, keys)
     config = ModernBertConfig.from_json(old)
     assert config == ModernBertConfig.from_json(new)
     assert config.local_layers == (1, 3) and config.local_window == 4
@@ -179,9 +186,8 @@ def test_a_file_of_transformers_4_is_read_alike(tmp_path: Path):
 
 
 def test_defaults_are_those_of_modernbert_base(tmp_path: Path):
-    content = {key: SIZES[key] for key in list(SIZES)[:6]} | {"model_type": "modernbert"}
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    config = ModernBertConfig.from_json(tmp_path)
+    sizes = {key: SIZES[key] for key in list(SIZES)[:6]}
+    config = ModernBertConfig.from_json(write_config(tmp_path, sizes))
     assert config.local_layers == (1, 2) and config.local_window == 65
     assert config.rope.base == 160_000 and config.local_rope.base == 10_000
     assert config.layer_norm_epsilon == 1e-5 and config.activation == "gelu"
@@ -189,18 +195,7 @@ def test_defaults_are_those_of_modernbert_base(tmp_path: Path):
 
 def test_local_layers_see_both_sides_of_the_window_and_no_farther():
     """With local layers alone a change of one token reaches as many positions per layer."""
-    rope = Rope(rotary_size=4)
-    config = ModernBertConfig(
-        vocabulary_size=11,
-        hidden_size=8,
-        intermediate_size=12,
-        num_layers=2,
-        num_heads=2,
-        rope=rope,
-        local_rope=rope,
-        local_layers=(0, 1),
-        local_window=3,
-    )
+    config = tiny_config(num_layers=2, local_layers=(0, 1))
     model = ModernBert(config, rngs=nnx.Rngs(0))
     ids = np.ones((1, 15), np.int32)
     changed = ids.copy()
@@ -211,22 +206,28 @@ def test_local_layers_see_both_sides_of_the_window_and_no_farther():
     np.testing.assert_array_equal(moved > 0, np.abs(np.arange(15) - 7) <= 2 * 2)
 
 
+@pytest.mark.parametrize("local_layers", [(), (0, 2), (0, 1, 2)])
+def test_a_scan_computes_what_a_list_does(local_layers: tuple[int, ...]):
+    """With windows in no layer, in some, and in all: in a scan these take different paths."""
+    config = tiny_config(local_layers=local_layers, local_rope=Rope(rotary_size=4, base=20.0))
+    scanned = ModernBert(dataclasses.replace(config, scan_layers=True), rngs=nnx.Rngs(0))
+    listed = ModernBert(config, rngs=nnx.Rngs(1))
+    params, state = nnx.to_pure_dict(nnx.state(scanned)), nnx.state(listed)
+    first, later = params.pop("first"), params["layers"]
+    params["layers"] = {0: first} | {
+        i: jax.tree.map(lambda stack, i=i: stack[i - 1], later) for i in (1, 2)
+    }
+    nnx.replace_by_pure_dict(state, params)
+    nnx.update(listed, state)
+    got, want = (np.asarray(model(jnp.asarray(IDS))) for model in (scanned, listed))
+    # Numbers of order 1 after three layers with sums of at most 14 terms, in another order.
+    atol = 10 * 3 * np.sqrt(14) * np.finfo(np.float32).eps * np.abs(want).max()
+    np.testing.assert_allclose(got, want, rtol=0, atol=atol)
+
+
 def test_dropout_is_that_of_the_key():
-    rope = Rope(rotary_size=4)
-    config = ModernBertConfig(
-        vocabulary_size=37,
-        hidden_size=8,
-        intermediate_size=12,
-        num_layers=3,
-        num_heads=2,
-        rope=rope,
-        local_rope=rope,
-        local_layers=(1, 2),
-        local_window=3,
-        attention_dropout=0.2,
-        mlp_dropout=0.2,
-        embedding_dropout=0.2,
-    )
+    rates = dict.fromkeys(("attention_dropout", "mlp_dropout", "embedding_dropout"), 0.2)
+    config = tiny_config(local_layers=(1, 2), **rates)
     graph, params = nnx.split(ModernBert(config, rngs=nnx.Rngs(0)))
     run = jax.jit(
         lambda key: nnx.merge(graph, params)(jnp.asarray(IDS), jnp.asarray(MASK), dropout_key=key)
@@ -261,15 +262,13 @@ def test_dropout_is_that_of_the_key():
     ],
 )
 def test_config_refuses(change: dict[str, Any], message: str, tmp_path: Path):
-    content = SIZES | {"model_type": "modernbert"} | change
-    (tmp_path / "config.json").write_text(json.dumps(content))
+    write_config(tmp_path, SIZES, change)
     with pytest.raises(ValueError, match=message):
         ModernBertConfig.from_json(tmp_path)
 
 
 def test_one_layer_is_not_scanned(tmp_path: Path):
-    content = SIZES | {"model_type": "modernbert", "num_hidden_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps(content))
+    write_config(tmp_path, SIZES, {"num_hidden_layers": 1})
     with pytest.raises(ValueError, match="`scan_layers` .* with `num_layers` 1 there are none"):
         ModernBertConfig.from_json(tmp_path, scan_layers=True)
 

@@ -2,7 +2,7 @@
 
 from rich.markup import escape
 
-from ...interop._tensors import escaped
+from ..._text import escaped
 
 _MAX_LINE = 4096  # characters
 

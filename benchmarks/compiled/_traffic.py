@@ -1,0 +1,180 @@
+"""Bytes that an instruction of a compiled program moves, by the memory that it moves them in.
+
+XLA writes an array's memory into its layout: `S(5)` is the host's, and what has none is the
+device's. A copy between the two, or a part of one that is read or written, crosses the link to the
+host, which is slower than the device's memory by two orders of magnitude, and other hardware moves
+it; so it is counted apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+
+from ._hlo import Shape
+from ._instructions import Computation, Instruction, Program
+
+NO_WORK = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "opt-barrier",
+}
+_CALLERS = {"while", "conditional", "call"}  # what they call does the work
+_MOVES = {"copy", "copy-start", "slice", "dynamic-slice", "dynamic-update-slice"}
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_PLACEMENTS = {  # custom calls that say where an array is, and copy nothing
+    "AllocateBuffer",
+    "CreateBuffer",
+    "PinToDevice",
+    "PinToDeviceSram",
+    "Pin",
+    "Unpin",
+    "annotate_device_placement",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes of one run.
+
+    Attributes:
+        device: read from and written to the device's memory; not the device's side of a copy
+            from or to the host.
+        from_host: read from the host's memory.
+        to_host: written to the host's memory.
+    """
+
+    device: int = 0
+    from_host: int = 0
+    to_host: int = 0
+
+    @property
+    def crossing(self) -> int:
+        """Bytes over the link to the host, in both directions."""
+        return self.from_host + self.to_host
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.device + other.device,
+            self.from_host + other.from_host,
+            self.to_host + other.to_host,
+        )
+
+
+def traffic(instruction: Instruction, within: Computation, program: Program) -> Traffic:
+    """What an instruction that is no collective moves by itself, not in what it calls."""
+    op = instruction.op
+    if op in NO_WORK or op in _CALLERS or op.endswith("-done"):
+        return Traffic()
+    if op == "async-start":
+        inner = program.computations[instruction.called["calls"][0]]
+        return sum((traffic(x, inner, program) for x in inner.instructions), Traffic())
+    inner = None
+    if op in ("fusion", "fusion-start"):
+        inner = program.computations[instruction.called["calls"][0]]
+        total = _between(_read_by_fusion(inner), _written_by_fusion(inner))
+    else:
+        total = _between(_read(instruction, within), _written(instruction, within))
+    target = _TARGET.search(instruction.text)
+    if op == "custom-call" and target and target[1] in _PLACEMENTS:
+        return Traffic(total.device)
+    if total.crossing and all(map(_only_moves, inner.instructions if inner else [instruction])):
+        return dataclasses.replace(total, device=0)
+    return total
+
+
+_Parts = list[tuple[int, bool]]  # bytes, and whether they are in the host's memory
+
+
+def _between(read: _Parts, written: _Parts) -> Traffic:
+    return Traffic(
+        sum(num for num, on_host in read + written if not on_host),
+        sum(num for num, on_host in read if on_host),
+        sum(num for num, on_host in written if on_host),
+    )
+
+
+def _parts(shapes: Iterable[Shape]) -> _Parts:
+    return [(shape.num_bytes, shape.on_host) for shape in shapes]
+
+
+def _read(instruction: Instruction, within: Computation) -> _Parts:
+    """What an instruction that is no fusion reads."""
+    operands = [within.by_name[x].results for x in instruction.operands if x in within.by_name]
+    if instruction.op == "broadcast":
+        return []
+    if instruction.op == "dynamic-slice":
+        return [(instruction.num_bytes, operands[0][0].on_host)]
+    if instruction.op == "dynamic-update-slice":
+        return _parts(operands[1])
+    if instruction.op == "slice" and operands[0][0].on_host:
+        return [(instruction.num_bytes, True)]
+    return _parts(shape for results in operands for shape in results)
+
+
+def _written(instruction: Instruction, within: Computation) -> _Parts:
+    """What an instruction that is no fusion writes."""
+    if instruction.op == "dynamic-update-slice":
+        update = within.by_name[instruction.operands[1]]
+        return [(update.num_bytes, instruction.results[0].on_host)]
+    if instruction.op == "copy-start":  # of (destination, source, context)
+        return _parts(instruction.results[:1])
+    return _parts(instruction.results)
+
+
+def _read_by_fusion(inner: Computation) -> _Parts:
+    """What a fusion reads: of what it only slices or updates, that part."""
+    parts = []
+    for parameter in inner.instructions:
+        if parameter.op != "parameter":
+            continue
+        names, users = _users(parameter, inner)
+        first = [x for x in users if x.operands[0] in names]  # and no index of it
+        sliced = [x for x in first if x.op in ("dynamic-slice", "slice", "gather")]
+        updated = [x for x in first if x.op == "dynamic-update-slice"]
+        if users and len(sliced) + len(updated) == len(users):
+            num_bytes = sum(x.num_bytes for x in sliced)
+            parts.append((num_bytes, parameter.results[0].on_host))
+        else:
+            parts += _parts(parameter.results)
+    return parts
+
+
+def _users(parameter: Instruction, inner: Computation) -> tuple[set[str], list[Instruction]]:
+    """The names of a fusion's parameter, and what uses it; of one in host memory, in any shape."""
+    names = {parameter.name}
+    users = inner.users.get(parameter.name, [])
+    while parameter.results[0].on_host and any(x.op == "bitcast" for x in users):
+        names |= {x.name for x in users if x.op == "bitcast"}
+        users = [
+            user
+            for x in users
+            for user in (inner.users.get(x.name, []) if x.op == "bitcast" else [x])
+        ]
+    return names, users
+
+
+def _written_by_fusion(inner: Computation) -> _Parts:
+    """What a fusion writes: of what it updates, that part."""
+    root, parts = inner.root, []
+    for result in [inner.by_name[x] for x in root.operands] if root.op == "tuple" else [root]:
+        x = result
+        while x.op in ("bitcast", "copy") and x.operands:
+            x = inner.by_name[x.operands[0]]
+        updates = x.op == "dynamic-update-slice"
+        shape = inner.by_name[x.operands[1]].results[0] if updates else None
+        parts.append((shape.num_bytes if shape else x.num_bytes, result.results[0].on_host))
+    return parts
+
+
+def _only_moves(instruction: Instruction) -> bool:
+    """Whether an instruction computes nothing but perhaps an index."""
+    scalars = all(shape.size == 1 for shape in instruction.results)
+    return instruction.op in _MOVES or instruction.op in NO_WORK or scalars

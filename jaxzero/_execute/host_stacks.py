@@ -1,0 +1,115 @@
+"""The stacks of a loop that lie in host memory, and the layers of them that are on the device.
+
+An iteration encodes the shards of the layer that it sends (`num_hops` iterations ahead, if they
+are prefetched) and may need those of its own layer. Each stack has a queue of layers on the device
+that reaches from the first of these to `window` layers beyond the last. Every iteration copies one
+more layer to the end of the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from .._collectives import EncodedShards
+from .._mesh import in_host
+from .._plan import LoopPlan, Stack, View
+from .gathers import Bind, GatherSources
+
+LayerIndex = Callable[[Array], Array]  # the layer of an iteration
+Queues = list[list[Array]]  # for each stack, the shards of successive iterations
+Fetched = dict[tuple[View, int], list[Array]]  # a queue, by its stack and its first iteration
+
+
+class HostStacks:
+    """The stacks of one loop that lie in host memory.
+
+    Args:
+        plan: the plan of the loop.
+        stacks: the stacks of weights that the loop scans.
+        shards: this device's shards of each stack.
+    """
+
+    def __init__(self, plan: LoopPlan, stacks: Sequence[Stack], shards: Sequence[EncodedShards]):
+        pairs = zip(stacks, shards, strict=True)
+        self._stacks = [(stack, x) for stack, x in pairs if in_host(x.data)]
+        self._window = plan.window
+        # For each stack, how many iterations before its use a layer is needed on the device.
+        self._leads: list[range] = []
+        for stack, _ in self._stacks:
+            found = {
+                plan.body.num_hops if group.prefetched else 0
+                for group in plan.body.gather_groups
+                for gather in group.gathers
+                if gather.weight is stack.layer
+            } or {0}
+            self._leads.append(range(min(found), max(found) + 1))
+
+    def fetch(self, layer_index: Array, tie: Bind | None = None) -> GatherSources:
+        """Copy one layer of every stack to the device; `tie` delays the copies."""
+        (i,) = tie([layer_index]) if tie and self._stacks else (layer_index,)
+        return {stack.layer: layer_of(x, i).on_device() for stack, x in self._stacks}
+
+    def first(self, layer_index: LayerIndex, tie: Bind | None = None) -> Queues:
+        """The queues before the first iteration."""
+        queues = []
+        for (stack, _), leads in zip(self._stacks, self._leads, strict=True):
+            iterations = range(leads[0], leads[-1] + self._window)
+            layers = (self.fetch(layer_index(jnp.asarray(i)), tie) for i in iterations)
+            queues.append([layer[stack.layer].data for layer in layers])
+        return queues
+
+    def layers(self, queues: Queues, lead: int) -> GatherSources:
+        """The layers that are needed `lead` iterations before their use.
+
+        A stack that is not needed so early, or no more, has a shape and dtype in place of data.
+        """
+        sources = {}
+        for (stack, x), queue, leads in zip(self._stacks, queues, self._leads, strict=True):
+            struct = jax.ShapeDtypeStruct(x.data.shape[1:], x.data.dtype)
+            layer = x.layer(queue[lead - leads[0]] if lead in leads else x.described(struct).data)
+            sources[stack.layer] = layer
+        return sources
+
+    def advance(
+        self, queues: Queues, layer_index: LayerIndex, iteration: Array, carry: list[Any]
+    ) -> tuple[Queues, list[Any]]:
+        """Copy the next layer of every stack, and drop the first of every queue.
+
+        Returns:
+            The queues for the next iteration, and `carry` behind a barrier with the new layers.
+            Without it XLA waits for some of the copies before the layer computes.
+        """
+        if not self._stacks:
+            return queues, carry
+        new = []
+        for (_, x), leads in zip(self._stacks, self._leads, strict=True):
+            i = layer_index(iteration + leads[-1] + self._window)
+            new.append(layer_of(x, i).on_device().data)
+        new, carry = lax.optimization_barrier((new, carry))
+        return [[*queue[1:], x] for queue, x in zip(queues, new, strict=True)], carry
+
+    def passed(self, queues: Queues) -> Fetched:
+        """The queues after the last iteration, for the loop that continues with them."""
+        pairs = zip(self._stacks, self._leads, queues, strict=True)
+        return {(stack.view, leads[0]): queue for (stack, _), leads, queue in pairs}
+
+    def continued(self, fetched: Fetched) -> Queues | None:
+        """The queues that another loop has passed on; None if they are not those of this loop."""
+        queues = []
+        for (stack, _), leads in zip(self._stacks, self._leads, strict=True):
+            queue = fetched.get((stack.view, leads[0]), [])
+            if len(queue) != leads[-1] - leads[0] + self._window:
+                return None
+            queues.append(queue)
+        return queues
+
+
+def layer_of(stack: EncodedShards, i: Array) -> EncodedShards:
+    """Layer `i` of a stack of shards, in the memory where the stack is."""
+    return stack.layer(lax.dynamic_index_in_dim(stack.data, i, 0, keepdims=False))

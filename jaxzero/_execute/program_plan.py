@@ -1,0 +1,282 @@
+"""Plan the program of one step on one device: layouts of weights, and targets of gradients.
+
+In: the traced program of one micro-batch and the leaves of the sharded arguments. Out: its
+`BlockPlan`, and what the step has to know beside it. Nothing runs here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from .._collectives import CommSpec, ReduceSpec
+from .._mesh import HOST, LOCAL, NODE, REDUCTION_HOPS
+from .._plan import (
+    BlockPlan,
+    BlockUses,
+    ShardedParam,
+    View,
+    find_uses,
+    make_plan,
+    mark_host_gradients,
+    mark_kept_slices,
+)
+from .._program import Block, Value
+from .._sharding import CommSchedule, DimSharding, LeafSpec, Offload, layouts_by_preference
+from .gather_sources import scan_depths
+from .mean_gradients import GradientTarget
+from .wire_state import LocalWireState
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """The leaves of all sharded arguments, in order, and whether the ZeRO stage shards them."""
+
+    leaves: tuple[LeafSpec, ...]
+    differentiated: tuple[int, ...]  # indices into `leaves` of those that get gradients
+    weights_split: bool  # whether weights are sharded (stage 3)
+    gradients_split: bool  # whether gradients are sharded (stages 2 and 3)
+    offload: Offload | None = None
+
+    def weight_layout(self, i: int) -> DimSharding | None:
+        return self.leaves[i].layout if self.weights_split else None
+
+    def has_host_gradient(self, i: int) -> bool:
+        """Whether the gradient of leaf `i` goes to host memory."""
+        leaf = self.leaves[i]
+        return (
+            self.offload is not None
+            and self.gradient_layout(i) is not None
+            and self.offload.takes("gradients", leaf.path, math.prod(leaf.shape))
+        )
+
+    def gradient_layout(self, i: int) -> DimSharding | None:
+        return self.leaves[i].layout if self.gradients_split else None
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramPlan:
+    """The plan of a program, and how its weights and gradients are laid out in it.
+
+    Attributes:
+        top: the plan of its gathers and reductions.
+        weights: each sharded weight as the program sees it, by index of the leaf.
+        depths: for each weight, the number of its leading dims that the program scans over.
+        targets: for each differentiated leaf, how its gradient is reduced and stored.
+    """
+
+    top: BlockPlan
+    weights: dict[int, ShardedParam]
+    depths: dict[int, int]
+    targets: list[GradientTarget]
+
+
+def plan_program(
+    block: Block,
+    shapes: Any,
+    parameters: Parameters,
+    wire_state: LocalWireState,
+    microbatches: int,
+    comm: CommSpec,
+) -> ProgramPlan:
+    """Plan the program of one micro-batch.
+
+    Args:
+        block: the traced program. Its inputs are the index of the micro-batch, if there are
+            several, the full parameters, and the other inputs.
+        shapes: of the program's outputs: loss, weight, gradients and others.
+        parameters: the leaves of all sharded arguments.
+        wire_state: tells which weights are sent as differences, and which gradients with residuals.
+        microbatches: the number of micro-batches.
+        comm: mesh axes, codecs and schedule.
+    """
+    first = 1 if microbatches > 1 else 0
+    values = block.inputs[first : first + len(parameters.leaves)]
+    host = frozenset(
+        i
+        for i, leaf in enumerate(parameters.leaves)
+        if leaf.memory_kind == HOST and _can_fetch(i, wire_state, microbatches, comm)
+    )
+    weights, uses = _choose_layouts(block, values, parameters, host, comm)
+    all_depths = scan_depths(uses)
+    depths = {i: all_depths.get(weight, 0) for i, weight in weights.items()}
+    targets = []
+    if shapes[0] is not None:
+        targets = _targets(parameters, weights, depths, wire_state, microbatches, comm)
+    output = block.outputs[0] if shapes[0] is not None else None
+    loss = output if isinstance(output, Value) else None  # a constant ends no region
+    kept_weights = _slices_to_keep(parameters, weights, wire_state, microbatches, comm)
+    top = make_plan(
+        block,
+        uses,
+        _reduce_specs(shapes, targets),
+        loss,
+        _effective_schedule(comm),
+        _num_gather_axes(comm, bool(kept_weights)),
+        parameters.offload.window if parameters.offload else 1,
+    )
+    top = mark_kept_slices(top, kept_weights)
+    if microbatches == 1 and not comm.halves and shapes[1] is None:
+        top = mark_host_gradients(top, _host_gradients(shapes, targets, parameters))
+    return ProgramPlan(top, weights, depths, targets)
+
+
+def _choose_layouts(
+    block: Block,
+    values: Sequence[Value],
+    parameters: Parameters,
+    host: frozenset[int],
+    comm: CommSpec,
+) -> tuple[dict[int, ShardedParam], BlockUses]:
+    """Choose the split dim of every weight so that the program can scan and slice its shards.
+
+    A weight keeps the split dim of storage, unless the program scans or slices over that dim.
+    Then the next best dim is used, and an all-to-all moves the split of the weight before the
+    program and that of its gradient after it. Weights in `host` are fetched from host memory by the
+    program, unless their split is moved.
+    """
+    choices = {}
+    for i, leaf in enumerate(parameters.leaves):
+        layout = parameters.weight_layout(i)
+        if layout:
+            others = layouts_by_preference(leaf.shape, comm.num_shards)
+            choices[i] = [layout, *(other for other in others if other.dim != layout.dim)]
+    chosen = dict.fromkeys(choices, 0)
+    # Leaves for which every dim conflicts: they keep the dim of storage, and are gathered in full
+    # before the loop or the slice.
+    unsolvable: set[int] = set()
+    while True:
+        weights = {
+            i: ShardedParam(
+                i,
+                leaf.path,
+                leaf.shape,
+                leaf.dtype,
+                choices[i][chosen[i]],
+                in_host=i in host and not chosen[i],
+            )
+            for i, leaf in enumerate(parameters.leaves)
+            if i in choices
+        }
+        uses = find_uses(block, {values[i]: View(weight) for i, weight in weights.items()})
+        conflicts = uses.conflicts - unsolvable
+        if not conflicts:
+            return weights, uses
+        for i in conflicts:
+            chosen[i] += 1
+            if chosen[i] == len(choices[i]):
+                chosen[i] = 0
+                unsolvable.add(i)
+
+
+def _can_fetch(i: int, wire_state: LocalWireState, microbatches: int, comm: CommSpec) -> bool:
+    """Whether the program can fetch leaf `i` from host memory, one layer at a time.
+
+    With hpZ it cannot where node slices are made before the program runs: they are made of the
+    shards in full.
+    """
+    return comm.hpz is None or (
+        microbatches == 1 and comm.sizes[NODE] > 1 and i not in wire_state.slices
+    )
+
+
+def _slices_to_keep(
+    parameters: Parameters,
+    weights: dict[int, ShardedParam],
+    wire_state: LocalWireState,
+    microbatches: int,
+    comm: CommSpec,
+) -> frozenset[ShardedParam]:
+    """Choose the weights whose node slices the program makes in their first gather (hpZ).
+
+    The other node slices are made before the program runs. This is needed with several
+    micro-batches, which share them; with weight differences, which update them; and where the
+    program splits a weight along another dim than storage does.
+    """
+    if comm.hpz is None or microbatches > 1 or comm.sizes[NODE] == 1:
+        return frozenset()
+    leaves = parameters.leaves
+    return frozenset(
+        weight
+        for i, weight in weights.items()
+        if i not in wire_state.slices and leaves[i].layout == weight.layout
+    )
+
+
+def _targets(
+    parameters: Parameters,
+    weights: dict[int, ShardedParam],
+    depths: Mapping[int, int],
+    wire_state: LocalWireState,
+    microbatches: int,
+    comm: CommSpec,
+) -> list[GradientTarget]:
+    """Decide over which axes the program reduces the gradient of each differentiated leaf.
+
+    Normally these are `local` and `node`. In four cases it is `local` only, and `mean_gradients`
+    sums over nodes: several micro-batches with hpZ, which keeps node slices of the weights anyway,
+    so that node slices of gradients fit too; a residual that is added before the sum over nodes; a
+    gradient whose split still has to move to another dim; and `split="local"`, where nodes
+    all-reduce their slices, with several micro-batches or with half-batch sums.
+    """
+    targets = []
+    sum_nodes_once = comm.hpz is not None and microbatches > 1
+    sum_nodes_once |= NODE not in comm.axes and (microbatches > 1 or comm.halves)
+    for i in parameters.differentiated:
+        leaf, stored = parameters.leaves[i], parameters.gradient_layout(i)
+        layout = weights[i].layout if i in weights else stored
+        reduce_spec = None
+        if layout is not None:
+            moved = stored is not None and layout.dim != stored.dim
+            node_only = sum_nodes_once or moved or i in wire_state.errors
+            hops = (LOCAL,) if node_only and comm.sizes[NODE] > 1 else REDUCTION_HOPS
+            reduce_spec = ReduceSpec(leaf.path, leaf.shape, leaf.dtype, layout, hops)
+        size = math.prod(leaf.shape[depths.get(i, 0) :])
+        if i in wire_state.errors:
+            # The wire state was sized before any program was traced, by the leaf alone.
+            size = leaf.layer_size
+        targets.append(GradientTarget(leaf, stored, reduce_spec, size))
+    return targets
+
+
+def _reduce_specs(shapes: Any, targets: Sequence[GradientTarget]) -> list[ReduceSpec | None]:
+    """The reduction of each output of the program; None if it is not reduced."""
+    loss, weight, _, others = shapes
+    num_before = len(jax.tree.leaves((loss, weight)))
+    return [
+        *[None] * num_before,
+        *[target.reduce_spec for target in targets],
+        *[None] * len(others),
+    ]
+
+
+def _host_gradients(
+    shapes: Any, targets: Sequence[GradientTarget], parameters: Parameters
+) -> dict[int, Any]:
+    """The outputs that are gradients for host memory and final once reduced, with their dtypes."""
+    first = len(jax.tree.leaves(shapes[:2]))
+    return {
+        first + position: target.leaf.dtype
+        for position, (i, target) in enumerate(zip(parameters.differentiated, targets, strict=True))
+        if parameters.has_host_gradient(i) and target.is_final
+    }
+
+
+def _num_gather_axes(comm: CommSpec, keeps_slices: bool) -> int:
+    """The largest number of mesh axes that the program gathers a weight over; at least 1.
+
+    With hpZ it gathers over `local` only, unless it makes node slices itself (`keeps_slices`).
+    """
+    axes = comm.gather_axes if comm.hpz is None or keeps_slices else (LOCAL,)
+    return max(1, len(comm.axes_with_peers(axes)))
+
+
+def _effective_schedule(comm: CommSpec) -> CommSchedule:
+    """The configured schedule, but without prefetch and buckets if no leaf is sharded."""
+    if comm.num_shards == 1:
+        return dataclasses.replace(comm.schedule, prefetch=0, bucket_bytes=0)
+    return comm.schedule

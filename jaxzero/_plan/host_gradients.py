@@ -1,0 +1,55 @@
+"""Mark the loops that write stacks of gradients to host memory, one layer in each iteration.
+
+A host array cannot be computed with, so a loop may write there only gradients that are final: those
+that nothing but a cast follows. (A cast of a reduced gradient is delayed until its mean is taken.)
+Any other gradient is copied to host memory at the end of the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from .._program import Atom, Loop, Value, movable_ops
+from .block_plan import BlockPlan
+
+
+def mark_host_gradients(plan: BlockPlan, dtypes: Mapping[int, Any]) -> BlockPlan:
+    """Mark, in the loops at the top level, the stacks of gradients that go to host memory.
+
+    Args:
+        plan: the plan of the full program.
+        dtypes: the outputs of the program that are gradients for host memory: their indices, and
+            the dtypes in which they are stored.
+    """
+    makers = {
+        value: index for index, op in enumerate(plan.block.operations) for value in op.outputs
+    }
+    marked: dict[int, dict[int, Any]] = {}
+    for i, dtype in dtypes.items():
+        value = _before_casts(plan, makers, plan.block.outputs[i])
+        index = makers.get(value, -1) if isinstance(value, Value) else -1
+        if i in plan.gradients.at_end or index not in plan.gradients.loops:
+            continue
+        loop = plan.block.operations[index]
+        assert isinstance(loop, Loop) and isinstance(value, Value)
+        number = loop.outputs.index(value)
+        if number >= loop.num_carry:
+            marked.setdefault(index, {})[number] = dtype
+    loops = {
+        index: dataclasses.replace(loop, host_gradients=marked.get(index, {}))
+        for index, loop in plan.loops.items()
+    }
+    return dataclasses.replace(plan, loops=loops)
+
+
+def _before_casts(plan: BlockPlan, makers: Mapping[Value, int], atom: Atom) -> Atom:
+    """The value that `atom` is a cast of, or `atom`; the casts run on reduced shards."""
+    while isinstance(atom, Value) and makers.get(atom) in plan.gradients.on_shards:
+        operation = plan.block.operations[makers[atom]]
+        source = operation.source
+        if source is None or not isinstance(operation.view(), movable_ops.ConvertDtype):
+            break
+        atom = source
+    return atom

@@ -1,0 +1,93 @@
+"""Directories of DeepSpeed that lack files, or hold files that do not belong together."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jaxzero import interop
+
+DEEPSPEED = Path(__file__).resolve().parent.parent / "fixtures" / "deepspeed"
+
+
+def copied(tmp_path: Path, case: str) -> Path:
+    shutil.copytree(DEEPSPEED / case, tmp_path / case)
+    return tmp_path / case / "step3"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("case", ["zero1", "zero3"])
+def test_a_rank_is_missing(tmp_path: Path, case: str, rank: int):
+    shutil.copytree(DEEPSPEED / case, tmp_path / case)
+    name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    (tmp_path / case / "step3" / name).unlink()
+    message = "but none like .* of rank 0" if rank == 0 else "of 1 processes, but 2 wrote them"
+    with pytest.raises(ValueError, match=message):
+        interop.open_checkpoint(tmp_path / case)
+
+
+def test_files_of_two_checkpoints(tmp_path: Path):
+    step = copied(tmp_path, "zero1")
+    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copyfile(DEEPSPEED / "zero3" / "step3" / name, step / name)
+    with pytest.raises(ValueError, match=r"holds states of ZeRO stages \['1', '3'\]"):
+        interop.open_checkpoint(tmp_path / "zero1")
+    first = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    for each in (name, first):
+        shutil.copyfile(DEEPSPEED / "zero3" / "step3" / each, step / each)
+    for each in range(2):
+        shutil.copyfile(
+            step / "mp_rank_00_model_states.pt",
+            step / f"zero_pp_rank_{each}_mp_rank_00_model_states.pt",
+        )
+    with pytest.raises(ValueError, match=r"are both of rank 0\. Files of two checkpoints"):
+        interop.open_checkpoint(tmp_path / "zero1")
+
+
+def test_what_deepspeed_cut_in_other_ways(tmp_path: Path):
+    step = copied(tmp_path, "zero1")
+    shutil.copyfile(step / "mp_rank_00_model_states.pt", step / "mp_rank_01_model_states.pt")
+    with pytest.raises(NotImplementedError, match=r"mp_rank_01.*tensor parallelism.*ds_to_univ"):
+        interop.open_checkpoint(tmp_path / "zero1")
+    for name in ("layer_00-model_states.pt", "expert_0_mp_rank_00_model_states.pt"):
+        (step / "mp_rank_01_model_states.pt").unlink(missing_ok=True)
+        (step / name).write_bytes(b"")
+        with pytest.raises(NotImplementedError, match=f"{name}.*pipeline or expert parallelism"):
+            interop.open_checkpoint(step)
+        (step / name).unlink()
+
+
+def test_latest_names_no_directory(tmp_path: Path):
+    for tag in ("step9", "../zero3", ""):
+        (tmp_path / "latest").write_text(tag)
+        with pytest.raises(ValueError, match=f"latest' names '{tag}', which is not a directory"):
+            interop.open_checkpoint(tmp_path)
+
+
+def test_a_universal_checkpoint_lacks_a_file(tmp_path: Path):
+    step = copied(tmp_path, "universal")
+    (step / "zero" / "up.weight" / "exp_avg_sq.pt").unlink()
+    checkpoint = interop.open_checkpoint(step)
+    with pytest.raises(ValueError, match=r"up\.weight' lacks exp_avg_sq\.pt"):
+        checkpoint.adam()
+    (step / "zero" / "up.weight" / "fp32.pt").unlink()
+    with pytest.raises(ValueError, match=r"up\.weight' lacks fp32\.pt"):
+        interop.open_checkpoint(step)
+
+
+def test_paddings_that_are_not_one_for_each_parameter(tmp_path: Path, monkeypatch):
+    from jaxzero.interop._torch import zero_partitions
+
+    read = zero_partitions.read_ranks
+
+    def with_another_padding(files, records):
+        stage, ranks = read(files, records)
+        return stage, [rank._replace(paddings=[[0]]) for rank in ranks]
+
+    monkeypatch.setattr("jaxzero.interop._torch.deepspeed.read_ranks", with_another_padding)
+    with pytest.raises(
+        ValueError, match=r"optim_states\.pt' has 1 paddings for the \d+ parameters"
+    ):
+        list(interop.open_checkpoint(DEEPSPEED / "zero2").values())

@@ -1,0 +1,227 @@
+"""Offload: arrays in host memory, with the losses and gradients of the same config without it."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxzero as jz
+
+LAYERS, WIDTH = 4, 16
+ALL = jz.Offload(weights=True, gradients=True, optimizer=True, min_size=0)
+PRESETS = ("zero3", "zeropp", "zeropp4", "hsdp")
+
+
+def init(key):
+    keys = jax.random.split(key, 5)
+    return {
+        "embed": jax.random.normal(keys[0], (32, WIDTH)),
+        "layers": {
+            "w": jax.random.normal(keys[1], (LAYERS, WIDTH, WIDTH)) * 0.2,
+            "b": jnp.zeros((LAYERS, WIDTH)),
+            "up": jax.random.normal(keys[2], (LAYERS, WIDTH, 13)) * 0.2,  # 13: padded
+            "down": jax.random.normal(keys[3], (LAYERS, 13, WIDTH)) * 0.2,
+        },
+        "odd": jax.random.normal(keys[4], (7, 3)),  # padded
+    }
+
+
+def layer(h, weights):
+    h = h + jnp.tanh(h @ weights["w"] + weights["b"][None, None])
+    return h + jnp.tanh(h @ weights["up"]) @ weights["down"]
+
+
+def scanned(params, tokens):
+    step = jax.checkpoint(lambda h, weights: (layer(h, weights), None))
+    h, _ = jax.lax.scan(step, params["embed"][tokens], params["layers"])
+    return jnp.mean(h**2) + jnp.sum(params["odd"]) ** 2 * 1e-3
+
+
+def unrolled(params, tokens):
+    h = params["embed"][tokens]
+    for i in range(LAYERS):
+        h = layer(h, jax.tree.map(lambda x, i=i: x[i], params["layers"]))
+    return jnp.mean(h**2) + jnp.sum(params["odd"]) ** 2 * 1e-3
+
+
+def cast_before(params, tokens):
+    """Weights cast outside of the loop, a batch that the loop scans in reverse."""
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+
+    def step(h, weights):
+        return layer(h, weights), h.sum()
+
+    h, sums = jax.lax.scan(step, params["embed"][tokens], params["layers"], reverse=True)
+    total = jnp.mean(h.astype(jnp.float32) ** 2) + jnp.mean(sums.astype(jnp.float32)) * 1e-2
+    return total + jnp.sum(params["odd"].astype(jnp.float32)) ** 2 * 1e-3
+
+
+def nested(params, tokens):
+    """A loop over pairs of layers, with a loop over the layers of a pair inside."""
+    pairs = jax.tree.map(lambda x: x.reshape(2, LAYERS // 2, *x.shape[1:]), params["layers"])
+
+    def outer(h, pair):
+        return jax.lax.scan(lambda h, weights: (layer(h, weights), None), h, pair)[0], None
+
+    h, _ = jax.lax.scan(outer, params["embed"][tokens], pairs)
+    return jnp.mean(h**2) + jnp.sum(params["odd"]) ** 2 * 1e-3
+
+
+TOKENS = (jnp.arange(48) % 32).reshape(24, 2)
+
+
+def kinds(tree):
+    return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
+
+
+def config_of(preset, offload):
+    return dataclasses.replace(getattr(jz, preset)(), min_quantized_size=64, offload=offload)
+
+
+def run(mesh, config, loss, **options):
+    """Loss and whole gradients of one step, and the gradients as they are returned."""
+    zero = jz.Zero(mesh, config)
+    params = zero.init(init, jax.random.key(0))
+    state = {}
+    if config.needs_wire_state:
+        state["wire_state"] = zero.init_wire_state(params)
+    step = jax.jit(zero.value_and_grad(loss, **options))
+    value, grads = step(params, TOKENS, **state)[:2]
+    whole = jax.tree.map(np.asarray, zero.unshard(grads))
+    return np.asarray(value), whole, grads
+
+
+def assert_same(with_offload, without):
+    np.testing.assert_array_equal(with_offload[0], without[0])
+    jax.tree.map(np.testing.assert_array_equal, with_offload[1], without[1])
+
+
+@pytest.fixture(scope="module", params=[(2, 4), (1, 3)], ids=["2x2", "1x3"])
+def mesh(request):
+    nodes, devices = request.param
+    return jz.make_mesh(nodes, devices=jax.devices()[:devices])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_gradients_are_bit_equal(mesh, preset):
+    if preset == "zeropp4" and mesh.shape["node"] == 1:
+        pytest.skip("differences are sent between nodes")
+    results = [run(mesh, config_of(preset, offload), scanned) for offload in (ALL, None)]
+    assert_same(*results)
+    assert kinds(results[0][2]) == {"pinned_host"}
+    assert "pinned_host" not in kinds(results[1][2])
+
+
+@pytest.mark.parametrize("loss", [unrolled, cast_before, nested])
+@pytest.mark.parametrize("preset", ["zero3", "zeropp"])
+def test_other_programs_are_bit_equal(mesh, preset, loss):
+    assert_same(*(run(mesh, config_of(preset, offload), loss) for offload in (ALL, None)))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [{"prefetch": 0}, {"prefetch": 3}, {"bucket_bytes": 0}, {"max_live_parameters": 0}],
+    ids=str,
+)
+@pytest.mark.parametrize("window", [1, 2, 7])
+def test_windows_and_schedules_are_bit_equal(mesh, schedule, window):
+    offload = dataclasses.replace(ALL, window=window)
+    configs = [
+        dataclasses.replace(config_of("zero3", x), schedule=jz.CommSchedule(**schedule))
+        for x in (offload, None)
+    ]
+    assert_same(*(run(mesh, config, scanned) for config in configs))
+
+
+@pytest.mark.parametrize("options", [{"microbatches": 2}, {"weighted": True}], ids=str)
+@pytest.mark.parametrize("preset", ["zero3", "zeropp"])
+def test_sums_are_bit_equal(mesh, preset, options):
+    def weighted(params, tokens):
+        return scanned(params, tokens) * 2.0, jnp.asarray(2.0)
+
+    loss = weighted if "weighted" in options else scanned
+    results = [run(mesh, config_of(preset, x), loss, **options) for x in (ALL, None)]
+    assert_same(*results)
+    assert kinds(results[0][2]) == {"pinned_host"}
+
+
+def test_patterns_choose_leaves(mesh):
+    offload = jz.Offload(weights="layers.*", gradients=("embed", "odd"), min_size=64)
+    zero = jz.Zero(mesh, jz.ZeroConfig(offload=offload))
+    params = zero.init(init, jax.random.key(0))
+    assert kinds([params["layers"][name] for name in ("w", "up", "down")]) == {"pinned_host"}
+    assert "pinned_host" not in kinds([params["embed"], params["odd"]])
+    _, grads = jax.jit(zero.value_and_grad(scanned))(params, TOKENS)
+    assert kinds(grads["embed"]) == {"pinned_host"}
+    assert "pinned_host" not in kinds([grads["layers"], grads["odd"]])  # `odd` is small
+
+
+def test_shard_and_unshard(mesh):
+    zero = jz.Zero(mesh, jz.ZeroConfig(offload=ALL))
+    whole = jax.tree.map(np.asarray, init(jax.random.key(0)))
+    params = zero.shard(whole)
+    assert kinds(params) == {"pinned_host"}
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.tree.map(np.asarray, zero.unshard(params)), whole
+    )
+    moved = zero.shard(params)  # from its own layout
+    assert kinds(moved) == {"pinned_host"}
+
+
+def test_frozen_encoded_weights_in_host_memory(mesh):
+    """LoRA: the weights beneath are frozen, stored as messages, and fetched as messages."""
+    losses = []
+    for offload in (jz.Offload(weights="layers.*", min_size=0), None):
+        zero = jz.Zero(mesh, jz.ZeroConfig(min_quantized_size=64))
+        frozen = jz.Zero(mesh, jz.ZeroConfig(min_quantized_size=64, offload=offload))
+        base = frozen.shard(init(jax.random.key(0)), codec=jz.Int8(block=32))
+        if offload:
+            assert kinds(base["layers"]["w"]) == {"pinned_host"}
+        scale = zero.shard({"scale": jnp.ones((LAYERS, WIDTH))})
+
+        def loss(scale, base, tokens):
+            layers = {**base["layers"], "b": base["layers"]["b"] + scale["scale"]}
+            return scanned({**base, "layers": layers}, tokens)
+
+        value, grads = jax.jit(frozen.value_and_grad(loss))(scale, base, TOKENS)
+        losses.append((np.asarray(value), np.asarray(zero.unshard(grads)["scale"])))
+    np.testing.assert_array_equal(losses[0][0], losses[1][0])
+    np.testing.assert_array_equal(losses[0][1], losses[1][1])
+
+
+def test_evaluation_fetches(mesh):
+    results = []
+    for offload in (ALL, None):
+        zero = jz.Zero(mesh, jz.ZeroConfig(offload=offload))
+        params = zero.init(init, jax.random.key(0))
+        results.append(np.asarray(zero.apply(scanned)(params, TOKENS)))
+    np.testing.assert_array_equal(*results)
+
+
+def test_mistakes():
+    mesh = jz.make_mesh(2, devices=jax.devices()[:4])
+    with pytest.raises(ValueError, match="offloads nothing"):
+        jz.Offload()
+    with pytest.raises(ValueError, match="`weights` of `Offload` must be True, False, or patterns"):
+        jz.Offload(weights=3)
+    with pytest.raises(ValueError, match="`window` of `Offload` must be an integer of at least 1"):
+        jz.Offload(weights=True, window=0)
+    with pytest.raises(ValueError, match=r"`stage` of at least 3; got 1"):
+        jz.ZeroConfig(stage=1, offload=jz.Offload(weights=True))
+    zero = jz.Zero(mesh, jz.ZeroConfig(offload=jz.Offload(weights="blocks.*")))
+    with pytest.raises(ValueError, match=r"'blocks.\*', which matches no leaf.*embed, layers.b"):
+        zero.init(init, jax.random.key(0))
+    with pytest.raises(NotImplementedError, match="simulates"):
+        jz.Zero(jz.make_mesh(2, simulate=4), jz.ZeroConfig(offload=ALL))
+
+
+def test_too_little_host_memory(monkeypatch):
+    monkeypatch.setattr("jaxzero._zero.host_memory._available_bytes", lambda: 1000)
+    zero = jz.Zero(jz.make_mesh(2, devices=jax.devices()[:4]), jz.ZeroConfig(offload=ALL))
+    with warnings.catch_warnings(), pytest.raises(MemoryError, match="parameters need"):
+        zero.init(init, jax.random.key(0))
