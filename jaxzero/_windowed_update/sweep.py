@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
@@ -26,6 +27,8 @@ Visit = Callable[
     [list[Array], Any, list[Array], list[Array] | None, Index],
     tuple[list[Array], Any, list[Array] | None],
 ]
+
+_IS_OLD = jax.__version_info__ < (0, 12)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,15 +86,20 @@ def sweep(leaves: Sequence[LeafSweep]) -> list[tuple[list[Array], Any]]:
 
 
 def _all_but_last(leaf: LeafSweep, arrays: list[Array], first: list[Array]) -> _LastWindow:
-    def body(carry: tuple[Any, ...], index: Array) -> tuple[tuple[Any, ...], None]:
-        arrays, result, window = carry
+    def body(carry: tuple[Any, ...], index: Array | None) -> tuple[tuple[Any, ...], None]:
+        arrays, result, window, counter = carry
+        index = counter if index is None else index
         upcoming = leaf.fetch(arrays, index + 1)
-        return leaf.visit(arrays, result, window, upcoming, index), None
+        return (*leaf.visit(arrays, result, window, upcoming, index), counter + 1), None
 
     num = len(leaf.windows) - 1
-    carry = (arrays, leaf.start, first)
+    carry = (arrays, leaf.start, first, jnp.zeros((), jnp.int32))
     if num:
-        # The index counts up: JAX 0.10.2 walks a reversed scan over host memory forward.
-        carry, _ = lax.scan(body, carry, jnp.arange(num, dtype=jnp.int32))
-    arrays, result, window = carry
+        # From a counter XLA computes the addresses in host memory before the loop, so that the
+        # copy engines can do the copies. The XLA of JAX 0.10.2 gets them wrong (a stride of 10 MiB
+        # for windows of 20 MiB that end at 25 rows of 10 MiB); that of 0.12.0 has been checked. An
+        # index that is read from an array is used as it is.
+        indices = jnp.arange(num, dtype=jnp.int32) if _IS_OLD else None
+        carry, _ = lax.scan(body, carry, indices, length=num)
+    arrays, result, window, _ = carry
     return _LastWindow(leaf, arrays, result, window)

@@ -47,8 +47,7 @@ class Windows:
         for dim, length in enumerate(shape):
             row_bytes //= max(length, 1)
             if row_bytes <= window_bytes:
-                num = math.ceil(length / max(1, window_bytes // max(row_bytes, 1)))
-                return cls(shape, dim, math.ceil(length / max(num, 1)))
+                return cls(shape, dim, _even_size(length, window_bytes // max(row_bytes, 1)))
         return cls(shape, len(shape) - 1, 1)
 
     @property
@@ -73,13 +72,21 @@ class Windows:
     def starts(self, index: Index) -> list[Array]:
         """Where a window starts, in each dim."""
         starts: list[Index] = [0] * len(self.shape)
+        row = index
         if self.shape:
-            starts[self.dim], row = self._start(index), index // self._per_row
-            for dim in reversed(range(self.dim)):
-                starts[dim], row = row % self.shape[dim], row // self.shape[dim]
+            starts[self.dim], row = self._start(index), row // self._per_row
+        for dim in reversed(range(self.dim)):
+            starts[dim], row = row % self.shape[dim], row // self.shape[dim]
         return [jnp.asarray(start, jnp.int32) for start in starts]
 
+    @property
+    def are_evenly_spaced(self) -> bool:
+        """Whether each window starts as many elements after the one before."""
+        return not self.shape or (self.dim == 0 and self.shape[0] % self.size == 0)
+
     def _start(self, index: Index) -> Index:
+        if self.are_evenly_spaced:
+            return index * self.size
         start, last = index % self._per_row * self.size, self.shape[self.dim] - self.size
         return min(start, last) if isinstance(start, int) else jnp.minimum(start, last)
 
@@ -113,6 +120,15 @@ class Windows:
         first = device * self.shape[layout.dim] + self.starts(index)[layout.dim]
         positions = lax.broadcasted_iota(jnp.int32, self.window_shape, layout.dim)
         return first + positions < layout.size
+
+
+def _even_size(length: int, limit: int) -> int:
+    """The largest size up to `limit` that divides `length`, or one near `limit` if that is small."""
+    num = max(1, math.ceil(length / max(1, limit)))
+    for even in range(num, 2 * num):
+        if length % even == 0:
+            return length // even
+    return math.ceil(length / num)
 
 
 def where_valid(

@@ -190,8 +190,10 @@ class ShardedTrees:
         Adam, Lion, SGD, LAMB, clipping, schedules, masks and weight decay do; their results are
         those in device memory, except that reductions add in another order.
 
-        Call it in the jitted step, with `donate_argnums` for `opt_state` and `params`: then arrays
-        in host memory are updated in their place.
+        Call it in the jitted step, with `donate_argnums` for `params` and `opt_state`, and return
+        these two in the order of the step's arguments: then arrays in host memory are updated in
+        their place. JAX pairs donated arrays and results of one shape in order, and XLA copies
+        an array within host memory whose new value is to lie in another's place.
 
         Args:
             tx: the optimizer, given to `init_optimizer` before; also one from `zero.optimizer`.

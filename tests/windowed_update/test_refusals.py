@@ -6,11 +6,17 @@ import optax
 import optax.contrib
 import pytest
 
-from tests.windowed_update.updates import Updater, gradient
+from tests.windowed_update.updates import (
+    ALL,
+    OVERLAPPING,
+    RATE,
+    Updater,
+    assert_equal_but_for_sums,
+    gradient,
+    reference,
+)
 
 pytestmark = pytest.mark.standard_promotion
-
-RATE = 1e-2
 
 
 def shampoo_like():
@@ -29,7 +35,7 @@ def shampoo_like():
 
 
 def refusal(tx, place="all", **extra_args):
-    updater = Updater(tx, "2x2", place, 2**26)
+    updater = Updater(tx, "2x2", place, ALL)
     grads = updater.of_gradients.shard(gradient(0))
     with pytest.raises(NotImplementedError) as error:
         jax.eval_shape(lambda *x: updater.update(*x, **extra_args), *_structs(updater, grads))
@@ -105,14 +111,11 @@ def test_a_dtype_cannot_change():
 
 def test_a_leaf_in_device_memory_may_have_any_optimizer():
     """Muon for what is not offloaded, Adam for the rest: the remedy that the errors name."""
-    from tests.windowed_update.test_equal_updates import assert_equal_but_for_sums
-    from tests.windowed_update.updates import reference
-
     tx = optax.multi_transform(
         {"muon": optax.contrib.muon(RATE), "adam": optax.adam(RATE)},
         {"stack": "adam", "matrix": "muon", "odd": "muon", "bias": "muon", "scale": "muon"},
     )
-    found = Updater(tx, "2x2", "one_stack", 150).run()
+    found = Updater(tx, "2x2", "one_stack", OVERLAPPING).run()
     assert_equal_but_for_sums(found, reference(tx))
 
 
@@ -123,7 +126,7 @@ def test_state_in_host_memory_belongs_to_a_parameter():
     def update(updates, state, params=None):
         return updates, state
 
-    updater = Updater(optax.GradientTransformation(init, update), "2x2", "weights", 150)
+    updater = Updater(optax.GradientTransformation(init, update), "2x2", "weights", OVERLAPPING)
     sharding = updater.state["table"].sharding.with_memory_kind("pinned_host")
     updater.state = jax.device_put(updater.state, {"table": sharding})
     with pytest.raises(ValueError, match="`table` is an array in host memory that does not belong"):

@@ -9,6 +9,7 @@ from hypothesis import strategies
 from jaxzero._windowed_update.windows import Windows
 
 
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(
     shape=strategies.lists(strategies.integers(1, 7), min_size=0, max_size=4).map(tuple),
     window_bytes=strategies.integers(1, 3000),

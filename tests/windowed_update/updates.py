@@ -14,6 +14,7 @@ import jaxzero as jz
 from jaxzero._windowed_update import UpdateLayouts, windowed_update
 
 STEPS = 5
+RATE = 1e-2  # of learning
 SHAPES = {
     "stack": {"kernel": (4, 8, 6), "odd": (3, 7, 5)},  # layers first; the second is padded
     "matrix": (8, 12),
@@ -34,8 +35,9 @@ PLACES = {
     "gradients": dict(gradients=True),
     "one_stack": dict(optimizer="stack.*", gradients="stack.odd"),
 }
-# A window of one row of a layer, of some rows, of a layer or more, and the full leaf.
-WINDOW_BYTES = (1, 150, 1000, 2**26)
+# A window of one row of a layer; of some rows, so that windows overlap in an array of 7 rows, of
+# gradients or of all arrays of a leaf; of a layer or more; and of the full leaf.
+ROW, OF_GRADIENTS, OVERLAPPING, LAYER, ALL = 1, 70, 250, 1000, 2**26
 
 
 def offload(place: str) -> jz.Offload:
@@ -110,3 +112,11 @@ class Updater:
 
 def memory_kinds(tree: Any) -> list[str]:
     return [x.sharding.memory_kind for x in jax.tree.leaves(tree)]
+
+
+def assert_equal_but_for_sums(found, expected):
+    # A sum of n squares in another order differs by at most n eps, relative; a norm by half of
+    # that. The update of each step, of size at most RATE times a few, depends on two such norms.
+    tolerance = STEPS * RATE * 4 * SIZE * np.finfo(np.float32).eps
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=0, atol=tolerance)
