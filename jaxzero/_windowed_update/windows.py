@@ -123,7 +123,7 @@ class Windows:
 
 
 def _even_size(length: int, limit: int) -> int:
-    """The largest size up to `limit` that divides `length`, or one near `limit` if that is small."""
+    """The largest divisor of `length` up to `limit`, or a size near `limit` if that is small."""
     num = max(1, math.ceil(length / max(1, limit)))
     for even in range(num, 2 * num):
         if length % even == 0:
