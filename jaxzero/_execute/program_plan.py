@@ -115,7 +115,7 @@ def plan_program(
         uses,
         _reduce_specs(shapes, targets),
         loss,
-        _effective_schedule(comm),
+        _effective_schedule(comm, bool(host)),
         _num_gather_axes(comm, bool(kept_weights)),
         parameters.offload.window if parameters.offload else 1,
     )
@@ -275,8 +275,9 @@ def _num_gather_axes(comm: CommSpec, keeps_slices: bool) -> int:
     return max(1, len(comm.axes_with_peers(axes)))
 
 
-def _effective_schedule(comm: CommSpec) -> CommSchedule:
-    """The configured schedule, but without prefetch and buckets if no leaf is sharded."""
-    if comm.num_shards == 1:
-        return dataclasses.replace(comm.schedule, prefetch=0, bucket_bytes=0)
-    return comm.schedule
+def _effective_schedule(comm: CommSpec, fetches: bool) -> CommSchedule:
+    """The configured schedule, without buckets on one device, and without prefetch of nothing."""
+    if comm.num_shards > 1:
+        return comm.schedule
+    prefetch = comm.schedule.prefetch if fetches else 0
+    return dataclasses.replace(comm.schedule, prefetch=prefetch, bucket_bytes=0)

@@ -162,7 +162,6 @@ class ShardedTrees:
         params, plan = trained_part(params, self._plan_of(params))
         warn_of_padding(tx, plan)
         state_plan = self._states.add(plan_state(tx, plan, self._devices, self.config))
-        check_room("optimizer state", state_plan.leaves, self.mesh, self._state_axes)
         return init_state(tx, params, state_plan, self.mesh, self._state_axes)
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -261,7 +260,8 @@ class ShardedTrees:
                     "`specs` splits leaves over further mesh axes, which `offload` cannot do yet. "
                     "Leave out one of the two."
                 )
-        return self._plans.add(offloaded(plan, offload))
+        num_shards = math.prod(self._devices.shape[axis] for axis in self.config.axes)
+        return self._plans.add(offloaded(plan, offload, num_shards))
 
     def find_plan(self, tree: Any) -> TreePlan | None:
         """The layout of a tree from `init`, `shard` or `init_optimizer`; None for any other."""
