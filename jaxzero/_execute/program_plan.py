@@ -40,6 +40,7 @@ class Parameters:
     differentiated: tuple[int, ...]  # indices into `leaves` of those that get gradients
     weights_split: bool  # whether weights are sharded (stage 3)
     gradients_split: bool  # whether gradients are sharded (stages 2 and 3)
+    num_shards: int = 1  # that a sharded leaf is split into
     offload: Offload | None = None
 
     def weight_layout(self, i: int) -> DimSharding | None:
@@ -50,7 +51,7 @@ class Parameters:
         leaf = self.leaves[i]
         return (
             self.offload is not None
-            and self.gradient_layout(i) is not None
+            and (self.gradient_layout(i) is not None or self.num_shards == 1)
             and self.offload.takes("gradients", leaf.path, math.prod(leaf.shape))
         )
 
