@@ -29,7 +29,7 @@ from .._collectives import (
     reduce_over_node,
     sum_full,
 )
-from .._mesh import AXES, LOCAL, NODE, in_host
+from .._mesh import AXES, LOCAL, NODE, in_host, to_host
 from .._sharding import DimSharding, LeafSpec, pad
 from .._simigrad import GradientHalves
 from .half_batches import gradient_halves
@@ -123,6 +123,11 @@ def mean_over_devices(
     )
 
 
+def host_mean(x: Array, dtype: Any, num_devices: int) -> Array:
+    """The mean of a gradient in host memory, from its sum over all devices in one micro-batch."""
+    return to_host((x / jnp.asarray(num_devices, x.dtype)).astype(dtype))
+
+
 def _mean(
     x: Any,
     half_sum: HalfBatchSum | None,
@@ -135,7 +140,7 @@ def _mean(
     if x is None:
         return None, error, None
     leaf, residual = target.leaf, None
-    if in_host(x):  # a loop has averaged it, layer by layer
+    if in_host(x):  # it is the mean already
         return x, None, None
     if not target.in_node_only:
         x = x / total.astype(x.dtype)

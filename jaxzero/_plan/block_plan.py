@@ -80,6 +80,8 @@ class BlockPlan:
     overlaps: bool  # whether gradients are reduced while the next group computes
     zeros: frozenset[Value]  # gradients that are known to be zero, and need no reduction
     loops: dict[int, LoopPlan]
+    # At the top level, gradients that are copied to host memory once reduced, and their dtypes.
+    host_gradients: Mapping[Value, Any] = dataclasses.field(default_factory=dict)
 
     def deferred_values(self) -> frozenset[Value]:
         """Values known only in the next iteration: deferred gradients, and values made of them."""
