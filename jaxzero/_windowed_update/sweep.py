@@ -90,9 +90,9 @@ def sweep(leaves: Sequence[LeafSweep]) -> list[tuple[list[Array], Any]]:
 
 
 def _all_but_last(leaf: LeafSweep, arrays: list[Array], first: list[Array]) -> _LastWindow:
-    def body(carry: tuple[Any, ...], given: Array | None) -> tuple[tuple[Any, ...], None]:
+    def body(carry: tuple[Any, ...], read: Array | None) -> tuple[tuple[Any, ...], None]:
         arrays, result, window, counter = carry
-        index = counter if given is None else given
+        index: Array = counter if read is None else read
         upcoming = leaf.fetch(arrays, index + 1)
         return (*leaf.visit(arrays, result, window, upcoming, index), counter + 1), None
 
