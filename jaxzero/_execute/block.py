@@ -8,6 +8,7 @@ the loops of a block.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +25,8 @@ from .._collectives import (
     ReduceBucket,
     ReduceSpec,
     accumulator_dtype,
+    in_loop,
+    in_region,
     labelled,
     reduce_gradient,
 )
@@ -100,10 +103,11 @@ class BlockRunner:
         for value, x in zip(block.inputs, inputs, strict=True):
             self._write(value, x)
         for index in range(len(block.operations) + 1):
-            self._gather(index)
-            if index < len(block.operations):
-                self._run(index, block.operations[index])
-                self.weights.drop(index)
+            with self._region(index):
+                self._gather(index)
+                if index < len(block.operations):
+                    self._run(index, block.operations[index])
+                    self.weights.drop(index)
         while self.gradients.in_flight:
             self.gradients.reduce_in_flight()
         self._write_reduced(self.gradients.take_reduced())
@@ -112,6 +116,12 @@ class BlockRunner:
             None if i in view_outputs or atom in deferred else self._output(i, atom)
             for i, atom in enumerate(block.outputs)
         ]
+
+    def _region(self, index: int) -> contextlib.AbstractContextManager[None]:
+        """Record copies from and to host memory as those of forward or backward."""
+        if self.plan.last_forward is None:
+            return contextlib.nullcontext()
+        return in_region("forward" if index <= self.plan.last_forward else "backward")
 
     def deferred_outputs(self, buckets: Mapping[int, ReduceBucket]) -> dict[int, Any]:
         """Compute the deferred outputs of one iteration, by index of the output.
@@ -255,7 +265,8 @@ class BlockRunner:
         if index in self.plan.gradients.on_shards:
             return  # `_store` runs it once its inputs are reduced
         if isinstance(operation, Loop):
-            outputs = run_loop(self, index, operation)
+            with in_loop(index):
+                outputs = run_loop(self, index, operation)
         elif isinstance(operation, Barrier):
             pairs = zip(operation.inputs, operation.outputs, strict=True)
             # Views of weights have no array here; the barrier is bound without them.

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._collectives import ReduceBucket, Sum, recording
-from .._mesh import empty_in_host, to_host
+from .._collectives import ReduceBucket, Sum, copy_to_host, recording
+from .._mesh import empty_in_host
 from .._plan import LoopPlan
 from .gradient_buckets import GradientBuckets
 from .host_stacks import LayerIndex
@@ -114,11 +114,11 @@ class DeferredGradients:
 
     def finished(self, number: int, x: Any) -> Any:
         """Output `number` of an iteration; a gradient for host memory as its mean, and there."""
-        dtype = self._plan.host_gradients.get(number)
-        if dtype is None or x is None:
+        leaf = self._plan.host_gradients.get(number)
+        if leaf is None or x is None:
             return x
         mean = x / jnp.asarray(self._gradients.comm.num_devices, x.dtype)
-        return to_host(mean.astype(dtype))
+        return copy_to_host(mean.astype(leaf.dtype), "gradients", f"{leaf.path}[i]", windowed=True)
 
     def _finished_outputs(self, done: dict[int, ReduceBucket]) -> dict[int, Any]:
         """The deferred outputs of one iteration, from its fully reduced buckets."""

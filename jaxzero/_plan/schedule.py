@@ -161,6 +161,7 @@ def _plan_block(
         overlaps,
         zeros,
         loops,
+        boundary,
     )
 
 
