@@ -139,7 +139,7 @@ class EncodedShards:
         return dataclasses.replace(self, axes=self.axes[done:])
 
     def on_device(self, name: str, *, windowed: bool) -> EncodedShards:
-        """These shards of the weight `name` in device memory; `copy_to_device` has the arguments."""
+        """These shards in device memory; see `copy_to_device` for the arguments."""
         data = copy_to_device(self.data, "weights", name, windowed=windowed)
         return dataclasses.replace(self, data=data)
 

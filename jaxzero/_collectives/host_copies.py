@@ -22,9 +22,8 @@ class _Place(NamedTuple):
     path: tuple[int, ...]
 
 
-_place: contextvars.ContextVar[_Place] = contextvars.ContextVar(
-    "jaxzero_place", default=_Place("before forward", ())
-)
+_START = _Place("before forward", ())
+_place: contextvars.ContextVar[_Place] = contextvars.ContextVar("jaxzero_place", default=_START)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from .._program import Barrier, Constant, Loop, Operation, Value, movable_ops
 from .gathers import GatherSources
 from .gradient_buckets import GradientBuckets, Reduced
 from .loop import Prologue, loop_prologue, run_loop
+from .mean_gradients import host_mean
 from .weight_buckets import WeightBuckets
 
 
@@ -73,6 +74,7 @@ class BlockRunner:
         self.prologues: dict[int, Prologue] = {}  # of the loops in this block
         self.env: dict[Value, Any] = {}  # the array of every value that is not a view of a weight
         self._tied_to: Value | None = None  # the value that the last gather waited for
+        self._leaving: list[Value] = []  # gradients on their way to host memory
         self._constants = {
             op.outputs[0]: op
             for op in plan.block.operations
@@ -110,7 +112,8 @@ class BlockRunner:
                     self.weights.drop(index)
         while self.gradients.in_flight:
             self.gradients.reduce_in_flight()
-        self._write_reduced(self.gradients.take_reduced())
+        with self._region(len(block.operations)):
+            self._write_reduced(self.gradients.take_reduced())
         deferred = plan.deferred_values()
         return [
             None if i in view_outputs or atom in deferred else self._output(i, atom)
@@ -179,8 +182,15 @@ class BlockRunner:
         return carry
 
     def _after(self, operands: tuple[Any, Any], reduced: Reduced) -> tuple[Any, Any]:
-        """Return `operands`, available only once the gradients in `reduced` are."""
-        operands, arrays = lax.optimization_barrier((operands, [x for _, x in reduced]))
+        """Return `operands`, available only once the gradients in `reduced` are.
+
+        Gradients of the last such call have then arrived in host memory; otherwise XLA copies all
+        of them at the end of the step.
+        """
+        leaving, self._leaving = self._leaving, []
+        arrays = [x for _, x in reduced], [self.env[value] for value in leaving]
+        operands, (arrays, copies) = lax.optimization_barrier((operands, arrays))
+        self.env.update(zip(leaving, copies, strict=True))
         self._write_reduced([(value, x) for (value, _), x in zip(reduced, arrays, strict=True)])
         return operands
 
@@ -213,6 +223,10 @@ class BlockRunner:
     def _write_reduced(self, reduced: Reduced) -> None:
         """Store reduced gradients, and run the operations that waited for them."""
         for value, x in reduced:
+            if value in self.plan.host_gradients:
+                leaf = self.plan.host_gradients[value]
+                x = host_mean(x, leaf.dtype, self.comm.num_devices, leaf.path)
+                self._leaving.append(value)
             self._store(value, x)
 
     def _store(self, value: Value, x: Any) -> None:

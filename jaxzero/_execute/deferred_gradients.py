@@ -2,7 +2,9 @@
 
 An iteration encodes the buckets of its own gradients; each later iteration reduces them over one
 more mesh axis. Once fully reduced, the outputs made of them are written to their layer of the
-stacks. These are carried by the loop, because a layer is written after its own iteration.
+stacks; to stacks in host memory one iteration later still, so that the copy overlaps with all of an
+iteration, and so does the last reduction. The stacks are carried by the loop, because a layer is
+written after its own iteration.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._collectives import ReduceBucket, Sum, copy_to_host, recording
+from .._collectives import ReduceBucket, Sum, recording
 from .._mesh import empty_in_host
 from .._plan import LoopPlan
 from .gradient_buckets import GradientBuckets
 from .host_stacks import LayerIndex
+from .mean_gradients import host_mean
 
 Outputs = Callable[[Mapping[int, ReduceBucket]], dict[int, Any]]  # `Runner.deferred_outputs`
 
@@ -28,7 +31,7 @@ Outputs = Callable[[Mapping[int, ReduceBucket]], dict[int, Any]]  # `Runner.defe
 class Deferred(NamedTuple):
     """What the loop carries."""
 
-    buckets: dict[int, list[ReduceBucket]]  # for each deferred group, a bucket by axes done
+    buckets: dict[int, list[ReduceBucket]]  # for each deferred group, a bucket by iterations since
     stacks: dict[int, Sum]  # of the deferred outputs, by index of the output
 
 
@@ -56,6 +59,7 @@ class DeferredGradients:
         self._length = length
         self._layer_index = layer_index
         self._outputs = outputs
+        self._delay = 1 if plan.host_gradients else 0  # iterations from the last axis to the stack
 
     def start(self, iteration: Callable[[Deferred], Deferred]) -> Deferred:
         """The buckets and stacks before the first iteration; the buckets hold zeros.
@@ -66,12 +70,13 @@ class DeferredGradients:
 
         def shapes() -> tuple[dict[int, list[ReduceBucket]], dict[int, Any]]:
             in_flight, done = {}, {}
-            for number, buckets in iteration(Deferred({}, {})).buckets.items():
+            first = iteration(Deferred({}, {}))
+            for number, buckets in first.buckets.items():
                 for axis in range(self._gradients.num_axes(number)):
                     buckets.append(self._gradients.reduce_next(number, axis, buckets[axis]))
-                done[number] = buckets.pop()
-                in_flight[number] = buckets
-            return in_flight, self._finished_outputs(done)
+                done[number] = buckets[-1]
+                in_flight[number] = buckets if self._delay else buckets[:-1]
+            return in_flight, {**first.stacks, **self._finished_outputs(done)}
 
         with recording(None):  # traced only for shapes: its collectives must not be counted
             in_flight, outputs = jax.eval_shape(shapes)
@@ -82,47 +87,69 @@ class DeferredGradients:
         }
         return Deferred(buckets, stacks)
 
+    def take_final(self, outputs: list[Any]) -> dict[int, Array]:
+        """Take, out of an iteration's outputs, the gradients for host memory that are not deferred.
+
+        The loop must not stack them itself: JAX 0.10 writes a stack in host memory in the wrong
+        order where the loop is reversed.
+        """
+        final = {}
+        for number in self._plan.host_gradients:
+            if outputs[number] is not None:
+                final[number], outputs[number] = self._finished(number, outputs[number]), None
+        return final
+
     def advance(
-        self, state: Deferred, new: Mapping[int, ReduceBucket], iteration: Array
+        self,
+        state: Deferred,
+        new: Mapping[int, ReduceBucket],
+        final: dict[int, Array],
+        iteration: Array,
     ) -> Deferred:
-        """Reduce every deferred bucket over one more axis, and add this iteration's `new` buckets.
+        """Reduce every deferred bucket over one more axis, and add those of this iteration.
 
         The buckets of the oldest iteration are then fully reduced. In the first iterations these
         are the zeros of `start`, stored for the first layer and overwritten by its gradients.
+
+        Args:
+            state: of the iteration before.
+            new: the buckets of this iteration.
+            final: the gradients of this iteration that go to their stacks at once.
+            iteration: its number.
         """
-        buckets, done, num_axes = {}, {}, 0
+        if not state.buckets and not state.stacks:  # nothing is deferred, or `start` traces this
+            return Deferred({number: [bucket] for number, bucket in new.items()}, {**final})
+        buckets, done, age = {}, {}, 0
         for number, in_flight in state.buckets.items():
-            reduce_next = self._gradients.reduce_next
-            sent = [reduce_next(number, axis, bucket) for axis, bucket in enumerate(in_flight)]
-            buckets[number], done[number] = [new[number], *sent[:-1]], sent[-1]
-            num_axes = len(in_flight)
-        if not done:  # no group is deferred, or `start` traces this
-            return Deferred({number: [bucket] for number, bucket in new.items()}, state.stacks)
-        return Deferred(buckets, self._store_layer(state.stacks, done, iteration - num_axes))
+            reduce_next, num_axes = self._gradients.reduce_next, self._gradients.num_axes(number)
+            sent = [reduce_next(number, i, bucket) for i, bucket in enumerate(in_flight[:num_axes])]
+            *buckets[number], done[number] = [new[number], *sent, *in_flight[num_axes:]]
+            age = len(in_flight)
+        stacks = _stored(state.stacks, final, self._layer_index(iteration))
+        return Deferred(buckets, self._store_layer(stacks, done, iteration - age))
 
     def finish(self, state: Deferred) -> dict[int, Sum]:
         """Reduce the buckets that are in flight after the last iteration; return the stacks."""
         stacks = state.stacks
-        num_axes = max((len(buckets) for buckets in state.buckets.values()), default=0)
-        for axis in reversed(range(num_axes)):
+        most = max((len(buckets) for buckets in state.buckets.values()), default=0)
+        for age in reversed(range(most)):  # the number of axes done, or one more
             done = {
-                number: self._gradients.reduce_rest(number, axis, buckets[axis])
+                number: self._gradients.reduce_rest(number, age, buckets[age])
                 for number, buckets in state.buckets.items()
             }
-            stacks = self._store_layer(stacks, done, jnp.asarray(self._length - 1 - axis))
+            stacks = self._store_layer(stacks, done, jnp.asarray(self._length - 1 - age))
         return stacks
 
-    def finished(self, number: int, x: Any) -> Any:
+    def _finished(self, number: int, x: Any) -> Any:
         """Output `number` of an iteration; a gradient for host memory as its mean, and there."""
         leaf = self._plan.host_gradients.get(number)
         if leaf is None or x is None:
             return x
-        mean = x / jnp.asarray(self._gradients.comm.num_devices, x.dtype)
-        return copy_to_host(mean.astype(leaf.dtype), "gradients", f"{leaf.path}[i]", windowed=True)
+        return host_mean(x, leaf.dtype, self._gradients.comm.num_devices, f"{leaf.path}[i]")
 
     def _finished_outputs(self, done: dict[int, ReduceBucket]) -> dict[int, Any]:
         """The deferred outputs of one iteration, from its fully reduced buckets."""
-        return {number: self.finished(number, x) for number, x in self._outputs(done).items()}
+        return {number: self._finished(number, x) for number, x in self._outputs(done).items()}
 
     def _empty_stack(self, number: int, layer: Any) -> Array:
         """A stack for the deferred output `number`, in the memory where it belongs."""
@@ -141,12 +168,18 @@ class DeferredGradients:
             done: the fully reduced buckets of the iteration, by index of the group.
             iteration: the iteration that computed these gradients.
         """
-        outputs, layer_index = self._finished_outputs(done), self._layer_index(iteration)
-        return {
-            number: jax.tree.map(
-                lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, layer_index, 0),
-                stack,
-                outputs[number],
-            )
-            for number, stack in stacks.items()
-        }
+        return _stored(stacks, self._finished_outputs(done), self._layer_index(iteration))
+
+
+def _stored(stacks: dict[int, Sum], layers: Mapping[int, Any], index: Array) -> dict[int, Sum]:
+    """The stacks, with these arrays at `index`."""
+    return {
+        number: jax.tree.map(
+            lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, index, 0),
+            stack,
+            layers[number],
+        )
+        if number in layers
+        else stack
+        for number, stack in stacks.items()
+    }

@@ -42,7 +42,7 @@ class HostStacks:
         self._leads = [plan.leads(stack.layer) for stack, _ in self._stacks]
 
     def fetch(self, layer_index: Array, lead: int, tie: Bind | None = None) -> GatherSources:
-        """Copy the layer that is used `lead` iterations later to the device; `tie` delays the copies.
+        """Copy the layer that is used `lead` iterations later; `tie` delays the copies.
 
         Stacks that are not needed so early are left out.
         """

@@ -219,12 +219,10 @@ class _Loop:
             slices = [after[weight].data for weight in self.kept_in_iteration]
             # `scan` stacks only the data; codec and layout are read from the traced body.
             self.templates = {x: after[x] for x in self.kept_in_iteration}
-            return outputs[:num_carry], (self._stacked(outputs), slices)
+            return outputs[:num_carry], (outputs[num_carry:], slices)
 
         traced, note = repeated(body, self.loop.length)
         pairs = zip(self.uses.stacks, self.stacks, strict=True)
-        # Layers in host memory are indexed: JAX 0.10 reads a host stack that is scanned in reverse
-        # in the wrong order.
         known = [(stack.layer, x) for stack, x in pairs if not in_host(x.data)]
         data = [shards.data for _, shards in known]
         scanned = (stacks, data, self._iterations())
@@ -277,8 +275,9 @@ class _Loop:
         next_sources = self.layer(following) | self.host.layers(state.fetched, num_hops)
         inside = self._inside(sources, state.in_flight, next_sources)
         outputs = inside.run([*self.constants, *state.carry, *stacks], self.uses.view_outputs)
+        done = self.deferred.take_final(outputs)
         new = inside.gradients.deferred
-        deferred = self.deferred.advance(state.deferred, new, iteration)
+        deferred = self.deferred.advance(state.deferred, new, done, iteration)
         slices = [
             lax.dynamic_update_index_in_dim(
                 x, inside.weights.next_sources[weight].data, following, 0
@@ -290,12 +289,7 @@ class _Loop:
         fetched, carry = self.host.advance(state.fetched, self.layer_index, iteration, carry)
         state = _State(carry, inside.weights.next_in_flight, fetched, deferred, slices)
         kept = [inside.weights.sources[weight].data for weight in self.kept_in_iteration]
-        return state, self._stacked(outputs), kept
-
-    def _stacked(self, outputs: list[Any]) -> list[Any]:
-        """The outputs of an iteration that the loop stacks, which are those after the carry."""
-        finished = [self.deferred.finished(i, x) for i, x in enumerate(outputs)]
-        return finished[self.loop.num_carry :]
+        return state, outputs[self.loop.num_carry :], kept
 
     def _start(self, carry: list[Any], before: Prologue, stacks: list[Any]) -> _State:
         """The state before the first iteration."""

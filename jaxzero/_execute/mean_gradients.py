@@ -24,6 +24,7 @@ from .._collectives import (
     accumulator_dtype,
     all_reduce,
     as_pair,
+    copy_to_host,
     labelled,
     move_split,
     reduce_over_node,
@@ -123,6 +124,12 @@ def mean_over_devices(
     )
 
 
+def host_mean(x: Array, dtype: Any, num_devices: int, name: str) -> Array:
+    """The mean of a gradient in host memory, from its sum over all devices in one micro-batch."""
+    mean = (x / jnp.asarray(num_devices, x.dtype)).astype(dtype)
+    return copy_to_host(mean, "gradients", name, windowed=True)
+
+
 def _mean(
     x: Any,
     half_sum: HalfBatchSum | None,
@@ -135,7 +142,7 @@ def _mean(
     if x is None:
         return None, error, None
     leaf, residual = target.leaf, None
-    if in_host(x):  # a loop has averaged it, layer by layer
+    if in_host(x):  # it is the mean already
         return x, None, None
     if not target.in_node_only:
         x = x / total.astype(x.dtype)

@@ -94,6 +94,8 @@ class BlockPlan:
     overlaps: bool  # whether gradients are reduced while the next group computes
     zeros: frozenset[Value]  # gradients that are known to be zero, and need no reduction
     loops: dict[int, LoopPlan]
+    # At the top level, gradients that are copied to host memory once reduced, and their leaves.
+    host_gradients: Mapping[Value, LeafSpec] = dataclasses.field(default_factory=dict)
     last_forward: int | None = None  # the last operation of forward; None in a loop's body
 
     def fetched(self, number: int) -> list[ShardedParam]:

@@ -1,8 +1,8 @@
-"""Mark the loops that write stacks of gradients to host memory, one layer in each iteration.
+"""Mark the gradients that are copied to host memory as soon as they are reduced.
 
-A host array cannot be computed with, so a loop may write there only gradients that are final: those
-that nothing but a cast follows. (A cast of a reduced gradient is delayed until its mean is taken.)
-Any other gradient is copied to host memory at the end of the step.
+A host array cannot be computed with, so these are the gradients that are final: those that nothing
+but a cast follows. (A cast of a reduced gradient is delayed until its mean is taken.) A loop writes
+them one layer in each iteration. Any other gradient is copied at the end of the step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .block_plan import BlockPlan
 
 
 def mark_host_gradients(plan: BlockPlan, leaves: Mapping[int, LeafSpec]) -> BlockPlan:
-    """Mark, in the loops at the top level, the stacks of gradients that go to host memory.
+    """Mark gradients at the top level, and stacks of gradients that loops there make.
 
     Args:
         plan: the plan of the full program.
@@ -27,21 +27,24 @@ def mark_host_gradients(plan: BlockPlan, leaves: Mapping[int, LeafSpec]) -> Bloc
         value: index for index, op in enumerate(plan.block.operations) for value in op.outputs
     }
     marked: dict[int, dict[int, LeafSpec]] = {}
+    values: dict[Value, LeafSpec] = {}
     for i, leaf in leaves.items():
         value = _before_casts(plan, makers, plan.block.outputs[i])
         index = makers.get(value, -1) if isinstance(value, Value) else -1
+        if isinstance(value, Value) and value in plan.gradients.reduces and value not in plan.zeros:
+            values[value] = leaf
         if i in plan.gradients.at_end or index not in plan.gradients.loops:
             continue
         loop = plan.block.operations[index]
         assert isinstance(loop, Loop) and isinstance(value, Value)
         number = loop.outputs.index(value)
-        if number >= loop.num_carry:
+        if number >= loop.num_carry and plan.loops[index].is_pipelined:
             marked.setdefault(index, {})[number] = leaf
     loops = {
         index: dataclasses.replace(loop, host_gradients=marked.get(index, {}))
         for index, loop in plan.loops.items()
     }
-    return dataclasses.replace(plan, loops=loops)
+    return dataclasses.replace(plan, loops=loops, host_gradients=values)
 
 
 def _before_casts(plan: BlockPlan, makers: Mapping[Value, int], atom: Atom) -> Atom:

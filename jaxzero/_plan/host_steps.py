@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .._collectives import HostTransfer
-from .block_plan import BlockPlan
+from .block_plan import BlockPlan, ReduceGroup
 from .plan_step import PlanStep, operation_names, region_name, tied_to
 
 
@@ -65,18 +65,29 @@ class HostSteps:
                 if any(gather.weight is stack.layer for gather in group.gathers)
             )
             needed = min(issues, default=0)
-            before = "the iteration before" if loop.window == 1 else f"{loop.window} iterations before"
+            num = loop.window
+            before = "the iteration before" if num == 1 else f"{num} iterations before"
             yield _step(
                 x,
                 region_name(path),
                 path,
                 trips,
-                sent=before if loop.window else names[0],
+                sent=before if num else names[0],
                 at=names[needed],
                 needed=needed,
                 stop=needed,
-                ahead=loop.window,
+                ahead=num,
             )
+
+    def of_reduced(
+        self, plan: BlockPlan, group: ReduceGroup, path: tuple[int, ...], trips: int
+    ) -> Iterator[PlanStep]:
+        """The offloads of a group of gradients outside of loops."""
+        for value in group.values:
+            leaf = plan.host_gradients.get(value)
+            if leaf and (x := self._layers.get((path, leaf.path, "host"))):
+                at = group.at
+                yield _step(x, x.region, path, trips, start=at, needed=at, stop=at)
 
     def gradients(
         self, plan: BlockPlan, index: int, path: tuple[int, ...], trips: int

@@ -110,6 +110,7 @@ def _steps(
                 yield from host.of_group(plan, number, path, trips)
             case 0.5:
                 yield from _reduce_steps(plan, number, reduces[number], path, trips)
+                yield from host.of_reduced(plan, reduces[number], path, trips)
             case _:
                 loop = plan.block.operations[number]
                 assert isinstance(loop, Loop)

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from .._mesh import is_traced, reduce_scatter
+from .._mesh import in_host, is_traced, reduce_scatter
 from .._mesh import simulated as simulate
 from . import movable_ops
 
@@ -139,6 +140,8 @@ class Loop(Operation):
         """Run `lax.scan` with another body, but this loop's length, direction and unrolling."""
         params = self.equation.params
         options = {key: params[key] for key in ("length", "reverse", "unroll")}
+        if self.is_reversed and jax.__version_info__ < (0, 12):
+            body, stacks = _indexed(body, stacks, self.length)
         with _scope(self.equation):
             return jax.lax.scan(body, carry, stacks, **options)
 
@@ -150,6 +153,31 @@ class Block:
     inputs: tuple[Value, ...]
     outputs: tuple[Atom, ...]
     operations: tuple[Operation, ...]
+
+
+def _indexed(body: Callable, stacks: Any, length: int) -> tuple[Callable, Any]:
+    """The body and stacks of a reversed loop, with stacks in host memory indexed by an array.
+
+    XLA before JAX 0.12 reads and writes host memory forward in a reversed loop, without a word
+    (seen with 0.10.2), where the index is a function of the loop's counter.
+    """
+    leaves, treedef = jax.tree.flatten(stacks)
+    host = {i: x for i, x in enumerate(leaves) if in_host(x)}
+    scanned = [None if i in host else x for i, x in enumerate(leaves)]
+
+    def indexed(carry: Any, given: Any) -> tuple[Any, Any]:
+        position, layers = given
+        for i, x in host.items():
+            layers[i] = jax.lax.dynamic_index_in_dim(x, position, 0, keepdims=False)
+        carry, outputs = body(carry, jax.tree.unflatten(treedef, layers))
+        if any(in_host(x) for x in jax.tree.leaves(outputs)):
+            raise NotImplementedError(
+                "A loop with `reverse=True` stacks arrays in host memory, which XLA before JAX "
+                "0.12 writes in the wrong order. Take a newer JAX, or keep them on the device."
+            )
+        return carry, outputs
+
+    return indexed, (jnp.arange(length), scanned)
 
 
 def is_ref(aval: Any) -> bool:
