@@ -21,11 +21,11 @@ class HostSteps:
         self._whole = [x for x in transfers if not x.windowed]
         self._layers = {(x.path, x.name, x.to): x for x in transfers if x.windowed}
 
-    def whole(self, to: str) -> Iterator[PlanStep]:
-        """The copies of full leaves to "device" or "host"."""
+    def whole(self, to: str, at: int) -> Iterator[PlanStep]:
+        """The copies of full leaves to "device" or "host", at operation `at` of the program."""
         for x in self._whole:
             if x.to == to:
-                yield _step(x, x.region, x.path, x.trips, windowed=False)
+                yield _step(x, x.region, (), x.trips, start=at, needed=at, stop=at, windowed=False)
 
     def of_group(
         self, plan: BlockPlan, number: int, path: tuple[int, ...], trips: int
@@ -77,6 +77,7 @@ class HostSteps:
                 needed=needed,
                 stop=needed,
                 ahead=num,
+                held=num + len(loop.leads(stack.layer)),
             )
 
     def of_reduced(
@@ -114,6 +115,7 @@ def _step(
     needed: int = 0,
     stop: int = 0,
     ahead: int = 0,
+    held: int = 1,
     windowed: bool = True,
 ) -> PlanStep:
     return PlanStep(
@@ -134,5 +136,6 @@ def _step(
         stop=stop,
         path=path,
         ahead=ahead,
+        held=held,
         windowed=windowed,
     )

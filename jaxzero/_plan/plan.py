@@ -28,7 +28,11 @@ class Plan:
     def steps(self) -> tuple[PlanStep, ...]:
         host = HostSteps(self.host_transfers)
         steps = _steps(self.top, (), 1, host)
-        return (*host.whole("device"), *steps, *host.whole("host"))
+        return (
+            *host.whole("device", 0),
+            *steps,
+            *host.whole("host", len(self.top.block.operations)),
+        )
 
     def __str__(self) -> str:
         first: dict[tuple, int] = {}  # the operation that first needs an array of a bucket

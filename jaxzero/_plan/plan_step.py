@@ -35,6 +35,7 @@ class PlanStep:
             gradient of `at`, of `at`, and of the operation that completes its bucket.
         path: indices of the loops that this step is in, the outermost first.
         ahead: for a fetch in a loop, how many layers before it is sent a layer is copied.
+        held: for a fetch in a loop, how many layers of the leaf are on the device at once.
         windowed: whether a copy is of one layer; otherwise of the full leaf, all layers at once.
     """
 
@@ -55,6 +56,7 @@ class PlanStep:
     stop: int
     path: tuple[int, ...]
     ahead: int = 0
+    held: int = 1
     windowed: bool = True
 
 

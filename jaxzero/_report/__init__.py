@@ -1,9 +1,11 @@
-"""Bytes per device, bytes on each link, and the timeline of a plan: five lines, then tables.
+"""Bytes per device and host, bytes on each link, the timeline of a plan: five lines, then tables.
 
 In: layouts and a `Plan`. Out: a `Report` that prints itself. It changes and runs nothing.
 """
 
+from .capacity import LargestModel as LargestModel
 from .details import DETAILS as DETAILS
+from .host_traffic import HostTraffic as HostTraffic
 from .report import Report as Report
 from .report import make_report as make_report
 from .timeline import live_bytes as live_bytes

@@ -16,7 +16,7 @@ from .._mesh import HOST, AnyMesh, in_host
 from .config import ZeroConfig
 from .layout import LeafSpec, layout_of_leaf
 from .modules import trained_leaves
-from .offload import Offload
+from .offload import Offload, Role
 from .paths import path_name, spread_prefix
 from .specs import axes_of
 from .stored_array import StoredArray, data_of, flatten, is_array
@@ -164,13 +164,19 @@ def as_placed(leaf: LeafSpec, x: Any) -> LeafSpec:
     return dataclasses.replace(leaf, memory_kind=HOST if in_host(data_of(x)) else None)
 
 
-def offloaded(plan: TreePlan, offload: Offload | None) -> TreePlan:
-    """The layout of a parameter tree, with the leaves in host memory that `offload` puts there."""
+def offloaded(plan: TreePlan, offload: Offload | None, role: Role = "weights") -> TreePlan:
+    """The layout of a parameter tree, with the leaves in host memory that `offload` puts there.
+
+    Args:
+        plan: the layout, with all leaves in device memory.
+        offload: what is offloaded; None: nothing.
+        role: "gradients" for the layout of gradients.
+    """
     if offload is None:
         return plan
     leaves = (
         dataclasses.replace(leaf, memory_kind=HOST)
-        if leaf.layout and offload.takes("weights", leaf.path, math.prod(leaf.shape))
+        if leaf.layout and offload.takes(role, leaf.path, math.prod(leaf.shape))
         else leaf
         for leaf in plan.leaves
     )

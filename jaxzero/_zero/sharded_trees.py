@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -173,15 +174,19 @@ class ShardedTrees:
         return true_shapes(tx, self._plan_of, self._devices, self.config)
 
     def report(self, params: Any, opt_state: Any = None, plan: Plan | None = None) -> Report:
-        """Report how leaves are sharded, bytes held by a device, and bytes sent in a step.
+        """Report how leaves are sharded, bytes held and sent, and the largest model that fits.
+
+        Bytes are those in the memory of a device, in host memory for each device (`jz.Offload`),
+        into nodes and devices in a step, and between host and device in a step.
 
         Args:
             params: the parameters, or their `ShapeDtypeStruct`s from `abstract`.
-            opt_state: from `init_optimizer`.
+            opt_state: from `init_optimizer`; adds its bytes, and the update's copies from and to
+                host memory.
             plan: plan of a training step, from `plan`; adds its traffic to the report.
 
         Returns:
-            A `Report`, with methods `print` and `as_dict`.
+            A `Report`, with methods `print`, `as_dict` and `largest_model`.
         """
         gradient_axes = self.config.axes if self.config.stage >= 2 else ()
         axes = {
@@ -190,7 +195,12 @@ class ShardedTrees:
             "optimizer state": self._state_axes,
         }
         state = None if opt_state is None else self._plan_of(opt_state)
-        return make_report(self._plan_of(params), state, plan, self._devices, axes)
+        layout = self._plan_of(params)
+        resident = [dataclasses.replace(leaf, memory_kind=None) for leaf in layout.leaves]
+        gradients = dataclasses.replace(layout, leaves=tuple(resident))
+        if gradient_axes:
+            gradients = offloaded(gradients, self.config.offload, "gradients")
+        return make_report(layout, gradients, state, plan, self._devices, axes)
 
     # Shared by the methods above.
 
