@@ -17,13 +17,13 @@ from typing import Any
 
 # Tests look at values and at HLO, never at CPU speed: LLVM without optimization compiles in half
 # the time, and XLA's older code generation for fusions, which only old versions have, in half of
-# that. It would fuse multiply-adds where it likes, which AVX does not have: tests that compare the
+# that. XLA would fuse multiply-adds where it likes, which AVX does not have: tests that compare the
 # bits of two programs need one rounding for each operation. All of it comes after HLO, so
 # collectives and memory figures are those of a default run.
 os.environ["XLA_FLAGS"] = " ".join(
     [
-        "--xla_backend_optimization_level=0",
-        "--xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX"
+        "--xla_backend_optimization_level=0 --xla_cpu_max_isa=AVX",
+        "--xla_cpu_use_fusion_emitters=false"
         if importlib.metadata.version("jaxlib").startswith("0.10.")
         else "",
         os.environ.get("XLA_FLAGS", ""),

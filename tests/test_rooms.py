@@ -25,7 +25,7 @@ FLOORS = [
     ["jaxzero._codecs", "jaxzero._mesh", "jaxzero.launch", "jaxzero.models"],
     ["jaxzero._sharding"],
     ["jaxzero._collectives", "jaxzero._program", "jaxzero._simigrad", "jaxzero.distributed"],
-    ["jaxzero._plan"],
+    ["jaxzero._plan", "jaxzero._windowed_update"],
     ["jaxzero._execute", "jaxzero._report"],
     ["jaxzero._zero"],
     ["jaxzero._checkpoint", "jaxzero._deepspeed", "jaxzero.data"],

@@ -38,7 +38,7 @@ Variant = Literal["gspmd", "gspmd-by-hand", "zero3", "zeropp", "zeropp4"]
 
 _LARGE = LlamaSize(layers=80, width=8192, hidden=28672, heads=64, kv_heads=8, vocabulary=128256)
 _TINY = LlamaSize(layers=4, width=256, hidden=512, heads=4, vocabulary=512)
-_SIZES: dict[Model, LlamaSize] = {
+SIZES: dict[Model, LlamaSize] = {
     "7b": LlamaSize(),
     "7b-unrolled": LlamaSize(unrolled=True),
     "1b": LlamaSize(layers=22, width=2048, hidden=5632, kv_heads=4),  # TinyLlama
@@ -76,7 +76,7 @@ def main(
         keep_hlo: a folder for the compiled programs.
     """
     mesh = h200_mesh(nodes, local)
-    size = _SIZES[model]
+    size = SIZES[model]
     struct = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
     for variant in variants:
         start = time.perf_counter()

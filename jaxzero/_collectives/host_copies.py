@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from jaxtyping import Array
 
@@ -71,6 +71,20 @@ def copy_to_host(x: Array, purpose: str, name: str, *, windowed: bool) -> Array:
         return x
     _record(x, purpose, name, "host", windowed)
     return to_host(x)
+
+
+def note_moves(before: Sequence[Any], after: Sequence[Any]) -> None:
+    """Record the arrays that an operation of the user's function has copied between memories.
+
+    These are activations that a policy of `jax.checkpoint` offloads, mostly.
+
+    Args:
+        before: the inputs of a `device_put`.
+        after: its outputs.
+    """
+    for old, new in zip(before, after, strict=True):
+        if in_host(old) != in_host(new):
+            _record(new, "activations", "", "host" if in_host(new) else "device", True)
 
 
 def _record(x: Array, purpose: str, name: str, to: str, windowed: bool) -> None:

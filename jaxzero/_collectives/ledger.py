@@ -80,8 +80,9 @@ class HostTransfer:
     """One copy between device memory and host memory, which every device makes of its own part.
 
     Attributes:
-        purpose: "weights" or "gradients".
-        name: name of the leaf; `[i]` after the name of a stack stands for one of its layers.
+        purpose: "weights", "gradients", or "activations" (copied by the function itself).
+        name: name of the leaf, "" for activations; `[i]` after the name of a stack stands for one
+            of its layers.
         to: where the copy is, "device" or "host".
         region: when it begins: "before forward", "forward", "backward", or "the end".
         path: indices of the loops that it is in, the outermost first.

@@ -28,6 +28,7 @@ from .._collectives import (
     in_loop,
     in_region,
     labelled,
+    note_moves,
     reduce_gradient,
 )
 from .._plan import BlockPlan, ShardedParam
@@ -298,7 +299,10 @@ class BlockRunner:
         else:
             if operation.name.startswith("scatter"):
                 self._make_target(operation)
-            outputs = operation.bind([self.read(atom) for atom in operation.inputs])
+            inputs = [self.read(atom) for atom in operation.inputs]
+            outputs = operation.bind(inputs)
+            if operation.name == "device_put":
+                note_moves(inputs, outputs)
         for value, x in zip(operation.outputs, outputs, strict=True):
             if value not in views:
                 self._write(value, x)

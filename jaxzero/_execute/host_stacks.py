@@ -9,7 +9,6 @@ more layer to the end of the queue.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,23 +72,13 @@ class HostStacks:
             sources[stack.layer] = layer
         return sources
 
-    def advance(
-        self, queues: Queues, layer_index: LayerIndex, iteration: Array, carry: list[Any]
-    ) -> tuple[Queues, list[Any]]:
-        """Copy the next layer of every stack, and drop the first of every queue.
-
-        Returns:
-            The queues for the next iteration, and `carry` behind a barrier with the new layers.
-            Without it XLA waits for some of the copies before the layer computes.
-        """
-        if not self._stacks:
-            return queues, carry
-        new = []
-        for (stack, x), leads in zip(self._stacks, self._leads, strict=True):
+    def advance(self, queues: Queues, layer_index: LayerIndex, iteration: Array) -> Queues:
+        """Copy the next layer of every stack, and drop the first of every queue."""
+        advanced = []
+        for (stack, x), leads, queue in zip(self._stacks, self._leads, queues, strict=True):
             i = layer_index(iteration + leads[-1] + self._window)
-            new.append(_copied(stack, x, i).data)
-        new, carry = lax.optimization_barrier((new, carry))
-        return [[*queue[1:], x] for queue, x in zip(queues, new, strict=True)], carry
+            advanced.append([*queue[1:], _copied(stack, x, i).data])
+        return advanced
 
     def passed(self, queues: Queues) -> Fetched:
         """The queues after the last iteration, for the loop that continues with them."""

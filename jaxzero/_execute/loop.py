@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._collectives import CommSpec, EncodedShards, ReduceBucket, repeated
+from .._collectives import CommSpec, EncodedShards, ReduceBucket, copy_to_device, repeated
 from .._mesh import in_host
 from .._plan import BlockPlan, ShardedParam, Stack
 from .._program import Atom, Loop
@@ -70,6 +70,7 @@ class _State(NamedTuple):
     carry: list[Any]  # the carry of the program's loop
     in_flight: InFlight  # weights of the next layers
     fetched: Queues  # shards copied from host memory
+    rows: dict[int, Array]  # this iteration's slices of the program's stacks in host memory
     deferred: Deferred  # gradients of the last layers, and the stacks of reduced gradients
     slices: list[Array]  # stacks of node slices, one for each of `_Loop.kept_prefetched`
 
@@ -232,7 +233,13 @@ class _Loop:
         return [*carry, *stacked]
 
     def _pipelined(self, carry: list[Any], stacks: list[Any]) -> list[Any]:
-        """Run the loop with gathers for the next layers and reductions for the previous ones."""
+        """Run the loop with gathers for the next layers and reductions for the previous ones.
+
+        Slices of the program's own stacks in host memory (activations that a policy of
+        `jax.checkpoint` has offloaded) are copied to the device one iteration ahead.
+        """
+        self.host_inputs = {i: x for i, x in enumerate(stacks) if x is not None and in_host(x)}
+        stacks = [None if i in self.host_inputs else x for i, x in enumerate(stacks)]
         before = self.outer.prologues.pop(self.index)
         self.templates = {x: kept for each in before.slices.values() for x, kept in each.items()}
         state = self._start(carry, before, stacks)
@@ -274,7 +281,8 @@ class _Loop:
         num_hops = self.plan.body.num_hops
         next_sources = self.layer(following) | self.host.layers(state.fetched, num_hops)
         inside = self._inside(sources, state.in_flight, next_sources)
-        outputs = inside.run([*self.constants, *state.carry, *stacks], self.uses.view_outputs)
+        rows = [state.rows.get(i, x) for i, x in enumerate(stacks)]
+        outputs = inside.run([*self.constants, *state.carry, *rows], self.uses.view_outputs)
         done = self.deferred.take_final(outputs)
         new = inside.gradients.deferred
         deferred = self.deferred.advance(state.deferred, new, done, iteration)
@@ -286,8 +294,13 @@ class _Loop:
         ]
         self.templates.update({x: inside.weights.sources[x] for x in self.kept_in_iteration})
         carry = outputs[: self.loop.num_carry]
-        fetched, carry = self.host.advance(state.fetched, self.layer_index, iteration, carry)
-        state = _State(carry, inside.weights.next_in_flight, fetched, deferred, slices)
+        fetched = self.host.advance(state.fetched, self.layer_index, iteration)
+        next_rows = self._host_rows(iteration + 1)
+        if fetched or next_rows:
+            # Otherwise XLA waits for some of the copies before the layer computes.
+            carry, fetched, next_rows = lax.optimization_barrier((carry, fetched, next_rows))
+        in_flight = inside.weights.next_in_flight
+        state = _State(carry, in_flight, fetched, next_rows, deferred, slices)
         kept = [inside.weights.sources[weight].data for weight in self.kept_in_iteration]
         return state, outputs[self.loop.num_carry :], kept
 
@@ -307,11 +320,24 @@ class _Loop:
             fetched = self.host.first(self.layer_index)
         rows = [None if x is None else x[0] for x in stacks]
 
+        first_rows = self._host_rows(jnp.asarray(0))
+
         def first(deferred: Deferred) -> Deferred:
-            state = _State(carry, before.in_flight, fetched, deferred, slices)
+            state = _State(carry, before.in_flight, fetched, first_rows, deferred, slices)
             return self._iteration(state, jnp.asarray(0), rows)[0].deferred
 
-        return _State(carry, before.in_flight, fetched, self.deferred.start(first), slices)
+        deferred = self.deferred.start(first)
+        return _State(carry, before.in_flight, fetched, first_rows, deferred, slices)
+
+    def _host_rows(self, iteration: Array) -> dict[int, Array]:
+        """An iteration's slices of the program's stacks in host memory, on the device."""
+        i = self.layer_index(iteration)
+        return {
+            number: copy_to_device(
+                lax.dynamic_index_in_dim(x, i, 0, keepdims=False), "activations", "", windowed=True
+            )
+            for number, x in self.host_inputs.items()
+        }
 
     def _keep_slices(self, slices: dict[ShardedParam, Array]) -> None:
         """Let later gathers start from the stacks of node slices, in place of the shards."""

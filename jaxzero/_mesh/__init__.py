@@ -23,6 +23,7 @@ from .mesh import fold_in_device as fold_in_device
 from .mesh import make_mesh as make_mesh
 from .mesh import map_devices as map_devices
 from .mesh import microbatch_index as microbatch_index
+from .mesh import with_automatic_axes as with_automatic_axes
 from .per_device import bare as bare
 from .per_device import is_traced as is_traced
 from .per_device import rewrite as rewrite

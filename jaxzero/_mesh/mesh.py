@@ -144,6 +144,13 @@ def map_devices(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any
     )
 
 
+def with_automatic_axes(function: Callable, out_shardings: Any, mesh: Mesh) -> Callable:
+    """Wrap `function` to run with automatic axes, because explicit axes split dims only evenly."""
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(name for name, kind in types if kind == AxisType.Explicit)
+    return jax.jit(jax.sharding.auto_axes(function, axes=explicit, out_sharding=out_shardings))
+
+
 def check_mesh(mesh: AnyMesh) -> None:
     """Raise `ValueError` unless `mesh` has the axes `node` and `local`."""
     missing = [axis for axis in AXES if axis not in mesh.shape]

@@ -6,6 +6,11 @@ gather or a reduction.
 """
 
 from . import movable_ops as movable_ops
+from .elementwise import full_reduction as full_reduction
+from .elementwise import is_broadcast as is_broadcast
+from .elementwise import is_elementwise as is_elementwise
+from .elementwise import is_reshape as is_reshape
+from .elementwise import shape_of as shape_of
 from .ir import Atom as Atom
 from .ir import Barrier as Barrier
 from .ir import Block as Block

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import source_info_util
 
 from .._mesh import in_host, is_traced, reduce_scatter
 from .._mesh import simulated as simulate
@@ -73,6 +74,7 @@ class Operation:
     inputs: tuple[Atom, ...]
     outputs: tuple[Value, ...]
     equation: Any  # the jaxpr equation it comes from, with the primitive's parameters
+    caller: Any = dataclasses.field(default=None, kw_only=True)  # the call that it was inlined from
 
     @property
     def has_effects(self) -> bool:
@@ -101,6 +103,15 @@ class Operation:
         """The input that is not a constant; None unless there is exactly one."""
         values = [atom for atom in self.inputs if isinstance(atom, Value)]
         return values[0] if len(values) == 1 else None
+
+    @property
+    def where(self) -> str:
+        """File, line and function, outside of JAX, that it comes from.
+
+        JAX caches what a nested `jit` traces to, with the lines of the first call. So for an
+        operation in one, it is the line that calls the outermost `jit`.
+        """
+        return source_info_util.summarize((self.caller or self.equation).source_info)
 
     def view(self) -> movable_ops.Op | None:
         """This operation as an `Op` that can be moved past a gather; None if it cannot."""

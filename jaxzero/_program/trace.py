@@ -77,9 +77,13 @@ def _block(closed: Any) -> Block:
 
 
 def _inline(
-    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Atom], operations: list[Operation]
+    jaxpr: Any,
+    consts: Sequence[Any],
+    inputs: Sequence[Atom],
+    operations: list[Operation],
+    caller: Any = None,
 ) -> list[Atom]:
-    """Append the operations of `jaxpr` to `operations`; return its outputs."""
+    """Append the operations of `jaxpr`, which `caller` calls; return its outputs."""
     env: dict[Any, Atom] = dict(zip(jaxpr.constvars, map(Constant, consts), strict=True))
     env.update(zip(jaxpr.invars, inputs, strict=True))
 
@@ -88,30 +92,32 @@ def _inline(
 
     for equation in jaxpr.eqns:
         args = [read(var) for var in equation.invars]
-        outputs = _operation(equation, args, operations)
+        outputs = _operation(equation, args, operations, caller)
         env.update(zip(equation.outvars, outputs, strict=True))
     return [read(var) for var in jaxpr.outvars]
 
 
-def _operation(equation: Any, inputs: list[Atom], operations: list[Operation]) -> Sequence[Atom]:
+def _operation(
+    equation: Any, inputs: list[Atom], operations: list[Operation], caller: Any
+) -> Sequence[Atom]:
     """Append the operations of `equation`, inlined if it is a call; return its outputs."""
     name, params = equation.primitive.name, equation.params
     if name in _ALIAS:
         return inputs
     if name in _CALLS and not _has_shardings(params):
         inner = params[_CALLS[name]]
-        return _inline(inner.jaxpr, inner.consts, inputs, operations)
+        return _inline(inner.jaxpr, inner.consts, inputs, operations, caller or equation)
     if name in _REMAT:
         if params["differentiated"]:
             inputs = _barrier(equation, inputs, operations)
-        return _inline(params["jaxpr"], (), inputs, operations)
+        return _inline(params["jaxpr"], (), inputs, operations, caller or equation)
     outputs = tuple(Value(var.aval) for var in equation.outvars)
     if name == "scan" and not any(is_ref(var.aval) for var in equation.invars):
         sizes = _scan_sizes(params)
         body = _block(params["jaxpr"])
-        operation = Loop(name, tuple(inputs), outputs, equation, body, *sizes)
+        operation = Loop(name, tuple(inputs), outputs, equation, body, *sizes, caller=caller)
     else:
-        operation = Operation(name, tuple(inputs), outputs, equation)
+        operation = Operation(name, tuple(inputs), outputs, equation, caller=caller)
     operations.append(operation)
     return outputs
 

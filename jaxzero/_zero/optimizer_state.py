@@ -18,7 +18,15 @@ import jax
 import optax
 from jax.sharding import AxisType, Mesh
 
-from .._mesh import HOST, AnyMesh, is_traced, to_device, to_host
+from .._mesh import (
+    HOST,
+    AnyMesh,
+    in_host,
+    is_traced,
+    to_device,
+    to_host,
+    with_automatic_axes,
+)
 from .._sharding import (
     LeafSpec,
     StoredArray,
@@ -196,6 +204,8 @@ def true_shapes(
         return plan.stored([pad_leaf(leaf, x) for leaf, x in pairs])
 
     def update(updates, state, params=None, **extra_args):
+        _check_in_device_memory(gradients=updates, state=state, parameters=params)
+
         def run(updates, state, params):
             new, new_state = inner.update(
                 _unpadded(updates),
@@ -210,12 +220,25 @@ def true_shapes(
             plan = plan_of(updates)
             plans = (plan, plan_state(result, plan, mesh, config))
             out = tuple(x.stored(x.shardings(mesh, axes)) for x in plans)
-            run = _with_automatic_axes(run, out, mesh)
+            run = with_automatic_axes(run, out, mesh)
         return run(updates, state, params)
 
     result = TrueShapes(init, update)
     result.inner = inner
     return result
+
+
+def _check_in_device_memory(**trees: Any) -> None:
+    for role, tree in trees.items():
+        paths, leaves, _ = flatten(tree)
+        for path, x in zip(paths, leaves, strict=True):
+            if in_host(data_of(x)):
+                raise ValueError(
+                    f"`tx.update` cannot compute with arrays in host memory, and the leaf "
+                    f"`{path_name(path)}` of the {role} is there. Use `params, opt_state = "
+                    "zero.apply_gradients(tx, grads, opt_state, params)` in place of `tx.update` "
+                    "and `optax.apply_updates`."
+                )
 
 
 def _unpadded(tree: Any) -> Any:
@@ -240,10 +263,3 @@ def _padded_leaf(old: Any, x: Any) -> Any:
     if not isinstance(old, StoredArray):
         return x
     return StoredArray(pad_leaf(old.leaf(), x) if is_array(old) else x, old.form)
-
-
-def _with_automatic_axes(function: Callable, out_shardings: Any, mesh: Mesh) -> Callable:
-    """Wrap `function` to run with automatic axes, because explicit axes split dims only evenly."""
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = tuple(name for name, kind in types if kind == AxisType.Explicit)
-    return jax.jit(jax.sharding.auto_axes(function, axes=explicit, out_sharding=out_shardings))

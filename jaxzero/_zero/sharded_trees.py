@@ -25,6 +25,7 @@ from .._sharding import (
     plan_tree,
     zero3,
 )
+from .apply_gradients import Layouts, apply_gradients
 from .host_memory import check_patterns, check_platform, check_room
 from .init_fn import Initializer
 from .optimizer_state import init_state, plan_state, trained_part, true_shapes
@@ -172,6 +173,54 @@ class ShardedTrees:
         that use shapes, such as Adafactor and Muon.
         """
         return true_shapes(tx, self._plan_of, self._devices, self.config)
+
+    def apply_gradients(
+        self,
+        tx: optax.GradientTransformation,
+        grads: Any,
+        opt_state: Any,
+        params: Any,
+        **extra_args: Any,
+    ) -> tuple[Any, Any]:
+        """Update parameters and optimizer state, also where they are in host memory.
+
+        Without arrays in host memory this is `tx.update` followed by `optax.apply_updates`. A leaf
+        whose gradient, parameter or state is in host memory is copied to the device and back in
+        windows of 64 MiB, while the window before it is computed. Such leaves need an optimizer
+        that computes each element from those at its index and from reductions over leaves, as
+        Adam, Lion, SGD, LAMB, clipping, schedules, masks and weight decay do; their results are
+        those in device memory, except that reductions add in another order.
+
+        Call it in the jitted step, with `donate_argnums` for `params` and `opt_state`, and return
+        these two in the order of the step's arguments: then arrays in host memory are updated in
+        their place. JAX pairs donated arrays and results of one shape in order, and XLA copies
+        an array within host memory whose new value is to lie in another's place.
+
+        Args:
+            tx: the optimizer, given to `init_optimizer` before; also one from `zero.optimizer`.
+            grads: the gradients, from `value_and_grad`.
+            opt_state: the optimizer state, from `init_optimizer` or the last update.
+            params: the parameters. Leaves that their module does not train are returned as they
+                are.
+            extra_args: further arguments of `tx.update`, such as `value=loss`.
+
+        Returns:
+            `(params, opt_state)`, each array in the memory of the old one.
+
+        Raises:
+            NotImplementedError: `tx` needs more of a leaf in host memory than this (Muon, Shampoo,
+                Adafactor, `optax.MultiSteps`); the error names the leaf and the line of `tx`.
+            ValueError: a tree did not come from this `Zero`, or they do not fit each other.
+        """
+        layouts = Layouts(
+            gradients=self._plan_of(grads),
+            state=self._plan_of(opt_state),
+            params=self._plan_of(params),
+            mesh=self.mesh,
+            state_axes=self._state_axes,
+            weight_axes=self._weight_axes,
+        )
+        return apply_gradients(tx, grads, opt_state, params, layouts, extra_args)
 
     def report(self, params: Any, opt_state: Any = None, plan: Plan | None = None) -> Report:
         """Report how leaves are sharded, bytes held and sent, and the largest model that fits.

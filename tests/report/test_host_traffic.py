@@ -37,7 +37,7 @@ def _loss(params, tokens):
     return jnp.mean(h**2)
 
 
-CONFIGS = {"zero3": jz.zero3(), "zeropp": jz.zeropp(), "hsdp": jz.hsdp()}
+CONFIGS = {"zero3": jz.zero3(), "zeropp": jz.zeropp()}
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +50,8 @@ def mesh():
 @pytest.mark.parametrize(
     ("config", "window", "options"),
     [
-        ("zero3", 1, {}),
         ("zero3", 2, {}),
         ("zeropp", 1, {}),
-        ("hsdp", 1, {}),
         ("zeropp", 1, {"microbatches": 2}),  # node slices of shards in full, before the program
     ],
 )
@@ -79,5 +77,5 @@ def test_bytes_are_those_of_the_compiled_program(mesh, config, window, options):
     memory = compiled.memory_analysis()
     assert memory.host_argument_size_in_bytes == report.host_bytes("parameters")
     assert memory.host_output_size_in_bytes == report.host_bytes("gradients")
-    # Beside parameters in device memory, the batch is an argument, in full on every device or not.
-    assert memory.argument_size_in_bytes - report.device_bytes("parameters") in (256, 32 * 64 * 4)
+    rows = tokens.size * tokens.dtype.itemsize // mesh.size  # of the batch
+    assert memory.argument_size_in_bytes == report.device_bytes("parameters") + rows

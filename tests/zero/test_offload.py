@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxzero as jz
 
@@ -225,3 +227,33 @@ def test_too_little_host_memory(monkeypatch):
     zero = jz.Zero(jz.make_mesh(2, devices=jax.devices()[:4]), jz.ZeroConfig(offload=ALL))
     with warnings.catch_warnings(), pytest.raises(MemoryError, match="parameters need"):
         zero.init(init, jax.random.key(0))
+
+
+@pytest.mark.parametrize("offload", [None, ALL], ids=["weights on the device", "all offloaded"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_activations_that_a_policy_offloads(mesh, offload, reverse):
+    """Values only: on CPUs host memory is the same; where they lie is tested ahead of time."""
+    policies = jax.checkpoint_policies
+    offloads = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["h"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def loss(policy, params, tokens):
+        def step(h, weights):
+            return layer(checkpoint_name(h, "h"), weights), None
+
+        step = jax.checkpoint(step, policy=policy)
+        h, _ = jax.lax.scan(step, params["embed"][tokens], params["layers"], reverse=reverse)
+        return jnp.mean(h**2)
+
+    def gradients(policy):
+        return run(mesh, config_of("zero3", offload), functools.partial(loss, policy))
+
+    if reverse and jax.__version_info__ < (0, 12):
+        with pytest.raises(NotImplementedError, match=r"JAX 0\.12 writes in the wrong order"):
+            gradients(offloads)
+        return
+    assert_same(gradients(offloads), gradients(policies.save_only_these_names("h")))

@@ -1,0 +1,9 @@
+"""Run an optax optimizer on leaves in host memory, one window of a leaf on the device at a time.
+
+In: an optimizer, and gradients, state and parameters of which some leaves lie in host memory. Out:
+the new parameters and state, each in the memory of the old. An optimizer that needs a whole leaf
+at once (Muon, Shampoo) is refused for such leaves. `_zero` is the only user.
+"""
+
+from .layouts import UpdateLayouts as UpdateLayouts
+from .update import windowed_update as windowed_update

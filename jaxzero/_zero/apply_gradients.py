@@ -1,0 +1,125 @@
+"""Update parameters and optimizer state, of which some leaves may be in host memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from .._mesh import in_host, is_traced
+from .._sharding import TreePlan, arrays_of, flatten, statics_of
+from .._windowed_update import UpdateLayouts, windowed_update
+from .optimizer_state import TrueShapes, trained_part
+from .placement import constrain
+
+
+@dataclasses.dataclass(frozen=True)
+class Layouts:
+    """The layouts of an update's trees, and the mesh axes that split them.
+
+    Attributes:
+        gradients: the layout of the gradients.
+        state: the layout of the optimizer state.
+        params: the layout of the parameters, with leaves that are not trained.
+        mesh: the mesh.
+        state_axes: the axes that split the state.
+        weight_axes: the axes that split the parameters: the same, or none.
+    """
+
+    gradients: TreePlan
+    state: TreePlan
+    params: TreePlan
+    mesh: Mesh
+    state_axes: tuple[str, ...]
+    weight_axes: tuple[str, ...]
+
+
+def apply_gradients(
+    tx: optax.GradientTransformation,
+    grads: Any,
+    state: Any,
+    params: Any,
+    layouts: Layouts,
+    extra_args: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    """The new parameters and the new state; see `Zero.apply_gradients`."""
+    trees = (grads, state, params)
+    plans = [
+        dataclasses.replace(plan, statics=statics_of(flatten(tree)[1]))  # those of a known tree
+        for plan, tree in zip(
+            (layouts.gradients, layouts.state, layouts.params), trees, strict=True
+        )
+    ]
+    arrays = [arrays_of(tree) for tree in trees]
+    if all(is_traced(x) for xs in arrays for x in xs):
+        return _apply(tx, trees, plans, layouts, extra_args)
+
+    def update(arrays: list[list[Any]]) -> list[list[Any]]:
+        trees = [plan.stored(x) for plan, x in zip(plans, arrays, strict=True)]
+        return [arrays_of(x) for x in _apply(tx, trees, plans, layouts, extra_args)]
+
+    new_params, new_state = jax.jit(update)(arrays)
+    return plans[2].stored(new_params), plans[1].stored(new_state)
+
+
+def _apply(
+    tx: optax.GradientTransformation,
+    trees: Sequence[Any],
+    plans: Sequence[TreePlan],
+    layouts: Layouts,
+    extra_args: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    """The update of `(gradients, state, parameters)`, traced."""
+    (grads, state, params), (of_grads, of_state, of_params) = trees, plans
+    trained, plan = trained_part(params, of_params)
+    if any(in_host(x) for tree in trees for x in arrays_of(tree)):
+        inner = UpdateLayouts(of_grads, of_state, plan, layouts.mesh, layouts.state_axes)
+        new, new_state = _by_windows(tx, grads, state, trained, inner, extra_args)
+        new = _split(plan, new, layouts.mesh, layouts.weight_axes)
+    else:
+        run = optax.with_extra_args_support(tx).update
+        updates, new_state = run(grads, state, trained, **extra_args)
+        new = optax.apply_updates(trained, updates)
+    return _with_untrained(params, trained, new), new_state
+
+
+def _by_windows(
+    tx: optax.GradientTransformation,
+    grads: Any,
+    state: Any,
+    trained: Any,
+    layouts: UpdateLayouts,
+    extra_args: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    mesh, axes = layouts.mesh, layouts.axes
+    return windowed_update(
+        tx.inner if isinstance(tx, TrueShapes) else tx,
+        _split(layouts.gradients, grads, mesh, axes),
+        state,
+        _split(layouts.params, trained, mesh, axes),
+        layouts=layouts,
+        extra_args=extra_args,
+    )
+
+
+def _split(plan: TreePlan, tree: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
+    """The tree, with arrays in device memory split over `axes`; those in host memory are."""
+    pairs = zip(plan.leaves, arrays_of(tree), strict=True)
+    return plan.stored(
+        [x if in_host(x) else constrain(x, mesh, leaf.spec(axes)) for leaf, x in pairs]
+    )
+
+
+def _with_untrained(params: Any, trained: Any, new: Any) -> Any:
+    """The tree `new`, with the leaves of `params` where `trained` has None."""
+    _, old, treedef = flatten(params)
+    kept = treedef.flatten_up_to(trained)
+    updated = treedef.flatten_up_to(new)
+    leaves = [
+        x if before is None else after for x, before, after in zip(old, kept, updated, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, leaves)

@@ -1,0 +1,124 @@
+"""What updates by windows are compiled to for sixteen H200s, on a machine without one."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxzero as jz
+from benchmarks.compiled._h200 import h200_mesh
+from benchmarks.compiled._host_copies import host_copies, host_to_host, slice_strides
+from benchmarks.compiled._host_memory import compile_with_host_memory, on_abstract_mesh
+from benchmarks.compiled._instructions import parse
+from jaxzero._windowed_update.update import WINDOW_BYTES
+
+pytestmark = pytest.mark.standard_promotion
+
+LAYERS, WIDTH, HIDDEN, DEVICES = 24, 4096, 11008, 16
+LAYER = {
+    **dict.fromkeys(("query", "key", "value", "out"), (WIDTH, WIDTH)),
+    **{"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)},
+}
+STACKED = {name: (LAYERS, *shape) for name, shape in LAYER.items()}
+UNROLLED = {f"layer_{i}": LAYER for i in range(4)}
+UNEVEN = {"table": (8009, DEVICES * WIDTH)}  # a prime number of rows: the last windows overlap
+ADAM = optax.adamw(1e-3)
+EVERYTHING = dict(weights=True, optimizer=True, gradients=True)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jaxzero[aot]")
+    return h200_mesh(2, DEVICES // 2)
+
+
+def init(shapes):
+    return jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def compiled_update(mesh, shapes, tx, **offload):
+    """The compiled update, and the bytes of one device's shard of the parameters."""
+    zero = jz.Zero(mesh, jz.ZeroConfig(offload=jz.Offload(**offload)))
+    params = zero.abstract(functools.partial(init, shapes))
+    state = zero.init_optimizer(tx, params)
+    in_host = jz.Zero(mesh, jz.ZeroConfig(offload=jz.Offload(weights=True)))
+    grads = (in_host if offload.get("gradients") else jz.Zero(mesh)).abstract(
+        functools.partial(init, shapes)
+    )
+
+    def step(params, state, grads):
+        return zero.apply_gradients(tx, grads, state, params)
+
+    arguments = on_abstract_mesh((params, state, grads))
+    options = jz.compiler_options("cuda", offload=True)
+    step = jax.jit(step, donate_argnums=(0, 1))
+    compiled = compile_with_host_memory(step, arguments, mesh, options=options)
+    return compiled, sum(x.size for x in jax.tree.leaves(params)) * 4 // DEVICES
+
+
+@pytest.mark.parametrize("shapes", [STACKED, UNROLLED], ids=["stacked", "unrolled"])
+@pytest.mark.parametrize("clips", [False, True])
+def test_two_windows_are_on_the_device(mesh, shapes, clips):
+    tx = optax.chain(optax.clip_by_global_norm(1.0), ADAM) if clips else ADAM
+    compiled, shard_bytes = compiled_update(mesh, shapes, tx, **EVERYTHING)
+    memory = compiled.memory_analysis()
+    assert memory.host_argument_size_in_bytes == 4 * shard_bytes
+    assert memory.host_alias_size_in_bytes == 3 * shard_bytes  # updated in their place
+    assert memory.host_temp_size_in_bytes == 0
+    assert host_to_host(compiled.as_text()) == []
+    # The current window, the next, and what is written of the current one.
+    assert memory.temp_size_in_bytes < 3 * WINDOW_BYTES
+    copies = host_copies(compiled.as_text())
+    read, written = (
+        sum(getattr(x, way) * x.trips for x in copies) for way in ("from_host", "to_host")
+    )
+    assert written == 3 * shard_bytes
+    # The norm is a pass over the gradients. What it reads last may stay for the update.
+    least = (5 * shard_bytes - WINDOW_BYTES) if clips else 4 * shard_bytes
+    assert least <= read <= (5 if clips else 4) * shard_bytes
+
+
+def test_parameters_in_device_memory_are_updated_in_their_place(mesh):
+    compiled, shard_bytes = compiled_update(mesh, STACKED, ADAM, optimizer=True)
+    memory = compiled.memory_analysis()
+    assert memory.host_alias_size_in_bytes == 2 * shard_bytes
+    assert memory.alias_size_in_bytes >= shard_bytes
+    assert memory.host_temp_size_in_bytes == 0
+    assert host_to_host(compiled.as_text()) == []
+    assert memory.temp_size_in_bytes < 3 * WINDOW_BYTES
+
+
+def test_copies_in_both_directions_overlap(mesh):
+    """In each loop a copy to the host starts before the last one from it does."""
+    text = compiled_update(mesh, STACKED, ADAM, weights=True, optimizer=True, gradients=True)[
+        0
+    ].as_text()
+    program = parse(text)
+    bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
+    assert len(bodies) == len(STACKED)
+    for name in bodies:
+        started = [
+            x.text for x in program.computations[name].instructions if x.op == "fusion-start"
+        ]
+        writes = [i for i, x in enumerate(started) if "dynamic-update-slice" in x.split(" = ")[0]]
+        reads = [i for i in range(len(started)) if i not in writes]
+        assert len(writes) == 3 and len(reads) == 4
+        assert min(writes) < max(reads), started
+
+
+def test_the_addresses_of_windows_are_right(mesh):
+    """As annotated by the compiler, or computed at run time (None)."""
+    text = compiled_update(mesh, {"gate": STACKED["gate"]}, ADAM, **EVERYTHING)[0].as_text()
+    layer = WIDTH // DEVICES * HIDDEN * 4
+    is_old = jax.__version_info__ < (0, 12)
+    assert set(slice_strides(text).values()) == {None if is_old else layer}
+    text = compiled_update(mesh, UNEVEN, ADAM, **EVERYTHING)[0].as_text()
+    sizes = {x.name: x.from_host + x.to_host for x in host_copies(text)}
+    strides = slice_strides(text)
+    assert strides
+    for name, stride in strides.items():
+        # Windows that are written in the loop do not overlap; of those that are read the last does.
+        assert stride is None or ("update" in name and stride == sizes[name]), (name, stride)
