@@ -74,11 +74,9 @@ def live_bytes(plan: Plan) -> np.ndarray:
     Returns:
         `[2, operations]`: weights, then gradients.
     """
-    found = spans(plan)
+    found = [span for span in spans(plan) if span.action not in COPIES]
     live = np.zeros((2, 2 + max((span.stop for span in found), default=0)), np.int64)
     for span in found:
-        if span.action in COPIES:
-            continue
         live[int(span.action == "reduce"), span.start : span.stop + 1] += span.num_bytes
     return live
 

@@ -120,7 +120,7 @@ def test_what_is_copied_in_full_is_named(options):
     weights = {x.name for x in report.host_traffic.whole if x.purpose == "weights"}
     assert weights == {"layers", "head"}  # node slices are made of full shards (hpZ)
     text = _text(report, "host")
-    assert "Weights copied in full, not layer by layer: layers, head." in text
+    assert "Weights copied in full, not layer by layer: head, layers." in text
     assert ("Gradients copied in full" in text) == ("microbatches" in options)
     assert "in full" in str(report.plan)
 
