@@ -3,9 +3,7 @@
 In: layouts and a `Plan`. Out: a `Report` that prints itself. It changes and runs nothing.
 """
 
-from .capacity import LargestModel as LargestModel
 from .details import DETAILS as DETAILS
-from .host_traffic import HostTraffic as HostTraffic
 from .report import Report as Report
 from .report import make_report as make_report
 from .timeline import live_bytes as live_bytes
