@@ -54,8 +54,8 @@ class _Size:
     def most(self, limit: int) -> float:
         """The most layers within `limit`; negative if not even the rest is."""
         if self.rest > limit:
-            return -1
-        return (limit - self.rest) // self.layer if self.layer else math.inf
+            return -1.0
+        return float((limit - self.rest) // self.layer) if self.layer else math.inf
 
 
 def largest_model(
