@@ -163,7 +163,7 @@ def figures(
     return found
 
 
-def _program(compiled: jax.stages.Compiled, local: int) -> dict[str, Any]:
+def _program(compiled: Any, local: int) -> dict[str, Any]:
     memory, text = compiled.memory_analysis(), compiled.as_text()
     line = timeline(text, Rates(num_local=local))
     copies = host_copies(text)

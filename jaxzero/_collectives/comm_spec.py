@@ -30,12 +30,13 @@ class CommSpec:
     @classmethod
     def of(cls, mesh: AnyMesh, config: ZeroConfig, halves: bool = False) -> CommSpec:
         sizes = {axis: mesh.shape[axis] for axis in AXES}
+        is_alone = all(sizes[axis] == 1 for axis in config.axes)  # then no slice is gathered
         return cls(
             config.axes,
             sizes,
             config.weights,
             config.gradients,
-            config.hpz,
+            None if is_alone else config.hpz,
             config.min_quantized_size,
             config.schedule,
             halves,

@@ -40,6 +40,7 @@ class Parameters:
     differentiated: tuple[int, ...]  # indices into `leaves` of those that get gradients
     weights_split: bool  # whether weights are sharded (stage 3)
     gradients_split: bool  # whether gradients are sharded (stages 2 and 3)
+    num_shards: int = 1  # that a sharded leaf is split into
     offload: Offload | None = None
 
     def weight_layout(self, i: int) -> DimSharding | None:
@@ -50,7 +51,7 @@ class Parameters:
         leaf = self.leaves[i]
         return (
             self.offload is not None
-            and self.gradient_layout(i) is not None
+            and (self.gradient_layout(i) is not None or self.num_shards == 1)
             and self.offload.takes("gradients", leaf.path, math.prod(leaf.shape))
         )
 
@@ -115,7 +116,7 @@ def plan_program(
         uses,
         _reduce_specs(shapes, targets),
         loss,
-        _effective_schedule(comm),
+        _effective_schedule(comm, bool(host)),
         _num_gather_axes(comm, bool(kept_weights)),
         parameters.offload.window if parameters.offload else 1,
     )
@@ -275,8 +276,9 @@ def _num_gather_axes(comm: CommSpec, keeps_slices: bool) -> int:
     return max(1, len(comm.axes_with_peers(axes)))
 
 
-def _effective_schedule(comm: CommSpec) -> CommSchedule:
-    """The configured schedule, but without prefetch and buckets if no leaf is sharded."""
-    if comm.num_shards == 1:
-        return dataclasses.replace(comm.schedule, prefetch=0, bucket_bytes=0)
-    return comm.schedule
+def _effective_schedule(comm: CommSpec, fetches: bool) -> CommSchedule:
+    """The configured schedule, without buckets on one device, and without prefetch of nothing."""
+    if comm.num_shards > 1:
+        return comm.schedule
+    prefetch = comm.schedule.prefetch if fetches else 0
+    return dataclasses.replace(comm.schedule, prefetch=prefetch, bucket_bytes=0)

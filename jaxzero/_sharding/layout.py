@@ -65,7 +65,7 @@ class DimSharding:
 def layouts_by_preference(
     shape: tuple[int, ...], num_shards: int, busy: tuple[int, ...] = ()
 ) -> list[DimSharding]:
-    """All layouts that split `shape` into `num_shards`, best first; empty if it is not split.
+    """All layouts that split `shape` into `num_shards`, best first; empty if it is too small.
 
     Args:
         shape: the full array's shape.
@@ -73,7 +73,7 @@ def layouts_by_preference(
         busy: for each dim, into how many parts other mesh axes split it. Such a dim is taken
             only if there is no other. `()`: no dim is split.
     """
-    if num_shards == 1 or math.prod(shape) <= 1:
+    if math.prod(shape) <= 1:
         return []
     busy = busy or (1,) * len(shape)
 
@@ -168,6 +168,18 @@ class LeafSpec:
         return PartitionSpec(*entries)
 
 
+def in_memory(leaf: LeafSpec, memory_kind: str | None, num_shards: int) -> LeafSpec:
+    """The leaf in this memory.
+
+    In host memory a leaf has a layout on one device too, where other leaves have none: it is then
+    fetched where it is used, as shards are gathered.
+    """
+    layout = leaf.layout
+    if memory_kind is not None and layout is None and num_shards == 1:
+        layout = next(iter(layouts_by_preference(leaf.shape, 1)), None)
+    return dataclasses.replace(leaf, layout=layout, memory_kind=memory_kind)
+
+
 def layout_of_leaf(
     leaf: Any, mesh: AnyMesh, config: ZeroConfig, other: PartitionSpec
 ) -> DimSharding | None:
@@ -190,5 +202,7 @@ def layout_of_leaf(
             names = (entry,) if isinstance(entry, str) else entry
             busy[dim] = math.prod(mesh.shape[name] for name in names)
     num_shards = math.prod(mesh.shape[axis] for axis in config.axes)
+    if num_shards == 1:
+        return None
     choices = layouts_by_preference(shape, num_shards, tuple(busy))
     return choices[0] if choices else None

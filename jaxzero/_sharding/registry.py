@@ -9,6 +9,7 @@ parameters and not a batch, and over which further mesh axes the user split it (
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ class Registry:
         self._mesh = mesh
         self._devices = set(physical(mesh).devices.flat)
         self._config = config
+        self._num_shards = math.prod(mesh.shape[axis] for axis in config.axes)
         self._plans: dict[Any, list[TreePlan]] = {}
         self._split: set[tuple[tuple[int, ...], Any]] = set()  # shape and dtype of split leaves
 
@@ -66,7 +68,7 @@ class Registry:
                 now = (
                     x.leaf(leaf.path)
                     if isinstance(x, StoredArray)
-                    else as_placed(dataclasses.replace(leaf, dtype=x.dtype), x)
+                    else as_placed(dataclasses.replace(leaf, dtype=x.dtype), x, self._num_shards)
                     for leaf, x in pairs
                 )
                 return dataclasses.replace(plan, leaves=tuple(now))

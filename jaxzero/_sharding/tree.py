@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .._codecs import Codec, check_is_value
 from .._mesh import HOST, AnyMesh, in_host
 from .config import ZeroConfig
-from .layout import LeafSpec, layout_of_leaf
+from .layout import LeafSpec, in_memory, layout_of_leaf
 from .modules import trained_leaves
 from .offload import Offload, Role
 from .paths import path_name, spread_prefix
@@ -155,28 +155,33 @@ def plan_as_stored(tree: Any, mesh: AnyMesh, config: ZeroConfig) -> TreePlan:
         leaf if leaf.is_plain or isinstance(x, StoredArray) else without_layout(leaf)
         for leaf, x in pairs
     ]
-    placed = [as_placed(leaf, x) for leaf, x in zip(leaves, found, strict=True)]
+    num_shards = math.prod(mesh.shape[axis] for axis in config.axes)
+    placed = [as_placed(leaf, x, num_shards) for leaf, x in zip(leaves, found, strict=True)]
     return dataclasses.replace(plan, leaves=tuple(placed))
 
 
-def as_placed(leaf: LeafSpec, x: Any) -> LeafSpec:
-    """The leaf with the memory kind of the stored array `x`."""
-    return dataclasses.replace(leaf, memory_kind=HOST if in_host(data_of(x)) else None)
+def as_placed(leaf: LeafSpec, x: Any, num_shards: int) -> LeafSpec:
+    """The leaf in the memory of the stored array `x`."""
+    return in_memory(leaf, HOST if in_host(data_of(x)) else None, num_shards)
 
 
-def offloaded(plan: TreePlan, offload: Offload | None, role: Role = "weights") -> TreePlan:
+def offloaded(
+    plan: TreePlan, offload: Offload | None, num_shards: int, role: Role = "weights"
+) -> TreePlan:
     """The layout of a parameter tree, with the leaves in host memory that `offload` puts there.
 
     Args:
         plan: the layout, with all leaves in device memory.
         offload: what is offloaded; None: nothing.
+        num_shards: the number of shards of a leaf.
         role: "gradients" for the layout of gradients.
     """
     if offload is None:
         return plan
     leaves = (
-        dataclasses.replace(leaf, memory_kind=HOST)
-        if leaf.layout and offload.takes(role, leaf.path, math.prod(leaf.shape))
+        in_memory(leaf, HOST, num_shards)
+        if (leaf.layout or num_shards == 1)
+        and offload.takes(role, leaf.path, math.prod(leaf.shape))
         else leaf
         for leaf in plan.leaves
     )

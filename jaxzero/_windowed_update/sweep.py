@@ -28,7 +28,11 @@ Visit = Callable[
     tuple[list[Array], Any, list[Array] | None],
 ]
 
-_IS_OLD = jax.__version_info__ < (0, 12)
+# From a loop's counter XLA computes addresses in host memory ahead, so that copy engines can do the
+# copies. The XLA of JAX 0.10.2 takes turn `i` to be at row `i`, whatever is computed from the
+# counter, and copies the wrong rows; that of 0.12.0 is right. What is read from an array is used
+# as it is.
+_COUNTERS_WORK = jax.__version_info__ >= (0, 12)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,20 +90,16 @@ def sweep(leaves: Sequence[LeafSweep]) -> list[tuple[list[Array], Any]]:
 
 
 def _all_but_last(leaf: LeafSweep, arrays: list[Array], first: list[Array]) -> _LastWindow:
-    def body(carry: tuple[Any, ...], index: Array | None) -> tuple[tuple[Any, ...], None]:
+    def body(carry: tuple[Any, ...], given: Array | None) -> tuple[tuple[Any, ...], None]:
         arrays, result, window, counter = carry
-        index = counter if index is None else index
+        index = counter if given is None else given
         upcoming = leaf.fetch(arrays, index + 1)
         return (*leaf.visit(arrays, result, window, upcoming, index), counter + 1), None
 
     num = len(leaf.windows) - 1
     carry = (arrays, leaf.start, first, jnp.zeros((), jnp.int32))
     if num:
-        # From a counter XLA computes the addresses in host memory before the loop, so that the
-        # copy engines can do the copies. The XLA of JAX 0.10.2 gets them wrong (a stride of 10 MiB
-        # for windows of 20 MiB that end at 25 rows of 10 MiB); that of 0.12.0 has been checked. An
-        # index that is read from an array is used as it is.
-        indices = jnp.arange(num, dtype=jnp.int32) if _IS_OLD else None
+        indices = None if _COUNTERS_WORK else jnp.arange(num, dtype=jnp.int32)
         carry, _ = lax.scan(body, carry, indices, length=num)
     arrays, result, window, _ = carry
     return _LastWindow(leaf, arrays, result, window)

@@ -66,8 +66,8 @@ def check_room(what: str, leaves: Sequence[LeafSpec], mesh: Mesh, axes: tuple[st
     needed, free = host_bytes(leaves, mesh, axes), _available_bytes()
     if free is not None and needed > free:
         raise MemoryError(
-            f"The {what} need {needed / _GIB:.1f} GiB of this host's memory, which has "
-            f"{free / _GIB:.1f} GiB left. Offload fewer leaves, or take more hosts."
+            f"The offloaded {what} would take {needed / _GIB:.1f} GiB of this host's memory, which "
+            f"has {free / _GIB:.1f} GiB left. Offload fewer leaves, or take more hosts."
         )
 
 

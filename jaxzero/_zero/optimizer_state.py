@@ -35,6 +35,7 @@ from .._sharding import (
     arrays_of,
     data_of,
     flatten,
+    in_memory,
     is_array,
     is_stored,
     path_name,
@@ -43,6 +44,7 @@ from .._sharding import (
     statics_of,
     trained_leaves,
 )
+from .host_memory import check_room
 from .placement import constrain, make_leaves, pad_leaf, stored_struct, unpad_leaf
 
 
@@ -109,7 +111,7 @@ def plan_state(
             leaf = dataclasses.replace(
                 leaf, layout=parameter.layout, other_axes=parameter.other_axes
             )
-        planned.append(_in_memory(leaf, parameter, config))
+        planned.append(_in_memory(leaf, parameter, mesh, config))
     return dataclasses.replace(plan, leaves=tuple(planned))
 
 
@@ -139,16 +141,19 @@ def _parameter_of(
     return None
 
 
-def _in_memory(leaf: LeafSpec, parameter: LeafSpec | None, config: ZeroConfig) -> LeafSpec:
+def _in_memory(
+    leaf: LeafSpec, parameter: LeafSpec | None, mesh: AnyMesh, config: ZeroConfig
+) -> LeafSpec:
     """A leaf of the state, in the memory where `config.offload` puts it."""
     offload = config.offload
+    num_shards = math.prod(mesh.shape[axis] for axis in config.axes)
     is_in_host = (
         offload is not None
         and parameter is not None
-        and leaf.layout is not None
+        and (leaf.layout is not None or num_shards == 1)
         and offload.takes("optimizer", parameter.path, math.prod(leaf.shape))
     )
-    return dataclasses.replace(leaf, memory_kind=HOST if is_in_host else None)
+    return in_memory(leaf, HOST if is_in_host else None, num_shards)
 
 
 def init_state(
@@ -181,6 +186,7 @@ def init_state(
         def state(params: Any) -> list[Any]:
             return arrays_of(tx.init(jax.tree.map(to_device, params)))
 
+        check_room("optimizer state", plan.leaves, mesh, axes)
         made = make_leaves(state, plan.leaves, mesh, axes, params)
     return plan.stored(made)
 

@@ -163,7 +163,6 @@ class ShardedTrees:
         params, plan = trained_part(params, self._plan_of(params))
         warn_of_padding(tx, plan)
         state_plan = self._states.add(plan_state(tx, plan, self._devices, self.config))
-        check_room("optimizer state", state_plan.leaves, self.mesh, self._state_axes)
         return init_state(tx, params, state_plan, self.mesh, self._state_axes)
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -248,7 +247,7 @@ class ShardedTrees:
         resident = [dataclasses.replace(leaf, memory_kind=None) for leaf in layout.leaves]
         gradients = dataclasses.replace(layout, leaves=tuple(resident))
         if gradient_axes:
-            gradients = offloaded(gradients, self.config.offload, "gradients")
+            gradients = offloaded(gradients, self.config.offload, self._num_shards, "gradients")
         return make_report(layout, gradients, state, plan, self._devices, axes)
 
     # Shared by the methods above.
@@ -261,6 +260,10 @@ class ShardedTrees:
     def _state_axes(self) -> tuple[str, ...]:
         return self.config.axes if self.config.stage >= 1 else ()
 
+    @property
+    def _num_shards(self) -> int:
+        return math.prod(self._devices.shape[axis] for axis in self.config.axes)
+
     def _plan(self, tree: Any, specs: Any, codec: Codec | None = None) -> TreePlan:
         plan = plan_tree(tree, self._devices, self.config, specs, codec)
         offload = self.config.offload
@@ -271,7 +274,7 @@ class ShardedTrees:
                     "`specs` splits leaves over further mesh axes, which `offload` cannot do yet. "
                     "Leave out one of the two."
                 )
-        return self._plans.add(offloaded(plan, offload))
+        return self._plans.add(offloaded(plan, offload, self._num_shards))
 
     def find_plan(self, tree: Any) -> TreePlan | None:
         """The layout of a tree from `init`, `shard` or `init_optimizer`; None for any other."""

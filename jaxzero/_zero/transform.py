@@ -40,7 +40,7 @@ class Transform:
         self.mesh = physical(mesh)
         self.config = config
         self.comm = CommSpec.of(mesh, config, options.halves)
-        self.parameters = _parameters(call, options, config)
+        self.parameters = _parameters(call, options, config, self.comm.num_shards)
         self._plan: Plan | None = None  # set by tracing `program`
 
     def plan(self, arrays: list[list[Any]], wire_state: LocalWireState) -> Plan:
@@ -215,7 +215,7 @@ class Transform:
         return self.call.rebuild(arrays)
 
 
-def _parameters(call: Call, options: Options, config: ZeroConfig) -> Parameters:
+def _parameters(call: Call, options: Options, config: ZeroConfig, num_shards: int) -> Parameters:
     leaves, differentiated = [], []
     numbers = options.argnums if options.has_gradients else ()
     for number, argument in enumerate(call.arguments):
@@ -230,5 +230,6 @@ def _parameters(call: Call, options: Options, config: ZeroConfig) -> Parameters:
         tuple(differentiated),
         config.stage >= 3,
         config.stage >= 2,
+        num_shards,
         config.offload,
     )
