@@ -15,6 +15,12 @@ from .gather import encode_node_slice as encode_node_slice
 from .gather import gather_hop as gather_hop
 from .gather import node_slices as node_slices
 from .gather import start_gather as start_gather
+from .host_copies import copy_to_device as copy_to_device
+from .host_copies import copy_to_host as copy_to_host
+from .host_copies import in_loop as in_loop
+from .host_copies import in_region as in_region
+from .host_copies import note_moves as note_moves
+from .ledger import HostTransfer as HostTransfer
 from .ledger import Ledger as Ledger
 from .ledger import Transfer as Transfer
 from .ledger import labelled as labelled

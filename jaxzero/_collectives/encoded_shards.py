@@ -22,8 +22,9 @@ from jaxtyping import Array, Shaped
 
 from .. import pallas_kernels as kernels
 from .._codecs import Codec, DeferredMessage, from_bits, to_bits
-from .._mesh import device_index, to_device
+from .._mesh import device_index
 from .._sharding import LeafSpec
+from .host_copies import copy_to_device
 from .primitives import all_gather
 
 
@@ -137,9 +138,10 @@ class EncodedShards:
         done = self.axes.index(axis) + 1 if axis in self.axes else 0
         return dataclasses.replace(self, axes=self.axes[done:])
 
-    def on_device(self) -> EncodedShards:
-        """These shards in device memory."""
-        return dataclasses.replace(self, data=to_device(self.data))
+    def on_device(self, name: str, *, windowed: bool) -> EncodedShards:
+        """These shards in device memory; see `copy_to_device` for the arguments."""
+        data = copy_to_device(self.data, "weights", name, windowed=windowed)
+        return dataclasses.replace(self, data=data)
 
     def layer(self, data: Shaped[Array, ...]) -> EncodedShards:
         """These shards for one layer of a stack; `data` is the layer's slice in a loop's body."""

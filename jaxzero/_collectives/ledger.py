@@ -1,8 +1,9 @@
 """Record the collectives that a program issues, with sizes, mesh axes and the leaves they serve.
 
-Records are made while a program is traced, so a report shows what is sent, not an estimate. For an
-array of B bytes and n devices, an all-gather, all-to-all or reduce-scatter brings B (n - 1) / n
-bytes into each device, an all-reduce twice that.
+Copies between device memory and host memory are recorded too (`host_copies`). Records are made
+while a program is traced, so a report shows what is sent, not an estimate. For an array of B bytes
+and n devices, an all-gather, all-to-all or reduce-scatter brings B (n - 1) / n bytes into each
+device, an all-reduce twice that.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from .._mesh import NODE
 
 Axes = str | tuple[str, ...]
+_AnyTransfer = TypeVar("_AnyTransfer", "Transfer", "HostTransfer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +75,42 @@ class Transfer:
         return tuple(part(*each) for each in self.parts)
 
 
+@dataclasses.dataclass(frozen=True)
+class HostTransfer:
+    """One copy between device memory and host memory, which every device makes of its own part.
+
+    Attributes:
+        purpose: "weights", "gradients", or "activations" (copied by the function itself).
+        name: name of the leaf, "" for activations; `[i]` after the name of a stack stands for one
+            of its layers.
+        to: where the copy is, "device" or "host".
+        region: when it begins: "before forward", "forward", "backward", or "the end".
+        path: indices of the loops that it is in, the outermost first.
+        shape, dtype: those of the array as it lies in host memory, on one device: of a shard, or of
+            a message if the leaf is stored encoded.
+        num_bytes: bytes of that array.
+        windowed: whether layers are copied one by one; otherwise the full leaf is copied at once,
+            and lies in device memory until the step no longer needs it.
+        trips: how often it runs in one execution of the program, an optimizer step.
+        microbatches: the factor of `trips` that comes from micro-batches; 1 if it runs once for
+            all of them.
+    """
+
+    purpose: str
+    name: str
+    to: str
+    region: str
+    path: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    windowed: bool
+    trips: int = 1
+    microbatches: int = 1
+
+
 class Ledger:
-    """The collectives recorded so far, in program order.
+    """The collectives, and the copies from and to host memory, recorded so far in program order.
 
     Args:
         sizes: number of devices along each mesh axis.
@@ -83,6 +119,7 @@ class Ledger:
     def __init__(self, sizes: Mapping[str, int]):
         self.sizes = sizes
         self.transfers: list[Transfer] = []
+        self.host_transfers: list[HostTransfer] = []
 
     def note(
         self,
@@ -205,7 +242,7 @@ def picked(numbers: Sequence[int]) -> Iterator[None]:
 def repeated(
     body: Callable, trips: int, *, microbatches: bool = False
 ) -> tuple[Callable, Callable[[], None]]:
-    """Record the collectives of a loop's body with `trips`, however often JAX traces the body.
+    """Record what a loop's body sends and copies with `trips`, however often JAX traces the body.
 
     Args:
         body: the loop's body.
@@ -213,8 +250,8 @@ def repeated(
         microbatches: whether each trip is a micro-batch.
 
     Returns:
-        The body to give to `lax.scan`, and a function to call after it, which records the
-        collectives of the last trace.
+        The body to give to `lax.scan`, and a function to call after it, which records what the
+        last trace has sent and copied.
     """
     outer, last = _ledger.get(), None
 
@@ -224,18 +261,24 @@ def repeated(
         with recording(last):
             return body(*args)
 
+    def in_all_trips(transfer: _AnyTransfer) -> _AnyTransfer:
+        return dataclasses.replace(
+            transfer,
+            trips=transfer.trips * trips,
+            microbatches=trips if microbatches else transfer.microbatches,
+        )
+
     def done() -> None:
         if outer is not None and last is not None:
-            outer.transfers += [
-                dataclasses.replace(
-                    transfer,
-                    trips=transfer.trips * trips,
-                    microbatches=trips if microbatches else transfer.microbatches,
-                )
-                for transfer in last.transfers
-            ]
+            outer.transfers += map(in_all_trips, last.transfers)
+            outer.host_transfers += map(in_all_trips, last.host_transfers)
 
     return traced, done
+
+
+def current_ledger() -> Ledger | None:
+    """The ledger that records what is traced now; None if nothing is recorded."""
+    return _ledger.get()
 
 
 def note(collective: str, axis: Axes, x: Any, shares: tuple[int, ...] = ()) -> None:

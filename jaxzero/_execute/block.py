@@ -8,6 +8,7 @@ the loops of a block.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +25,10 @@ from .._collectives import (
     ReduceBucket,
     ReduceSpec,
     accumulator_dtype,
+    in_loop,
+    in_region,
     labelled,
+    note_moves,
     reduce_gradient,
 )
 from .._plan import BlockPlan, ShardedParam
@@ -102,18 +106,26 @@ class BlockRunner:
         for value, x in zip(block.inputs, inputs, strict=True):
             self._write(value, x)
         for index in range(len(block.operations) + 1):
-            self._gather(index)
-            if index < len(block.operations):
-                self._run(index, block.operations[index])
-                self.weights.drop(index)
+            with self._region(index):
+                self._gather(index)
+                if index < len(block.operations):
+                    self._run(index, block.operations[index])
+                    self.weights.drop(index)
         while self.gradients.in_flight:
             self.gradients.reduce_in_flight()
-        self._write_reduced(self.gradients.take_reduced())
+        with self._region(len(block.operations)):
+            self._write_reduced(self.gradients.take_reduced())
         deferred = plan.deferred_values()
         return [
             None if i in view_outputs or atom in deferred else self._output(i, atom)
             for i, atom in enumerate(block.outputs)
         ]
+
+    def _region(self, index: int) -> contextlib.AbstractContextManager[None]:
+        """Record copies from and to host memory as those of forward or backward."""
+        if self.plan.last_forward is None:
+            return contextlib.nullcontext()
+        return in_region("forward" if index <= self.plan.last_forward else "backward")
 
     def deferred_outputs(self, buckets: Mapping[int, ReduceBucket]) -> dict[int, Any]:
         """Compute the deferred outputs of one iteration, by index of the output.
@@ -213,7 +225,8 @@ class BlockRunner:
         """Store reduced gradients, and run the operations that waited for them."""
         for value, x in reduced:
             if value in self.plan.host_gradients:
-                x = host_mean(x, self.plan.host_gradients[value], self.comm.num_devices)
+                leaf = self.plan.host_gradients[value]
+                x = host_mean(x, leaf.dtype, self.comm.num_devices, leaf.path)
                 self._leaving.append(value)
             self._store(value, x)
 
@@ -267,7 +280,8 @@ class BlockRunner:
         if index in self.plan.gradients.on_shards:
             return  # `_store` runs it once its inputs are reduced
         if isinstance(operation, Loop):
-            outputs = run_loop(self, index, operation)
+            with in_loop(index):
+                outputs = run_loop(self, index, operation)
         elif isinstance(operation, Barrier):
             pairs = zip(operation.inputs, operation.outputs, strict=True)
             # Views of weights have no array here; the barrier is bound without them.
@@ -285,7 +299,10 @@ class BlockRunner:
         else:
             if operation.name.startswith("scatter"):
                 self._make_target(operation)
-            outputs = operation.bind([self.read(atom) for atom in operation.inputs])
+            inputs = [self.read(atom) for atom in operation.inputs]
+            outputs = operation.bind(inputs)
+            if operation.name == "device_put":
+                note_moves(inputs, outputs)
         for value, x in zip(operation.outputs, outputs, strict=True):
             if value not in views:
                 self._write(value, x)

@@ -142,10 +142,10 @@ class DeferredGradients:
 
     def _finished(self, number: int, x: Any) -> Any:
         """Output `number` of an iteration; a gradient for host memory as its mean, and there."""
-        dtype = self._plan.host_gradients.get(number)
-        if dtype is None or x is None:
+        leaf = self._plan.host_gradients.get(number)
+        if leaf is None or x is None:
             return x
-        return host_mean(x, dtype, self._gradients.comm.num_devices)
+        return host_mean(x, leaf.dtype, self._gradients.comm.num_devices, f"{leaf.path}[i]")
 
     def _finished_outputs(self, done: dict[int, ReduceBucket]) -> dict[int, Any]:
         """The deferred outputs of one iteration, from its fully reduced buckets."""

@@ -14,8 +14,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._collectives import CommSpec, EncodedShards, from_stored, gathered_aval, labelled
-from .._mesh import in_host, microbatch_index, to_device, to_host
+from .._collectives import (
+    CommSpec,
+    EncodedShards,
+    copy_to_device,
+    copy_to_host,
+    from_stored,
+    gathered_aval,
+    in_region,
+    labelled,
+)
+from .._mesh import in_host, microbatch_index
 from .._plan import Plan, ShardedParam, slices_kept_in_program
 from .._program import Block, trace
 from .._sharding import split_dim, unpad
@@ -94,7 +103,8 @@ def run_on_device(
     plan = Plan(program.top, at_end, slice_bytes=slice_bytes, codecs=comm.described)
     if shapes[0] is None:
         return Result(None, [], others, wire_state, plan)
-    means, residuals = _means(sums, program.targets, parameters, wire_state, microbatches, comm)
+    with in_region("the end"):
+        means, residuals = _means(sums, program.targets, parameters, wire_state, microbatches, comm)
     return Result(
         means.loss.astype(shapes[0].dtype),
         means.gradients,
@@ -124,15 +134,16 @@ def _gather_sources(
     kept_in_program = slices_kept_in_program(program.top)
     from_shards = dataclasses.replace(comm, hpz=None)
     for i, weight in program.weights.items():
-        leaf, node_slice = parameters.leaves[i], None
+        leaf, shard, node_slice = parameters.leaves[i], stored[i], None
         if i in wire_state.slices:
             kept = kept_slice(wire_state.slices[i], leaf, comm)
-            node_slice = next_slice(to_device(stored[i]), kept, leaf, comm)
+            shard = copy_to_device(shard, "weights", leaf.path, windowed=False)
+            node_slice = next_slice(shard, kept, leaf, comm)
             slices[i] = node_slice.data
         with labelled("weights", leaf.path):
             spec = from_shards if weight in kept_in_program else comm
             depth = program.depths.get(i, 0)
-            sources[weight] = gather_source(stored[i], leaf, weight, depth, spec, node_slice)
+            sources[weight] = gather_source(shard, leaf, weight, depth, spec, node_slice)
     return slices, sources
 
 
@@ -149,7 +160,9 @@ def _means(
     errors = [wire_state.errors[i][0] if i in wire_state.errors else None for i in numbers]
     means = mean_over_devices(sums, targets, errors, microbatches, comm)
     gradients = [
-        to_host(x) if x is not None and parameters.has_host_gradient(i) else x
+        copy_to_host(x, "gradients", parameters.leaves[i].path, windowed=False)
+        if x is not None and parameters.has_host_gradient(i)
+        else x
         for i, x in zip(numbers, means.gradients, strict=True)
     ]
     pairs = zip(numbers, means.residuals, strict=True)

@@ -17,12 +17,13 @@ from jaxtyping import Array, Shaped
 from .._collectives import (
     CommSpec,
     EncodedShards,
+    copy_to_device,
     encode_node_slice,
     from_stored,
     move_split,
     node_slices,
 )
-from .._mesh import LOCAL, to_device
+from .._mesh import LOCAL
 from .._plan import BlockUses, ShardedParam
 from .._sharding import LeafSpec
 
@@ -74,7 +75,7 @@ def _gather_source(
     assert leaf.layout is not None
     moved = leaf.layout.dim != weight.layout.dim
     if moved or comm.hpz:
-        shard = to_device(shard)
+        shard = copy_to_device(shard, "weights", leaf.path, windowed=False)
     size = math.prod(leaf.shape[depth:])
     if leaf.codec is not None:
         encoded = from_stored(shard, leaf)

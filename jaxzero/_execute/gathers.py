@@ -66,7 +66,7 @@ def encode_bucket(
     given.update((x, shards) for x, shards in (fetched or {}).items() if in_host(given[x].data))
     data = tie([given[x].data for x in weights])
     tied = {
-        x: dataclasses.replace(given[x], data=d).on_device()
+        x: dataclasses.replace(given[x], data=d).on_device(x.name, windowed=True)
         for x, d in zip(weights, data, strict=True)
     }
     with _labelled(group):

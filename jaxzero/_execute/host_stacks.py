@@ -38,29 +38,26 @@ class HostStacks:
         pairs = zip(stacks, shards, strict=True)
         self._stacks = [(stack, x) for stack, x in pairs if in_host(x.data)]
         self._window = plan.window
-        # For each stack, how many iterations before its use a layer is needed on the device.
-        self._leads: list[range] = []
-        for stack, _ in self._stacks:
-            found = {
-                plan.body.num_hops if group.prefetched else 0
-                for group in plan.body.gather_groups
-                for gather in group.gathers
-                if gather.weight is stack.layer
-            } or {0}
-            self._leads.append(range(min(found), max(found) + 1))
+        self._leads = [plan.leads(stack.layer) for stack, _ in self._stacks]
 
-    def fetch(self, layer_index: Array, tie: Bind | None = None) -> GatherSources:
-        """Copy one layer of every stack to the device; `tie` delays the copies."""
-        (i,) = tie([layer_index]) if tie and self._stacks else (layer_index,)
-        return {stack.layer: layer_of(x, i).on_device() for stack, x in self._stacks}
+    def fetch(self, layer_index: Array, lead: int, tie: Bind | None = None) -> GatherSources:
+        """Copy the layer that is used `lead` iterations later; `tie` delays the copies.
+
+        Stacks that are not needed so early are left out.
+        """
+        pairs = zip(self._stacks, self._leads, strict=True)
+        needed = [(stack, x) for (stack, x), leads in pairs if lead in leads]
+        (i,) = tie([layer_index]) if tie and needed else (layer_index,)
+        return {stack.layer: _copied(stack, x, i) for stack, x in needed}
 
     def first(self, layer_index: LayerIndex, tie: Bind | None = None) -> Queues:
         """The queues before the first iteration."""
         queues = []
-        for (stack, _), leads in zip(self._stacks, self._leads, strict=True):
+        for (stack, x), leads in zip(self._stacks, self._leads, strict=True):
             iterations = range(leads[0], leads[-1] + self._window)
-            layers = (self.fetch(layer_index(jnp.asarray(i)), tie) for i in iterations)
-            queues.append([layer[stack.layer].data for layer in layers])
+            indices = [layer_index(jnp.asarray(i)) for i in iterations]
+            indices = tie(indices) if tie else indices
+            queues.append([_copied(stack, x, i).data for i in indices])
         return queues
 
     def layers(self, queues: Queues, lead: int) -> GatherSources:
@@ -78,9 +75,9 @@ class HostStacks:
     def advance(self, queues: Queues, layer_index: LayerIndex, iteration: Array) -> Queues:
         """Copy the next layer of every stack, and drop the first of every queue."""
         advanced = []
-        for (_, x), leads, queue in zip(self._stacks, self._leads, queues, strict=True):
+        for (stack, x), leads, queue in zip(self._stacks, self._leads, queues, strict=True):
             i = layer_index(iteration + leads[-1] + self._window)
-            advanced.append([*queue[1:], layer_of(x, i).on_device().data])
+            advanced.append([*queue[1:], _copied(stack, x, i).data])
         return advanced
 
     def passed(self, queues: Queues) -> Fetched:
@@ -97,6 +94,11 @@ class HostStacks:
                 return None
             queues.append(queue)
         return queues
+
+
+def _copied(stack: Stack, shards: EncodedShards, i: Array) -> EncodedShards:
+    """Layer `i` of a stack in host memory, on the device."""
+    return layer_of(shards, i).on_device(stack.layer.name, windowed=True)
 
 
 def layer_of(stack: EncodedShards, i: Array) -> EncodedShards:

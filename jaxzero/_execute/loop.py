@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._collectives import CommSpec, EncodedShards, ReduceBucket, repeated
-from .._mesh import in_host, to_device
+from .._collectives import CommSpec, EncodedShards, ReduceBucket, copy_to_device, repeated
+from .._mesh import in_host
 from .._plan import BlockPlan, ShardedParam, Stack
 from .._program import Atom, Loop
 from .deferred_gradients import Deferred, DeferredGradients
@@ -141,7 +141,7 @@ class _Loop:
         fetched = self.host.passed(self.host.first(self.layer_index, tie))
         for hop in range(num_hops):
             layer_index = self.layer_index(jnp.asarray(num_hops - 1 - hop))
-            sources = self.layer(layer_index) | self.host.fetch(layer_index, tie)
+            sources = self.layer(layer_index) | self.host.fetch(layer_index, num_hops, tie)
             before = dict(sources)
             for number, group in enumerate(self.plan.body.gather_groups):
                 if group.prefetched:
@@ -177,14 +177,17 @@ class _Loop:
 
     def _stack(self, stack: Stack) -> EncodedShards:
         """The shards of a stack of layers, after the operations of the stack's view."""
-        view = stack.view
-        shards = self.outer.weights.sources[view.weight]
-        if not view.ops and shards.codec is not None and not shards.lead:
-            # A stack of vectors is stored as one message, of which no layer can be cut out.
-            return shards.on_device().encode(None, ())
-        if not view.ops:
+        view, sources = stack.view, self.outer.weights.sources
+        shards = sources[view.weight]
+        # A stack of vectors is stored as one message, of which no layer can be cut out.
+        is_message = shards.codec is not None and not shards.lead
+        if not view.ops and not is_message:
             return shards
-        return on_shard(shards.on_device(), view.ops, view.weight)[0]
+        # XLA would merge the copies that several loops make, since nothing ties them.
+        shards = sources[view.weight] = shards.on_device(view.weight.name, windowed=False)
+        if not view.ops:
+            return shards.encode(None, ())
+        return on_shard(shards, view.ops, view.weight)[0]
 
     def _iterations(self) -> Array:
         """The iteration numbers, in the order of the stacks that are scanned."""
@@ -210,7 +213,7 @@ class _Loop:
             layers = {
                 layer: shards.layer(x) for (layer, shards), x in zip(known, data, strict=True)
             }
-            sources = layers | self.host.fetch(self.layer_index(iteration))
+            sources = layers | self.host.fetch(self.layer_index(iteration), 0)
             inside = self._inside(sources)
             outputs = inside.run([*self.constants, *carry, *stacks], self.uses.view_outputs)
             after = inside.weights.sources
@@ -330,7 +333,9 @@ class _Loop:
         """An iteration's slices of the program's stacks in host memory, on the device."""
         i = self.layer_index(iteration)
         return {
-            number: to_device(lax.dynamic_index_in_dim(x, i, 0, keepdims=False))
+            number: copy_to_device(
+                lax.dynamic_index_in_dim(x, i, 0, keepdims=False), "activations", "", windowed=True
+            )
             for number, x in self.host_inputs.items()
         }
 

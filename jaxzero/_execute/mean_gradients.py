@@ -24,12 +24,13 @@ from .._collectives import (
     accumulator_dtype,
     all_reduce,
     as_pair,
+    copy_to_host,
     labelled,
     move_split,
     reduce_over_node,
     sum_full,
 )
-from .._mesh import AXES, LOCAL, NODE, in_host, to_host
+from .._mesh import AXES, LOCAL, NODE, in_host
 from .._sharding import DimSharding, LeafSpec, pad
 from .._simigrad import GradientHalves
 from .half_batches import gradient_halves
@@ -123,9 +124,10 @@ def mean_over_devices(
     )
 
 
-def host_mean(x: Array, dtype: Any, num_devices: int) -> Array:
+def host_mean(x: Array, dtype: Any, num_devices: int, name: str) -> Array:
     """The mean of a gradient in host memory, from its sum over all devices in one micro-batch."""
-    return to_host((x / jnp.asarray(num_devices, x.dtype)).astype(dtype))
+    mean = (x / jnp.asarray(num_devices, x.dtype)).astype(dtype)
+    return copy_to_host(mean, "gradients", name, windowed=True)
 
 
 def _mean(

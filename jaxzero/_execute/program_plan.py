@@ -257,11 +257,11 @@ def _reduce_specs(shapes: Any, targets: Sequence[GradientTarget]) -> list[Reduce
 
 def _host_gradients(
     shapes: Any, targets: Sequence[GradientTarget], parameters: Parameters
-) -> dict[int, Any]:
-    """The outputs that are gradients for host memory and final once reduced, with their dtypes."""
+) -> dict[int, LeafSpec]:
+    """The outputs that are gradients for host memory and final once reduced, with their leaves."""
     first = len(jax.tree.leaves(shapes[:2]))
     return {
-        first + position: target.leaf.dtype
+        first + position: target.leaf
         for position, (i, target) in enumerate(zip(parameters.differentiated, targets, strict=True))
         if parameters.has_host_gradient(i) and target.is_final
     }

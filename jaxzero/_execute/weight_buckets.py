@@ -65,11 +65,11 @@ class WeightBuckets:
         """Start the copies from host memory that the plan puts before operation `index`."""
         for number in self._fetches.get(index, ()):
             group = self.plan.gather_groups[number]
-            weights = dict.fromkeys(gather.weight for gather in group.gathers)
-            shards = {x: self.sources[x] for x in weights if in_host(self.sources[x].data)}
+            sources = {x: self.sources[x] for x in self.plan.fetched(number)}
+            shards = {x: shard for x, shard in sources.items() if in_host(shard.data)}
             data = tie(group.fetch_tie, [x.data for x in shards.values()])
             self._fetched[number] = {
-                weight: dataclasses.replace(x, data=d).on_device()
+                weight: dataclasses.replace(x, data=d).on_device(weight.name, windowed=True)
                 for (weight, x), d in zip(shards.items(), data, strict=True)
             }
 

@@ -18,7 +18,7 @@ from .param_uses import Stack as Stack
 from .param_uses import View as View
 from .param_uses import find_uses as find_uses
 from .plan import Plan as Plan
-from .plan import PlanStep as PlanStep
-from .plan import region_name as region_name
+from .plan_step import PlanStep as PlanStep
+from .plan_step import region_name as region_name
 from .schedule import COSTLY as COSTLY
 from .schedule import make_plan as make_plan

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from .._program import Block, Value
+from .._sharding import LeafSpec
 from .gradient_reductions import BlockGradients
 from .lifetimes import Gather
-from .param_uses import BlockUses
+from .param_uses import BlockUses, ShardedParam
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +52,8 @@ class LoopPlan:
     tie: Value | None = None  # the value that the prologue waits for
     continues: int | None = None  # an earlier loop that sends the same gathers last: no prologue
     window: int = 0  # how many layers ahead shards in host memory are copied to the device
-    # Outputs that are stacks of gradients in host memory: their indices, and the gradients' dtypes.
-    host_gradients: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    # Outputs that are stacks of gradients in host memory: their indices, and the leaves.
+    host_gradients: Mapping[int, LeafSpec] = dataclasses.field(default_factory=dict)
 
     @property
     def is_pipelined(self) -> bool:
@@ -61,6 +61,20 @@ class LoopPlan:
         deferred = any(group.deferred for group in self.body.reduce_groups)
         prefetched = any(group.prefetched for group in self.body.gather_groups)
         return deferred or prefetched or self.window > 0
+
+    def leads(self, layer: ShardedParam) -> range:
+        """How many iterations before its use a layer is needed on the device: first, last, between.
+
+        A layer is encoded `num_hops` iterations ahead if it is prefetched, and otherwise in the
+        iteration that uses it.
+        """
+        found = {
+            self.body.num_hops if group.prefetched else 0
+            for group in self.body.gather_groups
+            for gather in group.gathers
+            if gather.weight is layer
+        } or {0}
+        return range(min(found), max(found) + 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +94,22 @@ class BlockPlan:
     overlaps: bool  # whether gradients are reduced while the next group computes
     zeros: frozenset[Value]  # gradients that are known to be zero, and need no reduction
     loops: dict[int, LoopPlan]
-    # At the top level, gradients that are copied to host memory once reduced, and their dtypes.
-    host_gradients: Mapping[Value, Any] = dataclasses.field(default_factory=dict)
+    # At the top level, gradients that are copied to host memory once reduced, and their leaves.
+    host_gradients: Mapping[Value, LeafSpec] = dataclasses.field(default_factory=dict)
+    last_forward: int | None = None  # the last operation of forward; None in a loop's body
+
+    def fetched(self, number: int) -> list[ShardedParam]:
+        """The weights of a group whose shards are copied from host memory, outside of loops.
+
+        A node slice that an earlier group keeps (hpZ) is gathered from device memory.
+        """
+        group = self.gather_groups[number]
+        if group.fetch is None:
+            return []
+        earlier = self.gather_groups[:number]
+        kept = {gather.weight for x in earlier for gather in x.gathers if gather.keeps}
+        weights = dict.fromkeys(gather.weight for gather in group.gathers)
+        return [weight for weight in weights if weight.in_host and weight not in kept]
 
     def deferred_values(self) -> frozenset[Value]:
         """Values known only in the next iteration: deferred gradients, and values made of them."""

@@ -9,37 +9,37 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from .._program import Atom, Loop, Value, movable_ops
+from .._sharding import LeafSpec
 from .block_plan import BlockPlan
 
 
-def mark_host_gradients(plan: BlockPlan, dtypes: Mapping[int, Any]) -> BlockPlan:
+def mark_host_gradients(plan: BlockPlan, leaves: Mapping[int, LeafSpec]) -> BlockPlan:
     """Mark gradients at the top level, and stacks of gradients that loops there make.
 
     Args:
         plan: the plan of the full program.
-        dtypes: the outputs of the program that are gradients for host memory: their indices, and
-            the dtypes in which they are stored.
+        leaves: the outputs of the program that are gradients for host memory: their indices, and
+            the leaves that they belong to.
     """
     makers = {
         value: index for index, op in enumerate(plan.block.operations) for value in op.outputs
     }
-    marked: dict[int, dict[int, Any]] = {}
-    values: dict[Value, Any] = {}
-    for i, dtype in dtypes.items():
+    marked: dict[int, dict[int, LeafSpec]] = {}
+    values: dict[Value, LeafSpec] = {}
+    for i, leaf in leaves.items():
         value = _before_casts(plan, makers, plan.block.outputs[i])
         index = makers.get(value, -1) if isinstance(value, Value) else -1
         if isinstance(value, Value) and value in plan.gradients.reduces and value not in plan.zeros:
-            values[value] = dtype
+            values[value] = leaf
         if i in plan.gradients.at_end or index not in plan.gradients.loops:
             continue
         loop = plan.block.operations[index]
         assert isinstance(loop, Loop) and isinstance(value, Value)
         number = loop.outputs.index(value)
         if number >= loop.num_carry and plan.loops[index].is_pipelined:
-            marked.setdefault(index, {})[number] = dtype
+            marked.setdefault(index, {})[number] = leaf
     loops = {
         index: dataclasses.replace(loop, host_gradients=marked.get(index, {}))
         for index, loop in plan.loops.items()

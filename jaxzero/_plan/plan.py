@@ -1,4 +1,4 @@
-"""A plan to print: every all-gather, drop and reduce-scatter of one training step, in order."""
+"""A plan to print: every all-gather, drop, reduce-scatter and host copy of one step, in order."""
 
 from __future__ import annotations
 
@@ -6,64 +6,33 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from .._collectives import ReduceSpec, Transfer, readable_bytes
+from .._collectives import HostTransfer, ReduceSpec, Transfer, readable_bytes
 from .._program import Loop, Value
 from .block_plan import BlockPlan, GatherGroup, ReduceGroup
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanStep:
-    """The all-gather or reduce-scatter of one array, alone or in a bucket with others.
-
-    Attributes:
-        region: "forward", "backward", or the loop it is in.
-        action: "gather" (all-gather) or "reduce" (reduce-scatter, or all-reduce).
-        group: number of the bucket in its region; arrays with the same number share a message.
-        name: name of the leaf.
-        shape, dtype: shape and dtype of the full array.
-        num_bytes: bytes of the full array, for one of its `trips`.
-        sent: the operation before which a weight is sent, or "the iteration before".
-        at: the operation that first needs a weight, or that makes a gradient.
-        until: the operation after which a full weight is dropped; for a gradient "", or
-            "the iteration after" if it is sent then.
-        tied: the operation whose result the gather of a weight waits for; "" if there is none.
-        trips: how often this happens in one execution of the program.
-        start, needed, stop: indices in the block; for a weight of `sent`, `at` and `until`; for a
-            gradient of `at`, of `at`, and of the operation that completes its bucket.
-        path: indices of the loops that this step is in, the outermost first.
-    """
-
-    region: str
-    action: str
-    group: int
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    num_bytes: int
-    sent: str
-    at: str
-    until: str
-    tied: str
-    trips: int
-    start: int
-    needed: int
-    stop: int
-    path: tuple[int, ...]
+from .host_steps import HostSteps
+from .plan_step import PlanStep, operation_names, region_name, tied_to
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything that one training step gathers and reduces, in program order."""
+    """Everything that one training step gathers, reduces and copies, in program order."""
 
     top: BlockPlan
     at_end: tuple[str, ...] = ()  # leaves that are stored in full: all-reduced last, together
     transfers: tuple[Transfer, ...] = ()  # every collective, in the order it was issued
     slice_bytes: int = 0  # bytes of the node slices that one device keeps for the step (hpZ)
+    host_transfers: tuple[HostTransfer, ...] = ()  # every copy from or to host memory
     codecs: tuple[str, ...] = ()  # a line for each codec: what it encodes, and over which axis
 
     @property
     def steps(self) -> tuple[PlanStep, ...]:
-        return tuple(_steps(self.top, (), 1))
+        host = HostSteps(self.host_transfers)
+        steps = _steps(self.top, (), 1, host)
+        return (
+            *host.whole("device", 0),
+            *steps,
+            *host.whole("host", len(self.top.block.operations)),
+        )
 
     def __str__(self) -> str:
         first: dict[tuple, int] = {}  # the operation that first needs an array of a bucket
@@ -84,7 +53,12 @@ class Plan:
         return "\n".join(line.rstrip() for line in lines)
 
 
-_ACTIONS = {"gather": "all-gather", "reduce": "reduce-scatter"}
+_ACTIONS = {
+    "gather": "all-gather bucket",
+    "reduce": "reduce-scatter bucket",
+    "fetch": "copy to device",
+    "offload": "copy to host",
+}
 
 
 def _row(step: PlanStep, first_needed: int) -> tuple[str, ...]:
@@ -104,16 +78,30 @@ def _row(step: PlanStep, first_needed: int) -> tuple[str, ...]:
             early = f"prefetched before {step.sent}"
         elif step.start < step.needed:  # an array of the bucket is needed earlier
             early = f"sent before {step.sent}"
-    else:
+    elif step.action == "reduce":
         when = f"after {step.at}"
         early = f"deferred to {step.until}" if step.until else ""
-    action = f"{_ACTIONS[step.action]} bucket {step.group}"
+    elif not step.windowed:
+        when = "in full"
+    elif step.action == "offload":
+        when = "once reduced"
+    else:
+        when = f"before {step.at}"
+        if step.ahead:
+            early = f"copied {step.ahead} {'layer' if step.ahead == 1 else 'layers'} ahead"
+        elif step.start < step.needed:
+            early = f"copied before {step.sent}"
+    is_copy = step.action in ("fetch", "offload")
+    action = _ACTIONS[step.action] if is_copy else f"{_ACTIONS[step.action]} {step.group}"
     array = f"{step.dtype}{list(step.shape)}"
     return step.region, action, step.name, array, size, when, early, end
 
 
-def _steps(plan: BlockPlan, path: tuple[int, ...], trips: int) -> Iterator[PlanStep]:
+def _steps(
+    plan: BlockPlan, path: tuple[int, ...], trips: int, host: HostSteps
+) -> Iterator[PlanStep]:
     events: list[tuple[float, int]] = []
+    events += [(x.fetch - 0.25, i) for i, x in enumerate(plan.gather_groups) if x.fetch is not None]
     events += [(group.at, i) for i, group in enumerate(plan.gather_groups)]
     reduces = [*plan.reduce_groups, *_at_end(plan)]
     events += [(group.at + 0.5, i) for i, group in enumerate(reduces)]
@@ -122,24 +110,24 @@ def _steps(plan: BlockPlan, path: tuple[int, ...], trips: int) -> Iterator[PlanS
         match place % 1:
             case 0.0:
                 yield from _gather_steps(plan, number, plan.gather_groups[number], path, trips)
+            case 0.75:
+                yield from host.of_group(plan, number, path, trips)
             case 0.5:
                 yield from _reduce_steps(plan, number, reduces[number], path, trips)
+                yield from host.of_reduced(plan, reduces[number], path, trips)
             case _:
                 loop = plan.block.operations[number]
                 assert isinstance(loop, Loop)
-                body = plan.loops[number].body
-                yield from _steps(body, (*path, number), trips * loop.length)
-
-
-def _names(plan: BlockPlan) -> list[str]:
-    return [*(operation.name for operation in plan.block.operations), "the end"]
+                body, inside, times = plan.loops[number].body, (*path, number), trips * loop.length
+                yield from host.of_loop(plan, number, inside, times)
+                yield from _steps(body, inside, times, host)
+                yield from host.gradients(plan, number, inside, times)
 
 
 def _gather_steps(
     plan: BlockPlan, number: int, group: GatherGroup, path: tuple[int, ...], trips: int
 ) -> Iterator[PlanStep]:
-    names = _names(plan)
-    makers = {value: op.name for op in plan.block.operations for value in op.outputs}
+    names = operation_names(plan)
     for one in group.gathers:
         yield PlanStep(
             region=region_name(path) or one.region,
@@ -152,7 +140,7 @@ def _gather_steps(
             sent="the iteration before" if group.prefetched else names[group.issues[-1]],
             at=names[one.at],
             until=names[one.until],
-            tied=_tied(group, makers),
+            tied=tied_to(plan, group.ties[-1]),
             trips=trips,
             start=group.issues[-1],
             needed=one.at,
@@ -161,15 +149,10 @@ def _gather_steps(
         )
 
 
-def _tied(group: GatherGroup, makers: dict[Value, str]) -> str:
-    tie = group.ties[-1]
-    return makers.get(tie, "an argument") if tie else ""
-
-
 def _reduce_steps(
     plan: BlockPlan, number: int, group: ReduceGroup, path: tuple[int, ...], trips: int
 ) -> Iterator[PlanStep]:
-    names = _names(plan)
+    names = operation_names(plan)
     makers = {value: i for i, op in enumerate(plan.block.operations) for value in op.outputs}
     for value in group.values:
         at = makers.get(value, len(names) - 1)
@@ -205,8 +188,3 @@ def _demand(plan: BlockPlan, value: Value) -> ReduceSpec:
         return plan.gradients.reduces[value]
     at_end = plan.gradients.at_end
     return next(at_end[i] for i in at_end if plan.block.outputs[i] is value)
-
-
-def region_name(path: tuple[int, ...]) -> str:
-    """Name the loops of `path`, innermost first ("loop 3 in loop 1"); "" at the top level."""
-    return " in ".join(f"loop {index}" for index in reversed(path))

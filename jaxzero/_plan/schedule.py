@@ -119,10 +119,9 @@ def _plan_block(
             inside = schedule
             if operation.length < 2:  # no next layer to prefetch
                 inside = dataclasses.replace(schedule, prefetch=0)
-            body = _plan_block(
-                operation.body, uses.loops[index].body, inner, None, inside, num_hops, window
-            )
-            in_host = any(stack.in_host for stack in uses.loops[index].stacks)
+            used = uses.loops[index]
+            body = _plan_block(operation.body, used.body, inner, None, inside, num_hops, window)
+            in_host = any(stack.in_host for stack in used.stacks)
             ahead = window if in_host and inside.prefetch else 0
             loops[index] = LoopPlan(body, index, window=ahead)
     zeros = _zeros(block, gradients)
@@ -161,6 +160,7 @@ def _plan_block(
         overlaps,
         zeros,
         loops,
+        last_forward=boundary,
     )
 
 

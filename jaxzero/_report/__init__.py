@@ -1,4 +1,4 @@
-"""Bytes per device, bytes on each link, and the timeline of a plan: five lines, then tables.
+"""Bytes per device and host, bytes on each link, the timeline of a plan: five lines, then tables.
 
 In: layouts and a `Plan`. Out: a `Report` that prints itself. It changes and runs nothing.
 """

@@ -55,31 +55,49 @@ def _leaves(report: ReportData) -> TextTable:
                     row.dtype,
                     "whole" if row.dim is None else f"dim {row.dim}",
                     str(row.padding or ""),
-                    readable_bytes(row.device_bytes),
+                    readable_bytes(row.device_bytes + row.host_bytes),
+                    "host" if row.host_bytes else "",
                 ),
             )
             for row in rows
         ]
     )
+    headings = ("leaf", "shape", "dtype", "split on", "padding", "each device", "in", "leaves")
+    cells = [(*row.names, *row.cells, str(len(row.members))) for row in found]
+    host = report.host_bytes("parameters")
+    in_host = f", {readable_bytes(host)} in host memory for it" if host else ""
+    if not host:
+        headings, cells = _without_column(6, headings), [_without_column(6, row) for row in cells]
     return TextTable(
         title=f"Parameters: {len(rows)} {'leaf' if len(rows) == 1 else 'leaves'}.",
-        headings=("leaf", "shape", "dtype", "split on", "padding", "each device", "leaves"),
-        rows=[(*row.names, *row.cells, str(len(row.members))) for row in found],
-        footer=(f"{readable_bytes(report.device_bytes('parameters'))} on each device.",),
+        headings=headings,
+        rows=cells,
+        footer=(f"{readable_bytes(report.device_bytes('parameters'))} on each device{in_host}.",),
     )
 
 
 def _state(report: ReportData) -> TextTable:
     rows = []
     for kind in report.kinds:
-        mine, total = report.device_bytes(kind), report.total_bytes(kind)
-        share = f"1/{total / mine:.2f}" if mine else ""
-        rows.append((kind, readable_bytes(mine), readable_bytes(total), share))
+        mine, host, total = (
+            amount(kind) for amount in (report.device_bytes, report.host_bytes, report.total_bytes)
+        )
+        share = f"1/{total / (mine + host):.2f}" if mine + host else ""
+        sizes = map(readable_bytes, (mine, host, total))
+        rows.append((kind, *sizes, share))
+    headings = ("arrays", "each device", "in host memory", "in total", "share")
+    if not any(map(report.host_bytes, report.kinds)):
+        headings, rows = _without_column(2, headings), [_without_column(2, row) for row in rows]
     return TextTable(
         title="Training state, padding included on each device.",
-        headings=("arrays", "each device", "in total", "share"),
+        headings=headings,
         rows=rows,
+        footer=("In host memory: for each device.",) if len(headings) == 5 else (),
     )
+
+
+def _without_column(column: int, cells: tuple[str, ...]) -> tuple[str, ...]:
+    return cells[:column] + cells[column + 1 :]
 
 
 def _gathers(report: ReportData) -> TextTable:
@@ -186,12 +204,36 @@ def _parts(report: ReportData) -> TextTable:
     )
 
 
+def _host(report: ReportData) -> TextTable:
+    traffic = report.host_traffic
+    if traffic is None:
+        return TextTable(title="Nothing is in host memory.", headings=("part",), rows=[])
+    rows = [
+        (part, *(readable_bytes(traffic.num_bytes(to, part)) for to in ("device", "host")))
+        for part in traffic.parts
+    ]
+    footer = []
+    for purpose, to in (("weights", "device"), ("gradients", "host")):
+        whole = [((x.name,), ()) for x in traffic.whole if (x.purpose, x.to) == (purpose, to)]
+        if whole:
+            names = ", ".join(row.names[0] for row in merge_layers(whole))
+            footer.append(f"{purpose.capitalize()} copied in full, not layer by layer: {names}.")
+    if "update" in traffic.parts:
+        footer.append("update: with `zero.apply_gradients`; a norm over all gradients adds a pass.")
+    return TextTable(
+        title="Copied from host memory to one device in one step, and from it to host memory.",
+        headings=("part", "to device", "to host"),
+        rows=rows,
+        footer=tuple(footer),
+    )
+
+
 def _timeline(report: ReportData) -> TextTable:
     found = spans(_plan(report))
     rows = [
         (
             f"{span.start}-{span.stop}",
-            "all-gather" if span.action == "gather" else "reduce-scatter",
+            _ACTIONS[span.action],
             span.region,
             readable_bytes(span.num_bytes),
             str(span.trips),
@@ -200,11 +242,19 @@ def _timeline(report: ReportData) -> TextTable:
     ]
     return TextTable(
         title="From the launch of a bucket to its end, in operations of the program.",
-        headings=("operations", "collective", "in", "whole", "times"),
+        headings=("operations", "action", "in", "whole", "times"),
         rows=rows,
         notes=[summarized(span.names) for span in found],
         footer=_microbatch_note(report.traffic),
     )
+
+
+_ACTIONS = {
+    "gather": "all-gather",
+    "reduce": "reduce-scatter",
+    "fetch": "copy to device",
+    "offload": "copy to host",
+}
 
 
 def _when(span: Span) -> str:
@@ -241,6 +291,7 @@ _TABLES: dict[str, Callable[[ReportData], TextTable]] = {
     "waits": _waits,
     "traffic": _traffic,
     "parts": _parts,
+    "host": _host,
     "timeline": _timeline,
 }
 DETAILS = tuple(_TABLES)

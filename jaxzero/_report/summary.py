@@ -39,15 +39,17 @@ def _fitting(label: str, *texts: str) -> str:
 
 def _held(report: ReportData) -> list[str]:
     kinds = [kind for kind in ("parameters", "optimizer state") if kind in report.kinds]
+    offloaded = sum(map(report.host_bytes, kinds))
+    host = f"; {readable_bytes(offloaded)} on host" if offloaded else ""
     held = [readable_bytes(report.device_bytes(kind)) for kind in kinds]
     total = [readable_bytes(report.total_bytes(kind)) for kind in kinds]
     named = zip(held, total, kinds, strict=True)
     everything = readable_bytes(sum(report.total_bytes(kind) for kind in kinds))
     mine = readable_bytes(sum(report.device_bytes(kind) for kind in kinds))
     return [
-        ", ".join(f"{_without_unit(one, of)} of {of} {kind}" for one, of, kind in named),
-        " + ".join(map(" ".join, zip(held, kinds, strict=True))) + f", of {everything}",
-        f"{mine} of {everything}",
+        ", ".join(f"{_without_unit(one, of)} of {of} {kind}" for one, of, kind in named) + host,
+        " + ".join(map(" ".join, zip(held, kinds, strict=True))) + f", of {everything}{host}",
+        f"{mine} of {everything}{host}",
     ]
 
 

@@ -108,6 +108,7 @@ def _row_lines(
 _NUMBERS = {  # headings of columns that are aligned on the right
     "bytes",
     "each device",
+    "in host memory",
     "in total",
     "into device",
     "leaves",
@@ -117,5 +118,7 @@ _NUMBERS = {  # headings of columns that are aligned on the right
     "over node",
     "padding",
     "times",
+    "to device",
+    "to host",
     "whole",
 }

@@ -1,4 +1,4 @@
-"""A plan as a timeline: for each bucket, when it is sent and how long it takes memory.
+"""A plan as a timeline: for each bucket and host copy, when it begins and how long it is held.
 
 Time is counted in operations of the program; a loop counts as one iteration of its body.
 """
@@ -12,22 +12,29 @@ import numpy as np
 from .._plan import BlockPlan, Plan, PlanStep
 from .._program import Loop
 
+COPIES = ("fetch", "offload")  # the actions that copy from or to host memory
+
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """One bucket on the timeline.
+    """One bucket, or the copies from or to host memory of the leaves of one, on the timeline.
 
     Attributes:
-        action: "gather" (all-gather) or "reduce" (reduce-scatter).
-        region: "forward", "backward", or the loop it is in.
+        action: "gather" (all-gather), "reduce" (reduce-scatter), "fetch" (copy from host memory) or
+            "offload" (copy to it).
+        region: "forward", "backward", or the loop it is in; for copies of full leaves also
+            "before forward" and "the end".
         names: names of its leaves.
-        num_bytes: bytes of its full arrays.
-        sent: the operation that it is sent before or after, in words.
+        num_bytes: bytes of its full arrays; for a copy, of what one device copies.
+        sent: the operation that it is sent or copied before or after, in words.
         start: for a gather, when its last hop begins; for a reduction, when its first gradient is
-            made.
-        needed: when the first of its weights is used, or the last of its gradients is made.
-        stop: when its weights are dropped, or its gradients sent.
+            made; for a copy, when it begins.
+        needed: when the first of its weights is used, or the last of its gradients is made; for a
+            fetch, when its weights are sent.
+        stop: when its weights are dropped, or its gradients sent; for a fetch as `needed`.
         trips: how often this happens in a step.
+        held: for a fetch in a loop, how many layers are on the device at once.
+        windowed: whether a copy is of one layer; otherwise of full leaves.
     """
 
     action: str
@@ -39,6 +46,8 @@ class Span:
     needed: int
     stop: int
     trips: int
+    held: int = 1
+    windowed: bool = True
 
     @property
     def alive(self) -> int:
@@ -47,13 +56,14 @@ class Span:
 
 
 def spans(plan: Plan) -> tuple[Span, ...]:
-    """Every bucket of a plan, in the order in which they begin.
+    """Every bucket and host copy of a plan, in the order in which they begin.
 
     A bucket that is in flight from one iteration of a loop to the next spans the full body.
     """
     buckets: dict[tuple, list[PlanStep]] = {}
     for step in plan.steps:
-        buckets.setdefault((step.path, step.action, step.group), []).append(step)
+        place = step.path, step.action, step.group, step.start, step.windowed, step.region
+        buckets.setdefault(place if step.action in COPIES else place[:3], []).append(step)
     found = [_span(plan.top, some) for some in buckets.values()]
     return tuple(sorted(found, key=lambda span: (span.start, span.stop)))
 
@@ -64,7 +74,7 @@ def live_bytes(plan: Plan) -> np.ndarray:
     Returns:
         `[2, operations]`: weights, then gradients.
     """
-    found = spans(plan)
+    found = [span for span in spans(plan) if span.action not in COPIES]
     live = np.zeros((2, 2 + max((span.stop for span in found), default=0)), np.int64)
     for span in found:
         live[int(span.action == "reduce"), span.start : span.stop + 1] += span.num_bytes
@@ -75,10 +85,13 @@ def _span(top: BlockPlan, steps: list[PlanStep]) -> Span:
     first = steps[0]
     start, stop = min(step.start for step in steps), max(step.stop for step in steps)
     needed = [step.needed for step in steps]
-    needed = min(needed) if first.action == "gather" else max(needed)
+    needed = min(needed) if first.action in ("gather", "fetch") else max(needed)
     block, offset = _block(top, first.path)
     places = [offset + _after_loops(block, index) for index in (start, needed, stop)]
-    if first.action == "gather":
+    if first.action in COPIES:
+        crosses = first.ahead > 0
+        sent = _copied(first, places[0])
+    elif first.action == "gather":
         crosses = first.sent == "the iteration before"
         sent = f"in {first.sent}" if crosses else f"before {first.sent}, {places[0]}"
     else:
@@ -96,7 +109,18 @@ def _span(top: BlockPlan, steps: list[PlanStep]) -> Span:
         places[1],
         places[2],
         first.trips,
+        max(step.held for step in steps),
+        first.windowed,
     )
+
+
+def _copied(step: PlanStep, place: int) -> str:
+    """When a copy from or to host memory begins, in words."""
+    if not step.windowed:
+        return "in full"
+    if step.action == "offload":
+        return "once reduced"
+    return f"{step.ahead} ahead" if step.ahead else f"before {step.sent}, {place}"
 
 
 def _block(plan: BlockPlan, path: tuple[int, ...]) -> tuple[BlockPlan, int]:

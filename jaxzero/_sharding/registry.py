@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 
 from .._mesh import AnyMesh, is_traced, physical
 from .config import ZeroConfig
@@ -131,9 +132,17 @@ class Registry:
         """
         arrays = [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
         return bool(arrays) and all(
-            self._has_one_like(x) and (is_traced(x) or _devices_of(x) == self._devices)
+            self._has_one_like(x) and (is_traced(x) or self._devices_of(x) == self._devices)
             for x in arrays
         )
+
+    def _devices_of(self, x: Any) -> Any:
+        """The devices that an array is on; None if it is on none."""
+        sharding = getattr(x, "sharding", None)
+        on = getattr(sharding, "mesh", None)
+        if isinstance(on, AbstractMesh):  # a struct in the host memory of devices that are absent
+            return self._devices if on == physical(self._mesh).abstract_mesh else None
+        return getattr(sharding, "device_set", None)
 
     def _has_one_like(self, x: Any) -> bool:
         """Whether an array of this shape and dtype was laid out sharded."""
@@ -163,7 +172,7 @@ class Registry:
         for path, x in zip(paths, leaves, strict=True):
             if not is_array(x) or is_stored(x) or is_traced(x) or not x.shape:
                 continue
-            devices = _devices_of(x)
+            devices = self._devices_of(x)
             is_movable = is_known and not getattr(x, "committed", False)
             if devices != self._devices and not is_movable:
                 where = f"on {len(devices)} devices" if devices else "not on any device"
@@ -200,7 +209,3 @@ def _with_other_axes_of(known: TreePlan, plan: TreePlan) -> TreePlan:
         dataclasses.replace(old, dtype=new.dtype) if old.other_axes else new for new, old in pairs
     )
     return dataclasses.replace(plan, leaves=tuple(leaves))
-
-
-def _devices_of(x: Any) -> Any:
-    return getattr(getattr(x, "sharding", None), "device_set", None)

@@ -16,7 +16,7 @@ from .._mesh import HOST, AnyMesh, in_host
 from .config import ZeroConfig
 from .layout import LeafSpec, in_memory, layout_of_leaf
 from .modules import trained_leaves
-from .offload import Offload
+from .offload import Offload, Role
 from .paths import path_name, spread_prefix
 from .specs import axes_of
 from .stored_array import StoredArray, data_of, flatten, is_array
@@ -165,14 +165,23 @@ def as_placed(leaf: LeafSpec, x: Any, num_shards: int) -> LeafSpec:
     return in_memory(leaf, HOST if in_host(data_of(x)) else None, num_shards)
 
 
-def offloaded(plan: TreePlan, offload: Offload | None, num_shards: int) -> TreePlan:
-    """The layout of a parameter tree, with the leaves in host memory that `offload` puts there."""
+def offloaded(
+    plan: TreePlan, offload: Offload | None, num_shards: int, role: Role = "weights"
+) -> TreePlan:
+    """The layout of a parameter tree, with the leaves in host memory that `offload` puts there.
+
+    Args:
+        plan: the layout, with all leaves in device memory.
+        offload: what is offloaded; None: nothing.
+        num_shards: the number of shards of a leaf.
+        role: "gradients" for the layout of gradients.
+    """
     if offload is None:
         return plan
     leaves = (
         in_memory(leaf, HOST, num_shards)
         if (leaf.layout or num_shards == 1)
-        and offload.takes("weights", leaf.path, math.prod(leaf.shape))
+        and offload.takes(role, leaf.path, math.prod(leaf.shape))
         else leaf
         for leaf in plan.leaves
     )

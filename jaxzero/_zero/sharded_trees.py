@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -221,15 +222,19 @@ class ShardedTrees:
         return apply_gradients(tx, grads, opt_state, params, layouts, extra_args)
 
     def report(self, params: Any, opt_state: Any = None, plan: Plan | None = None) -> Report:
-        """Report how leaves are sharded, bytes held by a device, and bytes sent in a step.
+        """Report how leaves are sharded, bytes held and sent, and the largest model that fits.
+
+        Bytes are those in the memory of a device, in host memory for each device (`jz.Offload`),
+        into nodes and devices in a step, and between host and device in a step.
 
         Args:
             params: the parameters, or their `ShapeDtypeStruct`s from `abstract`.
-            opt_state: from `init_optimizer`.
+            opt_state: from `init_optimizer`; adds its bytes, and the update's copies from and to
+                host memory.
             plan: plan of a training step, from `plan`; adds its traffic to the report.
 
         Returns:
-            A `Report`, with methods `print` and `as_dict`.
+            A `Report`, with methods `print`, `as_dict` and `largest_model`.
         """
         gradient_axes = self.config.axes if self.config.stage >= 2 else ()
         axes = {
@@ -238,7 +243,12 @@ class ShardedTrees:
             "optimizer state": self._state_axes,
         }
         state = None if opt_state is None else self._plan_of(opt_state)
-        return make_report(self._plan_of(params), state, plan, self._devices, axes)
+        layout = self._plan_of(params)
+        resident = [dataclasses.replace(leaf, memory_kind=None) for leaf in layout.leaves]
+        gradients = dataclasses.replace(layout, leaves=tuple(resident))
+        if gradient_axes:
+            gradients = offloaded(gradients, self.config.offload, self._num_shards, "gradients")
+        return make_report(layout, gradients, state, plan, self._devices, axes)
 
     # Shared by the methods above.
 
@@ -250,6 +260,10 @@ class ShardedTrees:
     def _state_axes(self) -> tuple[str, ...]:
         return self.config.axes if self.config.stage >= 1 else ()
 
+    @property
+    def _num_shards(self) -> int:
+        return math.prod(self._devices.shape[axis] for axis in self.config.axes)
+
     def _plan(self, tree: Any, specs: Any, codec: Codec | None = None) -> TreePlan:
         plan = plan_tree(tree, self._devices, self.config, specs, codec)
         offload = self.config.offload
@@ -260,8 +274,7 @@ class ShardedTrees:
                     "`specs` splits leaves over further mesh axes, which `offload` cannot do yet. "
                     "Leave out one of the two."
                 )
-        num_shards = math.prod(self._devices.shape[axis] for axis in self.config.axes)
-        return self._plans.add(offloaded(plan, offload, num_shards))
+        return self._plans.add(offloaded(plan, offload, self._num_shards))
 
     def find_plan(self, tree: Any) -> TreePlan | None:
         """The layout of a tree from `init`, `shard` or `init_optimizer`; None for any other."""

@@ -44,7 +44,7 @@ class Transform:
         self._plan: Plan | None = None  # set by tracing `program`
 
     def plan(self, arrays: list[list[Any]], wire_state: LocalWireState) -> Plan:
-        """Trace `program`, and return its plan: gathers, reductions and transfers."""
+        """Trace `program`, and return its plan: gathers, reductions, transfers and copies."""
         # A new function each time: `eval_shape` does not trace the same function twice.
         jax.eval_shape(lambda *args: self.program(*args), arrays, wire_state)
         assert self._plan is not None
@@ -141,7 +141,11 @@ class Transform:
             )
             with labelled("other", "aux" if self.options.has_gradients else "output"):
                 parts = outputs.part(result.others, self.comm)
-        self._plan = dataclasses.replace(result.plan, transfers=tuple(ledger.transfers))
+        self._plan = dataclasses.replace(
+            result.plan,
+            transfers=tuple(ledger.transfers),
+            host_transfers=tuple(ledger.host_transfers),
+        )
         return result.loss, result.gradients, parts, result.wire_state, result.halves
 
     def _flat(self, stored: list[Any], inputs: list[Any], outputs: Outputs) -> Any:

@@ -10,7 +10,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 
 Wire = Literal["zeropp", "zeropp4", "bfloat16", "float32"]
 Detail = Literal[
-    "leaves", "state", "gathers", "reductions", "waits", "traffic", "parts", "timeline"
+    "leaves", "state", "gathers", "reductions", "waits", "traffic", "parts", "host", "timeline"
 ]
 Directory = Annotated[Path | None, arg(metavar="DIR")]
 
@@ -246,7 +246,8 @@ class Report:
     """A table to print below the summary; repeat the option for several tables. leaves: how each
     parameter is split. state: bytes of parameters, gradients and optimizer state. gathers,
     reductions: the buckets of a step. waits: the collectives that nothing overlaps with. traffic:
-    bytes by axis and type; parts: by part of the model. timeline: all buckets in order."""
+    bytes by axis and type; parts: by part of the model. host: copies from and to host memory.
+    timeline: all buckets in order."""
 
     plot: Annotated[Path | None, arg(metavar="FILE")] = None
     """File for a plot of the memory and the buckets in flight at each operation of the step. The

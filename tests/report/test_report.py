@@ -216,5 +216,6 @@ def test_text_is_wrapped_and_not_cut():
 
 def test_rows_stay_plain_data():
     report = _report()
-    assert set(report.as_dict()) == {"num_devices", "bytes", "leaves", "traffic", "timeline"}
+    keys = {"num_devices", "bytes", "leaves", "traffic", "host_traffic", "timeline"}
+    assert set(report.as_dict()) == keys
     assert dataclasses.asdict(report.rows[0]) == report.as_dict()["leaves"][0]

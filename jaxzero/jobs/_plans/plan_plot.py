@@ -10,6 +10,7 @@ from ...interop._safetensors import new_file
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _COLORS = {"gather": "tab:blue", "reduce": "tab:orange"}
+_COPY_COLORS = {"fetch": "tab:green", "offload": "tab:red"}
 
 
 def plot_plan(plan: Plan, path: Path, *, title: str) -> None:
@@ -17,7 +18,8 @@ def plot_plan(plan: Plan, path: Path, *, title: str) -> None:
 
     The upper panel shows the MiB of full weights and unreduced gradients on one device. The lower
     panel has a bar for each bucket: a gather's from the send to the last use of its weights, a
-    reduction's from its first gradient to the send.
+    reduction's from its first gradient to the send. Copies from host memory (green) and to it (red)
+    have bars of their own, the first until their weights are sent.
 
     Args:
         plan: plan of a training step.
@@ -41,7 +43,7 @@ def plot_plan(plan: Plan, path: Path, *, title: str) -> None:
     memory_axes.set(ylabel="MiB on one device", ylim=(0, None))
     found = spans(plan)
     for row, span in enumerate(found):
-        color = _COLORS[span.action]
+        color = (_COLORS | _COPY_COLORS)[span.action]
         wire_axes.barh(row, span.alive, left=span.start, color=color, alpha=0.35)
         wire_axes.plot(span.needed, row, marker="|", color=color, markersize=7)
         times = f" x{span.trips}" if span.trips > 1 else ""
