@@ -7,6 +7,8 @@ LATEST := .venv-latest
 AOT := .venv-aot
 AOT_LATEST := .venv-aot-latest
 WORKERS ?= 2
+AOT_TESTS := $(addprefix tests/,zero/test_aot.py zero/test_offload_aot.py windowed_update/test_aot.py \
+  report/test_host_traffic.py benchmarks/test_host_memory.py)
 PIP_FLAGS := -qq --disable-pip-version-check
 
 OLDEST_PINS := .ci/constraints-oldest.txt
@@ -37,11 +39,11 @@ test-exhaustive: $(VENV)/.installed
 	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal -m exhaustive $(ARGS)
 
 test-aot: $(VENV)/.installed $(AOT)/.installed
-	PYTHONPATH=$(AOT) $(VENV)/bin/pytest tests/zero/test_aot.py tests/benchmarks/test_host_memory.py tests/windowed_update/test_aot.py tests/zero/test_offload_aot.py $(ARGS)
+	PYTHONPATH=$(AOT) $(VENV)/bin/pytest $(AOT_TESTS) $(ARGS)
 
 test-aot-latest: $(LATEST)/.installed $(AOT_LATEST)/.installed
 	PYTHONPATH=$(AOT_LATEST) $(LATEST)/bin/pytest -n $(WORKERS) --dist worksteal \
-	  tests/zero/test_aot.py tests/benchmarks/test_host_memory.py tests/windowed_update/test_aot.py tests/zero/test_offload_aot.py tests/kernels/test_*aot.py $(ARGS)
+	  $(AOT_TESTS) tests/kernels/test_*aot.py $(ARGS)
 
 # Without what does not depend on the version of JAX, or repeats other tests in another dtype. The
 # shapes and dtypes in annotations are executed here: beartype checks them at each call, which takes

@@ -210,7 +210,7 @@ def test_mistakes():
     with pytest.raises(ValueError, match="offloads nothing"):
         jz.Offload()
     with pytest.raises(ValueError, match="`weights` of `Offload` must be True, False, or patterns"):
-        jz.Offload(weights=3)
+        jz.Offload(weights=("layers.*", ""))
     with pytest.raises(ValueError, match="`window` of `Offload` must be an integer of at least 1"):
         jz.Offload(weights=True, window=0)
     with pytest.raises(ValueError, match=r"`stage` of at least 3; got 1"):
