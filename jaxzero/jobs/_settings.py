@@ -76,9 +76,7 @@ class Sharding:
 
     def __post_init__(self):
         if self.offload_min_size < 0:
-            raise ValueError(
-                f"`offload_min_size` cannot be negative; got {self.offload_min_size}."
-            )
+            raise ValueError(f"`offload_min_size` cannot be negative; got {self.offload_min_size}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -41,37 +43,54 @@ def in_host(tree: Any) -> int:
 @pytest.fixture(scope="module")
 def finish(
     tiny_encoder: Path, tiny_code: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[bool], jobs.Train]:
-    """The settings of a finished run, with everything offloaded or nothing."""
+) -> Callable[[bool], tuple[jobs.Train, str]]:
+    """Settings and text of a finished run, with everything offloaded or nothing."""
 
     @functools.cache
-    def run(is_offloaded: bool) -> jobs.Train:
+    def run(is_offloaded: bool) -> tuple[jobs.Train, str]:
         settings = make_settings(tiny_encoder, tiny_code, tmp_path_factory.mktemp("runs"))
         settings = with_offload(settings, *(ALL if is_offloaded else ()))
+        output = io.StringIO()
         with jax.numpy_dtype_promotion("standard"):
-            jobs.train(settings, Console(quiet=True))
-        return settings
+            jobs.train(settings, Console(file=output, width=120))
+        return settings, output.getvalue()
 
     return run
 
 
-def test_a_run_with_offload_is_the_run_without(finish: Callable[[bool], jobs.Train]):
-    found, expected = (finish(is_offloaded).run.directory for is_offloaded in (True, False))
+def test_a_run_with_offload_is_the_run_without(finish: Callable[[bool], tuple[jobs.Train, str]]):
+    found, expected = (finish(is_offloaded)[0].run.directory for is_offloaded in (True, False))
     assert losses(found) == losses(expected)
     assert exported(found) == exported(expected)
 
 
+def test_the_first_lines_say_where_arrays_are(finish: Callable[[bool], tuple[jobs.Train, str]]):
+    (_, text), (_, plain) = finish(True), finish(False)
+    for what in ("parameters", "optimizer state"):
+        held = re.compile(rf"([\d.]+) (B|KiB) of {what}")
+        sizes = [
+            float(number) * {"B": 1, "KiB": 2**10}[unit]
+            for printed in (text, plain)
+            for number, unit in held.findall(printed)
+        ]
+        on_device, on_host, alone = sizes
+        assert on_host > 10 * on_device
+        assert on_device + on_host == pytest.approx(alone, abs=0.02 * 2**10)  # two decimals
+    assert "Host memory holds for each device" in text and "Host memory" not in plain
+
+
 @pytest.mark.parametrize(("first", "then"), [(True, True), (True, False), (False, True)], ids=str)
 def test_a_checkpoint_resumes_with_and_without_offload(
-    finish: Callable[[bool], jobs.Train],
+    finish: Callable[[bool], tuple[jobs.Train, str]],
     first: bool,
     then: bool,
     console: Console,
     tmp_path: Path,
 ):
-    shutil.copytree(finish(first).run.runs, tmp_path, dirs_exist_ok=True)
+    (given, _), (plain, _) = finish(first), finish(False)
+    shutil.copytree(given.run.runs, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
-    settings = with_run(finish(first), runs=tmp_path, resume=True)
+    settings = with_run(given, runs=tmp_path, resume=True)
     settings = with_offload(settings, *(ALL if then else ()))
     with open_session(settings, console) as session:
         state = restore(session)
@@ -83,7 +102,7 @@ def test_a_checkpoint_resumes_with_and_without_offload(
             assert bool(in_host(found)) == then
         state = run_steps(session, state, Watchdog())
         whole = session.setup.zero.unshard
-        with Checkpoints(finish(False).run.directory / "checkpoints", session.setup.zero) as saved:
+        with Checkpoints(plain.run.directory / "checkpoints", session.setup.zero) as saved:
             expected = saved.restore(like).state
         for name, tree in expected.items():
             got = whole(getattr(state, name))
