@@ -67,9 +67,9 @@ class Sharding:
     zeropp4: both in 4 bits between nodes and in 8 inside; each node keeps a copy of the weights
     from step to step. bfloat16, float32: plain ZeRO, in that type."""
 
-    offload: tuple[Offloaded, ...] = ()
-    """Arrays to keep in host memory, such as `--offload optimizer weights`. They are copied to the
-    device in parts, when the step needs them. Not with `adaptive_batch`."""
+    offload: Annotated[tuple[Offloaded, ...], arg(metavar="[ARRAYS ...]")] = ()
+    """Arrays to keep in host memory: one or more of weights, gradients and optimizer. They are
+    copied to the device in parts, when the step needs them. Not with `adaptive_batch`."""
 
     offload_min_size: int = 2**20
     """With `offload`, arrays with fewer elements than this stay in device memory."""
