@@ -1,6 +1,7 @@
 """Fine-tune a decoder in a Hugging Face directory, whole or by LoRA, under ZeRO++.
 
     python examples/finetune_llm.py --model path/to/llama --lora-rank 8 --out finetuned
+    python examples/finetune_llm.py --model path/to/llama --out finetuned --offload optimizer
 
 Weights are read straight into shards, and `transformers.AutoModelForCausalLM` loads what comes out.
 """
@@ -41,9 +42,22 @@ class Settings:
     length: int = 256  # tokens of a row
     learning_rate: float = 1e-4
     adaptive_batch: float | None = None  # SimiGrad, to this similarity; steps are micro-batches
+    offload: tuple[Literal["weights", "gradients", "optimizer"], ...] = ()  # to host memory
+    offload_min_size: int = 2**20  # arrays with fewer elements stay on the device
     nodes: int | None = None  # of the mesh; None: as the devices say
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     scan_layers: bool = True  # off for models whose layers differ
+
+
+def config_of(settings: Settings) -> jz.ZeroConfig:
+    """ZeRO++, with the chosen arrays in host memory, frozen weights included."""
+    if not settings.offload:
+        return jz.zeropp()
+    if settings.adaptive_batch is not None:
+        raise ValueError("`offload` does not go with `adaptive_batch`. Leave out one of the two.")
+    chosen = dict.fromkeys(settings.offload, True)
+    offload = jz.Offload(**chosen, min_size=settings.offload_min_size)
+    return dataclasses.replace(jz.zeropp(), offload=offload)
 
 
 class Adapted(nnx.Module):
@@ -143,7 +157,7 @@ def read_batches(settings: Settings, vocabulary_size: int) -> np.ndarray:
 
 def finetune(settings: Settings) -> tuple[list[float], Any]:
     """Train and export: the losses, and what was trained (sharded parameters, or adapters)."""
-    zero = jz.Zero(jz.make_mesh(settings.nodes), jz.zeropp())
+    zero = jz.Zero(jz.make_mesh(settings.nodes), config_of(settings))
     loaded = interop.load_decoder(
         settings.model,
         dtype=None if settings.lora_rank else "float32",  # what is trained is float32
@@ -173,12 +187,17 @@ def finetune(settings: Settings) -> tuple[list[float], Any]:
         logits = model(ids)[:, :-1].astype("float32")
         return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    platform = jax.devices()[0].platform
+    options = jz.compiler_options(platform, offload=bool(settings.offload))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1), compiler_options=options)
     def step(trained, opt_state, ids, frozen):
         loss, grads = zero.value_and_grad(loss_fn)(trained, ids, frozen)
-        noise = zero.codec_noise(grads)  # only SimiGrad looks at it
-        updates, opt_state = tx.update(grads, opt_state, trained, codec_noise=noise)
-        return optax.apply_updates(trained, updates), opt_state, loss
+        extra = {}
+        if settings.adaptive_batch is not None:
+            extra["codec_noise"] = zero.codec_noise(grads)
+        trained, opt_state = zero.apply_gradients(tx, grads, opt_state, trained, **extra)
+        return trained, opt_state, loss
 
     losses = []
     for i, ids in enumerate(batches):

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .._mesh import HOST, in_host, to_device
 from .._sharding import (
     LeafSpec,
     StoredArray,
@@ -124,8 +125,8 @@ def true_array(named: Named, zero: Zero) -> Any:
         return jax.random.key_data(x)
     if leaf.layout is None or not leaf.layout.is_padded:
         return x
-    layout = leaf.layout
-    return run_automatic(lambda x: unpad(x, layout), _even_sharding(leaf, zero), zero.mesh, x)
+    layout, sharding = leaf.layout, _in_memory_of(x, _even_sharding(leaf, zero))
+    return run_automatic(lambda x: unpad(to_device(x), layout), sharding, zero.mesh, x)
 
 
 def digests_of_own(named: Mapping[str, Named]) -> dict[str, str]:
@@ -156,7 +157,15 @@ def target(named: Named, zero: Zero) -> jax.ShapeDtypeStruct:
         read = NamedSharding(auto_mesh(zero.mesh), sharding.spec)
     else:
         read = _even_sharding(leaf, zero)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=read)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_in_memory_of(like, read))
+
+
+def _in_memory_of(x: Any, sharding: NamedSharding) -> NamedSharding:
+    """The sharding, in host memory if `x` is there.
+
+    All offloaded leaves together may not fit into device memory, where they are padded one by one.
+    """
+    return sharding.with_memory_kind(HOST) if in_host(x) else sharding
 
 
 def _even_sharding(leaf: LeafSpec, zero: Zero) -> NamedSharding:
@@ -179,8 +188,8 @@ def stored_array(named: Named, x: jax.Array | None, zero: Zero) -> jax.Array:
         return jax.random.wrap_key_data(given, impl=jax.random.key_impl(like))
     sharding = getattr(like, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-    auto = NamedSharding(auto_mesh(zero.mesh), spec)
-    return run_automatic(lambda x: pad_leaf(leaf, x), auto, zero.mesh, given)
+    auto = _in_memory_of(like, NamedSharding(auto_mesh(zero.mesh), spec))
+    return run_automatic(lambda x: pad_leaf(leaf, to_device(x)), auto, zero.mesh, given)
 
 
 def check_same_leaves(

@@ -24,6 +24,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
+from .._mesh import to_device
 from .._processes import describe_process, exchange_json
 from .._sharding import path_name
 from ._watchdog import AgreedEnd
@@ -161,7 +162,7 @@ def _hash_program(mesh: Any, specs: tuple[Any, ...], copies: tuple[tuple[str, ..
     def per_device(*shards):
         found, same = [], []
         for shard, axes in zip(shards, copies, strict=True):
-            value = _hash(shard)
+            value = _hash(to_device(shard))
             found.append(value)
             same.append(lax.pmin(value, axes) == lax.pmax(value, axes))
         return jnp.stack(found)[None], jnp.stack(same)[None]

@@ -16,6 +16,7 @@ from ._settings import Data as Data
 from ._settings import Devices as Devices
 from ._settings import Faults as Faults
 from ._settings import Inspect as Inspect
+from ._settings import Offloaded as Offloaded
 from ._settings import Optimization as Optimization
 from ._settings import Report as Report
 from ._settings import Run as Run

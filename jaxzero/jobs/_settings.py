@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, UseAppendAction, arg
 
 Wire = Literal["zeropp", "zeropp4", "bfloat16", "float32"]
+Offloaded = Literal["weights", "gradients", "optimizer"]
 Detail = Literal[
     "leaves", "state", "gathers", "reductions", "waits", "traffic", "parts", "host", "timeline"
 ]
@@ -65,6 +66,17 @@ class Sharding:
     """How weights and gradients travel. zeropp (ZeRO++): weights in 8 bits, gradients in 4.
     zeropp4: both in 4 bits between nodes and in 8 inside; each node keeps a copy of the weights
     from step to step. bfloat16, float32: plain ZeRO, in that type."""
+
+    offload: Annotated[tuple[Offloaded, ...], arg(metavar="[ARRAYS ...]")] = ()
+    """Arrays to keep in host memory: one or more of weights, gradients and optimizer. They are
+    copied to the device in parts, when the step needs them. Not with `adaptive_batch`."""
+
+    offload_min_size: int = 2**20
+    """With `offload`, arrays with fewer elements than this stay in device memory."""
+
+    def __post_init__(self):
+        if self.offload_min_size < 0:
+            raise ValueError(f"`offload_min_size` cannot be negative; got {self.offload_min_size}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,6 +241,13 @@ class Train:
     devices: Devices = Devices()
     run: Run = Run()
     faults: Faults = Faults()
+
+    def __post_init__(self):
+        if self.sharding.offload and self.optimization.adaptive_batch is not None:
+            raise ValueError(
+                "`offload` does not go with `adaptive_batch`, which keeps sums of gradients that "
+                "cannot be updated in parts. Leave out one of the two."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -171,3 +171,26 @@ def test_trees_without_names_are_refused(saved, monkeypatch):
                 checkpoints.save(4, unnamed)
             with pytest.raises(TypeError, match="trees by name.*Give each tree a name"):
                 checkpoints.restore(unnamed)
+
+
+@pytest.mark.parametrize(("first", "then"), [(True, True), (True, False), (False, True)], ids=str)
+def test_arrays_are_restored_into_the_memory_of_like(tmp_path, first, then):
+    """Of padded leaves and others, with and without offload."""
+
+    def zero_of(is_offloaded):
+        offload = jz.Offload(weights=True, min_size=4) if is_offloaded else None
+        mesh = jz.make_mesh(2, devices=jax.devices()[:4])
+        return jz.Zero(mesh, jz.ZeroConfig(offload=offload))
+
+    random = np.random.default_rng(0)
+    shapes = {"even": (8, 4), "odd": (3, 5)}
+    whole = {name: random.normal(size=shape).astype("float32") for name, shape in shapes.items()}
+    with jz.Checkpoints(tmp_path, zero_of(first)) as checkpoints:
+        checkpoints.save(1, {"params": zero_of(first).shard(whole)})
+    zero = zero_of(then)
+    like = {"params": zero.abstract(lambda: jax.tree.map(jnp.asarray, whole))}
+    with jz.Checkpoints(tmp_path, zero) as checkpoints:
+        restored = checkpoints.restore(like).state["params"]
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(restored)}
+    assert (kinds == {"pinned_host"}) == then and ("pinned_host" in kinds) == then
+    jax.tree.map(np.testing.assert_array_equal, zero.unshard(restored), whole)

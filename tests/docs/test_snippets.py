@@ -24,6 +24,7 @@ PAGES = (
     "howto/from_fsdp2.md",
     "howto/from_gspmd.md",
     "howto/lora.md",
+    "howto/offload.md",
 )
 NOT_PROGRAMS = ("start/faq.md",)  # every block is an excerpt
 BLOCK = re.compile(r"(?:<!-- (?P<comment>.*?) -->\n)?```python\n(?P<code>.*?)```", re.DOTALL)

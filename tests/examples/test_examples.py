@@ -137,6 +137,22 @@ def test_finetuning_a_whole_decoder(llama, tmp_path):
     assert loss is None or loss < 0.8 * losses[0]
 
 
+@pytest.mark.slow
+@pytest.mark.standard_promotion
+def test_finetuning_with_offload(llama, tmp_path):
+    """The norm of the gradients, by which they are clipped, is summed up in another order."""
+    everything = {"offload": ("weights", "gradients", "optimizer"), "offload_min_size": 64}
+    runs = [
+        _finetune(llama, tmp_path / str(i), steps=3, **settings)
+        for i, settings in enumerate([everything, {}])
+    ]
+    (losses, params), (expected, _) = runs
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(params) if x.size >= 64} == {
+        "pinned_host"
+    }
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
 @pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.standard_promotion

@@ -1,16 +1,18 @@
 """Print the memory per device and the communication per step at the start of a run."""
 
+from typing import Any
+
 import jax
 from rich.console import Console
 
 from ..._collectives import readable_bytes
-from ..._mesh import NODE
+from ..._mesh import NODE, in_host
 from ..._report import Traffic
 from .session import Session, State
 
 
 def print_overview(session: Session, state: State) -> None:
-    """Print the bytes that a device holds between steps and the bytes that a step communicates.
+    """Print the bytes held for a device between steps and the bytes that a step communicates.
 
     Communication is printed as bytes into each node, and bytes to each device from its own node.
 
@@ -20,17 +22,31 @@ def print_overview(session: Session, state: State) -> None:
     """
     zero = session.setup.zero
     report = zero.report(state.params, state.opt_state, plan=session.plan)
-    kinds = {name: report.device_bytes(name) for name in ("parameters", "optimizer state")}
-    kinds["wire state"] = sum(
-        x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.wire_state)
-    )
-    held = [f"{readable_bytes(size)} of {name}" for name, size in kinds.items() if size]
-    _say(session.console, f"A device holds {_listed(held)}")
+    _say(session.console, f"A device holds {_held(state, on_host=False) or 'nothing'}")
+    if offloaded := _held(state, on_host=True):
+        _say(session.console, f"Host memory holds for each device {offloaded}")
     assert report.traffic is not None
     sent = _sent(report.traffic, zero.mesh.shape[NODE])
     if zero.config.stage in (1, 2):  # the optimizer makes shards, and the compiler gathers them
         sent += ", and the whole weights"
     _say(session.console, f"A step sends {sent}")
+
+
+def _held(state: State, *, on_host: bool) -> str:
+    """Format the bytes of one device's shards that are in host memory, or in device memory."""
+    kinds = {
+        "parameters": state.params,
+        "optimizer state": state.opt_state,
+        "wire state": state.wire_state,
+    }
+    sizes = {name: _bytes(tree, on_host) for name, tree in kinds.items()}
+    held = [f"{readable_bytes(size)} of {name}" for name, size in sizes.items() if size]
+    return _listed(held) if held else ""
+
+
+def _bytes(tree: Any, on_host: bool) -> int:
+    found = [x for x in jax.tree.leaves(tree) if in_host(x) == on_host]
+    return sum(x.addressable_shards[0].data.nbytes for x in found)
 
 
 def _sent(traffic: Traffic, num_nodes: int) -> str:

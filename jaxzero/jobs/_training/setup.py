@@ -11,7 +11,7 @@ import optax
 from ..._codecs import Cast
 from ..._mesh import make_mesh
 from ..._processes import process_count
-from ..._sharding import PerAxis, ZeroConfig, zero3, zeropp, zeropp4
+from ..._sharding import Offload, PerAxis, ZeroConfig, zero3, zeropp, zeropp4
 from ..._zero import Zero
 from ...interop import load_encoder
 from ...models import EncoderConfig, ModernBertConfig
@@ -103,8 +103,12 @@ def describe_devices(setup: Setup) -> str:
 
 
 def zero_config(sharding: Sharding) -> ZeroConfig:
-    """The config for `sharding.wire` and stage; below stage 3, without codecs for weights."""
+    """The config for the settings; below stage 3, without codecs for weights."""
     config = _CONFIGS[sharding.wire]
-    if sharding.stage == 3:
+    if sharding.stage < 3:
+        config = dataclasses.replace(config, stage=sharding.stage, weights=PerAxis(), hpz=None)
+    if not sharding.offload:
         return config
-    return dataclasses.replace(config, stage=sharding.stage, weights=PerAxis(), hpz=None)
+    chosen = dict.fromkeys(sharding.offload, True)
+    offload = Offload(**chosen, min_size=sharding.offload_min_size)
+    return dataclasses.replace(config, offload=offload)

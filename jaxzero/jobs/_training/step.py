@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
@@ -41,9 +40,9 @@ def make_step(setup: Setup, loss: LossFn) -> StepFn:
         (value, metrics), grads, *wire_states = loss_and_grads(
             params, tokens, wire_state=wire_state
         )
-        # A non-finite loss is treated like non-finite gradients: the step is skipped.
-        grads = jax.tree.map(lambda g: jnp.where(jnp.isfinite(value), g, jnp.nan), grads)
-        updates, opt_state = setup.optimizer.update(grads, opt_state, params)
+        params, opt_state = setup.zero.apply_gradients(
+            setup.optimizer, grads, opt_state, params, value=value
+        )
         if wire_states:  # errors fed back would stay non-finite for ever
             wire_state = jax.tree.map(
                 lambda new, old: jnp.where(opt_state.last_finite, new, old),
@@ -51,9 +50,10 @@ def make_step(setup: Setup, loss: LossFn) -> StepFn:
                 wire_state,
             )
         metrics = {"loss": value, **metrics, **_optimizer_metrics(opt_state)}
-        return optax.apply_updates(params, updates), opt_state, wire_state, metrics
+        return params, opt_state, wire_state, metrics
 
-    options = compiler_options(setup.zero.mesh.devices.flat[0].platform)
+    platform = setup.zero.mesh.devices.flat[0].platform
+    options = compiler_options(platform, offload=setup.zero.config.offload is not None)
     return jax.jit(step, donate_argnums=(0, 1, 2), compiler_options=options)
 
 
@@ -82,7 +82,8 @@ def make_sharded_embed(setup: Setup) -> Callable[[Params, PairTokens], Float[Arr
     Weights are gathered without a codec, so that the exported weights are evaluated. The result is
     replicated.
     """
-    zero, _ = setup.other_zero(ZeroConfig(stage=setup.zero.config.stage))
+    config = setup.zero.config
+    zero, _ = setup.other_zero(ZeroConfig(stage=config.stage, offload=config.offload))
     everywhere = NamedSharding(zero.mesh, PartitionSpec())  # each process ranks all of them
     compiled = jax.jit(zero.apply(make_embed(setup.graph)), out_shardings=everywhere)
     rows = NamedSharding(zero.mesh, zero.batch_spec)
