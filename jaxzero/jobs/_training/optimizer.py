@@ -37,14 +37,7 @@ def _apply_if_finite(
         zero = jnp.zeros((), jnp.int32)
         return optax.ApplyIfFiniteState(zero, jnp.asarray(True), zero, inner.init(params))
 
-    def update(
-        updates: Any,
-        state: optax.ApplyIfFiniteState,
-        params: Any = None,
-        *,
-        value: jax.Array,
-        **extra_args: Any,
-    ) -> tuple[Any, optax.ApplyIfFiniteState]:
+    def update(updates, state, params=None, *, value, **extra_args):
         found = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(updates)]
         is_finite = jnp.all(jnp.stack([jnp.isfinite(value), *found]))
 
