@@ -86,7 +86,7 @@ def test_copies_without_prefetch_are_made_where_they_are_needed():
 def test_bytes_of_a_step(window):
     report = _report(dataclasses.replace(ALL, window=window))
     traffic = report.host_traffic
-    assert traffic is not None
+    assert traffic is not None and traffic.transfers is not None
     # Before the loop, a layer for each axis and `window` more; backward continues with the last.
     first = NUM_HOPS + window
     heads = sum(x.name == "head" and x.to == "device" for x in traffic.transfers)

@@ -37,7 +37,8 @@ def _apply_if_finite(
         zero = jnp.zeros((), jnp.int32)
         return optax.ApplyIfFiniteState(zero, jnp.asarray(True), zero, inner.init(params))
 
-    def update(updates, state, params=None, *, value, **extra_args):
+    def update(updates, state, params=None, **extra_args):
+        value = extra_args.pop("value")
         found = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(updates)]
         is_finite = jnp.all(jnp.stack([jnp.isfinite(value), *found]))
 
