@@ -17,8 +17,9 @@ class Offload:
     A weight's shard is copied to the device before it is gathered, `window` layers of a scanned
     stack (or `window` buckets of an unrolled model) ahead of its use, in forward and again in
     backward. A gradient is copied to host memory once it is reduced. Optimizer state is copied to
-    the device and back, one layer at a time, in `Zero.apply_gradients`. Losses, gradients and
-    updates are those without offload, bit for bit.
+    the device and back, one layer at a time, in `Zero.apply_gradients`. The operations are those
+    without offload, in the same order: results differ only where XLA fuses multiply-adds otherwise,
+    and norms over leaves are added up in another order.
 
     Each of the first three options is True (all leaves), False (none), or one or more patterns
     for tree paths such as `layers.*.kernel`, in which `*` matches any characters.
