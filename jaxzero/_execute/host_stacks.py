@@ -73,7 +73,7 @@ class HostStacks:
         return sources
 
     def advance(self, queues: Queues, layer_index: LayerIndex, iteration: Array) -> Queues:
-        """Copy the next layer of every stack, and drop the first of every queue."""
+        """Copy the next layer of each stack to the device; drop the first layer of its queue."""
         advanced = []
         for (stack, x), leads, queue in zip(self._stacks, self._leads, queues, strict=True):
             i = layer_index(iteration + leads[-1] + self._window)

@@ -11,6 +11,7 @@ from .gloo_workaround import reduce_scatter as reduce_scatter
 from .memory import HOST as HOST
 from .memory import empty_in_host as empty_in_host
 from .memory import in_host as in_host
+from .memory import memory_kind_of as memory_kind_of
 from .memory import to_device as to_device
 from .memory import to_host as to_host
 from .mesh import AXES as AXES

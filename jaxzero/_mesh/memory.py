@@ -44,6 +44,11 @@ def in_host(x: Any) -> bool:
     return getattr(getattr(x, "sharding", None), "memory_kind", None) == HOST
 
 
+def memory_kind_of(x: Any) -> str | None:
+    """The memory kind of `x`, as a `NamedSharding` takes it: `HOST`, or None for device memory."""
+    return HOST if in_host(x) else None
+
+
 def empty_in_host(shape: tuple[int, ...], dtype: Any, tag: int) -> Array:
     """An array in host memory, inside a traced program, with no particular contents.
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 from .._codecs import Codec, Int8
+from .._mesh import AnyMesh
 from .hops import GradientHop, Hop, WeightHop, check_codec
 from .offload import Offload, Role
 
@@ -223,6 +225,10 @@ class ZeroConfig:
     def axes(self) -> tuple[str, ...]:
         """The mesh axes that split a leaf, major first."""
         return ("local", "node") if self.split == "all" else ("local",)
+
+    def num_shards(self, mesh: AnyMesh) -> int:
+        """The number of shards of a leaf on `mesh`: the devices along the axes that split it."""
+        return math.prod(mesh.shape[axis] for axis in self.axes)
 
     @property
     def needs_wire_state(self) -> bool:

@@ -201,7 +201,7 @@ def layout_of_leaf(
         if entry:
             names = (entry,) if isinstance(entry, str) else entry
             busy[dim] = math.prod(mesh.shape[name] for name in names)
-    num_shards = math.prod(mesh.shape[axis] for axis in config.axes)
+    num_shards = config.num_shards(mesh)
     if num_shards == 1:
         return None
     choices = layouts_by_preference(shape, num_shards, tuple(busy))

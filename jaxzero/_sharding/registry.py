@@ -9,7 +9,6 @@ parameters and not a batch, and over which further mesh axes the user split it (
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -35,7 +34,7 @@ class Registry:
         self._mesh = mesh
         self._devices = set(physical(mesh).devices.flat)
         self._config = config
-        self._num_shards = math.prod(mesh.shape[axis] for axis in config.axes)
+        self._num_shards = config.num_shards(mesh)
         self._plans: dict[Any, list[TreePlan]] = {}
         self._split: set[tuple[tuple[int, ...], Any]] = set()  # shape and dtype of split leaves
 

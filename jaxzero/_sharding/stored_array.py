@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from .._mesh import HOST, in_host
+from .._mesh import memory_kind_of
 from .layout import LeafSpec
 from .paths import StoredKey
 
@@ -57,7 +57,7 @@ class StoredArray:
         Raises:
             ValueError: the data do not have the stored shape of the layout.
         """
-        memory_kind = HOST if in_host(self.data) else None
+        memory_kind = memory_kind_of(self.data)
         leaf = dataclasses.replace(self.form, path=path, dtype=self.dtype, memory_kind=memory_kind)
         if tuple(self.data.shape) != leaf.stored_shape:
             raise ValueError(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._codecs import Codec, check_is_value
-from .._mesh import HOST, AnyMesh, in_host
+from .._mesh import HOST, AnyMesh, memory_kind_of
 from .config import ZeroConfig
 from .layout import LeafSpec, in_memory, layout_of_leaf
 from .modules import trained_leaves
@@ -155,14 +155,14 @@ def plan_as_stored(tree: Any, mesh: AnyMesh, config: ZeroConfig) -> TreePlan:
         leaf if leaf.is_plain or isinstance(x, StoredArray) else without_layout(leaf)
         for leaf, x in pairs
     ]
-    num_shards = math.prod(mesh.shape[axis] for axis in config.axes)
+    num_shards = config.num_shards(mesh)
     placed = [as_placed(leaf, x, num_shards) for leaf, x in zip(leaves, found, strict=True)]
     return dataclasses.replace(plan, leaves=tuple(placed))
 
 
 def as_placed(leaf: LeafSpec, x: Any, num_shards: int) -> LeafSpec:
     """The leaf in the memory of the stored array `x`."""
-    return in_memory(leaf, HOST if in_host(data_of(x)) else None, num_shards)
+    return in_memory(leaf, memory_kind_of(data_of(x)), num_shards)
 
 
 def offloaded(

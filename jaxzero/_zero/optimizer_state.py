@@ -146,7 +146,7 @@ def _in_memory(
 ) -> LeafSpec:
     """A leaf of the state, in the memory where `config.offload` puts it."""
     offload = config.offload
-    num_shards = math.prod(mesh.shape[axis] for axis in config.axes)
+    num_shards = config.num_shards(mesh)
     is_in_host = (
         offload is not None
         and parameter is not None

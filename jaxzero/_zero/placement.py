@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .._collectives import from_stored, to_stored
-from .._mesh import HOST, in_host, is_traced, to_device, to_host
+from .._mesh import is_traced, memory_kind_of, to_device, to_host
 from .._sharding import LeafSpec, StoredArray, TreePlan, pad, unpad
 from .host_memory import in_parts
 from .transfers import InTransfer, Transfers, finished
@@ -91,7 +91,7 @@ def _is_on(x: Any, mesh: Mesh) -> bool:
 def on_mesh(x: jax.Array, mesh: Mesh) -> jax.Array:
     """View `x` as sharded over `mesh`, which has the same devices as its mesh; copies nothing."""
     assert isinstance(x.sharding, NamedSharding)
-    memory_kind = HOST if in_host(x) else None
+    memory_kind = memory_kind_of(x)
     sharding = NamedSharding(mesh, x.sharding.spec, memory_kind=memory_kind)
     shards = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
@@ -223,7 +223,7 @@ def constrain(x: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
     If the mesh has explicit axes, a traced array is resharded over these only, since its type can
     name no others; the compiler chooses its layout over the other axes.
     """
-    memory_kind = HOST if in_host(x) else None
+    memory_kind = memory_kind_of(x)
     if not is_traced(x):
         return jax.device_put(x, NamedSharding(mesh, spec, memory_kind=memory_kind))
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))

@@ -262,7 +262,7 @@ class ShardedTrees:
 
     @property
     def _num_shards(self) -> int:
-        return math.prod(self._devices.shape[axis] for axis in self.config.axes)
+        return self.config.num_shards(self._devices)
 
     def _plan(self, tree: Any, specs: Any, codec: Codec | None = None) -> TreePlan:
         plan = plan_tree(tree, self._devices, self.config, specs, codec)

@@ -175,7 +175,7 @@ def test_trees_without_names_are_refused(saved, monkeypatch):
 
 @pytest.mark.parametrize(("first", "then"), [(True, True), (True, False), (False, True)], ids=str)
 def test_arrays_are_restored_into_the_memory_of_like(tmp_path, first, then):
-    """Of padded leaves and others, with and without offload."""
+    """A restored leaf has the memory kind of `like`, whether it is padded or not."""
 
     def zero_of(is_offloaded):
         offload = jz.Offload(weights=True, min_size=4) if is_offloaded else None

@@ -1,4 +1,4 @@
-"""Pickles and archives that are broken, or mean harm: errors name the file, and nothing is run."""
+"""Broken and malicious pickles and archives: errors name the file, and no code in it runs."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_parameters_in_device_memory_are_updated_in_their_place(mesh):
 
 
 def test_copies_in_both_directions_overlap(mesh):
-    """In each loop a copy to the host starts before the last one from it does."""
+    """Each loop begins to write to the host before it begins its last read from the host."""
     text = compiled_update(mesh, STACKED, ADAM, weights=True, optimizer=True, gradients=True)[
         0
     ].as_text()

@@ -13,6 +13,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxzero as jz
+from tests.zero.offload_policy import offload_only
 
 LAYERS, WIDTH = 4, 16
 ALL = jz.Offload(weights=True, gradients=True, optimizer=True, min_size=0)
@@ -238,12 +239,7 @@ def test_too_little_host_memory(monkeypatch):
 def test_activations_that_a_policy_offloads(mesh, offload, reverse):
     """Values only: on CPUs host memory is the same; where they lie is tested ahead of time."""
     policies = jax.checkpoint_policies
-    offloads = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["h"],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
+    offloads = offload_only("h")
 
     def loss(policy, params, tokens):
         def step(h, weights):

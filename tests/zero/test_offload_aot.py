@@ -18,6 +18,7 @@ from benchmarks.compiled._host_memory import compile_with_host_memory
 from benchmarks.compiled.timeline import timeline
 from benchmarks.shared import _llama
 from benchmarks.shared._llama import LlamaSize
+from tests.zero.offload_policy import offload_only
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -106,12 +107,7 @@ def test_offloaded_activations_come_back_in_time():
     layers, width = 24, 4096
     mesh = h200_mesh(2, 8)
     policies = jax.checkpoint_policies
-    offloads = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["h"],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
+    offloads = offload_only("h")
 
     def loss(policy, params, x):
         def layer(h, weights):
