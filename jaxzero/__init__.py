@@ -17,6 +17,10 @@ from ._codecs import Int8 as Int8
 from ._codecs import MXFloat8 as MXFloat8
 from ._codecs import NVFloat4 as NVFloat4
 from ._deepspeed import from_deepspeed as from_deepspeed
+from ._local_steps import LocalSteps as LocalSteps
+from ._local_steps import dasgd as dasgd
+from ._local_steps import diloco as diloco
+from ._local_steps import streaming_diloco as streaming_diloco
 from ._mesh import fold_in_device as fold_in_device
 from ._mesh import make_mesh as make_mesh
 from ._sharding import CommSchedule as CommSchedule

@@ -26,7 +26,7 @@ FLOORS = [
     ["jaxzero._sharding"],
     ["jaxzero._collectives", "jaxzero._program", "jaxzero._simigrad", "jaxzero.distributed"],
     ["jaxzero._plan", "jaxzero._windowed_update"],
-    ["jaxzero._execute", "jaxzero._report"],
+    ["jaxzero._execute", "jaxzero._local_steps", "jaxzero._report"],
     ["jaxzero._zero"],
     ["jaxzero._checkpoint", "jaxzero._deepspeed", "jaxzero.data"],
     ["jaxzero.interop._tensors"],

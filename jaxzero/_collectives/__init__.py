@@ -28,11 +28,14 @@ from .ledger import picked as picked
 from .ledger import readable_bytes as readable_bytes
 from .ledger import recording as recording
 from .ledger import repeated as repeated
+from .packing import as_bytes as as_bytes
+from .packing import from_bytes as from_bytes
 from .partial_sums import HalfBatchSum as HalfBatchSum
 from .partial_sums import Sum as Sum
 from .partial_sums import as_pair as as_pair
 from .primitives import all_gather as all_gather
 from .primitives import all_reduce as all_reduce
+from .primitives import gather_nodes as gather_nodes
 from .reduce_hop import reduce_over_node as reduce_over_node
 from .reduce_hop import sum_full as sum_full
 from .reductions import ReduceBucket as ReduceBucket

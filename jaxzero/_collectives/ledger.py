@@ -29,7 +29,8 @@ class Transfer:
     """One collective of a program.
 
     Attributes:
-        purpose: "weights", "gradients", or "other" (losses, weights of examples, aux).
+        purpose: "weights", "gradients", "fragments" (of parameters, `Zero.local_steps`), or "other"
+            (losses, weights of examples, aux).
         name: name of the leaf, or of the first of several; or "".
         collective: "all-gather", "all-to-all", "reduce-scatter" or "all-reduce".
         axis: the mesh axis that it runs over, of those with more than one device; or "node+local".
@@ -192,7 +193,7 @@ def labelled(purpose: str, *names: str) -> Iterator[None]:
     `jaxzero/gather/decoder.layers.3`.
 
     Args:
-        purpose: "weights", "gradients" or "other".
+        purpose: "weights", "gradients", "fragments" or "other".
         names: names of the leaves.
     """
     token = _label.set((purpose, names or ("",)))
@@ -210,7 +211,7 @@ def _scope(purpose: str, names: tuple[str, ...]) -> str:
     """
     if purpose == "other":
         return "/".join(("jaxzero", *names))
-    verb = {"weights": "gather", "gradients": "reduce"}[purpose]
+    verb = {"weights": "gather", "gradients": "reduce", "fragments": "exchange"}[purpose]
     names = tuple(dict.fromkeys(names)) or ("whole_leaves",)
     if len(names) == 1:
         return f"jaxzero/{verb}/{names[0]}"

@@ -31,7 +31,7 @@ def join(rows: Sequence[Shaped[Array, "n _"] | DeferredMessage]) -> Shaped[Array
     A deferred message is written straight into its columns, which saves a copy.
     """
     if len({x.dtype for x in rows}) > 1:
-        rows = [x if isinstance(x, DeferredMessage) else _as_bytes(x) for x in rows]
+        rows = [x if isinstance(x, DeferredMessage) else as_bytes(x) for x in rows]
     arrays = [x for x in rows if not isinstance(x, DeferredMessage)]
     if len(rows) == 1:
         return written(rows[0])
@@ -74,7 +74,7 @@ def in_place(data: Shaped[Array, "n m"], columns: Sequence[Column]) -> list[kern
         width = length * (jnp.dtype(dtype).itemsize if mixed else 1)
         part = kernels.InPlace(data, start, width)
         if mixed and dtype != jnp.uint8:
-            part = kernels.InPlace.whole(_from_bytes(part.cut_out(), dtype))
+            part = kernels.InPlace.whole(from_bytes(part.cut_out(), dtype))
         parts.append(part)
         start += width
     return parts
@@ -85,13 +85,15 @@ def widths(columns: Sequence[Column]) -> tuple[int, ...]:
     return tuple(length * jnp.dtype(dtype).itemsize for length, dtype in columns)
 
 
-def _as_bytes(x: Shaped[Array, "n m"]) -> UInt8[Array, "n _"]:
+def as_bytes(x: Shaped[Array, "n m"]) -> UInt8[Array, "n _"]:
+    """The bits of each row, as bytes."""
     if x.dtype.itemsize == 1:
         return lax.bitcast_convert_type(x, jnp.uint8)
     return lax.bitcast_convert_type(x, jnp.uint8).reshape(len(x), x.shape[1] * x.dtype.itemsize)
 
 
-def _from_bytes(x: UInt8[Array, "n m"], dtype: Any) -> Shaped[Array, "n _"]:
+def from_bytes(x: UInt8[Array, "n m"], dtype: Any) -> Shaped[Array, "n _"]:
+    """The numbers of type `dtype` in each row; the reverse of `as_bytes`."""
     size = jnp.dtype(dtype).itemsize
     if size > 1:
         x = x.reshape(len(x), x.shape[1] // size, size)

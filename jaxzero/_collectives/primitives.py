@@ -1,6 +1,6 @@
 """The collectives that the library issues: `lax` collectives, each recorded in the ledger.
 
-Other modules call these four and not `lax`, so that the report counts every byte (`ledger`).
+Other modules call these and not `lax`, so that the report counts every byte (`ledger`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import jax
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from .._mesh import gloo_workaround, varying
+from .._mesh import NODE, gloo_workaround, program_axes, varying
 from .ledger import Axes, note
 
 # `shares`: for a message of several leaves, the bytes that each leaf has in a row.
@@ -21,8 +21,18 @@ def all_gather(
     x: Shaped[Array, ...], axis: Axes, dim: int, shares: tuple[int, ...] = ()
 ) -> Shaped[Array, ...]:
     """Concatenate the arrays of all devices along `dim`, in the order of `axis`."""
-    full = lax.all_gather(x, axis, axis=dim, tiled=True)
-    note("all-gather", axis, full, shares)
+    axes = program_axes(axis)
+    if not axes:
+        return x
+    full = lax.all_gather(x, axes, axis=dim, tiled=True)
+    note("all-gather", axes, full, shares)
+    return full
+
+
+def gather_nodes(x: Shaped[Array, ...]) -> Shaped[Array, ...]:
+    """Concatenate the arrays of all nodes along dim 0, also in a program of one node."""
+    full = lax.all_gather(x, NODE, axis=0, tiled=True)
+    note("all-gather", NODE, full)
     return full
 
 
@@ -38,21 +48,30 @@ def all_to_all(
     The parts are concatenated along `concat_dim`, in the order of `axis`. `shares` is for the
     ledger only (see above).
     """
-    note("all-to-all", axis, x, shares)
-    x = varying(x, axis)
-    return lax.all_to_all(x, axis, split_axis=split_dim, concat_axis=concat_dim, tiled=True)
+    axes = program_axes(axis)
+    if not axes:
+        return x
+    note("all-to-all", axes, x, shares)
+    x = varying(x, axes)
+    return lax.all_to_all(x, axes, split_axis=split_dim, concat_axis=concat_dim, tiled=True)
 
 
 def reduce_scatter(
     x: Shaped[Array, ...], axis: Axes, dim: int, shares: tuple[int, ...] = ()
 ) -> Shaped[Array, ...]:
     """Sum over devices; device i keeps part i along `dim`."""
-    note("all-to-all" if gloo_workaround.is_exchanged() else "reduce-scatter", axis, x, shares)
-    return gloo_workaround.reduce_scatter(x, axis, dim)
+    axes = program_axes(axis)
+    if not axes:
+        return x
+    note("all-to-all" if gloo_workaround.is_exchanged() else "reduce-scatter", axes, x, shares)
+    return gloo_workaround.reduce_scatter(x, axes, dim)
 
 
 def all_reduce(x: Any, axis: Axes) -> Any:
     """Sum an array, or a tree of arrays in one collective, over devices."""
+    axes = program_axes(axis)
+    if not axes:
+        return x
     for leaf in jax.tree.leaves(x):
-        note("all-reduce", axis, leaf)
-    return lax.psum(x, axis)
+        note("all-reduce", axes, leaf)
+    return lax.psum(x, axes)

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from .._codecs import from_bits, to_bits
+from .._mesh import program_axes
 from .._sharding import DimSharding, pad, unpad
 from .comm_spec import CommSpec
 from .primitives import all_to_all
@@ -41,7 +42,7 @@ def gathered_aval(shard: Any, layout: DimSharding, comm: CommSpec) -> jax.ShapeD
     """Shape, dtype and sharding of the array gathered from `shard`, inside the `shard_map`."""
 
     def full(x: Array) -> Array:
-        for axis in reversed(comm.axes):
+        for axis in reversed(program_axes(comm.axes)):
             x = lax.all_gather(x, axis, axis=layout.dim, tiled=True)
         return unpad(x, layout)
 

@@ -25,10 +25,15 @@ from .mesh import make_mesh as make_mesh
 from .mesh import map_devices as map_devices
 from .mesh import microbatch_index as microbatch_index
 from .mesh import with_automatic_axes as with_automatic_axes
+from .one_node import AnyMesh as AnyMesh
+from .one_node import NodeMesh as NodeMesh
+from .one_node import is_one_node as is_one_node
+from .one_node import map_nodes as map_nodes
+from .one_node import physical as physical
+from .one_node import program_axes as program_axes
+from .one_node import without_node as without_node
 from .per_device import bare as bare
 from .per_device import is_traced as is_traced
 from .per_device import rewrite as rewrite
-from .simulated import AnyMesh as AnyMesh
 from .simulated import SimulatedMesh as SimulatedMesh
-from .simulated import physical as physical
 from .simulated import varying as varying

@@ -16,11 +16,10 @@ from jaxtyping import Array, Shaped
 
 from .._processes import hosts, process_count
 from .gloo_workaround import errs_on, exchanging
+from .one_node import LOCAL, NODE, AnyMesh, NodeMesh
 from .per_device import without_mesh
-from .simulated import AnyMesh, SimulatedMesh
+from .simulated import SimulatedMesh
 
-NODE = "node"
-LOCAL = "local"
 AXES = (NODE, LOCAL)  # the batch is split in this order, so that a host's rows are contiguous
 REDUCTION_HOPS = (LOCAL, NODE)  # in this order, only sums over a node cross between nodes
 
@@ -51,7 +50,7 @@ def make_mesh(
     devices: Sequence[Any] | None = None,
     axis_type: AxisType = AxisType.Auto,
     simulate: int | None = None,
-) -> AnyMesh:
+) -> Mesh | SimulatedMesh:
     """Arrange devices as `(node, local)`.
 
     Args:
@@ -128,14 +127,18 @@ def _simulated(nodes: int, num_devices: int, device: Any, axis_type: AxisType) -
 def map_devices(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any) -> Callable:
     """Run `function` on every device's shards of global arrays; specs are over `node`, `local`.
 
-    This is `jax.shard_map`, or its simulation for a `SimulatedMesh`.
+    This is `jax.shard_map`, or its simulation for a `SimulatedMesh`. For a `NodeMesh` it runs on
+    the devices of one node.
     """
-    if isinstance(mesh, SimulatedMesh):
+    devices = mesh.mesh if isinstance(mesh, NodeMesh) else mesh
+    if isinstance(devices, Mesh):
+        if errs_on(devices):
+            function = exchanging(function)
+        function = without_mesh(function)
+    if not isinstance(mesh, Mesh):
         return mesh.map(function, in_specs, out_specs)
-    if errs_on(mesh):
-        function = exchanging(function)
     return jax.shard_map(
-        without_mesh(function),
+        function,
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,

@@ -53,7 +53,13 @@ class SimulatedMesh:
         grid = np.array([self.device]).reshape((1,) * len(self.sizes))
         return Mesh(grid, self.axis_names, axis_types=(AxisType.Auto,) * len(self.sizes))
 
-    def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    def map(
+        self,
+        function: Callable,
+        in_specs: Any,
+        out_specs: Any,
+        axes: tuple[str, ...] | None = None,
+    ) -> Callable:
         """Run `function` on every device's shards of global arrays, as `jax.shard_map` does.
 
         Args:
@@ -61,7 +67,9 @@ class SimulatedMesh:
             in_specs: a tuple of tree prefixes of `PartitionSpec`s, one for each argument.
             out_specs: a tree prefix of `PartitionSpec`s; for an output that is not split, the
                 first device's value is returned.
+            axes: the mesh axes to run over, which are all that specs may name; by default all.
         """
+        names = self.axis_names if axes is None else axes
 
         def on_device(*args):
             token = _axis_names.set(self.axis_names)
@@ -72,13 +80,13 @@ class SimulatedMesh:
 
         def run(*args):
             mapped = on_device
-            for axis in reversed(self.axis_names):
+            for axis in reversed(names):
                 in_axes = _map_prefix(
                     lambda x, spec, axis=axis: 0 if _splits(spec, axis) else None, in_specs, args
                 )
                 mapped = jax.vmap(mapped, in_axes, axis_name=axis, axis_size=self.shape[axis])
             shards = mapped(*_map_prefix(self._cut, in_specs, args))
-            return _map_prefix(self._join, out_specs, shards)
+            return _map_prefix(lambda x, spec: self._join(x, spec, names), out_specs, shards)
 
         return run
 
@@ -91,10 +99,10 @@ class SimulatedMesh:
         dims = self._axis_dims(spec, x.ndim)
         return jnp.moveaxis(x.reshape(shape), dims, range(len(dims)))
 
-    def _join(self, x: Array, spec: PartitionSpec) -> Array:
-        """Join shards, which `x` has on a leading dim for every mesh axis, to the global array."""
-        x = x[tuple(slice(None) if _splits(spec, axis) else 0 for axis in self.axis_names)]
-        ndim = x.ndim - sum(_splits(spec, axis) for axis in self.axis_names)
+    def _join(self, x: Array, spec: PartitionSpec, names: tuple[str, ...]) -> Array:
+        """Join shards, which `x` has on a leading dim for each of `names`, to the global array."""
+        x = x[tuple(slice(None) if _splits(spec, axis) else 0 for axis in names)]
+        ndim = x.ndim - sum(_splits(spec, axis) for axis in names)
         dims = self._axis_dims(spec, ndim)
         shape = [
             size * math.prod(self.shape[axis] for axis in axes)
@@ -106,14 +114,6 @@ class SimulatedMesh:
         """The dim of each mesh axis once every split dim is reshaped to `(*axes, shard)`."""
         order = [name for axes in _axes_of_dims(spec, ndim) for name in (*axes, None)]
         return [order.index(axis) for axis in self.axis_names if axis in order]
-
-
-AnyMesh = Mesh | SimulatedMesh
-
-
-def physical(mesh: AnyMesh) -> Mesh:
-    """The mesh of real devices that arrays lie on: `mesh` itself unless it is simulated."""
-    return mesh.physical if isinstance(mesh, SimulatedMesh) else mesh
 
 
 def _axes_of_dims(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:

@@ -15,6 +15,7 @@ from .hops import WeightHop as WeightHop
 from .layout import DimSharding as DimSharding
 from .layout import LeafSpec as LeafSpec
 from .layout import in_memory as in_memory
+from .layout import layout_of_leaf as layout_of_leaf
 from .layout import layouts_by_preference as layouts_by_preference
 from .modules import mutated_leaf as mutated_leaf
 from .modules import nnx_leaves as nnx_leaves

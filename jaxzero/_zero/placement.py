@@ -10,10 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
 from .._collectives import from_stored, to_stored
-from .._mesh import is_traced, memory_kind_of, to_device, to_host
+from .._mesh import is_one_node, is_traced, memory_kind_of, to_device, to_host, without_node
 from .._sharding import LeafSpec, StoredArray, TreePlan, pad, unpad
 from .host_memory import in_parts
 from .transfers import InTransfer, Transfers, finished
@@ -217,12 +224,17 @@ def gather_full(plan: TreePlan, leaves: list[Any], mesh: Mesh) -> list[Any]:
     ]
 
 
-def constrain(x: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+def constrain(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
     """Shard `x` as `spec` says, in the memory where it is: an array at once, a tracer when run.
 
     If the mesh has explicit axes, a traced array is resharded over these only, since its type can
-    name no others; the compiler chooses its layout over the other axes.
+    name no others; the compiler chooses its layout over the other axes. In a program of one node
+    it is split over the devices of that node.
     """
+    if is_one_node():
+        spec = without_node(spec)
+        context = jax.sharding.get_abstract_mesh()
+        mesh = mesh if context.empty else context  # empty: devices are simulated
     memory_kind = memory_kind_of(x)
     if not is_traced(x):
         return jax.device_put(x, NamedSharding(mesh, spec, memory_kind=memory_kind))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import optax
 
 from .._codecs import Codec
-from .._mesh import AXES, AnyMesh, check_mesh, physical
+from .._mesh import AXES, AnyMesh, NodeMesh, check_mesh, is_one_node, physical
 from .._plan import Plan
 from .._report import Report, make_report
 from .._sharding import (
@@ -132,7 +133,7 @@ class ShardedTrees:
         Raises:
             ValueError: an array in it was not laid out by this `Zero`.
         """
-        plan = self._plan_of(tree)
+        plan = self._here._plan_of(tree)
         return plan.whole(gather_full(plan, arrays_of(tree), self.mesh))
 
     def shardings(self, tree: Any) -> Any:
@@ -171,7 +172,7 @@ class ShardedTrees:
         Needed only on meshes that divide no dim of a leaf, and there only by optimizers
         that use shapes, such as Adafactor and Muon.
         """
-        return true_shapes(tx, self._plan_of, self._devices, self.config)
+        return true_shapes(tx, lambda tree: self._here._plan_of(tree), self._devices, self.config)
 
     def apply_gradients(
         self,
@@ -211,10 +212,11 @@ class ShardedTrees:
                 Adafactor, `optax.MultiSteps`); the error names the leaf and the line of `tx`.
             ValueError: a tree did not come from this `Zero`, or they do not fit each other.
         """
+        here = self._here
         layouts = Layouts(
-            gradients=self._plan_of(grads),
-            state=self._plan_of(opt_state),
-            params=self._plan_of(params),
+            gradients=here._plan_of(grads),
+            state=here._plan_of(opt_state),
+            params=here._plan_of(params),
             mesh=self.mesh,
             state_axes=self._state_axes,
             weight_axes=self._weight_axes,
@@ -250,7 +252,19 @@ class ShardedTrees:
             gradients = offloaded(gradients, self.config.offload, self._num_shards, "gradients")
         return make_report(layout, gradients, state, plan, self._devices, axes)
 
-    # Shared by the methods above.
+    # Shared by the methods above, and with `LocalRounds`.
+
+    @functools.cached_property
+    def on_one_node(self) -> Self:
+        """The same configuration, on the devices of one node: for programs of one node."""
+        assert not isinstance(self._devices, NodeMesh)
+        return type(self)(NodeMesh(self._devices), self.config)
+
+    @property
+    def _here(self) -> Self:
+        """This object, or `on_one_node` while a program of one node is traced."""
+        is_own = isinstance(self._devices, NodeMesh)
+        return self.on_one_node if is_one_node() and not is_own else self
 
     @property
     def _weight_axes(self) -> tuple[str, ...]:
@@ -259,6 +273,25 @@ class ShardedTrees:
     @property
     def _state_axes(self) -> tuple[str, ...]:
         return self.config.axes if self.config.stage >= 1 else ()
+
+    @property
+    def devices(self) -> AnyMesh:
+        """The mesh that programs run on: of real or simulated devices, or of one node."""
+        return self._devices
+
+    @property
+    def weight_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split parameters."""
+        return self._weight_axes
+
+    def layout_of(self, tree: Any) -> TreePlan:
+        """The layout of a tree that this `Zero` has laid out."""
+        return self._plan_of(tree)
+
+    def know(self, params: TreePlan, opt_state: TreePlan) -> None:
+        """Recognize parameters and optimizer state of these layouts, as if made here."""
+        self._plans.add(params)
+        self._states.add(opt_state)
 
     @property
     def _num_shards(self) -> int:

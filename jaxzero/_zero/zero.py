@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from .._collectives import CommSpec
 from .._execute import LocalWireState, WireState, make_state
+from .._local_steps import LocalSteps
 from .._plan import Plan
 from .._sharding import arrays_of
 from .._simigrad import CodecNoise
@@ -18,6 +19,8 @@ from .arguments import BATCH, check_differentiable, check_rows, resolve
 from .batch_choice import BatchArgnums
 from .call_results import gradient_options, returned, wire_state_of
 from .codec_noise import measure_codec_noise
+from .local_checks import check_local_steps, local_method
+from .local_rounds import LocalRounds
 from .options import Options
 from .outputs import flat_reductions
 from .programs import Programs
@@ -81,9 +84,10 @@ class Zero(ShardedTrees):
             ValueError: `grads` are not like parameters of this `Zero`, or `microbatches` < 1.
             NotImplementedError: the config uses error feedback, or encodes sums twice.
         """
-        leaves = self._plan_of(grads).leaves
+        here = self._here
+        leaves = here._plan_of(grads).leaves
         return measure_codec_noise(
-            leaves, arrays_of(grads), self._devices, self.config, microbatches
+            leaves, arrays_of(grads), here._devices, self.config, microbatches
         )
 
     # Programs.
@@ -166,7 +170,9 @@ class Zero(ShardedTrees):
 
         @functools.wraps(f)
         def wrapped(*args, wire_state=None, **kwargs):
-            transform, arrays = self._prepare(f, args, kwargs, options, batch_argnums, in_specs)
+            transform, arrays = self._here._prepare(
+                f, args, kwargs, options, batch_argnums, in_specs
+            )
             for number in transform.options.argnums:
                 check_differentiable(transform.call.arguments[number], arrays[number], allow_int)
             local_state = wire_state_of(transform, wire_state)
@@ -207,7 +213,9 @@ class Zero(ShardedTrees):
 
         @functools.wraps(f)
         def wrapped(*args, **kwargs):
-            transform, arrays = self._prepare(f, args, kwargs, options, batch_argnums, in_specs)
+            transform, arrays = self._here._prepare(
+                f, args, kwargs, options, batch_argnums, in_specs
+            )
             return programs.run(transform.program, arrays, LocalWireState())[2]
 
         return wrapped
@@ -237,6 +245,42 @@ class Zero(ShardedTrees):
         )
         transform, arrays = self._prepare(f, args, kwargs, options, batch_argnums, in_specs)
         return transform.plan(arrays, wire_state_of(transform, wire_state))
+
+    def local_steps(
+        self, step: Callable, method: LocalSteps | None = None, /, **options: Any
+    ) -> LocalRounds:
+        """Train every node by itself, and average the nodes' parameters every few steps.
+
+        Inside a node everything is as `config` says, on the devices of that node; between nodes
+        nothing is sent but fragments of parameters. Each node has its own parameters and optimizer
+        state, split over its devices.
+
+        Args:
+            step: `step(params, opt_state, batch) -> (params, opt_state, metrics)`, a training step
+                that calls `zero.value_and_grad`. It sees the arrays of one node, and the node's
+                rows; its losses and gradients are means over one node.
+            method: how often, in how many fragments and in which bits nodes exchange; such as
+                `jz.streaming_diloco()`.
+            options: fields of `jz.LocalSteps`, in place of those of `method`: `every`, `delay`,
+                `fragments`, `outer`, `codec`, `mixing`.
+
+        Returns:
+            A function that runs one round of `every` steps in one program: `rounds(state, batches)
+            -> (state, metrics)`, with methods `init`, `mean`, `abstract`, `rejoin` and `report`.
+
+        Raises:
+            ValueError: the mesh has one node; an option is not known or out of range; or the config
+                has hops that keep arrays from step to step (`zeropp4`).
+            NotImplementedError: the config offloads arrays to host memory.
+
+        Example:
+            >>> rounds = zero.local_steps(step, jz.streaming_diloco(every=30, fragments=3))
+            >>> state = rounds.init(params, opt_state)
+            >>> state, metrics = jax.jit(rounds, donate_argnums=0)(state, batches)
+            >>> params = rounds.mean(state)
+        """
+        check_local_steps(self._devices, self.config)
+        return LocalRounds(step, local_method(method, options), self)
 
     # Shared by the methods above.
 

@@ -1,0 +1,19 @@
+"""Local steps: nodes train by themselves, and exchange fragments of their parameters now and then.
+
+In: a step of one node, and its arrays. Out: one round of steps, with the exchange of each fragment
+under way while steps are computed. `_zero` lays out the arrays; it uses the names listed here.
+"""
+
+from .cut import Cut as Cut
+from .exchange import Exchange as Exchange
+from .exchange import Outer as Outer
+from .exchange import shard_shape as shard_shape
+from .outer import AsTree as AsTree
+from .outer import OuterPlan as OuterPlan
+from .round import Carry as Carry
+from .round import Inner as Inner
+from .round import run_round as run_round
+from .settings import LocalSteps as LocalSteps
+from .settings import dasgd as dasgd
+from .settings import diloco as diloco
+from .settings import streaming_diloco as streaming_diloco

@@ -1,0 +1,255 @@
+"""Exchange fragments between nodes: pseudo-gradients out, new outer parameters in.
+
+Everything here runs in a program of one node (`map_nodes`). Arrays are global over its devices;
+what is cut, encoded and merged is done on shards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, UInt8
+
+from .._collectives import accumulator_dtype, gather_nodes, labelled
+from .._mesh import LOCAL, NodeMesh, map_devices
+from .._sharding import LeafSpec
+from .cut import Cut
+from .messages import Part, decode, encode, mean_of_nodes
+from .outer import OuterPlan
+from .settings import LocalSteps
+
+
+class Sent(NamedTuple):
+    """A fragment on its way.
+
+    Attributes:
+        messages: the messages of all nodes, `[nodes, bytes]` on each device.
+        parts: what this node had in the fragment when it was sent.
+    """
+
+    messages: UInt8[Array, "nodes _"]
+    parts: list[Array]
+
+
+class Outer(NamedTuple):
+    """What all nodes have in common, and the rounding errors that this node will send later.
+
+    Attributes:
+        anchors: the outer parameters.
+        state: the leaves of the outer optimizer's state.
+        residuals: for each encoded leaf, what encoding has left out so far.
+    """
+
+    anchors: list[Array]
+    state: list[Array]
+    residuals: list[Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """The exchange of the fragments of some leaves.
+
+    Attributes:
+        method: how often, in how many fragments and bits.
+        leaves: the leaves, with their layouts on the devices of one node.
+        cuts: how each device's shard of a leaf is cut into fragments.
+        mesh: the devices of one node.
+        min_quantized_size: leaves with fewer elements are sent without a codec.
+        outer: the outer optimizer.
+    """
+
+    method: LocalSteps
+    leaves: tuple[LeafSpec, ...]
+    cuts: tuple[Cut, ...]
+    mesh: NodeMesh
+    min_quantized_size: int
+    outer: OuterPlan
+
+    @functools.cached_property
+    def parts(self) -> list[Part]:
+        return [
+            Part(
+                cut.part_shape,
+                accumulator_dtype(leaf.dtype),
+                self.codec_of(leaf),
+                leaf.layout is not None,
+            )
+            for leaf, cut in zip(self.leaves, self.cuts, strict=True)
+        ]
+
+    def codec_of(self, leaf: LeafSpec) -> Any:
+        """The codec of a leaf's pseudo-gradients; None if they are sent as they are."""
+        codec, num = self.method.codec, leaf.layer_size
+        if codec is None or not codec.is_used_for(num, leaf.dtype, self.min_quantized_size):
+            return None
+        return codec
+
+    @property
+    def encoded(self) -> list[int]:
+        """The indices of the leaves that are encoded."""
+        return [i for i, leaf in enumerate(self.leaves) if self.codec_of(leaf) is not None]
+
+    def _specs(self, numbers: Sequence[int] | None = None) -> list[PartitionSpec]:
+        chosen = range(len(self.leaves)) if numbers is None else numbers
+        return [self.leaves[i].spec((LOCAL,)) for i in chosen]
+
+    def _on_devices(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        return map_devices(function, self.mesh, in_specs, out_specs)
+
+    def send(self, params: list[Array], outer: Outer, number: Array) -> tuple[Sent, list[Array]]:
+        """Send fragment `number`; return it and the new residuals."""
+
+        def on_device(
+            params: list[Array], anchors: list[Array], residuals: list[Array], number: Array
+        ) -> Any:
+            own = [cut.read(x, number) for cut, x in zip(self.cuts, params, strict=True)]
+            deltas = self._deltas(own, anchors, residuals, number)
+            message = encode(self.parts, deltas)
+            residuals = self._left_out(deltas, message, residuals, number)
+            with labelled("fragments", *(leaf.path for leaf in self.leaves)):
+                return gather_nodes(message), own, residuals
+
+        specs, encoded = self._specs(), self._specs(self.encoded)
+        run = self._on_devices(
+            on_device,
+            (specs, specs, encoded, PartitionSpec()),
+            (PartitionSpec(None, LOCAL), specs, encoded),
+        )
+        messages, parts, residuals = run(params, outer.anchors, outer.residuals, number)
+        return Sent(messages, parts), residuals
+
+    def _deltas(
+        self, own: list[Array], anchors: list[Array], residuals: list[Array], number: Array
+    ) -> list[Float[Array, ...]]:
+        """What this device sends: outer parameters less its own, and what was left out before."""
+        left_out = dict(zip(self.encoded, residuals, strict=True))
+        deltas = []
+        for i, (cut, x, anchor) in enumerate(zip(self.cuts, own, anchors, strict=True)):
+            delta = cut.read(anchor, number) - x.astype(anchor.dtype)
+            if i in left_out:
+                delta += cut.read(left_out[i], number).astype(delta.dtype)
+            new = cut.is_new(number)
+            deltas.append(delta if new is None else jnp.where(new, delta, 0))
+        return deltas
+
+    def _left_out(
+        self,
+        deltas: list[Float[Array, ...]],
+        message: UInt8[Array, "1 m"],
+        residuals: list[Array],
+        number: Array,
+    ) -> list[Array]:
+        """The residuals, with what the message leaves out of this fragment."""
+        sent = decode(self.parts, message)
+        result = []
+        for i, old in zip(self.encoded, residuals, strict=True):
+            error = deltas[i] - sent[i][0]
+            # After a step that overflowed, NaN would spoil every later message too.
+            error = jnp.where(jnp.isfinite(error), error, 0).astype(old.dtype)
+            cut, new = self.cuts[i], self.cuts[i].is_new(number)
+            result.append(cut.write(old, _where(new, error, cut.read(old, number)), number))
+        return result
+
+    def receive(
+        self, sent: Sent, params: list[Array], outer: Outer, number: Array
+    ) -> tuple[list[Array], Outer]:
+        """Update the outer parameters with the mean of a fragment, and the node's own with them."""
+        specs = self._specs()
+        state_specs = [PartitionSpec() if i is None else specs[i] for i in self.outer.owners]
+        everywhere = PartitionSpec()
+
+        def read(
+            messages: UInt8[Array, "nodes _"], anchors: list[Array], state: list[Array], number
+        ) -> Any:
+            means = mean_of_nodes(self.parts, messages)
+            anchors = [cut.read(x, number) for cut, x in zip(self.cuts, anchors, strict=True)]
+            return means, anchors, self._state_part(state, number)
+
+        run = self._on_devices(
+            read,
+            (PartitionSpec(None, LOCAL), specs, state_specs, everywhere),
+            (specs, specs, state_specs),
+        )
+        means, anchors, state = run(sent.messages, outer.anchors, outer.state, number)
+        anchors, state = self.outer.update(means, state, anchors)
+
+        def write(
+            params: list[Array],
+            old_anchors: list[Array],
+            old_state: list[Array],
+            own: list[Array],
+            anchors: list[Array],
+            state: list[Array],
+            number: Array,
+        ) -> Any:
+            new_params, new_anchors = [], []
+            for i, cut in enumerate(self.cuts):
+                new, before = cut.is_new(number), cut.read(old_anchors[i], number)
+                anchor = _where(new, anchors[i].astype(before.dtype), before)
+                now = cut.read(params[i], number)
+                merged = self._merged(now, own[i], anchor).astype(now.dtype)
+                new_params.append(cut.write(params[i], _where(new, merged, now), number))
+                new_anchors.append(cut.write(old_anchors[i], anchor, number))
+            new_state = self._with_state_part(old_state, state, number)
+            return new_params, new_anchors, new_state
+
+        run = self._on_devices(
+            write,
+            (specs, specs, state_specs, specs, specs, state_specs, everywhere),
+            (specs, specs, state_specs),
+        )
+        params, anchors, state = run(
+            params, outer.anchors, outer.state, sent.parts, anchors, state, number
+        )
+        return params, Outer(anchors, state, outer.residuals)
+
+    def _merged(self, now: Array, own: Array, anchor: Array) -> Array:
+        """The node's parameters, which were `own` when they were sent and are `now` by now."""
+        dtype = anchor.dtype
+        if self.method.mixing is None:
+            # Without a delay this is the anchor itself, to the bit.
+            moved = now.astype(dtype) - own.astype(dtype)
+            return anchor + moved
+        mixing = jnp.asarray(self.method.mixing, dtype)
+        return mixing * now.astype(dtype) + (1 - mixing) * anchor
+
+    def _state_part(self, state: list[Array], number: Array) -> list[Array]:
+        pairs = zip(self.outer.owners, state, strict=True)
+        return [
+            lax.dynamic_index_in_dim(x, number, keepdims=False)
+            if i is None
+            else self.cuts[i].read(x, number)
+            for i, x in pairs
+        ]
+
+    def _with_state_part(
+        self, state: list[Array], parts: list[Array], number: Array
+    ) -> list[Array]:
+        result = []
+        for i, old, part in zip(self.outer.owners, state, parts, strict=True):
+            part = part.astype(old.dtype)
+            if i is None:
+                result.append(lax.dynamic_update_index_in_dim(old, part, number, 0))
+                continue
+            cut, new = self.cuts[i], self.cuts[i].is_new(number)
+            result.append(cut.write(old, _where(new, part, cut.read(old, number)), number))
+        return result
+
+
+def shard_shape(leaf: LeafSpec) -> tuple[int, ...]:
+    """The shape of one device's shard of a leaf."""
+    if leaf.layout is None:
+        return leaf.shape
+    size = leaf.layout.padded // leaf.layout.num_shards
+    dim = leaf.layout.dim
+    return (*leaf.shape[:dim], size, *leaf.shape[dim + 1 :])
+
+
+def _where(mask: Array | None, x: Array, other: Array) -> Array:
+    return x if mask is None else jnp.where(mask, x, other)

@@ -1,0 +1,86 @@
+"""One round on one node: local steps, with every fragment exchanged once among them.
+
+    for each fragment:
+        every / fragments - delay steps
+        send the fragment
+        delay steps, while the message travels
+        apply the fragment
+
+A barrier ties the message to the result of the `delay` steps. Without it XLA would wait for the
+message where it is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from .._collectives import repeated
+from .exchange import Exchange, Outer
+
+
+class Inner(NamedTuple):
+    """What one node trains: the arrays of its parameters and of its optimizer state."""
+
+    params: list[Array]
+    opt_state: list[Array]
+
+
+class Carry(NamedTuple):
+    """What a round starts from and ends with, on one node."""
+
+    inner: Inner
+    outer: Outer
+
+
+Step = Callable[[Inner, Any], tuple[Inner, Any]]  # one step on a batch; also returns its metrics
+
+
+def run_round(
+    step: Step, exchange: Exchange, numbers: Sequence[int], carry: Carry, batches: Any
+) -> tuple[Carry, Any]:
+    """Run a round.
+
+    Args:
+        step: one step of the user's.
+        exchange: the exchange of fragments.
+        numbers: the parameters that are exchanged, by index.
+        carry: the state before.
+        batches: a tree of arrays `[every, ...]`.
+
+    Returns:
+        The state after, and the metrics of all steps, `[every, ...]`.
+    """
+    method = exchange.method
+    before = method.steps_per_fragment - method.delay
+
+    def turn(carry: Carry, xs: tuple[Array, Any]) -> tuple[Carry, Any]:
+        number, batches = xs
+        inner, outer = carry
+        inner, first = lax.scan(step, inner, jax.tree.map(lambda x: x[:before], batches))
+        sent, residuals = exchange.send([inner.params[i] for i in numbers], outer, number)
+        outer = outer._replace(residuals=residuals)
+        if method.delay:
+            inner, last = lax.scan(step, inner, jax.tree.map(lambda x: x[before:], batches))
+            first = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), first, last)
+            sent, inner = lax.optimization_barrier((sent, inner))
+        params = list(inner.params)
+        new, outer = exchange.receive(sent, [params[i] for i in numbers], outer, number)
+        for i, x in zip(numbers, new, strict=True):
+            params[i] = x
+        return Carry(Inner(params, inner.opt_state), outer), first
+
+    turns = jnp.arange(method.fragments, dtype=jnp.int32)
+    shape = (method.fragments, method.steps_per_fragment)
+    batches = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batches)
+    if method.fragments == 1:
+        return turn(carry, (turns[0], jax.tree.map(lambda x: x[0], batches)))
+    turn, record = repeated(turn, method.fragments)
+    carry, metrics = lax.scan(turn, carry, (turns, batches))
+    record()
+    return carry, jax.tree.map(lambda x: x.reshape(method.every, *x.shape[2:]), metrics)

@@ -1,0 +1,54 @@
+"""Check, before anything is traced, that a mesh and a config can run local steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from .._local_steps import LocalSteps
+from .._mesh import NODE, AnyMesh
+from .._sharding import ZeroConfig
+
+
+def local_method(method: LocalSteps | None, options: Mapping[str, Any]) -> LocalSteps:
+    """`method` with these fields replaced; with None, a new one.
+
+    Raises:
+        ValueError: a field is not known, or `every` is given nowhere.
+    """
+    if method is not None and not isinstance(method, LocalSteps):
+        raise ValueError(
+            f"`method` must be a `jz.LocalSteps`, such as `jz.streaming_diloco()`; got {method!r}."
+        )
+    known = [field.name for field in dataclasses.fields(LocalSteps)]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ValueError(f"`local_steps` has no option `{unknown[0]}`; it has {', '.join(known)}.")
+    if method is not None:
+        return dataclasses.replace(method, **options)
+    if "every" not in options:
+        raise ValueError(
+            "`local_steps` needs `every`, the number of steps between exchanges: give it, or a "
+            "method such as `jz.streaming_diloco()`."
+        )
+    return LocalSteps(**options)
+
+
+def check_local_steps(mesh: AnyMesh, config: ZeroConfig) -> None:
+    """Raise an error unless nodes of `mesh` can train by themselves with `config`."""
+    if mesh.shape[NODE] == 1:
+        raise ValueError(
+            "`local_steps` trains each node by itself, and the mesh has one node. Make one of "
+            "several: `jz.make_mesh(nodes=...)`."
+        )
+    if config.needs_wire_state:
+        raise ValueError(
+            "`local_steps` sends no weights or gradients between nodes, so `WeightDelta` and "
+            "`ErrorFeedback` in the config have nothing to do, and their wire state would be of no "
+            "use. Take `jz.zeropp()` or `jz.zero3()`, and `codec=jz.Int4()` for the exchange."
+        )
+    if config.offload is not None:
+        raise NotImplementedError(
+            "`local_steps` cannot keep arrays in host memory yet. Leave out `offload`."
+        )

@@ -1,0 +1,274 @@
+"""`LocalRounds`: what `Zero.local_steps` returns. It runs rounds of local steps on every node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from .._collectives import Ledger, recording
+from .._local_steps import Carry, Inner, LocalSteps, Outer, run_round
+from .._mesh import NODE, NodeMesh, is_traced, map_nodes
+from .._sharding import TreePlan, arrays_of, flatten, is_array, stored_leaf, trained_leaves
+from .local_batches import batch_specs, node_specs
+from .local_layouts import Layouts
+from .local_state import FIELDS, Arrays, LocalState, first_arrays, for_nodes, mean_over_nodes
+from .local_step import LocalStep
+from .placement import auto_mesh, constrain, pad_leaf, run_automatic, stored_struct, unpad_leaf
+from .programs import Programs
+from .sharded_trees import ShardedTrees
+
+
+class LocalRounds:
+    """Runs rounds of local steps; made by `Zero.local_steps`, which see."""
+
+    def __init__(self, step: Callable, method: LocalSteps, zero: ShardedTrees):
+        self.method = method
+        self._step = step
+        self._zero = zero
+        assert not isinstance(zero.devices, NodeMesh)
+        self._mesh = zero.devices
+        self._layouts: Layouts | None = None
+        self._programs = Programs()
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes."""
+        return self._mesh.shape[NODE]
+
+    def init(self, params: Any, opt_state: Any) -> LocalState:
+        """The state before the first round: every node starts from these.
+
+        Args:
+            params: from `zero.init` or `zero.shard`.
+            opt_state: from `zero.init_optimizer`, or any tree of arrays that `zero` has laid out.
+
+        Raises:
+            ValueError: a tree did not come from this `Zero`, or `outer` cannot be cut into
+                fragments.
+            NotImplementedError: a leaf is stored encoded or is split over further mesh axes.
+        """
+        plans = self._zero.layout_of(params), self._zero.layout_of(opt_state)
+        layouts = self._lay_out(params, *plans)
+        nodes = self.num_nodes
+
+        def make(trees: list[list[Array]]) -> Arrays:
+            pairs = zip(plans, (layouts.params, layouts.opt_state), trees, strict=True)
+            inner, state = (
+                [
+                    pad_leaf(new, unpad_leaf(old, x))
+                    for old, new, x in zip(before.leaves, after.leaves, arrays, strict=True)
+                ]
+                for before, after, arrays in pairs
+            )
+            return for_nodes(first_arrays(layouts, inner, state), layouts, nodes)
+
+        trees = [arrays_of(params), arrays_of(opt_state)]
+        return self._made(layouts, make, trees)
+
+    def abstract(self, params: Any, opt_state: Any, *, nodes: int | None = None) -> LocalState:
+        """The result of `init` as `ShapeDtypeStruct`s with shardings, as the target of a restore.
+
+        Args:
+            params: as for `init`, or from `zero.abstract`.
+            opt_state: as for `init`, or `zero.init_optimizer` of abstract parameters.
+            nodes: the number of nodes that saved the state; by default that of the mesh. Give the
+                restored state of another number of nodes to `rejoin`.
+        """
+        plans = self._zero.layout_of(params), self._zero.layout_of(opt_state)
+        layouts = self._lay_out(params, *plans)
+        num = self.num_nodes if nodes is None else nodes
+        fields = {}
+        for name, kept in layouts.kept.items():
+            leaves = kept.global_leaves(num, split=num == self.num_nodes)
+            arrays = [stored_struct(leaf, self._zero.mesh, kept.axes) for leaf in leaves]
+            fields[name] = kept.build(
+                [stored_leaf(leaf, x) for leaf, x in zip(leaves, arrays, strict=True)]
+            )
+        return LocalState(**fields)
+
+    def __call__(self, state: LocalState, batches: Any) -> tuple[LocalState, Any]:
+        """Run one round of `method.every` steps on every node.
+
+        Call it under `jax.jit(..., donate_argnums=0, compiler_options=jz.compiler_options(...))`,
+        like a training step: without these options GPUs wait for the messages.
+
+        Args:
+            state: from `init`, `rejoin` or the round before.
+            batches: the batches of all steps, stacked: a tree of arrays `[every, rows, ...]`. Rows
+                are split over all devices, as in `zero.value_and_grad`; a leaf without rows (a
+                number or a random key for each step) is `[every]`, and given to every node.
+
+        Returns:
+            The next state; and the metrics that the step returned, `[every, nodes, ...]`. Those of
+            a node are about its own parameters and rows.
+
+        Raises:
+            ValueError: `state` is of other trees than those given to `init`; `batches` are not
+                stacked, or their rows cannot be split evenly; or the step does not return
+                `(params, opt_state, metrics)` with trees like those it was given.
+        """
+        layouts = self._checked(state)
+        specs = batch_specs(batches, self.method.every, self._zero.num_devices)
+        arrays = {name: arrays_of(getattr(state, name)) for name in FIELDS}
+        found: dict[str, Any] = {}
+
+        rows, treedef = jax.tree.flatten(batches)
+
+        def program(arrays: Arrays, rows: list[Array]) -> Any:
+            kept = {name: x.spec() for name, x in layouts.kept.items()}
+            on_nodes = map_nodes(
+                lambda arrays, rows: self._on_node(
+                    layouts, found, arrays, jax.tree.unflatten(treedef, rows)
+                ),
+                self._mesh,
+                in_specs=(kept, node_specs(specs)),
+                out_specs=(kept, PartitionSpec(None, NODE)),
+            )
+            pairs = zip(rows, specs, strict=True)
+            rows = [constrain(x, self._zero.mesh, spec) for x, spec in pairs]
+            return on_nodes(self._placed(layouts, arrays), rows)
+
+        new, metrics = self._programs.run(program, arrays, rows)
+        fields = {name: kept.tree(self.num_nodes, new[name]) for name, kept in layouts.kept.items()}
+        return LocalState(**fields), jax.tree.unflatten(found["metrics"], metrics)
+
+    def mean(self, state: LocalState) -> Any:
+        """The mean of all nodes' parameters, laid out as by `zero.init`: to evaluate or export.
+
+        It sends parameters between nodes without a codec. Leaves that are not floats are those of
+        the first node.
+        """
+        layouts = self._checked(state)
+        plan = self._plan
+
+        def make(arrays: list[Array]) -> list[Array]:
+            triples = zip(plan.leaves, layouts.params.leaves, arrays, strict=True)
+            return [pad_leaf(new, unpad_leaf(old, mean_over_nodes(x))) for new, old, x in triples]
+
+        shardings = plan.shardings(auto_mesh(self._zero.mesh), self._zero.weight_axes)
+        arrays = arrays_of(state.params)
+        if any(is_traced(x) for x in arrays):
+            mesh, axes = self._zero.mesh, self._zero.weight_axes
+            pairs = zip(make(arrays), plan.leaves, strict=True)
+            return plan.stored([constrain(x, mesh, leaf.spec(axes)) for x, leaf in pairs])
+        return plan.stored(run_automatic(make, shardings, self._zero.mesh, arrays))
+
+    def rejoin(self, state: LocalState) -> LocalState:
+        """A state that another number of nodes saved, for the nodes of this mesh.
+
+        All nodes go on from the mean of the old nodes: of parameters, of optimizer state and of
+        residuals. Leaves that are not floats are those of the first node.
+
+        Args:
+            state: restored into `abstract(..., nodes=...)`.
+        """
+        layouts = self._checked(state, any_nodes=True)
+
+        def make(arrays: Arrays) -> Arrays:
+            one = {
+                name: [mean_over_nodes(x) for x in arrays[name]]
+                if kept.is_per_node
+                else arrays[name]
+                for name, kept in layouts.kept.items()
+            }
+            return for_nodes(one, layouts, self.num_nodes)
+
+        arrays = {name: arrays_of(getattr(state, name)) for name in FIELDS}
+        return self._made(layouts, make, arrays)
+
+    # Shared by the methods above.
+
+    def _lay_out(self, params: Any, plan: TreePlan, state_plan: TreePlan) -> Layouts:
+        pairs = zip(flatten(params)[1], trained_leaves(params), strict=True)
+        kinds = [kind for x, kind in pairs if is_array(x)]
+        trained = [
+            jnp.issubdtype(leaf.dtype, jnp.floating) and kind is not False
+            for leaf, kind in zip(plan.leaves, kinds, strict=True)
+        ]
+        inner = self._zero.on_one_node
+        layouts = Layouts.of(self.method, plan, state_plan, trained, inner.devices, inner.config)
+        inner.know(layouts.params, layouts.opt_state)
+        self._layouts, self._plan = layouts, plan
+        return layouts
+
+    def _checked(self, state: Any, any_nodes: bool = False) -> Layouts:
+        """The layouts of `state`.
+
+        Raises:
+            ValueError: it is not a `LocalState` of these trees.
+        """
+        layouts = self._layouts
+        if layouts is None:
+            raise ValueError(
+                "The rounds do not know the trees yet: make the state by `init(params, "
+                "opt_state)`, or call `abstract` with them and restore it."
+            )
+        if not isinstance(state, LocalState):
+            raise ValueError(
+                "`state` must be a `LocalState` from `init`, `rejoin` or the last round; got "
+                f"{type(state).__name__}. Do you mean `rounds.init(params, opt_state)`?"
+            )
+        for name, kept in layouts.kept.items():
+            arrays = arrays_of(getattr(state, name))
+            nodes = arrays[0].shape[0] if any_nodes and arrays and kept.is_per_node else None
+            leaves = kept.global_leaves(nodes or self.num_nodes)
+            shapes = [tuple(x.shape) for x in arrays]
+            if shapes != [leaf.stored_shape for leaf in leaves]:
+                raise ValueError(
+                    f"`state.{name}` is not that of the trees given to `init`, for "
+                    f"{self.num_nodes} nodes: its shapes are {shapes[:4]}... A state of another "
+                    "number of nodes goes through `rejoin` first."
+                )
+        return layouts
+
+    def _made(self, layouts: Layouts, make: Callable, arrays: Any) -> LocalState:
+        """The state whose arrays `make(arrays)` returns, each made on the devices that keep it."""
+        mesh, nodes = auto_mesh(self._zero.mesh), self.num_nodes
+        shardings = {
+            name: [leaf.sharding(mesh, kept.axes) for leaf in kept.global_leaves(nodes)]
+            for name, kept in layouts.kept.items()
+        }
+        made = run_automatic(make, shardings, self._zero.mesh, arrays)
+        return LocalState(
+            **{name: kept.tree(nodes, made[name]) for name, kept in layouts.kept.items()}
+        )
+
+    def _placed(self, layouts: Layouts, arrays: Arrays) -> Arrays:
+        return {
+            name: [
+                constrain(x, self._zero.mesh, leaf.spec(kept.axes))
+                for x, leaf in zip(arrays[name], kept.global_leaves(self.num_nodes), strict=True)
+            ]
+            for name, kept in layouts.kept.items()
+        }
+
+    def _on_node(
+        self, layouts: Layouts, found: dict[str, Any], arrays: Arrays, batches: Any
+    ) -> Any:
+        """The round of one node."""
+        mine = {
+            name: [x[0] for x in xs] if layouts.kept[name].is_per_node else xs
+            for name, xs in arrays.items()
+        }
+        inner = Inner(mine["params"], mine["opt_state"])
+        outer = Outer(mine["outer_params"], mine["outer_state"], mine["residuals"])
+        step = LocalStep(self._step, layouts, self._zero.mesh, found)
+        ledger = Ledger(self._mesh.shape)
+        with recording(ledger):
+            carry, metrics = run_round(
+                step, layouts.exchange, layouts.exchanged, Carry(inner, outer), batches
+            )
+        found["transfers"] = tuple(ledger.transfers)
+        new = dict(zip(FIELDS, (*carry.inner, *carry.outer), strict=True))
+        return (
+            {
+                name: [x[None] for x in xs] if layouts.kept[name].is_per_node else xs
+                for name, xs in new.items()
+            },
+            [jnp.expand_dims(x, 1) for x in metrics],
+        )

@@ -1,0 +1,83 @@
+"""The user's step as one node runs it: trees in its own layout, checked when it returns them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from .._local_steps import Inner
+from .._sharding import TreePlan, data_of, flatten, is_array, path_name
+from .local_layouts import Layouts
+from .placement import constrain
+
+_REMEDY = "Return `(params, opt_state, metrics)`, with the trees that the step was given, updated."
+
+
+class LocalStep:
+    """The user's `step(params, opt_state, batch)` on flat lists of arrays.
+
+    Args:
+        step: the user's function.
+        layouts: the layouts of its trees on one node.
+        mesh: the mesh of all nodes.
+        found: gets the structure of the metrics, as "metrics".
+    """
+
+    def __init__(self, step: Callable, layouts: Layouts, mesh: Mesh, found: dict[str, Any]):
+        self._step = step
+        self._layouts = layouts
+        self._mesh = mesh
+        self._found = found
+
+    def __call__(self, inner: Inner, batch: Any) -> tuple[Inner, list[Array]]:
+        plans = self._layouts.params, self._layouts.opt_state
+        trees = [plan.stored(arrays) for plan, arrays in zip(plans, inner, strict=True)]
+        result = self._step(*trees, batch)
+        if not isinstance(result, tuple) or len(result) != 3:
+            raise ValueError(
+                "`step` must return three values; got "
+                f"{len(result) if isinstance(result, tuple) else type(result).__name__}. {_REMEDY}"
+            )
+        *new, metrics = result
+        kept = self._layouts.kept
+        params, opt_state = (
+            self._arrays(name, plan, tree, arrays, kept[name].axes)
+            for name, plan, tree, arrays in zip(
+                ("params", "opt_state"), plans, new, inner, strict=True
+            )
+        )
+        leaves, self._found["metrics"] = jax.tree.flatten(metrics)
+        return Inner(params, opt_state), [jnp.asarray(x) for x in leaves]
+
+    def _arrays(
+        self, name: str, plan: TreePlan, tree: Any, old: list[Array], axes: tuple[str, ...]
+    ) -> list[Array]:
+        """The arrays of a tree that the step returns, laid out like the old ones.
+
+        Raises:
+            ValueError: it has another structure, or an array of another shape or dtype.
+        """
+        paths, leaves, treedef = flatten(tree)
+        if treedef != plan.treedef:
+            raise ValueError(
+                f"`step` returns `{name}` with another structure than it was given: {treedef}, "
+                f"not {plan.treedef}. {_REMEDY}"
+            )
+        pairs = zip(paths, leaves, strict=True)
+        named = [(path_name(path), data_of(x)) for path, x in pairs if is_array(x)]
+        for (path, x), before in zip(named, old, strict=True):
+            if (x.shape, x.dtype) != (before.shape, before.dtype):
+                raise ValueError(
+                    f"`step` returns `{name}`, leaf `{path}`, as {x.dtype}{list(x.shape)}; it was "
+                    f"given {before.dtype}{list(before.shape)}. Keep shapes and dtypes, for all "
+                    "steps of a round run in one program."
+                )
+        return [
+            constrain(x, self._mesh, leaf.spec(axes))
+            for (_, x), leaf in zip(named, plan.leaves, strict=True)
+        ]
