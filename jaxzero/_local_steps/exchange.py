@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, UInt8
 
 from .._collectives import accumulator_dtype, gather_nodes, labelled
-from .._mesh import LOCAL, NodeMesh, map_devices
+from .._mesh import LOCAL, NODE, NodeMesh, map_devices
 from .._sharding import LeafSpec
 from .cut import Cut
 from .messages import Part, decode, encode, mean_of_nodes
@@ -94,6 +94,13 @@ class Exchange:
     def encoded(self) -> list[int]:
         """The indices of the leaves that are encoded."""
         return [i for i, leaf in enumerate(self.leaves) if self.codec_of(leaf) is not None]
+
+    @property
+    def node_bytes(self) -> int:
+        """Bytes that enter one node in a round."""
+        mesh = self.mesh.mesh
+        of_device = sum(part.num_bytes for part in self.parts) * self.method.fragments
+        return of_device * (mesh.shape[NODE] - 1) * mesh.shape[LOCAL]
 
     def _specs(self, numbers: Sequence[int] | None = None) -> list[PartitionSpec]:
         chosen = range(len(self.leaves)) if numbers is None else numbers

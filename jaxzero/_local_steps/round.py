@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._collectives import repeated
 from .exchange import Exchange, Outer
 
 
@@ -80,7 +79,5 @@ def run_round(
     batches = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batches)
     if method.fragments == 1:
         return turn(carry, (turns[0], jax.tree.map(lambda x: x[0], batches)))
-    turn, record = repeated(turn, method.fragments)
     carry, metrics = lax.scan(turn, carry, (turns, batches))
-    record()
     return carry, jax.tree.map(lambda x: x.reshape(method.every, *x.shape[2:]), metrics)

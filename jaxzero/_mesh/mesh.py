@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxtyping import Array, Shaped
 
 from .._processes import hosts, process_count
 from .gloo_workaround import errs_on, exchanging
-from .one_node import LOCAL, NODE, AnyMesh, NodeMesh
+from .one_node import LOCAL, NODE, AnyMesh, NodeMesh, is_one_node, without_node
 from .per_device import without_mesh
 from .simulated import SimulatedMesh
 
@@ -149,7 +149,13 @@ def map_devices(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any
 
 def with_automatic_axes(function: Callable, out_shardings: Any, mesh: Mesh) -> Callable:
     """Wrap `function` to run with automatic axes, because explicit axes split dims only evenly."""
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    context = mesh.abstract_mesh
+    if is_one_node():
+        context = jax.sharding.get_abstract_mesh()
+        out_shardings = jax.tree.map(
+            lambda x: NamedSharding(context, without_node(x.spec)), out_shardings
+        )
+    types = zip(context.axis_names, context.axis_types, strict=True)
     explicit = tuple(name for name, kind in types if kind == AxisType.Explicit)
     return jax.jit(jax.sharding.auto_axes(function, axes=explicit, out_sharding=out_shardings))
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._mesh import rewrite
+from .._mesh import NODE, is_one_node, rewrite
 from .._mesh import simulated as simulate
 from .._warnings import warn
 
@@ -84,6 +84,8 @@ def _checked(equation: Any) -> Any:
             raise ValueError(f"{_OF_SHARD_MAP} It is over {tuple(sorted(axes))}.")
     elif name in _CALLBACKS:
         _check_callback(equation)
+    elif is_one_node():
+        _check_stays_in_node(name, params)
     new = {}
     for key in ("sharding", "in_shardings", "out_shardings", "devices"):
         requested = params.get(key)
@@ -94,6 +96,17 @@ def _checked(equation: Any) -> Any:
                 _without(x, name) if isinstance(x, NamedSharding) else x for x in requested
             )
     return equation.replace(params={**params, **new}) if new else equation
+
+
+def _check_stays_in_node(name: str, params: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for a collective over `node` in a program of one node."""
+    axes = params.get("axes", params.get("axis_name", ()))
+    if NODE in (axes if isinstance(axes, tuple | list) else (axes,)) and name != "axis_index":
+        raise ValueError(
+            f"The function runs `{name}` over the axis `node`, inside `zero.local_steps`, where "
+            "every node trains by itself. Run it over `local` only, so that it is about the rows "
+            "of one node."
+        )
 
 
 def _check_callback(equation: Any) -> None:

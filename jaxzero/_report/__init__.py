@@ -4,6 +4,7 @@ In: layouts and a `Plan`. Out: a `Report` that prints itself. It changes and run
 """
 
 from .details import DETAILS as DETAILS
+from .local_report import LocalReport as LocalReport
 from .report import Report as Report
 from .report import make_report as make_report
 from .timeline import live_bytes as live_bytes

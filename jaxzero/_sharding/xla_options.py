@@ -37,6 +37,12 @@ _GPU_OFFLOAD: dict[str, bool | int | str | None] = {
     # With arrays in host memory it ends the process (JAX 0.10.2).
     "xla_gpu_enable_analytical_latency_estimator": None,
 }
+_GPU_LOCAL_STEPS: Options = {
+    # XLA gives the collectives of a program to as many streams as this, in turn. One that shares
+    # the stream of a fragment's message, which spans whole steps, would wait for it; so there must
+    # be more streams than collectives in the program text (19 for scanned layers).
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 64,
+}
 _CPU_BEFORE_0_11: Options = {
     # The default scheduler goes breadth first, so all gathers come first and weights wait for
     # their layers: of 40M parameters in float32 and 12 layers each of four devices then has
@@ -53,15 +59,17 @@ class _Platform:
     always: Options = dataclasses.field(default_factory=dict)
     before_0_11: Options = dataclasses.field(default_factory=dict)
     offload: dict[str, bool | int | str | None] = dataclasses.field(default_factory=dict)
+    local_steps: Options = dataclasses.field(default_factory=dict)
 
-    def options(self, offload: bool) -> dict[str, bool | int | str | None]:
+    def options(self, offload: bool, local_steps: bool) -> dict[str, bool | int | str | None]:
         """The options for the installed version of JAX; None for one that `offload` takes out."""
         is_old = jax.__version_info__ < (0, 11)
         options = self.always | (self.before_0_11 if is_old else {})
+        options |= self.local_steps if local_steps else {}
         return options | (self.offload if offload else {})
 
 
-_GPUS = _Platform(_GPU, _GPU_BEFORE_0_11, _GPU_OFFLOAD)
+_GPUS = _Platform(_GPU, _GPU_BEFORE_0_11, _GPU_OFFLOAD, _GPU_LOCAL_STEPS)
 _PLATFORMS: dict[str, _Platform] = {
     "cpu": _Platform(before_0_11=_CPU_BEFORE_0_11),
     "gpu": _GPUS,
@@ -99,7 +107,7 @@ def register_compiler_options(
     _registered[platform] = _registered.get(platform, {}) | dict(options)
 
 
-def compiler_options(platform: str, *, offload: bool = False) -> Options:
+def compiler_options(platform: str, *, offload: bool = False, local_steps: bool = False) -> Options:
     """The options that let XLA carry out the schedule, for `jax.jit(compiler_options=...)`.
 
     Without them results are the same, but GPUs wait longer for collectives, and CPUs hold the
@@ -110,6 +118,7 @@ def compiler_options(platform: str, *, offload: bool = False) -> Options:
             or one that was given to `jaxzero.extend.register_compiler_options`. For TPUs
             and AMD's GPUs no option has been measured: they get none.
         offload: whether the program has arrays in host memory (`jz.Offload`).
+        local_steps: whether the program is a round of `Zero.local_steps`.
 
     Returns:
         Names and values, of the XLA in the installed version of JAX (0.10 to 0.12).
@@ -128,6 +137,6 @@ def compiler_options(platform: str, *, offload: bool = False) -> Options:
             "`jax.devices()[0].platform`, or add a platform with "
             "`jaxzero.extend.register_compiler_options`."
         )
-    options = _PLATFORMS.get(platform, _Platform()).options(offload)
+    options = _PLATFORMS.get(platform, _Platform()).options(offload, local_steps)
     changed = options | _registered.get(platform, {})
     return {name: value for name, value in changed.items() if value is not None}

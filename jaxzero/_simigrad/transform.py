@@ -176,7 +176,9 @@ def simigrad(
             return new, small._replace(inner=inner_state)
 
         def wait(small):
-            return jax.tree.map(jnp.zeros_like, jax.eval_shape(run_inner)[0]), small
+            # Zeros like `updates`, which have a sharding where mesh axes are explicit.
+            new = jax.eval_shape(run_inner)[0]
+            return jax.tree.map(lambda x, g: jnp.zeros_like(g, x.dtype), new, updates), small
 
         small = state._replace(mean=None, half_mean=None)
         new, small = lax.cond(state.count >= state.steps, finish, wait, small)

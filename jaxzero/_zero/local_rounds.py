@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
-from .._collectives import Ledger, recording
 from .._local_steps import Carry, Inner, LocalSteps, Outer, run_round
-from .._mesh import NODE, NodeMesh, is_traced, map_nodes
+from .._mesh import NODE, NodeMesh, SimulatedMesh, is_traced, map_nodes
+from .._report import LocalReport
 from .._sharding import TreePlan, arrays_of, flatten, is_array, stored_leaf, trained_leaves
 from .local_batches import batch_specs, node_specs
 from .local_layouts import Layouts
-from .local_state import FIELDS, Arrays, LocalState, first_arrays, for_nodes, mean_over_nodes
+from .local_state import (
+    FIELDS,
+    Arrays,
+    LocalState,
+    first_arrays,
+    for_nodes,
+    gathered_mean,
+    mean_over_nodes,
+)
 from .local_step import LocalStep
 from .placement import auto_mesh, constrain, pad_leaf, run_automatic, stored_struct, unpad_leaf
 from .programs import Programs
@@ -54,18 +64,19 @@ class LocalRounds:
         """
         plans = self._zero.layout_of(params), self._zero.layout_of(opt_state)
         layouts = self._lay_out(params, *plans)
-        nodes = self.num_nodes
+        mesh = auto_mesh(self._zero.mesh)
 
         def make(trees: list[list[Array]]) -> Arrays:
-            pairs = zip(plans, (layouts.params, layouts.opt_state), trees, strict=True)
+            kept = layouts.kept["params"], layouts.kept["opt_state"]
             inner, state = (
                 [
-                    pad_leaf(new, unpad_leaf(old, x))
+                    # On every node first: from there a copy for each node moves nothing.
+                    constrain(pad_leaf(new, unpad_leaf(old, x)), mesh, new.spec(after.axes))
                     for old, new, x in zip(before.leaves, after.leaves, arrays, strict=True)
                 ]
-                for before, after, arrays in pairs
+                for before, after, arrays in zip(plans, kept, trees, strict=True)
             )
-            return for_nodes(first_arrays(layouts, inner, state), layouts, nodes)
+            return for_nodes(first_arrays(layouts, inner, state), layouts, self.num_nodes)
 
         trees = [arrays_of(params), arrays_of(opt_state)]
         return self._made(layouts, make, trees)
@@ -143,20 +154,22 @@ class LocalRounds:
         It sends parameters between nodes without a codec. Leaves that are not floats are those of
         the first node.
         """
-        layouts = self._checked(state)
-        plan = self._plan
+        kept, plan = self._checked(state).kept["params"], self._plan
+        mesh, axes = self._zero.mesh, self._zero.weight_axes
 
-        def make(arrays: list[Array]) -> list[Array]:
-            triples = zip(plan.leaves, layouts.params.leaves, arrays, strict=True)
-            return [pad_leaf(new, unpad_leaf(old, mean_over_nodes(x))) for new, old, x in triples]
+        def make(arrays: list[Array], on: Mesh | SimulatedMesh) -> list[Array]:
+            means = gathered_mean(arrays, kept, on)
+            triples = zip(plan.leaves, kept.leaves, means, strict=True)
+            return [pad_leaf(new, unpad_leaf(old, x)) for new, old, x in triples]
 
-        shardings = plan.shardings(auto_mesh(self._zero.mesh), self._zero.weight_axes)
         arrays = arrays_of(state.params)
         if any(is_traced(x) for x in arrays):
-            mesh, axes = self._zero.mesh, self._zero.weight_axes
-            pairs = zip(make(arrays), plan.leaves, strict=True)
+            pairs = zip(make(arrays, self._mesh), plan.leaves, strict=True)
             return plan.stored([constrain(x, mesh, leaf.spec(axes)) for x, leaf in pairs])
-        return plan.stored(run_automatic(make, shardings, self._zero.mesh, arrays))
+        auto = auto_mesh(mesh)
+        on = self._mesh if isinstance(self._mesh, SimulatedMesh) else auto
+        run = functools.partial(make, on=on)
+        return plan.stored(run_automatic(run, plan.shardings(auto, axes), mesh, arrays))
 
     def rejoin(self, state: LocalState) -> LocalState:
         """A state that another number of nodes saved, for the nodes of this mesh.
@@ -181,7 +194,43 @@ class LocalRounds:
         arrays = {name: arrays_of(getattr(state, name)) for name in FIELDS}
         return self._made(layouts, make, arrays)
 
+    def report(self) -> LocalReport:
+        """What a device holds between rounds, and what enters a node; after `init` or `abstract`.
+
+        Raises:
+            ValueError: the trees are not known yet.
+        """
+        layouts, method = self._known(), self.method
+        mesh, nodes = auto_mesh(self._zero.mesh), self.num_nodes
+        held = {
+            name: sum(
+                math.prod(leaf.sharding(mesh, kept.axes).shard_shape(leaf.stored_shape))
+                * leaf.stored.dtype.itemsize
+                for leaf in kept.global_leaves(nodes)
+            )
+            for name, kept in layouts.kept.items()
+        }
+        exchange = layouts.exchange
+        return LocalReport(
+            every=method.every,
+            fragments=method.fragments,
+            delay=method.delay,
+            codec=None if method.codec is None else str(method.codec),
+            num_nodes=nodes,
+            num_elements=sum(math.prod(leaf.shape) for leaf in exchange.leaves),
+            device_bytes=held,
+            bytes_between_nodes=exchange.node_bytes,
+        )
+
     # Shared by the methods above.
+
+    def _known(self) -> Layouts:
+        if self._layouts is None:
+            raise ValueError(
+                "The rounds do not know the trees yet: make the state by `init(params, "
+                "opt_state)`, or call `abstract` with them and restore it."
+            )
+        return self._layouts
 
     def _lay_out(self, params: Any, plan: TreePlan, state_plan: TreePlan) -> Layouts:
         pairs = zip(flatten(params)[1], trained_leaves(params), strict=True)
@@ -202,12 +251,7 @@ class LocalRounds:
         Raises:
             ValueError: it is not a `LocalState` of these trees.
         """
-        layouts = self._layouts
-        if layouts is None:
-            raise ValueError(
-                "The rounds do not know the trees yet: make the state by `init(params, "
-                "opt_state)`, or call `abstract` with them and restore it."
-            )
+        layouts = self._known()
         if not isinstance(state, LocalState):
             raise ValueError(
                 "`state` must be a `LocalState` from `init`, `rejoin` or the last round; got "
@@ -258,12 +302,9 @@ class LocalRounds:
         inner = Inner(mine["params"], mine["opt_state"])
         outer = Outer(mine["outer_params"], mine["outer_state"], mine["residuals"])
         step = LocalStep(self._step, layouts, self._zero.mesh, found)
-        ledger = Ledger(self._mesh.shape)
-        with recording(ledger):
-            carry, metrics = run_round(
-                step, layouts.exchange, layouts.exchanged, Carry(inner, outer), batches
-            )
-        found["transfers"] = tuple(ledger.transfers)
+        carry, metrics = run_round(
+            step, layouts.exchange, layouts.exchanged, Carry(inner, outer), batches
+        )
         new = dict(zip(FIELDS, (*carry.inner, *carry.outer), strict=True))
         return (
             {

@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Shaped
 
-from .._collectives import accumulator_dtype
+from .._collectives import accumulator_dtype, all_gather
+from .._mesh import NODE, SimulatedMesh, map_devices
 from ..pallas_kernels import add_up
-from .local_layouts import Layouts
+from .local_layouts import Kept, Layouts
 
 
 @jax.tree_util.register_dataclass
@@ -69,4 +71,17 @@ def mean_over_nodes(x: Shaped[Array, "nodes ..."]) -> Shaped[Array, ...]:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x[0]
     wide = x.astype(accumulator_dtype(x.dtype))
-    return (wide[0] + add_up(wide - wide[0]) / jnp.asarray(len(x), wide.dtype)).astype(x.dtype)
+    apart = add_up(wide - wide[:1]) / jnp.asarray(len(x), wide.dtype)
+    return (wide[0] + apart).astype(x.dtype)
+
+
+def gathered_mean(arrays: list[Array], kept: Kept, mesh: Mesh | SimulatedMesh) -> list[Array]:
+    """`mean_over_nodes` of arrays that are split over nodes, on every node."""
+    nodes = mesh.shape[NODE]
+    specs = [leaf.spec(kept.axes) for leaf in kept.global_leaves(nodes)]
+
+    def on_device(shards: list[Array]) -> list[Array]:
+        return [mean_over_nodes(all_gather(x, NODE, 0)) for x in shards]
+
+    run = map_devices(on_device, mesh, (specs,), [leaf.spec(kept.axes) for leaf in kept.leaves])
+    return run(arrays)

@@ -194,18 +194,26 @@ def init_state(
 def true_shapes(
     tx: optax.GradientTransformation,
     plan_of: Callable[[Any], TreePlan],
-    mesh: AnyMesh,
-    config: ZeroConfig,
+    state_plan_of: Callable[[optax.GradientTransformation, TreePlan], TreePlan],
+    mesh: Mesh,
+    axes: tuple[str, ...],
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap `tx` so that its inputs are unpadded, and its outputs padded again.
 
     A padded dim is stored in shards of `ceil(size / devices)`, which is also how XLA splits
     an uneven dim, so the wrapper moves no data.
+
+    Args:
+        tx: the optimizer.
+        plan_of: the layout of a tree of parameters or gradients.
+        state_plan_of: the layout of an optimizer's state, from that of the parameters.
+        mesh: the mesh that trees are laid out on.
+        axes: the mesh axes that split optimizer state.
     """
     inner = optax.with_extra_args_support(tx)
 
     def init(params):
-        plan = plan_state(result, plan_of(params), mesh, config)
+        plan = state_plan_of(result, plan_of(params))
         pairs = zip(plan.leaves, arrays_of(inner.init(_unpadded(params))), strict=True)
         return plan.stored([pad_leaf(leaf, x) for leaf, x in pairs])
 
@@ -221,10 +229,9 @@ def true_shapes(
             )
             return _padded_like(updates, new), _padded_like(state, new_state)
 
-        if isinstance(mesh, Mesh) and AxisType.Explicit in mesh.axis_types:
-            axes = config.axes if config.stage >= 1 else ()
+        if AxisType.Explicit in mesh.axis_types:
             plan = plan_of(updates)
-            plans = (plan, plan_state(result, plan, mesh, config))
+            plans = (plan, state_plan_of(result, plan))
             out = tuple(x.stored(x.shardings(mesh, axes)) for x in plans)
             run = with_automatic_axes(run, out, mesh)
         return run(updates, state, params)

@@ -172,7 +172,13 @@ class ShardedTrees:
         Needed only on meshes that divide no dim of a leaf, and there only by optimizers
         that use shapes, such as Adafactor and Muon.
         """
-        return true_shapes(tx, lambda tree: self._here._plan_of(tree), self._devices, self.config)
+        return true_shapes(
+            tx,
+            lambda tree: self._here._plan_of(tree),
+            lambda tx, plan: plan_state(tx, plan, self._here._devices, self.config),
+            self.mesh,
+            self._state_axes,
+        )
 
     def apply_gradients(
         self,

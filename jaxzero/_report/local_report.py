@@ -1,0 +1,75 @@
+"""The report of local steps: what a device holds between rounds, and what crosses between nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from .._collectives import readable_bytes
+from .text_table import TextTable
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalReport:
+    """Memory and traffic of rounds of local steps; `print` it.
+
+    Attributes:
+        every: steps in a round.
+        fragments: messages in a round.
+        delay: steps between the sending of a message and its use.
+        codec: the codec of the pseudo-gradients, by name; None if they are sent in float32.
+        num_nodes: the number of nodes.
+        num_elements: elements of the parameters that are exchanged.
+        device_bytes: bytes that one device holds between rounds, by field of `LocalState`.
+        bytes_between_nodes: bytes that enter one node in a round.
+    """
+
+    every: int
+    fragments: int
+    delay: int
+    codec: str | None
+    num_nodes: int
+    num_elements: int
+    device_bytes: Mapping[str, int]
+    bytes_between_nodes: int
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Bytes that enter one node in a step, on average."""
+        return self.bytes_between_nodes / self.every
+
+    @property
+    def models_per_step(self) -> float:
+        """`bytes_per_step` in units of the exchanged parameters in 16 bits."""
+        return self.bytes_per_step / (2 * self.num_elements) if self.num_elements else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as dicts, strings and numbers, such as for JSON."""
+        return {
+            **dataclasses.asdict(self),
+            "device_bytes": dict(self.device_bytes),
+            "bytes_per_step": self.bytes_per_step,
+            "models_per_step": self.models_per_step,
+        }
+
+    def __str__(self) -> str:
+        rows = [
+            (name.replace("_", " "), readable_bytes(size))
+            for name, size in self.device_bytes.items()
+        ]
+        total = readable_bytes(sum(self.device_bytes.values()))
+        spans = f"each spans {self.delay} steps" if self.delay else "nodes wait for each"
+        sent = readable_bytes(self.bytes_between_nodes)
+        table = TextTable(
+            title=f"Local steps: {self.num_nodes} nodes, {self.every} steps in a round",
+            headings=("Held between rounds", "Bytes of a device"),
+            rows=[*rows, ("total", total)],
+            footer=(
+                f"Into a node: {sent} in a round, in {self.fragments} messages of "
+                f"{self.codec or 'float32'}; {spans}.",
+                f"Of a step: {readable_bytes(int(self.bytes_per_step))}, "
+                f"{self.models_per_step:.4f} of the exchanged parameters in 16 bits.",
+            ),
+        )
+        return "\n".join(table.lines(100))

@@ -1,0 +1,132 @@
+"""Bad input ends in an error that names it, before anything is compiled."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxzero as jz
+
+
+@pytest.fixture(scope="module")
+def zero():
+    return jz.Zero(jz.make_mesh(2, devices=jax.devices()[:4]))
+
+
+def step(params, opt_state, batch):
+    return params, opt_state, {"mean": jnp.mean(batch)}
+
+
+def init():
+    return {"w": jnp.ones((8, 4)), "odd": jnp.ones((3, 5))}
+
+
+@pytest.fixture(scope="module")
+def trees(zero):
+    params = zero.init(init)
+    return params, zero.init_optimizer(optax.sgd(0.1, momentum=0.9), params)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs `every`"),
+        ({"every": 0}, "`every` of `LocalSteps` must be an integer of at least 1; got 0"),
+        ({"every": 10, "fragments": 3}, "`fragments` must divide `every`.* got 3 fragments for 10"),
+        ({"every": 6, "fragments": 3, "delay": 3}, "`delay` must be at most .* = 2 steps.*got 3"),
+        ({"every": 6, "mixing": 1.0}, "`mixing` is the weight .* got 1.0"),
+        ({"every": 6, "codec": 4}, "`codec` must be a codec .* got 4"),
+        ({"every": 6, "outer": 0.7}, "`outer` must be an optax optimizer.* got 0.7"),
+        ({"every": 6, "tau": 2}, "no option `tau`; it has every, delay, fragments"),
+    ],
+)
+def test_options(zero, options, message):
+    with pytest.raises(ValueError, match=message):
+        zero.local_steps(step, **options)
+
+
+def test_meshes_and_configs_without_use():
+    one = jz.Zero(jz.make_mesh(1, devices=jax.devices()[:2]))
+    with pytest.raises(ValueError, match="the mesh has one node"):
+        one.local_steps(step, every=2)
+    mesh = jz.make_mesh(2, devices=jax.devices()[:4])
+    with pytest.raises(ValueError, match="`WeightDelta` and `ErrorFeedback`"):
+        jz.Zero(mesh, jz.zeropp4()).local_steps(step, every=2)
+    offload = jz.ZeroConfig(offload=jz.Offload(weights=True))
+    with pytest.raises(NotImplementedError, match="Leave out `offload`"):
+        jz.Zero(mesh, offload).local_steps(step, every=2)
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        (np.ones((3, 8)), r"batches of 2 steps, stacked.* is float64\[3, 8\]"),
+        ({"x": np.ones((2, 8)), "y": 3.0}, "the leaf `y` is float"),
+        (np.ones((2, 6)), "6 rows for each step, which 4 devices cannot share"),
+        ({"x": np.ones((2, 8)), "y": np.ones((2, 4))}, "`x` has 8 rows and `y` has 4"),
+    ],
+)
+def test_batches(zero, trees, batches, message):
+    rounds = zero.local_steps(step, every=2)
+    state = rounds.init(*trees)
+    with pytest.raises(ValueError, match=message):
+        rounds(state, batches)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (lambda p, o, b: (p, o), "`step` must return three values; got 2"),
+        (lambda p, o, b: ({"w": p["w"]}, o, 0.0), "returns `params` with another structure"),
+        (
+            lambda p, o, b: ({**p, "w": p["w"].astype(jnp.bfloat16)}, o, 0.0),
+            r"returns `params`, leaf `w`, as bfloat16\[8, 4\]; it was given float32\[8, 4\]",
+        ),
+    ],
+)
+def test_what_a_step_returns(zero, trees, bad, message):
+    rounds = zero.local_steps(bad, every=2)
+    with pytest.raises(ValueError, match=message):
+        rounds(rounds.init(*trees), np.ones((2, 8), np.float32))
+
+
+def test_a_loss_may_not_reach_other_nodes(zero, trees):
+    def across(params, opt_state, batch):
+        def loss(params, batch):
+            return jax.lax.pmean(jnp.mean(batch), ("node", "local")) * jnp.sum(params["w"])
+
+        zero.value_and_grad(loss)(params, batch)
+        return params, opt_state, {}
+
+    rounds = zero.local_steps(across, every=2)
+    with pytest.raises(ValueError, match="over the axis `node`, inside `zero.local_steps`"):
+        rounds(rounds.init(*trees), np.ones((2, 8), np.float32))
+
+
+def test_states(zero, trees):
+    rounds = zero.local_steps(step, every=2)
+    batches = np.ones((2, 8), np.float32)
+    with pytest.raises(ValueError, match="do not know the trees yet"):
+        rounds(trees[0], batches)
+    with pytest.raises(ValueError, match="do not know the trees yet"):
+        rounds.report()
+    state = rounds.init(*trees)
+    with pytest.raises(ValueError, match="must be a `LocalState`.*got dict"):
+        rounds(trees[0], batches)
+    other = zero.local_steps(step, every=2)
+    other.init({"w": trees[0]["w"]}, trees[1])
+    with pytest.raises(ValueError, match="`state.params` is not that of the trees given to `init`"):
+        other(state, batches)
+
+
+def test_trees_that_cannot_be_exchanged(zero, trees):
+    frozen = zero.shard({"w": np.ones((256, 128), np.float32)}, codec=jz.Int8())
+    with pytest.raises(NotImplementedError, match="cannot take the leaf `w`, which is stored enc"):
+        zero.local_steps(step, every=2).init(frozen, trees[1])
+    factored = optax.adafactor(0.1, min_dim_size_to_factor=2)
+    rounds = zero.local_steps(step, every=2, fragments=2, outer=factored)
+    with pytest.raises(ValueError, match="`outer` keeps an array of shape .* Take `fragments=1`"):
+        rounds.init(*trees)

@@ -1,0 +1,140 @@
+"""Which elements are exchanged when, and what arrives: steps that add a constant tell it exactly.
+
+On node m every step adds c_m to every parameter. So the value of an element at the end of a round
+says at which step it was sent, received and merged. All numbers are small integers and halves, for
+which float32 is exact.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxzero as jz
+from jaxzero._sharding import StoredArray
+
+NODES, EVERY, FRAGMENTS = 2, 12, 3
+STEPS = EVERY // FRAGMENTS
+SHAPES = {
+    "stack": (6, 8),
+    "odd": (7, 3),  # padded on four devices, and cut unevenly
+    "vector": (10,),
+    "scalar": (),
+    "wide": (2, 2, 9),
+}
+PER_NODE = np.array([1.0, 3.0])  # c_m, of mean 2
+
+
+def init():
+    return {name: jnp.full(shape, 5.0) for name, shape in SHAPES.items()}
+
+
+def step(params, opt_state, batch):
+    """Add the mean of the node's rows to every parameter."""
+    change = jnp.mean(batch)
+    return jax.tree.map(lambda x: x + change, params), opt_state, {"change": change}
+
+
+def batches(every=EVERY):
+    rows = np.repeat(PER_NODE, 4)  # rows are split over nodes first
+    return np.broadcast_to(rows, (every, 8)).astype(np.float32)
+
+
+def rounds_of(mesh, method, preset=jz.zero3):
+    zero = jz.Zero(mesh, preset())
+    rounds = zero.local_steps(step, method)
+    return zero, rounds, rounds.init(zero.init(init), jnp.zeros(()))
+
+
+def turns_of(outer, start, num_steps):
+    """For each element the number of steps after which it was sent, from its outer value."""
+    return (outer - start) / PER_NODE.mean() - num_steps
+
+
+def expected(sent, delay, mixing):
+    """Each node's value at the end of a round, of elements sent after `sent` steps."""
+    mean, arrival = 5.0 + sent * PER_NODE.mean(), sent + delay
+    own = np.expand_dims(PER_NODE, tuple(range(1, 1 + sent.ndim)))
+    if mixing is None:
+        merged = mean + delay * own
+    else:
+        merged = mixing * (5.0 + arrival * own) + (1 - mixing) * mean
+    return merged + (EVERY - arrival) * own
+
+
+@pytest.fixture(scope="module", params=["real", "simulated"])
+def mesh(request):
+    if request.param == "simulated":
+        return jz.make_mesh(NODES, simulate=4)
+    return jz.make_mesh(NODES, devices=jax.devices()[:4])
+
+
+@pytest.mark.parametrize(("delay", "mixing"), [(0, None), (2, None), (4, 0.5)])
+def test_every_element_is_sent_once_in_a_round_and_merged_as_asked(mesh, delay, mixing):
+    outer = optax.sgd(1.0)
+    method = jz.LocalSteps(
+        every=EVERY, fragments=FRAGMENTS, delay=delay, mixing=mixing, outer=outer
+    )
+    zero, rounds, state = rounds_of(mesh, method)
+    state, metrics = rounds(state, batches())
+    np.testing.assert_array_equal(
+        metrics["change"], np.broadcast_to(PER_NODE, (EVERY, NODES)).astype(np.float32)
+    )
+    received = zero.unshard(rounds.mean(state))
+    for name, shape in SHAPES.items():
+        outer_params = _whole(state.outer_params[name], shape)
+        sent = (outer_params - 5.0) / PER_NODE.mean()  # steps before it was sent
+        turn = (sent + delay) / STEPS
+        assert set(np.unique(turn)) <= {1.0, 2.0, 3.0}, name
+        if len(shape) and max(shape) > FRAGMENTS:
+            counts = [(turn == i).sum() for i in (1, 2, 3)]
+            assert max(counts) - min(counts) <= np.prod(shape) / 2, (name, counts)
+        values = expected(sent, delay, mixing)
+        own = _whole(state.params[name], (NODES, *shape))
+        np.testing.assert_array_equal(own, values, err_msg=name)
+        np.testing.assert_array_equal(received[name], values.mean(0), err_msg=name)
+
+
+def test_stacks_are_cut_by_layers(mesh):
+    method = jz.LocalSteps(every=EVERY, fragments=FRAGMENTS, outer=optax.sgd(1.0))
+    _, rounds, state = rounds_of(mesh, method)
+    state, _ = rounds(state, batches())
+    turn = (np.asarray(state.outer_params["stack"]) - 5.0) / PER_NODE.mean() / STEPS
+    np.testing.assert_array_equal(turn, np.repeat([[1.0], [2.0], [3.0]], 2, axis=0) * np.ones(8))
+
+
+@pytest.mark.parametrize("codec", [jz.Int4(block=32), jz.Int8(block=32)])
+def test_what_a_message_leaves_out_is_sent_later(codec):
+    mesh = jz.make_mesh(NODES, devices=jax.devices()[:4])
+    config = jz.ZeroConfig(min_quantized_size=0)
+    zero = jz.Zero(mesh, config)
+
+    def drift(params, opt_state, batch):
+        direction = jax.random.normal(jax.random.key(0), (64, 8))
+        return {"w": params["w"] + direction * jnp.mean(batch)}, opt_state, {}
+
+    method = jz.LocalSteps(every=1, outer=optax.sgd(1.0), codec=codec)
+    rounds = zero.local_steps(drift, method)
+    state = rounds.init(zero.init(lambda: {"w": jnp.zeros((64, 8))}), jnp.zeros(()))
+    direction = np.asarray(jax.random.normal(jax.random.key(0), (64, 8)), np.float64)
+    num, largest = 6, 0.0
+    for i in range(num):
+        state, _ = rounds(state, batches(1))
+        residual = np.asarray(state.residuals["w"].astype(jnp.float32), np.float64).mean(0)
+        exact = direction * PER_NODE.mean() * (i + 1)
+        # Outer parameters lack what was left out, to the rounding of residuals (bfloat16, in each
+        # round) and of sums (float32).
+        largest = max(largest, np.abs(residual).max())
+        bound = (i + 1) * largest * 2**-8 + (i + 1) * np.abs(exact).max() * 2**-22
+        lacking = exact - np.asarray(state.outer_params["w"], np.float64)
+        np.testing.assert_allclose(-lacking, residual, atol=bound, rtol=0)
+    assert 0 < largest < np.abs(direction).max() * PER_NODE.max()
+
+
+def _whole(x, shape):
+    """An array without the padding that its layout has."""
+    data = x.data if isinstance(x, StoredArray) else x
+    return np.asarray(data, np.float64)[tuple(slice(size) for size in shape)]

@@ -1,0 +1,206 @@
+"""Rounds of local steps, against each node trained by itself on one device, averaged in numpy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import jaxzero as jz
+from benchmarks.compiled._hlo import collectives
+
+NODES, EVERY, WIDTH, LAYERS = 2, 4, 8, 4
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+def init(key):
+    keys = jax.random.split(key, 3)
+    return {
+        "layers": jax.random.normal(keys[0], (LAYERS, WIDTH, WIDTH)) * 0.3,
+        "bias": jax.random.normal(keys[1], (WIDTH,)),
+        "head": jax.random.normal(keys[2], (WIDTH, 3)),
+        "scale": jnp.ones(()),
+    }
+
+
+def loss(params, batch):
+    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch["x"], params["layers"])
+    out = (h + params["bias"][None]) @ params["head"] * params["scale"]
+    return jnp.mean((out - batch["y"]) ** 2)
+
+
+def step_of(zero, tx=TX):
+    def step(params, opt_state, batch):
+        value, grads = zero.value_and_grad(loss)(params, batch)
+        with jax.numpy_dtype_promotion("standard"):  # Adam's `decay ** count`
+            updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, {"loss": value}
+
+    return step
+
+
+def batches(seed, every=EVERY):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(every, 16, WIDTH)).astype(np.float32)
+    return {"x": x, "y": np.sin(x[..., :3])}
+
+
+def make_mesh(kind):
+    if kind == "simulated":
+        return jz.make_mesh(NODES, simulate=4)
+    axis_type = getattr(AxisType, kind)
+    return jz.make_mesh(NODES, devices=jax.devices()[:4], axis_type=axis_type)
+
+
+class Reference:
+    """Local steps on one device: each node in turn, and the outer step in numpy."""
+
+    def __init__(self, params, *, rate=1.0, momentum=0.0, tx=TX):
+        self.outer = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+        self.momentum = jax.tree.map(np.zeros_like, self.outer)
+        self.params = [params] * NODES
+        self.states = [tx.init(params)] * NODES
+        self.rate, self.decay = rate, momentum
+        self._step = jax.jit(step_of(_Plain(), tx))
+
+    def round(self, batches):
+        """One round without delay: each node's steps, then the outer step."""
+        losses = np.zeros((EVERY, NODES))
+        for node in range(NODES):
+            for i in range(EVERY):
+                rows = slice(8 * node, 8 * node + 8)
+                batch = {name: x[i, rows] for name, x in batches.items()}
+                self.params[node], self.states[node], metrics = self._step(
+                    self.params[node], self.states[node], batch
+                )
+                losses[i, node] = metrics["loss"]
+        mean = jax.tree.map(
+            lambda *x: np.mean([np.asarray(v, np.float64) for v in x], 0), *self.params
+        )
+        delta = jax.tree.map(np.subtract, self.outer, mean)
+        self.momentum = jax.tree.map(lambda m, d: self.decay * m + d, self.momentum, delta)
+        self.outer = jax.tree.map(
+            lambda w, m, d: w - self.rate * (d + self.decay * m), self.outer, self.momentum, delta
+        )
+        self.params = [jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), self.outer)] * NODES
+        return losses
+
+
+class _Plain:
+    """In the place of a `Zero`, where there is one device."""
+
+    value_and_grad = staticmethod(jax.value_and_grad)
+
+
+@pytest.mark.parametrize(
+    ("kind", "preset"),
+    [("Auto", jz.zero3), ("Explicit", jz.zero3), ("simulated", jz.zero3), ("Auto", jz.ddp)],
+)
+def test_diloco_is_that_of_one_device(kind, preset):
+    zero = jz.Zero(make_mesh(kind), preset())
+    full = jax.device_get(init(jax.random.key(0)))
+    params = zero.shard(full)
+    rounds = zero.local_steps(step_of(zero), jz.diloco(every=EVERY))
+    state = rounds.init(params, zero.init_optimizer(TX, params))
+    run = jax.jit(rounds, donate_argnums=0)
+    reference = Reference(full, rate=0.7, momentum=0.9)
+    for seed in range(2):
+        state, metrics = run(state, batches(seed))
+        # Eight steps of float32, each of some fifty roundings, whose errors Adam's division by the
+        # root of the second moment carries over undamped: 8 * 50 * 2**-24.
+        losses = reference.round(batches(seed))
+        np.testing.assert_allclose(metrics["loss"], losses, rtol=3e-5)
+    mean = zero.unshard(rounds.mean(state))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=3e-5, atol=3e-5), mean, reference.outer
+    )
+
+
+def test_one_step_without_delay_is_synchronous():
+    tx = optax.sgd(0.1)
+    mesh = make_mesh("Auto")
+    zero, hsdp = jz.Zero(mesh, jz.zero3()), jz.Zero(mesh, jz.hsdp())
+    full = jax.device_get(init(jax.random.key(1)))
+    params, synchronous = zero.shard(full), hsdp.shard(full)
+    rounds = zero.local_steps(step_of(zero, tx), every=1, outer=optax.sgd(1.0))
+    state = rounds.init(params, zero.init_optimizer(tx, params))
+    opt_state = hsdp.init_optimizer(tx, synchronous)
+    run, step = jax.jit(rounds), jax.jit(step_of(hsdp, tx))
+    for seed in range(3):
+        stacked = batches(seed, every=1)
+        state, _ = run(state, stacked)
+        batch = jax.tree.map(lambda x: x[0], stacked)
+        synchronous, opt_state, _ = step(synchronous, opt_state, batch)
+    # Three steps; each rounds parameters and gradients a few times.
+    close = lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=2e-6)  # noqa: E731
+    jax.tree.map(close, zero.unshard(rounds.mean(state)), hsdp.unshard(synchronous))
+
+
+@pytest.fixture(scope="module")
+def streaming():
+    """A run with fragments, a delay and 4 bits: zero, rounds, the compiled round and two states."""
+    zero = jz.Zero(make_mesh("Auto"), jz.ZeroConfig(min_quantized_size=0))
+    params = zero.init(init, jax.random.key(0))
+    method = jz.streaming_diloco(every=EVERY, fragments=2, delay=1, codec=jz.Int4(block=32))
+    rounds = zero.local_steps(step_of(zero), method)
+    first = rounds.init(params, zero.init_optimizer(TX, params))
+    run = jax.jit(rounds).lower(first, batches(0)).compile()
+    return zero, rounds, run, first, run(first, batches(0))[0]
+
+
+def test_only_fragments_cross_between_nodes(streaming):
+    _, rounds, run, _, _ = streaming
+    crossing = [
+        found
+        for found in collectives(run.as_text())
+        if any(len({device // 2 for device in group}) > 1 for group in found.groups)
+    ]
+    assert [found.op for found in crossing] == ["all-gather"]
+    sent = rounds.report().bytes_between_nodes
+    received_by_a_node = crossing[0].entering_bytes * 2 * 2  # two devices, two fragments
+    assert received_by_a_node == sent
+
+
+def test_nodes_agree_on_the_outer_parameters_to_the_bit(streaming):
+    *_, state = streaming
+    for x in jax.tree.leaves((state.outer_params, state.outer_state)):
+        by_index = {}
+        for shard in x.addressable_shards:
+            by_index.setdefault(str(shard.index), []).append(np.asarray(shard.data))
+        assert all(len(same) > 1 for same in by_index.values())
+        for same in by_index.values():
+            for other in same[1:]:
+                np.testing.assert_array_equal(same[0], other)
+    own = np.asarray(state.params["layers"])
+    assert not np.array_equal(own[0], own[1])
+
+
+def test_a_restored_run_goes_on_to_the_bit(streaming, tmp_path):
+    zero, rounds, run, first, state = streaming
+    with jz.Checkpoints(tmp_path, zero) as checkpoints:
+        checkpoints.save(1, {"local": state})
+        restored = checkpoints.restore(like={"local": first}).state["local"]
+    there, here = run(restored, batches(1))[0], run(state, batches(1))[0]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(there), jax.device_get(here))
+
+
+def test_another_number_of_nodes_joins_with_the_mean(streaming, tmp_path):
+    zero, rounds, _, _, state = streaming
+    with jz.Checkpoints(tmp_path, zero) as checkpoints:
+        checkpoints.save(1, {"local": state})
+    wide = jz.Zero(jz.make_mesh(4, devices=jax.devices()[:8]), zero.config)
+    params = wide.abstract(init, jax.random.key(0))
+    more = wide.local_steps(step_of(wide), rounds.method)
+    like = more.abstract(params, wide.init_optimizer(TX, params), nodes=NODES)
+    with jz.Checkpoints(tmp_path, wide) as checkpoints:
+        joined = more.rejoin(checkpoints.restore(like={"local": like}).state["local"])
+    mean = jax.device_get(zero.unshard(rounds.mean(state)))
+    for node in range(4):
+        own = np.asarray(joined.params["layers"])[node]
+        np.testing.assert_array_equal(own, mean["layers"])
+    again, metrics = jax.jit(more)(joined, batches(2))
+    assert metrics["loss"].shape == (EVERY, 4)
+    assert np.isfinite(metrics["loss"]).all()
