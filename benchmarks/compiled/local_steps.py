@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -27,6 +29,7 @@ from benchmarks.shared._rows import append_row
 
 from ._cost import Rates
 from ._h200 import h200_mesh
+from ._spans import crossings, num_asynchronous
 from .aot import SIZES, Model
 from .timeline import timeline
 
@@ -86,12 +89,65 @@ def lowered(mesh: jax.sharding.Mesh, settings: Settings, preset: Preset) -> Any:
     return jax.jit(rounds, donate_argnums=0).lower(state, batches)
 
 
+def main(
+    settings: Settings = Settings(),  # noqa: B008
+    presets: Sequence[Preset] = ("zero3", "zeropp"),
+    node_rate: float = 3e9,
+) -> None:
+    """Compile, read, and append a row for each preset.
+
+    Args:
+        settings: model, mesh and exchange.
+        presets: configurations inside a node.
+        node_rate: bytes a second that enter a node.
+    """
+    mesh = h200_mesh(settings.nodes, settings.local)
+    for preset in presets:
+        start = time.perf_counter()
+        program = lowered(mesh, settings, preset)
+        options = jz.compiler_options("cuda", local_steps=True)
+        compiled = program.compile(compiler_options=options)
+        append_row(
+            "local_steps_compiled",
+            {
+                **dataclasses.asdict(settings),
+                "preset": preset,
+                "parameters": _llama.num_parameters(SIZES[settings.model]),
+                "compiler_options": options,
+                **figures(compiled, settings, node_rate),
+                "seconds_to_compile": round(time.perf_counter() - start, 1),
+            },
+        )
+
+
+def figures(compiled: jax.stages.Compiled, settings: Settings, node_rate: float) -> dict[str, Any]:
+    """What crosses between nodes, what that hides behind, memory and predicted time."""
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    crossing = crossings(text, settings.local)
+    total = sum(x.node_bytes * x.trips for x in crossing)
+    hidden = sum(x.node_bytes * x.trips for x in crossing if sum(x.spans) >= settings.delay)
+    model = 2 * _llama.num_parameters(SIZES[settings.model])
+    rates = Rates(num_local=settings.local, node=node_rate)
+    line = timeline(text, rates)
+    without = timeline(text, dataclasses.replace(rates, node=math.inf))
+    waited = line.seconds - without.seconds
+    return {
+        "argument_gib": round(memory.argument_size_in_bytes / 2**30, 3),
+        "temporary_gib": round(memory.temp_size_in_bytes / 2**30, 3),
+        "collectives_between_nodes": [dataclasses.asdict(x) for x in crossing],
+        "share_of_bytes_that_span_the_delay": round(hidden / total, 4),
+        "gib_into_a_node_per_round": round(total / 2**30, 4),
+        "models_into_a_node_per_step": round(total / settings.every / model, 5),
+        "asynchronous_collectives": num_asynchronous(text),
+        "predicted": {
+            "node_rate": node_rate,
+            "step_seconds": round(line.seconds / settings.every, 4),
+            "waited_for_other_nodes_seconds": round(waited / settings.every, 5),
+            "share_waited_for_other_nodes": round(waited / line.seconds, 5),
+            "waited_for_collectives_seconds": round(line.exposed_seconds / settings.every, 4),
+        },
+    }
+
+
 if __name__ == "__main__":
-    import sys, time
-    s = Settings(model=sys.argv[1], every=int(sys.argv[3]), fragments=int(sys.argv[4]), delay=int(sys.argv[5]))
-    mesh = h200_mesh(s.nodes, s.local)
-    t = time.time(); low = lowered(mesh, s, sys.argv[2]); print("lower", time.time()-t, flush=True)
-    c = low.compile(compiler_options=jz.compiler_options("cuda", local_steps=len(sys.argv)>6)); print("compile", time.time()-t)
-    text = c.as_text(); open(f"/tmp/ls/{jax.__version__}_{sys.argv[1]}_{sys.argv[2]}_{sys.argv[3]}_{sys.argv[4]}_{sys.argv[5]}{len(sys.argv)}.hlo","w").write(text)
-    m = c.memory_analysis(); print("temp", m.temp_size_in_bytes/2**30, "arg", m.argument_size_in_bytes/2**30)
-    line = timeline(text, Rates(num_local=s.local, node=3e9)); print(line)
+    tyro.cli(main)
