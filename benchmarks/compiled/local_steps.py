@@ -69,8 +69,8 @@ class Settings:
         )
 
 
-def lowered(mesh: jax.sharding.Mesh, settings: Settings, preset: Preset) -> Any:
-    """One round, lowered for the devices of `mesh`."""
+def lowered(mesh: jax.sharding.Mesh, settings: Settings, preset: Preset) -> tuple[Any, Any]:
+    """One round, lowered for the devices of `mesh`, and its report."""
     zero = jz.Zero(mesh, getattr(jz, preset)())
     size = SIZES[settings.model]
     tx = optax.adamw(1e-4)
@@ -86,7 +86,7 @@ def lowered(mesh: jax.sharding.Mesh, settings: Settings, preset: Preset) -> Any:
     state = rounds.abstract(params, zero.init_optimizer(tx, params))
     rows = settings.rows_per_device * settings.nodes * settings.local
     batches = jax.ShapeDtypeStruct((settings.every, rows, settings.tokens), jnp.int32)
-    return jax.jit(rounds, donate_argnums=0).lower(state, batches)
+    return jax.jit(rounds, donate_argnums=0).lower(state, batches), rounds.report()
 
 
 def main(
@@ -104,7 +104,7 @@ def main(
     mesh = h200_mesh(settings.nodes, settings.local)
     for preset in presets:
         start = time.perf_counter()
-        program = lowered(mesh, settings, preset)
+        program, report = lowered(mesh, settings, preset)
         options = jz.compiler_options("cuda", local_steps=True)
         compiled = program.compile(compiler_options=options)
         append_row(
@@ -114,13 +114,14 @@ def main(
                 "preset": preset,
                 "parameters": _llama.num_parameters(SIZES[settings.model]),
                 "compiler_options": options,
+                "held_by_a_device": dict(report.device_bytes),
                 **figures(compiled, settings, node_rate),
                 "seconds_to_compile": round(time.perf_counter() - start, 1),
             },
         )
 
 
-def figures(compiled: jax.stages.Compiled, settings: Settings, node_rate: float) -> dict[str, Any]:
+def figures(compiled: Any, settings: Settings, node_rate: float) -> dict[str, Any]:
     """What crosses between nodes, what that hides behind, memory and predicted time."""
     text, memory = compiled.as_text(), compiled.memory_analysis()
     crossing = crossings(text, settings.local)

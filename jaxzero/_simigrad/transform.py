@@ -176,15 +176,18 @@ def simigrad(
             return new, small._replace(inner=inner_state)
 
         def wait(small):
-            # Zeros like `updates`, which have a sharding where mesh axes are explicit.
-            new = jax.eval_shape(run_inner)[0]
-            return jax.tree.map(lambda x, g: jnp.zeros_like(g, x.dtype), new, updates), small
+            return _zeros(jax.eval_shape(run_inner)[0], updates), small
 
         small = state._replace(mean=None, half_mean=None)
         new, small = lax.cond(state.count >= state.steps, finish, wait, small)
         return new, small._replace(mean=state.mean, half_mean=state.half_mean)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _zeros(new: Any, updates: Any) -> Any:
+    """Zeros in the dtypes of `new`, split like `updates` where mesh axes are explicit."""
+    return jax.tree.map(lambda x, g: jnp.zeros_like(g, x.dtype), new, updates)
 
 
 def _accumulate(
