@@ -102,7 +102,7 @@ class LocalRounds:
             )
         return LocalState(**fields)
 
-    def __call__(self, state: LocalState, batches: Any) -> tuple[LocalState, Any]:
+    def __call__(self, state: Any, batches: Any) -> tuple[LocalState, Any]:
         """Run one round of `method.every` steps on every node.
 
         Call it under `jax.jit(..., donate_argnums=0, compiler_options=jz.compiler_options(...))`,

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import optax
 
@@ -32,6 +32,8 @@ from .init_fn import Initializer
 from .optimizer_state import init_state, plan_state, trained_part, true_shapes
 from .padding_check import warn_of_padding
 from .placement import gather_full, make_leaves, pad_leaf, place_tree, stored_struct
+
+AnyTrees = TypeVar("AnyTrees", bound="ShardedTrees")
 
 
 class ShardedTrees:
@@ -261,13 +263,13 @@ class ShardedTrees:
     # Shared by the methods above, and with `LocalRounds`.
 
     @functools.cached_property
-    def on_one_node(self) -> Self:
+    def on_one_node(self: AnyTrees) -> AnyTrees:
         """The same configuration, on the devices of one node: for programs of one node."""
         assert not isinstance(self._devices, NodeMesh)
         return type(self)(NodeMesh(self._devices), self.config)
 
     @property
-    def _here(self) -> Self:
+    def _here(self: AnyTrees) -> AnyTrees:
         """This object, or `on_one_node` while a program of one node is traced."""
         is_own = isinstance(self._devices, NodeMesh)
         return self.on_one_node if is_one_node() and not is_own else self

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,14 +40,26 @@ def trees(zero):
         ({"every": 10, "fragments": 3}, "`fragments` must divide `every`.* got 3 fragments for 10"),
         ({"every": 6, "fragments": 3, "delay": 3}, "`delay` must be at most .* = 2 steps.*got 3"),
         ({"every": 6, "mixing": 1.0}, "`mixing` is the weight .* got 1.0"),
-        ({"every": 6, "codec": 4}, "`codec` must be a codec .* got 4"),
-        ({"every": 6, "outer": 0.7}, "`outer` must be an optax optimizer.* got 0.7"),
         ({"every": 6, "tau": 2}, "no option `tau`; it has every, delay, fragments"),
     ],
 )
 def test_options(zero, options, message):
     with pytest.raises(ValueError, match=message):
         zero.local_steps(step, **options)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("codec", 4, "`codec` must be a codec .* got 4"),
+        ("outer", 0.7, "`outer` must be an optax optimizer.* got 0.7"),
+    ],
+)
+def test_options_of_another_type(field, value, message):
+    method = copy.copy(jz.diloco())  # tests check annotations of calls first
+    object.__setattr__(method, field, value)
+    with pytest.raises(ValueError, match=message):
+        method.__post_init__()
 
 
 def test_meshes_and_configs_without_use():
