@@ -35,6 +35,13 @@ class LocalReport:
     bytes_between_nodes: int
 
     @property
+    def timeline(self) -> tuple[tuple[int, int], ...]:
+        """For each fragment, after how many steps of the round it is sent, and used."""
+        steps = self.every // self.fragments
+        ends = range(steps, self.every + 1, steps)
+        return tuple((end - self.delay, end) for end in ends)
+
+    @property
     def bytes_per_step(self) -> float:
         """Bytes that enter one node in a step, on average."""
         return self.bytes_between_nodes / self.every
@@ -49,27 +56,33 @@ class LocalReport:
         return {
             **dataclasses.asdict(self),
             "device_bytes": dict(self.device_bytes),
+            "timeline": self.timeline,
             "bytes_per_step": self.bytes_per_step,
             "models_per_step": self.models_per_step,
         }
 
     def __str__(self) -> str:
-        rows = [
+        held = [
             (name.replace("_", " "), readable_bytes(size))
             for name, size in self.device_bytes.items()
         ]
-        total = readable_bytes(sum(self.device_bytes.values()))
-        spans = f"each spans {self.delay} steps" if self.delay else "nodes wait for each"
-        sent = readable_bytes(self.bytes_between_nodes)
-        table = TextTable(
-            title=f"Local steps: {self.num_nodes} nodes, {self.every} steps in a round",
-            headings=("Held between rounds", "Bytes of a device"),
-            rows=[*rows, ("total", total)],
+        memory = TextTable(
+            title=f"Local steps: {self.num_nodes} nodes, rounds of {self.every} steps",
+            headings=("Held between rounds", "On a device"),
+            rows=[*held, ("total", readable_bytes(sum(self.device_bytes.values())))],
+        )
+        size = readable_bytes(self.bytes_between_nodes // self.fragments)
+        exchanges = TextTable(
+            headings=("Fragment", "Sent after step", "Used after step", "Into a node"),
+            rows=[
+                (f"{number} in {self.codec or 'float32'}", str(sent), str(used), size)
+                for number, (sent, used) in enumerate(self.timeline)
+            ],
             footer=(
-                f"Into a node: {sent} in a round, in {self.fragments} messages of "
-                f"{self.codec or 'float32'}; {spans}.",
-                f"Of a step: {readable_bytes(int(self.bytes_per_step))}, "
+                f"Into a node: {readable_bytes(self.bytes_between_nodes)} in a round, "
+                f"{readable_bytes(int(self.bytes_per_step))} in a step, which is "
                 f"{self.models_per_step:.4f} of the exchanged parameters in 16 bits.",
+                *(() if self.delay else ("Nodes wait for each fragment (`delay=0`).",)),
             ),
         )
-        return "\n".join(table.lines(100))
+        return "\n".join([*memory.lines(100), "", *exchanges.lines(100)])

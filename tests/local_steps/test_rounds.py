@@ -196,6 +196,20 @@ def test_only_fragments_cross_between_nodes(streaming):
     assert received_by_a_node == sent
 
 
+def test_the_report_counts_what_arrays_take(streaming):
+    _, rounds, _, first, _ = streaming
+    report = rounds.report()
+    for name, size in report.device_bytes.items():
+        shards = [x.addressable_shards[0].data for x in jax.tree.leaves(getattr(first, name))]
+        assert size == sum(x.nbytes for x in shards), name
+    assert report.timeline == ((1, 2), (3, 4))
+    text = str(report)
+    assert "rounds of 4 steps" in text
+    assert "0 in int4" in text
+    elements = sum(x[0].size for x in jax.tree.leaves(first.params))
+    assert report.models_per_step == report.bytes_between_nodes / EVERY / (2 * elements)
+
+
 def test_nodes_agree_on_the_outer_parameters_to_the_bit(streaming):
     *_, state = streaming
     for x in jax.tree.leaves((state.outer_params, state.outer_state)):
