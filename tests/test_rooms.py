@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # What a room imports lies on a lower floor: in an earlier line, or left of it in the same line.
 FLOORS = [
     ["jaxzero._warnings", "jaxzero._regular_file", "jaxzero._raw", "jaxzero._text"],
-    ["jaxzero.pallas_kernels", "jaxzero._processes", "jaxzero._checked_json"],
+    ["jaxzero.pallas_kernels", "jaxzero._processes", "jaxzero._checked_json", "jaxzero._hlo"],
     ["jaxzero._codecs", "jaxzero._mesh", "jaxzero.launch", "jaxzero.models"],
     ["jaxzero._sharding"],
     ["jaxzero._collectives", "jaxzero._program", "jaxzero._simigrad", "jaxzero.distributed"],
@@ -46,6 +46,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # The seams to what JAX keeps to itself: jaxprs, and the client of its coordination service.
 JAXPRS = {
+    "jaxzero._hlo.host_memory",
     "jaxzero._mesh.memory",
     "jaxzero._mesh.per_device",
     *(f"jaxzero._program.{x}" for x in ("ir", "trace")),

@@ -11,9 +11,9 @@ import json
 import re
 from collections.abc import Iterator
 
-from ._cost import collective_of, flops
-from ._instructions import Computation, Instruction, Program, parse
-from ._traffic import traffic
+from jaxzero._hlo.cost import collective_of, flops
+from jaxzero._hlo.instructions import Computation, Instruction, Program, parse
+from jaxzero._hlo.traffic import traffic
 
 _SLICE = re.compile(r'"dynamic_slice_config":')
 _FLAT = {"loop_index", "byte_offset", "byte_stride"}  # as the XLA of JAX 0.10.2 writes it

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from ._cost import Rates, collective_of, link_bytes
-from ._instructions import Computation, Instruction, Program, parse
+from jaxzero._hlo.cost import Rates, collective_of, link_bytes
+from jaxzero._hlo.instructions import Computation, Instruction, Program, parse
 
 
 @dataclasses.dataclass(frozen=True)

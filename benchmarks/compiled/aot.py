@@ -7,7 +7,7 @@
 Needs jaxzero[aot]. The same model is compiled ahead of time with GSPMD, once as a user would
 first write it and once with sharding constraints on the activations, and with jaxzero. Nothing is
 run. The time of a step is predicted by a cost model over the scheduled program with assumed rates
-(`_cost.Rates`), for comparisons only.
+(`jaxzero._hlo.Rates`), for comparisons only.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ import jaxzero as jz
 from benchmarks.shared import _gspmd, _llama
 from benchmarks.shared._llama import LlamaSize
 from benchmarks.shared._rows import append_row
+from jaxzero._hlo import Rates, timeline
 
-from ._cost import Rates
 from ._h200 import h200_mesh
-from .timeline import timeline
 
 Model = Literal["7b", "7b-unrolled", "1b", "moe", "70b", "70b-unrolled", "tiny", "tiny-unrolled"]
 Variant = Literal["gspmd", "gspmd-by-hand", "zero3", "zeropp", "zeropp4"]

@@ -6,7 +6,7 @@
 Needs jaxzero[aot]. The round of `Zero.local_steps` with AdamW inside is compiled as a user would,
 and nothing is run. A collective between nodes spans a loop of local steps if the loop lies between
 its start and its end. The time of a step is predicted by `timeline.py` with assumed rates
-(`_cost.Rates`), for comparisons only.
+(`jaxzero._hlo.Rates`), for comparisons only.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ import tyro
 import jaxzero as jz
 from benchmarks.shared import _llama
 from benchmarks.shared._rows import append_row
+from jaxzero._hlo import Rates, timeline
 
-from ._cost import Rates
 from ._h200 import h200_mesh
 from ._spans import crossings, num_asynchronous
 from .aot import SIZES, Model
-from .timeline import timeline
 
 Preset = Literal["hsdp", "zero3", "zeropp"]
 

@@ -6,10 +6,11 @@
 Needs jaxzero[aot]. Each variant is compiled twice: resident (nothing in host memory), and with
 weights, gradients and optimizer state in host memory. A step is two programs, the gradients and the
 update by AdamW. Nothing is run: memory is the compiler's, the time of a step is predicted by
-`timeline.py` with assumed rates (`_cost.Rates`, 50 GB/s each way between host and device), for
-comparisons only. A copy counts as hidden if a matrix product lies between its start and its end. It
-is done by a copy engine if XLA knows its address before the loop runs, and by a kernel otherwise,
-which then competes with matrix products for the device; the prediction knows nothing of that.
+`timeline.py` with assumed rates (`jaxzero._hlo.Rates`, 50 GB/s each way between host and device),
+for comparisons only. A copy counts as hidden if a matrix product lies between its start and its
+end. It is done by a copy engine if XLA knows its address before the loop runs, and by a kernel
+otherwise, which then competes with matrix products for the device; the prediction knows nothing of
+that.
 """
 
 from __future__ import annotations
@@ -27,13 +28,12 @@ import tyro
 import jaxzero as jz
 from benchmarks.shared import _llama
 from benchmarks.shared._rows import append_row
+from jaxzero._hlo import Rates, timeline
+from jaxzero._hlo.host_memory import compile_with_host_memory, on_abstract_mesh
 
-from ._cost import Rates
 from ._h200 import h200_mesh
 from ._host_copies import host_copies, host_to_host
-from ._host_memory import compile_with_host_memory, on_abstract_mesh
 from .aot import SIZES, Model
-from .timeline import timeline
 
 Preset = Literal["zero3", "zeropp", "zeropp4"]
 _GIB = 2**30

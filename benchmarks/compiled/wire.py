@@ -25,9 +25,9 @@ import jaxzero as jz
 from benchmarks.shared import _llama
 from benchmarks.shared._llama import LlamaSize
 from benchmarks.shared._rows import append_row
+from jaxzero._hlo.collectives import collectives
 
 from ._h200 import h200_mesh
-from ._hlo import collectives
 
 _CONFIGS = {"zero3": jz.zero3(), "zeropp": jz.zeropp(), "zeropp4": jz.zeropp4()}
 

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from benchmarks.compiled._cost import Rates
 from benchmarks.compiled._host_copies import (
     host_copies,
     host_to_host,
     share_spanning,
     slice_strides,
 )
-from benchmarks.compiled.timeline import main, timeline
+from benchmarks.compiled.timeline import main
+from jaxzero._hlo import Rates, timeline
 
 # A row of 4096 bytes crosses the link to the host in 1 ms and is read from the device's memory in
 # half of that; a product of two rows takes 3 ms.

@@ -9,12 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.compiled._h200 import h200_mesh
 from benchmarks.compiled._host_copies import host_copies, host_to_host, slice_strides
-from benchmarks.compiled._host_memory import (
-    HOST,
-    compile_with_host_memory,
-    host_bytes,
-    on_abstract_mesh,
-)
+from jaxzero._hlo.host_memory import HOST, compile_with_host_memory, host_bytes, on_abstract_mesh
 
 Space = jax.memory.Space
 LAYERS, WIDTH, DEVICES = 6, 256, 16

@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 import jaxzero as jz
-from benchmarks.compiled import _hlo
 from jaxzero._collectives.ledger import labelled
+from jaxzero._hlo import collectives as _hlo
 from tests import zoo
 
 MX, NV = jz.MXFloat8(), jz.NVFloat4()

@@ -13,8 +13,8 @@ from jax import export
 from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
-from benchmarks.compiled import _hlo
 from jaxzero import pallas_kernels
+from jaxzero._hlo import collectives as _hlo
 from jaxzero.pallas_kernels import (
     Format,
     _collectives,

@@ -37,5 +37,5 @@ def test_messages_span_the_delay(preset, every, fragments, delay, bits):
     assert found[0].spans == (delay,)
     assert found[0].node_bytes * found[0].trips == report.bytes_between_nodes
     # A collective of a step that had the message's stream would wait for it.
-    streams = options["xla_gpu_experimental_parallel_collective_overlap_limit"]
+    streams = int(options["xla_gpu_experimental_parallel_collective_overlap_limit"])
     assert num_asynchronous(text) <= streams

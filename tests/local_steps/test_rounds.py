@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxzero as jz
-from benchmarks.compiled._hlo import collectives
+from jaxzero._hlo.collectives import collectives
 from jaxzero.distributed import check_replicas
 
 NODES, EVERY, WIDTH, LAYERS = 2, 4, 8, 4

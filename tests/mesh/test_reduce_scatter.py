@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
-from benchmarks.compiled import _hlo
+from jaxzero._hlo import collectives as _hlo
 from jaxzero._mesh import mesh as _mesh
 from jaxzero._mesh.gloo_workaround import errs_on, exchanging, reduce_scatter
 from jaxzero._mesh.simulated import SimulatedMesh

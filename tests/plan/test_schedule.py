@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxzero as jz
-from benchmarks.compiled import _hlo
+from jaxzero._hlo import collectives as _hlo
 from jaxzero._plan.block_plan import BlockPlan
 
 WIDTH, LAYERS = 32, 4

@@ -10,7 +10,7 @@ import pytest
 import jaxzero as jz
 from benchmarks.compiled._h200 import h200_mesh
 from benchmarks.compiled._host_copies import host_copies
-from benchmarks.compiled._host_memory import compile_with_host_memory
+from jaxzero._hlo.host_memory import compile_with_host_memory
 
 LAYERS, WIDTH, TOKENS = 5, 256, 512
 OFFLOAD = jz.Offload(weights=True, gradients=True, optimizer=True, min_size=2**14)

@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 
 import jaxzero as jz
-from benchmarks.compiled._cost import Rates
-from benchmarks.compiled.timeline import timeline
+from jaxzero._hlo import Rates, timeline
 from jaxzero._report.timeline import live_bytes, spans
 from tests.plan import test_schedule
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxzero as jz
-from benchmarks.compiled import _hlo
+from jaxzero._hlo import collectives as _hlo
 
 from .helpers import assert_same_bits, feed_all, make_gradients, make_params, make_simigrad
 

@@ -12,8 +12,8 @@ import pytest
 import jaxzero as jz
 from benchmarks.compiled._h200 import h200_mesh
 from benchmarks.compiled._host_copies import host_copies, host_to_host
-from benchmarks.compiled._host_memory import compile_with_host_memory, on_abstract_mesh
-from benchmarks.compiled._instructions import parse
+from jaxzero._hlo.host_memory import compile_with_host_memory, on_abstract_mesh
+from jaxzero._hlo.instructions import parse
 from jaxzero._windowed_update.update import WINDOW_BYTES
 
 pytestmark = pytest.mark.standard_promotion

@@ -7,13 +7,13 @@ import jax
 import pytest
 
 import jaxzero as jz
-from benchmarks.compiled import _hlo, aot, wire
-from benchmarks.compiled._cost import Rates
+from benchmarks.compiled import aot, wire
 from benchmarks.compiled._h200 import h200_mesh
-from benchmarks.compiled._instructions import parse
-from benchmarks.compiled.timeline import timeline
 from benchmarks.shared import _llama
 from benchmarks.shared._llama import LlamaSize
+from jaxzero._hlo import Rates, timeline
+from jaxzero._hlo import collectives as _hlo
+from jaxzero._hlo.instructions import parse
 
 SIZE = LlamaSize(layers=3, width=256, hidden=704, heads=4, vocabulary=512)
 NODES, LOCAL = 2, 8

@@ -23,8 +23,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
-from benchmarks.compiled import _hlo
 from benchmarks.shared import _gspmd
+from jaxzero._hlo import collectives as _hlo
 from tests import zoo
 
 pytestmark = pytest.mark.slow
@@ -296,7 +296,11 @@ def test_stack_whose_layers_divide_and_whose_dims_do_not():
 
 def test_shapes_and_collectives_are_read():
     text = "%a = f32[2,64]{1,0} all-gather(f32[1,64]{1,0} %p), dimensions={0}\n%b = bf16[] add(...)"
-    assert [str(shape) for shape in _hlo.shapes(text)] == ["f32[2, 64]", "f32[1, 64]", "bf16[]"]
+    assert [str(shape) for shape in _hlo.shapes(text)] == [
+        "f32[2, 64]",
+        "f32[1, 64]",
+        "bf16[]",
+    ]
     (gather,) = _hlo.collectives(text)
     assert gather.op == "all-gather"
     assert gather.results[0].num_bytes == 512

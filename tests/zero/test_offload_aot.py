@@ -11,13 +11,12 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxzero as jz
-from benchmarks.compiled._cost import Rates
 from benchmarks.compiled._h200 import h200_mesh
 from benchmarks.compiled._host_copies import host_copies, host_to_host, slice_strides
-from benchmarks.compiled._host_memory import compile_with_host_memory
-from benchmarks.compiled.timeline import timeline
 from benchmarks.shared import _llama
 from benchmarks.shared._llama import LlamaSize
+from jaxzero._hlo import Rates, timeline
+from jaxzero._hlo.host_memory import compile_with_host_memory
 from tests.zero.offload_policy import offload_only
 
 pytestmark = pytest.mark.standard_promotion

@@ -12,8 +12,8 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
-from ._hlo import Shape
-from ._instructions import Computation, Instruction, Program
+from .collectives import Shape
+from .instructions import Computation, Instruction, Program
 
 NO_WORK = {
     "parameter",

@@ -12,9 +12,9 @@ import dataclasses
 import math
 import re
 
-from ._hlo import Collective, collectives
-from ._instructions import Computation, Instruction, Program
-from ._traffic import NO_WORK, traffic
+from .collectives import Collective, collectives
+from .instructions import Computation, Instruction, Program
+from .traffic import NO_WORK, traffic
 
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s(?:=|":)[{\[]([\d," ]*)[}\]]')
 

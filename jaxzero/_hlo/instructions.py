@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import re
 
-from ._hlo import Shape, shapes
+from .collectives import Shape, shapes
 
 _HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
 _LINE = re.compile(r"^\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)$")

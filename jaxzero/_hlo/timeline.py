@@ -1,0 +1,203 @@
+"""Predict the timeline of a compiled program as streams of compute, communication and host copies.
+
+It is a model with assumed rates, for comparing programs: nothing is run, the time of a kernel
+depends on its arithmetic and memory traffic only, and links have no other traffic. Instructions
+are simulated in the order of the compiler's schedule. One stream computes, and another runs the
+collectives one after the other: an asynchronous one begins at its `-start`, once the stream is
+free, and is waited for at its `-done`. Copies from the host's memory run in the same way on a third
+stream, and copies to it on a fourth; an instruction that is not asynchronous and reads or writes
+host memory is waited for at once. The body of a loop is simulated once, with nothing in flight at
+its start, and multiplied by the trip count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+
+from .collectives import Collective
+from .cost import Rates, collective_of, collective_seconds, compute_seconds, link_bytes
+from .instructions import Computation, Instruction, Program, parse
+from .traffic import Traffic, traffic
+
+
+@dataclasses.dataclass
+class Timeline:
+    """Seconds and bytes of one run on one device.
+
+    Attributes:
+        seconds: from beginning to end.
+        compute_seconds: spent computing.
+        communication_seconds: that collectives take, hidden or not.
+        exposed_seconds: spent waiting for collectives.
+        launches: collectives that are run, by name.
+        local_bytes: that a device receives inside its node.
+        node_bytes: that enter a node.
+        asynchronous_bytes: that a device receives, in collectives with compute between
+            their start and their end.
+        received_bytes: that a device receives, in all collectives.
+        host_bytes_in: that a device reads from the host's memory.
+        host_bytes_out: that a device writes to the host's memory.
+        host_seconds: that copies from and to the host take, hidden or not.
+        host_exposed_seconds: spent waiting for copies from and to the host.
+    """
+
+    seconds: float = 0.0
+    compute_seconds: float = 0.0
+    communication_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    launches: Counter[str] = dataclasses.field(default_factory=Counter)
+    local_bytes: float = 0.0
+    node_bytes: float = 0.0
+    asynchronous_bytes: float = 0.0
+    received_bytes: float = 0.0
+    host_bytes_in: float = 0.0
+    host_bytes_out: float = 0.0
+    host_seconds: float = 0.0
+    host_exposed_seconds: float = 0.0
+
+    @property
+    def asynchronous_share(self) -> float:
+        """Of the bytes received, in collectives with compute between start and end."""
+        return self.asynchronous_bytes / self.received_bytes if self.received_bytes else 1.0
+
+    @property
+    def hidden_share(self) -> float:
+        """Of the time that collectives take, during which the device computes."""
+        total = self.communication_seconds
+        return 1 - self.exposed_seconds / total if total else 1.0
+
+    @property
+    def host_hidden_share(self) -> float:
+        """Of the time that copies from and to the host take, without that spent waiting."""
+        return 1 - self.host_exposed_seconds / self.host_seconds if self.host_seconds else 1.0
+
+    def add(self, other: Timeline, times: int = 1) -> None:
+        """Append another one, run `times` times."""
+        for field in dataclasses.fields(self):
+            value = getattr(other, field.name)
+            if field.name == "launches":
+                self.launches.update({key: num * times for key, num in value.items()})
+            else:
+                setattr(self, field.name, getattr(self, field.name) + value * times)
+
+
+@dataclasses.dataclass
+class _Flight:
+    """A collective or a copy from or to the host that has been started."""
+
+    collective: Collective | None
+    end: float
+    compute_before: float
+
+
+_Free = dict[str, float]  # of each stream but that of compute: when it has done what it was given
+
+
+def timeline(text: str, rates: Rates) -> Timeline:
+    """Walk a compiled module.
+
+    Args:
+        text: its scheduled HLO.
+        rates: of the machine.
+
+    Raises:
+        ValueError: the text cannot be read, or a loop's trip count is not known.
+    """
+    program = parse(text)
+    return _Walk(program, rates).computation(program.entry)
+
+
+class _Walk:
+    def __init__(self, program: Program, rates: Rates):
+        self.program = program
+        self.rates = rates
+        self.known: dict[str, Timeline] = {}
+
+    def computation(self, within: Computation) -> Timeline:
+        if within.name not in self.known:
+            self.known[within.name] = self._walk(within)
+        return self.known[within.name]
+
+    def _walk(self, within: Computation) -> Timeline:
+        line = Timeline()
+        free: _Free = defaultdict(float)
+        flights: dict[str, _Flight] = {}
+        for instruction in within.instructions:
+            if instruction.op.endswith("-done") and instruction.operands[0] in flights:
+                self._land(line, flights.pop(instruction.operands[0]))
+                continue
+            collective = collective_of(instruction, self.program)
+            moved = traffic(instruction, within, self.program)
+            begun = line.compute_seconds
+            if collective is not None:
+                end = self._send(line, free, collective)
+            elif moved.crossing:
+                end = self._copy(line, free, moved)
+                line.add(*self._inner(instruction, within))
+            else:
+                line.add(*self._inner(instruction, within))
+                continue
+            flight = _Flight(collective, end, begun)
+            if instruction.op.endswith("-start"):
+                flights[instruction.name] = flight
+            else:
+                self._land(line, flight)
+        if flights:
+            raise ValueError(f"{sorted(flights)} in `{within.name}` are started and never awaited")
+        return line
+
+    def _send(self, line: Timeline, free: _Free, collective: Collective) -> float:
+        """Run a collective on its stream; the time of its end."""
+        cost = collective_seconds(collective, self.rates)
+        local, node = link_bytes(collective, self.rates)
+        line.communication_seconds += cost
+        line.launches[collective.op] += 1
+        line.local_bytes += local
+        line.node_bytes += node
+        line.received_bytes += collective.entering_bytes
+        free["collectives"] = max(line.seconds, free["collectives"]) + cost
+        return free["collectives"]
+
+    def _copy(self, line: Timeline, free: _Free, moved: Traffic) -> float:
+        """Run a copy on the streams from and to the host; the time of its end."""
+        line.host_bytes_in += moved.from_host
+        line.host_bytes_out += moved.to_host
+        line.host_seconds += max(moved.from_host, moved.to_host) / self.rates.host
+        end = 0.0
+        for stream, num_bytes in (("from host", moved.from_host), ("to host", moved.to_host)):
+            if num_bytes:
+                free[stream] = max(line.seconds, free[stream]) + num_bytes / self.rates.host
+                end = max(end, free[stream])
+        return end
+
+    def _land(self, line: Timeline, flight: _Flight) -> None:
+        """Wait for what was started."""
+        waited = max(0.0, flight.end - line.seconds)
+        line.seconds += waited
+        if flight.collective is None:
+            line.host_exposed_seconds += waited
+            return
+        line.exposed_seconds += waited
+        if line.compute_seconds > flight.compute_before:
+            line.asynchronous_bytes += flight.collective.entering_bytes
+
+    def _inner(self, instruction: Instruction, within: Computation) -> tuple[Timeline, int]:
+        """What an instruction does by itself, and how often."""
+        called, computations = instruction.called, self.program.computations
+        if instruction.op == "while":
+            body = self.computation(computations[called["body"][0]])
+            if instruction.trips is None and (body.launches or body.host_seconds):
+                raise ValueError(
+                    "a loop with collectives or copies from or to the host has no known trip "
+                    f"count: {instruction}"
+                )
+            return body, instruction.trips or 1
+        if instruction.op == "conditional":
+            branches = called.get("branch_computations", [])
+            lines = [self.computation(computations[name]) for name in branches]
+            return max(lines, key=lambda x: x.seconds, default=Timeline()), 1
+        if instruction.op == "call":
+            return self.computation(computations[called["to_apply"][0]]), 1
+        seconds = compute_seconds(instruction, within, self.program, self.rates)
+        return Timeline(seconds=seconds, compute_seconds=seconds), 1
