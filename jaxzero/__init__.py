@@ -23,6 +23,9 @@ from ._local_steps import diloco as diloco
 from ._local_steps import streaming_diloco as streaming_diloco
 from ._mesh import fold_in_device as fold_in_device
 from ._mesh import make_mesh as make_mesh
+from ._planner import Cluster as Cluster
+from ._planner import Device as Device
+from ._planner import tune as tune
 from ._sharding import CommSchedule as CommSchedule
 from ._sharding import ErrorFeedback as ErrorFeedback
 from ._sharding import HpZ as HpZ

@@ -2,6 +2,7 @@
 
 jaxzero train --steps 100 --learning-rate 1e-4
 jaxzero report --stage 2
+jaxzero plan --model checkpoints/7b --nodes 4 --device h100
 jaxzero inspect checkpoints/7b
 jaxzero convert checkpoints/7b exported --dtype bfloat16 --check
 jaxzero launch --nodes 2 --restart 3 -- train.py
@@ -42,6 +43,7 @@ _ADVICE = {
 _Command = (
     Annotated[jobs.Train, tyro.conf.subcommand("train", prefix_name=False)]
     | Annotated[jobs.Report, tyro.conf.subcommand("report", prefix_name=False)]
+    | Annotated[jobs.Plan, tyro.conf.subcommand("plan", prefix_name=False)]
     | Annotated[jobs.Inspect, tyro.conf.subcommand("inspect", prefix_name=False)]
     | Annotated[jobs.Convert, tyro.conf.subcommand("convert", prefix_name=False)]
     | Annotated[Launch, tyro.conf.subcommand("launch", prefix_name=False)]
@@ -74,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 jobs.train(command, console)
             case jobs.Report():
                 jobs.report(command, console)
+            case jobs.Plan():
+                jobs.plan(command, console)
             case jobs.Inspect():
                 jobs.inspect(command, console)
             case jobs.Convert():

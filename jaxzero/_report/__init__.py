@@ -7,6 +7,7 @@ from .details import DETAILS as DETAILS
 from .local_report import LocalReport as LocalReport
 from .report import Report as Report
 from .report import make_report as make_report
+from .text_table import TextTable as TextTable
 from .timeline import live_bytes as live_bytes
 from .timeline import spans as spans
 from .traffic import Traffic as Traffic

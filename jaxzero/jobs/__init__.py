@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._ends import Diverged as Diverged
 from ._ends import Interrupted as Interrupted
+from ._plan_settings import Plan as Plan
 from ._settings import Convert as Convert
 from ._settings import Data as Data
 from ._settings import Devices as Devices
@@ -27,6 +28,7 @@ from ._settings import Wire as Wire
 if TYPE_CHECKING:
     from ._files import convert as convert
     from ._files import inspect as inspect
+    from ._plans import plan as plan
     from ._plans import report as report
     from ._training import Outcome as Outcome
     from ._training import train as train
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 _LATER = {  # name: package, and the extra of pyproject.toml that it needs
     "convert": ("_files", "torch"),
     "inspect": ("_files", "torch"),
+    "plan": ("_plans", "train"),
     "report": ("_plans", "train"),
     "Outcome": ("_training", "train"),
     "train": ("_training", "train"),

@@ -1,6 +1,7 @@
-"""`jaxzero report`: how arrays would be split and when they would be sent, without training.
+"""`jaxzero report` and `jaxzero plan`: what training would take, without training.
 
-In: the `Report` settings. Out: tables, and a plot on request. Needs the extra `train`.
+In: the `Report` and `Plan` settings. Out: tables, and a plot on request. Needs the extra `train`.
 """
 
+from .plan import plan as plan
 from .report import report as report

@@ -1,0 +1,143 @@
+"""Devices and clusters that plans are made for: rates, links, memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .._hlo import Rates
+
+_GIGA = 1e9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """One kind of accelerator; all rates are per second.
+
+    Attributes:
+        name: shown in tables.
+        flops: operations in 16-bit matrix products that a program reaches.
+        memory_bandwidth: bytes of its own memory that a program reaches.
+        memory: bytes of its memory.
+        local_link: bytes that it receives from other devices of the node.
+        host_link: bytes between its memory and the host's, each way.
+        target: the GPU that programs are compiled for: "a100", "h100", "h200" or "b200"; None if
+            there is no compiler for it here, so that plans are ranked by bounds alone.
+    """
+
+    name: str
+    flops: float
+    memory_bandwidth: float
+    memory: float
+    local_link: float
+    host_link: float
+    target: str | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            is_rate = field.name not in ("name", "target")
+            if is_rate and (isinstance(value, bool) or not value > 0):
+                raise ValueError(f"`{field.name}` of `Device` must be above 0; got {value!r}.")
+
+
+def _gpu(name: str, flops: float, memory: float, size: float, local: float, host: float) -> Device:
+    """A GPU with the rates of its data sheet, of which programs reach a part."""
+    return Device(
+        name=name,
+        flops=0.71 * flops,
+        memory_bandwidth=0.9 * memory,
+        memory=size,
+        local_link=0.89 * local,
+        host_link=0.8 * host,
+        target=name,
+    )
+
+
+# Dense 16-bit peak, memory bandwidth, memory, NVLink in one direction, PCIe in one direction, of
+# the SXM modules. Programs are taken to reach 71, 90, 89 and 80 percent of the rates.
+DEVICES: dict[str, Device] = {
+    "a100": _gpu("a100", 312e12, 2.039e12, 80e9, 300e9, 32e9),
+    "h100": _gpu("h100", 989e12, 3.35e12, 80e9, 450e9, 64e9),
+    "h200": _gpu("h200", 989e12, 4.8e12, 141e9, 450e9, 64e9),
+    "b200": _gpu("b200", 2250e12, 8.0e12, 180e9, 900e9, 64e9),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes of equal devices, and the links between them.
+
+    Attributes:
+        nodes: number of nodes.
+        local: devices of a node.
+        device: "a100", "h100", "h200", "b200", or a `Device` of your own.
+        link: bytes a second that enter a node from other nodes, over all its links.
+        local_link: bytes a second that a device receives from its node; by default the device's.
+        host_link: bytes a second between a device and its host, each way; by default the device's.
+        host_memory: bytes of host memory for each device; 0: nothing is offloaded.
+
+    Raises:
+        ValueError: a number is not above 0, or the kind of device is not known.
+    """
+
+    nodes: int
+    local: int
+    device: str | Device = "h100"
+    link: float = 50e9
+    local_link: float | None = None
+    host_link: float | None = None
+    host_memory: float = 0.0
+
+    def __post_init__(self):
+        for name in ("nodes", "local"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(
+                    f"`{name}` of `Cluster` must be an integer of at least 1; got {value!r}."
+                )
+        if not isinstance(self.device, Device) and self.device not in DEVICES:
+            raise ValueError(
+                f"`device` of `Cluster` must be one of {', '.join(DEVICES)}, or a `jz.Device(...)`;"
+                f" got {self.device!r}."
+            )
+        for name in ("link", "local_link", "host_link"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(
+                    f"`{name}` of `Cluster` is bytes a second, above 0; got {value!r}."
+                )
+        if self.link < 1e6:
+            raise ValueError(
+                f"`link` of `Cluster` is bytes a second; {self.link:g} is less than a megabyte. "
+                "50 GB/s are `50e9`."
+            )
+        if not self.host_memory >= 0:
+            raise ValueError(
+                f"`host_memory` of `Cluster` must be at least 0 bytes; got {self.host_memory!r}."
+            )
+
+    @property
+    def kind(self) -> Device:
+        """The device."""
+        return self.device if isinstance(self.device, Device) else DEVICES[self.device]
+
+    @property
+    def num_devices(self) -> int:
+        return self.nodes * self.local
+
+    @property
+    def rates(self) -> Rates:
+        """The rates that a compiled program is walked with."""
+        device = self.kind
+        return Rates(
+            flops=device.flops,
+            memory=device.memory_bandwidth,
+            local=self.local_link or device.local_link,
+            node=self.link,
+            num_local=self.local,
+            host=self.host_link or device.host_link,
+        )
+
+    def __str__(self) -> str:
+        link = f"{self.link / _GIGA:g} GB/s into a node"
+        return f"{self.nodes} x {self.local} {self.kind.name}, {link}"

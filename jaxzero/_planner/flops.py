@@ -1,0 +1,47 @@
+"""Count the operations of matrix products in a traced program, loops included."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def matrix_flops(function: Callable, *args: Any) -> float:
+    """Operations of the matrix products of `function(*args)`: two for each product of numbers.
+
+    A `while` loop, whose length is not known, counts once; of a `cond`, its largest branch.
+    """
+    return _flops(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def _flops(jaxpr: Any) -> float:
+    return sum(_of_equation(equation) for equation in jaxpr.eqns)
+
+
+def _of_equation(equation: Any) -> float:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        left = equation.invars[0].aval.shape
+        return 2.0 * equation.outvars[0].aval.size * math.prod(left[dim] for dim in contracted)
+    if name == "conv_general_dilated":
+        kernel, numbers = equation.invars[1].aval.shape, params["dimension_numbers"]
+        features = kernel[numbers.rhs_spec[0]]
+        return 2.0 * equation.outvars[0].aval.size * math.prod(kernel) / features
+    inner = [
+        [_flops(getattr(x, "jaxpr", x)) for x in (value if isinstance(value, tuple) else (value,))]
+        for value in params.values()
+        if _holds_programs(value)
+    ]
+    if name == "cond":
+        return max((max(found) for found in inner), default=0.0)
+    times = params["length"] if name == "scan" else 1
+    return times * sum(map(sum, inner))
+
+
+def _holds_programs(value: Any) -> bool:
+    values = value if isinstance(value, tuple) else (value,)
+    return bool(values) and all(hasattr(getattr(x, "jaxpr", x), "eqns") for x in values)

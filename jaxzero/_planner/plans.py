@@ -1,0 +1,185 @@
+"""The result of a search: every candidate, what is known of it, and the best."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from rich.console import Console
+
+from .._report import TextTable
+from .._sharding import ZeroConfig
+from .bounds import Bounds
+from .candidates import Candidate
+from .cluster import Cluster
+
+Stage = Literal["bound", "proxy", "compiled"]
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRow:
+    """One candidate.
+
+    Attributes:
+        candidate: what it is.
+        stage: how much is known of it: bounds by arithmetic, a program compiled without the search
+            for fast kernels, or one compiled in full.
+        seconds: predicted for a step with the optimizer's update; a lower bound for "bound".
+        waited: seconds of it that a device waits for links; None for "bound".
+        memory: bytes of one device; a lower bound for "bound". For "compiled" it is the
+            compiler's, with the optimizer state.
+        host_memory: bytes of host memory for one device.
+        node_bytes: bytes that enter a node in a step.
+        host_bytes: bytes between device and host in a step, both ways.
+        discarded: why it is not the best; "" for the best, and for those that were not looked at
+            further.
+    """
+
+    candidate: Candidate
+    stage: Stage
+    seconds: float
+    waited: float | None
+    memory: int
+    host_memory: int
+    node_bytes: int
+    host_bytes: int
+    discarded: str = ""
+
+    @classmethod
+    def of_bounds(cls, candidate: Candidate, bounds: Bounds, discarded: str = "") -> PlanRow:
+        """What arithmetic says of a candidate."""
+        return cls(
+            candidate,
+            "bound",
+            bounds.seconds,
+            None,
+            bounds.memory,
+            bounds.host_memory,
+            bounds.node_bytes,
+            bounds.host_bytes,
+            discarded,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Plans:
+    """The plans for a job on a cluster, best first.
+
+    Attributes:
+        cluster: what they are for.
+        rows: every candidate.
+        num_rows: rows of the batch, over all devices.
+        num_tokens: tokens of the batch: elements of its largest integer array; 0 if it has none.
+        notes: what limits this answer: no compiler, the budget was spent, it was interrupted.
+        proxies: programs compiled without the search for fast kernels.
+        full: programs compiled in full.
+    """
+
+    cluster: Cluster
+    rows: tuple[PlanRow, ...]
+    num_rows: int
+    num_tokens: int
+    notes: tuple[str, ...]
+    proxies: int
+    full: int
+
+    @property
+    def best(self) -> PlanRow:
+        """The best plan.
+
+        Raises:
+            ValueError: none fits.
+        """
+        found = next((row for row in self.rows if not row.discarded), None)
+        if found is None:
+            least = min(self.rows, key=lambda row: row.memory)
+            raise ValueError(
+                f"No plan fits: `{least.candidate.name}` needs least, {_gib(least.memory)} of each "
+                f"device, which has {_gib(self.cluster.kind.memory)}. Take more devices, "
+                "`host_memory` for offload, or a form of the loss that keeps less."
+            )
+        return found
+
+    @property
+    def config(self) -> ZeroConfig:
+        """The best plan's config, for `jz.Zero`."""
+        return self.best.candidate.config
+
+    @property
+    def microbatches(self) -> int:
+        """The best plan's number of micro-batches, for `zero.value_and_grad`."""
+        return self.best.candidate.microbatches
+
+    @property
+    def loss(self) -> str:
+        """The best plan's form of the loss, by name."""
+        return self.best.candidate.loss
+
+    def as_dict(self) -> dict[str, Any]:
+        """All plans as plain data, such as for JSON."""
+        return {
+            "cluster": str(self.cluster),
+            "notes": list(self.notes),
+            "proxies": self.proxies,
+            "full": self.full,
+            "plans": [
+                {
+                    **{
+                        field.name: getattr(row, field.name)
+                        for field in dataclasses.fields(row)
+                        if field.name != "candidate"
+                    },
+                    "name": row.candidate.name,
+                }
+                for row in self.rows
+            ],
+        }
+
+    def print(self, console: Console | None = None, limit: int = 10) -> None:
+        """Print the best plans, and why others were discarded.
+
+        Args:
+            console: where to print; its width bounds that of the table.
+            limit: the number of plans shown; 0: all.
+        """
+        console = console or Console()
+        shown = self.rows[: limit or None]
+        left = len(self.rows) - len(shown)
+        table = TextTable(
+            title=f"Plans for {self.cluster}",
+            headings=("Plan", "Step", "Waits", "Memory", "On the host", "Into a node", "Known by"),
+            rows=[_cells(row) for row in shown],
+            notes=[row.discarded and f"not taken: {row.discarded}" for row in shown],
+            footer=(
+                *([f"{left} more plans are worse, or were discarded."] if left else []),
+                *self._throughput(),
+                *(f"Note: {note}." for note in self.notes),
+            ),
+        )
+        for line in table.lines(console.width):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _throughput(self) -> list[str]:
+        row = next((row for row in self.rows if not row.discarded), None)
+        if row is None or not self.num_tokens:
+            return []
+        most = "at most " if row.stage == "bound" else ""
+        return [f"The best: {most}{self.num_tokens / row.seconds:,.0f} tokens a second."]
+
+
+def _cells(row: PlanRow) -> tuple[str, ...]:
+    least = ">" if row.stage == "bound" else ""
+    return (
+        row.candidate.name,
+        f"{least}{row.seconds:.3f} s",
+        "" if row.waited is None else f"{row.waited:.3f} s",
+        f"{least}{_gib(row.memory)}",
+        _gib(row.host_memory) if row.host_memory else "",
+        f"{row.node_bytes / _GIB:.2f} GiB",
+        {"bound": "arithmetic", "proxy": "proxy", "compiled": "compiler"}[row.stage],
+    )
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB"

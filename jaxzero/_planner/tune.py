@@ -1,0 +1,139 @@
+"""`tune`, the public function: the best way to train a model on a cluster, before paying for it."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .candidates import enumerate_candidates
+from .cluster import Cluster
+from .compiles import Compiler
+from .job import Job
+from .plans import Plans
+from .search import Objective, Search, ranked
+from .target import absent_mesh, why_no_compiler
+
+_RESERVED = 0.05  # of a device's memory, for the runtime
+
+
+def tune(
+    loss_fn: Callable | Mapping[str, Callable],
+    init_fn: Callable[[], Any],
+    batch: Any,
+    cluster: Cluster,
+    *,
+    tx: optax.GradientTransformation | None = None,
+    memory: float | None = None,
+    objective: Objective = "step_time",
+    quantized: bool = True,
+    budget: float = 180.0,
+    cache: Path | str | None = "default",
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Plans:
+    """Choose a config, micro-batches, a form of the loss and offload for a cluster.
+
+    Plans are enumerated, and discarded if their state alone does not fit. The others are ranked by
+    lower bounds of a step; up to 8 of the best are compiled for the cluster's devices, without the
+    search for fast kernels, and walked with the cluster's rates; up to 3 of these are compiled in
+    full, to check their memory. Nothing is run, and no GPU is needed: the compiler is that of the
+    `aot` extra. Where there is none for these devices, plans are ranked by bounds alone, which the
+    result says.
+
+    The step is predicted by a model with stated rates, for comparing plans: on real hardware it may
+    take longer.
+
+    Args:
+        loss_fn: `loss_fn(params, batch)`, as for `zero.value_and_grad`; or several forms of it by
+            name, such as one for each policy of `jax.checkpoint`, of which one is chosen.
+        init_fn: returns the parameters; only their shapes are used.
+        batch: arrays or structs of a batch, `[rows, ...]`, for all devices together.
+        cluster: the devices and their links.
+        tx: the optimizer; by default AdamW.
+        memory: bytes of a device that a plan may take; by default 95% of what the device has.
+        objective: "step_time" and "tokens_per_second" rank alike, since the batch is given;
+            "memory" looks for the plan that takes the least.
+        quantized: whether weights and gradients may travel in 4 and 8 bits, which changes losses
+            and gradients a little.
+        budget: seconds after which no further compile is started.
+        cache: a folder for compiled programs; by default `~/.cache/jaxzero/plans`; None: keep none.
+        progress: called with a line of text when something begins.
+        options: further arguments of `zero.value_and_grad`, such as `has_aux` and `weighted`.
+
+    Returns:
+        All plans, the best first. Ctrl-C ends the search with the best so far.
+
+    Raises:
+        ValueError: an argument is out of range, or the devices cannot share the rows evenly.
+
+    Example:
+        >>> cluster = jz.Cluster(nodes=4, local=8, device="h100", link=50e9)
+        >>> plans = jz.tune(loss_fn, init_fn, batch, cluster)
+        >>> plans.print()
+        >>> zero = jz.Zero(mesh, plans.config)
+    """
+    if not isinstance(cluster, Cluster):
+        raise ValueError(f"`cluster` must be a `jz.Cluster(...)`; got {cluster!r}.")
+    if objective not in get_args(Objective):
+        raise ValueError(
+            f"`objective` must be one of {', '.join(get_args(Objective))}; got {objective!r}."
+        )
+    limit = (1 - _RESERVED) * cluster.kind.memory if memory is None else memory
+    if not limit > 0:
+        raise ValueError(f"`memory` is bytes of a device, above 0; got {memory!r}.")
+    losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), batch)
+    num_rows = _num_rows(structs, cluster)
+    chosen = optax.adamw(1e-4) if tx is None else tx
+    job = Job(losses, init_fn, structs, chosen, options)
+    missing = why_no_compiler(cluster)
+    folder = _default_cache() if cache == "default" else cache and Path(cache)
+    compiler = None if missing else Compiler(job, absent_mesh(cluster), folder or None)
+    deadline = time.monotonic() + budget
+    search = Search(
+        job, cluster, limit, objective, compiler, deadline, progress or (lambda line: None)
+    )
+    if missing:
+        search.notes.append(f"ranked by lower bounds alone: {missing}")
+    search.run(
+        enumerate_candidates(cluster, tuple(losses), num_rows // cluster.num_devices, quantized)
+    )
+    tokens = [x.size for x in jax.tree.leaves(structs) if jnp.issubdtype(x.dtype, jnp.integer)]
+    return Plans(
+        cluster,
+        ranked(search),
+        num_rows,
+        max(tokens, default=0),
+        tuple(search.notes),
+        search.proxies,
+        search.full,
+    )
+
+
+def _num_rows(batch: Any, cluster: Cluster) -> int:
+    sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
+    if len(sizes) != 1:
+        raise ValueError(
+            "`batch` must hold arrays with the same number of rows in dim 0; got "
+            f"{sorted(sizes) or 'no array with a dim'}."
+        )
+    (num_rows,) = sizes
+    if num_rows % cluster.num_devices:
+        raise ValueError(
+            f"`batch` has {num_rows} rows, which {cluster.num_devices} devices cannot share evenly."
+            f" Give a multiple, such as {math.ceil(num_rows / cluster.num_devices)} for each."
+        )
+    return num_rows
+
+
+def _default_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "jaxzero" / "plans"

@@ -1,0 +1,72 @@
+"""Settings of `jaxzero plan`. Field docstrings are the help texts of the command line."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import arg
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Choose config, micro-batches, rematerialisation and offload for a cluster that is not here.
+
+    Nothing is run. With the extra `aot` programs are compiled for the cluster's GPUs, and their
+    memory and time read off; without it plans are ranked by lower bounds alone.
+    """
+
+    model: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Folder with the `config.json` of a decoder; its weights are not read."""
+
+    function: Annotated[str | None, arg(metavar="MODULE:NAME")] = None
+    """In place of `model`: a Python function without arguments that returns `(loss_fn, init_fn,
+    batch)`, as `jz.tune` takes them."""
+
+    nodes: int = 2
+    """Nodes of the cluster."""
+
+    local: int = 8
+    """Devices of a node."""
+
+    device: Literal["a100", "h100", "h200", "b200"] = "h100"
+    """Kind of the devices."""
+
+    link: float = 50.0
+    """Gigabytes a second that enter a node from other nodes, over all its links."""
+
+    memory: float | None = None
+    """Gigabytes of a device that a plan may take. Left out, 95 percent of what the device has."""
+
+    host_memory: float = 0.0
+    """Gigabytes of host memory for each device; 0: nothing is offloaded."""
+
+    rows: int = 2
+    """Sequences of a step on each device (`model` only)."""
+
+    tokens: int = 2048
+    """Tokens of a sequence (`model` only)."""
+
+    objective: Literal["step_time", "tokens_per_second", "memory"] = "step_time"
+    """What the best plan is best in."""
+
+    quantized: bool = True
+    """Whether weights and gradients may travel in 4 and 8 bits."""
+
+    budget: float = 180.0
+    """Seconds after which no further program is compiled."""
+
+    limit: int = 10
+    """Plans to show; 0: all."""
+
+    def __post_init__(self):
+        for name in ("link", "rows", "tokens", "budget"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"`{name}` must be positive; got {getattr(self, name)!r}.")
+        if (self.model is None) == (self.function is None):
+            raise ValueError(
+                "Give one of `--model DIR` and `--function MODULE:NAME`: what is to be planned."
+            )
+        if self.function is not None and self.function.count(":") != 1:
+            raise ValueError(
+                f"`function` must be MODULE:NAME, such as train:job; got {self.function!r}."
+            )
