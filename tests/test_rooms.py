@@ -35,7 +35,7 @@ FLOORS = [
     ["jaxzero.interop._load"],
     ["jaxzero.interop._huggingface"],
     ["jaxzero.interop"],
-    ["jaxzero.jobs._settings", "jaxzero.jobs._ends"],
+    ["jaxzero.jobs._local_settings", "jaxzero.jobs._settings", "jaxzero.jobs._ends"],
     ["jaxzero.jobs._task"],
     ["jaxzero.jobs._training"],
     ["jaxzero.jobs._plans", "jaxzero.jobs._files"],

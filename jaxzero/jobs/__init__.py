@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._ends import Diverged as Diverged
 from ._ends import Interrupted as Interrupted
+from ._local_settings import Local as Local
 from ._settings import Convert as Convert
 from ._settings import Data as Data
 from ._settings import Devices as Devices
