@@ -280,8 +280,8 @@ class Train:
         if self.optimization.steps % every:
             steps = self.optimization.steps
             raise ValueError(
-                f"`steps` must be a multiple of `local_steps`, {every}: a round is one program. Got "
-                f"{steps}; take {steps - steps % every + every}."
+                f"`steps` must be a multiple of `local_steps`, {every}, as a round is one program; "
+                f"got {steps}. Take {steps - steps % every + every}."
             )
 
 

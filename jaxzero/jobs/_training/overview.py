@@ -7,8 +7,7 @@ from rich.console import Console
 
 from ..._collectives import readable_bytes
 from ..._mesh import NODE, in_host
-from ..._report import Traffic
-from ..._zero import LocalRounds
+from ..._report import LocalReport, Traffic
 from .._local_settings import Local
 from .session import Session, State
 
@@ -37,7 +36,7 @@ def print_overview(session: Session, state: State) -> None:
     if offloaded := _held(state, on_host=True):
         _say(session.console, f"Host memory holds for each device {offloaded}")
     if session.rounds is not None:
-        _say(session.console, _exchanged(session.rounds, session.settings.local))
+        _say(session.console, _exchanged(session.rounds.report(), session.settings.local))
         return
     report = zero.report(state.params, state.opt_state, plan=session.plan)
     assert report.traffic is not None
@@ -59,15 +58,14 @@ def _bytes(tree: Any, on_host: bool) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in found)
 
 
-def _exchanged(rounds: LocalRounds, local: Local) -> str:
+def _exchanged(report: LocalReport, local: Local) -> str:
     """Format what nodes exchange, and when."""
-    method = rounds.method
-    parts = ""
-    if method.fragments > 1:
-        parts = f", a fragment of 1/{method.fragments} every {method.steps_per_fragment} steps"
+    sent = readable_bytes(round(report.bytes_per_step))
+    plural = "s" if report.delay > 1 else ""
+    when = f"used {report.delay} step{plural} later" if report.delay else "for which nodes wait"
     return (
-        f"Each of {rounds.num_nodes} nodes trains by itself; in {method.every} steps it sends its "
-        f"parameters once, in {local.local_codec}{parts}, for use {method.delay} steps later"
+        f"A step sends {sent} into each node on average: all parameters once in {report.every} "
+        f"steps, in {report.fragments} messages of {local.local_codec}, {when}"
     )
 
 

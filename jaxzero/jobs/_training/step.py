@@ -74,7 +74,8 @@ def make_round(setup: Setup, rounds: LocalRounds) -> RoundFn:
     It returns the next state, and the metrics of each step: of nodes the mean, but of the numbers
     of skipped steps the largest.
     """
-    run = jax.jit(rounds, donate_argnums=0, compiler_options=_options(setup))
+    options = _options(setup, local_steps=True)
+    run = jax.jit(rounds, donate_argnums=0, compiler_options=options)
     everywhere = NamedSharding(setup.zero.mesh, PartitionSpec())  # each process reads all of them
 
     def over_nodes(metrics: dict[str, Float[Array, "every nodes"]]):
@@ -92,9 +93,10 @@ def make_round(setup: Setup, rounds: LocalRounds) -> RoundFn:
     return run_round
 
 
-def _options(setup: Setup) -> dict[str, Any]:
+def _options(setup: Setup, *, local_steps: bool = False) -> dict[str, Any]:
     platform = setup.zero.mesh.devices.flat[0].platform
-    return compiler_options(platform, offload=setup.zero.config.offload is not None)
+    offload = setup.zero.config.offload is not None
+    return compiler_options(platform, offload=offload, local_steps=local_steps)
 
 
 def _make_uncompiled(setup: Setup, loss: LossFn) -> StepFn:

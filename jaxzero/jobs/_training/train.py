@@ -42,8 +42,7 @@ class Outcome:
     before: Retrieval
     after: Retrieval
     directory: Path
-    node_bytes: NodeBytes | None  # of one step; None if nothing was trained, on one node, or with
-    # local steps
+    node_bytes: NodeBytes | None  # of one step; None if nothing was trained, or on one node
     torch_difference: float | None  # None if PyTorch is not installed
     seconds: float
 
@@ -142,9 +141,8 @@ def _evaluated_training(session: Session) -> tuple[Retrieval, Any, Retrieval]:
 
 
 def _note_node_bytes(session: Session) -> NodeBytes | None:
-    if session.rounds is not None:  # the plan would be that of a step of all nodes together
-        return None
-    entered = node_bytes(session.setup, session.loss, session.tokens, session.plan)
+    work = session.plan if session.rounds is None else session.rounds
+    entered = node_bytes(session.setup, session.loss, session.tokens, work)
     if entered is not None:
         steps = session.settings.optimization.steps
         session.journal.append("node_bytes", steps, **dataclasses.asdict(entered))
