@@ -29,7 +29,7 @@ from .tiny_job import OPTIMIZATION, losses, make_settings, with_run
 
 pytestmark = pytest.mark.standard_promotion  # optax
 
-LOCAL = jobs.Local(local_steps=2, local_fragments=2, local_delay=1, local_codec="int4")
+LOCAL = jobs.Local(local_steps=2, local_fragments=2, local_codec="int4")
 OPTIMIZATION = dataclasses.replace(OPTIMIZATION, learning_rate=1e-3)
 
 
@@ -79,7 +79,7 @@ def test_the_journal_has_every_step_and_the_bytes(finished: tuple[jobs.Train, st
     # The perceptron in 4 bits and its scales (float32 for 128 numbers), the rest in 32, of which
     # half come from the other node; in two steps.
     assert rows[-1]["sent"] < rows[-1]["zero3_bfloat16"] / 6
-    assert "in 2 steps, in 2 messages of int4, used 1 step later" in text
+    assert "in 2 steps, in 2 messages of int4, for which nodes wait" in text
     assert "of outer optimizer state and" in text and "of residuals" in text
 
 
