@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,7 +158,12 @@ class Checkpoints:
             arrays = {name: true_array(entry, self._zero) for name, entry in filled.items()}
             self._saver.write(folder, Content(arrays, text, description))
 
-    def restore(self, like: Mapping[str, Any], *, step: int | None = None) -> Restored:
+    def restore(
+        self,
+        like: Mapping[str, Any] | Callable[[dict[str, Any]], Mapping[str, Any]],
+        *,
+        step: int | None = None,
+    ) -> Restored:
         """Read a checkpoint into the structure and shardings of `like`.
 
         The digests of all files are verified first, a share of the files by each process. A
@@ -166,8 +171,9 @@ class Checkpoints:
         names the files, and the next older one is read.
 
         Args:
-            like: the trees to read, as arrays or from `zero.abstract`. The mesh and the number of
-                processes may differ from those that saved.
+            like: the trees to read, as arrays or from `zero.abstract`; or a function that returns
+                them, given the `extra` of the checkpoint. The mesh and the number of processes may
+                differ from those that saved.
             step: step of the checkpoint; by default the newest undamaged one.
 
         Raises:
@@ -181,26 +187,32 @@ class Checkpoints:
             TimeoutError: a process does not take part.
         """
         self._saver.wait()  # a checkpoint that is being saved may be the newest
-        named = named_leaves(like, self._zero)
+        if not callable(like):
+            named_leaves(like, self._zero)  # raises before anything is read
         chosen = choose(self.directory, step, self._seconds)
         folder = self.directory / str(chosen)
-        state, extra = self._read_together(folder, named)
+        tree, named, state, extra = self._read_together(folder, like)
         stored = [stored_array(entry, state.get(name), self._zero) for name, entry in named.items()]
-        tree = with_arrays(dict(like), stored)
-        return Restored(chosen, tree, extra)
+        return Restored(chosen, with_arrays(tree, stored), extra)
 
     def _read_together(
-        self, folder: Path, named: Mapping[str, Named]
-    ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-        """Read the arrays and `extra`; raise on all processes if any fails. Collective."""
-        error, state, extra = None, {}, {}
+        self, folder: Path, like: Mapping[str, Any] | Callable
+    ) -> tuple[dict[str, Any], dict[str, Named], dict[str, jax.Array], dict[str, Any]]:
+        """Read `extra`, then the arrays; raise on all processes if any fails. Collective.
+
+        Returns:
+            The trees of `like`, their leaves, the arrays that were read, by path, and `extra`.
+        """
+        error, tree, named, state, extra = None, {}, {}, {}, {}
         try:
-            state = read_arrays(folder, named, self._zero)
             extra = read_extra(folder)
+            tree = dict(like(extra) if callable(like) else like)
+            named = named_leaves(tree, self._zero)
+            state = read_arrays(folder, named, self._zero)
         except Exception as raised:
             error = _deleted(folder, raised) if _is_gone(folder) else raised
         tell_all(f"{new_name()}-read", self._seconds, error=error)
-        return state, extra
+        return tree, named, state, extra
 
 
 def _is_gone(folder: Path) -> bool:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._mesh import AXES
 from .._sharding import path_name
@@ -80,16 +80,25 @@ class Batches(Iterator[Any]):
     def __next__(self) -> Any:
         if self._position == self._num_batches:
             raise StopIteration
-        if self._elements is None:
-            self._elements = self._read_on()
-        try:
-            rows = list(itertools.islice(self._elements, len(self._rows)))
-            batch = jax.tree.map(self._spread, _stacked(rows))
-        except BaseException:
-            self.close()  # a part of the batch was read; the next call reads all of it again
-            raise
-        self._position += 1
-        return batch
+        return self._read(1, lambda x: self._spread(x[0]))
+
+    def rounds(self, steps: int) -> Iterator[Any]:
+        """Yield the next batches in stacks of `steps`, as `Zero.local_steps` takes them.
+
+        Each stack moves the position by `steps` batches, so single batches and stacks may be mixed.
+        An incomplete stack at the very end is not read.
+
+        Yields:
+            Trees of global `jax.Array`s, `[steps, batch_size, ...]`: rows are split over all
+            devices.
+
+        Raises:
+            ValueError: `steps` is less than 1.
+        """
+        if steps < 1:
+            raise ValueError(f"`steps` must be at least 1; got {steps}.")
+        while self._position + steps <= self._num_batches:
+            yield self._read(steps, self._spread_steps)
 
     def __enter__(self) -> Batches:
         return self
@@ -133,6 +142,20 @@ class Batches(Iterator[Any]):
         self.close()
         self._position = state["batches"]
 
+    def _read(self, steps: int, spread: Callable[[np.ndarray], jax.Array]) -> Any:
+        """Make arrays of this process's rows of the next `steps` batches, `[steps, rows, ...]`."""
+        if self._elements is None:
+            self._elements = self._read_on()
+        shape = (steps, len(self._rows))
+        try:
+            rows = _stacked(list(itertools.islice(self._elements, steps * len(self._rows))))
+            made = jax.tree.map(lambda x: spread(x.reshape(*shape, *x.shape[1:])), rows)
+        except BaseException:
+            self.close()  # a part of it was read; the next call reads all of it again
+            raise
+        self._position += steps
+        return made
+
     def _read_on(self) -> grain.DatasetIterator:
         """Iterate over the elements of this process from the position on, with prefetching."""
         first, after = (n * len(self._rows) for n in (self._position, self._num_batches))
@@ -157,6 +180,17 @@ class Batches(Iterator[Any]):
             return x[self._rows.place(index[0])]
 
         return jax.make_array_from_callback(shape, self._sharding, held)
+
+    def _spread_steps(self, x: np.ndarray) -> jax.Array:
+        """The same for the rows of several steps, `[steps, rows, ...]`."""
+        shape = (x.shape[0], self._rows.batch_size, *x.shape[2:])
+
+        def held(index: Any) -> np.ndarray:
+            return x[:, self._rows.place(index[1])]
+
+        spec = PartitionSpec(None, *self._sharding.spec)
+        sharding = NamedSharding(self._sharding.mesh, spec)
+        return jax.make_array_from_callback(shape, sharding, held)
 
 
 def _check(dataset: Any, zero: Zero, batch_size: int) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._ends import Diverged as Diverged
 from ._ends import Interrupted as Interrupted
+from ._local_settings import Local as Local
 from ._plan_settings import Plan as Plan
 from ._settings import Convert as Convert
 from ._settings import Data as Data

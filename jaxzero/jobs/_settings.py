@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
+from ._local_settings import Local
+
 Wire = Literal["zeropp", "zeropp4", "bfloat16", "float32"]
 Offloaded = Literal["weights", "gradients", "optimizer"]
 Detail = Literal[
@@ -87,7 +89,8 @@ class Optimization:
     """Optimizer steps in all, those before a resume included."""
 
     pairs: int = 32
-    """Pairs per step, over all devices; each is a negative for all others."""
+    """Pairs per step, over all devices; each is a negative for all others. With `local_steps`, for
+    those of its node."""
 
     learning_rate: float = 2e-4
     """Learning rate after the warm-up; from there it falls to 0 at the last step."""
@@ -140,7 +143,8 @@ class Run:
     """Folder that holds the results of all runs."""
 
     save_every: int = 50
-    """Steps between checkpoints; one is also saved at the end, at Ctrl-C and at SIGTERM."""
+    """Steps between checkpoints; one is also saved at the end, at Ctrl-C and at SIGTERM. With
+    `local_steps`, each is saved at the end of its round."""
 
     keep_checkpoints: int = 2
     """How many of the newest checkpoints are kept; the one before is used if one is damaged."""
@@ -155,7 +159,8 @@ class Run:
     """Also show the run in Weights & Biases, in this project. Needs `pip install wandb`."""
 
     profile: Annotated[str | None, arg(metavar="FIRST:LAST")] = None
-    """Trace these steps with JAX's profiler, such as 3:5, to RUNS/NAME/profile."""
+    """Trace these steps with JAX's profiler, such as 3:5, to RUNS/NAME/profile. With `local_steps`,
+    the rounds that they are in."""
 
     def __post_init__(self):
         _positive(self, "save_every", "keep_checkpoints")
@@ -207,7 +212,8 @@ class Faults:
     before every checkpoint. 0: never."""
 
     step_seconds: float = 1800.0
-    """A step that takes longer, compiling included, ends the process with exit status 76."""
+    """A step (with `local_steps`, a round) that takes longer, compiling included, ends the process
+    with exit status 76."""
 
     phase_seconds: float = 3600.0
     """Loading, restoring, an evaluation or the export that takes longer ends the process with exit
@@ -238,6 +244,7 @@ class Train:
     data: Data = Data()
     optimization: Optimization = Optimization()
     sharding: Sharding = Sharding()
+    local: Local = Local()
     devices: Devices = Devices()
     run: Run = Run()
     faults: Faults = Faults()
@@ -247,6 +254,34 @@ class Train:
             raise ValueError(
                 "`offload` does not go with `adaptive_batch`, which keeps sums of gradients that "
                 "cannot be updated in parts. Leave out one of the two."
+            )
+        if self.local.local_steps is not None:
+            self._check_local(self.local.local_steps)
+
+    def _check_local(self, every: int) -> None:
+        if self.sharding.offload:
+            raise ValueError(
+                "`local_steps` does not go with `offload`: arrays of a node cannot be in host "
+                "memory yet. Leave out one of the two."
+            )
+        if self.optimization.adaptive_batch is not None:
+            raise ValueError(
+                "`local_steps` does not go with `adaptive_batch`: nodes would choose batches of "
+                "different sizes, and exchange parameters in the middle of one. Leave out one of "
+                "the two."
+            )
+        if self.sharding.wire == "zeropp4":
+            raise ValueError(
+                "`local_steps` does not go with the `wire` zeropp4, whose copy of the weights is "
+                "for messages between nodes. Take zeropp, and `local_codec` int4."
+            )
+        if self.devices.nodes == 1:
+            raise ValueError("`local_steps` needs at least 2 `nodes`, which exchange; got 1.")
+        if self.optimization.steps % every:
+            steps = self.optimization.steps
+            raise ValueError(
+                f"`steps` must be a multiple of `local_steps`, {every}, as a round is one program; "
+                f"got {steps}. Take {steps - steps % every + every}."
             )
 
 

@@ -70,6 +70,25 @@ def test_restore_on_any_mesh(saved, nodes, devices):
     assert shardings == jax.tree.map(lambda x: x.sharding, params)
 
 
+def test_what_is_read_may_depend_on_what_was_saved_beside_it(tmp_path):
+    zero = _zero(2, 8)
+
+    def like(extra):
+        if extra["rows"] != 3:
+            raise ValueError("no such rows")
+        return {"x": jax.ShapeDtypeStruct((extra["rows"], 2), jnp.float32)}
+
+    x = np.arange(6, dtype=np.float32).reshape(3, 2)
+    with jz.Checkpoints(tmp_path, zero) as checkpoints:
+        checkpoints.save(1, {"x": jnp.asarray(x)}, extra={"rows": 3})
+        step, state, extra = checkpoints.restore(like)
+        assert (step, extra) == (1, {"rows": 3})
+        np.testing.assert_array_equal(state["x"], x)
+        checkpoints.save(2, {"x": jnp.asarray(x)}, extra={"rows": 4})
+        with pytest.raises(ValueError, match="no such rows"):
+            checkpoints.restore(like)
+
+
 def test_random_keys_and_a_restore_right_after_a_save(tmp_path):
     zero = _zero(2, 8)
     state = {"params": zero.init(_init), "random": {"key": jax.random.key(7)}}

@@ -76,6 +76,27 @@ def test_batches_go_into_a_step():
     np.testing.assert_allclose(step(params, first)[0], np.mean(squares), rtol=1e-6)
 
 
+@pytest.mark.parametrize("mesh", MESHES)
+def test_rounds_are_batches_stacked(mesh: str):
+    zero = jz.Zero(MESHES[mesh]())
+    make = functools.partial(Batches, dataset(Source()), zero, batch_size=ROWS)
+    single = list(make())
+    batches = make()
+    first = next(batches)
+    rounds = list(batches.rounds(2))
+    assert batches.get_state()["batches"] == 1 + 2 * len(rounds)
+    assert len(rounds) == (len(single) - 1) // 2, "an incomplete round is not read"
+    spec = jax.sharding.PartitionSpec(None, *zero.batch_spec)
+    for found, pair in zip(rounds, zip(single[1::2], single[2::2], strict=False), strict=True):
+        stacked = jax.tree.map(lambda *x: np.stack(x), *pair)
+        jax.tree.map(np.testing.assert_array_equal, found, stacked)
+        for x in jax.tree.leaves(found):
+            assert x.sharding == NamedSharding(zero.mesh, spec)
+    jax.tree.map(np.testing.assert_array_equal, first, single[0])
+    with pytest.raises(ValueError, match="`steps` must be at least 1; got 0"):
+        next(batches.rounds(0))
+
+
 @pytest.mark.parametrize("options", [None, IN_MEMORY])
 def test_a_state_goes_on_with_the_next_batch(options: grain.ReadOptions | None):
     zero = jz.Zero(jz.make_mesh(nodes=2))

@@ -203,6 +203,14 @@ def test_steps_are_traced(tmp_path: Path):
     assert traced_steps(tmp_path) == [[3, 4]]
 
 
+def test_rounds_that_hold_steps_to_trace_are_traced(tmp_path: Path):
+    with StepProfiler(range(4, 6), tmp_path) as profiler:  # in the second round and in the third
+        for first in range(1, 11, 2):
+            with profiler.step(first, 2):
+                jnp.ones(3).block_until_ready()
+    assert traced_steps(tmp_path) == [[3, 5]]
+
+
 def test_a_trace_ends_with_the_run(tmp_path: Path):
     with pytest.raises(OSError, match="gone"), StepProfiler(range(3, 9), tmp_path) as profiler:
         with profiler.step(5):  # resumed in the middle

@@ -10,6 +10,8 @@ from .metrics import Retrieval as Retrieval
 from .metrics import embed_in_batches as embed_in_batches
 from .metrics import retrieval_scores as retrieval_scores
 from .packaged_checkpoint import packaged_checkpoint as packaged_checkpoint
+from .retrieval import AXES as AXES
+from .retrieval import NODE_AXES as NODE_AXES
 from .retrieval import Metrics as Metrics
 from .retrieval import Params as Params
 from .retrieval import contrastive_loss as contrastive_loss

@@ -7,7 +7,7 @@ With unit vectors d_i (descriptions) and c_j (code) of all pairs of a step on *a
 
 (InfoNCE, https://arxiv.org/abs/1807.03748, in both directions as in
 https://arxiv.org/abs/2103.00020). Each device holds the rows of its own pairs and gathers the
-columns, so more devices mean more negatives.
+columns, so more devices mean more negatives. With local steps, "all devices" are those of a node.
 
 Dimensions: b pairs of this device, n pairs of all devices, t tokens, d embedding.
 """
@@ -25,6 +25,7 @@ from ...models import mean_pool, normalize
 from .tokens import PairTokens
 
 AXES = ("node", "local")  # of the mesh, in the order in which the batch is split
+NODE_AXES = ("local",)  # those inside a node
 
 Params = Any
 EmbedFn = Callable[[Params, PairTokens], Float[Array, "b 2 d"]]
@@ -45,11 +46,11 @@ def make_embed(graph: Any) -> EmbedFn:
 
 
 def contrastive_loss(
-    embeddings: Float[Array, "b 2 d"], *, temperature: float
+    embeddings: Float[Array, "b 2 d"], *, temperature: float, axes: tuple[str, ...] = AXES
 ) -> tuple[Float[Array, ""], Metrics]:
-    """The loss of this device's pairs against those of all devices.
+    """The loss of this device's pairs against those of all devices along `axes`.
 
-    Call it where the axes `node` and `local` are bound; it runs one all-gather over both.
+    Call it where these mesh axes are bound; it runs one all-gather over them.
 
     Returns:
         The loss, and metrics of this device's descriptions: `accuracy` (the right code is the
@@ -57,9 +58,9 @@ def contrastive_loss(
         other code.
     """
     own_b2d = embeddings
-    all_n2d = lax.all_gather(own_b2d, AXES, tiled=True)
+    all_n2d = lax.all_gather(own_b2d, axes, tiled=True)
     num_own, num_all = own_b2d.shape[0], all_n2d.shape[0]
-    right = lax.axis_index(AXES) * num_own + jnp.arange(num_own)  # column of the own partner
+    right = lax.axis_index(axes) * num_own + jnp.arange(num_own)  # column of the own partner
     to_code_bn = own_b2d[:, 0] @ all_n2d[:, 1].T
     to_description_bn = own_b2d[:, 1] @ all_n2d[:, 0].T
     losses_b = _cross_entropy(to_code_bn / temperature, right)

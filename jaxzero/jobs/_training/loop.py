@@ -2,8 +2,10 @@
 
 import math
 import time
+from collections.abc import Callable
 
 import jax
+import numpy as np
 
 from ...distributed import StopRequest, Watchdog, check_replicas
 from .._ends import Diverged, Interrupted
@@ -12,13 +14,16 @@ from .profile import StepProfiler
 from .progress import progress_bar
 from .resume import save
 from .session import Session, State
-from .step import StepFn, make_step
+from .step import RoundFn, StepFn, make_round, make_step
 
 Numbers = dict[str, float]
+Advance = Callable[[State], tuple[State, list[Numbers]]]  # by one program; numbers of each step
 
 
 def run_steps(session: Session, state: State, watchdog: Watchdog) -> State:
     """Train up to the last step, and save a checkpoint there. Every step calls `watchdog.beat`.
+
+    With local steps, what is done after a step is done after a round.
 
     Raises:
         Interrupted: Ctrl-C was pressed, or SIGTERM came. The step was finished and the state saved.
@@ -26,24 +31,26 @@ def run_steps(session: Session, state: State, watchdog: Watchdog) -> State:
         ReplicasDiffer: devices hold different bits in copies of one array.
     """
     optimization, run = session.settings.optimization, session.settings.run
-    check_every = session.settings.faults.check_every
-    step_fn = make_step(session.setup, session.loss)
+    check_every, at_once = session.settings.faults.check_every, session.steps_at_once
+    advance_state = _make_advance(session)
     bar = progress_bar(session.console, completed=state.step, total=optimization.steps)
     profiled = run.profiled_steps if jax.process_index() == 0 else range(0)
     with StopRequest() as stop:
         with bar as advance, StepProfiler(profiled, run.directory / "profile") as profiler:
             is_asked, saved = False, state.step or None  # it was read from a checkpoint, or is new
             while state.step < optimization.steps and not is_asked:
-                with profiler.step(state.step + 1):
-                    state, numbers = _one_step(session, state, step_fn)
+                first = state.step + 1
+                with profiler.step(first, at_once):
+                    state, rows = advance_state(state)
                 watchdog.beat(state.step)
-                session.journal.append("step", state.step, **_finite(numbers))
-                advance(numbers)
-                _check_finite(session, state, numbers)
-                if state.step % run.save_every == 0:
+                for step, numbers in enumerate(rows, first):
+                    session.journal.append("step", step, **_finite(numbers))
+                    advance(numbers)
+                    _check_finite(session, step, numbers)
+                if state.step % run.save_every < at_once:  # it is, or has passed, a multiple
                     _save_compared(session, state)
                     saved = state.step
-                elif check_every and state.step % check_every == 0:
+                elif check_every and state.step % check_every < at_once:
                     _compare(session, state)
                 is_asked = stop.reached()
         if saved != state.step:
@@ -52,6 +59,20 @@ def run_steps(session: Session, state: State, watchdog: Watchdog) -> State:
         if is_asked and state.step < optimization.steps:
             raise Interrupted(run.name, state.step, by_ctrl_c=stop.interrupted)
     return state
+
+
+def _make_advance(session: Session) -> Advance:
+    if session.rounds is not None:
+        session.setup.free()  # the state holds copies
+        round_fn = make_round(session.setup, session.rounds)
+        return lambda state: _one_round(session, state, round_fn)
+    step_fn = make_step(session.setup, session.loss)
+
+    def by_a_step(state: State) -> tuple[State, list[Numbers]]:
+        state, numbers = _one_step(session, state, step_fn)
+        return state, [numbers]
+
+    return by_a_step
 
 
 def _one_step(session: Session, state: State, step_fn: StepFn) -> tuple[State, Numbers]:
@@ -65,6 +86,16 @@ def _one_step(session: Session, state: State, step_fn: StepFn) -> tuple[State, N
     )
     state = State(step=state.step + 1, params=params, opt_state=opt_state, wire_state=wire_state)
     return state, numbers
+
+
+def _one_round(session: Session, state: State, round_fn: RoundFn) -> tuple[State, list[Numbers]]:
+    began, every = time.perf_counter(), session.steps_at_once
+    local, metrics = round_fn(state.local, next(session.batches.rounds(every)))
+    columns = {name: np.asarray(x) for name, x in metrics.items()}  # waits for the round
+    pairs = every * session.settings.optimization.pairs
+    speed = {"pairs_per_second": pairs / (time.perf_counter() - began)}
+    rows = [{**{name: float(x[i]) for name, x in columns.items()}, **speed} for i in range(every)]
+    return State.of_local(state.step + every, local), rows
 
 
 def _numbers(metrics: Metrics) -> Numbers:
@@ -84,16 +115,15 @@ def _save_compared(session: Session, state: State) -> None:
 
 
 def _compare(session: Session, state: State) -> None:
-    held = {name: getattr(state, name) for name in ("params", "opt_state", "wire_state")}
-    check_replicas(held, step=state.step, seconds=session.settings.faults.step_seconds)
+    check_replicas(state.trees, step=state.step, seconds=session.settings.faults.step_seconds)
 
 
-def _check_finite(session: Session, state: State, numbers: Numbers) -> None:
+def _check_finite(session: Session, step: int, numbers: Numbers) -> None:
     """Raise `Diverged` after too many steps in a row with a non-finite loss or gradients."""
     if numbers["skipped_in_a_row"] >= session.settings.faults.max_skipped:
         raise Diverged(
             f"{numbers['skipped_in_a_row']:.0f} steps in a row had a loss or gradients that are "
-            f"not finite, the last was step {state.step} (loss {numbers['loss']}). "
+            f"not finite, the last was step {step} (loss {numbers['loss']}). "
             f"{_last_good(session)}"
         )
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ..._mesh import NODE
 from ..._plan import Plan
 from ..._sharding import ZeroConfig
-from ..._zero import Zero
+from ..._zero import LocalRounds, Zero
 from .._settings import Sharding
 from .._task import PairTokens
 from .setup import Setup, zero_config
@@ -23,37 +23,48 @@ from .step import LossFn
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NodeBytes:
-    """Bytes of weights and gradients that enter each node in one step, beside plain ZeRO-3's."""
+    """Bytes of weights and gradients that enter each node in one step, beside plain ZeRO-3's.
+
+    With local steps, those of parameters.
+    """
 
     sent: int  # by the job
+    round_steps: int  # those of a round of local steps, of which `sent` is the mean; else 0
     weights_counted: bool  # False if `sent` counts gradients only; full weights are sent too
     zero3_float32: int  # by plain ZeRO-3, without codecs
     zero3_bfloat16: int  # by plain ZeRO-3 in 16 bits, as in the papers
 
 
-def node_bytes(setup: Setup, loss: LossFn, tokens: PairTokens, plan: Plan) -> NodeBytes | None:
+def node_bytes(
+    setup: Setup, loss: LossFn, tokens: PairTokens, work: Plan | LocalRounds
+) -> NodeBytes | None:
     """Count the bytes that enter a node; None if there is only one node.
 
     Args:
         setup: devices, sharding, model and optimizer.
         loss: the training loss.
         tokens: abstract tokens of one step.
-        plan: plan of one step.
+        work: plan of one step, or the rounds of local steps.
     """
     if setup.zero.mesh.shape[NODE] == 1:
         return None
 
     def count(config: ZeroConfig) -> int:
         zero, params = setup.other_zero(config)
-        is_own = config == setup.zero.config
-        its_plan = plan if is_own else plan_step(zero, params, loss, tokens)
-        traffic = zero.report(params, plan=its_plan).traffic
+        is_own = isinstance(work, Plan) and config == setup.zero.config
+        plan = work if is_own else plan_step(zero, params, loss, tokens)
+        traffic = zero.report(params, plan=plan).traffic
         assert traffic is not None
         return traffic.node_bytes
 
+    if isinstance(work, Plan):
+        sent, round_steps = count(setup.zero.config), 0
+    else:
+        sent, round_steps = round(work.report().bytes_per_step), work.method.every
     return NodeBytes(
-        sent=count(setup.zero.config),
-        weights_counted=setup.zero.config.stage in (0, 3),
+        sent=sent,
+        round_steps=round_steps,
+        weights_counted=setup.zero.config.stage in (0, 3) or round_steps > 0,
         zero3_float32=count(zero_config(Sharding(wire="float32"))),
         zero3_bfloat16=count(zero_config(Sharding(wire="bfloat16"))),
     )

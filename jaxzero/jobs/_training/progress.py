@@ -110,8 +110,11 @@ def _comparison(node_bytes: NodeBytes) -> str:
     sent = readable_bytes(node_bytes.sent)
     if not node_bytes.weights_counted:
         return f"{sent} of gradients entered each node per step; on top come the whole weights"
+    what = "weights and gradients"
+    if node_bytes.round_steps:
+        what = f"parameters, in the mean of rounds of {node_bytes.round_steps} steps,"
     return (
-        f"{sent} of weights and gradients entered each node per step; plain ZeRO-3 sends "
+        f"{sent} of {what} entered each node per step; plain ZeRO-3 sends "
         f"{beside('float32', node_bytes.zero3_float32)}, "
         f"{beside('bfloat16', node_bytes.zero3_bfloat16)}"
     )

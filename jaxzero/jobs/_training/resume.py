@@ -13,7 +13,9 @@ from typing import Any
 import jax
 
 from ..._checkpoint import Checkpoints, NoCheckpoint, drop_after, list_together, say_all_damaged
+from ..._mesh import NODE
 from ..._processes import barrier, process_index
+from ..._zero import LocalRounds, LocalState
 from .session import Session, State
 
 _MEETING_SECONDS = 300.0
@@ -57,8 +59,9 @@ def save(session: Session, state: State) -> None:
         session.checkpoints.close()
         with _wire_checkpoints(session) as wire_checkpoints:
             wire_checkpoints.save(state.step, {"wire_state": state.wire_state})
-    tree = {"params": state.params, "opt_state": state.opt_state}
-    extra = {**_identity(session), "batches": session.batches.get_state()}
+    tree = {name: x for name, x in state.trees.items() if name != "wire_state"}
+    nodes = session.setup.zero.mesh.shape[NODE]
+    extra = {**_identity(session), "batches": session.batches.get_state(), "nodes": nodes}
     session.checkpoints.save(state.step, tree, extra=extra)
 
 
@@ -74,15 +77,38 @@ def restore(session: Session) -> State:
             f"There is nothing to resume in {str(session.settings.run.directory)!r}: it holds no "
             "checkpoint. Leave out `resume`, or give the `name` of another run."
         )
-    like = _initial(session)
-    step, tree, saved = session.checkpoints.restore(
-        like={"params": like.params, "opt_state": like.opt_state}
-    )
-    _check_same(_identity(session), saved)
+
+    def like(saved: dict[str, Any]) -> dict[str, Any]:
+        _check_same(_identity(session), saved)
+        setup = session.setup
+        if session.rounds is None:
+            return {"params": setup.params, "opt_state": setup.opt_state}
+        nodes = saved["nodes"]
+        abstract = session.rounds.abstract(setup.params, setup.opt_state, nodes=nodes)
+        return {x.name: getattr(abstract, x.name) for x in dataclasses.fields(abstract)}
+
+    step, tree, saved = session.checkpoints.restore(like)
     session.batches.set_state(saved.get("batches", {}))
     session.journal.drop_after(step)
+    if session.rounds is not None:
+        local = _on_these_nodes(session, session.rounds, LocalState(**tree), saved["nodes"])
+        return State.of_local(step, local)
     wire_state = _restored_wire_state(session, step, tree["params"])
     return State(step=step, **tree, wire_state=wire_state)
+
+
+def _on_these_nodes(
+    session: Session, rounds: LocalRounds, local: LocalState, nodes: int
+) -> LocalState:
+    """A state that so many nodes saved, for those of the mesh."""
+    if nodes == rounds.num_nodes:
+        return local
+    session.console.print(
+        f"The run was saved by {nodes} nodes; the {rounds.num_nodes} nodes of this one all go on "
+        "from their mean.",
+        highlight=False,
+    )
+    return rounds.rejoin(local)
 
 
 def _restored_wire_state(session: Session, step: int, params: Any) -> Any:
@@ -136,6 +162,8 @@ def _wire_directory(session: Session) -> Path:
 
 def _initial(session: Session) -> State:
     setup = session.setup
+    if session.rounds is not None:
+        return State.of_local(0, session.rounds.init(setup.params, setup.opt_state))
     return State(
         step=0,
         params=setup.params,
@@ -147,9 +175,12 @@ def _initial(session: Session) -> State:
 def _identity(session: Session) -> dict[str, Any]:
     """The settings that a resumed run must share, as JSON.
 
-    Devices and sharding may differ: they do not change what is learned, beyond rounding.
+    Devices and sharding may differ: they do not change what is learned, beyond rounding. With local
+    steps the number of nodes does.
     """
+    local = dataclasses.asdict(session.settings.local)
     return {
+        **(local if session.rounds is not None else {"local_steps": None}),
         **dataclasses.asdict(session.settings.optimization),
         "max_tokens": session.settings.data.max_tokens,
         "data": session.examples.digest,

@@ -3,20 +3,21 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
 
 from ..._checkpoint import Checkpoints
 from ..._plan import Plan
+from ..._zero import LocalRounds, LocalState
 from ...data import Batches
 from .._settings import Train
-from .._task import Examples, PairTokens, load_examples, training_batches
+from .._task import AXES, NODE_AXES, Examples, PairTokens, load_examples, training_batches
 from .journal import Journal
 from .node_bytes import abstract_tokens, plan_step
 from .setup import Setup, describe_devices, set_up
-from .step import LossFn, make_loss
+from .step import LossFn, make_loss, make_rounds
 from .trackers import make_trackers
 
 
@@ -27,6 +28,7 @@ class Session:
     settings: Train
     setup: Setup
     loss: LossFn
+    rounds: LocalRounds | None  # None: all nodes take each step together
     examples: Examples
     batches: Batches  # of the steps to come
     checkpoints: Checkpoints
@@ -38,9 +40,15 @@ class Session:
         """Shapes and dtypes of the tokens of a step."""
         return abstract_tokens(self.settings.optimization.pairs, self.settings.data.max_tokens)
 
+    @property
+    def steps_at_once(self) -> int:
+        """The steps that one program runs: those of a round with local steps, else 1."""
+        return 1 if self.rounds is None else self.rounds.method.every
+
     @functools.cached_property
     def plan(self) -> Plan:
-        """The plan of a step; the first access traces the model."""
+        """The plan of a step of all nodes together; the first access traces the model."""
+        assert self.rounds is None
         return plan_step(self.setup.zero, self.setup.params, self.loss, self.tokens)
 
 
@@ -49,9 +57,28 @@ class State:
     """The training state. Together with the settings it determines all later steps bit for bit."""
 
     step: int  # number of steps done
-    params: Any
-    opt_state: Any
+    params: Any  # with local steps, those of every node, on a leading dim
+    opt_state: Any  # likewise
     wire_state: Any  # from `zero.init_wire_state`; None if the config needs none
+    exchange: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # rest of a `LocalState`
+
+    @property
+    def trees(self) -> dict[str, Any]:
+        """All arrays, as trees by name."""
+        named = {name: getattr(self, name) for name in ("params", "opt_state", "wire_state")}
+        return {**named, **self.exchange}
+
+    @classmethod
+    def of_local(cls, step: int, local: LocalState) -> "State":
+        """The training state with local steps."""
+        fields = {x.name: getattr(local, x.name) for x in dataclasses.fields(local)}
+        params, opt_state = fields.pop("params"), fields.pop("opt_state")
+        return cls(step=step, params=params, opt_state=opt_state, wire_state=None, exchange=fields)
+
+    @property
+    def local(self) -> LocalState:
+        """The `LocalState` given to `of_local`."""
+        return LocalState(params=self.params, opt_state=self.opt_state, **self.exchange)
 
 
 @contextlib.contextmanager
@@ -66,6 +93,10 @@ def open_session(settings: Train, console: Console) -> Iterator[Session]:
     console.print(
         f"{setup.checkpoint}\non {describe_devices(setup)}", highlight=False, soft_wrap=True
     )
+    method = settings.local.method
+    temperature = settings.optimization.temperature
+    loss = make_loss(setup, temperature=temperature, axes=NODE_AXES if method else AXES)
+    rounds = make_rounds(setup, loss, method) if method else None
     examples = load_examples(settings.data, setup.checkpoint, console)
     batches = training_batches(examples.train, setup.zero, settings.optimization)
     keep = settings.run.keep_checkpoints
@@ -77,7 +108,8 @@ def open_session(settings: Train, console: Console) -> Iterator[Session]:
         yield Session(
             settings=settings,
             setup=setup,
-            loss=make_loss(setup, temperature=settings.optimization.temperature),
+            loss=loss,
+            rounds=rounds,
             examples=examples,
             batches=batches,
             checkpoints=checkpoints,

@@ -47,6 +47,11 @@ class Setup:
         """The number of devices of the mesh."""
         return self.zero.mesh.size
 
+    def free(self) -> None:
+        """Free the memory of `params` and `opt_state`; their shapes stay known."""
+        for x in jax.tree.leaves((self.params, self.opt_state)):
+            x.delete()
+
     def other_zero(self, config: ZeroConfig) -> tuple[Zero, Any]:
         """A `Zero` with another config on the same devices, and its abstract parameters."""
         zero = Zero(self.zero.mesh, config)

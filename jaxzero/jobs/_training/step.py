@@ -1,4 +1,7 @@
-"""The compiled training step: loss and gradients by `jz.Zero`, then the optimizer."""
+"""The compiled training step: loss and gradients by `jz.Zero`, then the optimizer.
+
+With local steps, the program is a round of such steps on each node.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,21 +11,28 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from ..._local_steps import LocalSteps
+from ..._mesh import NODE
 from ..._sharding import ZeroConfig, compiler_options
 from ..._simigrad import SimigradState, simigrad_stats
-from .._task import Metrics, PairTokens, Params, contrastive_loss, make_embed
+from ..._zero import LocalRounds, LocalState
+from .._task import AXES, Metrics, PairTokens, Params, contrastive_loss, make_embed
 from .setup import Setup
 
 LossFn = Callable[[Params, PairTokens], tuple[Float[Array, ""], Metrics]]
 StepFn = Callable[[Params, Any, Any, PairTokens], tuple[Params, Any, Any, Metrics]]
+RoundFn = Callable[[LocalState, PairTokens], tuple[LocalState, dict[str, Float[Array, "every"]]]]
 
 
-def make_loss(setup: Setup, *, temperature: float) -> LossFn:
-    """Make the training loss, `loss(params, tokens) -> (loss, metrics)`."""
+def make_loss(setup: Setup, *, temperature: float, axes: tuple[str, ...] = AXES) -> LossFn:
+    """Make the training loss, `loss(params, tokens) -> (loss, metrics)`.
+
+    The pairs of all devices along the mesh axes `axes` are negatives for each other.
+    """
     embed = make_embed(setup.graph)
 
     def loss(params: Params, tokens: PairTokens) -> tuple[Float[Array, ""], Metrics]:
-        return contrastive_loss(embed(params, tokens), temperature=temperature)
+        return contrastive_loss(embed(params, tokens), temperature=temperature, axes=axes)
 
     return loss
 
@@ -34,6 +44,62 @@ def make_step(setup: Setup, loss: LossFn) -> StepFn:
     arguments are donated, so that the results reuse their memory. `wire_state` is None if the
     config needs none.
     """
+    step = _make_uncompiled(setup, loss)
+    return jax.jit(step, donate_argnums=(0, 1, 2), compiler_options=_options(setup))
+
+
+def make_rounds(setup: Setup, loss: LossFn, method: LocalSteps) -> LocalRounds:
+    """Make the rounds of local steps with `make_step`'s step on each node, not compiled.
+
+    Raises:
+        ValueError: there is one node, or the config needs a wire state.
+    """
+    if setup.zero.mesh.shape[NODE] == 1:
+        raise ValueError(
+            "`local_steps` needs at least 2 `nodes`, which exchange; the devices form 1. Give "
+            "`nodes`."
+        )
+    step = _make_uncompiled(setup, loss)
+
+    def on_node(params: Params, opt_state: Any, tokens: PairTokens):
+        params, opt_state, _, metrics = step(params, opt_state, None, tokens)
+        return params, opt_state, metrics
+
+    return setup.zero.local_steps(on_node, method)
+
+
+def make_round(setup: Setup, rounds: LocalRounds) -> RoundFn:
+    """Make the jitted round, from the state and `every` stacked batches. The state is donated.
+
+    It returns the next state, and the metrics of each step: of nodes the mean, but of the numbers
+    of skipped steps the largest.
+    """
+    options = _options(setup, local_steps=True)
+    run = jax.jit(rounds, donate_argnums=0, compiler_options=options)
+    everywhere = NamedSharding(setup.zero.mesh, PartitionSpec())  # each process reads all of them
+
+    def over_nodes(metrics: dict[str, Float[Array, "every nodes"]]):
+        return {
+            name: x.max(axis=1) if name.startswith("skipped") else x.mean(axis=1)
+            for name, x in metrics.items()
+        }
+
+    combine = jax.jit(over_nodes, out_shardings=everywhere)
+
+    def run_round(state: LocalState, batches: PairTokens):
+        state, metrics = run(state, batches)
+        return state, combine(metrics)
+
+    return run_round
+
+
+def _options(setup: Setup, *, local_steps: bool = False) -> dict[str, Any]:
+    platform = setup.zero.mesh.devices.flat[0].platform
+    offload = setup.zero.config.offload is not None
+    return compiler_options(platform, offload=offload, local_steps=local_steps)
+
+
+def _make_uncompiled(setup: Setup, loss: LossFn) -> StepFn:
     loss_and_grads = setup.zero.value_and_grad(loss, has_aux=True)
 
     def step(params: Params, opt_state: Any, wire_state: Any, tokens: PairTokens):
@@ -52,9 +118,7 @@ def make_step(setup: Setup, loss: LossFn) -> StepFn:
         metrics = {"loss": value, **metrics, **_optimizer_metrics(opt_state)}
         return params, opt_state, wire_state, metrics
 
-    platform = setup.zero.mesh.devices.flat[0].platform
-    options = compiler_options(platform, offload=setup.zero.config.offload is not None)
-    return jax.jit(step, donate_argnums=(0, 1, 2), compiler_options=options)
+    return step
 
 
 def _optimizer_metrics(opt_state: Any) -> Metrics:

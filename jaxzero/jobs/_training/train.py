@@ -25,7 +25,7 @@ from .overview import print_overview
 from .plot import plot_run
 from .progress import print_summary
 from .resume import begin, latest_step, restore
-from .session import Session, State, open_session
+from .session import Session, open_session
 from .step import make_sharded_embed
 
 _MEETING_SECONDS = 60.0
@@ -71,9 +71,9 @@ def train(settings: Train, console: Console) -> Outcome:
     with contextlib.ExitStack() as stack:
         with time_limit("loading", settings.faults.phase_seconds):
             session = stack.enter_context(open_session(settings, console))
-        before, state, after = _evaluated_training(session)
-        entered = _note_node_bytes(session) if state.step else None
-    difference = _export(session, state)
+        before, params, after = _evaluated_training(session)
+        entered = _note_node_bytes(session) if settings.optimization.steps else None
+    difference = _export(session, params)
     outcome = Outcome(
         before=before,
         after=after,
@@ -101,7 +101,7 @@ def _agreed(settings: Train) -> Train:
     return dataclasses.replace(settings, run=dataclasses.replace(settings.run, name=name))
 
 
-def _export(session: Session, state: State) -> float | None:
+def _export(session: Session, params: Any) -> float | None:
     """Plot the curves, and write and check the PyTorch checkpoint (see `export_and_compare`)."""
     directory, held_out = session.settings.run.directory, session.examples.held_out
     if process_index() == 0:
@@ -109,13 +109,13 @@ def _export(session: Session, state: State) -> float | None:
         plot_run(rows, directory / "loss.png", title=f"{session.settings.run.name}")
     limit = session.settings.faults.phase_seconds
     with time_limit("the export", limit):
-        params, export = state.params, directory / "export"
-        difference = export_and_compare(session.setup, params, held_out, export)
+        difference = export_and_compare(session.setup, params, held_out, directory / "export")
         barrier("the export", limit)
     return difference
 
 
-def _evaluated_training(session: Session) -> tuple[Retrieval, State, Retrieval]:
+def _evaluated_training(session: Session) -> tuple[Retrieval, Any, Retrieval]:
+    """Train; return the scores before, the trained parameters and their scores."""
     evaluate, run, faults = _Evaluation(session), session.settings.run, session.settings.faults
     if run.resume or (run.resume_or_start and latest_step(session) is not None):
         with time_limit("restoring", faults.phase_seconds):
@@ -135,11 +135,14 @@ def _evaluated_training(session: Session) -> tuple[Retrieval, State, Retrieval]:
             before = before or evaluate("Before training", session.setup.params, 0)
         state = run_steps(session, state, watchdog)
         with watchdog.waiting(faults.phase_seconds):
-            return before, state, evaluate("After training", state.params, state.step)
+            rounds = session.rounds
+            params = state.params if rounds is None else rounds.mean(state.local)
+            return before, params, evaluate("After training", params, state.step)
 
 
 def _note_node_bytes(session: Session) -> NodeBytes | None:
-    entered = node_bytes(session.setup, session.loss, session.tokens, session.plan)
+    work = session.plan if session.rounds is None else session.rounds
+    entered = node_bytes(session.setup, session.loss, session.tokens, work)
     if entered is not None:
         steps = session.settings.optimization.steps
         session.journal.append("node_bytes", steps, **dataclasses.asdict(entered))
