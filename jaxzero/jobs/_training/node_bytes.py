@@ -51,8 +51,10 @@ def node_bytes(
 
     def count(config: ZeroConfig) -> int:
         zero, params = setup.other_zero(config)
-        is_own = isinstance(work, Plan) and config == setup.zero.config
-        plan = work if is_own else plan_step(zero, params, loss, tokens)
+        if isinstance(work, Plan) and config == setup.zero.config:
+            plan = work
+        else:
+            plan = plan_step(zero, params, loss, tokens)
         traffic = zero.report(params, plan=plan).traffic
         assert traffic is not None
         return traffic.node_bytes
