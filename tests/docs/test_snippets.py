@@ -26,6 +26,7 @@ PAGES = (
     "howto/local_steps.md",
     "howto/lora.md",
     "howto/offload.md",
+    "howto/planning.md",
 )
 NOT_PROGRAMS = ("start/faq.md",)  # every block is an excerpt
 BLOCK = re.compile(r"(?:<!-- (?P<comment>.*?) -->\n)?```python\n(?P<code>.*?)```", re.DOTALL)
