@@ -4,7 +4,8 @@ An iteration encodes the buckets of its own gradients; each later iteration redu
 more mesh axis. Once fully reduced, the outputs made of them are written to their layer of the
 stacks; to stacks in host memory one iteration later still, so that the copy overlaps with all of an
 iteration, and so does the last reduction. The stacks are carried by the loop, because a layer is
-written after its own iteration.
+written after its own iteration. The gradient of a leaf that the loop updates has no stack: the
+update of its layer takes the place of the write (`update_in_loop`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from .._mesh import empty_in_host
 from .._plan import LoopPlan
 from .gradient_buckets import GradientBuckets
 from .host_stacks import LayerIndex
-from .mean_gradients import host_mean
+from .mean_gradients import host_mean, mean_of_one_microbatch
+from .update_in_loop import Updated, UpdateInLoop
 
 Outputs = Callable[[Mapping[int, ReduceBucket]], dict[int, Any]]  # `Runner.deferred_outputs`
 
@@ -32,7 +34,7 @@ class Deferred(NamedTuple):
     """What the loop carries."""
 
     buckets: dict[int, list[ReduceBucket]]  # for each deferred group, a bucket by iterations since
-    stacks: dict[int, Sum]  # of the deferred outputs, by index of the output
+    stacks: dict[int, Sum | Updated]  # of the deferred outputs, by index of the output
 
 
 class DeferredGradients:
@@ -44,6 +46,7 @@ class DeferredGradients:
         length: the number of iterations.
         layer_index: the layer of an iteration.
         outputs: computes the deferred outputs of an iteration from its reduced buckets.
+        updates: of the leaves that the loop updates, by index of the output.
     """
 
     def __init__(
@@ -53,13 +56,15 @@ class DeferredGradients:
         length: int,
         layer_index: LayerIndex,
         outputs: Outputs,
+        updates: Mapping[int, UpdateInLoop],
     ):
         self._plan = plan
         self._gradients = gradients
         self._length = length
         self._layer_index = layer_index
         self._outputs = outputs
-        self._delay = 1 if plan.host_gradients else 0  # iterations from the last axis to the stack
+        self._updates = updates
+        self._delay = 1 if plan.host_gradients or updates else 0  # iterations from the last axis to the stack
 
     def start(self, iteration: Callable[[Deferred], Deferred]) -> Deferred:
         """The buckets and stacks before the first iteration; the buckets hold zeros.
@@ -82,7 +87,9 @@ class DeferredGradients:
             in_flight, outputs = jax.eval_shape(shapes)
         buckets = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), in_flight)
         stacks = {
-            number: jax.tree.map(functools.partial(self._empty_stack, number), x)
+            number: self._updates[number].start()
+            if number in self._updates
+            else jax.tree.map(functools.partial(self._empty_stack, number), x)
             for number, x in outputs.items()
         }
         return Deferred(buckets, stacks)
@@ -90,11 +97,11 @@ class DeferredGradients:
     def take_final(self, outputs: list[Any]) -> dict[int, Array]:
         """Take, out of an iteration's outputs, the gradients for host memory that are not deferred.
 
-        The loop must not stack them itself: JAX 0.10 writes a stack in host memory in the wrong
+        Those of leaves that the loop updates are taken too. The loop must not stack them itself: JAX 0.10 writes a stack in host memory in the wrong
         order where the loop is reversed.
         """
         final = {}
-        for number in self._plan.host_gradients:
+        for number in (*self._plan.host_gradients, *self._updates):
             if outputs[number] is not None:
                 final[number], outputs[number] = self._finished(number, outputs[number]), None
         return final
@@ -105,7 +112,8 @@ class DeferredGradients:
         new: Mapping[int, ReduceBucket],
         final: dict[int, Array],
         iteration: Array,
-    ) -> Deferred:
+        reads: dict[int, Array],
+    ) -> tuple[Deferred, dict[int, Array]]:
         """Reduce every deferred bucket over one more axis, and add those of this iteration.
 
         The buckets of the oldest iteration are then fully reduced. In the first iterations these
@@ -116,20 +124,30 @@ class DeferredGradients:
             new: the buckets of this iteration.
             final: the gradients of this iteration that go to their stacks at once.
             iteration: its number.
+            reads: as `UpdateInLoop.advance`, for some of the outputs.
+
+        Returns:
+            The next state, and `reads`.
         """
         if not state.buckets and not state.stacks:  # nothing is deferred, or `start` traces this
-            return Deferred({number: [bucket] for number, bucket in new.items()}, {**final})
+            return Deferred({number: [bucket] for number, bucket in new.items()}, {**final}), reads
         buckets, done, age = {}, {}, 0
         for number, in_flight in state.buckets.items():
             reduce_next, num_axes = self._gradients.reduce_next, self._gradients.num_axes(number)
             sent = [reduce_next(number, i, bucket) for i, bucket in enumerate(in_flight[:num_axes])]
             *buckets[number], done[number] = [new[number], *sent, *in_flight[num_axes:]]
             age = len(in_flight)
-        stacks = _stored(state.stacks, final, self._layer_index(iteration))
-        return Deferred(buckets, self._store_layer(stacks, done, iteration - age))
+        stacks, reads = self._stored(state.stacks, final, iteration, reads)
+        layers = self._finished_outputs(done)
+        stacks, reads = self._stored(stacks, layers, iteration - age, reads)
+        return Deferred(buckets, stacks), reads
 
-    def finish(self, state: Deferred) -> dict[int, Sum]:
-        """Reduce the buckets that are in flight after the last iteration; return the stacks."""
+    def finish(self, state: Deferred) -> dict[int, Any]:
+        """Reduce the buckets that are in flight after the last iteration.
+
+        Returns:
+            The stack of each output; of a leaf that is updated a list, as in `LeafUpdate.stacks`.
+        """
         stacks = state.stacks
         most = max((len(buckets) for buckets in state.buckets.values()), default=0)
         for age in reversed(range(most)):  # the number of axes done, or one more
@@ -137,15 +155,20 @@ class DeferredGradients:
                 number: self._gradients.reduce_rest(number, age, buckets[age])
                 for number, buckets in state.buckets.items()
             }
-            stacks = self._store_layer(stacks, done, jnp.asarray(self._length - 1 - age))
-        return stacks
+            layers, iteration = self._finished_outputs(done), jnp.asarray(self._length - 1 - age)
+            stacks, _ = self._stored(stacks, layers, iteration, {}, is_last=not age)
+        return {number: x.stacks if isinstance(x, Updated) else x for number, x in stacks.items()}
 
     def _finished(self, number: int, x: Any) -> Any:
         """Output `number` of an iteration; a gradient for host memory as its mean, and there."""
+        num_devices = self._gradients.comm.num_devices
+        if x is not None and number in self._updates:
+            dtype = self._updates[number].update.stacks[0].dtype
+            return mean_of_one_microbatch(x, dtype, num_devices)
         leaf = self._plan.host_gradients.get(number)
         if leaf is None or x is None:
             return x
-        return host_mean(x, leaf.dtype, self._gradients.comm.num_devices, f"{leaf.path}[i]")
+        return host_mean(x, leaf.dtype, num_devices, f"{leaf.path}[i]")
 
     def _finished_outputs(self, done: dict[int, ReduceBucket]) -> dict[int, Any]:
         """The deferred outputs of one iteration, from its fully reduced buckets."""
@@ -158,28 +181,37 @@ class DeferredGradients:
             return empty_in_host(shape, layer.dtype, number)
         return jnp.zeros(shape, layer.dtype)
 
-    def _store_layer(
-        self, stacks: dict[int, Sum], done: dict[int, ReduceBucket], iteration: Array
-    ) -> dict[int, Sum]:
-        """Write one iteration's deferred outputs (reduced gradients, mostly) into their stacks.
+    def _stored(
+        self,
+        stacks: dict[int, Sum | Updated],
+        layers: Mapping[int, Any],
+        iteration: Array,
+        reads: dict[int, Array],
+        *,
+        is_last: bool = False,
+    ) -> tuple[dict[int, Sum | Updated], dict[int, Array]]:
+        """Write one iteration's outputs (reduced gradients, mostly) into their stacks.
 
         Args:
             stacks: by index among the loop's outputs.
-            done: the fully reduced buckets of the iteration, by index of the group.
-            iteration: the iteration that computed these gradients.
+            layers: the outputs, by the same index.
+            iteration: the iteration that computed them.
+            reads: as in `advance`.
+            is_last: whether no iteration follows.
+
+        Returns:
+            The stacks, and `reads`.
         """
-        return _stored(stacks, self._finished_outputs(done), self._layer_index(iteration))
-
-
-def _stored(stacks: dict[int, Sum], layers: Mapping[int, Any], index: Array) -> dict[int, Sum]:
-    """The stacks, with these arrays at `index`."""
-    return {
-        number: jax.tree.map(
-            lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, index, 0),
-            stack,
-            layers[number],
-        )
-        if number in layers
-        else stack
-        for number, stack in stacks.items()
-    }
+        stacks, reads = dict(stacks), dict(reads)
+        index = self._layer_index(iteration)
+        for number, x in layers.items():
+            stack = stacks[number]
+            if isinstance(stack, Updated):
+                update, read = self._updates[number], [reads[number]] if number in reads else []
+                stacks[number], read = update.advance(stack, x, iteration, read, is_last=is_last)
+                reads.update({number: after for after in read})
+                continue
+            stacks[number] = jax.tree.map(
+                lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, index, 0), stack, x
+            )
+        return stacks, reads

@@ -29,6 +29,7 @@ from .deferred_gradients import Deferred, DeferredGradients
 from .gathers import Bind, GatherSources, encode_bucket, gather_next_axis, on_shard
 from .gradient_buckets import GradientBuckets
 from .host_stacks import Fetched, HostStacks, Queues, layer_of
+from .update_in_loop import LeafUpdate, Updated, UpdateInLoop
 from .weight_buckets import InFlight, WeightBuckets
 
 
@@ -44,6 +45,8 @@ class Runner(Protocol):
     weights: WeightBuckets
     gradients: GradientBuckets
     prologues: dict[int, Prologue]
+    updates: Mapping[int, LeafUpdate]
+    updated: dict[int, list[Array]]
 
     def read(self, atom: Atom) -> Any: ...
 
@@ -98,13 +101,23 @@ class _Loop:
         self.uses = outer.plan.uses.loops[index]
         self.stacks = [self._stack(stack) for stack in self.uses.stacks]
         self.host = HostStacks(self.plan, self.uses.stacks, self.stacks)
+        self.updates = {
+            number: UpdateInLoop(outer.updates[leaf], self.layer_index)
+            for number, leaf in self.plan.updates.items()
+        }
         self.deferred = DeferredGradients(
             self.plan,
             GradientBuckets(self.plan.body, outer.comm),
             loop.length,
             self.layer_index,
             lambda done: self._inside({}).deferred_outputs(done),
+            self.updates,
         )
+        # The queues of parameters that the loop also updates, by index of the output.
+        queues = {
+            number: self.host.position_of(x.update.stacks[0]) for number, x in self.updates.items()
+        }
+        self.updated_queues = {number: i for number, i in queues.items() if i is not None}
         # Weights whose node slices this loop keeps: those gathered in an earlier iteration, and
         # those gathered in the iteration that uses them.
         kept = [
@@ -259,6 +272,8 @@ class _Loop:
         outputs = [*state.carry, *stacked]
         for number, x in deferred.items():
             outputs[number] = x
+        for number, leaf in self.plan.updates.items():
+            self.outer.updated[leaf], outputs[number] = deferred[number], None
         return outputs
 
     def _iteration(
@@ -285,7 +300,11 @@ class _Loop:
         outputs = inside.run([*self.constants, *state.carry, *rows], self.uses.view_outputs)
         done = self.deferred.take_final(outputs)
         new = inside.gradients.deferred
-        deferred = self.deferred.advance(state.deferred, new, done, iteration)
+        fetched = self._fetch_next(state, iteration)
+        reads = {number: fetched[i][-1] for number, i in self.updated_queues.items()}
+        deferred, reads = self.deferred.advance(state.deferred, new, done, iteration, reads)
+        for number, i in self.updated_queues.items():
+            fetched[i][-1] = reads[number]
         slices = [
             lax.dynamic_update_index_in_dim(
                 x, inside.weights.next_sources[weight].data, following, 0
@@ -294,7 +313,6 @@ class _Loop:
         ]
         self.templates.update({x: inside.weights.sources[x] for x in self.kept_in_iteration})
         carry = outputs[: self.loop.num_carry]
-        fetched = self.host.advance(state.fetched, self.layer_index, iteration)
         next_rows = self._host_rows(iteration + 1)
         if fetched or next_rows:
             # Otherwise XLA waits for some of the copies before the layer computes.
@@ -328,6 +346,16 @@ class _Loop:
 
         deferred = self.deferred.start(first)
         return _State(carry, before.in_flight, fetched, first_rows, deferred, slices)
+
+    def _fetch_next(self, state: _State, iteration: Array) -> Queues:
+        """Copy the next layer of each stack in host memory to the device."""
+        stacks = {number: state.deferred.stacks.get(number) for number in self.updated_queues}
+        current = {
+            self.updated_queues[number]: x.stacks[0]
+            for number, x in stacks.items()
+            if isinstance(x, Updated)
+        }
+        return self.host.advance(state.fetched, self.layer_index, iteration, current)
 
     def _host_rows(self, iteration: Array) -> dict[int, Array]:
         """An iteration's slices of the program's stacks in host memory, on the device."""

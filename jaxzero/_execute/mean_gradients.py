@@ -126,8 +126,13 @@ def mean_over_devices(
 
 def host_mean(x: Array, dtype: Any, num_devices: int, name: str) -> Array:
     """The mean of a gradient in host memory, from its sum over all devices in one micro-batch."""
-    mean = (x / jnp.asarray(num_devices, x.dtype)).astype(dtype)
+    mean = mean_of_one_microbatch(x, dtype, num_devices)
     return copy_to_host(mean, "gradients", name, windowed=True)
+
+
+def mean_of_one_microbatch(x: Array, dtype: Any, num_devices: int) -> Array:
+    """The mean of a gradient, as `dtype`, from its sum over all devices in one micro-batch."""
+    return (x / jnp.asarray(num_devices, x.dtype)).astype(dtype)
 
 
 def _mean(
