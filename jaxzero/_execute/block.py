@@ -165,6 +165,12 @@ class BlockRunner:
             self.gradients.reduce_in_flight((self.env[value],))
         return self._after((arrays, self.env[value]), reduced)[0]
 
+    def tie_to(self, value: Value | None, arrays: list[Any]) -> list[Any]:
+        """Return `arrays`, available only once `value` is."""
+        if value is None or value not in self.env or not arrays:
+            return arrays
+        return lax.optimization_barrier((arrays, self.env[value]))[0]
+
     def pin(self, value: Value | None, arrays: list[Any]) -> list[Any]:
         """Force `arrays` (encoded messages) to be computed before the next reader of `value`."""
         if value is None or value not in self.env or not arrays:

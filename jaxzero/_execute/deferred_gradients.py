@@ -22,10 +22,11 @@ from jaxtyping import Array
 from .._collectives import ReduceBucket, Sum, recording
 from .._mesh import empty_in_host
 from .._plan import LoopPlan
+from .gathers import Bind
 from .gradient_buckets import GradientBuckets
 from .host_stacks import LayerIndex
 from .mean_gradients import host_mean, mean_of_one_microbatch
-from .update_in_loop import Updated, UpdateInLoop
+from .update_in_loop import Updated, UpdatesInLoop
 
 Outputs = Callable[[Mapping[int, ReduceBucket]], dict[int, Any]]  # `Runner.deferred_outputs`
 
@@ -34,7 +35,10 @@ class Deferred(NamedTuple):
     """What the loop carries."""
 
     buckets: dict[int, list[ReduceBucket]]  # for each deferred group, a bucket by iterations since
-    stacks: dict[int, Sum | Updated]  # of the deferred outputs, by index of the output
+    stacks: dict[int, Sum]  # of the deferred outputs, by index of the output
+    updated: dict[int, Updated]  # leaves that the loop updates, by index of the output
+    waiting: dict[int, Array]  # gradients of such leaves, used in the next iteration
+
 
 
 class DeferredGradients:
@@ -56,7 +60,7 @@ class DeferredGradients:
         length: int,
         layer_index: LayerIndex,
         outputs: Outputs,
-        updates: Mapping[int, UpdateInLoop],
+        updates: UpdatesInLoop,
     ):
         self._plan = plan
         self._gradients = gradients
@@ -64,7 +68,7 @@ class DeferredGradients:
         self._layer_index = layer_index
         self._outputs = outputs
         self._updates = updates
-        self._delay = 1 if plan.host_gradients or updates else 0  # iterations from the last axis to the stack
+        self._delay = 1 if plan.host_gradients or plan.updates else 0  # iterations from the last axis to the stack
 
     def start(self, iteration: Callable[[Deferred], Deferred]) -> Deferred:
         """The buckets and stacks before the first iteration; the buckets hold zeros.
@@ -73,26 +77,26 @@ class DeferredGradients:
             iteration: runs the first iteration; it is traced for the shapes of its buckets.
         """
 
-        def shapes() -> tuple[dict[int, list[ReduceBucket]], dict[int, Any]]:
+        def shapes() -> tuple[dict[int, list[ReduceBucket]], dict[int, Any], dict[int, Array]]:
             in_flight, done = {}, {}
-            first = iteration(Deferred({}, {}))
+            first = iteration(Deferred({}, {}, {}, {}))
             for number, buckets in first.buckets.items():
                 for axis in range(self._gradients.num_axes(number)):
                     buckets.append(self._gradients.reduce_next(number, axis, buckets[axis]))
                 done[number] = buckets[-1]
                 in_flight[number] = buckets if self._delay else buckets[:-1]
-            return in_flight, {**first.stacks, **self._finished_outputs(done)}
+            return in_flight, {**first.stacks, **self._finished_outputs(done)}, first.waiting
 
         with recording(None):  # traced only for shapes: its collectives must not be counted
-            in_flight, outputs = jax.eval_shape(shapes)
-        buckets = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), in_flight)
+            in_flight, outputs, final = jax.eval_shape(shapes)
+        zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
         stacks = {
-            number: self._updates[number].start()
-            if number in self._updates
-            else jax.tree.map(functools.partial(self._empty_stack, number), x)
+            number: jax.tree.map(functools.partial(self._empty_stack, number), x)
             for number, x in outputs.items()
+            if number not in self._plan.updates
         }
-        return Deferred(buckets, stacks)
+        updated = {number: self._updates.start(number) for number in self._plan.updates}
+        return Deferred(zeros(in_flight), stacks, updated, zeros(final))
 
     def take_final(self, outputs: list[Any]) -> dict[int, Array]:
         """Take, out of an iteration's outputs, the gradients for host memory that are not deferred.
@@ -101,7 +105,7 @@ class DeferredGradients:
         order where the loop is reversed.
         """
         final = {}
-        for number in (*self._plan.host_gradients, *self._updates):
+        for number in (*self._plan.host_gradients, *self._plan.updates):
             if outputs[number] is not None:
                 final[number], outputs[number] = self._finished(number, outputs[number]), None
         return final
@@ -112,8 +116,8 @@ class DeferredGradients:
         new: Mapping[int, ReduceBucket],
         final: dict[int, Array],
         iteration: Array,
-        reads: dict[int, Array],
-    ) -> tuple[Deferred, dict[int, Array]]:
+        tie: Bind,
+    ) -> Deferred:
         """Reduce every deferred bucket over one more axis, and add those of this iteration.
 
         The buckets of the oldest iteration are then fully reduced. In the first iterations these
@@ -124,23 +128,25 @@ class DeferredGradients:
             new: the buckets of this iteration.
             final: the gradients of this iteration that go to their stacks at once.
             iteration: its number.
-            reads: as `UpdateInLoop.advance`, for some of the outputs.
-
-        Returns:
-            The next state, and `reads`.
+            tie: as in `UpdatesInLoop.advance`.
         """
-        if not state.buckets and not state.stacks:  # nothing is deferred, or `start` traces this
-            return Deferred({number: [bucket] for number, bucket in new.items()}, {**final}), reads
+        stored = {k: x for k, x in final.items() if k not in self._plan.updates}
+        waiting = {k: x for k, x in final.items() if k in self._plan.updates}
+        if not any(state):  # nothing is deferred, or `start` traces this
+            return Deferred({k: [bucket] for k, bucket in new.items()}, stored, {}, waiting)
         buckets, done, age = {}, {}, 0
         for number, in_flight in state.buckets.items():
             reduce_next, num_axes = self._gradients.reduce_next, self._gradients.num_axes(number)
             sent = [reduce_next(number, i, bucket) for i, bucket in enumerate(in_flight[:num_axes])]
             *buckets[number], done[number] = [new[number], *sent, *in_flight[num_axes:]]
             age = len(in_flight)
-        stacks, reads = self._stored(state.stacks, final, iteration, reads)
         layers = self._finished_outputs(done)
-        stacks, reads = self._stored(stacks, layers, iteration - age, reads)
-        return Deferred(buckets, stacks), reads
+        stacks = _stored(state.stacks, stored, self._layer_index(iteration))
+        stacks = _stored(stacks, layers, self._layer_index(iteration - age))
+        gradients = {k: (x, iteration - 1) for k, x in state.waiting.items()}
+        gradients |= {k: (x, iteration - age) for k, x in layers.items() if k in state.updated}
+        updated = self._updates.advance(state.updated, gradients, tie)
+        return Deferred(buckets, stacks, updated, waiting)
 
     def finish(self, state: Deferred) -> dict[int, Any]:
         """Reduce the buckets that are in flight after the last iteration.
@@ -148,7 +154,9 @@ class DeferredGradients:
         Returns:
             The stack of each output; of a leaf that is updated a list, as in `LeafUpdate.stacks`.
         """
-        stacks = state.stacks
+        stacks, last = state.stacks, jnp.asarray(self._length - 1)
+        waiting = {number: (x, last) for number, x in state.waiting.items()}
+        updated = self._updates.advance(state.updated, waiting, _tied_together, is_last=True)
         most = max((len(buckets) for buckets in state.buckets.values()), default=0)
         for age in reversed(range(most)):  # the number of axes done, or one more
             done = {
@@ -156,14 +164,16 @@ class DeferredGradients:
                 for number, buckets in state.buckets.items()
             }
             layers, iteration = self._finished_outputs(done), jnp.asarray(self._length - 1 - age)
-            stacks, _ = self._stored(stacks, layers, iteration, {}, is_last=not age)
-        return {number: x.stacks if isinstance(x, Updated) else x for number, x in stacks.items()}
+            stacks = _stored(stacks, layers, self._layer_index(iteration))
+            gradients = {k: (x, iteration) for k, x in layers.items() if k in updated}
+            updated = self._updates.advance(updated, gradients, _tied_together, is_last=not age)
+        return {**stacks, **{number: x.stacks for number, x in updated.items()}}
 
     def _finished(self, number: int, x: Any) -> Any:
         """Output `number` of an iteration; a gradient for host memory as its mean, and there."""
         num_devices = self._gradients.comm.num_devices
-        if x is not None and number in self._updates:
-            dtype = self._updates[number].update.stacks[0].dtype
+        if x is not None and number in self._plan.updates:
+            dtype = self._updates.leaves[number].stacks[0].dtype
             return mean_of_one_microbatch(x, dtype, num_devices)
         leaf = self._plan.host_gradients.get(number)
         if leaf is None or x is None:
@@ -181,37 +191,20 @@ class DeferredGradients:
             return empty_in_host(shape, layer.dtype, number)
         return jnp.zeros(shape, layer.dtype)
 
-    def _stored(
-        self,
-        stacks: dict[int, Sum | Updated],
-        layers: Mapping[int, Any],
-        iteration: Array,
-        reads: dict[int, Array],
-        *,
-        is_last: bool = False,
-    ) -> tuple[dict[int, Sum | Updated], dict[int, Array]]:
-        """Write one iteration's outputs (reduced gradients, mostly) into their stacks.
 
-        Args:
-            stacks: by index among the loop's outputs.
-            layers: the outputs, by the same index.
-            iteration: the iteration that computed them.
-            reads: as in `advance`.
-            is_last: whether no iteration follows.
+def _stored(stacks: dict[int, Sum], layers: Mapping[int, Any], index: Array) -> dict[int, Sum]:
+    """The stacks, with these arrays at `index`; those of other outputs are ignored."""
+    return {
+        number: jax.tree.map(
+            lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, index, 0),
+            stack,
+            layers[number],
+        )
+        if number in layers
+        else stack
+        for number, stack in stacks.items()
+    }
 
-        Returns:
-            The stacks, and `reads`.
-        """
-        stacks, reads = dict(stacks), dict(reads)
-        index = self._layer_index(iteration)
-        for number, x in layers.items():
-            stack = stacks[number]
-            if isinstance(stack, Updated):
-                update, read = self._updates[number], [reads[number]] if number in reads else []
-                stacks[number], read = update.advance(stack, x, iteration, read, is_last=is_last)
-                reads.update({number: after for after in read})
-                continue
-            stacks[number] = jax.tree.map(
-                lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, index, 0), stack, x
-            )
-        return stacks, reads
+
+def _tied_together(arrays: list[Any]) -> list[Any]:
+    return lax.optimization_barrier(arrays)

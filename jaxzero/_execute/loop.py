@@ -14,6 +14,7 @@ the stack, which runs backwards in a reversed loop.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -24,12 +25,12 @@ from jaxtyping import Array
 from .._collectives import CommSpec, EncodedShards, ReduceBucket, copy_to_device, repeated
 from .._mesh import in_host
 from .._plan import BlockPlan, ShardedParam, Stack
-from .._program import Atom, Loop
+from .._program import Atom, Loop, Value
 from .deferred_gradients import Deferred, DeferredGradients
 from .gathers import Bind, GatherSources, encode_bucket, gather_next_axis, on_shard
 from .gradient_buckets import GradientBuckets
 from .host_stacks import Fetched, HostStacks, Queues, layer_of
-from .update_in_loop import LeafUpdate, Updated, UpdateInLoop
+from .update_in_loop import LeafUpdate, UpdatesInLoop
 from .weight_buckets import InFlight, WeightBuckets
 
 
@@ -51,6 +52,8 @@ class Runner(Protocol):
     def read(self, atom: Atom) -> Any: ...
 
     def tie_loop(self, carry: list[Any]) -> list[Any]: ...
+
+    def tie_to(self, value: Value | None, arrays: list[Any]) -> list[Any]: ...
 
     def run(self, inputs: Sequence[Any], view_outputs: frozenset[int]) -> list[Any]: ...
 
@@ -101,22 +104,17 @@ class _Loop:
         self.uses = outer.plan.uses.loops[index]
         self.stacks = [self._stack(stack) for stack in self.uses.stacks]
         self.host = HostStacks(self.plan, self.uses.stacks, self.stacks)
-        self.updates = {
-            number: UpdateInLoop(outer.updates[leaf], self.layer_index)
-            for number, leaf in self.plan.updates.items()
-        }
+        updates = {number: outer.updates[leaf] for number, leaf in self.plan.updates.items()}
         self.deferred = DeferredGradients(
             self.plan,
             GradientBuckets(self.plan.body, outer.comm),
             loop.length,
             self.layer_index,
             lambda done: self._inside({}).deferred_outputs(done),
-            self.updates,
+            UpdatesInLoop(updates, self.layer_index),
         )
         # The queues of parameters that the loop also updates, by index of the output.
-        queues = {
-            number: self.host.position_of(x.update.stacks[0]) for number, x in self.updates.items()
-        }
+        queues = {number: self.host.position_of(x.stacks[0]) for number, x in updates.items()}
         self.updated_queues = {number: i for number, i in queues.items() if i is not None}
         # Weights whose node slices this loop keeps: those gathered in an earlier iteration, and
         # those gathered in the iteration that uses them.
@@ -300,11 +298,9 @@ class _Loop:
         outputs = inside.run([*self.constants, *state.carry, *rows], self.uses.view_outputs)
         done = self.deferred.take_final(outputs)
         new = inside.gradients.deferred
-        fetched = self._fetch_next(state, iteration)
-        reads = {number: fetched[i][-1] for number, i in self.updated_queues.items()}
-        deferred, reads = self.deferred.advance(state.deferred, new, done, iteration, reads)
-        for number, i in self.updated_queues.items():
-            fetched[i][-1] = reads[number]
+        tie = functools.partial(inside.tie_to, self.plan.body.halfway)
+        deferred = self.deferred.advance(state.deferred, new, done, iteration, tie)
+        fetched = self._fetch_next(state.fetched, deferred, iteration, tie)
         slices = [
             lax.dynamic_update_index_in_dim(
                 x, inside.weights.next_sources[weight].data, following, 0
@@ -314,9 +310,13 @@ class _Loop:
         self.templates.update({x: inside.weights.sources[x] for x in self.kept_in_iteration})
         carry = outputs[: self.loop.num_carry]
         next_rows = self._host_rows(iteration + 1)
-        if fetched or next_rows:
+        layers = {number: x.layers for number, x in deferred.updated.items()}
+        if fetched or next_rows or layers:
             # Otherwise XLA waits for some of the copies before the layer computes.
-            carry, fetched, next_rows = lax.optimization_barrier((carry, fetched, next_rows))
+            operands = (carry, fetched, next_rows, layers)
+            carry, fetched, next_rows, layers = lax.optimization_barrier(operands)
+            updated = {i: x._replace(layers=layers[i]) for i, x in deferred.updated.items()}
+            deferred = deferred._replace(updated=updated)
         in_flight = inside.weights.next_in_flight
         state = _State(carry, in_flight, fetched, next_rows, deferred, slices)
         kept = [inside.weights.sources[weight].data for weight in self.kept_in_iteration]
@@ -347,15 +347,16 @@ class _Loop:
         deferred = self.deferred.start(first)
         return _State(carry, before.in_flight, fetched, first_rows, deferred, slices)
 
-    def _fetch_next(self, state: _State, iteration: Array) -> Queues:
+    def _fetch_next(
+        self, queues: Queues, deferred: Deferred, iteration: Array, tie: Bind
+    ) -> Queues:
         """Copy the next layer of each stack in host memory to the device."""
-        stacks = {number: state.deferred.stacks.get(number) for number in self.updated_queues}
         current = {
             self.updated_queues[number]: x.stacks[0]
-            for number, x in stacks.items()
-            if isinstance(x, Updated)
+            for number, x in deferred.updated.items()
+            if number in self.updated_queues
         }
-        return self.host.advance(state.fetched, self.layer_index, iteration, current)
+        return self.host.advance(queues, self.layer_index, iteration, current, tie)
 
     def _host_rows(self, iteration: Array) -> dict[int, Array]:
         """An iteration's slices of the program's stacks in host memory, on the device."""
