@@ -70,11 +70,12 @@ class DeferredGradients:
         self._updates = updates
         self._delay = 1 if plan.host_gradients or plan.updates else 0  # iterations from the last axis to the stack
 
-    def start(self, iteration: Callable[[Deferred], Deferred]) -> Deferred:
+    def start(self, iteration: Callable[[Deferred], Deferred], tie: Bind) -> Deferred:
         """The buckets and stacks before the first iteration; the buckets hold zeros.
 
         Args:
             iteration: runs the first iteration; it is traced for the shapes of its buckets.
+            tie: as in `UpdatesInLoop.start`.
         """
 
         def shapes() -> tuple[dict[int, list[ReduceBucket]], dict[int, Any], dict[int, Array]]:
@@ -95,7 +96,7 @@ class DeferredGradients:
             for number, x in outputs.items()
             if number not in self._plan.updates
         }
-        updated = {number: self._updates.start(number) for number in self._plan.updates}
+        updated = {number: self._updates.start(number, tie) for number in self._plan.updates}
         return Deferred(zeros(in_flight), stacks, updated, zeros(final))
 
     def take_final(self, outputs: list[Any]) -> dict[int, Array]:
@@ -116,7 +117,6 @@ class DeferredGradients:
         new: Mapping[int, ReduceBucket],
         final: dict[int, Array],
         iteration: Array,
-        tie: Bind,
     ) -> Deferred:
         """Reduce every deferred bucket over one more axis, and add those of this iteration.
 
@@ -128,7 +128,6 @@ class DeferredGradients:
             new: the buckets of this iteration.
             final: the gradients of this iteration that go to their stacks at once.
             iteration: its number.
-            tie: as in `UpdatesInLoop.advance`.
         """
         stored = {k: x for k, x in final.items() if k not in self._plan.updates}
         waiting = {k: x for k, x in final.items() if k in self._plan.updates}
@@ -143,9 +142,9 @@ class DeferredGradients:
         layers = self._finished_outputs(done)
         stacks = _stored(state.stacks, stored, self._layer_index(iteration))
         stacks = _stored(stacks, layers, self._layer_index(iteration - age))
-        gradients = {k: (x, iteration - 1) for k, x in state.waiting.items()}
-        gradients |= {k: (x, iteration - age) for k, x in layers.items() if k in state.updated}
-        updated = self._updates.advance(state.updated, gradients, tie)
+        updated = self._updates.advance(state.updated, state.waiting, iteration - 1)
+        gradients = {k: x for k, x in layers.items() if k in updated}
+        updated = self._updates.advance(updated, gradients, iteration - age)
         return Deferred(buckets, stacks, updated, waiting)
 
     def finish(self, state: Deferred) -> dict[int, Any]:
@@ -155,18 +154,17 @@ class DeferredGradients:
             The stack of each output; of a leaf that is updated a list, as in `LeafUpdate.stacks`.
         """
         stacks, last = state.stacks, jnp.asarray(self._length - 1)
-        waiting = {number: (x, last) for number, x in state.waiting.items()}
-        updated = self._updates.advance(state.updated, waiting, _tied_together, is_last=True)
+        updated = self._updates.advance(state.updated, state.waiting, last, is_last=True)
         most = max((len(buckets) for buckets in state.buckets.values()), default=0)
         for age in reversed(range(most)):  # the number of axes done, or one more
             done = {
                 number: self._gradients.reduce_rest(number, age, buckets[age])
                 for number, buckets in state.buckets.items()
             }
-            layers, iteration = self._finished_outputs(done), jnp.asarray(self._length - 1 - age)
-            stacks = _stored(stacks, layers, self._layer_index(iteration))
-            gradients = {k: (x, iteration) for k, x in layers.items() if k in updated}
-            updated = self._updates.advance(updated, gradients, _tied_together, is_last=not age)
+            layers = self._finished_outputs(done)
+            stacks = _stored(stacks, layers, self._layer_index(last - age))
+            gradients = {k: x for k, x in layers.items() if k in updated}
+            updated = self._updates.advance(updated, gradients, last - age, is_last=not age)
         return {**stacks, **{number: x.stacks for number, x in updated.items()}}
 
     def _finished(self, number: int, x: Any) -> Any:
@@ -204,7 +202,3 @@ def _stored(stacks: dict[int, Sum], layers: Mapping[int, Any], index: Array) -> 
         else stack
         for number, stack in stacks.items()
     }
-
-
-def _tied_together(arrays: list[Any]) -> list[Any]:
-    return lax.optimization_barrier(arrays)

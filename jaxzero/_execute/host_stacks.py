@@ -83,7 +83,6 @@ class HostStacks:
         layer_index: LayerIndex,
         iteration: Array,
         current: Mapping[int, Array],
-        tie: Bind,
     ) -> Queues:
         """Copy the next layer of each stack to the device; drop the first layer of its queue.
 
@@ -93,14 +92,12 @@ class HostStacks:
             iteration: its number.
             current: the stacks, by position, of which the loop updates layers; these are read in
                 place of those before the loop.
-            tie: delays the copies from these.
         """
         advanced = []
         every = zip(self._stacks, self._leads, queues, strict=True)
         for number, ((stack, x), leads, queue) in enumerate(every):
+            x = dataclasses.replace(x, data=current.get(number, x.data))
             i = layer_index(iteration + leads[-1] + self._window)
-            if number in current:
-                x, (i,) = dataclasses.replace(x, data=current[number]), tie([i])
             advanced.append([*queue[1:], _copied(stack, x, i).data])
         return advanced
 

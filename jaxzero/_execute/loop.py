@@ -298,9 +298,8 @@ class _Loop:
         outputs = inside.run([*self.constants, *state.carry, *rows], self.uses.view_outputs)
         done = self.deferred.take_final(outputs)
         new = inside.gradients.deferred
-        tie = functools.partial(inside.tie_to, self.plan.body.halfway)
-        deferred = self.deferred.advance(state.deferred, new, done, iteration, tie)
-        fetched = self._fetch_next(state.fetched, deferred, iteration, tie)
+        deferred = self.deferred.advance(state.deferred, new, done, iteration)
+        fetched = self._fetch_next(state.fetched, deferred, iteration)
         slices = [
             lax.dynamic_update_index_in_dim(
                 x, inside.weights.next_sources[weight].data, following, 0
@@ -344,19 +343,18 @@ class _Loop:
             state = _State(carry, before.in_flight, fetched, first_rows, deferred, slices)
             return self._iteration(state, jnp.asarray(0), rows)[0].deferred
 
-        deferred = self.deferred.start(first)
+        tie = functools.partial(self.outer.tie_to, self.plan.tie)
+        deferred = self.deferred.start(first, tie)
         return _State(carry, before.in_flight, fetched, first_rows, deferred, slices)
 
-    def _fetch_next(
-        self, queues: Queues, deferred: Deferred, iteration: Array, tie: Bind
-    ) -> Queues:
+    def _fetch_next(self, queues: Queues, deferred: Deferred, iteration: Array) -> Queues:
         """Copy the next layer of each stack in host memory to the device."""
         current = {
             self.updated_queues[number]: x.stacks[0]
             for number, x in deferred.updated.items()
             if number in self.updated_queues
         }
-        return self.host.advance(queues, self.layer_index, iteration, current, tie)
+        return self.host.advance(queues, self.layer_index, iteration, current)
 
     def _host_rows(self, iteration: Array) -> dict[int, Array]:
         """An iteration's slices of the program's stacks in host memory, on the device."""

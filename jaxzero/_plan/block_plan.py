@@ -99,8 +99,6 @@ class BlockPlan:
     # At the top level, gradients that are copied to host memory once reduced, and their leaves.
     host_gradients: Mapping[Value, LeafSpec] = dataclasses.field(default_factory=dict)
     last_forward: int | None = None  # the last operation of forward; None in a loop's body
-    # In a loop's body, a value that exists once half of its matrix products are computed.
-    halfway: Value | None = None
 
     def fetched(self, number: int) -> list[ShardedParam]:
         """The weights of a group whose shards are copied from host memory, outside of loops.

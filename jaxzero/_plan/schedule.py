@@ -49,7 +49,6 @@ from .._sharding import CommSchedule
 from .block_plan import BlockPlan, GatherGroup, LoopPlan, ReduceGroup
 from .bucketing import split_into_groups
 from .gradient_reductions import BlockGradients, find_reduces
-from .halfway import halfway
 from .lifetimes import Gather, Live, find_gathers
 from .param_uses import BlockUses
 
@@ -162,7 +161,6 @@ def _plan_block(
         zeros,
         loops,
         last_forward=boundary,
-        halfway=ties[halfway(block)] if in_loop else None,
     )
 
 

@@ -44,10 +44,13 @@ class Transform:
         self.parameters = _parameters(call, options, config, self.comm.num_shards)
         self._plan: Plan | None = None  # set by tracing `program`
 
-    def plan(self, arrays: list[list[Any]], wire_state: LocalWireState) -> Plan:
-        """Trace `program`, and return its plan: gathers, reductions, transfers and copies."""
+    def plan(self, run: Callable, *args: Any) -> Plan:
+        """Trace `run(*args)`, which calls `program`, and return the plan of that.
+
+        The plan has gathers, reductions, transfers and copies.
+        """
         # A new function each time: `eval_shape` does not trace the same function twice.
-        jax.eval_shape(lambda *args: self.program(*args), arrays, wire_state)
+        jax.eval_shape(lambda *args: run(*args), *args)
         assert self._plan is not None
         return self._plan
 

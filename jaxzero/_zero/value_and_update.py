@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from .._execute import LocalWireState
 from .._mesh import in_host
+from .._plan import Plan
 from .._sharding import arrays_of, flatten, statics_of
 from .._windowed_update import TracedUpdate, UpdateLayouts
 from .apply_gradients import Layouts, apply_gradients, split, split_arrays, with_untrained
@@ -61,6 +62,10 @@ class Step:
         value, *outputs = programs.run(self._traced, arrays, arrays_of(opt_state))
         pairs = zip(self._plans, outputs, strict=True)
         return value, *(plan.stored(x) for plan, x in pairs)
+
+    def plan(self, arrays: list[list[Any]], opt_state: Any) -> Plan:
+        """The plan of the step; arguments are those of `run`."""
+        return self._transform.plan(self._traced, arrays, arrays_of(opt_state))
 
     def _traced(self, arrays: list[list[Array]], state: list[Array]) -> tuple[Any, ...]:
         of_params, of_state = self._plans

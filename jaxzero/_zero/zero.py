@@ -289,18 +289,24 @@ class Zero(ShardedTrees):
         batch_argnums: BatchArgnums = None,
         in_specs: Sequence[Any] | None = None,
         wire_state: Any = None,
+        tx: optax.GradientTransformation | None = None,
+        opt_state: Any = None,
         **kwargs: Any,
     ) -> Plan:
         """Plan one call of `value_and_grad(f)`: what it gathers and reduces, and when.
 
         Nothing is compiled or run. Options are as for `value_and_grad`; other keyword arguments
-        are those of `f`. `print` the result.
+        are those of `f`. `print` the result. With `tx` and `opt_state`, it is the plan of
+        `value_and_update(f, tx)`, with the updates that run in backward.
         """
         options = gradient_options(
             argnums, has_aux, microbatches, weighted, aux_reduce, halves, self._devices
         )
         transform, arrays = self._prepare(f, args, kwargs, options, batch_argnums, in_specs)
-        return transform.plan(arrays, wire_state_of(transform, wire_state))
+        if tx is not None:
+            layouts = self._update_layouts(args[0], opt_state)
+            return Step(transform, tx, args[0], opt_state, layouts).plan(arrays, opt_state)
+        return transform.plan(transform.program, arrays, wire_state_of(transform, wire_state))
 
     # Shared by the methods above.
 
