@@ -40,7 +40,6 @@ class Deferred(NamedTuple):
     waiting: dict[int, Array]  # gradients of such leaves, used in the next iteration
 
 
-
 class DeferredGradients:
     """The deferred gradients of one loop.
 
@@ -68,7 +67,9 @@ class DeferredGradients:
         self._layer_index = layer_index
         self._outputs = outputs
         self._updates = updates
-        self._delay = 1 if plan.host_gradients or plan.updates else 0  # iterations from the last axis to the stack
+        self._delay = (
+            1 if plan.host_gradients or plan.updates else 0
+        )  # iterations from the last axis to the stack
 
     def start(self, iteration: Callable[[Deferred], Deferred], tie: Bind) -> Deferred:
         """The buckets and stacks before the first iteration; the buckets hold zeros.

@@ -125,7 +125,9 @@ def plan_program(
     top = mark_kept_slices(top, kept_weights)
     if microbatches == 1 and not comm.halves and shapes[1] is None:
         final = _final_gradients(shapes, targets, parameters)
-        stored = {k: parameters.leaves[i] for k, i in final.items() if parameters.has_host_gradient(i)}
+        stored = {
+            k: parameters.leaves[i] for k, i in final.items() if parameters.has_host_gradient(i)
+        }
         top = mark_host_gradients(top, stored, {k: i for k, i in final.items() if i in updates})
     return ProgramPlan(top, weights, depths, targets)
 

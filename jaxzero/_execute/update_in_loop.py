@@ -103,8 +103,9 @@ class UpdatesInLoop:
         self, number: int, state: Updated, gradient: Array, iteration: Array
     ) -> list[Array]:
         """The stacks of a leaf with the new layers."""
-        leaf, index = self.leaves[number], self._layer_index(iteration)
-        new, stacks = leaf.new_layers(gradient, state.layers), list(state.stacks)
+        leaf, index, stacks = self.leaves[number], self._layer_index(iteration), list(state.stacks)
+        # The bits of a mean that is stored: XLA may not merge factors of the mean and the update.
+        new = leaf.new_layers(lax.optimization_barrier(gradient), state.layers)
         for i, (x, old, name) in enumerate(zip(new, state.layers, leaf.names, strict=True)):
             if x is None:
                 continue

@@ -10,12 +10,13 @@ import dataclasses
 from typing import Any
 
 import optax
+from jax import lax
 from jaxtyping import Array
 
 from .._execute import LocalWireState
 from .._mesh import in_host
 from .._plan import Plan
-from .._sharding import arrays_of, flatten, statics_of
+from .._sharding import ZeroConfig, arrays_of, flatten, statics_of
 from .._windowed_update import TracedUpdate, UpdateLayouts
 from .apply_gradients import Layouts, apply_gradients, split, split_arrays, with_untrained
 from .call_results import returned
@@ -23,6 +24,26 @@ from .optimizer_state import TrueShapes, trained_part
 from .program_updates import ProgramUpdates
 from .programs import Programs
 from .transform import Transform
+
+
+def check_one_program(config: ZeroConfig, microbatches: int, weighted: bool) -> None:
+    """Raise `NotImplementedError` for options of which gradients are final only at the end."""
+    reasons = {
+        f"`microbatches` of {microbatches}: gradients are final only after the last one": (
+            microbatches != 1
+        ),
+        "`weighted=True`: the sum of all weights is known only at the end": weighted,
+        "codecs that keep a wire state "
+        f"(weights {config.weights.node}, gradients {config.gradients.node})": (
+            config.needs_wire_state
+        ),
+    }
+    for reason, is_given in reasons.items():
+        if is_given:
+            raise NotImplementedError(
+                f"`value_and_update` cannot do {reason}. Use `zero.value_and_grad(f, ...)` and "
+                "`zero.apply_gradients(tx, grads, opt_state, params)`."
+            )
 
 
 class Step:
@@ -100,7 +121,8 @@ class Step:
         for leaf, new in zip(updates.leaves.values(), updated, strict=True):
             if new is not None:
                 done |= dict(zip(leaf.values, new, strict=True))
-        gradients = split_arrays(of_grads, gradients, mesh, axes)
+        # Otherwise XLA may add a term of the update before the gradient itself is summed up.
+        gradients = lax.optimization_barrier(split_arrays(of_grads, gradients, mesh, axes))
         new, new_state = update.apply(gradients, done)
         new = split(plan, new, mesh, layouts.weight_axes)
         value = (loss, aux) if self._transform.options.has_aux else loss

@@ -24,7 +24,7 @@ from .outputs import flat_reductions
 from .programs import Programs
 from .sharded_trees import ShardedTrees
 from .transform import Transform
-from .value_and_update import Step
+from .value_and_update import Step, check_one_program
 
 
 class Zero(ShardedTrees):
@@ -183,6 +183,8 @@ class Zero(ShardedTrees):
         tx: optax.GradientTransformation,
         has_aux: bool = False,
         *,
+        microbatches: int = 1,
+        weighted: bool = False,
         aux_reduce: Any = None,
         batch_argnums: BatchArgnums = None,
         in_specs: Sequence[Any] | None = None,
@@ -196,13 +198,16 @@ class Zero(ShardedTrees):
         `apply_gradients`, bit for bit where XLA rounds the two programs alike.
 
         The update of a leaf in the loop cannot wait for all gradients, so `tx` must need no norm
-        and no other reduction of such a leaf. Call the step under `jax.jit`, with `donate_argnums`
-        for `params` and `opt_state`: otherwise XLA copies the arrays within host memory.
+        and no other reduction of such a leaf. Such leaves need no `Offload(gradients=...)`. Call
+        the step under `jax.jit`, with `donate_argnums` for `params` and `opt_state`: otherwise XLA
+        copies the arrays within host memory.
 
         Args:
             f: `f(params, batch, ...) -> loss`, as for `value_and_grad`.
             tx: the optimizer, given to `init_optimizer` before; also one from `optimizer`.
             has_aux: `f` returns `(loss, aux)`.
+            microbatches: must be 1, because a gradient is final only after the last micro-batch.
+            weighted: must be False, because the sum of all weights is known only at the end.
             aux_reduce: as for `value_and_grad`.
             batch_argnums: as for `value_and_grad`; positions are those of the arguments of `f`.
             in_specs: likewise.
@@ -212,19 +217,13 @@ class Zero(ShardedTrees):
             `((loss, aux), params, opt_state)`, each array in the memory of the old one.
 
         Raises:
-            NotImplementedError: the config keeps a wire state; or, when `step` is called, `tx`
-                needs a reduction of a leaf that could be updated in the loop: a norm, clipping by a
-                global norm, LAMB. The error names the leaf and the line of `tx`. Use
-                `value_and_grad` and `apply_gradients`, also with micro-batches and for a weighted
-                loss.
+            NotImplementedError: `microbatches` or `weighted` is given, or the config keeps a wire
+                state; or, when `step` is called, `tx` needs a reduction of a leaf that could be
+                updated in the loop: a norm, clipping by a global norm, LAMB. The error names the
+                leaf and the line of `tx`. Use `value_and_grad` and `apply_gradients`.
             ValueError: as `value_and_grad` and `apply_gradients`.
         """
-        if self.config.needs_wire_state:
-            raise NotImplementedError(
-                "`value_and_update` keeps no wire state, which the codecs of this config need "
-                f"(weights {self.config.weights.node}, gradients {self.config.gradients.node}). "
-                "Use `zero.value_and_grad(f)` and `zero.apply_gradients(tx, ...)`."
-            )
+        check_one_program(self.config, microbatches, weighted)
         options = gradient_options(0, has_aux, 1, False, aux_reduce, False, self._devices)
         programs = Programs()
 
