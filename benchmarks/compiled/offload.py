@@ -6,11 +6,12 @@
 Needs jaxzero[aot]. Each variant is compiled twice: resident (nothing in host memory), and with
 weights, gradients and optimizer state in host memory. A step is two programs, the gradients and the
 update by AdamW; with `--settings.update overlap`, the offloaded step is one program, in which the
-update of a layer runs in the backward loop. Nothing is run: memory is the compiler's, the time of a step is predicted by
-`timeline.py` with assumed rates (`_cost.Rates`, 50 GB/s each way between host and device), for
-comparisons only. A copy counts as hidden if a matrix product lies between its start and its end. It
-is done by a copy engine if XLA knows its address before the loop runs, and by a kernel otherwise,
-which then competes with matrix products for the device; the prediction knows nothing of that.
+update of a layer runs in the backward loop. Nothing is run: memory is the compiler's, the time of a
+step is predicted by `timeline.py` with assumed rates (`_cost.Rates`, 50 GB/s each way between host
+and device), for comparisons only. A copy counts as hidden if a matrix product lies between its
+start and its end. It is done by a copy engine if XLA knows its address before the loop runs, and by
+a kernel otherwise, which then competes with matrix products for the device; the prediction knows
+nothing of that.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The loop carries the stacks in host memory of a leaf's parameter and state, and 
 that is updated next, on the device. Backward reads a parameter from the stack that is carried,
 always a layer that is not updated yet.
 
-[Note: write, then fetch] XLA writes into a stack in its place only if nothing reads the old stack any
-more, so a write and a fetch from the same stack cannot overlap. The write comes first: what it
+[Note: write, then fetch] XLA writes into a stack in its place only if nothing reads the old stack
+any more, so a write and a fetch from the same stack cannot overlap. The write comes first: what it
 writes is known when the iteration begins, so XLA begins with it, and fetches the next layer while
 the rest of the iteration computes. If the fetch came first, XLA would wait for it before it
 computes anything.

@@ -2,8 +2,8 @@
 
 A host array cannot be computed with, so these are the gradients that are final: those that nothing
 but a cast follows. (A cast of a reduced gradient is delayed until its mean is taken.) A loop writes
-them one layer in each iteration, or updates a layer of the leaf with it. Any other gradient is copied at
-the end of the step.
+them one layer in each iteration, or updates a layer of the leaf with it. Any other gradient is
+copied at the end of the step.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def mark_host_gradients(
     for i in {**leaves, **updates}:
         value = _before_casts(plan, makers, plan.block.outputs[i])
         index = makers.get(value, -1) if isinstance(value, Value) else -1
-        is_reduced = isinstance(value, Value) and value in plan.gradients.reduces
-        if is_reduced and value not in plan.zeros and i in leaves:
+        is_reduced = value in plan.gradients.reduces and value not in plan.zeros
+        if i in leaves and isinstance(value, Value) and is_reduced:
             values[value] = leaves[i]
         if i in plan.gradients.at_end or index not in plan.gradients.loops:
             continue

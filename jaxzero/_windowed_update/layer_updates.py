@@ -80,10 +80,10 @@ class LayerUpdate:
         pairs = zip(self.values, layers, strict=True)
         known |= {value: x for value, x in pairs if x is not None}
         new, shape = self.leaf.updates, gradient.shape
-        wanted = list(new.values())
-        made = in_window(self.update.analysis, wanted, known, scalars, shape)
+        made = in_window(self.update.analysis, list(new.values()), known, scalars, shape)
         inside = [self._is_inside(shape)]
-        found = {v: where_valid(inside, x, jnp.zeros((), x.dtype)) for v, x in zip(new, made)}
+        masked = (where_valid(inside, x, jnp.zeros((), x.dtype)) for x in made)
+        found = dict(zip(new, masked, strict=True))
         return [found.get(value) for value in self.values]
 
     def _is_inside(self, shape: tuple[int, ...]) -> Array | None:

@@ -89,7 +89,9 @@ class Transform:
         ]
         outputs = Outputs(self.options, self._rows_per_microbatch(arrays))
         mapped = map_devices(
-            lambda *args: self._on_device(*args, outputs, updates),
+            lambda arrays, wire_state, given: self._on_device(
+                arrays, wire_state, given, outputs, updates
+            ),
             self.devices,
             in_specs=(in_specs, state_specs, updates.in_specs),
             out_specs=(
