@@ -28,7 +28,7 @@ def init(key):
         "embed": jax.random.normal(keys[0], (16, WIDTH)),
         "layers": {
             "w": jax.random.normal(keys[1], (LAYERS, WIDTH, WIDTH)) * 0.2,
-            "up": jax.random.normal(keys[2], (LAYERS, WIDTH, 13)) * 0.2,  # 13: padded
+            "up": jax.random.normal(keys[2], (LAYERS, WIDTH, 13)) * 0.2,
             "down": jax.random.normal(keys[3], (LAYERS, 13, WIDTH)).astype(jnp.bfloat16),
             "b": jnp.zeros((LAYERS, 2)),  # too small for host memory
         },
@@ -205,9 +205,10 @@ def test_plan_and_report_name_the_copies_of_the_update():
     assert [" ".join(line.split()[2:5]) for line in lines] == ["copy to device", "copy to host"]
     assert "once updated" in lines[1]
     host = zero.report(params, opt_state, plan).as_dict()["host_traffic"]["parts"]["update"]
-    shard = LAYERS * (WIDTH * WIDTH * 4 + WIDTH * 16 * 4 + 16 * WIDTH * 2) // 4  # 13 padded to 16
+    layer = (WIDTH * WIDTH * 4 + WIDTH * 13 * 4 + 13 * WIDTH * 2) // 4  # bytes of a device
     embed = 16 * WIDTH * 4 // 4
-    # Parameter and momentum of each layer are written once, and once more in each of the three
-    # iterations that come before the first update; so are they read, after a first fetch.
+    # A layer's update comes three iterations after its gradient: the sums over two axes, and the
+    # copy. The first three write back what was fetched. There is one fetch before the loop.
     turns = LAYERS + 3
-    assert host["to_host"] == 2 * (shard * turns // LAYERS + embed)
+    assert host["to_host"] == 2 * (layer * turns + embed)
+    assert host["to_device"] == 2 * (layer * turns + embed) + embed  # and the gradient
