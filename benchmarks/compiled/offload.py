@@ -5,12 +5,13 @@
 
 Needs jaxzero[aot]. Each variant is compiled twice: resident (nothing in host memory), and with
 weights, gradients and optimizer state in host memory. A step is two programs, the gradients and the
-update by AdamW. Nothing is run: memory is the compiler's, the time of a step is predicted by
-`timeline.py` with assumed rates (`jaxzero._hlo.Rates`, 50 GB/s each way between host and device),
-for comparisons only. A copy counts as hidden if a matrix product lies between its start and its
-end. It is done by a copy engine if XLA knows its address before the loop runs, and by a kernel
-otherwise, which then competes with matrix products for the device; the prediction knows nothing of
-that.
+update by AdamW; with `--settings.update overlap`, the offloaded step is one program, in which the
+update of a layer runs in the backward loop. Nothing is run: memory is the compiler's, the time of a
+step is predicted by `timeline.py` with assumed rates (`jaxzero._hlo.Rates`, 50 GB/s each way
+between host and device), for comparisons only. A copy counts as hidden if a matrix product lies
+between its start and its end. It is done by a copy engine if XLA knows its address before the loop
+runs, and by a kernel otherwise, which then competes with matrix products for the device; the
+prediction knows nothing of that.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from ._host_copies import host_copies, host_to_host
 from .aot import SIZES, Model
 
 Preset = Literal["zero3", "zeropp", "zeropp4"]
+TX = optax.adamw(1e-4)
 _GIB = 2**30
 
 
@@ -50,7 +52,8 @@ class Settings:
         rows_per_device: sequences of a step on each device.
         tokens: of each sequence.
         window: layers that are copied ahead.
-        gradients: whether gradients go to host memory too.
+        gradients: whether gradients go to host memory too; never if the update overlaps.
+        update: of the offloaded step, apart or in the backward loop.
     """
 
     model: Model = "7b"
@@ -60,12 +63,17 @@ class Settings:
     tokens: int = 2048
     window: int = 1
     gradients: bool = True
+    update: Literal["apart", "overlap"] = "apart"
+
+    @property
+    def overlaps(self) -> bool:
+        return self.update == "overlap"
 
     def offload(self) -> jz.Offload:
         min_size = 2**10 if self.model.startswith("tiny") else 2**20
         return jz.Offload(
             weights=True,
-            gradients=self.gradients,
+            gradients=self.gradients and not self.overlaps,
             optimizer=True,
             window=self.window,
             min_size=min_size,
@@ -85,7 +93,12 @@ def main(
     mesh = h200_mesh(settings.nodes, settings.local)
     for preset in presets:
         resident = figures(*compiled(mesh, settings, preset, None), settings.local)
-        offloaded = figures(*compiled(mesh, settings, preset, settings.offload()), settings.local)
+        offload = settings.offload()
+        if settings.overlaps:
+            step = compiled_step(mesh, settings, preset, offload)
+            offloaded = {"step": _program(step, settings.local)}
+        else:
+            offloaded = figures(*compiled(mesh, settings, preset, offload), settings.local)
         append_row(
             "offload",
             {
@@ -97,6 +110,7 @@ def main(
                 "step_over_resident": {
                     part: round(offloaded[part]["seconds"] / resident[part]["seconds"], 4)
                     for part in ("gradients", "step")
+                    if part in offloaded
                 },
             },
         )
@@ -113,12 +127,8 @@ def compiled(
         preset: the configuration.
         offload: what is in host memory; None: nothing.
     """
-    config = dataclasses.replace(getattr(jz, preset)(), offload=offload)
-    zero = jz.Zero(mesh, config)
-    size = SIZES[settings.model]
-    params = zero.abstract(functools.partial(_llama.init, size), jax.random.key(0))
-    rows = settings.rows_per_device * settings.nodes * settings.local
-    tokens = jax.ShapeDtypeStruct((rows, settings.tokens), jnp.int32)
+    zero, params, tokens = _arguments(mesh, settings, preset, offload)
+    config, size = zero.config, SIZES[settings.model]
     options = jz.compiler_options("cuda", offload=offload is not None)
     compile_step = functools.partial(compile_with_host_memory, mesh=mesh, options=options)
     state = {}
@@ -128,7 +138,7 @@ def compiled(
     step = jax.jit(zero.value_and_grad(functools.partial(_llama.loss, size)))
     gradients = compile_step(step, (params, tokens), **state)
 
-    tx = optax.adamw(1e-4)
+    tx = TX
     opt_state = zero.init_optimizer(tx, params)
     in_host = offload is not None and offload.gradients
     like = None if in_host else dataclasses.replace(config, offload=None)
@@ -140,6 +150,28 @@ def compiled(
     donated = jax.jit(update, donate_argnums=(0, 1))
     arguments = (params, opt_state, grads)
     return gradients, compile_step(donated, on_abstract_mesh(arguments) if offload else arguments)
+
+
+def compiled_step(
+    mesh: jax.sharding.Mesh, settings: Settings, preset: Preset, offload: jz.Offload
+) -> jax.stages.Compiled:
+    """The compiled step with the update in the backward loop; arguments as of `compiled`."""
+    zero, params, tokens = _arguments(mesh, settings, preset, offload)
+    loss = functools.partial(_llama.loss, SIZES[settings.model])
+    step = jax.jit(zero.value_and_update(loss, TX), donate_argnums=(0, 1))
+    arguments = (params, zero.init_optimizer(TX, params), tokens)
+    options = jz.compiler_options("cuda", offload=True)
+    return compile_with_host_memory(step, arguments, mesh, options=options)
+
+
+def _arguments(
+    mesh: jax.sharding.Mesh, settings: Settings, preset: Preset, offload: jz.Offload | None
+) -> tuple[jz.Zero, Any, jax.ShapeDtypeStruct]:
+    """The configured `Zero`, the parameters and the tokens of a step."""
+    zero = jz.Zero(mesh, dataclasses.replace(getattr(jz, preset)(), offload=offload))
+    rows = settings.rows_per_device * settings.nodes * settings.local
+    tokens = jax.ShapeDtypeStruct((rows, settings.tokens), jnp.int32)
+    return zero, _abstract(zero, SIZES[settings.model]), tokens
 
 
 def _abstract(zero: jz.Zero, size: _llama.LlamaSize) -> Any:

@@ -55,7 +55,7 @@ def copy_to_device(x: Array, purpose: str, name: str, *, windowed: bool) -> Arra
 
     Args:
         x: one device's part of a leaf.
-        purpose: "weights" or "gradients".
+        purpose: "weights", "gradients" or "update".
         name: name of the leaf.
         windowed: as in `HostTransfer`.
     """

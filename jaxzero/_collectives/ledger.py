@@ -81,7 +81,8 @@ class HostTransfer:
     """One copy between device memory and host memory, which every device makes of its own part.
 
     Attributes:
-        purpose: "weights", "gradients", or "activations" (copied by the function itself).
+        purpose: "weights", "gradients", "update" (of parameters and state in a loop), or
+            "activations" (copied by the function itself).
         name: name of the leaf, "" for activations; `[i]` after the name of a stack stands for one
             of its layers.
         to: where the copy is, "device" or "host".

@@ -37,6 +37,7 @@ from .gathers import GatherSources
 from .gradient_buckets import GradientBuckets, Reduced
 from .loop import Prologue, loop_prologue, run_loop
 from .mean_gradients import host_mean
+from .update_in_loop import LeafUpdate
 from .weight_buckets import WeightBuckets
 
 
@@ -45,7 +46,8 @@ def run_block(
     comm: CommSpec,
     inputs: Sequence[Any],
     sources: Mapping[ShardedParam, EncodedShards],
-) -> tuple[list[Any], GatherSources]:
+    updates: Mapping[int, LeafUpdate],
+) -> tuple[list[Any], GatherSources, dict[int, list[Array]]]:
     """Run a block.
 
     Args:
@@ -53,25 +55,29 @@ def run_block(
         comm: axes and codecs of the collectives.
         inputs: an array for each input of the block; those for views of weights are ignored.
         sources: for each weight that the block uses, the shard or node slice to gather it from.
+        updates: of the leaves that the loops of the block may update, by index of the leaf.
 
     Returns:
-        The block's outputs, and the gather sources after the run, in which node slices that the
-        program kept have replaced shards. An output with a reduction is this device's shard of
-        the sum, in `accumulator_dtype`.
+        The block's outputs; the gather sources after the run, in which node slices that the
+        program kept have replaced shards; and the new stacks of each updated leaf, as in
+        `LeafUpdate.stacks`. An output with a reduction is this device's shard of the sum, in
+        `accumulator_dtype`; that of an updated leaf is None.
     """
-    runner = BlockRunner(WeightBuckets(plan, comm, sources))
-    return runner.run(inputs), runner.weights.sources
+    runner = BlockRunner(WeightBuckets(plan, comm, sources), updates)
+    return runner.run(inputs), runner.weights.sources, runner.updated
 
 
 class BlockRunner:
     """One run of a block; `weights` has its plan and gathers its weights."""
 
-    def __init__(self, weights: WeightBuckets):
+    def __init__(self, weights: WeightBuckets, updates: Mapping[int, LeafUpdate]):
         plan = weights.plan
         self.plan = plan
         self.comm = weights.comm
         self.weights = weights
         self.gradients = GradientBuckets(plan, weights.comm)
+        self.updates = updates
+        self.updated: dict[int, list[Array]] = {}  # new stacks of leaves that a loop has updated
         self.prologues: dict[int, Prologue] = {}  # of the loops in this block
         self.env: dict[Value, Any] = {}  # the array of every value that is not a view of a weight
         self._tied_to: Value | None = None  # the value that the last gather waited for
@@ -94,7 +100,7 @@ class BlockRunner:
 
     def inside(self, weights: WeightBuckets) -> BlockRunner:
         """Make a runner for the body of a loop in this block, whose plan `weights` has."""
-        return BlockRunner(weights)
+        return BlockRunner(weights, {})
 
     def run(self, inputs: Sequence[Any], view_outputs: frozenset[int] = frozenset()) -> list[Any]:
         """Run the block and return its outputs.
@@ -158,6 +164,12 @@ class BlockRunner:
             reduced = self.gradients.take_reduced()
             self.gradients.reduce_in_flight((self.env[value],))
         return self._after((arrays, self.env[value]), reduced)[0]
+
+    def tie_to(self, value: Value | None, arrays: list[Any]) -> list[Any]:
+        """Return `arrays`, available only once `value` is."""
+        if value is None or value not in self.env or not arrays:
+            return arrays
+        return lax.optimization_barrier((arrays, self.env[value]))[0]
 
     def pin(self, value: Value | None, arrays: list[Any]) -> list[Any]:
         """Force `arrays` (encoded messages) to be computed before the next reader of `value`."""

@@ -4,7 +4,8 @@ An iteration encodes the buckets of its own gradients; each later iteration redu
 more mesh axis. Once fully reduced, the outputs made of them are written to their layer of the
 stacks; to stacks in host memory one iteration later still, so that the copy overlaps with all of an
 iteration, and so does the last reduction. The stacks are carried by the loop, because a layer is
-written after its own iteration.
+written after its own iteration. The gradient of a leaf that the loop updates has no stack: the
+update of its layer takes the place of the write (`update_in_loop`).
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from jaxtyping import Array
 from .._collectives import ReduceBucket, Sum, recording
 from .._mesh import empty_in_host
 from .._plan import LoopPlan
+from .gathers import Bind
 from .gradient_buckets import GradientBuckets
 from .host_stacks import LayerIndex
-from .mean_gradients import host_mean
+from .mean_gradients import host_mean, mean_of_one_microbatch
+from .update_in_loop import Updated, UpdatesInLoop
 
 Outputs = Callable[[Mapping[int, ReduceBucket]], dict[int, Any]]  # `Runner.deferred_outputs`
 
@@ -33,6 +36,8 @@ class Deferred(NamedTuple):
 
     buckets: dict[int, list[ReduceBucket]]  # for each deferred group, a bucket by iterations since
     stacks: dict[int, Sum]  # of the deferred outputs, by index of the output
+    updated: dict[int, Updated]  # leaves that the loop updates, by index of the output
+    waiting: dict[int, Array]  # gradients of such leaves, used in the next iteration
 
 
 class DeferredGradients:
@@ -44,6 +49,7 @@ class DeferredGradients:
         length: the number of iterations.
         layer_index: the layer of an iteration.
         outputs: computes the deferred outputs of an iteration from its reduced buckets.
+        updates: of the leaves that the loop updates, by index of the output.
     """
 
     def __init__(
@@ -53,48 +59,55 @@ class DeferredGradients:
         length: int,
         layer_index: LayerIndex,
         outputs: Outputs,
+        updates: UpdatesInLoop,
     ):
         self._plan = plan
         self._gradients = gradients
         self._length = length
         self._layer_index = layer_index
         self._outputs = outputs
-        self._delay = 1 if plan.host_gradients else 0  # iterations from the last axis to the stack
+        self._updates = updates
+        self._delay = (
+            1 if plan.host_gradients or plan.updates else 0
+        )  # iterations from the last axis to the stack
 
-    def start(self, iteration: Callable[[Deferred], Deferred]) -> Deferred:
+    def start(self, iteration: Callable[[Deferred], Deferred], tie: Bind) -> Deferred:
         """The buckets and stacks before the first iteration; the buckets hold zeros.
 
         Args:
             iteration: runs the first iteration; it is traced for the shapes of its buckets.
+            tie: as in `UpdatesInLoop.start`.
         """
 
-        def shapes() -> tuple[dict[int, list[ReduceBucket]], dict[int, Any]]:
+        def shapes() -> tuple[dict[int, list[ReduceBucket]], dict[int, Any], dict[int, Array]]:
             in_flight, done = {}, {}
-            first = iteration(Deferred({}, {}))
+            first = iteration(Deferred({}, {}, {}, {}))
             for number, buckets in first.buckets.items():
                 for axis in range(self._gradients.num_axes(number)):
                     buckets.append(self._gradients.reduce_next(number, axis, buckets[axis]))
                 done[number] = buckets[-1]
                 in_flight[number] = buckets if self._delay else buckets[:-1]
-            return in_flight, {**first.stacks, **self._finished_outputs(done)}
+            return in_flight, {**first.stacks, **self._finished_outputs(done)}, first.waiting
 
         with recording(None):  # traced only for shapes: its collectives must not be counted
-            in_flight, outputs = jax.eval_shape(shapes)
-        buckets = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), in_flight)
+            in_flight, outputs, final = jax.eval_shape(shapes)
+        zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
         stacks = {
             number: jax.tree.map(functools.partial(self._empty_stack, number), x)
             for number, x in outputs.items()
+            if number not in self._plan.updates
         }
-        return Deferred(buckets, stacks)
+        updated = {number: self._updates.start(number, tie) for number in self._plan.updates}
+        return Deferred(zeros(in_flight), stacks, updated, zeros(final))
 
     def take_final(self, outputs: list[Any]) -> dict[int, Array]:
         """Take, out of an iteration's outputs, the gradients for host memory that are not deferred.
 
-        The loop must not stack them itself: JAX 0.10 writes a stack in host memory in the wrong
-        order where the loop is reversed.
+        Those of leaves that the loop updates are taken too. The loop must not stack them itself:
+        JAX 0.10 writes a stack in host memory in the wrong order where the loop is reversed.
         """
         final = {}
-        for number in self._plan.host_gradients:
+        for number in (*self._plan.host_gradients, *self._plan.updates):
             if outputs[number] is not None:
                 final[number], outputs[number] = self._finished(number, outputs[number]), None
         return final
@@ -117,35 +130,54 @@ class DeferredGradients:
             final: the gradients of this iteration that go to their stacks at once.
             iteration: its number.
         """
-        if not state.buckets and not state.stacks:  # nothing is deferred, or `start` traces this
-            return Deferred({number: [bucket] for number, bucket in new.items()}, {**final})
+        stored: dict[int, Sum] = {k: x for k, x in final.items() if k not in self._plan.updates}
+        waiting = {k: x for k, x in final.items() if k in self._plan.updates}
+        if not any(state):  # nothing is deferred, or `start` traces this
+            return Deferred({k: [bucket] for k, bucket in new.items()}, stored, {}, waiting)
         buckets, done, age = {}, {}, 0
         for number, in_flight in state.buckets.items():
             reduce_next, num_axes = self._gradients.reduce_next, self._gradients.num_axes(number)
             sent = [reduce_next(number, i, bucket) for i, bucket in enumerate(in_flight[:num_axes])]
             *buckets[number], done[number] = [new[number], *sent, *in_flight[num_axes:]]
             age = len(in_flight)
-        stacks = _stored(state.stacks, final, self._layer_index(iteration))
-        return Deferred(buckets, self._store_layer(stacks, done, iteration - age))
+        layers = self._finished_outputs(done)
+        stacks = _stored(state.stacks, stored, self._layer_index(iteration))
+        stacks = _stored(stacks, layers, self._layer_index(iteration - age))
+        updated = self._updates.advance(state.updated, state.waiting, iteration - 1)
+        gradients = {k: x for k, x in layers.items() if k in updated}
+        updated = self._updates.advance(updated, gradients, iteration - age)
+        return Deferred(buckets, stacks, updated, waiting)
 
-    def finish(self, state: Deferred) -> dict[int, Sum]:
-        """Reduce the buckets that are in flight after the last iteration; return the stacks."""
-        stacks = state.stacks
+    def finish(self, state: Deferred) -> dict[int, Any]:
+        """Reduce the buckets that are in flight after the last iteration.
+
+        Returns:
+            The stack of each output; of a leaf that is updated a list, as in `LeafUpdate.stacks`.
+        """
+        stacks, last = state.stacks, jnp.asarray(self._length - 1)
+        updated = self._updates.advance(state.updated, state.waiting, last, is_last=True)
         most = max((len(buckets) for buckets in state.buckets.values()), default=0)
         for age in reversed(range(most)):  # the number of axes done, or one more
             done = {
                 number: self._gradients.reduce_rest(number, age, buckets[age])
                 for number, buckets in state.buckets.items()
             }
-            stacks = self._store_layer(stacks, done, jnp.asarray(self._length - 1 - age))
-        return stacks
+            layers = self._finished_outputs(done)
+            stacks = _stored(stacks, layers, self._layer_index(last - age))
+            gradients = {k: x for k, x in layers.items() if k in updated}
+            updated = self._updates.advance(updated, gradients, last - age, is_last=not age)
+        return {**stacks, **{number: x.stacks for number, x in updated.items()}}
 
     def _finished(self, number: int, x: Any) -> Any:
         """Output `number` of an iteration; a gradient for host memory as its mean, and there."""
+        num_devices = self._gradients.comm.num_devices
+        if x is not None and number in self._plan.updates:
+            dtype = self._updates.leaves[number].stacks[0].dtype
+            return mean_of_one_microbatch(x, dtype, num_devices)
         leaf = self._plan.host_gradients.get(number)
         if leaf is None or x is None:
             return x
-        return host_mean(x, leaf.dtype, self._gradients.comm.num_devices, f"{leaf.path}[i]")
+        return host_mean(x, leaf.dtype, num_devices, f"{leaf.path}[i]")
 
     def _finished_outputs(self, done: dict[int, ReduceBucket]) -> dict[int, Any]:
         """The deferred outputs of one iteration, from its fully reduced buckets."""
@@ -158,21 +190,9 @@ class DeferredGradients:
             return empty_in_host(shape, layer.dtype, number)
         return jnp.zeros(shape, layer.dtype)
 
-    def _store_layer(
-        self, stacks: dict[int, Sum], done: dict[int, ReduceBucket], iteration: Array
-    ) -> dict[int, Sum]:
-        """Write one iteration's deferred outputs (reduced gradients, mostly) into their stacks.
-
-        Args:
-            stacks: by index among the loop's outputs.
-            done: the fully reduced buckets of the iteration, by index of the group.
-            iteration: the iteration that computed these gradients.
-        """
-        return _stored(stacks, self._finished_outputs(done), self._layer_index(iteration))
-
 
 def _stored(stacks: dict[int, Sum], layers: Mapping[int, Any], index: Array) -> dict[int, Sum]:
-    """The stacks, with these arrays at `index`."""
+    """The stacks, with these arrays at `index`; those of other outputs are ignored."""
     return {
         number: jax.tree.map(
             lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, index, 0),

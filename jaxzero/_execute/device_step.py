@@ -7,7 +7,7 @@ it happens while JAX traces the body of the `shard_map`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +34,7 @@ from .gather_sources import gather_source
 from .mean_gradients import GradientTarget, MeanGradients, mean_over_devices
 from .microbatches import Accumulators, accumulate, split_microbatches
 from .program_plan import Parameters, ProgramPlan, plan_program
+from .update_in_loop import LeafUpdate
 from .weight_differences import kept_slice, next_slice
 from .wire_state import LocalWireState
 
@@ -48,11 +49,13 @@ class Result:
     """The results of a step on one device."""
 
     loss: Array | None  # mean over the batch; None in a forward-only program
-    gradients: list[Any]  # means, in the layout in which gradients are stored
+    gradients: list[Any]  # means, in the layout of storage; None for leaves that were updated
     others: list[Array]  # other outputs, stacked over micro-batches
     wire_state: LocalWireState  # for the next step
     plan: Plan
     halves: GradientHalves | None = None  # inner products of half-batch gradients, if requested
+    # The new stacks of each leaf that was updated, as in `LeafUpdate.stacks`, by index of the leaf.
+    updated: Mapping[int, list[Array]] = dataclasses.field(default_factory=dict)
 
 
 def run_on_device(
@@ -64,6 +67,7 @@ def run_on_device(
     specs: Sequence[Any],
     microbatches: int,
     comm: CommSpec,
+    updates: Mapping[int, LeafUpdate] | None = None,
 ) -> Result:
     """Run one step on one device: trace, plan, run every micro-batch, average over devices.
 
@@ -76,22 +80,29 @@ def run_on_device(
         specs: the `PartitionSpec` of each input; inputs that it splits are rows.
         microbatches: how many equal parts the rows are cut into, run one after the other.
         comm: mesh axes, codecs and schedule of all collectives.
+        updates: of leaves that are updated as soon as their gradients are known, where the program
+            can, by index of the leaf.
     """
+    updates = updates or {}
+    updated: dict[int, list[Array]] = {}
     # Weights that stage 1 or 2 leaves unsharded are full already, and passed to the program so.
     full = [
         None if parameters.weight_layout(i) else unpad(x, leaf.layout) if leaf.layout else x
         for i, (leaf, x) in enumerate(zip(parameters.leaves, stored, strict=True))
     ]
     block, shapes = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
-    program = plan_program(block, shapes, parameters, wire_state, microbatches, comm)
+    program = plan_program(block, shapes, parameters, wire_state, microbatches, comm, updates)
     slices, sources = _gather_sources(stored, parameters, program, wire_state, comm)
     last_sources = dict(sources)
 
     def run(index: Array | None, inputs: list[Any]) -> tuple[Accumulators, list[Any]]:
         indices = [] if index is None else [index]
-        outputs, sources_now = run_block(program.top, comm, [*indices, *full, *inputs], sources)
+        outputs, sources_now, stacks = run_block(
+            program.top, comm, [*indices, *full, *inputs], sources, updates
+        )
         if index is None:
             last_sources.update(sources_now)
+            updated.update(stacks)
         loss, weight, gradients, others = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
         zero = jnp.zeros(()) if loss is None else loss
         return Accumulators(zero, weight, gradients), others
@@ -112,6 +123,7 @@ def run_on_device(
         LocalWireState(slices, residuals),
         plan,
         means.halves,
+        updated,
     )
 
 

@@ -8,7 +8,8 @@ more layer to the end of the queue.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,10 @@ class HostStacks:
         self._stacks = [(stack, x) for stack, x in pairs if in_host(x.data)]
         self._window = plan.window
         self._leads = [plan.leads(stack.layer) for stack, _ in self._stacks]
+
+    def position_of(self, data: Array) -> int | None:
+        """The position, among the queues, of the stack that `data` is; None if it is none."""
+        return next((i for i, (_, x) in enumerate(self._stacks) if x.data is data), None)
 
     def fetch(self, layer_index: Array, lead: int, tie: Bind | None = None) -> GatherSources:
         """Copy the layer that is used `lead` iterations later; `tie` delays the copies.
@@ -72,10 +77,26 @@ class HostStacks:
             sources[stack.layer] = layer
         return sources
 
-    def advance(self, queues: Queues, layer_index: LayerIndex, iteration: Array) -> Queues:
-        """Copy the next layer of each stack to the device; drop the first layer of its queue."""
+    def advance(
+        self,
+        queues: Queues,
+        layer_index: LayerIndex,
+        iteration: Array,
+        current: Mapping[int, Array],
+    ) -> Queues:
+        """Copy the next layer of each stack to the device; drop the first layer of its queue.
+
+        Args:
+            queues: one for each stack.
+            layer_index: the layer of an iteration.
+            iteration: its number.
+            current: the stacks, by position, of which the loop updates layers; these are read in
+                place of those before the loop.
+        """
         advanced = []
-        for (stack, x), leads, queue in zip(self._stacks, self._leads, queues, strict=True):
+        every = zip(self._stacks, self._leads, queues, strict=True)
+        for number, ((stack, x), leads, queue) in enumerate(every):
+            x = dataclasses.replace(x, data=current.get(number, x.data))
             i = layer_index(iteration + leads[-1] + self._window)
             advanced.append([*queue[1:], _copied(stack, x, i).data])
         return advanced

@@ -14,6 +14,7 @@ the stack, which runs backwards in a reversed loop.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -24,11 +25,12 @@ from jaxtyping import Array
 from .._collectives import CommSpec, EncodedShards, ReduceBucket, copy_to_device, repeated
 from .._mesh import in_host
 from .._plan import BlockPlan, ShardedParam, Stack
-from .._program import Atom, Loop
+from .._program import Atom, Loop, Value
 from .deferred_gradients import Deferred, DeferredGradients
 from .gathers import Bind, GatherSources, encode_bucket, gather_next_axis, on_shard
 from .gradient_buckets import GradientBuckets
 from .host_stacks import Fetched, HostStacks, Queues, layer_of
+from .update_in_loop import LeafUpdate, UpdatesInLoop
 from .weight_buckets import InFlight, WeightBuckets
 
 
@@ -44,10 +46,14 @@ class Runner(Protocol):
     weights: WeightBuckets
     gradients: GradientBuckets
     prologues: dict[int, Prologue]
+    updates: Mapping[int, LeafUpdate]
+    updated: dict[int, list[Array]]
 
     def read(self, atom: Atom) -> Any: ...
 
     def tie_loop(self, carry: list[Any]) -> list[Any]: ...
+
+    def tie_to(self, value: Value | None, arrays: list[Any]) -> list[Any]: ...
 
     def run(self, inputs: Sequence[Any], view_outputs: frozenset[int]) -> list[Any]: ...
 
@@ -98,13 +104,18 @@ class _Loop:
         self.uses = outer.plan.uses.loops[index]
         self.stacks = [self._stack(stack) for stack in self.uses.stacks]
         self.host = HostStacks(self.plan, self.uses.stacks, self.stacks)
+        updates = {number: outer.updates[leaf] for number, leaf in self.plan.updates.items()}
         self.deferred = DeferredGradients(
             self.plan,
             GradientBuckets(self.plan.body, outer.comm),
             loop.length,
             self.layer_index,
             lambda done: self._inside({}).deferred_outputs(done),
+            UpdatesInLoop(updates, self.layer_index),
         )
+        # The queues of parameters that the loop also updates, by index of the output.
+        queues = {number: self.host.position_of(x.stacks[0]) for number, x in updates.items()}
+        self.updated_queues = {number: i for number, i in queues.items() if i is not None}
         # Weights whose node slices this loop keeps: those gathered in an earlier iteration, and
         # those gathered in the iteration that uses them.
         kept = [
@@ -259,6 +270,8 @@ class _Loop:
         outputs = [*state.carry, *stacked]
         for number, x in deferred.items():
             outputs[number] = x
+        for number, leaf in self.plan.updates.items():
+            self.outer.updated[leaf], outputs[number] = deferred[number], None
         return outputs
 
     def _iteration(
@@ -286,6 +299,7 @@ class _Loop:
         done = self.deferred.take_final(outputs)
         new = inside.gradients.deferred
         deferred = self.deferred.advance(state.deferred, new, done, iteration)
+        fetched = self._fetch_next(state.fetched, deferred, iteration)
         slices = [
             lax.dynamic_update_index_in_dim(
                 x, inside.weights.next_sources[weight].data, following, 0
@@ -294,11 +308,14 @@ class _Loop:
         ]
         self.templates.update({x: inside.weights.sources[x] for x in self.kept_in_iteration})
         carry = outputs[: self.loop.num_carry]
-        fetched = self.host.advance(state.fetched, self.layer_index, iteration)
         next_rows = self._host_rows(iteration + 1)
-        if fetched or next_rows:
+        layers = {number: x.layers for number, x in deferred.updated.items()}
+        if fetched or next_rows or layers:
             # Otherwise XLA waits for some of the copies before the layer computes.
-            carry, fetched, next_rows = lax.optimization_barrier((carry, fetched, next_rows))
+            operands = (carry, fetched, next_rows, layers)
+            carry, fetched, next_rows, layers = lax.optimization_barrier(operands)
+            updated = {i: x._replace(layers=layers[i]) for i, x in deferred.updated.items()}
+            deferred = deferred._replace(updated=updated)
         in_flight = inside.weights.next_in_flight
         state = _State(carry, in_flight, fetched, next_rows, deferred, slices)
         kept = [inside.weights.sources[weight].data for weight in self.kept_in_iteration]
@@ -326,8 +343,18 @@ class _Loop:
             state = _State(carry, before.in_flight, fetched, first_rows, deferred, slices)
             return self._iteration(state, jnp.asarray(0), rows)[0].deferred
 
-        deferred = self.deferred.start(first)
+        tie = functools.partial(self.outer.tie_to, self.plan.tie)
+        deferred = self.deferred.start(first, tie)
         return _State(carry, before.in_flight, fetched, first_rows, deferred, slices)
+
+    def _fetch_next(self, queues: Queues, deferred: Deferred, iteration: Array) -> Queues:
+        """Copy the next layer of each stack in host memory to the device."""
+        current = {
+            self.updated_queues[number]: x.stacks[0]
+            for number, x in deferred.updated.items()
+            if number in self.updated_queues
+        }
+        return self.host.advance(queues, self.layer_index, iteration, current)
 
     def _host_rows(self, iteration: Array) -> dict[int, Array]:
         """An iteration's slices of the program's stacks in host memory, on the device."""

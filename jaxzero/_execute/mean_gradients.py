@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from .._collectives import (
@@ -126,8 +127,17 @@ def mean_over_devices(
 
 def host_mean(x: Array, dtype: Any, num_devices: int, name: str) -> Array:
     """The mean of a gradient in host memory, from its sum over all devices in one micro-batch."""
-    mean = (x / jnp.asarray(num_devices, x.dtype)).astype(dtype)
+    mean = mean_of_one_microbatch(x, dtype, num_devices)
     return copy_to_host(mean, "gradients", name, windowed=True)
+
+
+def mean_of_one_microbatch(x: Array, dtype: Any, num_devices: int) -> Array:
+    """The mean of a gradient, as `dtype`, from its sum over all devices in one micro-batch."""
+    mean = x / jnp.asarray(num_devices, x.dtype)
+    if jnp.finfo(dtype).bits < jnp.finfo(x.dtype).bits:
+        # XLA may leave out a cast to fewer bits and back; a mean that is stored has fewer bits.
+        mean = lax.reduce_precision(mean, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+    return mean.astype(dtype)
 
 
 def _mean(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -83,6 +83,7 @@ def plan_program(
     wire_state: LocalWireState,
     microbatches: int,
     comm: CommSpec,
+    updates: Collection[int],
 ) -> ProgramPlan:
     """Plan the program of one micro-batch.
 
@@ -94,6 +95,7 @@ def plan_program(
         wire_state: tells which weights are sent as differences, and which gradients with residuals.
         microbatches: the number of micro-batches.
         comm: mesh axes, codecs and schedule.
+        updates: indices of the leaves that the program updates, where it can.
     """
     first = 1 if microbatches > 1 else 0
     values = block.inputs[first : first + len(parameters.leaves)]
@@ -122,7 +124,11 @@ def plan_program(
     )
     top = mark_kept_slices(top, kept_weights)
     if microbatches == 1 and not comm.halves and shapes[1] is None:
-        top = mark_host_gradients(top, _host_gradients(shapes, targets, parameters))
+        final = _final_gradients(shapes, targets, parameters)
+        stored = {
+            k: parameters.leaves[i] for k, i in final.items() if parameters.has_host_gradient(i)
+        }
+        top = mark_host_gradients(top, stored, {k: i for k, i in final.items() if i in updates})
     return ProgramPlan(top, weights, depths, targets)
 
 
@@ -255,15 +261,15 @@ def _reduce_specs(shapes: Any, targets: Sequence[GradientTarget]) -> list[Reduce
     ]
 
 
-def _host_gradients(
+def _final_gradients(
     shapes: Any, targets: Sequence[GradientTarget], parameters: Parameters
-) -> dict[int, LeafSpec]:
-    """The outputs that are gradients for host memory and final once reduced, with their leaves."""
+) -> dict[int, int]:
+    """The outputs that are gradients and final once reduced, with the indices of their leaves."""
     first = len(jax.tree.leaves(shapes[:2]))
     return {
-        first + position: target.leaf
+        first + position: i
         for position, (i, target) in enumerate(zip(parameters.differentiated, targets, strict=True))
-        if parameters.has_host_gradient(i) and target.is_final
+        if target.is_final
     }
 
 

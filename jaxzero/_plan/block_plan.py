@@ -54,6 +54,8 @@ class LoopPlan:
     window: int = 0  # how many layers ahead shards in host memory are copied to the device
     # Outputs that are stacks of gradients in host memory: their indices, and the leaves.
     host_gradients: Mapping[int, LeafSpec] = dataclasses.field(default_factory=dict)
+    # Outputs that are gradients of leaves which the loop updates: their indices, and the leaves'.
+    updates: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def is_pipelined(self) -> bool:

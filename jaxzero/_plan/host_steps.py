@@ -19,7 +19,10 @@ class HostSteps:
 
     def __init__(self, transfers: Sequence[HostTransfer]):
         self._whole = [x for x in transfers if not x.windowed]
-        self._layers = {(x.path, x.name, x.to): x for x in transfers if x.windowed}
+        layers = [x for x in transfers if x.windowed]
+        self._layers = {(x.path, x.name, x.to): x for x in layers if x.purpose != "update"}
+        # The last record of a copy is that of the update after the loop; the others are equal.
+        self._updates = {(x.path, x.name, x.to): x for x in layers if x.purpose == "update"}
 
     def whole(self, to: str, at: int) -> Iterator[PlanStep]:
         """The copies of full leaves to "device" or "host", at operation `at` of the program."""
@@ -93,12 +96,21 @@ class HostSteps:
     def gradients(
         self, plan: BlockPlan, index: int, path: tuple[int, ...], trips: int
     ) -> Iterator[PlanStep]:
-        """The offloads of a loop: in each iteration one layer of every gradient in host memory."""
+        """The offloads of a loop: in each iteration one layer of every gradient in host memory.
+
+        They are followed by the copies of updates, in each iteration of one layer of every array.
+        """
         loop = plan.loops[index]
         end = len(loop.body.block.operations)
         for leaf in loop.host_gradients.values():
             if x := self._layers.get((path, f"{leaf.path}[i]", "host")):
                 yield _step(x, region_name(path), path, trips, start=end, needed=end, stop=end)
+        for (where, _, to), x in self._updates.items():
+            if where == path:
+                ahead, held = (1, 2) if to == "device" else (0, 1)
+                yield _step(
+                    x, region_name(path), path, trips, at="the update", ahead=ahead, held=held
+                )
 
 
 def _step(

@@ -84,7 +84,7 @@ def _row(step: PlanStep, first_needed: int) -> tuple[str, ...]:
     elif not step.windowed:
         when = "in full"
     elif step.action == "offload":
-        when = "once reduced"
+        when = "once updated" if step.at else "once reduced"
     else:
         when = f"before {step.at}"
         if step.ahead:

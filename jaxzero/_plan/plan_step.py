@@ -24,7 +24,8 @@ class PlanStep:
         num_bytes: bytes of that array, for one of its `trips`.
         sent: the operation before which a weight is sent or copied, or "the iteration before".
         at: the operation that first needs a weight, or that makes a gradient; for a fetch, the
-            operation before which the weight is sent; "" for an offload.
+            operation before which the weight is sent; "" for an offload; "the update" for copies
+            of an update in a loop.
         until: the operation after which a full weight is dropped; for a gradient "", or
             "the iteration after" if it is sent then.
         tied: the operation whose result the gather or copy of a weight waits for; "" if there is

@@ -11,6 +11,10 @@ PARTS = ("forward", "backward", "update")
 _REGIONS = {"before forward": "forward", "the end": "backward"}  # others are parts themselves
 
 
+def _part_of(x: HostTransfer) -> str:
+    return "update" if x.purpose == "update" else _REGIONS.get(x.region, x.region)
+
+
 @dataclasses.dataclass(frozen=True)
 class HostTraffic:
     """What one device copies from and to host memory in one optimizer step.
@@ -21,7 +25,8 @@ class HostTraffic:
         update: bytes that the optimizer's update copies to the device, and to the host: each
             offloaded gradient, parameter and leaf of the optimizer state to the device once, and
             the last two back. An optimizer that first takes a norm over all gradients reads them
-            once more. None without optimizer state.
+            once more. Leaves that the plan updates in backward are left out. None without
+            optimizer state.
     """
 
     transfers: tuple[HostTransfer, ...] | None
@@ -42,13 +47,12 @@ class HostTraffic:
         """
         if part is None:
             return sum(self.num_bytes(to, part) for part in self.parts)
-        if part == "update":
-            return 0 if self.update is None else self.update[to == "host"]
-        return sum(
+        copied = sum(
             x.num_bytes * x.trips
             for x in self.transfers or ()
-            if x.to == to and _REGIONS.get(x.region, x.region) == part
+            if x.to == to and part == _part_of(x)
         )
+        return copied + self.update[to == "host"] if part == "update" and self.update else copied
 
     @property
     def whole(self) -> tuple[HostTransfer, ...]:

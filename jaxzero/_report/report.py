@@ -128,6 +128,9 @@ def _host_traffic(rows: Sequence[Row], plan: Plan | None, has_state: bool) -> Ho
     if not any(row.host_bytes for row in rows) and not (plan and plan.host_transfers):
         return None
     trained = {row.path for row in rows if row.kind == "gradients"}
+    transfers = plan.host_transfers if plan else ()
+    in_plan = {x.name.removesuffix("[i]") for x in transfers if x.purpose == "update"}
+    rows = [row for row in rows if row.path not in in_plan]
     both_ways = sum(
         row.host_bytes
         for row in rows

@@ -8,9 +8,9 @@ from typing import Any
 import optax
 from jaxtyping import Array
 
-from .._mesh import in_host
+from .._mesh import HOST, in_host
 from .._program import Atom, Value
-from .._sharding import LeafSpec, StoredArray, arrays_of
+from .._sharding import LeafSpec, StoredArray, arrays_of, data_of
 from .analysis import analyse
 from .full_values import FullValues
 from .layouts import UpdateLayouts
@@ -55,73 +55,126 @@ def windowed_update(
             a time, and reductions of all its elements.
         ValueError: the trees do not fit each other.
     """
-    known = layouts.owners()
-    program, extras = trace_update(tx, layouts, extra_args)
-    arrays = [x for tree in (grads, state, params, extras) for x in arrays_of(tree)]
-    forms = [x.leaf() if isinstance(x, StoredArray) else None for x in extras]
-    leaves: list[LeafSpec | None] = [*layouts.leaves, *forms]
-    owners = _windowed_owners(known, layouts, arrays)
-    analysis = analyse(program, owners, layouts.params.leaves)
-    inputs = program.block.inputs
-    new = dict(zip(inputs[len(layouts.gradients.leaves) :], program.block.outputs, strict=False))
-    check_outputs(analysis, layouts, owners)
+    update = TracedUpdate(tx, state, params, layouts, extra_args, window_bytes)
+    return update.apply(arrays_of(grads))
 
-    full = FullValues(program, layouts)
-    for value, x, leaf, owner in zip(inputs, arrays, leaves, owners, strict=True):
-        if owner is None:
-            full.add(value, x, leaf)
 
-    def scalars(atoms: Sequence[Atom]) -> list[Array]:
-        return full.compute(atoms, [None] * len(atoms))
+class TracedUpdate:
+    """The update of all leaves, traced and analysed; the gradients may be unknown yet.
 
-    windowed = _windowed_leaves(layouts, owners, dict(zip(inputs, arrays, strict=True)), new)
-    passes = Passes(analysis, layouts, window_bytes)
-    for operations in analysis.reductions:
-        for value, x in passes.reduce(windowed, operations, scalars).items():
-            full.add(value, x)
-    results = passes.update([x for x in windowed.values() if x.updates], scalars)
-    rest = {
-        value: leaf
-        for value, leaf, owner in zip(inputs, leaves, owners, strict=True)
-        if owner is None and value in new
-    }
-    computed = full.compute([new[value] for value in rest], list(rest.values()))
-    results |= dict(zip(rest, computed, strict=True))
-    kept = dict(zip(inputs, arrays, strict=True))
-    outputs = [results.get(value, kept[value]) for value in new]
-    num_state = len(layouts.state.leaves)
-    return layouts.params.stored(outputs[num_state:]), layouts.state.stored(outputs[:num_state])
+    The arguments, and what is raised, are those of `windowed_update`.
+
+    Attributes:
+        analysis: how each value of the update is computed.
+        layouts: the layouts of its trees.
+        gradients: for each parameter, the input of the traced program that is its gradient.
+        owners: for each input the leaf that it belongs to, if that is updated by windows.
+    """
+
+    def __init__(
+        self,
+        tx: optax.GradientTransformation,
+        state: Any,
+        params: Any,
+        layouts: UpdateLayouts,
+        extra_args: Mapping[str, Any],
+        window_bytes: int = WINDOW_BYTES,
+    ):
+        known = layouts.owners()
+        program, extras = trace_update(tx, layouts, extra_args)
+        owners = _windowed_owners(known, layouts, extras)
+        self.analysis = analyse(program, owners, layouts.params.leaves)
+        self.layouts = layouts
+        check_outputs(self.analysis, layouts, owners)
+        inputs, num = program.block.inputs, len(layouts.gradients.leaves)
+        self.gradients = inputs[:num]
+        self.owners = dict(zip(inputs, owners, strict=True))
+        forms = [x.leaf() if isinstance(x, StoredArray) else None for x in extras]
+        self._leaves = dict(zip(inputs, [*layouts.leaves, *forms], strict=True))
+        arrays = [x for tree in (state, params, extras) for x in arrays_of(tree)]
+        self._arrays = dict(zip(inputs[num:], arrays, strict=True))
+        self._new = dict(zip(inputs[num:], program.block.outputs, strict=False))
+        self._window_bytes = window_bytes
+
+    def scalars(self, atoms: Sequence[Atom]) -> list[Array]:
+        """Compute scalars that depend on no gradient and on no leaf that is updated by windows."""
+        return self._full(self._arrays).compute(atoms, [None] * len(atoms))
+
+    def spec(self, value: Value) -> LeafSpec:
+        """The layout of an input of the traced program: of a gradient, a parameter or state."""
+        leaf = self._leaves[value]
+        assert leaf is not None
+        return leaf
+
+    def leaf(self, number: int, arrays: Mapping[Value, Any] | None = None) -> WindowedLeaf:
+        """A leaf that is updated by windows; `arrays` are all of its own, or those known so far."""
+        arrays = self._arrays if arrays is None else arrays
+        mine = {value: x for value, x in arrays.items() if self.owners[value] == number}
+        new = self._new
+        updates = {v: new[v] for v in mine if v in new and new[v] is not v}
+        return WindowedLeaf(number, self.layouts.params.leaves[number], mine, updates)
+
+    @property
+    def windowed(self) -> list[int]:
+        """The leaves that are updated by windows, as indices of the parameters."""
+        return sorted({owner for owner in self.owners.values() if owner is not None})
+
+    def apply(
+        self, grads: Sequence[Array | None], done: Mapping[Value, Array] | None = None
+    ) -> tuple[Any, Any]:
+        """Update the leaves.
+
+        Args:
+            grads: the gradients; None for leaves that have been updated.
+            done: the new arrays of these leaves, by the input of the program that they replace.
+
+        Returns:
+            The new parameters and the new state.
+        """
+        results = dict(done or {})
+        known = zip(self.gradients, grads, strict=True)
+        arrays = {**{value: x for value, x in known if x is not None}, **self._arrays}
+        full, new = self._full(arrays), self._new
+
+        def scalars(atoms: Sequence[Atom]) -> list[Array]:
+            return full.compute(atoms, [None] * len(atoms))
+
+        given = {i for i, x in enumerate(grads) if x is not None}
+        windowed = {i: self.leaf(i, arrays) for i in self.windowed if i in given}
+        passes = Passes(self.analysis, self.layouts, self._window_bytes)
+        for operations in self.analysis.reductions:
+            for value, x in passes.reduce(windowed, operations, scalars).items():
+                full.add(value, x)
+        results |= passes.update([x for x in windowed.values() if x.updates], scalars)
+        rest = [value for value in new if self.owners[value] is None]
+        computed = full.compute([new[x] for x in rest], [self._leaves[x] for x in rest])
+        results |= dict(zip(rest, computed, strict=True))
+        outputs = [results.get(value, self._arrays[value]) for value in new]
+        layouts, num_state = self.layouts, len(self.layouts.state.leaves)
+        return layouts.params.stored(outputs[num_state:]), layouts.state.stored(outputs[:num_state])
+
+    def _full(self, arrays: Mapping[Value, Array]) -> FullValues:
+        full = FullValues(self.analysis.program, self.layouts)
+        for value, x in arrays.items():
+            if self.owners[value] is None:
+                full.add(value, x, self._leaves[value])
+        return full
 
 
 def _windowed_owners(
-    known: Sequence[int | None], layouts: UpdateLayouts, arrays: Sequence[Array]
+    known: Sequence[int | None], layouts: UpdateLayouts, extras: Sequence[Any]
 ) -> list[int | None]:
     """For each input of the program the windowed leaf that it belongs to, or None."""
-    names = [leaf.path for leaf in layouts.leaves]
-    num_extras = len(arrays) - len(known)
-    owners = [*known, *[None] * num_extras]
-    for x, owner, name in zip(arrays, owners, [*names, *["extra_args"] * num_extras], strict=True):
-        if in_host(x) and owner is None:
+    are_in_host = [leaf.memory_kind == HOST for leaf in layouts.leaves]
+    are_in_host += [in_host(data_of(x)) for x in extras]
+    names = [*(leaf.path for leaf in layouts.leaves), *["extra_args"] * len(extras)]
+    owners = [*known, *[None] * len(extras)]
+    for is_in_host, owner, name in zip(are_in_host, owners, names, strict=True):
+        if is_in_host and owner is None:
             raise ValueError(
                 f"`{name}` is an array in host memory that does not belong to a parameter of its "
                 "shape, so it cannot be used window by window. Keep it in device memory: "
                 "`jax.device_put(x, jax.memory.Space.Device)`."
             )
-    windowed = {owner for x, owner in zip(arrays, owners, strict=True) if in_host(x)}
+    windowed = {owner for x, owner in zip(are_in_host, owners, strict=True) if x}
     return [owner if owner in windowed else None for owner in owners]
-
-
-def _windowed_leaves(
-    layouts: UpdateLayouts,
-    owners: Sequence[int | None],
-    arrays: Mapping[Value, Array],
-    new: Mapping[Value, Atom],
-) -> dict[int, WindowedLeaf]:
-    """The leaves that are updated by windows, by their index among the parameters."""
-    found = {}
-    for number in sorted({owner for owner in owners if owner is not None}):
-        pairs = zip(arrays.items(), owners, strict=True)
-        mine = {value: x for (value, x), owner in pairs if owner == number}
-        updates = {v: new[v] for v in mine if v in new and new[v] is not v}
-        found[number] = WindowedLeaf(number, layouts.params.leaves[number], mine, updates)
-    return found

@@ -79,12 +79,12 @@ def _apply(
     if any(in_host(x) for tree in trees for x in arrays_of(tree)):
         inner = UpdateLayouts(of_grads, of_state, plan, layouts.mesh, layouts.state_axes)
         new, new_state = _by_windows(tx, grads, state, trained, inner, extra_args)
-        new = _split(plan, new, layouts.mesh, layouts.weight_axes)
+        new = split(plan, new, layouts.mesh, layouts.weight_axes)
     else:
         run = optax.with_extra_args_support(tx).update
         updates, new_state = run(grads, state, trained, **extra_args)
         new = optax.apply_updates(trained, updates)
-    return _with_untrained(params, trained, new), new_state
+    return with_untrained(params, trained, new), new_state
 
 
 def _by_windows(
@@ -98,23 +98,30 @@ def _by_windows(
     mesh, axes = layouts.mesh, layouts.axes
     return windowed_update(
         tx.inner if isinstance(tx, TrueShapes) else tx,
-        _split(layouts.gradients, grads, mesh, axes),
+        split(layouts.gradients, grads, mesh, axes),
         state,
-        _split(layouts.params, trained, mesh, axes),
+        split(layouts.params, trained, mesh, axes),
         layouts=layouts,
         extra_args=extra_args,
     )
 
 
-def _split(plan: TreePlan, tree: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
+def split(plan: TreePlan, tree: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
     """The tree, with arrays in device memory split over `axes`; those in host memory are."""
-    pairs = zip(plan.leaves, arrays_of(tree), strict=True)
-    return plan.stored(
-        [x if in_host(x) else constrain(x, mesh, leaf.spec(axes)) for leaf, x in pairs]
-    )
+    return plan.stored(split_arrays(plan, arrays_of(tree), mesh, axes))
 
 
-def _with_untrained(params: Any, trained: Any, new: Any) -> Any:
+def split_arrays(
+    plan: TreePlan, arrays: Sequence[Any], mesh: Mesh, axes: tuple[str, ...]
+) -> list[Any]:
+    """`split` for the arrays of the tree, of which some may be None."""
+    pairs = zip(plan.leaves, arrays, strict=True)
+    return [
+        x if x is None or in_host(x) else constrain(x, mesh, leaf.spec(axes)) for leaf, x in pairs
+    ]
+
+
+def with_untrained(params: Any, trained: Any, new: Any) -> Any:
     """The tree `new`, with the leaves of `params` where `trained` has None."""
     _, old, treedef = flatten(params)
     kept = treedef.flatten_up_to(trained)

@@ -59,7 +59,7 @@ def returned(
         is_one: whether `argnums` is an int, so that gradients are not returned in a tuple.
         has_state: whether the caller passed a wire state.
     """
-    loss, gradients, aux, local_state, halves = outputs
+    loss, gradients, aux, local_state, halves, _ = outputs
     options = transform.options
 
     def trees(values: Sequence[Any], as_leaf: Callable[[LeafSpec, Any], Any], other: Any) -> Any:

@@ -221,14 +221,7 @@ class ShardedTrees:
             ValueError: a tree did not come from this `Zero`, or they do not fit each other.
         """
         here = self._here
-        layouts = Layouts(
-            gradients=here._plan_of(grads),
-            state=here._plan_of(opt_state),
-            params=here._plan_of(params),
-            mesh=self.mesh,
-            state_axes=self._state_axes,
-            weight_axes=self._weight_axes,
-        )
+        layouts = here._layouts(here._plan_of(grads), params, opt_state)
         return apply_gradients(tx, grads, opt_state, params, layouts, extra_args)
 
     def report(self, params: Any, opt_state: Any = None, plan: Plan | None = None) -> Report:
@@ -254,10 +247,7 @@ class ShardedTrees:
         }
         state = None if opt_state is None else self._plan_of(opt_state)
         layout = self._plan_of(params)
-        resident = [dataclasses.replace(leaf, memory_kind=None) for leaf in layout.leaves]
-        gradients = dataclasses.replace(layout, leaves=tuple(resident))
-        if gradient_axes:
-            gradients = offloaded(gradients, self.config.offload, self._num_shards, "gradients")
+        gradients = self._plan_of_gradients(layout)
         return make_report(layout, gradients, state, plan, self._devices, axes)
 
     # Shared by the methods above, and with `LocalRounds`.
@@ -273,6 +263,28 @@ class ShardedTrees:
         """This object, or `on_one_node` while a program of one node is traced."""
         is_own = isinstance(self._devices, NodeMesh)
         return self.on_one_node if is_one_node() and not is_own else self
+
+    def _update_layouts(self, params: Any, opt_state: Any) -> Layouts:
+        """The layouts of an update, with the gradients that `value_and_grad` would return."""
+        return self._layouts(self._plan_of_gradients(self._plan_of(params)), params, opt_state)
+
+    def _layouts(self, gradients: TreePlan, params: Any, opt_state: Any) -> Layouts:
+        return Layouts(
+            gradients=gradients,
+            state=self._plan_of(opt_state),
+            params=self._plan_of(params),
+            mesh=self.mesh,
+            state_axes=self._state_axes,
+            weight_axes=self._weight_axes,
+        )
+
+    def _plan_of_gradients(self, params: TreePlan) -> TreePlan:
+        """The layout of gradients, each in the memory where `value_and_grad` leaves it."""
+        resident = [dataclasses.replace(leaf, memory_kind=None) for leaf in params.leaves]
+        gradients = dataclasses.replace(params, leaves=tuple(resident))
+        if self.config.stage < 2:
+            return gradients
+        return offloaded(gradients, self.config.offload, self._num_shards, "gradients")
 
     @property
     def _weight_axes(self) -> tuple[str, ...]:

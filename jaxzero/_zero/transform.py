@@ -25,6 +25,7 @@ from .loss import check_loss, split_aux, split_weight
 from .options import Options
 from .outputs import Outputs
 from .placement import constrain
+from .program_updates import ProgramUpdates
 
 
 class Transform:
@@ -43,21 +44,30 @@ class Transform:
         self.parameters = _parameters(call, options, config, self.comm.num_shards)
         self._plan: Plan | None = None  # set by tracing `program`
 
-    def plan(self, arrays: list[list[Any]], wire_state: LocalWireState) -> Plan:
-        """Trace `program`, and return its plan: gathers, reductions, transfers and copies."""
+    def plan(self, run: Callable, *args: Any) -> Plan:
+        """Trace `run(*args)`, which calls `program`, and return the plan of that.
+
+        The plan has gathers, reductions, transfers and copies.
+        """
         # A new function each time: `eval_shape` does not trace the same function twice.
-        jax.eval_shape(lambda *args: self.program(*args), arrays, wire_state)
+        jax.eval_shape(lambda *args: run(*args), *args)
         assert self._plan is not None
         return self._plan
 
     def program(
-        self, arrays: list[list[Array]], wire_state: LocalWireState
-    ) -> tuple[Any, list[Any], Any, LocalWireState, GradientHalves | None]:
+        self,
+        arrays: list[list[Array]],
+        wire_state: LocalWireState,
+        updates: ProgramUpdates | None = None,
+    ) -> tuple[Any, list[Any], Any, LocalWireState, GradientHalves | None, list[Any]]:
         """Run the step on global arrays.
 
         Returns:
-            Loss, flat gradients, other outputs, the next wire state, and half-batch products.
+            Loss, flat gradients, other outputs, the next wire state, half-batch products, and for
+            each leaf of `updates` its new arrays, or None if its gradient is returned instead.
         """
+        updates = updates or ProgramUpdates(None)
+        given = updates.arguments
         in_specs = [self._specs(argument) for argument in self.call.arguments]
         state_specs = self._state_specs(wire_state)
         if AxisType.Explicit in self.mesh.axis_types:
@@ -68,6 +78,10 @@ class Transform:
             wire_state = jax.tree.map(
                 lambda x, spec: constrain(x, self.mesh, spec), wire_state, state_specs
             )
+            given = [
+                [constrain(x, self.mesh, spec) for x in each]
+                for each, spec in zip(given, updates.in_specs, strict=True)
+            ]
         axes = self.config.axes if self.parameters.gradients_split else ()
         gradient_specs = [
             self.parameters.leaves[i].spec(axes, manual_only=True)
@@ -75,25 +89,28 @@ class Transform:
         ]
         outputs = Outputs(self.options, self._rows_per_microbatch(arrays))
         mapped = map_devices(
-            lambda arrays, wire_state: self._on_device(arrays, wire_state, outputs),
+            lambda arrays, wire_state, given: self._on_device(
+                arrays, wire_state, given, outputs, updates
+            ),
             self.devices,
-            in_specs=(in_specs, state_specs),
+            in_specs=(in_specs, state_specs, updates.in_specs),
             out_specs=(
                 PartitionSpec(),
                 gradient_specs,
                 (PartitionSpec(), BATCH),
                 state_specs,
                 PartitionSpec(),
+                updates.out_specs,
             ),
         )
-        loss, gradients, parts, wire_state, halves = mapped(arrays, wire_state)
+        loss, gradients, parts, wire_state, halves, updated = mapped(arrays, wire_state, given)
         gradients = [
             constrain(x, self.mesh, self.parameters.leaves[i].spec(axes))
-            if self.parameters.leaves[i].other_axes
+            if x is not None and self.parameters.leaves[i].other_axes
             else x
             for x, i in zip(gradients, self.parameters.differentiated, strict=True)
         ]
-        return loss, gradients, outputs.join(*parts), wire_state, halves
+        return loss, gradients, outputs.join(*parts), wire_state, halves, updated
 
     def _specs(self, argument: Argument) -> list[PartitionSpec]:
         if argument.plan is None:
@@ -118,7 +135,12 @@ class Transform:
         return None
 
     def _on_device(
-        self, arrays: list[list[Array]], wire_state: LocalWireState, outputs: Outputs
+        self,
+        arrays: list[list[Array]],
+        wire_state: LocalWireState,
+        given: list[list[Array]],
+        outputs: Outputs,
+        updates: ProgramUpdates,
     ) -> Any:
         stored, inputs, specs = [], [], []
         for argument, leaves in zip(self.call.arguments, arrays, strict=True):
@@ -127,6 +149,7 @@ class Transform:
             else:
                 inputs += leaves
                 specs += argument.specs
+        leaf_updates = updates.on_device(stored, given, self.parameters.differentiated)
         ledger = Ledger(self.comm.sizes)
         with recording(ledger):
             result = run_on_device(
@@ -138,6 +161,7 @@ class Transform:
                 specs,
                 self.options.microbatches,
                 self.comm,
+                leaf_updates,
             )
             with labelled("other", "aux" if self.options.has_gradients else "output"):
                 parts = outputs.part(result.others, self.comm)
@@ -146,7 +170,8 @@ class Transform:
             transfers=tuple(ledger.transfers),
             host_transfers=tuple(ledger.host_transfers),
         )
-        return result.loss, result.gradients, parts, result.wire_state, result.halves
+        updated = [result.updated.get(i) for i in leaf_updates]
+        return result.loss, result.gradients, parts, result.wire_state, result.halves, updated
 
     def _flat(self, stored: list[Any], inputs: list[Any], outputs: Outputs) -> Any:
         """Call the user's function on one device, and differentiate it if requested.

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import optax
 from jax.sharding import PartitionSpec
 
 from .._collectives import CommSpec
@@ -26,6 +27,7 @@ from .outputs import flat_reductions
 from .programs import Programs
 from .sharded_trees import ShardedTrees
 from .transform import Transform
+from .value_and_update import Step, check_one_program
 
 
 class Zero(ShardedTrees):
@@ -181,6 +183,67 @@ class Zero(ShardedTrees):
 
         return wrapped
 
+    def value_and_update(
+        self,
+        f: Callable,
+        tx: optax.GradientTransformation,
+        has_aux: bool = False,
+        *,
+        microbatches: int = 1,
+        weighted: bool = False,
+        aux_reduce: Any = None,
+        batch_argnums: BatchArgnums = None,
+        in_specs: Sequence[Any] | None = None,
+    ) -> Callable:
+        """A training step: the loss, and the update of the parameters, in one program.
+
+        With offload (`jz.Offload`), a scanned stack of which parameter and state are in host memory
+        is updated layer by layer in the backward loop, as soon as a layer's gradient is reduced,
+        while other layers compute. Its gradient is never stored. Other leaves are updated at the
+        end, as by `apply_gradients`. The results are those of `value_and_grad` and
+        `apply_gradients`, bit for bit where XLA rounds the two programs alike.
+
+        The update of a leaf in the loop cannot wait for all gradients, so `tx` must need no norm
+        and no other reduction of such a leaf. Such leaves need no `Offload(gradients=...)`. Call
+        the step under `jax.jit`, with `donate_argnums` for `params` and `opt_state`: otherwise XLA
+        copies the arrays within host memory.
+
+        Args:
+            f: `f(params, batch, ...) -> loss`, as for `value_and_grad`.
+            tx: the optimizer, given to `init_optimizer` before; also one from `optimizer`.
+            has_aux: `f` returns `(loss, aux)`.
+            microbatches: must be 1, because a gradient is final only after the last micro-batch.
+            weighted: must be False, because the sum of all weights is known only at the end.
+            aux_reduce: as for `value_and_grad`.
+            batch_argnums: as for `value_and_grad`; positions are those of the arguments of `f`.
+            in_specs: likewise.
+
+        Returns:
+            `step(params, opt_state, batch, ...)`, which returns `(loss, params, opt_state)` or
+            `((loss, aux), params, opt_state)`, each array in the memory of the old one.
+
+        Raises:
+            NotImplementedError: `microbatches` or `weighted` is given, or the config keeps a wire
+                state; or, when `step` is called, `tx` needs a reduction of a leaf that could be
+                updated in the loop: a norm, clipping by a global norm, LAMB. The error names the
+                leaf and the line of `tx`. Use `value_and_grad` and `apply_gradients`.
+            ValueError: as `value_and_grad` and `apply_gradients`.
+        """
+        check_one_program(self.config, microbatches, weighted)
+        options = gradient_options(0, has_aux, 1, False, aux_reduce, False, self._devices)
+        programs = Programs()
+
+        @functools.wraps(f)
+        def step(params, opt_state, *args, **kwargs):
+            transform, arrays = self._prepare(
+                f, (params, *args), kwargs, options, batch_argnums, in_specs
+            )
+            check_differentiable(transform.call.arguments[0], arrays[0], False)
+            layouts = self._update_layouts(params, opt_state)
+            return Step(transform, tx, params, opt_state, layouts).run(programs, arrays, opt_state)
+
+        return step
+
     def apply(
         self,
         f: Callable,
@@ -233,18 +296,24 @@ class Zero(ShardedTrees):
         batch_argnums: BatchArgnums = None,
         in_specs: Sequence[Any] | None = None,
         wire_state: Any = None,
+        tx: optax.GradientTransformation | None = None,
+        opt_state: Any = None,
         **kwargs: Any,
     ) -> Plan:
         """Plan one call of `value_and_grad(f)`: what it gathers and reduces, and when.
 
         Nothing is compiled or run. Options are as for `value_and_grad`; other keyword arguments
-        are those of `f`. `print` the result.
+        are those of `f`. `print` the result. With `tx` and `opt_state`, it is the plan of
+        `value_and_update(f, tx)`, with the updates that run in backward.
         """
         options = gradient_options(
             argnums, has_aux, microbatches, weighted, aux_reduce, halves, self._devices
         )
         transform, arrays = self._prepare(f, args, kwargs, options, batch_argnums, in_specs)
-        return transform.plan(arrays, wire_state_of(transform, wire_state))
+        if tx is not None:
+            layouts = self._update_layouts(args[0], opt_state)
+            return Step(transform, tx, args[0], opt_state, layouts).plan(arrays, opt_state)
+        return transform.plan(transform.program, arrays, wire_state_of(transform, wire_state))
 
     def local_steps(
         self, step: Callable, method: LocalSteps | None = None, /, **options: Any

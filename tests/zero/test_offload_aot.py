@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
@@ -100,6 +101,46 @@ def test_models_that_do_not_fit_without(size, local):
     # Weights, gradients and two moments of the optimizer.
     assert 16 * num < 2e12
     assert memory.host_argument_size_in_bytes * local >= 0.99 * 4 * num
+
+
+@pytest.fixture(scope="module")
+def step():
+    """A step of eight layers on 2 x 8, with the update of AdamW in the backward loop."""
+    mesh, size = h200_mesh(2, 8), dataclasses.replace(SEVEN, layers=8)
+    offload = jz.Offload(weights=True, optimizer=True)
+    zero = jz.Zero(mesh, dataclasses.replace(jz.zero3(), offload=offload))
+    params = zero.abstract(functools.partial(_llama.init, size), jax.random.key(0))
+    tx = optax.adamw(1e-4)
+    arguments = (params, zero.init_optimizer(tx, params))
+    tokens = jax.ShapeDtypeStruct((2 * 16, 2048), jnp.int32)
+    run = zero.value_and_update(functools.partial(_llama.loss, size), tx)
+    run = jax.jit(run, donate_argnums=(0, 1))
+    options = jz.compiler_options("cuda", offload=True)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return compile_with_host_memory(run, (*arguments, tokens), mesh, options=options)
+
+
+def test_stacks_are_updated_in_their_place(step):
+    memory = step.memory_analysis()
+    assert memory.host_alias_size_in_bytes == memory.host_argument_size_in_bytes > 0
+    assert memory.host_temp_size_in_bytes == 0
+    assert host_to_host(step.as_text()) == []
+
+
+def test_every_copy_of_an_update_in_the_loop_overlaps_with_a_matrix_product(step):
+    loops = [x for x in host_copies(step.as_text()) if x.in_loop and x.trips == 8]
+    assert [x.name for x in loops if not x.spans] == []
+    # Seven leaves of a layer: three arrays of each are written in backward; these are also read in
+    # backward, and the weights once in forward and once in backward.
+    assert sum(1 for x in loops if x.to_host) == 7 * 3
+    assert sum(1 for x in loops if x.from_host) == 7 * (3 + 2)
+    strides = slice_strides(step.as_text())
+    assert IS_NEW or {strides[x.name] for x in loops} == {None}
+
+
+def test_a_step_with_its_update_does_not_wait_for_the_host(step):
+    line = timeline(step.as_text(), Rates(num_local=8))
+    assert line.host_exposed_seconds <= 0.1 * line.seconds
 
 
 def test_offloaded_activations_come_back_in_time():

@@ -1,0 +1,129 @@
+"""A training step as one program: loss, gradients, and the update of each leaf when it is due.
+
+A scanned stack in host memory is updated layer by layer in the loop that makes its gradient; other
+leaves are updated at the end, by the same traced update.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import optax
+from jax import lax
+from jaxtyping import Array
+
+from .._execute import LocalWireState
+from .._mesh import in_host
+from .._plan import Plan
+from .._sharding import ZeroConfig, arrays_of, flatten, statics_of
+from .._windowed_update import TracedUpdate, UpdateLayouts
+from .apply_gradients import Layouts, apply_gradients, split, split_arrays, with_untrained
+from .call_results import returned
+from .optimizer_state import TrueShapes, trained_part
+from .program_updates import ProgramUpdates
+from .programs import Programs
+from .transform import Transform
+
+
+def check_one_program(config: ZeroConfig, microbatches: int, weighted: bool) -> None:
+    """Raise `NotImplementedError` for options of which gradients are final only at the end."""
+    reasons = {
+        f"`microbatches` of {microbatches}: gradients are final only after the last one": (
+            microbatches != 1
+        ),
+        "`weighted=True`: the sum of all weights is known only at the end": weighted,
+        "codecs that keep a wire state "
+        f"(weights {config.weights.node}, gradients {config.gradients.node})": (
+            config.needs_wire_state
+        ),
+    }
+    for reason, is_given in reasons.items():
+        if is_given:
+            raise NotImplementedError(
+                f"`value_and_update` cannot do {reason}. Use `zero.value_and_grad(f, ...)` and "
+                "`zero.apply_gradients(tx, grads, opt_state, params)`."
+            )
+
+
+class Step:
+    """Value and update of one call, for the arguments of `transform`.
+
+    Args:
+        transform: of the loss; its first argument has the parameters.
+        tx: the optimizer.
+        opt_state: its state.
+        layouts: of gradients, state and parameters.
+    """
+
+    def __init__(
+        self,
+        transform: Transform,
+        tx: optax.GradientTransformation,
+        params: Any,
+        opt_state: Any,
+        layouts: Layouts,
+    ):
+        self._transform = transform
+        self._tx = tx
+        self._plans = tuple(
+            dataclasses.replace(plan, statics=statics_of(flatten(tree)[1]))  # those of a known tree
+            for plan, tree in ((layouts.params, params), (layouts.state, opt_state))
+        )
+        self._layouts = layouts
+
+    def run(self, programs: Programs, arrays: list[list[Any]], opt_state: Any) -> tuple[Any, ...]:
+        """The result of the step.
+
+        Args:
+            programs: the programs compiled before.
+            arrays: of each argument of the loss.
+            opt_state: the optimizer state.
+        """
+        value, *outputs = programs.run(self._traced, arrays, arrays_of(opt_state))
+        pairs = zip(self._plans, outputs, strict=True)
+        return value, *(plan.stored(x) for plan, x in pairs)
+
+    def plan(self, arrays: list[list[Any]], opt_state: Any) -> Plan:
+        """The plan of the step; arguments are those of `run`."""
+        return self._transform.plan(self._traced, arrays, arrays_of(opt_state))
+
+    def _traced(self, arrays: list[list[Array]], state: list[Array]) -> tuple[Any, ...]:
+        of_params, of_state = self._plans
+        params, opt_state = of_params.stored(arrays[0]), of_state.stored(state)
+        if any(map(in_host, (*arrays[0], *state))):
+            value, *new = self._with_offload(arrays, params, opt_state)
+        else:
+            outputs = self._transform.program(arrays, LocalWireState())
+            value, grads = returned(self._transform, outputs, True, False)
+            new = apply_gradients(self._tx, grads, opt_state, params, self._layouts, {})
+        return value, *map(arrays_of, new)
+
+    def _with_offload(
+        self, arrays: list[list[Array]], params: Any, opt_state: Any
+    ) -> tuple[Any, Any, Any]:
+        """The step where some arrays lie in host memory."""
+        layouts, tx = self._layouts, self._tx
+        mesh, axes = layouts.mesh, layouts.state_axes
+        trained, plan = trained_part(params, self._plans[0])
+        of_grads = trained_part(params, layouts.gradients)[1]
+        update = TracedUpdate(
+            tx.inner if isinstance(tx, TrueShapes) else tx,
+            opt_state,
+            split(plan, trained, mesh, axes),
+            UpdateLayouts(of_grads, self._plans[1], plan, mesh, axes),
+            {},
+        )
+        updates = ProgramUpdates(update)
+        outputs = self._transform.program(arrays, LocalWireState(), updates)
+        loss, gradients, aux, _, _, updated = outputs
+        done = {}
+        for leaf, new in zip(updates.leaves.values(), updated, strict=True):
+            if new is not None:
+                done |= dict(zip(leaf.values, new, strict=True))
+        # Otherwise XLA may add a term of the update before the gradient itself is summed up.
+        gradients = lax.optimization_barrier(split_arrays(of_grads, gradients, mesh, axes))
+        new, new_state = update.apply(gradients, done)
+        new = split(plan, new, mesh, layouts.weight_axes)
+        value = (loss, aux) if self._transform.options.has_aux else loss
+        return value, with_untrained(params, trained, new), new_state
