@@ -30,7 +30,7 @@ class Sent(NamedTuple):
 
     Attributes:
         messages: the messages of all nodes, `[nodes, bytes]` on each device.
-        parts: what this node had in the fragment when it was sent.
+        parts: what this node had in the fragment when it was sent, if that is needed to merge.
     """
 
     messages: UInt8[Array, "nodes _"]
@@ -96,6 +96,11 @@ class Exchange:
         return [i for i, leaf in enumerate(self.leaves) if self.codec_of(leaf) is not None]
 
     @property
+    def message_bytes(self) -> int:
+        """Bytes of the messages of all nodes, which a device holds while a fragment travels."""
+        return sum(part.num_bytes for part in self.parts) * self.mesh.mesh.shape[NODE]
+
+    @property
     def node_bytes(self) -> int:
         """Bytes that enter one node in a round."""
         mesh = self.mesh.mesh
@@ -120,13 +125,13 @@ class Exchange:
             message = encode(self.parts, deltas)
             residuals = self._left_out(deltas, message, residuals, number)
             with labelled("fragments", *(leaf.path for leaf in self.leaves)):
-                return gather_nodes(message), own, residuals
+                return gather_nodes(message), own if self._keeps_progress else [], residuals
 
         specs, encoded = self._specs(), self._specs(self.encoded)
         run = self._on_devices(
             on_device,
             (specs, specs, encoded, PartitionSpec()),
-            (PartitionSpec(None, LOCAL), specs, encoded),
+            (PartitionSpec(None, LOCAL), specs if self._keeps_progress else [], encoded),
         )
         messages, parts, residuals = run(params, outer.anchors, outer.residuals, number)
         return Sent(messages, parts), residuals
@@ -138,7 +143,7 @@ class Exchange:
         left_out = dict(zip(self.encoded, residuals, strict=True))
         deltas = []
         for i, (cut, x, anchor) in enumerate(zip(self.cuts, own, anchors, strict=True)):
-            delta = cut.read(anchor, number) - x.astype(anchor.dtype)
+            delta = _difference(cut.read(anchor, number), x.astype(anchor.dtype))
             if i in left_out:
                 delta += cut.read(left_out[i], number).astype(delta.dtype)
             new = cut.is_new(number)
@@ -169,7 +174,7 @@ class Exchange:
         """Update the outer parameters with the mean of a fragment, and the node's own with them."""
         specs = self._specs()
         state_specs = [PartitionSpec() if i is None else specs[i] for i in self.outer.owners]
-        everywhere = PartitionSpec()
+        everywhere, kept_specs = PartitionSpec(), specs if self._keeps_progress else []
 
         def read(
             messages: UInt8[Array, "nodes _"], anchors: list[Array], state: list[Array], number
@@ -200,7 +205,8 @@ class Exchange:
                 new, before = cut.is_new(number), cut.read(old_anchors[i], number)
                 anchor = _where(new, anchors[i].astype(before.dtype), before)
                 now = cut.read(params[i], number)
-                merged = self._merged(now, own[i], anchor).astype(now.dtype)
+                sent_part = own[i] if self._keeps_progress else now
+                merged = self._merged(now, sent_part, anchor).astype(now.dtype)
                 new_params.append(cut.write(params[i], _where(new, merged, now), number))
                 new_anchors.append(cut.write(old_anchors[i], anchor, number))
             new_state = self._with_state_part(old_state, state, number)
@@ -208,7 +214,7 @@ class Exchange:
 
         run = self._on_devices(
             write,
-            (specs, specs, state_specs, specs, specs, state_specs, everywhere),
+            (specs, specs, state_specs, kept_specs, specs, state_specs, everywhere),
             (specs, specs, state_specs),
         )
         params, anchors, state = run(
@@ -220,11 +226,14 @@ class Exchange:
         """The node's parameters, which were `own` when they were sent and are `now` by now."""
         dtype = anchor.dtype
         if self.method.mixing is None:
-            # Without a delay this is the anchor itself, to the bit.
-            moved = now.astype(dtype) - own.astype(dtype)
-            return anchor + moved
+            return anchor + _difference(now.astype(dtype), own.astype(dtype))
         mixing = jnp.asarray(self.method.mixing, dtype)
         return mixing * now.astype(dtype) + (1 - mixing) * anchor
+
+    @property
+    def _keeps_progress(self) -> bool:
+        """Whether what was sent is kept, to add what the node has learned since then."""
+        return self.method.mixing is None and self.method.delay > 0
 
     def _state_part(self, state: list[Array], number: Array) -> list[Array]:
         pairs = zip(self.outer.owners, state, strict=True)
@@ -256,6 +265,11 @@ def shard_shape(leaf: LeafSpec) -> tuple[int, ...]:
     size = leaf.layout.padded // leaf.layout.num_shards
     dim = leaf.layout.dim
     return (*leaf.shape[:dim], size, *leaf.shape[dim + 1 :])
+
+
+def _difference(x: Array, y: Array) -> Array:
+    """`x - y`; 0 where they are equal, even if infinite (a mask of -inf among the parameters)."""
+    return jnp.where(x == y, jnp.zeros_like(x), x - y)
 
 
 def _where(mask: Array | None, x: Array, other: Array) -> Array:

@@ -63,7 +63,8 @@ class OuterPlan:
         for (path, x), part in zip(named, of_part, strict=True):
             names = (path_name(path[i:]) for i in range(len(path) + 1))
             found = (leaves[name] for name in names if name in leaves)
-            owner = next((i for i in found if full[i].shape == x.shape), None)
+            is_like = jnp.issubdtype(x.dtype, jnp.floating)  # a counter is not, whatever its name
+            owner = next((i for i in found if is_like and full[i].shape == x.shape), None)
             expected = x.shape if owner is None else parts[owner].shape
             if part.shape != expected:
                 raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 
 import optax
 
@@ -33,7 +34,8 @@ class LocalSteps:
             `mixing * own + (1 - mixing) * outer`. None: the node's parameters are moved by the
             difference between the new outer parameters and what the node had when it sent; so the
             progress of the `delay` steps is kept, as LOSCAR-SGD does. Without a delay, 0 and None
-            are the same.
+            are the same. With a codec, take it small: what the codec leaves out is sent later, and
+            the node's own parameters have it too, to this share.
 
     Raises:
         ValueError: a number is out of range, `fragments` does not divide `every`, or `delay` is
@@ -56,11 +58,12 @@ class LocalSteps:
     def __post_init__(self):
         for name, least in (("every", 1), ("delay", 0), ("fragments", 1)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
                 raise ValueError(
                     f"`{name}` of `LocalSteps` must be an integer of at least {least}; "
                     f"got {value!r}."
                 )
+            object.__setattr__(self, name, int(value))
         if self.every % self.fragments:
             raise ValueError(
                 f"`fragments` must divide `every`, so that the exchanges are spread evenly over a "

@@ -22,6 +22,8 @@ class LocalReport:
         num_nodes: the number of nodes.
         num_elements: elements of the parameters that are exchanged.
         device_bytes: bytes that one device holds between rounds, by field of `LocalState`.
+        message_bytes: bytes of the messages of all nodes, which a device holds beside these while
+            a fragment travels.
         bytes_between_nodes: bytes that enter one node in a round.
     """
 
@@ -32,6 +34,7 @@ class LocalReport:
     num_nodes: int
     num_elements: int
     device_bytes: Mapping[str, int]
+    message_bytes: int
     bytes_between_nodes: int
 
     @property
@@ -70,6 +73,7 @@ class LocalReport:
             title=f"Local steps: {self.num_nodes} nodes, rounds of {self.every} steps",
             headings=("Held between rounds", "On a device"),
             rows=[*held, ("total", readable_bytes(sum(self.device_bytes.values())))],
+            footer=(f"While a fragment travels: {readable_bytes(self.message_bytes)} more.",),
         )
         size = readable_bytes(self.bytes_between_nodes // self.fragments)
         exchanges = TextTable(

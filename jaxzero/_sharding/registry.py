@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from .._mesh import AnyMesh, is_traced, physical
+from .._mesh import AnyMesh, NodeMesh, is_traced, physical
 from .config import ZeroConfig
 from .layout import layout_of_leaf
 from .paths import path_name
@@ -195,6 +195,13 @@ class Registry:
                 continue
             ours = layout_of_leaf(leaf, self._mesh, self._config, leaf.other_axes)
             if ours != leaf.layout:
+                if isinstance(self._mesh, NodeMesh):
+                    raise ValueError(
+                        f"the leaf `{leaf.path}` is laid out over all nodes, and a step inside "
+                        "`local_steps` sees the arrays of one node: only `params` and `opt_state` "
+                        "that it is given. Put the tree into one of these; frozen weights (LoRA) "
+                        "belong into `opt_state`, where they are not exchanged."
+                    )
                 raise ValueError(
                     f"the leaf `{leaf.path}` was laid out by a `Zero` with another mesh or config: "
                     f"{leaf.layout}, where this one has {ours}. Take `zero.unshard(tree)` of that "

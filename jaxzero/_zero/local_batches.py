@@ -39,7 +39,15 @@ def batch_specs(batches: Any, every: int, num_devices: int) -> list[PartitionSpe
                 "*list_of_batches)`."
             )
     steps = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
-    num_rows = rows_of("`batches`", steps)
+    try:
+        num_rows = rows_of("`batches`", steps)
+    except ValueError:
+        shapes = ", ".join(f"`{path}` {list(x.shape)}" for path, x in named)
+        raise ValueError(
+            "`batches` must hold `[every, rows, ...]` with equally many rows in every leaf, beside "
+            f"numbers and keys `[every]`; got {shapes}. What has no rows goes into the step by "
+            "closing over it."
+        ) from None
     if num_rows % num_devices:
         raise ValueError(
             f"`batches` has {num_rows} rows for each step, which {num_devices} devices cannot "

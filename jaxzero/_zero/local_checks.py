@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._local_steps import LocalSteps
-from .._mesh import NODE, AnyMesh
+from .._mesh import AXES, NODE, AnyMesh
 from .._sharding import ZeroConfig
 
 
@@ -41,6 +41,12 @@ def check_local_steps(mesh: AnyMesh, config: ZeroConfig) -> None:
         raise ValueError(
             "`local_steps` trains each node by itself, and the mesh has one node. Make one of "
             "several: `jz.make_mesh(nodes=...)`."
+        )
+    others = [axis for axis in mesh.axis_names if axis not in AXES and mesh.shape[axis] > 1]
+    if others:
+        raise NotImplementedError(
+            f"`local_steps` needs a mesh of {AXES} alone; this one also has {tuple(others)}. Train "
+            "with fewer axes, or without local steps."
         )
     if config.needs_wire_state:
         raise ValueError(

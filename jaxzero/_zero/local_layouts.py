@@ -144,6 +144,8 @@ def _on_one_node(plan: TreePlan, mesh: NodeMesh, config: ZeroConfig) -> TreePlan
                 "full precision over `node` and `local`, or without local steps."
             )
         layout = layout_of_leaf(leaf, mesh, config, leaf.other_axes)
+        if layout is not None and layout.is_padded and leaf.layout is None:
+            layout = None  # the optimizer keeps it in its own shape, so it stays replicated
         leaves.append(dataclasses.replace(leaf, layout=layout))
     return dataclasses.replace(plan, leaves=tuple(leaves))
 

@@ -40,8 +40,8 @@ class LocalRounds:
         self.method = method
         self._step = step
         self._zero = zero
-        assert not isinstance(zero.devices, NodeMesh)
-        self._mesh = zero.devices
+        assert not isinstance(zero._devices, NodeMesh)
+        self._mesh = zero._devices
         self._layouts: Layouts | None = None
         self._programs = Programs()
 
@@ -62,7 +62,7 @@ class LocalRounds:
                 fragments.
             NotImplementedError: a leaf is stored encoded or is split over further mesh axes.
         """
-        plans = self._zero.layout_of(params), self._zero.layout_of(opt_state)
+        plans = self._zero._plan_of(params), self._zero._plan_of(opt_state)
         layouts = self._lay_out(params, *plans)
         mesh = auto_mesh(self._zero.mesh)
 
@@ -90,7 +90,7 @@ class LocalRounds:
             nodes: the number of nodes that saved the state; by default that of the mesh. Give the
                 restored state of another number of nodes to `rejoin`.
         """
-        plans = self._zero.layout_of(params), self._zero.layout_of(opt_state)
+        plans = self._zero._plan_of(params), self._zero._plan_of(opt_state)
         layouts = self._lay_out(params, *plans)
         num = self.num_nodes if nodes is None else nodes
         fields = {}
@@ -155,7 +155,7 @@ class LocalRounds:
         the first node.
         """
         kept, plan = self._checked(state).kept["params"], self._plan
-        mesh, axes = self._zero.mesh, self._zero.weight_axes
+        mesh, axes = self._zero.mesh, self._zero._weight_axes
 
         def make(arrays: list[Array], on: Mesh | SimulatedMesh) -> list[Array]:
             means = gathered_mean(arrays, kept, on)
@@ -219,6 +219,7 @@ class LocalRounds:
             num_nodes=nodes,
             num_elements=sum(math.prod(leaf.shape) for leaf in exchange.leaves),
             device_bytes=held,
+            message_bytes=exchange.message_bytes,
             bytes_between_nodes=exchange.node_bytes,
         )
 
@@ -235,13 +236,19 @@ class LocalRounds:
     def _lay_out(self, params: Any, plan: TreePlan, state_plan: TreePlan) -> Layouts:
         pairs = zip(flatten(params)[1], trained_leaves(params), strict=True)
         kinds = [kind for x, kind in pairs if is_array(x)]
+        for leaf, kind in zip(plan.leaves, kinds, strict=True):
+            if jnp.issubdtype(leaf.dtype, jnp.complexfloating) and kind is not False:
+                raise NotImplementedError(
+                    f"`local_steps` cannot exchange the leaf `{leaf.path}` of {leaf.dtype}. Keep "
+                    "its real and imaginary parts as two leaves."
+                )
         trained = [
             jnp.issubdtype(leaf.dtype, jnp.floating) and kind is not False
             for leaf, kind in zip(plan.leaves, kinds, strict=True)
         ]
-        inner = self._zero.on_one_node
-        layouts = Layouts.of(self.method, plan, state_plan, trained, inner.devices, inner.config)
-        inner.know(layouts.params, layouts.opt_state)
+        inner = self._zero._on_one_node
+        layouts = Layouts.of(self.method, plan, state_plan, trained, inner._devices, inner.config)
+        inner._know(layouts.params, layouts.opt_state)
         self._layouts, self._plan = layouts, plan
         return layouts
 
@@ -257,16 +264,24 @@ class LocalRounds:
                 "`state` must be a `LocalState` from `init`, `rejoin` or the last round; got "
                 f"{type(state).__name__}. Do you mean `rounds.init(params, opt_state)`?"
             )
+        there = arrays_of(state.params)
+        nodes = there[0].shape[0] if there and there[0].ndim else self.num_nodes
+        if nodes != self.num_nodes and not any_nodes:
+            raise ValueError(
+                f"`state` is of {nodes} nodes, and the mesh has {self.num_nodes}: give it to "
+                "`rejoin` first."
+            )
         for name, kept in layouts.kept.items():
-            arrays = arrays_of(getattr(state, name))
-            nodes = arrays[0].shape[0] if any_nodes and arrays and kept.is_per_node else None
-            leaves = kept.global_leaves(nodes or self.num_nodes)
-            shapes = [tuple(x.shape) for x in arrays]
-            if shapes != [leaf.stored_shape for leaf in leaves]:
+            tree, leaves = getattr(state, name), kept.global_leaves(nodes)
+            wanted = kept.tree(nodes, [leaf.stored for leaf in leaves])
+            types = [(tuple(x.shape), x.dtype) for x in arrays_of(tree)]
+            is_same = types == [(leaf.stored.shape, leaf.stored.dtype) for leaf in leaves]
+            if not is_same or flatten(tree)[2] != flatten(wanted)[2]:
                 raise ValueError(
-                    f"`state.{name}` is not that of the trees given to `init`, for "
-                    f"{self.num_nodes} nodes: its shapes are {shapes[:4]}... A state of another "
-                    "number of nodes goes through `rejoin` first."
+                    f"`state.{name}` is not that of the trees given to `init`, or was made with "
+                    "other `fragments`, `outer` or `codec`: its leaves have the shapes "
+                    f"{[shape for shape, _ in types[:4]]}. Make the state with the same method and "
+                    "trees."
                 )
         return layouts
 

@@ -71,8 +71,8 @@ def mean_over_nodes(x: Shaped[Array, "nodes ..."]) -> Shaped[Array, ...]:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x[0]
     wide = x.astype(accumulator_dtype(x.dtype))
-    apart = add_up(wide - wide[:1]) / jnp.asarray(len(x), wide.dtype)
-    return (wide[0] + apart).astype(x.dtype)
+    mean = add_up(wide) / jnp.asarray(len(x), wide.dtype)
+    return jnp.where(jnp.all(wide == wide[:1], axis=0), wide[0], mean).astype(x.dtype)
 
 
 def gathered_mean(arrays: list[Array], kept: Kept, mesh: Mesh | SimulatedMesh) -> list[Array]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
@@ -51,7 +50,13 @@ class LocalStep:
                 ("params", "opt_state"), plans, new, inner, strict=True
             )
         )
-        leaves, self._found["metrics"] = jax.tree.flatten(metrics)
+        paths, leaves, self._found["metrics"] = flatten(metrics)
+        for path, x in zip(paths, leaves, strict=True):
+            if not is_array(x) and not isinstance(x, bool | int | float | complex):
+                raise ValueError(
+                    f"`step` returns the metric `{path_name(path)}` as {type(x).__name__}. Metrics "
+                    "are arrays and numbers; keep others outside."
+                )
         return Inner(params, opt_state), [jnp.asarray(x) for x in leaves]
 
     def _arrays(
@@ -68,8 +73,15 @@ class LocalStep:
                 f"`step` returns `{name}` with another structure than it was given: {treedef}, "
                 f"not {plan.treedef}. {_REMEDY}"
             )
-        pairs = zip(paths, leaves, strict=True)
-        named = [(path_name(path), data_of(x)) for path, x in pairs if is_array(x)]
+        named = []
+        for path, x, static in zip(paths, leaves, plan.statics, strict=True):
+            if is_array(x) != (static is None):
+                now = "no array" if static is None else "an array"
+                raise ValueError(
+                    f"`step` returns `{name}`, leaf `{path_name(path)}`, as {now}, {x!r}. {_REMEDY}"
+                )
+            if static is None:
+                named.append((path_name(path), data_of(x)))
         for (path, x), before in zip(named, old, strict=True):
             if (x.shape, x.dtype) != (before.shape, before.dtype):
                 raise ValueError(

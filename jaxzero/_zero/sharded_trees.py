@@ -253,16 +253,16 @@ class ShardedTrees:
     # Shared by the methods above, and with `LocalRounds`.
 
     @functools.cached_property
-    def on_one_node(self: AnyTrees) -> AnyTrees:
+    def _on_one_node(self: AnyTrees) -> AnyTrees:
         """The same configuration, on the devices of one node: for programs of one node."""
         assert not isinstance(self._devices, NodeMesh)
         return type(self)(NodeMesh(self._devices), self.config)
 
     @property
     def _here(self: AnyTrees) -> AnyTrees:
-        """This object, or `on_one_node` while a program of one node is traced."""
+        """This object, or `_on_one_node` while a program of one node is traced."""
         is_own = isinstance(self._devices, NodeMesh)
-        return self.on_one_node if is_one_node() and not is_own else self
+        return self._on_one_node if is_one_node() and not is_own else self
 
     def _update_layouts(self, params: Any, opt_state: Any) -> Layouts:
         """The layouts of an update, with the gradients that `value_and_grad` would return."""
@@ -294,21 +294,7 @@ class ShardedTrees:
     def _state_axes(self) -> tuple[str, ...]:
         return self.config.axes if self.config.stage >= 1 else ()
 
-    @property
-    def devices(self) -> AnyMesh:
-        """The mesh that programs run on: of real or simulated devices, or of one node."""
-        return self._devices
-
-    @property
-    def weight_axes(self) -> tuple[str, ...]:
-        """The mesh axes that split parameters."""
-        return self._weight_axes
-
-    def layout_of(self, tree: Any) -> TreePlan:
-        """The layout of a tree that this `Zero` has laid out."""
-        return self._plan_of(tree)
-
-    def know(self, params: TreePlan, opt_state: TreePlan) -> None:
+    def _know(self, params: TreePlan, opt_state: TreePlan) -> None:
         """Recognize parameters and optimizer state of these layouts, as if made here."""
         self._plans.add(params)
         self._states.add(opt_state)

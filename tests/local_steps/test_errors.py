@@ -69,6 +69,10 @@ def test_meshes_and_configs_without_use():
     mesh = jz.make_mesh(2, devices=jax.devices()[:4])
     with pytest.raises(ValueError, match="`WeightDelta` and `ErrorFeedback`"):
         jz.Zero(mesh, jz.zeropp4()).local_steps(step, every=2)
+    devices = np.array(jax.devices()).reshape(2, 2, 2)
+    three = jax.sharding.Mesh(devices, ("node", "local", "tensor"))
+    with pytest.raises(NotImplementedError, match="this one also has \\('tensor',\\)"):
+        jz.Zero(three).local_steps(step, every=2)
     offload = jz.ZeroConfig(offload=jz.Offload(weights=True))
     with pytest.raises(NotImplementedError, match="Leave out `offload`"):
         jz.Zero(mesh, offload).local_steps(step, every=2)
@@ -80,7 +84,10 @@ def test_meshes_and_configs_without_use():
         (np.ones((3, 8)), r"batches of 2 steps, stacked.* is float64\[3, 8\]"),
         ({"x": np.ones((2, 8)), "y": 3.0}, "the leaf `y` is float"),
         (np.ones((2, 6)), "6 rows for each step, which 4 devices cannot share"),
-        ({"x": np.ones((2, 8)), "y": np.ones((2, 4))}, "`x` has 8 rows and `y` has 4"),
+        (
+            {"x": np.ones((2, 8)), "y": np.ones((2, 4))},
+            r"equally many rows .* got `x` \[2, 8\], `y` \[2, 4\]. What has no rows",
+        ),
     ],
 )
 def test_batches(zero, trees, batches, message):
@@ -95,6 +102,8 @@ def test_batches(zero, trees, batches, message):
     [
         (lambda p, o, b: (p, o), "`step` must return three values; got 2"),
         (lambda p, o, b: ({"w": p["w"]}, o, 0.0), "returns `params` with another structure"),
+        (lambda p, o, b: ({**p, "w": 1}, o, 0.0), "`params`, leaf `w`, as no array, 1"),
+        (lambda p, o, b: (p, o, {"name": "x"}), "the metric `name` as str"),
         (
             lambda p, o, b: ({**p, "w": p["w"].astype(jnp.bfloat16)}, o, 0.0),
             r"returns `params`, leaf `w`, as bfloat16\[8, 4\]; it was given float32\[8, 4\]",
@@ -134,9 +143,26 @@ def test_states(zero, trees):
     other.init({"w": trees[0]["w"]}, trees[1])
     with pytest.raises(ValueError, match="`state.params` is not that of the trees given to `init`"):
         other(state, batches)
+    renamed = zero.local_steps(step, every=2)
+    renamed.init({"v": trees[0]["w"], "odd": trees[0]["odd"]}, trees[1])
+    with pytest.raises(ValueError, match="`state.params` is not that of the trees given to `init`"):
+        renamed.mean(state)
+    adam = zero.local_steps(step, every=2, outer=optax.adam(0.1))
+    adam_state = adam.init(*trees)
+    with pytest.raises(ValueError, match="`state.outer_state` .* other `fragments`, `outer`"):
+        rounds(adam_state, batches)
+    three = jz.Zero(jz.make_mesh(3, devices=jax.devices()[:6]))
+    more = three.local_steps(step, every=2)
+    params = three.init(init)
+    more_state = more.init(params, three.init_optimizer(optax.sgd(0.1, momentum=0.9), params))
+    with pytest.raises(ValueError, match="is of 3 nodes, and the mesh has 2: give it to `rejoin`"):
+        rounds(more_state, batches)
 
 
 def test_trees_that_cannot_be_exchanged(zero, trees):
+    phases = zero.init(lambda: {"c": jnp.ones((8, 4), jnp.complex64)})
+    with pytest.raises(NotImplementedError, match="cannot exchange the leaf `c` of complex64"):
+        zero.local_steps(step, every=2).init(phases, trees[1])
     frozen = zero.shard({"w": np.ones((256, 128), np.float32)}, codec=jz.Int8())
     with pytest.raises(NotImplementedError, match="cannot take the leaf `w`, which is stored enc"):
         zero.local_steps(step, every=2).init(frozen, trees[1])
@@ -144,3 +170,17 @@ def test_trees_that_cannot_be_exchanged(zero, trees):
     rounds = zero.local_steps(step, every=2, fragments=2, outer=factored)
     with pytest.raises(ValueError, match="`outer` keeps an array of shape .* Take `fragments=1`"):
         rounds.init(*trees)
+
+
+def test_a_tree_over_all_nodes_is_not_that_of_one(zero, trees):
+    def with_frozen(params, opt_state, batch):
+        zero.value_and_grad(lambda p, frozen: jnp.sum(p["w"]) * jnp.sum(frozen["odd"]))(
+            params, trees[0]
+        )
+        return params, opt_state, {}
+
+    rounds = zero.local_steps(with_frozen, every=2)
+    with pytest.raises(
+        ValueError, match="`odd` is laid out over all nodes, and a step"
+    ):
+        rounds(rounds.init(*trees), np.ones((2, 8), np.float32))

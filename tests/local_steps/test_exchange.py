@@ -134,6 +134,63 @@ def test_what_a_message_leaves_out_is_sent_later(codec):
     assert 0 < largest < np.abs(direction).max() * PER_NODE.max()
 
 
+def test_infinities_stay_and_keys_and_counts_are_not_exchanged(mesh):
+    zero = jz.Zero(mesh)
+    tree = {
+        "mask": jnp.where(jnp.arange(8) > 3, -jnp.inf, 0.0),
+        "count": jnp.arange(4),
+        "w": jnp.zeros((8, 4), jnp.bfloat16),
+    }
+
+    def count_up(params, opt_state, batch):
+        change = jnp.mean(batch)
+        new = {**params, "count": params["count"] + 1}
+        new["w"] = params["w"] + change.astype(jnp.bfloat16)
+        return new, jax.random.fold_in(opt_state, 1), {}
+
+    method = jz.dasgd(every=4, delay=2)
+    rounds = zero.local_steps(count_up, method)
+    state = rounds.init(zero.shard(tree), zero.shard(jax.random.key(0)))
+    state, _ = rounds(state, batches(4))
+    mean = zero.unshard(rounds.mean(state))
+    np.testing.assert_array_equal(mean["mask"], tree["mask"])
+    np.testing.assert_array_equal(mean["count"], np.arange(4) + 4)
+    # Sent after 2 steps of mean 2, and then 2 steps of its own.
+    own = np.asarray(state.params["w"].astype(jnp.float32))
+    np.testing.assert_array_equal(own[:, 0, 0], 2 * PER_NODE.mean() + 2 * PER_NODE)
+    assert state.outer_params["count"] is None
+
+
+def test_an_outer_counter_is_kept_for_each_fragment_whatever_a_parameter_is_called(mesh):
+    zero = jz.Zero(mesh)
+    method = jz.LocalSteps(every=2, fragments=2, outer=optax.adam(0.1))
+    rounds = zero.local_steps(step, method)
+    params = zero.init(lambda: {"count": jnp.zeros(()), "w": jnp.zeros((8, 4))})
+    with jax.numpy_dtype_promotion("standard"):  # Adam's `decay ** count`
+        state, _ = rounds(rounds.init(params, jnp.zeros(())), batches(2))
+    np.testing.assert_array_equal(state.outer_state[0].count, [1, 1])
+
+
+def test_factored_state_of_an_inner_optimizer(mesh):
+    """Adafactor keeps a row and a column for `[7, 4]`: arrays that devices cannot split evenly."""
+    zero = jz.Zero(mesh)
+    tx = zero.optimizer(optax.adafactor(0.1, min_dim_size_to_factor=2))
+    params = zero.init(lambda: {"w": jnp.ones((7, 4))})
+
+    def train(params, opt_state, batch):
+        loss = lambda p, b: jnp.mean(b) * jnp.sum(p["w"] ** 2)  # noqa: E731
+        _, grads = zero.value_and_grad(loss)(params, batch)
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, {}
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        opt_state = zero.init_optimizer(tx, params)
+    rounds = zero.local_steps(train, every=2)
+    state, _ = rounds(rounds.init(params, opt_state), batches(2))
+    assert np.isfinite(zero.unshard(rounds.mean(state))["w"]).all()
+
+
 def _whole(x, shape):
     """An array without the padding that its layout has."""
     data = x.data if isinstance(x, StoredArray) else x
