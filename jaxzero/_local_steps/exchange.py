@@ -38,7 +38,7 @@ class Sent(NamedTuple):
 
 
 class Outer(NamedTuple):
-    """What all nodes have in common, and the rounding errors that this node will send later.
+    """The outer parameters and optimizer state, equal on all nodes, and this node's residuals.
 
     Attributes:
         anchors: the outer parameters.

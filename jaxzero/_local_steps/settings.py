@@ -120,7 +120,8 @@ def streaming_diloco(
     """Streaming DiLoCo: fragments in turn, in 4 bits, each hidden behind `delay` steps.
 
     The paper's fragments are groups of layers; here each is an equal part of every leaf (of a
-    stack of scanned layers: neighbouring layers), so that all messages have the same size. It
+    stack of scanned layers neighbouring layers, if `fragments` divides their number), so that all
+    messages have the same size. It
     quantises to 4-bit floats, this to 4-bit integers in blocks, with error feedback.
 
     References:

@@ -25,8 +25,8 @@ def batch_specs(batches: Any, every: int, num_devices: int) -> list[PartitionSpe
         num_devices: the number of devices that share a batch.
 
     Raises:
-        ValueError: a leaf is no stack of `every` entries, leaves have different numbers of rows, or
-            the devices cannot share the rows evenly.
+        ValueError: dim 0 of a leaf is not `every`, leaves have different numbers of rows, or the
+            devices cannot share the rows evenly.
     """
     paths_and_leaves = jax.tree_util.tree_flatten_with_path(batches)[0]
     named = [(path_name(path), x) for path, x in paths_and_leaves]

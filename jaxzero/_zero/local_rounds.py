@@ -34,7 +34,7 @@ from .sharded_trees import ShardedTrees
 
 
 class LocalRounds:
-    """Runs rounds of local steps; made by `Zero.local_steps`, which see."""
+    """Runs rounds of local steps on every node; returned by `Zero.local_steps`."""
 
     def __init__(self, step: Callable, method: LocalSteps, zero: ShardedTrees):
         self.method = method
