@@ -36,12 +36,7 @@ _CONFIGS = {
 
 def main(run: dict[str, Any], host: int) -> None:
     single = run["peer"] == "single"
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 1 if single else run["devices_per_host"])
-    if not single:
-        jax.distributed.initialize(
-            run["address"], run["hosts"], host, initialization_timeout=run["timeout_seconds"]
-        )
+    connect(run, host)
     zero = jz.Zero(jz.make_mesh(), _CONFIGS.get(run["peer"]))
     state, step = _trainer(run, zero)
     batches = _batches(run, zero)
@@ -70,12 +65,23 @@ def main(run: dict[str, Any], host: int) -> None:
     Path(run["results"], f"{host}.json").write_text(json.dumps(measured))
 
 
+def connect(run: dict[str, Any], host: int) -> None:
+    """Make this process one of the run's, on the devices of its host."""
+    single = run["peer"] == "single"
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1 if single else run["devices_per_host"])
+    if not single:
+        jax.distributed.initialize(
+            run["address"], run["hosts"], host, initialization_timeout=run["timeout_seconds"]
+        )
+
+
 def _trainer(run: dict[str, Any], zero: jz.Zero) -> tuple[tuple, Callable]:
     """Parameters, optimizer state and wire state, and the jitted step that they go through."""
     size, count = _peers.Size(**run["size"]), run["microbatches"]
     tx = optax.adam(run["learning_rate"])
     ours = run["peer"].startswith("jaxzero")
-    params, opt_state = _state(run, zero, tx)
+    params, opt_state = initial_state(run, zero, tx)
     split = jax.tree.map(lambda x: x.sharding, (params, opt_state))
     wire_state = zero.init_wire_state(params) if ours and zero.config.needs_wire_state else None
 
@@ -114,7 +120,7 @@ def _trainer(run: dict[str, Any], zero: jz.Zero) -> tuple[tuple, Callable]:
     return (params, opt_state, wire_state), jitted
 
 
-def _state(run: dict[str, Any], zero: jz.Zero, tx: optax.GradientTransformation) -> Any:
+def initial_state(run: dict[str, Any], zero: jz.Zero, tx: optax.GradientTransformation) -> Any:
     """Parameters and optimizer state, split as the peer's users would."""
     whole = _tree(np.load(run["weights"]))
     if run["peer"].startswith("jaxzero"):

@@ -18,11 +18,14 @@ import numpy as np
 from benchmarks.shared._peers import Size
 
 from ._hosts import ADDRESSES, Hosts
+from ._local import METHODS
 
 Peer = Literal[
     "jaxzero zero3",
     "jaxzero zeropp",
     "jaxzero zeropp4",
+    "jaxzero streaming_diloco",
+    "jaxzero diloco",
     "gspmd",
     "fsdp2",
     "deepspeed zero3",
@@ -30,7 +33,7 @@ Peer = Literal[
     "deepspeed qwz",
     "deepspeed qgz",
 ]
-Rate = Literal["none", "1gbit", "100mbit"]
+Rate = Literal["none", "1gbit", "100mbit", "10mbit"]
 SizeName = Literal["9m", "40m", "tiny"]
 
 HOSTS = 2
@@ -47,6 +50,7 @@ SIZES: dict[str, Size] = {
     "tiny": Size(layers=2, width=32, heads=2, vocabulary=64, **_BATCH),
 }
 TIMED_STEPS = {"9m": 3, "40m": 2, "tiny": 3}
+TIMED_ROUNDS = {"9m": 2, "40m": 1, "tiny": 2}  # of local steps
 
 # How far a curve of losses may lie from that of one device, as a part of it. In float32 sums of
 # some thousand terms in another order differ by 1e-6 of themselves; Adam divides gradients by
@@ -83,7 +87,7 @@ class Runner:
         self._hosts = hosts
         self._folder = folder
         self._timeout_seconds = timeout_seconds
-        self._references: dict[tuple[str, int], list[float]] = {}
+        self._losses: dict[tuple[str, int, bool], list[list[float]]] = {}
         self._count = 0
 
     def measure(self, run: Run) -> dict[str, Any]:
@@ -92,26 +96,40 @@ class Runner:
         Raises:
             Failed: a worker failed, or the run took too long.
         """
-        reference = self._reference(run.size, run.microbatches)
+        references = self._references(run)
         self._hosts.shape(run.rate)
-        workers = self._work(run.peer, run.size, run.microbatches)
-        return summary(run, workers, reference)
+        spec = self._spec(run.size, run.microbatches)
+        if run.peer in METHODS:
+            num = METHODS[run.peer].every * (WARMUP_STEPS + TIMED_ROUNDS[run.size])
+            spec["tokens"] = self._tokens(run.size, run.microbatches, num)
+            workers = self._work(run.peer, spec)
+            return summary_of_rounds(run, workers, references)
+        return summary(run, self._work(run.peer, spec), references[0])
 
-    def _reference(self, size: str, microbatches: int) -> list[float]:
-        key = size, microbatches
-        if key not in self._references:
-            (worker,) = self._work("single", size, microbatches)
-            self._references[key] = worker["losses"]
-        return self._references[key]
+    def _references(self, run: Run) -> list[list[float]]:
+        """The losses of one device: on all rows; or for local steps on those of each host."""
+        is_local = run.peer in METHODS
+        key = run.size, run.microbatches, is_local
+        if key not in self._losses:
+            spec = self._spec(run.size, run.microbatches)
+            files = [spec["tokens"]]
+            if is_local:
+                files = self._tokens_of_hosts(spec["tokens"])
+            self._losses[key] = [
+                self._work("single", spec | {"tokens": file})[0]["losses"] for file in files
+            ]
+        return self._losses[key]
 
-    def _work(self, peer: str, size: str, microbatches: int) -> list[dict[str, Any]]:
+    def _work(self, peer: str, spec: dict[str, Any]) -> list[dict[str, Any]]:
         """What the first worker of each host measured."""
         self._count += 1
         results = self._folder / f"run{self._count}"
         results.mkdir()
-        spec = self._spec(peer, size, microbatches, results)
+        # Another port for each run: the last one's may still be closing.
+        address = f"{ADDRESSES[0]}:{20000 + self._count % 10000}"
         file = results / "run.json"
-        file.write_text(json.dumps(spec))
+        whole = {**spec, "peer": peer, "results": str(results), "address": address}
+        file.write_text(json.dumps(whole))
         processes = self._start(peer, file)
         try:
             _wait(processes, self._timeout_seconds, results)
@@ -120,18 +138,12 @@ class Runner:
         hosts = 1 if peer == "single" else HOSTS
         return [json.loads((results / f"{host}.json").read_text()) for host in range(hosts)]
 
-    def _spec(self, peer: str, size: str, microbatches: int, results: Path) -> dict[str, Any]:
+    def _spec(self, size: str, microbatches: int) -> dict[str, Any]:
         weights = self._folder / f"{size}.npz"
         if not weights.exists():
             leaves: dict[str, Any] = make_weights(SIZES[size])
             np.savez(weights, **leaves)
-        tokens = self._folder / f"{size}_{microbatches}.npy"
-        if not tokens.exists():
-            np.save(
-                tokens, make_tokens(SIZES[size], microbatches, WARMUP_STEPS + TIMED_STEPS[size])
-            )
         return {
-            "peer": peer,
             "size": dataclasses.asdict(SIZES[size]),
             "microbatches": microbatches,
             "hosts": HOSTS,
@@ -139,12 +151,25 @@ class Runner:
             "learning_rate": LEARNING_RATE,
             "warmup": WARMUP_STEPS,
             "weights": str(weights),
-            "tokens": str(tokens),
-            "results": str(results),
-            # Another port for each run: the last one's may still be closing.
-            "address": f"{ADDRESSES[0]}:{20000 + self._count % 10000}",
+            "tokens": self._tokens(size, microbatches, WARMUP_STEPS + TIMED_STEPS[size]),
             "timeout_seconds": self._timeout_seconds,
         }
+
+    def _tokens(self, size: str, microbatches: int, steps: int) -> str:
+        file = self._folder / f"{size}_{microbatches}_{steps}.npy"
+        if not file.exists():
+            np.save(file, make_tokens(SIZES[size], microbatches, steps))
+        return str(file)
+
+    def _tokens_of_hosts(self, file: str) -> list[str]:
+        """The tokens in `file` in one file for each host; a host has neighbouring rows."""
+        tokens = np.load(file)
+        shape = *tokens.shape[:2], tokens.shape[2] // HOSTS, tokens.shape[3]
+        rows = tokens.reshape(len(tokens), -1, tokens.shape[-1])
+        files = [f"{file}.host{host}.npy" for host in range(HOSTS)]
+        for name, part in zip(files, np.split(rows, HOSTS, axis=1), strict=True):
+            np.save(name, part.reshape(shape))
+        return files
 
     def _start(self, peer: str, file: Path) -> dict[str, subprocess.Popen]:
         root = Path(__file__).resolve().parents[2]
@@ -160,7 +185,8 @@ class Runner:
             }
         )
         is_torch = peer == "fsdp2" or peer.startswith("deepspeed")
-        module = f"benchmarks.network.{'_torch' if is_torch else '_jax'}"
+        kind = "_torch" if is_torch else "_local" if peer in METHODS else "_jax"
+        module = f"benchmarks.network.{kind}"
         started = {}
         for host in range(1 if peer == "single" else HOSTS):
             for device in range(DEVICES_PER_HOST if is_torch else 1):
@@ -232,11 +258,57 @@ def summary(
     run: Run, workers: list[dict[str, Any]], reference: list[float]
 ) -> dict[str, float | Any]:
     """Times, bytes and losses of one run, from what the first process of each host measured."""
-    size = SIZES[run.size]
     seconds = workers[0]["seconds"]
     losses = workers[0]["losses"]
-    deviation = max(abs(a - b) / b for a, b in zip(losses, reference, strict=True))
     kind = "quantised" if run.peer in QUANTISED else "exact"
+    return {
+        **_constants(run),
+        **_times(seconds, workers, len(seconds)),
+        **_losses(losses, _deviation(losses, reference), _TOLERANCES[kind]),
+    }
+
+
+def summary_of_rounds(
+    run: Run, workers: list[dict[str, Any]], references: list[list[float]]
+) -> dict[str, float | Any]:
+    """The same of rounds of local steps, whose steps alternate with those of hosts alone.
+
+    A step takes the time of a round divided by its steps, on the slower host. Losses are means
+    over hosts. Those of each host are compared with one device's on the host's rows, over as many
+    steps as other peers make, which is before anything from the other host arrives.
+    """
+    exchanging, alone = ([worker[kind] for worker in workers] for kind in ("exchanging", "alone"))
+    method = METHODS[run.peer]
+    assert len(references[0]) <= method.steps_per_fragment
+    deviation = max(
+        _deviation(worker["losses"][: len(losses)], losses)
+        for kind in (exchanging, alone)
+        for worker, losses in zip(kind, references, strict=True)
+    )
+    steps = exchanging[0]["steps"]
+    seconds, seconds_alone = (
+        np.max([worker["seconds"] for worker in kind], axis=0).tolist()
+        for kind in (exchanging, alone)
+    )
+    losses = np.mean([worker["losses"] for worker in exchanging], axis=0).tolist()
+    ratios = [x / y for x, y in zip(seconds, seconds_alone, strict=True)]
+    return {
+        **_constants(run),
+        "method": {name: getattr(method, name) for name in ("every", "fragments", "delay")}
+        | {"codec": method.codec and str(method.codec), "mixing": method.mixing},
+        **_times(seconds, exchanging, steps),
+        "received_bytes_per_step_by_report": round(
+            exchanging[0]["received_bytes_by_report"] / method.every
+        ),
+        "alone": _times(seconds_alone, alone, steps),
+        "step_over_alone": [round(x, 4) for x in ratios],
+        "step_over_alone_median": round(statistics.median(ratios), 4),
+        **_losses(losses, deviation, _TOLERANCES["exact"]),
+    }
+
+
+def _constants(run: Run) -> dict[str, Any]:
+    size = SIZES[run.size]
     return {
         "settings": dataclasses.asdict(run),
         "model": dataclasses.asdict(size),
@@ -245,13 +317,27 @@ def summary(
         "devices_per_host": DEVICES_PER_HOST,
         "tokens_per_step": run.microbatches * size.rows * size.length,
         "warmup_steps": WARMUP_STEPS,
+    }
+
+
+def _times(seconds: list[float], workers: list[dict[str, Any]], steps: int) -> dict[str, Any]:
+    return {
         "step_seconds": [round(x, 4) for x in seconds],
         "step_seconds_median": round(statistics.median(seconds), 4),
-        "sent_bytes_per_step": [round(w["sent_bytes"] / len(seconds)) for w in workers],
-        "busy_seconds_per_step": [round(w["busy_seconds"] / len(seconds), 4) for w in workers],
+        "sent_bytes_per_step": [round(w["sent_bytes"] / steps) for w in workers],
+        "busy_seconds_per_step": [round(w["busy_seconds"] / steps, 4) for w in workers],
+    }
+
+
+def _losses(losses: list[float], deviation: float, tolerance: float) -> dict[str, Any]:
+    return {
         "losses": [round(x, 7) for x in losses],
         "loss_first": round(losses[0], 7),
         "loss_last": round(losses[-1], 7),
         "loss_deviation": float(f"{deviation:.3g}"),
-        "agrees": deviation <= _TOLERANCES[kind],
+        "agrees": deviation <= tolerance,
     }
+
+
+def _deviation(losses: list[float], reference: list[float]) -> float:
+    return max(abs(a - b) / b for a, b in zip(losses, reference, strict=True))

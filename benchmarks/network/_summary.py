@@ -13,8 +13,18 @@ BASELINES = ("gspmd", "fsdp2")  # speed-ups are over the faster of them
 
 # ZeRO++'s abstract: throughput on 384 GPUs against ZeRO-3, "up to".
 _PAPER_SPEED_UP = 2.16
-_BITS_PER_SECOND = {"100mbit": 1e8, "1gbit": 1e9, "none": 1.8e10}  # unshaped: as measured
-_RATE_NAMES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "none": "unshaped"}
+_BITS_PER_SECOND = {
+    "10mbit": 1e7,
+    "100mbit": 1e8,
+    "1gbit": 1e9,
+    "none": 1.8e10,
+}  # unshaped: as measured
+_RATE_NAMES = {
+    "10mbit": "10 Mbit/s",
+    "100mbit": "100 Mbit/s",
+    "1gbit": "1 Gbit/s",
+    "none": "unshaped",
+}
 _PEER_NAMES = {
     "gspmd": "GSPMD",
     "fsdp2": "PyTorch FSDP2",
@@ -23,6 +33,10 @@ _PEER_NAMES = {
     "jaxzero zero3": "jaxzero `zero3()`",
     "jaxzero zeropp": "jaxzero `zeropp()`",
     "jaxzero zeropp4": "jaxzero `zeropp4()`",
+}
+_LOCAL_NAMES = {
+    "jaxzero streaming_diloco": "jaxzero `streaming_diloco()`",
+    "jaxzero diloco": "jaxzero `diloco()`",
 }
 
 Group = tuple[str, int, str, str]  # size, micro-batches, rate, peer
@@ -77,7 +91,9 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print one table for each size and number of micro-batches, and what could not be run."""
     groups = group(rows)
     for size, count in sorted({key[:2] for key in groups}, key=lambda key: (len(key[0]), key)):
-        print("\n".join(_lines(groups, size, count)) + "\n")
+        for lines in (_lines(groups, size, count), _local_lines(groups, size, count)):
+            if lines:
+                print("\n".join(lines) + "\n")
     refused = {
         row["results"]["settings"]["peer"]: row["results"]["not_run"]
         for row in rows
@@ -89,26 +105,82 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _lines(groups: Mapping[Group, Sequence[Results]], size: str, count: int) -> list[str]:
     here = {key: runs for key, runs in groups.items() if key[:2] == (size, count)}
-    first = next(iter(here.values()))[0]
-    rates = [rate for rate in _BITS_PER_SECOND if any(key[2] == rate for key in here)]
-    parameters, tokens = first["parameters"] / 1e6, first["tokens_per_step"]
-    batches = "one micro-batch" if count == 1 else f"{count} micro-batches"
-    heads = [f"{parameters:.1f}M parameters, {batches}, {tokens} tokens a step"]
-    heads += [*(_RATE_NAMES[rate] for rate in rates), "MB sent", "runs", "loss off by"]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    rates = _rates(here, _PEER_NAMES)
+    lines = _heads(here, rates, "MB sent") if rates else []
     for peer, name in _PEER_NAMES.items():
-        mine = {rate: here.get((size, count, rate, peer), []) for rate in rates}
-        every = [run for runs in mine.values() for run in runs]
-        if every:
+        mine = [here.get((size, count, rate, peer), []) for rate in rates]
+        if any(mine):
             cells = [_cell(groups, (size, count, rate, peer)) for rate in rates]
-            sent = statistics.median(max(run["sent_bytes_per_step"]) for run in every)
-            counts = {len(runs) for runs in mine.values()}
-            runs = "-".join(str(n) for n in sorted({min(counts), max(counts)}))
-            off = max(run["loss_deviation"] for run in every)
-            mark = "" if all(run["agrees"] for run in every) else " (!)"
-            cells += [f"{sent / 1e6:.1f}", runs, f"{off:.0e}{mark}"]
-            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+            lines.append(_line(name, cells, f"{_megabytes(mine):.1f}", mine))
     return lines
+
+
+def _local_lines(groups: Mapping[Group, Sequence[Results]], size: str, count: int) -> list[str]:
+    """Local steps, the same steps without exchange, and `zeropp()` at the same rates."""
+    here = {key: runs for key, runs in groups.items() if key[:2] == (size, count)}
+    rates = _rates(here, _LOCAL_NAMES)
+    if not rates:
+        return []
+    lines = _heads(here, rates, "MB sent in a round (by the report)")
+    every = [
+        [run["alone"] for peer in _LOCAL_NAMES for run in here.get((size, count, rate, peer), [])]
+        for rate in rates
+    ]
+    cells = [f"{step_seconds(runs):.2f} s" for runs in every]
+    lines.append("| without exchange | " + " | ".join([*cells, "", "", ""]) + " |")
+    for peer, name in _LOCAL_NAMES.items():
+        mine = [here.get((size, count, rate, peer), []) for rate in rates]
+        if any(mine):
+            first = next(run for runs in mine for run in runs)
+            steps = first["method"]["every"]
+            told = first["received_bytes_per_step_by_report"] * steps / 1e6
+            sent = f"{_megabytes(mine) * steps:.2f} ({told:.2f})"
+            lines.append(_line(name, [_ratio_cell(runs) for runs in mine], sent, mine))
+    zeropp = [here.get((size, count, rate, "jaxzero zeropp"), []) for rate in rates]
+    if any(zeropp):
+        cells = [f"{step_seconds(runs):.2f} s" if runs else "" for runs in zeropp]
+        lines.append(_line(_PEER_NAMES["jaxzero zeropp"], cells, "", zeropp))
+    return lines
+
+
+def _rates(groups: Iterable[Group], peers: Iterable[str]) -> list[str]:
+    """The rates at which any of the peers ran."""
+    ran = {key[2] for key in groups if key[3] in peers}
+    return [rate for rate in _BITS_PER_SECOND if rate in ran]
+
+
+def _heads(groups: Mapping[Group, Sequence[Results]], rates: Sequence[str], sent: str) -> list[str]:
+    first = next(iter(groups.values()))[0]
+    count, tokens = first["settings"]["microbatches"], first["tokens_per_step"]
+    batches = "one micro-batch" if count == 1 else f"{count} micro-batches"
+    heads = [f"{first['parameters'] / 1e6:.1f}M parameters, {batches}, {tokens} tokens a step"]
+    heads += [*(_RATE_NAMES[rate] for rate in rates), sent, "runs", "loss off by"]
+    return ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+
+
+def _line(name: str, cells: Sequence[str], sent: str, runs: Sequence[Sequence[Results]]) -> str:
+    """A row of the table, of a peer's runs at each rate."""
+    every = [run for at_rate in runs for run in at_rate]
+    counts = {len(at_rate) for at_rate in runs}
+    numbers = "-".join(str(n) for n in sorted({min(counts), max(counts)}))
+    off = max(run["loss_deviation"] for run in every)
+    mark = "" if all(run["agrees"] for run in every) else " (!)"
+    return "| " + " | ".join([name, *cells, sent, numbers, f"{off:.0e}{mark}"]) + " |"
+
+
+def _megabytes(runs: Sequence[Sequence[Results]]) -> float:
+    """What a host sends in a step, 10^6 bytes."""
+    sent = (max(run["sent_bytes_per_step"]) for at_rate in runs for run in at_rate)
+    return statistics.median(sent) / 1e6
+
+
+def _ratio_cell(runs: Sequence[Results]) -> str:
+    """Seconds, and how many times those without exchange in the same run: median, range."""
+    if not runs:
+        return ""
+    ratios = [ratio for run in runs for ratio in run["step_over_alone"]]
+    text = f"{step_seconds(runs):.2f} s, {statistics.median(ratios):.2f}x"
+    return f"{text} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def _cell(groups: Mapping[Group, Sequence[Results]], key: Group) -> str:
@@ -155,7 +227,7 @@ def _draw_panel(
 ) -> None:
     from matplotlib.ticker import LogLocator
 
-    for number, (peer, name) in enumerate(_PEER_NAMES.items()):
+    for number, (peer, name) in enumerate((_PEER_NAMES | _LOCAL_NAMES).items()):
         keys = [key for rate in _BITS_PER_SECOND if (key := (size, count, rate, peer)) in groups]
         if not keys:
             continue
@@ -172,7 +244,7 @@ def _draw_panel(
         look = {"linestyle": "-" if ours else "--", "marker": "o" if ours else "s"}
         axes.errorbar(x, y, errors, label=name.replace("`", ""), color=f"C{number}", **look)
     _draw_paper(axes, groups, size, count)
-    axes.set(xscale="log", yscale="log", xlim=(1.2e7, 4e10))
+    axes.set(xscale="log", yscale="log", xlim=(5e6, 4e10))
     axes.set_xlabel("bandwidth of the link, each way")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")

@@ -1,7 +1,9 @@
-"""The race over a slow network: jaxzero, GSPMD, PyTorch FSDP2 and DeepSpeed on two small hosts.
+r"""The race over a slow network: jaxzero, GSPMD, PyTorch FSDP2 and DeepSpeed on two small hosts.
 
     python -m benchmarks.network.race run                       # all runs that have no row yet
     python -m benchmarks.network.race run --sizes 9m --rates 100mbit --microbatches 1
+    python -m benchmarks.network.race run --rates 100mbit 10mbit --microbatches 1 --peers \
+        "jaxzero streaming_diloco" "jaxzero diloco" "jaxzero zeropp"   # local steps
     python -m benchmarks.network.race table                     # of the rows, as Markdown
     python -m benchmarks.network.race plot                      # its figure
 
@@ -15,6 +17,9 @@ turns, in the opposite order in the next. Their losses are compared with those o
 What each peer does with micro-batches is what it does unasked. jaxzero gathers and reduces
 between hosts once for all of them under hpZ; the others once for each. jaxzero is compiled with
 `jz.compiler_options`, GSPMD as XLA does by default.
+
+A run of local steps (`_local.py`) alternates rounds with as many steps without exchange between
+hosts, in the same processes; its row has the times of both and their ratio.
 
 The environment: Python 3.11; `pip install torch` (a CPU build), then `pip install -e
 ".[benchmarks]"`, then `DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed==0.19.8`, which
@@ -52,7 +57,7 @@ PEERS: tuple[Peer, ...] = (
 )
 _PICTURE = RESULTS / "slow_network.png"
 _SHARED = ("benchmarks/shared/_peers.py", "benchmarks/shared/_gspmd.py")
-_SCRIPTS = (f"benchmarks/network/_{name}.py" for name in ("hosts", "jax", "runs", "torch"))
+_SCRIPTS = (f"benchmarks/network/_{name}.py" for name in ("hosts", "jax", "local", "runs", "torch"))
 _CODE = ("jaxzero", *_SHARED, *_SCRIPTS)
 
 

@@ -50,6 +50,28 @@ def rows():
     ]
 
 
+def _row_of_rounds(seconds: float, alone: float, off: float = 0.0, **settings):
+    run = Run(**(vars(RUN) | {"peer": "jaxzero streaming_diloco"} | settings))
+    curve = [4.0, 3.5, 3.0, 2.5, *[2.0] * 86]
+
+    def measured(seconds, sent, host):
+        return {
+            "seconds": [seconds * (1 + 0.5 * host), seconds],  # of a step; the second host is slow
+            "steps": 60,
+            "busy_seconds": 6.0,
+            "sent_bytes": sent,
+            "losses": [loss + host for loss in curve],
+            "received_bytes_by_report": 600_000,
+        }
+
+    workers = [
+        {"exchanging": measured(seconds, 1_230_000, host), "alone": measured(alone, 0, host)}
+        for host in range(2)
+    ]
+    references = [[4.0 * (1 + off), 3.5, 3.0, 2.5], [5.0, 4.5, 4.0, 3.5]]
+    return {"results": _slow_runs.summary_of_rounds(run, workers, references)}
+
+
 # What is read from rows.
 
 
@@ -95,9 +117,28 @@ def test_the_table_is_markdown_with_every_peer(rows, capsys):
     assert lines[-2] == "deepspeed qwz was not run: RuntimeError: no"
 
 
+def test_local_steps_have_a_table_of_their_own(rows, capsys):
+    local = [
+        _row_of_rounds(0.5, 0.4, rate="10mbit"),
+        _row_of_rounds(0.44, 0.4, rate="100mbit"),
+        _row_of_rounds(0.9, 0.4, rate="100mbit", peer="jaxzero diloco"),
+    ]
+    _summary.print_table([*rows, *local])
+    tables = capsys.readouterr().out.split("\n\n")
+    heads, _, alone, streaming, diloco, zeropp = tables[1].splitlines()
+    assert "| 10 Mbit/s | 100 Mbit/s |" in heads and "unshaped" not in heads
+    # 0.4 s and 0.6 s in turns, by the slower host; medians of two and of four turns.
+    assert "without exchange | 0.50 s | 0.50 s |" in alone
+    assert "| 0.62 s, 1.25x (1.25-1.25) | 0.55 s, 1.10x (1.10-1.10) | 0.61 (0.60) |" in streaming
+    assert "|  | 1.12 s, 2.25x (2.25-2.25) |" in diloco
+    assert "|  | 0.60 s |" in zeropp
+    assert "diloco" not in tables[0]
+
+
 def test_the_picture_is_drawn_of_what_is_there(rows, tmp_path):
     file = tmp_path / "docs" / "race.png"
-    _summary.draw([*rows, _row(1.0, peer="jaxzero zero3")], "tiny", file)
+    more = [_row(1.0, peer="jaxzero zero3"), _row_of_rounds(0.5, 0.4, rate="10mbit")]
+    _summary.draw([*rows, *more], "tiny", file)
     assert file.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit, match="No run of size '40m'"):
         _summary.draw(rows, "40m", file)
@@ -177,6 +218,16 @@ def test_losses_are_held_against_those_of_one_device(peer, off, agrees):
     assert results["loss_deviation"] == pytest.approx(off, rel=1e-2)
     assert results["agrees"] is agrees
     assert results["sent_bytes_per_step"] == [1_000_000, 2_000_000]
+
+
+def test_a_round_is_as_slow_as_its_slower_host_and_held_against_the_same_steps_alone():
+    results = _row_of_rounds(0.6, 0.4)["results"]
+    assert results["step_seconds"] == [0.9, 0.6] and results["alone"]["step_seconds"] == [0.6, 0.4]
+    assert results["step_over_alone"] == [1.5, 1.5]
+    assert results["sent_bytes_per_step"] == [20_500] * 2
+    assert results["received_bytes_per_step_by_report"] == 20_000
+    assert results["losses"][:2] == [4.5, 4.0] and results["loss_deviation"] == 0
+    assert results["agrees"] and not _row_of_rounds(0.6, 0.4, off=1e-4)["results"]["agrees"]
 
 
 def test_weights_are_those_of_the_model_and_always_the_same():
@@ -297,3 +348,24 @@ def test_a_run_over_a_slow_link(peer, microbatches, crossings, tmp_path):
     assert json.loads(json.dumps(results)) == results
     assert results["agrees"], results
     assert min(results["sent_bytes_per_step"]) > crossings * results["parameters"] / 2 * 4
+
+
+@pytest.mark.ci
+@on_hosts
+@pytest.mark.slow
+def test_local_steps_over_a_slow_link(tmp_path):
+    """Hosts alone send next to nothing; rounds what the report says, and headers of packets."""
+    run = Run(peer="jaxzero streaming_diloco", size="tiny", microbatches=2, rate="100mbit", round=0)
+    with Hosts() as hosts:
+        results = Runner(hosts, tmp_path, timeout_seconds=600).measure(run)
+    assert json.loads(json.dumps(results)) == results
+    assert results["agrees"], results
+    assert len(results["losses"]) == 30 * 3 and results["loss_last"] < results["loss_first"]
+    # Alone there are two barriers for each turn of 30 steps, of about 1 kB each.
+    assert max(results["alone"]["sent_bytes_per_step"]) < 200
+    # Leaves of this size are sent in float32, once in a round; fragments are padded.
+    told = results["received_bytes_per_step_by_report"]
+    assert told == pytest.approx(4 * results["parameters"] / 30, rel=0.05)
+    # Headers and acknowledgements: at most 2 x 66 bytes for each packet of 1448, and the barriers.
+    assert told < min(results["sent_bytes_per_step"])
+    assert max(results["sent_bytes_per_step"]) < told * (1 + 2 * 66 / 1448) + 200
