@@ -33,6 +33,7 @@ METHODS = {
     "jaxzero streaming_diloco": jz.streaming_diloco(every=30, fragments=3, delay=5),
     "jaxzero diloco": jz.diloco(every=30),
 }
+_OPTIONS = jz.compiler_options("cpu", local_steps=True)
 
 
 @dataclasses.dataclass
@@ -115,9 +116,6 @@ def _alone(run: dict[str, Any], host: int) -> _Turns:
     out = (jax.tree.map(lambda x: x.sharding, state), None)
     jitted = jax.jit(steps, donate_argnums=0, out_shardings=out, compiler_options=_OPTIONS)
     return _Turns(jitted.lower(state, batches[0]).compile(), state, batches)
-
-
-_OPTIONS = jz.compiler_options("cpu", local_steps=True)
 
 
 def _step(run: dict[str, Any], zero: jz.Zero, tx: optax.GradientTransformation) -> Callable:
