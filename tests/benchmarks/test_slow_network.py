@@ -350,7 +350,7 @@ def test_a_run_over_a_slow_link(peer, microbatches, crossings, tmp_path):
     assert min(results["sent_bytes_per_step"]) > crossings * results["parameters"] / 2 * 4
 
 
-@pytest.mark.ci
+@pytest.mark.exhaustive
 @on_hosts
 @pytest.mark.slow
 def test_local_steps_over_a_slow_link(tmp_path):
