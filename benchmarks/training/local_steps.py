@@ -1,7 +1,8 @@
 """Effect of local steps on quality: a byte decoder, against synchronous training on equal tokens.
 
-    python -m benchmarks.training.local_steps  # all runs
+    python -m benchmarks.training.local_steps  # all runs, then the table and the figure
     python -m benchmarks.training.local_steps --methods synchronous diloco30  # some of them
+    python -m benchmarks.training.local_steps --summary  # of the runs that are there
 
 A seed decides initial parameters and the order of the data, the same for every method and number
 of nodes, and so is the global batch; methods are compared seed by seed. All nodes are simulated on
@@ -23,14 +24,15 @@ import jax
 import numpy as np
 import optax
 import tyro
+from rich.console import Console
 
 import jaxzero as jz
 from benchmarks.shared._byte_decoder import Size, init, losses, random_windows, read_corpus
 from benchmarks.shared._byte_training import WARMUP_STEPS, held_out_losses, optimizer
-from benchmarks.shared._rows import append_row, is_current, read_rows, rounded
+from benchmarks.shared._rows import RESULTS, append_row, is_current, read_rows, rounded
+from benchmarks.training._local_steps_summary import BASELINE, draw, summarize, table
 
 _NAME = "local_steps"
-_BASELINE = "synchronous"
 _CODE = (
     "jaxzero",
     "benchmarks/training/local_steps.py",
@@ -47,7 +49,7 @@ def _streaming(every: int, fragments: int = 3, **changes: Any) -> jz.LocalSteps:
 _AVERAGE = optax.sgd(1.0)  # the outer parameters are the mean of the nodes'
 
 METHODS: dict[str, jz.LocalSteps | None] = {
-    _BASELINE: None,
+    BASELINE[0]: None,
     "diloco30": jz.diloco(every=30),
     "streaming30": _streaming(30),
     "diloco1": jz.diloco(every=1),
@@ -70,6 +72,22 @@ METHODS: dict[str, jz.LocalSteps | None] = {
     "streaming30_float32": _streaming(30, codec=None),
 }
 
+# The figure: for each panel, what each curve has at which place.
+_OVER_EVERY = {
+    "DiLoCo": {1.0: "diloco1", 10.0: "diloco10", 30.0: "diloco30", 100.0: "diloco100"},
+    "streaming": {10.0: "streaming10", 30.0: "streaming30", 100.0: "streaming100"},
+    "average": {1.0: "average1", 10.0: "average10", 30.0: "average30", 100.0: "average100"},
+}
+_OVER_DELAY = {
+    "streaming, H = 30": {
+        0.0: "streaming30_delay0",
+        1.0: "streaming30_delay1",
+        5.0: "streaming30",
+        10.0: "streaming30_delay10",
+    },
+    "DaSGD, H = 30": {0.0: "average30", 5.0: "dasgd30"},
+}
+
 _STEPS_PER_CALL = 100  # of synchronous training
 
 
@@ -85,10 +103,12 @@ class Study:
         size: of the model.
         seeds: one run for each, of every method.
         methods: their names; none: all.
-        nodes: numbers of nodes, of one device each.
+        nodes: numbers of nodes, of one device each; synchronous training runs on the first number
+            alone, for on others it differs by rounding only.
+        summary: run nothing; print the table and draw the figure.
     """
 
-    steps: int = 1200
+    steps: int = 900
     synchronous_steps: int = 300
     rows: int = 8
     learning_rate: float = 2e-3
@@ -96,6 +116,7 @@ class Study:
     seeds: tuple[int, ...] = (1, 2, 3)
     methods: tuple[str, ...] = ()
     nodes: tuple[int, ...] = (2, 8)
+    summary: bool = False
 
     def __post_init__(self):
         for name in ("steps", "synchronous_steps"):
@@ -119,7 +140,7 @@ class Study:
         return {name: fields[name] for name in fields if name not in _NOT_SETTINGS}
 
 
-_NOT_SETTINGS = ("seeds", "methods", "nodes")
+_NOT_SETTINGS = ("seeds", "methods", "nodes", "summary")
 
 
 # One run.
@@ -242,14 +263,20 @@ def _run_all(study: Study) -> None:
     }
     for seed in study.seeds:  # outermost: when stopped, what is there can be compared
         for method in study.methods or METHODS:
-            for nodes in study.nodes:
+            for nodes in study.nodes[:1] if method == BASELINE[0] else study.nodes:
                 if (method, nodes, seed) not in done:
                     append_row(_NAME, _run(study, method, nodes, seed))
 
 
 def main(study: Study) -> None:
-    """Run what is missing."""
-    _run_all(study)
+    """Run what is missing, then print the table and draw the figure."""
+    if not study.summary:
+        _run_all(study)
+    summaries = summarize(read_rows(_NAME, study.settings), study.seeds)
+    if summaries:
+        Console(width=100).print(table(summaries))
+        titles = "steps in a round (H)", "steps that a message travels (tau)"
+        draw(summaries, [_OVER_EVERY, _OVER_DELAY], titles, RESULTS / f"{_NAME}.png")
 
 
 if __name__ == "__main__":
