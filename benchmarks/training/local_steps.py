@@ -46,7 +46,15 @@ def _streaming(every: int, fragments: int = 3, **changes: Any) -> jz.LocalSteps:
     return dataclasses.replace(preset, **changes)
 
 
+_PRESET = jz.diloco().outer
 _AVERAGE = optax.sgd(1.0)  # the outer parameters are the mean of the nodes'
+_OUTER = {
+    "sgd(0.7, momentum=0.9, nesterov=True)": _PRESET,
+    "sgd(1.0)": _AVERAGE,
+    "sgd(0.7, momentum=0.5, nesterov=True)": optax.sgd(0.7, momentum=0.5, nesterov=True),
+    "sgd(0.7, momentum=0.7, nesterov=True)": optax.sgd(0.7, momentum=0.7, nesterov=True),
+    "sgd(0.3, momentum=0.9, nesterov=True)": optax.sgd(0.3, momentum=0.9, nesterov=True),
+}
 
 METHODS: dict[str, jz.LocalSteps | None] = {
     BASELINE[0]: None,
@@ -70,6 +78,11 @@ METHODS: dict[str, jz.LocalSteps | None] = {
     "streaming30_kept": _streaming(30, mixing=None),
     "streaming30_kept_average": _streaming(30, mixing=None, outer=_AVERAGE),
     "streaming30_float32": _streaming(30, codec=None),
+    **{
+        f"{name}30 {outer}": dataclasses.replace(method, outer=_OUTER[outer])
+        for outer in list(_OUTER)[2:]
+        for name, method in (("diloco", jz.diloco(every=30)), ("streaming", _streaming(30)))
+    },
 }
 
 # The figure: for each panel, what each curve has at which place.
@@ -244,12 +257,11 @@ def _run(study: Study, method: str, nodes: int, seed: int) -> dict[str, Any]:
 
 
 def _described(method: jz.LocalSteps) -> dict[str, Any]:
-    outer = "mean" if method.outer is _AVERAGE else "sgd(0.7, momentum=0.9, nesterov=True)"
     return {
         "every": method.every,
         "delay": method.delay,
         "fragments": method.fragments,
-        "outer": outer,
+        "outer": next(name for name, outer in _OUTER.items() if outer is method.outer),
         "codec": repr(method.codec),
         "mixing": method.mixing,
     }
