@@ -12,6 +12,7 @@ from rich.table import Table
 
 BASELINE = "synchronous", 2  # method and nodes: the bits of 2 and 8 nodes differ by rounding only
 _TARGET_PERCENT = 0.5
+_TICKS = (0, 0.5, 1, 2, 5, 10, 20)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,13 +23,13 @@ class Summary:
         method: its name.
         nodes: their number.
         losses: held-out, in nats per byte; one for each seed.
-        percent: how much more than synchronous training with the same seed.
+        percent: how much more than synchronous training with the same seed; by seed.
     """
 
     method: str
     nodes: int
     losses: list[float]
-    percent: list[float]
+    percent: dict[int, float]
 
 
 def summarize(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> list[Summary]:
@@ -46,14 +47,14 @@ def summarize(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> list[Summ
     baseline = newest.get(BASELINE, {})
     summaries = []
     for (method, nodes), found in newest.items():
-        pairs = [(found[seed], baseline[seed]) for seed in sorted(found) if seed in baseline]
-        if pairs:
+        common = [seed for seed in sorted(found) if seed in baseline]
+        if common:
             summaries.append(
                 Summary(
                     method=method,
                     nodes=nodes,
-                    losses=[loss for loss, _ in pairs],
-                    percent=[100 * (loss / base - 1) for loss, base in pairs],
+                    losses=[found[seed] for seed in common],
+                    percent={seed: 100 * (found[seed] / baseline[seed] - 1) for seed in common},
                 )
             )
     return summaries
@@ -66,7 +67,7 @@ def table(summaries: Sequence[Summary]) -> Table:
     for column in ("nodes", "mean", "over synchronous", "least .. most", "seeds"):
         result.add_column(column, justify="right", no_wrap=True)
     for summary in summaries:
-        percent = summary.percent
+        percent = summary.percent.values()
         result.add_row(
             summary.method,
             str(summary.nodes),
@@ -84,7 +85,9 @@ def draw(
     titles: Sequence[str],
     file: Path,
 ) -> None:
-    """Draw losses over synchronous training; a point is one seed, a line goes through the means.
+    """Draw losses over synchronous training; a point is one seed.
+
+    A line goes through the means over those seeds that all of its points have.
 
     Args:
         summaries: of all runs.
@@ -98,27 +101,32 @@ def draw(
     node_counts = sorted({summary.nodes for summary in summaries})
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     panels = figure.subplots(1, len(curves), sharey=True)
-    for panel, axes in enumerate(panels):
-        for i, (name, places) in enumerate(curves[panel].items()):
+    for axes, methods, title in zip(panels, curves, titles, strict=True):
+        for i, (name, places) in enumerate(methods.items()):
             for nodes, style in zip(node_counts, ("-", "--", ":", "-."), strict=False):
-                found = {
-                    x: percent[method, nodes]
-                    for x, method in places.items()
-                    if (method, nodes) in percent
-                }
-                color = f"C{i}"
-                for x, values in found.items():
-                    axes.plot([x] * len(values), values, ".", color=color, alpha=0.4)
-                if found:
-                    means = [statistics.mean(values) for values in found.values()]
-                    label = f"{name}, {nodes} nodes"
-                    axes.plot(list(found), means, style, color=color, label=label)
+                runs = {x: percent.get((method, nodes), {}) for x, method in places.items()}
+                _draw_curve(axes, runs, f"{name}, {nodes} nodes", color=f"C{i}", linestyle=style)
         axes.axhspan(-_TARGET_PERCENT, _TARGET_PERCENT, color="black", alpha=0.08)
         axes.axhline(0, color="black", linewidth=0.8)
-        axes.set_xlabel(titles[panel])
+        axes.set_xlabel(title)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=8)
     panels[0].set_ylabel("held-out loss over synchronous, %")
     panels[0].set_xscale("log")
+    panels[0].set_yscale("symlog", linthresh=1)  # rounds of one step are far worse than others
+    panels[0].set_yticks(_TICKS, [str(tick) for tick in _TICKS])
     figure.savefig(file, dpi=150)
+
+
+def _draw_curve(axes: Any, runs: dict[float, dict[int, float]], label: str, **look: Any) -> None:
+    """Draw the runs at each place, which are by seed."""
+    runs = {x: values for x, values in runs.items() if values}
+    for x, values in runs.items():
+        axes.plot([x] * len(values), values.values(), ".", color=look["color"], alpha=0.4)
+    if not runs:
+        return
+    common = set.intersection(*(set(values) for values in runs.values()))
+    if common:
+        means = [statistics.mean(values[seed] for seed in common) for values in runs.values()]
+        axes.plot(list(runs), means, marker="_", label=label, **look)

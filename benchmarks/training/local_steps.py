@@ -48,7 +48,7 @@ def _streaming(every: int, fragments: int = 3, **changes: Any) -> jz.LocalSteps:
 
 _PRESET = jz.diloco().outer
 _AVERAGE = optax.sgd(1.0)  # the outer parameters are the mean of the nodes'
-_OUTER = {
+_OUTER = {  # by what a row says
     "sgd(0.7, momentum=0.9, nesterov=True)": _PRESET,
     "sgd(1.0)": _AVERAGE,
     "sgd(0.7, momentum=0.5, nesterov=True)": optax.sgd(0.7, momentum=0.5, nesterov=True),
@@ -68,7 +68,7 @@ METHODS: dict[str, jz.LocalSteps | None] = {
     "streaming30_delay10": _streaming(30, delay=10),
     "streaming10": _streaming(10, fragments=2),
     "streaming100": _streaming(100, fragments=4),
-    "dasgd30": jz.dasgd(every=30, delay=5),
+    "dasgd30": dataclasses.replace(jz.dasgd(every=30, delay=5), outer=_AVERAGE),
     # Why a method is worse: one thing is changed.
     "average1": jz.LocalSteps(every=1, outer=_AVERAGE),
     "average10": jz.LocalSteps(every=10, outer=_AVERAGE),

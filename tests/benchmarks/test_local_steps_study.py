@@ -82,10 +82,10 @@ def test_methods_are_compared_seed_by_seed():
         _row("diloco1", 2, 2, None),  # diverged
     ]
     found = {(x.method, x.nodes): x for x in summary.summarize(rows, (1, 2, 3))}
-    assert found["diloco30", 8].percent == pytest.approx([1.0, -1.0])
+    assert found["diloco30", 8].percent == pytest.approx({1: 1.0, 2: -1.0})
     assert found["diloco30", 8].losses == [2.02, 3.96]
-    assert found["diloco1", 2].percent == [np.inf]
-    assert found["synchronous", 2].percent == [0.0, 0.0]
+    assert found["diloco1", 2].percent == {2: np.inf}
+    assert found["synchronous", 2].percent == {1: 0.0, 2: 0.0}
     cells = [column._cells for column in summary.table(list(found.values())).columns]
     assert list(zip(*cells, strict=True))[1] == (
         "diloco30", "8", "2.9900", "+0.00%", "-1.00 .. +1.00", "2",
@@ -93,6 +93,8 @@ def test_methods_are_compared_seed_by_seed():
 
 
 def test_every_curve_is_of_methods_that_there_are_and_is_drawn(tmp_path, monkeypatch):
+    for method in local_steps.METHODS.values():
+        assert method is None or local_steps._described(method)["every"] == method.every
     curves = [*local_steps._OVER_EVERY.values(), *local_steps._OVER_DELAY.values()]
     for places in curves:
         for place, name in places.items():
