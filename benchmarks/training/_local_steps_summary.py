@@ -111,7 +111,8 @@ def draw(
         axes.set_xlabel(title)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=8)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8, loc="lower left")
     panels[0].set_ylabel("held-out loss over synchronous, %")
     panels[0].set_xscale("log")
     panels[0].set_yscale("symlog", linthresh=1)  # rounds of one step are far worse than others
