@@ -27,19 +27,18 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxzero as jz
-from benchmarks.shared._byte_decoder import (
-    Size,
-    even_windows,
-    init,
-    losses,
-    random_windows,
-    read_corpus,
-)
+from benchmarks.shared._byte_decoder import Size, init, losses, random_windows, read_corpus
+from benchmarks.shared._byte_training import WARMUP_STEPS, held_out_losses, optimizer
 from benchmarks.shared._rows import RESULTS, append_row, is_current, read_rows, rounded
 
 _NAME = "codec_training"
 _BASELINE = "zero3"
-_CODE = ("jaxzero", "benchmarks/training/codec_training.py", "benchmarks/shared/_byte_decoder.py")
+_CODE = (
+    "jaxzero",
+    "benchmarks/training/codec_training.py",
+    "benchmarks/shared/_byte_decoder.py",
+    "benchmarks/shared/_byte_training.py",
+)
 
 _ROTATED4 = jz.Int4(block=128, hadamard=32)
 _PLAIN4 = jz.PerAxis(node=jz.Int4(block=128), local=jz.Int4(block=128))
@@ -75,8 +74,6 @@ VARIANTS: dict[str, tuple[str, jz.ZeroConfig]] = {
 }
 
 _STEPS_PER_CALL = 20  # dispatch to all devices costs more than a small step
-_WARMUP_STEPS = 100
-_HELD_OUT_PARTS, _WINDOWS_PER_PART = 32, 96  # 147,456 bytes are judged
 _CURVE = f"train_loss_mean_of_{_STEPS_PER_CALL}_steps"
 _SMALL_PERCENT = 4.0  # differences that the figure shows to scale
 _COLORS = [f"C{i}" for i in range(10)]
@@ -111,10 +108,10 @@ class Study:
     summary: bool = False
 
     def __post_init__(self):
-        if self.steps % _STEPS_PER_CALL or self.steps <= _WARMUP_STEPS:
+        if self.steps % _STEPS_PER_CALL or self.steps <= WARMUP_STEPS:
             raise ValueError(
                 f"`steps` must be a multiple of {_STEPS_PER_CALL} and more than the "
-                f"{_WARMUP_STEPS} of the warm-up; got {self.steps}."
+                f"{WARMUP_STEPS} of the warm-up; got {self.steps}."
             )
         unknown = sorted(set(self.variants) - set(VARIANTS))
         if unknown:
@@ -140,13 +137,8 @@ def _zero(study: Study, variant: str) -> jz.Zero:
     return jz.Zero(jz.make_mesh(study.nodes, **simulate), VARIANTS[variant][1])
 
 
-@functools.cache
 def _optimizer(study: Study) -> optax.GradientTransformation:
-    peak = study.learning_rate
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, _WARMUP_STEPS, study.steps, peak / 100)
-    return optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
-    )
+    return optimizer(study.learning_rate, study.steps, end=study.learning_rate / 100)
 
 
 @functools.cache
@@ -169,12 +161,6 @@ def _steps(study: Study, variant: str) -> Callable:
     return jax.jit(lambda state, tokens: jax.lax.scan(step, state, tokens))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _evaluate(size: Size, params: Any, windows: jax.Array) -> jax.Array:
-    """The mean loss of each part of the held-out windows, on one device."""
-    return jax.lax.map(lambda tokens: losses(size, params, tokens).mean(), windows)
-
-
 def _run(study: Study, variant: str, seed: int) -> dict[str, Any]:
     start = time.perf_counter()
     corpus, length = read_corpus(), study.size.length
@@ -189,9 +175,8 @@ def _run(study: Study, variant: str, seed: int) -> dict[str, Any]:
         state, step_losses = steps(state, random_windows(corpus.train, shape, length, generator))
         # Waited for: two calls under way at once can take each other's threads and stop (XLA:CPU).
         curve.append(np.asarray(step_losses).mean())
-    whole = jax.device_put(zero.unshard(state[0]), jax.devices()[0])
-    windows = even_windows(corpus.held_out, _HELD_OUT_PARTS * _WINDOWS_PER_PART, length)
-    parts = _evaluate(study.size, whole, windows.reshape(_HELD_OUT_PARTS, -1, length + 1))
+    whole = zero.unshard(state[0])
+    parts = held_out_losses(study.size, corpus, whole)
     return {
         "variant": variant,
         "seed": seed,

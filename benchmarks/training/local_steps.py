@@ -1,0 +1,295 @@
+"""Effect of local steps on quality: a byte decoder, against synchronous training on equal tokens.
+
+    python -m benchmarks.training.local_steps  # all runs, then the table and the figure
+    python -m benchmarks.training.local_steps --methods synchronous diloco30  # some of them
+    python -m benchmarks.training.local_steps --summary  # of the runs that are there
+
+A seed decides initial parameters and the order of the data, the same for every method and number
+of nodes, and so is the global batch; methods are compared seed by seed. All nodes are simulated on
+one device. As in DiLoCo's own experiments, the first steps are synchronous, and every method goes
+on from the same parameters and optimizer state. Judged is the mean of the nodes' parameters, in
+float32, on held-out modules. A row is appended as each run ends; a run whose row is there, for the
+same settings and code, is not run again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import tyro
+from rich.console import Console
+
+import jaxzero as jz
+from benchmarks.shared._byte_decoder import Size, init, losses, random_windows, read_corpus
+from benchmarks.shared._byte_training import WARMUP_STEPS, held_out_losses, optimizer
+from benchmarks.shared._rows import RESULTS, append_row, is_current, read_rows, rounded
+from benchmarks.training._local_steps_summary import BASELINE, draw, summarize, table
+
+_NAME = "local_steps"
+_CODE = (
+    "jaxzero",
+    "benchmarks/training/local_steps.py",
+    "benchmarks/shared/_byte_decoder.py",
+    "benchmarks/shared/_byte_training.py",
+)
+
+
+def _streaming(every: int, fragments: int = 3, **changes: Any) -> jz.LocalSteps:
+    preset = jz.streaming_diloco(every=every, fragments=fragments)
+    return dataclasses.replace(preset, **changes)
+
+
+_PRESET = jz.diloco().outer
+_AVERAGE = optax.sgd(1.0)  # the outer parameters are the mean of the nodes'
+_OUTER = {  # by what a row says
+    "sgd(0.7, momentum=0.9, nesterov=True)": _PRESET,
+    "sgd(1.0)": _AVERAGE,
+    "sgd(0.7, momentum=0.5, nesterov=True)": optax.sgd(0.7, momentum=0.5, nesterov=True),
+    "sgd(0.7, momentum=0.7, nesterov=True)": optax.sgd(0.7, momentum=0.7, nesterov=True),
+    "sgd(0.3, momentum=0.9, nesterov=True)": optax.sgd(0.3, momentum=0.9, nesterov=True),
+}
+
+METHODS: dict[str, jz.LocalSteps | None] = {
+    BASELINE[0]: None,
+    "diloco30": jz.diloco(every=30),
+    "streaming30": _streaming(30),
+    "diloco1": jz.diloco(every=1),
+    "diloco10": jz.diloco(every=10),
+    "diloco100": jz.diloco(every=100),
+    "streaming30_delay0": _streaming(30, delay=0),
+    "streaming30_delay1": _streaming(30, delay=1),
+    "streaming30_delay10": _streaming(30, delay=10),
+    "streaming10": _streaming(10, fragments=2),
+    "streaming100": _streaming(100, fragments=4),
+    "dasgd30": dataclasses.replace(jz.dasgd(every=30, delay=5), outer=_AVERAGE),
+    # Why a method is worse: one thing is changed.
+    "average1": jz.LocalSteps(every=1, outer=_AVERAGE),
+    "average10": jz.LocalSteps(every=10, outer=_AVERAGE),
+    "average30": jz.LocalSteps(every=30, outer=_AVERAGE),
+    "average100": jz.LocalSteps(every=100, outer=_AVERAGE),
+    "streaming30_average": _streaming(30, outer=_AVERAGE),
+    "streaming30_kept": _streaming(30, mixing=None),
+    "streaming30_kept_average": _streaming(30, mixing=None, outer=_AVERAGE),
+    "streaming30_float32": _streaming(30, codec=None),
+    **{
+        f"{name}30 {outer}": dataclasses.replace(method, outer=_OUTER[outer])
+        for outer in list(_OUTER)[2:]
+        for name, method in (("diloco", jz.diloco(every=30)), ("streaming", _streaming(30)))
+    },
+}
+
+# The figure: for each panel, what each curve has at which place.
+_OVER_EVERY = {
+    "DiLoCo": {1.0: "diloco1", 10.0: "diloco10", 30.0: "diloco30", 100.0: "diloco100"},
+    "streaming": {10.0: "streaming10", 30.0: "streaming30", 100.0: "streaming100"},
+    "average": {1.0: "average1", 10.0: "average10", 30.0: "average30", 100.0: "average100"},
+}
+_OVER_DELAY = {
+    "streaming, H = 30": {
+        0.0: "streaming30_delay0",
+        1.0: "streaming30_delay1",
+        5.0: "streaming30",
+        10.0: "streaming30_delay10",
+    },
+    "DaSGD, H = 30": {0.0: "average30", 5.0: "dasgd30"},
+}
+
+_STEPS_PER_CALL = 100  # of synchronous training
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Study:
+    """What is trained, and how.
+
+    Attributes:
+        steps: of the inner optimizer, a multiple of 100.
+        synchronous_steps: so many of them, before the others, are synchronous; a multiple of 100.
+        rows: windows in a step, over all nodes.
+        learning_rate: the highest, after the warm-up.
+        size: of the model.
+        seeds: one run for each, of every method.
+        methods: their names; none: all.
+        nodes: numbers of nodes, of one device each; synchronous training runs on the first number
+            alone, for on others it differs by rounding only.
+        summary: run nothing; print the table and draw the figure.
+    """
+
+    steps: int = 900
+    synchronous_steps: int = 300
+    rows: int = 8
+    learning_rate: float = 2e-3
+    size: Size = Size()
+    seeds: tuple[int, ...] = (1, 2, 3)
+    methods: tuple[str, ...] = ()
+    nodes: tuple[int, ...] = (2, 8)
+    summary: bool = False
+
+    def __post_init__(self):
+        for name in ("steps", "synchronous_steps"):
+            if getattr(self, name) % _STEPS_PER_CALL:
+                raise ValueError(
+                    f"`{name}` must be a multiple of {_STEPS_PER_CALL}; got {getattr(self, name)}."
+                )
+        if self.steps <= max(WARMUP_STEPS, self.synchronous_steps):
+            raise ValueError(
+                f"`steps` must be more than the {WARMUP_STEPS} of the warm-up and the "
+                f"{self.synchronous_steps} that are synchronous; got {self.steps}."
+            )
+        unknown = sorted(set(self.methods) - set(METHODS))
+        if unknown:
+            raise ValueError(f"`methods` must be among {', '.join(METHODS)}; got {unknown}.")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What two runs must share to be compared."""
+        fields = dataclasses.asdict(self)
+        return {name: fields[name] for name in fields if name not in _NOT_SETTINGS}
+
+
+_NOT_SETTINGS = ("seeds", "methods", "nodes", "summary")
+
+
+# One run.
+
+
+@functools.cache
+def _zero(nodes: int) -> jz.Zero:
+    return jz.Zero(jz.make_mesh(nodes, simulate=nodes), jz.zero3())
+
+
+@functools.cache
+def _step(study: Study, nodes: int) -> Callable:
+    tx = optimizer(study.learning_rate, study.steps)
+    value_and_grad = _zero(nodes).value_and_grad(
+        lambda params, tokens: losses(study.size, params, tokens).mean()
+    )
+
+    def step(params, opt_state, tokens):
+        loss, grads = value_and_grad(params, tokens)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step
+
+
+@functools.cache
+def _synchronous(study: Study, nodes: int) -> Callable:
+    """Many steps in one call: `(state, tokens) -> (state, losses)`."""
+    step = _step(study, nodes)
+
+    def one(state, tokens):
+        *state, loss = step(*state, tokens)
+        return tuple(state), loss
+
+    return jax.jit(lambda state, tokens: jax.lax.scan(one, state, tokens))
+
+
+@functools.cache
+def _rounds(study: Study, method: str, nodes: int) -> tuple[Any, Callable]:
+    """The rounds, and one round compiled."""
+    rounds = _zero(nodes).local_steps(_step(study, nodes), METHODS[method])
+    return rounds, jax.jit(rounds, donate_argnums=0)
+
+
+def _tokens(study: Study, seed: int) -> np.ndarray:
+    """The windows of all steps: int32 `[steps, rows, length + 1]`."""
+    shape, generator = (study.steps, study.rows), np.random.default_rng(seed)
+    return random_windows(read_corpus().train, shape, study.size.length, generator)
+
+
+@functools.lru_cache(maxsize=1)
+def _first(study: Study, seed: int) -> tuple[Any, np.ndarray]:
+    """The full parameters and optimizer state after the synchronous steps, and their losses."""
+    zero = _zero(2)
+    params = zero.init(functools.partial(init, study.size), jax.random.key(seed))
+    state = params, zero.init_optimizer(optimizer(study.learning_rate, study.steps), params)
+    tokens = _tokens(study, seed)[: study.synchronous_steps]
+    state, curve = _train(_synchronous(study, 2), state, tokens, _STEPS_PER_CALL)
+    return tuple(jax.tree.map(np.asarray, zero.unshard(tree)) for tree in state), curve
+
+
+def _train(run: Callable, state: Any, tokens: np.ndarray, every: int) -> tuple[Any, np.ndarray]:
+    """The state after all steps, `every` in a call, and the loss of each, a mean over nodes."""
+    curve = [np.zeros(0)]
+    for i in range(0, len(tokens), every):
+        state, step_losses = run(state, tokens[i : i + every])
+        curve.append(np.asarray(step_losses).reshape(every, -1).mean(1))
+    return state, np.concatenate(curve)
+
+
+def _run(study: Study, method: str, nodes: int, seed: int) -> dict[str, Any]:
+    start = time.perf_counter()
+    zero, settings, corpus = _zero(nodes), METHODS[method], read_corpus()
+    (params, opt_state), curve = _first(study, seed)
+    params, opt_state = zero.shard(params), zero.shard(opt_state)
+    tokens = _tokens(study, seed)[study.synchronous_steps :]
+    if settings is None:
+        run, state, every = _synchronous(study, nodes), (params, opt_state), _STEPS_PER_CALL
+    else:
+        rounds, run = _rounds(study, method, nodes)
+        state, every = rounds.init(params, opt_state), settings.every
+    state, rest = _train(run, state, tokens, every)
+    mean = state[0] if settings is None else rounds.mean(state)
+    parts = held_out_losses(study.size, corpus, zero.unshard(mean))
+    outer = parts
+    if settings is not None:
+        outer = held_out_losses(study.size, corpus, state.outer_params)
+    curve = np.concatenate([curve, rest]).reshape(-1, _STEPS_PER_CALL).mean(1)
+    return {
+        "method": method,
+        "nodes": nodes,
+        "seed": seed,
+        "settings": study.settings,
+        "method_settings": None if settings is None else _described(settings),
+        "held_out_loss": rounded(parts.mean()),
+        "held_out_loss_of_outer_parameters": rounded(outer.mean()),
+        "held_out_loss_of_parts": [rounded(loss) for loss in parts],
+        f"train_loss_mean_of_{_STEPS_PER_CALL}_steps": [rounded(loss) for loss in curve],
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def _described(method: jz.LocalSteps) -> dict[str, Any]:
+    return {
+        "every": method.every,
+        "delay": method.delay,
+        "fragments": method.fragments,
+        "outer": next(name for name, outer in _OUTER.items() if outer is method.outer),
+        "codec": repr(method.codec),
+        "mixing": method.mixing,
+    }
+
+
+def _run_all(study: Study) -> None:
+    done = {
+        tuple(row["results"][name] for name in ("method", "nodes", "seed"))
+        for row in read_rows(_NAME, study.settings)
+        if is_current(row, *_CODE)
+    }
+    for seed in study.seeds:  # outermost: when stopped, what is there can be compared
+        for method in study.methods or METHODS:
+            for nodes in study.nodes[:1] if method == BASELINE[0] else study.nodes:
+                if (method, nodes, seed) not in done:
+                    append_row(_NAME, _run(study, method, nodes, seed))
+
+
+def main(study: Study) -> None:
+    """Run what is missing, then print the table and draw the figure."""
+    if not study.summary:
+        _run_all(study)
+    summaries = summarize(read_rows(_NAME, study.settings), study.seeds)
+    if summaries:
+        Console(width=100).print(table(summaries))
+        titles = "steps in a round (H)", "steps that a message travels (tau)"
+        draw(summaries, [_OVER_EVERY, _OVER_DELAY], titles, RESULTS / f"{_NAME}.png")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Study))

@@ -1,0 +1,119 @@
+"""The study of local steps: that its runs are what they say, against plain loops; its summary."""
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from benchmarks.shared import _byte_decoder as decoder
+from benchmarks.shared import _rows
+from benchmarks.shared._byte_training import held_out_losses, optimizer
+from benchmarks.training import _local_steps_summary as summary
+from benchmarks.training import local_steps
+
+pytestmark = pytest.mark.standard_promotion  # the schedules of optax
+
+TINY = local_steps.Study(
+    steps=200,
+    synchronous_steps=100,
+    size=decoder.Size(layers=1, width=16, heads=2, length=8),
+    seeds=(0,),
+    nodes=(2,),
+)
+
+
+def _plain(tokens: np.ndarray, state: Any) -> Any:
+    """Train on one device without jaxzero."""
+    tx = optimizer(TINY.learning_rate, TINY.steps)
+
+    def step(state, rows):
+        params, opt_state = state
+        grads = jax.grad(lambda p: decoder.losses(TINY.size, p, rows).mean())(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    return jax.jit(lambda state, tokens: jax.lax.scan(step, state, tokens)[0])(state, tokens)
+
+
+@functools.cache
+def _plain_loss(replicas: int) -> float:
+    """The held-out loss of the mean of replicas that part after the synchronous steps."""
+    corpus = decoder.read_corpus()
+    shape, generator = (TINY.steps, TINY.rows), np.random.default_rng(0)
+    tokens = decoder.random_windows(corpus.train, shape, TINY.size.length, generator)
+    params = jax.jit(functools.partial(decoder.init, TINY.size))(jax.random.key(0))
+    tx = optimizer(TINY.learning_rate, TINY.steps)
+    state = _plain(tokens[: TINY.synchronous_steps], (params, tx.init(params)))
+    parts = np.split(tokens[TINY.synchronous_steps :], replicas, axis=1)
+    found = [_plain(part, state)[0] for part in parts]
+    mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *found)
+    return float(held_out_losses(TINY.size, corpus, mean).mean())
+
+
+@pytest.mark.parametrize(("method", "replicas"), [("synchronous", 1), ("average100", 2)])
+def test_a_run_is_what_its_name_says(method, replicas):
+    row = local_steps._run(TINY, method, 2, 0)
+    # Both round to float32 in other orders at each of 200 steps, which moves a loss of 4 by about
+    # 200 * 2**-24 * 4 = 5e-5 if nothing cancels. One replica and two differ by 100 times as much.
+    assert row["held_out_loss"] == pytest.approx(_plain_loss(replicas), abs=5e-5)
+    assert abs(_plain_loss(1) - _plain_loss(2)) > 5e-3
+    assert len(row["train_loss_mean_of_100_steps"]) == 2
+
+
+def _row(method: str, nodes: int, seed: int, loss: float | None) -> dict[str, Any]:
+    run = {"method": method, "nodes": nodes, "seed": seed, "held_out_loss": loss}
+    return {"results": {**run, "settings": TINY.settings}}
+
+
+def test_methods_are_compared_seed_by_seed():
+    rows = [
+        _row("synchronous", 2, 1, 3.0),
+        _row("synchronous", 2, 1, 2.0),  # newer
+        _row("synchronous", 2, 2, 4.0),
+        _row("diloco30", 8, 1, 2.02),
+        _row("diloco30", 8, 2, 3.96),
+        _row("diloco30", 8, 3, 9.0),  # the baseline lacks this seed
+        _row("diloco30", 8, 0, 9.0),  # not asked for
+        _row("diloco1", 2, 2, None),  # diverged
+    ]
+    found = {(x.method, x.nodes): x for x in summary.summarize(rows, (1, 2, 3))}
+    assert found["diloco30", 8].percent == pytest.approx({1: 1.0, 2: -1.0})
+    assert found["diloco30", 8].losses == [2.02, 3.96]
+    assert found["diloco1", 2].percent == {2: np.inf}
+    assert found["synchronous", 2].percent == {1: 0.0, 2: 0.0}
+    cells = [column._cells for column in summary.table(list(found.values())).columns]
+    assert list(zip(*cells, strict=True))[1] == (
+        "diloco30", "8", "2.9900", "+0.00%", "-1.00 .. +1.00", "2",
+    )  # fmt: skip
+
+
+def test_every_curve_is_of_methods_that_there_are_and_is_drawn(tmp_path, monkeypatch):
+    for method in local_steps.METHODS.values():
+        assert method is None or local_steps._described(method)["every"] == method.every
+    curves = [*local_steps._OVER_EVERY.values(), *local_steps._OVER_DELAY.values()]
+    for places in curves:
+        for place, name in places.items():
+            method = local_steps.METHODS[name]
+            assert method is not None and place in (method.every, method.delay)
+    rows = [_row("synchronous", 2, 0, 2.0), _row("diloco10", 2, 0, 2.1)]
+    (tmp_path / "local_steps.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr(local_steps, "RESULTS", tmp_path)
+    monkeypatch.setattr(
+        local_steps, "read_rows", functools.partial(_rows.read_rows, directory=tmp_path)
+    )
+    local_steps.main(dataclasses.replace(TINY, summary=True))
+    assert (tmp_path / "local_steps.png").stat().st_size > 10_000
+
+
+def test_settings_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="`steps` must be a multiple of 100; got 250"):
+        local_steps.Study(steps=250)
+    with pytest.raises(ValueError, match="`steps` must be more than .* got 300"):
+        local_steps.Study(steps=300, synchronous_steps=300)
+    with pytest.raises(ValueError, match=r"`methods` must be among .* got \['diloco'\]"):
+        local_steps.Study(methods=("diloco",))
