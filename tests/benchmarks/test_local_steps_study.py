@@ -55,6 +55,7 @@ def _plain_loss(replicas: int) -> float:
     return float(held_out_losses(TINY.size, corpus, mean).mean())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("method", "replicas"), [("synchronous", 1), ("average100", 2)])
 def test_a_run_is_what_its_name_says(method, replicas):
     row = local_steps._run(TINY, method, 2, 0)

@@ -71,7 +71,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     text = capsys.readouterr().out
-    assert "usage: jaxzero [-h] {train,report,inspect,convert,launch}" in text
+    assert "usage: jaxzero [-h] {train,report,plan,inspect,convert,launch}" in text
     assert "Fine-tune a text encoder to find code by its description." in text
 
 

@@ -121,6 +121,7 @@ def test_what_is_trained_and_exported(finished: tuple[jobs.Train, str], console:
     assert_are_means([x[tuple(map(slice, x.shape))] for x in tensors], nodes)
 
 
+@pytest.mark.ci
 def test_resumed_equals_uninterrupted(
     finished: tuple[jobs.Train, str], console: Console, tmp_path: Path
 ):
@@ -138,6 +139,7 @@ def test_resumed_equals_uninterrupted(
     jax.tree.map(np.testing.assert_array_equal, state.trees, expected.trees)
 
 
+@pytest.mark.ci
 def test_another_number_of_nodes_goes_on_from_the_mean(
     finished: tuple[jobs.Train, str], console: Console
 ):
