@@ -105,7 +105,7 @@ class Plans:
     def _why_none(self) -> str:
         notes = "; ".join(self.notes)
         if not self.rows:
-            return "There are no plans: the search was interrupted before its first bound. Run it again."
+            return "There are no plans: the search was interrupted before its first bound."
         undecided = [row for row in self.rows if row.undecided]
         if undecided:
             why = notes or "a search compiles no more"
