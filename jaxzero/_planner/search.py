@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import jax
 
@@ -27,6 +27,7 @@ _PROXY_ERROR = 1.1  # the memory of proxies is off by up to a tenth
 _FAILURES = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
 
 
+@runtime_checkable
 class Compiles(Protocol):
     """What the search asks of a compiler; see `Compiler`."""
 
