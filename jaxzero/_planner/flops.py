@@ -20,7 +20,7 @@ def matrix_flops(function: Callable, *args: Any, **kwargs: Any) -> float:
 
 
 def _flops(jaxpr: Any) -> float:
-    return sum(_of_equation(equation) for equation in jaxpr.eqns)
+    return sum((_of_equation(equation) for equation in jaxpr.eqns), 0.0)
 
 
 def _of_equation(equation: Any) -> float:
@@ -45,7 +45,7 @@ def _of_equation(equation: Any) -> float:
         times = params["length"]
     elif name == "shard_map":
         times = params["mesh"].size
-    return times * sum(map(sum, inner))
+    return times * sum(map(sum, inner), 0.0)
 
 
 def _holds_programs(value: Any) -> bool:

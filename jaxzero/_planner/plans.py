@@ -202,7 +202,7 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
     )
 
 
-def gigabytes(num_bytes: float) -> str:
+def gigabytes(num_bytes: int | float) -> str:
     """In GB of 1e9 bytes, in which devices are sold and settings are given."""
     size = num_bytes / _GIGA
     return f"{size:.1f} GB" if size >= 1 else f"{size:.2g} GB"

@@ -244,7 +244,7 @@ class Search:
             bounds.host_bytes,
         )
 
-    def _needs(self, num_bytes: float) -> str:
+    def _needs(self, num_bytes: int | float) -> str:
         return f"needs {gigabytes(num_bytes)} of {gigabytes(self.limit)}"
 
     # Full compiles.

@@ -23,7 +23,7 @@ from jaxzero._planner.search import MAX_FULL, MAX_PROXIES, Search, ranked
 from jaxzero._planner.tune import tune
 
 CLUSTER = jz.Cluster(nodes=2, local=2, device="h100", link=1e9)
-GB = 10**9
+GB = 1e9
 
 
 def init():
@@ -328,7 +328,7 @@ def test_ctrl_c_before_the_first_bound():
     [
         ({"nodes": 0}, "`nodes` of `Cluster` must be an integer of at least 1; got 0"),
         ({"device": "v5e"}, "`device` of `Cluster` must be one of a100, .*; got 'v5e'"),
-        ({"link": 50}, "`link` of `Cluster` is bytes a second; 50 is less than a megabyte"),
+        ({"link": 50.0}, "`link` of `Cluster` is bytes a second; 50 is less than a megabyte"),
         ({"host_memory": -1.0}, "`host_memory` of `Cluster` must be at least 0 bytes"),
     ],
 )
@@ -341,4 +341,4 @@ def test_arguments():
     with pytest.raises(ValueError, match="`batch` has 6 rows, which 4 devices cannot share"):
         tune(loss, init, jax.ShapeDtypeStruct((6, 64), jnp.float32), CLUSTER)
     with pytest.raises(ValueError, match="`memory` is bytes of a device, above 0; got -1"):
-        tune(loss, init, BATCH, CLUSTER, memory=-1)
+        tune(loss, init, BATCH, CLUSTER, memory=-1.0)
