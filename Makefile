@@ -8,7 +8,7 @@ AOT := .venv-aot
 AOT_LATEST := .venv-aot-latest
 WORKERS ?= 2
 AOT_TESTS := $(addprefix tests/,zero/test_aot.py zero/test_offload_aot.py windowed_update/test_aot.py \
-  local_steps/test_aot.py report/test_host_traffic.py benchmarks/test_host_memory.py)
+  local_steps/test_aot.py planner/test_aot.py report/test_host_traffic.py benchmarks/test_host_memory.py)
 PIP_FLAGS := -qq --disable-pip-version-check
 
 OLDEST_PINS := .ci/constraints-oldest.txt

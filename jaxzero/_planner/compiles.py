@@ -16,13 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from .._hlo import Rates, Timeline, compile_with_host_memory, on_abstract_mesh, timeline
 from .._sharding import compiler_options
 from .candidates import Candidate
+from .cluster import Cluster
 from .job import Job, Shapes
+from .target import absent_mesh, target_config
 
+_PACKAGES = ("jax", "jaxlib") + tuple(
+    f"jax-cuda{version}-{part}" for version in (12, 13) for part in ("plugin", "pjrt")
+)
 _PROXY = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
@@ -48,23 +52,32 @@ class Compiled:
 
 
 class Compiler:
-    """Compiles candidates for the devices of a mesh, and remembers them on disk.
+    """Compiles candidates for the devices of a cluster, and remembers them on disk.
 
     Args:
         job: what is trained.
-        mesh: of absent devices.
+        cluster: of absent devices, with a `Device.target`.
         folder: where compiled programs are kept; None: nowhere.
     """
 
-    def __init__(self, job: Job, mesh: Mesh, folder: Path | None):
+    def __init__(self, job: Job, cluster: Cluster, folder: Path | None):
+        assert cluster.kind.target is not None
         self._job = job
-        self._mesh = mesh
+        self._mesh = absent_mesh(cluster)
+        self._devices = [cluster.nodes, cluster.local, target_config(cluster.kind.target)]
         self._folder = folder
         self._known: dict[Candidate, Any] = {}  # lowered programs
 
     def key(self, candidate: Candidate) -> str:
         """Equal for candidates whose emitted programs are equal."""
         return hashlib.sha256(self._lowered(candidate).as_text().encode()).hexdigest()
+
+    def file_name(self, candidate: Candidate, *, is_proxy: bool) -> str:
+        """A hash of all that the compiled program depends on."""
+        options = _options(candidate, is_proxy)
+        versions = {name: _version(name) for name in _PACKAGES}
+        described = json.dumps([self.key(candidate), options, versions, self._devices])
+        return hashlib.sha256(described.encode()).hexdigest()[:32]
 
     def _traced(self, candidate: Candidate) -> Any:
         shapes = Shapes.of(self._job, candidate, self._mesh)
@@ -82,14 +95,8 @@ class Compiler:
 
     def compile(self, candidate: Candidate, *, is_proxy: bool) -> Compiled:
         """The compiled gradients of a candidate, from disk if they were compiled before."""
-        options: dict[str, Any] = {
-            **compiler_options("cuda", offload=bool(candidate.offload)),
-            **(_PROXY if is_proxy else {}),
-        }
-        versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib")]
-        device = str(self._mesh.devices.flat[0])
-        described = json.dumps([self.key(candidate), options, versions, device])
-        name = hashlib.sha256(described.encode()).hexdigest()[:32]
+        options = _options(candidate, is_proxy)
+        name = self.file_name(candidate, is_proxy=is_proxy)
         known = self._read(name)
         if known is not None:
             return known
@@ -129,3 +136,15 @@ class Compiler:
         partial = self._folder / f"{name}.partial"
         partial.write_bytes(data)
         partial.replace(self._folder / f"{name}.json.gz")
+
+
+def _options(candidate: Candidate, is_proxy: bool) -> dict[str, Any]:
+    options = compiler_options("cuda", offload=bool(candidate.offload))
+    return {**options, **_PROXY} if is_proxy else {**options}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

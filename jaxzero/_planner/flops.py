@@ -9,16 +9,18 @@ from typing import Any
 import jax
 
 
-def matrix_flops(function: Callable, *args: Any) -> float:
-    """Operations of the matrix products of `function(*args)`: two for each product of numbers.
+def matrix_flops(function: Callable, *args: Any, **kwargs: Any) -> float:
+    """Operations of the matrix products of `function(*args, **kwargs)`, over all devices.
 
+    A product of two numbers and its sum are two. The body of a `shard_map`, over all axes of its
+    mesh, is what one device does.
     A `while` loop, whose length is not known, counts once; of a `cond`, its largest branch.
     """
-    return _flops(jax.make_jaxpr(function)(*args).jaxpr)
+    return _flops(jax.make_jaxpr(function)(*args, **kwargs).jaxpr)
 
 
 def _flops(jaxpr: Any) -> float:
-    return sum(_of_equation(equation) for equation in jaxpr.eqns)
+    return sum((_of_equation(equation) for equation in jaxpr.eqns), 0.0)
 
 
 def _of_equation(equation: Any) -> float:
@@ -38,8 +40,12 @@ def _of_equation(equation: Any) -> float:
     ]
     if name == "cond":
         return max((max(found) for found in inner), default=0.0)
-    times = params["length"] if name == "scan" else 1
-    return times * sum(map(sum, inner))
+    times = 1
+    if name == "scan":
+        times = params["length"]
+    elif name == "shard_map":
+        times = params["mesh"].size
+    return times * sum(map(sum, inner), 0.0)
 
 
 def _holds_programs(value: Any) -> bool:

@@ -14,7 +14,7 @@ from .candidates import Candidate
 from .cluster import Cluster
 
 Stage = Literal["bound", "proxy", "compiled"]
-_GIB = 2**30
+_GIGA = 1e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +32,8 @@ class PlanRow:
         host_memory: bytes of host memory for one device.
         node_bytes: bytes that enter a node in a step.
         host_bytes: bytes between device and host in a step, both ways.
-        discarded: why it is not the best; "" for the best, and for those that were not looked at
-            further.
+        discarded: why it is not taken; "" for the best, and for others that fit.
+        undecided: whether it may fit, but was not compiled, or not in full.
     """
 
     candidate: Candidate
@@ -45,6 +45,7 @@ class PlanRow:
     node_bytes: int
     host_bytes: int
     discarded: str = ""
+    undecided: bool = False
 
     @classmethod
     def of_bounds(cls, candidate: Candidate, bounds: Bounds, discarded: str = "") -> PlanRow:
@@ -68,15 +69,18 @@ class Plans:
 
     Attributes:
         cluster: what they are for.
-        rows: every candidate.
+        limit: bytes of a device that a plan may take.
+        rows: every candidate that can be traced.
         num_rows: rows of the batch, over all devices.
         num_tokens: tokens of the batch: elements of its largest integer array; 0 if it has none.
-        notes: what limits this answer: no compiler, the budget was spent, it was interrupted.
-        proxies: programs compiled without the search for fast kernels.
-        full: programs compiled in full.
+        notes: what limits this answer: no compiler, the budget was spent, it was interrupted, the
+            best was not compiled in full.
+        proxies: programs compiled without the search for fast kernels, failed ones included.
+        full: programs compiled in full, failed ones included.
     """
 
     cluster: Cluster
+    limit: float
     rows: tuple[PlanRow, ...]
     num_rows: int
     num_tokens: int
@@ -86,20 +90,37 @@ class Plans:
 
     @property
     def best(self) -> PlanRow:
-        """The best plan.
+        """The best plan: compiled in full, or by a note of its proxy only.
+
+        Without a compiler for these devices it is the best by lower bounds.
 
         Raises:
-            ValueError: none fits.
+            ValueError: none fits, or none is known to fit.
         """
         found = next((row for row in self.rows if not row.discarded), None)
         if found is None:
-            least = min(self.rows, key=lambda row: row.memory)
-            raise ValueError(
-                f"No plan fits: `{least.candidate.name}` needs least, {_gib(least.memory)} of each "
-                f"device, which has {_gib(self.cluster.kind.memory)}. Take more devices, "
-                "`host_memory` for offload, or a form of the loss that keeps less."
-            )
+            raise ValueError(self._why_none())
         return found
+
+    def _why_none(self) -> str:
+        notes = "; ".join(self.notes)
+        if not self.rows:
+            return "There are no plans: the search was interrupted before its first bound."
+        undecided = [row for row in self.rows if row.undecided]
+        if undecided:
+            why = notes or "a search compiles no more"
+            return (
+                f"No plan is known to fit: {self.proxies} programs were compiled without the "
+                f"search for fast kernels, {self.full} in full, and none of them fits; {why}. Next "
+                f"is `{undecided[0].candidate.name}`. Give a larger `budget`, a larger `memory`, "
+                "or more devices."
+            )
+        least = min(self.rows, key=lambda row: row.memory)
+        return (
+            f"No plan fits in {gigabytes(self.limit)} of a device. `{least.candidate.name}`, whose "
+            f"state is smallest, {least.discarded}. Take more devices, `host_memory` for offload, "
+            "or a form of the loss that keeps less."
+        )
 
     @property
     def config(self) -> ZeroConfig:
@@ -174,12 +195,14 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
         row.candidate.name,
         f"{least}{row.seconds:.3f} s",
         "" if row.waited is None else f"{row.waited:.3f} s",
-        f"{least}{_gib(row.memory)}",
-        _gib(row.host_memory) if row.host_memory else "",
-        f"{row.node_bytes / _GIB:.2f} GiB",
+        f"{least}{gigabytes(row.memory)}",
+        gigabytes(row.host_memory) if row.host_memory else "",
+        gigabytes(row.node_bytes),
         {"bound": "arithmetic", "proxy": "proxy", "compiled": "compiler"}[row.stage],
     )
 
 
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / _GIB:.1f} GiB"
+def gigabytes(num_bytes: int | float) -> str:
+    """In GB of 1e9 bytes, in which devices are sold and settings are given."""
+    size = num_bytes / _GIGA
+    return f"{size:.1f} GB" if size >= 1 else f"{size:.2g} GB"

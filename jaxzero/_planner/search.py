@@ -11,18 +11,20 @@ from typing import Literal, Protocol, runtime_checkable
 import jax
 
 from .._mesh import make_mesh
+from .._text import escaped
 from .bounds import Bounds, bounds_of
 from .candidates import Candidate
 from .cluster import Cluster
 from .compiles import Compiled
 from .flops import matrix_flops
 from .job import Job, Shapes
-from .plans import PlanRow, Stage
+from .plans import PlanRow, Stage, gigabytes
 from .target import absent_mesh
 
 Objective = Literal["step_time", "tokens_per_second", "memory"]
 MAX_PROXIES, MAX_FULL = 8, 3
 _PROXY_ERROR = 1.1  # the memory of proxies is off by up to a tenth
+_FAILURES = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
 
 
 @runtime_checkable
@@ -57,41 +59,55 @@ class Search:
     progress: Callable[[str], None]
     rows: dict[Candidate, PlanRow] = dataclasses.field(default_factory=dict)
     bounds: dict[Candidate, Bounds] = dataclasses.field(default_factory=dict)
+    flops: dict[str, float] = dataclasses.field(default_factory=dict)  # of each form of the loss
+    programs: dict[str, str] = dataclasses.field(default_factory=dict)  # names of plans, by key
+    failures: list[tuple[str, Exception]] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     proxies: int = 0
     full: int = 0
 
     def run(self, candidates: Iterable[Candidate]) -> None:
-        """Find the best; on Ctrl-C, the best so far."""
+        """Find the best; on Ctrl-C, the best so far.
+
+        Raises:
+            ValueError: no candidate can be traced, or none of those that were tried compiles.
+        """
         try:
             self._bound(list(candidates))
             if self.compiler is not None:
                 self._rank()
-                self._check()
+                while self._check():  # a plan was refused: another may be the best
+                    self._rank()
+                self._raise_if_none_compiles()
         except KeyboardInterrupt:
             self.notes.append("it was interrupted: these are the best so far")
+        best = next((row for row in ranked(self) if not row.discarded), None)
+        if best is not None and best.stage == "proxy":
+            self.notes.append(
+                f"`{best.candidate.name}` was not compiled in full: it may need up to a tenth more "
+                "memory than is shown"
+            )
 
     # Bounds.
 
     def _bound(self, candidates: list[Candidate]) -> None:
-        flops: dict[str, float] = {}
+        untraced: list[tuple[str, Exception]] = []
         for number, candidate in enumerate(candidates):
             self.progress(f"bounds {number + 1}/{len(candidates)}: {candidate.name}")
-            if candidate.loss not in flops:
-                flops[candidate.loss] = self._flops(candidate.loss)
             same = self._with_same_plan(candidate)
-            bounds = self.bounds[same] if same else self._bounds(candidate, flops[candidate.loss])
+            try:
+                bounds = self.bounds[same] if same else self._bounds(candidate)
+            except _FAILURES as error:
+                untraced.append((candidate.name, error))
+                continue
             self.bounds[candidate] = bounds
             self.rows[candidate] = PlanRow.of_bounds(candidate, bounds, self._too_large(bounds))
-
-    def _flops(self, loss: str) -> float:
-        return matrix_flops(
-            lambda params, batch: jax.value_and_grad(
-                self.job.losses[loss], has_aux=bool(self.job.options.get("has_aux"))
-            )(params, batch),
-            self.job.params,
-            self.job.batch,
-        )
+        if untraced and not self.rows:
+            raise untraced[0][1]
+        self.notes += [
+            f"`{name}` was left out, for it cannot be traced: {_first_line(error)}"
+            for name, error in untraced
+        ]
 
     def _with_same_plan(self, candidate: Candidate) -> Candidate | None:
         """A candidate that differs in prefetch only, which sends the same bytes."""
@@ -104,7 +120,7 @@ class Search:
                 return same
         return None
 
-    def _bounds(self, candidate: Candidate, flops: float) -> Bounds:
+    def _bounds(self, candidate: Candidate) -> Bounds:
         cluster = self.cluster
         if self.compiler is None:
             mesh = make_mesh(cluster.nodes, simulate=cluster.num_devices)
@@ -113,13 +129,16 @@ class Search:
         shapes = Shapes.of(self.job, candidate, mesh)
         report = shapes.report(self.job, candidate)
         state = shapes.arguments.get("wire_state")
-        return bounds_of(candidate, report, state, flops, cluster)
+        if candidate.loss not in self.flops:
+            arguments = (shapes.params, self.job.batch)
+            self.flops[candidate.loss] = matrix_flops(shapes.step, *arguments, **shapes.arguments)
+        return bounds_of(candidate, report, state, self.flops[candidate.loss], cluster)
 
     def _too_large(self, bounds: Bounds) -> str:
         if bounds.memory > self.limit:
-            return f"needs {_gib(bounds.memory)} of {_gib(self.limit)} without any activation"
+            return f"{self._needs(bounds.memory)} without any activation"
         if bounds.host_memory > self.cluster.host_memory:
-            return f"needs {_gib(bounds.host_memory)} of host memory for each device"
+            return f"needs {gigabytes(bounds.host_memory)} of host memory for each device"
         return ""
 
     # Proxies.
@@ -132,30 +151,36 @@ class Search:
 
     def _rank(self) -> None:
         """Compile proxies in the order of their bounds, until no bound is below the best."""
-        assert self.compiler is not None
-        seen: dict[str, str] = {}
-        best = math.inf
-        while self.proxies < MAX_PROXIES and not self._is_late():
+        while self.proxies < MAX_PROXIES:
             row = self._next()
-            if row is None:
+            best = min((self.value(row)[0] for row in self._compiled()), default=math.inf)
+            if row is None or self.value(row)[0] >= best or self._is_late():
                 return
-            if self.value(row)[0] >= best:
-                self._discard(row, "its bound is above the best plan")
-                continue
+            self._compile_proxy(row)
+
+    def _compiled(self) -> list[PlanRow]:
+        """Plans with a program that is not known to be too large."""
+        return [row for row in self.rows.values() if row.stage != "bound" and not row.discarded]
+
+    def _compile_proxy(self, row: PlanRow) -> None:
+        assert self.compiler is not None
+        name = row.candidate.name
+        try:
             key = self.compiler.key(row.candidate)
-            if key in seen:
-                self._discard(row, f"its program is that of `{seen[key]}`")
-                continue
-            seen[key] = row.candidate.name
-            self.progress(f"proxy {self.proxies + 1}: {row.candidate.name}")
-            compiled = self.compiler.compile(row.candidate, is_proxy=True)
+            if key in self.programs:
+                self._discard(row, f"its program is that of `{self.programs[key]}`")
+                return
+            self.programs[key] = name
+            self.progress(f"proxy {self.proxies + 1}: {name}")
             self.proxies += 1
-            new = self._predicted(row.candidate, compiled, "proxy")
-            if new.memory > _PROXY_ERROR * self.limit:
-                new = dataclasses.replace(new, discarded=self._over(new))
-            else:
-                best = min(best, self.value(new)[0])
-            self.rows[row.candidate] = new
+            compiled = self.compiler.compile(row.candidate, is_proxy=True)
+        except _FAILURES as error:
+            self._fail(row, error)
+            return
+        new = self._predicted(row.candidate, compiled, "proxy")
+        self.rows[row.candidate] = new
+        if new.memory > _PROXY_ERROR * self.limit:
+            self._discard(new, self._needs(new.memory))
 
     def _next(self) -> PlanRow | None:
         """The plan to compile next: of each family the first that is not known to be too large.
@@ -165,23 +190,18 @@ class Search:
         """
         waiting: dict[tuple[str, str], PlanRow] = {}
         every: list[PlanRow] = []
-        fitting = {
-            row.candidate.family
-            for row in self.rows.values()
-            if row.stage != "bound" and not row.discarded
-        }
+        fitting = {row.candidate.family for row in self._compiled()}
         for row in sorted(self.rows.values(), key=lambda row: row.candidate.saving):
-            if row.stage != "bound" or row.discarded:
+            if row.stage != "bound" or row.discarded or self._may_not_fit(row):
                 continue
             every.append(row)
-            family = row.candidate.family
-            if family not in fitting and self._may_fit(row):
-                waiting.setdefault(family, row)
+            if row.candidate.family not in fitting:
+                waiting.setdefault(row.candidate.family, row)
         chosen = every if self.objective == "memory" else list(waiting.values())
         return min(chosen, key=self.value, default=None)
 
-    def _may_fit(self, row: PlanRow) -> bool:
-        """Whether a plan may fit, by the temporaries of others of its family.
+    def _may_not_fit(self, row: PlanRow) -> str:
+        """Why a plan is not tried, by the temporaries of others of its family; "" if it may fit.
 
         With k micro-batches at least a k-th of them remains.
         """
@@ -189,12 +209,25 @@ class Search:
             if other.candidate.family == row.candidate.family and other.stage != "bound":
                 temporary = other.memory - self.bounds[other.candidate].memory
                 share = other.candidate.microbatches / row.candidate.microbatches
-                if row.memory + min(1.0, share) * temporary > _PROXY_ERROR * self.limit:
-                    return False
-        return True
+                needed = row.memory + min(1.0, share) * temporary
+                if needed > _PROXY_ERROR * self.limit:
+                    return f"{self._needs(needed)}, by the temporaries of `{other.candidate.name}`"
+        return ""
 
     def _discard(self, row: PlanRow, why: str) -> None:
         self.rows[row.candidate] = dataclasses.replace(row, discarded=why)
+
+    def _fail(self, row: PlanRow, error: Exception) -> None:
+        self.failures.append((row.candidate.name, error))
+        self._discard(row, f"does not compile: {_first_line(error)}")
+
+    def _raise_if_none_compiles(self) -> None:
+        if self.failures and all(row.stage == "bound" for row in self.rows.values()):
+            name, error = self.failures[0]
+            raise ValueError(
+                f"None of the {len(self.failures)} programs that were tried compiles. The first, "
+                f"`{name}`: {_first_line(error)}"
+            ) from error
 
     def _predicted(self, candidate: Candidate, compiled: Compiled, stage: Stage) -> PlanRow:
         """What a compiled program of the gradients, and bounds of the update, say."""
@@ -211,30 +244,36 @@ class Search:
             bounds.host_bytes,
         )
 
-    def _over(self, row: PlanRow) -> str:
-        return f"needs {_gib(row.memory)} of {_gib(self.limit)}"
+    def _needs(self, num_bytes: int | float) -> str:
+        return f"needs {gigabytes(num_bytes)} of {gigabytes(self.limit)}"
 
     # Full compiles.
 
-    def _check(self) -> None:
-        """Compile the best in full; memory is a hard limit."""
+    def _check(self) -> bool:
+        """Compile the best in full, until one is refused; memory is a hard limit.
+
+        Returns:
+            Whether one was refused, so that plans behind it may be compiled.
+        """
         assert self.compiler is not None
-        while self.full < MAX_FULL and not self._is_late():
-            ranked = sorted(
-                (x for x in self.rows.values() if x.stage != "bound" and not x.discarded),
-                key=self.value,
-            )
-            waiting = [row for row in ranked[:2] if row.stage == "proxy"]
-            if not waiting:
-                return
-            row = waiting[0]
+        while self.full < MAX_FULL:
+            best = sorted(self._compiled(), key=self.value)[:2]
+            row = next((row for row in best if row.stage == "proxy"), None)
+            if row is None or self._is_late():
+                return False
             self.progress(f"full compile {self.full + 1}: {row.candidate.name}")
-            compiled = self.compiler.compile(row.candidate, is_proxy=False)
             self.full += 1
+            try:
+                compiled = self.compiler.compile(row.candidate, is_proxy=False)
+            except _FAILURES as error:
+                self._fail(row, error)
+                return True
             new = self._predicted(row.candidate, compiled, "compiled")
-            if new.memory > self.limit:
-                new = dataclasses.replace(new, discarded=self._over(new))
             self.rows[row.candidate] = new
+            if new.memory > self.limit:
+                self._discard(new, self._needs(new.memory))
+                return True
+        return False
 
     def _is_late(self) -> bool:
         is_late = time.monotonic() > self.deadline
@@ -242,17 +281,41 @@ class Search:
             self.notes.append("the budget was spent: further plans were not compiled")
         return is_late
 
+    # The result.
+
+    def settled(self) -> list[PlanRow]:
+        """All rows, where there is a compiler each with why it is not the best."""
+        if self.compiler is None:
+            return list(self.rows.values())
+        fitting = [row for row in self._compiled() if row.memory <= self.limit]
+        best = min(fitting, key=self._order, default=None)
+        return [self._with_reason(row, best) for row in self.rows.values()]
+
+    def _with_reason(self, row: PlanRow, best: PlanRow | None) -> PlanRow:
+        why, is_open = row.discarded, False
+        if why or row.stage == "compiled":
+            pass
+        elif row.stage == "proxy" and row.memory > self.limit:
+            why, is_open = f"{self._needs(row.memory)}, and was not compiled in full", True
+        elif row.stage == "bound":
+            why = self._may_not_fit(row)
+            if not why and best is not None and self.value(row)[0] >= self.value(best)[0]:
+                why = "its bound is above the best plan"
+            if not why:
+                why, is_open = "was not compiled", True
+        return dataclasses.replace(row, discarded=why, undecided=is_open)
+
+    def _order(self, row: PlanRow) -> tuple[int, tuple[float, float]]:
+        """By how much is known, then by value."""
+        return ("compiled", "proxy", "bound").index(row.stage), self.value(row)
+
 
 def ranked(search: Search) -> tuple[PlanRow, ...]:
     """All rows, the best first: those that fit, by how much is known of them, then by value."""
-    stages = ("compiled", "proxy", "bound")
-    return tuple(
-        sorted(
-            search.rows.values(),
-            key=lambda row: (bool(row.discarded), stages.index(row.stage), search.value(row)),
-        )
-    )
+    rows = search.settled()
+    return tuple(sorted(rows, key=lambda row: (bool(row.discarded), *search._order(row))))
 
 
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return escaped(lines[0] if lines else type(error).__name__)

@@ -19,7 +19,7 @@ from .compiles import Compiler
 from .job import Job
 from .plans import Plans
 from .search import Objective, Search, ranked
-from .target import absent_mesh, why_no_compiler
+from .target import why_no_compiler
 
 _RESERVED = 0.05  # of a device's memory, for the runtime
 
@@ -69,10 +69,12 @@ def tune(
         options: further arguments of `zero.value_and_grad`, such as `has_aux` and `weighted`.
 
     Returns:
-        All plans, the best first. Ctrl-C ends the search with the best so far.
+        All plans, the best first. Ctrl-C ends the search with the best so far. `plans.best`
+        raises if no plan fits, or none that was compiled within `budget`.
 
     Raises:
-        ValueError: an argument is out of range, or the devices cannot share the rows evenly.
+        ValueError: an argument is out of range, the devices cannot share the rows evenly, or no
+            program compiles.
 
     Example:
         >>> cluster = jz.Cluster(nodes=4, local=8, device="h100", link=50e9)
@@ -96,7 +98,7 @@ def tune(
     job = Job(losses, init_fn, structs, chosen, options)
     missing = why_no_compiler(cluster)
     folder = _default_cache() if cache == "default" else cache and Path(cache)
-    compiler = None if missing else Compiler(job, absent_mesh(cluster), folder or None)
+    compiler = None if missing else Compiler(job, cluster, folder or None)
     deadline = time.monotonic() + budget
     search = Search(
         job, cluster, limit, objective, compiler, deadline, progress or (lambda line: None)
@@ -109,6 +111,7 @@ def tune(
     tokens = [x.size for x in jax.tree.leaves(structs) if jnp.issubdtype(x.dtype, jnp.integer)]
     return Plans(
         cluster,
+        limit,
         ranked(search),
         num_rows,
         max(tokens, default=0),

@@ -49,8 +49,8 @@ class Plan:
     objective: Literal["step_time", "tokens_per_second", "memory"] = "step_time"
     """What the best plan is best in."""
 
-    quantized: bool = True
-    """Whether weights and gradients may travel in 4 and 8 bits."""
+    unquantized: bool = False
+    """Send weights and gradients in full precision only. Otherwise 4 and 8 bits are tried, too."""
 
     budget: float = 180.0
     """Seconds after which no further program is compiled."""

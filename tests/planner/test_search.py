@@ -18,11 +18,12 @@ from jaxzero._planner.candidates import enumerate_candidates
 from jaxzero._planner.compiles import Compiled
 from jaxzero._planner.flops import matrix_flops
 from jaxzero._planner.job import Job
+from jaxzero._planner.plans import Plans
 from jaxzero._planner.search import MAX_FULL, MAX_PROXIES, Search, ranked
 from jaxzero._planner.tune import tune
 
 CLUSTER = jz.Cluster(nodes=2, local=2, device="h100", link=1e9)
-GIB = 2**30
+GB = 1e9
 
 
 def init():
@@ -46,10 +47,10 @@ class Answer(Compiled):
 
 
 class Compiler:
-    """Answers by tables; a plan that is not there takes a second and nothing."""
+    """Answers by tables of seconds and GB, or errors; by `other` for a plan that is not there."""
 
-    def __init__(self, proxies, full=None, same=()):
-        self.proxies, self.full, self.same = proxies, full or {}, same
+    def __init__(self, proxies, full=None, same=(), other=(1.0, 0)):
+        self.proxies, self.full, self.same, self.other = proxies, full or {}, same, other
         self.asked = []
 
     def key(self, candidate):
@@ -58,15 +59,18 @@ class Compiler:
     def compile(self, candidate, *, is_proxy):
         self.asked.append((candidate.name, "proxy" if is_proxy else "full"))
         known = self.proxies if is_proxy else {**self.proxies, **self.full}
-        seconds, gib = known.get(candidate.name, (1.0, 0))
-        return Answer("", int(gib * GIB), 0, 0.0, seconds)
+        answer = known.get(candidate.name, self.other)
+        if isinstance(answer, BaseException):
+            raise answer
+        seconds, size = answer
+        return Answer("", int(size * GB), 0, 0.0, seconds)
 
 
 @functools.cache
 def bounded(quantized):
     """A search that has bounds, and no compiler."""
     job = Job({"": loss}, init, BATCH, optax.adamw(1e-3), {})
-    search = Search(job, CLUSTER, 10 * GIB, "step_time", None, math.inf, lambda line: None)
+    search = Search(job, CLUSTER, 10 * GB, "step_time", None, math.inf, lambda line: None)
     search._bound(list(enumerate_candidates(CLUSTER, ("",), 4, quantized)))
     return search
 
@@ -80,10 +84,16 @@ def searched(compiler, *, objective="step_time", seconds=60.0, quantized=True):
         objective=objective,
         deadline=deadline,
         rows=dict(known.rows),
+        programs={},
+        failures=[],
         notes=[],
     )
     search.run([])
     return search, ranked(search)
+
+
+def plans_of(search):
+    return Plans(CLUSTER, 10 * GB, ranked(search), 16, 0, tuple(search.notes), 0, search.full)
 
 
 def test_the_fastest_that_fits_wins_and_is_compiled_in_full():
@@ -104,11 +114,11 @@ def test_memory_is_a_hard_limit_of_full_compiles():
     taken = [row for row in rows if not row.discarded]
     assert taken[0].candidate.name == "zero3, prefetch 1"
     refused = next(row for row in rows if row.candidate.name == "zeropp, prefetch 1")
-    assert "needs 11.0 GiB of 10.0 GiB" in refused.discarded
+    assert "needs 11.0 GB of 10.0 GB" in refused.discarded
 
 
 def test_microbatches_come_where_the_fastest_does_not_fit():
-    """Temporaries of 16 GiB: with two micro-batches at least 8 remain, which may fit."""
+    """Temporaries of 16 GB: with two micro-batches at least 8 remain, which may fit."""
     proxies = {name: (0.2, 16) for name in ("zero3, prefetch 1", "zero3, prefetch 0")}
     proxies["zero3, prefetch 1, 2 micro-batches"] = (0.4, 8)
     others = ["ddp", "stage 2", "hsdp, prefetch 1", "hsdp, prefetch 0"]
@@ -149,7 +159,81 @@ def test_ctrl_c_returns_the_best_so_far():
 
     search, rows = searched(Interrupted({}))
     assert rows[0].stage == "proxy"
-    assert search.notes == ["it was interrupted: these are the best so far"]
+    assert search.notes[0] == "it was interrupted: these are the best so far"
+    assert f"`{rows[0].candidate.name}` was not compiled in full" in search.notes[1]
+
+
+def test_plans_behind_one_that_is_refused_in_full_are_compiled():
+    """zero3's bound is above the proxy of zeropp, which then needs more than the limit."""
+    bound = next(
+        row.seconds for row in bounded(True).rows.values() if "zero3" in row.candidate.name
+    )
+    proxies = {"zeropp, prefetch 1": (bound / 2, 9), "zero3, prefetch 1": (2 * bound, 5)}
+    compiler = Compiler(proxies, full={"zeropp, prefetch 1": (bound / 2, 11)}, other=(1.0, 99))
+    search, rows = searched(compiler)
+    first_full = compiler.asked.index(("zeropp, prefetch 1", "full"))
+    assert ("zero3, prefetch 1", "proxy") in compiler.asked[first_full:]
+    assert plans_of(search).best.candidate.name == "zero3, prefetch 1"
+    assert rows[0].stage == "compiled"
+    assert search.notes == []
+
+
+def test_a_bound_above_the_best_says_so():
+    search, rows = searched(Compiler({}, other=(1e-9, 1)))
+    assert search.proxies < MAX_PROXIES
+    why = "its bound is above the best plan"
+    assert {row.discarded for row in rows if row.stage == "bound"} == {why}
+    assert not [row for row in rows if row.undecided]
+
+
+def test_nothing_that_was_compiled_fits():
+    search, rows = searched(Compiler({}, other=(0.2, 200)))
+    assert "bound" in {row.stage for row in rows}
+    assert all(row.discarded for row in rows)
+    estimated = [row for row in rows if "by the temporaries of `" in row.discarded]
+    assert estimated
+    assert {row.stage for row in estimated} == {"bound"}
+    with pytest.raises(ValueError, match="No plan fits in 10.0 GB of a device"):
+        _ = plans_of(search).best
+
+
+def test_a_proxy_above_the_limit_is_not_the_best():
+    """At 10.5 of 10 GB it is worth a full compile, for which there is no time."""
+
+    class Late(Compiler):
+        def compile(self, candidate, *, is_proxy):
+            late.deadline = -1.0
+            return super().compile(candidate, is_proxy=is_proxy)
+
+    late = dataclasses.replace(
+        bounded(True), rows=dict(bounded(True).rows), programs={}, failures=[], notes=[]
+    )
+    late.compiler = Late({}, other=(1e-9, 10.5))
+    late.run([])
+    assert [kind for _, kind in late.compiler.asked] == ["proxy"]
+    proxy = next(row for row in ranked(late) if row.stage == "proxy")
+    assert "needs 10.5 GB of 10.0 GB, and was not compiled in full" in proxy.discarded
+    with pytest.raises(ValueError, match="No plan is known to fit: .*the budget was spent"):
+        _ = plans_of(late).best
+
+
+def test_nothing_was_compiled():
+    search, _ = searched(Compiler({}), seconds=-1.0)
+    with pytest.raises(ValueError, match="No plan is known to fit: .*the budget was spent"):
+        _ = plans_of(search).best
+
+
+def test_programs_that_do_not_compile_are_discarded():
+    broken = jax.errors.JaxRuntimeError("INTERNAL: no kernel\nat line 3")
+    proxies = {"zeropp, prefetch 1": broken, "zero3, prefetch 1": (0.3, 1)}
+    full = {"zero3, prefetch 1": NotImplementedError("not yet"), "stage 2": (0.4, 1)}
+    _, rows = searched(Compiler(proxies, full, other=(0.4, 1)))
+    reasons = {row.candidate.name: row.discarded for row in rows}
+    assert reasons["zeropp, prefetch 1"] == "does not compile: INTERNAL: no kernel"
+    assert reasons["zero3, prefetch 1"] == "does not compile: not yet"
+    assert (rows[0].stage, rows[0].seconds > 0.4) == ("compiled", True)
+    with pytest.raises(ValueError, match="None of the 8 programs that were tried compiles.*INTERN"):
+        searched(Compiler({}, other=broken))
 
 
 def test_without_a_compiler_plans_are_ranked_by_bounds():
@@ -169,7 +253,9 @@ def test_without_a_compiler_plans_are_ranked_by_bounds():
     params = zero.abstract(init)
     report = zero.report(params, zero.init_optimizer(optax.adamw(1e-4), params))
     assert plans.best.memory == sum(report.device_bytes(kind) for kind in report.kinds)
-    with pytest.raises(ValueError, match="No plan fits: .* needs least"):
+    with pytest.raises(
+        ValueError, match="No plan fits in 1e-06 GB of a device. .* without any activation"
+    ):
         _ = tune(loss, init, BATCH, cluster, memory=1e3, quantized=False, cache=None).best
 
 
@@ -185,12 +271,64 @@ def test_flops_count_loops_and_batches():
     assert matrix_flops(f, *args) == 3 * 2 * 16 * 64 * 64 + 2 * 2 * 8 * 4 * 3
 
 
+def weighted(params, batch):
+    return jnp.sum(batch @ params["head"]), jnp.float32(8)
+
+
+def averaged(params, batch):
+    return jax.lax.pmean(jnp.mean(batch @ params["head"]), ("node", "local"))
+
+
+def absent(size):
+    """A cluster for which nothing is compiled, of 2 x 2 devices."""
+    rates = {"flops": 1e12, "memory_bandwidth": 1e11, "local_link": 1e10, "host_link": 1e10}
+    device = jz.Device(name="mine", memory=size, **rates)
+    return jz.Cluster(nodes=2, local=2, device=device, link=1e15)
+
+
+@pytest.mark.parametrize(("f", "options"), [(weighted, {"weighted": True}), (averaged, {})])
+def test_losses_with_weights_and_collectives(f, options):
+    """`[16, 64] @ [64, 8]`, and as much for the gradient of the weights, over 4 devices."""
+    job = Job({"": f}, init, BATCH, optax.sgd(1e-3), options)
+    search = Search(job, absent(1e9), 1e9, "step_time", None, math.inf, lambda line: None)
+    search.run(list(enumerate_candidates(search.cluster, ("",), 4, False))[:1])
+    (bounds,) = search.bounds.values()
+    assert bounds.compute == 2 * 2 * 16 * 64 * 8 / 4 / 1e12
+
+
+def test_a_plan_that_cannot_be_traced_is_left_out():
+    def picky(params, batch):
+        if batch.shape[0] < 4:
+            raise NotImplementedError("at least 4 rows\nand more")
+        return jnp.mean(batch @ params["head"])
+
+    job = Job({"": picky}, init, BATCH, optax.sgd(1e-3), {})
+    search = Search(job, absent(1e9), 1e9, "step_time", None, math.inf, lambda line: None)
+    candidates = list(enumerate_candidates(search.cluster, ("",), 4, False))[:2]
+    search.run(candidates)
+    assert list(search.rows) == candidates[:1]
+    why = "`ddp, 2 micro-batches` was left out, for it cannot be traced: at least 4 rows"
+    assert search.notes == [why]
+    search = dataclasses.replace(search, rows={}, bounds={}, flops={}, notes=[])
+    with pytest.raises(NotImplementedError, match="at least 4 rows"):
+        search.run(candidates[1:])
+
+
+def test_ctrl_c_before_the_first_bound():
+    def stop(line):
+        raise KeyboardInterrupt
+
+    plans = tune(loss, init, BATCH, absent(1e9), cache=None, progress=stop)
+    with pytest.raises(ValueError, match="There are no plans: the search was interrupted before"):
+        _ = plans.best
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"nodes": 0}, "`nodes` of `Cluster` must be an integer of at least 1; got 0"),
         ({"device": "v5e"}, "`device` of `Cluster` must be one of a100, .*; got 'v5e'"),
-        ({"link": 50}, "`link` of `Cluster` is bytes a second; 50 is less than a megabyte"),
+        ({"link": 50.0}, "`link` of `Cluster` is bytes a second; 50 is less than a megabyte"),
         ({"host_memory": -1.0}, "`host_memory` of `Cluster` must be at least 0 bytes"),
     ],
 )
@@ -203,4 +341,4 @@ def test_arguments():
     with pytest.raises(ValueError, match="`batch` has 6 rows, which 4 devices cannot share"):
         tune(loss, init, jax.ShapeDtypeStruct((6, 64), jnp.float32), CLUSTER)
     with pytest.raises(ValueError, match="`memory` is bytes of a device, above 0; got -1"):
-        tune(loss, init, BATCH, CLUSTER, memory=-1)
+        tune(loss, init, BATCH, CLUSTER, memory=-1.0)

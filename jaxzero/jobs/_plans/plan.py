@@ -52,7 +52,7 @@ def plan(settings: Plan, console: Console) -> None:
             cluster,
             memory=None if settings.memory is None else settings.memory * _GIGA,
             objective=settings.objective,
-            quantized=settings.quantized,
+            quantized=not settings.unquantized,
             budget=settings.budget,
             progress=status.update,
         )

@@ -1,0 +1,69 @@
+"""Compiling for absent GPUs: how near a proxy is, and what is kept on disk."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxzero as jz
+from jaxzero._planner.candidates import enumerate_candidates
+from jaxzero._planner.compiles import Compiler
+from jaxzero._planner.job import Job
+
+pytestmark = pytest.mark.standard_promotion
+CLUSTER = jz.Cluster(nodes=1, local=2, device="h100")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_compiler():
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jaxzero[aot]")
+    jax.config.update("jax_platforms", "cpu")  # or JAX, finding no GPU, drops its compiler too
+
+
+def init():
+    return {"layers": jnp.ones((2, 256, 256))}
+
+
+def loss(params, batch):
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, params["layers"])
+    return jnp.mean(x**2)
+
+
+def test_proxies_and_the_disk(tmp_path):
+    # Activations of 128 MiB: a proxy also reserves 32 MiB, the workspace of cuBLAS.
+    batch = jax.ShapeDtypeStruct((2**18, 256), jnp.float32)
+    job = Job({"": loss}, init, batch, optax.sgd(1e-3), {})
+    candidates = enumerate_candidates(CLUSTER, ("",), 2**17, False)
+    candidate = next(x for x in candidates if x.preset == "zero3")
+    compiler = Compiler(job, CLUSTER, tmp_path)
+    full = compiler.compile(candidate, is_proxy=False)
+    proxy = compiler.compile(candidate, is_proxy=True)
+    assert full.temporary > 0
+    assert abs(proxy.temporary - full.temporary) < 0.15 * full.temporary
+    assert full.seconds_to_compile > 0
+
+    again = Compiler(job, CLUSTER, tmp_path)
+    known = again.compile(candidate, is_proxy=True)
+    assert known.seconds_to_compile == 0
+    assert (known.text, known.temporary) == (proxy.text, proxy.temporary)
+
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes()[:-20])
+    assert again.compile(candidate, is_proxy=True).seconds_to_compile > 0
+    assert again.compile(candidate, is_proxy=True).seconds_to_compile == 0
+
+
+def test_the_key_on_disk_has_the_device(tmp_path):
+    """The program is emitted alike for both devices; what is compiled of it is not."""
+    batch = jax.ShapeDtypeStruct((8, 256), jnp.float32)
+    job = Job({"": loss}, init, batch, optax.sgd(1e-3), {})
+    found = []
+    for device in ("h100", "h200"):
+        cluster = jz.Cluster(nodes=1, local=2, device=device)
+        candidate = next(enumerate_candidates(cluster, ("",), 4, False))
+        compiler = Compiler(job, cluster, tmp_path)
+        found.append((compiler.key(candidate), compiler.file_name(candidate, is_proxy=True)))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] != found[1][1]
