@@ -180,7 +180,5 @@ def test_a_tree_over_all_nodes_is_not_that_of_one(zero, trees):
         return params, opt_state, {}
 
     rounds = zero.local_steps(with_frozen, every=2)
-    with pytest.raises(
-        ValueError, match="`odd` is laid out over all nodes, and a step"
-    ):
+    with pytest.raises(ValueError, match="`odd` is laid out over all nodes, and a step"):
         rounds(rounds.init(*trees), np.ones((2, 8), np.float32))
