@@ -72,13 +72,13 @@ def link_bytes(collective: Collective, rates: Rates) -> tuple[float, float]:
     if collective.op == "collective-permute":
         held = collective.entering_bytes
         apart = [a // rates.num_local != b // rates.num_local for a, b in collective.groups]
-        return held, held * rates.num_local * sum(apart) / len(apart)
+        return float(held), held * rates.num_local * sum(apart) / len(apart)
     group = collective.groups[0]
     nodes = len({device // rates.num_local for device in group})
     mine = len(group) // nodes
     in_node = collective.entering_bytes if nodes == 1 else collective.from_parts(mine)
     entering = collective.from_parts(nodes) * (rates.num_local / mine)
-    return in_node, entering if nodes > 1 else 0
+    return float(in_node), entering if nodes > 1 else 0.0
 
 
 def collective_seconds(collective: Collective, rates: Rates) -> float:
