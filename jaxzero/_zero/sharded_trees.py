@@ -135,7 +135,7 @@ class ShardedTrees:
         Raises:
             ValueError: an array in it was not laid out by this `Zero`.
         """
-        plan = self._here._plan_of(tree)
+        plan = self._plan_of(tree)
         return plan.whole(gather_full(plan, arrays_of(tree), self.mesh))
 
     def shardings(self, tree: Any) -> Any:
@@ -176,7 +176,7 @@ class ShardedTrees:
         """
         return true_shapes(
             tx,
-            lambda tree: self._here._plan_of(tree),
+            self._plan_of,
             lambda tx, plan: plan_state(tx, plan, self._here._devices, self.config),
             self.mesh,
             self._state_axes,
@@ -220,8 +220,7 @@ class ShardedTrees:
                 Adafactor, `optax.MultiSteps`); the error names the leaf and the line of `tx`.
             ValueError: a tree did not come from this `Zero`, or they do not fit each other.
         """
-        here = self._here
-        layouts = here._layouts(here._plan_of(grads), params, opt_state)
+        layouts = self._layouts(self._plan_of(grads), params, opt_state)
         return apply_gradients(tx, grads, opt_state, params, layouts, extra_args)
 
     def report(self, params: Any, opt_state: Any = None, plan: Plan | None = None) -> Report:
@@ -320,10 +319,11 @@ class ShardedTrees:
         return self._plans.find(tree) or self._states.find(tree)
 
     def _plan_of(self, tree: Any) -> TreePlan:
-        known = self.find_plan(tree)
+        here = self._here
+        known = here.find_plan(tree)
         if known is not None:
             return known
         try:
-            return self._plans.plan_of(tree)
+            return here._plans.plan_of(tree)
         except ValueError as error:
             raise ValueError(f"The given tree: {error}") from error

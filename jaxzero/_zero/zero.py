@@ -86,10 +86,9 @@ class Zero(ShardedTrees):
             ValueError: `grads` are not like parameters of this `Zero`, or `microbatches` < 1.
             NotImplementedError: the config uses error feedback, or encodes sums twice.
         """
-        here = self._here
-        leaves = here._plan_of(grads).leaves
+        leaves = self._plan_of(grads).leaves
         return measure_codec_noise(
-            leaves, arrays_of(grads), here._devices, self.config, microbatches
+            leaves, arrays_of(grads), self._here._devices, self.config, microbatches
         )
 
     # Programs.
@@ -172,9 +171,7 @@ class Zero(ShardedTrees):
 
         @functools.wraps(f)
         def wrapped(*args, wire_state=None, **kwargs):
-            transform, arrays = self._here._prepare(
-                f, args, kwargs, options, batch_argnums, in_specs
-            )
+            transform, arrays = self._prepare(f, args, kwargs, options, batch_argnums, in_specs)
             for number in transform.options.argnums:
                 check_differentiable(transform.call.arguments[number], arrays[number], allow_int)
             local_state = wire_state_of(transform, wire_state)
@@ -276,9 +273,7 @@ class Zero(ShardedTrees):
 
         @functools.wraps(f)
         def wrapped(*args, **kwargs):
-            transform, arrays = self._here._prepare(
-                f, args, kwargs, options, batch_argnums, in_specs
-            )
+            transform, arrays = self._prepare(f, args, kwargs, options, batch_argnums, in_specs)
             return programs.run(transform.program, arrays, LocalWireState())[2]
 
         return wrapped
@@ -367,6 +362,7 @@ class Zero(ShardedTrees):
         if len(set(numbers)) < len(numbers):
             raise ValueError(f"`argnums` names an argument twice; got {numbers}.")
         options = dataclasses.replace(options, argnums=numbers)
+        here = self._here
         call, arrays = resolve(
             f,
             args,
@@ -374,9 +370,9 @@ class Zero(ShardedTrees):
             argnums=numbers,
             batch_argnums=batch_argnums,
             in_specs=in_specs,
-            registry=self._plans,
-            states=self._states,
-            num_devices=self.num_devices,
+            registry=here._plans,
+            states=here._states,
+            num_devices=here.num_devices,
         )
-        check_rows(call, arrays, self._devices, options.microbatches)
-        return Transform(f, call, options, self._devices, self.config), arrays
+        check_rows(call, arrays, here._devices, options.microbatches)
+        return Transform(f, call, options, here._devices, self.config), arrays

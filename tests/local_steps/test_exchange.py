@@ -1,4 +1,4 @@
-"""Which elements are exchanged when, and what arrives: steps that add a constant tell it exactly.
+"""Check at which step each element is exchanged, and what arrives, by steps that add a constant.
 
 On node m every step adds c_m to every parameter. So the value of an element at the end of a round
 says at which step it was sent, received and merged. All numbers are small integers and halves, for
@@ -43,15 +43,10 @@ def batches(every=EVERY):
     return np.broadcast_to(rows, (every, 8)).astype(np.float32)
 
 
-def rounds_of(mesh, method, preset=jz.zero3):
-    zero = jz.Zero(mesh, preset())
+def rounds_of(mesh, method):
+    zero = jz.Zero(mesh)
     rounds = zero.local_steps(step, method)
     return zero, rounds, rounds.init(zero.init(init), jnp.zeros(()))
-
-
-def turns_of(outer, start, num_steps):
-    """For each element the number of steps after which it was sent, from its outer value."""
-    return (outer - start) / PER_NODE.mean() - num_steps
 
 
 def expected(sent, delay, mixing):

@@ -151,6 +151,24 @@ def test_a_node_trains_as_a_mesh_of_its_own(config):
             np.testing.assert_allclose(metrics["loss"][i, node], one["loss"], rtol=1e-6)
 
 
+def test_one_program_for_gradients_and_update_inside():
+    """`value_and_update` means the devices of one node, as `value_and_grad` does."""
+    zero = jz.Zero(make_mesh("Auto"))
+    params = zero.init(init, jax.random.key(0))
+
+    def step(params, opt_state, batch):
+        with jax.numpy_dtype_promotion("standard"):  # Adam's `decay ** count`
+            value, *new = zero.value_and_update(loss, TX)(params, opt_state, batch)
+        return *new, {"loss": value}
+
+    losses = []
+    for each in (step_of(zero), step):
+        rounds = zero.local_steps(each, every=3)
+        state = rounds.init(params, zero.init_optimizer(TX, params))
+        losses.append(jax.jit(rounds)(state, batches(0, every=3))[1]["loss"])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)  # a few roundings of float32
+
+
 def test_one_step_without_delay_is_synchronous():
     tx = optax.sgd(0.1)
     mesh = make_mesh("Auto")
