@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from .._report import Report
-from .candidates import Candidate
 from .cluster import Cluster
 
 
@@ -42,14 +41,11 @@ class Bounds:
         return max(self.compute, self.node, self.local) + self.update
 
 
-def bounds_of(
-    candidate: Candidate, report: Report, wire_state: Any, flops: float, cluster: Cluster
-) -> Bounds:
+def bounds_of(report: Report, wire_state: Any, flops: float, cluster: Cluster) -> Bounds:
     """The bounds of a candidate.
 
     Args:
-        candidate: the candidate.
-        report: of its arrays and its plan.
+        report: of the candidate's arrays and plan.
         wire_state: its wire state, as structs; None if it needs none.
         flops: operations of all matrix products of a step, over all devices.
         cluster: gives the rates.

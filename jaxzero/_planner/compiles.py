@@ -101,8 +101,8 @@ class Compiler:
         if known is not None:
             return known
         start = time.perf_counter()
-        step, arguments, keywords = self._traced(candidate)
         if candidate.offload:
+            step, arguments, keywords = self._traced(candidate)
             compiled = compile_with_host_memory(
                 step, arguments, self._mesh, options=options, **keywords
             )

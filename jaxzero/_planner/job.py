@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,15 +34,6 @@ class Job:
     batch: Any
     tx: optax.GradientTransformation
     options: Mapping[str, Any]
-
-    @functools.cached_property
-    def params(self) -> Any:
-        """The parameters as structs."""
-        return jax.eval_shape(self.init_fn)
-
-    @functools.cached_property
-    def num_parameters(self) -> int:
-        return sum(x.size for x in jax.tree.leaves(self.params))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,7 +71,6 @@ class Plans:
         cluster: what they are for.
         limit: bytes of a device that a plan may take.
         rows: every candidate that can be traced.
-        num_rows: rows of the batch, over all devices.
         num_tokens: tokens of the batch: elements of its largest integer array; 0 if it has none.
         notes: what limits this answer: no compiler, the budget was spent, it was interrupted, the
             best was not compiled in full.
@@ -82,7 +81,6 @@ class Plans:
     cluster: Cluster
     limit: float
     rows: tuple[PlanRow, ...]
-    num_rows: int
     num_tokens: int
     notes: tuple[str, ...]
     proxies: int
@@ -97,10 +95,13 @@ class Plans:
         Raises:
             ValueError: none fits, or none is known to fit.
         """
-        found = next((row for row in self.rows if not row.discarded), None)
-        if found is None:
+        if self._first is None:
             raise ValueError(self._why_none())
-        return found
+        return self._first
+
+    @property
+    def _first(self) -> PlanRow | None:
+        return next((row for row in self.rows if not row.discarded), None)
 
     def _why_none(self) -> str:
         notes = "; ".join(self.notes)
@@ -182,7 +183,7 @@ class Plans:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _throughput(self) -> list[str]:
-        row = next((row for row in self.rows if not row.discarded), None)
+        row = self._first
         if row is None or not self.num_tokens:
             return []
         most = "at most " if row.stage == "bound" else ""

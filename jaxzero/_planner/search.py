@@ -132,7 +132,7 @@ class Search:
         if candidate.loss not in self.flops:
             arguments = (shapes.params, self.job.batch)
             self.flops[candidate.loss] = matrix_flops(shapes.step, *arguments, **shapes.arguments)
-        return bounds_of(candidate, report, state, self.flops[candidate.loss], cluster)
+        return bounds_of(report, state, self.flops[candidate.loss], cluster)
 
     def _too_large(self, bounds: Bounds) -> str:
         if bounds.memory > self.limit:

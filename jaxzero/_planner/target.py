@@ -6,6 +6,7 @@ Needs the `aot` extra, which brings XLA's compiler for CUDA; no GPU. The compile
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 
@@ -17,16 +18,49 @@ from .cluster import Cluster
 
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
-# What XLA has to know of each GPU: compute capability, cores, bytes of shared memory of a core and
-# of a block, bytes of the cache, GHz.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Gpu:
+    """What XLA has to know of a GPU; sizes in bytes, rates per second."""
+
+    name: str
+    capability: str = "9 feature_extension: ACCELERATED_FEATURES"
+    cores: int = 132
+    fpus: int = 128  # of a core
+    core_memory: int = 233472  # shared memory of a core
+    block_memory: int = 232448  # and of a block
+    cache: int = 52428800
+    gigahertz: float = 1.98
+    bandwidth: int
+    memory: int
+
+
 _GPUS = {
-    "a100": ("8, minor: 0", 108, 64, 167936, 166912, 41943040, 1.41, 2.039e12, 85e9),
-    "h100": ("9, feature_extension: ACCELERATED_FEATURES", 132, 128, 233472, 232448, 52428800)
-    + (1.98, 3.35e12, 85e9),
-    "h200": ("9, feature_extension: ACCELERATED_FEATURES", 132, 128, 233472, 232448, 52428800)
-    + (1.98, 4.8e12, 151397597184),
-    "b200": ("10, feature_extension: ACCELERATED_FEATURES", 148, 128, 233472, 232448, 132644864)
-    + (1.965, 8.0e12, 192e9),
+    "a100": _Gpu(
+        name="NVIDIA A100-SXM4-80GB",
+        capability="8 minor: 0",
+        cores=108,
+        fpus=64,
+        core_memory=167936,
+        block_memory=166912,
+        cache=41943040,
+        gigahertz=1.41,
+        bandwidth=2_039_000_000_000,
+        memory=85_000_000_000,
+    ),
+    "h100": _Gpu(name="NVIDIA H100 80GB HBM3", bandwidth=3_350_000_000_000, memory=85_000_000_000),
+    "h200": _Gpu(
+        name="NVIDIA H200 141GB HBM3e", bandwidth=4_800_000_000_000, memory=151_397_597_184
+    ),
+    "b200": _Gpu(
+        name="NVIDIA B200",
+        capability="10 feature_extension: ACCELERATED_FEATURES",
+        cores=148,
+        cache=132644864,
+        gigahertz=1.965,
+        bandwidth=8_000_000_000_000,
+        memory=192_000_000_000,
+    ),
 }
 
 
@@ -70,31 +104,31 @@ def absent_mesh(cluster: Cluster) -> Mesh:
 
 def target_config(name: str) -> str:
     """XLA's description of a GPU, in the text format of protocol buffers."""
-    capability, cores, fpus, shared, block, cache, clock, bandwidth, memory = _GPUS[name]
+    gpu = _GPUS[name]
     return f"""gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
-  shared_memory_per_core: {shared}
+  shared_memory_per_core: {gpu.core_memory}
   threads_per_core_limit: 2048
-  core_count: {cores}
-  fpus_per_core: {fpus}
+  core_count: {gpu.cores}
+  fpus_per_core: {gpu.fpus}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
-  memory_bandwidth: {int(bandwidth)}
-  l2_cache_size: {cache}
-  clock_rate_ghz: {clock}
-  device_memory_size: {int(memory)}
-  shared_memory_per_block_optin: {block}
-  cuda_compute_capability {{ major: {capability} }}
+  memory_bandwidth: {gpu.bandwidth}
+  l2_cache_size: {gpu.cache}
+  clock_rate_ghz: {gpu.gigahertz}
+  device_memory_size: {gpu.memory}
+  shared_memory_per_block_optin: {gpu.block_memory}
+  cuda_compute_capability {{ major: {gpu.capability} }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   thread_dim_limit_x: 1024
   thread_dim_limit_y: 1024
   thread_dim_limit_z: 64
   device_address_bits: 64
-  name: "{name}"
+  name: "{gpu.name}"
   driver_version: "13.0.0"
   runtime_version: "12.8.0"
   compile_time_toolkit_version: "12.8.0"
@@ -102,5 +136,5 @@ def target_config(name: str) -> str:
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "{name}"
+device_description_str: "{gpu.name}"
 """

@@ -113,7 +113,6 @@ def tune(
         cluster,
         limit,
         ranked(search),
-        num_rows,
         max(tokens, default=0),
         tuple(search.notes),
         search.proxies,

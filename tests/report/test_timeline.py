@@ -131,7 +131,7 @@ _STARTED = "((f32[64,1024]{1,0}, s32[]), f32[1,1024]{1,0}, u32[])"
     ],
 )
 def test_a_fusion_costs_the_same_however_it_is_started(form, done):
-    line = timeline(_FUSIONS.replace("FORM", form).replace("DONE", done), Rates(memory=8196))
+    line = timeline(_FUSIONS.replace("FORM", form).replace("DONE", done), Rates(memory=8196.0))
     assert (
         line.seconds == line.compute_seconds == 1
     )  # one row read and one written, and where it is
