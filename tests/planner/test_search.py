@@ -93,7 +93,7 @@ def searched(compiler, *, objective="step_time", seconds=60.0, quantized=True):
 
 
 def plans_of(search):
-    return Plans(CLUSTER, 10 * GB, ranked(search), 16, 0, tuple(search.notes), 0, search.full)
+    return Plans(CLUSTER, 10 * GB, ranked(search), 0, tuple(search.notes), 0, search.full)
 
 
 def test_the_fastest_that_fits_wins_and_is_compiled_in_full():
