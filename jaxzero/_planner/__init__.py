@@ -3,7 +3,12 @@
 In: a loss, shapes, and a `Cluster`. Out: `Plans`. Nothing is run.
 """
 
+from .candidates import Candidate as Candidate
+from .candidates import enumerate_candidates as enumerate_candidates
 from .cluster import Cluster as Cluster
 from .cluster import Device as Device
+from .compiles import Compiled as Compiled
+from .compiles import Compiler as Compiler
+from .job import Job as Job
 from .target import absent_mesh as absent_mesh
 from .tune import tune as tune
