@@ -121,7 +121,7 @@ def draw(
 
 
 def _draw_curve(axes: Any, runs: dict[float, dict[int, float]], label: str, **look: Any) -> None:
-    """Draw the runs at each place, which are by seed."""
+    """Draw the runs of all seeds at each place."""
     runs = {x: values for x, values in runs.items() if values}
     for x, values in runs.items():
         axes.plot([x] * len(values), values.values(), ".", color=look["color"], alpha=0.4)

@@ -37,6 +37,7 @@ from .primitives import all_gather as all_gather
 from .primitives import all_reduce as all_reduce
 from .primitives import gather_nodes as gather_nodes
 from .reduce_hop import reduce_over_node as reduce_over_node
+from .reduce_hop import shard_shape as shard_shape
 from .reduce_hop import sum_full as sum_full
 from .reductions import ReduceBucket as ReduceBucket
 from .reductions import ReduceSpec as ReduceSpec

@@ -7,7 +7,6 @@ under way while steps are computed. `_zero` lays out the arrays; it uses the nam
 from .cut import Cut as Cut
 from .exchange import Exchange as Exchange
 from .exchange import Outer as Outer
-from .exchange import shard_shape as shard_shape
 from .outer import AsTree as AsTree
 from .outer import OuterPlan as OuterPlan
 from .round import Carry as Carry

@@ -62,7 +62,10 @@ class Cut:
     def write(
         self, x: Shaped[Array, ...], part: Shaped[Array, ...], number: Array
     ) -> Shaped[Array, ...]:
-        """The shard with part `number` replaced."""
+        """The shard with part `number` replaced, where it is new."""
+        new = self.is_new(number)
+        if new is not None:
+            part = jnp.where(new, part, self.read(x, number))
         if self._is_all:
             return part
         return lax.dynamic_update_slice_in_dim(x, part, self._start(number), self.dim)

@@ -164,8 +164,7 @@ class Exchange:
             error = deltas[i] - sent[i][0]
             # After a step that overflowed, NaN would spoil every later message too.
             error = jnp.where(jnp.isfinite(error), error, 0).astype(old.dtype)
-            cut, new = self.cuts[i], self.cuts[i].is_new(number)
-            result.append(cut.write(old, _where(new, error, cut.read(old, number)), number))
+            result.append(self.cuts[i].write(old, error, number))
         return result
 
     def receive(
@@ -202,12 +201,11 @@ class Exchange:
         ) -> Any:
             new_params, new_anchors = [], []
             for i, cut in enumerate(self.cuts):
-                new, before = cut.is_new(number), cut.read(old_anchors[i], number)
-                anchor = _where(new, anchors[i].astype(before.dtype), before)
+                anchor = anchors[i].astype(old_anchors[i].dtype)
                 now = cut.read(params[i], number)
                 sent_part = own[i] if self._keeps_progress else now
                 merged = self._merged(now, sent_part, anchor).astype(now.dtype)
-                new_params.append(cut.write(params[i], _where(new, merged, now), number))
+                new_params.append(cut.write(params[i], merged, number))
                 new_anchors.append(cut.write(old_anchors[i], anchor, number))
             new_state = self._with_state_part(old_state, state, number)
             return new_params, new_anchors, new_state
@@ -252,25 +250,11 @@ class Exchange:
             part = part.astype(old.dtype)
             if i is None:
                 result.append(lax.dynamic_update_index_in_dim(old, part, number, 0))
-                continue
-            cut, new = self.cuts[i], self.cuts[i].is_new(number)
-            result.append(cut.write(old, _where(new, part, cut.read(old, number)), number))
+            else:
+                result.append(self.cuts[i].write(old, part, number))
         return result
-
-
-def shard_shape(leaf: LeafSpec) -> tuple[int, ...]:
-    """The shape of one device's shard of a leaf."""
-    if leaf.layout is None:
-        return leaf.shape
-    size = leaf.layout.padded // leaf.layout.num_shards
-    dim = leaf.layout.dim
-    return (*leaf.shape[:dim], size, *leaf.shape[dim + 1 :])
 
 
 def _difference(x: Array, y: Array) -> Array:
     """`x - y`; 0 where they are equal, even if infinite (a mask of -inf among the parameters)."""
     return jnp.where(x == y, jnp.zeros_like(x), x - y)
-
-
-def _where(mask: Array | None, x: Array, other: Array) -> Array:
-    return x if mask is None else jnp.where(mask, x, other)

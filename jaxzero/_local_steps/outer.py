@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from .._sharding import path_name
+from .._sharding import path_endings, path_name
 
 AsTree = Callable[[Sequence[Any]], Any]
 
@@ -61,8 +61,7 @@ class OuterPlan:
         of_part = jax.tree.leaves(jax.eval_shape(tx.init, as_tree(parts)))
         owners = []
         for (path, x), part in zip(named, of_part, strict=True):
-            names = (path_name(path[i:]) for i in range(len(path) + 1))
-            found = (leaves[name] for name in names if name in leaves)
+            found = (leaves[name] for name in path_endings(path) if name in leaves)
             is_like = jnp.issubdtype(x.dtype, jnp.floating)  # a counter is not, whatever its name
             owner = next((i for i in found if is_like and full[i].shape == x.shape), None)
             expected = x.shape if owner is None else parts[owner].shape

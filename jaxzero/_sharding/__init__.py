@@ -24,6 +24,7 @@ from .modules import trained_leaves as trained_leaves
 from .offload import Offload as Offload
 from .padding import pad as pad
 from .padding import unpad as unpad
+from .paths import path_endings as path_endings
 from .paths import path_name as path_name
 from .paths import spread_prefix as spread_prefix
 from .presets import ddp as ddp

@@ -144,6 +144,11 @@ class LeafSpec:
         """The shape of the global array."""
         return self.stored.shape
 
+    def shard_bytes(self, mesh: Mesh, axes: tuple[str, ...]) -> int:
+        """Bytes of one device's shard of the global array, split over `axes`."""
+        shard = self.sharding(mesh, axes).shard_shape(self.stored_shape)
+        return math.prod(shard) * self.stored.dtype.itemsize
+
     def sharding(self, mesh: Mesh, axes: tuple[str, ...]) -> NamedSharding:
         """The sharding of the global array, split over `axes`, in its memory."""
         return NamedSharding(mesh, self.spec(axes), memory_kind=self.memory_kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -35,6 +36,14 @@ def path_name(path: tuple[Any, ...]) -> str:
     """A tree path as text, such as `layers.0.kernel`; the root is `.`."""
     named = tuple(key for key in path if not isinstance(key, StoredKey))
     return jax.tree_util.keystr(named, simple=True, separator=".") or "."
+
+
+def path_endings(path: tuple[Any, ...]) -> Iterator[str]:
+    """The names of a path and of all its ends, the longest first.
+
+    In an optimizer's state, the path of an array that belongs to a parameter ends with its path.
+    """
+    return (path_name(path[i:]) for i in range(len(path) + 1))
 
 
 def spread_prefix(prefix: Any, tree: Any, kind: type) -> list[Any]:

@@ -49,7 +49,7 @@ class LayerUpdate:
 
     @property
     def names(self) -> list[str]:
-        """The paths of these arrays, of the state within the optimizer state."""
+        """The tree paths of these arrays; those of the state begin at the optimizer state."""
         return [self.update.spec(value).path for value in self.values]
 
     @property

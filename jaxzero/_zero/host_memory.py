@@ -46,12 +46,8 @@ def check_patterns(offload: Offload, layout: TreePlan) -> None:
 
 def host_bytes(leaves: Sequence[LeafSpec], mesh: Mesh, axes: tuple[str, ...]) -> int:
     """Bytes of host memory that the offloaded leaves take on this process's devices."""
-    total = 0
-    for leaf in leaves:
-        if leaf.memory_kind == HOST:
-            shard = leaf.sharding(mesh, axes).shard_shape(leaf.stored_shape)
-            total += math.prod(shard) * leaf.stored.dtype.itemsize
-    return total * len(mesh.local_devices)
+    held = sum(leaf.shard_bytes(mesh, axes) for leaf in leaves if leaf.memory_kind == HOST)
+    return held * len(mesh.local_devices)
 
 
 def check_room(what: str, leaves: Sequence[LeafSpec], mesh: Mesh, axes: tuple[str, ...]) -> None:

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .._collectives import accumulator_dtype
-from .._local_steps import AsTree, Cut, Exchange, LocalSteps, OuterPlan, shard_shape
+from .._collectives import accumulator_dtype, shard_shape
+from .._local_steps import AsTree, Cut, Exchange, LocalSteps, OuterPlan
 from .._mesh import LOCAL, NODE, NodeMesh
 from .._sharding import LeafSpec, TreePlan, ZeroConfig, layout_of_leaf, stored_leaf
 
@@ -170,16 +170,19 @@ def _exchange(
     mesh: NodeMesh,
     config: ZeroConfig,
 ) -> Exchange:
-    cuts = tuple(Cut.of(shard_shape(leaf), method.fragments) for leaf in leaves)
-    full, parts = [], []
-    for leaf, cut in zip(leaves, cuts, strict=True):
+    cuts, full, parts = [], [], []
+    for leaf in leaves:
+        layout, padded = leaf.layout, leaf.padded_shape
+        shard = padded if layout is None else shard_shape(padded, layout.dim, layout.num_shards)
+        cut = Cut.of(shard, method.fragments)
+        cuts.append(cut)
         dtype, shape = accumulator_dtype(leaf.dtype), list(cut.part_shape)
         full.append(jax.ShapeDtypeStruct(leaf.stored_shape, dtype))
         if leaf.layout is not None:
             shape[leaf.layout.dim] *= leaf.layout.num_shards
         parts.append(jax.ShapeDtypeStruct(tuple(shape), dtype))
     outer = OuterPlan.of(method.outer, as_tree, full, parts, method.fragments)
-    return Exchange(method, leaves, cuts, mesh, config.min_quantized_size, outer)
+    return Exchange(method, leaves, tuple(cuts), mesh, config.min_quantized_size, outer)
 
 
 def _outer_leaves(outer: OuterPlan, anchors: Sequence[LeafSpec]) -> tuple[LeafSpec, ...]:

@@ -203,11 +203,7 @@ class LocalRounds:
         layouts, method = self._known(), self.method
         mesh, nodes = auto_mesh(self._zero.mesh), self.num_nodes
         held = {
-            name: sum(
-                math.prod(leaf.sharding(mesh, kept.axes).shard_shape(leaf.stored_shape))
-                * leaf.stored.dtype.itemsize
-                for leaf in kept.global_leaves(nodes)
-            )
+            name: sum(leaf.shard_bytes(mesh, kept.axes) for leaf in kept.global_leaves(nodes))
             for name, kept in layouts.kept.items()
         }
         exchange = layouts.exchange

@@ -38,6 +38,7 @@ from .._sharding import (
     in_memory,
     is_array,
     is_stored,
+    path_endings,
     path_name,
     plan_as_stored,
     plan_tree,
@@ -134,11 +135,8 @@ def _parameter_of(
     leaf: LeafSpec, path: tuple[Any, ...], parameters: dict[str, LeafSpec]
 ) -> LeafSpec | None:
     """The parameter whose path ends that of a leaf of the state, and that has its shape."""
-    for i in range(len(path) + 1):
-        parameter = parameters.get(path_name(path[i:]))
-        if parameter and leaf.shape == parameter.shape:
-            return parameter
-    return None
+    found = (parameters.get(name) for name in path_endings(path))
+    return next((each for each in found if each and leaf.shape == each.shape), None)
 
 
 def _in_memory(
