@@ -80,7 +80,14 @@ def test_the_first_lines_say_where_arrays_are(finish: Callable[[bool], tuple[job
     assert "Host memory holds for each device" in text and "Host memory" not in plain
 
 
-@pytest.mark.parametrize(("first", "then"), [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (True, True),
+        pytest.param(True, False, marks=pytest.mark.exhaustive),
+        pytest.param(False, True, marks=pytest.mark.ci),
+    ],
+)
 def test_a_checkpoint_resumes_with_and_without_offload(
     finish: Callable[[bool], tuple[jobs.Train, str]],
     first: bool,

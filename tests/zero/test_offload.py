@@ -104,9 +104,15 @@ def assert_same(with_offload, without):
     jax.tree.map(np.testing.assert_array_equal, with_offload[1], without[1])
 
 
-@pytest.fixture(scope="module", params=[(2, 4), (1, 3), (1, 1)], ids=["2x2", "1x3", "1x1"])
+MESHES = {"2x2": (2, 4), "1x3": (1, 3), "1x1": (1, 1)}
+of_two_meshes = pytest.mark.parametrize(
+    "mesh", ["2x2", pytest.param("1x3", marks=pytest.mark.exhaustive), "1x1"], indirect=True
+)
+
+
+@pytest.fixture(scope="module", params=list(MESHES))
 def mesh(request):
-    nodes, devices = request.param
+    nodes, devices = MESHES[request.param]
     return jz.make_mesh(nodes, devices=jax.devices()[:devices])
 
 
@@ -120,6 +126,7 @@ def test_gradients_are_bit_equal(mesh, preset):
     assert "pinned_host" not in kinds(results[1][2])
 
 
+@of_two_meshes
 @pytest.mark.parametrize("loss", [unrolled, cast_before, nested])
 @pytest.mark.parametrize("preset", ["zero3", "zeropp"])
 def test_other_programs_are_bit_equal(mesh, preset, loss):
@@ -145,6 +152,7 @@ def test_windows_and_schedules_are_bit_equal(mesh, schedule, window):
     assert_same(*(run(mesh, config, scanned) for config in configs))
 
 
+@of_two_meshes
 @pytest.mark.parametrize("options", [{"microbatches": 2}, {"weighted": True}], ids=str)
 @pytest.mark.parametrize("preset", ["zero3", "zeropp"])
 def test_sums_are_bit_equal(mesh, preset, options):
