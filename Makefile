@@ -7,6 +7,7 @@ LATEST := .venv-latest
 AOT := .venv-aot
 AOT_LATEST := .venv-aot-latest
 WORKERS ?= 2
+GPU_PYTHON ?= python3
 AOT_TESTS := $(addprefix tests/,zero/test_aot.py zero/test_offload_aot.py windowed_update/test_aot.py \
   local_steps/test_aot.py planner/test_aot.py report/test_host_traffic.py benchmarks/test_host_memory.py)
 PIP_FLAGS := -qq --disable-pip-version-check
@@ -15,7 +16,7 @@ OLDEST_PINS := .ci/constraints-oldest.txt
 NEWEST_PINS := .ci/constraints-newest.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-exhaustive test-aot test-aot-latest lint format docs test-latest clean
+.PHONY: help train test gpu test-exhaustive test-aot test-aot-latest lint format docs test-latest clean
 
 help:
 	@echo "make train            fine-tune a text encoder on 8 devices of this machine (ARGS='--help')"
@@ -23,6 +24,7 @@ help:
 	@echo "make test-exhaustive  the rest of the models, in both dtypes and under the presets of ZeRO++"
 	@echo "make test-aot         what XLA compiles for H200s, on a machine without: 700 MB to install"
 	@echo "make test-aot-latest  the same on the newest JAX, and of the GPU kernels: 700 MB to install"
+	@echo "make gpu              tests and benchmarks of one GPU, in 9 minutes; needs JAX for CUDA (OUT=folder)"
 	@echo "make test-latest      the tests, on the newest JAX, with annotations checked; needs Python 3.12"
 	@echo "make lint             formatting, lint, types"
 	@echo "make format           put the files into the form that lint asks for"
@@ -56,6 +58,11 @@ test-latest: $(LATEST)/.installed
 
 # pyright reads the packages in .venv, so it is installed beside them; its own look for a newer release
 # of itself is switched off.
+# Installs nothing: it runs with the JAX for CUDA that is there, as `python3` or GPU_PYTHON. COMMIT
+# is for rows that are made outside a repository.
+gpu:
+	COMMIT="$(COMMIT)" $(GPU_PYTHON) -m benchmarks.measured.gpu $(if $(OUT),--directory $(OUT)) $(ARGS)
+
 lint: $(VENV)/.dev-installed
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .

@@ -15,16 +15,16 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import optax
-import tyro
 
 import jaxzero as jz
 from benchmarks.shared import _llama
 from benchmarks.shared._llama import LlamaSize
-from benchmarks.shared._rows import append_row
+from benchmarks.shared._rows import RESULTS, append_row
 
 Peer = Literal["jit", "jaxzero", "fake-wire-xla", "fake-wire-mosaic_gpu"]
 Step = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
@@ -43,6 +43,7 @@ def main(
     tokens: int = 2048,
     rounds: int = 12,
     steps: int = 3,
+    directory: Path = RESULTS,
 ) -> None:
     """Measure and append a row.
 
@@ -53,6 +54,7 @@ def main(
         tokens: of each sequence.
         rounds: how often each peer has its turn; a first one warms up.
         steps: of a turn.
+        directory: of the rows.
     """
     size = _SIZES[model]
     key = jax.random.key(0)
@@ -74,6 +76,7 @@ def main(
             "rounds": rounds,
             **{name: _figures(seconds[name], seconds[peers[0]]) for name in peers},
         },
+        directory=directory,
     )
 
 
@@ -142,4 +145,6 @@ def _sent(codec: jz.Int8 | jz.Int4, x: Any) -> Any:
 
 
 if __name__ == "__main__":
+    import tyro  # `gpu` calls `main` on machines without it
+
     tyro.cli(main)

@@ -23,7 +23,6 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import tyro
 
 from benchmarks.shared import _rows
 from jaxzero import pallas_kernels as pk
@@ -174,4 +173,6 @@ def _interpreted(wanted: bool) -> contextlib.AbstractContextManager[None]:
 
 
 if __name__ == "__main__":
+    import tyro  # `gpu` calls `main` on machines without it
+
     tyro.cli(main)

@@ -37,11 +37,13 @@ def append_row(name: str, results: Mapping[str, Any], *, directory: Path = RESUL
         name: the benchmark's name, and the file's.
         results: what was measured; names carry their units (`_ms`, `_bytes`, `_gib`).
         directory: where the files are.
+
+    Outside a repository, the commit is that of the environment variable `COMMIT`.
     """
     row = {
         "benchmark": name,
         "command": shlex.join([Path(sys.executable).name, *_command()]),
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": _git("rev-parse", "HEAD") or os.environ.get("COMMIT"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--", *_CODE)),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": _versions(),

@@ -1,6 +1,6 @@
 """What one GPU must compute: kernels the bits of `jax.numpy`, steps the gradients of plain JAX.
 
-    JAX_PLATFORMS=cpu,cuda python -m pytest tests/gpu
+JAX_PLATFORMS=cpu,cuda python -m pytest tests/gpu
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ def test_gradients_are_those_of_plain_jax(gpu, tokens, config):
 def test_steps_with_offload_are_those_without(gpu, tokens):
     offload = jz.Offload(weights=True, gradients=True, optimizer=True, min_size=0)
     losses = {}
-    for name, config in {"device": jz.zero3(), "host": dataclasses.replace(jz.zero3(), offload=offload)}.items():
+    for name, config in {
+        "device": jz.zero3(),
+        "host": dataclasses.replace(jz.zero3(), offload=offload),
+    }.items():
         zero, tx = jz.Zero(jz.make_mesh(1, devices=[gpu]), config), optax.adamw(1e-2)
         params = zero.init(init, jax.random.key(0))
         opt_state = zero.init_optimizer(tx, params)

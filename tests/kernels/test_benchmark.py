@@ -33,7 +33,9 @@ def test_a_row_for_each_operation(operation, tmp_path):
 @pytest.mark.ci
 def test_a_step_is_measured_against_plain_jit(monkeypatch):
     rows = []
-    monkeypatch.setattr(gpu_step, "append_row", lambda name, results: rows.append(results))
+    monkeypatch.setattr(
+        gpu_step, "append_row", lambda name, results, directory: rows.append(results)
+    )
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         peers = ("jit", "jaxzero", "fake-wire-xla")
         gpu_step.main("tiny", peers, batch=2, tokens=16, rounds=2, steps=1)

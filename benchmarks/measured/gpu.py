@@ -1,0 +1,135 @@
+"""Everything that one GPU can show, in one call of at most nine minutes: `make gpu`.
+
+    python -m benchmarks.measured.gpu --directory OUT
+    python -m benchmarks.measured.gpu --directory OUT --summary         # only the page, from rows
+    python -m benchmarks.measured.gpu --directory OUT --part kernels    # only one part
+
+Runs the tests of one GPU, then the benchmarks, each in a process of its own that is ended when its
+share of the time is over; rows are written as they are made. At last it writes `gpu.md` and
+`gpu.png`, which sum the rows up. Needs no network, and no tyro. Exits with 1 if a part failed, with
+2 if there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.shared._rows import RESULTS
+
+from . import gpu_step, host_copies, kernels, walked_step
+from ._gpu_summary import write_summary
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def _tests(directory: Path) -> int:
+    import pytest
+
+    # The project's filters name a class of beartype, which may not be there.
+    return pytest.main(
+        ["tests/gpu", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
+    )
+
+
+def _host_copies(directory: Path) -> None:
+    host_copies.main(directory=directory)
+
+
+def _gpu_step(directory: Path) -> None:
+    gpu_step.main(rounds=8, directory=directory)
+
+
+def _walked_step(directory: Path) -> None:
+    walked_step.main(directory=directory)
+
+
+def _kernels(directory: Path) -> None:
+    # What says most comes first: what the time does not suffice for is the end.
+    formats = ("int8", "int4", "int4-hadamard", "float8")
+    kernels.main((64, 256, 4, 1000, 16), formats, repeats=8, directory=directory)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one process runs, for at most so many seconds; it returns an exit status or None."""
+
+    run: Callable[[Path], int | None]
+    seconds: int
+
+
+PARTS = {
+    "tests": Part(_tests, 130),
+    "host_copies": Part(_host_copies, 40),
+    "gpu_step": Part(_gpu_step, 110),
+    "walked_step": Part(_walked_step, 90),
+    "kernels": Part(_kernels, 150),
+}
+
+
+def main(directory: Path) -> int:
+    """Run all parts and write the page; return the number of parts that failed."""
+    directory.mkdir(parents=True, exist_ok=True)
+    outcomes = []
+    for name, part in PARTS.items():
+        outcomes.append(_outcome(name, part.seconds, directory))
+        (directory / "gpu.json").write_text(json.dumps(outcomes, indent=1))
+    write_summary(directory)
+    return sum(outcome["ended"] == "failed" for outcome in outcomes)
+
+
+def _outcome(name: str, seconds: int, directory: Path) -> dict[str, object]:
+    """Run a part in a process of its own; what became of it."""
+    platforms = "cpu,cuda" if name == "tests" else "cuda,cpu"  # the default device comes first
+    log, start = directory / f"gpu-{name}.log", time.perf_counter()
+    command = [sys.executable, "-u", "-m", "benchmarks.measured.gpu"]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*command, "--directory", str(directory), "--part", name],
+            cwd=_ROOT,
+            env={**os.environ, "JAX_PLATFORMS": platforms},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            ended = "failed" if process.wait(seconds) else "done"
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            ended = f"ended after its {seconds} s"
+    taken = round(time.perf_counter() - start)
+    lines = [x for x in log.read_text(errors="replace").splitlines() if x and x[0] != "{"]
+    last = lines[-1][:200] if lines else ""
+    print(f"{name}: {ended}, {taken} s. {last}", flush=True)
+    return {"part": name, "ended": ended, "seconds": taken, "last_line": last}
+
+
+def _why_no_gpu() -> str:
+    """Why JAX finds no GPU; "" if it finds one."""
+    check = "import jax; print(jax.devices('cuda'))"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["?"])[-1]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Tests and benchmarks of one GPU.")
+    parser.add_argument("--directory", type=Path, default=RESULTS, help="of rows, logs and page")
+    parser.add_argument("--summary", action="store_true", help="only write the page again")
+    parser.add_argument("--part", choices=list(PARTS), help="run one part, in this process")
+    chosen = parser.parse_args()
+    if chosen.summary:
+        write_summary(chosen.directory)
+    elif chosen.part:
+        sys.exit(PARTS[chosen.part].run(chosen.directory))
+    elif why := _why_no_gpu():
+        print(f"`make gpu` needs an NVIDIA GPU, and JAX finds none here: {why}", file=sys.stderr)
+        sys.exit(2)
+    else:
+        sys.exit(min(1, main(chosen.directory.absolute())))
