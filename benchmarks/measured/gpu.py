@@ -34,9 +34,8 @@ def _tests(directory: Path) -> int:
     import pytest
 
     # The project's filters name a class of beartype, which may not be there.
-    return pytest.main(
-        ["tests/gpu", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
-    )
+    options = ("-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default")
+    return pytest.main(["tests/gpu", *options])
 
 
 def _host_copies(directory: Path) -> None:
