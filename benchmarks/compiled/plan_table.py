@@ -33,6 +33,7 @@ Name = Literal["1b", "7b", "moe"]
 LINKS = (3e9, 12.5e9, 50e9, 200e9)  # bytes a second that enter a node
 PERTURBED = ("flops", "memory", "local", "node", "host")
 ROWS_PER_DEVICE, TOKENS = 4, 2048
+MICROBATCHES = (1, 2, 4)
 
 
 def cluster_of(link: float) -> jz.Cluster:
@@ -50,7 +51,7 @@ def job_of(model: Name) -> Job:
 
 def candidates() -> list[Candidate]:
     """All plans, those with offload last."""
-    found = enumerate_candidates(cluster_of(LINKS[0]), ("",), ROWS_PER_DEVICE, True)
+    found = enumerate_candidates(cluster_of(LINKS[0]), ("",), MICROBATCHES, True)
     return sorted(found, key=lambda each: each.offload)
 
 

@@ -67,8 +67,10 @@ def _made_up(size: int) -> dict[str, Rows]:
 
 def _of_a_model(optimization: Optimization) -> dict[str, Rows]:
     """The checkpoint's weights, and the gradients of the job's first batch, on one device."""
-    setup = set_up(None, Devices(nodes=1, devices=1), Sharding(stage=0), optimization)
-    pairs = load_examples(Data(), setup.checkpoint, Console()).train
+    console, one = Console(), Devices(nodes=1, devices=1)
+    tokens = Data().max_tokens
+    setup = set_up(None, one, Sharding(stage=0), optimization, max_tokens=tokens, console=console)
+    pairs = load_examples(Data(), setup.checkpoint, console).train
     first = next(training_batches(pairs, setup.zero, optimization))
     embed = make_embed(setup.graph)
 

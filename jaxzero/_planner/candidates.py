@@ -23,7 +23,6 @@ _OFFLOAD = {
     "optimizer": Offload(optimizer=True),
     "all": Offload(weights=True, gradients=True, optimizer=True),
 }
-_MICROBATCHES = (1, 2, 4, 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Candidate:
 
 
 def enumerate_candidates(
-    cluster: Cluster, losses: Sequence[str], rows_per_device: int, quantized: bool
+    cluster: Cluster, losses: Sequence[str], microbatches: Sequence[int], quantized: bool
 ) -> Iterator[Candidate]:
     """All plans for a cluster.
 
@@ -80,14 +79,13 @@ def enumerate_candidates(
         cluster: with one node, presets that differ between nodes only are left out; without host
             memory, so is offload.
         losses: names of the forms of the loss.
-        rows_per_device: rows of the batch on one device, which micro-batches must divide.
+        microbatches: numbers of them.
         quantized: whether weights and gradients may travel in 4 and 8 bits.
     """
     presets = [name for name in _PRESETS if quantized or name not in _QUANTIZED]
     if cluster.nodes == 1:
         presets = [name for name in presets if name not in ("hsdp", "zeropp4")]
-    numbers = [k for k in _MICROBATCHES if rows_per_device % k == 0]
-    for preset, loss, k in itertools.product(presets, losses, numbers):
+    for preset, loss, k in itertools.product(presets, losses, microbatches):
         config = _PRESETS[preset]()
         kinds = list(_OFFLOAD) if cluster.host_memory and config.stage == 3 else [""]
         for offload, prefetch in itertools.product(kinds, (1, 0) if config.stage == 3 else (1,)):

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+
+from jax.sharding import Mesh
 
 from .._hlo import Rates
+from .._mesh import LOCAL, NODE
+from .measured import measure
 
 _GIGA = 1e9
 
@@ -115,6 +120,30 @@ class Cluster:
             raise ValueError(
                 f"`host_memory` of `Cluster` must be at least 0 bytes; got {self.host_memory!r}."
             )
+
+    @classmethod
+    def measured(cls, mesh: Mesh) -> Cluster:
+        """The cluster that a mesh of devices here is, with rates measured by short programs.
+
+        All processes of the mesh must call it. It takes a few seconds. For A100s, H100s, H200s and
+        B200s plans are then compiled; for other devices they are ranked by bounds alone.
+
+        Args:
+            mesh: with the axes `node` and `local`, as from `jz.make_mesh`.
+        """
+        found, name = measure(mesh), mesh.devices.flat[0].device_kind
+        device = Device(
+            name=name,
+            flops=found.flops,
+            memory_bandwidth=found.memory_bandwidth,
+            memory=found.memory,
+            local_link=found.local_link,
+            host_link=found.host_link,
+            target=next((gpu for gpu in DEVICES if gpu.upper() in re.split(r"\W", name)), None),
+        )
+        return cls(
+            nodes=mesh.shape[NODE], local=mesh.shape[LOCAL], device=device, link=found.node_link
+        )
 
     @property
     def kind(self) -> Device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -34,6 +34,7 @@ def tune(
     memory: float | None = None,
     objective: Objective = "step_time",
     quantized: bool = True,
+    microbatches: Sequence[int] = (1, 2, 4, 8),
     budget: float = 180.0,
     cache: Path | str | None = "default",
     progress: Callable[[str], None] | None = None,
@@ -63,6 +64,8 @@ def tune(
             "memory" looks for the plan that takes the least.
         quantized: whether weights and gradients may travel in 4 and 8 bits, which changes losses
             and gradients a little.
+        microbatches: numbers of them to try; those that do not divide a device's rows are left out.
+            `(1,)` if the loss of a batch is no mean over its rows (a contrastive loss).
         budget: seconds after which no further compile is started.
         cache: a folder for compiled programs; by default `~/.cache/jaxzero/plans`; None: keep none.
         progress: called with a line of text when something begins.
@@ -105,9 +108,13 @@ def tune(
     )
     if missing:
         search.notes.append(f"ranked by lower bounds alone: {missing}")
-    search.run(
-        enumerate_candidates(cluster, tuple(losses), num_rows // cluster.num_devices, quantized)
-    )
+    numbers = [k for k in microbatches if num_rows // cluster.num_devices % k == 0]
+    if not numbers:
+        raise ValueError(
+            f"`microbatches` must have a number that divides the {num_rows // cluster.num_devices} "
+            f"rows of a device; got {tuple(microbatches)}. Add 1."
+        )
+    search.run(enumerate_candidates(cluster, tuple(losses), numbers, quantized))
     tokens = [x.size for x in jax.tree.leaves(structs) if jnp.issubdtype(x.dtype, jnp.integer)]
     return Plans(
         cluster,

@@ -61,6 +61,10 @@ class Devices:
 class Sharding:
     """How arrays are split between devices, and how they travel."""
 
+    plan: Annotated[Literal["auto"] | None, arg(metavar="auto")] = None
+    """auto: choose `stage`, `wire` and `offload` for the devices that are there, as `jaxzero plan`
+    does for others. Their rates are measured first; the choice is printed."""
+
     stage: Literal[0, 1, 2, 3] = 3
     """ZeRO stage. 0 splits nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
 
@@ -79,6 +83,14 @@ class Sharding:
     def __post_init__(self):
         if self.offload_min_size < 0:
             raise ValueError(f"`offload_min_size` cannot be negative; got {self.offload_min_size}.")
+        if self.plan is not None:
+            for field in dataclasses.fields(self):
+                value = getattr(self, field.name)
+                if field.name != "plan" and value != field.default:
+                    raise ValueError(
+                        f"`plan` auto chooses `{field.name}`; got {value!r} for it too. Leave out "
+                        "one of the two."
+                    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -269,6 +281,11 @@ class Train:
                 "`local_steps` does not go with `adaptive_batch`: nodes would choose batches of "
                 "different sizes, and exchange parameters in the middle of one. Leave out one of "
                 "the two."
+            )
+        if self.sharding.plan is not None:
+            raise ValueError(
+                "`local_steps` does not go with `plan` auto, which compares plans that exchange in "
+                "every step. Leave out one of the two."
             )
         if self.sharding.wire == "zeropp4":
             raise ValueError(

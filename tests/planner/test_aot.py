@@ -35,7 +35,7 @@ def test_proxies_and_the_disk(tmp_path):
     # Activations of 128 MiB: a proxy also reserves 32 MiB, the workspace of cuBLAS.
     batch = jax.ShapeDtypeStruct((2**18, 256), jnp.float32)
     job = Job({"": loss}, init, batch, optax.sgd(1e-3), {})
-    candidates = enumerate_candidates(CLUSTER, ("",), 2**17, False)
+    candidates = enumerate_candidates(CLUSTER, ("",), (1, 2, 4, 8), False)
     candidate = next(x for x in candidates if x.preset == "zero3")
     compiler = Compiler(job, CLUSTER, tmp_path)
     full = compiler.compile(candidate, is_proxy=False)
@@ -62,7 +62,7 @@ def test_the_key_on_disk_has_the_device(tmp_path):
     found = []
     for device in ("h100", "h200"):
         cluster = jz.Cluster(nodes=1, local=2, device=device)
-        candidate = next(enumerate_candidates(cluster, ("",), 4, False))
+        candidate = next(enumerate_candidates(cluster, ("",), (1, 2, 4), False))
         compiler = Compiler(job, cluster, tmp_path)
         found.append((compiler.key(candidate), compiler.file_name(candidate, is_proxy=True)))
     assert found[0][0] == found[1][0]

@@ -71,7 +71,7 @@ def bounded(quantized):
     """A search that has bounds, and no compiler."""
     job = Job({"": loss}, init, BATCH, optax.adamw(1e-3), {})
     search = Search(job, CLUSTER, 10 * GB, "step_time", None, math.inf, lambda line: None)
-    search._bound(list(enumerate_candidates(CLUSTER, ("",), 4, quantized)))
+    search._bound(list(enumerate_candidates(CLUSTER, ("",), (1, 2, 4), quantized)))
     return search
 
 
@@ -291,7 +291,7 @@ def test_losses_with_weights_and_collectives(f, options):
     """`[16, 64] @ [64, 8]`, and as much for the gradient of the weights, over 4 devices."""
     job = Job({"": f}, init, BATCH, optax.sgd(1e-3), options)
     search = Search(job, absent(1e9), 1e9, "step_time", None, math.inf, lambda line: None)
-    search.run(list(enumerate_candidates(search.cluster, ("",), 4, False))[:1])
+    search.run(list(enumerate_candidates(search.cluster, ("",), (1, 2, 4), False))[:1])
     (bounds,) = search.bounds.values()
     assert bounds.compute == 2 * 2 * 16 * 64 * 8 / 4 / 1e12
 
@@ -304,7 +304,7 @@ def test_a_plan_that_cannot_be_traced_is_left_out():
 
     job = Job({"": picky}, init, BATCH, optax.sgd(1e-3), {})
     search = Search(job, absent(1e9), 1e9, "step_time", None, math.inf, lambda line: None)
-    candidates = list(enumerate_candidates(search.cluster, ("",), 4, False))[:2]
+    candidates = list(enumerate_candidates(search.cluster, ("",), (1, 2, 4), False))[:2]
     search.run(candidates)
     assert list(search.rows) == candidates[:1]
     why = "`ddp, 2 micro-batches` was left out, for it cannot be traced: at least 4 rows"

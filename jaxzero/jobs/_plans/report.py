@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from .._settings import Data, Optimization, Report
-from .._training import abstract_tokens, describe_devices, make_loss, plan_step, set_up
+from .._task import abstract_tokens
+from .._training import describe_devices, make_loss, plan_step, set_up
 from .plan_plot import SUFFIXES, plot_plan
 
 
@@ -20,7 +21,14 @@ def report(settings: Report, console: Console) -> None:
     if settings.plot is not None:
         _check_plot(settings.plot)
     optimization = Optimization()
-    setup = set_up(settings.checkpoint, settings.devices, settings.sharding, optimization)
+    setup = set_up(
+        settings.checkpoint,
+        settings.devices,
+        settings.sharding,
+        optimization,
+        max_tokens=Data().max_tokens,
+        console=console,
+    )
     console.print(
         escape(f"{setup.checkpoint}\non {describe_devices(setup)}"), highlight=False, soft_wrap=True
     )
@@ -28,7 +36,7 @@ def report(settings: Report, console: Console) -> None:
     tokens = abstract_tokens(
         pairs_per_device * setup.num_devices, min(Data().max_tokens, setup.config.max_length)
     )
-    loss = make_loss(setup, temperature=optimization.temperature)
+    loss = make_loss(setup.graph, temperature=optimization.temperature)
     plan = plan_step(setup.zero, setup.params, loss, tokens)
     setup.zero.report(setup.params, setup.opt_state, plan=plan).print(settings.detail, console)
     if settings.plot is not None:

@@ -17,3 +17,4 @@ from .retrieval import Params as Params
 from .retrieval import contrastive_loss as contrastive_loss
 from .retrieval import make_embed as make_embed
 from .tokens import PairTokens as PairTokens
+from .tokens import abstract_tokens as abstract_tokens

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 from tokenizers import Tokenizer
@@ -27,6 +29,13 @@ class PairTokens(NamedTuple):
     def rows(self, rows: slice) -> "PairTokens":
         """Select a range of pairs."""
         return PairTokens(self.ids[rows], self.mask[rows])
+
+
+def abstract_tokens(num_pairs: int, num_tokens: int) -> PairTokens:
+    """The tokens of one step as `ShapeDtypeStruct`s."""
+    shape = (num_pairs, 2, num_tokens)
+    ids, mask = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.bool_))
+    return PairTokens(ids, mask)  # pyright: ignore[reportArgumentType]
 
 
 class PairTokenizer:

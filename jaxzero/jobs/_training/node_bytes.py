@@ -9,7 +9,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ..._mesh import NODE
 from ..._plan import Plan
@@ -17,8 +16,8 @@ from ..._sharding import ZeroConfig
 from ..._zero import LocalRounds, Zero
 from .._settings import Sharding
 from .._task import PairTokens
+from .loss import LossFn
 from .setup import Setup, zero_config
-from .step import LossFn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,10 +77,3 @@ def plan_step(zero: Zero, params: Any, loss: LossFn, tokens: PairTokens) -> Plan
     if zero.config.needs_wire_state:
         wire_state = jax.eval_shape(zero.init_wire_state, params)
     return zero.plan(loss, params, tokens, has_aux=True, wire_state=wire_state)
-
-
-def abstract_tokens(num_pairs: int, num_tokens: int) -> PairTokens:
-    """The tokens of one step as `ShapeDtypeStruct`s."""
-    shape = (num_pairs, 2, num_tokens)
-    ids, mask = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.bool_))
-    return PairTokens(ids, mask)  # pyright: ignore[reportArgumentType]

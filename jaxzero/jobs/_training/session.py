@@ -13,11 +13,20 @@ from ..._plan import Plan
 from ..._zero import LocalRounds, LocalState
 from ...data import Batches
 from .._settings import Train
-from .._task import AXES, NODE_AXES, Examples, PairTokens, load_examples, training_batches
+from .._task import (
+    AXES,
+    NODE_AXES,
+    Examples,
+    PairTokens,
+    abstract_tokens,
+    load_examples,
+    training_batches,
+)
 from .journal import Journal
-from .node_bytes import abstract_tokens, plan_step
+from .loss import LossFn, make_loss
+from .node_bytes import plan_step
 from .setup import Setup, describe_devices, set_up
-from .step import LossFn, make_loss, make_rounds
+from .step import make_rounds
 from .trackers import make_trackers
 
 
@@ -89,13 +98,20 @@ def open_session(settings: Train, console: Console) -> Iterator[Session]:
         ValueError: a setting does not fit the machine or the data.
     """
     directory = settings.run.directory
-    setup = set_up(settings.checkpoint, settings.devices, settings.sharding, settings.optimization)
+    setup = set_up(
+        settings.checkpoint,
+        settings.devices,
+        settings.sharding,
+        settings.optimization,
+        max_tokens=settings.data.max_tokens,
+        console=console,
+    )
     console.print(
         f"{setup.checkpoint}\non {describe_devices(setup)}", highlight=False, soft_wrap=True
     )
     method = settings.local.method
     temperature = settings.optimization.temperature
-    loss = make_loss(setup, temperature=temperature, axes=NODE_AXES if method else AXES)
+    loss = make_loss(setup.graph, temperature=temperature, axes=NODE_AXES if method else AXES)
     rounds = make_rounds(setup, loss, method) if method else None
     examples = load_examples(settings.data, setup.checkpoint, console)
     batches = training_batches(examples.train, setup.zero, settings.optimization)

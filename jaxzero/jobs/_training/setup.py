@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from rich.console import Console
 
 from ..._codecs import Cast
 from ..._mesh import make_mesh
@@ -16,9 +17,11 @@ from ..._zero import Zero
 from ...interop import load_encoder
 from ...models import EncoderConfig, ModernBertConfig
 from .._settings import Devices, Optimization, Sharding
-from .._task import packaged_checkpoint
+from .._task import abstract_tokens, packaged_checkpoint
 from .devices import choose_devices
+from .loss import make_loss
 from .optimizer import make_optimizer
+from .planned import planned_config
 
 _BFLOAT16 = PerAxis(node=Cast(jnp.bfloat16), local=Cast(jnp.bfloat16))
 _CONFIGS = {
@@ -63,9 +66,23 @@ class Setup:
 
 
 def set_up(
-    checkpoint: Path | None, devices: Devices, sharding: Sharding, optimization: Optimization
+    checkpoint: Path | None,
+    devices: Devices,
+    sharding: Sharding,
+    optimization: Optimization,
+    *,
+    max_tokens: int,
+    console: Console,
 ) -> Setup:
     """Make the mesh, and load the checkpoint onto it; each process reads its devices' slices only.
+
+    Args:
+        checkpoint: None: the one that comes as a package.
+        devices: where it runs.
+        sharding: how arrays are split, or that this is to be planned.
+        optimization: the optimizer, and the pairs of a step.
+        max_tokens: of a description and of a body, for planning.
+        console: for what was planned.
 
     Raises:
         ValueError: the settings do not fit the machine, or the checkpoint cannot be loaded.
@@ -74,20 +91,27 @@ def set_up(
     # First of all: it has to come before anything that starts a JAX backend.
     found = choose_devices(devices.devices)
     mesh = make_mesh(devices.nodes or (None if process_count() > 1 else 2), devices=found)
-    zero = Zero(mesh, zero_config(sharding))
     loaded = load_encoder(checkpoint, dtype=jnp.float32)
     if not isinstance(loaded.config, EncoderConfig | ModernBertConfig):
         raise ValueError(
             f"The checkpoint {str(checkpoint)!r} is a {type(loaded.config).__name__}, not a text "
             "encoder. Give a checkpoint of BERT, RoBERTa, DistilBERT or ModernBERT."
         )
-    params = zero.shard(loaded.params)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loaded.params)
     optimizer = make_optimizer(optimization)
+    if sharding.plan is None:
+        config = zero_config(sharding)
+    else:
+        loss = make_loss(loaded.graph, temperature=optimization.temperature)
+        tokens = abstract_tokens(optimization.pairs, max_tokens)
+        config = planned_config(mesh, shapes, optimizer, loss, tokens, console)
+    zero = Zero(mesh, config)
+    params = zero.shard(loaded.params)
     return Setup(
         checkpoint=checkpoint,
         config=loaded.config,
         graph=loaded.graph,
-        shapes=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loaded.params),
+        shapes=shapes,
         zero=zero,
         params=params,
         optimizer=optimizer,

@@ -16,25 +16,12 @@ from ..._mesh import NODE
 from ..._sharding import ZeroConfig, compiler_options
 from ..._simigrad import SimigradState, simigrad_stats
 from ..._zero import LocalRounds, LocalState
-from .._task import AXES, Metrics, PairTokens, Params, contrastive_loss, make_embed
+from .._task import Metrics, PairTokens, Params, make_embed
+from .loss import LossFn
 from .setup import Setup
 
-LossFn = Callable[[Params, PairTokens], tuple[Float[Array, ""], Metrics]]
 StepFn = Callable[[Params, Any, Any, PairTokens], tuple[Params, Any, Any, Metrics]]
 RoundFn = Callable[[LocalState, PairTokens], tuple[LocalState, dict[str, Float[Array, "every"]]]]
-
-
-def make_loss(setup: Setup, *, temperature: float, axes: tuple[str, ...] = AXES) -> LossFn:
-    """Make the training loss, `loss(params, tokens) -> (loss, metrics)`.
-
-    The pairs of all devices along the mesh axes `axes` are negatives for each other.
-    """
-    embed = make_embed(setup.graph)
-
-    def loss(params: Params, tokens: PairTokens) -> tuple[Float[Array, ""], Metrics]:
-        return contrastive_loss(embed(params, tokens), temperature=temperature, axes=axes)
-
-    return loss
 
 
 def make_step(setup: Setup, loss: LossFn) -> StepFn:

@@ -1,0 +1,73 @@
+"""`jaxzero train --plan auto`: what the planner chooses for these devices is what is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import jaxzero as jz
+from jaxzero import jobs
+from jaxzero.jobs._training import planned
+from jaxzero.jobs._training.session import open_session
+
+pytestmark = pytest.mark.standard_promotion  # optax
+
+
+def automatic(settings: jobs.Train) -> jobs.Train:
+    return dataclasses.replace(settings, sharding=jobs.Sharding(plan="auto"))
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Sets the rates that are taken as measured."""
+
+    def set_rates(link: float, memory: float = 1e12):
+        def measure(mesh):
+            device = jz.Device(
+                name="fake",
+                flops=1e15,
+                memory_bandwidth=1e12,
+                memory=memory,
+                local_link=1e11,
+                host_link=1e10,
+            )
+            nodes, local = mesh.shape["node"], mesh.shape["local"]
+            return jz.Cluster(nodes=nodes, local=local, device=device, link=link)
+
+        monkeypatch.setattr(planned.Cluster, "measured", measure)
+
+    return set_rates
+
+
+def test_slow_links_between_nodes_are_spared(settings, console, measured):
+    configs = {}
+    for link in (1e6, 1e12):
+        measured(link)
+        with open_session(automatic(settings), console) as session:
+            configs[link] = session.setup.zero.config
+    assert configs[1e6].gradients == jz.zeropp4().gradients
+    assert configs[1e6].needs_wire_state and not configs[1e12].needs_wire_state
+    text = console.export_text()
+    assert "Plan: zeropp4" in text and "0.001 GB/s into a node" in text
+    assert "ranked by lower bounds alone" in text
+
+
+def test_a_model_that_does_not_fit_is_refused(settings, console, measured):
+    measured(1e9, memory=1e3)
+    with (
+        pytest.raises(ValueError, match="No plan fits"),
+        open_session(automatic(settings), console),
+    ):
+        pass
+
+
+def test_other_choices_beside_it_are_refused():
+    with pytest.raises(ValueError, match="`plan` auto chooses `wire`; got 'float32'"):
+        jobs.Sharding(plan="auto", wire="float32")
+    with pytest.raises(ValueError, match="`local_steps` does not go with `plan` auto"):
+        jobs.Train(
+            sharding=jobs.Sharding(plan="auto"),
+            local=jobs.Local(local_steps=4),
+            optimization=jobs.Optimization(steps=4),
+        )
