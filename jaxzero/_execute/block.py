@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ from .._collectives import (
 )
 from .._plan import BlockPlan, ShardedParam
 from .._program import Barrier, Constant, Loop, Operation, Value, movable_ops
-from .gathers import GatherSources
+from .gathers import Bind, GatherSources
 from .gradient_buckets import GradientBuckets, Reduced
 from .loop import Prologue, loop_prologue, run_loop
 from .mean_gradients import host_mean
@@ -102,18 +102,32 @@ class BlockRunner:
         """Make a runner for the body of a loop in this block, whose plan `weights` has."""
         return BlockRunner(weights, {})
 
-    def run(self, inputs: Sequence[Any], view_outputs: frozenset[int] = frozenset()) -> list[Any]:
+    def run(
+        self,
+        inputs: Sequence[Any],
+        view_outputs: frozenset[int] = frozenset(),
+        reduce_early: Callable[[Bind], None] | None = None,
+    ) -> list[Any]:
         """Run the block and return its outputs.
 
         Outputs in `view_outputs` (views of weights, which the caller reads from shards), and those
         that are deferred to the next iteration of a loop, are None.
+
+        Args:
+            inputs: an array for each input of the block.
+            view_outputs: indices of outputs.
+            reduce_early: reduces gradients of the last iteration, and passes them through a
+                barrier; it is called where the plan says so.
         """
         block, plan = self.plan.block, self.plan
+        early, tie = plan.reduce_early or (None, None)
         for value, x in zip(block.inputs, inputs, strict=True):
             self._write(value, x)
         for index in range(len(block.operations) + 1):
             with self._region(index):
                 self._gather(index)
+                if index == early and reduce_early is not None:
+                    reduce_early(functools.partial(self.pin, tie))
                 if index < len(block.operations):
                     self._run(index, block.operations[index])
                     self.weights.drop(index)

@@ -112,12 +112,24 @@ class DeferredGradients:
                 final[number], outputs[number] = self._finished(number, outputs[number]), None
         return final
 
+    def reduce_first(self, state: Deferred, bind: Bind) -> dict[int, ReduceBucket]:
+        """Reduce the buckets of the last iteration over their first axis, for `advance`.
+
+        Args:
+            state: of the iteration before.
+            bind: passes them through a barrier.
+        """
+        newest = {number: in_flight[0] for number, in_flight in state.buckets.items() if in_flight}
+        reduced = [self._gradients.reduce_next(number, 0, x) for number, x in newest.items()]
+        return dict(zip(newest, bind(reduced), strict=True))
+
     def advance(
         self,
         state: Deferred,
         new: Mapping[int, ReduceBucket],
         final: dict[int, Array],
         iteration: Array,
+        sent_early: Mapping[int, ReduceBucket],
     ) -> Deferred:
         """Reduce every deferred bucket over one more axis, and add those of this iteration.
 
@@ -129,6 +141,7 @@ class DeferredGradients:
             new: the buckets of this iteration.
             final: the gradients of this iteration that go to their stacks at once.
             iteration: its number.
+            sent_early: what `reduce_first` has reduced in this iteration.
         """
         stored: dict[int, Sum] = {k: x for k, x in final.items() if k not in self._plan.updates}
         waiting = {k: x for k, x in final.items() if k in self._plan.updates}
@@ -137,7 +150,12 @@ class DeferredGradients:
         buckets, done, age = {}, {}, 0
         for number, in_flight in state.buckets.items():
             reduce_next, num_axes = self._gradients.reduce_next, self._gradients.num_axes(number)
-            sent = [reduce_next(number, i, bucket) for i, bucket in enumerate(in_flight[:num_axes])]
+            sent = [
+                sent_early[number]
+                if i == 0 and number in sent_early
+                else reduce_next(number, i, bucket)
+                for i, bucket in enumerate(in_flight[:num_axes])
+            ]
             *buckets[number], done[number] = [new[number], *sent, *in_flight[num_axes:]]
             age = len(in_flight)
         layers = self._finished_outputs(done)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -55,7 +55,12 @@ class Runner(Protocol):
 
     def tie_to(self, value: Value | None, arrays: list[Any]) -> list[Any]: ...
 
-    def run(self, inputs: Sequence[Any], view_outputs: frozenset[int]) -> list[Any]: ...
+    def run(
+        self,
+        inputs: Sequence[Any],
+        view_outputs: frozenset[int],
+        reduce_early: Callable[[Bind], None] | None = None,
+    ) -> list[Any]: ...
 
     def deferred_outputs(self, buckets: Mapping[int, ReduceBucket]) -> dict[int, Any]: ...
 
@@ -295,10 +300,16 @@ class _Loop:
         next_sources = self.layer(following) | self.host.layers(state.fetched, num_hops)
         inside = self._inside(sources, state.in_flight, next_sources)
         rows = [state.rows.get(i, x) for i, x in enumerate(stacks)]
-        outputs = inside.run([*self.constants, *state.carry, *rows], self.uses.view_outputs)
+        sent: dict[int, ReduceBucket] = {}
+
+        def reduce_early(bind: Bind) -> None:
+            sent.update(self.deferred.reduce_first(state.deferred, bind))
+
+        inputs = [*self.constants, *state.carry, *rows]
+        outputs = inside.run(inputs, self.uses.view_outputs, reduce_early)
         done = self.deferred.take_final(outputs)
         new = inside.gradients.deferred
-        deferred = self.deferred.advance(state.deferred, new, done, iteration)
+        deferred = self.deferred.advance(state.deferred, new, done, iteration, sent)
         fetched = self._fetch_next(state.fetched, deferred, iteration)
         slices = [
             lax.dynamic_update_index_in_dim(

@@ -99,6 +99,9 @@ class BlockPlan:
     # At the top level, gradients that are copied to host memory once reduced, and their leaves.
     host_gradients: Mapping[Value, LeafSpec] = dataclasses.field(default_factory=dict)
     last_forward: int | None = None  # the last operation of forward; None in a loop's body
+    # In a loop's body, when the deferred gradients of the last iteration are reduced over their
+    # first axis: before an operation, and before anything reads a value. None: at any time.
+    reduce_early: tuple[int, Value] | None = None
 
     def fetched(self, number: int) -> list[ShardedParam]:
         """The weights of a group whose shards are copied from host memory, outside of loops.

@@ -27,7 +27,9 @@ layer's first `n` groups, and the previous layer's last gradients, encoded but n
 second axis, also those of the layer after next and of the layer before the previous one. The
 messages of the first layers are sent before the loop, as if the loop were a group; or they are the
 messages that the loop before it, which runs in the other direction, sent last. In the last
-iteration, where there is no next layer, the last layer is sent again.
+iteration, where there is no next layer, the last layer is sent again. Over the last axis, which
+makes full weights, the next layer is gathered after the place where the body holds most, and over
+their first axis the previous layer's gradients are reduced before it (`body_memory`).
 
 [Note: host memory] Shards in host memory are copied to the device before they are sent, which is
 one more hop: `window` groups before the first, or in a pipelined loop `window` layers before. XLA
@@ -47,6 +49,7 @@ from .._collectives import ReduceSpec
 from .._program import Block, Constant, Loop, Operation, Value
 from .._sharding import CommSchedule
 from .block_plan import BlockPlan, GatherGroup, LoopPlan, ReduceGroup
+from .body_memory import NO_PEAK, find_peak
 from .bucketing import split_into_groups
 from .gradient_reductions import BlockGradients, find_reduces
 from .lifetimes import Gather, Live, find_gathers
@@ -133,12 +136,17 @@ def _plan_block(
     ties = _ties(block, uses, gradients, boundary)
     starts = _starts(groups, loops)
     num_prefetched = _num_prefetched(groups, live, schedule) if in_loop else 0
+    peak = NO_PEAK
+    if in_loop:
+        reduced = sum(x.num_bytes for group in reduces if group.deferred for x in group.values)
+        peak = find_peak(block, uses, COSTLY, gradients.reduces, reduced)
     gather_groups = []
     for number, gathers in enumerate(groups):
         issues = _issues(gathers, starts, live, schedule, num_hops)
         is_prefetched = number < num_prefetched
         if is_prefetched:  # sent for a later layer, beside the last groups of this one
-            issues = (groups[len(groups) - num_prefetched + number][0].at,) * num_hops
+            at = groups[len(groups) - num_prefetched + number][0].at
+            issues = (at,) * (num_hops - 1) + (max(at, peak.gather_after or 0),)
         after = (ties[issue] if not in_loop or issue else _largest(block, uses) for issue in issues)
         group = GatherGroup(tuple(gathers), issues, tuple(after), is_prefetched)
         if not in_loop and any(gather.weight.in_host for gather in gathers):
@@ -161,6 +169,7 @@ def _plan_block(
         zeros,
         loops,
         last_forward=boundary,
+        reduce_early=peak.reduce_before,
     )
 
 
