@@ -40,9 +40,9 @@ def quantize_tiled(
         seed: seed of stochastic rounding; None means 0.
         divisor: number that the array is divided by.
     """
-    codes, scales = _reference.encode(
-        _reference.to_rows(x_oni), format, as_uint32(seed), divisor=divisor
-    )
+    rows, seed = _reference.to_rows(x_oni), as_uint32(seed)
+    width = _width(format)
+    codes, scales = _reference.encode(rows, format, seed, divisor=divisor, width=width)
     planes = jnp.moveaxis(scales.reshape(len(scales), -1, format.scale_bytes), 2, 1)
     return jnp.concatenate((_tiles(codes), _tiles(planes.reshape(scales.shape))), axis=1)
 
@@ -55,7 +55,7 @@ def dequantize_tiled(
     `outer` and `inner` are as in `dequantize`.
     """
     codes, scales = _parts(message, format, outer * inner)
-    rows = _reference.decode(codes, scales, format, outer * inner, dtype)
+    rows = _reference.decode(codes, scales, format, outer * inner, dtype, _width(format))
     return jnp.moveaxis(rows.reshape(len(message), outer, inner), 0, 1)
 
 
@@ -63,7 +63,8 @@ def dequantize_sum_tiled(
     message: UInt8[Array, "n t 128"], format: Format, *, num: int
 ) -> Float32[Array, " num"]:
     """Decode messages of `quantize_tiled`, of `num` numbers each, and add them up in float32."""
-    return _reference.decode_sum(*_parts(message, format, num), format, num)
+    codes, scales = _parts(message, format, num)
+    return _reference.decode_sum(codes, scales, format, num, _width(format))
 
 
 def dequantize_sum_requantize_tiled(
@@ -84,6 +85,11 @@ def dequantize_sum_requantize_tiled(
         source, target = source.unrotated, target.unrotated
     total = dequantize_sum_tiled(message, source, num=math.prod(shape))
     return quantize_tiled(total.reshape(shape), target, seed=seed, divisor=divisor)
+
+
+def _width(format: Format) -> int:
+    """The numbers that are multiplied by one matrix in a rotation: as many as a block allows."""
+    return min(format.block, _LANES)
 
 
 def _tiles(rows: UInt8[Array, "n m"]) -> UInt8[Array, "n t 128"]:
