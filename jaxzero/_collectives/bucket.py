@@ -139,7 +139,7 @@ def _is_alone(shards: EncodedShards, form: MessageForm) -> bool:
     """Whether shards are sent in the shape that they have."""
     if shards.codec is not None:
         return shards.tiled
-    return math.prod(shards.data.shape) * shards.data.dtype.itemsize >= form.join_below_bytes
+    return not form.joins(math.prod(shards.data.shape) * shards.data.dtype.itemsize)
 
 
 def _without_data(shards: EncodedShards) -> EncodedShards:

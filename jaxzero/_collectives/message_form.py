@@ -15,7 +15,6 @@ same in both forms.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from .._mesh import AnyMesh, physical
 
@@ -28,16 +27,20 @@ class MessageForm:
         tiled: whether each leaf is sent alone, in a shape whose minor dims fill tiles, and floats
             in their own dtype; otherwise as rows of bits, `[devices, m]`.
         join_below_bytes: leaves without a codec are joined into one message only if each sends
-            fewer bytes than this.
+            fewer bytes than this; None joins all.
     """
 
     tiled: bool = False
-    join_below_bytes: float = math.inf
+    join_below_bytes: int | None = None
 
     @classmethod
     def of(cls, mesh: AnyMesh) -> MessageForm:
         """The form for the platform of the devices of `mesh`."""
         return _FORMS.get(physical(mesh).devices.flat[0].platform, cls())
+
+    def joins(self, num_bytes: int) -> bool:
+        """Whether a leaf without a codec, which sends `num_bytes`, is joined with others."""
+        return self.join_below_bytes is None or num_bytes < self.join_below_bytes
 
 
 TILED = MessageForm(tiled=True, join_below_bytes=2**16)

@@ -71,7 +71,8 @@ class PartialSums:
     def total(self) -> Shaped[Array, ...]:
         """The sum over all devices so far, decoded and added in float32."""
         if self.tiled:
-            total = self.codec.sum_tiled(kernels.cut_out(self.message), self.shape)
+            assert not isinstance(self.message, kernels.InPlace)
+            total = self.codec.sum_tiled(self.message, self.shape)
         else:
             num = math.prod(self.shape)
             total = self.codec.decode_sum(self.message, num).reshape(self.shape)
@@ -79,7 +80,11 @@ class PartialSums:
 
     def halved(self, half: int) -> HalfBatchSum:
         """The sum over all senders, and over the first `half` of them."""
-        first = self.message[:half] if self.tiled else kernels.InPlace.whole(self.message).rows(half)
+        if self.tiled:
+            assert not isinstance(self.message, kernels.InPlace)
+            first = self.message[:half]
+        else:
+            first = kernels.InPlace.whole(self.message).rows(half)
         return HalfBatchSum(self.total(), dataclasses.replace(self, message=first).total())
 
 

@@ -149,7 +149,7 @@ def _split_by_codec(
             coded.append(i)
         else:
             dtype = _dtype_at(spec, axis, comm)
-            joins = math.prod(spec.shape) * jnp.dtype(dtype).itemsize < comm.form.join_below_bytes
+            joins = comm.form.joins(math.prod(spec.shape) * jnp.dtype(dtype).itemsize)
             name = str(dtype) if can_join(dtype) and joins else f"{dtype} {i}"
             summed.setdefault(name, []).append(i)
     return coded, summed
