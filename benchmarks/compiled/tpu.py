@@ -24,7 +24,7 @@ import jaxzero as jz
 from benchmarks.shared import _llama
 from benchmarks.shared._rows import append_row, read_rows
 
-from ._tpu import traffic, tpu_mesh
+from ._tpu import tpu_mesh, traffic
 from .aot import SIZES, Model, Variant, lowered_step
 
 
