@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
 from benchmarks.shared import _llama
-from jaxzero._collectives import CommSpec, ReduceSpec, message_form, reduce_gradient
+from jaxzero._collectives import CommSpec, HalfBatchSum, ReduceSpec, message_form, reduce_gradient
 from jaxzero._sharding import DimSharding, pad
 
 ROTATED = jz.Int8(block=256, hadamard=32, scale_dtype=jnp.float32)
@@ -112,6 +112,7 @@ def test_half_batch_sums(codec):
     def reduced(g, comm):
         spec = ReduceSpec("x", (5, 13), jnp.float32, layout)
         both = reduce_gradient(g[0], spec, comm)
+        assert isinstance(both, HalfBatchSum)
         return both.total, both.first
 
     def run():

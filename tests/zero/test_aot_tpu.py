@@ -88,5 +88,6 @@ def test_two_slices_compile():
     assert mesh.shape == {"node": 2, "local": 8}
     rows = NamedSharding(mesh, P(("node", "local")))
     x = jax.ShapeDtypeStruct((16, 128), jnp.float32, sharding=rows)
-    compiled = jax.jit(jnp.sum).lower(x).compile()
-    assert "all-reduce" in compiled.as_text()
+    text = jax.jit(jnp.sum).lower(x).compile().as_text()
+    assert text is not None
+    assert "all-reduce" in text
