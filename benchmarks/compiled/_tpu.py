@@ -69,7 +69,17 @@ class Traffic:
 
 
 def traffic(text: str) -> Traffic:
-    """Read the collectives of a program; one that is fused in pieces counts once."""
+    """Read the collectives of a program; one that is fused in pieces counts once.
+
+    Raises:
+        ValueError: a loop's trip count cannot be read, as in programs of GSPMD that gather and
+            multiply in one loop: these may advance by two, which the condition does not show.
+    """
+    if "windowed_dot_general" in text:
+        raise ValueError(
+            "`text` has loops of GSPMD (`windowed_dot_general`) whose trip counts cannot be read. "
+            "Read the collectives of other programs only."
+        )
     chains: set[str] = set()
     received = asynchronous = 0
     launches: Counter[str] = Counter()
@@ -91,7 +101,7 @@ def traffic(text: str) -> Traffic:
 def _as_for_gpus(text: str) -> str:
     """The program as XLA writes it for GPUs: loops with trip counts, starts without semaphores.
 
-    Loops of JAX and of GSPMD count from 0 up to the one constant of their condition.
+    Loops of JAX count from 0 up to the one constant of their condition, by one.
     """
 
     def line_with_count(line: str) -> str:

@@ -44,9 +44,9 @@ _GPU_LOCAL_STEPS: Options = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 64,
 }
 _TPU: Options = {
-    # By default the exchanges of gradients are synchronous. Of the bytes that a step of ZeRO-3
-    # receives (TinyLlama on a v5e:2x4, JAX 0.12.0; `benchmarks/compiled/tpu.py`), 49% then have
-    # compute beside them, and with it 91%.
+    # By default the exchanges of gradients are synchronous. With it 91% of the bytes that a step
+    # of ZeRO-3 receives have compute beside them (TinyLlama on a v5e:2x4, JAX 0.12.0;
+    # `benchmarks/compiled/tpu.py`).
     "xla_tpu_enable_async_all_to_all": True,
 }
 _CPU_BEFORE_0_11: Options = {
