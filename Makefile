@@ -6,6 +6,7 @@ VENV := .venv
 LATEST := .venv-latest
 AOT := .venv-aot
 AOT_LATEST := .venv-aot-latest
+AOT_TPU := .venv-tpu
 WORKERS ?= 2
 GPU_PYTHON ?= python3
 AOT_TESTS := $(addprefix tests/,zero/test_aot.py zero/test_offload_aot.py windowed_update/test_aot.py \
@@ -16,7 +17,8 @@ OLDEST_PINS := .ci/constraints-oldest.txt
 NEWEST_PINS := .ci/constraints-newest.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test gpu test-exhaustive test-aot test-aot-latest lint format docs test-latest clean
+.PHONY: help train test gpu test-exhaustive test-aot test-aot-latest test-aot-tpu lint format docs \
+  test-latest clean
 
 help:
 	@echo "make train            fine-tune a text encoder on 8 devices of this machine (ARGS='--help')"
@@ -25,6 +27,7 @@ help:
 	@echo "make test-aot         what XLA compiles for H200s, on a machine without: 700 MB to install"
 	@echo "make test-aot-latest  the same on the newest JAX, and of the GPU kernels: 700 MB to install"
 	@echo "make gpu              tests and benchmarks of one GPU, in 9 minutes; needs JAX for CUDA (OUT=folder)"
+	@echo "make test-aot-tpu     what XLA compiles for TPUs, on the newest JAX: 600 MB to install"
 	@echo "make test-latest      the tests, on the newest JAX, with annotations checked; needs Python 3.12"
 	@echo "make lint             formatting, lint, types"
 	@echo "make format           put the files into the form that lint asks for"
@@ -46,6 +49,9 @@ test-aot: $(VENV)/.installed $(AOT)/.installed
 test-aot-latest: $(LATEST)/.installed $(AOT_LATEST)/.installed
 	PYTHONPATH=$(AOT_LATEST) $(LATEST)/bin/pytest -n $(WORKERS) --dist worksteal \
 	  $(AOT_TESTS) tests/kernels/test_*aot.py $(ARGS)
+
+test-aot-tpu: $(LATEST)/.installed $(AOT_TPU)/.installed
+	PYTHONPATH=$(AOT_TPU) $(LATEST)/bin/pytest tests/zero/test_aot_tpu.py $(ARGS)
 
 # Without what does not depend on the version of JAX, or repeats other tests in another dtype. The
 # shapes and dtypes in annotations are executed here: beartype checks them at each call, which takes
@@ -78,7 +84,7 @@ docs: $(VENV)/.docs-installed
 	@echo "Built: site/index.html (to read it: $(VENV)/bin/mkdocs serve)"
 
 clean:
-	rm -rf $(VENV) $(LATEST) $(AOT) $(AOT_LATEST) build dist site jaxzero.egg-info
+	rm -rf $(VENV) $(LATEST) $(AOT) $(AOT_LATEST) $(AOT_TPU) build dist site jaxzero.egg-info
 
 # torch first and alone: a CPU build, where pip has one at hand, is then settled before anything asks
 # for torch in general, which would bring the newest build and several GB of CUDA.
@@ -110,6 +116,11 @@ $(AOT_LATEST)/.installed: $(NEWEST_PINS) | $(LATEST)/.installed
 	version=$$($(LATEST)/bin/python -c 'import jaxlib; print(jaxlib.__version__)') && \
 	  $(LATEST)/bin/pip install $(PIP_FLAGS) --no-deps --upgrade --target $(AOT_LATEST) \
 	  jax-cuda13-pjrt==$$version jax-cuda13-plugin==$$version nvidia-cuda-nvcc nvidia-nvvm
+	@touch $@
+
+# XLA's compiler for TPUs: beside the environment too, for it would look for a TPU at every start.
+$(AOT_TPU)/.installed: $(NEWEST_PINS) | $(LATEST)/.installed
+	$(LATEST)/bin/pip install $(PIP_FLAGS) -c $(NEWEST_PINS) --no-deps --upgrade --target $(AOT_TPU) libtpu
 	@touch $@
 
 # No torch here: tests that need it skip. The checkpoint's package asks for torch, but it is only files.

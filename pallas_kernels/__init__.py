@@ -42,3 +42,7 @@ from ._in_place import Place as Place
 from ._in_place import cut_out as cut_out
 from ._reference import largest as largest
 from ._reference import to_rows as to_rows
+from ._tiled import dequantize_sum_requantize_tiled as dequantize_sum_requantize_tiled
+from ._tiled import dequantize_sum_tiled as dequantize_sum_tiled
+from ._tiled import dequantize_tiled as dequantize_tiled
+from ._tiled import quantize_tiled as quantize_tiled

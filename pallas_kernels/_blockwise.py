@@ -218,26 +218,33 @@ def round_to_float(
     return (round_to_integer(x * inverse, u) * step).astype(dtype)
 
 
-def rotate(x_kb: Float32[Array, "*rows k b"], num: int) -> Float32[Array, "*rows k b"]:
+def rotate(
+    x_kb: Float32[Array, "*rows k b"], num: int, width: int = GROUP
+) -> Float32[Array, "*rows k b"]:
     """Multiply each full group of 32 by H/32, where H is Hadamard's matrix of +1 and -1.
 
     An outlier is spread over its group, which then needs a smaller scale. No sum overflows. What
     full groups leave of the `num` elements of a row is divided by 8, to shrink about as much.
+
+    `width` is the size of the matrix that is multiplied by: several groups, side by side, fill the
+    128 lanes of a TPU, which would pad 32 numbers to 128. The blocks have a multiple of `width`.
     """
-    return _rotate(x_kb, num, 1 / GROUP, 1 / _TAIL)
+    return _rotate(x_kb, num, 1 / GROUP, 1 / _TAIL, width)
 
 
-def unrotate(x_kb: Float32[Array, "*rows k b"], num: int) -> Float32[Array, "*rows k b"]:
-    """Multiply each full group of 32 by H, the inverse of H/32.
+def unrotate(
+    x_kb: Float32[Array, "*rows k b"], num: int, width: int = GROUP
+) -> Float32[Array, "*rows k b"]:
+    """Multiply each full group of 32 by H, the inverse of H/32; `width` as in `rotate`.
 
     Sums of codes are exact in any order. Sums of numbers, as of several messages, are rounded up
     to 31 times.
     """
-    return _rotate(x_kb, num, 1.0, _TAIL)
+    return _rotate(x_kb, num, 1.0, _TAIL, width)
 
 
 def _rotate(
-    x_kb: Float32[Array, "*rows k b"], num: int, factor: float, tail_factor: float
+    x_kb: Float32[Array, "*rows k b"], num: int, factor: float, tail_factor: float, width: int
 ) -> Float32[Array, "*rows k b"]:
     # A product with a matrix is one pass. Sums and differences are five, which XLA does not
     # fuse into one (CPU: 8 times as long).
@@ -245,7 +252,8 @@ def _rotate(
     while len(signs) < GROUP:
         signs = np.block([[signs, signs], [signs, -signs]])
     *rows, blocks, block = x_kb.shape
-    x = x_kb.reshape(*rows, blocks * block // GROUP, GROUP)
+    signs = np.kron(np.eye(width // GROUP, dtype=np.float32), signs)
+    x = x_kb.reshape(*rows, blocks * block // width, width)
     rotated = jnp.matmul(x, jnp.asarray(signs * factor), precision=lax.Precision.HIGHEST)
     rotated_kb, whole = rotated.reshape(x_kb.shape), num // GROUP * GROUP
     if whole == num:

@@ -69,16 +69,18 @@ def encode(
     seed: UInt32[Array, ""],
     start: int = 0,
     divisor: int = 1,
+    width: int = blocks.GROUP,
 ) -> tuple[UInt8[Array, "rows _"], UInt8[Array, "rows _"]]:
     """The bytes of codes, and those of scales, for the rows of `x / divisor`.
 
     The rows continue messages of which `start` numbers, in whole blocks, are encoded already; only
     stochastic rounding depends on it. Its random numbers are hashes of `x`, not of `x / divisor`.
+    `width` is that of `rotate`.
     """
     num = x.shape[-1]
     x_kb = blocks.split(blocks.to_float32(x), format.block)
     if format.hadamard:
-        x_kb = blocks.rotate(x_kb, num)
+        x_kb = blocks.rotate(x_kb, num, width)
     scale_k = blocks.scales(x_kb, format.limit, format.scale_dtype, divisor)
     is_random = format.rounding == "stochastic"
     u_kb = blocks.uniforms(x_kb, scale_k, seed, start) if is_random else None
@@ -98,6 +100,7 @@ def decode(
     format: Format,
     num: int,
     dtype: DTypeLike,
+    width: int = blocks.GROUP,
 ) -> Float[Array, "rows num"]:
     """Decode rows of `num` numbers from the bytes of codes and scales; the reverse of `encode`."""
     scale_k = blocks.read_scales(scales, format.scale_dtype)
@@ -105,20 +108,24 @@ def decode(
     kind = jnp.int8 if format.is_integer else format.kind
     x_kb = lax.bitcast_convert_type(codes_kb, kind).astype(jnp.float32)
     if format.hadamard:  # before scales come in, so that sums are exact
-        x_kb = blocks.unrotate(x_kb, num)
+        x_kb = blocks.unrotate(x_kb, num, width)
     x = blocks.join(x_kb * scale_k[..., None], num)
     # Half a step above the largest number of a type lies infinity. NaN stays.
     return jnp.clip(x, -largest(dtype), largest(dtype)).astype(dtype)
 
 
 def decode_sum(
-    codes: UInt8[Array, "rows _"], scales: UInt8[Array, "rows _"], format: Format, num: int
+    codes: UInt8[Array, "rows _"],
+    scales: UInt8[Array, "rows _"],
+    format: Format,
+    num: int,
+    width: int = blocks.GROUP,
 ) -> Float32[Array, " num"]:
     """Decode rows of `num` numbers and add them up; only the sum is rotated back."""
     total = blocks.add_up(decode(codes, scales, format.unrotated, num, jnp.float32))
     if not format.hadamard:
         return total
-    return blocks.join(blocks.unrotate(blocks.split(total, blocks.GROUP), num), num)
+    return blocks.join(blocks.unrotate(blocks.split(total, width), num, width), num)
 
 
 def largest(dtype: DTypeLike) -> float:

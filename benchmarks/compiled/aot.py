@@ -79,7 +79,7 @@ def main(
     struct = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
     for variant in variants:
         start = time.perf_counter()
-        lowered = _lowered(variant, size, mesh, struct, schedule)
+        lowered = lowered_step(variant, size, mesh, struct, schedule)
         between = time.perf_counter()
         ours = not variant.startswith("gspmd")
         chosen = jz.compiler_options("cuda") if options and ours else {}
@@ -107,7 +107,7 @@ def main(
         )
 
 
-def _lowered(
+def lowered_step(
     variant: Variant,
     size: LlamaSize,
     mesh: jax.sharding.Mesh,

@@ -7,9 +7,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, DTypeLike, Float, Float64, Integer, Shaped
+from jaxtyping import Array, DTypeLike, Float, Float32, Float64, Integer, Shaped
 
-from .codec import Codec
+from ..pallas_kernels import add_up
+from .codec import Codec, joined
 from .narrow_floats import bits_dtype, from_bits, to_bits
 
 
@@ -84,6 +85,28 @@ class Cast(Codec):
         self, message: Shaped[Array, "*rows n"], num: int, dtype: DTypeLike
     ) -> Shaped[Array, "*rows n"]:
         return from_bits(message, self.wire_dtype(dtype)).astype(dtype)
+
+    def encode_tiled(
+        self,
+        x: Shaped[Array, ...],
+        dim: int,
+        num: int,
+        *,
+        seed: Integer[Array, ""] | int | None = None,
+    ) -> Shaped[Array, "num ..."]:
+        """The pieces in their own shape, and in the float type on the wire."""
+        pieces = x.reshape(*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
+        return jnp.moveaxis(pieces, dim, 0).astype(self.wire_dtype(x.dtype))
+
+    def decode_tiled(
+        self, message: Shaped[Array, "num ..."], shape: tuple[int, ...], dim: int, dtype: DTypeLike
+    ) -> Shaped[Array, ...]:
+        return joined(jnp.moveaxis(message, 0, dim), shape, dim, len(message)).astype(dtype)
+
+    def sum_tiled(
+        self, message: Shaped[Array, "peers ..."], shape: tuple[int, ...]
+    ) -> Float32[Array, ...]:
+        return add_up(message.astype(jnp.float32))
 
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
         """Half a step of `dtype`; infinite outside its range."""

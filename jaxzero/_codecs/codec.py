@@ -284,6 +284,49 @@ class Codec(abc.ABC):
         mean = total if divisor == 1 else total / jnp.float32(divisor)
         return self.encode_pieces(mean.astype(dtype), dim, num, seed=seed, place=place)
 
+    # Messages in a form that fills the tiles of an array on a TPU, instead of rows of bytes. By
+    # default they are rows.
+
+    def encode_tiled(
+        self,
+        x: Shaped[Array, ...],
+        dim: int,
+        num: int,
+        *,
+        seed: Integer[Array, ""] | int | None = None,
+    ) -> Shaped[Array, "num ..."]:
+        """`encode_pieces`, with each message in any shape that `decode_tiled` can read."""
+        return self.encode_pieces(x, dim, num, seed=seed)
+
+    def decode_tiled(
+        self, message: Shaped[Array, "num ..."], shape: tuple[int, ...], dim: int, dtype: DTypeLike
+    ) -> Shaped[Array, ...]:
+        """`decode_pieces` for messages of `encode_tiled`."""
+        return self.decode_pieces(message, shape, dim, dtype)
+
+    def sum_tiled(
+        self, message: Shaped[Array, "peers ..."], shape: tuple[int, ...]
+    ) -> Float32[Array, ...]:
+        """`decode_sum` for messages of `encode_tiled`, each of an array of `shape`."""
+        return self.decode_sum(message, math.prod(shape)).reshape(shape)
+
+    def recode_tiled(
+        self,
+        message: Shaped[Array, "peers ..."],
+        source: Codec,
+        shape: tuple[int, ...],
+        dim: int,
+        num: int,
+        *,
+        divisor: int,
+        dtype: DTypeLike,
+        seed: Integer[Array, ""] | int | None = None,
+    ) -> Shaped[Array, "num ..."]:
+        """`recode` of messages of `encode_tiled` into such messages."""
+        total = source.sum_tiled(message, shape)
+        mean = total if divisor == 1 else total / jnp.float32(divisor)
+        return self.encode_tiled(mean.astype(dtype), dim, num, seed=seed)
+
 
 def check_is_value(codec: Codec) -> None:
     """Check that a codec is hashable and equal to its copy.

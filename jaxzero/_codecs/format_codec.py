@@ -171,6 +171,61 @@ class FormatCodec(Codec):
             implementation=self.implementation,
         )
 
+    def encode_tiled(
+        self,
+        x: Shaped[Array, ...],
+        dim: int,
+        num: int,
+        *,
+        seed: Integer[Array, ""] | int | None = None,
+    ) -> UInt8[Array, "num ..."]:
+        if self.implementation == "mosaic_gpu":  # kernels write rows
+            return super().encode_tiled(x, dim, num, seed=seed)
+        self._check_floats(x)
+        return kernels.quantize_tiled(x.reshape(cut(x.shape, dim, num)), self.format, seed=seed)
+
+    def decode_tiled(
+        self, message: UInt8[Array, "num ..."], shape: tuple[int, ...], dim: int, dtype: DTypeLike
+    ) -> Float[Array, ...]:
+        if self.implementation == "mosaic_gpu":
+            return super().decode_tiled(message, shape, dim, dtype)
+        outer, inner = math.prod(shape[:dim]), math.prod(shape[dim:])
+        x = kernels.dequantize_tiled(message, self.format, outer=outer, inner=inner, dtype=dtype)
+        return joined(x, shape, dim, len(message))
+
+    def sum_tiled(
+        self, message: UInt8[Array, "peers ..."], shape: tuple[int, ...]
+    ) -> Float32[Array, ...]:
+        if self.implementation == "mosaic_gpu":
+            return super().sum_tiled(message, shape)
+        total = kernels.dequantize_sum_tiled(message, self.format, num=math.prod(shape))
+        return total.reshape(shape)
+
+    def recode_tiled(
+        self,
+        message: Shaped[Array, "peers ..."],
+        source: Codec,
+        shape: tuple[int, ...],
+        dim: int,
+        num: int,
+        *,
+        divisor: int,
+        dtype: DTypeLike,
+        seed: Integer[Array, ""] | int | None = None,
+    ) -> UInt8[Array, "num ..."]:
+        source_format = source.format_for(self.implementation)
+        if self.implementation == "mosaic_gpu" or source_format is None:
+            options = {"divisor": divisor, "dtype": dtype, "seed": seed}
+            return super().recode_tiled(message, source, shape, dim, num, **options)
+        return kernels.dequantize_sum_requantize_tiled(
+            message,
+            source_format,
+            self.format,
+            shape=cut(shape, dim, num),
+            seed=seed,
+            divisor=divisor,
+        )
+
     def _quantize(
         self,
         x_oni: Shaped[Array, "o n i"],

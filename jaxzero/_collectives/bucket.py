@@ -26,6 +26,7 @@ from .. import pallas_kernels as kernels
 from .._codecs import DeferredMessage, bits_dtype, from_bits, to_bits
 from .encoded_shards import EncodedShards
 from .ledger import picked
+from .message_form import MessageForm
 from .packing import Column, can_join, in_place, join, split, widths
 from .primitives import all_gather
 
@@ -45,11 +46,11 @@ class GatherBucket:
     parts: tuple[EncodedShards, ...]
     positions: tuple[int, ...]
 
-    def gather(self, axis: str) -> GatherBucket:
+    def gather(self, axis: str, form: MessageForm = MessageForm()) -> GatherBucket:  # noqa: B008
         """All-gather over `axis`; the result has the rows of all devices along it, in order."""
         with picked(self.positions):
             if len(self.parts) == 1:
-                shards = dataclasses.replace(self.parts[0], data=self.data).gather(axis)
+                shards = dataclasses.replace(self.parts[0], data=self.data).gather(axis, form)
                 return _single(shards, self.positions[0])
             data = all_gather(self.data, axis, 0, widths(_columns(self.parts)))
             return GatherBucket(data, tuple(x.over(axis) for x in self.parts), self.positions)
@@ -76,19 +77,24 @@ class GatherBucket:
 jax.tree_util.register_dataclass(GatherBucket, ["data"], ["parts", "positions"])
 
 
-def pack(sent: Sequence[tuple[EncodedShards, DeferredMessage | None]]) -> list[GatherBucket]:
+def pack(
+    sent: Sequence[tuple[EncodedShards, DeferredMessage | None]],
+    form: MessageForm = MessageForm(),  # noqa: B008
+) -> list[GatherBucket]:
     """Put shards into buckets: one for all shards with the same remaining axes.
 
-    A stack that a loop scans (`lead`), or a dtype that cannot be joined, gets its own bucket.
+    A stack that a loop scans (`lead`), a dtype that cannot be joined, and what `form` sends alone
+    get their own buckets.
 
     Args:
         sent: for each weight its shards; if these have no data yet, also the `DeferredMessage`
             that is written into the bucket here.
+        form: the form of messages on the platform.
     """
     buckets = []
     by_axes: dict[tuple[str, ...], list[int]] = {}
     for i, (x, _) in enumerate(sent):
-        if x.lead or not can_join(_row_dtype(x)):
+        if x.lead or not can_join(_row_dtype(x)) or _is_alone(x, form):
             buckets.append(_single(x, i))
         else:
             by_axes.setdefault(x.axes, []).append(i)
@@ -127,6 +133,13 @@ def _numbered(bucket: GatherBucket) -> list[tuple[int, EncodedShards]]:
 
 def _single(shards: EncodedShards, position: int) -> GatherBucket:
     return GatherBucket(shards.data, (_without_data(shards),), (position,))
+
+
+def _is_alone(shards: EncodedShards, form: MessageForm) -> bool:
+    """Whether shards are sent in the shape that they have."""
+    if shards.codec is not None:
+        return shards.tiled
+    return not form.joins(math.prod(shards.data.shape) * shards.data.dtype.itemsize)
 
 
 def _without_data(shards: EncodedShards) -> EncodedShards:

@@ -12,6 +12,7 @@ from jaxtyping import DTypeLike
 from .._codecs import Cast, Codec, is_narrow_float
 from .._mesh import AXES, LOCAL, NODE, AnyMesh
 from .._sharding import CommSchedule, GradientHop, HpZ, PerAxis, WeightHop, ZeroConfig
+from .message_form import MessageForm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +27,7 @@ class CommSpec:
     min_quantized_size: int
     schedule: CommSchedule
     halves: bool = False  # whether the first half of the devices is summed too
+    form: MessageForm = MessageForm()
 
     @classmethod
     def of(cls, mesh: AnyMesh, config: ZeroConfig, halves: bool = False) -> CommSpec:
@@ -40,6 +42,7 @@ class CommSpec:
             config.min_quantized_size,
             config.schedule,
             halves,
+            MessageForm.of(mesh),
         )
 
     @property

@@ -4,8 +4,9 @@ Each owner encodes its shard once. These messages, side by side, are gathered, k
 again; they are decoded where the weight is used. So every use, on every device, in forward and
 backward, reads the same bits.
 
-Legend: a message is `[*lead, shards, bytes]`. `lead` are the leading dims that a loop
-scans over: each of their elements (a layer) is encoded by itself.
+Legend: a message is `[*lead, shards, bytes]`, or if it is tiled (`MessageForm`) `[*lead, shards,
+...]`. `lead` are the leading dims that a loop scans over: each of their elements (a layer) is
+encoded by itself.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .._codecs import Codec, DeferredMessage, from_bits, to_bits
 from .._mesh import device_index
 from .._sharding import LeafSpec
 from .host_copies import copy_to_device
+from .message_form import MessageForm
 from .primitives import all_gather
 
 
@@ -42,6 +44,7 @@ class EncodedShards:
         axes: axes over which the shards are still to be gathered, in this order.
         pinned: whether the leaf is stored encoded; its messages are then sent as they are, and
             the codecs of the config (`weights`, `hpz`) are not used.
+        tiled: whether the messages are those of `Codec.encode_tiled`.
     """
 
     data: Shaped[Array, ...]
@@ -52,32 +55,44 @@ class EncodedShards:
     lead: int = 0
     axes: tuple[str, ...] = ()
     pinned: bool = False
+    tiled: bool = False
 
     @classmethod
     def plain(cls, x: Shaped[Array, ...], dim: int, lead: int = 0) -> EncodedShards:
         """Shards without a codec, which form the array `x`."""
         return cls(x, None, tuple(x.shape), dim, x.dtype, lead)
 
-    def encode(self, codec: Codec | None, axes: tuple[str, ...]) -> EncodedShards:
+    def encode(
+        self, codec: Codec | None, axes: tuple[str, ...], *, tiled: bool = False
+    ) -> EncodedShards:
         """Encode these shards with `codec`, after decoding them if another codec wrote them.
 
         Args:
             codec: the codec; None only decodes.
             axes: axes along which devices hold different shards. Devices with equal shards must
                 write equal messages, also where rounding is stochastic.
+            tiled: whether to write the messages of `Codec.encode_tiled`.
         """
         if codec == self.codec:
             return self
         x = self.join()
         if codec is None:
             return dataclasses.replace(EncodedShards.plain(x, self.dim, self.lead), axes=self.axes)
-        rows = x.reshape(*x.shape[: self.lead], math.prod(x.shape[self.lead :]))
         with jax.named_scope("encode"):
-            message = codec.encode_rows(rows, seed=device_index(axes))
+            data = self._messages(x, codec, device_index(axes), tiled)
         # The barrier keeps XLA from moving the decoding across the collective that follows.
-        message = lax.optimization_barrier(message)
-        data = jnp.expand_dims(message, self.lead)
-        return dataclasses.replace(self, data=data, codec=codec, shape=tuple(x.shape))
+        data = lax.optimization_barrier(data)
+        return dataclasses.replace(self, data=data, codec=codec, shape=tuple(x.shape), tiled=tiled)
+
+    def _messages(self, x: Array, codec: Codec, seed: Array, tiled: bool) -> Array:
+        """The messages of `x`, one for each element of its leading dims, with a dim for shards."""
+        if not tiled:
+            rows = x.reshape(*x.shape[: self.lead], math.prod(x.shape[self.lead :]))
+            return jnp.expand_dims(codec.encode_rows(rows, seed=seed), self.lead)
+        encode = functools.partial(codec.encode_tiled, dim=self.dim - self.lead, num=1, seed=seed)
+        for _ in range(self.lead):
+            encode = jax.vmap(encode)
+        return encode(x)
 
     def draft(
         self, codec: Codec | None, axes: tuple[str, ...]
@@ -95,7 +110,8 @@ class EncodedShards:
         write = functools.partial(codec.encode_pieces, x, 0, 1, seed=device_index(axes))
         draft = DeferredMessage(shape, jax.named_scope("encode")(write))
         known = self.described(jax.ShapeDtypeStruct(shape, draft.dtype))
-        return dataclasses.replace(known, codec=codec, shape=tuple(x.shape)), draft
+        known = dataclasses.replace(known, codec=codec, shape=tuple(x.shape), tiled=False)
+        return known, draft
 
     def described(self, data: jax.ShapeDtypeStruct) -> EncodedShards:
         """These shards with only the shape and dtype of `data`, in place of an array."""
@@ -119,18 +135,22 @@ class EncodedShards:
 
         def one(message: Any) -> Array:
             shape, dim = self.shape[lead:], self.dim - lead
-            return codec.decode_pieces(message, shape, dim, read_as).astype(dtype)
+            decode = codec.decode_tiled if self.tiled else codec.decode_pieces
+            return decode(message, shape, dim, read_as).astype(dtype)
 
         for _ in range(lead):
             one = jax.vmap(one)
         return one(data)
 
-    def gather(self, axis: str) -> EncodedShards:
+    def gather(self, axis: str, form: MessageForm = MessageForm()) -> EncodedShards:  # noqa: B008
         """Put the shards of all devices along `axis` side by side."""
         gathered = self.over(axis)
         if self.codec is not None:
             return dataclasses.replace(gathered, data=all_gather(self.data, axis, self.lead))
-        x = from_bits(all_gather(to_bits(self.data), axis, self.dim), self.dtype)
+        if form.tiled:
+            x = all_gather(self.data, axis, self.dim)
+        else:
+            x = from_bits(all_gather(to_bits(self.data), axis, self.dim), self.dtype)
         return dataclasses.replace(gathered, data=x, shape=tuple(x.shape))
 
     def over(self, axis: str) -> EncodedShards:
@@ -160,7 +180,9 @@ class EncodedShards:
 
 
 jax.tree_util.register_dataclass(
-    EncodedShards, ["data"], ["codec", "shape", "dim", "dtype", "lead", "axes", "pinned"]
+    EncodedShards,
+    ["data"],
+    ["codec", "shape", "dim", "dtype", "lead", "axes", "pinned", "tiled"],
 )
 
 

@@ -33,7 +33,8 @@ def start_gather(
             compared with `min_quantized_size`.
         comm: axes and codecs.
     """
-    return pack([_encoded(x, size, comm) for x, size in zip(shards, sizes, strict=True)])
+    sent = [_encoded(x, size, comm) for x, size in zip(shards, sizes, strict=True)]
+    return pack(sent, comm.form)
 
 
 def gather_hop(
@@ -50,7 +51,7 @@ def gather_hop(
         if axis is None:
             result.append(bucket)
             continue
-        bucket = bucket.gather(axis)
+        bucket = bucket.gather(axis, comm.form)
         bucket_sizes = [sizes[i] for i in bucket.positions]
         if all(
             _codec(x, size, comm) == x.codec
@@ -79,6 +80,8 @@ def _encoded(
     # ones, and must encode the same messages, also where rounding is stochastic.
     split_axes = comm.axes[: comm.axes.index(axis) + 1]
     codec = _codec(shards, size, comm)
+    if comm.form.tiled:
+        return shards.encode(codec, split_axes, tiled=True), None
     return shards.draft(codec, split_axes) or (shards.encode(codec, split_axes), None)
 
 
@@ -107,16 +110,20 @@ def node_slices(
     first = [dataclasses.replace(x, axes=(NODE,)) for x in shards]
     slices = unpack(gather_hop(pin(start_gather(first, sizes, comm)), sizes, comm))
     kept = [
-        x if x.pinned else encode_node_slice(x, size, comm)
+        x if x.pinned else encode_node_slice(x, size, comm, tiled=comm.form.tiled)
         for x, size in zip(slices, sizes, strict=True)
     ]
     return [dataclasses.replace(x, axes=(LOCAL,)) for x in kept]
 
 
-def encode_node_slice(node_slice: EncodedShards, size: int, comm: CommSpec) -> EncodedShards:
+def encode_node_slice(
+    node_slice: EncodedShards, size: int, comm: CommSpec, *, tiled: bool = False
+) -> EncodedShards:
     """Encode a node slice with hpZ's codec, to be gathered over `local` later.
 
-    `size` is the number of elements of the full array, compared with `min_quantized_size`.
+    `size` is the number of elements of the full array, compared with `min_quantized_size`. A slice
+    that is kept between steps is not `tiled`: its form does not depend on the platform.
     """
     assert comm.hpz is not None
-    return node_slice.encode(comm.suitable(comm.hpz.codec, size, node_slice.dtype), (LOCAL,))
+    codec = comm.suitable(comm.hpz.codec, size, node_slice.dtype)
+    return node_slice.encode(codec, (LOCAL,), tiled=tiled)

@@ -53,26 +53,38 @@ class PartialSums:
     kernel (`Codec.recode`), so the sum is taken as late as possible.
 
     Attributes:
-        message: one row from each sender; `InPlace` is a range of columns of a larger array.
+        message: one row from each sender; `InPlace` is a range of columns of a larger array. If
+            `tiled`, messages of `Codec.encode_tiled`, `[senders, ...]`.
         codec: the codec of the messages.
         shape: shape of the sum.
         num_summed: number of devices that each message is the mean over.
+        tiled: whether the messages are tiled.
     """
 
-    message: Shaped[Array, "num m"] | kernels.InPlace
+    message: Shaped[Array, "num ..."] | kernels.InPlace
     codec: Codec
     shape: tuple[int, ...]
     num_summed: int = 1
+    tiled: bool = False
 
     @jax.named_scope("decode")
     def total(self) -> Shaped[Array, ...]:
         """The sum over all devices so far, decoded and added in float32."""
-        total = self.codec.decode_sum(self.message, math.prod(self.shape)).reshape(self.shape)
+        if self.tiled:
+            assert not isinstance(self.message, kernels.InPlace)
+            total = self.codec.sum_tiled(self.message, self.shape)
+        else:
+            num = math.prod(self.shape)
+            total = self.codec.decode_sum(self.message, num).reshape(self.shape)
         return total if self.num_summed == 1 else total * jnp.float32(self.num_summed)
 
     def halved(self, half: int) -> HalfBatchSum:
         """The sum over all senders, and over the first `half` of them."""
-        first = kernels.InPlace.whole(self.message).rows(half)
+        if self.tiled:
+            assert not isinstance(self.message, kernels.InPlace)
+            first = self.message[:half]
+        else:
+            first = kernels.InPlace.whole(self.message).rows(half)
         return HalfBatchSum(self.total(), dataclasses.replace(self, message=first).total())
 
 

@@ -21,6 +21,7 @@ from .._mesh import AXES, LOCAL, NODE, REDUCTION_HOPS, device_index
 from .._sharding import DimSharding, GradientHop, pad, unpad
 from .comm_spec import CommSpec, accumulator_dtype
 from .encoded_shards import EncodedShards
+from .message_form import MessageForm
 from .packing import join, split
 from .partial_sums import HalfBatchSum, PartialSums, Sum, as_pair, sum_of, total_of
 from .primitives import all_gather, all_reduce, all_to_all, reduce_scatter
@@ -101,8 +102,9 @@ def _coded_hop(
     `x` is already the sum over `num_summed` devices.
     """
     num = comm.sizes[axis]
-    message = written(encoded(x, dim, num, dtype, codec, axis, num_summed))
-    return PartialSums(_exchange(message, axis), codec, shard_shape(x.shape, dim, num), num_summed)
+    message = written(encoded(x, dim, num, dtype, codec, axis, num_summed, comm.form))
+    shape = shard_shape(x.shape, dim, num)
+    return PartialSums(_exchange(message, axis), codec, shape, num_summed, comm.form.tiled)
 
 
 def encoded(
@@ -113,7 +115,8 @@ def encoded(
     codec: Codec,
     axis: str,
     num_summed: int,
-) -> Shaped[Array, "num m"] | DeferredMessage:
+    form: MessageForm,
+) -> Shaped[Array, "num ..."] | DeferredMessage:
     """Encode a sum over `num_summed` devices as their mean, one row for each of `num` receivers.
 
     The sum could overflow the codec's range where the mean does not.
@@ -121,13 +124,15 @@ def encoded(
     seed = device_index(_seed_axes(axis))
     if isinstance(x, PartialSums) and x.num_summed == 1:
         args = (x.message, x.codec, x.shape, dim, num)
-        write = functools.partial(codec.recode, *args, divisor=num_summed, dtype=dtype, seed=seed)
+        recode = codec.recode_tiled if form.tiled else codec.recode
+        write = functools.partial(recode, *args, divisor=num_summed, dtype=dtype, seed=seed)
     else:
         x = total_of(x)
         mean = x if num_summed == 1 else x / jnp.asarray(num_summed, x.dtype)
-        write = functools.partial(codec.encode_pieces, mean.astype(dtype), dim, num, seed=seed)
+        encode = codec.encode_tiled if form.tiled else codec.encode_pieces
+        write = functools.partial(encode, mean.astype(dtype), dim, num, seed=seed)
     write = jax.named_scope("encode")(write)
-    if not codec.writes_in_place:
+    if form.tiled or not codec.writes_in_place:
         return write()
     size = codec.message(math.prod(x.shape) // num, dtype).shape
     return DeferredMessage((num, *size), write)
@@ -159,7 +164,7 @@ def _from_rows(rows: Shaped[Array, "num n"], like: Shaped[Array, ...], dim: int)
     return jnp.moveaxis(shards, 0, dim).reshape(like.shape)
 
 
-def _exchange(message: Shaped[Array, "num m"], axis: str) -> Shaped[Array, "num m"]:
+def _exchange(message: Shaped[Array, "num ..."], axis: str) -> Shaped[Array, "num ..."]:
     """Send row i to device i of `axis`. The barrier keeps the encoding before the exchange."""
     return all_to_all(lax.optimization_barrier(message), axis)
 
@@ -187,7 +192,7 @@ def sum_over(
     shard, half_sum = as_pair(sum_of(partial, half))
     scale = jnp.asarray(num_summed * num, x.dtype)
     mean = EncodedShards.plain(shard.astype(x.dtype) / scale, 0)
-    mean = mean.encode(codec, _seed_axes(axis)).gather(axis)
+    mean = mean.encode(codec, _seed_axes(axis), tiled=comm.form.tiled).gather(axis)
     return unpad(mean.join() * scale, layout).reshape(x.shape), half_sum
 
 

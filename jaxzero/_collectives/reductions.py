@@ -60,14 +60,14 @@ class ReduceBucket:
 
     Attributes:
         coded: `[receivers, bytes]`, the messages of all gradients with a codec; None if no
-            gradient has one.
+            gradient has one. If messages are tiled (`MessageForm`), a list of them.
         summed: for each dtype, the gradients without a codec; several of one dtype are joined
             as `[receivers, m]`.
         rest: gradients that the next axis does not scatter, by index in the bucket; after the last
             axis all gradients, reduced.
     """
 
-    coded: Any  # array, or its shape
+    coded: Any  # arrays, or their shapes
     summed: dict[str, Any]
     rest: dict[int, Any]
 
@@ -149,7 +149,8 @@ def _split_by_codec(
             coded.append(i)
         else:
             dtype = _dtype_at(spec, axis, comm)
-            name = str(dtype) if can_join(dtype) else f"{dtype} {i}"
+            joins = comm.form.joins(math.prod(spec.shape) * jnp.dtype(dtype).itemsize)
+            name = str(dtype) if can_join(dtype) and joins else f"{dtype} {i}"
             summed.setdefault(name, []).append(i)
     return coded, summed
 
@@ -181,7 +182,9 @@ def _encode_bucket(
         spec, codec = specs[i], _codec(specs[i], axis, comm)
         assert codec is not None
         dim, num = spec.layout.dim, comm.sizes[axis]
-        messages.append(encoded(arrays[i], dim, num, spec.dtype, codec, axis, num_summed))
+        messages.append(
+            encoded(arrays[i], dim, num, spec.dtype, codec, axis, num_summed, comm.form)
+        )
     sums = {i: total_of(x) for i, x in enumerate(arrays) if i not in coded}
     plain = {}
     for name, numbers in summed.items():
@@ -192,8 +195,8 @@ def _encode_bucket(
             plain[name] = join(rows)
     rest = {i: sums[i] for i, s in enumerate(specs) if not _scatters(s, axis, comm)}
     # The barrier keeps XLA from moving the decoding across the exchange.
-    joined = lax.optimization_barrier(join(messages)) if messages else None
-    return ReduceBucket(joined, plain, rest)
+    sent: Any = messages if comm.form.tiled else join(messages) if messages else None
+    return ReduceBucket(lax.optimization_barrier(sent), plain, rest)
 
 
 def _reduce_over(
@@ -207,7 +210,14 @@ def _reduce_over(
     """
     coded, summed = _split_by_codec(specs, axis, comm)
     arrays: dict[int, Any] = dict(bucket.rest)
-    if bucket.coded is not None:
+    if comm.form.tiled:
+        for i, message in zip(coded, bucket.coded, strict=True):
+            codec, shape = _codec(specs[i], axis, comm), _shard_shape(specs[i], axis, comm)
+            assert codec is not None
+            with picked([i]):
+                received = all_to_all(message, axis)
+            arrays[i] = PartialSums(received, codec, shape, num_summed, tiled=True)
+    elif bucket.coded is not None:
         columns = [_message_column(specs[i], axis, comm) for i in coded]
         with picked(coded):
             received = all_to_all(bucket.coded, axis, shares=widths(columns))

@@ -1,0 +1,93 @@
+"""What is compiled for TPUs, on a machine without one: `make test-aot-tpu`. Nothing is run."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxzero as jz
+from benchmarks.compiled import aot
+from benchmarks.compiled._tpu import tpu_mesh, traffic
+from benchmarks.shared import _llama
+from benchmarks.shared._llama import LlamaSize
+from jaxzero._collectives import CommSpec
+from jaxzero._collectives.message_form import TILED
+
+pytest.importorskip("libtpu", reason="needs libtpu, as `make test-aot-tpu` installs it")
+
+SIZE = LlamaSize(layers=4, width=512, hidden=1408, heads=4, vocabulary=1024)
+TOKENS = jax.ShapeDtypeStruct((8, 512), jnp.int32)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return tpu_mesh("v5e:2x4")
+
+
+def _compiled(variant, mesh, size=SIZE):
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        lowered = aot.lowered_step(variant, size, mesh, TOKENS, jz.CommSchedule())
+    options = {} if variant.startswith("gspmd") else jz.compiler_options("tpu")
+    return lowered.compile(compiler_options=options)
+
+
+@pytest.fixture(scope="module")
+def zero3(mesh):
+    return _compiled("zero3", mesh)
+
+
+def test_a_tpu_gets_whole_tiles(mesh):
+    assert CommSpec.of(mesh, jz.zero3()).form == TILED
+
+
+def test_zero3_sends_sixteen_bits(zero3):
+    """Weights twice and gradients once, in bfloat16; a pipelined loop gathers a little more."""
+    sent = traffic(zero3.as_text())
+    model = 2 * _llama.num_parameters(SIZE) * 7 / 8
+    assert 3 * model < sent.dtypes["bf16"] < 3.6 * model
+    assert sent.dtypes.get("f32", 0) < 0.001 * model  # the loss
+    assert sent.received_bytes < 1.01 * sent.dtypes["bf16"]
+
+
+def test_collectives_run_beside_compute(zero3):
+    sent = traffic(zero3.as_text())
+    assert sent.asynchronous_bytes > 0.5 * sent.received_bytes
+    assert "all-to-all-start" in zero3.as_text()
+
+
+def test_memory_is_near_that_of_gspmd(mesh, zero3):
+    """Of this model a layer's weights and gradients weigh more than its activations.
+
+    Beyond GSPMD's: weights and gradients of two layers in flight, and sums in float32 for its
+    bfloat16.
+    """
+    num = _llama.num_parameters(SIZE)
+    layer = num_of_layer(SIZE)
+    ours = zero3.memory_analysis().temp_size_in_bytes
+    theirs = _compiled("gspmd-by-hand", mesh).memory_analysis().temp_size_in_bytes
+    assert ours < theirs + 4 * 2 * layer + 4 * num / 8
+
+
+def num_of_layer(size):
+    one, two = (dataclasses.replace(size, layers=n) for n in (1, 2))
+    return _llama.num_parameters(two) - _llama.num_parameters(one)
+
+
+def test_zeropp_sends_bytes(mesh):
+    """Codes and scales; two layers, since each leaf of each loop compiles codecs of its own."""
+    sent = traffic(_compiled("zeropp", mesh, dataclasses.replace(SIZE, layers=2)).as_text())
+    codes = sum(size for dtype, size in sent.dtypes.items() if dtype in ("u8", "s8"))
+    assert codes > 0.9 * sent.received_bytes
+
+
+def test_two_slices_compile():
+    mesh = tpu_mesh("v5e:2x4", nodes=2, slices=2)
+    assert mesh.shape == {"node": 2, "local": 8}
+    rows = NamedSharding(mesh, P(("node", "local")))
+    x = jax.ShapeDtypeStruct((16, 128), jnp.float32, sharding=rows)
+    text = jax.jit(jnp.sum).lower(x).compile().as_text()
+    assert text is not None
+    assert "all-reduce" in text
