@@ -13,6 +13,7 @@ computed for all layers; a warning names it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +22,6 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.extend import source_info_util
-from jaxtyping import Array, Shaped
 
 from .._mesh import bare
 from .._warnings import warn
@@ -39,7 +39,7 @@ class SplitStack:
         name: tree path of the parameter that it is made from; None if it is made by a loop.
     """
 
-    parts: tuple[Shaped[Array, "first ..."], Shaped[Array, "second ..."]]
+    parts: tuple[Any, Any]
     name: str | None = None
 
     @property
@@ -72,7 +72,7 @@ def run_on_split_stacks(function: Callable[[list[Any]], Any], leaves: Sequence[A
     """Call `function(leaves)`, a tree of arrays, where some of `leaves` are `SplitStack`s.
 
     Args:
-        function: sees whole stacks; it is traced once.
+        function: sees whole stacks; it is traced once, and calls of `jit` in it are inlined.
         leaves: arrays and `SplitStack`s.
     """
     closed, shapes = jax.make_jaxpr(lambda *xs: function(list(xs)), return_shape=True)(
@@ -94,23 +94,27 @@ def _run(
 
     for equation in jaxpr.eqns:
         named = caller or equation
-        # The user's line, not this one, for error messages and plans.
-        scope = source_info_util.current_name_stack() + equation.source_info.name_stack
-        with source_info_util.user_context(named.source_info.traceback, name_stack=scope):
+        with located(equation, named):
             outputs = _equation(equation, [read(var) for var in equation.invars], named)
         env.update(zip(equation.outvars, outputs, strict=True))
     return [read(var) for var in jaxpr.outvars]
+
+
+def located(equation: Any, caller: Any) -> contextlib.AbstractContextManager:
+    """What is bound here has the user's line, that of `caller`, for error messages and plans."""
+    scope = source_info_util.current_name_stack() + equation.source_info.name_stack
+    return source_info_util.user_context(caller.source_info.traceback, name_stack=scope)
 
 
 def _equation(equation: Any, inputs: list[Any], caller: Any) -> Sequence[Any]:
     """The outputs of one equation."""
     split = [x for x in inputs if isinstance(x, SplitStack)]
     name, params = equation.primitive.name, equation.params
-    if not split:
-        return _bind(equation, inputs)
     if name in CALLS and not has_shardings(params):
         inner = params[CALLS[name]]
         return _run(inner.jaxpr, inner.consts, inputs, caller)
+    if not split:
+        return bind(equation, inputs)
     if name in REMAT:
         return _remat(params, inputs, caller)
     if name == "scan":
@@ -120,10 +124,11 @@ def _equation(equation: Any, inputs: list[Any], caller: Any) -> Sequence[Any]:
         if output is not None:
             return [output]
     _warn_of_joined(name, split)
-    return _bind(equation, [_joined(x) for x in inputs])
+    return bind(equation, [_joined(x) for x in inputs])
 
 
-def _bind(equation: Any, inputs: Sequence[Any], **changes: Any) -> list[Any]:
+def bind(equation: Any, inputs: Sequence[Any], **changes: Any) -> list[Any]:
+    """Apply the primitive of an equation, with some of its parameters changed."""
     params = equation.primitive.get_bind_params({**equation.params, **changes})
     functions, params = params if isinstance(params, tuple) else ((), params)
     with equation.ctx.manager:
@@ -141,14 +146,14 @@ def _scan(equation: Any, inputs: list[Any]) -> list[Any]:
     _warn_of_joined("scan", whole)
     before = [_joined(x) for x in inputs[: num_constants + num_carry]]
     if not split:
-        return _bind(equation, [*before, *stacks])
+        return bind(equation, [*before, *stacks])
     cut, constants, carry = split[0].cut, before[:num_constants], before[num_constants:]
     lengths = (cut, params["length"] - cut)
     stacked: dict[int, list[Any]] = {}
     for i in (1, 0) if params["reverse"] else (0, 1):
         xs = [_parts(x, cut)[i] for x in stacks]
         unroll = max(1, min(params["unroll"], lengths[i]))
-        outputs = _bind(equation, [*constants, *carry, *xs], length=lengths[i], unroll=unroll)
+        outputs = bind(equation, [*constants, *carry, *xs], length=lengths[i], unroll=unroll)
         carry, stacked[i] = outputs[:num_carry], outputs[num_carry:]
     return [*carry, *(SplitStack(parts) for parts in zip(stacked[0], stacked[1], strict=True))]
 
@@ -211,7 +216,7 @@ def _elementwise(equation: Any, inputs: list[Any]) -> SplitStack | None:
     pairs = [
         _parts(x, stack.cut) if shape else (x, x) for x, shape in zip(inputs, shapes, strict=True)
     ]
-    first, second = (_bind(equation, xs)[0] for xs in zip(*pairs, strict=True))
+    first, second = (bind(equation, xs)[0] for xs in zip(*pairs, strict=True))
     return SplitStack((first, second), stack.name)
 
 

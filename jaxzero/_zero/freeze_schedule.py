@@ -4,9 +4,9 @@ Of the layers that still train, a share `alpha` is frozen after each epoch:
 
     frozen(T) = ceil(L (1 - (1 - alpha)^T)),  T = 0, 1, 2, ...
 
-(PipeTransformer's released code: `ceil((1 - a)^T [a L / (1 - a) + sum_t a L / (1 - a)^t])`, t from 2
-to T, which is the same.) Each number of frozen layers is another program to compile. So layers are
-frozen only when the number of active ones can be halved: it is L, L // 2, L // 4, ..., 1.
+PipeTransformer's released code has `ceil((1 - a)^T [a L / (1 - a) + sum_t a L / (1 - a)^t])`, t
+from 2 to T, which is the same. Each number of frozen layers is another program to compile. So
+layers are frozen only when the number of active ones can be halved: L, L // 2, L // 4, ..., 1.
 """
 
 from __future__ import annotations

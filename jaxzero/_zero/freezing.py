@@ -8,11 +8,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 
 from .._codecs import Codec
 from .._program import SplitStack, run_on_split_stacks
 from .._sharding import TreePlan, arrays_of
+from .activation_cache import ActivationCache
+from .batch_choice import BatchArgnums
 from .frozen_prefix import Names, find_prefix
 from .in_place import call_checked
 from .optimizer_cuts import cut_of_state
@@ -145,6 +148,28 @@ class Freezing:
 
         vars(wrapped)["__signature__"] = _with_two_trees(f)
         return wrapped
+
+    def cache(
+        self,
+        f: Callable,
+        frozen: Any,
+        *,
+        max_bytes: int | None = None,
+        batch_argnums: BatchArgnums = None,
+    ) -> ActivationCache:
+        """Keep what the frozen layers compute from a batch, for when the batch comes again.
+
+        Args:
+            f: `f(params, ...)`, as for `wrap`, without dropout in the frozen layers.
+            frozen: the frozen parameters, from `split`.
+            max_bytes: of host memory, in this process; batches beyond it are computed each time.
+            batch_argnums: as for `value_and_grad`, where positions count `frozen` as argument 0.
+        """
+        self._check("frozen", self._zero._plan_of(frozen), self._cut.frozen)
+        plan = self._cut.active
+        structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]
+        active = plan.whole(structs)
+        return ActivationCache(self._zero, self.wrap(f), active, frozen, max_bytes, batch_argnums)
 
     # Optimizers.
 
