@@ -127,7 +127,8 @@ def _read_by_rest(jaxpr: Any, depends: dict[Any, int]) -> dict[Any, None]:
     """
     saved: dict[Any, None] = {}
     made_by = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
-    readers = [x.invars for x in jaxpr.eqns if depends[x.outvars[0]] & _ACTIVE if x.outvars]
+    # An equation without outputs has an effect, such as a print.
+    readers = [x.invars for x in jaxpr.eqns if not x.outvars or depends[x.outvars[0]] & _ACTIVE]
     for var in (var for invars in [*readers, jaxpr.outvars] for var in invars):
         if isinstance(var, jex.Literal) or depends[var] & (_ACTIVE | _KNOWN) != _KNOWN:
             continue
