@@ -5,7 +5,6 @@ errors before anything is traced. Packages above use `Zero`; `_checkpoint` also 
 """
 
 from .freeze_schedule import freeze_schedule as freeze_schedule
-from .freezing import Freezing as Freezing
 from .local_rounds import LocalRounds as LocalRounds
 from .local_state import LocalState as LocalState
 from .pad_batch import pad_batch as pad_batch

@@ -35,7 +35,11 @@ def test_it_follows_the_formula_in_few_changes(num_layers, alpha):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((0,), "`num_layers`.*got 0"), ((True,), "`num_layers`.*got True"), ((4, 1.0), "`alpha`.*1.0")],
+    [
+        ((0,), "`num_layers`.*got 0"),
+        ((True,), "`num_layers`.*got True"),
+        ((4, 1.0), "`alpha`.*1.0"),
+    ],
 )
 def test_mistakes(arguments, message):
     with pytest.raises(ValueError, match=message):
