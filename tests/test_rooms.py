@@ -51,7 +51,7 @@ JAXPRS = {
     "jaxzero._mesh.memory",
     "jaxzero._mesh.per_device",
     "jaxzero._planner.flops",
-    *(f"jaxzero._program.{x}" for x in ("ir", "trace")),
+    *(f"jaxzero._program.{x}" for x in ("ir", "known_part", "split_stacks", "trace")),
 }
 JAXPRS.add("jaxzero._program.layout_requests")
 JAXPR_FIELDS = {"constvars", "eqns", "invars", "jaxpr", "outvars"}

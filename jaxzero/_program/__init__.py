@@ -18,5 +18,9 @@ from .ir import Constant as Constant
 from .ir import Loop as Loop
 from .ir import Operation as Operation
 from .ir import Value as Value
+from .known_part import known_part as known_part
+from .known_part import rest_part as rest_part
+from .split_stacks import SplitStack as SplitStack
+from .split_stacks import run_on_split_stacks as run_on_split_stacks
 from .trace import open_program as open_program
 from .trace import trace as trace

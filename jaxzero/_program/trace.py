@@ -20,8 +20,8 @@ from .._warnings import warn
 from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, is_ref
 from .layout_requests import explaining, without_our_axes
 
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
-_REMAT = {"checkpoint", "remat", "remat2"}
+CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+REMAT = {"checkpoint", "remat", "remat2"}
 _ALIAS = {"copy", "copy_p", "name"}  # their output is their only input
 
 
@@ -104,16 +104,16 @@ def _operation(
     name, params = equation.primitive.name, equation.params
     if name in _ALIAS:
         return inputs
-    if name in _CALLS and not _has_shardings(params):
-        inner = params[_CALLS[name]]
+    if name in CALLS and not has_shardings(params):
+        inner = params[CALLS[name]]
         return _inline(inner.jaxpr, inner.consts, inputs, operations, caller or equation)
-    if name in _REMAT:
+    if name in REMAT:
         if params["differentiated"]:
             inputs = _barrier(equation, inputs, operations)
         return _inline(params["jaxpr"], (), inputs, operations, caller or equation)
     outputs = tuple(Value(var.aval) for var in equation.outvars)
     if name == "scan" and not any(is_ref(var.aval) for var in equation.invars):
-        sizes = _scan_sizes(params)
+        sizes = scan_sizes(params)
         body = _block(params["jaxpr"])
         operation = Loop(name, tuple(inputs), outputs, equation, body, *sizes, caller=caller)
     else:
@@ -122,13 +122,13 @@ def _operation(
     return outputs
 
 
-def _has_shardings(params: dict[str, Any]) -> bool:
+def has_shardings(params: dict[str, Any]) -> bool:
     """Whether a nested `jit` requests shardings, which inlining would drop."""
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
 
 
-def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
     """Numbers of constants and carried values, which parameters name differently by JAX version."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]

@@ -4,6 +4,7 @@ In: the user's functions, trees, batches and optimizers. Out: functions under `s
 errors before anything is traced. Packages above use `Zero`; `_checkpoint` also uses `placement`.
 """
 
+from .freeze_schedule import freeze_schedule as freeze_schedule
 from .local_rounds import LocalRounds as LocalRounds
 from .local_state import LocalState as LocalState
 from .pad_batch import pad_batch as pad_batch

@@ -18,9 +18,10 @@ from .._collectives import CommSpec, Ledger, labelled, recording
 from .._execute import LocalWireState, Parameters, run_on_device, specs_of
 from .._mesh import AXES, AnyMesh, map_devices, physical
 from .._plan import Plan
-from .._sharding import ZeroConfig, mutated_leaf, nnx_leaves, split_dim
+from .._sharding import ZeroConfig, split_dim
 from .._simigrad import GradientHalves
 from .arguments import BATCH, Argument, Call
+from .in_place import call_checked
 from .loss import check_loss, split_aux, split_weight
 from .options import Options
 from .outputs import Outputs
@@ -207,29 +208,8 @@ class Transform:
         return value, weight, gradients, others
 
     def _called(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Call the user's function.
-
-        Raises:
-            ValueError: it has changed an `nnx.Module` or `nnx.Rngs` in place, and does not return
-                the new value.
-        """
-        values = [*args, *kwargs.values()]
-        before = [nnx_leaves(value) for value in values]
-        output = self.function(*args, **kwargs)
-        returned = {id(x) for x in jax.tree.leaves(output)}
-        for argument, old, value in zip(self.call.arguments, before, values, strict=True):
-            changed = mutated_leaf(old, nnx_leaves(value), returned)
-            if changed is not None:
-                path, kind = changed
-                raise ValueError(
-                    f"The function changes {argument.name}, leaf `{path}`, and the change would be "
-                    "lost: a function of sharded parameters gets a copy of the module. Return it "
-                    f"with `has_aux=True`, here `nnx.state(model, {kind})`, several kinds by "
-                    "`nnx.Any(...)`, and write it back with `nnx.update`; or call a copy that may "
-                    "be lost, `nnx.clone(model)`. Of `nnx.Rngs`, draw a key outside and pass it: "
-                    "`key = rngs.dropout()`."
-                )
-        return output
+        names = [argument.name for argument in self.call.arguments]
+        return call_checked(self.function, args, kwargs, names)
 
     def _rebuild(self, stored: list[Any], inputs: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         remaining = {True: iter(stored), False: iter(inputs)}

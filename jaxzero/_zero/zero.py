@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,23 +9,26 @@ from typing import Any
 import optax
 from jax.sharding import PartitionSpec
 
+from .._codecs import Codec
 from .._collectives import CommSpec
 from .._execute import LocalWireState, WireState, make_state
 from .._local_steps import LocalSteps
 from .._plan import Plan
 from .._sharding import arrays_of
 from .._simigrad import CodecNoise
-from .arguments import BATCH, check_differentiable, check_rows, resolve
+from .arguments import BATCH, check_differentiable
 from .batch_choice import BatchArgnums
 from .call_results import gradient_options, returned, wire_state_of
 from .codec_noise import measure_codec_noise
+from .freezing import Freezing
+from .frozen_prefix import Names
 from .local_checks import check_local_steps, local_method
 from .local_rounds import LocalRounds
 from .options import Options
 from .outputs import flat_reductions
+from .prepare import prepare
 from .programs import Programs
 from .sharded_trees import ShardedTrees
-from .transform import Transform
 from .value_and_update import Step, check_one_program
 
 
@@ -90,6 +92,31 @@ class Zero(ShardedTrees):
         return measure_codec_noise(
             leaves, arrays_of(grads), self._here._devices, self.config, microbatches
         )
+
+    def freeze(
+        self, params: Any, prefix: int, *, layers: Names, before: Names, codec: Codec | None = None
+    ) -> Freezing:
+        """Freeze the first layers of a model: no gradients, no reductions, no optimizer state.
+
+        The model stays as it is, also if it scans one stack of layers. `print` the result.
+
+        Args:
+            params: the parameters, from `init` or `shard`.
+            prefix: how many layers are frozen; 0: nothing is.
+            layers: where the layers are, as a path in `params`: `"encoder.layers"` for a stack with
+                a leading dim of layers; with `*` in place of the number for a list of layers,
+                `"encoder.layers.*"`; or several such paths.
+            before: paths of what is computed before layer 0, and is frozen with it, such as
+                `"embeddings"`; `()` if there is nothing. If it is not frozen, gradients pass
+                through the frozen layers to it.
+            codec: store large frozen leaves encoded by this codec, such as `jz.Int8()`, and gather
+                them without encoding them again, as `shard` does with `codec`.
+
+        Raises:
+            ValueError: `params` is not from this `Zero`; a path fits no leaf, or `layers` no stack
+                or list of layers; or `prefix` is out of range.
+        """
+        return Freezing(self, params, prefix, layers, before, codec)
 
     # Programs.
 
@@ -171,7 +198,7 @@ class Zero(ShardedTrees):
 
         @functools.wraps(f)
         def wrapped(*args, wire_state=None, **kwargs):
-            transform, arrays = self._prepare(f, args, kwargs, options, batch_argnums, in_specs)
+            transform, arrays = prepare(self, f, args, kwargs, options, batch_argnums, in_specs)
             for number in transform.options.argnums:
                 check_differentiable(transform.call.arguments[number], arrays[number], allow_int)
             local_state = wire_state_of(transform, wire_state)
@@ -232,8 +259,8 @@ class Zero(ShardedTrees):
 
         @functools.wraps(f)
         def step(params, opt_state, *args, **kwargs):
-            transform, arrays = self._prepare(
-                f, (params, *args), kwargs, options, batch_argnums, in_specs
+            transform, arrays = prepare(
+                self, f, (params, *args), kwargs, options, batch_argnums, in_specs
             )
             check_differentiable(transform.call.arguments[0], arrays[0], False)
             layouts = self._update_layouts(params, opt_state)
@@ -273,7 +300,7 @@ class Zero(ShardedTrees):
 
         @functools.wraps(f)
         def wrapped(*args, **kwargs):
-            transform, arrays = self._prepare(f, args, kwargs, options, batch_argnums, in_specs)
+            transform, arrays = prepare(self, f, args, kwargs, options, batch_argnums, in_specs)
             return programs.run(transform.program, arrays, LocalWireState())[2]
 
         return wrapped
@@ -304,7 +331,7 @@ class Zero(ShardedTrees):
         options = gradient_options(
             argnums, has_aux, microbatches, weighted, aux_reduce, halves, self._devices
         )
-        transform, arrays = self._prepare(f, args, kwargs, options, batch_argnums, in_specs)
+        transform, arrays = prepare(self, f, args, kwargs, options, batch_argnums, in_specs)
         if tx is not None:
             layouts = self._update_layouts(args[0], opt_state)
             return Step(transform, tx, args[0], opt_state, layouts).plan(arrays, opt_state)
@@ -345,34 +372,3 @@ class Zero(ShardedTrees):
         """
         check_local_steps(self._devices, self.config)
         return LocalRounds(step, local_method(method, options), self)
-
-    # Shared by the methods above.
-
-    def _prepare(
-        self,
-        f: Callable,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        options: Options,
-        batch_argnums: BatchArgnums,
-        in_specs: Sequence[Any] | None,
-    ) -> tuple[Transform, list[list[Any]]]:
-        """Classify the arguments of one call, check them, and build its `Transform`."""
-        numbers = tuple(i + len(args) if i < 0 else i for i in options.argnums)
-        if len(set(numbers)) < len(numbers):
-            raise ValueError(f"`argnums` names an argument twice; got {numbers}.")
-        options = dataclasses.replace(options, argnums=numbers)
-        here = self._here
-        call, arrays = resolve(
-            f,
-            args,
-            kwargs,
-            argnums=numbers,
-            batch_argnums=batch_argnums,
-            in_specs=in_specs,
-            registry=here._plans,
-            states=here._states,
-            num_devices=here.num_devices,
-        )
-        check_rows(call, arrays, here._devices, options.microbatches)
-        return Transform(f, call, options, here._devices, self.config), arrays

@@ -1,0 +1,239 @@
+"""Run a function on stacks of layers that are held in two parts, without joining the parts.
+
+If the first layers of a stack are frozen, the stack is two arrays, and the model scans their
+concatenation. Differentiating that computes gradients and keeps residuals for all layers. So the
+function is traced, before it is differentiated, and run with each `scan` over such a stack as two:
+
+    scan(f, carry, concatenate([a, b]))  ->  scan(f, scan(f, carry, a), b)
+
+Casts, transposes and elementwise operations of a stack run on the parts, a slice on the part that
+it lies in. Any other operation gets the concatenation: the result is right, but gradients are
+computed for all layers; a warning names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+from jax.extend import source_info_util
+
+from .._mesh import bare
+from .._warnings import warn
+from .elementwise import is_elementwise
+from .ir import Operation, Value
+from .trace import CALLS, REMAT, has_shardings, scan_sizes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SplitStack:
+    """A stack of layers, in two parts along dim 0.
+
+    Attributes:
+        parts: the first layers and the others.
+        name: tree path of the parameter that it is made from; None if it is made by a loop.
+    """
+
+    parts: tuple[Any, Any]
+    name: str | None = None
+
+    @property
+    def cut(self) -> int:
+        """The number of layers of the first part."""
+        return self.parts[0].shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole stack."""
+        first, second = self.parts
+        return (first.shape[0] + second.shape[0], *first.shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of both parts."""
+        return self.parts[0].dtype
+
+    @property
+    def weak_type(self) -> bool:
+        """Whether both parts are weakly typed."""
+        return all(getattr(x, "weak_type", False) for x in self.parts)
+
+    def join(self) -> Shaped[Array, ...]:
+        """The whole stack as one array."""
+        return jnp.concatenate(self.parts)
+
+
+def run_on_split_stacks(function: Callable[[list[Any]], Any], leaves: Sequence[Any]) -> Any:
+    """Call `function(leaves)`, a tree of arrays, where some of `leaves` are `SplitStack`s.
+
+    Args:
+        function: sees whole stacks; it is traced once, and calls of `jit` in it are inlined.
+        leaves: arrays and `SplitStack`s.
+    """
+    closed, shapes = jax.make_jaxpr(lambda *xs: function(list(xs)), return_shape=True)(
+        *(bare(x) if isinstance(x, SplitStack) else x for x in leaves)
+    )
+    outputs = [_joined(x) for x in _run(closed.jaxpr, closed.consts, leaves)]
+    return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+
+def _run(
+    jaxpr: Any, constants: Sequence[Any], inputs: Sequence[Any], caller: Any = None
+) -> list[Any]:
+    """Evaluate a jaxpr, which `caller` calls, on arrays and `SplitStack`s."""
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
+    env.update(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(var: Any) -> Any:
+        return var.val if isinstance(var, jex.Literal) else env[var]
+
+    for equation in jaxpr.eqns:
+        named = caller or equation
+        with located(equation, named):
+            outputs = _equation(equation, [read(var) for var in equation.invars], named)
+        env.update(zip(equation.outvars, outputs, strict=True))
+    return [read(var) for var in jaxpr.outvars]
+
+
+def located(equation: Any, caller: Any) -> contextlib.AbstractContextManager:
+    """What is bound here has the user's line, that of `caller`, for error messages and plans."""
+    scope = source_info_util.current_name_stack() + equation.source_info.name_stack
+    return source_info_util.user_context(caller.source_info.traceback, name_stack=scope)
+
+
+def _equation(equation: Any, inputs: list[Any], caller: Any) -> Sequence[Any]:
+    """The outputs of one equation."""
+    split = [x for x in inputs if isinstance(x, SplitStack)]
+    name, params = equation.primitive.name, equation.params
+    if name in CALLS and not has_shardings(params):
+        inner = params[CALLS[name]]
+        return _run(inner.jaxpr, inner.consts, inputs, caller)
+    if not split:
+        return bind(equation, inputs)
+    if name in REMAT:
+        return _remat(params, inputs, caller)
+    if name == "scan":
+        return _scan(equation, inputs)
+    for rule in (_sliced, _moved, _elementwise):
+        output = rule(equation, inputs)
+        if output is not None:
+            return [output]
+    _warn_of_joined(name, split)
+    return bind(equation, [_joined(x) for x in inputs])
+
+
+def bind(equation: Any, inputs: Sequence[Any], **changes: Any) -> list[Any]:
+    """Apply the primitive of an equation, with some of its parameters changed."""
+    params = equation.primitive.get_bind_params({**equation.params, **changes})
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    with equation.ctx.manager:
+        out = equation.primitive.bind(*functions, *inputs, **params)
+    return list(out) if equation.primitive.multiple_results else [out]
+
+
+def _scan(equation: Any, inputs: list[Any]) -> list[Any]:
+    """Two loops, each over one part of its split stacks."""
+    params = equation.params
+    num_constants, num_carry = scan_sizes(params)
+    stacks = inputs[num_constants + num_carry :]
+    split = [x for x in stacks if isinstance(x, SplitStack)]
+    whole = [x for x in inputs[: num_constants + num_carry] if isinstance(x, SplitStack)]
+    _warn_of_joined("scan", whole)
+    before = [_joined(x) for x in inputs[: num_constants + num_carry]]
+    if not split:
+        return bind(equation, [*before, *stacks])
+    cut, constants, carry = split[0].cut, before[:num_constants], before[num_constants:]
+    lengths = (cut, params["length"] - cut)
+    stacked: dict[int, list[Any]] = {}
+    for i in (1, 0) if params["reverse"] else (0, 1):
+        xs = [_parts(x, cut)[i] for x in stacks]
+        unroll = max(1, min(params["unroll"], lengths[i]))
+        outputs = bind(equation, [*constants, *carry, *xs], length=lengths[i], unroll=unroll)
+        carry, stacked[i] = outputs[:num_carry], outputs[num_carry:]
+    return [*carry, *(SplitStack(parts) for parts in zip(stacked[0], stacked[1], strict=True))]
+
+
+def _remat(params: Any, inputs: list[Any], caller: Any) -> list[Any]:
+    """`jax.checkpoint` of the same function, with each part as an input of its own."""
+    arrays, treedef = jax.tree.flatten(
+        [x.parts if isinstance(x, SplitStack) else x for x in inputs]
+    )
+    names = [x.name if isinstance(x, SplitStack) else None for x in inputs]
+
+    def run(*arrays: Any) -> list[Any]:
+        given = [
+            SplitStack(x, name) if isinstance(x, tuple) else x
+            for x, name in zip(jax.tree.unflatten(treedef, arrays), names, strict=True)
+        ]
+        return [_joined(x) for x in _run(params["jaxpr"], (), given, caller)]
+
+    prevented = params["prevent_cse"]  # one for each input in newer releases
+    prevent_cse = prevented if isinstance(prevented, bool) else any(prevented)
+    return jax.checkpoint(run, policy=params["policy"], prevent_cse=prevent_cse)(*arrays)
+
+
+def _sliced(equation: Any, inputs: list[Any]) -> Any:
+    """A slice of layers of one part only; None for any other operation."""
+    if equation.primitive.name != "slice":
+        return None
+    (stack,), params = inputs, equation.params
+    start, limit = list(params["start_indices"]), list(params["limit_indices"])
+    i = int(start[0] >= stack.cut)
+    if i == 0 and limit[0] > stack.cut:
+        return None
+    start[0], limit[0] = start[0] - i * stack.cut, limit[0] - i * stack.cut
+    return jax.lax.slice(stack.parts[i], start, limit, params["strides"])
+
+
+def _moved(equation: Any, inputs: list[Any]) -> SplitStack | None:
+    """A cast, transpose or reshape of each layer; None for any other operation."""
+    if len(inputs) != 1:
+        return None
+    (stack,) = inputs
+    values = tuple(Value(var.aval) for var in equation.invars)
+    outputs = tuple(Value(var.aval) for var in equation.outvars)
+    view = Operation(equation.primitive.name, values, outputs, equation).view()
+    of_layer = None if view is None else view.of_slice(stack.shape)
+    if of_layer is None:
+        return None
+    first, second = (of_layer.of_stack(x.shape[0]).apply(x) for x in stack.parts)
+    return SplitStack((first, second), stack.name)
+
+
+def _elementwise(equation: Any, inputs: list[Any]) -> SplitStack | None:
+    """An elementwise operation of stacks of one shape and of scalars; None for any other."""
+    stack = next(x for x in inputs if isinstance(x, SplitStack))
+    if not is_elementwise(Operation(equation.primitive.name, (), (), equation)):
+        return None
+    shapes = [getattr(x, "shape", ()) for x in inputs]
+    if any(shape not in ((), stack.shape) for shape in shapes):
+        return None
+    pairs = [
+        _parts(x, stack.cut) if shape else (x, x) for x, shape in zip(inputs, shapes, strict=True)
+    ]
+    first, second = (bind(equation, xs)[0] for xs in zip(*pairs, strict=True))
+    return SplitStack((first, second), stack.name)
+
+
+def _parts(x: Any, cut: int) -> tuple[Any, Any]:
+    return x.parts if isinstance(x, SplitStack) else (x[:cut], x[cut:])
+
+
+def _joined(x: Any) -> Any:
+    return x.join() if isinstance(x, SplitStack) else x
+
+
+def _warn_of_joined(operation: str, stacks: Sequence[SplitStack]) -> None:
+    names = sorted({x.name for x in stacks if x.name is not None})
+    if names:
+        warn(
+            f"`{operation}` uses the whole stack of `{names[0]}`, of which the first "
+            f"{stacks[0].cut} layers are frozen: gradients of all layers are computed, and those "
+            "of the frozen ones dropped. Scan the stack (`jax.lax.scan`), or index its layers by "
+            "Python integers."
+        )

@@ -1,0 +1,163 @@
+"""`ActivationCache`: what frozen layers compute from a batch, kept on the host for later epochs.
+
+AutoCache of PipeTransformer: a batch that comes again need not go through the frozen layers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._program import known_part, rest_part
+from .._sharding import is_array
+from .batch_choice import BatchArgnums
+
+
+class ActivationCache:
+    """Activations of frozen layers, by a key for each batch; from `Freezing.cache`.
+
+    Example:
+        >>> cache = freezing.cache(loss_fn, frozen)
+        >>> step = zero.value_and_grad(cache.rest, batch_argnums=(2, 3))
+        >>> for key, batch in enumerate(batches):
+        ...     activations = cache(key, batch)
+        ...     loss, grads = step(active, frozen, activations, batch)
+
+    Each device's part is in the memory of its host. The values that `f` closes over must not change
+    while the cache is in use. What is computed from the batch alone is not kept. `microbatches` of
+    `value_and_grad` must be 1. Each call hashes the batch, to find a key that names two.
+
+    Attributes:
+        frozen: the frozen parameters.
+        num_bytes: bytes of host memory, in this process.
+        hits: calls whose activations were there.
+        misses: calls that computed them.
+    """
+
+    def __init__(
+        self,
+        zero: Any,
+        function: Callable,
+        active: Any,
+        frozen: Any,
+        max_bytes: int | None,
+        batch_argnums: BatchArgnums,
+    ):
+        self.frozen = frozen
+        self.num_bytes = self.hits = self.misses = 0
+        self._function = function
+        self._max_bytes = max_bytes
+        self._kept: dict[Hashable, _Entry] = {}
+
+        def known(frozen: Any, *args: Any) -> tuple[Any, ...]:
+            run, arrays = self._flat(args)
+            return tuple(known_part(run, active, frozen, arrays))
+
+        self._compute = zero.apply(known, batch_argnums=batch_argnums, out_reduce="stack")
+
+    def __repr__(self) -> str:
+        return (
+            f"ActivationCache({len(self._kept)} batches, {self.num_bytes:,} bytes; {self.hits} "
+            f"hits, {self.misses} misses)"
+        )
+
+    def __call__(self, key: Hashable, *args: Any) -> tuple[jax.Array, ...]:
+        """The activations of a batch, computed now or before. Call it outside of `jax.jit`.
+
+        Args:
+            key: names the batch, such as its number in the epoch.
+            args: the arguments of `f` after the parameters.
+
+        Returns:
+            Arrays for `rest`, with one part for each device along dim 0.
+
+        Raises:
+            ValueError: another batch was cached under this key; the frozen layers draw random
+                numbers; or all of `f` depends on active parameters.
+        """
+        digest, entry = _digest(args), self._kept.get(key)
+        if entry is not None and entry.digest != digest:
+            raise ValueError(
+                f"`key` {key!r} names two batches: the one given differs from the one that was "
+                "cached under it. Give every batch a key of its own."
+            )
+        if entry is not None:
+            self.hits += 1
+            return tuple(_on_devices(x) for x in entry.arrays)
+        self.misses += 1
+        found = self._compute(self.frozen, *args)
+        num_bytes = sum(shard.data.nbytes for x in found for shard in x.addressable_shards)
+        if self._max_bytes is None or self.num_bytes + num_bytes <= self._max_bytes:
+            self._kept[key] = _Entry(digest, tuple(_on_host(x) for x in found))
+            self.num_bytes += num_bytes
+        return found
+
+    def rest(self, active: Any, frozen: Any, activations: Sequence[Any], *args: Any) -> Any:
+        """The function `f`, given the activations: what `value_and_grad` is applied to.
+
+        Args:
+            active: the active parameters.
+            frozen: the frozen ones; those that only the activations need are not gathered.
+            activations: from calling the cache with the same batch. They are a batch, too: give
+                their position to `batch_argnums`, beside that of the batch.
+            args: the arguments of `f` after the parameters.
+        """
+        run, arrays = self._flat(args)
+        return rest_part(run, active, frozen, arrays, [x[0] for x in activations])
+
+    def _flat(self, args: Sequence[Any]) -> tuple[Callable[[Any, Any, Any], Any], list[Any]]:
+        """The function of active, frozen and the arrays among `args`; and these arrays."""
+        leaves, treedef = jax.tree.flatten(args)
+        arrays = [x for x in leaves if is_array(x)]
+
+        def run(active: Any, frozen: Any, arrays: list[Any]) -> Any:
+            given = iter(arrays)
+            filled = [next(given) if is_array(x) else x for x in leaves]
+            return self._function(active, frozen, *jax.tree.unflatten(treedef, filled))
+
+        return run, arrays
+
+
+class _Kept(NamedTuple):
+    """An array of devices, on the host: the parts of this process's devices."""
+
+    shape: tuple[int, ...]
+    sharding: jax.sharding.Sharding
+    parts: tuple[tuple[Any, np.ndarray], ...]
+
+
+class _Entry(NamedTuple):
+    digest: bytes
+    arrays: tuple[_Kept, ...]
+
+
+def _on_host(x: jax.Array) -> _Kept:
+    parts = tuple((shard.device, np.array(shard.data)) for shard in x.addressable_shards)
+    return _Kept(x.shape, x.sharding, parts)
+
+
+def _on_devices(kept: _Kept) -> jax.Array:
+    parts = [jax.device_put(x, device) for device, x in kept.parts]
+    return jax.make_array_from_single_device_arrays(kept.shape, kept.sharding, parts)
+
+
+def _digest(tree: Any) -> bytes:
+    """A hash of the arrays of a tree, of those of this process's devices if they are sharded."""
+    digest = hashlib.blake2b(digest_size=16)
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array):
+            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            data = jax.random.key_data(leaf) if is_key else leaf
+            found = [np.asarray(shard.data) for shard in data.addressable_shards]
+        else:
+            found = [np.asarray(leaf)] if is_array(leaf) else []
+            digest.update(b"" if is_array(leaf) else repr(leaf).encode())
+        for x in found:
+            digest.update(f"{x.shape} {x.dtype}".encode())
+            digest.update(np.ascontiguousarray(x).view(np.uint8).reshape(-1).data)
+    return digest.digest()

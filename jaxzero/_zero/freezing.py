@@ -1,0 +1,276 @@
+"""`Freezing`: parameters in two trees, of which one, the first layers, is no longer trained."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from .._codecs import Codec
+from .._program import SplitStack, run_on_split_stacks
+from .._sharding import TreePlan, arrays_of
+from .activation_cache import ActivationCache
+from .batch_choice import BatchArgnums
+from .frozen_prefix import Names, find_prefix
+from .in_place import call_checked
+from .optimizer_cuts import cut_of_state
+from .sharded_trees import ShardedTrees
+from .tree_cuts import TreeCut, check_untraced, join_arrays, make_cut, split_arrays
+
+
+class Freezing:
+    """The first layers of a model frozen: which leaves these are, and how trees are cut by it.
+
+    From `Zero.freeze`; `print` it to see what is frozen. It holds no arrays. Frozen layers have no
+    gradients, no reductions and no optimizer state in use, and are gathered in forward only unless
+    something active comes before them. Cut and join trees between steps, not in a jitted one.
+
+    Attributes:
+        prefix: the number of frozen layers.
+        num_layers: the number of layers of the model.
+
+    Example:
+        >>> freezing = zero.freeze(params, 4, layers="layers", before="embeddings")
+        >>> active, frozen = freezing.split(params)
+        >>> active_state, frozen_state = freezing.split_optimizer(tx, opt_state)
+        >>> loss, grads = zero.value_and_grad(freezing.wrap(loss_fn))(active, frozen, batch)
+        >>> params = freezing.join(active, frozen)
+
+    References:
+        PipeTransformer (https://proceedings.mlr.press/v139/he21a.html).
+    """
+
+    def __init__(
+        self,
+        zero: ShardedTrees,
+        params: Any,
+        prefix: int,
+        layers: Names,
+        before: Names,
+        codec: Codec | None,
+    ):
+        plan = zero._plan_of(params)
+        for leaf in plan.leaves:
+            if leaf.codec is not None:
+                raise ValueError(
+                    f"`params`, leaf `{leaf.path}`: it is stored as messages of {leaf.codec}, "
+                    "which are never trained. Pass such leaves in an argument of their own, as "
+                    "with LoRA."
+                )
+        self._zero = zero
+        self.prefix = prefix
+        self.num_layers, rows = find_prefix(plan.leaves, prefix, layers, before)
+        self._cut = make_cut(plan, rows, zero._devices, zero.config, codec)
+        for part in (self._cut.active, self._cut.frozen):
+            zero._plans.add(part)
+
+    def __repr__(self) -> str:
+        return f"Freezing({self.prefix} of {self.num_layers} layers)"
+
+    def __str__(self) -> str:
+        """What is frozen, and what is not."""
+        total = sum(math.prod(leaf.shape) for leaf in self._cut.whole.leaves)
+        frozen = sum(math.prod(leaf.shape) for leaf in self._cut.frozen.leaves)
+        lines = [
+            f"{self.prefix} of {self.num_layers} layers are frozen: {frozen:,} of {total:,} "
+            f"parameters ({frozen / max(total, 1):.0%})"
+        ]
+        encoded = {leaf.path: leaf.codec for leaf in self._cut.frozen.leaves}
+        for leaf, rows in zip(self._cut.whole.leaves, self._cut.rows, strict=True):
+            what = "active" if rows == 0 else "frozen" if rows is None else f"rows 0-{rows - 1}"
+            codec = encoded.get(leaf.path)
+            stored = f", stored as {codec}" if codec is not None else ""
+            lines.append(f"  {what:<10} {leaf.path} {list(leaf.shape)}{stored}")
+        return "\n".join(lines)
+
+    # Trees.
+
+    def split(self, params: Any) -> tuple[Any, Any]:
+        """Cut parameters into `(active, frozen)`.
+
+        Both are sharded trees of the structure of `params`, with None for what is in the other; a
+        stack of layers that is frozen in part has its first rows in `frozen` and the others in
+        `active`. Leaves that are not cut and not encoded are those of `params`, not copies: do not
+        donate `params` afterwards.
+
+        Args:
+            params: sharded like the tree given to `zero.freeze`; or `ShapeDtypeStruct`s.
+
+        Raises:
+            ValueError: `params` has another structure or other shapes, or is traced.
+        """
+        plan = self._zero._plan_of(params)
+        self._check("params", plan, self._cut.whole)
+        return self._split(params, self._cut, self._zero._weight_axes)
+
+    def join(self, active: Any, frozen: Any) -> Any:
+        """Build the whole parameters again, as exact copies; encoded leaves are decoded.
+
+        Raises:
+            ValueError: a tree is not one of `split`, or is traced.
+        """
+        for name, tree, layout in (
+            ("active", active, self._cut.active),
+            ("frozen", frozen, self._cut.frozen),
+        ):
+            self._check(name, self._zero._plan_of(tree), layout)
+        return self._join(active, frozen, self._cut, self._zero._weight_axes)
+
+    def wrap(self, f: Callable) -> Callable:
+        """Turn `f(params, ...)` into `g(active, frozen, ...)`, for `value_and_grad` and `apply`.
+
+        `f` sees the whole tree. If it scans a stack that is frozen in part, it becomes two loops,
+        one for the frozen layers and one for the others, before anything is differentiated; a layer
+        indexed by a Python integer is taken from its part. Collectives, `jax.checkpoint`, casts of
+        the stack and stacked outputs of the scan stay as they are.
+
+        Warns:
+            UserWarning: `f` uses a whole stack in another way. The result is right, but gradients
+                of its frozen layers are computed, and dropped.
+        """
+
+        @functools.wraps(f)
+        def wrapped(active, frozen, *args, **kwargs):
+            leaves = self._leaves(active, frozen)
+            names = ["`params`", *(f"argument {i}" for i in range(2, len(args) + 2)), *kwargs]
+
+            def call(leaves: list[Any]) -> Any:
+                return call_checked(f, [self._cut.whole.whole(leaves), *args], kwargs, names)
+
+            if any(isinstance(x, SplitStack) for x in leaves):
+                return run_on_split_stacks(call, leaves)
+            return call(leaves)
+
+        vars(wrapped)["__signature__"] = _with_two_trees(f)
+        return wrapped
+
+    def cache(
+        self,
+        f: Callable,
+        frozen: Any,
+        *,
+        max_bytes: int | None = None,
+        batch_argnums: BatchArgnums = None,
+    ) -> ActivationCache:
+        """Keep what the frozen layers compute from a batch, for when the batch comes again.
+
+        Args:
+            f: `f(params, ...)`, as for `wrap`, without dropout in the frozen layers.
+            frozen: the frozen parameters, from `split`.
+            max_bytes: of host memory, in this process; batches beyond it are computed each time.
+            batch_argnums: as for `value_and_grad`, where positions count `frozen` as argument 0.
+        """
+        self._check("frozen", self._zero._plan_of(frozen), self._cut.frozen)
+        plan = self._cut.active
+        structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]
+        active = plan.whole(structs)
+        return ActivationCache(self._zero, self.wrap(f), active, frozen, max_bytes, batch_argnums)
+
+    # Optimizers.
+
+    def split_optimizer(self, tx: optax.GradientTransformation, opt_state: Any) -> tuple[Any, Any]:
+        """Cut the optimizer state of the whole parameters into `(active, frozen)`.
+
+        The first is a state of `tx` for the active parameters. The second holds the rest: moments
+        of frozen leaves and rows. Keep it for `join_optimizer`, or drop it.
+
+        Args:
+            tx: the optimizer, as given to `zero.init_optimizer`.
+            opt_state: its state of the whole parameters.
+
+        Raises:
+            ValueError: `opt_state` is not the state of `tx` for these parameters, or is traced.
+            NotImplementedError: `tx` keeps arrays of a stack that is frozen in part which cannot be
+                cut by layers, such as means over layers.
+        """
+        cut = self._cut_of_state(tx)
+        self._check("opt_state", self._zero._plan_of(opt_state), cut.whole)
+        return self._split(opt_state, cut, self._zero._state_axes)
+
+    def join_optimizer(
+        self, tx: optax.GradientTransformation, active_state: Any, frozen_state: Any
+    ) -> Any:
+        """Build the optimizer state of the whole parameters again.
+
+        Counters are those of `active_state`. If `frozen_state` was dropped, start it anew: that of
+        `freezing.split_optimizer(tx, zero.init_optimizer(tx, params))`.
+
+        Raises:
+            ValueError: a state is not one of `split_optimizer`, or is traced.
+        """
+        cut = self._cut_of_state(tx)
+        for name, tree, layout in (
+            ("active_state", active_state, cut.active),
+            ("frozen_state", frozen_state, cut.frozen),
+        ):
+            self._check(name, self._zero._plan_of(tree), layout)
+        return self._join(active_state, frozen_state, cut, self._zero._state_axes)
+
+    # Shared by the methods above.
+
+    def _cut_of_state(self, tx: optax.GradientTransformation) -> TreeCut:
+        zero = self._zero
+        cut = cut_of_state(tx, self._cut, self.num_layers, zero._devices, zero.config)
+        for part in (cut.whole, cut.active, cut.frozen):
+            zero._states.add(part)
+        return cut
+
+    def _split(self, tree: Any, cut: TreeCut, axes: tuple[str, ...]) -> tuple[Any, Any]:
+        arrays = arrays_of(tree)
+        check_untraced(arrays)
+        active, frozen = split_arrays(cut, arrays, self._zero.mesh, axes)
+        return cut.active.stored(active), cut.frozen.stored(frozen)
+
+    def _join(self, active: Any, frozen: Any, cut: TreeCut, axes: tuple[str, ...]) -> Any:
+        parts = arrays_of(active), arrays_of(frozen)
+        check_untraced([*parts[0], *parts[1]])
+        return cut.whole.stored(join_arrays(cut, *parts, self._zero.mesh, axes))
+
+    def _leaves(self, active: Any, frozen: Any) -> list[Any]:
+        """The arrays of the whole tree inside a program: in full, stacks in two parts."""
+        values = self._cut.active.flatten_like(active), self._cut.frozen.flatten_like(frozen)
+        leaves = []
+        for leaf, (rest, first) in zip(
+            self._cut.whole.leaves, self._cut.pairs(*values), strict=True
+        ):
+            both = rest is not None and first is not None
+            leaves.append(
+                SplitStack((first, rest), leaf.path) if both else first if rest is None else rest
+            )
+        return leaves
+
+    def _check(self, name: str, given: TreePlan, known: TreePlan) -> None:
+        """Raise `ValueError` unless a tree has the structure, shapes and storage of `known`."""
+        if given.treedef == known.treedef and given.shapes == known.shapes:
+            pairs = zip(given.leaves, known.leaves, strict=True)
+            if all(x.codec == y.codec for x, y in pairs):
+                return
+        shapes = {leaf.path: leaf.shape for leaf in given.leaves}
+        where = ""
+        for leaf in known.leaves:
+            if shapes.get(leaf.path) != leaf.shape:
+                found = shapes.get(leaf.path, "nothing")
+                where = f" At `{leaf.path}` it has {found}, where {leaf.shape} is expected."
+                break
+        raise ValueError(
+            f"`{name}` is not a tree of this freezing ({self.prefix} of {self.num_layers} "
+            f"layers).{where} Make one for it with `zero.freeze`."
+        )
+
+
+def _with_two_trees(f: Callable) -> inspect.Signature | None:
+    """The signature of `f` with `active` and `frozen` in place of its first parameter."""
+    try:
+        parameters = list(inspect.signature(f).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    trees = [inspect.Parameter(name, kind) for name in ("active", "frozen")]
+    if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+        parameters = parameters[1:]
+    return inspect.Signature(trees + parameters)

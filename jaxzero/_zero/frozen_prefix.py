@@ -1,0 +1,151 @@
+"""Find the leaves of the first layers of a model, by their tree paths.
+
+`layers` names where the layers are: `"layers"` is a stack, whose arrays have a leading dim of
+layers; in `"layers.*"` the `*` stands for the number of a layer, so it is a list of them
+(`layers.0.kernel`), or dicts with numbered names (`"block_*"`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .._sharding import LeafSpec
+from .tree_cuts import Rows
+
+Names = str | Sequence[str]
+
+
+class Prefix(NamedTuple):
+    """The first layers of a model: what of each of its arrays they are."""
+
+    num_layers: int  # of the model
+    rows: tuple[Rows, ...]
+
+
+def find_prefix(leaves: Sequence[LeafSpec], prefix: int, layers: Names, before: Names) -> Prefix:
+    """What of each array is in the first `prefix` layers, or in front of them.
+
+    Args:
+        leaves: the layouts of the arrays, with their paths.
+        prefix: the number of layers.
+        layers: paths of stacks or lists of layers, all of one length.
+        before: paths of what comes before layer 0.
+
+    Raises:
+        ValueError: a path fits no leaf, or too many; the lengths differ; `prefix` is out of range.
+    """
+    numbers: dict[str, int | None] = {}  # of a leaf's layer; None: it has rows of all layers
+    lengths: dict[str, int] = {}
+    for name in _names("layers", layers):
+        found = _numbers_in(name, leaves)
+        numbers |= found
+        lengths[name] = _length(name, found, leaves)
+    if len(set(lengths.values())) != 1:
+        raise ValueError(
+            f"`layers` must name stacks or lists of layers, all of one length; got {lengths}."
+        )
+    num_layers = next(iter(lengths.values()))
+    if isinstance(prefix, bool) or not isinstance(prefix, int) or not 0 <= prefix <= num_layers:
+        raise ValueError(
+            f"`prefix` must be a number of layers from 0 to {num_layers}; got {prefix!r}."
+        )
+    first = _leaves_before(_names("before", before), leaves, numbers)
+
+    def rows_of(path: str) -> Rows:
+        if path not in numbers:
+            return None if path in first and prefix else 0
+        number = numbers[path]
+        if number is not None:
+            return None if number < prefix else 0
+        return None if prefix == num_layers else prefix
+
+    return Prefix(num_layers, tuple(rows_of(leaf.path) for leaf in leaves))
+
+
+def _names(argument: str, names: Names) -> tuple[str, ...]:
+    found = (names,) if isinstance(names, str) else tuple(names)
+    if not all(isinstance(name, str) and name for name in found):
+        raise ValueError(
+            f"`{argument}` must be a path of the parameter tree, such as 'encoder.layers', or "
+            f"several of them; got {names!r}."
+        )
+    if argument == "layers" and not found:
+        raise ValueError("`layers` must name the layers of the model; got none.")
+    return found
+
+
+def _numbers_in(name: str, leaves: Sequence[LeafSpec]) -> dict[str, int | None]:
+    """The paths under `name`, with the number of the layer that `*` stands for."""
+    if name.count("*") > 1:
+        raise ValueError(f"`layers` may have one `*`, for the number of a layer; got {name!r}.")
+    pattern = re.compile(re.escape(name).replace(r"\*", r"(\d+)") + r"(\.|$)")
+    matches = {leaf.path: pattern.match(leaf.path) for leaf in leaves}
+    found = {
+        path: int(match.group(1)) if "*" in name else None
+        for path, match in matches.items()
+        if match is not None
+    }
+    if not found:
+        raise ValueError(f"`layers` names {name!r}, and no leaf is there. {_known(leaves)}")
+    return found
+
+
+def _length(name: str, found: dict[str, int | None], leaves: Sequence[LeafSpec]) -> int:
+    """The number of layers of a stack or list."""
+    numbers = {number for number in found.values() if number is not None}
+    if numbers:
+        if numbers != set(range(len(numbers))):
+            raise ValueError(
+                f"`layers` names {name!r}, and the numbers there are {sorted(numbers)}, where they "
+                f"should be those from 0 to {len(numbers) - 1}."
+            )
+        return len(numbers)
+    _check_is_no_list(name, tuple(found))
+    shapes = {leaf.path: leaf.shape for leaf in leaves if leaf.path in found}
+    sizes = {shape[0] if shape else 0 for shape in shapes.values()}
+    if len(sizes) != 1 or 0 in sizes:
+        shown = ", ".join(f"`{path}` {list(shape)}" for path, shape in list(shapes.items())[:4])
+        raise ValueError(
+            f"`layers` names {name!r} as a stack of layers, whose arrays have one leading dim of "
+            f"layers; got {shown}. Name a list of layers {name + '.*'!r}."
+        )
+    return sizes.pop()
+
+
+def _check_is_no_list(name: str, paths: Sequence[str]) -> None:
+    """Raise `ValueError` if the paths are those of a list with equal entries."""
+    entries: dict[str, set[str]] = {}
+    for path in paths:
+        number, _, rest = path[len(name) + 1 :].partition(".")
+        entries.setdefault(number, set()).add(rest)
+    equal = len({frozenset(rest) for rest in entries.values()}) == 1
+    if len(entries) > 1 and equal and all(number.isdecimal() for number in entries):
+        raise ValueError(
+            f"`layers` names {name!r} as one stack of layers, and it can be a list of "
+            f"{len(entries)} layers. Write {name + '.*'!r} for the list; or, if its entries are "
+            f"stacks, name them: {tuple(f'{name}.{number}' for number in list(entries)[:2])}."
+        )
+
+
+def _leaves_before(
+    names: Sequence[str], leaves: Sequence[LeafSpec], in_layers: dict[str, int | None]
+) -> set[str]:
+    first = set()
+    for name in names:
+        found = {x.path for x in leaves if x.path == name or x.path.startswith(f"{name}.")}
+        if not found:
+            raise ValueError(f"`before` names {name!r}, and no leaf is there. {_known(leaves)}")
+        if shared := sorted(found & in_layers.keys()):
+            raise ValueError(
+                f"`before` names {name!r}, which holds `{shared[0]}`, a leaf of `layers`. Name "
+                "only what is computed before layer 0."
+            )
+        first |= found
+    return first
+
+
+def _known(leaves: Sequence[LeafSpec]) -> str:
+    paths = [leaf.path for leaf in leaves]
+    return f"The leaves are {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}."
