@@ -95,7 +95,10 @@ def _check_positions(config: DecoderConfig, num_columns: int) -> None:
 def check_room(cache: Cache, ids: Int[Array, "b t"]) -> None:
     """Raise if tokens are known not to fit into the cache."""
     batch_size, size = cache.mask.shape
-    held = 0 if isinstance(cache.length, jax.core.Tracer) else int(cache.length)
+    try:
+        held = int(cache.length)
+    except jax.errors.ConcretizationTypeError:  # traced
+        held = 0
     if held + ids.shape[1] > size:
         raise ValueError(
             f"`ids` holds {ids.shape[1]} tokens per row, but of the {size} columns of the `cache` "
