@@ -18,7 +18,7 @@ class Sample:
     directory: Annotated[Positional[Path], arg(metavar="DIR")]
     """Folder with a decoder and `tokenizer.json`, as `save_pretrained` writes them."""
 
-    prompt: UseAppendAction[tuple[Annotated[str, arg(metavar="TEXT")], ...]] = ()
+    prompt: UseAppendAction[tuple[str, ...]] = ()
     """Text to continue; repeat the option for several, which are computed as one batch."""
 
     max_new_tokens: int = 128
