@@ -2,6 +2,7 @@
 
     python examples/finetune_llm.py --model path/to/llama --lora-rank 8 --out finetuned
     python examples/finetune_llm.py --model path/to/llama --out finetuned --offload optimizer
+    python examples/finetune_llm.py --model path/to/llama --out finetuned --sample "def main("
 
 Weights are read straight into shards, and `transformers.AutoModelForCausalLM` loads what comes out.
 """
@@ -11,6 +12,7 @@ import dataclasses
 import functools
 import re
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,10 +22,11 @@ import numpy as np
 import optax
 import tyro
 from flax import nnx
+from jax.sharding import PartitionSpec
 from tokenizers import Tokenizer
 
 import jaxzero as jz
-from jaxzero import interop
+from jaxzero import interop, models
 
 ADAPTED = "query|key|value|output|gate|up|down"  # linear layers, for LoRA
 
@@ -47,6 +50,8 @@ class Settings:
     nodes: int | None = None  # of the mesh; None: as the devices say
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     scan_layers: bool = True  # off for models whose layers differ
+    sample: str | None = None  # a prompt that is continued before training and after it
+    sample_tokens: int = 64  # new tokens of it
 
 
 def config_of(settings: Settings) -> jz.ZeroConfig:
@@ -55,6 +60,8 @@ def config_of(settings: Settings) -> jz.ZeroConfig:
         return jz.zeropp()
     if settings.adaptive_batch is not None:
         raise ValueError("`offload` does not go with `adaptive_batch`. Leave out one of the two.")
+    if settings.sample is not None:
+        raise ValueError("`offload` does not go with `sample`. Leave out one of the two.")
     chosen = dict.fromkeys(settings.offload, True)
     offload = jz.Offload(**chosen, min_size=settings.offload_min_size)
     return dataclasses.replace(jz.zeropp(), offload=offload)
@@ -130,14 +137,58 @@ def merge(loaded: Any, adapters: dict[str, Any]) -> Any:
     return jax.tree_util.tree_map_with_path(merged, loaded)
 
 
-def read_batches(settings: Settings, vocabulary_size: int) -> np.ndarray:
-    """The tokens of each step, in random order: int32 `[steps, batch, length]`."""
+def open_tokenizer(settings: Settings, vocabulary_size: int) -> Tokenizer | None:
+    """The tokenizer of the model; None if there is none, for bytes."""
     path = settings.model / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else None
     if tokenizer is not None:
         tokenizer.no_truncation()
     elif vocabulary_size < 256:  # not even bytes
         raise ValueError(f"`model` must have a tokenizer; there is no {str(path)!r}.")
+    return tokenizer
+
+
+def make_writer(
+    zero: jz.Zero, config: models.DecoderConfig, model_of: Callable[..., Any], settings: Settings
+) -> Callable[[Any, Any], str]:
+    """A function of trained and frozen parameters that continues `settings.sample`.
+
+    Parameters stay sharded: each layer is gathered at every token, as in training.
+    """
+    tokenizer = open_tokenizer(settings, config.vocabulary_size)
+    prompt = settings.sample or ""
+    ids = tokenizer.encode(prompt).ids if tokenizer else list(prompt.encode())
+    sampling = models.Sampling.from_json(settings.model, temperature=0.0)
+    whole = PartitionSpec()  # every device computes the one text
+    decode = zero.apply(
+        lambda trained, cache, ids, mask, frozen: model_of(trained, frozen).decode(
+            cache, ids, mask
+        ),
+        in_specs=(None, whole, whole, whole, None),
+        out_reduce="first",
+    )
+
+    @jax.jit
+    def generate(trained, frozen):
+        return models.generate(
+            lambda cache, ids, mask: decode(trained, cache, ids, mask, frozen),
+            models.make_cache(config, 1, len(ids) + settings.sample_tokens - 1),
+            jnp.array([ids], jnp.int32),
+            max_new_tokens=settings.sample_tokens,
+            sampling=sampling,
+        )
+
+    def write(trained, frozen):
+        tokens, lengths = jax.device_get(generate(trained, frozen))
+        text = [*ids, *tokens[0, : lengths[0]].tolist()]
+        return tokenizer.decode(text) if tokenizer else bytes(text).decode(errors="replace")
+
+    return write
+
+
+def read_batches(settings: Settings, vocabulary_size: int) -> np.ndarray:
+    """The tokens of each step, in random order: int32 `[steps, batch, length]`."""
+    tokenizer = open_tokenizer(settings, vocabulary_size)
     files = [settings.text] if settings.text.is_file() else sorted(settings.text.rglob("*"))
     num_wanted, ids = settings.steps * settings.batch, []
     for file in filter(Path.is_file, files):
@@ -155,6 +206,18 @@ def read_batches(settings: Settings, vocabulary_size: int) -> np.ndarray:
     return rows[order[:num_wanted]].reshape(settings.steps, settings.batch, settings.length)
 
 
+def init_params(zero: jz.Zero, loaded: Any, settings: Settings) -> tuple[Any, Any]:
+    """What is trained, and the frozen weights of LoRA or None; sharded."""
+    if not settings.lora_rank:
+        return zero.shard(loaded.params), None
+    leaves = jax.tree_util.tree_leaves_with_path(loaded.params)
+    shapes = {layer: x.shape for path, x in leaves if (layer := layer_of(path))}
+    make = functools.partial(make_adapters, shapes=shapes, rank=settings.lora_rank)
+    trained = zero.init(make, jax.random.key(0))
+    codec = jz.Int8() if settings.frozen == "int8" else None
+    return trained, zero.shard(loaded.params, codec=codec)
+
+
 def finetune(settings: Settings) -> tuple[list[float], Any]:
     """Train and export: the losses, and what was trained (sharded parameters, or adapters)."""
     zero = jz.Zero(jz.make_mesh(settings.nodes), config_of(settings))
@@ -166,25 +229,21 @@ def finetune(settings: Settings) -> tuple[list[float], Any]:
         remat="full",
     )
     batches = read_batches(settings, loaded.config.vocabulary_size)
-    if settings.lora_rank:
-        leaves = jax.tree_util.tree_leaves_with_path(loaded.params)
-        shapes = {layer: x.shape for path, x in leaves if (layer := layer_of(path))}
-        make = functools.partial(make_adapters, shapes=shapes, rank=settings.lora_rank)
-        trained = zero.init(make, jax.random.key(0))
-        frozen = zero.shard(loaded.params, codec=jz.Int8() if settings.frozen == "int8" else None)
-    else:
-        trained, frozen = zero.shard(loaded.params), None
+    trained, frozen = init_params(zero, loaded, settings)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(settings.learning_rate))
     if settings.adaptive_batch is not None:
         tx = jz.simigrad(tx, target_similarity=settings.adaptive_batch, initial=2, max_steps=256)
     tx = optax.with_extra_args_support(tx)
     opt_state = zero.init_optimizer(tx, trained)
 
-    def loss_fn(trained, ids, frozen):
+    def model_of(trained, frozen):
         model = nnx.merge(loaded.graph, trained if frozen is None else frozen)
         if frozen is not None:
             add_adapters(model, trained)
-        logits = model(ids)[:, :-1].astype("float32")
+        return model
+
+    def loss_fn(trained, ids, frozen):
+        logits = model_of(trained, frozen)(ids)[:, :-1].astype("float32")
         return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
 
     platform = jax.devices()[0].platform
@@ -199,6 +258,10 @@ def finetune(settings: Settings) -> tuple[list[float], Any]:
         trained, opt_state = zero.apply_gradients(tx, grads, opt_state, trained, **extra)
         return trained, opt_state, loss
 
+    write = None
+    if settings.sample is not None:
+        write = make_writer(zero, loaded.config, model_of, settings)
+        print(f"Before training: {write(trained, frozen)}")
     losses = []
     for i, ids in enumerate(batches):
         trained, opt_state, loss = step(trained, opt_state, ids, frozen)
@@ -208,6 +271,8 @@ def finetune(settings: Settings) -> tuple[list[float], Any]:
             stats = jz.simigrad_stats(opt_state)
             print(f"  {stats['steps']} micro-batches, similarity {stats['similarity']:.3f}")
 
+    if write is not None:
+        print(f"After training: {write(trained, frozen)}")
     whole = merge(loaded.params, zero.unshard(trained)) if settings.lora_rank else trained
     interop.export_decoder(whole, settings.out, source=settings.model)
     return losses, trained

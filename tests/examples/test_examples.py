@@ -139,6 +139,17 @@ def test_finetuning_a_whole_decoder(llama, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.standard_promotion
+def test_finetuning_shows_what_the_model_writes(llama, tmp_path, capsys):
+    """It has learned what follows within the length of its rows."""
+    _finetune(llama, tmp_path / "out", steps=40, sample="A row of", sample_tokens=8)
+    before, after = re.findall(r"(?:Before|After) training: (.*)", capsys.readouterr().out)
+    assert before.startswith("A row of") and before != after == "A row of these w"
+    with pytest.raises(ValueError, match="`offload` does not go with `sample`"):
+        _finetune(llama, tmp_path / "out", steps=1, sample="A", offload=("optimizer",))
+
+
+@pytest.mark.slow
+@pytest.mark.standard_promotion
 def test_finetuning_with_offload(llama, tmp_path):
     """The norm of the gradients, by which they are clipped, is summed up in another order."""
     everything = {"offload": ("weights", "gradients", "optimizer"), "offload_min_size": 64}
