@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Container, Set
 
 import numpy as np
 
-from .._program import Block, Loop, Operation, Value
+from .._program import Block, Value
 from .param_uses import BlockUses
 
 _HIGH = 0.75  # of the most that is held: what holds more belongs to the peak
@@ -66,7 +65,7 @@ def find_peak(
     held = _held_bytes(block, uses)
     if not held.any():
         return NO_PEAK
-    work = np.cumsum([_work(operation) for operation in block.operations])
+    work = np.cumsum([operation.products for operation in block.operations])
     at = int(held.argmax())
     high = itertools.takewhile(lambda i: held[i] > _HIGH * held[at], range(at, len(held)))
     last = max(high)
@@ -126,14 +125,3 @@ def _held_bytes(block: Block, uses: BlockUses) -> np.ndarray:
                 change[i] += value.num_bytes
                 change[stop] -= value.num_bytes
     return change.cumsum()[:-1]
-
-
-def _work(operation: Operation) -> int:
-    """Multiplications of a matrix product, or of those in a loop."""
-    if isinstance(operation, Loop):
-        return operation.length * sum(map(_work, operation.body.operations))
-    if operation.name != "dot_general":
-        return 0
-    (contracted, _), _ = operation.equation.params["dimension_numbers"]
-    shape = operation.equation.invars[0].aval.shape
-    return math.prod(operation.outputs[0].shape) * math.prod(shape[dim] for dim in contracted)

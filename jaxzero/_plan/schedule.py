@@ -49,7 +49,7 @@ from .._collectives import ReduceSpec
 from .._program import Block, Constant, Loop, Operation, Value
 from .._sharding import CommSchedule
 from .block_plan import BlockPlan, GatherGroup, LoopPlan, ReduceGroup
-from .body_memory import NO_PEAK, find_peak
+from .body_memory import NO_PEAK, Peak, find_peak
 from .bucketing import split_into_groups
 from .gradient_reductions import BlockGradients, find_reduces
 from .lifetimes import Gather, Live, find_gathers
@@ -129,17 +129,12 @@ def _plan_block(
             loops[index] = LoopPlan(body, index, window=ahead)
     zeros = _zeros(block, gradients)
     reduces = _reduce_groups(block, gradients, zeros, schedule, in_loop)
-    if in_loop and schedule.prefetch:
-        reduces = _last_deferred(block, gradients, reduces)
     gathers, live = find_gathers(len(block.operations), uses, boundary, schedule)
     groups = _grouped(gathers, loops, schedule, in_loop)
     ties = _ties(block, uses, gradients, boundary)
     starts = _starts(groups, loops)
     num_prefetched = _num_prefetched(groups, live, schedule) if in_loop else 0
-    peak = NO_PEAK
-    if in_loop:
-        reduced = sum(x.num_bytes for group in reduces if group.deferred for x in group.values)
-        peak = find_peak(block, uses, COSTLY, gradients.reduces, reduced)
+    peak = _peak(block, uses, gradients, reduces) if in_loop else NO_PEAK
     gather_groups = []
     for number, gathers in enumerate(groups):
         issues = _issues(gathers, starts, live, schedule, num_hops)
@@ -157,7 +152,6 @@ def _plan_block(
         issue = _start_before(index, starts, schedule.prefetch)
         continues = _continued(block, uses, loops, index, starts, schedule.prefetch)
         loops[index] = dataclasses.replace(loop, issue=issue, tie=ties[issue], continues=continues)
-    overlaps = schedule.prefetch > 0
     return BlockPlan(
         block,
         uses,
@@ -165,12 +159,20 @@ def _plan_block(
         tuple(gather_groups),
         tuple(reduces),
         num_hops,
-        overlaps,
+        schedule.prefetch > 0,
         zeros,
         loops,
         last_forward=boundary,
         reduce_early=peak.reduce_before,
     )
+
+
+def _peak(
+    block: Block, uses: BlockUses, gradients: BlockGradients, reduces: Sequence[ReduceGroup]
+) -> Peak:
+    """Where the body of a loop holds most."""
+    reduced = sum(x.num_bytes for group in reduces if group.deferred for x in group.values)
+    return find_peak(block, uses, COSTLY, gradients.reduces, reduced)
 
 
 def _grouped(
@@ -346,7 +348,8 @@ def _reduce_groups(
     groups = split_into_groups(
         reduced, signature, lambda x: x.num_bytes, schedule.bucket_bytes, in_loop
     )
-    return [ReduceGroup(tuple(values), makers.get(values[-1], -1)) for values in groups]
+    found = [ReduceGroup(tuple(values), makers.get(values[-1], -1)) for values in groups]
+    return _last_deferred(block, gradients, found) if in_loop and schedule.prefetch else found
 
 
 def _last_deferred(

@@ -105,6 +105,15 @@ class Operation:
         return values[0] if len(values) == 1 else None
 
     @property
+    def products(self) -> int:
+        """The number of multiplications of a matrix product; 0 for other operations."""
+        if self.name != "dot_general":
+            return 0
+        (contracted, _), _ = self.equation.params["dimension_numbers"]
+        left = self.equation.invars[0].aval.shape
+        return math.prod(self.outputs[0].shape) * math.prod(left[dim] for dim in contracted)
+
+    @property
     def where(self) -> str:
         """File, line and function, outside of JAX, that it comes from.
 
@@ -141,6 +150,11 @@ class Loop(Operation):
     @property
     def length(self) -> int:
         return self.equation.params["length"]
+
+    @property
+    def products(self) -> int:
+        """The number of multiplications of the matrix products of all iterations."""
+        return self.length * sum(operation.products for operation in self.body.operations)
 
     @property
     def is_reversed(self) -> bool:
