@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.extend import source_info_util
+from jaxtyping import Array, Shaped
 
 from .._mesh import bare
 from .._warnings import warn

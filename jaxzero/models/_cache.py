@@ -135,7 +135,7 @@ class Slots:
     def write(self, *new: Float[Array, "b t g _"]) -> tuple[Float[Array, "b s g _"], ...]:
         """Store keys, and values if the cache has them; return those of all columns."""
         stack = isinstance(self.layers, LayerCache)
-        held = self.layers if stack else self.layers[self.number]
+        held: tuple[Any, ...] = self.layers if stack else self.layers[self.number]
         # Latent attention has no values: neither here nor in the cache.
         pairs = [self._written(array, x) for array, x in zip(held, new, strict=False)]
         layer = LayerCache(*(array for array, _ in pairs))
