@@ -1,9 +1,9 @@
 """Coordinates of devices as digits of prime size, in which two meshes over the same devices agree.
 
-A mesh axis of `p * q` devices is written as two axes of `p` and of `q`. A mesh of 2 nodes x 8 becomes
-`node.0, local.0, local.1, local.2`, all of size 2. Any other mesh whose device array is a reshaped
-and transposed one of these, such as `("data": 4, "model": 4)`, has axes that are runs of the same
-digits. So a collective over a part of an axis is one over some of the digits.
+A mesh axis of `p * q` devices is written as two axes of `p` and of `q`. A mesh of 2 nodes x 8
+becomes `node.0, local.0, local.1, local.2`, all of size 2. Any other mesh whose device array is a
+reshaped and transposed one of these, such as `("data": 4, "model": 4)`, has axes that are runs of
+the same digits. So a collective over a part of an axis is one over some of the digits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`Move`: all that one device has to know to move its shard of an array to a new split.
 
 A shard is seen as a grid of pieces, one for each combination of the factors that it has
-(see `steps`), each piece a row of numbers or, with a codec, a message. Collectives move rows of this
-grid, so that what is sent is encoded once by its owner, and decoded once, where it stays.
+(see `steps`), each piece a row of numbers or, with a codec, a message. Collectives move rows of
+this grid, so that what is sent is encoded once by its owner, and decoded once, where it stays.
 
 Legend: f factors, each of its size or of 1 where it is split; m numbers of a piece, or bytes of its
 message; K devices of a collective.
@@ -138,6 +138,7 @@ def decoded(x: Shaped[Array, "*f n"], codec: Codec | None, num: int, dtype: Any)
 
 def _slice(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*f m"]:
     for digit, factor in zip(step.digits, step.after, strict=True):
+        assert factor is not None
         x = lax.dynamic_slice_in_dim(x, lax.axis_index(digit), 1, axis=factor)
     return x
 
@@ -152,7 +153,7 @@ def _exchange(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array,
     # rest, where they stand for those that are split now.
     renamed = dict(zip(step.before, step.after, strict=True))
     order = [*step.before, *(renamed.get(i, i) for i in others)]
-    return x.reshape(*parts, *rest).transpose(np.argsort(order))
+    return x.reshape(*parts, *rest).transpose(_back(order))
 
 
 def _gather(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*f m"]:
@@ -160,7 +161,12 @@ def _gather(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "
     sizes = [mesh.shape[digit] for digit in step.digits]
     rest = [x.shape[i] for i in others]
     x = all_gather(x.reshape(1, *rest), step.digits, 0)
-    return x.reshape(*sizes, *rest).transpose(np.argsort([*step.before, *others]))
+    return x.reshape(*sizes, *rest).transpose(_back([*step.before, *others]))
+
+
+def _back(order: list[Any]) -> np.ndarray:
+    """The permutation that puts dims named `order` in the order of their numbers."""
+    return np.argsort(order)
 
 
 def _permute(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*f m"]:

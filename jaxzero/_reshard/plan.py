@@ -79,12 +79,12 @@ def make_plan(
     options: Options,
 ) -> ReshardPlan:
     """Plan the moves of arrays, all of which are on one mesh, to another one."""
-    mesh = sources[0].mesh
-    assert isinstance(mesh, Mesh)
+    mesh, onto = sources[0].mesh, targets[0].mesh
+    assert isinstance(mesh, Mesh) and isinstance(onto, Mesh)
     digits = Digits.of(mesh)
     dim = mesh.axis_names.index(NODE)
     nodes = np.indices(mesh.devices.shape)[dim].ravel()
-    other = digits.over(targets[0].mesh) if _same_devices(mesh, targets[0]) else None
+    other = digits.over(onto) if _same_devices(mesh, targets[0]) else None
     moves = tuple(
         _move(leaf, source, target, digits, other, options)
         if _same_devices(mesh, target) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
@@ -103,7 +103,7 @@ def make_plan(
 
 
 def _same_devices(mesh: Mesh, target: NamedSharding) -> bool:
-    return set(mesh.devices.flat) == set(target.mesh.devices.flat)
+    return set(mesh.devices.flat) == set(target.device_set)
 
 
 def sent_dtype(leaf: LeafSpec, dtype: Any) -> Any:
@@ -137,10 +137,10 @@ def _move(
     split = [dim for dim, names in enumerate(before) if names]
     if len(split) > 1:
         raise NotImplementedError(
-            f"`{leaf.path}` is split over several dims, {source.spec}, and `reshard` cannot take it "
-            f"to {target.spec} on a mesh {dict(target.mesh.shape)} whose cuts do not fit these. Use a "
-            "mesh whose devices are in the order of `zero.mesh`, or leave the dim that `Zero` splits "
-            "whole."
+            f"`{leaf.path}` is split over several dims, {source.spec}, and `reshard` cannot take "
+            f"it to {target.spec} on a mesh {dict(target.mesh.shape)}, whose cuts do not fit. "
+            "Use a mesh whose devices are in the order of `zero.mesh`, or leave the dim that "
+            "`Zero` splits whole."
         )
     dim = split[0] if split else (leaf.layout.dim if leaf.layout else 0)
     axes = before[dim]
@@ -156,7 +156,7 @@ def _move(
         dim,
         axes,
         tuple(hop for hop in (between, inside) if hop),
-        starts_of([_known(indices[device]) for device in digits.mesh.devices.flat]),
+        starts_of([known(indices[device]) for device in digits.mesh.devices.flat]),
         target.shard_shape(leaf.shape),
         height_of(rows, row_bytes, num, options.window_bytes) if axes else rows,
         dtype,
@@ -164,7 +164,8 @@ def _move(
     )
 
 
-def _known(index: tuple[slice, ...] | None) -> tuple[slice, ...]:
+def known(index: tuple[slice, ...] | None) -> tuple[slice, ...]:
+    """The part of an array that a device has; JAX types it as optional."""
     assert index is not None
     return index
 

@@ -72,5 +72,6 @@ def run(mesh: Mesh, moves: tuple[AnyMove, ...], arrays: Sequence[jax.Array]) -> 
 def viewed(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
     """An array made of the shards of another, each on its device; copies nothing."""
     shards = {shard.device: shard.data for shard in x.addressable_shards}
+    assert isinstance(sharding.mesh, Mesh)
     ordered = [shards[device] for device in sharding.mesh.devices.flat if device in shards]
     return jax.make_array_from_single_device_arrays(shape, sharding, ordered)

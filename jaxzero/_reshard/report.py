@@ -13,7 +13,7 @@ from .._collectives import readable_bytes
 from .._report import TextTable
 from .._sharding import LeafSpec
 from .counts import AnyMove, Sent, held_bytes, least_elements, sent_by
-from .plan import ReshardPlan, plain_spec
+from .plan import ReshardPlan, known, plain_spec
 from .windowed import WindowedMove
 
 
@@ -125,16 +125,16 @@ def make_report(plan: ReshardPlan) -> ReshardReport:
             size = result * leaf.dtype.itemsize
             rows.append(LeafReport(leaf.path, leaf.shape, "jax.device_put", 0, 0, size))
             continue
-        each = sent_by(move, mesh, nodes)
-        sent += each
+        others, outside = sent_by(move, mesh, nodes)
+        sent += np.stack([others, outside])
         for total, more in zip(least, _least(leaf, source, target, move, plan), strict=True):
             total += more
-        own = Sent.of(*each, nodes)
+        own = Sent.of(others, outside, nodes)
         size = result * move.dtype.itemsize
         rows.append(
             LeafReport(leaf.path, leaf.shape, how(move), own.into_node, own.into_device, size)
         )
-    in_all = Sent.of(*sent, nodes)
+    in_all = Sent.of(sent[0], sent[1], nodes)
     return ReshardReport(
         leaves=tuple(rows),
         into_node=in_all.into_node,
@@ -171,14 +171,14 @@ def _least(
     """Lower bounds in bytes as they are sent, for devices and for nodes."""
     devices = list(plan.digits.mesh.devices.flat)
     plain = NamedSharding(source.mesh, plain_spec(leaf, source))
-    boxes = [
-        [indices[device] for device in devices]
+    had, asked = (
+        [known(indices[device]) for device in devices]
         for indices in (
             plain.devices_indices_map(leaf.padded_shape),
             target.devices_indices_map(leaf.shape),
         )
-    ]
-    into_devices, into_nodes = least_elements(leaf.shape, *boxes, plan.nodes)
+    )
+    into_devices, into_nodes = least_elements(leaf.shape, had, asked, plan.nodes)
     message = move.message
     per_message = (
         move.height * move.row_size if isinstance(move, WindowedMove) else math.prod(move.inner)

@@ -42,8 +42,8 @@ def reshard(
     windows: a device holds its part of the result, and at most about one array more.
 
     Where the new cuts do not fit the old ones (a padded dim that is split again, devices in a
-    shuffled order) all devices gather all rows, a window at a time, and keep their own. To a mesh of
-    other devices `jax.device_put` moves the arrays.
+    shuffled order) all devices gather all rows, a window at a time, and keep their own. To a mesh
+    of other devices `jax.device_put` moves the arrays.
 
     Args:
         params: parameters, gradients or optimizer state of `zero`, or a part of them; concrete
@@ -190,8 +190,8 @@ def _check_spec(leaf: LeafSpec, spec: PartitionSpec, mesh: Mesh) -> None:
     unknown = [axis for axis in axes_of(spec) if axis not in mesh.shape]
     if unknown:
         raise ValueError(
-            f"{where}, and `mesh` has no axis {unknown[0]!r}, only {tuple(mesh.shape)}. Name one of "
-            "these, or pass another `mesh`."
+            f"{where}, and `mesh` has no axis {unknown[0]!r}, only {tuple(mesh.shape)}. Name one "
+            "of these, or pass another `mesh`."
         )
     if len(set(axes_of(spec))) < len(axes_of(spec)):
         raise ValueError(f"{where}, which names an axis twice. An axis can split one dim only.")
@@ -208,11 +208,13 @@ def _check_spec(leaf: LeafSpec, spec: PartitionSpec, mesh: Mesh) -> None:
 
 def _in_place(x: Any, source: NamedSharding) -> jax.Array:
     """A stored array in device memory, as the layout splits it; usually it is there already."""
-    on_device = getattr(x, "sharding", None)
-    is_there = on_device is not None and on_device.is_equivalent_to(source, x.ndim)
-    if is_there and on_device.memory_kind == source.memory_kind:
-        return x
-    return jax.device_put(x, source)
+    now = getattr(x, "sharding", None)
+    is_there = (
+        now is not None
+        and now.memory_kind == source.memory_kind
+        and now.is_equivalent_to(source, x.ndim)
+    )
+    return x if is_there else jax.device_put(x, source)
 
 
 def _put(

@@ -144,12 +144,16 @@ def _passed_on(
 
     The last takes the factor of the first. None: the first has none to give.
     """
-    holder = {place: x for x, place in where.items() if place is not None}
-    chain = [first]
-    while goal[chain[-1]] is not None and (nxt := holder[goal[chain[-1]]]) not in chain:
-        chain.append(nxt)
     if where[first] is None:
         return None
-    if goal[chain[-1]] is not None:  # a ring; digits before it wait for it
-        chain = chain[chain.index(holder[goal[chain[-1]]]) :]
+    holder = {place: x for x, place in where.items() if place is not None}
+    chain, last = [], first
+    while last not in chain:
+        chain.append(last)
+        wanted = goal[last]
+        if wanted is None:
+            break
+        last = holder[wanted]
+    else:  # a ring; digits before it wait for it
+        chain = chain[chain.index(last) :]
     return {x: where[y] for x, y in zip(chain, [*chain[1:], chain[0]], strict=True)}
