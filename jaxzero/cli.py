@@ -3,6 +3,7 @@
 jaxzero train --steps 100 --learning-rate 1e-4
 jaxzero report --stage 2
 jaxzero plan --model checkpoints/7b --nodes 4 --device h100
+jaxzero sample checkpoints/7b --prompt "Once upon a time"
 jaxzero inspect checkpoints/7b
 jaxzero convert checkpoints/7b exported --dtype bfloat16 --check
 jaxzero launch --nodes 2 --restart 3 -- train.py
@@ -44,6 +45,7 @@ _Command = (
     Annotated[jobs.Train, tyro.conf.subcommand("train", prefix_name=False)]
     | Annotated[jobs.Report, tyro.conf.subcommand("report", prefix_name=False)]
     | Annotated[jobs.Plan, tyro.conf.subcommand("plan", prefix_name=False)]
+    | Annotated[jobs.Sample, tyro.conf.subcommand("sample", prefix_name=False)]
     | Annotated[jobs.Inspect, tyro.conf.subcommand("inspect", prefix_name=False)]
     | Annotated[jobs.Convert, tyro.conf.subcommand("convert", prefix_name=False)]
     | Annotated[Launch, tyro.conf.subcommand("launch", prefix_name=False)]
@@ -78,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 jobs.report(command, console)
             case jobs.Plan():
                 jobs.plan(command, console)
+            case jobs.Sample():
+                jobs.sample(command, console)
             case jobs.Inspect():
                 jobs.inspect(command, console)
             case jobs.Convert():

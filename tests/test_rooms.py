@@ -42,10 +42,11 @@ FLOORS = [
     ["jaxzero.interop._huggingface"],
     ["jaxzero.interop"],
     ["jaxzero.jobs._local_settings", "jaxzero.jobs._plan_settings"],
+    ["jaxzero.jobs._sample_settings"],
     ["jaxzero.jobs._settings", "jaxzero.jobs._ends"],
     ["jaxzero.jobs._task"],
     ["jaxzero.jobs._training"],
-    ["jaxzero.jobs._plans", "jaxzero.jobs._files"],
+    ["jaxzero.jobs._plans", "jaxzero.jobs._files", "jaxzero.jobs._sampling"],
     ["jaxzero.jobs"],
     ["jaxzero.cli", "jaxzero.extend", "jaxzero"],
 ]

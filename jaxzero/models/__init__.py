@@ -4,6 +4,9 @@ In: a `config.json` or a config. Out: NNX modules for one device, without any sh
 jobs and scripts use it.
 """
 
+from ._cache import Cache as Cache
+from ._cache import LayerCache as LayerCache
+from ._cache import make_cache as make_cache
 from ._config_json import family_of as family_of
 from ._config_json import make_config as make_config
 from ._config_json import read_config as read_config
@@ -16,6 +19,11 @@ from ._encoder_config import EncoderConfig as EncoderConfig
 from ._experts_config import ClampedGate as ClampedGate
 from ._experts_config import ExpertsConfig as ExpertsConfig
 from ._experts_config import GroupRouting as GroupRouting
+from ._generate import Generated as Generated
+from ._generate import Generation as Generation
+from ._generate import continue_generation as continue_generation
+from ._generate import generate as generate
+from ._generate import start_generation as start_generation
 from ._latent_config import LatentConfig as LatentConfig
 from ._modern_bert import ModernBert as ModernBert
 from ._modern_bert_config import ModernBertConfig as ModernBertConfig
@@ -28,6 +36,7 @@ from ._rope_scaling import Llama3Scaling as Llama3Scaling
 from ._rope_scaling import LongScaling as LongScaling
 from ._rope_scaling import YarnScaling as YarnScaling
 from ._tensor_parallel import tensor_parallel_specs as tensor_parallel_specs
+from ._sampling import Sampling as Sampling
 from ._vit import ViT as ViT
 from ._vit import ViTClassifier as ViTClassifier
 from ._vit_config import ViTConfig as ViTConfig

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from ._cache import Slots
 from ._decoder_config import DecoderConfig
 from ._dropout import dropout
 from ._norms import ScaledLayerNorm, make_norm
@@ -55,11 +56,12 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x_btd: Float[Array, "b t d"],
-        mask: Bool[Array, "b t"] | None,
+        mask: Bool[Array, "b s"] | None,
         *,
         window: Window = None,
         turns: Turns | None = None,
         dropout_key: Key[Array, ""] | None = None,
+        slots: Slots | None = None,
     ) -> Float[Array, "b t d"]:
         """Attend, and project back.
 
@@ -69,6 +71,8 @@ class Attention(nnx.Module):
             window: how many positions a token sees, itself included; None for all.
             turns: rotation of queries and keys; None for none.
             dropout_key: for dropout of the probabilities.
+            slots: where keys and values are stored. Then the queries also see those that are there,
+                and `mask` is that of all columns.
         """
         config = self.config
         query, key, value = self.query(x_btd), self.key(x_btd), self.value(x_btd)
@@ -82,11 +86,14 @@ class Attention(nnx.Module):
         if turns is not None and config.rope is not None:
             query_bthk = rotate(query_bthk, turns, config.rope.pairs)
             key_bsgk = rotate(key_bsgk, turns, config.rope.pairs)
+        if slots is not None:
+            key_bsgk, value_bsgk = slots.write(key_bsgk, value_bsgk)
         mixed_bthk = attend(
             query_bthk,
             key_bsgk,
             value_bsgk,
             mask,
+            start=None if slots is None else slots.start,
             window=window,
             scale=config.attention_scale,
             softcap=config.attention_softcap,
@@ -104,6 +111,7 @@ def attend(
     value_bsgv: Float[Array, "b s g v"],
     mask_bs: Bool[Array, "b s"] | None = None,
     *,
+    start: Int[Array, ""] | None = None,
     is_causal: bool = True,
     window: Window = None,
     scale: float | None = None,
@@ -113,10 +121,13 @@ def attend(
     dropout_key: Key[Array, ""] | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
 ) -> Float[Array, "b t h v"]:
-    """Call `jax.nn.dot_product_attention`, or compute attention here if it lacks a feature."""
+    """Call `jax.nn.dot_product_attention`, or compute attention here if it lacks a feature.
+
+    With `start`, the first query is at that key; else there are as many queries as keys.
+    """
     has_dropout = dropout_key is not None and dropout_rate > 0
     is_plain = softcap is None and sinks_h is None and key_bsgk.shape == value_bsgv.shape
-    if is_plain and not has_dropout and not isinstance(window, jax.Array):
+    if is_plain and not has_dropout and not isinstance(window, jax.Array) and start is None:
         return jax.nn.dot_product_attention(
             query_bthk,
             key_bsgk,
@@ -133,8 +144,9 @@ def attend(
     if implementation == "cudnn":
         raise NotImplementedError(
             '`attention_implementation="cudnn"` has no cap on logits, no sinks, no latent '
-            "attention, no dropout of probabilities, and no window that differs between scanned "
-            "layers. Leave it None, or set `attention_dropout` to 0, or `scan_layers` to False."
+            "attention, no cache, no dropout of probabilities, and no window that differs between "
+            "scanned layers. Leave it None, or set `attention_dropout` to 0, or `scan_layers` to "
+            "False."
         )
     num_groups = key_bsgk.shape[2]
     query = query_bthk.reshape(*query_bthk.shape[:2], num_groups, -1, query_bthk.shape[-1])
@@ -143,7 +155,7 @@ def attend(
     logits = logits * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
-    seen = _seen(query.shape[1], is_causal, window, mask_bs)
+    seen = _seen(query.shape[1], key_bsgk.shape[1], start, is_causal, window, mask_bs)
     # A finite value, as in JAX: a row of padding, with all keys masked, gets a mean and not NaN.
     logits = jnp.where(seen[:, None, None], logits, 0.7 * jnp.finfo(wide).min)
     probabilities = dropout(_softmax(logits, sinks_h), dropout_rate, dropout_key)
@@ -163,11 +175,17 @@ def _softmax(
 
 
 def _seen(
-    num_tokens: int, is_causal: bool, window: Window, mask_bs: Bool[Array, "b s"] | None
+    num_queries: int,
+    num_keys: int,
+    start: Int[Array, ""] | None,
+    is_causal: bool,
+    window: Window,
+    mask_bs: Bool[Array, "b s"] | None,
 ) -> Bool[Array, "_ t s"]:
     """Return the mask [queries, keys] of the keys that each query attends to."""
-    distance = jnp.arange(num_tokens)[:, None] - jnp.arange(num_tokens)[None]
-    seen = distance >= (0 if is_causal else -num_tokens)
+    distance = jnp.arange(num_queries)[:, None] - jnp.arange(num_keys)[None]
+    distance = distance if start is None else distance + start
+    seen = distance >= (0 if is_causal else -num_keys)
     if window is not None:
         seen = seen & (jnp.abs(distance) < window)
     return seen[None] if mask_bs is None else seen[None] & mask_bs[:, None, :]

@@ -6,7 +6,7 @@
 In the sequential form each norm is there where the config has one. In the parallel form attention
 and the perceptron have a norm each, or share one. s is `residual_scale`.
 
-Dimensions: b batch, t tokens, d hidden.
+Dimensions: b batch, t tokens, s keys, d hidden.
 """
 
 from typing import Any
@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Key
 
 from ._attention import Attention, Window
+from ._cache import Slots
 from ._decoder_config import DecoderConfig
 from ._dropout import dropout, split_key
 from ._experts import Experts
@@ -43,18 +44,19 @@ class Block(nnx.Module):
     def __call__(
         self,
         x_btd: Float[Array, "b t d"],
-        mask: Bool[Array, "b t"] | None,
+        mask: Bool[Array, "b s"] | None,
         *,
         window: Window = None,
         turns: Turns | None = None,
         dropout_key: Key[Array, ""] | None = None,
+        slots: Slots | None = None,
     ) -> Float[Array, "b t d"]:
         """Apply the layer; the arguments are those of `Attention`."""
         probabilities_key, attention_key, mlp_key = split_key(dropout_key, 3)
         rate = self.config.residual_dropout
         seen = _normalized(self.attention_norm, x_btd)
         added = self.attention(
-            seen, mask, window=window, turns=turns, dropout_key=probabilities_key
+            seen, mask, window=window, turns=turns, dropout_key=probabilities_key, slots=slots
         )
         added = _normalized(self.attention_post_norm, dropout(added, rate, attention_key))
         x_btd = x_btd + scaled(added, self.config.residual_scale)
@@ -78,18 +80,19 @@ class ParallelBlock(nnx.Module):
     def __call__(
         self,
         x_btd: Float[Array, "b t d"],
-        mask: Bool[Array, "b t"] | None,
+        mask: Bool[Array, "b s"] | None,
         *,
         window: Window = None,
         turns: Turns | None = None,
         dropout_key: Key[Array, ""] | None = None,
+        slots: Slots | None = None,
     ) -> Float[Array, "b t d"]:
         """Apply the layer; the arguments are those of `Attention`."""
         probabilities_key, attention_key, mlp_key = split_key(dropout_key, 3)
         rate = self.config.residual_dropout
         seen = self.attention_norm(x_btd)
         mixed = self.attention(
-            seen, mask, window=window, turns=turns, dropout_key=probabilities_key
+            seen, mask, window=window, turns=turns, dropout_key=probabilities_key, slots=slots
         )
         wide = self.mlp(seen if self.mlp_norm is None else self.mlp_norm(x_btd))
         added = dropout(mixed, rate, attention_key) + dropout(wide, rate, mlp_key)

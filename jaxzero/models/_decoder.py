@@ -10,6 +10,8 @@ random state either: dropout happens when a call is given a key.
 Dimensions: b batch, t tokens, d hidden, v vocabulary.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -17,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from ._attention import make_linear
 from ._block import Block, ParallelBlock, make_block, scaled
+from ._cache import Cache, Slots, check_room, make_cache
 from ._decoder_config import DecoderConfig
 from ._dropout import dropout, split_key
 from ._layers import make_layers, run_layers
@@ -97,24 +100,90 @@ class Decoder(nnx.Module):
         dropout_key: Key[Array, ""] | None = None,
     ) -> Float[Array, "b t d"]:
         """Compute the normalized vectors after the last layer, the input of `logits`."""
-        config = self.config
         if positions is None:
             positions = jnp.arange(ids.shape[1])[None]
+        return self._run(ids, mask, positions, dropout_key, None)[0]
+
+    def make_cache(self, batch_size: int, num_columns: int) -> Cache:
+        """Make an empty cache for `extend`; see `make_cache`, which needs the config only."""
+        return make_cache(self.config, batch_size, num_columns)
+
+    def extend(
+        self, cache: Cache, ids: Int[Array, "b t"], mask: Bool[Array, "b t"] | None = None
+    ) -> tuple[Float[Array, "b t d"], Cache]:
+        """Append tokens to those that the cache holds, and compute their vectors as `hidden` does.
+
+        The positions of tokens are counted from each row's first one, without padding, as
+        transformers does it in `generate`. A sliding window counts columns, so padding belongs to
+        the left of a row's first token where the model has one.
+
+        Args:
+            cache: from `make_cache` or the last call. Donate it to the jitted step that this is
+                called in; then it is written in place.
+            ids: the next t tokens of each row: a prompt, or one token.
+            mask: False for padding, which no token ever sees. None if there is none.
+
+        Returns:
+            The normalized vectors after the last layer, and the cache with the new tokens. If the
+            tokens do not fit and the length of the cache is traced, all vectors are NaN.
+
+        Raises:
+            ValueError: the tokens are known not to fit, or have another batch size than the cache.
+        """
+        check_room(cache, ids)
+        mask = jnp.ones(ids.shape, bool) if mask is None else mask
+        positions = cache.mask.sum(axis=1, dtype=jnp.int32)[:, None] + jnp.cumsum(
+            mask, axis=1, dtype=jnp.int32
+        )
+        x_btd, cache = self._run(ids, mask, jnp.maximum(positions - 1, 0), None, cache)
+        fits = cache.length <= cache.mask.shape[1]
+        return jnp.where(fits, x_btd, jnp.nan), cache
+
+    def decode(
+        self, cache: Cache, ids: Int[Array, "b t"], mask: Bool[Array, "b t"] | None = None
+    ) -> tuple[Float[Array, "b v"], Cache]:
+        """Append tokens, and compute the logits that follow the last column; see `extend`."""
+        x_btd, cache = self.extend(cache, ids, mask)
+        return self.logits(x_btd[:, -1:])[:, 0], cache
+
+    def _run(
+        self,
+        ids: Int[Array, "b t"],
+        mask: Bool[Array, "b t"] | None,
+        positions: Int[Array, "_ t"],
+        dropout_key: Key[Array, ""] | None,
+        cache: Cache | None,
+    ) -> tuple[Float[Array, "b t d"], Any]:
+        """Vectors after the last layer, and the cache with the new tokens, if one is given."""
+        config = self.config
         embedding_key, layers_key = split_key(dropout_key, 2)
         x_btd = dropout(self._embed(ids, positions), config.embedding_dropout, embedding_key)
         all_turns = [turns(rope, positions) for rope in (config.rope, config.sliding_rope) if rope]
+        seen: Any = mask
+        if cache is not None:
+            seen = jax.lax.dynamic_update_slice(cache.mask, seen, (jnp.int32(0), cache.length))
+        num_columns = ids.shape[1] if cache is None else cache.mask.shape[1]
 
-        def step(block: Block | ParallelBlock, x_btd: Array, i: int | Array) -> Array:
+        def step(block: Block | ParallelBlock, carry: tuple[Array, Any], i: int | Array):
+            x_btd, held = carry
             slides = is_among(config.sliding_layers, i, config.num_layers)
-            return block(
+            slots = None if cache is None else Slots(held, i, cache.length)
+            x_btd = block(
                 x_btd,
-                mask,
-                window=window_if(slides, config.sliding_window, ids.shape[1]),
+                seen,
+                window=window_if(slides, config.sliding_window, num_columns),
                 turns=_turns_of_layer(config, all_turns, i, slides),
                 dropout_key=None if layers_key is None else jax.random.fold_in(layers_key, i),
+                slots=slots,
             )
+            return x_btd, None if slots is None else slots.layers
 
-        return self.norm(run_layers(self.layers, step, x_btd, config.num_layers, config.remat))
+        remat = config.remat if cache is None else "none"
+        start = (x_btd, None if cache is None else cache.layers)
+        x_btd, held = run_layers(self.layers, step, start, config.num_layers, remat)
+        if cache is not None:
+            cache = Cache(held, seen, cache.length + ids.shape[1])
+        return self.norm(x_btd), cache
 
     def logits(self, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
         """Logits of the next token, for instance of a piece of the text at a time."""

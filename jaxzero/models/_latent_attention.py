@@ -8,14 +8,23 @@ Keys and values of all heads are computed from one short vector c of each token:
 
 Only the last numbers of queries and keys are rotated. Queries may come from a short vector too.
 
-Dimensions: b batch, t tokens, d hidden, h heads, k head size.
+A cache holds norm(c) and rotate(r) of each token. Then up is applied to the query and to the mixed
+vectors c, and not to each token of the cache again:
+
+    key_h = U_h norm(c), so that query_h . key_h = (U_h^T query_h) . norm(c);  values likewise
+
+Dimensions: b batch, t tokens, s keys, d hidden, h heads, k head size, r size of c, v value size.
 """
+
+import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Key
 
 from ._attention import Window, attend, make_linear
+from ._cache import Slots
 from ._decoder_config import DecoderConfig
 from ._latent_config import LatentConfig
 from ._norms import RMSNorm
@@ -48,38 +57,62 @@ class LatentAttention(nnx.Module):
     def __call__(
         self,
         x_btd: Float[Array, "b t d"],
-        mask: Bool[Array, "b t"] | None,
+        mask: Bool[Array, "b s"] | None,
         *,
         window: Window = None,
         turns: Turns | None = None,
         dropout_key: Key[Array, ""] | None = None,
+        slots: Slots | None = None,
     ) -> Float[Array, "b t d"]:
         """Attend, and project back; the arguments are those of `Attention`."""
         config, latent = self.config, self.latent
         query_bthk = self._queries(x_btd).reshape(*x_btd.shape[:2], -1, config.head_size)
         plain, rotated = jnp.split(query_bthk, [latent.plain_size], axis=-1)
         short, common = jnp.split(self.key_value_down(x_btd), [latent.key_value_rank], axis=-1)
-        wide = self.key_value_up(self.key_value_norm(short))
-        wide = wide.reshape(*x_btd.shape[:2], config.num_heads, -1)
-        key, value = jnp.split(wide, [latent.plain_size], axis=-1)
-        common = common[:, :, None]  # one head
+        short, common = self.key_value_norm(short), common[:, :, None]  # of one head
         if turns is not None and config.rope is not None:
             rotated = rotate(rotated, turns, config.rope.pairs)
             common = rotate(common, turns, config.rope.pairs)
-        common = jnp.broadcast_to(common, (*key.shape[:-1], common.shape[-1]))
-        mixed_bthk = attend(
-            jnp.concatenate([plain, rotated], axis=-1),
-            jnp.concatenate([key, common], axis=-1),
-            value,
-            mask,
+        mix = functools.partial(
+            attend,
+            mask_bs=mask,
             window=window,
-            scale=config.attention_scale,
+            scale=config.head_size**-0.5
+            if config.attention_scale is None
+            else config.attention_scale,
             softcap=config.attention_softcap,
             dropout_rate=config.attention_dropout,
             dropout_key=dropout_key,
             implementation=config.attention_implementation,
         )
-        return self.output(mixed_bthk.reshape(*mixed_bthk.shape[:2], -1))
+        if slots is None:
+            wide = self.key_value_up(short).reshape(*x_btd.shape[:2], config.num_heads, -1)
+            key, value = jnp.split(wide, [latent.plain_size], axis=-1)
+            common = jnp.broadcast_to(common, (*key.shape[:-1], common.shape[-1]))
+            query = jnp.concatenate([plain, rotated], axis=-1)
+            mixed_bthv = mix(query, jnp.concatenate([key, common], axis=-1), value)
+        else:
+            mixed_bthv = self._mixed_from_cache(mix, slots, plain, rotated, short, common)
+        return self.output(mixed_bthv.reshape(*mixed_bthv.shape[:2], -1))
+
+    def _mixed_from_cache(
+        self,
+        mix: Callable[..., Array],
+        slots: Slots,
+        plain: Float[Array, "b t h _"],
+        rotated: Float[Array, "b t h _"],
+        short: Float[Array, "b t r"],
+        common: Float[Array, "b t 1 _"],
+    ) -> Float[Array, "b t h v"]:
+        """Store the short vectors, and attend to them as to keys and values of one head."""
+        new = jnp.concatenate([short[:, :, None], common], axis=-1)
+        (key_bsgk,) = slots.write(new)
+        up = self.key_value_up.kernel[...].astype(short.dtype)
+        up = up.reshape(up.shape[0], self.config.num_heads, -1)
+        key_up, value_up = jnp.split(up, [self.latent.plain_size], axis=-1)
+        query = jnp.concatenate([jnp.einsum("bthp,rhp->bthr", plain, key_up), rotated], axis=-1)
+        mixed_bthr = mix(query, key_bsgk, key_bsgk[..., : len(up)], start=slots.start)
+        return jnp.einsum("bthr,rhv->bthv", mixed_bthr, value_up)
 
     def _queries(self, x_btd: Float[Array, "b t d"]) -> Float[Array, "b t hk"]:
         if self.latent.query_rank is None:

@@ -29,17 +29,17 @@ def make_layers(
 
 def run_layers(
     layers: Any,
-    step: Callable[[Any, jax.Array, int | jax.Array], jax.Array],
-    x: jax.Array,
+    step: Callable[[Any, Any, int | jax.Array], Any],
+    x: Any,
     num_layers: int,
     remat: Remat,
-) -> jax.Array:
+) -> Any:
     """`x = step(layer, x, i)` for each layer i: an `int` in a list, a traced one in a scan.
 
     Args:
         layers: from `make_layers`.
-        step: applies one layer; it must keep the shape and dtype of `x`.
-        x: input of the first layer.
+        step: applies one layer; it must keep the shapes and dtypes of `x`.
+        x: input of the first layer: an array, or a tree of them.
         num_layers: number of layers.
         remat: what is kept for the backward pass: everything ("none"), only what enters each layer
             ("full"), or also what the policy of that name in `jax.checkpoint_policies` keeps.
@@ -60,7 +60,7 @@ def run_layers(
 
 def _layer_function(
     graph: Any, step: Any, remat: Remat, *, index: int | jax.Array, in_scan: bool = False
-) -> Callable[[Any, jax.Array], jax.Array]:
+) -> Callable[[Any, Any], Any]:
     def run(state, x):
         return step(nnx.merge(graph, state), x, index)
 

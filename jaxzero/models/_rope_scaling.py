@@ -25,6 +25,11 @@ class Scaling(abc.ABC):
 
     magnitude: float = 1.0  # multiplies sines and cosines
 
+    @property
+    def constant_up_to(self) -> int | None:
+        """Tokens up to which frequencies do not depend on the length; None if they never do."""
+        return None
+
     @abc.abstractmethod
     def speeds(self, rotary_size: int, base: float, num_tokens: Int[Array, ""]) -> Speeds:
         """The frequency of each pair in radians per token, float32.
@@ -91,6 +96,10 @@ class LongScaling(Scaling):
     trained_length: int
     magnitude: float = 1.0
 
+    @property
+    def constant_up_to(self):
+        return None if self.short == self.long else self.trained_length
+
     def speeds(self, rotary_size, base, num_tokens):
         short, long = (
             (1 / (np.asarray(factors, np.float32) * _periods(rotary_size, base))).astype(np.float32)
@@ -122,6 +131,10 @@ class DynamicScaling(Scaling):
 
     factor: float
     trained_length: int
+
+    @property
+    def constant_up_to(self):
+        return self.trained_length
 
     def speeds(self, rotary_size, base, num_tokens):
         stretch = jnp.maximum(num_tokens, self.trained_length).astype(jnp.float32)

@@ -71,7 +71,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     text = capsys.readouterr().out
-    assert "usage: jaxzero [-h] {train,report,plan,inspect,convert,launch}" in text
+    assert "usage: jaxzero [-h] {train,report,plan,sample,inspect,convert,launch}" in text
     assert "Fine-tune a text encoder to find code by its description." in text
 
 
@@ -155,7 +155,8 @@ sys.meta_path.insert(0, Absent())
 from jaxzero.cli import main
 
 launch = ["launch", "--nodes", "1", "--", sys.executable, "-c", "print('launched')"]
-commands = (launch, ["train"], ["report"], ["inspect", "x"], ["convert", "x", "y"])
+sample = ["sample", "x", "--prompt", "a"]
+commands = (launch, ["train"], ["report"], sample, ["inspect", "x"], ["convert", "x", "y"])
 print(json.dumps([main(command) for command in commands]))
 """
 
@@ -170,9 +171,9 @@ def test_launch_needs_no_extra_and_the_others_name_theirs(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     launched, statuses = done.stdout.splitlines()
-    assert launched == "launched" and json.loads(statuses) == [0, 2, 2, 2, 2]
+    assert launched == "launched" and json.loads(statuses) == [0, 2, 2, 2, 2, 2]
     errors = " ".join(done.stderr.split())
-    assert errors.count("which is not installed. Install jaxzero with its extra") == 4
+    assert errors.count("which is not installed. Install jaxzero with its extra") == 5
     for name, extra in {"train": "train", "report": "train", "inspect": "torch"}.items():
         assert f"Error: `{name}` needs the package '" in errors
         assert f"with its extra `{extra}`: pip install -e '.[{extra}]'" in errors

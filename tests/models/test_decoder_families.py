@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from jaxzero import interop
 
 from . import tiny_models
-from .tiny_models import read
+from .tiny_models import allowed, read
 
 pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", reason="needs transformers")
@@ -26,43 +25,13 @@ NAMES = [
     *tiny_models.DECODERS,
     *(pytest.param(name, marks=pytest.mark.exhaustive) for name in tiny_models.MORE_DECODERS),
 ]
-# Every other one; the first layer of DeepSeek differs from the others.
-SCANNED = {name: bool(i % 2) for i, name in enumerate(tiny_models.DECODERS)} | {"deepseek": False}
-
-
-class Made(NamedTuple):
-    model: Any  # of transformers
-    directory: Path
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory):
-    """Models of transformers and the directories they were saved in, by name, each made once."""
-    found: dict[str, Made] = {}
-
-    def get(name: str) -> Made:
-        if name not in found:
-            model = tiny_models.make(*(tiny_models.DECODERS | tiny_models.MORE_DECODERS)[name])
-            found[name] = Made(model, tiny_models.save(model, tmp_path_factory.mktemp("made")))
-        return found[name]
-
-    return get
-
-
-def allowed(num_layers: int) -> float:
-    """What two orders of summation may differ by, relative to the largest logit.
-
-    A layer sums products about ten times over, at most 48 at a time; rounding errors of a sum grow
-    as the root of its length, and norms keep vectors at their size. Far below 1e-4.
-    """
-    return 10 * num_layers * np.sqrt(48) * np.finfo(np.float32).eps
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_those_of_transformers(made, name: str):
     model, directory = made(name)
     want = tiny_models.outputs(model, IDS, MASK).logits.detach().numpy()
-    loaded = interop.load_decoder(directory, scan_layers=SCANNED.get(name, False))
+    loaded = interop.load_decoder(directory, scan_layers=tiny_models.SCANNED.get(name, False))
 
     @jax.jit
     def logits(params, ids, mask):
@@ -79,7 +48,7 @@ def test_a_round_trip_is_bit_exact(made, name: str, tmp_path: Path):
     import transformers
 
     model, directory = made(name)
-    loaded = interop.load_decoder(directory, scan_layers=SCANNED.get(name, False))
+    loaded = interop.load_decoder(directory, scan_layers=tiny_models.SCANNED.get(name, False))
     export = interop.export_decoder(read(loaded.params), tmp_path / "export", source=directory)
     before, after = (load_file(folder / "model.safetensors") for folder in (directory, export))
     assert before.keys() == after.keys()

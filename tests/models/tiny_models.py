@@ -157,6 +157,8 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", _DECODER | {"use_qk_norm": True}),
     "cohere2": ("cohere2", _DECODER | {"sliding_window": 4, "layer_types": _FULL_LAST}),
 }
+# Every other one; the first layer of DeepSeek differs from the others.
+SCANNED = {name: bool(i % 2) for i, name in enumerate(DECODERS)} | {"deepseek": False}
 MORE_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-untied-relu-odd": (
         "gpt2",
@@ -347,11 +349,41 @@ def read(params: Any) -> Any:
     return jax.tree.map(lambda tensor: jnp.asarray(tensor.read()), params)
 
 
-def outputs(model: Any, ids: np.ndarray, mask: np.ndarray) -> Any:
+def allowed(num_layers: int) -> float:
+    """What two orders of summation may differ by, relative to the largest logit.
+
+    A layer sums products about ten times over, at most 48 at a time; rounding errors of a sum grow
+    as the root of its length, and norms keep vectors at their size. Far below 1e-4.
+    """
+    return 10 * num_layers * np.sqrt(48) * np.finfo(np.float32).eps
+
+
+def outputs(
+    model: Any, ids: np.ndarray, mask: np.ndarray, positions: np.ndarray | None = None
+) -> Any:
     """What a model of transformers gives for a padded batch."""
     import torch
 
+    given = {} if positions is None else {"position_ids": torch.from_numpy(positions)}
     return model(
+        **given,
         input_ids=torch.from_numpy(ids.astype(np.int64)),
         attention_mask=torch.from_numpy(mask.astype(np.int64)),
     )
+
+
+def greedy(
+    model: Any, ids: np.ndarray, mask: np.ndarray, num_new: int, **options: Any
+) -> np.ndarray:
+    """The new tokens of transformers' `generate`."""
+    import torch
+
+    settings = {"pad_token_id": 0} | options
+    text = model.generate(
+        input_ids=torch.from_numpy(ids.astype(np.int64)),
+        attention_mask=torch.from_numpy(mask.astype(np.int64)),
+        max_new_tokens=num_new,
+        do_sample=False,
+        **settings,
+    )
+    return text[:, ids.shape[1] :].numpy()

@@ -1,0 +1,161 @@
+"""`jaxzero sample`: read a decoder, compile, and write texts in steps of a few tokens."""
+
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from rich.console import Console
+
+from ... import models
+from ...interop import LoadedDecoder, load_decoder
+from .._sample_settings import Sample
+from .text import Continuation, encode, open_tokenizer
+
+_TOKENS_AT_A_TIME = 8  # that are computed before they are printed
+
+
+def sample(settings: Sample, console: Console) -> None:
+    """Print each prompt with its continuation, and how many tokens were written per second.
+
+    Rows are computed together; the text of the first one is printed as it comes, those of the
+    others after it.
+
+    Raises:
+        ValueError: the directory holds no decoder or no tokenizer; a prompt is empty, or longer
+            than the model's positions; a setting is out of its range.
+    """
+    chosen = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
+    sampling = models.Sampling.from_json(
+        settings.directory, **{name: value for name, value in chosen.items() if value is not None}
+    )
+    tokenizer = open_tokenizer(settings.directory)
+    ids, mask = encode(tokenizer, settings.prompt)
+    loaded = _load(settings)
+    _check_ids(ids, loaded.config.vocabulary_size)
+    params = jax.tree.map(lambda tensor: jnp.asarray(tensor.read()), loaded.params)
+    begin, proceed = _compiled(loaded, params, ids, mask, settings, sampling)
+
+    start = time.perf_counter()
+    generation = jax.block_until_ready(begin(params, ids, mask))
+    prefilled = time.perf_counter()
+    rows = [row[seen].tolist() for row, seen in zip(ids, mask, strict=True)]
+    texts = [Continuation(tokenizer, row) for row in rows]
+    printer = _Printer(settings.prompt, texts, sampling, console)
+    while not printer.show(generation):
+        generation = proceed(params, generation)
+    seconds = time.perf_counter() - prefilled
+    num_new = int(np.sum(generation.lengths)) - len(ids)  # the first ones are of the prefill
+    speed = f"{num_new / seconds:.1f} tokens/s" if num_new else "no time measured"
+    console.print(
+        f"\n{num_new + len(ids)} new tokens of {len(ids)} texts: {speed}, after "
+        f"{prefilled - start:.2f} s for the prompts.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _load(settings: Sample) -> LoadedDecoder:
+    """Open the checkpoint, with one dtype for weights and computation."""
+    loaded = load_decoder(settings.directory, dtype=settings.dtype)
+    dtype = jax.tree.leaves(loaded.params)[0].dtype.name
+    if dtype == loaded.config.compute_dtype:
+        return loaded
+    return load_decoder(settings.directory, dtype=settings.dtype, compute_dtype=dtype)
+
+
+def _check_ids(ids: np.ndarray, vocabulary_size: int) -> None:
+    if ids.max() >= vocabulary_size:
+        raise ValueError(
+            f"The tokenizer gives a token {ids.max()}, the model's vocabulary has "
+            f"{vocabulary_size} tokens. Take the tokenizer that was saved with the model."
+        )
+
+
+def _compiled(
+    loaded: LoadedDecoder,
+    params: Any,
+    ids: np.ndarray,
+    mask: np.ndarray,
+    settings: Sample,
+    sampling: models.Sampling,
+) -> tuple[Any, Any]:
+    """The two programs: the prompts with the first token of each, and a few tokens more."""
+    num_columns = ids.shape[1] + settings.max_new_tokens - 1
+    try:
+        jax.eval_shape(lambda: models.make_cache(loaded.config, 1, num_columns))
+    except ValueError as error:
+        raise ValueError(
+            f"The longest `prompt` has {ids.shape[1]} tokens and `max_new_tokens` is "
+            f"{settings.max_new_tokens}: {error}"
+        ) from error
+
+    @jax.jit
+    def begin(params, ids, mask):
+        return models.start_generation(
+            nnx.merge(loaded.graph, params).decode,
+            models.make_cache(loaded.config, len(ids), num_columns),
+            ids,
+            mask,
+            max_new_tokens=settings.max_new_tokens,
+            sampling=sampling,
+            key=jax.random.key(settings.seed),
+        )
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def proceed(params, generation):
+        decode = nnx.merge(loaded.graph, params).decode
+        return models.continue_generation(
+            decode, generation, sampling=sampling, num_tokens=_TOKENS_AT_A_TIME
+        )
+
+    shapes = jax.eval_shape(begin, params, ids, mask)
+    return begin.lower(params, ids, mask).compile(), proceed.lower(params, shapes).compile()
+
+
+class _Printer:
+    """Prints the texts one below the other, each as far as it has been written."""
+
+    def __init__(
+        self,
+        prompts: tuple[str, ...],
+        texts: list[Continuation],
+        sampling: models.Sampling,
+        console: Console,
+    ):
+        self._prompts, self._texts, self._console = prompts, texts, console
+        self._stops = sampling.stop_tokens
+        self._row = 0  # that is being printed
+        self._print(prompts[0])
+
+    def show(self, generation: models.Generation) -> bool:
+        """Print what is new; return True if everything is printed."""
+        tokens, lengths, is_done, num = jax.device_get(
+            (generation.tokens, generation.lengths, generation.is_done, generation.num_columns)
+        )
+        while True:
+            row = tokens[self._row, : lengths[self._row]].tolist()
+            if -1 in row:
+                raise ValueError(
+                    "The logits are not finite: the weights of the checkpoint, or its dtype, are "
+                    "not those that the model computes with. Try --dtype float32."
+                )
+            ends = bool(is_done[self._row]) or num == tokens.shape[1]
+            shown = [token for token in row if token not in self._stops]
+            self._print(self._texts[self._row].news(shown, is_done=ends))
+            if not ends:
+                return False
+            self._row += 1
+            if self._row == len(self._texts):
+                self._print("\n")
+                return True
+            self._print(f"\n\n{self._prompts[self._row]}")
+
+    def _print(self, text: str) -> None:
+        """Control characters are shown, not sent to the terminal."""
+        text = "".join(x if x.isprintable() or x in "\n\t" else repr(x)[1:-1] for x in text)
+        self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+        self._console.file.flush()

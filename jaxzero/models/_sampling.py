@@ -1,0 +1,121 @@
+"""Choose the next token from its logits: greedily, or at random from the most probable ones.
+
+    p = softmax(logits / temperature), restricted to the top k, then to the top p of what is left
+
+The top p are the most probable tokens until their probabilities sum to p (nucleus sampling,
+https://arxiv.org/abs/1904.09751). The order of the three is that of transformers.
+
+Dimensions: b batch, v vocabulary.
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32, Key
+
+from ._config_json import make_config
+from ._generation_config import sampling_fields
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen, and after which ones a row ends.
+
+    Args:
+        temperature: divides the logits; 0 for the most probable token.
+        top_k: number of tokens that are chosen from; None for all.
+        top_p: sum of the probabilities of the tokens that are chosen from, in (0, 1].
+        stop_tokens: ids of the tokens that end a row.
+        pad_token: id that follows the end of a row.
+
+    Raises:
+        ValueError: a number is out of its range; the message names the field.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    stop_tokens: tuple[int, ...] = ()
+    pad_token: int = 0
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"`temperature` must be a number of at least 0; got {self.temperature!r}. 0 takes "
+                "the most probable token, 1 samples from the model's own probabilities."
+            )
+        if self.top_k is not None and not self.top_k >= 1:
+            raise ValueError(
+                f"`top_k` must be at least 1; got {self.top_k!r}. Leave it None to choose from all."
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(
+                f"`top_p` must be in (0, 1]; got {self.top_p!r}. 1 chooses from all tokens."
+            )
+        for name, ids in (("stop_tokens", self.stop_tokens), ("pad_token", (self.pad_token,))):
+            if any(number < 0 for number in ids):
+                raise ValueError(f"`{name}` must hold ids of at least 0; got {ids}.")
+
+    @classmethod
+    def from_json(cls, directory: Path | str, **changes: Any) -> "Sampling":
+        """Read `generation_config.json` as transformers does, stop tokens and padding included.
+
+        Without `do_sample` in the file the temperature is 0. Without the file the stop tokens are
+        those of `config.json`.
+
+        Args:
+            directory: as `save_pretrained` writes it.
+            **changes: fields to set differently, e.g. `temperature=0.7`.
+
+        Raises:
+            ValueError: a value has another type or range than its key may hold, or there is no
+                `config.json`.
+
+        Warns:
+            UserWarning: the file asks for something that is not computed here, such as a penalty
+                for repetition.
+        """
+        fields, path = sampling_fields(Path(directory))
+        return make_config(cls, fields | changes, path)
+
+
+def choose(
+    logits_bv: Float[Array, "b v"], sampling: Sampling, keys_b: Key[Array, "b"] | None
+) -> Int32[Array, "b"]:
+    """Return the next token of each row; -1 where its logits hold NaN.
+
+    Args:
+        logits_bv: logits of the next token.
+        sampling: how it is chosen.
+        keys_b: a random key for each row; None for temperature 0.
+    """
+    logits_bv = logits_bv.astype(jnp.float32)
+    if sampling.temperature == 0 or keys_b is None:
+        chosen_b = jnp.argmax(logits_bv, axis=-1)
+    else:
+        chosen_b = jax.vmap(jax.random.categorical)(keys_b, restricted(logits_bv, sampling))
+    is_number = ~jnp.isnan(logits_bv).any(axis=-1)
+    return jnp.where(is_number, chosen_b.astype(jnp.int32), jnp.int32(-1))
+
+
+def restricted(logits_bv: Float[Array, "b v"], sampling: Sampling) -> Float[Array, "b v"]:
+    """Logits divided by the temperature, -inf for tokens that are not chosen from.
+
+    Tokens as probable as the last one of the top k or p are kept with it.
+    """
+    logits_bv = logits_bv / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < logits_bv.shape[-1]:
+        least_b1 = jax.lax.top_k(logits_bv, sampling.top_k)[0][:, -1:]
+        logits_bv = jnp.where(logits_bv < least_b1, -jnp.inf, logits_bv)
+    if sampling.top_p < 1:
+        ordered_bv = -jnp.sort(-logits_bv, axis=-1)
+        shares_bv = jax.nn.softmax(ordered_bv)
+        before_bv = jnp.cumsum(shares_bv, axis=-1) - shares_bv
+        kept_bv = (before_bv < sampling.top_p).at[:, 0].set(True)
+        least_b1 = jnp.where(kept_bv, ordered_bv, jnp.inf).min(axis=-1, keepdims=True)
+        logits_bv = jnp.where(logits_bv < least_b1, -jnp.inf, logits_bv)
+    return logits_bv

@@ -1,0 +1,129 @@
+"""`jaxzero sample` writes the text of transformers, piece by piece."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as forms
+
+from jaxzero import cli
+from jaxzero.jobs._sampling.text import Continuation
+from tests.models import tiny_models
+
+pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("transformers", reason="needs transformers")
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789."
+PROMPTS = ("hello", "ab", "x")
+
+
+class Written(NamedTuple):
+    model: Any  # of transformers
+    directory: Path
+    tokenizer: Tokenizer
+    stop: int  # a token that the first text comes to
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """A random Llama of letters."""
+    tokenizer = Tokenizer(forms.BPE({letter: i for i, letter in enumerate(LETTERS)}, []))
+    tokenizer.decoder = decoders.Fuse()
+    model = tiny_models.make(*tiny_models.DECODERS["llama"])
+    directory = tiny_models.save(model, tmp_path_factory.mktemp("llama"))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    ids = np.array([tokenizer.encode(PROMPTS[0]).ids])
+    stop = int(tiny_models.greedy(model, ids, np.ones_like(ids), 11)[0, -1])
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
+    return Written(model, directory, tokenizer, stop)
+
+
+def run(capsys: pytest.CaptureFixture[str], directory: Path, *arguments: str) -> tuple[int, Any]:
+    status = cli.main(["sample", str(directory), *arguments])
+    return status, capsys.readouterr()
+
+
+def prompts(*texts: str) -> list[str]:
+    return [word for text in texts for word in ("--prompt", text)]
+
+
+def test_greedy_text_is_that_of_transformers(llama: Written, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")  # texts are not broken into lines
+    texts, num_new = [], 0
+    for prompt in PROMPTS:
+        ids = np.array([llama.tokenizer.encode(prompt).ids])
+        stop = {"eos_token_id": llama.stop}
+        new = tiny_models.greedy(llama.model, ids, np.ones_like(ids), 21, **stop)[0]
+        num_new += len(new)
+        shown = [token for token in new if token != llama.stop]
+        texts.append(prompt + llama.tokenizer.decode(shown))
+    status, printed = run(capsys, llama.directory, *prompts(*PROMPTS), "--max-new-tokens", "21")
+    assert status == 0, printed.err
+    written, end = printed.out.split("\n\n" + str(num_new))
+    assert written == "\n\n".join(texts)
+    assert re.fullmatch(
+        r" new tokens of 3 texts: [\d.]+ tokens/s, after [\d.]+ s for the prompts.\n", end
+    )
+
+
+def test_random_text_is_that_of_its_seed(llama: Written, capsys):
+    texts = []
+    for seed in ("0", "0", "1"):
+        options = ("--temperature", "1.5", "--top-k", "30", "--top-p", "0.9", "--seed", seed)
+        status, printed = run(
+            capsys, llama.directory, *prompts("ab"), "--max-new-tokens", "9", *options
+        )
+        assert status == 0
+        texts.append(printed.out.split("\n")[0])
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "`prompt` must be given: the text to continue."),
+        (prompts(""), "`prompt` '' has no tokens"),
+        ([*prompts("a"), "--top-p", "1.5"], "`top_p` must be in (0, 1]; got 1.5"),
+        ([*prompts("a"), "--max-new-tokens", "0"], "`max_new_tokens` must be at least 1; got 0"),
+    ],
+)
+def test_mistakes(llama: Written, capsys, arguments: list[str], message: str):
+    try:
+        status, printed = run(capsys, llama.directory, *arguments)
+        err = printed.err
+    except SystemExit as exit:  # tyro's, for errors of the dataclass itself
+        status, err = exit.code, capsys.readouterr().err
+    assert status == 2
+    assert message in " ".join(err.replace("│", " ").split())
+
+
+def test_files_that_are_missing_or_too_short(llama: Written, capsys, tmp_path: Path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((llama.directory / name).read_bytes())
+    status, printed = run(capsys, tmp_path, *prompts("a"))
+    assert status == 2 and "There is no `tokenizer.json`" in printed.err
+    gpt2 = tiny_models.make(*tiny_models.DECODERS["gpt2"])
+    tiny_models.save(gpt2, tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((llama.directory / "tokenizer.json").read_bytes())
+    status, printed = run(capsys, tmp_path, *prompts("abc"), "--max-new-tokens", "31")
+    assert status == 2
+    assert "The longest `prompt` has 3 tokens and `max_new_tokens` is 31: `num_col" in printed.err
+
+
+def test_a_character_is_printed_when_it_is_complete():
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(forms.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    ids = tokenizer.encode("né!").ids
+    assert len(ids) == 4
+    text = Continuation(tokenizer, tokenizer.encode("ü ").ids)
+    news = [text.news(ids[:i], is_done=False) for i in range(1, 5)]
+    assert news == ["n", "", "é", "!"]
+    assert text.news([*ids, ids[1]], is_done=True) == "\N{REPLACEMENT CHARACTER}"
