@@ -40,7 +40,6 @@ class Settings:
     hidden: int = 64
     layers: int = 2
     learning_rate: float = 2e-3
-    warmup_rate: float = 3e-3
     nodes: int = 2
     seed: int = 0
 
@@ -135,15 +134,13 @@ def learn(settings: Settings) -> Result:
         return {"ids": np.concatenate([prompts, answers], axis=1), "advantage": advantage}
 
     rows = settings.prompts * settings.group
-    tx = optax.adam(settings.warmup_rate)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(settings.learning_rate))
     opt_state, step = zero.init_optimizer(tx, params), make_step(zero, graph, tx)
     for _ in range(settings.warmup):
         prompts = draw(rows)
         right = batch(prompts, np.sort(prompts[:, :-1], axis=1), np.ones(rows, np.float32))
         params, opt_state = step(params, opt_state, right)
 
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(settings.learning_rate))
-    opt_state, step = zero.init_optimizer(tx, params), make_step(zero, graph, tx)
     sample, key = make_sampler(graph, num), jax.random.key(settings.seed)
     rewards, seconds = [], {"reshard": [], "sample": [], "train": []}
     for i in range(settings.steps):
