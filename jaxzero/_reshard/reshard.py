@@ -64,8 +64,9 @@ def reshard(
         device memory. They are always copies.
 
     Raises:
-        ValueError: `params` are traced, or not of this `zero`; `specs` is no tree prefix of them,
-            names an axis that `mesh` lacks, or does not divide a dim; `dtype` is no float type.
+        ValueError: `params` are traced, without an array, or not of this `zero`; `specs` is no tree
+            prefix of them, names an axis that `mesh` lacks, or does not divide a dim; `dtype` is no
+            float type.
         NotImplementedError: an array that further mesh axes split has cuts that do not fit.
 
     Example:
@@ -143,6 +144,8 @@ def planned(
     _check_options(zero, mesh, dtype, codec, window_bytes)
     mesh = zero.mesh if mesh is None else mesh
     tree, shardings = zero.stored_layout(params)
+    if not tree.leaves:
+        raise ValueError("`params` must hold an array; got a tree without any.")
     of_leaves = _spread(specs, tree)
     for leaf, spec in zip(tree.leaves, of_leaves, strict=True):
         _check_spec(leaf, spec, mesh)

@@ -126,6 +126,11 @@ def test_other_layouts_of_the_source(config, nodes, devices):
     moved(zero, matrix=P("local"))
 
 
+def test_simulated_devices_hold_all_on_one():
+    zero = jz.Zero(jz.make_mesh(2, simulate=8))
+    assert set(moved(zero, matrix=P("local")).values()) == {"copy"}
+
+
 def test_windows_of_rows_overlap_and_leave_no_gap():
     zero = jz.Zero(jz.make_mesh(2))
     tree = {"x": RANDOM.normal(size=(44, 6)).astype(np.float32)}  # 8 shards of 6 rows, padded
@@ -218,6 +223,8 @@ def test_what_is_not_of_this_zero_is_refused():
     with pytest.raises(ValueError, match="is on 1 devices, and the mesh has 8"):
         jz.reshard({"x": jax.device_put(jnp.ones((8, 8)), jax.devices()[0])}, zero, specs=P())
     params = zero.shard(TREE)
+    with pytest.raises(ValueError, match="`params` must hold an array"):
+        jz.reshard({"x": None}, zero, specs=P())
     with pytest.raises(ValueError, match="`zero` must be the `jz.Zero`"):
         jz.reshard(params, zero.mesh, specs=P())
     with pytest.raises(ValueError, match="Call `reshard` outside of `jax.jit`"):
