@@ -118,6 +118,8 @@ def _steps(
             step = _step("slice", local, where, goal)
         elif free:
             step = _step("exchange", free, where, goal)
+        elif between := _waited_for(asked, where, goal, is_between_nodes):
+            step = _step("gather", between, where, goal)
         elif asked:
             after = _passed_on(asked[0], where, goal)
             if after is None:
@@ -130,6 +132,20 @@ def _steps(
         where |= dict(zip(step.digits, step.after, strict=True))
         steps.append(step)
     return steps
+
+
+def _waited_for(
+    asked: list[str],
+    where: dict[str, Place],
+    goal: dict[str, Place],
+    is_between_nodes: Callable[[str], bool],
+) -> list[str]:
+    """Digits between nodes that are to be gathered, and split factors that others ask for.
+
+    Passing shards on first would send them between nodes twice.
+    """
+    factors = {goal[x] for x in asked}
+    return [x for x in where if goal[x] is None and where[x] in factors and is_between_nodes(x)]
 
 
 def _step(kind: str, digits: list[str], where: dict[str, Place], after: dict[str, Place]) -> Step:
