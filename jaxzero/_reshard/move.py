@@ -4,8 +4,8 @@ A shard is seen as a grid of pieces, one for each combination of the factors tha
 (see `steps`), each piece a row of numbers or, with a codec, a message. Collectives move rows of
 this grid, so that what is sent is encoded once by its owner, and decoded once, where it stays.
 
-Legend: f factors, each of its size or of 1 where it is split; m numbers of a piece, or bytes of its
-message; K devices of a collective.
+Legend: f, g factors before and after, each of its size or of 1 where it is split; m, n numbers of a
+piece, or bytes of its message; K devices of a collective.
 """
 
 from __future__ import annotations
@@ -136,14 +136,14 @@ def decoded(x: Shaped[Array, "*f n"], codec: Codec | None, num: int, dtype: Any)
     return from_bits(x, dtype) if codec is None else codec.decode_rows(x, num, dtype)
 
 
-def _slice(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*f m"]:
+def _slice(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*g m"]:
     for digit, factor in zip(step.digits, step.after, strict=True):
         assert factor is not None
         x = lax.dynamic_slice_in_dim(x, lax.axis_index(digit), 1, axis=factor)
     return x
 
 
-def _exchange(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*f m"]:
+def _exchange(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*g m"]:
     others = [i for i in range(x.ndim) if i not in step.after]
     x = x.transpose([*step.after, *others])
     num = len(step.digits)
@@ -156,7 +156,7 @@ def _exchange(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array,
     return x.reshape(*parts, *rest).transpose(_back(order))
 
 
-def _gather(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*f m"]:
+def _gather(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*g m"]:
     others = [i for i in range(x.ndim) if i not in step.before]
     sizes = [mesh.shape[digit] for digit in step.digits]
     rest = [x.shape[i] for i in others]

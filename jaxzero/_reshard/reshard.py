@@ -141,7 +141,7 @@ def planned(
     window_bytes: int = _WINDOW_BYTES,
 ) -> tuple[TreePlan, ReshardPlan, Options]:
     """The layout of a tree, the moves of its arrays, and how they are sent; runs nothing."""
-    _check_options(zero, mesh, dtype, codec, window_bytes)
+    check_options(zero, mesh, dtype, codec, window_bytes)
     mesh = zero.mesh if mesh is None else mesh
     tree, shardings = zero.stored_layout(params)
     if not tree.leaves:
@@ -155,7 +155,8 @@ def planned(
     return tree, make_plan(tree.leaves, sources, targets, options), options
 
 
-def _check_options(zero: Any, mesh: Any, dtype: Any, codec: Any, window_bytes: Any) -> None:
+def check_options(zero: Any, mesh: Any, dtype: Any, codec: Any, window_bytes: Any) -> None:
+    """Raise `ValueError` for an option of the wrong kind."""
     if not isinstance(zero, Zero):
         raise ValueError(f"`zero` must be the `jz.Zero` that made `params`; got {zero!r}.")
     if mesh is not None and not isinstance(mesh, Mesh):

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
+from jaxzero._reshard.reshard import check_options
 from tests.processes import run
 
 RANDOM = np.random.default_rng(0)
@@ -206,9 +207,7 @@ def test_parts_of_trees_and_optimizer_state():
         ({"specs": WHOLE | {"vector": P("local")}}, "dim 0 of size 7 does not divide into 4 equal"),
         ({"specs": WHOLE | {"number": P("local")}}, "1 entries for 0 dims"),
         ({"specs": P(), "dtype": jnp.int8}, "`dtype` must be a float type"),
-        ({"specs": P(), "codec": "int8"}, "`codec` must be a codec"),
         ({"specs": P(), "window_bytes": 0}, "`window_bytes` must be a positive integer"),
-        ({"specs": P(), "mesh": 8}, "`mesh` must be a `jax.sharding.Mesh`"),
         ({"specs": jax.tree.map(lambda _: None, TREE)}, "tree prefix|`PartitionSpec`s only"),
     ],
 )
@@ -218,6 +217,20 @@ def test_mistakes_are_named_before_anything_runs(options, message):
         jz.reshard(zero.shard(TREE), zero, **options)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"zero": "zero"}, "`zero` must be the `jz.Zero` that made `params`; got 'zero'"),
+        ({"mesh": 8}, "`mesh` must be a `jax.sharding.Mesh` or None; got 8"),
+        ({"codec": "int8"}, "`codec` must be a codec, such as `jz.Int8..`, or None; got 'int8'"),
+    ],
+)
+def test_arguments_of_another_type_are_named(changed, message):
+    right = {"zero": jz.Zero(jz.make_mesh(2)), "mesh": None, "dtype": None, "codec": None}
+    with pytest.raises(ValueError, match=message):
+        check_options(**right | changed, window_bytes=1)
+
+
 def test_what_is_not_of_this_zero_is_refused():
     zero = jz.Zero(jz.make_mesh(2))
     with pytest.raises(ValueError, match="is on 1 devices, and the mesh has 8"):
@@ -225,8 +238,6 @@ def test_what_is_not_of_this_zero_is_refused():
     params = zero.shard(TREE)
     with pytest.raises(ValueError, match="`params` must hold an array"):
         jz.reshard({"x": None}, zero, specs=P())
-    with pytest.raises(ValueError, match="`zero` must be the `jz.Zero`"):
-        jz.reshard(params, zero.mesh, specs=P())
     with pytest.raises(ValueError, match="Call `reshard` outside of `jax.jit`"):
         jax.jit(lambda x: jz.reshard(x, zero, specs=P()))(params)
 
