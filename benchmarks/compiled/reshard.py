@@ -104,7 +104,9 @@ def _compiled(zero: jz.Zero, params: Any, codec: Any) -> tuple[dict[str, int], i
     entering, outside, temporary = np.zeros(zero.mesh.size), np.zeros(zero.mesh.size), 0
     for program in lowered(plan):
         done = program.compile()
-        temporary = max(temporary, done.memory_analysis().temp_size_in_bytes)
+        memory = done.memory_analysis()
+        assert memory is not None
+        temporary = max(temporary, memory.temp_size_in_bytes)
         for each in collectives(done.as_text() or ""):
             _add(each, local, entering, outside)
     sent = {

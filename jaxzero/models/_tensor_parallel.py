@@ -143,11 +143,11 @@ def _of_perceptron(module: Mlp, size: int) -> dict[str, int]:
 def _of_experts(module: Experts, size: int, experts: str) -> dict[str, int]:
     if experts == "expert":
         _check("num_experts", module.experts.num_experts, size)
-        kernels = dict.fromkeys(("gate", "up", "down"), -3)  # [experts, in, out]
-        return kernels | dict.fromkeys(("gate_bias", "up_bias", "down_bias"), -2)
+        names = ("gate", "up", "down")  # kernels [experts, in, out], biases [experts, out]
+        return {name: -3 for name in names} | {f"{name}_bias": -2 for name in names}
     _check("the width of an expert", module.experts.intermediate_size, size)
-    by_columns = dict.fromkeys(("gate", "up", "gate_bias", "up_bias"), _COLUMNS)
-    return by_columns | {"down": _ROWS}
+    by_columns = ("gate", "up", "gate_bias", "up_bias")
+    return {name: _COLUMNS for name in by_columns} | {"down": _ROWS}
 
 
 def _columns(*names: str) -> dict[str, int]:
