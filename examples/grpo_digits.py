@@ -32,12 +32,12 @@ EQUALS = 10  # the token between digits and answer
 class Settings:
     """Learn to sort digits from rewards."""
 
-    steps: int = 100  # of GRPO
-    warmup: int = 60  # steps on right answers before
+    steps: int = 60  # of GRPO
+    warmup: int = 40  # steps on right answers before
     digits: int = 3  # of a prompt
     prompts: int = 16  # of a step
     group: int = 16  # answers to each prompt
-    hidden: int = 64
+    hidden: int = 32
     layers: int = 2
     learning_rate: float = 2e-3
     nodes: int = 2

@@ -23,7 +23,7 @@ from benchmarks.shared._rows import append_row, rounded
 _EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "grpo_digits.py"
 
 
-def main(seeds: Sequence[int] = (0, 1, 2), steps: int = 100) -> None:
+def main(seeds: Sequence[int] = (0, 1, 2), steps: int = 60) -> None:
     """Train with each seed, and append a row.
 
     Args:
