@@ -26,6 +26,8 @@ from ._mesh import make_mesh as make_mesh
 from ._planner import Cluster as Cluster
 from ._planner import Device as Device
 from ._planner import tune as tune
+from ._reshard import reshard as reshard
+from ._reshard import reshard_report as reshard_report
 from ._sharding import CommSchedule as CommSchedule
 from ._sharding import ErrorFeedback as ErrorFeedback
 from ._sharding import HpZ as HpZ

@@ -35,7 +35,9 @@ from .partial_sums import Sum as Sum
 from .partial_sums import as_pair as as_pair
 from .primitives import all_gather as all_gather
 from .primitives import all_reduce as all_reduce
+from .primitives import all_to_all as all_to_all
 from .primitives import gather_nodes as gather_nodes
+from .primitives import permute as permute
 from .reduce_hop import reduce_over_node as reduce_over_node
 from .reduce_hop import shard_shape as shard_shape
 from .reduce_hop import sum_full as sum_full

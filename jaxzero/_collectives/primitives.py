@@ -5,6 +5,7 @@ Other modules call these and not `lax`, so that the report counts every byte (`l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -54,6 +55,16 @@ def all_to_all(
     note("all-to-all", axes, x, shares)
     x = varying(x, axes)
     return lax.all_to_all(x, axes, split_axis=split_dim, concat_axis=concat_dim, tiled=True)
+
+
+def permute(
+    x: Shaped[Array, ...], axis: Axes, pairs: Sequence[tuple[int, int]]
+) -> Shaped[Array, ...]:
+    """Send `x` from the first of each pair of indices over `axis` to the second.
+
+    It is not recorded, since no training step has it.
+    """
+    return lax.ppermute(x, axis, pairs)
 
 
 def reduce_scatter(

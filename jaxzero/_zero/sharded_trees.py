@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import optax
+from jax.sharding import NamedSharding
 
 from .._codecs import Codec
 from .._mesh import AXES, AnyMesh, NodeMesh, check_mesh, is_one_node, physical
@@ -145,11 +146,8 @@ class ShardedTrees:
             tree: parameters from `init`, or optimizer state from `init_optimizer`; or parts of
                 parameters.
         """
-        state = self._states.find(tree)
-        if state is not None:
-            return state.stored(state.shardings(self.mesh, self._state_axes))
-        plan = self._plan_of(tree)
-        return plan.stored(plan.shardings(self.mesh, self._weight_axes))
+        plan, shardings = self.stored_layout(tree)
+        return plan.stored(shardings)
 
     # Optimizers.
 
@@ -313,6 +311,18 @@ class ShardedTrees:
                     "Leave out one of the two."
                 )
         return self._plans.add(offloaded(plan, offload, self._num_shards))
+
+    def stored_layout(self, tree: Any) -> tuple[TreePlan, list[NamedSharding]]:
+        """The layout of a stored tree, or of a part of one, and the sharding of each array.
+
+        Raises:
+            ValueError: an array in it was not laid out by this `Zero`.
+        """
+        state = self._states.find(tree)
+        if state is not None:
+            return state, state.shardings(self.mesh, self._state_axes)
+        plan = self._plan_of(tree)
+        return plan, plan.shardings(self.mesh, self._weight_axes)
 
     def find_plan(self, tree: Any) -> TreePlan | None:
         """The layout of a tree from `init`, `shard` or `init_optimizer`; None for any other."""

@@ -28,6 +28,7 @@ PAGES = (
     "howto/lora.md",
     "howto/offload.md",
     "howto/planning.md",
+    "howto/resharding.md",
 )
 NOT_PROGRAMS = ("start/faq.md",)  # every block is an excerpt
 BLOCK = re.compile(r"(?:<!-- (?P<comment>.*?) -->\n)?```python\n(?P<code>.*?)```", re.DOTALL)

@@ -40,7 +40,7 @@ def _module(name: str) -> ModuleType:
 def test_every_example_is_run_here():
     """Those in `examples/porting/` are run by the tests of their pages."""
     names = {path.stem for path in (ROOT / "examples").glob("*.py")}
-    assert names == {"finetune_llm", "from_deepspeed", "several_hosts"}
+    assert names == {"finetune_llm", "from_deepspeed", "grpo_digits", "several_hosts"}
 
 
 def test_the_example_for_several_hosts_runs_alone_and_goes_on(tmp_path: Path):
@@ -48,6 +48,17 @@ def test_the_example_for_several_hosts_runs_alone_and_goes_on(tmp_path: Path):
     for steps in (2, 4):
         lines = _run(program, str(tmp_path), "--steps", str(steps), "--save-every", "2")
     assert "resumed after 2\nstep 3 loss" in lines and "step 4 loss" in lines
+
+
+@pytest.mark.ci
+def test_reinforcement_learning_samples_moves_weights_and_trains():
+    program = str(ROOT / "examples" / "grpo_digits.py")
+    sizes = ["--steps", "3", "--warmup", "3", "--prompts", "4", "--group", "4", "--hidden", "16"]
+    lines = _run(program, *sizes).splitlines()
+    rewards = [float(line.split()[-1]) for line in lines if line.startswith("step ")]
+    assert len(rewards) == 2 and all(0 <= reward <= 1 for reward in rewards)
+    parts = [line.split()[0] for line in lines[lines.index("part      median ms of a step") :]]
+    assert parts == ["part", "reshard", "sample", "train", "reward"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,10 @@
+"""Move trees from the shards of `Zero` to any other sharding, and count beforehand what that takes.
+
+In: a tree that a `Zero` laid out, a mesh and `PartitionSpec`s. Out: ordinary arrays, or a report.
+Benchmarks compile what `planned` and `lowered` give; no room below `jaxzero` itself imports this.
+"""
+
+from .programs import lowered as lowered
+from .reshard import planned as planned
+from .reshard import reshard as reshard
+from .reshard import reshard_report as reshard_report

@@ -1,0 +1,224 @@
+"""What `reshard` does with each array, decided before anything runs: moves, in windows.
+
+A window is a run of arrays that one program moves. Small arrays share a program; the arrays of one
+window are all that is moved at a time, so the windows bound the memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .._codecs import Codec
+from .._mesh import NODE
+from .._sharding import LeafSpec
+from .counts import AnyMove, held_bytes
+from .digits import Digits
+from .move import Move
+from .steps import Route, route
+from .windowed import WindowedMove, height_of, starts_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How arrays are sent.
+
+    Attributes:
+        dtype: what floats are cast to before they are sent; None leaves them.
+        codec: what encodes large floats; None sends them as they are.
+        min_quantized_size: floats with fewer elements are sent as they are.
+        window_bytes: the most that the arrays of a window take, if there are several.
+    """
+
+    dtype: Any
+    codec: Codec | None
+    min_quantized_size: int
+    window_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ReshardPlan:
+    """Moves of several arrays.
+
+    Attributes:
+        leaves: how the arrays are stored.
+        sources: the sharding of each stored array, in device memory.
+        targets: the sharding of each array of the result.
+        moves: for each array its move; None: `jax.device_put` takes it to its place.
+        windows: indices of the arrays that each program moves.
+        digits: the devices that moves are over.
+        nodes: the node of each of these devices.
+    """
+
+    leaves: tuple[LeafSpec, ...]
+    sources: tuple[NamedSharding, ...]
+    targets: tuple[NamedSharding, ...]
+    moves: tuple[AnyMove | None, ...]
+    windows: tuple[tuple[int, ...], ...]
+    digits: Digits
+    nodes: np.ndarray
+
+    @property
+    def programs(self) -> list[tuple[AnyMove, ...]]:
+        """The moves of each window."""
+        moves = ([self.moves[i] for i in window] for window in self.windows)
+        return [tuple(move for move in each if move is not None) for each in moves]
+
+
+def make_plan(
+    leaves: Sequence[LeafSpec],
+    sources: Sequence[NamedSharding],
+    targets: Sequence[NamedSharding],
+    options: Options,
+) -> ReshardPlan:
+    """Plan the moves of arrays, all of which are on one mesh, to another one."""
+    mesh, onto = sources[0].mesh, targets[0].mesh
+    assert isinstance(mesh, Mesh) and isinstance(onto, Mesh)
+    digits = Digits.of(mesh)
+    dim = mesh.axis_names.index(NODE)
+    nodes = np.indices(mesh.devices.shape)[dim].ravel()
+    other = digits.over(onto) if _same_devices(mesh, targets[0]) else None
+    moves = tuple(
+        _move(leaf, source, target, digits, other, options)
+        if _same_devices(mesh, target) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        else None
+        for leaf, source, target in zip(leaves, sources, targets, strict=True)
+    )
+    return ReshardPlan(
+        tuple(leaves),
+        tuple(sources),
+        tuple(targets),
+        moves,
+        _windows(moves, digits.mesh, options.window_bytes),
+        digits,
+        nodes,
+    )
+
+
+def _same_devices(mesh: Mesh, target: NamedSharding) -> bool:
+    return set(mesh.devices.flat) == set(target.device_set)
+
+
+def sent_dtype(leaf: LeafSpec, dtype: Any) -> Any:
+    """The type that a leaf is sent in."""
+    is_cast = dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return jnp.dtype(dtype if is_cast else leaf.dtype)
+
+
+def plain_spec(leaf: LeafSpec, source: NamedSharding) -> PartitionSpec:
+    """The spec of a leaf's numbers, where it may be stored as messages."""
+    if leaf.codec is None or leaf.layout is None:
+        return source.spec
+    return PartitionSpec(*[None] * leaf.layout.dim, source.spec[leaf.num_lead])
+
+
+def _move(
+    leaf: LeafSpec,
+    source: NamedSharding,
+    target: NamedSharding,
+    digits: Digits,
+    other: Digits | None,
+    options: Options,
+) -> AnyMove:
+    dtype = sent_dtype(leaf, options.dtype)
+    before = digits.split(plain_spec(leaf, source), len(leaf.shape))
+    found = _route(leaf, before, target, digits, other)
+    block = source.shard_shape(leaf.stored_shape)
+    if found is not None:
+        codec = _codec(leaf, dtype, options) if _sends(found) else None
+        return Move(leaf, block, found, dtype, codec)
+    split = [dim for dim, names in enumerate(before) if names]
+    if len(split) > 1:
+        raise NotImplementedError(
+            f"`{leaf.path}` is split over several dims, {source.spec}, and `reshard` cannot take "
+            f"it to {target.spec} on a mesh {dict(target.mesh.shape)}, whose cuts do not fit. "
+            "Use a mesh whose devices are in the order of `zero.mesh`, or leave the dim that "
+            "`Zero` splits whole."
+        )
+    dim = split[0] if split else (leaf.layout.dim if leaf.layout else 0)
+    axes = before[dim]
+    num = math.prod(digits.mesh.shape[name] for name in axes)
+    rows = leaf.padded_shape[dim] // num
+    row_bytes = math.prod(leaf.padded_shape) // leaf.padded_shape[dim] * dtype.itemsize
+    between = tuple(name for name in axes if digits.is_between_nodes(name))
+    inside = tuple(name for name in axes if name not in between)
+    indices = target.devices_indices_map(leaf.shape)
+    return WindowedMove(
+        leaf,
+        block,
+        dim,
+        axes,
+        tuple(hop for hop in (between, inside) if hop),
+        starts_of([known(indices[device]) for device in digits.mesh.devices.flat]),
+        target.shard_shape(leaf.shape),
+        height_of(rows, row_bytes, num, options.window_bytes) if axes else rows,
+        dtype,
+        _codec(leaf, dtype, options) if axes else None,
+    )
+
+
+def known(index: tuple[slice, ...] | None) -> tuple[slice, ...]:
+    """The part of an array that a device has; JAX types it as optional."""
+    assert index is not None
+    return index
+
+
+def _route(
+    leaf: LeafSpec,
+    before: tuple[tuple[str, ...], ...],
+    target: NamedSharding,
+    digits: Digits,
+    other: Digits | None,
+) -> Route | None:
+    """The collectives of a move; None if the old and the new cuts do not fit."""
+    if all(size == 1 for size in _parts(target, leaf)):
+        after = ((),) * len(leaf.shape)
+    elif other is None:
+        return None
+    else:
+        after = other.split(target.spec, len(leaf.shape))
+    if leaf.layout is not None and leaf.layout.is_padded and after[leaf.layout.dim]:
+        return None
+    sizes = dict(digits.mesh.shape)
+    return route(before, after, sizes, digits.is_between_nodes)
+
+
+def _parts(target: NamedSharding, leaf: LeafSpec) -> list[int]:
+    """Into how many parts each dim is split."""
+    shape = target.shard_shape(leaf.shape)
+    return [full // part if part else 1 for full, part in zip(leaf.shape, shape, strict=True)]
+
+
+def _sends(found: Route) -> bool:
+    return any(step.kind != "slice" for step in found.steps)
+
+
+def _codec(leaf: LeafSpec, dtype: Any, options: Options) -> Codec | None:
+    codec = options.codec
+    if codec is None or not jnp.issubdtype(dtype, jnp.floating):
+        return None
+    return codec if codec.is_used_for(leaf.layer_size, dtype, options.min_quantized_size) else None
+
+
+def _windows(
+    moves: Sequence[AnyMove | None], mesh: Mesh, window_bytes: int
+) -> tuple[tuple[int, ...], ...]:
+    windows: list[list[int]] = []
+    held = 0
+    for i, move in enumerate(moves):
+        if move is None:
+            continue
+        size = math.prod(move.target_block) * move.dtype.itemsize + held_bytes(move, mesh)
+        if not windows or held + size > window_bytes:
+            windows.append([])
+            held = 0
+        windows[-1].append(i)
+        held += size
+    return tuple(map(tuple, windows))

@@ -1,0 +1,234 @@
+"""`reshard`: parameters that `Zero` holds, as ordinary arrays of any sharding."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .._codecs import Codec
+from .._mesh import is_traced
+from .._sharding import LeafSpec, TreePlan, arrays_of, axes_of, rebuild, spread_prefix
+from .._zero import Zero
+from .plan import Options, ReshardPlan, make_plan
+from .programs import run, viewed
+from .report import ReshardReport, make_report
+
+_WINDOW_BYTES = 2**26
+
+
+def reshard(
+    params: Any,
+    zero: Zero,
+    *,
+    specs: Any,
+    mesh: Mesh | None = None,
+    dtype: Any = None,
+    codec: Codec | None = None,
+    window_bytes: int = _WINDOW_BYTES,
+) -> Any:
+    """Move a tree from the shards of `Zero` to any other sharding, such as tensor parallelism.
+
+    Use it to sample from a model between training steps, or to hand its parameters to a program
+    that is partitioned by the compiler. Between meshes of the same devices it is done by explicit
+    collectives, and each byte enters a node once, however many of its devices need it: for tensor
+    parallelism inside a node, an all-to-all over `local`, then an all-gather over `node` of what
+    each device needs. `reshard_report` tells the bytes beforehand. The arrays are moved in
+    windows: a device holds its part of the result, and at most about one array more.
+
+    Where the new cuts do not fit the old ones (a padded dim that is split again, devices in a
+    shuffled order) all devices gather all rows, a window at a time, and keep their own. To a mesh
+    of other devices `jax.device_put` moves the arrays.
+
+    Args:
+        params: parameters, gradients or optimizer state of `zero`, or a part of them; concrete
+            arrays, in device or host memory. They are not changed.
+        zero: the `Zero` that laid them out.
+        specs: a tree prefix of `PartitionSpec`s over the axes of `mesh`; `PartitionSpec()` gives
+            every device the full array. For the models of `jaxzero.models`:
+            `models.tensor_parallel_specs`.
+        mesh: the mesh of the result; by default `zero.mesh`.
+        dtype: cast floats to this type before they are sent.
+        codec: encode floats of at least `config.min_quantized_size` elements with this codec where
+            they are, and decode them where they arrive. Every device then has decoded numbers, also
+            of its own shard.
+        window_bytes: arrays smaller than this are moved together, up to as many bytes.
+
+    Returns:
+        The tree with `jax.Array`s in their true shapes, of sharding `NamedSharding(mesh, spec)` in
+        device memory. They are always copies.
+
+    Raises:
+        ValueError: `params` are traced, without an array, or not of this `zero`; `specs` is no tree
+            prefix of them, names an axis that `mesh` lacks, or does not divide a dim; `dtype` is no
+            float type.
+        NotImplementedError: an array that further mesh axes split has cuts that do not fit.
+
+    Example:
+        >>> specs = models.tensor_parallel_specs(graph, params, size=zero.mesh.shape["local"])
+        >>> served = jz.reshard(params, zero, specs=specs, dtype=jnp.bfloat16)
+
+    References:
+        https://arxiv.org/abs/2112.01075, redistribution by portable collectives.
+    """
+    arrays = arrays_of(params)
+    if any(is_traced(x) for x in arrays):
+        raise ValueError(
+            "`params` must be arrays with values; got traced ones. Call `reshard` outside of "
+            "`jax.jit`: it runs programs of its own, one for each window."
+        )
+    tree, plan, options = planned(params, zero, specs, mesh, dtype, codec, window_bytes)
+    made = _moved(plan, arrays)
+    for i, move in enumerate(plan.moves):
+        if move is None:
+            made[i] = _put(arrays[i], plan.leaves[i], plan.sources[i], plan.targets[i], options)
+    return tree.whole([made[i] for i in range(len(arrays))])
+
+
+def _moved(plan: ReshardPlan, arrays: Sequence[Any]) -> dict[int, jax.Array]:
+    """The arrays that have moves, by index, in their new shardings."""
+    made = {}
+    for window, moves in zip(plan.windows, plan.programs, strict=True):
+        stored = [_in_place(arrays[i], plan.sources[i]) for i in window]
+        for i, x in zip(window, run(plan.digits.mesh, moves, stored), strict=True):
+            made[i] = viewed(x, plan.leaves[i].shape, plan.targets[i])
+    return made
+
+
+def reshard_report(
+    params: Any,
+    zero: Zero,
+    *,
+    specs: Any,
+    mesh: Mesh | None = None,
+    dtype: Any = None,
+    codec: Codec | None = None,
+    window_bytes: int = _WINDOW_BYTES,
+) -> ReshardReport:
+    """Count what `reshard` with these arguments would send and hold; runs and compiles nothing.
+
+    Args:
+        params: as for `reshard`; or structs from `zero.abstract`, also of absent devices.
+        zero: as for `reshard`, as are all other arguments.
+        specs: see there.
+        mesh: see there.
+        dtype: see there.
+        codec: see there.
+        window_bytes: see there.
+
+    Returns:
+        A report to `print`, with bytes between nodes and into devices, each beside the least that
+        any method needs, and the peak of a device's memory.
+
+    Raises:
+        ValueError: as `reshard`.
+    """
+    return make_report(planned(params, zero, specs, mesh, dtype, codec, window_bytes)[1])
+
+
+def planned(
+    params: Any,
+    zero: Zero,
+    specs: Any,
+    mesh: Mesh | None = None,
+    dtype: Any = None,
+    codec: Codec | None = None,
+    window_bytes: int = _WINDOW_BYTES,
+) -> tuple[TreePlan, ReshardPlan, Options]:
+    """The layout of a tree, the moves of its arrays, and how they are sent; runs nothing."""
+    check_options(zero, mesh, dtype, codec, window_bytes)
+    mesh = zero.mesh if mesh is None else mesh
+    tree, shardings = zero.stored_layout(params)
+    if not tree.leaves:
+        raise ValueError("`params` must hold an array; got a tree without any.")
+    of_leaves = _spread(specs, tree)
+    for leaf, spec in zip(tree.leaves, of_leaves, strict=True):
+        _check_spec(leaf, spec, mesh)
+    sources = [NamedSharding(zero.mesh, x.spec) for x in shardings]
+    targets = [NamedSharding(mesh, spec) for spec in of_leaves]
+    options = Options(dtype, codec, zero.config.min_quantized_size, window_bytes)
+    return tree, make_plan(tree.leaves, sources, targets, options), options
+
+
+def check_options(zero: Any, mesh: Any, dtype: Any, codec: Any, window_bytes: Any) -> None:
+    """Raise `ValueError` for an option of the wrong kind."""
+    if not isinstance(zero, Zero):
+        raise ValueError(f"`zero` must be the `jz.Zero` that made `params`; got {zero!r}.")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ValueError(f"`mesh` must be a `jax.sharding.Mesh` or None; got {mesh!r}.")
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"`dtype` must be a float type, such as `jnp.bfloat16`; got {dtype!r}.")
+    if codec is not None and not isinstance(codec, Codec):
+        raise ValueError(f"`codec` must be a codec, such as `jz.Int8()`, or None; got {codec!r}.")
+    if not isinstance(window_bytes, int) or window_bytes < 1:
+        raise ValueError(f"`window_bytes` must be a positive integer; got {window_bytes!r}.")
+
+
+def _spread(specs: Any, tree: TreePlan) -> list[PartitionSpec]:
+    """The spec of each array of the tree."""
+    numbers = rebuild(tree.treedef, [None] * len(tree.statics), list(range(len(tree.statics))))
+    try:
+        spread = spread_prefix(specs, numbers, PartitionSpec)
+    except ValueError as error:
+        raise ValueError(
+            f"`specs` must be a tree prefix of `params`, with a `PartitionSpec` for each array or "
+            f"for each sub-tree. {error}"
+        ) from error
+    wrong = next((x for x in spread if not isinstance(x, PartitionSpec)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"`specs` must hold `PartitionSpec`s only; got {wrong!r}. `PartitionSpec()` leaves an "
+            "array whole."
+        )
+    return [x for x, s in zip(spread, tree.statics, strict=True) if s is None]
+
+
+def _check_spec(leaf: LeafSpec, spec: PartitionSpec, mesh: Mesh) -> None:
+    """Raise `ValueError` unless a spec splits the leaf evenly over axes of the mesh."""
+    where = f"`specs` gives {spec} to `{leaf.path}` of shape {leaf.shape}"
+    unknown = [axis for axis in axes_of(spec) if axis not in mesh.shape]
+    if unknown:
+        raise ValueError(
+            f"{where}, and `mesh` has no axis {unknown[0]!r}, only {tuple(mesh.shape)}. Name one "
+            "of these, or pass another `mesh`."
+        )
+    if len(set(axes_of(spec))) < len(axes_of(spec)):
+        raise ValueError(f"{where}, which names an axis twice. An axis can split one dim only.")
+    if len(spec) > len(leaf.shape):
+        raise ValueError(f"{where}, which has {len(spec)} entries for {len(leaf.shape)} dims.")
+    for dim, entry in enumerate(spec):
+        parts = math.prod(mesh.shape[axis] for axis in axes_of(PartitionSpec(entry)))
+        if leaf.shape[dim] % parts:
+            raise ValueError(
+                f"{where}: its dim {dim} of size {leaf.shape[dim]} does not divide into {parts} "
+                "equal parts. Split another dim, use fewer devices, or leave it whole."
+            )
+
+
+def _in_place(x: Any, source: NamedSharding) -> jax.Array:
+    """A stored array in device memory, as the layout splits it; usually it is there already."""
+    now = getattr(x, "sharding", None)
+    is_there = (
+        now is not None
+        and now.memory_kind == source.memory_kind
+        and now.is_equivalent_to(source, x.ndim)
+    )
+    return x if is_there else jax.device_put(x, source)
+
+
+def _put(
+    x: Any, leaf: LeafSpec, source: NamedSharding, target: NamedSharding, options: Options
+) -> jax.Array:
+    """An array on other devices, or of random keys, by `jax.device_put`."""
+    x = _in_place(x, source)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return jax.device_put(x, target)
+    # Padding and messages are removed before: only here are the cuts of both known.
+    own = source if leaf.is_plain else NamedSharding(source.mesh, PartitionSpec())
+    plan = make_plan([leaf], [source], [own], dataclasses.replace(options, codec=None))
+    return jax.device_put(_moved(plan, [x])[0], target)

@@ -1,0 +1,175 @@
+"""Which collectives take an array from one split to another, as data; nothing runs here.
+
+Each dim is written as factors of prime size and a rest. A digit of the devices' coordinates (see
+`digits`) splits one factor, or none: then devices along it hold the same. The source says which
+factor each digit splits, the destination which it is to split:
+
+    none -> factor     slice:       each device keeps its part; nothing is sent
+    factor -> other    exchange:    one all-to-all over all such digits; shards keep their size
+    factor -> none     gather:      an all-gather, last, because shards grow; between nodes first
+    factor <-> factor  permutation: digits that wait for each other's factors; shards are passed on
+
+So a byte that several devices of a node need crosses to the node once, and is then sent on inside.
+This is the decomposition of https://arxiv.org/abs/2112.01075, with the order chosen for two levels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+Place = int | None  # index of a factor that a digit splits; None: it splits none
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One operation on all devices.
+
+    Attributes:
+        kind: what it does.
+        digits: the digits that it runs over.
+        before: for each digit, the factor that it splits before.
+        after: likewise, after it.
+    """
+
+    kind: Literal["slice", "exchange", "permute", "gather"]
+    digits: tuple[str, ...]
+    before: tuple[Place, ...]
+    after: tuple[Place, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """How one array is moved.
+
+    Attributes:
+        factors: for each dim, the sizes of its factors, major first; the rest of the dim is not
+            counted.
+        steps: what to do, in order.
+        source: for each factor, whether it is split at first.
+        target: likewise at the end.
+    """
+
+    factors: tuple[tuple[int, ...], ...]
+    steps: tuple[Step, ...]
+    source: tuple[bool, ...]
+    target: tuple[bool, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of all factors, dim by dim."""
+        return tuple(itertools.chain(*self.factors))
+
+
+def route(
+    source: Sequence[tuple[str, ...]],
+    target: Sequence[tuple[str, ...]],
+    sizes: dict[str, int],
+    is_between_nodes: Callable[[str], bool],
+) -> Route | None:
+    """Find the steps between two splits.
+
+    Args:
+        source: for each dim, the digits that split it, major first.
+        target: likewise, for the destination.
+        sizes: the size of each digit.
+        is_between_nodes: whether a digit is one between nodes.
+
+    Returns:
+        None if a dim has cuts in the source that are none of the destination's and vice versa, or
+        if a device would have to gather what it is to drop.
+    """
+    factors, where, goal, number = [], dict.fromkeys(sizes), dict.fromkeys(sizes), 0
+    for before, after in zip(source, target, strict=True):
+        of_dim = []
+        for old, new in itertools.zip_longest(before, after):
+            size = sizes[old if old is not None else new]
+            if new is not None and sizes[new] != size:
+                return None
+            if old is not None:
+                where[old] = number
+            if new is not None:
+                goal[new] = number
+            of_dim.append(size)
+            number += 1
+        factors.append(tuple(of_dim))
+    first = _split(where, number)
+    steps = _steps(where, goal, is_between_nodes)
+    if steps is None:
+        return None
+    return Route(tuple(factors), tuple(steps), first, _split(goal, number))
+
+
+def _split(where: dict[str, Place], num: int) -> tuple[bool, ...]:
+    return tuple(i in where.values() for i in range(num))
+
+
+def _steps(
+    where: dict[str, Place], goal: dict[str, Place], is_between_nodes: Callable[[str], bool]
+) -> list[Step] | None:
+    where, steps = dict(where), []
+    while where != goal:
+        wrong = [x for x in where if where[x] != goal[x]]
+        asked = [x for x in wrong if goal[x] is not None]
+        free = [x for x in asked if goal[x] not in where.values()]
+        if local := [x for x in free if where[x] is None]:
+            step = _step("slice", local, where, goal)
+        elif free:
+            step = _step("exchange", free, where, goal)
+        elif between := _waited_for(asked, where, goal, is_between_nodes):
+            step = _step("gather", between, where, goal)
+        elif asked:
+            after = _passed_on(asked[0], where, goal)
+            if after is None:
+                return None
+            # In the order of the mesh, in which `lax.ppermute` counts devices.
+            step = _step("permute", [x for x in where if x in after], where, after)
+        else:
+            between = [x for x in wrong if is_between_nodes(x)]
+            step = _step("gather", between or wrong, where, goal)
+        where |= dict(zip(step.digits, step.after, strict=True))
+        steps.append(step)
+    return steps
+
+
+def _waited_for(
+    asked: list[str],
+    where: dict[str, Place],
+    goal: dict[str, Place],
+    is_between_nodes: Callable[[str], bool],
+) -> list[str]:
+    """Digits between nodes that are to be gathered, and split factors that others ask for.
+
+    Passing shards on first would send them between nodes twice.
+    """
+    factors = {goal[x] for x in asked}
+    return [x for x in where if goal[x] is None and where[x] in factors and is_between_nodes(x)]
+
+
+def _step(kind: str, digits: list[str], where: dict[str, Place], after: dict[str, Place]) -> Step:
+    befores, afters = (tuple(places[x] for x in digits) for places in (where, after))
+    return Step(kind, tuple(digits), befores, afters)  # pyright: ignore[reportArgumentType]
+
+
+def _passed_on(
+    first: str, where: dict[str, Place], goal: dict[str, Place]
+) -> dict[str, Place] | None:
+    """Factors of a chain of digits, each of which waits for the factor of the next.
+
+    The last takes the factor of the first. None: the first has none to give.
+    """
+    if where[first] is None:
+        return None
+    holder = {place: x for x, place in where.items() if place is not None}
+    chain, last = [], first
+    while last not in chain:
+        chain.append(last)
+        wanted = goal[last]
+        if wanted is None:
+            break
+        last = holder[wanted]
+    else:  # a ring; digits before it wait for it
+        chain = chain[chain.index(last) :]
+    return {x: where[y] for x, y in zip(chain, [*chain[1:], chain[0]], strict=True)}

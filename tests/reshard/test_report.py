@@ -1,0 +1,101 @@
+"""The report of `reshard` against the collectives and the memory of the compiled programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxzero as jz
+from jaxzero._hlo.collectives import collectives
+from jaxzero._reshard import lowered, planned
+
+TREE = {
+    "a": jax.ShapeDtypeStruct((1024, 512), jnp.float32),
+    "b": jax.ShapeDtypeStruct((4, 256, 512), jnp.bfloat16),
+}
+TENSOR_PARALLEL = {"a": P("local"), "b": P(None, None, "local")}
+
+
+def compiled(zero: jz.Zero, params: Any, specs: Any, **options: Any) -> tuple[int, int, int]:
+    """Bytes into the node and into the device that get most, and the most temporary memory."""
+    _, plan, _ = planned(params, zero, specs, **options)
+    entering = np.zeros((2, zero.mesh.size))  # from all devices, and from other nodes
+    node_of = np.arange(zero.mesh.size) // zero.mesh.shape["local"]
+    most = 0
+    for program in lowered(plan):
+        done = program.compile()
+        most = max(most, done.memory_analysis().temp_size_in_bytes)
+        for each in collectives(done.as_text()):
+            held = sum(shape.num_bytes for shape in each.results) * each.trips
+            if each.op == "collective-permute":
+                for source, target in each.groups:
+                    entering[:, target] += held * np.array(
+                        [source != target, node_of[source] != node_of[target]]
+                    )
+                continue
+            for group in each.groups:
+                for device in group:
+                    others = np.sum(node_of[list(group)] != node_of[device])
+                    part = held // len(group)
+                    entering[:, device] += part * np.array([len(group) - 1, others])
+    return int(np.bincount(node_of, entering[1]).max()), int(entering[0].max()), most
+
+
+@pytest.mark.parametrize(
+    ("specs", "options"),
+    [
+        (P(), {}),
+        (TENSOR_PARALLEL, {}),
+        (TENSOR_PARALLEL, {"dtype": jnp.bfloat16}),
+        (TENSOR_PARALLEL, {"codec": jz.Int8()}),
+        ({"a": P(None, ("node", "local")), "b": P(None, ("node", "local"))}, {}),
+        ({"a": P("node"), "b": P(None, "node")}, {}),
+    ],
+)
+def test_the_report_is_what_compiled_programs_send_and_hold(specs, options):
+    zero = jz.Zero(jz.make_mesh(2))
+    params = zero.abstract(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), TREE))
+    report = jz.reshard_report(params, zero, specs=specs, **options)
+    into_node, into_device, most = compiled(zero, params, specs, **options)
+    assert (report.into_node, report.into_device) == (into_node, into_device)
+    assert report.least_into_node == into_node  # and no method sends less
+    assert 0.9 * into_device <= report.least_into_device <= into_device or "codec" in options
+    assert most <= report.program_bytes + 4096  # of tables and alignment
+
+
+def test_peak_memory_is_the_result_and_about_one_array():
+    zero = jz.Zero(jz.make_mesh(2))
+    params = zero.abstract(lambda: [jnp.zeros((256, 512)) for _ in range(6)])
+    report = jz.reshard_report(params, zero, specs=P("local"), window_bytes=1)
+    assert report.windows == 6 and report.largest_leaf_bytes == 256 * 512 * 4
+    assert report.source_bytes == 6 * report.largest_leaf_bytes // 8
+    assert report.result_bytes == 6 * report.largest_leaf_bytes // 4
+    extra = report.peak_bytes - report.source_bytes - report.result_bytes
+    assert 0 < extra <= report.largest_leaf_bytes
+    assert compiled(zero, params, P("local"), window_bytes=1)[2] <= report.largest_leaf_bytes
+
+
+def test_windows_of_rows_are_counted_and_hold_no_full_array():
+    zero = jz.Zero(jz.make_mesh(2))
+    params = zero.abstract(lambda: {"x": jnp.zeros((2044, 130))})
+    options = {"window_bytes": 2**16}
+    report = jz.reshard_report(params, zero, specs=P("local"), **options)
+    into_node, into_device, most = compiled(zero, params, P("local"), **options)
+    assert (report.into_node, report.into_device) == (into_node, into_device)
+    assert report.least_into_node >= 0.9 * into_node
+    assert most <= report.program_bytes + 4096 < report.largest_leaf_bytes
+
+
+def test_the_report_prints_and_gives_plain_data():
+    zero = jz.Zero(jz.make_mesh(2))
+    params = zero.abstract(lambda: {"x": jnp.zeros((16, 8)), "y": jnp.zeros(3)})
+    report = jz.reshard_report(params, zero, specs={"x": P("local"), "y": P()})
+    text = str(report)
+    assert "into a node, from other nodes" in text and "all-gather over node" in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert report.as_dict()["leaves"][0]["path"] == "x"
