@@ -25,7 +25,7 @@ import tyro
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxzero as jz
-from benchmarks.shared import _gspmd, _llama
+from benchmarks.shared import _gspmd, _linen_llama, _llama
 from benchmarks.shared._llama import LlamaSize
 from benchmarks.shared._rows import append_row
 from jaxzero._hlo import Rates, timeline
@@ -47,6 +47,7 @@ SIZES: dict[Model, LlamaSize] = {
     "tiny": _TINY,
     "tiny-unrolled": dataclasses.replace(_TINY, unrolled=True),
 }
+_FORMS = {"plain": _llama, "linen": _linen_llama}
 _SLOW = 12.5e9  # bytes a second that enter a node, beside the default
 
 
@@ -59,6 +60,7 @@ def main(
     tokens: int = 2048,
     schedule: jz.CommSchedule = jz.CommSchedule(),  # noqa: B008
     options: bool = True,
+    form: Literal["plain", "linen"] = "plain",
     keep_hlo: Path | None = None,
 ) -> None:
     """Compile, read, and append a row for each variant.
@@ -72,6 +74,7 @@ def main(
         tokens: of each sequence.
         schedule: of jaxzero's variants.
         options: compile with `jz.compiler_options("cuda")`; GSPMD without, unless none.
+        form: how the model is written: as `_llama`, or in Flax Linen (scanned and dense only).
         keep_hlo: a folder for the compiled programs.
     """
     mesh = h200_mesh(nodes, local)
@@ -79,7 +82,7 @@ def main(
     struct = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
     for variant in variants:
         start = time.perf_counter()
-        lowered = lowered_step(variant, size, mesh, struct, schedule)
+        lowered = lowered_step(variant, size, mesh, struct, schedule, form)
         between = time.perf_counter()
         ours = not variant.startswith("gspmd")
         chosen = jz.compiler_options("cuda") if options and ours else {}
@@ -92,6 +95,7 @@ def main(
             "aot",
             {
                 "model": model,
+                "form": form,
                 "variant": variant,
                 "nodes": nodes,
                 "local": local,
@@ -113,9 +117,11 @@ def lowered_step(
     mesh: jax.sharding.Mesh,
     tokens: Any,
     schedule: jz.CommSchedule,
+    form: Literal["plain", "linen"] = "plain",
 ) -> Any:
     """One step's loss and gradients, split as the parameters are."""
-    loss, init = functools.partial(_llama.loss, size), functools.partial(_llama.init, size)
+    written = _FORMS[form]
+    loss, init = functools.partial(written.loss, size), functools.partial(written.init, size)
     if variant.startswith("gspmd"):
         params = jax.eval_shape(init, jax.random.key(0))
         split = _gspmd.shardings(params, mesh)

@@ -49,7 +49,7 @@ from .._collectives import ReduceSpec
 from .._program import Block, Constant, Loop, Operation, Value
 from .._sharding import CommSchedule
 from .block_plan import BlockPlan, GatherGroup, LoopPlan, ReduceGroup
-from .body_memory import NO_PEAK, Peak, find_peak
+from .body_memory import MOVES_MESSAGES, NO_PEAK, Peak, find_peak
 from .bucketing import split_into_groups
 from .gradient_reductions import BlockGradients, find_reduces
 from .lifetimes import Gather, Live, find_gathers
@@ -170,7 +170,9 @@ def _plan_block(
 def _peak(
     block: Block, uses: BlockUses, gradients: BlockGradients, reduces: Sequence[ReduceGroup]
 ) -> Peak:
-    """Where the body of a loop holds most."""
+    """Where the body of a loop holds most, if messages are to keep away from there."""
+    if not MOVES_MESSAGES:
+        return NO_PEAK
     reduced = sum(x.num_bytes for group in reduces if group.deferred for x in group.values)
     return find_peak(block, uses, COSTLY, gradients.reduces, reduced)
 
