@@ -67,7 +67,7 @@ def loss(
     size: LlamaSize, params: Any, tokens: Int[Array, "b t"], constrain: Constrain = lambda x: x
 ) -> Float[Array, ""]:
     """Mean cross-entropy of the next token; the arguments are those of `_llama.loss`."""
-    logits = _Llama(size, constrain).apply(params, tokens).astype(jnp.float32)
-    log_probabilities = jax.nn.log_softmax(logits[:, :-1])
+    logits: Any = _Llama(size, constrain).apply(params, tokens)
+    log_probabilities = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32))
     picked = jnp.take_along_axis(log_probabilities, tokens[:, 1:, None], axis=-1)
     return -jnp.mean(picked)
