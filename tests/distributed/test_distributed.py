@@ -163,7 +163,11 @@ def test_a_process_that_is_elsewhere_is_named():
 
 @pytest.mark.parametrize(
     ("number", "signum"),
-    [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)],
+    [
+        (1, signal.SIGKILL),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.ci),
+        (0, signal.SIGSTOP),
+    ],
     ids=["killed", "stopped", "coordinator stopped"],
 )
 def test_a_lost_process_ends_the_others(number: int, signum: signal.Signals):

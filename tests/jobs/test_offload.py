@@ -83,9 +83,9 @@ def test_the_first_lines_say_where_arrays_are(finish: Callable[[bool], tuple[job
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        (True, True),
+        pytest.param(True, True, marks=pytest.mark.ci),
         pytest.param(True, False, marks=pytest.mark.exhaustive),
-        pytest.param(False, True, marks=pytest.mark.ci),
+        pytest.param(False, True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_checkpoint_resumes_with_and_without_offload(

@@ -21,8 +21,12 @@ IDS = np.random.default_rng(1).integers(0, 37, (3, LENGTH)).astype(np.int32)
 MASK = np.arange(LENGTH)[None] >= PROMPT - np.array([5, 3, 1])[:, None]  # padding on the left
 # Beyond these lengths the frequencies of rotary embeddings change, and a cache is refused.
 LENGTHS = {"smollm3": 8, "phi3-long": 10}
+FIRST = {"gpt2", "llama", "gemma3", "deepseek", "gpt-oss", "cohere2", "smollm3", "mixtral"}
 NAMES = [
-    *tiny_models.DECODERS,
+    *(
+        pytest.param(name, marks=() if name in FIRST else pytest.mark.ci)
+        for name in tiny_models.DECODERS
+    ),
     *(pytest.param(name, marks=pytest.mark.exhaustive) for name in tiny_models.MORE_DECODERS),
 ]
 
@@ -55,6 +59,8 @@ def test_cached_logits_and_greedy_text(made, name: str):
     ids, mask = IDS[:, :length], MASK[:, :length]
     got, text = jax.device_get(run(read(loaded.params), ids, mask))
     positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
+    # transformers keeps rotations for the longest text so far, until a short one comes (smollm3).
+    tiny_models.outputs(model, ids[:, :1], mask[:, :1], positions[:, :1])
     want = tiny_models.outputs(model, ids, mask, positions).logits.detach().numpy()
     # Two orders of summation; far below a wrong position or a key too many.
     atol = min(allowed(loaded.config.num_layers), 1e-5) * np.abs(want[mask]).max()
