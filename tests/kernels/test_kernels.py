@@ -31,8 +31,9 @@ needs_mosaic = pytest.mark.skipif(
 )
 
 
-def by_sums(x_kb, num, factor, tail_factor):
-    """`_blocks._rotate` in the order of additions of the kernels, which is not that of XLA."""
+def by_sums(x_kb, num, factor, tail_factor, width):
+    """`_blockwise._rotate` in the order of additions of the kernels, which is not that of XLA."""
+    del width  # of the matrix, which decides no sum
     x, distance = x_kb.reshape(*x_kb.shape[:-2], -1, blocks.GROUP) * jnp.float32(factor), 1
     while distance < blocks.GROUP:
         pairs = x.reshape(*x.shape[:-1], -1, 2, distance)

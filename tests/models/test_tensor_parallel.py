@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -61,7 +62,7 @@ def split(config: models.DecoderConfig):
 
 
 def logits(graph, params, ids):
-    return nnx.merge(graph, params)(ids)
+    return nnx.merge(graph, params)(jnp.asarray(ids))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -127,11 +128,12 @@ def test_sizes_that_do_not_divide_are_named(config, size, message):
         models.tensor_parallel_specs(graph, full, size=size)
 
 
-def test_other_models_are_refused():
+def test_other_models_are_refused(monkeypatch):
     graph, full = nnx.split(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
     with pytest.raises(NotImplementedError, match="knows type `Decoder`; got `Linear`"):
         models.tensor_parallel_specs(graph, full, size=2)
     graph, full = split(PLAIN)
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
     with pytest.raises(ValueError, match='`experts` must be "width" or "expert"'):
         models.tensor_parallel_specs(graph, full, size=4, experts="each")
     assert jnp.ndim(jax.tree.leaves(full)[0]) >= 1
