@@ -1,7 +1,7 @@
 """Measure the rates of devices and links that are here, by a few short programs.
 
-All devices run each program at the same time, as they do in training, and the slowest process
-counts. What is measured is what these programs reach, so no share of a peak rate is assumed.
+All devices run each program at the same time, as they do in training, and the time of the slowest
+process is taken. These are rates that programs reach, so no share of a peak rate is assumed.
 """
 
 from __future__ import annotations

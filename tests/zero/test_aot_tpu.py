@@ -59,7 +59,7 @@ def test_collectives_run_beside_compute(zero3):
 
 
 def test_memory_is_near_that_of_gspmd(mesh, zero3):
-    """Of this model a layer's weights and gradients weigh more than its activations.
+    """In this model a layer's weights and gradients take more bytes than its activations.
 
     Beyond GSPMD's: weights and gradients of two layers in flight, and sums in float32 for its
     bfloat16.

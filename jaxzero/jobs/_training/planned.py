@@ -1,6 +1,5 @@
 """`--plan auto`: the config that the planner takes to be best on the devices that are here."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,11 +84,11 @@ def _search(
             has_aux=True,
         )
     best = plans.best.candidate.name
-    rates = dataclasses.asdict(cluster.rates)
+    rates = cluster.rates
     console.print(
-        f"Plan: {best}; measured {rates['flops'] / 1e12:.3g} TFLOP/s, memory "
-        f"{rates['memory'] / 1e9:.3g} GB/s, links {rates['local'] / 1e9:.3g} GB/s to a device of "
-        f"the node and {rates['node'] / 1e9:.3g} GB/s into a node",
+        f"Plan: {best}; measured {rates.flops / 1e12:.3g} TFLOP/s, memory "
+        f"{rates.memory / 1e9:.3g} GB/s, links {rates.local / 1e9:.3g} GB/s to a device of "
+        f"the node and {rates.node / 1e9:.3g} GB/s into a node",
         highlight=False,
         soft_wrap=True,
     )
