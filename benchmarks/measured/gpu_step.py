@@ -29,7 +29,7 @@ from benchmarks.shared._rows import RESULTS, append_row
 Peer = Literal["jit", "jaxzero", "fake-wire-xla", "fake-wire-mosaic_gpu"]
 Step = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
 
-_SIZES = {
+SIZES = {
     "1b": LlamaSize(layers=22, width=2048, hidden=5632, kv_heads=4),  # TinyLlama
     "tiny": LlamaSize(layers=2, width=64, hidden=128, heads=2, vocabulary=256),
 }
@@ -56,7 +56,7 @@ def main(
         steps: of a turn.
         directory: of the rows.
     """
-    size = _SIZES[model]
+    size = SIZES[model]
     key = jax.random.key(0)
     rows = jax.random.randint(key, (batch, tokens), 0, size.vocabulary)
     turns = {name: _turn(name, size, key, rows, steps) for name in peers}

@@ -27,11 +27,12 @@ from benchmarks.shared._llama import LlamaSize
 from benchmarks.shared._rows import RESULTS, append_row
 from jaxzero._hlo import timeline
 
+from . import gpu_step
+
 SIZES = {
-    "1b": LlamaSize(layers=22, width=2048, hidden=5632, kv_heads=4),  # TinyLlama
+    **gpu_step.SIZES,
     "wide": LlamaSize(layers=4, width=4096, hidden=11008),  # layers of Llama-7B
     "moe": LlamaSize(layers=4, width=2048, hidden=4096, heads=16, kv_heads=4, experts=8),
-    "tiny": LlamaSize(layers=2, width=64, hidden=128, heads=2, vocabulary=256),
 }
 _TX = optax.adamw(1e-4)
 
