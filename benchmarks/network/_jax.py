@@ -8,6 +8,7 @@ losses that all others are compared with.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -26,6 +27,7 @@ import jaxzero as jz
 from benchmarks.shared import _gspmd, _peers
 
 from ._hosts import sent_bytes
+from ._link import LinkUse
 
 _CONFIGS = {
     "jaxzero zero3": jz.zero3(),
@@ -42,24 +44,30 @@ def main(run: dict[str, Any], host: int) -> None:
     batches = _batches(run, zero)
     compiled = step.lower(*state, batches[0]).compile()
 
-    seconds, losses, sent, busy = [], [], 0, 0.0
-    for i, batch in enumerate(batches):
-        if i == run["warmup"] and not single:
-            multihost_utils.sync_global_devices("timed steps")
-            sent, busy = sent_bytes(), time.process_time()
+    seconds, losses = [], []
+
+    def take(batch):
+        nonlocal state
         start = time.perf_counter()
         state, loss = compiled(*state, batch)
         jax.block_until_ready((state, loss))
         seconds.append(time.perf_counter() - start)
         losses.append(float(loss))
+
+    for batch in batches[: run["warmup"]]:
+        take(batch)
+    multihost_utils.sync_global_devices("timed steps")
+    sent, busy = 0 if single else sent_bytes(), time.process_time()
+    with contextlib.nullcontext() if single else LinkUse(run["bytes_per_second"]) as link:
+        for batch in batches[run["warmup"] :]:
+            take(batch)
     busy = time.process_time() - busy
-    if not single:
-        multihost_utils.sync_global_devices("end")
-        sent = sent_bytes() - sent
+    multihost_utils.sync_global_devices("end")
     measured = {
         "seconds": seconds[run["warmup"] :],
         "busy_seconds": busy,
-        "sent_bytes": sent,
+        "sent_bytes": 0 if single else sent_bytes() - sent,
+        "link": link and link.shares(),
         "losses": losses,
     }
     Path(run["results"], f"{host}.json").write_text(json.dumps(measured))

@@ -35,6 +35,12 @@ Peer = Literal[
 ]
 Rate = Literal["none", "1gbit", "100mbit", "10mbit"]
 SizeName = Literal["9m", "40m", "tiny"]
+BYTES_PER_SECOND: dict[str, float | None] = {
+    "none": None,
+    "1gbit": 125e6,
+    "100mbit": 12.5e6,
+    "10mbit": 1.25e6,
+}
 
 HOSTS = 2
 DEVICES_PER_HOST = 2
@@ -99,6 +105,7 @@ class Runner:
         references = self._references(run)
         self._hosts.shape(run.rate)
         spec = self._spec(run.size, run.microbatches)
+        spec["bytes_per_second"] = BYTES_PER_SECOND[run.rate]
         if run.peer in METHODS:
             num = METHODS[run.peer].every * (WARMUP_STEPS + TIMED_ROUNDS[run.size])
             spec["tokens"] = self._tokens(run.size, run.microbatches, num)
@@ -264,6 +271,7 @@ def summary(
     return {
         **_constants(run),
         **_times(seconds, workers, len(seconds)),
+        "link": [worker["link"] for worker in workers],
         **_losses(losses, _deviation(losses, reference), _TOLERANCES[kind]),
     }
 

@@ -39,6 +39,8 @@ _LOCAL_NAMES = {
     "jaxzero diloco": "jaxzero `diloco()`",
 }
 
+_SHARES = ("both", "one", "neither", "filled")  # as `_link.shares_of` names them
+
 Group = tuple[str, int, str, str]  # size, micro-batches, rate, peer
 Results = Mapping[str, Any]
 
@@ -91,7 +93,11 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print one table for each size and number of micro-batches, and what could not be run."""
     groups = group(rows)
     for size, count in sorted({key[:2] for key in groups}, key=lambda key: (len(key[0]), key)):
-        for lines in (_lines(groups, size, count), _local_lines(groups, size, count)):
+        for lines in (
+            _lines(groups, size, count),
+            _link_lines(groups, size, count),
+            _local_lines(groups, size, count),
+        ):
             if lines:
                 print("\n".join(lines) + "\n")
     refused = {
@@ -113,6 +119,21 @@ def _lines(groups: Mapping[Group, Sequence[Results]], size: str, count: int) -> 
             cells = [_cell(groups, (size, count, rate, peer)) for rate in rates]
             lines.append(_line(name, cells, f"{_megabytes(mine):.1f}", mine))
     return lines
+
+
+def _link_lines(groups: Mapping[Group, Sequence[Results]], size: str, count: int) -> list[str]:
+    """How the link is used at each rate, by the samples of both hosts: means over runs."""
+    lines = []
+    for rate in _rates((key for key in groups if key[:2] == (size, count)), _PEER_NAMES):
+        for peer, name in _PEER_NAMES.items():
+            runs = groups.get((size, count, rate, peer), [])
+            samples = [host for run in runs for host in run.get("link", []) if host]
+            if samples:
+                means = (statistics.fmean(x[share] for x in samples) for share in _SHARES)
+                cells = " | ".join(f"{mean:.0%}" for mean in means)
+                lines.append(f"| {name}, {_RATE_NAMES[rate]} | {cells} |")
+    heads = "| use of the link | both directions | one | neither | filled while in use |"
+    return [heads, "|---" * (1 + len(_SHARES)) + "|", *lines] if lines else []
 
 
 def _local_lines(groups: Mapping[Group, Sequence[Results]], size: str, count: int) -> list[str]:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ._hosts import INTERFACE, sent_bytes
+from ._link import LinkUse
 
 # What DeepSpeed is asked for, beyond ZeRO-3 with its defaults.
 _DEEPSPEED = {
@@ -86,14 +87,20 @@ def main(run: dict[str, Any], host: int, device: int) -> None:
     model.load_state_dict(_state(np.load(run["weights"])))
     step = (_fsdp2 if run["peer"] == "fsdp2" else _deepspeed)(run, model)
 
-    seconds, losses, sent, busy = [], [], 0, 0.0
-    for i, batch in enumerate(batches):
-        if i == run["warmup"]:
-            dist.barrier()
-            sent, busy = sent_bytes(), time.process_time()
+    seconds, losses = [], []
+
+    def take(batch):
         start = time.perf_counter()
         losses.append(step(batch))
         seconds.append(time.perf_counter() - start)
+
+    for batch in batches[: run["warmup"]]:
+        take(batch)
+    dist.barrier()
+    sent, busy = sent_bytes(), time.process_time()
+    with LinkUse(run["bytes_per_second"]) as link:
+        for batch in batches[run["warmup"] :]:
+            take(batch)
     busy = time.process_time() - busy
     dist.barrier()
     sent = sent_bytes() - sent
@@ -103,6 +110,7 @@ def main(run: dict[str, Any], host: int, device: int) -> None:
         "seconds": seconds[run["warmup"] :],
         "busy_seconds": busy,
         "sent_bytes": sent,
+        "link": link.shares(),
         "losses": (mean / world).tolist(),
     }
     if device == 0:

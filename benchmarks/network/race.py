@@ -57,7 +57,9 @@ PEERS: tuple[Peer, ...] = (
 )
 _PICTURE = RESULTS / "slow_network.png"
 _SHARED = ("benchmarks/shared/_peers.py", "benchmarks/shared/_gspmd.py")
-_SCRIPTS = (f"benchmarks/network/_{name}.py" for name in ("hosts", "jax", "local", "runs", "torch"))
+_SCRIPTS = (
+    f"benchmarks/network/_{name}.py" for name in ("hosts", "jax", "link", "local", "runs", "torch")
+)
 _CODE = ("jaxzero", *_SHARED, *_SCRIPTS)
 
 
@@ -136,9 +138,16 @@ def is_done(one: Run, *, again: bool = False) -> bool:
     return any(is_current(row, *_CODE) for row in rows) if again else bool(rows)
 
 
-def table() -> None:
-    """Print medians with quartiles, speed-ups and bytes of the rows, as Markdown."""
-    print_table(read_rows(NAME))
+def table(rounds: Sequence[int] = ()) -> None:
+    """Print medians with quartiles, speed-ups, bytes and use of the link, as Markdown.
+
+    Args:
+        rounds: those to take; all if none is given.
+    """
+    rows = read_rows(NAME)
+    if rounds:
+        rows = [row for row in rows if row["results"]["settings"]["round"] in rounds]
+    print_table(rows)
 
 
 def plot(size: SizeName = "9m", file: Path = _PICTURE) -> None:

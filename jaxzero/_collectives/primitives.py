@@ -25,14 +25,14 @@ def all_gather(
     axes = program_axes(axis)
     if not axes:
         return x
-    full = lax.all_gather(x, axes, axis=dim, tiled=True)
+    full = gloo_workaround.all_gather(x, axes, dim)
     note("all-gather", axes, full, shares)
     return full
 
 
 def gather_nodes(x: Shaped[Array, ...]) -> Shaped[Array, ...]:
     """Concatenate the arrays of all nodes along dim 0, also in a program of one node."""
-    full = lax.all_gather(x, NODE, axis=0, tiled=True)
+    full = gloo_workaround.all_gather(x, NODE, 0)
     note("all-gather", NODE, full)
     return full
 
@@ -54,7 +54,7 @@ def all_to_all(
         return x
     note("all-to-all", axes, x, shares)
     x = varying(x, axes)
-    return lax.all_to_all(x, axes, split_axis=split_dim, concat_axis=concat_dim, tiled=True)
+    return gloo_workaround.all_to_all(x, axes, split_dim, concat_dim)
 
 
 def permute(

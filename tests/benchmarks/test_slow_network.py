@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.network import _hosts, _summary
+from benchmarks.network import _hosts, _link, _summary
 from benchmarks.network import _runs as _slow_runs
 from benchmarks.network import race as slow_network
 from benchmarks.network._hosts import Hosts
@@ -31,6 +31,7 @@ def _row(seconds: float, losses=(4.0, 3.5, 3.0, 2.5), **settings):
             "seconds": [seconds] * 3,
             "busy_seconds": 0.3,
             "sent_bytes": 3_000_000 * (host + 1),
+            "link": {"both": 0.5, "one": 0.2 + 0.1 * host, "neither": 0.3, "filled": 0.9},
             "losses": list(losses),
         }
         for host in range(2)
@@ -112,7 +113,7 @@ def test_the_table_is_markdown_with_every_peer(rows, capsys):
         "| 0.0M parameters, one micro-batch, 512 tokens a step | 100 Mbit/s |"
     )
     assert lines[3].startswith("| PyTorch FSDP2 | 8.10 s (8.05-8.15) |")
-    (deepspeed,) = [line for line in lines if "DeepSpeed ZeRO-3" in line]
+    deepspeed = next(line for line in lines if "DeepSpeed ZeRO-3" in line)
     assert "2.00 s, 2x |  |" in deepspeed and "4e-02 (!)" in deepspeed  # not run unshaped
     assert lines[-2] == "deepspeed qwz was not run: RuntimeError: no"
 
@@ -125,7 +126,7 @@ def test_local_steps_have_a_table_of_their_own(rows, capsys):
     ]
     _summary.print_table([*rows, *local])
     tables = capsys.readouterr().out.split("\n\n")
-    heads, _, alone, streaming, diloco, zeropp = tables[1].splitlines()
+    heads, _, alone, streaming, diloco, zeropp = tables[2].splitlines()  # after the use of the link
     assert "| 10 Mbit/s | 100 Mbit/s |" in heads and "unshaped" not in heads
     # 0.4 s and 0.6 s in turns, by the slower host; medians of two and of four turns.
     assert "without exchange | 0.50 s | 0.50 s |" in alone
@@ -204,6 +205,29 @@ def test_a_run_that_fails_has_no_row_and_ends_no_other(study, tmp_path):
     rows = _rows.read_rows(slow_network.NAME, directory=tmp_path)
     assert [row["results"]["settings"]["peer"] for row in rows] == ["gspmd", "deepspeed qwz"]
     assert rows[1]["results"]["not_run"] == "RuntimeError: no"  # as was to be expected
+
+
+def test_the_table_has_how_the_link_was_used(rows, capsys):
+    _summary.print_table(rows)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "50%" in line]
+    assert lines[0] == "| GSPMD, 100 Mbit/s | 50% | 25% | 30% | 90% |"
+    assert len(lines) == 3 * 2 * 2  # peers, rates and numbers of micro-batches
+
+
+def test_a_link_is_busy_where_half_of_its_rate_flows():
+    rate = 1000.0
+    moved = [(1000, 1000), (600, 1000), (499, 800), (0, 0), (400, 300)]  # each in two seconds
+    samples = [_link.Sample(0.0, 0, 0)]
+    for sent, received in moved:
+        last = samples[-1]
+        samples.append(
+            _link.Sample(last.seconds + 2, last.sent + 2 * sent, last.received + 2 * received)
+        )
+    shares = _link.shares_of(samples, rate)
+    filled = (1000 + 1000 + 600 + 1000 + 499 + 800) / (2 * 3 * 1000)
+    assert shares == {"both": 0.4, "one": 0.2, "neither": 0.4, "filled": round(filled, 3)}
+    idle = _link.shares_of([_link.Sample(0.0, 5, 5), _link.Sample(1.0, 5, 5)], rate)
+    assert idle == {"both": 0.0, "one": 0.0, "neither": 1.0, "filled": 0.0}
 
 
 # One run.
@@ -348,6 +372,8 @@ def test_a_run_over_a_slow_link(peer, microbatches, crossings, tmp_path):
     assert json.loads(json.dumps(results)) == results
     assert results["agrees"], results
     assert min(results["sent_bytes_per_step"]) > crossings * results["parameters"] / 2 * 4
+    for host in results["link"]:
+        assert host["both"] + host["one"] + host["neither"] == pytest.approx(1, abs=2e-3)
 
 
 @pytest.mark.exhaustive
