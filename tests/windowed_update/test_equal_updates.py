@@ -93,8 +93,15 @@ def test_elementwise_optimizers_are_equal_bit_for_bit(name):
     assert_bits_equal(updater.run(), reference(tx))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("place", PLACES)
+# Each mesh and each placement once or twice; the other pairs are for `make test-exhaustive`.
+@pytest.mark.parametrize(
+    ("mesh", "place"),
+    [
+        pytest.param(mesh, place, marks=[] if (i - j) % 3 == 0 else pytest.mark.exhaustive)
+        for i, mesh in enumerate(MESHES)
+        for j, place in enumerate(PLACES)
+    ],
+)
 def test_every_mesh_and_placement(mesh, place):
     tx = ELEMENTWISE["adamw_masked"]
     updater = Updater(tx, mesh, place, OVERLAPPING)
@@ -109,7 +116,14 @@ def test_every_size_of_window(window_bytes):
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [*((name, "1x3") for name in REDUCING), ("twice", "2x2"), ("twice", "2x4-explicit")],
+    [
+        ("clip_by_global_norm", "1x3"),
+        ("lamb", "1x3"),
+        ("twice", "1x3"),
+        ("twice", "2x4-explicit"),
+        pytest.param("twice", "2x2", marks=pytest.mark.ci),
+        *(pytest.param(x, "1x3", marks=pytest.mark.ci) for x in ("block_rms", "lars", "normalize")),
+    ],
 )
 def test_reductions_are_those_of_full_leaves(name, mesh):
     tx = REDUCING[name]
@@ -119,7 +133,12 @@ def test_reductions_are_those_of_full_leaves(name, mesh):
 
 @pytest.mark.parametrize(
     ("place", "window_bytes"),
-    [("gradients", ROW), ("state", OVERLAPPING), ("one_stack", OF_GRADIENTS), ("all", ALL)],
+    [
+        ("gradients", ROW),
+        ("one_stack", OF_GRADIENTS),
+        pytest.param("state", OVERLAPPING, marks=pytest.mark.ci),
+        pytest.param("all", ALL, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_global_norm_of_leaves_in_both_memories(place, window_bytes):
     tx = REDUCING["clip_by_global_norm"]
