@@ -105,6 +105,7 @@ def assert_are_means(found: Sequence[np.ndarray], nodes: Sequence[np.ndarray]) -
         assert (np.abs(mean - x.mean(axis=0)) <= bound).all()
 
 
+@pytest.mark.ci
 def test_what_is_trained_and_exported(finished: tuple[jobs.Train, str], console: Console):
     settings, _ = finished
     with open_session(resumed(settings), console) as session:
