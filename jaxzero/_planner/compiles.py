@@ -1,12 +1,12 @@
 """Compile a candidate's step for absent devices, and keep on disk what the prediction needs.
 
-Both kinds of compiles leave out autotuning, which has no device here to time kernels on. A proxy
-also leaves out the fusion of normalizations into Triton kernels (softmax, RMS norm), half of what
-a compile takes otherwise; it keeps the schedule of communication and needs as much memory.
+Only the schedule and the memory of a compiled program are read; nothing is run. A full compile
+leaves out autotuning alone, for which there is no device. A proxy also leaves out the fusion of
+softmax and RMS norm into Triton kernels, about half of a compile: steps get longer by about the
+same share in all plans, and memory stays almost the same.
 
-XLA's memory and schedule are all that is read of a program, and the larger half of the rest of a
-compile is spent on kernels that never run. Programs of one search have most kernels in common, so
-XLA keeps them in a file; two compiles that run at once have one each.
+XLA compiles kernels, too, though they never run. It keeps them in a file, for the next program of
+the search, which has many of them. Of two compiles that run at once, each has its own file.
 """
 
 from __future__ import annotations

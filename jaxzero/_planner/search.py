@@ -175,10 +175,10 @@ class Search:
     def _compile(
         self, rows: Sequence[PlanRow], *, is_proxy: bool
     ) -> Iterator[tuple[PlanRow, Callable[[], Compiled]]]:
-        """Compile plans at once; a result is had, or raises, when it is called.
+        """Compile plans at the same time; yield each with a function that returns or raises.
 
-        XLA uses one core for most of a compile, and none of Python's locks. Programs with arrays
-        in host memory are traced again, which has to happen in this thread.
+        XLA uses one core for most of a compile, and does not hold Python's lock. Programs with
+        arrays in host memory are traced again, which must happen in this thread, and one by one.
         """
         assert self.compiler is not None
         compile_one = functools.partial(self.compiler.compile, is_proxy=is_proxy)
