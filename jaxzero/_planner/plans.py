@@ -23,8 +23,8 @@ class PlanRow:
 
     Attributes:
         candidate: what it is.
-        stage: how much is known of it: bounds by arithmetic, a program compiled without the search
-            for fast kernels, or one compiled in full.
+        stage: how much is known of it: bounds by arithmetic, a program compiled without fused
+            kernels for softmax and RMS norm, or one compiled in full.
         seconds: predicted for a step with the optimizer's update; a lower bound for "bound".
         waited: seconds of it that a device waits for links; None for "bound".
         memory: bytes of one device; a lower bound for "bound". For "compiled" it is the
@@ -74,7 +74,7 @@ class Plans:
         num_tokens: tokens of the batch: elements of its largest integer array; 0 if it has none.
         notes: what limits this answer: no compiler, the budget was spent, it was interrupted, the
             best was not compiled in full.
-        proxies: programs compiled without the search for fast kernels, failed ones included.
+        proxies: programs compiled as proxies, failed ones included.
         full: programs compiled in full, failed ones included.
     """
 
@@ -111,9 +111,9 @@ class Plans:
         if undecided:
             why = notes or "a search compiles no more"
             return (
-                f"No plan is known to fit: {self.proxies} programs were compiled without the "
-                f"search for fast kernels, {self.full} in full, and none of them fits; {why}. Next "
-                f"is `{undecided[0].candidate.name}`. Give a larger `budget`, a larger `memory`, "
+                f"No plan is known to fit: {self.proxies} programs were compiled as proxies, "
+                f"{self.full} in full, and none of them fits; {why}. Next is "
+                f"`{undecided[0].candidate.name}`. Give a larger `budget`, a larger `memory`, "
                 "or more devices."
             )
         least = min(self.rows, key=lambda row: row.memory)

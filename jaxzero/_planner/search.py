@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, Protocol, runtime_checkable
 
 import jax
@@ -15,7 +17,7 @@ from .._text import escaped
 from .bounds import Bounds, bounds_of
 from .candidates import Candidate
 from .cluster import Cluster
-from .compiles import Compiled
+from .compiles import AT_ONCE, Compiled
 from .flops import matrix_flops
 from .job import Job, Shapes
 from .plans import PlanRow, Stage, gigabytes
@@ -23,7 +25,7 @@ from .target import absent_mesh
 
 Objective = Literal["step_time", "tokens_per_second", "memory"]
 MAX_PROXIES, MAX_FULL = 8, 3
-_PROXY_ERROR = 1.1  # the memory of proxies is off by up to a tenth
+_PROXY_ERROR = 1.1  # the memory of proxies may be off by up to a tenth
 _FAILURES = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
 
 
@@ -151,29 +153,63 @@ class Search:
 
     def _rank(self) -> None:
         """Compile proxies in the order of their bounds, until no bound is below the best."""
-        while self.proxies < MAX_PROXIES:
-            row = self._next()
-            best = min((self.value(row)[0] for row in self._compiled()), default=math.inf)
+        while rows := self._next_rows():
+            for row in rows:
+                self.proxies += 1
+                self.progress(f"proxy {self.proxies}: {row.candidate.name}")
+            for row, result in self._compile(rows, is_proxy=True):
+                self._take_proxy(row, result)
+
+    def _next_rows(self) -> list[PlanRow]:
+        """The plans to compile next, at the same time."""
+        best = min((self.value(row)[0] for row in self._compiled()), default=math.inf)
+        rows: list[PlanRow] = []
+        while len(rows) < AT_ONCE and self.proxies + len(rows) < MAX_PROXIES:
+            row = self._next(rows)
             if row is None or self.value(row)[0] >= best or self._is_late():
-                return
-            self._compile_proxy(row)
+                break
+            if self._is_new(row):
+                rows.append(row)
+        return rows
+
+    def _compile(
+        self, rows: Sequence[PlanRow], *, is_proxy: bool
+    ) -> Iterator[tuple[PlanRow, Callable[[], Compiled]]]:
+        """Compile plans at the same time; yield each with a function that returns or raises.
+
+        XLA uses one core for most of a compile, and does not hold Python's lock. Programs with
+        arrays in host memory are traced again, which must happen in this thread, and one by one.
+        """
+        assert self.compiler is not None
+        compile_one = functools.partial(self.compiler.compile, is_proxy=is_proxy)
+        if any(row.candidate.offload for row in rows):
+            yield from ((row, functools.partial(compile_one, row.candidate)) for row in rows)
+            return
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            futures = [pool.submit(compile_one, row.candidate) for row in rows]
+            yield from ((row, x.result) for row, x in zip(rows, futures, strict=True))
 
     def _compiled(self) -> list[PlanRow]:
         """Plans with a program that is not known to be too large."""
         return [row for row in self.rows.values() if row.stage != "bound" and not row.discarded]
 
-    def _compile_proxy(self, row: PlanRow) -> None:
+    def _is_new(self, row: PlanRow) -> bool:
+        """Lower a plan; discard it if that fails, or if another plan has its program."""
         assert self.compiler is not None
-        name = row.candidate.name
         try:
             key = self.compiler.key(row.candidate)
-            if key in self.programs:
-                self._discard(row, f"its program is that of `{self.programs[key]}`")
-                return
-            self.programs[key] = name
-            self.progress(f"proxy {self.proxies + 1}: {name}")
-            self.proxies += 1
-            compiled = self.compiler.compile(row.candidate, is_proxy=True)
+        except _FAILURES as error:
+            self._fail(row, error)
+            return False
+        if key in self.programs:
+            self._discard(row, f"its program is that of `{self.programs[key]}`")
+            return False
+        self.programs[key] = row.candidate.name
+        return True
+
+    def _take_proxy(self, row: PlanRow, result: Callable[[], Compiled]) -> None:
+        try:
+            compiled = result()
         except _FAILURES as error:
             self._fail(row, error)
             return
@@ -182,20 +218,21 @@ class Search:
         if new.memory > _PROXY_ERROR * self.limit:
             self._discard(new, self._needs(new.memory))
 
-    def _next(self) -> PlanRow | None:
-        """The plan to compile next: of each family the first that is not known to be too large.
+    def _next(self, taken: Sequence[PlanRow]) -> PlanRow | None:
+        """The plan to compile beside `taken`: of each family the first that may fit.
 
         What only saves memory (micro-batches, no prefetch, offload) is not compiled if less of it
         fits, unless memory is the objective.
         """
         waiting: dict[tuple[str, str], PlanRow] = {}
         every: list[PlanRow] = []
-        fitting = {row.candidate.family for row in self._compiled()}
+        closed = {row.candidate.family for row in (*self._compiled(), *taken)}
         for row in sorted(self.rows.values(), key=lambda row: row.candidate.saving):
             if row.stage != "bound" or row.discarded or self._may_not_fit(row):
                 continue
-            every.append(row)
-            if row.candidate.family not in fitting:
+            if row not in taken:
+                every.append(row)
+            if row.candidate.family not in closed:
                 waiting.setdefault(row.candidate.family, row)
         chosen = every if self.objective == "memory" else list(waiting.values())
         return min(chosen, key=self.value, default=None)
@@ -250,30 +287,37 @@ class Search:
     # Full compiles.
 
     def _check(self) -> bool:
-        """Compile the best in full, until one is refused; memory is a hard limit.
+        """Compile the best two in full, until one is refused; memory is a hard limit.
 
         Returns:
             Whether one was refused, so that plans behind it may be compiled.
         """
-        assert self.compiler is not None
         while self.full < MAX_FULL:
             best = sorted(self._compiled(), key=self.value)[:2]
-            row = next((row for row in best if row.stage == "proxy"), None)
-            if row is None or self._is_late():
+            rows = [row for row in best if row.stage == "proxy"][: MAX_FULL - self.full]
+            if not rows or self._is_late():
                 return False
-            self.progress(f"full compile {self.full + 1}: {row.candidate.name}")
-            self.full += 1
-            try:
-                compiled = self.compiler.compile(row.candidate, is_proxy=False)
-            except _FAILURES as error:
-                self._fail(row, error)
-                return True
-            new = self._predicted(row.candidate, compiled, "compiled")
-            self.rows[row.candidate] = new
-            if new.memory > self.limit:
-                self._discard(new, self._needs(new.memory))
+            for row in rows:
+                self.full += 1
+                self.progress(f"full compile {self.full}: {row.candidate.name}")
+            taken = [self._take_full(*each) for each in self._compile(rows, is_proxy=False)]
+            if not all(taken):
                 return True
         return False
+
+    def _take_full(self, row: PlanRow, result: Callable[[], Compiled]) -> bool:
+        """Whether it compiles and fits."""
+        try:
+            compiled = result()
+        except _FAILURES as error:
+            self._fail(row, error)
+            return False
+        new = self._predicted(row.candidate, compiled, "compiled")
+        self.rows[row.candidate] = new
+        if new.memory > self.limit:
+            self._discard(new, self._needs(new.memory))
+            return False
+        return True
 
     def _is_late(self) -> bool:
         is_late = time.monotonic() > self.deadline

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import jaxzero as jz
+from jaxzero._hlo import timeline
 from jaxzero._planner.candidates import enumerate_candidates
 from jaxzero._planner.compiles import Compiler
 from jaxzero._planner.job import Job
@@ -32,7 +33,6 @@ def loss(params, batch):
 
 
 def test_proxies_and_the_disk(tmp_path):
-    # Activations of 128 MiB: a proxy also reserves 32 MiB, the workspace of cuBLAS.
     batch = jax.ShapeDtypeStruct((2**18, 256), jnp.float32)
     job = Job({"": loss}, init, batch, optax.sgd(1e-3), {})
     candidates = enumerate_candidates(CLUSTER, ("",), (1, 2, 4, 8), False)
@@ -41,8 +41,13 @@ def test_proxies_and_the_disk(tmp_path):
     full = compiler.compile(candidate, is_proxy=False)
     proxy = compiler.compile(candidate, is_proxy=True)
     assert full.temporary > 0
-    assert abs(proxy.temporary - full.temporary) < 0.15 * full.temporary
+    assert abs(proxy.temporary - full.temporary) < 0.02 * full.temporary
     assert full.seconds_to_compile > 0
+    # Autotuning, which is left out, changes how kernels are unrolled, and nothing that is read.
+    tuned = compiler._lowered(candidate).compile(compiler_options=jz.compiler_options("cuda"))
+    assert tuned.memory_analysis().temp_size_in_bytes == full.temporary
+    rates = CLUSTER.rates
+    assert timeline(tuned.as_text(), rates).seconds == full.timeline(rates).seconds
 
     again = Compiler(job, CLUSTER, tmp_path)
     known = again.compile(candidate, is_proxy=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import threading
 import time
 
 import jax
@@ -15,7 +16,7 @@ import pytest
 import jaxzero as jz
 from jaxzero._hlo import Timeline
 from jaxzero._planner.candidates import enumerate_candidates
-from jaxzero._planner.compiles import Compiled
+from jaxzero._planner.compiles import AT_ONCE, Compiled
 from jaxzero._planner.flops import matrix_flops
 from jaxzero._planner.job import Job
 from jaxzero._planner.plans import Plans
@@ -150,6 +151,38 @@ def test_no_compile_starts_after_the_budget():
     assert search.notes == ["the budget was spent: further plans were not compiled"]
 
 
+def test_two_programs_are_compiled_at_once():
+    """Each waits for another to begin: a search that compiles one at a time would break."""
+
+    class Together(Compiler):
+        def compile(self, candidate, *, is_proxy):
+            both.wait()
+            return super().compile(candidate, is_proxy=is_proxy)
+
+    both = threading.Barrier(AT_ONCE, timeout=60.0)
+    search, rows = searched(Together({}, other=(1e-9, 1)))
+    assert (search.proxies, search.full) == (AT_ONCE, AT_ONCE)
+    assert len({row.candidate.family for row in rows if row.stage == "compiled"}) == AT_ONCE
+
+
+def test_programs_with_arrays_in_host_memory_are_compiled_in_this_thread():
+    """They are traced again, by what JAX keeps for each thread, such as `jax.enable_x64`."""
+
+    class Threads(Compiler):
+        def compile(self, candidate, *, is_proxy):
+            threads.append(threading.current_thread())
+            return super().compile(candidate, is_proxy=is_proxy)
+
+    threads = []
+    search = dataclasses.replace(bounded(True), compiler=Threads({}))
+    rows = list(search.rows.values())[:2]
+    offloaded = dataclasses.replace(rows[0].candidate, offload="all")
+    rows[0] = dataclasses.replace(rows[0], candidate=offloaded)
+    for _, result in search._compile(rows, is_proxy=True):
+        result()
+    assert threads == [threading.main_thread()] * 2
+
+
 def test_ctrl_c_returns_the_best_so_far():
     class Interrupted(Compiler):
         def compile(self, candidate, *, is_proxy):
@@ -210,9 +243,11 @@ def test_a_proxy_above_the_limit_is_not_the_best():
     )
     late.compiler = Late({}, other=(1e-9, 10.5))
     late.run([])
-    assert [kind for _, kind in late.compiler.asked] == ["proxy"]
-    proxy = next(row for row in ranked(late) if row.stage == "proxy")
-    assert "needs 10.5 GB of 10.0 GB, and was not compiled in full" in proxy.discarded
+    assert [kind for _, kind in late.compiler.asked] == ["proxy"] * AT_ONCE
+    proxies = [row for row in ranked(late) if row.stage == "proxy"]
+    assert len(proxies) == AT_ONCE
+    for proxy in proxies:
+        assert "needs 10.5 GB of 10.0 GB, and was not compiled in full" in proxy.discarded
     with pytest.raises(ValueError, match="No plan is known to fit: .*the budget was spent"):
         _ = plans_of(late).best
 

@@ -132,14 +132,18 @@ def test_loss_and_gradients_are_those_of_stop_gradient(kind, prefix, mesh):
     assert all(jax.tree.leaves(same))
 
 
-@pytest.mark.parametrize("kind", ["scan", "list"])
-def test_under_zeropp_gradients_are_within_the_codecs_bound(kind):
+@pytest.mark.parametrize(
+    ("kind", "preset"), [("scan", "zeropp"), ("list", "zeropp"), ("scan", "zeropp4")]
+)
+def test_under_zeropp_gradients_are_within_the_codecs_bound(kind, preset):
     loss, tree, layers = _model(kind, two_valued=True)
-    zero = jz.Zero(zoo.make_mesh("2x4-auto"), zoo.PRESETS["zeropp"])
+    zero = jz.Zero(zoo.make_mesh("2x4-auto"), zoo.PRESETS[preset])
     freezing = zero.freeze(zero.shard(tree), 2, layers=layers, before="embed")
     active, frozen = freezing.split(zero.shard(tree))
     batch = _batch()
-    value, grads = zero.value_and_grad(freezing.wrap(loss))(active, frozen, batch)
+    state = zero.init_wire_state(active) if zero.config.needs_wire_state else None
+    step = zero.value_and_grad(freezing.wrap(loss))
+    value, grads, *_ = step(active, frozen, batch, wire_state=state)
     want_value, want = _oracle(loss, tree, 2, batch)
     num = ROWS // 8
     slices = [jax.tree.map(lambda x, i=i: x[i * num : (i + 1) * num], batch) for i in range(8)]
