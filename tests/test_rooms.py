@@ -43,7 +43,7 @@ FLOORS = [
     ["jaxzero.interop"],
     ["jaxzero.jobs._local_settings", "jaxzero.jobs._plan_settings"],
     ["jaxzero.jobs._sample_settings"],
-    ["jaxzero.jobs._settings", "jaxzero.jobs._ends"],
+    ["jaxzero.jobs._settings", "jaxzero.jobs._ends", "jaxzero.jobs._devices"],
     ["jaxzero.jobs._task"],
     ["jaxzero.jobs._training"],
     ["jaxzero.jobs._plans", "jaxzero.jobs._files", "jaxzero.jobs._sampling"],

@@ -139,7 +139,7 @@ class Runner:
         file.write_text(json.dumps(whole))
         processes = self._start(peer, file)
         try:
-            _wait(processes, self._timeout_seconds, results)
+            wait(processes, self._timeout_seconds, results)
         finally:
             self._hosts.stop()
         hosts = 1 if peer == "single" else HOSTS
@@ -205,7 +205,7 @@ class Runner:
         return started
 
 
-def _wait(processes: dict[str, subprocess.Popen], seconds: float, logs: Path) -> None:
+def wait(processes: dict[str, subprocess.Popen], seconds: float, logs: Path) -> None:
     """Until all have ended well; the first that has not, or a lack of time, is the end."""
     deadline = time.monotonic() + seconds
     while True:

@@ -135,9 +135,10 @@ def place(
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return jax.device_put(source, sharding)
     if isinstance(source, jax.Array) and leaf.is_plain and _is_on(source, mesh):
-        return jax.device_put(source, sharding)  # between devices, or not at all
+        return _alone(jax.device_put(source, sharding))  # between devices, or not at all
     if isinstance(source, jax.Array) and not source.is_fully_addressable:
-        return jax.jit(lambda x: pad_leaf(leaf, to_device(x)), out_shardings=sharding)(source)
+        padded = jax.jit(lambda x: pad_leaf(leaf, to_device(x)), out_shardings=sharding)
+        return _alone(padded(source))
     get = getattr(source, "borrow", source.__getitem__)
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
@@ -153,6 +154,14 @@ def place(
         return np.pad(data, widths) if any(after for _, after in widths) else data
 
     return _place_slices(read, leaf.stored_shape, sharding, transfers)
+
+
+def _alone(x: jax.Array) -> jax.Array:
+    """Wait for an array whose making took collectives between processes.
+
+    Programs with collectives that are in flight at once may deadlock on CPUs (JAX 0.10).
+    """
+    return x if x.is_fully_addressable else x.block_until_ready()
 
 
 def _place_slices(

@@ -36,11 +36,24 @@ class Sample:
     seed: int = 0
     """Of the random choices."""
 
+    chat: bool = False
+    """Each prompt is what a user says, put into the checkpoint's chat template; the model answers.
+    Left out, it continues the prompt as it is."""
+
+    system: Annotated[str | None, arg(metavar="TEXT")] = None
+    """Instructions that come before what the user says; implies `chat`."""
+
+    devices: Annotated[int | None, arg(metavar="INT")] = None
+    """Split the weights over this many accelerators, or fake devices if there is only a CPU (tensor
+    parallelism). Left out, one holds all of them."""
+
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, arg(metavar="DTYPE")] = None
     """float32, bfloat16 or float16, of weights and computation. Left out, as in the checkpoint."""
 
     def __post_init__(self):
         if not self.prompt:
             raise ValueError("`prompt` must be given: the text to continue.")
+        if self.devices is not None and self.devices < 1:
+            raise ValueError(f"`devices` must be at least 1; got {self.devices}.")
         if self.max_new_tokens < 1:
             raise ValueError(f"`max_new_tokens` must be at least 1; got {self.max_new_tokens}.")

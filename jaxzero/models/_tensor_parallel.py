@@ -69,8 +69,9 @@ def tensor_parallel_specs(
     model = nnx.merge(graph, jax.tree.unflatten(treedef, shapes))
     if not isinstance(model, Decoder):
         raise NotImplementedError(
-            f"`tensor_parallel_specs` knows type `Decoder`; got `{type(model).__name__}`. "
-            "Write a tree of `PartitionSpec`s by hand; `PartitionSpec()` leaves an array whole."
+            f"`tensor_parallel_specs` knows decoders only; got a model of type "
+            f"`{type(model).__name__}`. Write a tree of `PartitionSpec`s by hand; "
+            "`PartitionSpec()` leaves an array whole."
         )
     dims: dict[_Path, int] = {}
     for path, module in nnx.iter_modules(model):

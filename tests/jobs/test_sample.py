@@ -7,12 +7,15 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as forms
 
 from jaxzero import cli
+from jaxzero.interop import load_decoder
+from jaxzero.jobs._sampling.sample import _read
 from jaxzero.jobs._sampling.text import Continuation
 from tests.models import tiny_models
 
@@ -114,6 +117,45 @@ def test_files_that_are_missing_or_too_short(llama: Written, capsys, tmp_path: P
     status, printed = run(capsys, tmp_path, *prompts("abc"), "--max-new-tokens", "31")
     assert status == 2
     assert "The longest `prompt` has 3 tokens and `max_new_tokens` is 31: `num_col" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("devices", "more"),
+    [("1", ()), ("2", ()), ("2", ("--temperature", "0.1", "--seed", "3"))],
+)
+def test_several_devices_write_the_same(llama: Written, capsys, devices: str, more: tuple):
+    options = (*prompts("hello"), "--max-new-tokens", "19", *more)
+    _, printed = run(capsys, llama.directory, *options)
+    status, split = run(capsys, llama.directory, *options, "--devices", devices)
+    assert status == 0, split.err
+    assert split.out.split("\n")[0] == printed.out.split("\n")[0]
+
+
+def test_no_device_reads_all_weights(llama: Written):
+    loaded = load_decoder(llama.directory)
+    params = _read(loaded, jax.devices()[:2])
+    for x, tensor in zip(jax.tree.leaves(params), jax.tree.leaves(loaded.params), strict=True):
+        np.testing.assert_array_equal(x, tensor.read())
+    query = params["layers"][0]["attention"]["query"]["kernel"]
+    assert query.sharding.shard_shape(query.shape) == (32, 16)
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ("3", "`devices` is 3: num_heads is 4, which does not divide by `size`=3 devices"),
+        ("0", "`devices` must be at least 1; got 0"),
+        ("99", "`devices` asks for 99, JAX sees 8"),
+    ],
+)
+def test_numbers_of_devices_that_do_not_fit(llama: Written, capsys, devices: str, message: str):
+    try:
+        status, printed = run(capsys, llama.directory, *prompts("a"), "--devices", devices)
+        err = printed.err
+    except SystemExit as exit:
+        status, err = exit.code, capsys.readouterr().err
+    assert status == 2
+    assert message in " ".join(err.replace("│", " ").split())
 
 
 def test_a_character_is_printed_when_it_is_complete():

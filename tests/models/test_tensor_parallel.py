@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +55,17 @@ FAMILIES = {
         ),
     ),
 }
+ENCODER = models.EncoderConfig(
+    vocabulary_size=11, hidden_size=8, intermediate_size=16, num_layers=1, num_heads=2
+)
+VIT = models.ViTConfig(
+    hidden_size=8,
+    intermediate_size=16,
+    num_layers=1,
+    num_heads=2,
+    image_size=(8, 8),
+    patch_size=(4, 4),
+)
 IDS = np.random.default_rng(0).integers(0, 37, (2, 7)).astype(np.int32)
 
 
@@ -128,10 +140,21 @@ def test_sizes_that_do_not_divide_are_named(config, size, message):
         models.tensor_parallel_specs(graph, full, size=size)
 
 
-def test_other_models_are_refused(monkeypatch):
-    graph, full = nnx.split(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
-    with pytest.raises(NotImplementedError, match="knows type `Decoder`; got `Linear`"):
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (functools.partial(nnx.Linear, 4, 4), "Linear"),
+        (functools.partial(models.Encoder, ENCODER), "Encoder"),
+        (functools.partial(models.ViT, VIT), "ViT"),
+    ],
+)
+def test_other_models_are_refused(make, name):
+    graph, full = nnx.split(make(rngs=nnx.Rngs(0)))
+    with pytest.raises(NotImplementedError, match=f"decoders only; got a model of type `{name}`"):
         models.tensor_parallel_specs(graph, full, size=2)
+
+
+def test_an_unknown_way_of_experts_is_refused(monkeypatch):
     graph, full = split(PLAIN)
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
     with pytest.raises(ValueError, match='`experts` must be "width" or "expert"'):

@@ -35,6 +35,12 @@ def main(address: str, number: int, count: int) -> None:
         for name, full in tree.items():
             shards = made[name].addressable_shards
             same &= all(np.array_equal(x.data, full[x.index]) for x in shards)
+    many = zero.shard({str(i): tree["a"] + i for i in range(60)})
+    served = jz.reshard(many, zero, specs=PartitionSpec(None, "local"))
+    for name, x in zero.shard(served).items():  # and back: each array takes a collective
+        same &= x.sharding == many[name].sharding
+        pairs = zip(x.addressable_shards, many[name].addressable_shards, strict=True)
+        same &= all(np.array_equal(a.data, b.data) for a, b in pairs)
     print(json.dumps({"same": bool(same)}), flush=True)
 
 

@@ -2,17 +2,21 @@
 
 import functools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from rich.console import Console
 
 from ... import models
 from ...interop import LoadedDecoder, load_decoder
+from .._devices import choose_devices
 from .._sample_settings import Sample
+from .chat import rendered
 from .text import Continuation, encode, open_tokenizer
 
 _TOKENS_AT_A_TIME = 8  # that are computed before they are printed
@@ -28,15 +32,21 @@ def sample(settings: Sample, console: Console) -> None:
         ValueError: the directory holds no decoder or no tokenizer; a prompt is empty, or longer
             than the model's positions; a setting is out of its range.
     """
+    # Before anything that starts a backend, which then has the devices that it has.
+    devices = None if settings.devices is None else choose_devices(settings.devices)
     chosen = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
     sampling = models.Sampling.from_json(
         settings.directory, **{name: value for name, value in chosen.items() if value is not None}
     )
+    is_chat = settings.chat or settings.system is not None
     tokenizer = open_tokenizer(settings.directory)
-    ids, mask = encode(tokenizer, settings.prompt)
+    prompts = settings.prompt
+    if is_chat:
+        prompts = rendered(settings.directory, prompts, settings.system)
+    ids, mask = encode(tokenizer, prompts, has_special_tokens=is_chat)
     loaded = _load(settings)
     _check_ids(ids, loaded.config.vocabulary_size)
-    params = jax.tree.map(lambda tensor: jnp.asarray(tensor.read()), loaded.params)
+    params = _read(loaded, devices)
     begin, proceed = _compiled(loaded, params, ids, mask, settings, sampling)
 
     start = time.perf_counter()
@@ -44,7 +54,8 @@ def sample(settings: Sample, console: Console) -> None:
     prefilled = time.perf_counter()
     rows = [row[seen].tolist() for row, seen in zip(ids, mask, strict=True)]
     texts = [Continuation(tokenizer, row) for row in rows]
-    printer = _Printer(settings.prompt, texts, sampling, console)
+    shown = [f"{prompt}\n\n" for prompt in settings.prompt] if is_chat else settings.prompt
+    printer = _Printer(shown, texts, sampling, console)
     while not printer.show(generation):
         generation = proceed(params, generation)
     seconds = time.perf_counter() - prefilled
@@ -65,6 +76,25 @@ def _load(settings: Sample) -> LoadedDecoder:
     if dtype == loaded.config.compute_dtype:
         return loaded
     return load_decoder(settings.directory, dtype=settings.dtype, compute_dtype=dtype)
+
+
+def _read(loaded: LoadedDecoder, devices: list[Any] | None) -> Any:
+    """Read the weights; with several devices each its part, so that none ever holds all of them."""
+    if devices is None:
+        return jax.tree.map(lambda tensor: jnp.asarray(tensor.read()), loaded.params)
+    mesh = Mesh(np.array(devices), ("model",))
+    size = len(devices)
+    try:
+        specs = models.tensor_parallel_specs(loaded.graph, loaded.params, size=size, axis="model")
+    except ValueError as error:
+        raise ValueError(f"`devices` is {size}: {error}") from error
+    return jax.tree.map(
+        lambda tensor, spec: jax.make_array_from_callback(
+            tensor.shape, NamedSharding(mesh, spec), tensor.__getitem__
+        ),
+        loaded.params,
+        specs,
+    )
 
 
 def _check_ids(ids: np.ndarray, vocabulary_size: int) -> None:
@@ -105,15 +135,22 @@ def _compiled(
             key=jax.random.key(settings.seed),
         )
 
-    @functools.partial(jax.jit, donate_argnums=1)
+    began = begin.lower(params, ids, mask).compile()
+    shardings = began.output_shardings
+
+    @functools.partial(jax.jit, donate_argnums=1, out_shardings=shardings)
     def proceed(params, generation):
         decode = nnx.merge(loaded.graph, params).decode
         return models.continue_generation(
             decode, generation, sampling=sampling, num_tokens=_TOKENS_AT_A_TIME
         )
 
-    shapes = jax.eval_shape(begin, params, ids, mask)
-    return begin.lower(params, ids, mask).compile(), proceed.lower(params, shapes).compile()
+    shapes = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        jax.eval_shape(begin, params, ids, mask),
+        shardings,
+    )
+    return began, proceed.lower(params, shapes).compile()
 
 
 class _Printer:
@@ -121,7 +158,7 @@ class _Printer:
 
     def __init__(
         self,
-        prompts: tuple[str, ...],
+        prompts: Sequence[str],
         texts: list[Continuation],
         sampling: models.Sampling,
         console: Console,

@@ -34,14 +34,20 @@ def open_tokenizer(directory: Path) -> Tokenizer:
 
 
 def encode(
-    tokenizer: Tokenizer, prompts: Sequence[str]
+    tokenizer: Tokenizer, prompts: Sequence[str], *, has_special_tokens: bool = False
 ) -> tuple[Int[np.ndarray, "b t"], Bool[np.ndarray, "b t"]]:
     """Token ids of the prompts with padding on the left, and the mask of tokens.
+
+    Args:
+        tokenizer: from `open_tokenizer`.
+        prompts: the texts.
+        has_special_tokens: whether they hold the tokens that begin a text already, as those from a
+            chat template do; otherwise the tokenizer adds its own.
 
     Raises:
         ValueError: a prompt has no token.
     """
-    rows = [tokenizer.encode(prompt).ids for prompt in prompts]
+    rows = [tokenizer.encode(x, add_special_tokens=not has_special_tokens).ids for x in prompts]
     for prompt, row in zip(prompts, rows, strict=True):
         if not row:
             raise ValueError(f"`prompt` {prompt!r} has no tokens. Give at least one word.")

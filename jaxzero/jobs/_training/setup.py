@@ -16,9 +16,9 @@ from ..._sharding import Offload, PerAxis, ZeroConfig, zero3, zeropp, zeropp4
 from ..._zero import Zero
 from ...interop import load_encoder
 from ...models import EncoderConfig, ModernBertConfig
+from .._devices import choose_devices
 from .._settings import Devices, Optimization, Sharding
 from .._task import abstract_tokens, packaged_checkpoint
-from .devices import choose_devices
 from .loss import make_loss
 from .optimizer import make_optimizer
 from .planned import planned_config

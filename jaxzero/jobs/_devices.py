@@ -1,4 +1,4 @@
-"""Choose the devices of the job: accelerators if there are any, else simulated CPU devices."""
+"""Choose the devices of a job: accelerators if there are any, else simulated CPU devices."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ..._processes import process_count
+from .._processes import process_count
 
 _FAKE_DEVICES = 8
 # Threads of XLA:CPU, which otherwise has one for each device. A device may wait in two collectives
