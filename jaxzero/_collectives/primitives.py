@@ -74,7 +74,7 @@ def reduce_scatter(
     axes = program_axes(axis)
     if not axes:
         return x
-    note("all-to-all" if gloo_workaround.is_exchanged() else "reduce-scatter", axes, x, shares)
+    note("all-to-all" if gloo_workaround.is_worked_around() else "reduce-scatter", axes, x, shares)
     return gloo_workaround.reduce_scatter(x, axes, dim)
 
 

@@ -34,40 +34,40 @@ from .one_node import NODE
 # smaller ones cost more time between them than they save at 1 Gbit/s and above.
 PIECE_BYTES = 2**18
 
-_is_exchanged: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "jaxzero_sums_are_exchanged", default=False
+_is_worked_around: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "jaxzero_gloo_is_worked_around", default=False
 )
 
 
-def errs_on(mesh: Mesh) -> bool:
-    """Whether XLA's reduce-scatter over `mesh` may give wrong sums."""
+def uses_gloo(mesh: Mesh) -> bool:
+    """Whether XLA's collectives over `mesh` are Gloo's."""
     return mesh.devices.flat[0].platform == "cpu" and jax.distributed.is_initialized()
 
 
-def exchanging(function: Callable) -> Callable:
-    """Wrap `function` so that `reduce_scatter` uses the workaround while it is traced."""
+def with_workaround(function: Callable) -> Callable:
+    """Wrap `function` so that the collectives below use the workarounds while it is traced."""
 
     @functools.wraps(function)
     def traced(*args):
-        token = _is_exchanged.set(True)
+        token = _is_worked_around.set(True)
         try:
             return function(*args)
         finally:
-            _is_exchanged.reset(token)
+            _is_worked_around.reset(token)
 
     return traced
 
 
-def is_exchanged() -> bool:
-    """Whether a function wrapped by `exchanging` is being traced."""
-    return _is_exchanged.get()
+def is_worked_around() -> bool:
+    """Whether a function wrapped by `with_workaround` is being traced."""
+    return _is_worked_around.get()
 
 
 def reduce_scatter(
     x: Shaped[Array, ...], axes: str | tuple[str, ...], dim: int, *, tiled: bool = True
 ) -> Shaped[Array, ...]:
     """`lax.psum_scatter`, or its workaround: sum over devices; device i keeps part i of `dim`."""
-    if not is_exchanged():
+    if not is_worked_around():
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=tiled)
     total = add_up(_exchange(_split(x, axes, dim), axes))
     return total if tiled else jnp.squeeze(total, dim)
@@ -95,7 +95,9 @@ def all_to_all(
 
 
 def _is_in_pieces(axes: str | tuple[str, ...]) -> bool:
-    return is_exchanged() and NODE in ((axes,) if isinstance(axes, str) else axes)
+    """Whether a message may cross between nodes: over `node`, or a part of it (`node.0`)."""
+    names = (axes,) if isinstance(axes, str) else axes
+    return is_worked_around() and any(name.partition(".")[0] == NODE for name in names)
 
 
 def _exchange(

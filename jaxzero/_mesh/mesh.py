@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxtyping import Array, Shaped
 
 from .._processes import hosts, process_count
-from .gloo_workaround import errs_on, exchanging
+from .gloo_workaround import uses_gloo, with_workaround
 from .one_node import LOCAL, NODE, AnyMesh, NodeMesh, is_one_node, without_node
 from .per_device import without_mesh
 from .simulated import SimulatedMesh
@@ -132,8 +132,8 @@ def map_devices(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any
     """
     devices = mesh.mesh if isinstance(mesh, NodeMesh) else mesh
     if isinstance(devices, Mesh):
-        if errs_on(devices):
-            function = exchanging(function)
+        if uses_gloo(devices):
+            function = with_workaround(function)
         function = without_mesh(function)
     if not isinstance(mesh, Mesh):
         return mesh.map(function, in_specs, out_specs)

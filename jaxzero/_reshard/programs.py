@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .._mesh import gloo_workaround
 from .counts import AnyMove
 from .plan import ReshardPlan
 
@@ -28,8 +29,11 @@ def program(mesh: Mesh, moves: tuple[AnyMove, ...]) -> Callable[..., list[jax.Ar
         pairs = zip(moves, blocks, strict=True)
         return [move.run(x.reshape(move.block), mesh) for move, x in pairs]
 
+    function = on_device
+    if gloo_workaround.uses_gloo(mesh):
+        function = gloo_workaround.with_workaround(function)
     return jax.jit(
-        jax.shard_map(on_device, mesh=mesh, in_specs=tuple(specs), out_specs=specs, check_vma=False)
+        jax.shard_map(function, mesh=mesh, in_specs=tuple(specs), out_specs=specs, check_vma=False)
     )
 
 

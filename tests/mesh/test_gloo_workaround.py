@@ -13,7 +13,7 @@ import jaxzero as jz
 from jaxzero._hlo import collectives as _hlo
 from jaxzero._mesh import gloo_workaround
 from jaxzero._mesh import mesh as _mesh
-from jaxzero._mesh.gloo_workaround import errs_on, exchanging, reduce_scatter
+from jaxzero._mesh.gloo_workaround import reduce_scatter, uses_gloo, with_workaround
 from jaxzero._mesh.simulated import SimulatedMesh
 
 AXES = ("node", "local")
@@ -42,7 +42,7 @@ def test_each_device_keeps_its_piece_of_the_sum(axes, dim, tiled, dtype):
 
     x = jnp.asarray(each, dtype)
     options = {"mesh": mesh, "in_specs": P(AXES), "out_specs": P(AXES), "check_vma": False}
-    compiled = jax.jit(jax.shard_map(exchanging(on_device), **options)).lower(x).compile()
+    compiled = jax.jit(jax.shard_map(with_workaround(on_device), **options)).lower(x).compile()
     assert _collectives(compiled) == {"all-to-all"}
     expected = jax.jit(jax.shard_map(of_jax, **options))(x)
     np.testing.assert_array_equal(compiled(x), expected)
@@ -69,7 +69,7 @@ def test_pieces_between_nodes_are_joined_as_jax_joins_them(axes, piece, monkeypa
         return [y[None] for y in (*gathered, *exchanged)]
 
     options = {"mesh": mesh, "in_specs": P(AXES), "out_specs": P(AXES), "check_vma": False}
-    in_pieces = jax.jit(jax.shard_map(exchanging(ours), **options)).lower(x).compile()
+    in_pieces = jax.jit(jax.shard_map(with_workaround(ours), **options)).lower(x).compile()
     whole = jax.jit(jax.shard_map(ours, **options)).lower(x).compile()
     for got, expected in zip(in_pieces(x), whole(x), strict=True):
         np.testing.assert_array_equal(got, expected)
@@ -118,7 +118,7 @@ def test_gradients_are_right_and_no_reduce_scatter_is_left(
     nodes, config, microbatches, monkeypatch
 ):
     """Also of gathers that the loss makes itself: JAX makes reduce-scatters of their gradients."""
-    monkeypatch.setattr(_mesh, "errs_on", lambda mesh: True)
+    monkeypatch.setattr(_mesh, "uses_gloo", lambda mesh: True)
     zero = jz.Zero(jz.make_mesh(nodes), CONFIGS[config])
     params = zero.init(_init)
     x = jax.random.normal(jax.random.key(1), (16 * microbatches, 7))
@@ -144,7 +144,7 @@ def test_reports_say_what_is_sent(monkeypatch):
         return zero.plan(_contrastive, zero.init(_init), x)
 
     plain = planned()
-    monkeypatch.setattr(_mesh, "errs_on", lambda mesh: True)
+    monkeypatch.setattr(_mesh, "uses_gloo", lambda mesh: True)
     exchanged = planned()
     kinds = [
         {transfer.collective for transfer in plan.transfers if transfer.purpose == "gradients"}
@@ -159,7 +159,7 @@ def test_reports_say_what_is_sent(monkeypatch):
 
 def test_only_cpus_of_a_distributed_run_are_exchanged(monkeypatch):
     mesh = jz.make_mesh(nodes=2)
-    assert not errs_on(mesh)
+    assert not uses_gloo(mesh)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    assert errs_on(mesh)
+    assert uses_gloo(mesh)
     assert isinstance(jz.make_mesh(nodes=2, simulate=8), SimulatedMesh)
