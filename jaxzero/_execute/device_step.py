@@ -25,7 +25,7 @@ from .._collectives import (
     labelled,
 )
 from .._mesh import in_host, microbatch_index
-from .._plan import Plan, ShardedParam, slices_kept_in_program
+from .._plan import BlockPlan, Plan, ShardedParam, slices_kept_in_program
 from .._program import Block, trace
 from .._sharding import split_dim, unpad
 from .._simigrad import GradientHalves
@@ -93,25 +93,34 @@ def run_on_device(
     block, shapes = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
     program = plan_program(block, shapes, parameters, wire_state, microbatches, comm, updates)
     slices, sources = _gather_sources(stored, parameters, program, wire_state, comm)
-    last_sources = dict(sources)
 
-    def run(index: Array | None, inputs: list[Any]) -> tuple[Accumulators, list[Any]]:
+    def first(index: Array | None, inputs: list[Any]) -> tuple[Accumulators, list[Any]]:
+        sums, others, now, stacks = run_microbatch(program.top, index, inputs)
+        sources.update(now)
+        updated.update(stacks)
+        return sums, others
+
+    def later(index: Array | None, inputs: list[Any]) -> tuple[Accumulators, list[Any]]:
+        return run_microbatch(program.later or program.top, index, inputs)[:2]
+
+    def run_microbatch(plan: BlockPlan, index: Array | None, inputs: list[Any]) -> Any:
         indices = [] if index is None else [index]
-        outputs, sources_now, stacks = run_block(
-            program.top, comm, [*indices, *full, *inputs], sources, updates
-        )
-        if index is None:
-            last_sources.update(sources_now)
-            updated.update(stacks)
+        outputs, now, stacks = run_block(plan, comm, [*indices, *full, *inputs], sources, updates)
         loss, weight, gradients, others = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
         zero = jnp.zeros(()) if loss is None else loss
-        return Accumulators(zero, weight, gradients), others
+        return Accumulators(zero, weight, gradients), others, now, stacks
 
-    sums, others = accumulate(run, inputs, specs, microbatches)
-    slices_now = [x.data for x in last_sources.values() if comm.hpz and not in_host(x.data)]
-    at_end = tuple(x.leaf.path for x in program.targets if x.reduce_spec is None)
-    slice_bytes = sum(x.nbytes for x in slices_now)
-    plan = Plan(program.top, at_end, slice_bytes=slice_bytes, codecs=comm.described)
+    has_first = microbatches == 1 or program.later is not None
+    sums, others = accumulate(later, inputs, specs, microbatches, first if has_first else None)
+    slices_now = [x.data for x in sources.values() if comm.hpz and not in_host(x.data)]
+    plan = Plan(
+        program.top,
+        tuple(x.leaf.path for x in program.targets if x.reduce_spec is None),
+        slice_bytes=sum(x.nbytes for x in slices_now),
+        codecs=comm.described,
+        microbatches=microbatches,
+        later=program.later,
+    )
     if shapes[0] is None:
         return Result(None, [], others, wire_state, plan)
     with in_region("the end"):
