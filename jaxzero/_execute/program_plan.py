@@ -197,9 +197,21 @@ def _can_fetch(i: int, wire_state: LocalWireState, microbatches: int, comm: Comm
     With hpZ it cannot where node slices are made before the program runs: they are made of the
     shards in full.
     """
-    return comm.hpz is None or (
-        microbatches == 1 and comm.sizes[NODE] > 1 and i not in wire_state.slices
-    )
+    makes_slice = _makes_slices(wire_state, microbatches, comm) and i not in wire_state.slices
+    return comm.hpz is None or makes_slice
+
+
+def _makes_slices(wire_state: LocalWireState, microbatches: int, comm: CommSpec) -> bool:
+    """Whether the program makes node slices in the first gathers of weights (hpZ).
+
+    With several micro-batches the program of the first does, and the others run another program,
+    which takes as long to compile again. There is one program for all of them where that gains
+    little: without prefetch, which leaves nothing to overlap with, and with weight differences,
+    where it would make the slices of small arrays only.
+    """
+    if comm.hpz is None or comm.sizes[NODE] == 1:
+        return False
+    return microbatches == 1 or (comm.schedule.prefetch > 0 and not wire_state.slices)
 
 
 def _slices_to_keep(
@@ -213,15 +225,8 @@ def _slices_to_keep(
 
     The other node slices are made before the program runs. This is needed with weight differences,
     which update them, and where the program splits a weight along another dim than storage does.
-
-    With several micro-batches the program of the first makes them, and the others run another
-    program, which takes as long to compile again. There is one program for all of them where that
-    gains little: without prefetch, which leaves nothing to overlap with, and with weight
-    differences, where it would make the slices of small arrays only.
     """
-    if comm.hpz is None or comm.sizes[NODE] == 1:
-        return frozenset()
-    if microbatches > 1 and (wire_state.slices or not comm.schedule.prefetch):
+    if not _makes_slices(wire_state, microbatches, comm):
         return frozenset()
     leaves = parameters.leaves
     return frozenset(

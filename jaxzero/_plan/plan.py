@@ -44,8 +44,7 @@ class Plan:
     def __str__(self) -> str:
         lines = _lines(self.steps)
         if self.later is not None:
-            others = f"the {self.microbatches - 1} micro-batches after the first"
-            lines.append(f"in {others}, which gather from node slices (hpZ):")
+            lines.append("in each later micro-batch, which gathers from node slices (hpZ):")
             lines += _lines(tuple(_steps(self.later, (), 1, HostSteps(()))))
         if self.at_end:
             lines.append(f"at the end: all-reduce {', '.join(self.at_end)}")
