@@ -7,6 +7,7 @@ it happens while JAX traces the body of the `shard_map`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -93,34 +94,26 @@ def run_on_device(
     block, shapes = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
     program = plan_program(block, shapes, parameters, wire_state, microbatches, comm, updates)
     slices, sources = _gather_sources(stored, parameters, program, wire_state, comm)
+    runs_first = microbatches == 1 or program.later is not None  # outside of a loop
 
-    def first(index: Array | None, inputs: list[Any]) -> tuple[Accumulators, list[Any]]:
-        sums, others, now, stacks = run_microbatch(program.top, index, inputs)
-        sources.update(now)
-        updated.update(stacks)
-        return sums, others
-
-    def later(index: Array | None, inputs: list[Any]) -> tuple[Accumulators, list[Any]]:
-        return run_microbatch(program.later or program.top, index, inputs)[:2]
-
-    def run_microbatch(plan: BlockPlan, index: Array | None, inputs: list[Any]) -> Any:
+    def run(
+        plan: BlockPlan, index: Array | None, inputs: list[Any]
+    ) -> tuple[Accumulators, list[Any]]:
         indices = [] if index is None else [index]
-        outputs, now, stacks = run_block(plan, comm, [*indices, *full, *inputs], sources, updates)
+        outputs, sources_now, stacks = run_block(
+            plan, comm, [*indices, *full, *inputs], sources, updates
+        )
+        if runs_first and plan is program.top:
+            sources.update(sources_now)
+            updated.update(stacks)
         loss, weight, gradients, others = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
         zero = jnp.zeros(()) if loss is None else loss
-        return Accumulators(zero, weight, gradients), others, now, stacks
+        return Accumulators(zero, weight, gradients), others
 
-    has_first = microbatches == 1 or program.later is not None
-    sums, others = accumulate(later, inputs, specs, microbatches, first if has_first else None)
-    slices_now = [x.data for x in sources.values() if comm.hpz and not in_host(x.data)]
-    plan = Plan(
-        program.top,
-        tuple(x.leaf.path for x in program.targets if x.reduce_spec is None),
-        slice_bytes=sum(x.nbytes for x in slices_now),
-        codecs=comm.described,
-        microbatches=microbatches,
-        later=program.later,
-    )
+    first = functools.partial(run, program.top)
+    later = functools.partial(run, program.later or program.top)
+    sums, others = accumulate(later, inputs, specs, microbatches, first if runs_first else None)
+    plan = _plan_of_step(program, sources, microbatches, comm)
     if shapes[0] is None:
         return Result(None, [], others, wire_state, plan)
     with in_region("the end"):
@@ -133,6 +126,24 @@ def run_on_device(
         plan,
         means.halves,
         updated,
+    )
+
+
+def _plan_of_step(
+    program: ProgramPlan,
+    sources: Mapping[ShardedParam, EncodedShards],
+    microbatches: int,
+    comm: CommSpec,
+) -> Plan:
+    """The plan to show, without the record of what is sent; `sources` are those at the end."""
+    slices = [x.data for x in sources.values() if comm.hpz and not in_host(x.data)]
+    return Plan(
+        program.top,
+        at_end=tuple(x.leaf.path for x in program.targets if x.reduce_spec is None),
+        slice_bytes=sum(x.nbytes for x in slices),
+        codecs=comm.described,
+        microbatches=microbatches,
+        later=program.later,
     )
 
 
