@@ -204,10 +204,10 @@ def _can_fetch(i: int, wire_state: LocalWireState, microbatches: int, comm: Comm
 def _makes_slices(wire_state: LocalWireState, microbatches: int, comm: CommSpec) -> bool:
     """Whether the program makes node slices in the first gathers of weights (hpZ).
 
-    With several micro-batches the program of the first does, and the others run another program,
-    which takes as long to compile again. There is one program for all of them where that gains
-    little: without prefetch, which leaves nothing to overlap with, and with weight differences,
-    where it would make the slices of small arrays only.
+    With several micro-batches the program of the first does. The others run another program, which
+    has to be compiled too. There is one program for all of them where two gain little: without
+    prefetch nothing overlaps with the gathers, and with weight differences the first would make the
+    slices of small arrays only.
     """
     if comm.hpz is None or comm.sizes[NODE] == 1:
         return False
