@@ -2,6 +2,7 @@
 
     python -m benchmarks.compiled.aot                          # Llama-7B, 2 x 8 H200, all variants
     python -m benchmarks.compiled.aot --model 7b-unrolled --variants gspmd zero3
+    python -m benchmarks.compiled.aot --variants zeropp --batch 128 --microbatches 8
     python -m benchmarks.compiled.aot --model tiny
 
 Needs jaxzero[aot]. The same model is compiled ahead of time with GSPMD, once as a user would
@@ -61,6 +62,7 @@ def main(
     schedule: jz.CommSchedule = jz.CommSchedule(),  # noqa: B008
     options: bool = True,
     form: Literal["plain", "linen"] = "plain",
+    microbatches: int = 1,
     keep_hlo: Path | None = None,
 ) -> None:
     """Compile, read, and append a row for each variant.
@@ -75,6 +77,7 @@ def main(
         schedule: of jaxzero's variants.
         options: compile with `jz.compiler_options("cuda")`; GSPMD without, unless none.
         form: how the model is written: as `_llama`, or in Flax Linen (scanned and dense only).
+        microbatches: that the rows of a device are cut into (jaxzero's variants only).
         keep_hlo: a folder for the compiled programs.
     """
     mesh = h200_mesh(nodes, local)
@@ -82,7 +85,7 @@ def main(
     struct = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
     for variant in variants:
         start = time.perf_counter()
-        lowered = lowered_step(variant, size, mesh, struct, schedule, form)
+        lowered = lowered_step(variant, size, mesh, struct, schedule, form, microbatches)
         between = time.perf_counter()
         ours = not variant.startswith("gspmd")
         chosen = jz.compiler_options("cuda") if options and ours else {}
@@ -101,6 +104,7 @@ def main(
                 "local": local,
                 "batch": batch,
                 "tokens": tokens,
+                "microbatches": microbatches,
                 "parameters": _llama.num_parameters(size),
                 "schedule": dataclasses.asdict(schedule) if ours else None,
                 "compiler_options": chosen,
@@ -118,11 +122,17 @@ def lowered_step(
     tokens: Any,
     schedule: jz.CommSchedule,
     form: Literal["plain", "linen"] = "plain",
+    microbatches: int = 1,
 ) -> Any:
     """One step's loss and gradients, split as the parameters are."""
     written = _FORMS[form]
     loss, init = functools.partial(written.loss, size), functools.partial(written.init, size)
     if variant.startswith("gspmd"):
+        if microbatches > 1:
+            raise ValueError(
+                f"`microbatches` must be 1 for {variant!r}, which has none; got {microbatches}. "
+                "Leave it out, or compile jaxzero's variants only."
+            )
         params = jax.eval_shape(init, jax.random.key(0))
         split = _gspmd.shardings(params, mesh)
         params = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), params, split)
@@ -141,7 +151,8 @@ def lowered_step(
     state = {}
     if config.needs_wire_state:
         state["wire_state"] = jax.eval_shape(zero.init_wire_state, params)
-    return jax.jit(zero.value_and_grad(loss)).lower(params, tokens, **state)
+    step = zero.value_and_grad(loss, microbatches=microbatches)
+    return jax.jit(step).lower(params, tokens, **state)
 
 
 def _figures(compiled: Any, text: str, local: int) -> dict[str, Any]:

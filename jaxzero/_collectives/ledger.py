@@ -41,8 +41,8 @@ class Transfer:
             twice that for an all-reduce.
         node_bytes: the part of `entering_bytes` that comes from other nodes.
         trips: how often it runs in one execution of the program, an optimizer step.
-        microbatches: the factor of `trips` that comes from micro-batches; 1 if it runs once for
-            all of them.
+        microbatches: the factor of `trips` that comes from a loop over micro-batches; 0 outside of
+            such a loop.
         parts: for a message of several leaves, the name of each and its part of `num_bytes`.
     """
 
@@ -55,7 +55,7 @@ class Transfer:
     entering_bytes: int
     node_bytes: int
     trips: int = 1
-    microbatches: int = 1
+    microbatches: int = 0
     parts: tuple[tuple[str, int], ...] = ()
 
     def by_leaf(self) -> tuple[Transfer, ...]:
@@ -94,8 +94,8 @@ class HostTransfer:
         windowed: whether layers are copied one by one; otherwise the full leaf is copied at once,
             and lies in device memory until the step no longer needs it.
         trips: how often it runs in one execution of the program, an optimizer step.
-        microbatches: the factor of `trips` that comes from micro-batches; 1 if it runs once for
-            all of them.
+        microbatches: the factor of `trips` that comes from a loop over micro-batches; 0 outside of
+            such a loop.
     """
 
     purpose: str
@@ -108,7 +108,7 @@ class HostTransfer:
     num_bytes: int
     windowed: bool
     trips: int = 1
-    microbatches: int = 1
+    microbatches: int = 0
 
 
 class Ledger:

@@ -7,6 +7,7 @@ it happens while JAX traces the body of the `shard_map`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from .._collectives import (
     labelled,
 )
 from .._mesh import in_host, microbatch_index
-from .._plan import Plan, ShardedParam, slices_kept_in_program
+from .._plan import BlockPlan, Plan, ShardedParam, slices_kept_in_program
 from .._program import Block, trace
 from .._sharding import split_dim, unpad
 from .._simigrad import GradientHalves
@@ -93,25 +94,26 @@ def run_on_device(
     block, shapes = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
     program = plan_program(block, shapes, parameters, wire_state, microbatches, comm, updates)
     slices, sources = _gather_sources(stored, parameters, program, wire_state, comm)
-    last_sources = dict(sources)
+    runs_first = microbatches == 1 or program.later is not None  # outside of a loop
 
-    def run(index: Array | None, inputs: list[Any]) -> tuple[Accumulators, list[Any]]:
+    def run(
+        plan: BlockPlan, index: Array | None, inputs: list[Any]
+    ) -> tuple[Accumulators, list[Any]]:
         indices = [] if index is None else [index]
         outputs, sources_now, stacks = run_block(
-            program.top, comm, [*indices, *full, *inputs], sources, updates
+            plan, comm, [*indices, *full, *inputs], sources, updates
         )
-        if index is None:
-            last_sources.update(sources_now)
+        if runs_first and plan is program.top:
+            sources.update(sources_now)
             updated.update(stacks)
         loss, weight, gradients, others = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
         zero = jnp.zeros(()) if loss is None else loss
         return Accumulators(zero, weight, gradients), others
 
-    sums, others = accumulate(run, inputs, specs, microbatches)
-    slices_now = [x.data for x in last_sources.values() if comm.hpz and not in_host(x.data)]
-    at_end = tuple(x.leaf.path for x in program.targets if x.reduce_spec is None)
-    slice_bytes = sum(x.nbytes for x in slices_now)
-    plan = Plan(program.top, at_end, slice_bytes=slice_bytes, codecs=comm.described)
+    first = functools.partial(run, program.top)
+    later = functools.partial(run, program.later or program.top)
+    sums, others = accumulate(later, inputs, specs, microbatches, first if runs_first else None)
+    plan = _plan_of_step(program, sources, microbatches, comm)
     if shapes[0] is None:
         return Result(None, [], others, wire_state, plan)
     with in_region("the end"):
@@ -124,6 +126,24 @@ def run_on_device(
         plan,
         means.halves,
         updated,
+    )
+
+
+def _plan_of_step(
+    program: ProgramPlan,
+    sources: Mapping[ShardedParam, EncodedShards],
+    microbatches: int,
+    comm: CommSpec,
+) -> Plan:
+    """The plan to show, without the record of what is sent; `sources` are those at the end."""
+    slices = [x.data for x in sources.values() if comm.hpz and not in_host(x.data)]
+    return Plan(
+        program.top,
+        at_end=tuple(x.leaf.path for x in program.targets if x.reduce_spec is None),
+        slice_bytes=sum(x.nbytes for x in slices),
+        codecs=comm.described,
+        microbatches=microbatches,
+        later=program.later,
     )
 
 

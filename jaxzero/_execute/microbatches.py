@@ -1,9 +1,11 @@
 """Gradient accumulation over the micro-batches of one device, and the combination of outputs.
 
 The program of one micro-batch runs `k` times in a `lax.scan` whose carry holds the sums of loss,
-weight and gradients, in float32 where they are narrower. Sharded gradients are reduced in every
-micro-batch and added up as shards (or as node slices, if only `local` was reduced); unsharded ones
-are added up in full. `mean_gradients` turns the sums into means.
+weight and gradients, in float32 where they are narrower. With hpZ the first micro-batch runs before
+that loop, by a program of its own, which makes the node slices that the others gather from. Sharded
+gradients are reduced in every micro-batch and added up as shards (or as node slices, if only
+`local` was reduced); unsharded ones are added up in full. `mean_gradients` turns the sums into
+means.
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ class Accumulators:
 
 jax.tree_util.register_dataclass(Accumulators, ["loss", "weight", "gradients"], [])
 
+# Takes the index of a micro-batch and its inputs; returns sums and other outputs.
+Run = Callable[[Array | None, list[Any]], tuple[Accumulators, list[Any]]]
+
 
 def check_microbatches(num: Any) -> None:
     """Raise `ValueError` unless `num` is an integer of at least 1."""
@@ -52,10 +57,11 @@ def split_microbatches(x: Array, spec: Any, num: int) -> Array:
 
 
 def accumulate(
-    run: Callable[[Array | None, list[Any]], tuple[Accumulators, list[Any]]],
+    run: Run,
     inputs: Sequence[Any],
     specs: Sequence[Any],
     num: int,
+    first: Run | None = None,
 ) -> tuple[Accumulators, list[Any]]:
     """Run a program on every micro-batch, and add up its sums.
 
@@ -64,12 +70,13 @@ def accumulate(
         inputs: this device's rows, and replicated values.
         specs: the `PartitionSpec` of each input; those that it splits are cut into micro-batches.
         num: how many micro-batches. With one, the index is None and there is no loop.
+        first: runs the first micro-batch in place of `run`, before the loop over the others.
 
     Returns:
         The sums, and the other outputs stacked over micro-batches on a new leading dim.
     """
     if num == 1:
-        sums, others = run(None, list(inputs))
+        sums, others = (first or run)(None, list(inputs))
         return _widened(sums), [jnp.expand_dims(x, 0) for x in others]
     is_split = [split_dim(spec) is not None for spec in specs]
     rows = [
@@ -77,24 +84,30 @@ def accumulate(
         for x, spec, split in zip(inputs, specs, is_split, strict=True)
     ]
 
-    def step(index, rows):
+    def step(run: Run, index, rows):
         merged = [row if split else x for row, x, split in zip(rows, inputs, is_split, strict=True)]
         sums, others = run(index, merged)
         return _widened(sums), others
 
     def body(carry, scanned):
-        sums, others = step(*scanned)
+        sums, others = step(run, *scanned)
         return jax.tree.map(jnp.add, carry, sums), others
 
-    indices = jnp.arange(num)
-    first = [None if row is None else row[0] for row in rows]
-    with recording(None):  # traced only for shapes: its collectives must not be counted
-        shapes = jax.eval_shape(lambda: step(indices[0], first)[0])
-    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    traced, note = repeated(body, num, microbatches=True)
-    result = lax.scan(traced, start, (indices, rows))
+    scanned = jnp.arange(num), rows
+    before = jax.tree.map(lambda x: x[0], scanned)
+    if first is None:
+        with recording(None):  # traced only for shapes: its collectives must not be counted
+            shapes = jax.eval_shape(lambda: step(run, *before)[0])
+        start, before_others = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), []
+    else:
+        start, before_others = step(first, *before)
+        scanned = jax.tree.map(lambda x: x[1:], scanned)
+    traced, note = repeated(body, len(scanned[0]), microbatches=True)
+    sums, others = lax.scan(traced, start, scanned)
     note()
-    return result
+    for i, x in enumerate(before_others):
+        others[i] = jnp.concatenate([jnp.expand_dims(x, 0), others[i]])
+    return sums, others
 
 
 def _widened(sums: Accumulators) -> Accumulators:

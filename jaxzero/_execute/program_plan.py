@@ -24,6 +24,7 @@ from .._plan import (
     make_plan,
     mark_host_gradients,
     mark_kept_slices,
+    slices_kept_in_program,
 )
 from .._program import Block, Value
 from .._sharding import CommSchedule, DimSharding, LeafSpec, Offload, layouts_by_preference
@@ -65,12 +66,15 @@ class ProgramPlan:
 
     Attributes:
         top: the plan of its gathers and reductions.
+        later: the plan for the micro-batches after the first, which gather from the node slices
+            that the first has made (hpZ); None if `top` is the plan for all of them.
         weights: each sharded weight as the program sees it, by index of the leaf.
         depths: for each weight, the number of its leading dims that the program scans over.
         targets: for each differentiated leaf, how its gradient is reduced and stored.
     """
 
     top: BlockPlan
+    later: BlockPlan | None
     weights: dict[int, ShardedParam]
     depths: dict[int, int]
     targets: list[GradientTarget]
@@ -113,23 +117,30 @@ def plan_program(
     output = block.outputs[0] if shapes[0] is not None else None
     loss = output if isinstance(output, Value) else None  # a constant ends no region
     kept_weights = _slices_to_keep(parameters, weights, wire_state, microbatches, comm)
-    top = make_plan(
-        block,
-        uses,
-        _reduce_specs(shapes, targets),
-        loss,
-        _effective_schedule(comm, bool(host)),
-        _num_gather_axes(comm, bool(kept_weights)),
-        parameters.offload.window if parameters.offload else 1,
-    )
-    top = mark_kept_slices(top, kept_weights)
+
+    def planned(keeps_slices: bool) -> BlockPlan:
+        return make_plan(
+            block,
+            uses,
+            _reduce_specs(shapes, targets),
+            loss,
+            _effective_schedule(comm, bool(host)),
+            _num_gather_axes(comm, keeps_slices),
+            parameters.offload.window if parameters.offload else 1,
+        )
+
+    top, later = mark_kept_slices(planned(bool(kept_weights)), kept_weights), None
+    if microbatches > 1 and kept_weights:
+        later = planned(keeps_slices=False)
+        if not slices_kept_in_program(top):
+            top, later = later, None
     if microbatches == 1 and not comm.halves and shapes[1] is None:
         final = _final_gradients(shapes, targets, parameters)
         stored = {
             k: parameters.leaves[i] for k, i in final.items() if parameters.has_host_gradient(i)
         }
         top = mark_host_gradients(top, stored, {k: i for k, i in final.items() if i in updates})
-    return ProgramPlan(top, weights, depths, targets)
+    return ProgramPlan(top, later, weights, depths, targets)
 
 
 def _choose_layouts(
@@ -186,9 +197,21 @@ def _can_fetch(i: int, wire_state: LocalWireState, microbatches: int, comm: Comm
     With hpZ it cannot where node slices are made before the program runs: they are made of the
     shards in full.
     """
-    return comm.hpz is None or (
-        microbatches == 1 and comm.sizes[NODE] > 1 and i not in wire_state.slices
-    )
+    makes_slice = _makes_slices(wire_state, microbatches, comm) and i not in wire_state.slices
+    return comm.hpz is None or makes_slice
+
+
+def _makes_slices(wire_state: LocalWireState, microbatches: int, comm: CommSpec) -> bool:
+    """Whether the program makes node slices in the first gathers of weights (hpZ).
+
+    With several micro-batches the program of the first does. The others run another program, which
+    has to be compiled too. There is one program for all of them where two gain little: without
+    prefetch nothing overlaps with the gathers, and with weight differences the first would make the
+    slices of small arrays only.
+    """
+    if comm.hpz is None or comm.sizes[NODE] == 1:
+        return False
+    return microbatches == 1 or (comm.schedule.prefetch > 0 and not wire_state.slices)
 
 
 def _slices_to_keep(
@@ -200,11 +223,10 @@ def _slices_to_keep(
 ) -> frozenset[ShardedParam]:
     """Choose the weights whose node slices the program makes in their first gather (hpZ).
 
-    The other node slices are made before the program runs. This is needed with several
-    micro-batches, which share them; with weight differences, which update them; and where the
-    program splits a weight along another dim than storage does.
+    The other node slices are made before the program runs. This is needed with weight differences,
+    which update them, and where the program splits a weight along another dim than storage does.
     """
-    if comm.hpz is None or microbatches > 1 or comm.sizes[NODE] == 1:
+    if not _makes_slices(wire_state, microbatches, comm):
         return frozenset()
     leaves = parameters.leaves
     return frozenset(

@@ -1,4 +1,4 @@
-"""A plan to print: every all-gather, drop, reduce-scatter and host copy of one step, in order."""
+"""A plan to print: every all-gather, drop, reduce-scatter and host copy of a program, in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from .plan_step import PlanStep, operation_names, region_name, tied_to
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything that one training step gathers, reduces and copies, in program order."""
+    """Everything that one training step gathers, reduces and copies, in program order.
+
+    With several micro-batches, `top` and `steps` are those of one of them.
+    """
 
     top: BlockPlan
     at_end: tuple[str, ...] = ()  # leaves that are stored in full: all-reduced last, together
@@ -23,6 +26,10 @@ class Plan:
     slice_bytes: int = 0  # bytes of the node slices that one device keeps for the step (hpZ)
     host_transfers: tuple[HostTransfer, ...] = ()  # every copy from or to host memory
     codecs: tuple[str, ...] = ()  # a line for each codec: what it encodes, and over which axis
+    microbatches: int = 1  # in a step
+    # With hpZ and several micro-batches, `top` and `steps` are those of the first, which keeps node
+    # slices. This is the plan of the others, which gather from the slices.
+    later: BlockPlan | None = None
 
     @property
     def steps(self) -> tuple[PlanStep, ...]:
@@ -35,22 +42,29 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        first: dict[tuple, int] = {}  # the operation that first needs an array of a bucket
-        steps = self.steps
-        for step in steps:
-            place = (step.path, step.action, step.group)
-            first[place] = min(step.needed, first.get(place, step.needed))
-        rows = [_row(step, first[step.path, step.action, step.group]) for step in steps]
-        columns = [column for column in zip(*rows, strict=True) if any(column)]
-        widths = [max(map(len, column)) for column in columns]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            for row in zip(*columns, strict=True)
-        ]
+        lines = _lines(self.steps)
+        if self.later is not None:
+            lines.append("in each later micro-batch, which gathers from node slices (hpZ):")
+            lines += _lines(tuple(_steps(self.later, (), 1, HostSteps(()))))
         if self.at_end:
             lines.append(f"at the end: all-reduce {', '.join(self.at_end)}")
         lines += self.codecs
         return "\n".join(line.rstrip() for line in lines)
+
+
+def _lines(steps: tuple[PlanStep, ...]) -> list[str]:
+    """A line for each step, in aligned columns."""
+    first: dict[tuple, int] = {}  # the operation that first needs an array of a bucket
+    for step in steps:
+        place = (step.path, step.action, step.group)
+        first[place] = min(step.needed, first.get(place, step.needed))
+    rows = [_row(step, first[step.path, step.action, step.group]) for step in steps]
+    columns = [column for column in zip(*rows, strict=True) if any(column)]
+    widths = [max(map(len, column)) for column in columns]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in zip(*columns, strict=True)
+    ]
 
 
 _ACTIONS = {

@@ -144,7 +144,7 @@ def _buckets(
         headings=headings,
         rows=[(ranges(row.members), *row.cells) for row in rows],
         notes=[", ".join(row.names) for row in rows],
-        footer=_microbatch_note(report.traffic),
+        footer=_microbatch_note(_plan(report)),
     )
 
 
@@ -161,7 +161,7 @@ def _waits(report: ReportData) -> TextTable:
         headings=("collective", "in", "whole", "times", "num"),
         rows=[(*row.cells, str(len(row.members))) for row in merged],
         notes=[", ".join(row.names) for row in merged],
-        footer=_microbatch_note(report.traffic),
+        footer=_microbatch_note(_plan(report)),
     )
 
 
@@ -245,7 +245,7 @@ def _timeline(report: ReportData) -> TextTable:
         headings=("operations", "action", "in", "whole", "times"),
         rows=rows,
         notes=[summarized(span.names) for span in found],
-        footer=_microbatch_note(report.traffic),
+        footer=_microbatch_note(_plan(report)),
     )
 
 
@@ -268,9 +268,13 @@ def _when(span: Span) -> str:
     return f"prefetched {when}" if is_early else when
 
 
-def _microbatch_note(traffic: Traffic | None) -> tuple[str, ...]:
-    num = traffic.num_microbatches if traffic is not None else 1
-    return (f"In each of {num} micro-batches.",) if num > 1 else ()
+def _microbatch_note(plan: Plan) -> tuple[str, ...]:
+    if plan.microbatches == 1:
+        return ()
+    if plan.later is None:
+        return (f"In each of {plan.microbatches} micro-batches.",)
+    first = f"In the first of {plan.microbatches} micro-batches"
+    return (f"{first}; the others gather from node slices (hpZ).",)
 
 
 def _plan(report: ReportData) -> Plan:

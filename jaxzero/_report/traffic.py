@@ -19,8 +19,8 @@ class Amount:
     Attributes:
         collectives: number of collectives that run in one optimizer step.
         device_bytes: bytes that enter one device in one optimizer step.
-        microbatch_bytes: bytes that enter one device in each micro-batch, from the collectives that
-            are repeated for every micro-batch; 0 if there is only one micro-batch.
+        microbatch_bytes: bytes that enter one device in each micro-batch; with hpZ in each but the
+            first, in which the node slices are gathered. 0 if there is only one micro-batch.
     """
 
     collectives: int
@@ -60,11 +60,6 @@ class Traffic:
         """The part of `node_bytes` that is for "weights", "gradients" or "other"."""
         some = (t for t in self.transfers if t.purpose == purpose)
         return self.num_local * sum(t.node_bytes * t.trips for t in some)
-
-    @property
-    def num_microbatches(self) -> int:
-        """Number of micro-batches; 1 if every transfer runs once for all of them."""
-        return max((t.microbatches for t in self.transfers), default=1)
 
     @property
     def kinds(self) -> tuple[tuple[str, str, str, str], ...]:
@@ -144,7 +139,7 @@ def _sum(transfers: Sequence[Transfer]) -> Amount:
     return Amount(
         sum(t.trips for t in transfers),
         sum(t.entering_bytes * t.trips for t in transfers),
-        sum(t.entering_bytes * t.trips // t.microbatches for t in transfers if t.microbatches > 1),
+        sum(t.entering_bytes * t.trips // t.microbatches for t in transfers if t.microbatches),
     )
 
 

@@ -101,26 +101,37 @@ def test_weighted_by_integer_counts():
     zoo.assert_close(jax.device_get(zero.unshard(grads)), want, 1e-5, "grads")
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_aux_over_microbatches(weighted):
+@pytest.mark.parametrize(
+    ("weighted", "config"), [(False, jz.zero3()), (True, jz.zero3()), (False, jz.zeropp())]
+)
+def test_aux_over_microbatches(weighted, config):
     params, batch = _table(jax.random.key(0)), _tokens()
 
     def loss(params, batch):
         total, weight = _sum_and_weight(params, batch)
-        aux = {"mean": batch["tokens"].astype(jnp.float32).mean(), "rows": len(batch["tokens"])}
+        aux = {
+            "mean": batch["tokens"].astype(jnp.float32).mean(),
+            "rows": len(batch["tokens"]),
+            "stack": batch["tokens"][0],
+            "key": jz.fold_in_device(jax.random.key(7)),
+        }
         return ((total, weight) if weighted else total / (weight + 1)), aux
 
-    zero = jz.Zero(zoo.make_mesh("2x4-auto"))
+    zero = jz.Zero(zoo.make_mesh("2x4-auto"), config)
     step = zero.value_and_grad(
         loss,
         has_aux=True,
         weighted=weighted,
         microbatches=3,
-        aux_reduce={"mean": "mean", "rows": "sum"},
+        aux_reduce={"mean": "mean", "rows": "sum", "stack": "stack", "key": "first"},
     )
     (_, aux), _ = step(zero.shard(params), batch)
     np.testing.assert_allclose(aux["mean"], batch["tokens"].mean(), rtol=1e-6)
     assert int(aux["rows"]) == _NUM_EXAMPLES
+    rows = batch["tokens"].reshape(8, 3, -1, 6)  # of each device and micro-batch
+    np.testing.assert_array_equal(aux["stack"].reshape(8, 3, 6), rows[:, :, 0])
+    first = jax.random.fold_in(jax.random.fold_in(jax.random.key(7), 0), 0)
+    assert aux["key"] == first
 
 
 def test_random_numbers_differ_over_microbatches():

@@ -52,7 +52,7 @@ def mesh():
     [
         ("zero3", 2, {}),
         ("zeropp", 1, {}),
-        ("zeropp", 1, {"microbatches": 2}),  # node slices of shards in full, before the program
+        ("zeropp", 1, {"microbatches": 2}),  # node slices are made in the first
     ],
 )
 def test_bytes_are_those_of_the_compiled_program(mesh, config, window, options):

@@ -164,15 +164,19 @@ def test_what_is_prefetched_waits_for_nothing():
     assert exposed == {("all-gather", ("embedding",)), ("reduce-scatter", ("embedding",))}
 
 
-def test_slices_made_before_the_program_are_exposed():
-    zero = test_schedule._zero("hpz", jz.CommSchedule())
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_slices_made_before_the_program_are_exposed(prefetch):
+    """Without prefetch; with it, the first micro-batch makes them, layer by layer."""
+    zero = test_schedule._zero("hpz", jz.CommSchedule(prefetch=prefetch))
     params = zero.init(test_schedule._init, jax.random.key(0))
     tokens = np.zeros((16, 8), np.int32)
     plan = zero.plan(test_schedule.MODELS["scanned"], params, tokens, microbatches=2)
-    first = waits(plan)[0]
-    assert (first.region, first.num_bytes) == ("before forward", plan.slice_bytes)
-    report = zero.report(params, plan=plan)
-    assert "In each of 2 micro-batches." in _lines(report, "gathers")
+    before = [wait.num_bytes for wait in waits(plan) if wait.region == "before forward"]
+    assert before == ([] if prefetch else [plan.slice_bytes])
+    lines = _lines(zero.report(params, plan=plan), "gathers")
+    first = "In the first of 2 micro-batches; the others gather from node slices (hpZ)."
+    assert (first if prefetch else "In each of 2 micro-batches.") in lines
+    assert ("in each later micro-batch" in str(plan)) == bool(prefetch)
 
 
 def test_equal_layers_share_a_row():
