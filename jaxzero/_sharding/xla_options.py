@@ -22,10 +22,10 @@ _GPU: Options = {
     # of its reduction, each for another layer. With the default of 1 each waits for the last
     # (ZeRO-3: 0.20 s of a step waited for, then 0.17; JAX 0.12.0).
     "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
-    # After XLA has scheduled, each collective is started as soon as its operands exist. XLA starts
-    # one a guessed time before its end, far less than a message between nodes takes (ZeRO-3: 0.24 s
-    # of a step waited for, then 0.08; JAX 0.12.0). Not earlier than the plan says: what a message is
-    # encoded from passes a barrier there ([Note: ties] in `_plan.schedule`).
+    # Once XLA has scheduled, each collective is moved to where its operands exist. Otherwise it
+    # begins a guessed time before its end, and messages between nodes take far longer (ZeRO-3:
+    # 0.24 s of a step waited for, then 0.08; JAX 0.12.0). None begins earlier than the plan says,
+    # since its message is encoded after a barrier ([Note: ties] in `_plan.schedule`).
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
 }
 _GPU_BEFORE_0_11: Options = {
@@ -41,12 +41,14 @@ _GPU_OFFLOAD: dict[str, bool | int | str | None] = {
     "xla_gpu_experimental_parallel_async_compute_limit": 64,
     # With arrays in host memory it ends the process (JAX 0.10.2).
     "xla_gpu_enable_analytical_latency_estimator": None,
+    "xla_gpu_experimental_collective_start_as_early_as_possible": None,  # not tried
 }
-_GPU_LOCAL_STEPS: Options = {
+_GPU_LOCAL_STEPS: dict[str, bool | int | str | None] = {
     # XLA gives the collectives of a program to as many streams as this, in turn. One that shares
     # the stream of a fragment's message, which spans whole steps, would wait for it; so there must
     # be more streams than collectives in the program text (19 for scanned layers).
     "xla_gpu_experimental_parallel_collective_overlap_limit": 64,
+    "xla_gpu_experimental_collective_start_as_early_as_possible": None,  # not tried
 }
 _TPU: Options = {
     # By default the exchanges of gradients are synchronous. With it 91% of the bytes that a step
@@ -70,10 +72,10 @@ class _Platform:
     always: Options = dataclasses.field(default_factory=dict)
     before_0_11: Options = dataclasses.field(default_factory=dict)
     offload: dict[str, bool | int | str | None] = dataclasses.field(default_factory=dict)
-    local_steps: Options = dataclasses.field(default_factory=dict)
+    local_steps: dict[str, bool | int | str | None] = dataclasses.field(default_factory=dict)
 
     def options(self, offload: bool, local_steps: bool) -> dict[str, bool | int | str | None]:
-        """The options for the installed version of JAX; None for one that `offload` takes out."""
+        """The options for the installed version of JAX; None for one that an argument takes out."""
         is_old = jax.__version_info__ < (0, 11)
         options = self.always | (self.before_0_11 if is_old else {})
         options |= self.local_steps if local_steps else {}
