@@ -16,12 +16,18 @@ from collections.abc import Mapping
 import jax
 
 Options = dict[str, bool | int | str]
+_Changes = dict[str, bool | int | str | None]  # None takes an option out
 
 _GPU: Options = {
     # How many collectives may be under way: a layer has the two hops of its gather and those
     # of its reduction, each for another layer. With the default of 1 each waits for the last
     # (ZeRO-3: 0.20 s of a step waited for, then 0.17; JAX 0.12.0).
     "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
+    # Once XLA has scheduled, each collective is moved to where its operands exist. Otherwise it
+    # begins a guessed time before its end, and messages between nodes take far longer (ZeRO-3:
+    # 0.24 s of a step waited for, then 0.08; JAX 0.12.0). None begins earlier than the plan says,
+    # since its message is encoded after a barrier ([Note: ties] in `_plan.schedule`).
+    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
 }
 _GPU_BEFORE_0_11: Options = {
     # Durations from a model of the hardware, not the built-in guess, by which collectives
@@ -30,18 +36,20 @@ _GPU_BEFORE_0_11: Options = {
     # process ("Check failed: buffer != nullptr"), at any all-to-all that is asynchronous.
     "xla_gpu_enable_analytical_latency_estimator": True,
 }
-_GPU_OFFLOAD: dict[str, bool | int | str | None] = {
+_GPU_OFFLOAD: _Changes = {
     # How many copies from and to host memory may be under way. With the default of 2, most of a
     # layer's seven copies end before its first matrix product (Llama-7B, both versions).
     "xla_gpu_experimental_parallel_async_compute_limit": 64,
     # With arrays in host memory it ends the process (JAX 0.10.2).
     "xla_gpu_enable_analytical_latency_estimator": None,
+    "xla_gpu_experimental_collective_start_as_early_as_possible": None,  # not tried
 }
-_GPU_LOCAL_STEPS: Options = {
+_GPU_LOCAL_STEPS: _Changes = {
     # XLA gives the collectives of a program to as many streams as this, in turn. One that shares
     # the stream of a fragment's message, which spans whole steps, would wait for it; so there must
     # be more streams than collectives in the program text (19 for scanned layers).
     "xla_gpu_experimental_parallel_collective_overlap_limit": 64,
+    "xla_gpu_experimental_collective_start_as_early_as_possible": None,  # not tried
 }
 _TPU: Options = {
     # By default the exchanges of gradients are synchronous. With it 91% of the bytes that a step
@@ -64,13 +72,13 @@ class _Platform:
 
     always: Options = dataclasses.field(default_factory=dict)
     before_0_11: Options = dataclasses.field(default_factory=dict)
-    offload: dict[str, bool | int | str | None] = dataclasses.field(default_factory=dict)
-    local_steps: Options = dataclasses.field(default_factory=dict)
+    offload: _Changes = dataclasses.field(default_factory=dict)
+    local_steps: _Changes = dataclasses.field(default_factory=dict)
 
-    def options(self, offload: bool, local_steps: bool) -> dict[str, bool | int | str | None]:
-        """The options for the installed version of JAX; None for one that `offload` takes out."""
+    def options(self, offload: bool, local_steps: bool) -> _Changes:
+        """The options for the installed version of JAX; None for one that an argument takes out."""
         is_old = jax.__version_info__ < (0, 11)
-        options = self.always | (self.before_0_11 if is_old else {})
+        options: _Changes = {**self.always, **(self.before_0_11 if is_old else {})}
         options |= self.local_steps if local_steps else {}
         return options | (self.offload if offload else {})
 
@@ -83,7 +91,7 @@ _PLATFORMS: dict[str, _Platform] = {
     "rocm": _Platform(),  # nothing has been measured there
     "tpu": _Platform(_TPU),
 }
-_registered: dict[str, dict[str, bool | int | str | None]] = {}
+_registered: dict[str, _Changes] = {}
 
 
 def register_compiler_options(

@@ -13,6 +13,7 @@ from benchmarks.shared import _llama
 from benchmarks.shared._llama import LlamaSize
 from jaxzero._hlo import Rates, timeline
 from jaxzero._hlo import collectives as _hlo
+from jaxzero._hlo.cost import collective_of, flops, link_bytes
 from jaxzero._hlo.instructions import parse
 
 SIZE = LlamaSize(layers=3, width=256, hidden=704, heads=4, vocabulary=512)
@@ -62,6 +63,27 @@ def test_every_message_is_under_way_while_a_layer_computes(scanned):
     assert line.asynchronous_share > 0.95
     # One message for each hop: a layer is gathered twice and reduced once.
     assert sum(line.launches.values()) <= 2 * (3 * DEEP.layers + 10)
+
+
+def test_messages_between_nodes_have_a_whole_layer_of_time(scanned):
+    """In loops each is under way from before the first matrix product to after the last."""
+    program, num = parse(scanned), 0
+    for loop in program.entry.instructions:
+        if loop.op != "while":
+            continue
+        body = program.computations[loop.called["body"][0]]
+        products = [i for i, x in enumerate(body.instructions) if flops(x, body, program)]
+        starts = {
+            x.name: i
+            for i, x in enumerate(body.instructions)
+            if (sent := collective_of(x, program)) and link_bytes(sent, Rates(num_local=LOCAL))[1]
+        }
+        for i, x in enumerate(body.instructions):
+            if x.op.endswith("-done") and x.operands[0] in starts:
+                assert starts[x.operands[0]] < products[0], x.text
+                assert i > products[-1], x.text
+                num += 1
+    assert num == 3  # a layer's weights in forward; in backward its weights and its gradients
 
 
 def test_no_whole_gradient_is_held_while_the_layers_run_backward(scanned):
