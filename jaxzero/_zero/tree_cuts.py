@@ -76,7 +76,7 @@ def make_cut(
         whole: the layout of the tree.
         rows: for each array, what is frozen.
         mesh: gives the number of shards.
-        config: gives axes, stage, the and the persistence threshold.
+        config: gives axes, stage and the persistence threshold.
         codec: stores large float leaves of the frozen part; a stack only if each of its layers is a
             message of its own, so that a loop can decode one layer at a time.
 
