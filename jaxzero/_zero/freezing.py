@@ -263,7 +263,7 @@ class Freezing:
         raise self._not_ours(name, leaf, found)
 
     def _values(self, name: str, tree: Any, known: TreePlan) -> list[Any]:
-        """The arrays of a tree inside a program, which must be in full and of the `known` shapes."""
+        """The full arrays of a tree inside a program, which must have the `known` shapes."""
         try:
             values = known.flatten_like(tree)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Trees of two freezings, and leaves named alike, must not be taken for each other."""
+"""Trees of two freezings, leaves named alike, and parts of a stack too small to be split."""
 
 import jax
 import jax.numpy as jnp
@@ -40,3 +40,23 @@ def test_a_leaf_may_be_named_like_a_stack():
     active, frozen = freezing.split_optimizer(tx, opt_state)
     assert active[0].mu["a"]["w"].shape == (16, 8)
     assert (active[0].mu["w"].shape, frozen[0].mu["w"].shape) == ((3, 8, 8), (1, 8, 8))
+
+
+def test_a_part_that_is_not_split_is_not_offloaded():
+    """One row of a stack of scalars has no dim to split, so the step would not copy it."""
+    zero = jz.Zero(
+        zoo.make_mesh("2x4-auto"), jz.ZeroConfig(offload=jz.Offload(weights=True, min_size=1))
+    )
+    params = zero.shard({"s": np.arange(1.0, 3.0, dtype=np.float32)})
+    freezing = zero.freeze(params, 1, layers="s", before=())
+
+    def loss(params, batch):
+        x, _ = jax.lax.scan(lambda x, s: (x * s, None), batch, params["s"])
+        return jnp.mean(x)
+
+    active, frozen = freezing.split(params)
+    run = jax.jit(zero.value_and_grad(freezing.wrap(loss)))
+    value, grads = run(active, frozen, np.ones(8, np.float32))
+    np.testing.assert_array_equal((value, zero.unshard(grads)["s"][0]), (2.0, 1.0))
+    whole = freezing.join(active, frozen)["s"]
+    assert whole.data.sharding.memory_kind == "pinned_host"
