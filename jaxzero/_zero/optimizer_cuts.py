@@ -40,7 +40,8 @@ def cut_of_state(
     rows: list[Rows] = []
     for leaf in whole.leaves:
         shape = shapes.pop(leaf.path, None)
-        is_of_stack = bool(frozen_rows.get(_parameter_of(leaf.path, frozen_rows)))
+        parameter = _parameter_of(leaf.path, frozen_rows)
+        is_of_stack = parameter is not None and bool(frozen_rows[parameter])
         num_frozen = num_layers - shape[0] if shape and leaf.shape[:1] == (num_layers,) else 0
         if shape is None:
             rows.append(None)
