@@ -39,6 +39,8 @@ def mark_host_gradients(
         is_reduced = value in plan.gradients.reduces and value not in plan.zeros
         if i in leaves and isinstance(value, Value) and is_reduced:
             values[value] = leaves[i]
+        if value in plan.gradients.reduces:
+            continue  # a stack that a loop makes, and that is reduced after it
         if i in plan.gradients.at_end or index not in plan.gradients.loops:
             continue
         loop = plan.block.operations[index]

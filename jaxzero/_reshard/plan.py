@@ -51,7 +51,8 @@ class ReshardPlan:
         leaves: how the arrays are stored.
         sources: the sharding of each stored array, in device memory.
         targets: the sharding of each array of the result.
-        moves: for each array its move; None: `jax.device_put` takes it to its place.
+        moves: for each array its move; None: `jax.device_put` takes it to its place, or it has no
+            elements.
         windows: indices of the arrays that each program moves.
         digits: the devices that moves are over.
         nodes: the node of each of these devices.
@@ -87,7 +88,9 @@ def make_plan(
     other = digits.over(onto) if _same_devices(mesh, targets[0]) else None
     moves = tuple(
         _move(leaf, source, target, digits, other, options)
-        if _same_devices(mesh, target) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        if _same_devices(mesh, target)
+        and math.prod(leaf.shape)
+        and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
         else None
         for leaf, source, target in zip(leaves, sources, targets, strict=True)
     )

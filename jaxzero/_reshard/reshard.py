@@ -15,7 +15,7 @@ from .._codecs import Codec
 from .._mesh import is_traced
 from .._sharding import LeafSpec, TreePlan, arrays_of, axes_of, rebuild, spread_prefix
 from .._zero import Zero
-from .plan import Options, ReshardPlan, make_plan
+from .plan import Options, ReshardPlan, make_plan, sent_dtype
 from .programs import run, viewed
 from .report import ReshardReport, make_report
 
@@ -224,7 +224,9 @@ def _in_place(x: Any, source: NamedSharding) -> jax.Array:
 def _put(
     x: Any, leaf: LeafSpec, source: NamedSharding, target: NamedSharding, options: Options
 ) -> jax.Array:
-    """An array on other devices, or of random keys, by `jax.device_put`."""
+    """An array on other devices, of random keys, or without elements, by `jax.device_put`."""
+    if not math.prod(leaf.shape):
+        return jax.device_put(jnp.zeros(leaf.shape, sent_dtype(leaf, options.dtype)), target)
     x = _in_place(x, source)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return jax.device_put(x, target)

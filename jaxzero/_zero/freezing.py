@@ -13,7 +13,7 @@ import optax
 
 from .._codecs import Codec
 from .._program import SplitStack, run_on_split_stacks
-from .._sharding import TreePlan, arrays_of
+from .._sharding import LeafSpec, TreePlan, arrays_of
 from .activation_cache import ActivationCache
 from .batch_choice import BatchArgnums
 from .frozen_prefix import Names, find_prefix
@@ -129,6 +129,9 @@ class Freezing:
         indexed by a Python integer is taken from its part. Collectives, `jax.checkpoint`, casts of
         the stack and stacked outputs of the scan stay as they are.
 
+        Raises:
+            ValueError: when called, a tree is not of this freezing.
+
         Warns:
             UserWarning: `f` uses a whole stack in another way. The result is right, but gradients
                 of its frozen layers are computed, and dropped.
@@ -233,7 +236,10 @@ class Freezing:
 
     def _leaves(self, active: Any, frozen: Any) -> list[Any]:
         """The arrays of the whole tree inside a program: in full, stacks in two parts."""
-        values = self._cut.active.flatten_like(active), self._cut.frozen.flatten_like(frozen)
+        values = (
+            self._values("active", active, self._cut.active),
+            self._values("frozen", frozen, self._cut.frozen),
+        )
         leaves = []
         for leaf, (rest, first) in zip(
             self._cut.whole.leaves, self._cut.pairs(*values), strict=True
@@ -251,13 +257,28 @@ class Freezing:
             if all(x.codec == y.codec for x, y in pairs):
                 return
         shapes = {leaf.path: leaf.shape for leaf in given.leaves}
+        wrong = (leaf for leaf in known.leaves if shapes.get(leaf.path) != leaf.shape)
+        leaf = next(wrong, None)
+        found = None if leaf is None else shapes.get(leaf.path, "nothing")
+        raise self._not_ours(name, leaf, found)
+
+    def _values(self, name: str, tree: Any, known: TreePlan) -> list[Any]:
+        """The full arrays of a tree inside a program, which must have the `known` shapes."""
+        try:
+            values = known.flatten_like(tree)
+        except ValueError as error:
+            raise self._not_ours(name) from error
+        for leaf, x in zip(known.leaves, values, strict=True):
+            found = getattr(x, "shape", "nothing")
+            if found != leaf.shape:
+                raise self._not_ours(name, leaf, found)
+        return values
+
+    def _not_ours(self, name: str, leaf: LeafSpec | None = None, found: Any = None) -> ValueError:
         where = ""
-        for leaf in known.leaves:
-            if shapes.get(leaf.path) != leaf.shape:
-                found = shapes.get(leaf.path, "nothing")
-                where = f" At `{leaf.path}` it has {found}, where {leaf.shape} is expected."
-                break
-        raise ValueError(
+        if leaf is not None:
+            where = f" At `{leaf.path}` it has {found}, where {leaf.shape} is expected."
+        return ValueError(
             f"`{name}` is not a tree of this freezing ({self.prefix} of {self.num_layers} "
             f"layers).{where} Make one for it with `zero.freeze`."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import optax
 
@@ -35,11 +36,12 @@ def cut_of_state(
     whole = _plan_state(tx, params.whole, mesh, config)
     active = _plan_state(tx, params.active, mesh, config)
     shapes = {leaf.path: leaf.shape for leaf in active.leaves}
-    stacks = [x.path for x, n in zip(params.whole.leaves, params.rows, strict=True) if n]
+    frozen_rows = {x.path: n for x, n in zip(params.whole.leaves, params.rows, strict=True)}
     rows: list[Rows] = []
     for leaf in whole.leaves:
         shape = shapes.pop(leaf.path, None)
-        is_of_stack = any(leaf.path.endswith(f".{path}") or leaf.path == path for path in stacks)
+        parameter = _parameter_of(leaf.path, frozen_rows)
+        is_of_stack = parameter is not None and bool(frozen_rows[parameter])
         num_frozen = num_layers - shape[0] if shape and leaf.shape[:1] == (num_layers,) else 0
         if shape is None:
             rows.append(None)
@@ -60,6 +62,12 @@ def cut_of_state(
         )
     cut = make_cut(whole, rows, mesh, config)
     return TreeCut(whole, cut.rows, active, cut.frozen)
+
+
+def _parameter_of(path: str, parameters: Iterable[str]) -> str | None:
+    """The longest path of a parameter that ends `path`: `a.w` for `0.mu.a.w`, not `w`."""
+    found = (name for name in parameters if f".{path}".endswith(f".{name}"))
+    return max(found, key=len, default=None)
 
 
 def _plan_state(

@@ -76,7 +76,7 @@ def make_cut(
         whole: the layout of the tree.
         rows: for each array, what is frozen.
         mesh: gives the number of shards.
-        config: gives axes, stage, the and the persistence threshold.
+        config: gives axes, stage and the persistence threshold.
         codec: stores large float leaves of the frozen part; a stack only if each of its layers is a
             message of its own, so that a loop can decode one layer at a time.
 
@@ -126,7 +126,10 @@ def _lay_out(
     leaves = [
         dataclasses.replace(before, codec=leaf.codec)
         if before.shape == leaf.shape
-        else in_memory(leaf, before.memory_kind, num_shards)
+        # As in `offloaded`: a leaf that is not split, such as one row of scalars, is on the device.
+        else in_memory(
+            leaf, before.memory_kind if leaf.layout or num_shards == 1 else None, num_shards
+        )
         for before, leaf in zip(old, plan.leaves, strict=True)
     ]
     return dataclasses.replace(plan, leaves=tuple(leaves))
