@@ -6,6 +6,10 @@ gather or a reduction.
 """
 
 from . import movable_ops as movable_ops
+from .correspondence import Correspondence as Correspondence
+from .correspondence import correspondence as correspondence
+from .correspondence import exchanged_or_effect as exchanged_or_effect
+from .correspondence import is_same_constant as is_same_constant
 from .elementwise import full_reduction as full_reduction
 from .elementwise import is_broadcast as is_broadcast
 from .elementwise import is_elementwise as is_elementwise
