@@ -2,19 +2,19 @@
 
     python -m benchmarks.measured.node_shares
 
-Two processes of this machine are two nodes of one device, each on a core of its own. On the core of
-the second a competing process of equal priority computes too, so that it has about half of the
-core. Steps with equal rows, steps with shares, and the same computation without communication run
+Two processes of this machine are two nodes of one device, each on a core of its own, of which a
+control group (cgroup v1) gives the second only a fraction. Steps with equal rows, steps with shares, and the same computation without communication run
 in turn in one run. The last gives the nodes' speeds, in rows a second, and with them the ideal, in
 which all nodes always compute.
 
     ideal gain = (rows / 2 / lowest speed) / (rows / sum of speeds).
 
-Needs Linux with two cores.
+Needs Linux, root and two cores.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from benchmarks.shared._rows import append_row
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TOLERANCE = 1e-4  # of gradients, relative; float32 sums in another order
-_SPIN = "while True: pass"
+_PERIOD_US = 10_000  # of the limit; shorter than what is computed between two collectives
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Settings:
         size: the model; `rows` are those of a batch of both nodes.
         preset: of `jaxzero`.
         shares: of the two nodes.
-        competitors: processes that compute on the core of the second node.
+        fraction: of its core that the second node may use.
         rounds: how often each step runs, in turn.
     """
 
@@ -58,7 +58,7 @@ class Settings:
     )
     preset: str = "zero3"
     shares: tuple[int, int] = (2, 1)
-    competitors: int = 1
+    fraction: float = 0.5
     rounds: int = 12
 
 
@@ -74,23 +74,37 @@ def main(settings: Settings = Settings()) -> None:  # noqa: B008
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": "4"}
     started: list[subprocess.Popen] = []
 
-    def start(core: int, *arguments: str, **options: Any) -> None:
-        bound = ["taskset", "--cpu-list", str(cores[core]), *arguments]
-        started.append(subprocess.Popen(bound, cwd=_ROOT, env=environment, **options))
+    def start(number: int, out: int | None) -> subprocess.Popen:
+        bound = ["taskset", "--cpu-list", str(cores[number]), *command, str(number)]
+        started.append(subprocess.Popen(bound, cwd=_ROOT, env=environment, stdout=out, text=True))
+        return started[-1]
 
-    try:
-        start(0, *command, "0", stdout=subprocess.PIPE, text=True)
-        start(1, *command, "1")
-        for _ in range(settings.competitors):
-            start(1, sys.executable, "-c", _SPIN)
-        printed, _ = started[0].communicate()
-        if started[0].returncode:
-            raise RuntimeError(f"a node ended with status {started[0].returncode}")
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+    with _limited_group(settings.fraction) as group:
+        try:
+            first = start(0, subprocess.PIPE)
+            (group / "cgroup.procs").write_text(str(start(1, None).pid))
+            printed, _ = first.communicate()
+            if first.returncode:
+                raise RuntimeError(f"a node ended with status {first.returncode}")
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
     append_row("node_shares", _summary(settings, json.loads(printed.splitlines()[-1])))
+
+
+@contextlib.contextmanager
+def _limited_group(fraction: float) -> Iterator[Path]:
+    """A control group whose processes may use a fraction of one core, at this priority."""
+    group = Path("/sys/fs/cgroup/cpu", f"jaxzero_node_{os.getpid()}")
+    group.mkdir()
+    try:
+        (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+        (group / "cpu.cfs_quota_us").write_text(str(round(fraction * _PERIOD_US)))
+        (group / "cpu.shares").write_text(str(round(1024 * 1.25 ** -os.nice(0))))
+        yield group
+    finally:
+        group.rmdir()
 
 
 def _summary(settings: Settings, measured: dict[str, Any]) -> dict[str, Any]:
