@@ -54,7 +54,7 @@ class Settings:
     """
 
     size: Size = Size(
-        layers=2, width=256, vocabulary=512, rows=24, length=256, layers_in="scan", remat=False
+        layers=2, width=512, vocabulary=512, rows=24, length=64, layers_in="scan", remat=True
     )
     preset: str = "zero3"
     shares: tuple[int, int] = (2, 1)

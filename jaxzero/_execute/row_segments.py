@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Int32
 
 from .._plan import COSTLY, BlockPlan
 from .._program import Atom, Barrier, Constant, Loop, Operation, Value, is_same_constant
@@ -198,7 +199,9 @@ class RowSegments:
                 operation = self._versions.matched.operations[self._operations[index]][number]
                 _bind(operation, env)
             results = [jnp.asarray(_array(of(atom), env)) for atom in outputs]
-            return [_padded(x, _shape(atom)) for x, atom in zip(results, outputs, strict=True)]
+            start = jnp.minimum(self._versions.which, 0)
+            pairs = zip(results, outputs, strict=True)
+            return [_in_full_size(x, _shape(atom), start) for x, atom in pairs]
 
         num = len(self._versions.of(outputs[0]))
         branches = [functools.partial(branch, number) for number in range(num)]
@@ -242,11 +245,16 @@ def _leading_part(x: Any, shape: tuple[int, ...]) -> Any:
     return x if x.shape == shape else x[tuple(slice(size) for size in shape)]
 
 
-def _padded(x: Any, shape: tuple[int, ...]) -> Any:
+def _in_full_size(x: Any, shape: tuple[int, ...], start: Int32[Array, ""]) -> Any:
+    """`x` as the leading part of an array of `shape`, which is zero elsewhere.
+
+    `start` is 0, and XLA must not know: it would write this as a `pad`, with which XLA:CPU fuses
+    what makes `x`, and computes that number by number.
+    """
     if x.shape == shape:
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = jax.random.key_data(x)
-        data = _padded(data, (*shape, *data.shape[x.ndim :]))
+        data = _in_full_size(data, (*shape, *data.shape[x.ndim :]), start)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return jnp.pad(x, [(0, full - size) for full, size in zip(shape, x.shape, strict=True)])
+    return lax.dynamic_update_slice(jnp.zeros(shape, x.dtype), x, (start,) * x.ndim)

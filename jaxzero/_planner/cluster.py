@@ -190,8 +190,8 @@ class Cluster:
             ValueError: `rows` is not an integer of at least 1.
 
         Example:
-            >>> jz.Cluster(nodes=3, local=8, device=("h100", "h100", "a100")).shares(rows=16)
-            (16, 16, 5)
+            >>> jz.Cluster(nodes=2, local=8, device=("h100", "a100")).shares(rows=16)
+            (16, 5)
 
         References:
             Whale (https://arxiv.org/abs/2011.09208), hardware-aware load balance.
@@ -200,16 +200,20 @@ class Cluster:
             raise ValueError(f"`rows` must be an integer of at least 1; got {rows!r}.")
         rates = [Fraction(device.flops) for device in self.kinds]
         speeds = [rate / max(rates) for rate in rates]
+        # Each is the largest that takes no longer than a whole number of rows on one of the nodes.
         found = [
-            tuple(max(1, math.floor(most * speed)) for speed in speeds)
+            tuple(min(most, max(1, math.floor(num * speed / slow))) for speed in speeds)
             for most in range(1, rows + 1)
             if rows % most == 0
+            for num in range(1, most + 1)
+            for slow in sorted(set(speeds))
         ]
 
         def rows_a_second(shares: tuple[int, ...]) -> Fraction:
             slowest = max(share / speed for share, speed in zip(shares, speeds, strict=True))
             return sum(shares) / slowest
 
+        found = [shares for shares in found if rows % max(shares) == 0]
         return max(found, key=rows_a_second)  # the first, with the smallest integers, of equals
 
     @property
