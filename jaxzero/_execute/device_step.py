@@ -99,10 +99,10 @@ def run_on_device(
     program = plan_program(block, shapes, parameters, wire_state, microbatches, comm, updates)
     versions = None
     if shares is not None:
-        others = version_shares(shares)[1:]
-        cut = functools.partial(_trace, flat, parameters, stored, full, inputs, specs, microbatches)
-        blocks = [cut(comm, Fraction(share, max(shares)))[0] for share in others]
-        versions = _match(program, block, blocks, parameters, microbatches, shares)
+        retrace = functools.partial(
+            _trace, flat, parameters, stored, full, inputs, specs, microbatches, comm
+        )
+        versions = _versions(program, block, retrace, parameters, microbatches, shares)
     slices, sources = _gather_sources(stored, parameters, program, wire_state, comm)
     last_sources = dict(sources)
 
@@ -138,17 +138,18 @@ def run_on_device(
     )
 
 
-def _match(
+def _versions(
     program: ProgramPlan,
     block: Block,
-    others: Sequence[Block],
+    retrace: Callable[[Fraction], tuple[Block, Any]],
     parameters: Parameters,
     microbatches: int,
     shares: Sequence[int],
 ) -> RowVersions:
-    """Match the planned program and its other versions, which have fewer rows."""
-    blocks, first = [block, *others], 1 if microbatches > 1 else 0
-    uses = []
+    """Trace the versions of the planned program that have fewer rows, and match all."""
+    others = version_shares(shares)[1:]
+    blocks = [block, *(retrace(Fraction(share, max(shares)))[0] for share in others)]
+    first, uses = 1 if microbatches > 1 else 0, []
     for each in blocks:
         values = each.inputs[first : first + len(parameters.leaves)]
         weights = {values[i]: View(weight) for i, weight in program.weights.items()}
