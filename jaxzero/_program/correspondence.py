@@ -7,11 +7,9 @@ are matched so that a plan of one is a plan of all. The first trace has the larg
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jax.extend import core as jex
 
 from .ir import Atom, Block, Constant, Loop, Operation, Value
 
@@ -46,35 +44,6 @@ def is_same_constant(atoms: Sequence[Atom]) -> bool:
         all(isinstance(x, np.ndarray | np.generic | bool | int | float) for x in values)
         and all(np.array_equal(x, first) for x in values)
     )
-
-
-def exchanged_or_effect(operation: Operation) -> str | None:
-    """The name of a collective, or of an effect on the host, in an operation; None without one.
-
-    `axis_index` is none: it tells a device where it is, and sends nothing.
-    """
-    for equation in _equations(operation.equation):
-        name, params = equation.primitive.name, equation.params
-        axes = params.get("axis_name", params.get("axes", ()))
-        axes = axes if isinstance(axes, tuple | list) else (axes,)
-        if any(isinstance(axis, str) for axis in axes) and name not in _LOCAL:
-            return name
-        if any("Named" not in type(effect).__name__ for effect in equation.effects):
-            return name
-    return None
-
-
-_LOCAL = {"axis_index", "pvary", "pcast"}  # they name an axis and send nothing
-
-
-def _equations(equation: Any) -> Iterator[Any]:
-    """An equation, and those of the jaxprs inside it."""
-    yield equation
-    for param in equation.params.values():
-        for inner in param if isinstance(param, tuple | list) else (param,):
-            if isinstance(inner, jex.Jaxpr | jex.ClosedJaxpr):
-                for each in getattr(inner, "jaxpr", inner).eqns:
-                    yield from _equations(each)
 
 
 def _match_blocks(blocks: Sequence[Block], atoms: dict, operations: dict, where: str) -> None:
