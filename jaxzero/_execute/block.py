@@ -37,6 +37,8 @@ from .gathers import Bind, GatherSources
 from .gradient_buckets import GradientBuckets, Reduced
 from .loop import Prologue, loop_prologue, run_loop
 from .mean_gradients import host_mean
+from .row_segments import RowSegments
+from .row_versions import RowVersions
 from .update_in_loop import LeafUpdate
 from .weight_buckets import WeightBuckets
 
@@ -47,6 +49,7 @@ def run_block(
     inputs: Sequence[Any],
     sources: Mapping[ShardedParam, EncodedShards],
     updates: Mapping[int, LeafUpdate],
+    versions: RowVersions | None = None,
 ) -> tuple[list[Any], GatherSources, dict[int, list[Array]]]:
     """Run a block.
 
@@ -56,6 +59,7 @@ def run_block(
         inputs: an array for each input of the block; those for views of weights are ignored.
         sources: for each weight that the block uses, the shard or node slice to gather it from.
         updates: of the leaves that the loops of the block may update, by index of the leaf.
+        versions: of the program, if nodes have different numbers of rows.
 
     Returns:
         The block's outputs; the gather sources after the run, in which node slices that the
@@ -63,20 +67,29 @@ def run_block(
         `LeafUpdate.stacks`. An output with a reduction is this device's shard of the sum, in
         `accumulator_dtype`; that of an updated leaf is None.
     """
-    runner = BlockRunner(WeightBuckets(plan, comm, sources), updates)
+    runner = BlockRunner(WeightBuckets(plan, comm, sources), updates, versions)
     return runner.run(inputs), runner.weights.sources, runner.updated
 
 
 class BlockRunner:
     """One run of a block; `weights` has its plan and gathers its weights."""
 
-    def __init__(self, weights: WeightBuckets, updates: Mapping[int, LeafUpdate]):
+    def __init__(
+        self,
+        weights: WeightBuckets,
+        updates: Mapping[int, LeafUpdate],
+        versions: RowVersions | None,
+    ):
         plan = weights.plan
         self.plan = plan
         self.comm = weights.comm
         self.weights = weights
         self.gradients = GradientBuckets(plan, weights.comm)
         self.updates = updates
+        self.versions = versions
+        self.segments = None
+        if versions is not None:
+            self.segments = RowSegments(plan, versions, self._after_gather)
         self.updated: dict[int, list[Array]] = {}  # new stacks of leaves that a loop has updated
         self.prologues: dict[int, Prologue] = {}  # of the loops in this block
         self.env: dict[Value, Any] = {}  # the array of every value that is not a view of a weight
@@ -100,7 +113,7 @@ class BlockRunner:
 
     def inside(self, weights: WeightBuckets) -> BlockRunner:
         """Make a runner for the body of a loop in this block, whose plan `weights` has."""
-        return BlockRunner(weights, {})
+        return BlockRunner(weights, {}, self.versions)
 
     def run(
         self,
@@ -125,6 +138,9 @@ class BlockRunner:
             self._write(value, x)
         for index in range(len(block.operations) + 1):
             with self._region(index):
+                if self.segments is not None:
+                    for value, x in self.segments.end(index):
+                        self._write(value, x)
                 self._gather(index)
                 if index == early and reduce_early is not None:
                     reduce_early(functools.partial(self.pin, tie))
@@ -234,10 +250,21 @@ class BlockRunner:
 
     def read(self, atom: Value | Constant) -> Any:
         """The array of a value. For a view: the full weight, with the view's operations applied."""
+        if self.segments is not None and self.segments.is_made_here(atom):
+            return self.segments.array(atom, self._gathered)
         if isinstance(atom, Constant):
             return atom.value
         view = self.plan.uses.views.get(atom)
         return self.env[atom] if view is None else self.weights.full(view.weight, view.ops)
+
+    def _gathered(self, value: Value) -> Any:
+        """The array of a value. For a view: the full weight as it was gathered."""
+        view = self.plan.uses.views.get(value)
+        return self.env[value] if view is None else self.weights.gathered(view.weight, view.ops)[0]
+
+    def _after_gather(self, value: Value) -> tuple[movable_ops.Op, ...]:
+        weight, ops = self.plan.uses.views[value].weight, self.plan.uses.views[value].ops
+        return movable_ops.before_gather(ops, weight.layout, weight.shape)[1]
 
     # Gradients.
 
@@ -305,6 +332,9 @@ class BlockRunner:
         views = self.plan.uses.views
         if index in self.plan.gradients.on_shards:
             return  # `_store` runs it once its inputs are reduced
+        if self.segments is not None and self.segments.takes(index):
+            self.segments.add(index, self._gathered)
+            return
         if isinstance(operation, Loop):
             with in_loop(index):
                 outputs = run_loop(self, index, operation)

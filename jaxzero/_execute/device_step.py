@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from .._collectives import (
@@ -26,7 +28,7 @@ from .._collectives import (
     labelled,
 )
 from .._mesh import in_host, microbatch_index
-from .._plan import BlockPlan, Plan, ShardedParam, slices_kept_in_program
+from .._plan import BlockPlan, Plan, ShardedParam, View, find_uses, slices_kept_in_program
 from .._program import Block, trace
 from .._sharding import split_dim, unpad
 from .._simigrad import GradientHalves
@@ -35,6 +37,7 @@ from .gather_sources import gather_source
 from .mean_gradients import GradientTarget, MeanGradients, mean_over_devices
 from .microbatches import Accumulators, accumulate, split_microbatches
 from .program_plan import Parameters, ProgramPlan, plan_program
+from .row_versions import RowVersions, match_versions, version_shares
 from .update_in_loop import LeafUpdate
 from .weight_differences import kept_slice, next_slice
 from .wire_state import LocalWireState
@@ -69,6 +72,7 @@ def run_on_device(
     microbatches: int,
     comm: CommSpec,
     updates: Mapping[int, LeafUpdate] | None = None,
+    shares: Sequence[int] | None = None,
 ) -> Result:
     """Run one step on one device: trace, plan, run every micro-batch, average over devices.
 
@@ -93,6 +97,12 @@ def run_on_device(
     ]
     block, shapes = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
     program = plan_program(block, shapes, parameters, wire_state, microbatches, comm, updates)
+    versions = None
+    if shares is not None:
+        retrace = functools.partial(
+            _trace, flat, parameters, stored, full, inputs, specs, microbatches, comm
+        )
+        versions = _versions(program, block, retrace, parameters, microbatches, shares)
     slices, sources = _gather_sources(stored, parameters, program, wire_state, comm)
     runs_first = microbatches == 1 or program.later is not None  # outside of a loop
 
@@ -101,7 +111,7 @@ def run_on_device(
     ) -> tuple[Accumulators, list[Any]]:
         indices = [] if index is None else [index]
         outputs, sources_now, stacks = run_block(
-            plan, comm, [*indices, *full, *inputs], sources, updates
+            plan, comm, [*indices, *full, *inputs], sources, updates, versions
         )
         if runs_first and plan is program.top:
             sources.update(sources_now)
@@ -145,6 +155,26 @@ def _plan_of_step(
         microbatches=microbatches,
         later=program.later,
     )
+
+
+def _versions(
+    program: ProgramPlan,
+    block: Block,
+    retrace: Callable[[Fraction], tuple[Block, Any]],
+    parameters: Parameters,
+    microbatches: int,
+    shares: Sequence[int],
+) -> RowVersions:
+    """Trace the versions of the planned program that have fewer rows, and match all."""
+    others = version_shares(shares)[1:]
+    blocks = [block, *(retrace(Fraction(share, max(shares)))[0] for share in others)]
+    first, uses = 1 if microbatches > 1 else 0, []
+    for each in blocks:
+        values = each.inputs[first : first + len(parameters.leaves)]
+        weights = {values[i]: View(weight) for i, weight in program.weights.items()}
+        uses.append(program.top.uses if each is block else find_uses(each, weights))
+    plans = [program.top] if program.later is None else [program.top, program.later]
+    return match_versions(blocks, uses, plans, shares)
 
 
 def _gather_sources(
@@ -211,8 +241,12 @@ def _trace(
     specs: Sequence[Any],
     microbatches: int,
     comm: CommSpec,
+    share: Fraction = Fraction(1),
 ) -> tuple[Block, Any]:
-    """Trace one micro-batch on the shapes of the full parameters, without gathering them."""
+    """Trace one micro-batch, or a `share` of its rows, on the shapes of the full parameters.
+
+    Nothing is gathered.
+    """
     full = []
     for i, (shard, x) in enumerate(zip(stored, full_weights, strict=True)):
         layout = parameters.weight_layout(i)
@@ -222,8 +256,8 @@ def _trace(
             decoded = jax.ShapeDtypeStruct(from_stored(shard, leaf).shape, leaf.dtype)
         full.append(gathered_aval(decoded, layout, comm) if layout else x)
     rows = [
-        jax.eval_shape(lambda x, spec=spec: split_microbatches(x, spec, microbatches)[0], x)
-        if microbatches > 1 and split_dim(spec) is not None
+        jax.eval_shape(functools.partial(_rows_of, spec, microbatches, share), x)
+        if split_dim(spec) is not None and (microbatches > 1 or share < 1)
         else x
         for x, spec in zip(inputs, specs, strict=True)
     ]
@@ -236,3 +270,10 @@ def _trace(
 
     index = [jax.ShapeDtypeStruct((), jnp.arange(1).dtype)] if microbatches > 1 else []
     return trace(function, *index, *full, *rows)
+
+
+def _rows_of(spec: Any, microbatches: int, share: Fraction, x: Array) -> Array:
+    """The first `share` of the rows of a micro-batch."""
+    dim, x = split_dim(spec), split_microbatches(x, spec, microbatches)[0]
+    assert dim is not None
+    return lax.slice_in_dim(x, 0, int(x.shape[dim] * share), axis=dim)

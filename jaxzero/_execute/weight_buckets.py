@@ -120,8 +120,14 @@ class WeightBuckets:
 
     def full(self, weight: ShardedParam, ops: tuple[movable_ops.Op, ...]) -> Any:
         """The full weight, with the operations `ops` applied."""
-        before, after = movable_ops.before_gather(ops, weight.layout, weight.shape)
-        _, x = self._full[weight, before]
+        x, after = self.gathered(weight, ops)
         for op in after:
             x = op.apply(x)
         return x
+
+    def gathered(
+        self, weight: ShardedParam, ops: tuple[movable_ops.Op, ...]
+    ) -> tuple[Any, tuple[movable_ops.Op, ...]]:
+        """The full weight as it was gathered, and those of `ops` that were not applied before."""
+        before, after = movable_ops.before_gather(ops, weight.layout, weight.shape)
+        return self._full[weight, before][1], after

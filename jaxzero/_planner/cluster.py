@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
+from fractions import Fraction
 
 from jax.sharding import Mesh
 
@@ -70,24 +72,26 @@ DEVICES: dict[str, Device] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of equal devices, and the links between them.
+    """Nodes, their devices, and the links between them.
 
     Attributes:
         nodes: number of nodes.
         local: devices of a node.
-        device: "a100", "h100", "h200", "b200", or a `Device` of your own.
+        device: "a100", "h100", "h200", "b200", or a `Device` of your own. Where nodes differ, a
+            tuple with one for each node: `shares` then divides the rows of a batch among them;
+            plans are made for one kind.
         link: bytes a second that enter a node from other nodes, over all its links.
         local_link: bytes a second that a device receives from its node; by default the device's.
         host_link: bytes a second between a device and its host, each way; by default the device's.
         host_memory: bytes of host memory for each device; 0: nothing is offloaded.
 
     Raises:
-        ValueError: a number is not above 0, or the kind of device is not known.
+        ValueError: a number is not above 0, or the kind of a device is not known.
     """
 
     nodes: int
     local: int
-    device: str | Device = "h100"
+    device: str | Device | tuple[str | Device, ...] = "h100"
     link: float = 50e9
     local_link: float | None = None
     host_link: float | None = None
@@ -100,10 +104,13 @@ class Cluster:
                 raise ValueError(
                     f"`{name}` of `Cluster` must be an integer of at least 1; got {value!r}."
                 )
-        if not isinstance(self.device, Device) and self.device not in DEVICES:
+        each = self.device if isinstance(self.device, tuple) else (self.device,)
+        known = (isinstance(x, Device) or (isinstance(x, str) and x in DEVICES) for x in each)
+        is_for_each = not isinstance(self.device, tuple) or len(self.device) == self.nodes
+        if not all(known) or not is_for_each:
             raise ValueError(
-                f"`device` of `Cluster` must be one of {', '.join(DEVICES)}, or a `jz.Device(...)`;"
-                f" got {self.device!r}."
+                f"`device` of `Cluster` must be one of {', '.join(DEVICES)}, or a `jz.Device(...)`,"
+                f" or a tuple with one for each of {self.nodes} nodes; got {self.device!r}."
             )
         for name in ("link", "local_link", "host_link"):
             value = getattr(self, name)
@@ -146,9 +153,68 @@ class Cluster:
         )
 
     @property
+    def kinds(self) -> tuple[Device, ...]:
+        """The device of each node."""
+        each = self.device if isinstance(self.device, tuple) else (self.device,) * self.nodes
+        return tuple(x if isinstance(x, Device) else DEVICES[x] for x in each)
+
+    @property
     def kind(self) -> Device:
-        """The device."""
-        return self.device if isinstance(self.device, Device) else DEVICES[self.device]
+        """The device.
+
+        Raises:
+            NotImplementedError: nodes have different ones.
+        """
+        first, *others = self.kinds
+        if any(x != first for x in others):
+            names = ", ".join(dict.fromkeys(x.name for x in self.kinds))
+            raise NotImplementedError(
+                f"`cluster` has nodes of different devices ({names}), and a plan is made for one "
+                "kind. Plan with `dataclasses.replace(cluster, device=...)` for the slowest."
+            )
+        return first
+
+    def shares(self, rows: int) -> tuple[int, ...]:
+        """Shares of the nodes in a batch, in proportion to their `flops`, as small integers.
+
+        All nodes wait for the slowest, in every layer. So the shares are those with which the
+        nodes compute most rows a second, as far as whole rows allow.
+
+        Args:
+            rows: of a micro-batch on a device of the fastest node. The largest share divides it.
+
+        Returns:
+            A share for each node, for `zero.value_and_grad(..., shares=)` and `jz.pad_batch`.
+
+        Raises:
+            ValueError: `rows` is not an integer of at least 1.
+
+        Example:
+            >>> jz.Cluster(nodes=2, local=8, device=("h100", "a100")).shares(rows=16)
+            (16, 5)
+
+        References:
+            Whale (https://arxiv.org/abs/2011.09208), hardware-aware load balance.
+        """
+        if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
+            raise ValueError(f"`rows` must be an integer of at least 1; got {rows!r}.")
+        rates = [Fraction(device.flops) for device in self.kinds]
+        speeds = [rate / max(rates) for rate in rates]
+        # Each is the largest that takes no longer than a whole number of rows on one of the nodes.
+        found = [
+            tuple(min(most, max(1, math.floor(num * speed / slow))) for speed in speeds)
+            for most in range(1, rows + 1)
+            if rows % most == 0
+            for num in range(1, most + 1)
+            for slow in sorted(set(speeds))
+        ]
+
+        def rows_a_second(shares: tuple[int, ...]) -> Fraction:
+            slowest = max(share / speed for share, speed in zip(shares, speeds, strict=True))
+            return sum(shares) / slowest
+
+        found = [shares for shares in found if rows % max(shares) == 0]
+        return max(found, key=rows_a_second)  # the first, with the smallest integers, of equals
 
     @property
     def num_devices(self) -> int:
@@ -169,4 +235,5 @@ class Cluster:
 
     def __str__(self) -> str:
         link = f"{self.link / _GIGA:g} GB/s into a node"
-        return f"{self.nodes} x {self.local} {self.kind.name}, {link}"
+        names = " and ".join(dict.fromkeys(device.name for device in self.kinds))
+        return f"{self.nodes} x {self.local} {names}, {link}"

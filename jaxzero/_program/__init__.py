@@ -6,6 +6,9 @@ gather or a reduction.
 """
 
 from . import movable_ops as movable_ops
+from .correspondence import Correspondence as Correspondence
+from .correspondence import correspondence as correspondence
+from .correspondence import is_same_constant as is_same_constant
 from .elementwise import full_reduction as full_reduction
 from .elementwise import is_broadcast as is_broadcast
 from .elementwise import is_elementwise as is_elementwise
@@ -18,6 +21,7 @@ from .ir import Constant as Constant
 from .ir import Loop as Loop
 from .ir import Operation as Operation
 from .ir import Value as Value
+from .ir import exchanged_or_effect as exchanged_or_effect
 from .known_part import known_part as known_part
 from .known_part import rest_part as rest_part
 from .split_stacks import SplitStack as SplitStack

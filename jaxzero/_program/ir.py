@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from .._mesh import simulated as simulate
 from . import movable_ops
 
 _ELEMENTWISE = {"neg", "reduce_precision"}
+_LOCAL = {"axis_index", "pvary", "pcast"}  # they name an axis and send nothing
 _EXCHANGES = {"all_gather", "reduce_scatter", "ppermute", "all_to_all"}
 
 
@@ -203,6 +204,31 @@ def _indexed(body: Callable, stacks: Any, length: int) -> tuple[Callable, Any]:
         return carry, outputs
 
     return indexed, (jnp.arange(length), scanned)
+
+
+def exchanged_or_effect(operation: Operation) -> str | None:
+    """The name of a collective, or of an effect on the host, in an operation; None without one.
+
+    `axis_index` is none: it tells a device where it is, and sends nothing.
+    """
+    for equation in _equations(operation.equation):
+        name, params = equation.primitive.name, equation.params
+        axes = params.get("axis_name", params.get("axes", ()))
+        axes = axes if isinstance(axes, tuple | list) else (axes,)
+        if any(isinstance(axis, str) for axis in axes) and name not in _LOCAL:
+            return name
+        if any("Named" not in type(effect).__name__ for effect in equation.effects):
+            return name
+    return None
+
+
+def _equations(equation: Any) -> Iterator[Any]:
+    """An equation, and those of the jaxprs inside it."""
+    yield equation
+    for param in equation.params.values():
+        for inner in param if isinstance(param, tuple | list) else (param,):
+            for other in getattr(getattr(inner, "jaxpr", inner), "eqns", ()):
+                yield from _equations(other)
 
 
 def is_ref(aval: Any) -> bool:

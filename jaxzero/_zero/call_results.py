@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._execute import LocalWireState, WireState, check_microbatches, from_tree, to_tree
-from .._mesh import AXES, AnyMesh
-from .._sharding import LeafSpec, Static, is_stored, rebuild, stored_leaf
+from .._mesh import AXES, NODE, AnyMesh
+from .._sharding import LeafSpec, Static, ZeroConfig, is_stored, rebuild, stored_leaf
 from .._simigrad import GradientHalves
 from .arguments import Argument, Call
+from .node_shares import check_shares, known_shares
 from .options import Options
 from .outputs import flat_reductions
 from .transform import Transform
@@ -29,13 +30,17 @@ def gradient_options(
     weighted: bool,
     aux_reduce: Any,
     halves: bool,
+    shares: Sequence[int] | None,
     mesh: AnyMesh,
+    config: ZeroConfig,
 ) -> Options:
     """Check the arguments of `value_and_grad`, and return them as `Options`.
 
     Raises:
         ValueError: `microbatches` is not an integer of at least 1, `aux_reduce` names an unknown
-            reduction, or `halves` is set on a mesh with one device.
+            reduction, `halves` is set on a mesh with one device, or `shares` does not fit the mesh
+            or comes without `weighted`.
+        NotImplementedError: `shares` does not work with another option.
     """
     check_microbatches(microbatches)
     if halves and all(mesh.shape[axis] == 1 for axis in AXES):
@@ -45,7 +50,9 @@ def gradient_options(
         )
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     reduce = flat_reductions("aux_reduce", aux_reduce)
-    return Options(numbers, has_aux, microbatches, weighted, reduce, halves=halves)
+    known = known_shares(shares, mesh.shape[NODE])
+    check_shares(known, weighted, halves, mesh, config)
+    return Options(numbers, has_aux, microbatches, weighted, reduce, shares=known, halves=halves)
 
 
 def returned(

@@ -16,4 +16,5 @@ class Options:
     weighted: bool = False
     reduce: tuple[tuple[str, ...], Any] | None = None  # reductions of outputs: names, treedef
     has_gradients: bool = True
+    shares: tuple[int, ...] | None = None  # of the nodes, without a common factor; None: all equal
     halves: bool = False  # whether gradients of two half-batches are compared

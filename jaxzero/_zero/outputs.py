@@ -41,7 +41,18 @@ class Outputs:
             else self._default(path_name(path), leaf)
             for how, (path, _), leaf in zip(asked, paths_and_leaves, leaves, strict=True)
         ]
+        if self.options.shares is not None:
+            self._check_shares([path_name(path) for path, _ in paths_and_leaves])
         return leaves
+
+    def _check_shares(self, paths: Sequence[str]) -> None:
+        for path, how in zip(paths, self.how, strict=True):
+            if how not in ("sum", "first"):
+                raise ValueError(
+                    f"The aux leaf `{path}` is combined by {how!r}, and with `shares` devices "
+                    "have different numbers of rows. Return a sum over rows, with 'sum' in "
+                    f"`{self._argument}`; or take 'first'."
+                )
 
     def _checked(self, how: str, path: str, leaf: Array) -> str:
         if how == "concat" and (not leaf.ndim or self.rows is None):

@@ -8,6 +8,7 @@ from typing import Any
 
 from .arguments import check_rows, resolve
 from .batch_choice import BatchArgnums
+from .node_shares import check_share_rows
 from .options import Options
 from .sharded_trees import ShardedTrees
 from .transform import Transform
@@ -28,7 +29,7 @@ def prepare(
         The transform, and the stored arrays of each argument.
 
     Raises:
-        ValueError: an argument does not fit; see `resolve` and `check_rows`.
+        ValueError: an argument does not fit; see `resolve`, `check_rows` and `check_share_rows`.
     """
     numbers = tuple(i + len(args) if i < 0 else i for i in options.argnums)
     if len(set(numbers)) < len(numbers):
@@ -47,4 +48,6 @@ def prepare(
         num_devices=here.num_devices,
     )
     check_rows(call, arrays, here._devices, options.microbatches)
+    if options.shares is not None:
+        check_share_rows(call, arrays, here._devices, options.microbatches, options.shares)
     return Transform(f, call, options, here._devices, zero.config), arrays

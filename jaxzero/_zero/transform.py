@@ -163,6 +163,7 @@ class Transform:
                 self.options.microbatches,
                 self.comm,
                 leaf_updates,
+                self.options.shares,
             )
             with labelled("other", "aux" if self.options.has_gradients else "output"):
                 parts = outputs.part(result.others, self.comm)

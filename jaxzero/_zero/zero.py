@@ -131,6 +131,7 @@ class Zero(ShardedTrees):
         weighted: bool = False,
         aux_reduce: Any = None,
         halves: bool = False,
+        shares: Sequence[int] | None = None,
         batch_argnums: BatchArgnums = None,
         in_specs: Sequence[Any] | None = None,
     ) -> Callable:
@@ -164,6 +165,10 @@ class Zero(ShardedTrees):
                 holds one more float32 shard of it. Gradients stay bitwise equal where
                 reduce-scatters add in the order of devices, as on CPUs; with `split="local"` they
                 may round differently.
+            shares: for nodes of different speeds, such as `(2, 1)`: the proportions in which nodes
+                share the rows; see `jz.Cluster.shares`. Arrange the batch by `jz.pad_batch`. `f`
+                is traced once for each number of rows, and must have no collectives or
+                effects of its own. Needs `weighted`; outputs in `aux` need "sum" or "first".
             batch_argnums: the argument that is the batch, split on dim 0 over all devices
                 (`batch_spec`): a position, a name, or several. By default the one argument
                 that can be: it holds an array with rows, and is neither a sharded tree nor a random
@@ -191,7 +196,15 @@ class Zero(ShardedTrees):
             UserWarning: no argument is a batch, so that each device computes everything.
         """
         options = gradient_options(
-            argnums, has_aux, microbatches, weighted, aux_reduce, halves, self._devices
+            argnums,
+            has_aux,
+            microbatches,
+            weighted,
+            aux_reduce,
+            halves,
+            shares,
+            self._devices,
+            self.config,
         )
 
         programs = Programs()
@@ -254,7 +267,9 @@ class Zero(ShardedTrees):
             ValueError: as `value_and_grad` and `apply_gradients`.
         """
         check_one_program(self.config, microbatches, weighted)
-        options = gradient_options(0, has_aux, 1, False, aux_reduce, False, self._devices)
+        options = gradient_options(
+            0, has_aux, 1, False, aux_reduce, False, None, self._devices, self.config
+        )
         programs = Programs()
 
         @functools.wraps(f)
@@ -315,6 +330,7 @@ class Zero(ShardedTrees):
         weighted: bool = False,
         aux_reduce: Any = None,
         halves: bool = False,
+        shares: Sequence[int] | None = None,
         batch_argnums: BatchArgnums = None,
         in_specs: Sequence[Any] | None = None,
         wire_state: Any = None,
@@ -329,7 +345,15 @@ class Zero(ShardedTrees):
         `value_and_update(f, tx)`, with the updates that run in backward.
         """
         options = gradient_options(
-            argnums, has_aux, microbatches, weighted, aux_reduce, halves, self._devices
+            argnums,
+            has_aux,
+            microbatches,
+            weighted,
+            aux_reduce,
+            halves,
+            shares,
+            self._devices,
+            self.config,
         )
         transform, arrays = prepare(self, f, args, kwargs, options, batch_argnums, in_specs)
         if tx is not None:

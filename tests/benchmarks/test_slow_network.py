@@ -318,9 +318,9 @@ def test_a_run_that_takes_too_long_or_fails_is_given_up(tmp_path):
     )
     try:
         with pytest.raises(Failed, match="no end within 0 s"):
-            _slow_runs._wait({"0.0": slow}, 0.3, tmp_path)
+            _slow_runs.wait({"0.0": slow}, 0.3, tmp_path)
         with pytest.raises(Failed, match="worker 1.0 ended with 3: ValueError: no"):
-            _slow_runs._wait({"0.0": slow, "1.0": bad}, 60, tmp_path)
+            _slow_runs.wait({"0.0": slow, "1.0": bad}, 60, tmp_path)
     finally:
         slow.kill()
         slow.wait()
