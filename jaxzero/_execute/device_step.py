@@ -87,6 +87,7 @@ def run_on_device(
         comm: mesh axes, codecs and schedule of all collectives.
         updates: of leaves that are updated as soon as their gradients are known, where the program
             can, by index of the leaf.
+        shares: of the rows of a batch, for each node; None: all are equal.
     """
     updates = updates or {}
     updated: dict[int, list[Array]] = {}
@@ -97,12 +98,10 @@ def run_on_device(
     ]
     block, shapes = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
     program = plan_program(block, shapes, parameters, wire_state, microbatches, comm, updates)
-    versions = None
-    if shares is not None:
-        retrace = functools.partial(
-            _trace, flat, parameters, stored, full, inputs, specs, microbatches, comm
-        )
-        versions = _versions(program, block, retrace, parameters, microbatches, shares)
+    retrace = functools.partial(
+        _trace, flat, parameters, stored, full, inputs, specs, microbatches, comm
+    )
+    versions = _versions(program, block, retrace, parameters, microbatches, shares)
     slices, sources = _gather_sources(stored, parameters, program, wire_state, comm)
     runs_first = microbatches == 1 or program.later is not None  # outside of a loop
 
@@ -163,9 +162,11 @@ def _versions(
     retrace: Callable[[Fraction], tuple[Block, Any]],
     parameters: Parameters,
     microbatches: int,
-    shares: Sequence[int],
-) -> RowVersions:
+    shares: Sequence[int] | None,
+) -> RowVersions | None:
     """Trace the versions of the planned program that have fewer rows, and match all."""
+    if shares is None:
+        return None
     others = version_shares(shares)[1:]
     blocks = [block, *(retrace(Fraction(share, max(shares)))[0] for share in others)]
     first, uses = 1 if microbatches > 1 else 0, []

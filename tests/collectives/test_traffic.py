@@ -226,9 +226,9 @@ def test_between_nodes_once_for_all_microbatches(preset):
     assert {c.trips for c in crossing} == trips
     traffic, one = report.traffic, _lowered(preset, mesh, 1)[1].traffic
     assert traffic.amount(lambda t: t.axis == "node").microbatch_bytes == 0
-    assert traffic.node_bytes_for("weights") == one.node_bytes_for("weights")
     inside, first = (x.amount(lambda t: t.axis == "local") for x in (traffic, one))
     if preset == "zeropp":
+        assert traffic.node_bytes_for("weights") == one.node_bytes_for("weights")
         assert inside.device_bytes == first.device_bytes + 2 * inside.microbatch_bytes
     else:
         assert inside.device_bytes == 3 * inside.microbatch_bytes
