@@ -76,9 +76,9 @@ CONFIGS = {
     ("config", "microbatches"),
     [
         ("zero3", 1),
-        ("zero3", 2),
+        pytest.param("zero3", 2, marks=pytest.mark.exhaustive),
         ("hsdp", 2),
-        ("zeropp", 1),
+        pytest.param("zeropp", 1, marks=pytest.mark.ci),
         pytest.param("hsdp", 1, marks=pytest.mark.exhaustive),
         pytest.param("zeropp4", 1, marks=pytest.mark.ci),
     ],

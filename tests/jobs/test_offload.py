@@ -59,6 +59,7 @@ def finish(
     return run
 
 
+@pytest.mark.ci
 def test_a_run_with_offload_is_the_run_without(finish: Callable[[bool], tuple[jobs.Train, str]]):
     found, expected = (finish(is_offloaded)[0].run.directory for is_offloaded in (True, False))
     assert losses(found) == losses(expected)

@@ -95,6 +95,7 @@ def test_repeated_texts_are_kept_once(tmp_path: Path):
     assert collect_pairs(tmp_path) == expected
 
 
+@pytest.mark.ci
 def test_standard_library_has_thousands():
     pairs = collect_pairs(standard_library())
     assert len(pairs.train) > 3000

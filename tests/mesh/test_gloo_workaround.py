@@ -53,8 +53,8 @@ def test_each_device_keeps_its_piece_of_the_sum(axes, dim, tiled, dtype):
         np.testing.assert_array_equal(np.asarray(expected, np.int64), pieces)
 
 
-# Rows of a message over `node` have 240 bytes: one piece, four, eight unequal ones, one per number.
-@pytest.mark.parametrize("piece", [256, 60, 33, 1])
+# Rows of a message over `node` have 240 bytes: one piece, or eight of which some have less.
+@pytest.mark.parametrize("piece", [256, 33])
 @pytest.mark.parametrize("axes", ["local", "node", AXES])
 def test_pieces_between_nodes_are_joined_as_jax_joins_them(axes, piece, monkeypatch):
     monkeypatch.setattr(gloo_workaround, "PIECE_BYTES", piece)

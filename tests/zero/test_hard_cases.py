@@ -63,6 +63,7 @@ def test_rounding_to_integers_is_not_moved_past_a_sum(zero):
     np.testing.assert_allclose(zero.unshard(grads)["w"], want["w"], rtol=1e-6)
 
 
+@pytest.mark.ci
 def test_a_weight_used_a_thousand_times(zero):
     def loss(p, x):
         total = jnp.float32(0)

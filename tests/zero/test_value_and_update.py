@@ -112,7 +112,11 @@ STACKS = {f"layers.{name}" for name in ("w", "up", "down")}
     [
         ("2x2", "zero3", scanned, "adamw", {}),
         pytest.param("2x2", "zeropp", scanned, "adamw", {}, marks=pytest.mark.ci),
-        ("2x2", "zero3", scanned, "nested", {"schedule": jz.CommSchedule(bucket_bytes=0)}),
+        pytest.param(
+            *("2x2", "zero3", scanned, "nested"),
+            {"schedule": jz.CommSchedule(bucket_bytes=0)},
+            marks=pytest.mark.ci,
+        ),
         ("1x1", "zero3", scanned, "momentum", {}),
         pytest.param("1x3", "zero3", scanned, "lion", {}, marks=pytest.mark.ci),
         ("2x2", "zero3", unrolled, "momentum", {}),
