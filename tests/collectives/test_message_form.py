@@ -80,7 +80,7 @@ CONFIGS = {
         ("hsdp", 2),
         pytest.param("zeropp", 1, marks=pytest.mark.ci),
         pytest.param("hsdp", 1, marks=pytest.mark.exhaustive),
-        pytest.param("zeropp4", 1, marks=pytest.mark.ci),
+        pytest.param("zeropp4", 1, marks=pytest.mark.exhaustive),
     ],
 )
 def test_gradients_are_equal_to_the_bit(config, microbatches):

@@ -105,7 +105,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     "kill",
     [
-        Kill(host=0, after_step=13, during_save=True, moment=0.0),
+        pytest.param(
+            Kill(host=0, after_step=13, during_save=True, moment=0.0),
+            marks=pytest.mark.exhaustive,
+        ),
         Kill(host=1, after_step=18, during_save=True, moment=0.0),
         Kill(host=1, after_step=9, during_save=False, moment=0.0, signum=signal.SIGSTOP),
     ],

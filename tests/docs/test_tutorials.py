@@ -19,7 +19,8 @@ NAMES = (
     "zeropp_on_a_slow_network",
     "simigrad_on_digits",
 )
-LONGEST = "zeropp_on_a_slow_network"  # three minutes: run by `make test-exhaustive`
+# One and three minutes: run by `make test-exhaustive`.
+LONGEST = ("simigrad_on_digits", "zeropp_on_a_slow_network")
 NEEDS = {
     "finetune_hugging_face": ("torch", "transformers", "flax"),
     "simigrad_on_digits": ("sklearn",),
@@ -71,7 +72,7 @@ def test_it_was_executed(name):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.exhaustive if name == LONGEST else pytest.mark.ci)
+        pytest.param(name, marks=pytest.mark.exhaustive if name in LONGEST else pytest.mark.ci)
         for name in NAMES
     ],
 )
