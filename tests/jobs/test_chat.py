@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,12 @@ def test_templates_that_are_refused(tmp_path: Path, template: str | None, messag
     save(tmp_path, **({} if template is None else {"chat_template": template}))
     with pytest.raises(ValueError, match=message):
         rendered(tmp_path, ["a"], None)
+
+
+def test_without_jinja2_it_is_said_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.delitem(sys.modules, "jaxzero.jobs._sampling.chat", raising=False)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ImportError, match=r"need the package 'jinja2'.*\[torch\]"):
+        importlib.import_module("jaxzero.jobs._sampling.sample")._in_template(
+            tmp_path, ["Hello"], None
+        )

@@ -3,6 +3,7 @@
 import functools
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +17,6 @@ from ... import models
 from ...interop import LoadedDecoder, load_decoder
 from .._devices import choose_devices
 from .._sample_settings import Sample
-from .chat import rendered
 from .text import Continuation, encode, open_tokenizer
 
 _TOKENS_AT_A_TIME = 8  # that are computed before they are printed
@@ -31,6 +31,7 @@ def sample(settings: Sample, console: Console) -> None:
     Raises:
         ValueError: the directory holds no decoder or no tokenizer; a prompt is empty, or longer
             than the model's positions; a setting is out of its range.
+        ImportError: `chat` or `system` without the package jinja2.
     """
     # Before anything that starts a backend, which then has the devices that it has.
     devices = None if settings.devices is None else choose_devices(settings.devices)
@@ -42,7 +43,7 @@ def sample(settings: Sample, console: Console) -> None:
     tokenizer = open_tokenizer(settings.directory)
     prompts = settings.prompt
     if is_chat:
-        prompts = rendered(settings.directory, prompts, settings.system)
+        prompts = _in_template(settings.directory, prompts, settings.system)
     ids, mask = encode(tokenizer, prompts, has_special_tokens=is_chat)
     loaded = _load(settings)
     _check_ids(ids, loaded.config.vocabulary_size)
@@ -67,6 +68,17 @@ def sample(settings: Sample, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _in_template(directory: Path, prompts: Sequence[str], system: str | None) -> list[str]:
+    try:
+        from .chat import rendered
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"`chat` and `system` need the package {error.name!r}, which is not installed. Install "
+            "jaxzero with its extra `torch`: pip install -e '.[torch]'"
+        ) from error
+    return rendered(directory, prompts, system)
 
 
 def _load(settings: Sample) -> LoadedDecoder:
