@@ -21,10 +21,7 @@ from jaxtyping import Array
 from .._collectives import (
     CommSpec,
     EncodedShards,
-    HalfBatchSum,
     ReduceBucket,
-    ReduceSpec,
-    accumulator_dtype,
     in_loop,
     in_region,
     labelled,
@@ -308,16 +305,6 @@ class BlockRunner:
         assert op is not None
         return jax.tree.map(lambda x: movable_ops.apply_on_shard((op,), x, layout, source.shape), x)
 
-    def _zeros(self, value: Value, spec: ReduceSpec) -> Any:
-        """The reduced shard of a gradient that is known to be zero, for which nothing is sent."""
-        shape = list(spec.layout.pad_shape(value.shape))
-        for axis in spec.hops:
-            if axis in self.comm.axes:
-                shape[spec.layout.dim] //= self.comm.sizes[axis]
-        zeros = jnp.zeros(shape, accumulator_dtype(value.dtype))
-        is_halved = self.comm.halves and self.comm.halves_axis in spec.hops
-        return HalfBatchSum(zeros, zeros) if is_halved else zeros
-
     def _output(self, i: int, atom: Value | Constant) -> Any:
         x = jax.tree.map(jnp.asarray, self.read(atom))
         spec = self.plan.gradients.at_end.get(i)
@@ -350,7 +337,8 @@ class BlockRunner:
             return
         elif operation.outputs and operation.outputs[0] in self.plan.zeros:
             value = operation.outputs[0]
-            self._store(value, self._zeros(value, self.plan.gradients.reduces[value]))
+            spec = self.plan.gradients.reduces[value]
+            self._store(value, self.gradients.zeros(value, spec))
             return
         else:
             if operation.name.startswith("scatter"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -90,6 +91,9 @@ def run_on_device(
         shares: of the rows of a batch, for each node; None: all are equal.
     """
     updates = updates or {}
+    if shares is not None:  # a loop may run differently often on each node, with no gathers inside
+        schedule = dataclasses.replace(comm.schedule, loop_constant_bytes=sys.maxsize)
+        comm = dataclasses.replace(comm, schedule=schedule)
     updated: dict[int, list[Array]] = {}
     # Weights that stage 1 or 2 leaves unsharded are full already, and passed to the program so.
     full = [
@@ -173,7 +177,7 @@ def _versions(
     for each in blocks:
         values = each.inputs[first : first + len(parameters.leaves)]
         weights = {values[i]: View(weight) for i, weight in program.weights.items()}
-        uses.append(program.top.uses if each is block else find_uses(each, weights))
+        uses.append(program.top.uses if each is block else find_uses(each, weights, sys.maxsize))
     plans = [program.top] if program.later is None else [program.top, program.later]
     return match_versions(blocks, uses, plans, shares)
 

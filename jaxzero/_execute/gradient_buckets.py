@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from .._collectives import (
     CommSpec,
+    HalfBatchSum,
     ReduceBucket,
     ReduceSpec,
+    Sum,
+    accumulator_dtype,
     labelled,
     reduce_axes,
     reduce_next_axis,
@@ -104,6 +108,16 @@ class GradientBuckets:
         """Return the gradients whose reduction has finished since the last call."""
         reduced, self._reduced = self._reduced, []
         return reduced
+
+    def zeros(self, value: Value, spec: ReduceSpec) -> Sum:
+        """The reduced shard of a gradient that is zero, for which nothing is sent."""
+        shape = list(spec.layout.pad_shape(value.shape))
+        for axis in spec.hops:
+            if axis in self.comm.axes:
+                shape[spec.layout.dim] //= self.comm.sizes[axis]
+        zeros = jnp.zeros(shape, accumulator_dtype(value.dtype))
+        is_halved = self.comm.halves and self.comm.halves_axis in spec.hops
+        return HalfBatchSum(zeros, zeros) if is_halved else zeros
 
     def specs(self, number: int) -> list[ReduceSpec]:
         """The reduction of each gradient of a group."""

@@ -108,6 +108,7 @@ class _Loop:
         self.plan = outer.plan.loops[index]
         self.uses = outer.plan.uses.loops[index]
         self.stacks = [self._stack(stack) for stack in self.uses.stacks]
+        self.constants_from = {x: outer.weights.sources[x] for x in self.uses.constants}
         self.host = HostStacks(self.plan, self.uses.stacks, self.stacks)
         updates = {number: outer.updates[leaf] for number, leaf in self.plan.updates.items()}
         self.deferred = DeferredGradients(
@@ -134,16 +135,20 @@ class _Loop:
 
     def run(self) -> list[Any]:
         loop, outer = self.loop, self.outer
-        first, known = loop.num_constants + loop.num_carry, self.plan.body.uses.views
+        first = loop.num_constants + loop.num_carry
         pairs = zip(loop.inputs, loop.body.inputs, strict=True)
-        inputs = [
-            None if i >= first and inside in known else outer.read(outside)
-            for i, (outside, inside) in enumerate(pairs)
-        ]
+        inputs = [self._input(outside, inside) for outside, inside in pairs]
         self.constants = inputs[: loop.num_constants]
         carry, stacks = inputs[loop.num_constants : first], inputs[first:]
         carry = outer.tie_loop(carry)
         return (self._pipelined if self.plan.is_pipelined else self._plain)(carry, stacks)
+
+    def _input(self, outside: Atom, inside: Value) -> Any:
+        """An input of the program's loop; None for a weight."""
+        body = self.plan.body
+        if inside in body.gradients.sums:  # it starts from zero
+            return self.outer.gradients.zeros(inside, body.gradients.sums[inside])
+        return None if inside in body.uses.views else self.outer.read(outside)
 
     def prologue(self, tie: Bind) -> Prologue:
         """Start the gathers of the first `num_hops` layers; a gather has `num_hops` axes.
@@ -184,8 +189,8 @@ class _Loop:
         return length - 1 - iteration if self.loop.is_reversed else iteration
 
     def layer(self, i: Array) -> GatherSources:
-        """The shard or node slice of layer `i` of each stack in device memory."""
-        return {
+        """The shard or node slice of each constant, and of layer `i` of stacks on the device."""
+        return self.constants_from | {
             stack.layer: layer_of(shards, i)
             for stack, shards in zip(self.uses.stacks, self.stacks, strict=True)
             if not in_host(shards.data)
@@ -229,8 +234,8 @@ class _Loop:
             layers = {
                 layer: shards.layer(x) for (layer, shards), x in zip(known, data, strict=True)
             }
-            sources = layers | self.host.fetch(self.layer_index(iteration), 0)
-            inside = self._inside(sources)
+            fetched = self.host.fetch(self.layer_index(iteration), 0)
+            inside = self._inside(self.constants_from | layers | fetched)
             outputs = inside.run([*self.constants, *carry, *stacks], self.uses.view_outputs)
             after = inside.weights.sources
             slices = [after[weight].data for weight in self.kept_in_iteration]

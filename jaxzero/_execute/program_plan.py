@@ -180,7 +180,8 @@ def _choose_layouts(
             for i, leaf in enumerate(parameters.leaves)
             if i in choices
         }
-        uses = find_uses(block, {values[i]: View(weight) for i, weight in weights.items()})
+        views = {values[i]: View(weight) for i, weight in weights.items()}
+        uses = find_uses(block, views, comm.schedule.loop_constant_bytes)
         conflicts = uses.conflicts - unsolvable
         if not conflicts:
             return weights, uses

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from .._program import Block, Value
+from .held_by_loops import WORK_PER_BYTE
 from .param_uses import BlockUses
 
 MOVES_MESSAGES = jax.__version_info__ >= (0, 11)
@@ -30,9 +31,6 @@ _HIGH = 0.75  # of the most that is held: what holds more belongs to the peak
 _LOW = 0.25  # what holds less, before the peak, has room for the gradients of a layer
 # A gather after the peak overlaps with this share of the body's arithmetic, or more.
 _ENOUGH = 0.15
-# A reduction early in the body overlaps with so many multiplications for each byte, or more: a
-# quarter of those that an H200 does while it receives a byte inside its node.
-_WORK_PER_BYTE = 220
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +82,7 @@ def find_peak(
     low = [(index, tie) for index, tie in ties if held[:index].max() <= _LOW * held[at]]
     # Early, where little is held, if that leaves enough to overlap with; else just before the peak.
     # Where much is held from the start, XLA finds as good a place.
-    early = (x for x in low if work[x[0] - 1] >= _WORK_PER_BYTE * reduced_bytes)
+    early = (x for x in low if work[x[0] - 1] >= WORK_PER_BYTE * reduced_bytes)
     before = next(early, ties[0]) if low else None
     return Peak(None if after is None else after + 1, before)
 

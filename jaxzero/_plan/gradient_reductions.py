@@ -10,6 +10,9 @@ saves memory or bytes: into the body of a loop, which otherwise stacks full grad
 padding of a slice's gradient to the size of the stack; and before a widening cast, where 16 bits
 carry the same values. The operations that a reduction was moved over then run on shards.
 
+The gradient of a loop's constant is a sum that the loop carries. Where the sums of a loop take too
+much memory (`held_by_loops`), their terms are reduced in each iteration, and summed as shards.
+
 Legend: `below` an operation means on its inputs, `above` it on its output.
 """
 
@@ -18,13 +21,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 
 from .._collectives import ReduceSpec
-from .._program import Atom, Block, Loop, Operation, Value, movable_ops
+from .._program import Atom, Block, Constant, Loop, Operation, Value, movable_ops
 from .._sharding import DimSharding
+from .carried_sums import ADDITIONS, CarriedSum, addends, carried_sums, makes_zeros
+from .held_by_loops import is_better_inside
 from .param_uses import BlockUses
 
 
@@ -36,9 +41,8 @@ class BlockGradients:
     on_shards: dict[int, DimSharding | None]  # operations that run on shards: their input's layout
     loops: dict[int, BlockGradients]  # reductions in the bodies of loops
     at_end: dict[int, ReduceSpec]  # outputs reduced last, because something reads them in full
-
-
-_ADDITIONS = ("add", "add_any")
+    # In a loop's body, the carried sums that are sums of shards, by input of the body.
+    sums: dict[Value, ReduceSpec] = dataclasses.field(default_factory=dict)
 
 
 class _Gain(enum.IntEnum):
@@ -46,11 +50,15 @@ class _Gain(enum.IntEnum):
 
     NONE = 0  # nothing: reduce above it
     CHEAPER = 1  # bytes: the input is narrower
-    SMALLER = 2  # memory: no stack of full gradients is made
+    SMALLER = 2  # memory: no stack or sum of full gradients is made
 
 
 def find_reduces(
-    block: Block, uses: BlockUses, reduce_specs: Sequence[ReduceSpec | None]
+    block: Block,
+    uses: BlockUses,
+    reduce_specs: Sequence[ReduceSpec | None],
+    loop_constant_bytes: int | None = None,
+    sums: Mapping[int, CarriedSum] | None = None,
 ) -> BlockGradients:
     """Choose where each output is reduced: as early in the program as saves memory or bytes.
 
@@ -58,35 +66,37 @@ def find_reduces(
         block: the program, or a loop's body.
         uses: the views of weights in the block, which are never computed.
         reduce_specs: for each output its reduction; None if it is not reduced.
+        loop_constant_bytes: see `CommSchedule`.
+        sums: in a loop's body, the outputs that are sums of reduced terms, by index.
     """
-    search = _Search(block, uses)
+    search = _Search(block, uses, loop_constant_bytes)
     at_end = {}
     for i, (out, reduce_spec) in enumerate(zip(block.outputs, reduce_specs, strict=True)):
         if reduce_spec is None:
             continue
-        if isinstance(out, Value) and search.only_use(out) and out in search.maker:
+        if sums and i in sums:
+            search.place_sum(sums[i], reduce_spec)
+        elif isinstance(out, Value) and search.only_use(out) and out in search.maker:
             search.place(out, reduce_spec)
         else:
             at_end[i] = reduce_spec
-    loops = {index: _body(block, uses, index, specs) for index, specs in search.loops.items()}
-    return BlockGradients(search.reduces, search.on_shards, loops, at_end)
-
-
-def _body(
-    block: Block, uses: BlockUses, index: int, specs: dict[int, ReduceSpec]
-) -> BlockGradients:
-    """Place the reductions in a loop's body, from those of the loop's outputs, by their index."""
-    loop = block.operations[index]
-    assert isinstance(loop, Loop)
-    reduce_specs = [specs.get(i) for i in range(len(loop.outputs))]
-    return find_reduces(loop.body, uses.loops[index].body, reduce_specs)
+    loops = {}
+    for index, specs in search.loops.items():
+        loop, used = block.operations[index], uses.loops[index].body
+        assert isinstance(loop, Loop)
+        inside = [specs.get(i) for i in range(len(loop.outputs))]
+        sums = search.sums(index)
+        loops[index] = find_reduces(loop.body, used, inside, loop_constant_bytes, sums)
+    return BlockGradients(search.reduces, search.on_shards, loops, at_end, search.shard_sums)
 
 
 class _Search:
     """Follow reduced values from the outputs of a block to the operations that make them."""
 
-    def __init__(self, block: Block, uses: BlockUses):
+    def __init__(self, block: Block, uses: BlockUses, loop_constant_bytes: int | None):
+        self.operations = block.operations
         self.views = uses.views
+        self.loop_constant_bytes = loop_constant_bytes
         self.maker = {
             value: (index, operation)
             for index, operation in enumerate(block.operations)
@@ -97,6 +107,8 @@ class _Search:
         self.reduces: dict[Value, ReduceSpec] = {}
         self.on_shards: dict[int, DimSharding | None] = {}
         self.loops: dict[int, dict[int, ReduceSpec]] = {}
+        self.shard_sums: dict[Value, ReduceSpec] = {}
+        self._sums: dict[int, dict[int, CarriedSum]] = {}  # by loop
 
     def only_use(self, atom: Atom) -> bool:
         """Whether a value is read once and is not a view: a second reader would need it in full."""
@@ -111,11 +123,14 @@ class _Search:
             return
         index, operation = self.maker[value]
         if isinstance(operation, Loop):
-            layout = reduce_spec.layout.moved(reduce_spec.layout.dim - 1)
-            inside = dataclasses.replace(reduce_spec, name=f"{reduce_spec.name}[i]", layout=layout)
-            self.loops.setdefault(index, {})[operation.outputs.index(value)] = inside
+            position, inside = operation.outputs.index(value), reduce_spec
+            if position >= operation.num_carry:
+                layout = reduce_spec.layout.moved(reduce_spec.layout.dim - 1)
+                name = f"{reduce_spec.name}[i]"
+                inside = dataclasses.replace(reduce_spec, name=name, layout=layout)
+            self.loops.setdefault(index, {})[position] = inside
             return
-        if operation.name in _ADDITIONS:
+        if operation.name in ADDITIONS:
             terms, additions = self._terms(value)
             self.on_shards.update(dict.fromkeys(additions))
             for term in terms:
@@ -125,6 +140,30 @@ class _Search:
         assert below is not None
         self.on_shards[index] = below[1]
         self.place(below[0], dataclasses.replace(reduce_spec, layout=below[1]))
+
+    def place_sum(self, carried: CarriedSum, reduce_spec: ReduceSpec) -> None:
+        """Reduce the terms of a carried sum, which then is a sum of shards."""
+        self.on_shards.update(dict.fromkeys(carried.additions))
+        self.shard_sums[carried.before] = reduce_spec
+        for term in carried.terms:
+            self.place(term, reduce_spec)
+
+    def sums(self, index: int) -> dict[int, CarriedSum]:
+        """The carried sums of loop `index` whose terms are reduced, by index of the output."""
+        if index not in self._sums:
+            loop = self.operations[index]
+            assert isinstance(loop, Loop)
+            found = carried_sums(loop, self._is_zero)
+            sizes = [x.before.num_bytes for x in found.values() if x.before.is_array]
+            largest, limit = max(sizes, default=0), self.loop_constant_bytes
+            is_inside = is_better_inside(loop, sum(sizes), largest, limit)
+            self._sums[index] = found if is_inside else {}
+        return self._sums[index]
+
+    def _is_zero(self, atom: Atom) -> bool:
+        if isinstance(atom, Constant):
+            return atom.is_zero
+        return atom in self.maker and makes_zeros(self.maker[atom][1])
 
     def _terms(self, value: Value) -> tuple[list[Value], list[int]]:
         """The terms of the sum `value`, and the indices of the additions that it is made of.
@@ -137,7 +176,7 @@ class _Search:
         pending = [value]
         while pending:
             index, operation = self.maker.get(pending[-1], (-1, None))
-            inputs = _addends(operation) if operation else []
+            inputs = addends(operation) if operation else []
             term = pending.pop()
             if inputs and (term is value or self.only_use(term)):
                 additions.append(index)
@@ -153,9 +192,10 @@ class _Search:
         _, operation = self.maker[value]
         if isinstance(operation, Loop):
             position = operation.outputs.index(value)
-            stacked = position >= operation.num_carry and layout.dim != 0
-            return _Gain.SMALLER if stacked else _Gain.NONE
-        if operation.name in _ADDITIONS:
+            is_sum = position < operation.num_carry
+            moves = position in self.sums(self.maker[value][0]) if is_sum else layout.dim != 0
+            return _Gain.SMALLER if moves else _Gain.NONE
+        if operation.name in ADDITIONS:
             terms, additions = self._terms(value)
             if not additions or not all(self.only_use(term) for term in terms):
                 return _Gain.NONE
@@ -187,15 +227,6 @@ def _own_gain(operation: Operation) -> _Gain:
 def _narrows(operation: Operation) -> bool:
     op = operation.view()
     return isinstance(op, movable_ops.ConvertDtype) and op.narrows
-
-
-def _addends(operation: Operation) -> list[Value]:
-    """The inputs of an addition of two arrays of equal shape; `[]` for any other operation."""
-    if operation.name not in _ADDITIONS:
-        return []
-    arrays = [atom for atom in operation.inputs if isinstance(atom, Value)]
-    alike = len(arrays) == 2 and arrays[0].shape == arrays[1].shape
-    return arrays if alike else []
 
 
 def _below(operation: Operation, layout: DimSharding) -> tuple[Value, DimSharding] | None:

@@ -13,7 +13,7 @@ import itertools
 
 from .block_plan import BlockPlan, GatherGroup, LoopPlan
 from .lifetimes import Gather
-from .param_uses import ShardedParam
+from .param_uses import BlockUses, ShardedParam
 
 
 def mark_kept_slices(plan: BlockPlan, weights: frozenset[ShardedParam]) -> BlockPlan:
@@ -22,9 +22,10 @@ def mark_kept_slices(plan: BlockPlan, weights: frozenset[ShardedParam]) -> Block
     Args:
         plan: the plan of the full program.
         weights: the weights whose node slices are to be kept. A weight for which that is not
-            possible (a stack that a nested loop scans, for example) gets no mark;
-            `slices_kept_in_program` returns the marked ones.
+            possible (a stack that a nested loop scans, for example) gets no mark, and none that a
+            loop gathers as a constant; `slices_kept_in_program` returns the marked ones.
     """
+    weights -= _loop_constants(plan.uses)
     marked: set[Gather] = set()
     loops = dict(plan.loops)
     first: dict[ShardedParam, int] = {}
@@ -51,6 +52,14 @@ def mark_kept_slices(plan: BlockPlan, weights: frozenset[ShardedParam]) -> Block
         if makers:
             loops[index] = _start_after(loop, max(makers))
     return dataclasses.replace(plan, gather_groups=gather_groups, loops=loops)
+
+
+def _loop_constants(uses: BlockUses) -> set[ShardedParam]:
+    """The weights that loops gather as constants, in each iteration."""
+    found: set[ShardedParam] = set()
+    for loop in uses.loops.values():
+        found |= {*loop.constants} | _loop_constants(loop.body)
+    return found
 
 
 def _start_after(loop: LoopPlan, maker: int) -> LoopPlan:

@@ -79,7 +79,11 @@ class Live:
 
 
 def find_gathers(
-    num_operations: int, uses: BlockUses, boundary: int | None, schedule: CommSchedule
+    num_operations: int,
+    uses: BlockUses,
+    boundary: int | None,
+    schedule: CommSchedule,
+    holding: CommSchedule,
 ) -> tuple[list[Gather], Live]:
     """Find the gathers of a block: one for each interval that a weight is held.
 
@@ -88,6 +92,7 @@ def find_gathers(
         uses: the uses of weights in the block.
         boundary: the last operation of forward; None if the block is the body of a loop.
         schedule: the limits on live weights.
+        holding: the limits, perhaps lower, on those that are held from one use to another.
 
     Returns:
         The gathers in the order of their first uses, and the weights that are live then, before
@@ -105,13 +110,14 @@ def find_gathers(
         gathers = found.setdefault((weight, ops), [])
         if not gathers or gathers[-1].at != use.index:  # one operation may read several views
             gathers.append(gather)
-    live = Live(num_operations, schedule)
-    if not schedule.is_bounded:
+    live = Live(num_operations, holding)
+    if not holding.is_bounded:
         gathers = [_merged(run) for uses_of in found.values() for run in _by_region(uses_of)]
         for gather in gathers:
             live.add(gather, gather.at, gather.until + 1)
     else:
         gathers = _held_within_limits(list(found.values()), live)
+    live.schedule = schedule
     return sorted(gathers, key=lambda gather: gather.at), live
 
 

@@ -5,17 +5,21 @@ cast, slice, transpose, ...), the weight and the operations on it (`View`). Any 
 reads such a value is a `Use`: there the weight must be gathered. A loop that scans over a stack of
 weights scans the stack of shards instead, and its body sees the shard of one layer as a weight of
 its own. Where a loop's output stacks up views of these layers (the residuals that reverse-mode
-differentiation saves), the output is not computed: it becomes a view of the stack of weights.
+differentiation saves), the output is not computed: it becomes a view of the stack of weights. A
+weight that enters a loop as a constant is needed in full there, or is a weight of its body
+(`held_by_loops`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .._program import Atom, Barrier, Block, Loop, Operation, Value, movable_ops
 from .._sharding import DimSharding
+from .held_by_loops import is_better_inside
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,6 +56,17 @@ class View:
         casts = [op.dtype for op in self.ops if isinstance(op, movable_ops.ConvertDtype)]
         return casts[-1] if casts else self.weight.dtype
 
+    @property
+    def gathered(self) -> View:
+        """What is gathered for it: the view without the operations that run after the gather."""
+        before, _ = movable_ops.before_gather(self.ops, self.weight.layout, self.weight.shape)
+        return View(self.weight, before)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the full array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def then(self, *ops: movable_ops.Op) -> View:
         return View(self.weight, (*self.ops, *ops))
 
@@ -82,6 +97,7 @@ class LoopUses:
     """How a loop uses weights."""
 
     stacks: tuple[Stack, ...]
+    constants: tuple[ShardedParam, ...]  # weights outside, that the body gathers in each iteration
     view_outputs: frozenset[int]  # indices of outputs that are views of weights: not computed
     body: BlockUses
 
@@ -96,14 +112,17 @@ class BlockUses:
     conflicts: frozenset[int]  # leaves that the block scans or slices along their split dim
 
 
-def find_uses(block: Block, inputs: Mapping[Value, View]) -> BlockUses:
+def find_uses(
+    block: Block, inputs: Mapping[Value, View], loop_constant_bytes: int | None = None
+) -> BlockUses:
     """Find every operation in `block` that needs a weight in full.
 
     Args:
         block: the program, or a loop's body.
         inputs: the inputs of the block that are views of weights.
+        loop_constant_bytes: see `CommSchedule`.
     """
-    walk = _UseFinder(block, {**inputs})
+    walk = _UseFinder(block, {**inputs}, loop_constant_bytes)
     walk.walk()
     return walk.finish()
 
@@ -111,9 +130,10 @@ def find_uses(block: Block, inputs: Mapping[Value, View]) -> BlockUses:
 class _UseFinder:
     """A walk over the operations of a block, in program order, that collects its `BlockUses`."""
 
-    def __init__(self, block: Block, known: dict[Atom, View]):
+    def __init__(self, block: Block, known: dict[Atom, View], loop_constant_bytes: int | None):
         self.block = block
         self.views = known
+        self.loop_constant_bytes = loop_constant_bytes
         self.uses: list[Use] = []
         self.loops: dict[int, LoopUses] = {}
         self.conflicts: set[int] = set()
@@ -155,7 +175,7 @@ class _UseFinder:
         first = loop.num_constants + loop.num_carry
         stacks: dict[tuple, Stack] = {}
         inner: dict[Atom, View] = {}
-        full = list(loop.inputs[:first])  # constants and carry are read in full
+        full: list[Atom] = []
         for outside, inside in zip(loop.inputs[first:], loop.body.inputs[first:], strict=True):
             view = self.views.get(outside)
             layer = view and self._layer(view, stacks)
@@ -163,14 +183,44 @@ class _UseFinder:
                 inner[inside] = layer
             elif view:
                 full.append(outside)
-        self._need(index, tuple(full))
-
-        body = _UseFinder(loop.body, inner)
-        body.walk()
+        body, inside = self._body(loop, inner)
+        pairs = zip(loop.inputs[:first], loop.body.inputs[:first], strict=True)
+        before = (outside for outside, given in pairs if given not in inside)
+        self._need(index, (*before, *full))
         view_outputs = self._views_of_stacked_outputs(loop, body.views, tuple(stacks.values()))
         uses = body.finish(view_outputs)
         self.conflicts |= uses.conflicts
-        self.loops[index] = LoopUses(tuple(stacks.values()), view_outputs, uses)
+        weights = tuple(dict.fromkeys(view.weight for view in inside.values()))
+        self.loops[index] = LoopUses(tuple(stacks.values()), weights, view_outputs, uses)
+
+    def _body(self, loop: Loop, layers: dict[Atom, View]) -> tuple[_UseFinder, dict[Atom, View]]:
+        """Walk the body of a loop.
+
+        Args:
+            loop: the loop.
+            layers: views of the layers that it scans, by input of the body.
+
+        Returns:
+            The walk; and the weights among the loop's constants that the body gathers, as views by
+            input of the body.
+        """
+        limit = self.loop_constant_bytes
+        constants = zip(loop.inputs[: loop.num_constants], loop.body.inputs, strict=False)
+        # Weights in host memory are copied to the device once, before the loop.
+        inside: dict[Atom, View] = {
+            given: view
+            for outside, given in constants
+            if (view := self.views.get(outside)) and not view.weight.in_host
+        }
+        held = sum(view.num_bytes for view in {view.gathered for view in inside.values()})
+        if inside and is_better_inside(loop, held, 0, limit):
+            body = _UseFinder(loop.body, {**layers, **inside}, limit)
+            body.walk()
+            if is_better_inside(loop, held, _most_at_once(body.uses, body.loops), limit):
+                return body, inside
+        body = _UseFinder(loop.body, {**layers}, limit)
+        body.walk()
+        return body, {}
 
     def _views_of_stacked_outputs(
         self, loop: Loop, inside: Mapping[Atom, View], stacks: tuple[Stack, ...]
@@ -205,6 +255,19 @@ class _UseFinder:
         if sliced is not None or pushed is not None:
             self.conflicts.add(weight.leaf)
         return None
+
+
+def _most_at_once(uses: Iterable[Use], loops: Mapping[int, LoopUses]) -> int:
+    """The most bytes of full weights that one operation of a block needs; of a loop, an iteration.
+
+    What a loop holds from the first iteration to the last is needed by all of them.
+    """
+    gathered: dict[int, set[View]] = {index: set() for index in loops}
+    for use in uses:
+        gathered.setdefault(use.index, set()).add(use.view.gathered)
+    inside = {i: _most_at_once(loop.body.uses, loop.body.loops) for i, loop in loops.items()}
+    sizes = (sum(x.num_bytes for x in views) + inside.get(i, 0) for i, views in gathered.items())
+    return max(sizes, default=0)
 
 
 def _of_slice(view: View) -> tuple[movable_ops.Op, ...] | None:

@@ -43,17 +43,19 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from .._collectives import ReduceSpec
-from .._program import Block, Constant, Loop, Operation, Value
+from .._program import Block, Loop, Value
 from .._sharding import CommSchedule
 from .block_plan import BlockPlan, GatherGroup, LoopPlan, ReduceGroup
 from .body_memory import MOVES_MESSAGES, NO_PEAK, Peak, find_peak
 from .bucketing import split_into_groups
+from .carried_sums import makes_zeros
 from .gradient_reductions import BlockGradients, find_reduces
+from .held_by_loops import HELD_BYTES
 from .lifetimes import Gather, Live, find_gathers
-from .param_uses import BlockUses
+from .param_uses import BlockUses, ShardedParam, View
 
 # Operations that take long enough for a collective to overlap with them. XLA writes their results
 # to memory anyway, so a tie to them costs nothing.
@@ -100,7 +102,7 @@ def make_plan(
     for index, operation in enumerate(block.operations):
         if loss in operation.outputs:
             boundary = index
-    gradients = find_reduces(block, uses, reduce_specs)
+    gradients = find_reduces(block, uses, reduce_specs, schedule.loop_constant_bytes)
     return _plan_block(block, uses, gradients, boundary, schedule, num_hops, window)
 
 
@@ -112,8 +114,13 @@ def _plan_block(
     schedule: CommSchedule,
     num_hops: int,
     window: int,
+    unchanged: frozenset[Value] = frozenset(),
 ) -> BlockPlan:
-    """Plan a block; `boundary` is the last operation of forward, or None in a loop's body."""
+    """Plan a block.
+
+    `boundary` is the last operation of forward, or None in a loop's body. `unchanged` are inputs
+    of a body that gathers constants of the loop: those that are the same in each iteration.
+    """
     in_loop = boundary is None
     loops = {}
     for index, operation in enumerate(block.operations):
@@ -123,15 +130,20 @@ def _plan_block(
             if operation.length < 2:  # no next layer to prefetch
                 inside = dataclasses.replace(schedule, prefetch=0)
             used = uses.loops[index]
-            body = _plan_block(operation.body, used.body, inner, None, inside, num_hops, window)
+            same = _unchanged(operation) if used.constants else frozenset()
+            body = _plan_block(
+                operation.body, used.body, inner, None, inside, num_hops, window, same
+            )
             in_host = any(stack.in_host for stack in used.stacks)
             ahead = window if in_host and inside.prefetch else 0
             loops[index] = LoopPlan(body, index, window=ahead)
     zeros = _zeros(block, gradients)
     reduces = _reduce_groups(block, gradients, zeros, schedule, in_loop)
-    gathers, live = find_gathers(len(block.operations), uses, boundary, schedule)
-    groups = _grouped(gathers, loops, schedule, in_loop)
-    ties = _ties(block, uses, gradients, boundary)
+    holding = _holding(schedule) if unchanged else schedule
+    gathers, live = find_gathers(len(block.operations), uses, boundary, schedule, holding)
+    groups = _grouped(gathers, loops, schedule, in_loop and not unchanged)
+    first_tie = _largest(block, uses, unchanged | gradients.sums.keys()) if in_loop else None
+    ties = _ties(block, uses, gradients, boundary, first_tie if unchanged else None)
     starts = _starts(groups, loops)
     num_prefetched = _num_prefetched(groups, live, schedule) if in_loop else 0
     peak = _peak(block, uses, gradients, reduces) if in_loop else NO_PEAK
@@ -142,7 +154,7 @@ def _plan_block(
         if is_prefetched:  # sent for a later layer, beside the last groups of this one
             at = groups[len(groups) - num_prefetched + number][0].at
             issues = (at,) * (num_hops - 1) + (max(at, peak.gather_after or 0),)
-        after = (ties[issue] if not in_loop or issue else _largest(block, uses) for issue in issues)
+        after = (ties[issue] if not in_loop or issue else first_tie for issue in issues)
         group = GatherGroup(tuple(gathers), issues, tuple(after), is_prefetched)
         if not in_loop and any(gather.weight.in_host for gather in gathers):
             fetch = _start_before(issues[0], starts, window if schedule.prefetch else 0)
@@ -253,9 +265,15 @@ def _num_prefetched(groups: list[list[Gather]], live: Live, schedule: CommSchedu
 
 
 def _ties(
-    block: Block, uses: BlockUses, gradients: BlockGradients, boundary: int | None
+    block: Block,
+    uses: BlockUses,
+    gradients: BlockGradients,
+    boundary: int | None,
+    first: Value | None,
 ) -> list[Value | None]:
     """For each operation, the value that a gather before it waits for. See [Note: ties].
+
+    Until a costly operation, that is `first` or, without one, the first array that is read.
 
     The value is never a gradient that is about to be sent: nothing else reads that one afterwards,
     so XLA drops it from the barrier. Also, XLA replaces the transpose of a product by a swap of
@@ -267,7 +285,7 @@ def _ties(
         if source is not None and not sent.isdisjoint(operation.outputs):
             sent.add(source)
     ties: list[Value | None] = []
-    latest = None
+    latest = first
     for index, operation in enumerate(block.operations):
         if boundary is not None and index == boundary + 1:
             latest = None  # tied to a value of forward, a gather for backward would run too early
@@ -281,10 +299,31 @@ def _ties(
     return [*ties, latest]
 
 
-def _largest(block: Block, uses: BlockUses) -> Value | None:
-    """The largest input of a loop's body except weights (usually the activations), as a tie."""
-    arrays = [x for x in block.inputs if x.is_array and x not in uses.views]
+def _largest(block: Block, uses: BlockUses, others: Set[Value]) -> Value | None:
+    """The largest input of a loop's body (usually the activations), as a tie.
+
+    It is no weight, and not one of `others`.
+    """
+    arrays = [x for x in block.inputs if x.is_array and x not in uses.views and x not in others]
     return max(arrays, key=lambda x: math.prod(x.shape), default=None)
+
+
+def _unchanged(loop: Loop) -> frozenset[Value]:
+    """The inputs of a loop's body that are the same in each iteration.
+
+    XLA would move a gather that is tied to one of them in front of the loop.
+    """
+    constants = loop.body.inputs[: loop.num_constants]
+    carry = loop.body.inputs[loop.num_constants :][: loop.num_carry]
+    passed = (x for i, x in enumerate(carry) if loop.body.outputs[i] is x)
+    return frozenset({*constants, *passed})
+
+
+def _holding(schedule: CommSchedule) -> CommSchedule:
+    """The limits on what a body holds between uses of weights that are constants of its loop."""
+    limit = HELD_BYTES if schedule.loop_constant_bytes is None else schedule.loop_constant_bytes
+    live_bytes = limit if schedule.live_bytes is None else min(limit, schedule.live_bytes)
+    return dataclasses.replace(schedule, live_bytes=live_bytes)
 
 
 def _continued(
@@ -302,7 +341,9 @@ def _continued(
     """
 
     def sent(i: int) -> list[tuple]:
+        stacks: dict[ShardedParam, View | ShardedParam]
         stacks = {stack.layer: stack.view for stack in uses.loops[i].stacks}
+        stacks.update((weight, weight) for weight in uses.loops[i].constants)
         groups = (group for group in loops[i].body.gather_groups if group.prefetched)
         return [(stacks[x.weight], x.ops) for group in groups for x in group.gathers]
 
@@ -318,14 +359,7 @@ def _continued(
 
 def _zeros(block: Block, gradients: BlockGradients) -> frozenset[Value]:
     """The gradients that are known to be zero: broadcasts of the constant 0."""
-
-    def is_zero(operation: Operation) -> bool:
-        if operation.name != "broadcast_in_dim":
-            return False
-        source = operation.inputs[0]
-        return isinstance(source, Constant) and source.is_zero
-
-    made = (op.outputs[0] for op in block.operations if is_zero(op))
+    made = (op.outputs[0] for op in block.operations if makes_zeros(op))
     return frozenset(value for value in made if value in gradients.reduces)
 
 
@@ -347,8 +381,9 @@ def _reduce_groups(
         reduce_spec = gradients.reduces[value]
         return value.shape, value.dtype, reduce_spec.layout.dim, reduce_spec.hops
 
+    is_layer = in_loop and not gradients.sums
     groups = split_into_groups(
-        reduced, signature, lambda x: x.num_bytes, schedule.bucket_bytes, in_loop
+        reduced, signature, lambda x: x.num_bytes, schedule.bucket_bytes, is_layer
     )
     found = [ReduceGroup(tuple(values), makers.get(values[-1], -1)) for values in groups]
     return _last_deferred(block, gradients, found) if in_loop and schedule.prefetch else found

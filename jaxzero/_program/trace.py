@@ -20,7 +20,13 @@ from .._warnings import warn
 from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, is_ref
 from .layout_requests import explaining, without_our_axes
 
-CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",  # `closed_call` from JAX 0.12 on
+}
 REMAT = {"checkpoint", "remat", "remat2"}
 _ALIAS = {"copy", "copy_p", "name"}  # their output is their only input
 

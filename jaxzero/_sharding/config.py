@@ -57,8 +57,9 @@ class HpZ:
 class CommSchedule:
     """When weights are gathered, in how large buckets, and how long they are held.
 
-    The schedule does not change losses or gradients, bit for bit. A bucket holds the weights of a
-    layer, where the program repeats itself or loops.
+    The schedule does not change losses or gradients, bit for bit; only with `loop_constant_bytes`
+    gradients are rounded differently. A bucket holds the weights of a layer, where the program
+    repeats itself or loops.
 
     Args:
         prefetch: the number of buckets that are gathered ahead, in forward and backward. If it is
@@ -75,6 +76,14 @@ class CommSchedule:
             for the sake of a later use (DeepSpeed's `stage3_max_live_parameters`).
         live_bytes: the most bytes of weights that are held so. It lets weights be held between
             forward and backward too; those with the shortest wait come first.
+        loop_constant_bytes: the most bytes of weights that enter a loop (`jax.lax.scan`) as
+            constants and are held in full from its first iteration to its last. If they are more,
+            its body gathers each weight before its use in every iteration, and holds at most this
+            many bytes from one use to the next. The same limit holds for the sums of their
+            gradients: if they are more, they are reduced in every iteration, and summed as shards
+            in float32. 0: nothing is held, unless that saves no memory (one weight is most of it).
+            `None`: 1 GiB, and more if the body multiplies less than 220 times for each byte, since
+            it would wait for its weights then.
     """
 
     prefetch: int = 1
@@ -82,6 +91,7 @@ class CommSchedule:
     max_reuse_distance: int | None = None
     max_live_parameters: int | None = None
     live_bytes: int | None = None
+    loop_constant_bytes: int | None = None
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

@@ -1,0 +1,39 @@
+"""Decide what a loop holds in full, and what its body gathers or reduces in each iteration.
+
+A weight that enters a loop as a constant can be gathered before the loop and held to its end, or in
+every iteration just before its use. Likewise, reverse-mode differentiation sums the gradient of a
+constant in the loop's carry; that sum can be held in full and reduced after the loop, or each term
+can be reduced in its iteration and summed as a shard. The second way takes the memory of a layer
+instead of that of all constants, and sends their bytes in each iteration instead of once. A cell of
+a recurrent network is held; a model, of which a loop over micro-batches takes gradients, is not.
+"""
+
+from __future__ import annotations
+
+from .._program import Loop
+
+# What a loop holds by default: less than 1% of the memory of an H200. A guess, not measured.
+HELD_BYTES = 2**30
+# A collective overlaps with so many multiplications for each byte, or more: a quarter of those that
+# an H200 does while it receives a byte inside its node.
+WORK_PER_BYTE = 220
+
+
+def is_better_inside(loop: Loop, held_bytes: int, at_once: int, limit: int | None) -> bool:
+    """Whether the body of a loop gathers weights, or reduces gradients, in each iteration.
+
+    Args:
+        loop: the loop.
+        held_bytes: of all weights that it would hold in full otherwise, or of all sums.
+        at_once: the most of these bytes that one operation of the body needs. If this is half of
+            `held_bytes` or more, they are held: with one array in use and the next one in flight,
+            nothing would be saved.
+        limit: the most bytes to hold. None: `HELD_BYTES`, and more where the body computes too
+            little for collectives in each iteration to overlap with.
+    """
+    if held_bytes <= 2 * at_once:
+        return False
+    if limit is not None:
+        return held_bytes > limit
+    work = sum(operation.products for operation in loop.body.operations)
+    return held_bytes > HELD_BYTES and work >= WORK_PER_BYTE * held_bytes
