@@ -91,9 +91,7 @@ def run_on_device(
         shares: of the rows of a batch, for each node; None: all are equal.
     """
     updates = updates or {}
-    if shares is not None:  # a loop may run differently often on each node, with no gathers inside
-        schedule = dataclasses.replace(comm.schedule, loop_constant_bytes=sys.maxsize)
-        comm = dataclasses.replace(comm, schedule=schedule)
+    comm = comm if shares is None else _holding_constants(comm)
     updated: dict[int, list[Array]] = {}
     # Weights that stage 1 or 2 leaves unsharded are full already, and passed to the program so.
     full = [
@@ -158,6 +156,12 @@ def _plan_of_step(
         microbatches=microbatches,
         later=program.later,
     )
+
+
+def _holding_constants(comm: CommSpec) -> CommSpec:
+    """With gathers before loops, which may run differently often on each node."""
+    schedule = dataclasses.replace(comm.schedule, loop_constant_bytes=sys.maxsize)
+    return dataclasses.replace(comm, schedule=schedule)
 
 
 def _versions(

@@ -10,7 +10,10 @@ a recurrent network is held; a model, of which a loop over micro-batches takes g
 
 from __future__ import annotations
 
-from .._program import Loop
+import dataclasses
+
+from .._program import Loop, Value
+from .._sharding import CommSchedule
 
 # What a loop holds by default: less than 1% of the memory of an H200. A guess, not measured.
 HELD_BYTES = 2**30
@@ -37,3 +40,21 @@ def is_better_inside(loop: Loop, held_bytes: int, at_once: int, limit: int | Non
         return held_bytes > limit
     work = sum(operation.products for operation in loop.body.operations)
     return held_bytes > HELD_BYTES and work >= WORK_PER_BYTE * held_bytes
+
+
+def unchanged_inputs(loop: Loop) -> frozenset[Value]:
+    """The inputs of a loop's body that are the same in each iteration.
+
+    XLA would move a gather that is tied to one of them in front of the loop.
+    """
+    constants = loop.body.inputs[: loop.num_constants]
+    carry = loop.body.inputs[loop.num_constants :][: loop.num_carry]
+    passed = (x for i, x in enumerate(carry) if loop.body.outputs[i] is x)
+    return frozenset({*constants, *passed})
+
+
+def limit_held(schedule: CommSchedule) -> CommSchedule:
+    """The limits on what a body holds between uses of weights that are constants of its loop."""
+    limit = HELD_BYTES if schedule.loop_constant_bytes is None else schedule.loop_constant_bytes
+    live_bytes = limit if schedule.live_bytes is None else min(limit, schedule.live_bytes)
+    return dataclasses.replace(schedule, live_bytes=live_bytes)

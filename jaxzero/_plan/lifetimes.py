@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -119,6 +120,19 @@ def find_gathers(
         gathers = _held_within_limits(list(found.values()), live)
     live.schedule = schedule
     return sorted(gathers, key=lambda gather: gather.at), live
+
+
+def find_passes(gathers: Sequence[Gather]) -> dict[Gather, int]:
+    """For each gather in the body of a loop, how many gathers of the same array come before it.
+
+    The body is one region, so this tells forward from backward.
+    """
+    seen: Counter[tuple] = Counter()
+    passes = {}
+    for gather in (x for x in gathers if x.region == "loop"):
+        passes[gather] = seen[gather.weight, gather.ops]
+        seen[gather.weight, gather.ops] += 1
+    return passes
 
 
 def _by_region(gathers: list[Gather]) -> Iterator[list[Gather]]:

@@ -53,9 +53,10 @@ from .body_memory import MOVES_MESSAGES, NO_PEAK, Peak, find_peak
 from .bucketing import split_into_groups
 from .carried_sums import makes_zeros
 from .gradient_reductions import BlockGradients, find_reduces
-from .held_by_loops import HELD_BYTES
-from .lifetimes import Gather, Live, find_gathers
+from .held_by_loops import limit_held, unchanged_inputs
+from .lifetimes import Gather, Live, find_gathers, find_passes
 from .param_uses import BlockUses, ShardedParam, View
+from .reduce_groups import find_reduce_groups
 
 # Operations that take long enough for a collective to overlap with them. XLA writes their results
 # to memory anyway, so a tie to them costs nothing.
@@ -122,24 +123,10 @@ def _plan_block(
     of a body that gathers constants of the loop: those that are the same in each iteration.
     """
     in_loop = boundary is None
-    loops = {}
-    for index, operation in enumerate(block.operations):
-        if isinstance(operation, Loop):
-            inner = gradients.loops.get(index) or BlockGradients({}, {}, {}, {})
-            inside = schedule
-            if operation.length < 2:  # no next layer to prefetch
-                inside = dataclasses.replace(schedule, prefetch=0)
-            used = uses.loops[index]
-            same = _unchanged(operation) if used.constants else frozenset()
-            body = _plan_block(
-                operation.body, used.body, inner, None, inside, num_hops, window, same
-            )
-            in_host = any(stack.in_host for stack in used.stacks)
-            ahead = window if in_host and inside.prefetch else 0
-            loops[index] = LoopPlan(body, index, window=ahead)
+    loops = _plan_loops(block, uses, gradients, schedule, num_hops, window)
     zeros = _zeros(block, gradients)
-    reduces = _reduce_groups(block, gradients, zeros, schedule, in_loop)
-    holding = _holding(schedule) if unchanged else schedule
+    reduces = find_reduce_groups(block, gradients, zeros, schedule, in_loop)
+    holding = limit_held(schedule) if unchanged else schedule
     gathers, live = find_gathers(len(block.operations), uses, boundary, schedule, holding)
     groups = _grouped(gathers, loops, schedule, in_loop and not unchanged)
     first_tie = _largest(block, uses, unchanged | gradients.sums.keys()) if in_loop else None
@@ -179,6 +166,33 @@ def _plan_block(
     )
 
 
+def _plan_loops(
+    block: Block,
+    uses: BlockUses,
+    gradients: BlockGradients,
+    schedule: CommSchedule,
+    num_hops: int,
+    window: int,
+) -> dict[int, LoopPlan]:
+    """Plan the bodies of the loops of a block, by index of the loop."""
+    loops = {}
+    for index, operation in enumerate(block.operations):
+        if isinstance(operation, Loop):
+            inner = gradients.loops.get(index) or BlockGradients({}, {}, {}, {})
+            inside = schedule
+            if operation.length < 2:  # no next layer to prefetch
+                inside = dataclasses.replace(schedule, prefetch=0)
+            used = uses.loops[index]
+            same = unchanged_inputs(operation) if used.constants else frozenset()
+            body = _plan_block(
+                operation.body, used.body, inner, None, inside, num_hops, window, same
+            )
+            in_host = any(stack.in_host for stack in used.stacks)
+            ahead = window if in_host and inside.prefetch else 0
+            loops[index] = LoopPlan(body, index, window=ahead)
+    return loops
+
+
 def _peak(
     block: Block, uses: BlockUses, gradients: BlockGradients, reduces: Sequence[ReduceGroup]
 ) -> Peak:
@@ -190,7 +204,7 @@ def _peak(
 
 
 def _grouped(
-    gathers: list[Gather], loops: dict[int, LoopPlan], schedule: CommSchedule, in_loop: bool
+    gathers: list[Gather], loops: dict[int, LoopPlan], schedule: CommSchedule, is_layer: bool
 ) -> list[list[Gather]]:
     """Cut the gathers of a block into groups.
 
@@ -199,8 +213,13 @@ def _grouped(
     """
 
     def split(gathers: list[Gather]) -> list[list[Gather]]:
+        passes = find_passes(gathers)
+
+        def signature(gather: Gather) -> tuple:
+            return (*_signature(gather), passes.get(gather))
+
         bucket_bytes = schedule.bucket_bytes
-        return split_into_groups(gathers, _signature, lambda x: x.num_bytes, bucket_bytes, in_loop)
+        return split_into_groups(gathers, signature, lambda x: x.num_bytes, bucket_bytes, is_layer)
 
     groups = split(gathers)
     if not schedule.prefetch:
@@ -308,24 +327,6 @@ def _largest(block: Block, uses: BlockUses, others: Set[Value]) -> Value | None:
     return max(arrays, key=lambda x: math.prod(x.shape), default=None)
 
 
-def _unchanged(loop: Loop) -> frozenset[Value]:
-    """The inputs of a loop's body that are the same in each iteration.
-
-    XLA would move a gather that is tied to one of them in front of the loop.
-    """
-    constants = loop.body.inputs[: loop.num_constants]
-    carry = loop.body.inputs[loop.num_constants :][: loop.num_carry]
-    passed = (x for i, x in enumerate(carry) if loop.body.outputs[i] is x)
-    return frozenset({*constants, *passed})
-
-
-def _holding(schedule: CommSchedule) -> CommSchedule:
-    """The limits on what a body holds between uses of weights that are constants of its loop."""
-    limit = HELD_BYTES if schedule.loop_constant_bytes is None else schedule.loop_constant_bytes
-    live_bytes = limit if schedule.live_bytes is None else min(limit, schedule.live_bytes)
-    return dataclasses.replace(schedule, live_bytes=live_bytes)
-
-
 def _continued(
     block: Block,
     uses: BlockUses,
@@ -361,50 +362,3 @@ def _zeros(block: Block, gradients: BlockGradients) -> frozenset[Value]:
     """The gradients that are known to be zero: broadcasts of the constant 0."""
     made = (op.outputs[0] for op in block.operations if makes_zeros(op))
     return frozenset(value for value in made if value in gradients.reduces)
-
-
-def _reduce_groups(
-    block: Block,
-    gradients: BlockGradients,
-    zeros: frozenset[Value],
-    schedule: CommSchedule,
-    in_loop: bool,
-) -> list[ReduceGroup]:
-    """Cut the reduced gradients of a block into groups, in the order in which they are made."""
-    makers = {value: i for i, op in enumerate(block.operations) for value in op.outputs}
-    reduced = sorted(
-        (value for value in gradients.reduces if value not in zeros),
-        key=lambda value: makers.get(value, -1),
-    )
-
-    def signature(value: Value) -> tuple:
-        reduce_spec = gradients.reduces[value]
-        return value.shape, value.dtype, reduce_spec.layout.dim, reduce_spec.hops
-
-    is_layer = in_loop and not gradients.sums
-    groups = split_into_groups(
-        reduced, signature, lambda x: x.num_bytes, schedule.bucket_bytes, is_layer
-    )
-    found = [ReduceGroup(tuple(values), makers.get(values[-1], -1)) for values in groups]
-    return _last_deferred(block, gradients, found) if in_loop and schedule.prefetch else found
-
-
-def _last_deferred(
-    block: Block, gradients: BlockGradients, reduces: list[ReduceGroup]
-) -> list[ReduceGroup]:
-    """Defer the last group of gradients in a loop's body to the next iteration.
-
-    Nothing is deferred if an operation combines gradients of that group with others, since these
-    would be reduced in different iterations.
-    """
-    if not reduces:
-        return reduces
-    deferred = set(reduces[-1].values)
-    for index in sorted(gradients.on_shards):
-        operation = block.operations[index]
-        inputs = {x for x in operation.inputs if isinstance(x, Value)}
-        if deferred & inputs:
-            if not inputs <= deferred:
-                return reduces
-            deferred.update(operation.outputs)
-    return [*reduces[:-1], dataclasses.replace(reduces[-1], deferred=True)]
