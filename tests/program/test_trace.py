@@ -1,0 +1,32 @@
+"""A traced program is a flat list of operations, in which only loops have a body of their own."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxzero._program import Loop, trace
+
+
+def test_a_checkpoint_inside_another_is_traced_through():
+    """Weights that it scans or casts are seen so; in an opaque call they would be needed in full."""
+
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    def model(stack, x):
+        x, _ = jax.lax.scan(jax.checkpoint(layer), x, stack)
+        return jnp.sum(x)
+
+    def loss(stack, rows):
+        total, _ = jax.lax.scan(
+            lambda sum, x: (sum + jax.checkpoint(model)(stack, x), None), 0.0, rows
+        )
+        return total
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 8, 8), (4, 2, 8))]
+    block, _ = trace(jax.value_and_grad(loss), *shapes)
+    outer = [operation for operation in block.operations if isinstance(operation, Loop)]
+    assert len(outer) == 2
+    for loop, num_inner in zip(outer, (1, 2), strict=True):  # forward; recomputation and backward
+        names = {operation.name for operation in loop.body.operations}
+        assert "eval_jaxpr" not in names and "closed_call" not in names
+        assert sum(isinstance(operation, Loop) for operation in loop.body.operations) == num_inner
