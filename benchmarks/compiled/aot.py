@@ -108,7 +108,7 @@ def main(
                 "parameters": _llama.num_parameters(size),
                 "schedule": dataclasses.asdict(schedule) if ours else None,
                 "compiler_options": chosen,
-                **_figures(compiled, text, local),
+                **figures(compiled, text, local),
                 "lower_seconds": round(between - start, 2),
                 "compile_seconds": round(end - between, 2),
             },
@@ -155,7 +155,7 @@ def lowered_step(
     return jax.jit(step).lower(params, tokens, **state)
 
 
-def _figures(compiled: Any, text: str, local: int) -> dict[str, Any]:
+def figures(compiled: Any, text: str, local: int) -> dict[str, Any]:
     """Memory, collectives and predicted time of the compiled program."""
     memory = compiled.memory_analysis()
     rates = Rates(num_local=local)

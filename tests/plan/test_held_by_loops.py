@@ -136,6 +136,18 @@ def test_gradients_equal_the_oracle_with_microbatches(prefetch):
 
 
 @pytest.mark.slow
+def test_halves_of_the_devices_are_summed_in_the_loop():
+    params, x = _init(jax.random.key(0)), zoo.normal(jax.random.key(1), 0, 32, WIDTH, scale=1.0)
+
+    def run(limit):
+        zero = jz.Zero(jz.make_mesh(2), _config(loop_constant_bytes=limit))
+        _, _, halves = zero.value_and_grad(_summed(_scanned), halves=True)(zero.shard(params), x)
+        return jax.device_get(halves[:3])
+
+    zoo.assert_close(run(0), run(None), 1e-5, "halves")
+
+
+@pytest.mark.slow
 def test_weights_gathered_in_a_loop_do_not_change_the_bits():
     """Neither losses nor, where their sums are held, gradients."""
     params, x = _init(jax.random.key(0)), zoo.normal(jax.random.key(1), 0, 32, WIDTH, scale=1.0)

@@ -7,7 +7,7 @@ from jaxzero._program import Loop, trace
 
 
 def test_a_checkpoint_inside_another_is_traced_through():
-    """Weights that it scans or casts are seen so; in an opaque call they would be needed in full."""
+    """Weights that it scans or casts are seen so; an opaque call would need them in full."""
 
     def layer(x, w):
         return jnp.tanh(x @ w), None
