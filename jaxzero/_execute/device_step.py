@@ -91,7 +91,7 @@ def run_on_device(
         shares: of the rows of a batch, for each node; None: all are equal.
     """
     updates = updates or {}
-    comm = comm if shares is None else _holding_constants(comm)
+    comm = _with_loop_limit(comm, shares)
     updated: dict[int, list[Array]] = {}
     # Weights that stage 1 or 2 leaves unsharded are full already, and passed to the program so.
     full = [
@@ -158,8 +158,13 @@ def _plan_of_step(
     )
 
 
-def _holding_constants(comm: CommSpec) -> CommSpec:
-    """With gathers before loops, which may run differently often on each node."""
+def _with_loop_limit(comm: CommSpec, shares: Sequence[int] | None) -> CommSpec:
+    """Let loops hold all their constants where gathers inside are not possible, or save nothing.
+
+    With shares, a loop may run differently often on each node. On one device weights are full.
+    """
+    if shares is None and comm.num_shards > 1:
+        return comm
     schedule = dataclasses.replace(comm.schedule, loop_constant_bytes=sys.maxsize)
     return dataclasses.replace(comm, schedule=schedule)
 

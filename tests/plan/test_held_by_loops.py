@@ -229,6 +229,14 @@ def test_one_weight_is_held_under_any_limit():
     assert all(step.trips == 1 for step in plans[0].steps)
 
 
+def test_one_device_holds_its_weights():
+    config = _config(loop_constant_bytes=0)
+    zero = jz.Zero(jz.make_mesh(1, devices=jax.devices()[:1]), config)
+    params = zero.abstract(functools.partial(_zeros, WIDTH), jax.random.key(0))
+    plan = zero.plan(_summed(_scanned), params, jax.ShapeDtypeStruct((4, WIDTH), jnp.float32))
+    assert all(not loop.body.gather_groups for loop in _loops(plan))
+
+
 @pytest.mark.parametrize(("rows", "is_inside"), [(4096, True), (64, False)])
 def test_the_default_is_by_bytes_and_by_work(rows, is_inside):
     """2.5 GiB are gathered inside, if enough is computed that it can overlap with."""
