@@ -4,7 +4,7 @@ Gloo connects a group of devices in the group's first collective, and that colle
 last process comes 30 s after the first one: no option of XLA changes it. Processes that compile at
 different speeds, or load from different disks, can be that far apart. The process that came first
 then raises, waits 5 minutes for the other at exit, and JAX ends both. A group that is connected
-waits for as long as XLA's option says, 30 minutes by default.
+waits longer: for `--xla_cpu_collective_timeout_seconds`.
 
 So the processes wait for each other over the coordination service, and make the first collective of
 each group together.
@@ -25,7 +25,7 @@ from .._processes import meet_processes
 from .gloo_workaround import uses_gloo
 from .per_device import is_traced
 
-_SECONDS = 1800.0  # that processes wait for each other; as long as XLA's collectives wait
+_SECONDS = 1800.0  # that processes wait for each other; loading a model can take that long
 
 _connected: set[str] = set()  # meshes, by `_name`
 
