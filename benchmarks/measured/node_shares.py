@@ -81,16 +81,30 @@ def main(settings: Settings = Settings()) -> None:  # noqa: B008
 
     with _limited_group(settings.fraction) as group:
         try:
-            first = start(0, subprocess.PIPE)
-            (group / "cgroup.procs").write_text(str(start(1, None).pid))
-            printed, _ = first.communicate()
-            if first.returncode:
-                raise RuntimeError(f"a node ended with status {first.returncode}")
+            first, second = start(0, subprocess.PIPE), start(1, None)
+            (group / "cgroup.procs").write_text(str(second.pid))
+            printed = _output_of_first(first, second)
         finally:
             for process in started:
                 process.kill()
                 process.wait()
     append_row("node_shares", _summary(settings, json.loads(printed.splitlines()[-1])))
+
+
+def _output_of_first(first: subprocess.Popen, second: subprocess.Popen) -> str:
+    """What the first node prints; an error as soon as either fails, which leaves the other waiting.
+
+    Raises:
+        RuntimeError: a node ended with an error.
+    """
+    printed = None
+    while printed is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            printed, _ = first.communicate(timeout=1.0)
+        for number, process in enumerate((first, second)):
+            if process.poll():
+                raise RuntimeError(f"node {number} ended with status {process.returncode}")
+    return printed
 
 
 @contextlib.contextmanager

@@ -94,7 +94,11 @@ class RowSegments:
         return list(zip(kept, arrays, strict=True))
 
     def is_made_here(self, atom: Atom) -> bool:
-        """Whether `array` makes an atom, because it is in no environment or differs by version."""
+        """Whether the array of an atom comes from `array`, and not from the block's environment.
+
+        So it is for constants and views that differ between versions, and for the outputs of
+        operations that run in every segment.
+        """
         if isinstance(atom, Constant):
             return not is_same_constant(self._versions.of(atom))
         if atom in self._plan.uses.views:

@@ -1,10 +1,11 @@
-"""One program for nodes that have different numbers of rows: a version of it for each number.
+"""The versions of a program for nodes with different numbers of rows, and how they correspond.
 
-Every device runs the same program, so every array has the same shape everywhere: that of the node
-with most rows. To compute less on the other nodes, the user's function is traced once for each
-number of rows. All collectives are those of the first version, the largest; between them a device
-computes with the operations of its own version, on the leading part of the arrays
-(`row_segments`). Here the versions are matched, and what cannot differ between them is checked.
+All devices run one program, so each of its arrays has the same shape on all of them: the shape that
+it has on the node with the most rows. To compute less on the other nodes, the user's function is
+traced once for each number of rows; each trace is a version of the program. All collectives are
+those of the first version, which has the most rows. Between two collectives, a device runs the
+operations of its own version on the leading part of the arrays (`row_segments`). This module
+matches the versions, and checks that they agree wherever devices must do the same.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class RowVersions:
 
     Attributes:
         which: the version of this device.
-        matched: for each atom and operation of the first version, those of all versions.
+        matched: the atoms and operations that correspond to each one of the first version.
         views: the operations of each view of a weight, in any version; see `BlockUses.views`.
     """
 
@@ -54,7 +55,7 @@ class RowVersions:
     views: Mapping[Atom, tuple[movable_ops.Op, ...]]
 
     def of(self, atom: Atom) -> tuple[Atom, ...]:
-        """The atom of each version for one of the first."""
+        """The atoms, one of each version, that correspond to an atom of the first version."""
         return self.matched.atoms[atom]
 
     def after_gather(self, atom: Atom, first: tuple[movable_ops.Op, ...]) -> list[tuple]:
@@ -168,7 +169,10 @@ def _check_same(versions: Sequence[Operation]) -> None:
 
 
 def _comparable(op: movable_ops.Op | None) -> Any:
-    """An operation of a view, so that equal ones of two versions compare equal."""
+    """What an operation of a view is compared by between versions.
+
+    An elementwise one holds an operation of its own trace; `correspondence` has compared the names.
+    """
     return type(op) if isinstance(op, movable_ops.Elementwise) else op
 
 

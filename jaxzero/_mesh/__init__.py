@@ -5,6 +5,7 @@ functions under `shard_map` or its simulation, with arrays in device or host mem
 Any package above may use the names listed here.
 """
 
+from . import gloo_groups as gloo_groups
 from . import gloo_workaround as gloo_workaround
 from . import simulated as simulated
 from .gloo_workaround import reduce_scatter as reduce_scatter

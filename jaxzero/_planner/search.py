@@ -287,10 +287,12 @@ class Search:
     # Full compiles.
 
     def _check(self) -> bool:
-        """Compile the best two in full, until one is refused; memory is a hard limit.
+        """Compile the two best plans in full, again and again until both are compiled in full.
+
+        Stops as soon as a plan fails to compile or needs more memory than there is.
 
         Returns:
-            Whether one was refused, so that plans behind it may be compiled.
+            Whether it stopped for that, so that the search must go on with the plans behind.
         """
         while self.full < MAX_FULL:
             best = sorted(self._compiled(), key=self.value)[:2]

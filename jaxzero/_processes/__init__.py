@@ -11,6 +11,7 @@ from .coordination import exchange as exchange
 from .coordination import exchange_json as exchange_json
 from .coordination import has_backend as has_backend
 from .coordination import hosts as hosts
+from .coordination import meet_processes as meet_processes
 from .coordination import notices_sigterm as notices_sigterm
 from .coordination import of_first as of_first
 from .coordination import process_count as process_count

@@ -82,6 +82,25 @@ def barrier(name: str, seconds: float) -> None:
     exchange(name, "", seconds)
 
 
+def meet_processes(name: str, processes: Sequence[int], seconds: float) -> None:
+    """Wait until the processes of these indices have called this, once for each `name`.
+
+    Raises:
+        TimeoutError: a process did not call it in time, or has ended.
+    """
+    client = _client()
+    if client is None:
+        return
+    try:
+        client.wait_at_barrier(f"{_PREFIX}/{name}", int(seconds * 1000), list(processes))
+    except jax.errors.JaxRuntimeError as error:
+        others = ", ".join(describe_process(i) for i in processes if i != process_index())
+        raise TimeoutError(
+            f"At {name!r} this process waited up to {seconds:g} s for {others}. Look at their "
+            "logs: one failed, hangs, or is at another place of the program."
+        ) from error
+
+
 def publish(name: str, value: str) -> None:
     """Store a text under `name` for all processes to read with `published`, without waiting.
 

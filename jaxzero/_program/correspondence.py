@@ -1,7 +1,8 @@
-"""Match the operations of one function's traces at several batch sizes, one by one.
+"""Match the operations of one function that was traced at several batch sizes.
 
-The traces are blocks with the same operations in the same order, on arrays whose sizes differ. They
-are matched so that a plan of one is a plan of all. The first trace has the largest arrays.
+The traces are blocks with the same operations in the same order, on arrays of different sizes.
+Operations are matched by position, so that a plan made for the first trace, which has the largest
+arrays, can be carried out with the operations of any other.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from .ir import Atom, Block, Constant, Loop, Operation, Value
 
 @dataclasses.dataclass(frozen=True)
 class Correspondence:
-    """For atoms and operations of the first trace, in loops too: those of all traces, in order."""
+    """What corresponds to each atom and operation of the first trace, inside loops too.
+
+    Attributes:
+        atoms: for an atom of the first trace, that of each trace, itself first.
+        operations: for an operation of the first trace, that of each trace, itself first.
+    """
 
     atoms: Mapping[Atom, tuple[Atom, ...]]
     operations: Mapping[Operation, tuple[Operation, ...]]

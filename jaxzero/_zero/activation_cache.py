@@ -28,9 +28,10 @@ class ActivationCache:
         ...     activations = cache(key, batch)
         ...     loss, grads = step(active, frozen, activations, batch)
 
-    Each device's part is in the memory of its host. The values that `f` closes over must not change
-    while the cache is in use. What is computed from the batch alone is not kept. `microbatches` of
-    `value_and_grad` must be 1. Each call hashes the batch, to find a key that names two.
+    Each device's part is in the memory of its host. The frozen layers are traced and compiled once
+    for each shape of a batch, so the values that `f` closes over must not change while the cache is
+    in use. What is computed from the batch alone is not kept. `microbatches` of `value_and_grad`
+    must be 1. Each call hashes the batch, to find a key that names two.
 
     Attributes:
         frozen: the frozen parameters.
@@ -58,7 +59,12 @@ class ActivationCache:
             run, arrays = self._flat(args)
             return tuple(known_part(run, active, frozen, arrays))
 
-        self._compute = zero.apply(known, batch_argnums=batch_argnums, out_reduce="stack")
+        apply = zero.apply(known, batch_argnums=batch_argnums, out_reduce="stack")
+
+        def compute(static: _Static, frozen: Any, arrays: list[Any]) -> tuple[jax.Array, ...]:
+            return apply(frozen, *_filled(static, arrays))
+
+        self._compute = jax.jit(compute, static_argnums=0)
 
     def __repr__(self) -> str:
         return (
@@ -90,7 +96,8 @@ class ActivationCache:
             self.hits += 1
             return tuple(_on_devices(x) for x in entry.arrays)
         self.misses += 1
-        found = self._compute(self.frozen, *args)
+        static, arrays = _split(args)
+        found = self._compute(static, self.frozen, arrays)
         num_bytes = sum(shard.data.nbytes for x in found for shard in x.addressable_shards)
         if self._max_bytes is None or self.num_bytes + num_bytes <= self._max_bytes:
             self._kept[key] = _Entry(digest, tuple(_on_host(x) for x in found))
@@ -112,15 +119,21 @@ class ActivationCache:
 
     def _flat(self, args: Sequence[Any]) -> tuple[Callable[[Any, Any, Any], Any], list[Any]]:
         """The function of active, frozen and the arrays among `args`; and these arrays."""
-        leaves, treedef = jax.tree.flatten(args)
-        arrays = [x for x in leaves if is_array(x)]
+        static, arrays = _split(args)
 
         def run(active: Any, frozen: Any, arrays: list[Any]) -> Any:
-            given = iter(arrays)
-            filled = [next(given) if is_array(x) else x for x in leaves]
-            return self._function(active, frozen, *jax.tree.unflatten(treedef, filled))
+            return self._function(active, frozen, *_filled(static, arrays))
 
         return run, arrays
+
+
+class _Static(NamedTuple):
+    """What belongs to a program among the arguments of `f`: everything but the arrays."""
+
+    treedef: Any
+    leaves: tuple[Any, ...]  # None in place of arrays
+    texts: tuple[str, ...]  # of the leaves; 1, 1.0 and True are equal, and their programs are not
+    is_array: tuple[bool, ...]
 
 
 class _Kept(NamedTuple):
@@ -134,6 +147,25 @@ class _Kept(NamedTuple):
 class _Entry(NamedTuple):
     digest: bytes
     arrays: tuple[_Kept, ...]
+
+
+def _split(args: Sequence[Any]) -> tuple[_Static, list[Any]]:
+    """The arguments as a static part and arrays."""
+    leaves, treedef = jax.tree.flatten(tuple(args))
+    are_arrays = tuple(map(is_array, leaves))
+    pairs = list(zip(leaves, are_arrays, strict=True))
+    others = tuple(None if is_one else x for x, is_one in pairs)
+    return (
+        _Static(treedef, others, tuple(map(repr, others)), are_arrays),
+        [x for x, is_one in pairs if is_one],
+    )
+
+
+def _filled(static: _Static, arrays: Sequence[Any]) -> Any:
+    """The arguments that `_split` was given, with other arrays."""
+    given = iter(arrays)
+    pairs = zip(static.leaves, static.is_array, strict=True)
+    return jax.tree.unflatten(static.treedef, [next(given) if is_one else x for x, is_one in pairs])
 
 
 def _on_host(x: jax.Array) -> _Kept:

@@ -24,15 +24,16 @@ from .transform import Transform
 
 
 def gradient_options(
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    microbatches: int,
-    weighted: bool,
-    aux_reduce: Any,
-    halves: bool,
-    shares: Sequence[int] | None,
     mesh: AnyMesh,
     config: ZeroConfig,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    microbatches: int = 1,
+    weighted: bool = False,
+    aux_reduce: Any = None,
+    halves: bool = False,
+    shares: Sequence[int] | None = None,
 ) -> Options:
     """Check the arguments of `value_and_grad`, and return them as `Options`.
 

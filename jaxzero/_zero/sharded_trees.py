@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from .._codecs import Codec
-from .._mesh import AXES, AnyMesh, NodeMesh, check_mesh, is_one_node, physical
+from .._mesh import AXES, AnyMesh, NodeMesh, check_mesh, gloo_groups, is_one_node, physical
 from .._plan import Plan
 from .._report import Report, make_report
 from .._sharding import (
@@ -89,6 +89,7 @@ class ShardedTrees:
             return [x.data if is_stored(x) else pad_leaf(leaf, x) for leaf, x in pairs]
 
         check_room("parameters", plan.leaves, self.mesh, self._weight_axes)
+        gloo_groups.connect(self.mesh)
         return plan.stored(make_leaves(stored, plan.leaves, self.mesh, self._weight_axes, *args))
 
     def abstract(
@@ -124,6 +125,7 @@ class ShardedTrees:
         plan = self._plan(tree, specs, codec)
         self._plans.check_is_ours(plan)
         check_room("parameters", plan.leaves, self.mesh, self._weight_axes)
+        gloo_groups.connect(self.mesh)
         arrays = [x for x in flatten(tree)[1] if is_array(x)]
         return plan.stored(place_tree(plan, arrays, self.mesh, self._weight_axes))
 

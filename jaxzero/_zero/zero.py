@@ -196,15 +196,15 @@ class Zero(ShardedTrees):
             UserWarning: no argument is a batch, so that each device computes everything.
         """
         options = gradient_options(
-            argnums,
-            has_aux,
-            microbatches,
-            weighted,
-            aux_reduce,
-            halves,
-            shares,
             self._devices,
             self.config,
+            argnums=argnums,
+            has_aux=has_aux,
+            microbatches=microbatches,
+            weighted=weighted,
+            aux_reduce=aux_reduce,
+            halves=halves,
+            shares=shares,
         )
 
         programs = Programs()
@@ -268,7 +268,7 @@ class Zero(ShardedTrees):
         """
         check_one_program(self.config, microbatches, weighted)
         options = gradient_options(
-            0, has_aux, 1, False, aux_reduce, False, None, self._devices, self.config
+            self._devices, self.config, has_aux=has_aux, aux_reduce=aux_reduce
         )
         programs = Programs()
 
@@ -345,15 +345,15 @@ class Zero(ShardedTrees):
         `value_and_update(f, tx)`, with the updates that run in backward.
         """
         options = gradient_options(
-            argnums,
-            has_aux,
-            microbatches,
-            weighted,
-            aux_reduce,
-            halves,
-            shares,
             self._devices,
             self.config,
+            argnums=argnums,
+            has_aux=has_aux,
+            microbatches=microbatches,
+            weighted=weighted,
+            aux_reduce=aux_reduce,
+            halves=halves,
+            shares=shares,
         )
         transform, arrays = prepare(self, f, args, kwargs, options, batch_argnums, in_specs)
         if tx is not None:

@@ -1,7 +1,7 @@
-"""Streaming DiLoCo as its paper writes it, in numpy and float64, on least squares.
+"""Rounds of local steps against Streaming DiLoCo written in numpy, in float64, on least squares.
 
-Shares nothing with jaxzero or optax: gradients, the inner AdamW, the outer Nesterov momentum and
-the merge are written out below.
+The oracle shares no code with jaxzero or optax: gradients, the inner AdamW, the outer Nesterov
+momentum and the merge are written out below.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def init():
 
 
 def batches(seed):
-    """The batches of a round; each node has a solution of its own."""
+    """The inputs and targets of a round. The targets of each node come from weights of its own."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(EVERY, NODES, ROWS, LAYERS * WIDTH))
     weights = np.random.default_rng(99).normal(size=(NODES, LAYERS * WIDTH))
@@ -35,13 +35,13 @@ def batches(seed):
 
 
 def gradients(w, x, y):
-    """Of half the mean square of `x @ layers + bias - y`, over rows and both biases."""
+    """Gradients of half the mean square of `x @ layers + bias - y`, over rows and both biases."""
     errors = (x @ w["layers"] - y)[:, None] + w["bias"]
     return {"bias": errors.sum(0) / errors.size, "layers": x.T @ errors.sum(1) / errors.size}
 
 
 class Node:
-    """One node's parameters, and its AdamW, whose moments outlive the rounds."""
+    """The parameters of a node, and its AdamW, whose moments pass from round to round."""
 
     def __init__(self):
         self.w, self.t = init(), 0
@@ -57,13 +57,13 @@ class Node:
 
 
 def fragment(k, number, fragments):
-    """Neighbouring layers, and an equal part of the biases."""
+    """The part of leaf `k` that belongs to a fragment: consecutive layers, or biases."""
     size = len(init()[k]) // fragments
     return slice(number * size, (number + 1) * size)
 
 
 def in_numpy(*, fragments, delay, mixing, rate, momentum):
-    """The nodes' parameters and the outer ones after all rounds."""
+    """The parameters of each node, and the outer parameters, after all rounds."""
     nodes, outer = [Node() for _ in range(NODES)], init()
     velocity = {k: 0 * x for k, x in outer.items()}
     period, pending, step = EVERY // fragments, {}, 0

@@ -2,7 +2,8 @@
 
     python sum_by_processes.py ADDRESS NUMBER COUNT
 
-It prints, as JSON, how many of its shards were wrong, and the collectives that were compiled.
+It prints "sharded" when it has parameters; and, as JSON, how many of its shards were wrong, and the
+collectives that were compiled.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def main(address: str, number: int, count: int) -> None:
     distributed.initialize(coordinator_address=address, num_processes=count, process_id=number)
     zero = jz.Zero(jz.make_mesh(nodes=2), jz.zero3())
     params = zero.shard({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
+    print("sharded", flush=True)
     batch = np.arange(DEVICES, dtype=np.float32)  # row i is on device i
     sharding = NamedSharding(zero.mesh, zero.batch_spec)
     batch = jax.make_array_from_callback(batch.shape, sharding, batch.__getitem__)

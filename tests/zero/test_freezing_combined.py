@@ -24,7 +24,7 @@ OFFLOAD = jz.Offload(weights=True, gradients=True, optimizer=True, min_size=0)
 
 
 def _trained(loss, tree, batch):
-    """Losses and parameters after some steps in which what is frozen has no gradient."""
+    """Losses and parameters of one device, with `stop_gradient` around what is frozen."""
     state, losses = TX.init(tree), []
     with jax.default_matmul_precision("highest"):
         for _ in range(STEPS):
@@ -36,7 +36,7 @@ def _trained(loss, tree, batch):
 
 
 def _frozen(kind, config):
-    """What a test begins with: a model frozen in part, and its optimizer state cut likewise."""
+    """Active and frozen parameters of a partly frozen model, and optimizer state split alike."""
     loss, tree, layers = plain._model(kind)
     zero = jz.Zero(zoo.make_mesh("2x4-auto"), config)
     params = zero.shard(tree)
@@ -62,7 +62,7 @@ def test_updates_in_backward_and_host_memory(kind, offload):
 
 
 def test_local_steps():
-    """Frozen parameters are beside the optimizer state, which nodes do not exchange."""
+    """Frozen parameters are passed beside the optimizer state, which nodes do not exchange."""
     loss, tree, zero, freezing, (active, frozen), state = _frozen("scan", jz.zero3())
     loss_and_grads = zero.value_and_grad(freezing.wrap(loss), batch_argnums=2)
 

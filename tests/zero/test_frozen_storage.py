@@ -91,6 +91,31 @@ def test_a_full_cache_computes_again():
     assert "1 batches, 2,304 bytes" in repr(cache)
 
 
+def test_frozen_layers_are_traced_once_for_each_shape_and_static_argument():
+    zero, loss, _, freezing, (active, frozen) = _freeze("scan")
+    traces = []
+
+    def scaled(params, batch, scale):
+        traces.append(scale)
+        embed = params["embed"] * (2.0 if isinstance(scale, int) else 1.0)
+        return loss({**params, "embed": embed}, batch)
+
+    cache = freezing.cache(scaled, frozen)
+    batch = plain._batch()
+    batches = [{**batch, "ids": np.roll(batch["ids"], i, axis=0)} for i in range(3)]
+    first = [cache(i, x, 1.0) for i, x in enumerate(batches)]
+    num = len(traces)
+    again = [cache((i, "again"), x, 1.0) for i, x in enumerate(batches)]
+    assert len(traces) == num and cache.misses == 6
+    assert np.any(first[0][0] != first[1][0])
+    plain._assert_bits_equal(first, again)
+    uncached = freezing.cache(scaled, frozen)(0, batch, 1)
+    number = cache("an int", batch, 1)  # equal to 1.0, and another function
+    assert len(traces) > num
+    plain._assert_bits_equal(number, uncached)
+    assert np.any(number[0] != first[0][0])
+
+
 def test_what_cannot_be_cached_is_refused():
     _, loss, _, freezing, (_, frozen) = _freeze("scan", before=())
     with pytest.raises(ValueError, match="no activations to cache.*`before`"):

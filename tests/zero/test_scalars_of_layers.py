@@ -1,6 +1,7 @@
-"""A stack of one number for each layer, in host memory: no layer of it can be split.
+"""A scanned stack of one number for each layer, in host memory.
 
-Its gradient is reduced after the loop, and not layer by layer as those of other stacks.
+One layer of it cannot be split over devices. So its gradient is reduced after the loop, and not
+layer by layer as those of other stacks.
 """
 
 import jax

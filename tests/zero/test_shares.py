@@ -1,4 +1,4 @@
-"""`shares`: nodes with different numbers of rows give what one device gives for all rows."""
+"""`shares`: nodes with different numbers of rows; loss and gradients equal those of one device."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ def _loss(params, batch):
 
 @functools.cache
 def _params(scanned):
-    """Every leaf has two values, which the presets of the zoo write exactly."""
+    """Parameters of two values only, so that quantization is exact under every preset."""
     random = np.random.default_rng(0)
 
     def leaf(*shape):
@@ -77,7 +77,10 @@ def _oracle(scanned):
 
 
 def _sizes(rows, microbatches):
-    """For each leaf, the norms of the gradients that devices send, over the number of rows."""
+    """For each leaf, the sum of the norms of all gradients that are sent, over all rows.
+
+    Codecs and rounding err in proportion to it.
+    """
     counts = [rows_of for rows_of in _counts(microbatches) if rows_of]
     ends = np.cumsum(counts)
 
@@ -89,7 +92,7 @@ def _sizes(rows, microbatches):
 
 
 def _counts(microbatches):
-    """The rows of each device in each micro-batch."""
+    """How many rows each device has in each micro-batch, without padding."""
     unit = -(-_ROWS // (2 * sum(_SHARES) * microbatches))
     left, counts = _ROWS, []
     for share in np.repeat(_SHARES, 2 * microbatches):
@@ -99,7 +102,7 @@ def _counts(microbatches):
 
 
 def _step(preset, scanned, mesh, microbatches=1, loss=_loss, **options):
-    """The step, and its arguments."""
+    """A sharded step with its arguments, and its wire state if the preset needs one."""
     zero = jz.Zero(zoo.make_mesh(mesh), _PRESETS[preset])
     params = zero.shard(_params(scanned))
     batch = jz.pad_batch(_batch(), zero, microbatches=microbatches, shares=_SHARES)

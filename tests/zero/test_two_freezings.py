@@ -1,4 +1,4 @@
-"""Trees of two freezings, leaves named alike, and parts of a stack too small to be split."""
+"""Freezing: trees of another freezing, leaves named like a stack, parts too small to be split."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def test_a_leaf_may_be_named_like_a_stack():
 
 
 def test_a_part_that_is_not_split_is_not_offloaded():
-    """One row of a stack of scalars has no dim to split, so the step would not copy it."""
+    """A stack of scalars has no dim to split beside its layers; a step copies only split leaves."""
     zero = jz.Zero(
         zoo.make_mesh("2x4-auto"), jz.ZeroConfig(offload=jz.Offload(weights=True, min_size=1))
     )

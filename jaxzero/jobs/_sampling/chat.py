@@ -1,7 +1,7 @@
-"""Put what a user says into the chat template of a checkpoint, as transformers does.
+"""Render a conversation with the chat template of a checkpoint, as transformers does.
 
-A template is a program in the language of Jinja that came with the checkpoint. It runs in Jinja's
-sandbox, where it can change nothing and sees only the messages and the special tokens.
+A chat template is a Jinja program that comes with the checkpoint. It is rendered in Jinja's
+sandbox, where it can change nothing, and sees only the messages and the special tokens.
 """
 
 import datetime
@@ -26,12 +26,15 @@ _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 def rendered(directory: Path, prompts: Sequence[str], system: str | None) -> list[str]:
-    """The text that the model continues by an answer to each prompt.
+    """Render each prompt as a conversation of one message, which the model is to answer.
 
     Args:
         directory: with `chat_template.jinja`, or a `chat_template` in `tokenizer_config.json`.
-        prompts: what a user says, one conversation each.
-        system: instructions before it; None for those that the template has by itself.
+        prompts: a user's message for each conversation.
+        system: a system message in front of it; None for what the template has by default.
+
+    Returns:
+        A text for each prompt. It ends where the model's answer begins.
 
     Raises:
         ValueError: there is no template, or it fails for these messages.
