@@ -29,7 +29,7 @@ from .._collectives import (
 )
 from .._mesh import in_host, microbatch_index
 from .._plan import BlockPlan, Plan, ShardedParam, View, find_uses, slices_kept_in_program
-from .._program import Block, trace
+from .._program import Block, sink_into_loops, trace
 from .._sharding import split_dim, unpad
 from .._simigrad import GradientHalves
 from .block import run_block
@@ -270,7 +270,16 @@ def _trace(
             return flat(list(arrays[: len(stored)]), list(arrays[len(stored) :]))
 
     index = [jax.ShapeDtypeStruct((), jnp.arange(1).dtype)] if microbatches > 1 else []
-    return trace(function, *index, *full, *rows)
+    block, shapes = trace(function, *index, *full, *rows)
+    values = block.inputs[len(index) : len(index) + len(stored)]
+    sharded = [i for i in range(len(stored)) if parameters.weight_layout(i)]
+    first = len(jax.tree.leaves(shapes[:2]))
+    gradients = [
+        first + position for position, i in enumerate(parameters.differentiated) if i in sharded
+    ]
+    if shapes[0] is None:
+        gradients = []
+    return sink_into_loops(block, [values[i] for i in sharded], gradients), shapes
 
 
 def _rows_of(spec: Any, microbatches: int, share: Fraction, x: Array) -> Array:

@@ -1,0 +1,81 @@
+"""Find the values of a block that depend on weights and constants alone, not on the batch.
+
+They are *fixed*: as long as the weights are, they can be computed again wherever they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, exchanged_or_effect
+
+Weights = frozenset[Value]
+
+# What recomputes less than this many multiplications for each element is cheaper to compute again
+# than a matrix product over the tokens of a batch. A product of low rank is.
+_MOST_PRODUCTS = 256
+
+
+class Fixed:
+    """The fixed values of a block.
+
+    Attributes:
+        weights: for each fixed value, the weights that it is made of; empty for constants.
+        views: fixed values that are a weight with movable operations, as in `Operation.view`.
+        makers: for each value, the index and operation that it is made by.
+    """
+
+    def __init__(
+        self, block: Block, given: Mapping[Value, Weights], views: Iterable[Value], *, scalars: bool
+    ):
+        """Walk a block.
+
+        Args:
+            block: a program, or the body of a loop.
+            given: its inputs that are fixed.
+            views: its inputs that are weights.
+            scalars: whether all scalars count as fixed, and made of nothing: a program computes
+                them once, and keeps them at no cost.
+        """
+        self.block = block
+        self.weights = {**given}
+        self.views = {*views}
+        self.makers: dict[Value, tuple[int, Operation]] = {}
+        if scalars:
+            self.weights |= {x: frozenset() for x in block.inputs if _is_scalar(x)}
+        for index, operation in enumerate(block.operations):
+            self.makers |= dict.fromkeys(operation.outputs, (index, operation))
+            self._walk(operation)
+            if scalars:
+                self.weights |= {x: frozenset() for x in operation.outputs if _is_scalar(x)}
+
+    def of(self, atom: Atom) -> Weights | None:
+        """The weights that an atom is made of; None if it is not fixed."""
+        return frozenset() if isinstance(atom, Constant) else self.weights.get(atom)
+
+    def _walk(self, operation: Operation) -> None:
+        if isinstance(operation, Barrier):
+            for given, out in zip(operation.inputs, operation.outputs, strict=True):
+                if (found := self.of(given)) is not None:
+                    self.weights[out] = found
+                if given in self.views:
+                    self.views.add(out)
+            return
+        found = [self.of(atom) for atom in operation.inputs]
+        if isinstance(operation, Loop) or any(x is None for x in found):
+            return
+        if operation.name == "axis_index" or exchanged_or_effect(operation):
+            return
+        union = frozenset().union(*(x for x in found if x is not None))
+        self.weights |= dict.fromkeys(operation.outputs, union)
+        if operation.source in self.views and operation.view() is not None:
+            self.views |= {*operation.outputs}
+
+
+def is_cheap(operation: Operation) -> bool:
+    """Whether it takes little work to compute again."""
+    return operation.products <= _MOST_PRODUCTS * sum(x.num_bytes for x in operation.outputs)
+
+
+def _is_scalar(value: Value) -> bool:
+    return value.is_array and not value.shape

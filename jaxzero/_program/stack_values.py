@@ -1,0 +1,163 @@
+"""Stacks that need not exist: a loop's body can compute a layer of them from layers of weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from .dependence import Fixed, is_cheap
+from .elementwise import shape_of
+from .ir import Atom, Barrier, Constant, Loop, Operation, Value
+from .layer_forms import LayerForm, layer_form
+
+_SMALL = 4  # what has this many times fewer bytes than a layer is kept rather than computed again
+
+
+class Saved(NamedTuple):
+    """A stack that a loop makes of weights alone, in each iteration from one layer of them."""
+
+    loop: Loop
+    output: Atom  # of its body
+    operations: tuple[Operation, ...]  # of its body that make the output
+
+
+class StackValues:
+    """How each stack of a block is made, layer by layer."""
+
+    def __init__(self, fixed: Fixed):
+        self.fixed = fixed
+        self._forms: dict[Operation, LayerForm | None] = {}
+        self._lazy: dict[Value, bool] = {}
+        self._saved: dict[Value, Saved | None] = {}
+        self._bodies: dict[Loop, Fixed] = {}
+
+    def form(self, operation: Operation) -> LayerForm | None:
+        """`layer_form` of an operation."""
+        if operation not in self._forms:
+            self._forms[operation] = layer_form(operation)
+        return self._forms[operation]
+
+    def maker(self, value: Value) -> Operation | None:
+        """The operation that makes a value; None for an input of the block."""
+        return self.fixed.makers.get(value, (0, None))[1]
+
+    def is_lazy(self, atom: Atom) -> bool:
+        """Whether a stack can be computed layer by layer, and is made of weights.
+
+        A view of a weight is not: the loop scans the weight itself.
+        """
+        if not isinstance(atom, Value) or atom in self.fixed.views:
+            return False
+        return self.saved(atom) is not None or (bool(self.fixed.of(atom)) and self.expands(atom))
+
+    def is_layered(self, value: Value) -> bool:
+        """Whether a stack is lazy, or a view of a weight whose operations act on each layer."""
+        if value not in self.fixed.views:
+            return self.is_lazy(value)
+        operation = self.maker(value)
+        if operation is None or not value.shape:
+            return bool(value.shape)
+        source = self.passed(value) or operation.source
+        known = isinstance(operation, Barrier) or self.form(operation) is not None
+        return known and source is not None and self.is_layered(source)
+
+    def is_free(self, atom: Atom, sliced: bool) -> bool:
+        """Whether a loop's body can read this atom without anything large being made for it."""
+        if sliced and isinstance(atom, Value) and self.is_layered(atom):
+            return True
+        return self.fixed.of(atom) == frozenset()
+
+    def passed(self, value: Value) -> Value | None:
+        """The value that a barrier passes on as `value`; None for other values."""
+        operation = self.maker(value)
+        if not isinstance(operation, Barrier):
+            return None
+        given = operation.inputs[operation.outputs.index(value)]
+        return given if isinstance(given, Value) else None
+
+    def expands(self, value: Value) -> bool:
+        """Whether layers of a fixed stack are to be computed, rather than taken from it."""
+        if value not in self._lazy:
+            self._lazy[value] = self._expands(value)
+        return self._lazy[value]
+
+    def _expands(self, value: Value) -> bool:
+        if (passed := self.passed(value)) is not None:
+            return self.is_layered(passed)
+        operation = self.maker(value)
+        if operation is None or isinstance(operation, Loop):
+            return False
+        form = self.form(operation)
+        if form is None or not is_cheap(operation):
+            return False
+        inputs = zip(operation.inputs, form.sliced, strict=True)
+        if self.fixed.of(value):
+            return all(self.is_free(atom, sliced) for atom, sliced in inputs)
+        return all(self._is_smaller(atom, sliced, value) for atom, sliced in inputs)
+
+    def _is_smaller(self, atom: Atom, sliced: bool, value: Value) -> bool:
+        """Whether to compute layers of `value`, made of constants, rather than to hold it."""
+        if sliced and isinstance(atom, Value) and self.expands(atom):
+            return True
+        size = math.prod(shape_of(atom)) * jnp.result_type(_array(atom)).itemsize
+        return size * 2 <= value.num_bytes
+
+    def saved(self, value: Value) -> Saved | None:
+        """How the body of a loop makes a stacked output; None unless of weights alone, and large.
+
+        Differentiation keeps such stacks for backward.
+        """
+        if value not in self._saved:
+            self._saved[value] = self._find_saved(value)
+        return self._saved[value]
+
+    def _find_saved(self, value: Value) -> Saved | None:
+        loop = self.maker(value)
+        if not isinstance(loop, Loop) or (i := loop.outputs.index(value)) < loop.num_carry:
+            return None
+        out, body = loop.body.outputs[i], self._body(loop)
+        weights = body.of(out)
+        if isinstance(out, Constant) or out in body.views or not weights:
+            return None
+        if out.num_bytes * _SMALL < max(x.num_bytes for x in weights):
+            return None
+        operations = _cone(body, out)
+        if not all(is_cheap(x) and not isinstance(x, Barrier) for x in operations):
+            return None
+        return Saved(loop, out, operations)
+
+    def _body(self, loop: Loop) -> Fixed:
+        """The fixed values of a loop's body, given what is fixed outside of it."""
+        if loop not in self._bodies:
+            first, given, views = loop.num_constants + loop.num_carry, {}, set()
+            pairs = zip(loop.inputs, loop.body.inputs, strict=True)
+            for i, (outside, inside) in enumerate(pairs):
+                weights = self.fixed.of(outside)
+                if weights == frozenset() and not loop.num_constants <= i < first:
+                    given[inside] = weights
+                elif weights and i >= first:
+                    given[inside] = frozenset({inside})
+                    if outside in self.fixed.views:
+                        views.add(inside)
+            self._bodies[loop] = Fixed(loop.body, given, views, scalars=False)
+        return self._bodies[loop]
+
+
+def _array(atom: Atom) -> Any:
+    return atom.value if isinstance(atom, Constant) else atom
+
+
+def _cone(fixed: Fixed, out: Value) -> tuple[Operation, ...]:
+    """The operations that make a value, in program order."""
+    found: dict[int, Operation] = {}
+    pending: list[Atom] = [out]
+    while pending:
+        atom = pending.pop()
+        if isinstance(atom, Value) and atom in fixed.makers:
+            index, operation = fixed.makers[atom]
+            if index not in found:
+                found[index] = operation
+                pending += operation.inputs
+    return tuple(found[index] for index in sorted(found))
