@@ -5,9 +5,19 @@ They are *fixed*: as long as the weights are, they can be computed again whereve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
+from .elementwise import is_elementwise
 from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, exchanged_or_effect
+
+# A result with so many times fewer bytes than what it is made of is small: it is kept.
+SMALL = 4
+_CHEAP = {
+    *("broadcast_in_dim", "concatenate", "dot_general", "expand_dims", "iota", "pad", "reduce_and"),
+    *("reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reshape", "rev"),
+    *("slice", "split", "squeeze", "transpose"),
+}
 
 Weights = frozenset[Value]
 
@@ -74,7 +84,14 @@ class Fixed:
 
 def is_cheap(operation: Operation) -> bool:
     """Whether it takes little work to compute again."""
-    return operation.products <= _MOST_PRODUCTS * sum(x.num_bytes for x in operation.outputs)
+    known = is_elementwise(operation) or operation.name in _CHEAP
+    return known and operation.products <= _MOST_PRODUCTS * math.prod(operation.outputs[0].shape)
+
+
+def is_large(fixed: Fixed, value: Value) -> bool:
+    """Whether a value is made of weights alone, and not much smaller than the largest of them."""
+    weights = fixed.of(value)
+    return bool(weights) and value.num_bytes * SMALL >= max(x.num_bytes for x in weights)
 
 
 def _is_scalar(value: Value) -> bool:

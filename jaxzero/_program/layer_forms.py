@@ -92,7 +92,9 @@ def _elementwise(operation: Operation) -> LayerForm | None:
 
     def of_layer(*inputs: Any) -> Any:
         pairs = zip(inputs, shapes, sliced, strict=True)
-        return apply(*(lax.squeeze(x, (0,)) if shape and not is_stack else x for x, shape, is_stack in pairs))
+        return apply(
+            *(lax.squeeze(x, (0,)) if shape and not is_stack else x for x, shape, is_stack in pairs)
+        )
 
     return LayerForm(sliced, of_layer)
 

@@ -22,18 +22,17 @@ Programs in which nothing of this occurs are returned as they are.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax.numpy as jnp
 
-from .dependence import Fixed
+from .dependence import SMALL, Fixed
 from .ir import Atom, Block, Constant, Loop, Operation, Value
 from .layer_forms import reduction_over_layers
 from .loop_editor import LoopEditor
 from .stack_values import StackValues
 from .trace import rewritten, without_dead_code
 
-_SMALL = 4  # a result is small if it has this many times fewer bytes than what it is made of
 _ADDITIONS = ("add", "add_any")
 
 
@@ -46,67 +45,86 @@ def sink_into_loops(block: Block, weights: Collection[Value], gradients: Sequenc
         gradients: the indices of its outputs that are gradients of weights.
     """
     num_loops = sum(isinstance(operation, Loop) for operation in block.operations)
-    before = block
-    if not weights:
+    if not weights or not num_loops:
         return block
+    sinking = _Sinking(block, weights, gradients)
     for number in range(num_loops):
-        block = _sink_scanned(block, weights, number)
+        sinking.scanned(number)
     for number in range(num_loops):
-        block = _sink_reductions(block, weights, number)
+        sinking.reductions(number)
     for number in reversed(range(num_loops)):
-        block = _sink_gradients(block, weights, gradients, number)
-    return block if block is before else without_dead_code(block)
+        sinking.gradients(number)
+    return block if sinking.block is block else without_dead_code(sinking.block)
 
 
-def _facts(block: Block, weights: Collection[Value], number: int) -> tuple[StackValues, int, Loop]:
-    """What is known of the block's values; the index of its loop `number`; and the loop."""
-    fixed = Fixed(block, {x: frozenset({x}) for x in weights}, weights, scalars=True)
-    loops = [(i, x) for i, x in enumerate(block.operations) if isinstance(x, Loop)]
-    return StackValues(fixed), *loops[number]
+class _Sinking:
+    """A block; each method replaces it if there is something to move into a loop."""
+
+    def __init__(self, block: Block, weights: Collection[Value], gradients: Sequence[int]):
+        self.weights = weights
+        self.gradient_outputs = gradients
+        self._set(block)
+
+    def _set(self, block: Block) -> None:
+        self.block = block
+        weights = {x: frozenset({x}) for x in self.weights}
+        self.values = StackValues(Fixed(block, weights, self.weights, scalars=True))
+        self.loops = [(i, x) for i, x in enumerate(block.operations) if isinstance(x, Loop)]
+
+    def scanned(self, number: int) -> None:
+        """Compute stacks that a loop scans in its body."""
+        index, loop = self.loops[number]
+        first = loop.num_constants + loop.num_carry
+        pairs = zip(loop.inputs[first:], loop.body.inputs[first:], strict=True)
+        sunk = {inside: outside for outside, inside in pairs if self.values.is_lazy(outside)}
+        if not sunk:
+            return
+        editor = LoopEditor(self.values, loop)
+        for inside, outside in sunk.items():
+            editor.replace(inside, editor.layer(outside))
+        self._set(_with(self.block, {index: [editor.finish()]}))
+
+    def reductions(self, number: int) -> None:
+        """Reduce stacks to small arrays layer by layer, in a loop that gathers their weights."""
+        index, loop = self.loops[number]
+        stacks = loop.inputs[loop.num_constants + loop.num_carry :]
+        scanned = frozenset().union(*(self.values.fixed.of(atom) or () for atom in stacks))
+        editor, changes = LoopEditor(self.values, loop), {}
+        for place, operation in enumerate(self.block.operations):
+            reductions = _of_lazy_stack(operation, self.values)
+            if reductions is None:
+                continue
+            (stack,) = operation.inputs
+            weights = self.values.fixed.of(stack)
+            if stack.shape[0] != loop.length or not weights or not weights <= scanned:
+                continue
+            of_layer, over_layers = reductions
+            (small,) = editor.emit(operation, of_layer, [editor.layer(stack)])
+            (*made, last), _ = rewritten(operation, over_layers, [editor.stacked(small)])
+            changes[place] = [*made, dataclasses.replace(last, outputs=operation.outputs)]
+        if changes:
+            self._set_in_order(_with(self.block, {**changes, index: [editor.finish()]}))
+
+    def gradients(self, number: int) -> None:
+        """Move operations on stacks of gradients into the loop that makes them."""
+        index, loop = self.loops[number]
+        behind = _Behind(self.values, index, loop)
+        ends = behind.ends([self.block.outputs[i] for i in self.gradient_outputs])
+        if not ends:
+            return
+        editor = LoopEditor(self.values, loop)
+        moved = {x: editor.stacked(editor.layer(x, behind.made)) for x in ends}
+        block = _with(self.block, {index: [editor.finish()]})
+        self._set_in_order(_substituted(block, moved))
+
+    def _set_in_order(self, block: Block) -> None:
+        """Go on with `block`, unless its operations cannot be put in order."""
+        ordered = _in_order(block)
+        if ordered is not None:
+            self._set(ordered)
 
 
-def _sink_scanned(block: Block, weights: Collection[Value], number: int) -> Block:
-    """Compute stacks that a loop scans in its body."""
-    values, index, loop = _facts(block, weights, number)
-    first = loop.num_constants + loop.num_carry
-    pairs = zip(loop.inputs[first:], loop.body.inputs[first:], strict=True)
-    sunk = {inside: outside for outside, inside in pairs if values.is_lazy(outside)}
-    if not sunk:
-        return block
-    editor = LoopEditor(values, loop)
-    for inside, outside in sunk.items():
-        editor.replace(inside, editor.layer(outside))
-    return _with(block, {index: [editor.finish()]})
-
-
-def _sink_reductions(block: Block, weights: Collection[Value], number: int) -> Block:
-    """Reduce stacks to small arrays layer by layer, in a loop that gathers all they are made of."""
-    values, index, loop = _facts(block, weights, number)
-    scanned = frozenset().union(
-        *(values.fixed.of(atom) or () for atom in loop.inputs[loop.num_constants :])
-    )
-    editor, changes = LoopEditor(values, loop), {}
-    for place, operation in enumerate(block.operations):
-        reductions = _of_lazy_stack(operation, values)
-        if reductions is None or place == index:
-            continue
-        (stack,) = operation.inputs
-        made_of = values.fixed.of(stack)
-        if stack.shape[0] != loop.length or not made_of or not made_of <= scanned:
-            continue
-        of_layer, over_layers = reductions
-        (small,) = editor.emit(operation, of_layer, [editor.layer(stack)])
-        outputs = editor.stacked(small)
-        made, (out,) = rewritten(operation, over_layers, [outputs])
-        last = dataclasses.replace(made[-1], outputs=operation.outputs)
-        assert out in made[-1].outputs
-        changes[place] = [*made[:-1], last]
-    if not changes:
-        return block
-    return _in_order(_with(block, {**changes, index: [editor.finish()]})) or block
-
-
-def _of_lazy_stack(operation: Operation, values: StackValues):
+def _of_lazy_stack(operation: Operation, values: StackValues) -> tuple[Callable, Callable] | None:
     """The two parts of a reduction of a stack made of weights to a small array, else None."""
     if len(operation.inputs) != 1 or (reductions := reduction_over_layers(operation)) is None:
         return None
@@ -116,25 +134,8 @@ def _of_lazy_stack(operation: Operation, values: StackValues):
     # Partial sums in 16 bits would be rounded once for each layer.
     if jnp.issubdtype(out.dtype, jnp.floating) and out.dtype.itemsize < 4:
         return None
-    small = out.num_bytes * stack.shape[0] * _SMALL <= stack.num_bytes
+    small = out.num_bytes * stack.shape[0] * SMALL <= stack.num_bytes
     return reductions if small else None
-
-
-def _sink_gradients(
-    block: Block, weights: Collection[Value], gradients: Sequence[int], number: int
-) -> Block:
-    """Move operations on stacks of gradients into the loop that makes them."""
-    values, index, loop = _facts(block, weights, number)
-    behind = _Behind(values, index, loop)
-    ends = behind.ends([block.outputs[i] for i in gradients])
-    if not ends:
-        return block
-    editor = LoopEditor(values, loop)
-    moved: dict[Value, Value] = {}
-    for value in ends:
-        moved[value] = editor.stacked(editor.layer(value, behind.made))
-    edited = _with(block, {index: [editor.finish()]})
-    return _in_order(_substituted(edited, moved)) or block
 
 
 class _Behind:
@@ -191,9 +192,7 @@ class _Behind:
                 continue
             seen.add(value)
             operation = self.made.get(value)
-            if operation is None or (
-                operation.name not in _ADDITIONS and operation.view() is None
-            ):
+            if operation is None or (operation.name not in _ADDITIONS and operation.view() is None):
                 return True
             pending += [atom for atom in operation.inputs if isinstance(atom, Value)]
         return False

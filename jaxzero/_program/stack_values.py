@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from .dependence import Fixed, is_cheap
+from .dependence import Fixed, is_cheap, is_large
 from .elementwise import shape_of
 from .ir import Atom, Barrier, Constant, Loop, Operation, Value
 from .layer_forms import LayerForm, layer_form
-
-_SMALL = 4  # what has this many times fewer bytes than a layer is kept rather than computed again
 
 
 class Saved(NamedTuple):
@@ -113,20 +111,35 @@ class StackValues:
             self._saved[value] = self._find_saved(value)
         return self._saved[value]
 
-    def _find_saved(self, value: Value) -> Saved | None:
+    def is_of_weights(self, value: Value) -> bool:
+        """Whether a value is a large stack that a loop makes of weights alone, and not a view."""
         loop = self.maker(value)
         if not isinstance(loop, Loop) or (i := loop.outputs.index(value)) < loop.num_carry:
-            return None
+            return False
         out, body = loop.body.outputs[i], self._body(loop)
-        weights = body.of(out)
-        if isinstance(out, Constant) or out in body.views or not weights:
+        return isinstance(out, Value) and out not in body.views and is_large(body, out)
+
+    def innermost_maker(self, value: Value) -> Operation:
+        """The operation that makes a value; of a stack that a loop makes, that in its body."""
+        operation = self.fixed.makers[value][1]
+        if isinstance(operation, Loop):
+            out = operation.body.outputs[operation.outputs.index(value)]
+            makers = self._body(operation).makers
+            return makers[out][1] if out in makers else operation
+        return operation
+
+    def is_large(self, value: Value) -> bool:
+        """Whether a value is made of weights alone, and not much smaller than they are."""
+        return is_large(self.fixed, value)
+
+    def _find_saved(self, value: Value) -> Saved | None:
+        loop = self.maker(value)
+        if not isinstance(loop, Loop) or not self.is_of_weights(value):
             return None
-        if out.num_bytes * _SMALL < max(x.num_bytes for x in weights):
-            return None
-        operations = _cone(body, out)
-        if not all(is_cheap(x) and not isinstance(x, Barrier) for x in operations):
-            return None
-        return Saved(loop, out, operations)
+        out = loop.body.outputs[loop.outputs.index(value)]
+        assert isinstance(out, Value)
+        operations = _cone(self._body(loop), out)
+        return Saved(loop, out, operations) if all(map(is_cheap, operations)) else None
 
     def _body(self, loop: Loop) -> Fixed:
         """The fixed values of a loop's body, given what is fixed outside of it."""
