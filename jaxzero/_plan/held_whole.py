@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 from .._collectives import readable_bytes
@@ -53,6 +53,7 @@ def find_held_whole(plan: BlockPlan) -> Iterator[HeldWhole]:
         if why:
             seen.add(weight)
             yield HeldWhole(weight.name, use.view.shape, use.view.dtype, why)
+    yield from _gradients(plan, {weight.name for weight in scanned})
     weights = [value for value in block.inputs if value in plan.uses.views]
     for value, operation in kept_values(block, weights, plan.last_forward):
         if value not in plan.uses.views:
@@ -60,6 +61,18 @@ def find_held_whole(plan: BlockPlan) -> Iterator[HeldWhole]:
             yield HeldWhole("", value.shape, value.dtype, made)
     for loop in plan.loops.values():
         yield from find_held_whole(loop.body)
+
+
+def _gradients(plan: BlockPlan, scanned: Set[str]) -> Iterator[HeldWhole]:
+    """Gradients of scanned stacks, by the names of these, that are not reduced layer by layer."""
+    makers = {value: x for x in plan.block.operations for value in x.outputs}
+    reduced = {**plan.gradients.reduces}
+    reduced |= {plan.block.outputs[i]: spec for i, spec in plan.gradients.at_end.items()}
+    for value, spec in reduced.items():
+        if spec.name in scanned and value in makers:
+            why = f"`{makers[value].name}` makes its gradient for all layers at once"
+            why = f"{why}, {makers[value].where}"
+            yield HeldWhole(spec.name, value.shape, value.dtype, why)
 
 
 def _why(operation: Operation, is_scanned: bool) -> str:

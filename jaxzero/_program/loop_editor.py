@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 
-from .elementwise import shape_of
+from .elementwise import dtype_of, shape_of
 from .ir import Atom, Block, Constant, Loop, Operation, Value
 from .stack_values import Saved, StackValues
 from .trace import rewritten
@@ -32,7 +31,9 @@ class LoopEditor:
         self._replaced: dict[Atom, Atom] = {}
         inputs = list(zip(loop.inputs, loop.body.inputs, strict=True))
         self._whole: dict[Atom, Atom] = dict(inputs[: loop.num_constants])
-        self._layers = {x: inside for x, inside in inputs[first:] if not values.is_lazy(x)}
+        self._layers: dict[Atom, Atom] = {
+            x: inside for x, inside in inputs[first:] if not values.is_lazy(x)
+        }
         stacked = list(zip(loop.outputs, loop.body.outputs, strict=True))
         self._layers.update(stacked[loop.num_carry :])
 
@@ -59,9 +60,7 @@ class LoopEditor:
                 elif operation is not None:
                     self._apply(operation, behind)
         if atom not in self._layers:
-            shape, dtype = shape_of(atom), atom.dtype if isinstance(atom, Value) else None
-            dtype = jnp.result_type(atom.value) if isinstance(atom, Constant) else dtype
-            inside = Value(jax.ShapeDtypeStruct(shape[1:], dtype))
+            inside = Value(jax.ShapeDtypeStruct(shape_of(atom)[1:], dtype_of(atom)))
             self._layers[atom] = self._stacks[atom] = inside
         return self._layers[atom]
 
@@ -83,9 +82,10 @@ class LoopEditor:
 
     def stacked(self, inside: Atom) -> Value:
         """A new output of the loop, which stacks a value of the body."""
-        shape, dtype = (self.loop.length, *inside.shape), inside.dtype
-        self._outputs.append((inside, Value(jax.ShapeDtypeStruct(shape, dtype))))
-        return self._outputs[-1][1]
+        shape = (self.loop.length, *shape_of(inside))
+        outside = Value(jax.ShapeDtypeStruct(shape, dtype_of(inside)))
+        self._outputs.append((inside, outside))
+        return outside
 
     def replace(self, inside: Value, other: Atom) -> None:
         """Let the body read another value in place of one of its inputs."""
@@ -127,7 +127,8 @@ class LoopEditor:
             for atom, sliced in zip(operation.inputs, form.sliced, strict=True)
         ]
         outputs = self.emit(operation, form.apply, inputs, last=bool(behind))
-        self._layers.update(zip(operation.outputs, outputs, strict=True))
+        for value, inside in zip(operation.outputs, outputs, strict=True):
+            self._layers[value] = inside
 
     def _copy(self, saved: Saved, behind: Mapping[Value, Operation] | None) -> Atom:
         """Compute again what another loop's body has made of weights."""

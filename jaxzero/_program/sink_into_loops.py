@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import jax.numpy as jnp
 
 from .dependence import SMALL, Fixed
+from .elementwise import shape_of
 from .ir import Atom, Block, Constant, Loop, Operation, Value
 from .layer_forms import reduction_over_layers
 from .loop_editor import LoopEditor
@@ -96,7 +97,7 @@ class _Sinking:
                 continue
             (stack,) = operation.inputs
             weights = self.values.fixed.of(stack)
-            if stack.shape[0] != loop.length or not weights or not weights <= scanned:
+            if shape_of(stack)[0] != loop.length or not weights or not weights <= scanned:
                 continue
             of_layer, over_layers = reductions
             (small,) = editor.emit(operation, of_layer, [editor.layer(stack)])

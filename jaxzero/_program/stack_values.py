@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
-
-import jax.numpy as jnp
+from typing import NamedTuple
 
 from .dependence import Fixed, is_cheap, is_large
-from .elementwise import shape_of
-from .ir import Atom, Barrier, Constant, Loop, Operation, Value
+from .elementwise import dtype_of, shape_of
+from .ir import Atom, Barrier, Loop, Operation, Value
 from .layer_forms import LayerForm, layer_form
 
 
@@ -99,7 +97,7 @@ class StackValues:
         """Whether to compute layers of `value`, made of constants, rather than to hold it."""
         if sliced and isinstance(atom, Value) and self.expands(atom):
             return True
-        size = math.prod(shape_of(atom)) * jnp.result_type(_array(atom)).itemsize
+        size = math.prod(shape_of(atom)) * dtype_of(atom).itemsize
         return size * 2 <= value.num_bytes
 
     def saved(self, value: Value) -> Saved | None:
@@ -156,10 +154,6 @@ class StackValues:
                         views.add(inside)
             self._bodies[loop] = Fixed(loop.body, given, views, scalars=False)
         return self._bodies[loop]
-
-
-def _array(atom: Atom) -> Any:
-    return atom.value if isinstance(atom, Constant) else atom
 
 
 def _cone(fixed: Fixed, out: Value) -> tuple[Operation, ...]:

@@ -88,7 +88,7 @@ def rewritten(
     def with_constants(*arrays: Any) -> list[Any]:
         given = iter(arrays)
         outputs = function(*(x.value if isinstance(x, Constant) else next(given) for x in inputs))
-        return outputs if isinstance(outputs, list | tuple) else [outputs]
+        return list(outputs) if isinstance(outputs, list | tuple) else [outputs]
 
     source = operation.equation.source_info
     with source_info_util.user_context(source.traceback, name_stack=source.name_stack):
