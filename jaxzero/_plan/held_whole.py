@@ -68,8 +68,10 @@ def _gradients(plan: BlockPlan, scanned: Set[str]) -> Iterator[HeldWhole]:
     makers = {value: x for x in plan.block.operations for value in x.outputs}
     reduced = {**plan.gradients.reduces}
     reduced |= {plan.block.outputs[i]: spec for i, spec in plan.gradients.at_end.items()}
+    seen = set()
     for value, spec in reduced.items():
-        if spec.name in scanned and value in makers:
+        if spec.name in scanned - seen and value in makers and value not in plan.zeros:
+            seen.add(spec.name)
             why = f"`{makers[value].name}` makes its gradient for all layers at once"
             why = f"{why}, {makers[value].where}"
             yield HeldWhole(spec.name, value.shape, value.dtype, why)

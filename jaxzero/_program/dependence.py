@@ -15,7 +15,16 @@ from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, exchange
 SMALL = 4
 _CHEAP = {
     *("broadcast_in_dim", "concatenate", "dot_general", "expand_dims", "iota", "pad", "reduce_and"),
-    *("reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reshape", "rev"),
+    *(
+        "reduce_max",
+        "reduce_min",
+        "reduce_or",
+        "reduce_prod",
+        "reduce_sum",
+        "reshape",
+        "reshard",
+        "rev",
+    ),
     *("slice", "split", "squeeze", "transpose"),
 }
 

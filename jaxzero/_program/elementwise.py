@@ -22,7 +22,7 @@ _ELEMENTWISE = {
     *("log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or"),
     *("population_count", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n"),
     *("shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh"),
-    *("sqrt", "square", "sub", "tan", "tanh", "xor"),
+    *("sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"),
 }
 _RESHAPES = {"broadcast_in_dim", "expand_dims", "reshape", "squeeze"}
 _REDUCTIONS = {

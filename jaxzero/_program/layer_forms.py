@@ -18,9 +18,7 @@ from . import movable_ops
 from .elementwise import is_elementwise, shape_of
 from .ir import Constant, Operation, is_split
 
-_REDUCTIONS = {
-    *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
-}
+REDUCTIONS = {*("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")}
 
 
 class LayerForm(NamedTuple):
@@ -43,11 +41,14 @@ def layer_form(operation: Operation) -> LayerForm | None:
         return None
     if is_split(params.get("sharding")) or is_split(params.get("out_sharding")):
         return None
+    if operation.name == "reshard":
+        unsplit = not is_split(params.get("dst_sharding"))
+        return LayerForm((True,), lambda x: x) if unsplit else None
     if is_elementwise(operation):
         return _elementwise(operation)
     if operation.name == "broadcast_in_dim":
         return _broadcast(operation)
-    if operation.name in _REDUCTIONS:
+    if operation.name in REDUCTIONS:
         return _reduction(operation, params["axes"])
     if operation.name == "concatenate":
         return _along(operation, "dimension")
@@ -65,7 +66,7 @@ def reduction_over_layers(operation: Operation) -> tuple[Callable, Callable] | N
         The reduction of one layer, and that of the stack of its results over layers.
     """
     axes = operation.equation.params.get("axes", ())
-    if operation.name not in _REDUCTIONS or 0 not in axes or len(axes) < 2:
+    if operation.name not in REDUCTIONS or 0 not in axes or len(axes) < 2:
         return None
     return _bound(operation, axes=_less_one(x for x in axes if x)), _bound(operation, axes=(0,))
 

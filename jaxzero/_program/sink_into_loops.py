@@ -11,10 +11,10 @@ product of the stack of gradients with the mask after the loop. All three are re
 1. What a loop scans is computed in its body, if operations treat each layer by itself
    (`layer_form`) and read weights and constants alone. A stack that an earlier loop made so is not
    kept, but computed again.
-2. A reduction over all layers to something small, such as the sum of squares of a regularizer, is
-   computed layer by layer in a loop that scans the same stack.
-3. Operations on the stacked gradients that a loop returns are moved to the end of its body, if they
+2. Operations on the stacked gradients that a loop returns are moved to the end of its body, if they
    end in the gradient of a weight and a reduction over devices cannot be moved before them.
+3. What else reduces a stack to something small, such as the sum of squares of a regularizer, is
+   computed layer by layer in a loop that scans the same stack.
 
 Programs in which nothing of this occurs are returned as they are.
 """
@@ -22,14 +22,16 @@ Programs in which nothing of this occurs are returned as they are.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 import jax.numpy as jnp
 
+from . import movable_ops
 from .dependence import SMALL, Fixed
-from .elementwise import shape_of
 from .ir import Atom, Block, Constant, Loop, Operation, Value
-from .layer_forms import reduction_over_layers
+from .layer_forms import REDUCTIONS, reduction_over_layers
 from .loop_editor import LoopEditor
 from .stack_values import StackValues
 from .trace import rewritten, without_dead_code
@@ -51,10 +53,11 @@ def sink_into_loops(block: Block, weights: Collection[Value], gradients: Sequenc
     sinking = _Sinking(block, weights, gradients)
     for number in range(num_loops):
         sinking.scanned(number)
-    for number in range(num_loops):
-        sinking.reductions(number)
     for number in reversed(range(num_loops)):
         sinking.gradients(number)
+    sinking.drop_dead_code()  # so that what is left to reduce is read outside of loops
+    for number in range(len(sinking.loops)):
+        sinking.reductions(number)
     return block if sinking.block is block else without_dead_code(sinking.block)
 
 
@@ -64,6 +67,7 @@ class _Sinking:
     def __init__(self, block: Block, weights: Collection[Value], gradients: Sequence[int]):
         self.weights = weights
         self.gradient_outputs = gradients
+        self._given = block
         self._set(block)
 
     def _set(self, block: Block) -> None:
@@ -85,26 +89,44 @@ class _Sinking:
             editor.replace(inside, editor.layer(outside))
         self._set(_with(self.block, {index: [editor.finish()]}))
 
+    def drop_dead_code(self) -> None:
+        """Drop operations outside of loops that nothing reads any more."""
+        if self.block is not self._given:
+            self._set(without_dead_code(self.block))
+
     def reductions(self, number: int) -> None:
         """Reduce stacks to small arrays layer by layer, in a loop that gathers their weights."""
-        index, loop = self.loops[number]
+        loop = self.loops[number][1]
         stacks = loop.inputs[loop.num_constants + loop.num_carry :]
         scanned = frozenset().union(*(self.values.fixed.of(atom) or () for atom in stacks))
-        editor, changes = LoopEditor(self.values, loop), {}
-        for place, operation in enumerate(self.block.operations):
-            reductions = _of_lazy_stack(operation, self.values)
-            if reductions is None:
+        found = []
+        for operation in self.block.operations:
+            stack = _reduced_stack(operation, self.values)
+            weights = None if stack is None else self.values.fixed.of(stack)
+            if stack and weights and weights <= scanned and stack.shape[0] == loop.length:
+                found.append(operation)
+        # One of them may be what the loop reads, or may read the result of another.
+        if found and not self._reduce(number, found) and len(found) > 1:
+            for operation in found:
+                if operation in self.block.operations:
+                    self._reduce(number, [operation])
+
+    def _reduce(self, number: int, operations: Sequence[Operation]) -> bool:
+        """Move reductions into a loop; return whether that can be done."""
+        index, loop = self.loops[number]
+        editor, changes, moved = LoopEditor(self.values, loop), {}, {}
+        places = {operation: place for place, operation in enumerate(self.block.operations)}
+        for operation in operations:
+            (out,) = operation.outputs
+            if (parts := reduction_over_layers(operation)) is None:
+                moved[out] = editor.stacked(editor.layer(out))
                 continue
-            (stack,) = operation.inputs
-            weights = self.values.fixed.of(stack)
-            if shape_of(stack)[0] != loop.length or not weights or not weights <= scanned:
-                continue
-            of_layer, over_layers = reductions
-            (small,) = editor.emit(operation, of_layer, [editor.layer(stack)])
+            of_layer, over_layers = parts
+            (small,) = editor.emit(operation, of_layer, [editor.layer(operation.inputs[0])])
             (*made, last), _ = rewritten(operation, over_layers, [editor.stacked(small)])
-            changes[place] = [*made, dataclasses.replace(last, outputs=operation.outputs)]
-        if changes:
-            self._set_in_order(_with(self.block, {**changes, index: [editor.finish()]}))
+            changes[places[operation]] = [*made, dataclasses.replace(last, outputs=(out,))]
+        block = _with(self.block, {**changes, index: [editor.finish()]})
+        return self._set_in_order(_substituted(block, moved))
 
     def gradients(self, number: int) -> None:
         """Move operations on stacks of gradients into the loop that makes them."""
@@ -118,25 +140,29 @@ class _Sinking:
         block = _with(self.block, {index: [editor.finish()]})
         self._set_in_order(_substituted(block, moved))
 
-    def _set_in_order(self, block: Block) -> None:
-        """Go on with `block`, unless its operations cannot be put in order."""
+    def _set_in_order(self, block: Block) -> bool:
+        """Go on with `block`, unless its operations cannot be put in order; return whether."""
         ordered = _in_order(block)
         if ordered is not None:
             self._set(ordered)
+        return ordered is not None
 
 
-def _of_lazy_stack(operation: Operation, values: StackValues) -> tuple[Callable, Callable] | None:
-    """The two parts of a reduction of a stack made of weights to a small array, else None."""
-    if len(operation.inputs) != 1 or (reductions := reduction_over_layers(operation)) is None:
+def _reduced_stack(operation: Operation, values: StackValues) -> Value | None:
+    """The stack of weights that an operation reduces to something small; None if it does not."""
+    if operation.name not in REDUCTIONS or len(operation.inputs) != 1:
         return None
     (stack,), (out,) = operation.inputs, operation.outputs
     if not isinstance(stack, Value) or not values.is_layered(stack):
         return None
-    # Partial sums in 16 bits would be rounded once for each layer.
-    if jnp.issubdtype(out.dtype, jnp.floating) and out.dtype.itemsize < 4:
+    parts = reduction_over_layers(operation)
+    if parts is None and not values.is_lazy(out):
         return None
-    small = out.num_bytes * stack.shape[0] * SMALL <= stack.num_bytes
-    return reductions if small else None
+    # Partial sums in 16 bits would be rounded once for each layer.
+    if parts and jnp.issubdtype(out.dtype, jnp.floating) and out.dtype.itemsize < 4:
+        return None
+    size = out.num_bytes * (stack.shape[0] if parts else 1)
+    return stack if size * SMALL <= stack.num_bytes else None
 
 
 class _Behind:
@@ -146,8 +172,11 @@ class _Behind:
         self.values = values
         self.made: dict[Value, Operation] = {}  # what can be computed in the loop
         self.stacked = {*loop.outputs[loop.num_carry :]}
+        block = values.fixed.block
+        self.num_reads = Counter(atom for x in block.operations for atom in x.inputs)
+        self.num_reads.update(block.outputs)
         later = {*loop.outputs}  # all that depends on the loop
-        for operation in values.fixed.block.operations[index + 1 :]:
+        for operation in block.operations[index + 1 :]:
             if later.isdisjoint(operation.inputs):
                 continue
             if not isinstance(operation, Loop) and self._can_move(operation, later):
@@ -185,18 +214,33 @@ class _Behind:
         return list(found)
 
     def _is_needed(self, value: Value) -> bool:
-        """Whether an operation between the loop and `value` is one that no reduction can pass."""
+        """Whether a reduction of `value` cannot move into the loop by itself, past what follows."""
         pending, seen = [value], set()
         while pending:
-            value = pending.pop()
-            if value in self.stacked or value in seen:
+            each = pending.pop()
+            if each in seen:
                 continue
-            seen.add(value)
-            operation = self.made.get(value)
-            if operation is None or (operation.name not in _ADDITIONS and operation.view() is None):
+            seen.add(each)
+            if each is not value and self.num_reads[each] > 1:
+                return True
+            if each in self.stacked:
+                continue
+            operation = self.made.get(each)
+            if operation is None or not _passes_reductions(operation):
                 return True
             pending += [atom for atom in operation.inputs if isinstance(atom, Value)]
         return False
+
+
+def _passes_reductions(operation: Operation) -> bool:
+    """Whether `_plan` can reduce over devices before this operation in place of after it."""
+    if operation.name in _ADDITIONS:
+        return True
+    op, source = operation.view(), operation.source
+    if op is None or source is None or isinstance(op, movable_ops.Slice):
+        return False
+    is_same_size = math.prod(source.shape) == math.prod(operation.outputs[0].shape)
+    return is_same_size or not isinstance(op, movable_ops.Broadcast)
 
 
 def _with(block: Block, changes: Mapping[int, Sequence[Operation]]) -> Block:
@@ -212,7 +256,10 @@ def _substituted(block: Block, moved: Mapping[Value, Value]) -> Block:
         return atom if isinstance(atom, Constant) else moved.get(atom, atom)
 
     operations = (
-        dataclasses.replace(x, inputs=tuple(map(read, x.inputs))) for x in block.operations
+        x
+        if moved.keys().isdisjoint(x.inputs)
+        else dataclasses.replace(x, inputs=tuple(map(read, x.inputs)))
+        for x in block.operations
     )
     return Block(block.inputs, tuple(map(read, block.outputs)), tuple(operations))
 

@@ -84,6 +84,15 @@ def _regularized_before(p, x):
     return penalty + _scan(p["w"], x)
 
 
+def _norms_of_layers(p, x):
+    return _scan(p["w"], x) + jnp.sum(jnp.sqrt(jnp.sum(p["w"] ** 2, axis=(1, 2))))
+
+
+def _straight_through(p, x):
+    rounded = jnp.round(p["w"] * 8) / 8
+    return _scan(p["w"] + lax.stop_gradient(rounded - p["w"]), x)
+
+
 def _global_norm(p, x):
     squares = sum(jnp.sum(w**2) for w in jax.tree.leaves(p))
     return _scan(p, x, lambda x, p: jnp.tanh(x @ p["w"] + p["gain"])) + 0.1 * jnp.sqrt(squares)
@@ -112,6 +121,8 @@ CASES = [
     (_case(_low_rank_sum, "w", "a", "b"), "2x4-explicit"),
     (_case(_regularized, "w"), "2x3-auto"),
     (_case(_regularized_before, "w"), "2x4-explicit"),
+    (_case(_norms_of_layers, "w"), "2x3-explicit"),
+    (_case(_straight_through, "w"), "2x4-explicit"),
     (_case(_global_norm, "w", "gain"), "2x4-auto"),
     (_case(_in_two_scans, "w"), "8x1-auto"),
 ]
@@ -163,6 +174,19 @@ def test_forward_alone():
     zero = jz.Zero(zoo.make_mesh("2x4-auto"))
     got = zero.apply(_norm_outside, out_reduce="mean")(zero.shard(tree), batch)
     np.testing.assert_allclose(got, _norm_outside(tree, batch), rtol=1e-5)
+
+
+def _scaled_by_its_norm(p, x):
+    return _scan(p["w"], x * jnp.sqrt(jnp.sum(p["w"] ** 2)))
+
+
+def test_what_a_scan_reads_is_not_reduced_in_it():
+    (tree,), batch = zoo.arguments(BY_NAME["_one_mask"], "float32")
+    zero = jz.Zero(zoo.make_mesh("2x4-auto"))
+    loss, grads = zero.value_and_grad(_scaled_by_its_norm)(zero.shard(tree), batch)
+    want, want_grads = jax.value_and_grad(_scaled_by_its_norm)(tree, batch)
+    zoo.assert_close(jax.device_get(loss), np.asarray(want), 1e-5, "loss")
+    zoo.assert_close(jax.device_get(zero.unshard(grads)), jax.device_get(want_grads), 1e-5, "grads")
 
 
 def _unrolled(params, x):
