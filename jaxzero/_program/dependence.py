@@ -15,23 +15,14 @@ from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, exchange
 SMALL = 4
 _CHEAP = {
     *("broadcast_in_dim", "concatenate", "dot_general", "expand_dims", "iota", "pad", "reduce_and"),
-    *(
-        "reduce_max",
-        "reduce_min",
-        "reduce_or",
-        "reduce_prod",
-        "reduce_sum",
-        "reshape",
-        "reshard",
-        "rev",
-    ),
-    *("slice", "split", "squeeze", "transpose"),
+    *("reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reshape", "reshard"),
+    *("rev", "slice", "split", "squeeze", "transpose"),
 }
 
 Weights = frozenset[Value]
 
-# What recomputes less than this many multiplications for each element is cheaper to compute again
-# than a matrix product over the tokens of a batch. A product of low rank is.
+# A matrix product with at most so many multiplications for each element of its result, such as one
+# of low rank, costs little beside the products of weights with the tokens of a batch.
 _MOST_PRODUCTS = 256
 
 

@@ -22,7 +22,7 @@ class LoopEditor:
     def __init__(self, values: StackValues, loop: Loop):
         self.values = values
         self.loop = loop
-        self._first = first = loop.num_constants + loop.num_carry
+        first = loop.num_constants + loop.num_carry
         self._constants: dict[Atom, Atom] = {}  # new inputs, by what is outside
         self._stacks: dict[Atom, Atom] = {}
         self._outputs: list[tuple[Atom, Value]] = []  # new stacked outputs: inside, outside
