@@ -89,9 +89,14 @@ def is_cheap(operation: Operation) -> bool:
 
 
 def is_large(fixed: Fixed, value: Value) -> bool:
-    """Whether a value is made of weights alone, and not much smaller than the largest of them."""
+    """Whether a value is made of weights alone, and not much smaller than the largest of them.
+
+    A vector, such as `1 + scale` of a norm, is not: to keep it costs less than another gather.
+    """
     weights = fixed.of(value)
-    return bool(weights) and value.num_bytes * SMALL >= max(x.num_bytes for x in weights)
+    if not weights or sum(size > 1 for size in value.shape) < 2:
+        return False
+    return value.num_bytes * SMALL >= max(x.num_bytes for x in weights)
 
 
 def _is_scalar(value: Value) -> bool:
