@@ -30,7 +30,7 @@ from .._collectives import (
 )
 from .._mesh import in_host, microbatch_index
 from .._plan import BlockPlan, Plan, ShardedParam, View, find_uses, slices_kept_in_program
-from .._program import Block, trace
+from .._program import Block, Value, recompute_in_backward, sink_into_loops, trace
 from .._sharding import split_dim, unpad
 from .._simigrad import GradientHalves
 from .block import run_block
@@ -283,7 +283,27 @@ def _trace(
             return flat(list(arrays[: len(stored)]), list(arrays[len(stored) :]))
 
     index = [jax.ShapeDtypeStruct((), jnp.arange(1).dtype)] if microbatches > 1 else []
-    return trace(function, *index, *full, *rows)
+    block, shapes = trace(function, *index, *full, *rows)
+    values = block.inputs[len(index) : len(index) + len(stored)]
+    weights = {i: x for i, x in enumerate(values) if parameters.weight_layout(i)}
+    return _without_whole_weights(block, shapes, weights, parameters), shapes
+
+
+def _without_whole_weights(
+    block: Block, shapes: Any, weights: Mapping[int, Value], parameters: Parameters
+) -> Block:
+    """Compute values made of weights alone where they are used, instead of keeping them whole."""
+    if shapes[0] is None:
+        return sink_into_loops(block, list(weights.values()), [])
+    first = len(jax.tree.leaves(shapes[:2]))
+    gradients = enumerate(parameters.differentiated, start=first)
+    block = sink_into_loops(
+        block, list(weights.values()), [k for k, i in gradients if i in weights]
+    )
+    loss = block.outputs[0]
+    if not isinstance(loss, Value):
+        return block
+    return recompute_in_backward(block, list(weights.values()), loss)
 
 
 def _rows_of(spec: Any, microbatches: int, share: Fraction, x: Array) -> Array:

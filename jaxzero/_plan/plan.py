@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from .._collectives import HostTransfer, ReduceSpec, Transfer, readable_bytes
 from .._program import Loop, Value
 from .block_plan import BlockPlan, GatherGroup, ReduceGroup
+from .held_whole import HeldWhole, find_held_whole
 from .host_steps import HostSteps
 from .plan_step import PlanStep, operation_names, region_name, tied_to
 
@@ -41,11 +42,17 @@ class Plan:
             *host.whole("host", len(self.top.block.operations)),
         )
 
+    @property
+    def held_whole(self) -> tuple[HeldWhole, ...]:
+        """What is held for all layers, or for a whole loop, and why."""
+        return tuple(find_held_whole(self.top))
+
     def __str__(self) -> str:
         lines = _lines(self.steps)
         if self.later is not None:
             lines.append("in each later micro-batch, which gathers from node slices (hpZ):")
             lines += _lines(tuple(_steps(self.later, (), 1, HostSteps(()))))
+        lines += map(str, self.held_whole)
         if self.at_end:
             lines.append(f"at the end: all-reduce {', '.join(self.at_end)}")
         lines += self.codecs

@@ -22,8 +22,11 @@ from .ir import Loop as Loop
 from .ir import Operation as Operation
 from .ir import Value as Value
 from .ir import exchanged_or_effect as exchanged_or_effect
+from .kept_values import kept_values as kept_values
 from .known_part import known_part as known_part
 from .known_part import rest_part as rest_part
+from .recompute import recompute_in_backward as recompute_in_backward
+from .sink_into_loops import sink_into_loops as sink_into_loops
 from .split_stacks import SplitStack as SplitStack
 from .split_stacks import run_on_split_stacks as run_on_split_stacks
 from .trace import open_program as open_program

@@ -6,7 +6,9 @@ Such operations can be run on any part of an array: on a device's shard, or on o
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from .ir import Atom, Operation, Value
@@ -20,7 +22,7 @@ _ELEMENTWISE = {
     *("log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or"),
     *("population_count", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n"),
     *("shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh"),
-    *("sqrt", "square", "sub", "tan", "tanh", "xor"),
+    *("sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"),
 }
 _RESHAPES = {"broadcast_in_dim", "expand_dims", "reshape", "squeeze"}
 _REDUCTIONS = {
@@ -70,3 +72,8 @@ def full_reduction(operation: Operation) -> str | None:
 def shape_of(atom: Atom) -> tuple[int, ...]:
     """The shape of a value or a constant."""
     return atom.shape if isinstance(atom, Value) else np.shape(atom.value)
+
+
+def dtype_of(atom: Atom) -> Any:
+    """The dtype of a value or a constant."""
+    return atom.dtype if isinstance(atom, Value) else jnp.result_type(atom.value)

@@ -280,7 +280,7 @@ def _view(operation: Operation) -> movable_ops.Op | None:
     if source is None or not source.is_array or not operation.outputs:
         return None
     out, params = operation.outputs[0], operation.equation.params
-    if _is_split(params.get("sharding")) or _is_split(params.get("out_sharding")):
+    if is_split(params.get("sharding")) or is_split(params.get("out_sharding")):
         return None
     match operation.name:
         case "convert_element_type":
@@ -318,7 +318,7 @@ def _factor(operation: Operation) -> float | None:
     return float(constants[0]) if is_float else None
 
 
-def _is_split(sharding: Any) -> bool:
+def is_split(sharding: Any) -> bool:
     """Whether a requested sharding splits any dim; one that only names a mesh does not."""
     return sharding is not None and any(entry is not None for entry in sharding.spec)
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.core import eval_jaxpr
 from jax.extend import core as jex
+from jax.extend import source_info_util
 from jax.sharding import NamedSharding
 
 from .._mesh import bare
@@ -44,7 +45,7 @@ def trace(function: Callable, *avals: Any) -> tuple[Block, Any]:
     with explaining():
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*map(bare, avals))
     _warn_of_split(closed.consts)
-    return _without_dead_code(_block(without_our_axes(closed))), shapes
+    return without_dead_code(_block(without_our_axes(closed))), shapes
 
 
 def _warn_of_split(constants: Sequence[Any]) -> None:
@@ -73,6 +74,36 @@ def open_program(function: Callable, *args: Any) -> tuple[Callable, list[Any], A
         return eval_jaxpr(jaxpr, constants, *arrays)
 
     return run, list(closed.consts), jax.tree.structure(shapes)
+
+
+def rewritten(
+    operation: Operation, function: Callable, inputs: Sequence[Atom]
+) -> tuple[list[Operation], list[Atom]]:
+    """Trace a function that takes the place of `operation`, at the line that it comes from.
+
+    Args:
+        operation: gives the line and the scopes.
+        function: of an array for each of `inputs`; returns an array or a list of arrays.
+        inputs: what the new operations read.
+
+    Returns:
+        The new operations, and the outputs of `function`.
+    """
+    values = [x for x in inputs if isinstance(x, Value)]
+
+    def with_constants(*arrays: Any) -> list[Any]:
+        given = iter(arrays)
+        outputs = function(*(x.value if isinstance(x, Constant) else next(given) for x in inputs))
+        return list(outputs) if isinstance(outputs, list | tuple) else [outputs]
+
+    source = operation.equation.source_info
+    with source_info_util.user_context(source.traceback, name_stack=source.name_stack):
+        closed = jax.make_jaxpr(with_constants)(
+            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values)
+        )
+    operations: list[Operation] = []
+    caller = operation.caller or operation.equation
+    return operations, _inline(closed.jaxpr, closed.consts, values, operations, caller)
 
 
 def _block(closed: Any) -> Block:
@@ -166,7 +197,7 @@ def _barrier(equation: Any, inputs: list[Atom], operations: list[Operation]) -> 
     return inputs
 
 
-def _without_dead_code(block: Block) -> Block:
+def without_dead_code(block: Block) -> Block:
     """Drop operations whose results are unused, inside loops too."""
     live = {atom for atom in block.outputs if isinstance(atom, Value)}
     kept: list[Operation] = []
@@ -196,7 +227,7 @@ def _narrow_loop(loop: Loop, live: set[Value]) -> Loop:
     """
     keep_out = [i for i, value in enumerate(loop.outputs) if i < loop.num_carry or value in live]
     body = dataclasses.replace(loop.body, outputs=tuple(loop.body.outputs[i] for i in keep_out))
-    body = _without_dead_code(body)
+    body = without_dead_code(body)
     read = {atom for op in body.operations for atom in op.inputs if isinstance(atom, Value)}
     read.update(atom for atom in body.outputs if isinstance(atom, Value))
     first_stack = loop.num_constants + loop.num_carry

@@ -1,0 +1,292 @@
+"""Move operations on whole stacks of weights, and on their gradients, into the loops over them.
+
+A stack of weights is sharded, and a loop that scans it gathers one layer at a time. An operation
+outside of the loop would need all layers at once:
+
+    scan(f, x, w * mask)  ->  scan(lambda x, wm: f(x, wm[0] * wm[1]), x, (w, mask)).
+
+So does what differentiation makes of it: the masked stack that is kept for backward, and the
+product of the stack of gradients with the mask after the loop. All three are rewritten here:
+
+1. What a loop scans is computed in its body, if operations treat each layer by itself
+   (`layer_form`) and read weights and constants alone. A stack that an earlier loop made so is not
+   kept, but computed again.
+2. Operations on the stacked gradients that a loop returns are moved to the end of its body, if they
+   end in the gradient of a weight and a reduction over devices cannot be moved before them.
+3. What else reduces a stack to something small, such as the sum of squares of a regularizer, is
+   computed layer by layer in a loop that scans the same stack.
+
+Programs in which nothing of this occurs are returned as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+import jax.numpy as jnp
+
+from . import movable_ops
+from .dependence import SMALL, Fixed
+from .ir import Atom, Block, Constant, Loop, Operation, Value
+from .layer_forms import REDUCTIONS, reduction_over_layers
+from .loop_editor import LoopEditor
+from .stack_values import StackValues
+from .trace import rewritten, without_dead_code
+
+_ADDITIONS = ("add", "add_any")
+
+
+def sink_into_loops(block: Block, weights: Collection[Value], gradients: Sequence[int]) -> Block:
+    """Move operations on stacks of weights and gradients into loops.
+
+    Args:
+        block: the program.
+        weights: its inputs that are sharded weights.
+        gradients: the indices of its outputs that are gradients of weights.
+    """
+    num_loops = sum(isinstance(operation, Loop) for operation in block.operations)
+    if not weights or not num_loops:
+        return block
+    sinking = _Sinking(block, weights, gradients)
+    for number in range(num_loops):
+        sinking.scanned(number)
+    for number in reversed(range(num_loops)):
+        sinking.gradients(number)
+    sinking.drop_dead_code()  # so that what is left to reduce is read outside of loops
+    for number in range(len(sinking.loops)):
+        sinking.reductions(number)
+    return block if sinking.block is block else without_dead_code(sinking.block)
+
+
+class _Sinking:
+    """A block; each method replaces it if there is something to move into a loop."""
+
+    def __init__(self, block: Block, weights: Collection[Value], gradients: Sequence[int]):
+        self.weights = weights
+        self.gradient_outputs = gradients
+        self._given = block
+        self._set(block)
+
+    def _set(self, block: Block) -> None:
+        self.block = block
+        weights = {x: frozenset({x}) for x in self.weights}
+        self.values = StackValues(Fixed(block, weights, self.weights, scalars=True))
+        self.loops = [(i, x) for i, x in enumerate(block.operations) if isinstance(x, Loop)]
+
+    def scanned(self, number: int) -> None:
+        """Compute stacks that a loop scans in its body."""
+        index, loop = self.loops[number]
+        first = loop.num_constants + loop.num_carry
+        pairs = zip(loop.inputs[first:], loop.body.inputs[first:], strict=True)
+        sunk = {inside: outside for outside, inside in pairs if self.values.is_lazy(outside)}
+        if not sunk:
+            return
+        editor = LoopEditor(self.values, loop)
+        for inside, outside in sunk.items():
+            editor.replace(inside, editor.layer(outside))
+        self._set(_with(self.block, {index: [editor.finish()]}))
+
+    def drop_dead_code(self) -> None:
+        """Drop operations outside of loops that nothing reads any more."""
+        if self.block is not self._given:
+            self._set(without_dead_code(self.block))
+
+    def reductions(self, number: int) -> None:
+        """Reduce stacks to small arrays layer by layer, in a loop that gathers their weights."""
+        loop = self.loops[number][1]
+        stacks = loop.inputs[loop.num_constants + loop.num_carry :]
+        scanned = frozenset().union(*(self.values.fixed.of(atom) or () for atom in stacks))
+        found = []
+        for operation in self.block.operations:
+            stack = _reduced_stack(operation, self.values)
+            weights = None if stack is None else self.values.fixed.of(stack)
+            if stack and weights and weights <= scanned and stack.shape[0] == loop.length:
+                found.append(operation)
+        # One of them may be what the loop reads, or may read the result of another.
+        if found and not self._reduce(number, found) and len(found) > 1:
+            for operation in found:
+                if operation in self.block.operations:
+                    self._reduce(number, [operation])
+
+    def _reduce(self, number: int, operations: Sequence[Operation]) -> bool:
+        """Move reductions into a loop; return whether that can be done."""
+        index, loop = self.loops[number]
+        editor, changes, moved = LoopEditor(self.values, loop), {}, {}
+        places = {operation: place for place, operation in enumerate(self.block.operations)}
+        for operation in operations:
+            (out,) = operation.outputs
+            if (parts := reduction_over_layers(operation)) is None:
+                moved[out] = editor.stacked(editor.layer(out))
+                continue
+            of_layer, over_layers = parts
+            (small,) = editor.emit(operation, of_layer, [editor.layer(operation.inputs[0])])
+            (*made, last), _ = rewritten(operation, over_layers, [editor.stacked(small)])
+            changes[places[operation]] = [*made, dataclasses.replace(last, outputs=(out,))]
+        block = _with(self.block, {**changes, index: [editor.finish()]})
+        return self._set_in_order(_substituted(block, moved))
+
+    def gradients(self, number: int) -> None:
+        """Move operations on stacks of gradients into the loop that makes them."""
+        index, loop = self.loops[number]
+        behind = _Behind(self.values, index, loop)
+        ends = behind.ends([self.block.outputs[i] for i in self.gradient_outputs])
+        if not ends:
+            return
+        editor = LoopEditor(self.values, loop)
+        moved = {x: editor.stacked(editor.layer(x, behind.made)) for x in ends}
+        block = _with(self.block, {index: [editor.finish()]})
+        self._set_in_order(_substituted(block, moved))
+
+    def _set_in_order(self, block: Block) -> bool:
+        """Go on with `block`, unless its operations cannot be put in order; return whether."""
+        ordered = _in_order(block)
+        if ordered is not None:
+            self._set(ordered)
+        return ordered is not None
+
+
+def _reduced_stack(operation: Operation, values: StackValues) -> Value | None:
+    """The stack of weights that an operation reduces to something small; None if it does not."""
+    if operation.name not in REDUCTIONS or len(operation.inputs) != 1:
+        return None
+    (stack,), (out,) = operation.inputs, operation.outputs
+    if not isinstance(stack, Value) or not values.is_layered(stack):
+        return None
+    parts = reduction_over_layers(operation)
+    if parts is None and not values.is_lazy(out):
+        return None
+    # Partial sums in 16 bits would be rounded once for each layer.
+    if parts and jnp.issubdtype(out.dtype, jnp.floating) and out.dtype.itemsize < 4:
+        return None
+    size = out.num_bytes * (stack.shape[0] if parts else 1)
+    return stack if size * SMALL <= stack.num_bytes else None
+
+
+class _Behind:
+    """The operations after a loop that act on its stacked outputs, layer by layer."""
+
+    def __init__(self, values: StackValues, index: int, loop: Loop):
+        self.values = values
+        self.made: dict[Value, Operation] = {}  # what can be computed in the loop
+        self.stacked = {*loop.outputs[loop.num_carry :]}
+        block = values.fixed.block
+        self.num_reads = Counter(atom for x in block.operations for atom in x.inputs)
+        self.num_reads.update(block.outputs)
+        later = {*loop.outputs}  # all that depends on the loop
+        for operation in block.operations[index + 1 :]:
+            if later.isdisjoint(operation.inputs):
+                continue
+            if not isinstance(operation, Loop) and self._can_move(operation, later):
+                self.made |= dict.fromkeys(operation.outputs, operation)
+            later |= {*operation.outputs}
+
+    def _can_move(self, operation: Operation, later: set[Value]) -> bool:
+        form = self.values.form(operation)
+        if form is None or operation.has_effects:
+            return False
+        for atom, sliced in zip(operation.inputs, form.sliced, strict=True):
+            inside = atom in self.made or atom in self.stacked
+            if atom in later and not (inside and sliced):
+                return False
+            if atom not in later and not self.values.is_free(atom, sliced):
+                return False
+        return True
+
+    def ends(self, gradients: Sequence[Atom]) -> list[Value]:
+        """The last values to compute in the loop, from which `gradients` are made."""
+        found: dict[Value, None] = {}
+        pending, seen = list(gradients), set()
+        while pending:
+            atom = pending.pop()
+            if not isinstance(atom, Value) or atom in seen:
+                continue
+            seen.add(atom)
+            if atom in self.made:
+                if self._is_needed(atom):
+                    found[atom] = None
+            elif atom in self.values.fixed.makers:
+                _, operation = self.values.fixed.makers[atom]
+                if operation.name in _ADDITIONS or operation.view() is not None:
+                    pending += operation.inputs
+        return list(found)
+
+    def _is_needed(self, value: Value) -> bool:
+        """Whether a reduction of `value` cannot move into the loop by itself, past what follows."""
+        pending, seen = [value], set()
+        while pending:
+            each = pending.pop()
+            if each in seen:
+                continue
+            seen.add(each)
+            if each is not value and self.num_reads[each] > 1:
+                return True
+            if each in self.stacked:
+                continue
+            operation = self.made.get(each)
+            if operation is None or not _passes_reductions(operation):
+                return True
+            pending += [atom for atom in operation.inputs if isinstance(atom, Value)]
+        return False
+
+
+def _passes_reductions(operation: Operation) -> bool:
+    """Whether `_plan` can reduce over devices before this operation in place of after it."""
+    if operation.name in _ADDITIONS:
+        return True
+    op, source = operation.view(), operation.source
+    if op is None or source is None or isinstance(op, movable_ops.Slice):
+        return False
+    is_same_size = math.prod(source.shape) == math.prod(operation.outputs[0].shape)
+    return is_same_size or not isinstance(op, movable_ops.Broadcast)
+
+
+def _with(block: Block, changes: Mapping[int, Sequence[Operation]]) -> Block:
+    """The block with other operations in place of some, by index."""
+    operations = []
+    for index, operation in enumerate(block.operations):
+        operations += changes.get(index, [operation])
+    return dataclasses.replace(block, operations=tuple(operations))
+
+
+def _substituted(block: Block, moved: Mapping[Value, Value]) -> Block:
+    def read(atom: Atom) -> Atom:
+        return atom if isinstance(atom, Constant) else moved.get(atom, atom)
+
+    operations = (
+        x
+        if moved.keys().isdisjoint(x.inputs)
+        else dataclasses.replace(x, inputs=tuple(map(read, x.inputs)))
+        for x in block.operations
+    )
+    return Block(block.inputs, tuple(map(read, block.outputs)), tuple(operations))
+
+
+def _in_order(block: Block) -> Block | None:
+    """The operations in an order in which each follows what it reads, changed as little as needed.
+
+    None if there is none, or if a loop or an operation with an effect would have to change places.
+    """
+    known: set[Atom] = {*block.inputs}
+    ordered: list[Operation] = []
+    waiting: list[Operation] = []
+    for operation in block.operations:
+        waiting.append(operation)
+        progress = True
+        while progress:
+            ready = [x for x in waiting if _is_ready(x, known)]
+            progress = bool(ready)
+            for x in ready[:1]:
+                waiting.remove(x)
+                ordered.append(x)
+                known.update(x.outputs)
+    fixed = [x for x in block.operations if isinstance(x, Loop) or x.has_effects]
+    if waiting or [x for x in ordered if isinstance(x, Loop) or x.has_effects] != fixed:
+        return None
+    return dataclasses.replace(block, operations=tuple(ordered))
+
+
+def _is_ready(operation: Operation, known: set[Atom]) -> bool:
+    return all(isinstance(atom, Constant) or atom in known for atom in operation.inputs)
