@@ -60,7 +60,7 @@ def main(
         by_us = form == "microbatches"
         loss = one if by_us else _summed(one, steps)
         step = jax.jit(zero.value_and_grad(loss, microbatches=steps if by_us else 1))
-        options = jz.compiler_options("cuda")
+        options: Any = jz.compiler_options("cuda")  # JAX's type has no numbers
         compiled = step.lower(params, struct).compile(compiler_options=options)
         append_row(
             "loops",
@@ -73,7 +73,7 @@ def main(
                 "tokens": tokens,
                 "steps": steps,
                 "parameters": _llama.num_parameters(size),
-                **figures(compiled, compiled.as_text(), local),
+                **figures(compiled, compiled.as_text() or "", local),
             },
         )
 
