@@ -70,7 +70,7 @@ class PartialSums:
     shape: tuple[int, ...]
     num_summed: int = 1
     tiled: bool = False
-    decoded: Float32[Array, "..."] | None = None
+    decoded: Float32[Array, ...] | None = None
 
     @jax.named_scope("decode")
     def total(self) -> Shaped[Array, ...]:
