@@ -52,6 +52,10 @@ class Cast(Codec):
         return True
 
     @property
+    def is_joinable(self) -> bool:
+        return True
+
+    @property
     def decodes_into_any_dtype(self) -> bool:
         """False: `decode` infers from the original dtype whether the numbers were cast."""
         return False

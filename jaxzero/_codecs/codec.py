@@ -124,6 +124,15 @@ class Codec(abc.ABC):
         return False
 
     @property
+    def is_joinable(self) -> bool:
+        """Whether messages laid side by side are the message of their numbers laid side by side.
+
+        If so, the gradients of a bucket are decoded and added as one array, which makes programs
+        of unrolled layers smaller.
+        """
+        return False
+
+    @property
     def decodes_into_any_dtype(self) -> bool:
         """Whether `decode` can return any float `dtype`, or only that of the encoded numbers."""
         return True

@@ -8,12 +8,15 @@ shards that all its peers sent, so the second sum sends no more bytes.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Shaped
+from jax import lax
+from jaxtyping import Array, Float32, Shaped
 
 from .. import pallas_kernels as kernels
 from .._codecs import Codec
@@ -59,6 +62,7 @@ class PartialSums:
         shape: shape of the sum.
         num_summed: number of devices that each message is the mean over.
         tiled: whether the messages are tiled.
+        decoded: `total`, where it was taken together with other sums.
     """
 
     message: Shaped[Array, "num ..."] | kernels.InPlace
@@ -66,10 +70,13 @@ class PartialSums:
     shape: tuple[int, ...]
     num_summed: int = 1
     tiled: bool = False
+    decoded: Float32[Array, ...] | None = None
 
     @jax.named_scope("decode")
     def total(self) -> Shaped[Array, ...]:
         """The sum over all devices so far, decoded and added in float32."""
+        if self.decoded is not None:
+            return self.decoded
         if self.tiled:
             assert not isinstance(self.message, kernels.InPlace)
             total = self.codec.sum_tiled(self.message, self.shape)
@@ -85,7 +92,55 @@ class PartialSums:
             first = self.message[:half]
         else:
             first = kernels.InPlace.whole(self.message).rows(half)
-        return HalfBatchSum(self.total(), dataclasses.replace(self, message=first).total())
+        of_half = dataclasses.replace(self, message=first, decoded=None)
+        return HalfBatchSum(self.total(), of_half.total())
+
+
+def decoded_together(sums: Sequence[PartialSums]) -> list[PartialSums]:
+    """Take the sums whose messages lie side by side at once, where their codec is joinable.
+
+    Decoded one by one, each takes several operations for each sender, and a program of unrolled
+    layers has as many sums as layers times weights. The numbers are the same.
+    """
+    result: list[PartialSums] = []
+    for parts in _joinable(sums):
+        if len(parts) == 1:
+            result += parts
+            continue
+        first = parts[0].message
+        assert isinstance(first, kernels.InPlace)
+        sizes = [math.prod(x.shape) for x in parts]
+        joined = dataclasses.replace(first, size=sum(x.message.size for x in parts))
+        total = dataclasses.replace(parts[0], message=joined, shape=(sum(sizes),)).total()
+        for x, size, end in zip(parts, sizes, itertools.accumulate(sizes), strict=True):
+            decoded = lax.slice_in_dim(total, end - size, end).reshape(x.shape)
+            result.append(dataclasses.replace(x, decoded=decoded))
+    return result
+
+
+def _joinable(sums: Sequence[PartialSums]) -> list[list[PartialSums]]:
+    """Cut into runs that can be decoded as one message."""
+    runs: list[list[PartialSums]] = []
+    for x in sums:
+        if runs and _continues(runs[-1][-1], x):
+            runs[-1].append(x)
+        else:
+            runs.append([x])
+    return runs
+
+
+def _continues(x: PartialSums, y: PartialSums) -> bool:
+    """Whether the messages of `y` begin in each row where those of `x` end."""
+    before, after = x.message, y.message
+    return (
+        x.codec.is_joinable
+        and x.codec == y.codec
+        and isinstance(before, kernels.InPlace)
+        and isinstance(after, kernels.InPlace)
+        and before.array is after.array
+        and before.count == after.count == 1
+        and before.start + before.size == after.start
+    )
 
 
 def total_of(x: Array | PartialSums) -> Array:

@@ -66,7 +66,7 @@ def reduce_over_node(
     assert isinstance(hop, GradientHop)
     rows = rows_of(hop.corrected(x, error.astype(x.dtype)), layout.dim, comm.sizes[NODE])
     with jax.named_scope("encode"):
-        message = codec.encode_rows(rows, seed=device_index(_seed_axes(NODE)))
+        message = codec.encode_rows(rows, seed=rounding_seed(NODE))
         residual = hop.residual(rows, codec.decode_rows(message, rows.shape[1], x.dtype))
     # After a step that overflowed, NaN in the residual would spoil every later step too.
     residual = jnp.where(jnp.isfinite(residual), residual, 0)
@@ -102,7 +102,8 @@ def _coded_hop(
     `x` is already the sum over `num_summed` devices.
     """
     num = comm.sizes[axis]
-    message = written(encoded(x, dim, num, dtype, codec, axis, num_summed, comm.form))
+    seed = rounding_seed(axis)
+    message = written(encoded(x, dim, num, dtype, codec, num_summed, comm.form, seed))
     shape = shard_shape(x.shape, dim, num)
     return PartialSums(_exchange(message, axis), codec, shape, num_summed, comm.form.tiled)
 
@@ -113,16 +114,15 @@ def encoded(
     num: int,
     dtype: DTypeLike,
     codec: Codec,
-    axis: str,
     num_summed: int,
     form: MessageForm,
+    seed: Array | None,
 ) -> Shaped[Array, "num ..."] | DeferredMessage:
     """Encode a sum over `num_summed` devices as their mean, one row for each of `num` receivers.
 
-    The sum could overflow the codec's range where the mean does not.
+    The sum could overflow the codec's range where the mean does not. `seed` is `rounding_seed`.
     """
-    seed = device_index(_seed_axes(axis))
-    if isinstance(x, PartialSums) and x.num_summed == 1:
+    if isinstance(x, PartialSums) and x.num_summed == 1 and x.decoded is None:
         args = (x.message, x.codec, x.shape, dim, num)
         recode = codec.recode_tiled if form.tiled else codec.recode
         write = functools.partial(recode, *args, divisor=num_summed, dtype=dtype, seed=seed)
@@ -136,6 +136,11 @@ def encoded(
         return write()
     size = codec.message(math.prod(x.shape) // num, dtype).shape
     return DeferredMessage((num, *size), write)
+
+
+def rounding_seed(axis: str) -> Array:
+    """The seed of stochastic rounding on this device, in a sum over `axis`."""
+    return device_index(_seed_axes(axis))
 
 
 def _seed_axes(axis: str) -> tuple[str, ...]:

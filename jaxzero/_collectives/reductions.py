@@ -29,9 +29,16 @@ from .._sharding import DimSharding, pad
 from .comm_spec import CommSpec, accumulator_dtype
 from .ledger import picked
 from .packing import Column, can_join, in_place, join, split, widths
-from .partial_sums import HalfBatchSum, PartialSums, Sum, sum_of, total_of
+from .partial_sums import (
+    HalfBatchSum,
+    PartialSums,
+    Sum,
+    decoded_together,
+    sum_of,
+    total_of,
+)
 from .primitives import all_to_all, reduce_scatter
-from .reduce_hop import encoded, reduce_to_shard, rows_of, sum_over
+from .reduce_hop import encoded, reduce_to_shard, rounding_seed, rows_of, sum_over
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,12 +185,13 @@ def _encode_bucket(
     """
     coded, summed = _split_by_codec(specs, axis, comm)
     messages = []
+    seed = rounding_seed(axis) if coded else None  # one for all; it takes several operations
     for i in coded:
         spec, codec = specs[i], _codec(specs[i], axis, comm)
         assert codec is not None
         dim, num = spec.layout.dim, comm.sizes[axis]
         messages.append(
-            encoded(arrays[i], dim, num, spec.dtype, codec, axis, num_summed, comm.form)
+            encoded(arrays[i], dim, num, spec.dtype, codec, num_summed, comm.form, seed)
         )
     sums = {i: total_of(x) for i, x in enumerate(arrays) if i not in coded}
     plain = {}
@@ -221,10 +229,12 @@ def _reduce_over(
         columns = [_message_column(specs[i], axis, comm) for i in coded]
         with picked(coded):
             received = all_to_all(bucket.coded, axis, shares=widths(columns))
+        partial = []
         for i, message in zip(coded, in_place(received, columns), strict=True):
             codec, shape = _codec(specs[i], axis, comm), _shard_shape(specs[i], axis, comm)
             assert codec is not None
-            arrays[i] = PartialSums(message, codec, shape, num_summed)
+            partial.append(PartialSums(message, codec, shape, num_summed))
+        arrays.update(zip(coded, decoded_together(partial), strict=True))
     for name, numbers in summed.items():
         with picked(numbers):
             arrays.update(_scatter(bucket.summed[name], numbers, specs, axis, comm))
