@@ -97,10 +97,10 @@ class PartialSums:
 
 
 def decoded_together(sums: Sequence[PartialSums]) -> list[PartialSums]:
-    """Take the sums whose messages lie side by side at once, where their codec is joinable.
+    """Decode and add neighbouring messages as one array, if their codec is joinable.
 
-    Decoded one by one, each takes several operations for each sender, and a program of unrolled
-    layers has as many sums as layers times weights. The numbers are the same.
+    One by one, each sum takes several operations for each sender, and a program of unrolled layers
+    has as many sums as layers times weights. Joined or not, the results are equal bit for bit.
     """
     result: list[PartialSums] = []
     for parts in _joinable(sums):

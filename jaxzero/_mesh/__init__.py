@@ -35,6 +35,7 @@ from .one_node import program_axes as program_axes
 from .one_node import without_node as without_node
 from .per_device import bare as bare
 from .per_device import is_traced as is_traced
+from .per_device import is_tracing as is_tracing
 from .per_device import rewrite as rewrite
 from .simulated import SimulatedMesh as SimulatedMesh
 from .simulated import varying as varying

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._processes import meet_processes
 from .gloo_workaround import uses_gloo
-from .per_device import is_traced
+from .per_device import is_tracing
 
 _SECONDS = 1800.0  # that processes wait for each other; loading a model can take that long
 
@@ -42,7 +42,7 @@ def connect(mesh: Mesh) -> None:
     if not uses_gloo(mesh) or (name := _name(mesh)) in _connected:
         return
     processes = sorted({device.process_index for device in mesh.devices.flat})
-    if len(processes) < 2 or is_traced(jax.device_put(np.zeros(()))):
+    if len(processes) < 2 or is_tracing():
         return
     meet_processes(f"first collectives of {name}", processes, _SECONDS)
     spec = PartitionSpec(mesh.axis_names)

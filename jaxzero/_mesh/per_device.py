@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.extend import core as jex
@@ -122,3 +123,8 @@ def _is_jaxpr(x: Any) -> bool:
 def is_traced(x: Any) -> bool:
     """Whether `x` is a tracer rather than an array with values."""
     return isinstance(x, Tracer)
+
+
+def is_tracing() -> bool:
+    """Whether a transformation such as `jax.jit` is tracing the caller."""
+    return is_traced(jax.device_put(np.zeros(())))  # a tracer there, an array elsewhere

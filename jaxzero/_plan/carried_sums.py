@@ -6,9 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable
 
-from .._program import Atom, Constant, Loop, Operation, Value
-
-ADDITIONS = ("add", "add_any")
+from .._program import ADDITIONS, Atom, Constant, Loop, Operation, Value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,9 +26,9 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 
 from .._collectives import ReduceSpec
-from .._program import Atom, Block, Constant, Loop, Operation, Value, movable_ops
+from .._program import ADDITIONS, Atom, Block, Constant, Loop, Operation, Value, movable_ops
 from .._sharding import DimSharding
-from .carried_sums import ADDITIONS, CarriedSum, addends, carried_sums, makes_zeros
+from .carried_sums import CarriedSum, addends, carried_sums, makes_zeros
 from .held_by_loops import is_better_inside
 from .param_uses import BlockUses
 

@@ -123,7 +123,7 @@ def find_gathers(
 
 
 def find_passes(gathers: Sequence[Gather]) -> dict[Gather, int]:
-    """For each gather in the body of a loop, how many gathers of the same array come before it.
+    """Count, for each gather in the body of a loop, the earlier gathers of the same array.
 
     The body is one region, so this tells forward from backward.
     """

@@ -258,9 +258,10 @@ class _UseFinder:
 
 
 def _most_at_once(uses: Iterable[Use], loops: Mapping[int, LoopUses]) -> int:
-    """The most bytes of full weights that one operation of a block needs; of a loop, an iteration.
+    """The bytes of full weights that the operation with the most of them needs.
 
-    What a loop holds from the first iteration to the last is needed by all of them.
+    A loop counts as one operation: what it holds from its first iteration to its last, and what one
+    iteration needs beside that.
     """
     gathered: dict[int, set[View]] = {index: set() for index in loops}
     for use in uses:

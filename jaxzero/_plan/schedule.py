@@ -319,9 +319,9 @@ def _ties(
 
 
 def _largest(block: Block, uses: BlockUses, others: Set[Value]) -> Value | None:
-    """The largest input of a loop's body (usually the activations), as a tie.
+    """The largest input of a loop's body that is no weight and not one of `others`.
 
-    It is no weight, and not one of `others`.
+    That is usually the activations. Gathers are tied to it: they start when it is there.
     """
     arrays = [x for x in block.inputs if x.is_array and x not in uses.views and x not in others]
     return max(arrays, key=lambda x: math.prod(x.shape), default=None)

@@ -14,6 +14,7 @@ from .elementwise import is_broadcast as is_broadcast
 from .elementwise import is_elementwise as is_elementwise
 from .elementwise import is_reshape as is_reshape
 from .elementwise import shape_of as shape_of
+from .ir import ADDITIONS as ADDITIONS
 from .ir import Atom as Atom
 from .ir import Barrier as Barrier
 from .ir import Block as Block

@@ -24,6 +24,7 @@ from . import movable_ops
 
 _ELEMENTWISE = {"neg", "reduce_precision"}
 _LOCAL = {"axis_index", "pvary", "pcast"}  # they name an axis and send nothing
+ADDITIONS = ("add", "add_any")  # of the user, and of differentiation
 _EXCHANGES = {"all_gather", "reduce_scatter", "ppermute", "all_to_all"}
 
 

@@ -12,7 +12,7 @@ from .stack_values import StackValues
 def kept_values(
     block: Block, weights: Collection[Value], last_forward: int | None
 ) -> list[tuple[Value, Operation]]:
-    """Find large values of weights alone that are kept, and the operations that make them.
+    """Find large values that are computed from weights alone and kept, and what computes them.
 
     Args:
         block: a program.

@@ -126,7 +126,7 @@ def _reduction(operation: Operation, axes: tuple[int, ...]) -> LayerForm | None:
 
 
 def _along(operation: Operation, name: str) -> LayerForm | None:
-    """The form of an operation along the one dim that its parameter `name` gives."""
+    """The form of an operation along one dim, such as a cumulative sum; `name` is its parameter."""
     dim = int(operation.equation.params[name])
     if dim == 0:
         return None

@@ -30,13 +30,11 @@ import jax.numpy as jnp
 
 from . import movable_ops
 from .dependence import SMALL, Fixed
-from .ir import Atom, Block, Constant, Loop, Operation, Value
+from .ir import ADDITIONS, Atom, Block, Constant, Loop, Operation, Value
 from .layer_forms import REDUCTIONS, reduction_over_layers
 from .loop_editor import LoopEditor
 from .stack_values import StackValues
 from .trace import rewritten, without_dead_code
-
-_ADDITIONS = ("add", "add_any")
 
 
 def sink_into_loops(block: Block, weights: Collection[Value], gradients: Sequence[int]) -> Block:
@@ -149,7 +147,7 @@ class _Sinking:
 
 
 def _reduced_stack(operation: Operation, values: StackValues) -> Value | None:
-    """The stack of weights that an operation reduces to something small; None if it does not."""
+    """The stack of weights that `operation` reduces to something small, or None."""
     if operation.name not in REDUCTIONS or len(operation.inputs) != 1:
         return None
     (stack,), (out,) = operation.inputs, operation.outputs
@@ -209,7 +207,7 @@ class _Behind:
                     found[atom] = None
             elif atom in self.values.fixed.makers:
                 _, operation = self.values.fixed.makers[atom]
-                if operation.name in _ADDITIONS or operation.view() is not None:
+                if operation.name in ADDITIONS or operation.view() is not None:
                     pending += operation.inputs
         return list(found)
 
@@ -234,7 +232,7 @@ class _Behind:
 
 def _passes_reductions(operation: Operation) -> bool:
     """Whether `_plan` can reduce over devices before this operation in place of after it."""
-    if operation.name in _ADDITIONS:
+    if operation.name in ADDITIONS:
         return True
     op, source = operation.view(), operation.source
     if op is None or source is None or isinstance(op, movable_ops.Slice):

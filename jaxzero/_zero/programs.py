@@ -15,9 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
-from .._mesh import is_traced
+from .._mesh import is_traced, is_tracing
 from .._program import open_program
 
 _MOST_KEPT = 16  # compiled programs of one function, for various batch shapes and dtypes
@@ -39,9 +38,7 @@ class Programs:
             program: a function from trees of arrays to a tree of arrays.
             args: trees of arrays or tracers.
         """
-        if is_traced(jax.device_put(np.zeros(()))) or any(
-            is_traced(x) for x in jax.tree.leaves(args)
-        ):
+        if is_tracing() or any(is_traced(x) for x in jax.tree.leaves(args)):
             return jax.jit(program)(*args)
         opened, constants, treedef = open_program(program, *args)
         if any(is_traced(x) for x in constants):  # it closes over values of an outer transformation

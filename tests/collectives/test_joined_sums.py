@@ -1,4 +1,4 @@
-"""The gradients of a bucket, whose messages are decoded and added as one array."""
+"""Decoding and adding all gradients of a bucket as one array gives the same bits."""
 
 from collections import Counter
 
@@ -38,7 +38,7 @@ def _specs(comm, leaves=_LEAVES):
 
 
 def _program(comm, buckets):
-    """The reduction of `buckets`, lists of `ReduceSpec`, on the mesh of `comm`."""
+    """A function that reduces buckets of gradients over devices; a bucket is a list of specs."""
 
     def on_device(gradients):
         sums = []
