@@ -55,7 +55,7 @@ class Plan:
     """Send weights and gradients in full precision only. Otherwise 4 and 8 bits are tried, too."""
 
     rounds: Local = Local()
-    """Local steps to compare too."""
+    """Compare local steps too, which are another training algorithm: losses differ."""
 
     budget: float = 180.0
     """Seconds after which no further program is compiled."""
