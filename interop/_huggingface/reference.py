@@ -1,6 +1,6 @@
 """Compute reference embeddings with Hugging Face transformers on PyTorch.
 
-Both are optional (`pip install "jaxzero[torch]"`) and are imported only when called.
+Both are optional (`pip install -e ".[torch]"` in a checkout) and are imported only when called.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def embed_with_transformers(
     except ImportError as error:
         raise ImportError(
             "Comparing with PyTorch needs torch and transformers, which are optional. Install them "
-            'with `pip install "jaxzero[torch]"`.'
+            'with `pip install -e ".[torch]"` in a checkout of jaxzero.'
         ) from error
 
     with _without_progress_bar(transformers):

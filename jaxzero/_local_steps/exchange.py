@@ -101,6 +101,14 @@ class Exchange:
         return sum(part.num_bytes for part in self.parts) * self.mesh.mesh.shape[NODE]
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes of a node's own part of a fragment, which a device keeps while it travels."""
+        if not self._keeps_progress:
+            return 0
+        pairs = zip(self.leaves, self.parts, strict=True)
+        return sum(part.num * leaf.dtype.itemsize for leaf, part in pairs)
+
+    @property
     def node_bytes(self) -> int:
         """Bytes that enter one node in a round."""
         mesh = self.mesh.mesh

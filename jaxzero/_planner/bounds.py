@@ -40,6 +40,19 @@ class Bounds:
         """Of a step, if everything but the update overlapped."""
         return max(self.compute, self.node, self.local) + self.update
 
+    def predicted(self, gradients: float, waited: float) -> tuple[float, float]:
+        """Seconds of a step, and those of it that a device waits for links.
+
+        Args:
+            gradients: seconds of the program of the gradients.
+            waited: seconds of it.
+        """
+        return gradients + self.update, waited
+
+    def with_temporaries(self, num_bytes: float) -> float:
+        """Bytes of one device, if the program of the gradients has such temporaries."""
+        return self.memory + num_bytes
+
 
 def bounds_of(report: Report, wire_state: Any, flops: float, cluster: Cluster) -> Bounds:
     """The bounds of a candidate.

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
+from .._local_steps import LocalSteps
 from .._sharding import Offload, ZeroConfig, ddp, hsdp, zero3, zeropp, zeropp4
 from .cluster import Cluster
 
@@ -35,6 +36,8 @@ class Candidate:
         microbatches: for `zero.value_and_grad`.
         loss: the name of the form of the loss; "" if there is one.
         offload: "", "optimizer" or "all": what lies in host memory.
+        local_steps: how nodes that train by themselves exchange parameters; `config` is then that
+            of each node. None: all nodes take each step together.
     """
 
     preset: str
@@ -42,11 +45,20 @@ class Candidate:
     microbatches: int
     loss: str
     offload: str
+    local_steps: LocalSteps | None = None
 
     @property
-    def family(self) -> tuple[str, str]:
+    def family(self) -> tuple[str, str, LocalSteps | None]:
         """What it shares with the plans that only save memory, compared with it."""
-        return self.preset, self.loss
+        return self.preset, self.loss, self.local_steps
+
+    @property
+    def program(self) -> tuple[Candidate, bool]:
+        """Equal for candidates that differ only in how nodes exchange parameters between steps.
+
+        The step of a node that trains by itself is the same program however nodes exchange.
+        """
+        return dataclasses.replace(self, local_steps=None), self.local_steps is not None
 
     @property
     def saving(self) -> tuple[int, int, int]:
@@ -67,11 +79,26 @@ class Candidate:
             words.append(f"{self.microbatches} micro-batches")
         if self.offload:
             words.append(f"{self.offload} in host memory")
+        if self.local_steps is not None:
+            words += _words(self.local_steps)
         return ", ".join([*words, *([self.loss] if self.loss else [])])
 
 
+def _words(method: LocalSteps) -> list[str]:
+    words = [f"local steps {method.every}"]
+    if method.fragments > 1:
+        words.append(f"{method.fragments} fragments")
+    if method.delay:
+        words.append(f"delay {method.delay}")
+    return [*words, str(method.codec or "float32")]
+
+
 def enumerate_candidates(
-    cluster: Cluster, losses: Sequence[str], microbatches: Sequence[int], quantized: bool
+    cluster: Cluster,
+    losses: Sequence[str],
+    microbatches: Sequence[int],
+    quantized: bool,
+    local_steps: Sequence[LocalSteps] = (),
 ) -> Iterator[Candidate]:
     """All plans for a cluster.
 
@@ -81,6 +108,8 @@ def enumerate_candidates(
         losses: names of the forms of the loss.
         microbatches: numbers of them.
         quantized: whether weights and gradients may travel in 4 and 8 bits.
+        local_steps: ways of local steps to compare too; with each of them all plans for one node,
+            without offload.
     """
     presets = [name for name in _PRESETS if quantized or name not in _QUANTIZED]
     if cluster.nodes == 1:
@@ -92,3 +121,7 @@ def enumerate_candidates(
             schedule = dataclasses.replace(config.schedule, prefetch=prefetch)
             chosen = dataclasses.replace(config, schedule=schedule, offload=_OFFLOAD[offload])
             yield Candidate(preset, chosen, k, loss, offload)
+    for method in local_steps:
+        for candidate in enumerate_candidates(cluster.one_node, losses, microbatches, quantized):
+            if not candidate.offload:
+                yield dataclasses.replace(candidate, local_steps=method)

@@ -221,6 +221,11 @@ class Cluster:
         return self.nodes * self.local
 
     @property
+    def one_node(self) -> Cluster:
+        """One of the nodes."""
+        return dataclasses.replace(self, nodes=1, device=self.kind)
+
+    @property
     def rates(self) -> Rates:
         """The rates that a compiled program is walked with."""
         device = self.kind

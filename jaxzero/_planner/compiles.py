@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from .._hlo import Rates, Timeline, compile_with_host_memory, on_abstract_mesh, timeline
 from .._sharding import compiler_options
 from .candidates import Candidate
 from .cluster import Cluster
-from .job import Job, Shapes
+from .job import Job, Shapes, placed
 from .target import absent_mesh, target_config
 
 _PACKAGES = ("jax", "jaxlib") + tuple(
@@ -74,8 +75,8 @@ class Compiler:
     def __init__(self, job: Job, cluster: Cluster, folder: Path | None):
         assert cluster.kind.target is not None
         self._job = job
-        self._mesh = absent_mesh(cluster)
-        self._devices = [cluster.nodes, cluster.local, target_config(cluster.kind.target)]
+        self._cluster = cluster
+        self._target = target_config(cluster.kind.target)
         self._folder = folder
         self._known: dict[Candidate, Any] = {}  # lowered programs
         kernels = tempfile.mkdtemp(prefix="jaxzero-plan-")
@@ -92,20 +93,25 @@ class Compiler:
         """A hash of all that the compiled program depends on."""
         options = _options(candidate, is_proxy)
         versions = {name: _version(name) for name in _PACKAGES}
-        described = json.dumps([self.key(candidate), options, versions, self._devices])
+        _, cluster = placed(self._job, self._cluster, candidate)
+        devices = [cluster.nodes, cluster.local, self._target]
+        described = json.dumps([self.key(candidate), options, versions, devices])
         return hashlib.sha256(described.encode()).hexdigest()[:32]
 
-    def _traced(self, candidate: Candidate) -> Any:
-        shapes = Shapes.of(self._job, candidate, self._mesh)
-        arguments = (shapes.params, self._job.batch)
-        if candidate.offload:
-            arguments = (on_abstract_mesh(shapes.params), self._job.batch)
-        return jax.jit(shapes.step), arguments, shapes.arguments
+    def _step(self, candidate: Candidate) -> Any:
+        """The step that a candidate's nodes run, and its arguments."""
+        job, cluster = placed(self._job, self._cluster, candidate)
+        shapes = Shapes.of(job, candidate, absent_mesh(cluster))
+        params = on_abstract_mesh(shapes.params) if candidate.offload else shapes.params
+        return jax.jit(shapes.step), (params, job.batch), shapes.arguments
+
+    def _mesh(self, candidate: Candidate) -> Mesh:
+        return absent_mesh(placed(self._job, self._cluster, candidate)[1])
 
     def _lowered(self, candidate: Candidate) -> Any:
         if candidate not in self._known:
-            step, arguments, keywords = self._traced(candidate)
-            with jax.set_mesh(self._mesh):
+            step, arguments, keywords = self._step(candidate)
+            with jax.set_mesh(self._mesh(candidate)):
                 self._known[candidate] = step.lower(*arguments, **keywords)
         return self._known[candidate]
 
@@ -130,9 +136,9 @@ class Compiler:
         options = {**_options(candidate, is_proxy), "xla_gpu_kernel_cache_file": kernels}
         start = time.perf_counter()
         if candidate.offload:
-            step, arguments, keywords = self._traced(candidate)
+            step, arguments, keywords = self._step(candidate)
             compiled = compile_with_host_memory(
-                step, arguments, self._mesh, options=options, **keywords
+                step, arguments, self._mesh(candidate), options=options, **keywords
             )
         else:
             compiled = self._lowered(candidate).compile(compiler_options=options)

@@ -14,6 +14,7 @@ from .._mesh import SimulatedMesh
 from .._report import Report
 from .._zero import Zero
 from .candidates import Candidate
+from .cluster import Cluster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,28 @@ class Job:
     batch: Any
     tx: optax.GradientTransformation
     options: Mapping[str, Any]
+
+    def of_one_node(self, nodes: int) -> Job:
+        """The job of one of `nodes` nodes, with its rows of the batch."""
+
+        def rows(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            shape = (x.shape[0] // nodes, *x.shape[1:]) if x.shape else ()
+            return jax.ShapeDtypeStruct(shape, x.dtype)
+
+        return dataclasses.replace(self, batch=jax.tree.map(rows, self.batch))
+
+
+def placed(job: Job, cluster: Cluster, candidate: Candidate) -> tuple[Job, Cluster]:
+    """The job and cluster of a candidate's program: those of one node if nodes train by themselves.
+
+    Args:
+        job: of all nodes.
+        cluster: all nodes.
+        candidate: gives `local_steps`.
+    """
+    if candidate.local_steps is None:
+        return job, cluster
+    return job.of_one_node(cluster.nodes), cluster.one_node
 
 
 @dataclasses.dataclass(frozen=True)

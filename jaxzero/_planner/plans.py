@@ -7,12 +7,18 @@ from typing import Any, Literal
 
 from rich.console import Console
 
+from .._local_steps import LocalSteps
 from .._report import TextTable
 from .._sharding import ZeroConfig
 from .bounds import Bounds
 from .candidates import Candidate
 from .cluster import Cluster
+from .rounds import RoundBounds
 
+_OTHER = (
+    "Local steps are another training algorithm: compare losses on a short run, too. Steps and "
+    "bytes are means over a round."
+)
 Stage = Literal["bound", "proxy", "compiled"]
 _GIGA = 1e9
 
@@ -25,7 +31,8 @@ class PlanRow:
         candidate: what it is.
         stage: how much is known of it: bounds by arithmetic, a program compiled without fused
             kernels for softmax and RMS norm, or one compiled in full.
-        seconds: predicted for a step with the optimizer's update; a lower bound for "bound".
+        seconds: predicted for a step with the optimizer's update; a lower bound for "bound". With
+            local steps it is the mean over a round.
         waited: seconds of it that a device waits for links; None for "bound".
         memory: bytes of one device; a lower bound for "bound". For "compiled" it is the
             compiler's, with the optimizer state.
@@ -48,7 +55,9 @@ class PlanRow:
     undecided: bool = False
 
     @classmethod
-    def of_bounds(cls, candidate: Candidate, bounds: Bounds, discarded: str = "") -> PlanRow:
+    def of_bounds(
+        cls, candidate: Candidate, bounds: Bounds | RoundBounds, discarded: str = ""
+    ) -> PlanRow:
         """What arithmetic says of a candidate."""
         return cls(
             candidate,
@@ -134,6 +143,14 @@ class Plans:
         return self.best.candidate.microbatches
 
     @property
+    def local_steps(self) -> LocalSteps | None:
+        """The best plan's local steps, for `zero.local_steps`; None: `zero.value_and_grad` alone.
+
+        With local steps, `config` and `microbatches` are for the steps of each node.
+        """
+        return self.best.candidate.local_steps
+
+    @property
     def loss(self) -> str:
         """The best plan's form of the loss, by name."""
         return self.best.candidate.loss
@@ -176,6 +193,7 @@ class Plans:
             footer=(
                 *([f"{left} more plans are worse, or were discarded."] if left else []),
                 *self._throughput(),
+                *([_OTHER] if any(row.candidate.local_steps for row in shown) else []),
                 *(f"Note: {note}." for note in self.notes),
             ),
         )

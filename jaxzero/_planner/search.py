@@ -12,16 +12,15 @@ from typing import Literal, Protocol, runtime_checkable
 
 import jax
 
-from .._mesh import make_mesh
 from .._text import escaped
-from .bounds import Bounds, bounds_of
+from .bounder import Bounder
+from .bounds import Bounds
 from .candidates import Candidate
 from .cluster import Cluster
 from .compiles import AT_ONCE, Compiled
-from .flops import matrix_flops
-from .job import Job, Shapes
+from .job import Job
 from .plans import PlanRow, Stage, gigabytes
-from .target import absent_mesh
+from .rounds import RoundBounds
 
 Objective = Literal["step_time", "tokens_per_second", "memory"]
 MAX_PROXIES, MAX_FULL = 8, 3
@@ -60,8 +59,8 @@ class Search:
     deadline: float
     progress: Callable[[str], None]
     rows: dict[Candidate, PlanRow] = dataclasses.field(default_factory=dict)
-    bounds: dict[Candidate, Bounds] = dataclasses.field(default_factory=dict)
-    flops: dict[str, float] = dataclasses.field(default_factory=dict)  # of each form of the loss
+    bounds: dict[Candidate, Bounds | RoundBounds] = dataclasses.field(default_factory=dict)
+    temporaries: dict[Candidate, int] = dataclasses.field(default_factory=dict)  # of its program
     programs: dict[str, str] = dataclasses.field(default_factory=dict)  # names of plans, by key
     failures: list[tuple[str, Exception]] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -93,12 +92,13 @@ class Search:
     # Bounds.
 
     def _bound(self, candidates: list[Candidate]) -> None:
+        bounder = Bounder(self.job, self.cluster, is_absent=self.compiler is not None)
         untraced: list[tuple[str, Exception]] = []
         for number, candidate in enumerate(candidates):
             self.progress(f"bounds {number + 1}/{len(candidates)}: {candidate.name}")
             same = self._with_same_plan(candidate)
             try:
-                bounds = self.bounds[same] if same else self._bounds(candidate)
+                bounds = self.bounds[same] if same else bounder.bounds(candidate)
             except _FAILURES as error:
                 untraced.append((candidate.name, error))
                 continue
@@ -122,21 +122,7 @@ class Search:
                 return same
         return None
 
-    def _bounds(self, candidate: Candidate) -> Bounds:
-        cluster = self.cluster
-        if self.compiler is None:
-            mesh = make_mesh(cluster.nodes, simulate=cluster.num_devices)
-        else:
-            mesh = absent_mesh(cluster)
-        shapes = Shapes.of(self.job, candidate, mesh)
-        report = shapes.report(self.job, candidate)
-        state = shapes.arguments.get("wire_state")
-        if candidate.loss not in self.flops:
-            arguments = (shapes.params, self.job.batch)
-            self.flops[candidate.loss] = matrix_flops(shapes.step, *arguments, **shapes.arguments)
-        return bounds_of(report, state, self.flops[candidate.loss], cluster)
-
-    def _too_large(self, bounds: Bounds) -> str:
+    def _too_large(self, bounds: Bounds | RoundBounds) -> str:
         if bounds.memory > self.limit:
             return f"{self._needs(bounds.memory)} without any activation"
         if bounds.host_memory > self.cluster.host_memory:
@@ -213,10 +199,19 @@ class Search:
         except _FAILURES as error:
             self._fail(row, error)
             return
-        new = self._predicted(row.candidate, compiled, "proxy")
-        self.rows[row.candidate] = new
-        if new.memory > _PROXY_ERROR * self.limit:
-            self._discard(new, self._needs(new.memory))
+        for new in self._predicted(row, compiled, "proxy"):
+            self.rows[new.candidate] = new
+            if new.memory > _PROXY_ERROR * self.limit:
+                self._discard(new, self._needs(new.memory))
+
+    def _with_program_of(self, row: PlanRow) -> list[PlanRow]:
+        """A plan, and others that differ only in how nodes exchange between steps."""
+        program = row.candidate.program
+        return [
+            each
+            for each in self.rows.values()
+            if each.candidate.program == program and not each.discarded
+        ]
 
     def _next(self, taken: Sequence[PlanRow]) -> PlanRow | None:
         """The plan to compile beside `taken`: of each family the first that may fit.
@@ -227,11 +222,13 @@ class Search:
         waiting: dict[tuple[str, str], PlanRow] = {}
         every: list[PlanRow] = []
         closed = {row.candidate.family for row in (*self._compiled(), *taken)}
+        programs = {row.candidate.program for row in taken}
         for row in sorted(self.rows.values(), key=lambda row: row.candidate.saving):
             if row.stage != "bound" or row.discarded or self._may_not_fit(row):
                 continue
-            if row not in taken:
-                every.append(row)
+            if row.candidate.program in programs:
+                continue
+            every.append(row)
             if row.candidate.family not in closed:
                 waiting.setdefault(row.candidate.family, row)
         chosen = every if self.objective == "memory" else list(waiting.values())
@@ -244,9 +241,9 @@ class Search:
         """
         for other in self.rows.values():
             if other.candidate.family == row.candidate.family and other.stage != "bound":
-                temporary = other.memory - self.bounds[other.candidate].memory
                 share = other.candidate.microbatches / row.candidate.microbatches
-                needed = row.memory + min(1.0, share) * temporary
+                temporary = min(1.0, share) * self.temporaries[other.candidate]
+                needed = self.bounds[row.candidate].with_temporaries(temporary)
                 if needed > _PROXY_ERROR * self.limit:
                     return f"{self._needs(needed)}, by the temporaries of `{other.candidate.name}`"
         return ""
@@ -256,7 +253,8 @@ class Search:
 
     def _fail(self, row: PlanRow, error: Exception) -> None:
         self.failures.append((row.candidate.name, error))
-        self._discard(row, f"does not compile: {_first_line(error)}")
+        for each in self._with_program_of(row):
+            self._discard(each, f"does not compile: {_first_line(error)}")
 
     def _raise_if_none_compiles(self) -> None:
         if self.failures and all(row.stage == "bound" for row in self.rows.values()):
@@ -266,20 +264,22 @@ class Search:
                 f"`{name}`: {_first_line(error)}"
             ) from error
 
-    def _predicted(self, candidate: Candidate, compiled: Compiled, stage: Stage) -> PlanRow:
-        """What a compiled program of the gradients, and bounds of the update, say."""
-        bounds, rates = self.bounds[candidate], self.cluster.rates
-        line = compiled.timeline(rates)
-        return PlanRow(
-            candidate,
-            stage,
-            line.seconds + bounds.update,
-            line.exposed_seconds + line.host_exposed_seconds,
-            bounds.memory + compiled.temporary,  # the state lies beside the program's arrays
-            bounds.host_memory + compiled.host_temporary,
-            bounds.node_bytes,
-            bounds.host_bytes,
-        )
+    def _predicted(self, row: PlanRow, compiled: Compiled, stage: Stage) -> Iterator[PlanRow]:
+        """What a program of the gradients says of the plans that run it, with their bounds."""
+        line = compiled.timeline(self.cluster.rates)
+        waited = line.exposed_seconds + line.host_exposed_seconds
+        for each in self._with_program_of(row):
+            bounds = self.bounds[each.candidate]
+            self.temporaries[each.candidate] = compiled.temporary
+            yield PlanRow(
+                each.candidate,
+                stage,
+                *bounds.predicted(line.seconds, waited),
+                round(bounds.with_temporaries(compiled.temporary)),
+                bounds.host_memory + compiled.host_temporary,
+                bounds.node_bytes,
+                bounds.host_bytes,
+            )
 
     def _needs(self, num_bytes: int | float) -> str:
         return f"needs {gigabytes(num_bytes)} of {gigabytes(self.limit)}"
@@ -296,7 +296,11 @@ class Search:
         """
         while self.full < MAX_FULL:
             best = sorted(self._compiled(), key=self.value)[:2]
-            rows = [row for row in best if row.stage == "proxy"][: MAX_FULL - self.full]
+            rows: list[PlanRow] = []
+            for row in best:
+                is_taken = row.candidate.program in {each.candidate.program for each in rows}
+                if row.stage == "proxy" and not is_taken and self.full + len(rows) < MAX_FULL:
+                    rows.append(row)
             if not rows or self._is_late():
                 return False
             for row in rows:
@@ -308,18 +312,19 @@ class Search:
         return False
 
     def _take_full(self, row: PlanRow, result: Callable[[], Compiled]) -> bool:
-        """Whether it compiles and fits."""
+        """Whether it compiles, and all plans with its program fit."""
         try:
             compiled = result()
         except _FAILURES as error:
             self._fail(row, error)
             return False
-        new = self._predicted(row.candidate, compiled, "compiled")
-        self.rows[row.candidate] = new
-        if new.memory > self.limit:
-            self._discard(new, self._needs(new.memory))
-            return False
-        return True
+        fits = True
+        for new in self._predicted(row, compiled, "compiled"):
+            self.rows[new.candidate] = new
+            if new.memory > self.limit:
+                self._discard(new, self._needs(new.memory))
+                fits = False
+        return fits
 
     def _is_late(self) -> bool:
         is_late = time.monotonic() > self.deadline

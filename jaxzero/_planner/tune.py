@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._local_steps import LocalSteps
 from .candidates import enumerate_candidates
 from .cluster import Cluster
 from .compiles import Compiler
@@ -35,6 +36,7 @@ def tune(
     objective: Objective = "step_time",
     quantized: bool = True,
     microbatches: Sequence[int] = (1, 2, 4, 8),
+    local_steps: LocalSteps | Sequence[LocalSteps] = (),
     budget: float = 180.0,
     cache: Path | str | None = "default",
     progress: Callable[[str], None] | None = None,
@@ -66,6 +68,10 @@ def tune(
             and gradients a little.
         microbatches: numbers of them to try; those that do not divide a device's rows are left out.
             `(1,)` if the loss of a batch is no mean over its rows (a contrastive loss).
+        local_steps: ways of local steps to compare too, such as `jz.streaming_diloco(every=30)`, or
+            several in a sequence. They are other training algorithms, whose losses differ, so they
+            are left out by default. A plan with one is for `zero.local_steps`; inside a node it has
+            the presets without wire state, and no offload.
         budget: seconds after which no further compile is started.
         cache: a folder for compiled programs; by default `~/.cache/jaxzero/plans`; None: keep none.
         progress: called with a line of text when something begins.
@@ -76,8 +82,8 @@ def tune(
         raises if no plan fits, or none that was compiled within `budget`.
 
     Raises:
-        ValueError: an argument is out of range, the devices cannot share the rows evenly, or no
-            program compiles.
+        ValueError: an argument is out of range, the devices cannot share the rows evenly,
+            `local_steps` is given for one node, or no program compiles.
 
     Example:
         >>> cluster = jz.Cluster(nodes=4, local=8, device="h100", link=50e9)
@@ -94,6 +100,7 @@ def tune(
     limit = (1 - _RESERVED) * cluster.kind.memory if memory is None else memory
     if not limit > 0:
         raise ValueError(f"`memory` is bytes of a device, above 0; got {memory!r}.")
+    methods = _methods(local_steps, cluster)
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), batch)
     num_rows = _num_rows(structs, cluster)
@@ -114,7 +121,7 @@ def tune(
             f"`microbatches` must have a number that divides the {num_rows // cluster.num_devices} "
             f"rows of a device; got {tuple(microbatches)}. Add 1."
         )
-    search.run(enumerate_candidates(cluster, tuple(losses), numbers, quantized))
+    search.run(enumerate_candidates(cluster, tuple(losses), numbers, quantized, methods))
     tokens = [x.size for x in jax.tree.leaves(structs) if jnp.issubdtype(x.dtype, jnp.integer)]
     return Plans(
         cluster,
@@ -141,6 +148,21 @@ def _num_rows(batch: Any, cluster: Cluster) -> int:
             f" Give a multiple, such as {math.ceil(num_rows / cluster.num_devices)} for each."
         )
     return num_rows
+
+
+def _methods(given: LocalSteps | Sequence[LocalSteps], cluster: Cluster) -> tuple[LocalSteps, ...]:
+    methods = (given,) if isinstance(given, LocalSteps) else given
+    if not isinstance(methods, Sequence) or not all(isinstance(x, LocalSteps) for x in methods):
+        raise ValueError(
+            "`local_steps` must be a `jz.LocalSteps`, such as `jz.streaming_diloco(every=30, "
+            f"fragments=3)`, or a sequence of them; got {given!r}."
+        )
+    if methods and cluster.nodes == 1:
+        raise ValueError(
+            "`local_steps` trains each node by itself, and `cluster` has one node. Leave it out, "
+            "or give a `Cluster` of several nodes."
+        )
+    return tuple(dict.fromkeys(methods))
 
 
 def _default_cache() -> Path:

@@ -24,6 +24,8 @@ class LocalReport:
         device_bytes: bytes that one device holds between rounds, by field of `LocalState`.
         message_bytes: bytes of the messages of all nodes, which a device holds beside these while
             a fragment travels.
+        kept_bytes: bytes of the node's own part of a fragment, which a device also holds while it
+            travels; 0 without a delay, or with `mixing`.
         bytes_between_nodes: bytes that enter one node in a round.
     """
 
@@ -35,6 +37,7 @@ class LocalReport:
     num_elements: int
     device_bytes: Mapping[str, int]
     message_bytes: int
+    kept_bytes: int
     bytes_between_nodes: int
 
     @property
@@ -43,6 +46,11 @@ class LocalReport:
         steps = self.every // self.fragments
         ends = range(steps, self.every + 1, steps)
         return tuple((end - self.delay, end) for end in ends)
+
+    @property
+    def travelling_bytes(self) -> int:
+        """Bytes that a device holds while a fragment travels, beside those between rounds."""
+        return self.message_bytes + self.kept_bytes
 
     @property
     def bytes_per_step(self) -> float:
@@ -73,7 +81,7 @@ class LocalReport:
             title=f"Local steps: {self.num_nodes} nodes, rounds of {self.every} steps",
             headings=("Held between rounds", "On a device"),
             rows=[*held, ("total", readable_bytes(sum(self.device_bytes.values())))],
-            footer=(f"While a fragment travels: {readable_bytes(self.message_bytes)} more.",),
+            footer=(f"While a fragment travels: {readable_bytes(self.travelling_bytes)} more.",),
         )
         size = readable_bytes(self.bytes_between_nodes // self.fragments)
         exchanges = TextTable(

@@ -197,7 +197,8 @@ class ZeroConfig:
         if isinstance(self.weights.node, WeightHop) and self.hpz is None:
             raise ValueError(
                 f"`weights.node={type(self.weights.node).__name__}(...)` needs the slice that "
-                "differences are added to: give `hpz=jz.HpZ()`."
+                "differences are added to. Give `hpz=jz.HpZ(codec=None)`, which keeps it exact, or "
+                "`hpz=jz.HpZ()`, which rounds it to 8 bits."
             )
 
     def _check_offload(self, offload: Any) -> None:

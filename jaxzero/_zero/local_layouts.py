@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from .._collectives import accumulator_dtype, shard_shape
 from .._local_steps import AsTree, Cut, Exchange, LocalSteps, OuterPlan
-from .._mesh import LOCAL, NODE, NodeMesh
+from .._mesh import LOCAL, NODE, AnyMesh, NodeMesh
 from .._sharding import LeafSpec, TreePlan, ZeroConfig, layout_of_leaf, stored_leaf
 
 RESIDUAL_DTYPE = jnp.dtype(jnp.bfloat16)  # as that of `ErrorFeedback`
@@ -45,6 +46,12 @@ class Kept:
         """The tree of global arrays that users see."""
         pairs = zip(self.global_leaves(nodes), arrays, strict=True)
         return self.build([stored_leaf(leaf, x) for leaf, x in pairs])
+
+    def device_bytes(self, mesh: AnyMesh) -> int:
+        """Bytes of one device, which may be simulated."""
+        num_shards = math.prod(mesh.shape[axis] for axis in self.axes)
+        pairs = [(leaf.stored, num_shards if leaf.layout else 1) for leaf in self.leaves]
+        return sum(x.size * x.dtype.itemsize // pieces for x, pieces in pairs)
 
     def spec(self) -> PartitionSpec:
         """How `node` splits each of the arrays."""

@@ -201,21 +201,19 @@ class LocalRounds:
             ValueError: the trees are not known yet.
         """
         layouts, method = self._known(), self.method
-        mesh, nodes = auto_mesh(self._zero.mesh), self.num_nodes
-        held = {
-            name: sum(leaf.shard_bytes(mesh, kept.axes) for leaf in kept.global_leaves(nodes))
-            for name, kept in layouts.kept.items()
-        }
         exchange = layouts.exchange
         return LocalReport(
             every=method.every,
             fragments=method.fragments,
             delay=method.delay,
             codec=None if method.codec is None else str(method.codec),
-            num_nodes=nodes,
+            num_nodes=self.num_nodes,
             num_elements=sum(math.prod(leaf.shape) for leaf in exchange.leaves),
-            device_bytes=held,
+            device_bytes={
+                name: kept.device_bytes(self._mesh) for name, kept in layouts.kept.items()
+            },
             message_bytes=exchange.message_bytes,
+            kept_bytes=exchange.kept_bytes,
             bytes_between_nodes=exchange.node_bytes,
         )
 

@@ -55,6 +55,6 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f".{room}", __name__), name)
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"`{name}` needs the package {error.name!r}, which is not installed. Install jaxzero "
-            f"with its extra `{extra}`: pip install -e '.[{extra}]'"
+            f"`{name}` needs the package {error.name!r}, which is not installed. Install it "
+            f'with `pip install -e ".[{extra}]"` in a checkout of jaxzero.'
         ) from error

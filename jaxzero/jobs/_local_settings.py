@@ -20,10 +20,10 @@ class Local:
     parameters and a node's own is averaged over nodes and given to an outer optimizer."""
 
     local_steps: Annotated[int | None, arg(metavar="INT")] = None
-    """Steps of a round, in which every parameter is exchanged once between nodes; `steps` must be
-    a multiple. A round is one program: checkpoints, comparisons, Ctrl-C and SIGTERM wait for its
-    end. A pair then has the pairs of its own node as negatives. Not with `offload`,
-    `adaptive_batch` or the wire zeropp4. Left out, all nodes take each step together."""
+    """Steps of a round, in which every parameter is exchanged once between nodes. Left out, all
+    nodes take each step together. In `jaxzero train`, `steps` must be a multiple. A round is one
+    program: checkpoints, comparisons, Ctrl-C and SIGTERM wait for its end. A pair then has the
+    pairs of its own node as negatives. Not with `offload`, `adaptive_batch` or the wire zeropp4."""
 
     local_fragments: int = 1
     """Parts of the parameters that are exchanged in turn, evenly over a round; a divisor of

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
+from ._local_settings import Local
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -51,6 +53,9 @@ class Plan:
 
     unquantized: bool = False
     """Send weights and gradients in full precision only. Otherwise 4 and 8 bits are tried, too."""
+
+    rounds: Local = Local()
+    """Compare local steps too, which are another training algorithm: losses differ."""
 
     budget: float = 180.0
     """Seconds after which no further program is compiled."""

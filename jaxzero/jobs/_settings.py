@@ -63,7 +63,12 @@ class Sharding:
 
     plan: Annotated[Literal["auto"] | None, arg(metavar="auto")] = None
     """auto: choose `stage`, `wire` and `offload` for the devices that are there, as `jaxzero plan`
-    does for others. Their rates are measured first; the choice is printed."""
+    does for others, among plans that quantise nothing. Their rates are measured first; the choice
+    is printed."""
+
+    plan_quantized: bool = False
+    """With `plan` auto, compare zeropp and zeropp4 too, which send weights and gradients in 4 and 8
+    bits and so change losses and gradients a little."""
 
     stage: Literal[0, 1, 2, 3] = 3
     """ZeRO stage. 0 splits nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
@@ -83,10 +88,12 @@ class Sharding:
     def __post_init__(self):
         if self.offload_min_size < 0:
             raise ValueError(f"`offload_min_size` cannot be negative; got {self.offload_min_size}.")
+        if self.plan is None and self.plan_quantized:
+            raise ValueError("`plan_quantized` needs `plan` auto; it was left out.")
         if self.plan is not None:
             for field in dataclasses.fields(self):
                 value = getattr(self, field.name)
-                if field.name != "plan" and value != field.default:
+                if not field.name.startswith("plan") and value != field.default:
                     raise ValueError(
                         f"`plan` auto chooses `{field.name}`; got {value!r} for it too. Leave out "
                         "one of the two."

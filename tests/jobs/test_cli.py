@@ -173,7 +173,7 @@ def test_launch_needs_no_extra_and_the_others_name_theirs(tmp_path: Path):
     launched, statuses = done.stdout.splitlines()
     assert launched == "launched" and json.loads(statuses) == [0, 2, 2, 2, 2, 2]
     errors = " ".join(done.stderr.split())
-    assert errors.count("which is not installed. Install jaxzero with its extra") == 5
+    assert errors.count("which is not installed. Install it with `pip install -e") == 5
     for name, extra in {"train": "train", "report": "train", "inspect": "torch"}.items():
         assert f"Error: `{name}` needs the package '" in errors
-        assert f"with its extra `{extra}`: pip install -e '.[{extra}]'" in errors
+        assert f'with `pip install -e ".[{extra}]"` in a checkout of jaxzero' in errors

@@ -14,8 +14,9 @@ from jaxzero.jobs._training.session import open_session
 pytestmark = pytest.mark.standard_promotion  # optax
 
 
-def automatic(settings: jobs.Train) -> jobs.Train:
-    return dataclasses.replace(settings, sharding=jobs.Sharding(plan="auto"))
+def automatic(settings: jobs.Train, *, quantized: bool = False) -> jobs.Train:
+    sharding = jobs.Sharding(plan="auto", plan_quantized=quantized)
+    return dataclasses.replace(settings, sharding=sharding)
 
 
 @pytest.fixture
@@ -44,13 +45,22 @@ def test_slow_links_between_nodes_are_spared(settings, console, measured):
     configs = {}
     for link in (1e6, 1e12):
         measured(link)
-        with open_session(automatic(settings), console) as session:
+        with open_session(automatic(settings, quantized=True), console) as session:
             configs[link] = session.setup.zero.config
     assert configs[1e6].gradients == jz.zeropp4().gradients
     assert configs[1e6].needs_wire_state and not configs[1e12].needs_wire_state
     text = console.export_text()
     assert "Plan: zeropp4" in text and "0.001 GB/s into a node" in text
     assert "ranked by lower bounds alone" in text
+
+
+def test_nothing_is_quantized_unless_asked(settings, console, measured):
+    measured(1e6)  # where zeropp4 would be chosen
+    with open_session(automatic(settings), console) as session:
+        config = session.setup.zero.config
+    exact = jz.PerAxis()
+    assert (config.weights, config.gradients, config.hpz) == (exact, exact, None)
+    assert "zeropp" not in console.export_text()
 
 
 def test_a_model_that_does_not_fit_is_refused(settings, console, measured):
@@ -65,6 +75,8 @@ def test_a_model_that_does_not_fit_is_refused(settings, console, measured):
 def test_other_choices_beside_it_are_refused():
     with pytest.raises(ValueError, match="`plan` auto chooses `wire`; got 'float32'"):
         jobs.Sharding(plan="auto", wire="float32")
+    with pytest.raises(ValueError, match="`plan_quantized` needs `plan` auto"):
+        jobs.Sharding(plan_quantized=True)
     with pytest.raises(ValueError, match="`local_steps` does not go with `plan` auto"):
         jobs.Train(
             sharding=jobs.Sharding(plan="auto"),

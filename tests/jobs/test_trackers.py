@@ -130,7 +130,8 @@ def test_nothing_is_shown_where_nothing_is_installed_or_on_other_processes(
     assert not make_trackers(settings, console)
     assert (
         output.getvalue()
-        == 'Nothing for TensorBoard: tensorboardX is missing (in "jaxzero[train]")\n'
+        == 'Nothing for TensorBoard: tensorboardX is missing (`pip install -e ".[train]"` in a '
+        "checkout of jaxzero)\n"
     )
     with pytest.raises(
         ValueError, match="`wandb='p'` needs the package wandb.* `pip install wandb`"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -72,3 +74,23 @@ def test_the_key_on_disk_has_the_device(tmp_path):
         found.append((compiler.key(candidate), compiler.file_name(candidate, is_proxy=True)))
     assert found[0][0] == found[1][0]
     assert found[0][1] != found[1][1]
+
+
+def test_the_step_of_local_steps_is_the_program_of_one_node(tmp_path):
+    """It is compiled as for a cluster of one node, and shares that file on disk."""
+    batch = jax.ShapeDtypeStruct((32, 256), jnp.float32)
+    two = dataclasses.replace(CLUSTER, nodes=2)
+    job = Job({"": loss}, init, batch, optax.sgd(1e-3), {})
+    ways = (jz.diloco(every=4), jz.streaming_diloco(every=4, fragments=2, delay=1))
+    found = list(enumerate_candidates(two, ("",), (1,), False, ways))
+    first, second = (next(x for x in found if x.local_steps is way) for way in ways)
+    compiler = Compiler(job, two, tmp_path)
+    known = compiler.compile(first, is_proxy=True)
+    assert known.seconds_to_compile > 0
+    assert known.timeline(two.rates).node_bytes == 0
+    assert compiler.compile(second, is_proxy=True).seconds_to_compile == 0
+
+    alone = Compiler(job.of_one_node(2), CLUSTER, tmp_path)
+    (same,) = (x for x in enumerate_candidates(CLUSTER, ("",), (1,), False) if x.name == "ddp")
+    assert same == first.program[0]
+    assert alone.compile(same, is_proxy=True).seconds_to_compile == 0

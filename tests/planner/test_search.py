@@ -344,7 +344,7 @@ def test_a_plan_that_cannot_be_traced_is_left_out():
     assert list(search.rows) == candidates[:1]
     why = "`ddp, 2 micro-batches` was left out, for it cannot be traced: at least 4 rows"
     assert search.notes == [why]
-    search = dataclasses.replace(search, rows={}, bounds={}, flops={}, notes=[])
+    search = dataclasses.replace(search, rows={}, bounds={}, notes=[])
     with pytest.raises(NotImplementedError, match="at least 4 rows"):
         search.run(candidates[1:])
 

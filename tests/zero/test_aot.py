@@ -1,4 +1,4 @@
-"""What is compiled for sixteen H200s, on a machine without one: `pip install jaxzero[aot]`."""
+"""What is compiled for sixteen H200s, on a machine without one: `pip install -e ".[aot]"`."""
 
 import collections
 import functools

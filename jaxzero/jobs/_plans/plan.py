@@ -44,6 +44,7 @@ def plan(settings: Plan, console: Console) -> None:
     else:
         assert settings.function is not None
         losses, init_fn, rows = _function(settings.function)()
+    method = settings.rounds.method
     with console.status("planning") as status:
         plans = tune(
             losses,
@@ -53,6 +54,7 @@ def plan(settings: Plan, console: Console) -> None:
             memory=None if settings.memory is None else settings.memory * _GIGA,
             objective=settings.objective,
             quantized=not settings.unquantized,
+            local_steps=method or (),
             budget=settings.budget,
             progress=status.update,
         )

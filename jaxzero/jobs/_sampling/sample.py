@@ -76,7 +76,7 @@ def _in_template(directory: Path, prompts: Sequence[str], system: str | None) ->
     except ModuleNotFoundError as error:
         raise ImportError(
             f"`chat` and `system` need the package {error.name!r}, which is not installed. Install "
-            "jaxzero with its extra `torch`: pip install -e '.[torch]'"
+            'it with `pip install -e ".[torch]"` in a checkout of jaxzero.'
         ) from error
     return rendered(directory, prompts, system)
 

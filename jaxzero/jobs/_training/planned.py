@@ -26,6 +26,8 @@ def planned_config(
     loss: LossFn,
     tokens: PairTokens,
     console: Console,
+    *,
+    quantized: bool,
 ) -> ZeroConfig:
     """Measure the devices, search, and print what was chosen. All processes must call it.
 
@@ -39,6 +41,7 @@ def planned_config(
         loss: the training loss.
         tokens: abstract tokens of a step.
         console: for the choice.
+        quantized: whether weights and gradients may travel in 4 and 8 bits.
 
     Raises:
         ValueError: no plan fits into the devices' memory.
@@ -47,14 +50,14 @@ def planned_config(
         cluster = Cluster.measured(mesh)
     chosen = ""
     if process_index() == 0:
-        chosen = _search(cluster, shapes, optimizer, loss, tokens, console)
+        chosen = _search(cluster, shapes, optimizer, loss, tokens, console, quantized=quantized)
     name = of_first("plan", chosen, _MEETING_SECONDS)
-    return _configs(cluster)[name]
+    return _configs(cluster, quantized)[name]
 
 
-def _configs(cluster: Cluster) -> Mapping[str, ZeroConfig]:
+def _configs(cluster: Cluster, quantized: bool) -> Mapping[str, ZeroConfig]:
     """The configs that may be chosen, by the names of their plans."""
-    found = enumerate_candidates(cluster, ("",), (1,), True)
+    found = enumerate_candidates(cluster, ("",), (1,), quantized)
     return {candidate.name: candidate.config for candidate in found}
 
 
@@ -65,6 +68,8 @@ def _search(
     loss: LossFn,
     tokens: PairTokens,
     console: Console,
+    *,
+    quantized: bool,
 ) -> str:
     """The name of the best plan."""
 
@@ -78,6 +83,7 @@ def _search(
             tokens,
             cluster,
             tx=optimizer,
+            quantized=quantized,
             microbatches=(1,),
             budget=_SEARCH_SECONDS,
             progress=status.update,

@@ -122,5 +122,8 @@ def _comparison(node_bytes: NodeBytes) -> str:
 
 def _verdict(difference: float | None) -> str:
     if difference is None:
-        return 'not compared: torch or transformers is missing (pip install "jaxzero\\[torch]")'
+        return (
+            "not compared: torch or transformers is missing "
+            r'(`pip install -e ".\[torch]"` in a checkout of jaxzero)'
+        )
     return f"embeddings agree, largest difference {difference:.1e}"

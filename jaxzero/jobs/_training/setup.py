@@ -104,7 +104,8 @@ def set_up(
     else:
         loss = make_loss(loaded.graph, temperature=optimization.temperature)
         tokens = abstract_tokens(optimization.pairs, max_tokens)
-        config = planned_config(mesh, shapes, optimizer, loss, tokens, console)
+        quantized = sharding.plan_quantized
+        config = planned_config(mesh, shapes, optimizer, loss, tokens, console, quantized=quantized)
     zero = Zero(mesh, config)
     params = zero.shard(loaded.params)
     return Setup(

@@ -49,7 +49,10 @@ def make_trackers(settings: Train, console: Console) -> Sequence[Tracker]:
     if importlib.util.find_spec("tensorboardX") is not None:
         trackers.append(TensorBoard(run.directory / "tensorboard"))
     else:
-        console.print('Nothing for TensorBoard: tensorboardX is missing (in "jaxzero\\[train]")')
+        console.print(
+            r'Nothing for TensorBoard: tensorboardX is missing (`pip install -e ".\[train]"` in a '
+            "checkout of jaxzero)"
+        )
     if run.wandb is not None:
         trackers.append(WeightsAndBiases(run.wandb, run.directory, dataclasses.asdict(settings)))
     return trackers

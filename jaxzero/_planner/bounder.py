@@ -1,0 +1,86 @@
+"""Trace candidates for their bounds: each step once, however nodes exchange between steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax.sharding import Mesh
+
+from .._mesh import SimulatedMesh, make_mesh
+from .bounds import Bounds, bounds_of
+from .candidates import Candidate
+from .cluster import Cluster
+from .flops import matrix_flops
+from .job import Job, Shapes, placed
+from .rounds import RoundBounds, RoundCost, check_rounds, round_cost
+from .target import absent_mesh
+
+FAILURES = (NotImplementedError, ValueError)  # of a candidate that cannot be traced
+
+
+@dataclasses.dataclass
+class Bounder:
+    """Computes bounds of candidates.
+
+    Attributes:
+        job: what is trained.
+        cluster: what for.
+        is_absent: whether there is a compiler for its devices; otherwise they are simulated.
+    """
+
+    job: Job
+    cluster: Cluster
+    is_absent: bool
+    _flops: dict[str, float] = dataclasses.field(default_factory=dict)  # of a device, by loss
+    _nodes: dict[Candidate, tuple[Bounds, int]] = dataclasses.field(default_factory=dict)
+    _costs: dict[Any, RoundCost] = dataclasses.field(default_factory=dict)
+    _refused: dict[str, Exception | None] = dataclasses.field(default_factory=dict)  # by loss
+
+    def bounds(self, candidate: Candidate) -> Bounds | RoundBounds:
+        """The bounds of a candidate.
+
+        Raises:
+            NotImplementedError, ValueError: it cannot be traced.
+        """
+        if candidate.local_steps is None:
+            return self._of_step(candidate)[0]
+        self._check_rounds(candidate)
+        step, _ = candidate.program
+        if step not in self._nodes:
+            self._nodes[step] = self._of_step(candidate)
+        of_round = candidate.config.stage, candidate.local_steps  # what its arrays depend on
+        if of_round not in self._costs:
+            mesh, rates = self._mesh(self.cluster), self.cluster.rates
+            self._costs[of_round] = round_cost(self.job, candidate, mesh, rates)
+        return RoundBounds(*self._nodes[step], self._costs[of_round])
+
+    def _of_step(self, candidate: Candidate) -> tuple[Bounds, int]:
+        """The bounds of a candidate's program, and the bytes of its gradients."""
+        job, cluster = placed(self.job, self.cluster, candidate)
+        shapes = Shapes.of(job, candidate, self._mesh(cluster))
+        report = shapes.report(job, candidate)
+        if candidate.loss not in self._flops:
+            arguments = (shapes.params, job.batch)
+            flops = matrix_flops(shapes.step, *arguments, **shapes.arguments)
+            self._flops[candidate.loss] = flops / cluster.num_devices
+        flops = self._flops[candidate.loss] * cluster.num_devices
+        state = shapes.arguments.get("wire_state")
+        return bounds_of(report, state, flops, cluster), report.device_bytes("gradients")
+
+    def _check_rounds(self, candidate: Candidate) -> None:
+        """Raise what local steps refuse of a loss, found by tracing it once."""
+        if candidate.loss not in self._refused:
+            self._refused[candidate.loss] = None
+            try:
+                check_rounds(self.job, candidate, self._mesh(self.cluster))
+            except FAILURES as error:
+                self._refused[candidate.loss] = error
+        error = self._refused[candidate.loss]
+        if error is not None:
+            raise error
+
+    def _mesh(self, cluster: Cluster) -> Mesh | SimulatedMesh:
+        if self.is_absent:
+            return absent_mesh(cluster)
+        return make_mesh(cluster.nodes, simulate=cluster.num_devices)
