@@ -30,7 +30,14 @@ from .._collectives import (
 )
 from .._mesh import in_host, microbatch_index
 from .._plan import BlockPlan, Plan, ShardedParam, View, find_uses, slices_kept_in_program
-from .._program import Block, Value, recompute_in_backward, sink_into_loops, trace
+from .._program import (
+    Block,
+    Value,
+    recompute_in_backward,
+    scan_indexed_stacks,
+    sink_into_loops,
+    trace,
+)
 from .._sharding import split_dim, unpad
 from .._simigrad import GradientHalves
 from .block import run_block
@@ -292,7 +299,8 @@ def _trace(
 def _without_whole_weights(
     block: Block, shapes: Any, weights: Mapping[int, Value], parameters: Parameters
 ) -> Block:
-    """Compute values made of weights alone where they are used, instead of keeping them whole."""
+    """Let loops scan stacks, and compute values made of weights alone where they are used."""
+    block = scan_indexed_stacks(block, list(weights.values()))
     if shapes[0] is None:
         return sink_into_loops(block, list(weights.values()), [])
     first = len(jax.tree.leaves(shapes[:2]))

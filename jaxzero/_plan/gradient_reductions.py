@@ -26,9 +26,21 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 
 from .._collectives import ReduceSpec
-from .._program import Atom, Block, Constant, Loop, Operation, Value, movable_ops
+from .._program import (
+    ADDITIONS,
+    Atom,
+    Block,
+    CarriedSum,
+    Constant,
+    Loop,
+    Operation,
+    Value,
+    addends,
+    carried_sums,
+    makes_zeros,
+    movable_ops,
+)
 from .._sharding import DimSharding
-from .carried_sums import ADDITIONS, CarriedSum, addends, carried_sums, makes_zeros
 from .held_by_loops import is_better_inside
 from .param_uses import BlockUses
 

@@ -46,12 +46,11 @@ import math
 from collections.abc import Sequence, Set
 
 from .._collectives import ReduceSpec
-from .._program import Block, Loop, Value
+from .._program import Block, Loop, Value, makes_zeros
 from .._sharding import CommSchedule
 from .block_plan import BlockPlan, GatherGroup, LoopPlan, ReduceGroup
 from .body_memory import MOVES_MESSAGES, NO_PEAK, Peak, find_peak
 from .bucketing import split_into_groups
-from .carried_sums import makes_zeros
 from .gradient_reductions import BlockGradients, find_reduces
 from .held_by_loops import limit_held, unchanged_inputs
 from .lifetimes import Gather, Live, find_gathers, find_passes

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable
 
-from .._program import Atom, Constant, Loop, Operation, Value
+from .ir import Atom, Constant, Loop, Operation, Value
 
 ADDITIONS = ("add", "add_any")
 
