@@ -36,6 +36,7 @@ from .._program import (
     recompute_in_backward,
     scan_indexed_stacks,
     sink_into_loops,
+    split_conds,
     trace,
 )
 from .._sharding import split_dim, unpad
@@ -176,6 +177,10 @@ def _with_loop_limit(comm: CommSpec, shares: Sequence[int] | None) -> CommSpec:
     return dataclasses.replace(comm, schedule=schedule)
 
 
+def _holds_constants(comm: CommSpec) -> bool:
+    return comm.schedule.loop_constant_bytes == sys.maxsize
+
+
 def _versions(
     program: ProgramPlan,
     block: Block,
@@ -293,6 +298,10 @@ def _trace(
     block, shapes = trace(function, *index, *full, *rows)
     values = block.inputs[len(index) : len(index) + len(stored)]
     weights = {i: x for i, x in enumerate(values) if parameters.weight_layout(i)}
+    if not _holds_constants(comm):
+        others = zip(block.inputs[len(index) + len(stored) :], specs, strict=True)
+        same = [value for value, spec in others if split_dim(spec) is None]
+        block = split_conds(block, list(weights.values()), [*block.inputs[: len(index)], *same])
     return _without_whole_weights(block, shapes, weights, parameters), shapes
 
 

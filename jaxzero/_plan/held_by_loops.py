@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from .._program import Loop, Value
+from .._program import Branch, Loop, Value
 from .._sharding import CommSchedule
 
 # What a loop holds by default: less than 1% of the memory of an H200. A guess, not measured.
@@ -26,7 +26,7 @@ def is_better_inside(loop: Loop, held_bytes: int, at_once: int, limit: int | Non
     """Whether the body of a loop gathers weights, or reduces gradients, in each iteration.
 
     Args:
-        loop: the loop.
+        loop: the loop, or a branch.
         held_bytes: of all weights that it would hold in full otherwise, or of all sums.
         at_once: the most of these bytes that one operation of the body needs. If this is half of
             `held_bytes` or more, they are held: with one array in use and the next one in flight,
@@ -38,6 +38,8 @@ def is_better_inside(loop: Loop, held_bytes: int, at_once: int, limit: int | Non
         return False
     if limit is not None:
         return held_bytes > limit
+    if isinstance(loop, Branch):  # it sends as much if it runs, and nothing if it does not
+        return held_bytes > HELD_BYTES
     work = sum(operation.products for operation in loop.body.operations)
     return held_bytes > HELD_BYTES and work >= WORK_PER_BYTE * held_bytes
 

@@ -6,6 +6,7 @@ gather or a reduction.
 """
 
 from . import movable_ops as movable_ops
+from .branch import Branch as Branch
 from .carried_sums import ADDITIONS as ADDITIONS
 from .carried_sums import CarriedSum as CarriedSum
 from .carried_sums import addends as addends
@@ -33,6 +34,7 @@ from .known_part import rest_part as rest_part
 from .recompute import recompute_in_backward as recompute_in_backward
 from .scan_indexed_stacks import scan_indexed_stacks as scan_indexed_stacks
 from .sink_into_loops import sink_into_loops as sink_into_loops
+from .split_conds import split_conds as split_conds
 from .split_stacks import SplitStack as SplitStack
 from .split_stacks import run_on_split_stacks as run_on_split_stacks
 from .trace import open_program as open_program

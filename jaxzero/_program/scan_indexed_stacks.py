@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from jax import lax
 
+from .branch import Branch
 from .carried_sums import addends, carried_sums, makes_zeros
 from .dependence import Fixed
 from .indexed_rows import READS, RowRead, Rows, row_placed, row_read
@@ -119,6 +120,8 @@ class _LoopOfBlock:
 
     def changed(self) -> list[Operation]:
         """The loop, and what is to run before and after it."""
+        if isinstance(self.loop, Branch):  # it may not run, and then makes no stack
+            return [self.loop]
         before: list[Operation] = []
         reads = self._reads()
         for read in reads:

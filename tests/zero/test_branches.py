@@ -1,0 +1,111 @@
+"""`lax.cond` and `lax.switch` that all devices take alike: the branch gathers and reduces.
+
+Which branch is taken follows from a counter, a constant or a replicated argument. Where devices
+may differ, weights are gathered before the `cond`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxzero as jz
+from tests import zoo
+
+LAYERS, WIDTH = 4, 24
+LAYER = WIDTH * WIDTH * 4  # bytes
+
+
+def _init(key):
+    names = ("a", "b", "c")
+    return ({name: zoo.normal(key, i, LAYERS, WIDTH, WIDTH) for i, name in enumerate(names)},)
+
+
+def _scan(stack, x):
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    return lax.scan(jax.checkpoint(layer), x, stack)[0]
+
+
+def _of_an_argument(p, x, which):
+    """One of two models, by a replicated argument; the third is not in the `cond`."""
+
+    @jax.checkpoint
+    def both(p, x):
+        return lax.cond(which > 0, lambda: _scan(p["a"], x), lambda: _scan(p["b"], x) * 2)
+
+    return jnp.mean(_scan(p["c"], both(p, x)) ** 2)
+
+
+def _of_a_counter(p, x, which):
+    """Layers of three kinds."""
+    kinds = [
+        lambda x, p: jnp.tanh(x @ p["a"]),
+        lambda x, p: x + jnp.tanh(x @ p["b"]) @ p["c"],
+        lambda x, p: x - 0.1 * x @ p["c"].T,
+    ]
+
+    def body(x, scanned):
+        i, p = scanned
+        return jax.checkpoint(lambda x, p: lax.switch((i + which) % 3, kinds, x, p))(x, p), None
+
+    return jnp.mean(lax.scan(body, x, (jnp.arange(LAYERS), p))[0] ** 2)
+
+
+def _without_checkpoint(p, x, which):
+    x = lax.cond(which > 0, lambda: _scan(p["a"], x), lambda: _scan(p["b"], _scan(p["a"], x)))
+    return jnp.mean(lax.cond(which > 1, lambda: x, lambda: _scan(p["c"], x)) ** 2)
+
+
+def _of_a_random_number(p, x, which):
+    coin = jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), which))
+
+    @jax.checkpoint
+    def both(p, x):
+        return lax.cond(coin, lambda: _scan(p["a"], x), lambda: _scan(p["b"], _scan(p["c"], x)))
+
+    return jnp.mean(both(p, x) ** 2)
+
+
+def _of_the_batch(p, x, which):
+    @jax.checkpoint
+    def both(p, x):
+        is_first = x[0, 0] + which > 0
+        return lax.cond(is_first, lambda: _scan(p["a"], x), lambda: _scan(p["b"], x) * 2)
+
+    return jnp.mean(_scan(p["c"], both(p, x)) ** 2)
+
+
+def _zero(mesh, config=None):
+    config = config or jz.zero3()
+    schedule = dataclasses.replace(config.schedule, loop_constant_bytes=0)
+    return jz.Zero(zoo.make_mesh(mesh), dataclasses.replace(config, schedule=schedule))
+
+
+def _check(zero, loss, batch, which):
+    (tree,) = _init(jax.random.key(0))
+    params = zero.shard(tree)
+    with jax.default_matmul_precision("highest"):
+        value, grads = jax.jit(zero.value_and_grad(loss))(params, batch, which)
+        want, want_grads = jax.value_and_grad(loss)(tree, batch, which)
+    zoo.assert_close(jax.device_get(value), np.asarray(want), 1e-5, "loss")
+    zoo.assert_close(jax.device_get(zero.unshard(grads)), jax.device_get(want_grads), 1e-5, "grads")
+
+
+CASES = [
+    (_of_an_argument, "2x2-auto"),
+    (_of_a_counter, "2x2-explicit"),
+    (_without_checkpoint, "2x2-explicit"),
+    (_of_a_random_number, "2x2-auto"),
+]
+
+
+@pytest.mark.parametrize(("loss", "mesh"), CASES)
+def test_results_are_those_of_one_device(loss, mesh):
+    batch = zoo.normal(jax.random.key(1), 0, 8, WIDTH, scale=1.0)
+    for which in (0, 1):
+        _check(_zero(mesh), loss, batch, jnp.int32(which))
