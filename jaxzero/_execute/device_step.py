@@ -29,7 +29,15 @@ from .._collectives import (
     labelled,
 )
 from .._mesh import in_host, microbatch_index
-from .._plan import BlockPlan, Plan, ShardedParam, View, find_uses, slices_kept_in_program
+from .._plan import (
+    BlockPlan,
+    Plan,
+    ShardedParam,
+    View,
+    find_uses,
+    most_held,
+    slices_kept_in_program,
+)
 from .._program import (
     Block,
     Value,
@@ -177,10 +185,6 @@ def _with_loop_limit(comm: CommSpec, shares: Sequence[int] | None) -> CommSpec:
     return dataclasses.replace(comm, schedule=schedule)
 
 
-def _holds_constants(comm: CommSpec) -> bool:
-    return comm.schedule.loop_constant_bytes == sys.maxsize
-
-
 def _versions(
     program: ProgramPlan,
     block: Block,
@@ -298,10 +302,10 @@ def _trace(
     block, shapes = trace(function, *index, *full, *rows)
     values = block.inputs[len(index) : len(index) + len(stored)]
     weights = {i: x for i, x in enumerate(values) if parameters.weight_layout(i)}
-    if not _holds_constants(comm):
-        others = zip(block.inputs[len(index) + len(stored) :], specs, strict=True)
-        same = [value for value, spec in others if split_dim(spec) is None]
-        block = split_conds(block, list(weights.values()), [*block.inputs[: len(index)], *same])
+    others = zip(block.inputs[len(index) + len(stored) :], specs, strict=True)
+    uniform = [value for value, spec in others if split_dim(spec) is None]
+    uniform += block.inputs[: len(index)]
+    block = split_conds(block, list(weights.values()), uniform, most_held(comm.schedule))
     return _without_whole_weights(block, shapes, weights, parameters), shapes
 
 

@@ -166,9 +166,10 @@ class _Search:
             loop = self.operations[index]
             assert isinstance(loop, Loop)
             found = carried_sums(loop, self._is_zero)
-            sizes = [x.before.num_bytes for x in found.values() if x.before.is_array]
-            largest, limit = max(sizes, default=0), self.loop_constant_bytes
-            is_inside = is_better_inside(loop, sum(sizes), largest, limit)
+            arrays = [x for x in found.values() if x.before.is_array]
+            size = sum(x.before.num_bytes for x in arrays)
+            at_once = max((_most_at_once(loop.body, x) for x in arrays), default=0)
+            is_inside = is_better_inside(loop, size, at_once, self.loop_constant_bytes)
             self._sums[index] = found if is_inside else {}
         return self._sums[index]
 
@@ -222,6 +223,17 @@ class _Search:
         if _narrows(operation) and gain < _Gain.SMALLER:
             return _Gain.NONE  # below a narrowing cast more bytes are sent
         return max(gain, _own_gain(operation))
+
+
+def _most_at_once(body: Block, carried: CarriedSum) -> int:
+    """Bytes of a sum's terms that are made at once: of stacks that an inner loop makes, a layer."""
+    layers = {
+        x: operation.length
+        for operation in body.operations
+        if isinstance(operation, Loop)
+        for x in operation.outputs[operation.num_carry :]
+    }
+    return max(x.num_bytes // layers.get(x, 1) for x in carried.terms)
 
 
 def _own_gain(operation: Operation) -> _Gain:

@@ -7,6 +7,7 @@ gather or a reduction.
 
 from . import movable_ops as movable_ops
 from .branch import Branch as Branch
+from .branch import Fork as Fork
 from .carried_sums import ADDITIONS as ADDITIONS
 from .carried_sums import CarriedSum as CarriedSum
 from .carried_sums import addends as addends

@@ -1,4 +1,4 @@
-"""One branch of a `lax.cond` or `lax.switch` as a loop that runs once or not at all."""
+"""A `lax.cond`: one that devices may take differently, or each branch as a loop of its own."""
 
 from __future__ import annotations
 
@@ -9,15 +9,23 @@ from typing import Any
 import jax
 from jax import lax
 
-from .ir import Loop, scope
+from .ir import Atom, Loop, Operation, scope
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fork(Operation):
+    """A `cond` of which devices may take different branches."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Branch(Loop):
-    """A branch of a `cond`. It carries its results, and last whether it runs.
+    """A branch of a `cond`: a loop that runs once or not at all.
 
-    It scans nothing. If it does not run, it returns what it is given to carry.
+    It carries its results, and last whether it runs. It scans nothing. If it does not run, it
+    returns what it is given to carry.
     """
+
+    operands: tuple[Atom, ...] = ()  # what any branch of the `cond` reads
 
     @property
     def length(self) -> int:

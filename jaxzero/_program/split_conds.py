@@ -9,40 +9,45 @@ A gradient of a weight is a sum over the branches, so that it can be reduced in 
 
     dw = Branch(i == 0, df, x, zeros) + Branch(i == 1, dg, x, zeros).
 
-All devices have to take the same branch: the index must be uniform (`uniform_values`). Other
-`cond`s, and those without weights, stay one operation.
+All devices have to take the same branch: the index must be uniform (`uniform_values`). If it is
+not, the `cond` is marked as a `Fork`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from .branch import Branch
+from .branch import Branch, Fork
 from .carried_sums import makes_zeros
 from .dependence import Fixed
 from .ir import Atom, Block, Constant, Loop, Operation, Value, exchanged_or_effect
+from .movable_ops import Op
+from .passed_on import passed_on
 from .trace import branch_blocks, rewritten, without_dead_code
 from .uniform import uniform_in_body, uniform_values
 
 
-def split_conds(block: Block, weights: Collection[Value], uniform: Collection[Value]) -> Block:
+def split_conds(
+    block: Block, weights: Collection[Value], uniform: Collection[Value], most_bytes: int
+) -> Block:
     """Split the `cond`s that use weights and in which all devices take the same branch.
 
     Args:
         block: the program.
         weights: its inputs that are sharded weights.
         uniform: its inputs that are equal on all devices.
+        most_bytes: a `cond` that reads no more bytes of weights stays one operation.
     """
     if not weights or not _has_cond(block):
         return block
     shapes = {x.shape for x in weights if x.shape}
-    splitter = _Splitter(block, weights, shapes, lambda: uniform_values(block, uniform))
+    splitter = _Splitter(block, weights, shapes, most_bytes, lambda: uniform_values(block, uniform))
     split = splitter.block()
     return block if split is block else without_dead_code(split)
 
@@ -60,10 +65,12 @@ class _Splitter:
         block: Block,
         weights: Collection[Value],
         shapes: set[tuple[int, ...]],
+        most_bytes: int,
         uniform: Callable[[], set[Atom]],
     ):
         self.given = block
         self.shapes = shapes  # of weights, and of their layers
+        self.most_bytes = most_bytes
         self.fixed = Fixed(block, {x: frozenset({x}) for x in weights}, weights, scalars=True)
         self._find_uniform = uniform
 
@@ -73,18 +80,19 @@ class _Splitter:
 
     def block(self) -> Block:
         """The block with `cond`s split, inside loops and branches too; the same without any."""
+        conds = self._to_split()
+        added = _without_saved(conds.values())
+        _drop_unread(self.given, conds)
         operations: list[Operation] = []
         for operation in self.given.operations:
-            if isinstance(operation, Loop):
-                operations.append(self._with_split_body(operation))
-            elif operation.name == "cond" and self._is_split(operation):
-                split = _split(operation, self.shapes)
-                operations += [
-                    self._with_split_body(x) if isinstance(x, Loop) else x for x in split
-                ]
-            else:
-                operations.append(operation)
-        if operations == list(self.given.operations):
+            split = [operation]
+            if self._is_fork(operation):
+                fields = (getattr(operation, x.name) for x in dataclasses.fields(Operation)[:4])
+                split = [Fork(*fields, caller=operation.caller)]
+            if operation in conds:
+                split = [*added.get(operation, []), *_split(conds[operation], self.shapes)]
+            operations += [self._with_split_body(x) if isinstance(x, Loop) else x for x in split]
+        if operations == [*self.given.operations]:
             return self.given
         return dataclasses.replace(self.given, operations=tuple(operations))
 
@@ -104,24 +112,40 @@ class _Splitter:
             out.shape[1:] for out in loop.outputs[loop.num_carry :] if out.shape in self.shapes
         }
         splitter = _Splitter(
-            loop.body, weights, shapes, lambda: uniform_in_body(loop, self.uniform)
+            loop.body, weights, shapes, self.most_bytes, lambda: uniform_in_body(loop, self.uniform)
         )
         body = splitter.block()
         return loop if body is loop.body else dataclasses.replace(loop, body=body)
 
-    def _is_split(self, operation: Operation) -> bool:
-        """Whether a `cond` uses weights, or makes their gradients, and can be split."""
-        index, *operands = operation.inputs
-        uses = any(self.fixed.of(x) for x in operands)
-        makes = any(_is_gradient(x, self.shapes) for x in operation.outputs)
-        return (
-            (uses or makes)
-            and isinstance(index, Value)
-            and index in self.uniform
-            and all(x.is_array for x in operation.outputs)
-            and not operation.has_effects
-            and exchanged_or_effect(operation) is None
-        )
+    def _to_split(self) -> dict[Operation, _Cond]:
+        """The `cond`s to split: forward and backward have one index, and are split together."""
+        sizes: dict[Atom, int] = {}
+        found = []
+        for operation in self.given.operations:
+            index = operation.inputs[0] if self._num_bytes(operation) else None
+            if isinstance(index, Value) and index in self.uniform and _can_split(operation):
+                found.append(operation)
+                sizes[index] = max(sizes.get(index, 0), self._num_bytes(operation))
+        return {x: _Cond(x) for x in found if sizes[x.inputs[0]] > self.most_bytes}
+
+    def _is_fork(self, operation: Operation) -> bool:
+        if not self._num_bytes(operation):
+            return False
+        index = operation.inputs[0]
+        return isinstance(index, Value) and index not in self.uniform
+
+    def _num_bytes(self, operation: Operation) -> int:
+        """Bytes of the weights that a `cond` reads, or of their gradients; 0 for any other."""
+        if operation.name != "cond" or isinstance(operation, Loop):
+            return 0
+        read = {x for x in operation.inputs[1:] if isinstance(x, Value) and self.fixed.of(x)}
+        made = [x for x in operation.outputs if _is_gradient(x, self.shapes)]
+        return max(sum(x.num_bytes for x in each) for each in (read, made))
+
+
+def _can_split(operation: Operation) -> bool:
+    arrays = all(x.is_array for x in operation.outputs)
+    return arrays and not operation.has_effects and exchanged_or_effect(operation) is None
 
 
 def _is_gradient(value: Value, shapes: Collection[tuple[int, ...]]) -> bool:
@@ -129,10 +153,84 @@ def _is_gradient(value: Value, shapes: Collection[tuple[int, ...]]) -> bool:
     return value.is_array and value.shape in shapes and jnp.issubdtype(value.dtype, jnp.floating)
 
 
-def _split(operation: Operation, shapes: Collection[tuple[int, ...]]) -> list[Operation]:
+class _Cond:
+    """A `cond` to be split.
+
+    Attributes:
+        blocks: its branches.
+        operands: for each branch, its inputs.
+        results: indices of the outputs that are read.
+    """
+
+    def __init__(self, operation: Operation):
+        self.operation = operation
+        self.blocks = branch_blocks(operation)
+        self.operands = [list(operation.inputs[1:]) for _ in self.blocks]
+        self.results = list(range(len(operation.outputs)))
+
+
+def _without_saved(conds: Iterable[_Cond]) -> dict[Operation, list[Operation]]:
+    """Let branches read weights that the same branch of an earlier `cond` only passes on.
+
+    Differentiation makes one `cond` for forward and one for backward, of the same index, and saves
+    what backward reads as results of the first: weights too, which would be held whole.
+
+    Returns:
+        For a `cond`, operations on weights to run before it.
+    """
+    saved: dict[tuple[Atom, int, Value], tuple[Atom, tuple[Op, ...]]] = {}
+    added: dict[Operation, list[Operation]] = {}
+    for cond in conds:
+        index = cond.operation.inputs[0]
+        for number, (block, operands) in enumerate(zip(cond.blocks, cond.operands, strict=True)):
+            for i, x in enumerate(operands):
+                if isinstance(x, Value) and (index, number, x) in saved:
+                    operands[i], ops = saved[index, number, x]
+                    if ops:
+                        made, (operands[i],) = rewritten(
+                            cond.operation, functools.partial(_applied, ops), [operands[i]]
+                        )
+                        added.setdefault(cond.operation, []).extend(made)
+            given = dict(zip(block.inputs, operands, strict=True))
+            for out, x in zip(cond.operation.outputs, block.outputs, strict=True):
+                if (passed := passed_on(block, x)) is not None and passed.value in given:
+                    saved[index, number, out] = given[passed.value], passed.ops
+    return added
+
+
+def _applied(ops: tuple[Op, ...], x: Any) -> Any:
+    for op in ops:
+        x = op.apply(x)
+    return x
+
+
+def _drop_unread(block: Block, conds: Mapping[Operation, _Cond]) -> None:
+    """Drop the results of `cond`s that nothing reads, and what is computed for them."""
+    live = {*block.outputs}
+    for operation in reversed(block.operations):
+        if operation not in conds:
+            if operation.has_effects or not live.isdisjoint(operation.outputs):
+                live.update(operation.inputs)
+            continue
+        cond = conds[operation]
+        cond.results = [i for i, out in enumerate(operation.outputs) if out in live]
+        for number, (branch, operands) in enumerate(zip(cond.blocks, cond.operands, strict=True)):
+            outputs = tuple(branch.outputs[i] for i in cond.results)
+            narrow = without_dead_code(dataclasses.replace(branch, outputs=outputs))
+            read = {x for each in narrow.operations for x in each.inputs} | {*outputs}
+            kept = [i for i, x in enumerate(branch.inputs) if x in read]
+            cond.blocks[number] = dataclasses.replace(
+                narrow, inputs=tuple(branch.inputs[i] for i in kept)
+            )
+            cond.operands[number] = [operands[i] for i in kept]
+            live.update(cond.operands[number])
+        live.add(operation.inputs[0])
+
+
+def _split(cond: _Cond, shapes: Collection[tuple[int, ...]]) -> list[Operation]:
     """The operations that take the place of a `cond`."""
-    index, *operands = operation.inputs
-    blocks = branch_blocks(operation)
+    operation, index = cond.operation, cond.operation.inputs[0]
+    outputs = [operation.outputs[i] for i in cond.results]
     made: list[Operation] = []
 
     def emit(function: Callable, *inputs: Atom) -> list[Atom]:
@@ -140,20 +238,19 @@ def _split(operation: Operation, shapes: Collection[tuple[int, ...]]) -> list[Op
         made.extend(operations)
         return outputs
 
-    is_sum = [_is_gradient(out, shapes) for out in operation.outputs]
-    sums: list[list[Atom]] = [[] for _ in operation.outputs]
-    latest: list[Atom] = [Constant(None)] * len(is_sum)
-    for i, out in enumerate(operation.outputs):
-        (latest[i],) = emit(functools.partial(jnp.zeros, out.shape, out.dtype))
-    zeros = list(latest)
-    for number, block in enumerate(blocks):
-        (taken,) = emit(functools.partial(_is_taken, number, len(blocks)), index)
+    is_sum = [_is_gradient(out, shapes) for out in outputs]
+    sums: list[list[Atom]] = [[] for _ in outputs]
+    zeros = [emit(functools.partial(jnp.zeros, x.shape, x.dtype))[0] for x in outputs]
+    latest = list(zeros)
+    num = len(cond.blocks)
+    for number, block in enumerate(cond.blocks):
+        (taken,) = emit(functools.partial(_is_taken, number, num), index)
         makers = {x: maker for maker in block.operations for x in maker.outputs}
         results = [
             i for i, x in enumerate(block.outputs) if not (is_sum[i] and _is_zero(x, makers))
         ]
         before = [zeros[i] if is_sum[i] else latest[i] for i in results]
-        branch = _branch(operation, block, operands, results, is_sum, [*before, taken])
+        branch = _branch(cond, number, results, is_sum, [*before, taken])
         made.append(branch)
         for i, value in zip(results, branch.outputs, strict=False):
             if is_sum[i]:
@@ -161,7 +258,7 @@ def _split(operation: Operation, shapes: Collection[tuple[int, ...]]) -> list[Op
             else:
                 latest[i] = value
     moved: dict[Atom, Value] = {}
-    for i, out in enumerate(operation.outputs):
+    for i, out in enumerate(outputs):
         if len(sums[i]) > 1:
             (latest[i],) = emit(lambda *terms: functools.reduce(lax.add, terms), *sums[i])
         elif sums[i]:
@@ -178,23 +275,18 @@ def _is_taken(number: int, num: int, index: Any) -> Any:
 
 
 def _branch(
-    operation: Operation,
-    block: Block,
-    operands: list[Atom],
-    results: list[int],
-    is_sum: list[bool],
-    carry: list[Atom],
+    cond: _Cond, number: int, results: list[int], is_sum: list[bool], carry: list[Atom]
 ) -> Branch:
     """One branch, which adds to those results that are sums and makes the others.
 
     Args:
-        operation: the `cond`.
-        block: the branch.
-        operands: its inputs.
-        results: indices of those that it makes.
-        is_sum: for all results of the `cond`, whether they are sums over its branches.
+        cond: the `cond`.
+        number: of the branch.
+        results: which of the results that are read it makes.
+        is_sum: for all of these, whether they are sums over the branches.
         carry: for each of `results`, what there is before; and whether the branch runs.
     """
+    operation, block, operands = cond.operation, cond.blocks[number], cond.operands[number]
     inside = tuple(Value(x) for x in carry)
     added, outputs = [], []
     for i, before in zip(results, inside, strict=False):
@@ -213,6 +305,7 @@ def _branch(
         len(operands),
         len(carry),
         caller=operation.caller,
+        operands=tuple(dict.fromkeys(x for each in cond.operands for x in each)),
     )
 
 

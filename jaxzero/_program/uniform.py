@@ -13,7 +13,8 @@ from .elementwise import is_elementwise
 from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value
 
 _DETERMINISTIC = {
-    *("argmax", "argmin", "broadcast_in_dim", "concatenate", "dynamic_slice", "expand_dims"),
+    *("argmax", "argmin", "bitcast_convert_type", "broadcast_in_dim", "concatenate"),
+    *("dynamic_slice", "expand_dims"),
     *("gather", "iota", "pad", "random_bits", "random_clone", "random_fold_in", "random_seed"),
     *("random_split", "random_unwrap", "random_wrap", "reduce_and", "reduce_max", "reduce_min"),
     *("reduce_or", "reshape", "rev", "select_n", "slice", "split", "squeeze", "threefry2x32"),

@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 import jaxzero as jz
+from jaxzero._hlo import collectives as _hlo
 from tests import zoo
 
 LAYERS, WIDTH = 4, 24
@@ -74,7 +75,7 @@ def _of_a_random_number(p, x, which):
 def _of_the_batch(p, x, which):
     @jax.checkpoint
     def both(p, x):
-        is_first = x[0, 0] + which > 0
+        is_first = (x[0, 0] > 0) & (which == 0)
         return lax.cond(is_first, lambda: _scan(p["a"], x), lambda: _scan(p["b"], x) * 2)
 
     return jnp.mean(_scan(p["c"], both(p, x)) ** 2)
@@ -96,6 +97,14 @@ def _check(zero, loss, batch, which):
     zoo.assert_close(jax.device_get(zero.unshard(grads)), jax.device_get(want_grads), 1e-5, "grads")
 
 
+def _narrow(p, x, which):
+    """The weights are cast outside, and casts of their layers would be saved for backward."""
+    half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), p)
+    x = x.astype(jnp.bfloat16)
+    x = lax.cond(which > 0, lambda: _scan(half["a"], x), lambda: _scan(half["b"], x) * 2)
+    return jnp.mean(_scan(half["c"], x).astype(jnp.float32) ** 2)
+
+
 CASES = [
     (_of_an_argument, "2x2-auto"),
     (_of_a_counter, "2x2-explicit"),
@@ -104,8 +113,64 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize(
+    "loss", [_of_an_argument, _without_checkpoint, _of_a_random_number, _narrow]
+)
+def test_a_device_holds_a_layer(loss):
+    zero = _zero("2x2-auto")
+    (tree,), which = _init(jax.random.key(0)), jnp.int32(0)
+    params, batch = zero.shard(tree), jnp.ones((8, WIDTH))
+    plan = zero.plan(loss, params, batch, which)
+    assert not plan.held_whole
+    assert max(step.num_bytes for step in plan.steps) <= LAYER
+    if loss is not _without_checkpoint:  # which keeps activations of all layers
+        text = jax.jit(zero.value_and_grad(loss)).lower(params, batch, which).compile().as_text()
+        wide = _hlo.floats_of_at_least(text, LAYERS * WIDTH * WIDTH)
+        assert not wide, "\n".join(wide)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "mesh"), CASES)
 def test_results_are_those_of_one_device(loss, mesh):
     batch = zoo.normal(jax.random.key(1), 0, 8, WIDTH, scale=1.0)
     for which in (0, 1):
         _check(_zero(mesh), loss, batch, jnp.int32(which))
+
+
+def test_quantized_gradients_are_within_the_codecs_error():
+    case = zoo.Case(
+        name="branches",
+        loss=lambda p, x: _of_an_argument(p, x, jnp.int32(1)),
+        init=_init,
+        batch=lambda key, n: zoo.normal(key, 0, n, WIDTH, scale=1.0),
+        oracle=lambda p, x: jnp.mean(_scan(p["c"], _scan(p["a"], x)) ** 2),
+    )
+    zoo.check_quantised(case, _zero("2x2-auto", zoo.PRESETS["zeropp"]))
+
+
+def test_where_devices_may_differ_weights_are_gathered_before():
+    zero = _zero("2x2-auto")
+    rows = zoo.normal(jax.random.key(1), 0, 8, WIDTH, scale=1.0)
+    batch = jnp.abs(rows) * jnp.array([1, 1, -1, -1, 1, 1, -1, -1.0])[:, None]
+
+    def by_device(p, x, which):  # two rows each, of one sign: those of one device
+        halves = x.reshape(-1, 2, WIDTH)
+        return sum(_of_the_batch(p, half, which) for half in halves) / len(halves)
+
+    (tree,) = _init(jax.random.key(0))
+    params, which = zero.shard(tree), jnp.int32(0)
+    value, grads = jax.jit(zero.value_and_grad(_of_the_batch))(params, batch, which)
+    want, want_grads = jax.value_and_grad(by_device)(tree, batch, which)
+    zoo.assert_close(jax.device_get(value), np.asarray(want), 1e-5, "loss")
+    zoo.assert_close(jax.device_get(zero.unshard(grads)), jax.device_get(want_grads), 1e-5, "grads")
+    held = [str(x) for x in zero.plan(_of_the_batch, params, batch, which).held_whole]
+    assert [x.split()[2] for x in held] == ["a", "b"]
+    assert all("its end, and devices may take different branches, " in x for x in held)
+
+
+def test_a_small_cond_stays_one_operation():
+    (tree,) = _init(jax.random.key(0))
+    zero = jz.Zero(zoo.make_mesh("2x2-auto"))
+    plan = zero.plan(_of_an_argument, zero.shard(tree), jnp.ones((8, WIDTH)), jnp.int32(0))
+    held = [str(x) for x in plan.held_whole]
+    assert held and all("`cond` reads it from its start to its end, /" in x for x in held)
