@@ -200,7 +200,8 @@ def _computed(operation: Operation, inputs: Sequence[np.ndarray | None]) -> np.n
         bounds = zip(params["start_indices"], params["limit_indices"], steps, strict=True)
         array = arrays[0][tuple(slice(*bound) for bound in bounds)]
     elif name in _ELEMENTWISE:
-        array = _ELEMENTWISE[name](*arrays)
+        with np.errstate(over="ignore"):  # integers wrap around
+            array = _ELEMENTWISE[name](*arrays)
     else:
         return None
     return array.astype(out.dtype)

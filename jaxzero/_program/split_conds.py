@@ -82,7 +82,7 @@ class _Splitter:
         """The block with `cond`s split, inside loops and branches too; the same without any."""
         conds = self._to_split()
         added = _without_saved(conds.values())
-        _drop_unread(self.given, conds)
+        _drop_unread(self.given, conds, added)
         operations: list[Operation] = []
         for operation in self.given.operations:
             split = [operation]
@@ -204,7 +204,9 @@ def _applied(ops: tuple[Op, ...], x: Any) -> Any:
     return x
 
 
-def _drop_unread(block: Block, conds: Mapping[Operation, _Cond]) -> None:
+def _drop_unread(
+    block: Block, conds: Mapping[Operation, _Cond], added: Mapping[Operation, list[Operation]]
+) -> None:
     """Drop the results of `cond`s that nothing reads, and what is computed for them."""
     live = {*block.outputs}
     for operation in reversed(block.operations):
@@ -225,6 +227,7 @@ def _drop_unread(block: Block, conds: Mapping[Operation, _Cond]) -> None:
             cond.operands[number] = [operands[i] for i in kept]
             live.update(cond.operands[number])
         live.add(operation.inputs[0])
+        live.update(x for before in added.get(operation, ()) for x in before.inputs)
 
 
 def _split(cond: _Cond, shapes: Collection[tuple[int, ...]]) -> list[Operation]:

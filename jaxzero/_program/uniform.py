@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from .._mesh import is_traced
 from .elementwise import is_elementwise
 from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value
 
@@ -18,7 +19,7 @@ _DETERMINISTIC = {
     *("gather", "iota", "pad", "random_bits", "random_clone", "random_fold_in", "random_seed"),
     *("random_split", "random_unwrap", "random_wrap", "reduce_and", "reduce_max", "reduce_min"),
     *("reduce_or", "reshape", "rev", "select_n", "slice", "split", "squeeze", "threefry2x32"),
-    "transpose",
+    *("transpose", "unstack"),
 }
 
 
@@ -66,7 +67,7 @@ def uniform_in_body(loop: Loop, uniform: set[Atom]) -> set[Atom]:
 
 
 def _is_uniform(atom: Atom, uniform: set[Atom]) -> bool:
-    return isinstance(atom, Constant) or atom in uniform
+    return not is_traced(atom.value) if isinstance(atom, Constant) else atom in uniform
 
 
 def _is_deterministic(operation: Operation) -> bool:

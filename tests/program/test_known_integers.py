@@ -38,7 +38,14 @@ def _wraps(x):
     return (jnp.arange(3, dtype=jnp.int32) + np.int32(2**31 - 2),)
 
 
-@pytest.mark.parametrize("function", [_counters, _scan, _reversed, _nested, _wraps])
+def _wraps_in_a_carry(x):
+    return (lax.scan(lambda j, _: (j * 1103515245 + 12345, j), jnp.int32(1), length=5)[1],)
+
+
+FUNCTIONS = [_counters, _scan, _reversed, _nested, _wraps, _wraps_in_a_carry]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_they_are_what_the_program_computes(function):
     x = jnp.ones(4)
     block, _ = trace(function, x)
