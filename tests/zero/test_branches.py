@@ -168,6 +168,20 @@ def test_where_devices_may_differ_weights_are_gathered_before():
     assert all("its end, and devices may take different branches, " in x for x in held)
 
 
+def _large(key):
+    return ({name: jnp.zeros((4, 2**13, 2**13)) for name in "abc"},)
+
+
+@pytest.mark.parametrize(("rows", "is_inside"), [(4096, True), (16, False)])
+def test_the_default_is_by_bytes_and_by_work(rows, is_inside):
+    """2 GiB in two branches are gathered inside, if enough is computed there."""
+    zero = jz.Zero(zoo.make_mesh("2x2-auto"))
+    (params,) = zero.abstract(_large, jax.random.key(0))
+    batch = jax.ShapeDtypeStruct((4 * rows, 2**13), jnp.float32)
+    plan = zero.plan(_of_an_argument, params, batch, jnp.int32(0))
+    assert bool(plan.held_whole) != is_inside
+
+
 def test_a_small_cond_stays_one_operation():
     (tree,) = _init(jax.random.key(0))
     zero = jz.Zero(zoo.make_mesh("2x2-auto"))
