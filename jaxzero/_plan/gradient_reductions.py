@@ -227,12 +227,13 @@ class _Search:
 
 def _most_at_once(body: Block, carried: CarriedSum) -> int:
     """Bytes of a sum's terms that are made at once: of stacks that an inner loop makes, a layer."""
-    layers = {
-        x: operation.length
-        for operation in body.operations
-        if isinstance(operation, Loop)
-        for x in operation.outputs[operation.num_carry :]
-    }
+    layers: dict[Value, int] = {}
+    for operation in body.operations:
+        source = operation.source
+        if isinstance(operation, Loop):
+            layers |= dict.fromkeys(operation.outputs[operation.num_carry :], operation.length)
+        elif source is not None and source in layers and operation.view() is not None:
+            layers[operation.outputs[0]] = layers[source]
     return max(x.num_bytes // layers.get(x, 1) for x in carried.terms)
 
 

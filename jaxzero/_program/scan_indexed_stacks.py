@@ -17,15 +17,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax import lax
 
 from .branch import Branch
-from .carried_sums import addends, carried_sums, makes_zeros
+from .carried_sums import addends, carried_sums, is_zero
 from .dependence import Fixed
 from .indexed_rows import READS, RowRead, Rows, row_placed, row_read
-from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value
+from .ir import Atom, Barrier, Block, Loop, Operation, Value
 from .known_integers import Known, known_in_body, known_integers, unchanged_in_body
 from .loop_editor import LoopEditor
 from .movable_ops import ConvertDtype, Op, Reshape, Transpose
@@ -100,7 +100,7 @@ class _Block:
 
     def is_zero(self, atom: Atom) -> bool:
         """Whether an atom outside of the loops is known to be zero."""
-        return _is_zero(atom, self.makers)
+        return is_zero(atom, self.makers)
 
 
 class _LoopOfBlock:
@@ -189,7 +189,7 @@ class _LoopOfBlock:
             before += made
             cached[outside, rows] = stack
 
-        def row(layer):
+        def row(layer: Any) -> Any:
             for op in read.ops:
                 layer = op.apply(layer)
             return read.row.apply(layer)
@@ -237,7 +237,7 @@ class _LoopOfBlock:
         constants = self.loop.body.inputs[: self.loop.num_constants]
         if atom in constants:
             return self.outer.is_zero(self.loop.inputs[constants.index(atom)])
-        return _is_zero(atom, self.makers)
+        return is_zero(atom, self.makers)
 
     def _added(self, terms: list[dict[Rows, Atom] | None]) -> dict[Rows, Atom] | None:
         total: dict[Rows, Atom] = {}
@@ -259,12 +259,6 @@ def _of_layer(operation: Operation) -> Op | None:
     """A movable operation on a stack, for one layer; None for any other operation."""
     op, source = operation.view(), operation.source
     return None if op is None or source is None else op.of_slice(source.shape)
-
-
-def _is_zero(atom: Atom, makers: Mapping[Value, Operation]) -> bool:
-    if isinstance(atom, Constant):
-        return atom.is_zero
-    return atom in makers and makes_zeros(makers[atom])
 
 
 def _without_carry(loop: Loop, positions: Collection[int]) -> Loop:
@@ -290,7 +284,7 @@ def _without_carry(loop: Loop, positions: Collection[int]) -> Loop:
 def _placed_after(loop: Loop, stacks: Mapping[Rows, Value], out: Value) -> list[Operation]:
     """The operations that make `out`, a sum of stacks of which a loop has made some rows each."""
 
-    def place(*stacked):
+    def place(*stacked: Any) -> Any:
         pairs = zip(stacks, stacked, strict=True)
         return functools.reduce(lax.add, (rows.place(x, out.shape[0]) for rows, x in pairs))
 

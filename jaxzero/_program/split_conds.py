@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from .branch import Branch, Fork
-from .carried_sums import makes_zeros
+from .carried_sums import is_zero
 from .dependence import Fixed
-from .ir import Atom, Block, Constant, Loop, Operation, Value, exchanged_or_effect
+from .ir import Atom, Block, Loop, Operation, Value, exchanged_or_effect
 from .movable_ops import Op
 from .passed_on import passed_on
 from .trace import branch_blocks, rewritten, without_dead_code
@@ -249,9 +249,7 @@ def _split(cond: _Cond, shapes: Collection[tuple[int, ...]]) -> list[Operation]:
     for number, block in enumerate(cond.blocks):
         (taken,) = emit(functools.partial(_is_taken, number, num), index)
         makers = {x: maker for maker in block.operations for x in maker.outputs}
-        results = [
-            i for i, x in enumerate(block.outputs) if not (is_sum[i] and _is_zero(x, makers))
-        ]
+        results = [i for i, x in enumerate(block.outputs) if not (is_sum[i] and is_zero(x, makers))]
         before = [zeros[i] if is_sum[i] else latest[i] for i in results]
         branch = _branch(cond, number, results, is_sum, [*before, taken])
         made.append(branch)
@@ -310,12 +308,6 @@ def _branch(
         caller=operation.caller,
         operands=tuple(dict.fromkeys(x for each in cond.operands for x in each)),
     )
-
-
-def _is_zero(atom: Atom, makers: dict[Value, Operation]) -> bool:
-    if isinstance(atom, Constant):
-        return atom.is_zero
-    return atom in makers and makes_zeros(makers[atom])
 
 
 def _renamed(operation: Operation, moved: dict[Atom, Value]) -> Operation:

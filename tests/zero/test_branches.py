@@ -59,7 +59,7 @@ def _of_a_counter(p, x, which):
 
 def _without_checkpoint(p, x, which):
     x = lax.cond(which > 0, lambda: _scan(p["a"], x), lambda: _scan(p["b"], _scan(p["a"], x)))
-    return jnp.mean(lax.cond(which > 1, lambda: x, lambda: _scan(p["c"], x)) ** 2)
+    return jnp.mean(lax.cond(which > 1, lambda: x, lambda: _scan(p["c"].mT, x)) ** 2)
 
 
 def _of_a_random_number(p, x, which):
@@ -98,10 +98,11 @@ def _check(zero, loss, batch, which):
 
 
 def _narrow(p, x, which):
-    """The weights are cast outside, and casts of their layers would be saved for backward."""
+    """Weights are cast in a branch and outside, and would be saved as casts for backward."""
     half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), p)
     x = x.astype(jnp.bfloat16)
-    x = lax.cond(which > 0, lambda: _scan(half["a"], x), lambda: _scan(half["b"], x) * 2)
+    cast = jnp.bfloat16
+    x = lax.cond(which > 0, lambda: _scan(p["a"].astype(cast), x), lambda: _scan(half["b"], x) * 2)
     return jnp.mean(_scan(half["c"], x).astype(jnp.float32) ** 2)
 
 
