@@ -29,8 +29,24 @@ from .._collectives import (
     labelled,
 )
 from .._mesh import in_host, microbatch_index
-from .._plan import BlockPlan, Plan, ShardedParam, View, find_uses, slices_kept_in_program
-from .._program import Block, Value, recompute_in_backward, sink_into_loops, trace
+from .._plan import (
+    BlockPlan,
+    Plan,
+    ShardedParam,
+    View,
+    find_uses,
+    most_held,
+    slices_kept_in_program,
+)
+from .._program import (
+    Block,
+    Value,
+    recompute_in_backward,
+    scan_indexed_stacks,
+    sink_into_loops,
+    split_conds,
+    trace,
+)
 from .._sharding import split_dim, unpad
 from .._simigrad import GradientHalves
 from .block import run_block
@@ -286,13 +302,18 @@ def _trace(
     block, shapes = trace(function, *index, *full, *rows)
     values = block.inputs[len(index) : len(index) + len(stored)]
     weights = {i: x for i, x in enumerate(values) if parameters.weight_layout(i)}
+    others = zip(block.inputs[len(index) + len(stored) :], specs, strict=True)
+    uniform = [value for value, spec in others if split_dim(spec) is None]
+    uniform += block.inputs[: len(index)]
+    block = split_conds(block, list(weights.values()), uniform, most_held(comm.schedule))
     return _without_whole_weights(block, shapes, weights, parameters), shapes
 
 
 def _without_whole_weights(
     block: Block, shapes: Any, weights: Mapping[int, Value], parameters: Parameters
 ) -> Block:
-    """Compute values made of weights alone where they are used, instead of keeping them whole."""
+    """Let loops scan stacks, and compute values made of weights alone where they are used."""
+    block = scan_indexed_stacks(block, list(weights.values()))
     if shapes[0] is None:
         return sink_into_loops(block, list(weights.values()), [])
     first = len(jax.tree.leaves(shapes[:2]))

@@ -26,9 +26,21 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 
 from .._collectives import ReduceSpec
-from .._program import ADDITIONS, Atom, Block, Constant, Loop, Operation, Value, movable_ops
+from .._program import (
+    ADDITIONS,
+    Atom,
+    Block,
+    CarriedSum,
+    Constant,
+    Loop,
+    Operation,
+    Value,
+    addends,
+    carried_sums,
+    makes_zeros,
+    movable_ops,
+)
 from .._sharding import DimSharding
-from .carried_sums import CarriedSum, addends, carried_sums, makes_zeros
 from .held_by_loops import is_better_inside
 from .param_uses import BlockUses
 
@@ -154,9 +166,10 @@ class _Search:
             loop = self.operations[index]
             assert isinstance(loop, Loop)
             found = carried_sums(loop, self._is_zero)
-            sizes = [x.before.num_bytes for x in found.values() if x.before.is_array]
-            largest, limit = max(sizes, default=0), self.loop_constant_bytes
-            is_inside = is_better_inside(loop, sum(sizes), largest, limit)
+            arrays = [x for x in found.values() if x.before.is_array]
+            size = sum(x.before.num_bytes for x in arrays)
+            at_once = max((_most_at_once(loop.body, x) for x in arrays), default=0)
+            is_inside = is_better_inside(loop, size, at_once, self.loop_constant_bytes)
             self._sums[index] = found if is_inside else {}
         return self._sums[index]
 
@@ -210,6 +223,18 @@ class _Search:
         if _narrows(operation) and gain < _Gain.SMALLER:
             return _Gain.NONE  # below a narrowing cast more bytes are sent
         return max(gain, _own_gain(operation))
+
+
+def _most_at_once(body: Block, carried: CarriedSum) -> int:
+    """Bytes of a sum's terms that are made at once: of stacks that an inner loop makes, a layer."""
+    layers: dict[Value, int] = {}
+    for operation in body.operations:
+        source = operation.source
+        if isinstance(operation, Loop):
+            layers |= dict.fromkeys(operation.outputs[operation.num_carry :], operation.length)
+        elif source is not None and source in layers and operation.view() is not None:
+            layers[operation.outputs[0]] = layers[source]
+    return max(x.num_bytes // layers.get(x, 1) for x in carried.terms)
 
 
 def _own_gain(operation: Operation) -> _Gain:

@@ -26,8 +26,9 @@ def is_better_inside(loop: Loop, held_bytes: int, at_once: int, limit: int | Non
     """Whether the body of a loop gathers weights, or reduces gradients, in each iteration.
 
     Args:
-        loop: the loop.
-        held_bytes: of all weights that it would hold in full otherwise, or of all sums.
+        loop: the loop, or a branch.
+        held_bytes: of all weights that it would hold in full otherwise, or of all sums; for a
+            branch, of the weights of all branches.
         at_once: the most of these bytes that one operation of the body needs. If this is half of
             `held_bytes` or more, they are held: with one array in use and the next one in flight,
             nothing would be saved.
@@ -53,8 +54,17 @@ def unchanged_inputs(loop: Loop) -> frozenset[Value]:
     return frozenset({*constants, *passed})
 
 
+def most_held(schedule: CommSchedule) -> int:
+    """The most bytes of weights that a loop or a branch holds from its start to its end.
+
+    By default it may also hold more: see `is_better_inside`.
+    """
+    limit = schedule.loop_constant_bytes
+    return HELD_BYTES if limit is None else limit
+
+
 def limit_held(schedule: CommSchedule) -> CommSchedule:
     """The limits on what a body holds between uses of weights that are constants of its loop."""
-    limit = HELD_BYTES if schedule.loop_constant_bytes is None else schedule.loop_constant_bytes
+    limit = most_held(schedule)
     live_bytes = limit if schedule.live_bytes is None else min(limit, schedule.live_bytes)
     return dataclasses.replace(schedule, live_bytes=live_bytes)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Set
 from typing import Any
 
 from .._collectives import readable_bytes
-from .._program import Loop, Operation, kept_values
+from .._program import Fork, Loop, Operation, kept_values
 from .block_plan import BlockPlan
 
 _CALLS = {"cond", "while"}
@@ -80,7 +80,8 @@ def _gradients(plan: BlockPlan, scanned: Set[str]) -> Iterator[HeldWhole]:
 def _why(operation: Operation, is_scanned: bool) -> str:
     """Why a weight that `operation` reads is held whole; "" if it is not."""
     if isinstance(operation, Loop) or operation.name in _CALLS:
-        return f"`{operation.name}` reads it from its start to its end, {operation.where}"
+        differ = ", and devices may take different branches" if isinstance(operation, Fork) else ""
+        return f"`{operation.name}` reads it from its start to its end{differ}, {operation.where}"
     if is_scanned:
         return f"`{operation.name}` needs all layers at once, {operation.where}"
     return ""

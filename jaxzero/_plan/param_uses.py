@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .._program import Atom, Barrier, Block, Loop, Operation, Value, movable_ops
+from .._program import Atom, Barrier, Block, Branch, Loop, Operation, Value, movable_ops
 from .._sharding import DimSharding
 from .held_by_loops import is_better_inside
 
@@ -212,7 +212,10 @@ class _UseFinder:
             for outside, given in constants
             if (view := self.views.get(outside)) and not view.weight.in_host
         }
-        held = sum(view.num_bytes for view in {view.gathered for view in inside.values()})
+        views = {*inside.values()}
+        if isinstance(loop, Branch):  # those of all branches would be held
+            views |= {view for x in loop.operands if (view := self.views.get(x))}
+        held = sum(view.num_bytes for view in {view.gathered for view in views})
         if inside and is_better_inside(loop, held, 0, limit):
             body = _UseFinder(loop.body, {**layers, **inside}, limit)
             body.walk()

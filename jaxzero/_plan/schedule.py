@@ -46,12 +46,11 @@ import math
 from collections.abc import Sequence, Set
 
 from .._collectives import ReduceSpec
-from .._program import Block, Loop, Value
+from .._program import Block, Branch, Loop, Value, makes_zeros
 from .._sharding import CommSchedule
 from .block_plan import BlockPlan, GatherGroup, LoopPlan, ReduceGroup
 from .body_memory import MOVES_MESSAGES, NO_PEAK, Peak, find_peak
 from .bucketing import split_into_groups
-from .carried_sums import makes_zeros
 from .gradient_reductions import BlockGradients, find_reduces
 from .held_by_loops import limit_held, unchanged_inputs
 from .lifetimes import Gather, Live, find_gathers, find_passes
@@ -116,24 +115,27 @@ def _plan_block(
     num_hops: int,
     window: int,
     unchanged: frozenset[Value] = frozenset(),
+    repeats: bool = True,
 ) -> BlockPlan:
     """Plan a block.
 
     `boundary` is the last operation of forward, or None in a loop's body. `unchanged` are inputs
-    of a body that gathers constants of the loop: those that are the same in each iteration.
+    of a body that gathers constants of the loop: those that are the same in each iteration. A
+    body that `repeats` not can send nothing in an earlier iteration, or in the next.
     """
     in_loop = boundary is None
+    repeats = in_loop and repeats
     loops = _plan_loops(block, uses, gradients, schedule, num_hops, window)
     zeros = _zeros(block, gradients)
-    reduces = find_reduce_groups(block, gradients, zeros, schedule, in_loop)
+    reduces = find_reduce_groups(block, gradients, zeros, schedule, repeats)
     holding = limit_held(schedule) if unchanged else schedule
     gathers, live = find_gathers(len(block.operations), uses, boundary, schedule, holding)
     groups = _grouped(gathers, loops, schedule, in_loop and not unchanged)
     first_tie = _largest(block, uses, unchanged | gradients.sums.keys()) if in_loop else None
     ties = _ties(block, uses, gradients, boundary, first_tie if unchanged else None)
     starts = _starts(groups, loops)
-    num_prefetched = _num_prefetched(groups, live, schedule) if in_loop else 0
-    peak = _peak(block, uses, gradients, reduces) if in_loop else NO_PEAK
+    num_prefetched = _num_prefetched(groups, live, schedule) if repeats else 0
+    peak = _peak(block, uses, gradients, reduces) if repeats else NO_PEAK
     gather_groups = []
     for number, gathers in enumerate(groups):
         issues = _issues(gathers, starts, live, schedule, num_hops)
@@ -180,12 +182,21 @@ def _plan_loops(
         if isinstance(operation, Loop):
             inner = gradients.loops.get(index) or BlockGradients({}, {}, {}, {})
             inside = schedule
-            if operation.length < 2:  # no next layer to prefetch
+            is_branch = isinstance(operation, Branch)
+            if operation.length < 2 and not is_branch:  # no next layer to prefetch
                 inside = dataclasses.replace(schedule, prefetch=0)
             used = uses.loops[index]
             same = unchanged_inputs(operation) if used.constants else frozenset()
             body = _plan_block(
-                operation.body, used.body, inner, None, inside, num_hops, window, same
+                operation.body,
+                used.body,
+                inner,
+                None,
+                inside,
+                num_hops,
+                window,
+                same,
+                not is_branch,
             )
             in_host = any(stack.in_host for stack in used.stacks)
             ahead = window if in_host and inside.prefetch else 0

@@ -6,6 +6,12 @@ gather or a reduction.
 """
 
 from . import movable_ops as movable_ops
+from .branch import Branch as Branch
+from .branch import Fork as Fork
+from .carried_sums import CarriedSum as CarriedSum
+from .carried_sums import addends as addends
+from .carried_sums import carried_sums as carried_sums
+from .carried_sums import makes_zeros as makes_zeros
 from .correspondence import Correspondence as Correspondence
 from .correspondence import correspondence as correspondence
 from .correspondence import is_same_constant as is_same_constant
@@ -27,7 +33,9 @@ from .kept_values import kept_values as kept_values
 from .known_part import known_part as known_part
 from .known_part import rest_part as rest_part
 from .recompute import recompute_in_backward as recompute_in_backward
+from .scan_indexed_stacks import scan_indexed_stacks as scan_indexed_stacks
 from .sink_into_loops import sink_into_loops as sink_into_loops
+from .split_conds import split_conds as split_conds
 from .split_stacks import SplitStack as SplitStack
 from .split_stacks import run_on_split_stacks as run_on_split_stacks
 from .trace import open_program as open_program

@@ -87,16 +87,16 @@ class Operation:
         equation = self.equation
         if simulate.is_simulating():
             if self.name in _EXCHANGES:
-                with _scope(equation):
+                with scope(equation):
                     return [_exchange(self.name, inputs[0], equation.params)]
             _refuse_exchanges_inside(equation)
         if self.name == "reduce_scatter" and equation.params["axis_index_groups"] is None:
-            with _scope(equation):
+            with scope(equation):
                 axes, dim = equation.params["axis_name"], equation.params["scatter_dimension"]
                 return [reduce_scatter(inputs[0], axes, dim, tiled=equation.params["tiled"])]
         params = equation.primitive.get_bind_params(equation.params)
         args, params = params if isinstance(params, tuple) else ((), params)
-        with _scope(equation), equation.ctx.manager:
+        with scope(equation), equation.ctx.manager:
             out = equation.primitive.bind(*args, *inputs, **params)
         return list(out) if equation.primitive.multiple_results else [out]
 
@@ -169,7 +169,7 @@ class Loop(Operation):
         options = {key: params[key] for key in ("length", "reverse", "unroll")}
         if self.is_reversed and jax.__version_info__ < (0, 12):
             body, stacks = _indexed(body, stacks, self.length)
-        with _scope(self.equation):
+        with scope(self.equation):
             return jax.lax.scan(body, carry, stacks, **options)
 
 
@@ -270,7 +270,8 @@ def _refuse_exchanges_inside(equation: Any) -> None:
                 _refuse_exchanges_inside(other)
 
 
-def _scope(equation: Any) -> contextlib.AbstractContextManager:
+def scope(equation: Any) -> contextlib.AbstractContextManager:
+    """Name operations as those of an equation."""
     name = str(equation.source_info.name_stack)
     return jax.named_scope(name) if name else contextlib.nullcontext()
 

@@ -159,6 +159,11 @@ def _operation(
     return outputs
 
 
+def branch_blocks(operation: Operation) -> list[Block]:
+    """The branches of a `cond`: blocks of all its inputs but the first, which is their index."""
+    return [without_dead_code(_block(branch)) for branch in operation.equation.params["branches"]]
+
+
 def has_shardings(params: dict[str, Any]) -> bool:
     """Whether a nested `jit` requests shardings, which inlining would drop."""
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))

@@ -81,7 +81,8 @@ class CommSchedule:
             its body gathers each weight before its use in every iteration, and holds at most this
             many bytes from one use to the next. The same limit holds for the sums of their
             gradients: if they are more, they are reduced in every iteration, and summed as shards
-            in float32. 0: nothing is held, unless that saves no memory (one weight is most of it).
+            in float32. The limit holds for the branches of a `cond` too, if all devices take the
+            same one. 0: nothing is held, unless that saves no memory (one weight is most of it).
             `None`: 1 GiB, and more if the body multiplies less than 220 times for each byte, since
             it would wait for its weights then.
     """

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from .._program import ADDITIONS, Atom, Constant, Loop, Operation, Value
+from .ir import ADDITIONS, Atom, Constant, Loop, Operation, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +58,13 @@ def addends(operation: Operation) -> list[Value]:
     arrays = [atom for atom in operation.inputs if isinstance(atom, Value)]
     alike = len(arrays) == 2 and arrays[0].shape == arrays[1].shape
     return arrays if alike else []
+
+
+def is_zero(atom: Atom, makers: Mapping[Value, Operation]) -> bool:
+    """Whether an atom is the constant 0, or an array of zeros that one of `makers` makes."""
+    if isinstance(atom, Constant):
+        return atom.is_zero
+    return atom in makers and makes_zeros(makers[atom])
 
 
 def makes_zeros(operation: Operation) -> bool:

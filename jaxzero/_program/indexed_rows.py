@@ -1,0 +1,168 @@
+"""Operations that read a row of a stack, or place one in a stack of zeros, by a known index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import lax
+
+from .elementwise import shape_of
+from .ir import Atom, Constant, Operation, Value
+from .known_integers import Known, small_integers
+
+READS = {"dynamic_slice", "gather"}
+
+
+class Rows(NamedTuple):
+    """The rows of a stack that the iterations of a loop use, by position in its stacks."""
+
+    start: int
+    step: int  # 1 or -1
+    num: int
+
+    def of(self, stack: Any) -> Any:
+        """These rows of a stack."""
+        low = self.start if self.step > 0 else self.start - self.num + 1
+        rows = lax.slice_in_dim(stack, low, low + self.num)
+        return rows if self.step > 0 else lax.rev(rows, (0,))
+
+    def place(self, rows: Any, num_all: int) -> Any:
+        """A stack of `num_all` rows, with these rows in their places and zeros elsewhere."""
+        low = self.start if self.step > 0 else self.start - self.num + 1
+        rows = rows if self.step > 0 else lax.rev(rows, (0,))
+        config = [(low, num_all - low - self.num, 0), *[(0, 0, 0)] * (rows.ndim - 1)]
+        return lax.pad(rows, np.zeros((), rows.dtype), config)
+
+
+class RowRead(NamedTuple):
+    """An operation that reads a row: `operation(stack)` is `apply(stack[row])`."""
+
+    rows: Rows
+    apply: Callable[[Any], Any]
+
+
+class RowPlaced(NamedTuple):
+    """An operation that makes a stack of zeros with `apply(update)` as one of its rows."""
+
+    rows: Rows
+    update: Atom
+    apply: Callable[[Any], Any]
+
+
+def row_read(operation: Operation, shape: Sequence[int], known: Known, num: int) -> RowRead | None:
+    """How an operation of a loop's body reads one row of a stack; None if it does not.
+
+    Args:
+        operation: its first input is the stack.
+        shape: of the stack.
+        known: known integers of the body, in all iterations.
+        num: the number of iterations.
+    """
+    stack_dims, out = len(shape), operation.outputs[0]
+    if operation.name == "dynamic_slice":
+        return _sliced(operation, shape, known, num)
+    numbers, sizes = operation.equation.params["dimension_numbers"], (1, *shape[1:])
+    is_row = (
+        _is_first(numbers.collapsed_slice_dims)
+        and _is_first(numbers.start_index_map)
+        and not numbers.operand_batching_dims
+        and tuple(numbers.offset_dims) == tuple(range(stack_dims - 1))
+        and tuple(operation.equation.params["slice_sizes"]) == sizes
+        and out.shape == tuple(shape[1:])
+    )
+    rows = _rows(_index(operation.inputs[1], known, num), shape[0]) if is_row else None
+    return None if rows is None else RowRead(rows, lambda layer: layer)
+
+
+def row_placed(operation: Operation, known: Known, num: int) -> RowPlaced | None:
+    """How an operation of a loop's body places a row in a stack of zeros; None if it does not.
+
+    The caller has to check that the first input is zero.
+    """
+    if operation.name == "dynamic_update_slice":
+        return _updated(operation, known, num)
+    if operation.name != "scatter-add":
+        return None
+    target, indices, update = operation.inputs
+    shape, numbers = shape_of(target), operation.equation.params["dimension_numbers"]
+    is_row = (
+        _is_first(numbers.inserted_window_dims)
+        and _is_first(numbers.scatter_dims_to_operand_dims)
+        and not numbers.operand_batching_dims
+        and tuple(numbers.update_window_dims) == tuple(range(len(shape) - 1))
+        and shape_of(update) == shape[1:]
+    )
+    rows = _rows(_index(indices, known, num), shape[0]) if is_row else None
+    return None if rows is None else RowPlaced(rows, update, lambda row: row)
+
+
+def _sliced(operation: Operation, shape: Sequence[int], known: Known, num: int) -> RowRead | None:
+    sizes = operation.outputs[0].shape
+    found = _starts(operation.inputs[1:], sizes, shape, known, num)
+    if found is None:
+        return None
+    rows, low = found
+    high = [start + size for start, size in zip(low, sizes[1:], strict=True)]
+    return RowRead(rows, lambda layer: lax.expand_dims(lax.slice(layer, low, high), (0,)))
+
+
+def _updated(operation: Operation, known: Known, num: int) -> RowPlaced | None:
+    target, update, *starts = operation.inputs
+    shape, sizes = shape_of(target), shape_of(update)
+    found = _starts(starts, sizes, shape, known, num)
+    if found is None:
+        return None
+    rows, low = found
+    sides = zip(low, sizes[1:], shape[1:], strict=True)
+    config = [(start, size - start - part, 0) for start, part, size in sides]
+
+    def apply(update: Any) -> Any:
+        row = lax.squeeze(update, (0,))
+        return lax.pad(row, np.zeros((), row.dtype), config) if any(map(any, config)) else row
+
+    return RowPlaced(rows, update, apply)
+
+
+def _starts(
+    starts: Sequence[Atom], sizes: Sequence[int], shape: Sequence[int], known: Known, num: int
+) -> tuple[Rows, list[int]] | None:
+    """The rows of a slice, and where it starts along the other dims; None if not of one row."""
+    if sizes[0] != 1:
+        return None
+    # JAX moves a slice that would reach past the end of an array.
+    found = [
+        np.clip(array, 0, size - part) if size > part else np.zeros(num, int)
+        for array, part, size in zip(
+            (_index(x, known, num) for x in starts), sizes, shape, strict=True
+        )
+        if array is not None or size == part
+    ]
+    if len(found) < len(starts) or any((array != array[0]).any() for array in found[1:]):
+        return None
+    rows = _rows(found[0], shape[0])
+    return None if rows is None else (rows, [int(array[0]) for array in found[1:]])
+
+
+def _index(atom: Atom, known: Known, num: int) -> np.ndarray | None:
+    """The index `[num]` of a row in all iterations; None if it is not known or not one row's."""
+    array = known.get(atom) if isinstance(atom, Value) else None
+    if isinstance(atom, Constant) and (constant := small_integers(atom)) is not None:
+        array = np.broadcast_to(constant, (num, *constant.shape))
+    return array.reshape(num) if array is not None and array.size == num else None
+
+
+def _rows(index: np.ndarray | None, num_all: int) -> Rows | None:
+    """Neighbouring rows, one for each iteration; None if `index` names others."""
+    if index is None or index.min() < 0 or index.max() >= num_all:
+        return None
+    start, steps = int(index[0]), np.diff(index.astype(np.int64))
+    for step in (1, -1):
+        if (steps == step).all():
+            return Rows(start, step, len(index))
+    return None
+
+
+def _is_first(dims: Sequence[int]) -> bool:
+    return tuple(dims) == (0,)

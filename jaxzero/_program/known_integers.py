@@ -1,0 +1,207 @@
+"""The integers of a program that are known while tracing: counters of loops, and values of these.
+
+They are the same on all devices, whatever the batch is. A counter is a stack that a loop scans
+(`jnp.arange`), or a value that it carries (as `lax.fori_loop` does); its value in each iteration is
+found by running the integer operations of the body in NumPy, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._mesh import is_traced
+from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value
+
+Known = dict[Value, np.ndarray]
+
+# Looked at: arrays with so many elements, and so many iterations of a loop, nested ones included.
+_MAX_SIZE = 2**12
+_MAX_ITERATIONS = 2**10
+_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "and": np.bitwise_and,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "eq": np.equal,
+    "ge": np.greater_equal,
+    "gt": np.greater,
+    "le": np.less_equal,
+    "lt": np.less,
+    "max": np.maximum,
+    "min": np.minimum,
+    "mul": np.multiply,
+    "ne": np.not_equal,
+    "neg": np.negative,
+    "not": np.invert,
+    "or": np.bitwise_or,
+    "sub": np.subtract,
+}
+_RESHAPES = {"expand_dims", "reshape", "squeeze"}
+
+
+def known_integers(block: Block, given: Mapping[Value, np.ndarray]) -> Known:
+    """Find the known integers of a block.
+
+    Args:
+        block: a program, or the body of a loop.
+        given: its inputs that are known.
+
+    Returns:
+        Integers and booleans, by the inputs of the block and the outputs of its operations.
+    """
+    return _run(given, [x for x in block.operations if _makes_integers(x)], _MAX_ITERATIONS)
+
+
+def known_in_body(
+    loop: Loop, known: Mapping[Value, np.ndarray], most: int = _MAX_ITERATIONS
+) -> Known:
+    """Find the known integers in the body of a loop.
+
+    Args:
+        loop: the loop.
+        known: the known integers outside of it.
+        most: nothing is known in a loop of more iterations, or of none.
+
+    Returns:
+        For each its values in all iterations `[length, *shape]`, in the order of the stacks that
+        the loop scans, which a reversed loop runs through from the end.
+    """
+    if not 0 < loop.length <= most:
+        return {}
+    outside = [_value(x, known) for x in loop.inputs]
+    first = loop.num_constants + loop.num_carry
+    operations = [x for x in loop.body.operations if _makes_integers(x)]
+    carried = [i for i in range(loop.num_constants, first) if outside[i] is not None]
+    while True:
+        found, unknown = _iterations(loop, outside, carried, operations, most)
+        if not unknown:
+            return found
+        carried = [i for i in carried if i not in unknown]
+
+
+def unchanged_in_body(loop: Loop, known: Mapping[Value, np.ndarray]) -> Known:
+    """The known inputs of a loop's body that are equal in all iterations, each as one of them."""
+    inside = known_in_body(loop, known)
+    inputs = ((x, inside[x]) for x in loop.body.inputs if x in inside)
+    return {x: values[0] for x, values in inputs if len(values) and (values == values[0]).all()}
+
+
+def _iterations(
+    loop: Loop,
+    outside: Sequence[np.ndarray | None],
+    carried: Sequence[int],
+    operations: Sequence[Operation],
+    most: int,
+) -> tuple[Known, set[int]]:
+    """Run the iterations of a loop, if the inputs `carried` are known in each of them.
+
+    Returns:
+        What is known in all iterations, and the inputs that are not.
+    """
+    body, first = loop.body, loop.num_constants + loop.num_carry
+    constants = {x: outside[i] for i, x in enumerate(body.inputs[: loop.num_constants])}
+    carry = {body.inputs[i]: outside[i] for i in carried}
+    by_iteration: list[Known] = []
+    for iteration in range(loop.length):
+        position = loop.length - 1 - iteration if loop.is_reversed else iteration
+        stacks = zip(body.inputs[first:], outside[first:], strict=True)
+        layers = {x: stack[position] for x, stack in stacks if stack is not None}
+        given = {x: array for x, array in (constants | carry).items() if array is not None}
+        known = _run(given | layers, operations, most // loop.length)
+        after = {i: _value(body.outputs[i - loop.num_constants], known) for i in carried}
+        if unknown := {i for i, array in after.items() if array is None}:
+            return {}, unknown
+        carry = {body.inputs[i]: array for i, array in after.items()}
+        by_iteration.append(known)
+    if loop.is_reversed:
+        by_iteration.reverse()
+    everywhere = [x for x in by_iteration[0] if all(x in known for known in by_iteration)]
+    return {x: np.stack([known[x] for known in by_iteration]) for x in everywhere}, set()
+
+
+def _run(given: Mapping[Value, np.ndarray], operations: Sequence[Operation], most: int) -> Known:
+    """Run those of a block's operations whose inputs are known."""
+    known = {**given}
+    for operation in operations:
+        if isinstance(operation, Loop):
+            inside = known_in_body(operation, known, most)
+            stacked = range(operation.num_carry, len(operation.outputs))
+            for i in stacked:
+                out = operation.body.outputs[i]
+                if isinstance(out, Value) and out in inside:
+                    known[operation.outputs[i]] = inside[out]
+            continue
+        inputs = [_value(x, known) for x in operation.inputs]
+        if isinstance(operation, Barrier):
+            pairs = zip(operation.outputs, inputs, strict=True)
+            known |= {out: array for out, array in pairs if array is not None}
+        elif (array := _computed(operation, inputs)) is not None:
+            known[operation.outputs[0]] = array
+    return known
+
+
+def _makes_integers(operation: Operation) -> bool:
+    """Whether known integers may come out of an operation."""
+    if isinstance(operation, Loop):
+        return any(map(_is_small, operation.outputs[operation.num_carry :]))
+    if isinstance(operation, Barrier):
+        return any(map(_is_small, operation.outputs))
+    return len(operation.outputs) == 1 and _is_small(operation.outputs[0])
+
+
+def _is_small(value: Value) -> bool:
+    return value.is_array and value.dtype.kind in "biu" and np.prod(value.shape) <= _MAX_SIZE
+
+
+def small_integers(constant: Constant) -> np.ndarray | None:
+    """The array of a constant; None if it is traced, large, or not of integers."""
+    x = constant.value
+    if is_traced(x) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return None
+    if np.size(x) > _MAX_SIZE or not isinstance(getattr(x, "dtype", np.dtype(int)), np.dtype):
+        return None  # a random key has a dtype of its own
+    array = np.asarray(x)
+    return array if array.dtype.kind in "biu" else None
+
+
+def _value(atom: Atom, known: Mapping[Value, np.ndarray]) -> np.ndarray | None:
+    return small_integers(atom) if isinstance(atom, Constant) else known.get(atom)
+
+
+def _computed(operation: Operation, inputs: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Compute an operation on integers; None if it is not known how, or an input is not known."""
+    (out,), name, params = operation.outputs, operation.name, operation.equation.params
+    if any(x is None for x in inputs):
+        return None
+    arrays = [x for x in inputs if x is not None]
+    if name == "iota":
+        dim = params["dimension"]
+        shape = [size if i == dim else 1 for i, size in enumerate(out.shape)]
+        array = np.broadcast_to(np.arange(out.shape[dim]).reshape(shape), out.shape)
+    elif name == "select_n" and len(arrays) == 3 and arrays[0].dtype == bool:
+        array = np.where(*(arrays[i] for i in (0, 2, 1)))
+    elif name == "convert_element_type":
+        array = arrays[0]
+    elif name == "broadcast_in_dim" and len(arrays) == 1:
+        dims = params["broadcast_dimensions"]
+        shape = [1] * len(out.shape)
+        for dim, size in zip(dims, arrays[0].shape, strict=True):
+            shape[dim] = size
+        array = np.broadcast_to(arrays[0].reshape(shape), out.shape)
+    elif name in _RESHAPES and len(arrays) == 1:
+        array = arrays[0].reshape(out.shape)
+    elif name == "rev":
+        array = np.flip(arrays[0], params["dimensions"])
+    elif name == "slice":
+        steps = params["strides"] or (1,) * len(out.shape)
+        bounds = zip(params["start_indices"], params["limit_indices"], steps, strict=True)
+        array = arrays[0][tuple(slice(*bound) for bound in bounds)]
+    elif name in _ELEMENTWISE:
+        with np.errstate(over="ignore"):  # integers wrap around
+            array = _ELEMENTWISE[name](*arrays)
+    else:
+        return None
+    return array.astype(out.dtype)

@@ -1,0 +1,292 @@
+"""Let loops scan the stacks that they index by a counter.
+
+A stack that a loop closes over and indexes is needed for all layers at once. If the index is known
+while tracing (`known_integers`) and runs through the layers, the loop can scan the stack:
+
+    fori_loop(0, n, lambda i, x: f(x, w[i]), x)  ->  scan(lambda x, w: (f(x, w), None), x, w).
+
+Differentiation puts the gradient of each layer into a stack of zeros, and sums these stacks in the
+carry. The gradients of the layers are stacked instead. Both hold for a counter that starts later,
+stops earlier or runs backwards: then a slice of the stack is scanned, or the stack in reverse.
+
+Programs in which nothing of this occurs are returned as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from jax import lax
+
+from .branch import Branch
+from .carried_sums import addends, carried_sums, is_zero
+from .dependence import Fixed
+from .indexed_rows import READS, RowRead, Rows, row_placed, row_read
+from .ir import Atom, Barrier, Block, Loop, Operation, Value
+from .known_integers import Known, known_in_body, known_integers, unchanged_in_body
+from .loop_editor import LoopEditor
+from .movable_ops import ConvertDtype, Op, Reshape, Transpose
+from .stack_values import StackValues
+from .trace import rewritten, without_dead_code
+
+_PLACES = {"dynamic_update_slice", "scatter-add"}
+
+
+def scan_indexed_stacks(block: Block, weights: Collection[Value]) -> Block:
+    """Let loops scan stacks of weights that they index, and stack gradients that they place.
+
+    Args:
+        block: the program.
+        weights: its inputs that are sharded weights.
+    """
+    if not weights:
+        return block
+    changed = _Block(block, weights, dict).changed()
+    return block if changed is block else without_dead_code(changed)
+
+
+class _Read(NamedTuple):
+    """One row of a stack that a loop's body reads."""
+
+    operation: Operation
+    stack: Value  # the loop's constant
+    ops: tuple[Op, ...]  # of each layer, in order, before the row is read
+    row: RowRead
+
+
+class _Block:
+    """A block whose loops are to be changed."""
+
+    def __init__(self, block: Block, weights: Collection[Value], given: Callable[[], Known]):
+        self.block = block
+        self.given = given
+        self.fixed = Fixed(block, {x: frozenset({x}) for x in weights}, weights, scalars=True)
+        self.makers = {x: maker for x, (_, maker) in self.fixed.makers.items()}
+        self.stacks: dict[tuple[Value, Rows], Value] = {}  # rows of stacks that loops scan
+
+    @functools.cached_property
+    def known(self) -> Known:
+        return known_integers(self.block, self.given())
+
+    def changed(self) -> Block:
+        """The block with its loops changed; the same if there is nothing to change."""
+        operations: list[Operation] = []
+        for operation in self.block.operations:
+            if isinstance(operation, Loop):
+                inside = self._with_changed_body(operation)
+                operations += _LoopOfBlock(self, inside).changed()
+            else:
+                operations.append(operation)
+        pairs = zip(operations, self.block.operations, strict=False)
+        if all(a is b for a, b in pairs) and len(operations) == len(self.block.operations):
+            return self.block
+        return dataclasses.replace(self.block, operations=tuple(operations))
+
+    def _with_changed_body(self, loop: Loop) -> Loop:
+        if not any(isinstance(operation, Loop) for operation in loop.body.operations):
+            return loop
+        first = loop.num_constants + loop.num_carry
+        pairs = enumerate(zip(loop.inputs, loop.body.inputs, strict=True))
+        weights = [
+            inside
+            for i, (outside, inside) in pairs
+            if not loop.num_constants <= i < first and self.fixed.of(outside)
+        ]
+        body = _Block(loop.body, weights, lambda: unchanged_in_body(loop, self.known)).changed()
+        return loop if body is loop.body else dataclasses.replace(loop, body=body)
+
+    def is_zero(self, atom: Atom) -> bool:
+        """Whether an atom outside of the loops is known to be zero."""
+        return is_zero(atom, self.makers)
+
+
+class _LoopOfBlock:
+    """One loop of a block."""
+
+    def __init__(self, outer: _Block, loop: Loop):
+        self.outer = outer
+        self.loop = loop
+        self.makers = {
+            x: operation for operation in loop.body.operations for x in operation.outputs
+        }
+        self.editor = LoopEditor(StackValues(outer.fixed), loop)
+
+    @functools.cached_property
+    def known(self) -> Known:
+        return known_in_body(self.loop, self.outer.known)
+
+    def changed(self) -> list[Operation]:
+        """The loop, and what is to run before and after it."""
+        if isinstance(self.loop, Branch):  # it may not run, and then makes no stack
+            return [self.loop]
+        before: list[Operation] = []
+        reads = self._reads()
+        for read in reads:
+            self._scan(read, before)
+        sums = self._row_sums()
+        if not reads and not sums:
+            return [self.loop]
+        stacked = {i: self._stacked(rows) for i, rows in sums.items()}
+        loop, after = _without_carry(self.editor.finish(), sums), []
+        for i, stacks in stacked.items():
+            out = self.loop.outputs[i]
+            num = out.shape[0]
+            if list(stacks) == [Rows(0, 1, num)]:
+                (stack,) = stacks.values()
+                outputs = tuple(out if x is stack else x for x in loop.outputs)
+                loop = dataclasses.replace(loop, outputs=outputs)
+            else:
+                after += _placed_after(loop, stacks, out)
+        return [*before, loop, *after]
+
+    def _reads(self) -> list[_Read]:
+        """The rows that the body reads of stacks of weights, which it uses for nothing else."""
+        loop, fixed = self.loop, self.outer.fixed
+        constants = list(zip(loop.inputs, loop.body.inputs, strict=True))[: loop.num_constants]
+        stacks: dict[Atom, tuple[Value, tuple[Op, ...]]] = {
+            inside: (inside, ())
+            for outside, inside in constants
+            if fixed.of(outside) and inside.shape
+        }
+        found: list[_Read] = []
+        others: set[Value] = set()  # constants that are used in another way
+        for operation in loop.body.operations:
+            if stacks.keys().isdisjoint(operation.inputs):
+                continue
+            if isinstance(operation, Barrier):
+                pairs = zip(operation.inputs, operation.outputs, strict=True)
+                stacks |= {out: stacks[given] for given, out in pairs if given in stacks}
+                continue
+            if operation.source in stacks and (op := _of_layer(operation)) is not None:
+                stack, ops = stacks[operation.source]
+                stacks[operation.outputs[0]] = stack, (*ops, op)
+                continue
+            used = [stacks[x][0] for x in operation.inputs if x in stacks]
+            target = operation.inputs[0]
+            read = None
+            if operation.name in READS and len(used) == 1 and isinstance(target, Value):
+                read = row_read(operation, target.shape, self.known, loop.length)
+            if read is None:
+                others.update(used)
+            else:
+                found.append(_Read(operation, *stacks[target], read))
+        others.update(stacks[x][0] for x in loop.body.outputs if x in stacks)
+        return [read for read in found if read.stack not in others]
+
+    def _scan(self, read: _Read, before: list[Operation]) -> None:
+        """Scan the rows that an operation reads; append to `before` what makes a stack of them."""
+        outside = self.loop.inputs[self.loop.body.inputs.index(read.stack)]
+        assert isinstance(outside, Value)
+        rows, cached = read.row.rows, self.outer.stacks
+        if rows == Rows(0, 1, outside.shape[0]):
+            cached[outside, rows] = outside
+        if (outside, rows) not in cached:
+            made, (stack,) = rewritten(self.loop, rows.of, [outside])
+            assert isinstance(stack, Value)
+            before += made
+            cached[outside, rows] = stack
+
+        def row(layer: Any) -> Any:
+            for op in read.ops:
+                layer = op.apply(layer)
+            return read.row.apply(layer)
+
+        layer = self.editor.layer(cached[outside, rows])
+        (inside,) = self.editor.emit(read.operation, row, [layer])
+        self.editor.replace(read.operation.outputs[0], inside)
+
+    def _row_sums(self) -> dict[int, dict[Rows, Atom]]:
+        """The carried sums of stacks with one row each: the rows, by index of the carry."""
+        found = {}
+        if not any(x.name in _PLACES for x in self.loop.body.operations):
+            return found
+        for i, carried in carried_sums(self.loop, self.outer.is_zero).items():
+            terms = [self._placed(term) for term in carried.terms]
+            if (rows := self._added(terms)) is not None:
+                found[i] = rows
+        return found
+
+    def _placed(self, value: Value) -> dict[Rows, Atom] | None:
+        """The rows of a stack that is zero elsewhere; None if it is no such stack."""
+        operation = self.makers.get(value)
+        if operation is None:
+            return None
+        if terms := addends(operation):
+            return self._added([self._placed(term) for term in terms])
+        if operation.name in _PLACES:
+            placed = row_placed(operation, self.known, self.loop.length)
+            if placed is None or not self._is_zero(operation.inputs[0]):
+                return None
+            (row,) = self.editor.emit(operation, placed.apply, [placed.update], last=True)
+            return {placed.rows: row}
+        op, source = _of_layer(operation), operation.source
+        if not isinstance(op, ConvertDtype | Reshape | Transpose) or source is None:
+            return None
+        rows = self._placed(source)
+        if rows is None:
+            return None
+        return {
+            key: self.editor.emit(operation, op.apply, [row], last=True)[0]
+            for key, row in rows.items()
+        }
+
+    def _is_zero(self, atom: Atom) -> bool:
+        constants = self.loop.body.inputs[: self.loop.num_constants]
+        if atom in constants:
+            return self.outer.is_zero(self.loop.inputs[constants.index(atom)])
+        return is_zero(atom, self.makers)
+
+    def _added(self, terms: list[dict[Rows, Atom] | None]) -> dict[Rows, Atom] | None:
+        total: dict[Rows, Atom] = {}
+        for term in terms:
+            if term is None:
+                return None
+            for rows, row in term.items():
+                if rows in total:
+                    operands = [total[rows], row]
+                    (row,) = self.editor.emit(self.loop, lax.add, operands, last=True)
+                total[rows] = row
+        return total
+
+    def _stacked(self, rows: Mapping[Rows, Atom]) -> dict[Rows, Value]:
+        return {key: self.editor.stacked(row) for key, row in rows.items()}
+
+
+def _of_layer(operation: Operation) -> Op | None:
+    """A movable operation on a stack, for one layer; None for any other operation."""
+    op, source = operation.view(), operation.source
+    return None if op is None or source is None else op.of_slice(source.shape)
+
+
+def _without_carry(loop: Loop, positions: Collection[int]) -> Loop:
+    """A loop that does not carry some values, which its body only sums up."""
+
+    def kept(atoms: tuple, first: int) -> tuple:
+        return tuple(x for i, x in enumerate(atoms) if i - first not in positions)
+
+    body = Block(
+        kept(loop.body.inputs, loop.num_constants),
+        kept(loop.body.outputs, 0),
+        loop.body.operations,
+    )
+    return dataclasses.replace(
+        loop,
+        inputs=kept(loop.inputs, loop.num_constants),
+        outputs=kept(loop.outputs, 0),
+        body=body,
+        num_carry=loop.num_carry - len(positions),
+    )
+
+
+def _placed_after(loop: Loop, stacks: Mapping[Rows, Value], out: Value) -> list[Operation]:
+    """The operations that make `out`, a sum of stacks of which a loop has made some rows each."""
+
+    def place(*stacked: Any) -> Any:
+        pairs = zip(stacks, stacked, strict=True)
+        return functools.reduce(lax.add, (rows.place(x, out.shape[0]) for rows, x in pairs))
+
+    (*made, last), _ = rewritten(loop, place, list(stacks.values()))
+    return [*made, dataclasses.replace(last, outputs=(out,))]
