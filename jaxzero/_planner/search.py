@@ -12,6 +12,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import jax
 
+from .._local_steps import LocalSteps
 from .._text import escaped
 from .bounder import Bounder
 from .bounds import Bounds
@@ -219,7 +220,7 @@ class Search:
         What only saves memory (micro-batches, no prefetch, offload) is not compiled if less of it
         fits, unless memory is the objective.
         """
-        waiting: dict[tuple[str, str], PlanRow] = {}
+        waiting: dict[tuple[str, str, LocalSteps | None], PlanRow] = {}
         every: list[PlanRow] = []
         closed = {row.candidate.family for row in (*self._compiled(), *taken)}
         programs = {row.candidate.program for row in taken}

@@ -133,7 +133,7 @@ def _starts(
         return None
     # JAX moves a slice that would reach past the end of an array.
     found = [
-        np.clip(array, 0, size - part) if size > part else np.zeros(num, int)
+        np.zeros(num, int) if array is None or size == part else np.clip(array, 0, size - part)
         for array, part, size in zip(
             (_index(x, known, num) for x in starts), sizes, shape, strict=True
         )

@@ -7,6 +7,7 @@ found by running the integer operations of the body in NumPy, and nothing else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -153,7 +154,7 @@ def _makes_integers(operation: Operation) -> bool:
 
 
 def _is_small(value: Value) -> bool:
-    return value.is_array and value.dtype.kind in "biu" and np.prod(value.shape) <= _MAX_SIZE
+    return value.is_array and value.dtype.kind in "biu" and math.prod(value.shape) <= _MAX_SIZE
 
 
 def small_integers(constant: Constant) -> np.ndarray | None:

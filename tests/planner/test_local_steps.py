@@ -14,10 +14,11 @@ import pytest
 import jaxzero as jz
 from jaxzero._hlo import Rates
 from jaxzero._planner.bounder import Bounder
+from jaxzero._planner.bounds import Bounds
 from jaxzero._planner.candidates import enumerate_candidates
 from jaxzero._planner.job import Job
 from jaxzero._planner.plans import Plans
-from jaxzero._planner.rounds import RoundCost
+from jaxzero._planner.rounds import RoundBounds, RoundCost
 from jaxzero._planner.search import Search, ranked
 from jaxzero._planner.tune import tune
 
@@ -101,6 +102,7 @@ def test_memory_is_that_of_one_node_and_of_the_report(preset, method):
     travelling = report.message_bytes + kept
 
     bounds = bounds_of(preset, method)
+    assert isinstance(bounds, RoundBounds)
     for temporary in (0, 10**5):
         expected = held + gradients + temporary + travelling
         if method is WAITING:  # a message travels while there are no gradients
@@ -113,10 +115,13 @@ def test_memory_is_that_of_one_node_and_of_the_report(preset, method):
 
 
 def test_the_bound_of_a_step_has_the_rows_of_one_node():
-    inside = bounds_of("zero3", STREAMING).step
+    of_round = bounds_of("zero3", STREAMING)
+    assert isinstance(of_round, RoundBounds)
+    inside = of_round.step
     together = next(
         bounds for x, bounds in bounded().bounds.items() if x.name == "zero3, prefetch 1"
     )
+    assert isinstance(together, Bounds)
     assert inside.compute == together.compute  # as many rows on each device
     assert (inside.node_bytes, inside.node) == (0, 0.0)
     assert together.node_bytes > 0
@@ -137,6 +142,7 @@ def test_one_program_serves_all_ways_to_exchange():
     plans = Plans(CLUSTER, 1e10, rows, 0, (), search.proxies, search.full)
     assert plans.local_steps is best.candidate.local_steps is not None
     bounds = search.bounds[best.candidate]
+    assert isinstance(bounds, RoundBounds)
     step = 1e-9 + bounds.step.update
     assert (best.seconds, best.waited) == (bounds.cost.step_seconds(step), bounds.cost.waited(step))
 

@@ -15,6 +15,7 @@ import pytest
 
 import jaxzero as jz
 from jaxzero._hlo import Timeline
+from jaxzero._planner.bounds import Bounds
 from jaxzero._planner.candidates import enumerate_candidates
 from jaxzero._planner.compiles import AT_ONCE, Compiled
 from jaxzero._planner.flops import matrix_flops
@@ -328,6 +329,7 @@ def test_losses_with_weights_and_collectives(f, options):
     search = Search(job, absent(1e9), 1e9, "step_time", None, math.inf, lambda line: None)
     search.run(list(enumerate_candidates(search.cluster, ("",), (1, 2, 4), False))[:1])
     (bounds,) = search.bounds.values()
+    assert isinstance(bounds, Bounds)
     assert bounds.compute == 2 * 2 * 16 * 64 * 8 / 4 / 1e12
 
 
