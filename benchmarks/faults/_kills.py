@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "several_hosts.py"
@@ -134,16 +134,34 @@ def _launched(folder: Path, options: list[str]) -> Iterator[subprocess.Popen]:
 
 
 def _kill(kill: Kill, folder: Path, pids: dict[int, int]) -> bool:
-    """Kill one host's process; whether a save was under way."""
-    if kill.during_save:
-        deadline = time.monotonic() + 30
-        while not list(folder.glob(_SAVING)) and time.monotonic() < deadline:
+    """Kill one host's process; whether a save was under way.
+
+    All processes are stopped before the look for a save, so what is seen is so at the kill. A save
+    that ended before they were stopped is not one to kill at moment 0: the next one is awaited.
+    """
+    deadline = time.monotonic() + 30
+    while True:
+        while kill.during_save and not _is_saving(folder) and time.monotonic() < deadline:
             time.sleep(0.001)
-    time.sleep(kill.moment)
-    was_saving = bool(list(folder.glob(_SAVING)))
-    with contextlib.suppress(ProcessLookupError):  # it was done before
-        os.kill(pids[kill.host], kill.signum)
+        time.sleep(kill.moment)
+        _signal(pids.values(), signal.SIGSTOP)
+        was_saving = _is_saving(folder)
+        if was_saving or not kill.during_save or kill.moment or time.monotonic() >= deadline:
+            break
+        _signal(pids.values(), signal.SIGCONT)
+    _signal([pids[kill.host]], kill.signum)
+    _signal([pid for host, pid in pids.items() if host != kill.host], signal.SIGCONT)
     return was_saving
+
+
+def _is_saving(folder: Path) -> bool:
+    return any(folder.glob(_SAVING))
+
+
+def _signal(pids: Iterable[int], signum: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it was done before
+            os.kill(pid, signum)
 
 
 def workers(launcher: int) -> dict[int, int]:
