@@ -120,8 +120,8 @@ def _plan_block(
     """Plan a block.
 
     `boundary` is the last operation of forward, or None in a loop's body. `unchanged` are inputs
-    of a body that gathers constants of the loop: those that are the same in each iteration. A
-    body that `repeats` not can send nothing in an earlier iteration, or in the next.
+    of a body that gathers constants of the loop: those that are the same in each iteration. If
+    the body never `repeats`, as that of a branch, no message can move to another iteration.
     """
     in_loop = boundary is None
     repeats = in_loop and repeats
