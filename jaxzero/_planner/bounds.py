@@ -49,7 +49,7 @@ class Bounds:
         """
         return gradients + self.update, waited
 
-    def with_temporaries(self, num_bytes: float) -> float:
+    def with_temporaries(self, num_bytes: int) -> int:
         """Bytes of one device, if the program of the gradients has such temporaries."""
         return self.memory + num_bytes
 

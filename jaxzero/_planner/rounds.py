@@ -89,7 +89,7 @@ class RoundBounds:
     @property
     def memory(self) -> int:
         """Bytes of parameters, gradients, optimizer state and what the exchange holds."""
-        return round(self.with_temporaries(0))
+        return self.with_temporaries(0)
 
     @property
     def host_memory(self) -> int:
@@ -116,7 +116,7 @@ class RoundBounds:
         step, waited = self.step.predicted(gradients, waited)
         return self.cost.step_seconds(step), waited + self.cost.waited(step)
 
-    def with_temporaries(self, num_bytes: float) -> float:
+    def with_temporaries(self, num_bytes: int) -> int:
         """Bytes of one device, if the program of the gradients has such temporaries.
 
         Without a delay fragments travel between steps, when there are no gradients and no

@@ -243,7 +243,7 @@ class Search:
         for other in self.rows.values():
             if other.candidate.family == row.candidate.family and other.stage != "bound":
                 share = other.candidate.microbatches / row.candidate.microbatches
-                temporary = min(1.0, share) * self.temporaries[other.candidate]
+                temporary = math.ceil(min(1.0, share) * self.temporaries[other.candidate])
                 needed = self.bounds[row.candidate].with_temporaries(temporary)
                 if needed > _PROXY_ERROR * self.limit:
                     return f"{self._needs(needed)}, by the temporaries of `{other.candidate.name}`"
@@ -276,7 +276,7 @@ class Search:
                 each.candidate,
                 stage,
                 *bounds.predicted(line.seconds, waited),
-                round(bounds.with_temporaries(compiled.temporary)),
+                bounds.with_temporaries(compiled.temporary),
                 bounds.host_memory + compiled.host_temporary,
                 bounds.node_bytes,
                 bounds.host_bytes,

@@ -205,4 +205,4 @@ def _computed(operation: Operation, inputs: Sequence[np.ndarray | None]) -> np.n
             array = _ELEMENTWISE[name](*arrays)
     else:
         return None
-    return array.astype(out.dtype)
+    return np.asarray(array, out.dtype)  # NumPy makes scalars of arrays without dims
