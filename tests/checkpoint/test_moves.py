@@ -78,6 +78,7 @@ def two_processes(left, tmp_path_factory):
     return folder, [end.said() for end in ends]
 
 
+@pytest.mark.ci
 def test_moves_between_numbers_of_processes(two_processes, six):
     """1 process to 2, which the script compares, and 2 to 1."""
     folder, _ = two_processes
@@ -89,6 +90,7 @@ def test_moves_between_numbers_of_processes(two_processes, six):
     assert_same_bits(whole(six, state), dict(np.load(folder / "many.npz")))
 
 
+@pytest.mark.ci
 def test_processes_fail_together(two_processes):
     """One cannot write, and both hear of it. Nothing is left of this, nor of what did not begin."""
     folder, said = two_processes
@@ -98,12 +100,14 @@ def test_processes_fail_together(two_processes):
     assert sorted(path.name for path in (folder / "many").iterdir()) == ["2", "3.damaged"]
 
 
+@pytest.mark.ci
 def test_what_one_process_cannot_read_no_process_takes_for_no_checkpoint(two_processes):
     _, (first, second) = two_processes
     assert second["unread"] == "FileNotFoundError: a file is gone"
     assert first["unread"] == "RuntimeError: process 1: FileNotFoundError: a file is gone"
 
 
+@pytest.mark.ci
 def test_what_one_process_cannot_verify_is_renamed_by_none(two_processes):
     folder, (first, second) = two_processes
     assert second["unverified"].startswith(f"OSError: '{folder / 'many' / '2'}")
@@ -112,6 +116,7 @@ def test_what_one_process_cannot_verify_is_renamed_by_none(two_processes):
     assert not (folder / "many" / "2.damaged").exists()
 
 
+@pytest.mark.ci
 def test_processes_agree_on_damage_and_on_differences(two_processes):
     folder, (first, second) = two_processes
     assert len(first["damaged"]) == 1 and first["damaged"] == second["damaged"]

@@ -77,7 +77,7 @@ CONFIGS = {
     [
         ("zero3", 1),
         pytest.param("zero3", 2, marks=pytest.mark.exhaustive),
-        ("hsdp", 2),
+        pytest.param("hsdp", 2, marks=pytest.mark.exhaustive),
         pytest.param("zeropp", 1, marks=pytest.mark.ci),
         pytest.param("hsdp", 1, marks=pytest.mark.exhaustive),
         pytest.param("zeropp4", 1, marks=pytest.mark.exhaustive),

@@ -196,6 +196,7 @@ def test_an_exception_ends_all():
     assert first.status in (distributed.PEER_LOST, -signal.SIGABRT)
 
 
+@pytest.mark.ci
 def test_an_exit_of_one_process_alone_ends_all():
     first, second = run("tests.distributed.distributed_run", 2, "quit", seconds=60)
     assert second.status == 3 and "This process exits at once" in second.err
@@ -240,7 +241,7 @@ def test_what_takes_too_long_is_ended(what: str, said: str):
     assert said in end.err and f'{DISTRIBUTED_RUN}", line' in end.err
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.ci)])
 def test_sigterm_before_the_first_step_of_a_resumed_run(count: int):
     """JAX's service notes it, also where it serves one process alone."""
     with started("tests.distributed.distributed_run", count, "resume") as processes:

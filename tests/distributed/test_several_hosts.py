@@ -88,7 +88,8 @@ def test_two_hosts_then_one_then_two_train_what_one_device_does(on_one_device, t
     _assert_same(tmp_path, losses, on_one_device)
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.ci), 2])
+@pytest.mark.ci
+@pytest.mark.parametrize("count", [1, 2])
 def test_sums_over_processes_are_right_every_time(count: int):
     """Gloo's reduce-scatter is not: of the large sums it gives a few in a hundred wrong."""
     for process in run("tests.mesh.sum_by_processes", count):

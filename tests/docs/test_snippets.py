@@ -30,7 +30,7 @@ PAGES = (
     "howto/planning.md",
     "howto/resharding.md",
 )
-SOON = ("start/first_step.md", "howto/from_gspmd.md", "howto/planning.md")  # the others run in CI
+SOON = ("start/first_step.md", "howto/from_gspmd.md")  # the others run in CI
 NOT_PROGRAMS = ("start/faq.md",)  # every block is an excerpt
 BLOCK = re.compile(r"(?:<!-- (?P<comment>.*?) -->\n)?```python\n(?P<code>.*?)```", re.DOTALL)
 ALONE = "run as a process of its own"

@@ -43,6 +43,7 @@ def test_every_example_is_run_here():
     assert names == {"finetune_llm", "from_deepspeed", "grpo_digits", "several_hosts"}
 
 
+@pytest.mark.ci
 def test_the_example_for_several_hosts_runs_alone_and_goes_on(tmp_path: Path):
     program = str(ROOT / "examples" / "several_hosts.py")
     for steps in (2, 4):
@@ -133,6 +134,7 @@ def _loss_in_transformers(directory: Path) -> float | None:
         return model(input_ids=ids, labels=ids).loss.item()
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.standard_promotion  # optax
 def test_finetuning_a_whole_decoder(llama, tmp_path):

@@ -66,6 +66,7 @@ def test_a_run_with_offload_is_the_run_without(finish: Callable[[bool], tuple[jo
     assert exported(found) == exported(expected)
 
 
+@pytest.mark.ci
 def test_the_first_lines_say_where_arrays_are(finish: Callable[[bool], tuple[jobs.Train, str]]):
     (_, text), (_, plain) = finish(True), finish(False)
     for what in ("parameters", "optimizer state"):

@@ -350,6 +350,7 @@ class TestLauncher:
         assert len(numbers) == 4
         assert all(ends(number) for number in numbers)
 
+    @pytest.mark.ci
     def test_a_screen_that_is_stuck_does_not_hold_up_the_end(self):
         script = PREAMBLE + textwrap.dedent("""
             open(str(process), "w").write("ready")

@@ -239,6 +239,7 @@ def test_zero_of_scanned_layers_and_experts():
     zoo.assert_close(jax.device_get(zero.unshard(grads)), jax.device_get(want[1]), 1e-5, "grads")
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_step_of_zeropp_is_within_the_bound_of_its_codecs():
     # The head is tied and nothing is recomputed, so nothing is gathered between the two loops.

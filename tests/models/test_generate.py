@@ -78,7 +78,11 @@ def assert_same(got: models.Generated, want: models.Generated) -> None:
     np.testing.assert_array_equal(got.lengths, want.lengths)
 
 
-@pytest.mark.parametrize("config", [CONFIG, STACKED], ids=["list", "stack"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(CONFIG, marks=pytest.mark.exhaustive), STACKED],
+    ids=["list", "stack"],
+)
 def test_a_row_does_not_depend_on_other_rows_or_on_where_its_padding_is(config: DecoderConfig):
     graph, params = built(config)
     want = on_one_device(config)

@@ -116,6 +116,7 @@ def _check(zero, got, want):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * max(1, np.abs(y).max()))
 
 
+@pytest.mark.ci
 @pytest.mark.standard_promotion
 def test_the_mean_over_devices_is_an_elbo():
     """With one key for all devices that of one device; else the mean of those of 8 samples."""

@@ -17,7 +17,7 @@ from tests.zero.offload_policy import offload_only
 
 LAYERS, WIDTH = 4, 16
 ALL = jz.Offload(weights=True, gradients=True, optimizer=True, min_size=0)
-PRESETS = ("zero3", "zeropp", "zeropp4", "hsdp")
+PRESETS = ("zero3", "zeropp", pytest.param("zeropp4", marks=pytest.mark.exhaustive), "hsdp")
 
 
 def init(key):
