@@ -209,7 +209,11 @@ def test_hosts_send_at_their_rate_and_leave_nothing(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("peer", "microbatches", "crossings"),
-    [("jaxzero zero3", 1, 3), ("gspmd", 4, 4), ("fsdp2", 4, 12)],
+    [
+        ("jaxzero zero3", 1, 3),
+        pytest.param("gspmd", 4, 4, marks=pytest.mark.exhaustive),
+        ("fsdp2", 4, 12),
+    ],
 )
 def test_a_run_over_a_slow_link(peer, microbatches, crossings, tmp_path):
     """In a gather or reduction in float32 half a model crosses the link each way."""

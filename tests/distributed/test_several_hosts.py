@@ -202,7 +202,7 @@ def test_the_job_on_two_hosts_stops_goes_on_and_equals_one(tmp_path: Path):
     assert one.keys() == both.keys()
 
 
-@pytest.mark.ci
+@pytest.mark.exhaustive
 def test_the_job_loses_nothing_by_a_kill(tmp_path: Path):
     """With a wire state, which is saved beside, and a journal, which is cut at the checkpoint."""
     tiny_job.write_checkpoint(tmp_path / "tiny")

@@ -69,7 +69,11 @@ def test_the_script_learns(name, half):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name == "equinox" else pytest.mark.ci) for name in NAMES],
+    [
+        "equinox",
+        pytest.param("flax_nnx", marks=pytest.mark.ci),
+        pytest.param("flax_linen", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_the_losses_are_those_of_one_device(name):
     edits = {**EXACT[name], **SHORT}
