@@ -87,7 +87,9 @@ def unchanged_in_body(loop: Loop, known: Mapping[Value, np.ndarray]) -> Known:
     """The known inputs of a loop's body that are equal in all iterations, each as one of them."""
     inside = known_in_body(loop, known)
     inputs = ((x, inside[x]) for x in loop.body.inputs if x in inside)
-    return {x: values[0] for x, values in inputs if len(values) and (values == values[0]).all()}
+    return {
+        x: values[0, ...] for x, values in inputs if len(values) and (values == values[0]).all()
+    }
 
 
 def _iterations(
@@ -109,7 +111,7 @@ def _iterations(
     for iteration in range(loop.length):
         position = loop.length - 1 - iteration if loop.is_reversed else iteration
         stacks = zip(body.inputs[first:], outside[first:], strict=True)
-        layers = {x: stack[position] for x, stack in stacks if stack is not None}
+        layers = {x: stack[position, ...] for x, stack in stacks if stack is not None}
         given = {x: array for x, array in (constants | carry).items() if array is not None}
         known = _run(given | layers, operations, most // loop.length)
         after = {i: _value(body.outputs[i - loop.num_constants], known) for i in carried}
