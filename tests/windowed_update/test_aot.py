@@ -12,6 +12,7 @@ import pytest
 import jaxzero as jz
 from benchmarks.compiled._h200 import h200_mesh
 from benchmarks.compiled._host_copies import host_copies, host_to_host
+from jaxzero._hlo import Rates, timeline
 from jaxzero._hlo.host_memory import compile_with_host_memory, on_abstract_mesh
 from jaxzero._hlo.instructions import parse
 from jaxzero._windowed_update.update import WINDOW_BYTES
@@ -108,6 +109,19 @@ def test_copies_in_both_directions_overlap(mesh):
         reads = [i for i in range(len(started)) if i not in writes]
         assert len(writes) == 3 and len(reads) == 4
         assert min(writes) < max(reads), started
+
+
+@pytest.mark.parametrize("in_host", [EVERYTHING, dict(weights=True, optimizer=True)], ids=len)
+def test_copies_run_in_both_directions_at_all_times(mesh, in_host):
+    """Predicted from the program: the time of the copies in the direction that has more of them.
+
+    Each leaf's first read and last write have nothing beside them: two windows of some dozens.
+    """
+    compiled, shard_bytes = compiled_update(mesh, STACKED, ADAM, **in_host)
+    line = timeline(compiled.as_text(), rates := Rates(num_local=8))
+    assert line.host_bytes_in == (3 + ("gradients" in in_host)) * shard_bytes
+    assert line.host_bytes_out == 3 * shard_bytes
+    assert line.seconds <= 1.1 * line.host_bytes_in / rates.host, line
 
 
 @pytest.mark.parametrize("shapes", [{"gate": STACKED["gate"]}, UNEVEN], ids=["even", "uneven"])
