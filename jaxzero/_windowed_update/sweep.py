@@ -76,10 +76,11 @@ class LeafSweep:
         result, new = self.visit(turn.result, turn.window, index)
         if jax.tree.leaves(result):
             result, upcoming = lax.optimization_barrier((result, upcoming))
+        for i in range(len(upcoming)):
+            if i in new:
+                new[i], upcoming[i] = lax.optimization_barrier((new[i], upcoming[i]))
         late = None if self.late is None else new.pop(self.late)
         for i, x in new.items():
-            if i < len(upcoming):
-                x, upcoming[i] = lax.optimization_barrier((x, upcoming[i]))
             arrays[i] = self.windows.write(arrays[i], x, index)
         return _Turn(arrays, result, upcoming, late)
 

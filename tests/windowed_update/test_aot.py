@@ -27,6 +27,7 @@ LAYER = {
 STACKED = {name: (LAYERS, *shape) for name, shape in LAYER.items()}
 UNROLLED = {f"layer_{i}": LAYER for i in range(4)}
 UNEVEN = {"table": (8009, DEVICES * WIDTH)}  # a prime number of rows: the last windows overlap
+FEW = {"embedding": (32000, WIDTH)}  # two windows
 ADAM = optax.adamw(1e-3)
 EVERYTHING = dict(weights=True, optimizer=True, gradients=True)
 
@@ -59,6 +60,15 @@ def compiled_update(mesh, shapes, tx, **offload):
     step = jax.jit(step, donate_argnums=(0, 1))
     compiled = compile_with_host_memory(step, arguments, mesh, options=options)
     return compiled, sum(x.size for x in jax.tree.leaves(params)) * 4 // DEVICES
+
+
+@pytest.mark.parametrize("shapes", [FEW, UNROLLED], ids=["few", "unrolled"])
+def test_a_late_write_copies_nothing_within_host_memory(mesh, shapes):
+    compiled, shard_bytes = compiled_update(mesh, shapes, ADAM, weights=True, optimizer=True)
+    memory = compiled.memory_analysis()
+    assert memory.host_alias_size_in_bytes == 3 * shard_bytes
+    assert memory.host_temp_size_in_bytes == 0
+    assert host_to_host(compiled.as_text()) == []
 
 
 @pytest.mark.parametrize("shapes", [STACKED, UNROLLED], ids=["stacked", "unrolled"])
