@@ -76,12 +76,14 @@ class LeafSweep:
         result, new = self.visit(turn.result, turn.window, index)
         if jax.tree.leaves(result):
             result, upcoming = lax.optimization_barrier((result, upcoming))
-        for i in range(len(upcoming)):
-            if i in new:
-                new[i], upcoming[i] = lax.optimization_barrier((new[i], upcoming[i]))
-        late = None if self.late is None else new.pop(self.late)
+        late = None
         for i, x in new.items():
-            arrays[i] = self.windows.write(arrays[i], x, index)
+            if i < len(upcoming):
+                x, upcoming[i] = lax.optimization_barrier((x, upcoming[i]))
+            if i == self.late:
+                late = x
+            else:
+                arrays[i] = self.windows.write(arrays[i], x, index)
         return _Turn(arrays, result, upcoming, late)
 
     def last_turn(self, turn: _Turn) -> tuple[list[Array], Any]:
