@@ -2,6 +2,7 @@
 
     python -m benchmarks.compiled.plan_table                  # hours; goes on where it was stopped
     python -m benchmarks.compiled.plan_table --models 1b
+    python -m benchmarks.compiled.plan_table --proxies        # as `jz.tune` compiles them first
 
 Needs jaxzero[aot]. A row holds what a plan takes of memory, and its predicted step at each link
 rate, and at 50 GB/s with each other rate halved and doubled. `plan_regret` compares with these rows
@@ -108,21 +109,24 @@ def results() -> Iterator[dict[str, Any]]:
     return (row["results"] for row in read_rows("plan_table"))
 
 
-def main(models: Sequence[Name] = ("1b", "moe", "7b")) -> None:
+def main(models: Sequence[Name] = ("1b", "moe", "7b"), proxies: bool = False) -> None:
     """Compile what has no row yet.
 
     Args:
         models: which.
+        proxies: without the fusion of softmax and RMS norm, as a search compiles most programs.
     """
     jax.config.update("jax_platforms", "cpu")
     for model in models:
         compiler = Compiler(job_of(model), cluster_of(LINKS[0]), None)
         done = {
-            each["plan"] for each in results() if each["model"] == model and not each["is_proxy"]
+            each["plan"]
+            for each in results()
+            if each["model"] == model and each["is_proxy"] == proxies
         }
         for candidate in candidates():
             if candidate.name not in done:
-                record(compiler, model, candidate, is_proxy=False)
+                record(compiler, model, candidate, is_proxy=proxies)
 
 
 if __name__ == "__main__":
