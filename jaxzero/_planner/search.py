@@ -103,14 +103,18 @@ class Search:
             except _FAILURES as error:
                 untraced.append((candidate.name, error))
                 continue
-            self.bounds[candidate] = bounds
-            self.rows[candidate] = PlanRow.of_bounds(candidate, bounds, self._too_large(bounds))
+            self.add(candidate, bounds)
         if untraced and not self.rows:
             raise untraced[0][1]
         self.notes += [
             f"`{name}` was left out, for it cannot be traced: {_first_line(error)}"
             for name, error in untraced
         ]
+
+    def add(self, candidate: Candidate, bounds: Bounds | RoundBounds) -> None:
+        """A candidate with its bounds, to be searched by `run`."""
+        self.bounds[candidate] = bounds
+        self.rows[candidate] = PlanRow.of_bounds(candidate, bounds, self._too_large(bounds))
 
     def _with_same_plan(self, candidate: Candidate) -> Candidate | None:
         """A candidate that differs in prefetch only, which sends the same bytes."""
@@ -169,7 +173,7 @@ class Search:
         """
         assert self.compiler is not None
         compile_one = functools.partial(self.compiler.compile, is_proxy=is_proxy)
-        if any(row.candidate.offload for row in rows):
+        if any(row.candidate.has_host_arrays for row in rows):
             yield from ((row, functools.partial(compile_one, row.candidate)) for row in rows)
             return
         with ThreadPoolExecutor(AT_ONCE) as pool:
