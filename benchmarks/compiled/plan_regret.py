@@ -115,6 +115,8 @@ def record(found: Table, name: Limit) -> dict[str, Any]:
         "fitting": sum(found.fits(plan, limit) for plan in found.full),
         "links": at_links,
         "other_rates": {x: judged(found, x, x, limit) for x in changed},
-        "wrong_rates": {f"{x} for {true}": judged(found, x, true, limit) for x, true in wrong_rates()},
+        "wrong_rates": {
+            f"{x} for {true}": judged(found, x, true, limit) for x, true in wrong_rates()
+        },
     }
     return append_row("plan_regret", results)

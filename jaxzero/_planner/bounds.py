@@ -37,9 +37,14 @@ class Bounds:
     host_bytes: int
 
     @property
+    def gradients(self) -> float:
+        """Seconds of the gradients, if everything overlapped."""
+        return max(self.compute, self.node, self.local)
+
+    @property
     def seconds(self) -> float:
         """Of a step, if everything but the update overlapped."""
-        return max(self.compute, self.node, self.local) + self.update
+        return self.gradients + self.update
 
     def predicted(self, gradients: float, waited: float) -> tuple[float, float]:
         """Seconds of a step, and those of it that a device waits for links.

@@ -1,64 +1,70 @@
 """What is expected of plans that were not compiled, or not in full, by those that were.
 
-The logarithm of the temporaries, and that of the step over its lower bound, are sums of what each
-choice of a plan adds. The expectations below were set on Llamas of 1.1B and 7B parameters
-(`benchmarks/compiled/plan_regret.py`); a search corrects them by each program that it compiles.
+The logarithms of temporaries, and of the gradients' time over its lower bound, are sums of what
+each choice of a plan adds. What choices are expected to add was set on Llamas of 1.1B and 7B
+parameters (`benchmarks/compiled/plan_regret.py`); each program that is compiled corrects it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Literal
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from .bounds import Bounds
 from .candidates import Candidate
-from .regression import Features, Regression, Weight
+from .regression import Regression
 from .rounds import RoundBounds
 
-_NOTHING = Weight(0.0, 0.0)
-# Expected additions to the logarithm, by the first word of a feature's name.
-_TEMPORARIES = {
-    "all": Weight(0.0, 2.0),  # of any plan; the mean is that of `Estimates.scale`
-    "loss": Weight(0.0, 0.7),
-    "preset": Weight(0.0, 0.2),
-    "one node": Weight(0.0, 0.2),
-    "doublings": Weight(-0.5, 0.2),  # of micro-batches
-    "doublings of": Weight(0.0, 0.1),
-    "several": Weight(0.15, 0.2),  # micro-batches, whose gradients are added up
-    "several of": Weight(0.0, 0.2),
-    "no prefetch": Weight(-0.03, 0.03),
-    "host": Weight(0.0, 0.1),
-    "several in host": Weight(0.15, 0.15),
-    "program": Weight(0.0, 0.05),
-    "full": Weight(0.02, 0.02),
+_DRAWS = 512
+_NOISE = 0.01
+
+# What a choice adds to a logarithm, by the first word of its name: mean and standard deviation.
+_Expected = Mapping[str, tuple[float, float]]
+_TEMPORARIES: _Expected = {
+    "any plan": (0.0, 2.0),  # over `Estimates.scale`
+    "loss": (0.0, 0.7),
+    "preset": (0.0, 0.18),
+    "one node": (0.0, 0.2),
+    "doublings": (-0.35, 0.15),  # of micro-batches
+    "doublings of": (0.0, 0.09),
+    "several": (0.12, 0.15),  # micro-batches, whose gradients are added up
+    "several of": (0.0, 0.13),
+    "no prefetch": (-0.03, 0.03),
+    "host": (0.05, 0.1),
+    "several in host": (0.1, 0.1),
+    "program": (0.0, 0.07),
+    "full": (0.0, 0.003),
+    "full, many": (0.02, 0.05),  # micro-batches
+    "full program": (0.0, 0.01),
 }
-_SECONDS = {
-    "all": Weight(0.1, 0.2),
-    "loss": Weight(0.0, 0.1),
-    "preset": Weight(0.0, 0.1),
-    "one node": Weight(0.0, 0.1),
-    "doublings": Weight(0.05, 0.05),
-    "doublings of": Weight(0.0, 0.05),
-    "several": Weight(0.0, 0.02),
-    "several of": Weight(0.0, 0.02),
-    "no prefetch": Weight(0.2, 0.15),
-    "host": Weight(0.02, 0.03),
-    "several in host": Weight(0.0, 0.02),
-    "program": Weight(0.0, 0.05),
-    "full": Weight(-0.07, 0.04),
+_SECONDS: _Expected = {
+    "any plan": (0.3, 1.0),
+    "loss": (0.0, 0.1),
+    "preset": (0.0, 0.15),
+    "one node": (0.0, 0.1),
+    "doublings": (0.05, 0.03),
+    "doublings of": (0.0, 0.03),
+    "several": (0.05, 0.03),
+    "several of": (0.0, 0.03),
+    "no prefetch": (0.2, 0.1),
+    "host": (0.03, 0.03),
+    "several in host": (0.0, 0.02),
+    "program": (0.0, 0.03),
+    "full": (-0.08, 0.03),
+    "full, many": (0.02, 0.02),
+    "full program": (0.0, 0.01),
 }
-_NOISE = 0.02  # of one compile, proxy or full
 
 
-def _features(candidate: Candidate, *, is_proxy: bool) -> Features:
-    """What temporaries and steps depend on: the choices of a plan, and pairs of them."""
+def _choices(candidate: Candidate) -> dict[tuple[str, ...], float]:
+    """What a program depends on: the choices of a plan, and pairs of them."""
     program, of_one_node = candidate.program
-    preset = candidate.preset
     several, in_host = candidate.microbatches > 1, candidate.has_host_arrays
-    doublings = math.log2(candidate.microbatches)
-    found = {
-        ("all",): 1.0,
+    doublings, preset = math.log2(candidate.microbatches), candidate.preset
+    return {
+        ("any plan",): 1.0,
         ("loss", candidate.loss): 1.0,
         ("preset", preset): 1.0,
         ("one node",): of_one_node,
@@ -70,77 +76,69 @@ def _features(candidate: Candidate, *, is_proxy: bool) -> Features:
         ("host",): in_host,
         ("several in host",): several and in_host,
         ("program", program.name, str(of_one_node)): 1.0,
-        ("full",): not is_proxy,
     }
-    return {name: float(x) for name, x in found.items() if x}
 
 
-@dataclasses.dataclass(frozen=True)
-class Normal:
-    """A quantity whose logarithm is normal.
-
-    Attributes:
-        log: its mean logarithm.
-        sd: the standard deviation of that.
-    """
-
-    log: float
-    sd: float
-
-    @property
-    def median(self) -> float:
-        return math.exp(self.log)
-
-    def below(self, x: float) -> float:
-        """The probability that it is at most `x`."""
-        return _phi((math.log(x) - self.log) / self.sd) if x > 0 else 0.0
-
-    def gain(self, x: float) -> float:
-        """By how much it is expected to be below `x`, in units of it; 0 where it is above."""
-        # E[max(0, x - y)] of a log-normal y, the formula of Black and Scholes for a put.
-        if math.isinf(x):
-            return math.inf
-        d = (math.log(x) - self.log) / self.sd
-        return x * _phi(d) - math.exp(self.log + self.sd**2 / 2) * _phi(d - self.sd)
-
-
-def _phi(z: float) -> float:
-    return (1 + math.erf(z / math.sqrt(2))) / 2
+def _of_full(candidate: Candidate) -> dict[tuple[str, ...], float]:
+    """What a full compile adds to a proxy."""
+    program, of_one_node = candidate.program
+    return {
+        ("full",): 1.0,
+        ("full, many",): max(0.0, math.log2(candidate.microbatches) - 1),
+        ("full program", program.name, str(of_one_node)): 1.0,
+    }
 
 
 class Estimates:
-    """Temporaries and steps of full compiles, expected from the programs compiled so far.
+    """Values of plans, expected from the programs compiled so far.
 
     Args:
+        bounds: of all plans.
         scale: bytes of temporaries expected before anything was compiled, within a factor of 7.
     """
 
-    def __init__(self, scale: float):
-        self._mean = math.log(scale)
-        self._temporaries = Regression(lambda name: _TEMPORARIES[name[0]], _NOISE)
-        self._seconds = Regression(lambda name: _SECONDS[name[0]], _NOISE)
+    def __init__(self, bounds: Mapping[Candidate, Bounds | RoundBounds], scale: float):
+        self._bounds, self._scale = dict(bounds), math.log(scale)
+        self._number = {each: number for number, each in enumerate(self._bounds)}
+        proxies = [_choices(each) for each in self._bounds]
+        added = [_of_full(each) for each in self._bounds]
+        names = list(dict.fromkeys(name for each in (*proxies, *added) for name in each))
+        self._proxies = np.array([[each.get(name, 0.0) for name in names] for each in proxies])
+        self._full = self._proxies + [[each.get(name, 0.0) for name in names] for each in added]
+        self._temporaries = _regression(names, _TEMPORARIES)
+        self._seconds = _regression(names, _SECONDS)
+        draws = np.random.default_rng(0).standard_normal((2, _DRAWS // 2, len(names)))
+        self._draws = np.concatenate([draws, -draws], axis=1)
 
     def observe(
-        self, candidate: Candidate, temporary: int, share: float, *, is_proxy: bool
+        self, candidate: Candidate, temporary: int, gradients: float, *, is_proxy: bool
     ) -> None:
         """Learn from a program.
 
         Args:
             candidate: a plan with the program.
             temporary: bytes of its temporaries.
-            share: its step over the lower bound.
+            gradients: its seconds.
             is_proxy: or in full.
         """
-        features = _features(candidate, is_proxy=is_proxy)
-        self._temporaries.observe(features, math.log(max(temporary, 1)) - self._mean)
-        self._seconds.observe(features, math.log(share))
+        x = (self._proxies if is_proxy else self._full)[self._number[candidate]]
+        least = self._bounds[candidate].gradients
+        self._temporaries.observe(x, math.log(max(temporary, 1)) - self._scale)
+        self._seconds.observe(x, math.log(max(gradients, least) / least))
 
-    def temporaries(self, candidate: Candidate) -> Normal:
-        """Bytes of temporaries of a full compile."""
-        mean, sd = self._temporaries.predict(_features(candidate, is_proxy=False))
-        return Normal(self._mean + mean, sd)
+    def draws(self, candidates: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray]:
+        """Draws of bytes of a device and seconds of a step, by full compiles, `[draws, plans]`."""
+        x = self._full[[self._number[each] for each in candidates]]
+        temporaries = np.exp(self._scale + self._temporaries.weights(self._draws[0]) @ x.T)
+        over = np.exp(np.maximum(0.0, self._seconds.weights(self._draws[1]) @ x.T))
+        memory, seconds = np.empty_like(temporaries), np.empty_like(over)
+        for number, candidate in enumerate(candidates):
+            bounds = self._bounds[candidate]
+            memory[:, number] = bounds.with_temporaries(temporaries[:, number])
+            seconds[:, number], _ = bounds.predicted(bounds.gradients * over[:, number], 0.0)
+        return memory, seconds
 
-    def seconds(self, candidate: Candidate, bounds: Bounds | RoundBounds) -> Normal:
-        """Of a step, by a full compile."""
-        mean, sd = self._seconds.predict(_features(candidate, is_proxy=False))
-        return Normal(math.log(bounds.seconds) + mean, sd)
+
+def _regression(names: Sequence[tuple[str, ...]], expected: _Expected) -> Regression:
+    mean, sd = np.array([expected[name[0]] for name in names]).T
+    return Regression(mean, sd, _NOISE)

@@ -15,6 +15,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from .._hlo import Rates
@@ -68,7 +69,7 @@ class RoundCost:
 
     def waited(self, step: float) -> float:
         """Seconds of it in which nodes wait for a fragment."""
-        exposed = max(0.0, self.message - self.method.delay * step)
+        exposed = np.maximum(0.0, self.message - self.method.delay * step)
         return exposed * self.method.fragments / self.method.every
 
 
@@ -78,18 +79,23 @@ class RoundBounds:
 
     Attributes:
         step: of a step of one node.
-        gradients: bytes of the gradients, which `step.memory` has.
+        gradient_bytes: of the gradients, which `step.memory` has.
         cost: what rounds add.
     """
 
     step: Bounds
-    gradients: int
+    gradient_bytes: int
     cost: RoundCost
+
+    @property
+    def gradients(self) -> float:
+        """Seconds of the gradients of a node, if everything overlapped."""
+        return self.step.gradients
 
     @property
     def memory(self) -> int:
         """Bytes of parameters, gradients, optimizer state and what the exchange holds."""
-        return self.with_temporaries(0)
+        return int(self.with_temporaries(0))
 
     @property
     def host_memory(self) -> int:
@@ -123,9 +129,9 @@ class RoundBounds:
         temporaries.
         """
         between = self.cost.travelling
-        during = self.gradients + num_bytes
-        most = max(during, between) if self.cost.method.delay == 0 else during + between
-        return self.step.memory - self.gradients + self.cost.held + most
+        during = self.gradient_bytes + num_bytes
+        most = np.maximum(during, between) if self.cost.method.delay == 0 else during + between
+        return self.step.memory - self.gradient_bytes + self.cost.held + most
 
 
 def round_cost(
