@@ -43,7 +43,7 @@ def tpe(table: Table, setting: str, limit: float, budget: int, seed: int) -> Ite
     study = optuna.create_study(sampler=sampler)
     longest = max(table.step(plan, setting) for plan in table.full)
     compiled: set[str] = set()
-    for _ in range(20 * budget):  # repeated programs and plans without a chance cost no compile
+    for _ in range(10 * budget):  # repeated programs and plans without a chance cost no compile
         trial = study.ask()
         plan = _suggested(trial, list(table.full))
         if table.fits(plan, limit):

@@ -16,7 +16,7 @@ from jaxzero._planner import Bounds, Candidate, Compiled, Search, Work, ranked
 from .plan_table import Name, candidates, cluster_of, job_of, settings_of_rates
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Table:
     """What is known of all plans of a model.
 
@@ -152,6 +152,7 @@ class Outcome:
     full: int
 
 
+@functools.cache
 def searched(table: Table, setting: str, limit: float, most: float = math.inf) -> Outcome:
     """The plan that `jz.tune` chooses.
 

@@ -44,6 +44,7 @@ def cluster_of(link: float) -> jz.Cluster:
     return jz.Cluster(nodes=2, local=8, device="h200", link=link, host_memory=200e9)
 
 
+@functools.cache
 def job_of(model: Name) -> Job:
     """Training of a model by AdamW, as `jz.tune` has it by default."""
     size = SIZES[model]
@@ -58,6 +59,7 @@ def candidates() -> list[Candidate]:
     return sorted(found, key=lambda each: each.offload)
 
 
+@functools.cache
 def settings_of_rates() -> dict[str, Rates]:
     """The rates that a program is walked with, by name: links, then one other rate changed."""
     rates = {f"{link:g}": cluster_of(link).rates for link in LINKS}
