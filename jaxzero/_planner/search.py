@@ -1,4 +1,9 @@
-"""Search for the best plan: discard by bounds, rank by proxies, check memory by full compiles."""
+"""Search for the best plan: discard by bounds, rank by proxies, check memory by full compiles.
+
+Which program is compiled next is a question of what to expect of it (`Estimates`): the one with
+the largest expected improvement (Jones, Schonlau and Welch 1998) over what is known, where a plan
+that does not fit improves nothing.
+"""
 
 from __future__ import annotations
 
@@ -374,7 +379,8 @@ class Search:
             if not why and best is not None and self.value(row)[0] >= self.value(best)[0]:
                 why = "its bound is above the best plan"
             if not why:
-                why, is_open = "was not compiled", True
+                less = ": less is expected of it" if best is not None else ""
+                why, is_open = f"was not compiled{less}", True
         return dataclasses.replace(row, discarded=why, undecided=is_open)
 
     def _order(self, row: PlanRow) -> tuple[int, tuple[float, float]]:
