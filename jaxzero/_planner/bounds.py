@@ -46,17 +46,17 @@ class Bounds:
         """Of a step, if everything but the update overlapped."""
         return self.gradients + self.update
 
-    def predicted(self, gradients: float, waited: float) -> tuple[float, float]:
+    def predicted(self, gradients: Any, waited: float) -> tuple[Any, Any]:
         """Seconds of a step, and those of it that a device waits for links.
 
         Args:
-            gradients: seconds of the program of the gradients.
+            gradients: seconds of the program of the gradients; a number, or an array of draws.
             waited: seconds of it.
         """
         return gradients + self.update, waited
 
-    def with_temporaries(self, num_bytes: int) -> int:
-        """Bytes of one device, if the program of the gradients has such temporaries."""
+    def with_temporaries(self, num_bytes: Any) -> Any:
+        """Bytes of one device, if the program of the gradients has such temporaries; or arrays."""
         return self.memory + num_bytes
 
 

@@ -63,11 +63,11 @@ class RoundCost:
             merged / rates.memory,
         )
 
-    def step_seconds(self, step: float) -> float:
+    def step_seconds(self, step: Any) -> Any:
         """Of a step of a round on average, if it takes `step` on a node by itself."""
         return step + self.merge / self.method.every + self.waited(step)
 
-    def waited(self, step: float) -> float:
+    def waited(self, step: Any) -> Any:
         """Seconds of it in which nodes wait for a fragment."""
         exposed = np.maximum(0.0, self.message - self.method.delay * step)
         return exposed * self.method.fragments / self.method.every
@@ -117,12 +117,12 @@ class RoundBounds:
         """Bytes between device and host in a step, both ways."""
         return self.step.host_bytes
 
-    def predicted(self, gradients: float, waited: float) -> tuple[float, float]:
+    def predicted(self, gradients: Any, waited: float) -> tuple[Any, Any]:
         """Seconds of a step, and those of it that a device waits; as `Bounds.predicted`."""
         step, waited = self.step.predicted(gradients, waited)
         return self.cost.step_seconds(step), waited + self.cost.waited(step)
 
-    def with_temporaries(self, num_bytes: int) -> int:
+    def with_temporaries(self, num_bytes: Any) -> Any:
         """Bytes of one device, if the program of the gradients has such temporaries.
 
         Without a delay fragments travel between steps, when there are no gradients and no
