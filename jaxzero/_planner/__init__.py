@@ -13,7 +13,6 @@ from .cluster import Device as Device
 from .compiles import Compiled as Compiled
 from .compiles import Compiler as Compiler
 from .job import Job as Job
-from .plans import Plans as Plans
 from .search import Search as Search
 from .search import ranked as ranked
 from .target import absent_mesh as absent_mesh
