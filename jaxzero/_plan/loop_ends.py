@@ -55,8 +55,9 @@ def _may_be_cut(operation: Loop, loop: LoopPlan) -> bool:
     """Whether iterations can be taken out of a loop, at the cost of one copy of its body each."""
     if isinstance(operation, Branch) or not loop.is_pipelined:
         return False
-    if any(inner.body.gather_groups or inner.body.loops for inner in loop.body.loops.values()):
-        return False  # each copy would hold another copy of the inner loops and what they send
+    inside = [inner.body for inner in loop.body.loops.values()]
+    if any(body.gather_groups or body.reduce_groups or body.loops for body in inside):
+        return False
     return all(value.is_array for value in operation.outputs[operation.num_carry :])
 
 
