@@ -181,8 +181,11 @@ class PipelinedLoop:
         """Run one iteration that is not part of the loop."""
         iteration, num_after = jnp.asarray(number), self.loop.length - 1 - number
         is_last = num_after < self.plan.num_last
+        # XLA then does not know the number, and the kernels that cut layers out of stacks are those
+        # of the loop's body, compiled once.
+        iteration, carry = lax.optimization_barrier((iteration, state.carry))
         # [Note: same bits]
-        carry, rows = lax.optimization_barrier((state.carry, self._rows(iteration)))
+        carry, rows = lax.optimization_barrier((carry, self._rows(iteration)))
         state = state._replace(carry=carry)
         state, outputs = self._iteration(state, iteration, rows, num_after if is_last else None)
         deferred = state.deferred
