@@ -83,7 +83,6 @@ class HostStacks:
         layer_index: LayerIndex,
         iteration: Array,
         current: Mapping[int, Array],
-        num_after: int | None = None,
     ) -> Queues:
         """Copy the next layer of each stack to the device; drop the first layer of its queue.
 
@@ -93,17 +92,13 @@ class HostStacks:
             iteration: its number.
             current: the stacks, by position, of which the loop updates layers; these are read in
                 place of those before the loop.
-            num_after: the number of iterations after this one, if layers for later ones are not to
-                be copied.
         """
         advanced = []
         every = zip(self._stacks, self._leads, queues, strict=True)
         for number, ((stack, x), leads, queue) in enumerate(every):
             x = dataclasses.replace(x, data=current.get(number, x.data))
-            ahead = leads[-1] + self._window
-            i = layer_index(iteration + ahead)
-            is_needed = num_after is None or ahead <= num_after
-            advanced.append([*queue[1:], *([_copied(stack, x, i).data] if is_needed else [])])
+            i = layer_index(iteration + leads[-1] + self._window)
+            advanced.append([*queue[1:], _copied(stack, x, i).data])
         return advanced
 
     def passed(self, queues: Queues) -> Fetched:

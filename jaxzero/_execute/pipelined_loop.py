@@ -30,7 +30,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._collectives import ReduceBucket, copy_to_device, recording, repeated
-from .._mesh import empty_in_host, in_host
+from .._mesh import in_host
 from .._plan import ShardedParam
 from .deferred_gradients import Deferred, DeferredGradients
 from .gathers import Bind, GatherSources
@@ -141,20 +141,16 @@ class PipelinedLoop:
 
         With iterations after the loop, there are stacks for its outputs too.
         """
-        hosted: list[bool] = []
 
         def first() -> tuple[Deferred, _Outputs]:
             after, outputs = self._iteration(state, jnp.asarray(0), self._rows(jnp.asarray(0)))
-            hosted.extend(map(in_host, jax.tree.leaves(outputs)))
             return after.deferred, outputs
 
         with recording(None):  # traced only for shapes: its collectives must not be counted
             deferred, outputs = jax.eval_shape(first)
         state = state._replace(deferred=self.deferred.fill(state.deferred, deferred))
         if self.plan.num_last:
-            leaves, treedef = jax.tree.flatten(outputs)
-            empty = [self._empty(i, *x) for i, x in enumerate(zip(leaves, hosted, strict=True))]
-            state = state._replace(stacked=jax.tree.unflatten(treedef, empty))
+            state = state._replace(stacked=self._empty_stacks(outputs))
         return state
 
     def _repeated(self, state: _State, start: int, stop: int) -> tuple[_State, _Outputs | None]:
@@ -189,10 +185,9 @@ class PipelinedLoop:
         state = state._replace(carry=carry)
         state, outputs = self._iteration(state, iteration, rows, num_after if is_last else None)
         deferred = state.deferred
-        operands = (state.carry, state.in_flight, deferred.buckets, outputs)
-        carry, in_flight, buckets, outputs = lax.optimization_barrier(operands)
-        deferred = deferred._replace(buckets=buckets)
-        state = state._replace(carry=carry, in_flight=in_flight, deferred=deferred)
+        operands = (state.carry, deferred.buckets, outputs)
+        carry, buckets, outputs = lax.optimization_barrier(operands)
+        state = state._replace(carry=carry, deferred=deferred._replace(buckets=buckets))
         return self._store(state, outputs, iteration)
 
     def _iteration(
@@ -205,7 +200,7 @@ class PipelinedLoop:
             iteration: its number.
             rows: its slices of the program's stacks on the device.
             num_after: the number of iterations that follow, in those after the loop: what only
-                later ones would use is neither sent nor copied.
+                later ones would use is not sent.
 
         Returns:
             The state after it; the outputs of the iteration other than the carry; and the node
@@ -242,7 +237,7 @@ class PipelinedLoop:
             deferred=deferred,
             slices=self._next_slices(state.slices, inside, following, num_unsent),
         )
-        return self._copy_next(after, iteration, num_after), (outputs, kept)
+        return self._copy_next(after, iteration), (outputs, kept)
 
     def _next_slices(
         self, slices: list[Array], inside: Runner, following: Array, num_unsent: int
@@ -256,7 +251,7 @@ class PipelinedLoop:
             for weight, x in zip(self.layers.kept_prefetched, slices, strict=True)
         ]
 
-    def _copy_next(self, state: _State, iteration: Array, num_after: int | None) -> _State:
+    def _copy_next(self, state: _State, iteration: Array) -> _State:
         """Copy from host memory what the next iterations need, at the end of an iteration."""
         carry, deferred = state.carry, state.deferred
         current = {
@@ -265,8 +260,8 @@ class PipelinedLoop:
             if number in self.updated_queues
         }
         host, layer_index = self.layers.host, self.layers.layer_index
-        fetched = host.advance(state.fetched, layer_index, iteration, current, num_after)
-        rows = {} if num_after == 0 else self._host_rows(iteration + 1)
+        fetched = host.advance(state.fetched, layer_index, iteration, current)
+        rows = self._host_rows(iteration + 1)
         layers = {number: x.layers for number, x in deferred.updated.items()}
         if fetched or rows or layers:
             # Otherwise XLA waits for some of the copies before the layer computes.
@@ -297,21 +292,17 @@ class PipelinedLoop:
     def _store(self, state: _State, outputs: _Outputs, iteration: Array) -> _State:
         """The state with an iteration's outputs in their stacks."""
         index = self.layers.layer_index(iteration)
-        leaves, treedef = jax.tree.flatten(outputs)
-        if state.stacked is None:
-            stacks = [self._empty(i, x, in_host(x)) for i, x in enumerate(leaves)]
-        else:
-            stacks = jax.tree.leaves(state.stacked)
-        pairs = zip(stacks, leaves, strict=True)
-        stacks = [lax.dynamic_update_index_in_dim(stack, x, index, 0) for stack, x in pairs]
-        return state._replace(stacked=jax.tree.unflatten(treedef, stacks))
+        stacks = self._empty_stacks(outputs) if state.stacked is None else state.stacked
 
-    def _empty(self, number: int, x: Any, is_in_host: bool) -> Array:
-        """A stack for arrays like `x`, which are the leaf `number` of an iteration's outputs."""
-        shape = (self.loop.length, *x.shape)
-        if is_in_host:
-            return empty_in_host(shape, x.dtype, len(self.loop.outputs) + number)
-        return jnp.zeros(shape, x.dtype)
+        def stored(stack: Array, x: Array) -> Array:
+            return lax.dynamic_update_index_in_dim(stack, x, index, 0)
+
+        return state._replace(stacked=jax.tree.map(stored, stacks, outputs))
+
+    def _empty_stacks(self, outputs: _Outputs) -> _Outputs:
+        """A stack for each output of an iteration."""
+        length = self.loop.length
+        return jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), outputs)
 
     def _keep(self, weights: Sequence[ShardedParam], stacks: Sequence[Array]) -> None:
         """Let later gathers start from stacks of node slices."""

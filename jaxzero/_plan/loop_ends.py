@@ -15,6 +15,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
+import jax
+
 from .._mesh import LOCAL
 from .._program import Branch, Loop
 from .block_plan import BlockPlan, LoopPlan
@@ -53,12 +55,20 @@ def separate_ends(plan: BlockPlan, axes_with_peers: Collection[str]) -> BlockPla
 
 def _may_be_cut(operation: Loop, loop: LoopPlan) -> bool:
     """Whether iterations can be taken out of a loop, at the cost of one copy of its body each."""
-    if isinstance(operation, Branch) or not loop.is_pipelined:
+    if isinstance(operation, Branch) or not loop.is_pipelined or _copies(operation, loop):
         return False
     inside = [inner.body for inner in loop.body.loops.values()]
     if any(body.gather_groups or body.reduce_groups or body.loops for body in inside):
         return False
     return all(value.is_array for value in operation.outputs[operation.num_carry :])
+
+
+def _copies(operation: Loop, loop: LoopPlan) -> bool:
+    """Whether a loop copies from or to host memory: such loops have not been measured cut."""
+    variables = [*operation.equation.invars, *operation.equation.outvars]
+    spaces = {getattr(x.aval, "memory_space", None) for x in variables}
+    in_host = jax.memory.Space.Host in spaces
+    return in_host or loop.window > 0 or bool(loop.host_gradients or loop.updates)
 
 
 def _axes_reduced(loop: LoopPlan, axes_with_peers: Collection[str]) -> int:
