@@ -185,9 +185,10 @@ class PipelinedLoop:
         state = state._replace(carry=carry)
         state, outputs = self._iteration(state, iteration, rows, num_after if is_last else None)
         deferred = state.deferred
-        operands = (state.carry, deferred.buckets, outputs)
-        carry, buckets, outputs = lax.optimization_barrier(operands)
-        state = state._replace(carry=carry, deferred=deferred._replace(buckets=buckets))
+        operands = (state.carry, state.in_flight, deferred.buckets, outputs)
+        carry, in_flight, buckets, outputs = lax.optimization_barrier(operands)
+        deferred = deferred._replace(buckets=buckets)
+        state = state._replace(carry=carry, in_flight=in_flight, deferred=deferred)
         return self._store(state, outputs, iteration)
 
     def _iteration(
