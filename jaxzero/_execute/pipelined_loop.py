@@ -101,7 +101,9 @@ class PipelinedLoop:
         state, outputs = self._repeated(state, first, length - last)
         for i in range(length - last, length):
             state = self._single(state, i)
-        outputs, slices = state.stacked or outputs
+        stacked = state.stacked or outputs
+        assert stacked is not None
+        outputs, slices = stacked
         deferred = self.deferred.finish(state.deferred)
         self._keep(self.layers.kept_prefetched, state.slices)
         self._keep(self.layers.kept_in_iteration, slices)
