@@ -102,7 +102,10 @@ def test_no_whole_gradient_is_held_while_the_layers_run_backward(scanned):
     """The head's is summed inside the node before, the embedding's has not been begun."""
     instructions = parse(scanned).entry.instructions
     backward = max(i for i, x in enumerate(instructions) if x.op == "while")
-    before = {x.name: x for x in instructions[:backward] if x.op not in ("parameter", "tuple")}
+    # The stack of activations is an element of the forward loop; backward's last iterations, which
+    # run after its loop, read it too.
+    passed = ("parameter", "tuple", "get-tuple-element")
+    before = {x.name: x for x in instructions[:backward] if x.op not in passed}
     later = {name for x in instructions[backward + 1 :] for name in x.operands}
     held = [before[name] for name in later if name in before]
     assert held  # such as what the norms need
