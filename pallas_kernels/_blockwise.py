@@ -63,7 +63,8 @@ def add_up(rows: Shaped[Array, "num ..."]) -> Shaped[Array, ...]:
     """
     if len(rows) > _ADDED:
         return jnp.sum(rows, axis=0)
-    return functools.reduce(operator.add, rows)
+    parts = [lax.slice_in_dim(rows, i, i + 1) for i in range(len(rows))]
+    return functools.reduce(operator.add, parts).reshape(rows.shape[1:])
 
 
 def _index(x_kb: Shaped[Array, "*rows k b"]) -> UInt32[Array, "*rows k b"]:

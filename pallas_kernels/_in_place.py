@@ -66,7 +66,9 @@ class InPlace:
     def cut_out(self) -> Shaped[Array, "n m"]:
         """Slice the messages out into an array [messages, size], for the XLA implementation."""
         stop = self.start + self.count * self.size
-        columns = lax.slice_in_dim(self.array, self.start, stop, axis=1)
+        columns = self.array
+        if stop - self.start < columns.shape[1]:
+            columns = lax.slice_in_dim(columns, self.start, stop, axis=1)
         return columns if self.count == 1 else columns.reshape(len(self), self.size)
 
 

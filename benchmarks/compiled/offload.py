@@ -160,7 +160,7 @@ def compiled_step(
     loss = functools.partial(_llama.loss, SIZES[settings.model])
     step = jax.jit(zero.value_and_update(loss, TX), donate_argnums=(0, 1))
     arguments = (params, zero.init_optimizer(TX, params), tokens)
-    options = jz.compiler_options("cuda", offload=True)
+    options = jz.compiler_options("cuda", offload=True, update_in_backward=True)
     return compile_with_host_memory(step, arguments, mesh, options=options)
 
 

@@ -2,10 +2,13 @@
 
     python -m benchmarks.compiled.plan_table                  # hours; goes on where it was stopped
     python -m benchmarks.compiled.plan_table --models 1b
+    python -m benchmarks.compiled.plan_table --proxies        # as `jz.tune` compiles them first
+    python -m benchmarks.compiled.plan_table --work           # minutes: rows of `plan_work`
 
 Needs jaxzero[aot]. A row holds what a plan takes of memory, and its predicted step at each link
-rate, and at 50 GB/s with each other rate halved and doubled. `plan_regret` compares with these rows
-what `jz.tune` would choose.
+rate, and at 50 GB/s with each other rate halved and doubled. A row of `plan_work` holds the bytes
+and operations that bounds are computed from. `plan_regret` compares with these rows what `jz.tune`
+would choose.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import jaxzero as jz
 from benchmarks.shared import _llama
 from benchmarks.shared._rows import append_row, read_rows
 from jaxzero._hlo import Rates
-from jaxzero._planner import Candidate, Compiled, Compiler, Job, enumerate_candidates
+from jaxzero._planner import Bounder, Candidate, Compiled, Compiler, Job, enumerate_candidates
 
 from .aot import SIZES
 
@@ -41,6 +44,7 @@ def cluster_of(link: float) -> jz.Cluster:
     return jz.Cluster(nodes=2, local=8, device="h200", link=link, host_memory=200e9)
 
 
+@functools.cache
 def job_of(model: Name) -> Job:
     """Training of a model by AdamW, as `jz.tune` has it by default."""
     size = SIZES[model]
@@ -55,6 +59,7 @@ def candidates() -> list[Candidate]:
     return sorted(found, key=lambda each: each.offload)
 
 
+@functools.cache
 def settings_of_rates() -> dict[str, Rates]:
     """The rates that a program is walked with, by name: links, then one other rate changed."""
     rates = {f"{link:g}": cluster_of(link).rates for link in LINKS}
@@ -108,21 +113,38 @@ def results() -> Iterator[dict[str, Any]]:
     return (row["results"] for row in read_rows("plan_table"))
 
 
-def main(models: Sequence[Name] = ("1b", "moe", "7b")) -> None:
+def record_work(model: Name) -> dict[str, Any]:
+    """Trace all plans, and append one row with the work of each."""
+    bounder = Bounder(job_of(model), cluster_of(LINKS[0]), is_absent=True)
+    works = {each.name: dataclasses.asdict(bounder.work(each)[0]) for each in candidates()}
+    return append_row("plan_work", {"model": model, "plans": works})
+
+
+def main(
+    models: Sequence[Name] = ("1b", "moe", "7b"), proxies: bool = False, work: bool = False
+) -> None:
     """Compile what has no row yet.
 
     Args:
         models: which.
+        proxies: without the fusion of softmax and RMS norm, as a search compiles most programs.
+        work: compile nothing; trace all plans for what bounds are computed from.
     """
     jax.config.update("jax_platforms", "cpu")
     for model in models:
-        compiler = Compiler(job_of(model), cluster_of(LINKS[0]), None)
-        done = {
-            each["plan"] for each in results() if each["model"] == model and not each["is_proxy"]
-        }
-        for candidate in candidates():
-            if candidate.name not in done:
-                record(compiler, model, candidate, is_proxy=False)
+        if work:
+            record_work(model)
+        else:
+            _record_missing(model, is_proxy=proxies)
+
+
+def _record_missing(model: Name, *, is_proxy: bool) -> None:
+    compiler = Compiler(job_of(model), cluster_of(LINKS[0]), None)
+    known = (each for each in results() if each["model"] == model)
+    done = {each["plan"] for each in known if each["is_proxy"] == is_proxy}
+    for candidate in candidates():
+        if candidate.name not in done:
+            record(compiler, model, candidate, is_proxy=is_proxy)
 
 
 if __name__ == "__main__":

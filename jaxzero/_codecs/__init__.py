@@ -10,6 +10,8 @@ from .cast import Cast as Cast
 from .codec import Codec as Codec
 from .codec import DeferredMessage as DeferredMessage
 from .codec import check_is_value as check_is_value
+from .codec import joined_rows as joined_rows
+from .codec import rows_of as rows_of
 from .codec import written as written
 from .float8 import Float8 as Float8
 from .int4 import Int4 as Int4

@@ -127,8 +127,8 @@ class Codec(abc.ABC):
     def is_joinable(self) -> bool:
         """Whether messages laid side by side are the message of their numbers laid side by side.
 
-        If so, the gradients of a bucket are decoded and added as one array, which makes programs
-        of unrolled layers smaller.
+        If so, the gradients of a bucket are encoded, decoded and added as one array, which makes
+        programs of unrolled layers smaller.
         """
         return False
 
@@ -241,8 +241,7 @@ class Codec(abc.ABC):
 
         Returns the messages or, with `place`, the larger array with the messages in its columns.
         """
-        rows = kernels.to_rows(x.reshape(cut(x.shape, dim, num)))
-        message = self.encode_rows(rows, seed=seed)
+        message = self.encode_rows(rows_of(x, dim, num), seed=seed)
         return message if place is None else place.put(message)
 
     def decode_pieces(
@@ -254,8 +253,7 @@ class Codec(abc.ABC):
     ) -> Shaped[Array, ...]:
         """Decode each message to a piece of `shape`, and join the pieces along `dim`."""
         rows = self.decode_rows(kernels.cut_out(message), math.prod(shape), dtype)
-        x = rows.reshape(len(message), *shape)
-        return joined(jnp.moveaxis(x, 0, dim), shape, dim, len(message))
+        return joined_rows(rows, shape, dim)
 
     def decode_sum(
         self, message: Shaped[Array, "peers m"] | kernels.InPlace, num: int
@@ -364,6 +362,24 @@ def check_is_value(codec: Codec) -> None:
 def cut(shape: tuple[int, ...], dim: int, num: int) -> tuple[int, int, int]:
     """The shape `(outer, num, inner)` of an array of `shape` cut into `num` pieces along `dim`."""
     return math.prod(shape[:dim]), num, math.prod(shape[dim:]) // num
+
+
+def rows_of(x: Shaped[Array, ...], dim: int, num: int) -> Shaped[Array, "num n"]:
+    """Cut `dim` into `num` pieces, and flatten each to a row."""
+    if math.prod(x.shape[:dim]) == 1:  # the pieces follow one another
+        return x.reshape(num, x.size // num)
+    pieces = x.reshape(*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
+    return jnp.moveaxis(pieces, dim, 0).reshape(num, x.size // num)
+
+
+def joined_rows(
+    rows: Shaped[Array, "num n"], shape: tuple[int, ...], dim: int
+) -> Shaped[Array, ...]:
+    """Join pieces of `shape` along `dim`, each given as a row; reverses `rows_of`."""
+    num = len(rows)
+    if math.prod(shape[:dim]) == 1:
+        return joined(rows, shape, dim, num)
+    return joined(jnp.moveaxis(rows.reshape(num, *shape), 0, dim), shape, dim, num)
 
 
 def joined(x: Shaped[Array, ...], shape: tuple[int, ...], dim: int, num: int) -> Shaped[Array, ...]:

@@ -32,4 +32,6 @@ def to_bits(x: Shaped[Array, ...]) -> Shaped[Array, ...]:
 
 def from_bits(x: Shaped[Array, ...], dtype: DTypeLike) -> Shaped[Array, ...]:
     """View the integers of `to_bits` as the narrow float `dtype` again; others are unchanged."""
-    return lax.bitcast_convert_type(x, dtype) if is_narrow_float(dtype) else x
+    if not is_narrow_float(dtype) or x.dtype == dtype:
+        return x
+    return lax.bitcast_convert_type(x, dtype)

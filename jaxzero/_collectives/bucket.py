@@ -6,7 +6,9 @@ by side, as bits, in one array with a row for each device:
     data[d] = [shard d of weight 0 | shard d of weight 1 | ...]
 
 After the gather each weight is a range of columns, which its decoder reads in place. Shards of one
-dtype keep it; shards of different dtypes are joined as bytes.
+dtype keep it; shards of different dtypes are joined as bytes. Narrow floats of one dtype become
+bits after they are joined, and floats again before they are cut apart: one operation for a bucket,
+where a program of unrolled layers would have one for each weight of each layer.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from .. import pallas_kernels as kernels
-from .._codecs import DeferredMessage, bits_dtype, from_bits, to_bits
+from .._codecs import DeferredMessage, bits_dtype, from_bits, joined_rows, to_bits
 from .encoded_shards import EncodedShards
 from .ledger import picked
 from .message_form import MessageForm
-from .packing import Column, can_join, in_place, join, split, widths
+from .packing import Column, can_join, in_place, join, widths
 from .primitives import all_gather
 
 
@@ -63,15 +65,24 @@ class GatherBucket:
         """The shards of each weight in the bucket."""
         if len(self.parts) == 1:
             return [dataclasses.replace(self.parts[0], data=self.data)]
-        rows = split(self.data, _columns(self.parts))
-        return [_from_rows(part, x) for part, x in zip(self.parts, rows, strict=True)]
+        rows = self._rows()
+        return [_from_rows(part, x.cut_out()) for part, x in zip(self.parts, rows, strict=True)]
 
     def arrays(self, dtypes: Sequence[Any]) -> list[Array]:
         """Decode each weight to its entry of `dtypes` (None: its own dtype), read from `data`."""
         if len(self.parts) == 1:
             return [self.unpack()[0].join(dtypes[0])]
-        rows = in_place(self.data, _columns(self.parts))
-        return [_joined(*each) for each in zip(self.parts, rows, dtypes, strict=True)]
+        return [_joined(*each) for each in zip(self.parts, self._rows(), dtypes, strict=True)]
+
+    def _rows(self) -> list[kernels.InPlace]:
+        """For each weight its columns of `data`; of floats, where all weights have one dtype."""
+        columns = _columns(self.parts)
+        dtypes = {None if part.codec is not None else part.dtype for part in self.parts}
+        only = dtypes.pop() if len(dtypes) == 1 else None
+        if only is None:
+            return in_place(self.data, columns)
+        sizes = [(size, np.dtype(only)) for size, _ in columns]
+        return in_place(from_bits(self.data, only), sizes)
 
 
 jax.tree_util.register_dataclass(GatherBucket, ["data"], ["parts", "positions"])
@@ -103,7 +114,9 @@ def pack(
         if deferred == (None,):
             buckets.append(_single(chosen[0], numbers[0]))
             continue
-        data = join([message or _row(x) for x, message in zip(chosen, deferred, strict=True)])
+        data = _joined_bits(
+            [message or _row(x) for x, message in zip(chosen, deferred, strict=True)]
+        )
         # Keeps XLA from moving the decoding across the collective, as in `EncodedShards.encode`,
         # which deferred messages do not pass through.
         if any(deferred):
@@ -148,9 +161,15 @@ def _without_data(shards: EncodedShards) -> EncodedShards:
 
 
 def _row(shards: EncodedShards) -> Array:
-    """This device's row `[1, m]`: the message, or the bits of a shard without a codec."""
-    bits = shards.data if shards.codec is not None else to_bits(shards.data)
-    return bits.reshape(1, bits.size)
+    """This device's row `[1, m]`: the message, or a shard without a codec."""
+    return shards.data.reshape(1, shards.data.size)
+
+
+def _joined_bits(rows: Sequence[Shaped[Array, "1 _"] | DeferredMessage]) -> Shaped[Array, "1 m"]:
+    """Concatenate rows as bits."""
+    if len({x.dtype for x in rows}) > 1:
+        rows = [x if isinstance(x, DeferredMessage) else to_bits(x) for x in rows]
+    return to_bits(join(rows))
 
 
 def _row_dtype(shards: EncodedShards) -> Any:
@@ -175,8 +194,5 @@ def _from_rows(part: EncodedShards, rows: Shaped[Array, "n m"]) -> EncodedShards
     if part.codec is not None:
         num_shards, size = part.data.shape
         return dataclasses.replace(part, data=rows.reshape(len(rows) * num_shards, size))
-    x = from_bits(rows, part.dtype).reshape(len(rows), *part.shape)
-    x = jnp.moveaxis(x, 0, part.dim)
-    dim, shape = part.dim, part.shape
-    x = x.reshape(*shape[:dim], len(rows) * shape[dim], *shape[dim + 1 :])
+    x = joined_rows(from_bits(rows, part.dtype), part.shape, part.dim)
     return dataclasses.replace(part, data=x, shape=tuple(x.shape))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Shaped
 
-from .._codecs import Codec, DeferredMessage, written
+from .._codecs import Codec, DeferredMessage, joined_rows, rows_of, written
 from .._mesh import AXES, LOCAL, NODE, REDUCTION_HOPS, device_index
 from .._sharding import DimSharding, GradientHop, pad, unpad
 from .comm_spec import CommSpec, accumulator_dtype
@@ -152,12 +152,6 @@ def _seed_axes(axis: str) -> tuple[str, ...]:
     return AXES if axis == LOCAL else (axis,)
 
 
-def rows_of(x: Shaped[Array, ...], dim: int, num: int) -> Shaped[Array, "num n"]:
-    """Cut `dim` into `num` shards, and flatten each to a row."""
-    shape = (*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
-    return jnp.moveaxis(x.reshape(shape), dim, 0).reshape(num, x.size // num)
-
-
 def shard_shape(shape: tuple[int, ...], dim: int, num: int) -> tuple[int, ...]:
     """The shape of each of `num` shards along `dim`."""
     return (*shape[:dim], shape[dim] // num, *shape[dim + 1 :])
@@ -165,8 +159,7 @@ def shard_shape(shape: tuple[int, ...], dim: int, num: int) -> tuple[int, ...]:
 
 def _from_rows(rows: Shaped[Array, "num n"], like: Shaped[Array, ...], dim: int) -> Array:
     """The array with the shape of `like` whose shards along `dim` are `rows` (see `rows_of`)."""
-    shards = rows.reshape(len(rows), *shard_shape(like.shape, dim, len(rows)))
-    return jnp.moveaxis(shards, 0, dim).reshape(like.shape)
+    return joined_rows(rows, shard_shape(like.shape, dim, len(rows)), dim)
 
 
 def _exchange(message: Shaped[Array, "num ..."], axis: str) -> Shaped[Array, "num ..."]:

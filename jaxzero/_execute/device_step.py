@@ -278,13 +278,20 @@ def _trace(
     Nothing is gathered.
     """
     full = []
+    avals: dict[Any, Any] = {}  # layers of an unrolled program have equal ones
     for i, (shard, x) in enumerate(zip(stored, full_weights, strict=True)):
         layout = parameters.weight_layout(i)
         leaf = parameters.leaves[i]
         decoded = jax.ShapeDtypeStruct(shard.shape, leaf.dtype)
         if leaf.codec is not None:
             decoded = jax.ShapeDtypeStruct(from_stored(shard, leaf).shape, leaf.dtype)
-        full.append(gathered_aval(decoded, layout, comm) if layout else x)
+        if layout is None:
+            full.append(x)
+            continue
+        key = decoded.shape, decoded.dtype, layout
+        if key not in avals:
+            avals[key] = gathered_aval(decoded, layout, comm)
+        full.append(avals[key])
     rows = [
         jax.eval_shape(functools.partial(_rows_of, spec, microbatches, share), x)
         if split_dim(spec) is not None and (microbatches > 1 or share < 1)

@@ -3,6 +3,9 @@
 In: a loss, shapes, and a `Cluster`. Out: `Plans`. Nothing is run.
 """
 
+from .bounder import Bounder as Bounder
+from .bounds import Bounds as Bounds
+from .bounds import Work as Work
 from .candidates import Candidate as Candidate
 from .candidates import enumerate_candidates as enumerate_candidates
 from .cluster import Cluster as Cluster
@@ -10,5 +13,8 @@ from .cluster import Device as Device
 from .compiles import Compiled as Compiled
 from .compiles import Compiler as Compiler
 from .job import Job as Job
+from .plans import Plans as Plans
+from .search import Search as Search
+from .search import ranked as ranked
 from .target import absent_mesh as absent_mesh
 from .tune import tune as tune

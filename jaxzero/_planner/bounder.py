@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from .._mesh import SimulatedMesh, make_mesh
-from .bounds import Bounds, bounds_of
+from .bounds import Bounds, Work
 from .candidates import Candidate
 from .cluster import Cluster
 from .flops import matrix_flops
@@ -57,6 +57,11 @@ class Bounder:
 
     def _of_step(self, candidate: Candidate) -> tuple[Bounds, int]:
         """The bounds of a candidate's program, and the bytes of its gradients."""
+        work, gradients = self.work(candidate)
+        return work.bounds(placed(self.job, self.cluster, candidate)[1].rates), gradients
+
+    def work(self, candidate: Candidate) -> tuple[Work, int]:
+        """The work of a candidate's program, and the bytes of its gradients."""
         job, cluster = placed(self.job, self.cluster, candidate)
         shapes = Shapes.of(job, candidate, self._mesh(cluster))
         report = shapes.report(job, candidate)
@@ -66,7 +71,7 @@ class Bounder:
             self._flops[candidate.loss] = flops / cluster.num_devices
         flops = self._flops[candidate.loss] * cluster.num_devices
         state = shapes.arguments.get("wire_state")
-        return bounds_of(report, state, flops, cluster), report.device_bytes("gradients")
+        return Work.of(report, state, flops, cluster), report.device_bytes("gradients")
 
     def _check_rounds(self, candidate: Candidate) -> None:
         """Raise what local steps refuse of a loss, found by tracing it once."""

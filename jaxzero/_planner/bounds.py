@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from .._hlo import Rates
 from .._report import Report
 from .cluster import Cluster
 
@@ -36,59 +37,100 @@ class Bounds:
     host_bytes: int
 
     @property
+    def gradients(self) -> float:
+        """Seconds of the gradients, if everything overlapped."""
+        return max(self.compute, self.node, self.local)
+
+    @property
     def seconds(self) -> float:
         """Of a step, if everything but the update overlapped."""
-        return max(self.compute, self.node, self.local) + self.update
+        return self.gradients + self.update
 
-    def predicted(self, gradients: float, waited: float) -> tuple[float, float]:
+    def predicted(self, gradients: Any, waited: float) -> tuple[Any, Any]:
         """Seconds of a step, and those of it that a device waits for links.
 
         Args:
-            gradients: seconds of the program of the gradients.
+            gradients: seconds of the program of the gradients; a number, or an array of draws.
             waited: seconds of it.
         """
         return gradients + self.update, waited
 
-    def with_temporaries(self, num_bytes: int) -> int:
-        """Bytes of one device, if the program of the gradients has such temporaries."""
+    def with_temporaries(self, num_bytes: Any) -> Any:
+        """Bytes of one device, if the program of the gradients has such temporaries; or arrays."""
         return self.memory + num_bytes
 
 
-def bounds_of(report: Report, wire_state: Any, flops: float, cluster: Cluster) -> Bounds:
-    """The bounds of a candidate.
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a step holds, computes and moves on one device, whatever the rates.
 
-    Args:
-        report: of the candidate's arrays and plan.
-        wire_state: its wire state, as structs; None if it needs none.
-        flops: operations of all matrix products of a step, over all devices.
-        cluster: gives the rates.
+    Attributes:
+        memory: bytes of parameters, gradients, optimizer state and wire state.
+        host_memory: bytes of them in host memory.
+        flops: operations of its matrix products.
+        node_bytes: bytes that enter its node.
+        received: bytes that it receives.
+        updated: bytes of its memory that the optimizer's update reads and writes.
+        host_read: bytes of host memory that the update reads.
+        host_written: bytes of host memory that the update writes.
+        host_bytes: bytes between device and host in a step, both ways.
     """
-    rates, traffic = cluster.rates, report.traffic
-    assert traffic is not None
-    held = sum(report.device_bytes(kind) for kind in report.kinds)
-    if wire_state is not None:  # node slices are split inside a node, residuals over all devices
-        held += _num_bytes(wire_state.slices) // cluster.local
-        held += _num_bytes(wire_state.errors) // cluster.num_devices
-    in_host = sum(report.host_bytes(kind) for kind in report.kinds)
-    moved = sum(report.device_bytes(kind) for kind in ("parameters", "optimizer state")) * 2
-    moved += report.device_bytes("gradients")
-    host = report.host_traffic
-    update, host_bytes = moved / rates.memory, 0
-    if host is not None:
-        read, written = host.update or (0, 0)
-        update = max(update, read / rates.host, written / rates.host)
-        host_bytes = host.num_bytes("device") + host.num_bytes("host")
-    received = traffic.amount().device_bytes
-    return Bounds(
-        memory=held,
-        host_memory=in_host,
-        compute=flops / cluster.num_devices / rates.flops,
-        node=traffic.node_bytes / rates.node,
-        local=received / rates.local,
-        update=update,
-        node_bytes=traffic.node_bytes,
-        host_bytes=host_bytes,
-    )
+
+    memory: int
+    host_memory: int
+    flops: float
+    node_bytes: int
+    received: float
+    updated: int
+    host_read: int
+    host_written: int
+    host_bytes: int
+
+    @classmethod
+    def of(cls, report: Report, wire_state: Any, flops: float, cluster: Cluster) -> Work:
+        """The work of a candidate.
+
+        Args:
+            report: of the candidate's arrays and plan.
+            wire_state: its wire state, as structs; None if it needs none.
+            flops: operations of all matrix products of a step, over all devices.
+            cluster: the devices.
+        """
+        traffic, host = report.traffic, report.host_traffic
+        assert traffic is not None
+        held = sum(report.device_bytes(kind) for kind in report.kinds)
+        if wire_state is not None:  # node slices are split inside a node, residuals over all
+            held += _num_bytes(wire_state.slices) // cluster.local
+            held += _num_bytes(wire_state.errors) // cluster.num_devices
+        updated = sum(report.device_bytes(kind) for kind in ("parameters", "optimizer state")) * 2
+        read, written = (host.update if host else None) or (0, 0)
+        return cls(
+            memory=held,
+            host_memory=sum(report.host_bytes(kind) for kind in report.kinds),
+            flops=flops / cluster.num_devices,
+            node_bytes=traffic.node_bytes,
+            received=traffic.amount().device_bytes,
+            updated=updated + report.device_bytes("gradients"),
+            host_read=read,
+            host_written=written,
+            host_bytes=host.num_bytes("device") + host.num_bytes("host") if host else 0,
+        )
+
+    def bounds(self, rates: Rates) -> Bounds:
+        """The bounds of a candidate with this work."""
+        return Bounds(
+            memory=self.memory,
+            host_memory=self.host_memory,
+            compute=self.flops / rates.flops,
+            node=self.node_bytes / rates.node,
+            local=self.received / rates.local,
+            update=max(
+                self.updated / rates.memory,
+                max(self.host_read, self.host_written) / rates.host,
+            ),
+            node_bytes=self.node_bytes,
+            host_bytes=self.host_bytes,
+        )
 
 
 def _num_bytes(tree: Any) -> int:

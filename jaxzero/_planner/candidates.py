@@ -54,11 +54,20 @@ class Candidate:
 
     @property
     def program(self) -> tuple[Candidate, bool]:
-        """Equal for candidates that differ only in how nodes exchange parameters between steps.
+        """Equal for candidates whose programs of the gradients are equal by construction.
 
-        The step of a node that trains by itself is the same program however nodes exchange.
+        The step of a node that trains by itself is the same program however nodes exchange. The
+        optimizer state is not in it, so it may lie anywhere.
         """
-        return dataclasses.replace(self, local_steps=None), self.local_steps is not None
+        offload = self.offload if self.has_host_arrays else ""
+        config = dataclasses.replace(self.config, offload=_OFFLOAD[offload])
+        same = dataclasses.replace(self, config=config, offload=offload, local_steps=None)
+        return same, self.local_steps is not None
+
+    @property
+    def has_host_arrays(self) -> bool:
+        """Whether the program of the gradients has arrays in host memory."""
+        return self.offload == "all"
 
     @property
     def saving(self) -> tuple[int, int, int]:

@@ -102,7 +102,7 @@ class Compiler:
         """The step that a candidate's nodes run, and its arguments."""
         job, cluster = placed(self._job, self._cluster, candidate)
         shapes = Shapes.of(job, candidate, absent_mesh(cluster))
-        params = on_abstract_mesh(shapes.params) if candidate.offload else shapes.params
+        params = on_abstract_mesh(shapes.params) if candidate.has_host_arrays else shapes.params
         return jax.jit(shapes.step), (params, job.batch), shapes.arguments
 
     def _mesh(self, candidate: Candidate) -> Mesh:
@@ -135,7 +135,7 @@ class Compiler:
     def _compile(self, candidate: Candidate, is_proxy: bool, kernels: str) -> Compiled:
         options = {**_options(candidate, is_proxy), "xla_gpu_kernel_cache_file": kernels}
         start = time.perf_counter()
-        if candidate.offload:
+        if candidate.has_host_arrays:
             step, arguments, keywords = self._step(candidate)
             compiled = compile_with_host_memory(
                 step, arguments, self._mesh(candidate), options=options, **keywords
@@ -171,7 +171,7 @@ class Compiler:
 
 
 def _options(candidate: Candidate, is_proxy: bool) -> dict[str, Any]:
-    options = compiler_options("cuda", offload=bool(candidate.offload))
+    options = compiler_options("cuda", offload=candidate.has_host_arrays)
     return {**options, **_EVERY, **(_PROXY if is_proxy else {})}
 
 

@@ -15,6 +15,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from .._hlo import Rates
@@ -62,13 +63,13 @@ class RoundCost:
             merged / rates.memory,
         )
 
-    def step_seconds(self, step: float) -> float:
+    def step_seconds(self, step: Any) -> Any:
         """Of a step of a round on average, if it takes `step` on a node by itself."""
         return step + self.merge / self.method.every + self.waited(step)
 
-    def waited(self, step: float) -> float:
+    def waited(self, step: Any) -> Any:
         """Seconds of it in which nodes wait for a fragment."""
-        exposed = max(0.0, self.message - self.method.delay * step)
+        exposed = np.maximum(0.0, self.message - self.method.delay * step)
         return exposed * self.method.fragments / self.method.every
 
 
@@ -78,18 +79,23 @@ class RoundBounds:
 
     Attributes:
         step: of a step of one node.
-        gradients: bytes of the gradients, which `step.memory` has.
+        gradient_bytes: of the gradients, which `step.memory` has.
         cost: what rounds add.
     """
 
     step: Bounds
-    gradients: int
+    gradient_bytes: int
     cost: RoundCost
+
+    @property
+    def gradients(self) -> float:
+        """Seconds of the gradients of a node, if everything overlapped."""
+        return self.step.gradients
 
     @property
     def memory(self) -> int:
         """Bytes of parameters, gradients, optimizer state and what the exchange holds."""
-        return self.with_temporaries(0)
+        return int(self.with_temporaries(0))
 
     @property
     def host_memory(self) -> int:
@@ -111,21 +117,21 @@ class RoundBounds:
         """Bytes between device and host in a step, both ways."""
         return self.step.host_bytes
 
-    def predicted(self, gradients: float, waited: float) -> tuple[float, float]:
+    def predicted(self, gradients: Any, waited: float) -> tuple[Any, Any]:
         """Seconds of a step, and those of it that a device waits; as `Bounds.predicted`."""
         step, waited = self.step.predicted(gradients, waited)
         return self.cost.step_seconds(step), waited + self.cost.waited(step)
 
-    def with_temporaries(self, num_bytes: int) -> int:
+    def with_temporaries(self, num_bytes: Any) -> Any:
         """Bytes of one device, if the program of the gradients has such temporaries.
 
         Without a delay fragments travel between steps, when there are no gradients and no
         temporaries.
         """
         between = self.cost.travelling
-        during = self.gradients + num_bytes
-        most = max(during, between) if self.cost.method.delay == 0 else during + between
-        return self.step.memory - self.gradients + self.cost.held + most
+        during = self.gradient_bytes + num_bytes
+        most = np.maximum(during, between) if self.cost.method.delay == 0 else during + between
+        return self.step.memory - self.gradient_bytes + self.cost.held + most
 
 
 def round_cost(

@@ -1,4 +1,9 @@
-"""Search for the best plan: discard by bounds, rank by proxies, check memory by full compiles."""
+"""Search for the best plan: discard by bounds, rank by proxies, check memory by full compiles.
+
+Which program is compiled next is a question of what to expect of it (`Estimates`): the one with
+the largest expected improvement (Jones, Schonlau and Welch 1998) over what is known, where a plan
+that does not fit improves nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +16,24 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 
-from .._local_steps import LocalSteps
 from .._text import escaped
 from .bounder import Bounder
 from .bounds import Bounds
 from .candidates import Candidate
 from .cluster import Cluster
 from .compiles import AT_ONCE, Compiled
+from .estimates import Estimates
 from .job import Job
 from .plans import PlanRow, Stage, gigabytes
 from .rounds import RoundBounds
 
 Objective = Literal["step_time", "tokens_per_second", "memory"]
 MAX_PROXIES, MAX_FULL = 8, 3
+_FOUND = 0.05  # the probability that any plan fits: below, nothing is too little to compile
+_SURE = 0.9  # of a plan that fits: below, another waits for what its full compile says
+_LEAST_GAIN = 0.01  # of the step: less is not worth a compile
 _PROXY_ERROR = 1.1  # the memory of proxies may be off by up to a tenth
 _FAILURES = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
 
@@ -68,6 +77,11 @@ class Search:
     proxies: int = 0
     full: int = 0
 
+    @functools.cached_property
+    def estimates(self) -> Estimates:
+        """What is expected of all plans."""
+        return Estimates(self.bounds, self.limit / 10)
+
     def run(self, candidates: Iterable[Candidate]) -> None:
         """Find the best; on Ctrl-C, the best so far.
 
@@ -77,9 +91,8 @@ class Search:
         try:
             self._bound(list(candidates))
             if self.compiler is not None:
-                self._rank()
-                while self._check():  # a plan was refused: another may be the best
-                    self._rank()
+                while self._rank() or self._check():
+                    pass
                 self._raise_if_none_compiles()
         except KeyboardInterrupt:
             self.notes.append("it was interrupted: these are the best so far")
@@ -103,14 +116,18 @@ class Search:
             except _FAILURES as error:
                 untraced.append((candidate.name, error))
                 continue
-            self.bounds[candidate] = bounds
-            self.rows[candidate] = PlanRow.of_bounds(candidate, bounds, self._too_large(bounds))
+            self.add(candidate, bounds)
         if untraced and not self.rows:
             raise untraced[0][1]
         self.notes += [
             f"`{name}` was left out, for it cannot be traced: {_first_line(error)}"
             for name, error in untraced
         ]
+
+    def add(self, candidate: Candidate, bounds: Bounds | RoundBounds) -> None:
+        """A candidate with its bounds, to be searched by `run`."""
+        self.bounds[candidate] = bounds
+        self.rows[candidate] = PlanRow.of_bounds(candidate, bounds, self._too_large(bounds))
 
     def _with_same_plan(self, candidate: Candidate) -> Candidate | None:
         """A candidate that differs in prefetch only, which sends the same bytes."""
@@ -138,26 +155,77 @@ class Search:
             return float(row.memory), row.seconds
         return row.seconds, float(row.memory)
 
-    def _rank(self) -> None:
-        """Compile proxies in the order of their bounds, until no bound is below the best."""
-        while rows := self._next_rows():
-            for row in rows:
-                self.proxies += 1
-                self.progress(f"proxy {self.proxies}: {row.candidate.name}")
-            for row, result in self._compile(rows, is_proxy=True):
-                self._take_proxy(row, result)
+    def _rank(self) -> bool:
+        """Compile the proxies from which most is expected; whether there were any."""
+        rows = self._promising("bound", MAX_PROXIES - self.proxies, self._compiled())
+        for row in rows:
+            self.proxies += 1
+            self.progress(f"proxy {self.proxies}: {row.candidate.name}")
+        for row, result in self._compile(rows, is_proxy=True):
+            self._take_proxy(row, result)
+        return bool(rows)
 
-    def _next_rows(self) -> list[PlanRow]:
-        """The plans to compile next, at the same time."""
-        best = min((self.value(row)[0] for row in self._compiled()), default=math.inf)
-        rows: list[PlanRow] = []
-        while len(rows) < AT_ONCE and self.proxies + len(rows) < MAX_PROXIES:
-            row = self._next(rows)
-            if row is None or self.value(row)[0] >= best or self._is_late():
+    def _check(self) -> bool:
+        """Compile in full the plans from which most is expected; whether there were any."""
+        compiled = [row for row in self._compiled() if row.stage == "compiled"]
+        rows = self._promising("proxy", MAX_FULL - self.full, compiled)
+        for row in rows:
+            self.full += 1
+            self.progress(f"full compile {self.full}: {row.candidate.name}")
+        for row, result in self._compile(rows, is_proxy=False):
+            self._take_full(row, result)
+        return bool(rows)
+
+    def _promising(self, stage: Stage, most: int, known: Sequence[PlanRow]) -> list[PlanRow]:
+        """Plans to compile next, at the same time: those that are expected to improve most.
+
+        The improvement of a plan is a mean over draws of what full compiles may say of all plans:
+        in each by how much it is better than the best of `known` that fits, in logarithms.
+
+        Args:
+            stage: of the plans.
+            most: at most so many.
+            known: plans that they have to improve on.
+        """
+        rows = [row for row in self.rows.values() if row.stage == stage and not row.discarded]
+        if stage == "bound":
+            sure = [self.value(row)[0] for row in known if row.stage == "compiled"]
+            least = min(sure, default=math.inf)
+            rows = [x for x in rows if self.value(x)[0] < least and not self._may_not_fit(x)]
+        if not rows or not most:
+            return []
+        values, memory = self._draws([*rows, *known])
+        worst = np.log(2) + np.max(values, where=np.isfinite(values), initial=0.0)
+        best = np.minimum(worst, np.min(values[:, len(rows) :], axis=1, initial=math.inf))
+        has_one = np.mean(best < worst) > _FOUND
+        small = -1e-6 * np.median(np.log(memory), axis=0)[: len(rows)]  # if no draw of a plan fits
+        chosen: list[PlanRow] = []
+        while len(chosen) < min(AT_ONCE, most, len(rows)) and not self._is_late():
+            gains = np.mean(np.maximum(0.0, best[:, None] - values[:, : len(rows)]), axis=0)
+            number = int(np.argmax(gains + small))
+            if np.isinf(small[number]) or (has_one and gains[number] < _LEAST_GAIN):
                 break
-            if self._is_new(row):
-                rows.append(row)
-        return rows
+            fits = np.mean(np.isfinite(values[:, number]))
+            is_new = rows[number].candidate.program not in {x.candidate.program for x in chosen}
+            if is_new and (stage == "proxy" or self._is_new(rows[number])):
+                chosen.append(rows[number])
+                best = np.minimum(best, values[:, number])
+                if stage == "proxy" and fits < _SURE:
+                    break
+            values[:, number], small[number] = math.inf, -math.inf
+        return chosen
+
+    def _draws(self, rows: Sequence[PlanRow]) -> tuple[np.ndarray, np.ndarray]:
+        """Draws of logarithms of values by full compiles, inf if too large, and of bytes.
+
+        Both are `[draws, plans]`.
+        """
+        memory, seconds = self.estimates.draws([row.candidate for row in rows])
+        for number, row in enumerate(rows):
+            if row.stage == "compiled":
+                memory[:, number], seconds[:, number] = row.memory, row.seconds
+        values = memory if self.objective == "memory" else seconds
+        return np.where(memory <= self.limit, np.log(values), math.inf), memory
 
     def _compile(
         self, rows: Sequence[PlanRow], *, is_proxy: bool
@@ -169,7 +237,7 @@ class Search:
         """
         assert self.compiler is not None
         compile_one = functools.partial(self.compiler.compile, is_proxy=is_proxy)
-        if any(row.candidate.offload for row in rows):
+        if any(row.candidate.has_host_arrays for row in rows):
             yield from ((row, functools.partial(compile_one, row.candidate)) for row in rows)
             return
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -214,27 +282,6 @@ class Search:
             if each.candidate.program == program and not each.discarded
         ]
 
-    def _next(self, taken: Sequence[PlanRow]) -> PlanRow | None:
-        """The plan to compile beside `taken`: of each family the first that may fit.
-
-        What only saves memory (micro-batches, no prefetch, offload) is not compiled if less of it
-        fits, unless memory is the objective.
-        """
-        waiting: dict[tuple[str, str, LocalSteps | None], PlanRow] = {}
-        every: list[PlanRow] = []
-        closed = {row.candidate.family for row in (*self._compiled(), *taken)}
-        programs = {row.candidate.program for row in taken}
-        for row in sorted(self.rows.values(), key=lambda row: row.candidate.saving):
-            if row.stage != "bound" or row.discarded or self._may_not_fit(row):
-                continue
-            if row.candidate.program in programs:
-                continue
-            every.append(row)
-            if row.candidate.family not in closed:
-                waiting.setdefault(row.candidate.family, row)
-        chosen = every if self.objective == "memory" else list(waiting.values())
-        return min(chosen, key=self.value, default=None)
-
     def _may_not_fit(self, row: PlanRow) -> str:
         """Why a plan is not tried, by the temporaries of others of its family; "" if it may fit.
 
@@ -268,6 +315,9 @@ class Search:
     def _predicted(self, row: PlanRow, compiled: Compiled, stage: Stage) -> Iterator[PlanRow]:
         """What a program of the gradients says of the plans that run it, with their bounds."""
         line = compiled.timeline(self.cluster.rates)
+        self.estimates.observe(
+            row.candidate, compiled.temporary, line.seconds, is_proxy=stage == "proxy"
+        )
         waited = line.exposed_seconds + line.host_exposed_seconds
         for each in self._with_program_of(row):
             bounds = self.bounds[each.candidate]
@@ -276,7 +326,7 @@ class Search:
                 each.candidate,
                 stage,
                 *bounds.predicted(line.seconds, waited),
-                bounds.with_temporaries(compiled.temporary),
+                int(bounds.with_temporaries(compiled.temporary)),
                 bounds.host_memory + compiled.host_temporary,
                 bounds.node_bytes,
                 bounds.host_bytes,
@@ -286,31 +336,6 @@ class Search:
         return f"needs {gigabytes(num_bytes)} of {gigabytes(self.limit)}"
 
     # Full compiles.
-
-    def _check(self) -> bool:
-        """Compile the two best plans in full, again and again until both are compiled in full.
-
-        Stops as soon as a plan fails to compile or needs more memory than there is.
-
-        Returns:
-            Whether it stopped for that, so that the search must go on with the plans behind.
-        """
-        while self.full < MAX_FULL:
-            best = sorted(self._compiled(), key=self.value)[:2]
-            rows: list[PlanRow] = []
-            for row in best:
-                is_taken = row.candidate.program in {each.candidate.program for each in rows}
-                if row.stage == "proxy" and not is_taken and self.full + len(rows) < MAX_FULL:
-                    rows.append(row)
-            if not rows or self._is_late():
-                return False
-            for row in rows:
-                self.full += 1
-                self.progress(f"full compile {self.full}: {row.candidate.name}")
-            taken = [self._take_full(*each) for each in self._compile(rows, is_proxy=False)]
-            if not all(taken):
-                return True
-        return False
 
     def _take_full(self, row: PlanRow, result: Callable[[], Compiled]) -> bool:
         """Whether it compiles, and all plans with its program fit."""
@@ -354,7 +379,8 @@ class Search:
             if not why and best is not None and self.value(row)[0] >= self.value(best)[0]:
                 why = "its bound is above the best plan"
             if not why:
-                why, is_open = "was not compiled", True
+                less = ": less is expected of it" if best is not None else ""
+                why, is_open = f"was not compiled{less}", True
         return dataclasses.replace(row, discarded=why, undecided=is_open)
 
     def _order(self, row: PlanRow) -> tuple[int, tuple[float, float]]:

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from .._mesh import map_devices
+from .._mesh import in_host, map_devices
 from .._program import Atom, Operation, Value
 from .._sharding import LeafSpec
 from .analysis import Analysis
@@ -146,15 +145,14 @@ class _Part:
         reductions = [Reduction.of(op) for op in operations]
         windows = Windows.of(shards, self.passes.window_bytes)
 
-        def visit(arrays, results, window, upcoming, index):
+        def visit(results, window, index):
             values = iter(self._values(window, windows, scalars))
             masks = [self._is_inside(windows, index), windows.is_new(index)]
             results = [
                 reduction.add_window(so_far, [next(values) for _ in op.inputs], masks)
                 for op, reduction, so_far in zip(operations, reductions, results, strict=True)
             ]
-            results, upcoming = lax.optimization_barrier((results, upcoming))
-            return arrays, results, upcoming
+            return results, {}
 
         start = [reduction.start for reduction in reductions]
         return LeafSweep(shards, len(self.read), windows, start, visit)
@@ -163,19 +161,20 @@ class _Part:
         """The pass that writes the wanted values into the arrays to be written."""
         windows = Windows.of(shards, self.passes.window_bytes)
 
-        def visit(arrays, result, window, upcoming, index):
-            arrays, inside = list(arrays), [self._is_inside(windows, index)]
-            upcoming = None if upcoming is None else list(upcoming)
+        def visit(result, window, index):
+            inside = [self._is_inside(windows, index)]
             values = self._values(window, windows, scalars)
-            for value, x in zip(self.written, values, strict=True):
-                i = self.inputs.index(value)
-                x = where_valid(inside, x, jnp.zeros((), x.dtype))
-                if upcoming is not None and i < len(upcoming):
-                    x, upcoming[i] = lax.optimization_barrier((x, upcoming[i]))
-                arrays[i] = windows.write(arrays[i], x, index)
-            return arrays, result, upcoming
+            new = [where_valid(inside, x, jnp.zeros((), x.dtype)) for x in values]
+            numbers = map(self.inputs.index, self.written)
+            return result, dict(zip(numbers, new, strict=True))
 
-        return LeafSweep(shards, len(self.read), windows, (), visit)
+        return LeafSweep(shards, len(self.read), windows, (), visit, self._late(shards))
+
+    def _late(self, shards: list[Array]) -> int | None:
+        """The array to write a window late; see [Note: late writes]."""
+        read = [i for i in range(len(self.read)) if in_host(shards[i])]
+        both = [i for i in read if self.inputs[i] in self.written]
+        return both[-1] if read == both and len(both) > 1 else None
 
     def _values(
         self, window: list[Array], windows: Windows, scalars: Mapping[Atom, Array]

@@ -6,13 +6,19 @@ current window in device memory. An array is written after the next window of it
 the values that are still to be fetched. One barrier for each array, rather than one for all, lets
 copies to the host overlap with copies to the device. The last window is computed after the loop,
 while the first window of the next leaf is fetched. So about two windows are in device memory.
+
+[Note: late writes] An array's write can start when its read has ended, so while the array that is
+read last is written, nothing is read. If all arrays in host memory are both read and written, one
+of them is written a window late instead: its new window is kept in device memory, and written in
+the next turn, before its next read. Then copies run in both directions at all times: with n arrays
+a turn takes the time of n copies rather than n + 1.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +27,9 @@ from jaxtyping import Array, Shaped
 
 from .windows import Index, Windows
 
-# Called with the leaf's arrays, the result so far, the current window, the next window (None after
-# the last) and the index of the current one; returns the first two and the next window.
-Visit = Callable[
-    [list[Array], Any, list[Array], list[Array] | None, Index],
-    tuple[list[Array], Any, list[Array] | None],
-]
+# Called with the result so far, the current window of the arrays that are read, and its index;
+# returns the new result, and the new windows by the number of the array.
+Visit = Callable[[Any, list[Array], Index], tuple[Any, dict[int, Array]]]
 
 # From a loop's counter XLA computes addresses in host memory ahead, so that copy engines can do the
 # copies. The XLA of JAX 0.10.2 takes turn `i` to be at row `i`, whatever is computed from the
@@ -45,6 +48,7 @@ class LeafSweep:
         windows: how they are cut.
         start: the result before the first window, a tree of arrays.
         visit: what to do with a window.
+        late: the number of the array that is written a window late; None: none is.
     """
 
     arrays: list[Shaped[Array, ...]]
@@ -52,54 +56,92 @@ class LeafSweep:
     windows: Windows
     start: Any
     visit: Visit
+    late: int | None = None
 
     def fetch(self, arrays: Sequence[Array], index: Index) -> list[Array]:
         return [self.windows.read(x, index) for x in arrays[: self.num_read]]
 
+    def write_late(self, turn: _Turn, index: Index) -> list[Array]:
+        """The arrays with the window before `index` written to the late one."""
+        arrays = list(turn.arrays)
+        if turn.late is not None:
+            assert self.late is not None
+            arrays[self.late] = self.windows.write(arrays[self.late], turn.late, index - 1)
+        return arrays
 
-@dataclasses.dataclass(frozen=True)
-class _LastWindow:
-    """A leaf of which all but the last window has been visited."""
+    def turn(self, turn: _Turn, index: Index) -> _Turn:
+        """Fetch the window after `index`, and visit and write the one at it."""
+        arrays = self.write_late(turn, index)
+        upcoming = self.fetch(arrays, index + 1)
+        result, new = self.visit(turn.result, turn.window, index)
+        if jax.tree.leaves(result):
+            result, upcoming = lax.optimization_barrier((result, upcoming))
+        late = None
+        for i, x in new.items():
+            if i < len(upcoming):
+                x, upcoming[i] = lax.optimization_barrier((x, upcoming[i]))
+            if i == self.late:
+                late = x
+            else:
+                arrays[i] = self.windows.write(arrays[i], x, index)
+        return _Turn(arrays, result, upcoming, late)
 
-    leaf: LeafSweep
+    def last_turn(self, turn: _Turn) -> tuple[list[Array], Any]:
+        """Visit and write the last window; return the arrays and the result."""
+        index = len(self.windows) - 1
+        arrays = self.write_late(turn, index)
+        result, new = self.visit(turn.result, turn.window, index)
+        for i, x in new.items():
+            arrays[i] = self.windows.write(arrays[i], x, index)
+        return arrays, result
+
+
+class _Turn(NamedTuple):
+    """What is known before a window is visited.
+
+    Attributes:
+        arrays: the leaf's arrays so far.
+        result: the result so far.
+        window: the window to visit, of each array that is read.
+        late: the new window before it of the array that is written late; None: there is none.
+    """
+
     arrays: list[Array]
     result: Any
     window: list[Array]
-
-    def visit(self) -> tuple[list[Array], Any]:
-        index = len(self.leaf.windows) - 1
-        arrays, result, _ = self.leaf.visit(self.arrays, self.result, self.window, None, index)
-        return arrays, result
+    late: Array | None = None
 
 
 def sweep(leaves: Sequence[LeafSweep]) -> list[tuple[list[Array], Any]]:
     """Visit all windows of all leaves; return each leaf's arrays and result."""
     done: list[tuple[list[Array], Any]] = []
-    before: _LastWindow | None = None
+    before: tuple[LeafSweep, _Turn] | None = None  # a leaf whose last window is left
     for leaf in leaves:
         arrays = leaf.arrays
         if before is not None:  # fetch nothing before the last window of that leaf has arrived
-            arrays, window = lax.optimization_barrier((arrays, before.window))
-            before = dataclasses.replace(before, window=window)
+            arrays, window = lax.optimization_barrier((arrays, before[1].window))
+            before = (before[0], before[1]._replace(window=window))
         first = leaf.fetch(arrays, 0)
         if before is not None:  # go on when the leaf before is written
-            first, finished = lax.optimization_barrier((first, before.visit()))
+            finished = before[0].last_turn(before[1])
+            first, finished = lax.optimization_barrier((first, finished))
             done.append(finished)
-        before = _all_but_last(leaf, arrays, first)
-    return done if before is None else [*done, before.visit()]
+        before = leaf, _all_but_last(leaf, _Turn(arrays, leaf.start, first))
+    return done if before is None else [*done, before[0].last_turn(before[1])]
 
 
-def _all_but_last(leaf: LeafSweep, arrays: list[Array], first: list[Array]) -> _LastWindow:
-    def body(carry: tuple[Any, ...], read: Array | None) -> tuple[tuple[Any, ...], None]:
-        arrays, result, window, counter = carry
-        index: Array = counter if read is None else read
-        upcoming = leaf.fetch(arrays, index + 1)
-        return (*leaf.visit(arrays, result, window, upcoming, index), counter + 1), None
+def _all_but_last(leaf: LeafSweep, turn: _Turn) -> _Turn:
+    num, first = len(leaf.windows) - 1, 0
+    if leaf.late is not None and num:  # nothing is late yet
+        turn, first = leaf.turn(turn, 0), 1
+    if num <= first:
+        return turn
 
-    num = len(leaf.windows) - 1
-    carry = (arrays, leaf.start, first, jnp.zeros((), jnp.int32))
-    if num:
-        indices = None if _COUNTERS_WORK else jnp.arange(num, dtype=jnp.int32)
-        carry, _ = lax.scan(body, carry, indices, length=num)
-    arrays, result, window, _ = carry
-    return _LastWindow(leaf, arrays, result, window)
+    def body(carry: tuple[_Turn, Array], read: Array | None) -> tuple[Any, None]:
+        turn, counter = carry
+        return (leaf.turn(turn, counter if read is None else read), counter + 1), None
+
+    indices = None if _COUNTERS_WORK else jnp.arange(first, num, dtype=jnp.int32)
+    start = turn, jnp.asarray(first, jnp.int32)
+    (turn, _), _ = lax.scan(body, start, indices, length=num - first)
+    return turn

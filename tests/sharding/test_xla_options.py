@@ -48,3 +48,13 @@ def test_mistakes_are_named(platform, options, message):
     register = inspect.unwrap(extend.register_compiler_options)  # before annotations are checked
     with pytest.raises(ValueError, match=message):
         register(platform, options)
+
+
+def test_an_update_in_backward_starts_no_collective_early():
+    early = "xla_gpu_experimental_collective_start_as_early_as_possible"
+    assert early in jz.compiler_options("cuda", offload=True)
+    in_backward = jz.compiler_options("cuda", offload=True, update_in_backward=True)
+    assert early not in in_backward
+    # Without arrays in host memory there are no copies to make room for.
+    resident = jz.compiler_options("cuda")
+    assert jz.compiler_options("cuda", update_in_backward=True) == resident

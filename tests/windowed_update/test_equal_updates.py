@@ -108,10 +108,11 @@ def test_every_mesh_and_placement(mesh, place):
     assert_bits_equal(updater.run(), reference(tx))
 
 
+@pytest.mark.parametrize("place", ["all", "but_gradients"])  # with and without a late write
 @pytest.mark.parametrize("window_bytes", [ROW, OVERLAPPING, LAYER, ALL])
-def test_every_size_of_window(window_bytes):
+def test_every_size_of_window(window_bytes, place):
     tx = ELEMENTWISE["sgd_momentum"]
-    assert_bits_equal(Updater(tx, "1x3", "all", window_bytes).run(), reference(tx))
+    assert_bits_equal(Updater(tx, "1x3", place, window_bytes).run(), reference(tx))
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ MESHES = {
 }
 PLACES = {
     "all": dict(weights=True, optimizer=True, gradients=True),
+    "but_gradients": dict(weights=True, optimizer=True),
     "state": dict(optimizer=True),
     "weights": dict(weights=True),
     "gradients": dict(gradients=True),

@@ -1,0 +1,38 @@
+"""Bayesian linear regression, for the few programs that a search compiles.
+
+`y = w . x + noise`, where weights are independent and normal before anything is observed. With few
+observations predictions stay close to what was expected; each moves those that share its features.
+
+References:
+    Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), section 2.1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class Regression:
+    """What is known of the weights of features.
+
+    Args:
+        mean: expected weights, float64 `[features]`.
+        sd: standard deviations around them, above 0.
+        noise: standard deviation of an observation around `w . x`.
+    """
+
+    def __init__(self, mean: np.ndarray, sd: np.ndarray, noise: float):
+        self._precision = np.diag(sd**-2.0)
+        self._shift = self._precision @ mean
+        self._noise = noise
+
+    def observe(self, x: np.ndarray, y: float) -> None:
+        """Learn from an observation `y` of features `x`, `[features]`."""
+        self._precision = self._precision + np.outer(x, x) / self._noise**2
+        self._shift = self._shift + x * y / self._noise**2
+
+    def weights(self, normal: np.ndarray) -> np.ndarray:
+        """Draws of the weights, `[draws, features]`, made of standard normal numbers."""
+        lower = np.linalg.cholesky(self._precision)
+        mean = np.linalg.solve(self._precision, self._shift)
+        return mean + np.linalg.solve(lower.T, normal.T).T
