@@ -31,6 +31,7 @@ from ._jax import connect, initial_state
 
 METHODS = {
     "jaxzero streaming_diloco": jz.streaming_diloco(every=30, fragments=3, delay=5),
+    "jaxzero streaming_diloco100": jz.streaming_diloco(every=100, fragments=4, delay=5),
     "jaxzero diloco": jz.diloco(every=30),
 }
 _OPTIONS = jz.compiler_options("cpu", local_steps=True)

@@ -25,6 +25,7 @@ Peer = Literal[
     "jaxzero zeropp",
     "jaxzero zeropp4",
     "jaxzero streaming_diloco",
+    "jaxzero streaming_diloco100",
     "jaxzero diloco",
     "gspmd",
     "fsdp2",

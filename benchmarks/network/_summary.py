@@ -35,8 +35,9 @@ _PEER_NAMES = {
     "jaxzero zeropp4": "jaxzero `zeropp4()`",
 }
 _LOCAL_NAMES = {
-    "jaxzero streaming_diloco": "jaxzero `streaming_diloco()`",
-    "jaxzero diloco": "jaxzero `diloco()`",
+    "jaxzero streaming_diloco": "jaxzero `streaming_diloco(every=30)`",
+    "jaxzero streaming_diloco100": "jaxzero `streaming_diloco(every=100)`",
+    "jaxzero diloco": "jaxzero `diloco(every=30)`",
 }
 
 _SHARES = ("both", "one", "neither", "filled")  # as `_link.shares_of` names them

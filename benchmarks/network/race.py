@@ -4,6 +4,8 @@ r"""The race over a slow network: jaxzero, GSPMD, PyTorch FSDP2 and DeepSpeed on
     python -m benchmarks.network.race run --sizes 9m --rates 100mbit --microbatches 1
     python -m benchmarks.network.race run --rates 100mbit 10mbit --microbatches 1 --peers \
         "jaxzero streaming_diloco" "jaxzero diloco" "jaxzero zeropp"   # local steps
+    python -m benchmarks.network.race run --sizes 40m --rates 10mbit --microbatches 1 --peers \
+        "jaxzero streaming_diloco100" --timeout-seconds 3600   # rounds of 100 steps: four of them
     python -m benchmarks.network.race table                     # of the rows, as Markdown
     python -m benchmarks.network.race plot                      # its figure
 

@@ -7,7 +7,9 @@
 A seed decides initial parameters and the order of the data, the same for every method and number
 of nodes, and so is the global batch; methods are compared seed by seed. All nodes are simulated on
 one device. As in DiLoCo's own experiments, the first steps are synchronous, and every method goes
-on from the same parameters and optimizer state. Judged is the mean of the nodes' parameters, in
+on from the same parameters and optimizer state. The learning rate is tuned for synchronous training
+(`--learning-rate`); a method multiplies it, after the synchronous steps, by a factor that is tuned
+for it. Judged is the mean of the nodes' parameters, in
 float32, on held-out modules. A row is appended as each run ends; a run whose row is there, for the
 same settings and code, is not run again.
 """
@@ -41,6 +43,14 @@ _CODE = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """Local steps, and how many times the learning rate of synchronous training nodes take."""
+
+    local: jz.LocalSteps
+    rate: float = 1.0
+
+
 def _streaming(every: int, fragments: int = 3, **changes: Any) -> jz.LocalSteps:
     preset = jz.streaming_diloco(every=every, fragments=fragments)
     return dataclasses.replace(preset, **changes)
@@ -56,8 +66,7 @@ _OUTER = {  # by what a row says
     "sgd(0.3, momentum=0.9, nesterov=True)": optax.sgd(0.3, momentum=0.9, nesterov=True),
 }
 
-METHODS: dict[str, jz.LocalSteps | None] = {
-    BASELINE[0]: None,
+_METHODS = {
     "diloco30": jz.diloco(every=30),
     "streaming30": _streaming(30),
     "diloco1": jz.diloco(every=1),
@@ -83,6 +92,14 @@ METHODS: dict[str, jz.LocalSteps | None] = {
         for outer in list(_OUTER)[2:]
         for name, method in (("diloco", jz.diloco(every=30)), ("streaming", _streaming(30)))
     },
+}
+
+_RATES = (0.25, 0.5, 0.7, 1.4)
+_TUNED = ("diloco30", "streaming30", "average30", "streaming30_average", "average100")
+METHODS: dict[str, Method | None] = {
+    BASELINE[0]: None,
+    **{name: Method(local) for name, local in _METHODS.items()},
+    **{f"{name} rate {rate}": Method(_METHODS[name], rate) for name in _TUNED for rate in _RATES},
 }
 
 # The figure: for each panel, what each curve has at which place.
@@ -165,8 +182,8 @@ def _zero(nodes: int) -> jz.Zero:
 
 
 @functools.cache
-def _step(study: Study, nodes: int) -> Callable:
-    tx = optimizer(study.learning_rate, study.steps)
+def _step(study: Study, nodes: int, rate: float = 1.0) -> Callable:
+    tx = optimizer(rate * study.learning_rate, study.steps)
     value_and_grad = _zero(nodes).value_and_grad(
         lambda params, tokens: losses(study.size, params, tokens).mean()
     )
@@ -194,7 +211,9 @@ def _synchronous(study: Study, nodes: int) -> Callable:
 @functools.cache
 def _rounds(study: Study, method: str, nodes: int) -> tuple[Any, Callable]:
     """The rounds, and one round compiled."""
-    rounds = _zero(nodes).local_steps(_step(study, nodes), METHODS[method])
+    settings = METHODS[method]
+    assert settings is not None
+    rounds = _zero(nodes).local_steps(_step(study, nodes, settings.rate), settings.local)
     return rounds, jax.jit(rounds, donate_argnums=0)
 
 
@@ -234,13 +253,10 @@ def _run(study: Study, method: str, nodes: int, seed: int) -> dict[str, Any]:
         run, state, every = _synchronous(study, nodes), (params, opt_state), _STEPS_PER_CALL
     else:
         rounds, run = _rounds(study, method, nodes)
-        state, every = rounds.init(params, opt_state), settings.every
+        state, every = rounds.init(params, opt_state), settings.local.every
     state, rest = _train(run, state, tokens, every)
     mean = state[0] if settings is None else rounds.mean(state)
     parts = held_out_losses(study.size, corpus, zero.unshard(mean))
-    outer = parts
-    if settings is not None:
-        outer = held_out_losses(study.size, corpus, state.outer_params)
     curve = np.concatenate([curve, rest]).reshape(-1, _STEPS_PER_CALL).mean(1)
     return {
         "method": method,
@@ -249,15 +265,16 @@ def _run(study: Study, method: str, nodes: int, seed: int) -> dict[str, Any]:
         "settings": study.settings,
         "method_settings": None if settings is None else _described(settings),
         "held_out_loss": rounded(parts.mean()),
-        "held_out_loss_of_outer_parameters": rounded(outer.mean()),
         "held_out_loss_of_parts": [rounded(loss) for loss in parts],
         f"train_loss_mean_of_{_STEPS_PER_CALL}_steps": [rounded(loss) for loss in curve],
         "seconds": round(time.perf_counter() - start, 1),
     }
 
 
-def _described(method: jz.LocalSteps) -> dict[str, Any]:
+def _described(settings: Method) -> dict[str, Any]:
+    method = settings.local
     return {
+        "rate": settings.rate,
         "every": method.every,
         "delay": method.delay,
         "fragments": method.fragments,

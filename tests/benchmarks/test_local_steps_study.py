@@ -27,9 +27,9 @@ TINY = local_steps.Study(
 )
 
 
-def _plain(tokens: np.ndarray, state: Any) -> Any:
+def _plain(tokens: np.ndarray, state: Any, rate: float = 1.0) -> Any:
     """Train on one device without jaxzero."""
-    tx = optimizer(TINY.learning_rate, TINY.steps)
+    tx = optimizer(rate * TINY.learning_rate, TINY.steps)
 
     def step(state, rows):
         params, opt_state = state
@@ -41,7 +41,7 @@ def _plain(tokens: np.ndarray, state: Any) -> Any:
 
 
 @functools.cache
-def _plain_loss(replicas: int) -> float:
+def _plain_loss(replicas: int, rate: float = 1.0) -> float:
     """The held-out loss of the mean of replicas that part after the synchronous steps."""
     corpus = decoder.read_corpus()
     shape, generator = (TINY.steps, TINY.rows), np.random.default_rng(0)
@@ -50,19 +50,23 @@ def _plain_loss(replicas: int) -> float:
     tx = optimizer(TINY.learning_rate, TINY.steps)
     state = _plain(tokens[: TINY.synchronous_steps], (params, tx.init(params)))
     parts = np.split(tokens[TINY.synchronous_steps :], replicas, axis=1)
-    found = [_plain(part, state)[0] for part in parts]
+    found = [_plain(part, state, rate)[0] for part in parts]
     mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *found)
     return float(held_out_losses(TINY.size, corpus, mean).mean())
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("method", "replicas"), [("synchronous", 1), ("average100", 2)])
-def test_a_run_is_what_its_name_says(method, replicas):
+@pytest.mark.parametrize(
+    ("method", "replicas", "rate"),
+    [("synchronous", 1, 1.0), ("average100", 2, 1.0), ("average100 rate 0.5", 2, 0.5)],
+)
+def test_a_run_is_what_its_name_says(method, replicas, rate):
     row = local_steps._run(TINY, method, 2, 0)
     # Both round to float32 in other orders at each of 200 steps, which moves a loss of 4 by about
     # 200 * 2**-24 * 4 = 5e-5 if nothing cancels. One replica and two differ by 100 times as much.
-    assert row["held_out_loss"] == pytest.approx(_plain_loss(replicas), abs=5e-5)
+    assert row["held_out_loss"] == pytest.approx(_plain_loss(replicas, rate), abs=5e-5)
     assert abs(_plain_loss(1) - _plain_loss(2)) > 5e-3
+    assert abs(_plain_loss(2, 0.5) - _plain_loss(2)) > 5e-3
     assert len(row["train_loss_mean_of_100_steps"]) == 2
 
 
@@ -95,12 +99,12 @@ def test_methods_are_compared_seed_by_seed():
 
 def test_every_curve_is_of_methods_that_there_are_and_is_drawn(tmp_path, monkeypatch):
     for method in local_steps.METHODS.values():
-        assert method is None or local_steps._described(method)["every"] == method.every
+        assert method is None or local_steps._described(method)["every"] == method.local.every
     curves = [*local_steps._OVER_EVERY.values(), *local_steps._OVER_DELAY.values()]
     for places in curves:
         for place, name in places.items():
             method = local_steps.METHODS[name]
-            assert method is not None and place in (method.every, method.delay)
+            assert method is not None and place in (method.local.every, method.local.delay)
     rows = [_row("synchronous", 2, 0, 2.0), _row("diloco10", 2, 0, 2.1)]
     (tmp_path / "local_steps.jsonl").write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setattr(local_steps, "RESULTS", tmp_path)

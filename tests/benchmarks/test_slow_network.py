@@ -232,19 +232,22 @@ def test_a_run_over_a_slow_link(peer, microbatches, crossings, tmp_path):
 @pytest.mark.exhaustive
 @on_hosts
 @pytest.mark.slow
-def test_local_steps_over_a_slow_link(tmp_path):
+@pytest.mark.parametrize(
+    ("peer", "every"), [("jaxzero streaming_diloco", 30), ("jaxzero streaming_diloco100", 100)]
+)
+def test_local_steps_over_a_slow_link(peer, every, tmp_path):
     """Hosts alone send next to nothing; rounds what the report says, and headers of packets."""
-    run = Run(peer="jaxzero streaming_diloco", size="tiny", microbatches=2, rate="100mbit", round=0)
+    run = Run(peer=peer, size="tiny", microbatches=2, rate="100mbit", round=0)
     with Hosts() as hosts:
         results = Runner(hosts, tmp_path, timeout_seconds=600).measure(run)
     assert json.loads(json.dumps(results)) == results
     assert results["agrees"], results
-    assert len(results["losses"]) == 30 * 3 and results["loss_last"] < results["loss_first"]
-    # Alone there are two barriers for each turn of 30 steps, of about 1 kB each.
+    assert len(results["losses"]) == every * 3 and results["loss_last"] < results["loss_first"]
+    # Alone there are two barriers for each turn of 30 or more steps, of about 1 kB each.
     assert max(results["alone"]["sent_bytes_per_step"]) < 200
     # Leaves of this size are sent in float32, once in a round; fragments are padded.
     told = results["received_bytes_per_step_by_report"]
-    assert told == pytest.approx(4 * results["parameters"] / 30, rel=0.05)
+    assert told == pytest.approx(4 * results["parameters"] / every, rel=0.05)
     # Headers and acknowledgements: at most 2 x 66 bytes for each packet of 1448, and the barriers.
     assert told < min(results["sent_bytes_per_step"])
     assert max(results["sent_bytes_per_step"]) < told * (1 + 2 * 66 / 1448) + 200

@@ -110,14 +110,16 @@ def test_local_steps_have_a_table_of_their_own(rows, capsys):
         row_of_rounds(0.5, 0.4, rate="10mbit"),
         row_of_rounds(0.44, 0.4, rate="100mbit"),
         row_of_rounds(0.9, 0.4, rate="100mbit", peer="jaxzero diloco"),
+        row_of_rounds(0.42, 0.4, rate="10mbit", peer="jaxzero streaming_diloco100"),
     ]
     _summary.print_table([*rows, *local])
     tables = capsys.readouterr().out.split("\n\n")
-    heads, _, alone, streaming, diloco, zeropp = tables[2].splitlines()  # after the use of the link
+    heads, _, alone, streaming, longer, diloco, zeropp = tables[2].splitlines()  # after the link's
     assert "| 10 Mbit/s | 100 Mbit/s |" in heads and "unshaped" not in heads
     # 0.4 s and 0.6 s in turns, by the slower host; medians of two and of four turns.
     assert "without exchange | 0.50 s | 0.50 s |" in alone
     assert "| 0.62 s, 1.25x (1.25-1.25) | 0.55 s, 1.10x (1.10-1.10) | 0.61 (0.60) |" in streaming
+    assert "(every=100)` | 0.53 s, 1.05x (1.05-1.05) |  | 2.05 (0.60) |" in longer
     assert "|  | 1.12 s, 2.25x (2.25-2.25) |" in diloco
     assert "|  | 0.60 s |" in zeropp
     assert "diloco" not in tables[0]
