@@ -141,8 +141,9 @@ def plan_program(
             k: parameters.leaves[i] for k, i in final.items() if parameters.has_host_gradient(i)
         }
         top = mark_host_gradients(top, stored, {k: i for k, i in final.items() if i in updates})
-    axes = comm.axes_with_peers(AXES)
-    top, later = (plan and separate_ends(plan, axes) for plan in (top, later))
+    if comm.schedule.separate_ends:
+        axes = comm.axes_with_peers(AXES)
+        top, later = (plan and separate_ends(plan, axes) for plan in (top, later))
     assert top is not None
     return ProgramPlan(top, later, weights, depths, targets)
 

@@ -6,8 +6,9 @@ the same for all iterations would send zeros and gather layers that nothing uses
 axis once for every iteration by which it is ahead or behind. The iterations where this would happen
 are taken out of the loop, and send only what is needed.
 
-Each of them is one more copy of the body to compile, so this is done only where a loop is long
-compared with its ends, and not inside of other loops: there the copies would hold copies in turn.
+Each of them is one more copy of the body to compile, so this is done only on request
+(`CommSchedule.separate_ends`), where a loop is long compared with its ends, and not inside of other
+loops: there the copies would hold copies in turn.
 """
 
 from __future__ import annotations

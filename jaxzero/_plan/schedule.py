@@ -26,12 +26,11 @@ first of them one group earlier, so that no collective waits for another while n
 layer's first `n` groups, and the previous layer's last gradients, encoded but not yet sent; with a
 second axis, also those of the layer after next and of the layer before the previous one. The
 messages of the first layers are sent before the loop, as if the loop were a group; or they are the
-messages that the loop before it, which runs in the other direction, sent last. The first and last
-iterations run outside of the loop where that pays (`loop_ends`); elsewhere the last iteration,
-where there is no next layer, sends the last layer again, and the first reduces zeros. Over the last
-axis, which makes full weights, the next layer is gathered after the place where the body holds
-most, and over their first axis the previous layer's gradients are reduced before it
-(`body_memory`).
+messages that the loop before it, which runs in the other direction, sent last. In the last
+iteration, where there is no next layer, the last layer is sent again, and in the first zeros are
+reduced, unless these iterations run outside of the loop (`loop_ends`). Over the last axis, which
+makes full weights, the next layer is gathered after the place where the body holds most, and over
+their first axis the previous layer's gradients are reduced before it (`body_memory`).
 
 [Note: host memory] Shards in host memory are copied to the device before they are sent, which is
 one more hop: `window` groups before the first, or in a pipelined loop `window` layers before. XLA

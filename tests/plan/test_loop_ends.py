@@ -20,7 +20,7 @@ CONFIGS = {
     "hsdp": jz.hsdp(),
     "stage 2": jz.ZeroConfig(stage=2),
 }
-UNITS = jz.CommSchedule(prefetch=0)
+UNITS, ENDS = jz.CommSchedule(prefetch=0), jz.CommSchedule(separate_ends=True)
 
 
 def _zero(config, schedule=UNITS, nodes=2, **mesh):
@@ -89,7 +89,7 @@ def _sent(plan):
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_pipelined_loop_sends_each_layer_as_often_as_a_plain_one(config, nodes, num_layers):
-    ahead = _plan(_zero(config, jz.CommSchedule(), nodes), num_layers)
+    ahead = _plan(_zero(config, ENDS, nodes), num_layers)
     assert any(loop.is_pipelined for loop in ahead.top.loops.values())
     assert _sent(ahead) == _sent(_plan(_zero(config, UNITS, nodes), num_layers))
 
@@ -98,7 +98,7 @@ def test_a_pipelined_loop_sends_each_layer_as_often_as_a_plain_one(config, nodes
 def test_so_does_the_compiled_program(config, microbatches):
     """Bytes into a node, of all collectives and all iterations of loops."""
     entering = []
-    for schedule in (jz.CommSchedule(), UNITS):
+    for schedule in (ENDS, UNITS):
         zero = _zero(config, schedule)
         params = zero.abstract(_init(8), jax.random.key(0))
         step = jax.jit(zero.value_and_grad(_loss, microbatches=microbatches))
@@ -113,14 +113,22 @@ def _cut(plan):
 
 def test_iterations_are_taken_out_for_each_axis():
     """Forward hands its last buckets to backward, unless it makes node slices (hpZ)."""
-    assert _cut(_plan(_zero("zero3", jz.CommSchedule()), 8)) == [(0, 0), (2, 2)]
-    assert _cut(_plan(_zero("zero3", jz.CommSchedule(), 1), 4)) == [(0, 0), (1, 1)]
-    assert _cut(_plan(_zero("zeropp", jz.CommSchedule()), 8)) == [(0, 2), (2, 1)]
+    assert _cut(_plan(_zero("zero3", ENDS), 8)) == [(0, 0), (2, 2)]
+    assert _cut(_plan(_zero("zero3", ENDS, 1), 4)) == [(0, 0), (1, 1)]
+    assert _cut(_plan(_zero("zeropp", ENDS), 8)) == [(0, 2), (2, 1)]
+
+
+def test_loops_are_whole_by_default():
+    assert _cut(_plan(_zero("zero3", jz.CommSchedule()), 8)) == [(0, 0), (0, 0)]
+    with pytest.raises(
+        ValueError, match="`separate_ends` of `CommSchedule` must be True or False; got 1"
+    ):
+        jz.CommSchedule(separate_ends=1)
 
 
 def test_short_loops_and_loops_in_loops_keep_their_ends():
-    assert _cut(_plan(_zero("zero3", jz.CommSchedule()), 7)) == [(0, 0), (0, 0)]
-    nested = _plan(_zero("zero3", jz.CommSchedule()), 16, _experts_loss, _init_experts)
+    assert _cut(_plan(_zero("zero3", ENDS), 7)) == [(0, 0), (0, 0)]
+    nested = _plan(_zero("zero3", ENDS), 16, _experts_loss, _init_experts)
     assert set(_cut(nested)) == {(0, 0)}
     inside = [x for loop in nested.top.loops.values() for x in loop.body.loops.values()]
     assert any(x.is_pipelined for x in inside)
@@ -142,7 +150,7 @@ BITS = [
 @pytest.mark.parametrize(("config", "num_layers", "microbatches", "nodes", "loss"), BITS)
 def test_bits_are_those_of_a_plain_loop(config, num_layers, microbatches, nodes, loss, axis_type):
     results = []
-    for schedule in (jz.CommSchedule(), UNITS):
+    for schedule in (ENDS, UNITS):
         zero = _zero(config, schedule, nodes, axis_type=axis_type)
         params = zero.init(_init(num_layers), jax.random.key(0))
         got = jax.jit(zero.value_and_grad(loss, microbatches=microbatches))(params, ROWS)
