@@ -13,6 +13,7 @@ of the page cache do not.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -125,7 +126,7 @@ def _start_jax(process: int, address: str) -> None:
         jax.distributed.initialize(address, num_processes, process)
 
 
-def _run_jaxzero(source: Path, out: Path) -> dict[str, Any]:
+def _run_jaxzero(source: Path, out: Path, saves: bool) -> dict[str, Any]:
     import jax
 
     import jaxzero as jz
@@ -137,18 +138,16 @@ def _run_jaxzero(source: Path, out: Path) -> dict[str, Any]:
         return jax.block_until_ready(zero.shard(interop.load_decoder(source).params))
 
     loaded, params = _measure(load)
-    saved, _ = _measure(lambda: interop.export_decoder(params, out, source=source))
+    found: dict[str, Any] = {"load": loaded}
+    if saves:
+        found["save"], _ = _measure(lambda: interop.export_decoder(params, out, source=source))
     leaves = jax.tree.leaves(params)
     own = [sum(shard.data.nbytes for shard in x.addressable_shards) for x in leaves]
-    return {
-        "load": loaded,
-        "save": saved,
-        "own_bytes": sum(own),
-        "largest_tensor_bytes": max(x.nbytes for x in leaves),
-    }
+    sizes = {"own_bytes": sum(own), "largest_tensor_bytes": max(x.nbytes for x in leaves)}
+    return found | sizes
 
 
-def _run_torch(source: Path, out: Path, peer: str) -> dict[str, Any]:
+def _run_torch(source: Path, out: Path, saves: bool, peer: str) -> dict[str, Any]:
     import torch
     import transformers
     from safetensors.torch import load_file, save_file
@@ -177,13 +176,13 @@ def _run_torch(source: Path, out: Path, peer: str) -> dict[str, Any]:
             save_file(tensors, out / "model.safetensors")
         _flush(out)
 
-    saved, _ = _measure(save)
+    found = {"load": loaded} | ({"save": _measure(save)[0]} if saves else {})
     own = sum(x.nbytes for x in tensors.values())
     largest = max(x.nbytes for x in tensors.values())
-    return {"load": loaded, "save": saved, "own_bytes": own, "largest_tensor_bytes": largest}
+    return found | {"own_bytes": own, "largest_tensor_bytes": largest}
 
 
-def work(peer: str, folder: Path, process: int = 0, address: str = "") -> None:
+def work(peer: str, folder: Path, process: int = 0, address: str = "", saves: bool = True) -> None:
     """Load and save the small model, then the large one, and print what that took."""
     found = {}
     if peer.startswith("jaxzero"):
@@ -191,7 +190,8 @@ def work(peer: str, folder: Path, process: int = 0, address: str = "") -> None:
     for name in ("small", "large"):
         source, out = folder / name, folder / f"{name}-out"
         is_ours = peer.startswith("jaxzero")
-        found = _run_jaxzero(source, out) if is_ours else _run_torch(source, out, peer)
+        run = _run_jaxzero if is_ours else functools.partial(_run_torch, peer=peer)
+        found = run(source, out, saves)
     print(json.dumps(found))
 
 
@@ -210,8 +210,8 @@ def _finish(process: subprocess.Popen) -> dict[str, Any]:
     return json.loads(output.splitlines()[-1])
 
 
-def _turn(peer: str, folder: Path) -> dict[str, Any]:
-    given = ("work", "--peer", peer, "--folder", folder)
+def _turn(peer: str, folder: Path, saves: bool) -> dict[str, Any]:
+    given = ("work", "--peer", peer, "--folder", folder, "--saves" if saves else "--no-saves")
     if "2 processes" not in peer:
         return _finish(_start(*given))
     with socket.socket() as listener:
@@ -219,7 +219,7 @@ def _turn(peer: str, folder: Path) -> dict[str, Any]:
         address = f"localhost:{listener.getsockname()[1]}"
     running = [_start(*given, "--address", address, "--process", number) for number in range(2)]
     first, second = map(_finish, running)
-    for action in ("load", "save"):
+    for action in first.keys() & {"load", "save"}:
         for key, value in second[action].items():
             first[action][key] = max(first[action][key], value)
     return first
@@ -227,7 +227,7 @@ def _turn(peer: str, folder: Path) -> dict[str, Any]:
 
 def _summary(rounds: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, Any]:
     summary = {key: rounds[0][key] for key in ("own_bytes", "largest_tensor_bytes")}
-    for action in ("load", "save"):
+    for action in ("load", "save") if "save" in rounds[0] else ("load",):
         seconds = [each[action]["seconds"] for each in rounds]
         summary[f"{action}_seconds_median"] = round(statistics.median(seconds), 2)
         summary[f"{action}_seconds_range"] = [round(min(seconds), 2), round(max(seconds), 2)]
@@ -242,12 +242,18 @@ def _summary(rounds: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict
     return summary
 
 
-def compare(size: Size = Size(), rounds: int = 3, directory: Path | None = None) -> None:  # noqa: B008
+def compare(
+    size: Size = Size(),  # noqa: B008
+    rounds: int = 3,
+    directory: Path | None = None,
+    saves: bool = True,
+) -> None:
     """Measure all peers in turn, and append a row.
 
     Args:
         size: of the model.
         rounds: how often each peer loads and saves.
+        saves: whether to measure saving too.
         directory: where the checkpoint and its copies are written, and removed.
     """
     from benchmarks.shared._rows import append_row
@@ -259,7 +265,7 @@ def compare(size: Size = Size(), rounds: int = 3, directory: Path | None = None)
         write_checkpoint(folder / "large", size)
         for i in range(rounds):
             for peer in PEERS if i % 2 else PEERS[::-1]:
-                found[peer].append(_turn(peer, folder))
+                found[peer].append(_turn(peer, folder, saves))
                 for out in folder.glob("*-out"):
                     shutil.rmtree(out)
     peers = {peer: _summary(measured, found["transformers"]) for peer, measured in found.items()}

@@ -32,7 +32,8 @@ from .._plan import BlockPlan, ShardedParam
 from .._program import Barrier, Constant, Loop, Operation, Value, movable_ops
 from .gathers import Bind, GatherSources
 from .gradient_buckets import GradientBuckets, Reduced
-from .loop import Prologue, loop_prologue, run_loop
+from .loop import loop_prologue, run_loop
+from .loop_layers import Prologue
 from .mean_gradients import host_mean
 from .row_segments import RowSegments
 from .row_versions import RowVersions
@@ -324,7 +325,7 @@ class BlockRunner:
             return
         if isinstance(operation, Loop):
             with in_loop(index):
-                outputs = run_loop(self, index, operation)
+                outputs = run_loop(self, index)
         elif isinstance(operation, Barrier):
             pairs = zip(operation.inputs, operation.outputs, strict=True)
             # Views of weights have no array here; the barrier is bound without them.

@@ -67,38 +67,46 @@ class DeferredGradients:
         self._layer_index = layer_index
         self._outputs = outputs
         self._updates = updates
-        self._delay = (
-            1 if plan.host_gradients or plan.updates else 0
-        )  # iterations from the last axis to the stack
+        # Iterations from the last axis to the stack.
+        self._delay = 1 if plan.host_gradients or plan.updates else 0
 
-    def start(self, iteration: Callable[[Deferred], Deferred], tie: Bind) -> Deferred:
-        """The buckets and stacks before the first iteration; the buckets hold zeros.
+    def start(self, tie: Bind) -> Deferred:
+        """What there is before the first iteration; `tie` is as in `UpdatesInLoop.start`."""
+        updated = {number: self._updates.start(number, tie) for number in self._plan.updates}
+        return Deferred({}, {}, updated, {})
+
+    def fill(self, state: Deferred, first: Deferred | None = None) -> Deferred:
+        """A state with zeros for all that earlier iterations would have left, and with all stacks.
 
         Args:
-            iteration: runs the first iteration; it is traced for the shapes of its buckets.
-            tie: as in `UpdatesInLoop.start`.
+            state: after some iterations, or before the first.
+            first: before the first iteration, shapes of the state after it, from `start`.
         """
+        zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
+        if first is not None:
+            layers = {k: jax.tree.map(_layer_shape, x) for k, x in first.stacks.items()}
+            state = state._replace(buckets=zeros(first.buckets), waiting=zeros(first.waiting))
+            state = state._replace(stacks=self._with_stacks({}, layers))
 
-        def shapes() -> tuple[dict[int, list[ReduceBucket]], dict[int, Any], dict[int, Array]]:
-            in_flight, done = {}, {}
-            first = iteration(Deferred({}, {}, {}, {}))
-            for number, buckets in first.buckets.items():
-                for axis in range(self._gradients.num_axes(number)):
-                    buckets.append(self._gradients.reduce_next(number, axis, buckets[axis]))
-                done[number] = buckets[-1]
-                in_flight[number] = buckets if self._delay else buckets[:-1]
-            return in_flight, {**first.stacks, **self._finished_outputs(done)}, first.waiting
+        def later() -> tuple[dict[int, list[ReduceBucket]], dict[int, Any]]:
+            buckets, done = {}, {}
+            for number, in_flight in state.buckets.items():
+                num_axes, x = self._gradients.num_axes(number), in_flight[-1]
+                buckets[number] = list(in_flight)
+                for axis in range(len(in_flight) - 1, num_axes):
+                    buckets[number].append(self._gradients.reduce_next(number, axis, x))
+                    x = buckets[number][-1]
+                done[number] = buckets[number][num_axes]
+                buckets[number] = buckets[number][: num_axes + self._delay]
+            return buckets, self._finished_outputs(done)
 
         with recording(None):  # traced only for shapes: its collectives must not be counted
-            in_flight, outputs, final = jax.eval_shape(shapes)
-        zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
-        stacks = {
-            number: jax.tree.map(functools.partial(self._empty_stack, number), x)
-            for number, x in outputs.items()
-            if number not in self._plan.updates
-        }
-        updated = {number: self._updates.start(number, tie) for number in self._plan.updates}
-        return Deferred(zeros(in_flight), stacks, updated, zeros(final))
+            buckets, layers = jax.eval_shape(later)
+        missing = {k: zeros(x[len(state.buckets[k]) :]) for k, x in buckets.items()}
+        return state._replace(
+            buckets={k: [*x, *missing[k]] for k, x in state.buckets.items()},
+            stacks=self._with_stacks(state.stacks, layers),
+        )
 
     def take_final(self, outputs: list[Any]) -> dict[int, Array]:
         """Take, out of an iteration's outputs, the gradients for host memory that are not deferred.
@@ -121,6 +129,8 @@ class DeferredGradients:
         """
         newest = {number: in_flight[0] for number, in_flight in state.buckets.items() if in_flight}
         reduced = [self._gradients.reduce_next(number, 0, x) for number, x in newest.items()]
+        if not newest and any(group.deferred for group in self._plan.body.reduce_groups):
+            bind([jnp.zeros(())])  # see [Note: same bits] in `pipelined_loop`
         return dict(zip(newest, bind(reduced), strict=True))
 
     def advance(
@@ -133,8 +143,9 @@ class DeferredGradients:
     ) -> Deferred:
         """Reduce every deferred bucket over one more axis, and add those of this iteration.
 
-        The buckets of the oldest iteration are then fully reduced. In the first iterations these
-        are the zeros of `start`, stored for the first layer and overwritten by its gradients.
+        If the state has as many buckets as the loop carries, those of the oldest iteration are then
+        fully reduced. They may be the zeros of `fill`, stored for the first layer and overwritten
+        by its gradients.
 
         Args:
             state: of the iteration before.
@@ -145,21 +156,23 @@ class DeferredGradients:
         """
         stored: dict[int, Sum] = {k: x for k, x in final.items() if k not in self._plan.updates}
         waiting = {k: x for k, x in final.items() if k in self._plan.updates}
-        if not any(state):  # nothing is deferred, or `start` traces this
-            return Deferred({k: [bucket] for k, bucket in new.items()}, stored, {}, waiting)
-        buckets, done, age = {}, {}, 0
-        for number, in_flight in state.buckets.items():
+        buckets: dict[int, list[ReduceBucket]] = {}
+        done: dict[int, ReduceBucket] = {}
+        age = 0
+        for number, bucket in new.items():
             reduce_next, num_axes = self._gradients.reduce_next, self._gradients.num_axes(number)
+            in_flight = state.buckets.get(number, [])
             sent = [
-                sent_early[number]
-                if i == 0 and number in sent_early
-                else reduce_next(number, i, bucket)
-                for i, bucket in enumerate(in_flight[:num_axes])
+                sent_early[number] if i == 0 and number in sent_early else reduce_next(number, i, x)
+                for i, x in enumerate(in_flight[:num_axes])
             ]
-            *buckets[number], done[number] = [new[number], *sent, *in_flight[num_axes:]]
+            buckets[number] = [bucket, *sent, *in_flight[num_axes:]]
             age = len(in_flight)
+            if age == num_axes + self._delay:
+                done[number] = buckets[number].pop()
         layers = self._finished_outputs(done)
-        stacks = _stored(state.stacks, stored, self._layer_index(iteration))
+        stacks = self._with_stacks(state.stacks, {**stored, **layers})
+        stacks = _stored(stacks, stored, self._layer_index(iteration))
         stacks = _stored(stacks, layers, self._layer_index(iteration - age))
         updated = self._updates.advance(state.updated, state.waiting, iteration - 1)
         gradients = {k: x for k, x in layers.items() if k in updated}
@@ -199,7 +212,17 @@ class DeferredGradients:
 
     def _finished_outputs(self, done: dict[int, ReduceBucket]) -> dict[int, Any]:
         """The deferred outputs of one iteration, from its fully reduced buckets."""
-        return {number: self._finished(number, x) for number, x in self._outputs(done).items()}
+        outputs = self._outputs(done) if done else {}
+        return {number: self._finished(number, x) for number, x in outputs.items()}
+
+    def _with_stacks(self, stacks: dict[int, Sum], layers: Mapping[int, Any]) -> dict[int, Sum]:
+        """The stacks, and an empty one for each output in `layers` that has none yet."""
+        missing = layers.keys() - stacks.keys() - self._plan.updates.keys()
+        empty = {
+            number: jax.tree.map(functools.partial(self._empty_stack, number), layers[number])
+            for number in sorted(missing)
+        }
+        return {**stacks, **empty}
 
     def _empty_stack(self, number: int, layer: Any) -> Array:
         """A stack for the deferred output `number`, in the memory where it belongs."""
@@ -207,6 +230,10 @@ class DeferredGradients:
         if number in self._plan.host_gradients:
             return empty_in_host(shape, layer.dtype, number)
         return jnp.zeros(shape, layer.dtype)
+
+
+def _layer_shape(stack: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
 
 
 def _stored(stacks: dict[int, Sum], layers: Mapping[int, Any], index: Array) -> dict[int, Sum]:

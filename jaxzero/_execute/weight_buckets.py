@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from .._collectives import CommSpec, EncodedShards, GatherBucket
 from .._mesh import in_host
 from .._plan import BlockPlan, Gather, GatherGroup, ShardedParam
@@ -31,6 +33,10 @@ class WeightBuckets:
             group has this layer's buckets after the last axis, and a later layer's after each
             axis before.
         next_in_flight: `in_flight` for the next iteration.
+
+    Args:
+        num_unsent: in a pipelined loop, the number of axes, from the first on, over which this
+            iteration has no later layer to gather. Such buckets are empty lists.
     """
 
     def __init__(
@@ -40,6 +46,7 @@ class WeightBuckets:
         sources: Mapping[ShardedParam, EncodedShards],
         in_flight: InFlight | None = None,
         next_sources: Mapping[ShardedParam, EncodedShards] | None = None,
+        num_unsent: int = 0,
     ):
         self.plan = plan
         self.comm = comm
@@ -47,6 +54,7 @@ class WeightBuckets:
         self.next_sources: GatherSources = dict(next_sources or {})
         self.in_flight: InFlight = dict(in_flight or {})
         self.next_in_flight: InFlight = {}
+        self._num_unsent = num_unsent
         self._fetched: dict[int, GatherSources] = {}  # by group, shards copied from host memory
         self._full: dict[tuple, tuple[Gather, Any]] = {}
         # What happens before an operation: copies from host memory of groups, gathers of (group,
@@ -84,7 +92,12 @@ class WeightBuckets:
         for number, axis in self._sends.get(index, ()):
             group = self.plan.gather_groups[number]
             sent = self.next_in_flight if group.prefetched else self.in_flight
-            buckets = self._send_axis(number, group, axis, tie, pin)
+            if group.prefetched and axis < self._num_unsent:
+                nothing = tie(group.ties[axis], [jnp.zeros(())])
+                pin(group.ties[axis], nothing)  # see [Note: same bits] in `pipelined_loop`
+                buckets = []
+            else:
+                buckets = self._send_axis(number, group, axis, tie, pin)
             sent.setdefault(number, []).append(buckets)
 
     def _send_axis(

@@ -13,6 +13,7 @@ from .host_gradients import mark_host_gradients as mark_host_gradients
 from .hpz import mark_kept_slices as mark_kept_slices
 from .hpz import slices_kept_in_program as slices_kept_in_program
 from .lifetimes import Gather as Gather
+from .loop_ends import separate_ends as separate_ends
 from .param_uses import BlockUses as BlockUses
 from .param_uses import ShardedParam as ShardedParam
 from .param_uses import Stack as Stack

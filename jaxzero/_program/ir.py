@@ -163,14 +163,19 @@ class Loop(Operation):
         """Whether it scans its stacks from the last element to the first."""
         return self.equation.params["reverse"]
 
-    def scan(self, body: Callable, carry: Any, stacks: Any) -> tuple[Any, Any]:
-        """Run `lax.scan` with another body, but this loop's length, direction and unrolling."""
-        params = self.equation.params
-        options = {key: params[key] for key in ("length", "reverse", "unroll")}
+    def scan(
+        self, body: Callable, carry: Any, stacks: Any, length: int | None = None
+    ) -> tuple[Any, Any]:
+        """Run `lax.scan` with another body, but this loop's length, direction and unrolling.
+
+        `length` is that of the stacks, if it is shorter than the loop's.
+        """
+        params, length = self.equation.params, length or self.length
+        unroll = min(params["unroll"], length)
         if self.is_reversed and jax.__version_info__ < (0, 12):
-            body, stacks = _indexed(body, stacks, self.length)
+            body, stacks = _indexed(body, stacks, length)
         with scope(self.equation):
-            return jax.lax.scan(body, carry, stacks, **options)
+            return jax.lax.scan(body, carry, stacks, length, self.is_reversed, unroll)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -115,3 +115,22 @@ def test_the_benchmark_compares_all_variants_of_a_small_model(mesh, monkeypatch)
         fast, slow = row["predicted"].values()
         assert 0 < fast["step_seconds"] < slow["step_seconds"]
         assert row["temporary_gib"] > 0 < row["compile_seconds"]
+
+
+def test_separate_ends_send_no_layer_in_vain(mesh):
+    """Not more crosses into a node than without prefetch, at the ends of the loops too."""
+    tokens = jax.ShapeDtypeStruct((32, 512), jax.numpy.int32)
+    loss, init = (functools.partial(each, DEEP) for each in (_llama.loss, _llama.init))
+    apart, plain = (
+        jz.Zero(mesh, jz.ZeroConfig(schedule=schedule))
+        for schedule in (jz.CommSchedule(separate_ends=True), jz.CommSchedule(prefetch=0))
+    )
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        plan = plain.plan(loss, plain.abstract(init, jax.random.key(0)), tokens)
+        step = jax.jit(apart.value_and_grad(loss))
+        lowered = step.lower(apart.abstract(init, jax.random.key(0)), tokens)
+        text = lowered.compile(compiler_options=jz.compiler_options("cuda")).as_text()
+    planned = LOCAL * sum(x.node_bytes * x.trips for x in plan.transfers)
+    line = timeline(text, Rates(num_local=LOCAL))
+    assert 0 < line.node_bytes <= planned
+    assert line.asynchronous_share > 0.95

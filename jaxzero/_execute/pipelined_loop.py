@@ -1,0 +1,320 @@
+"""Run a pipelined loop: a `lax.scan` over iteration numbers that overlaps the layers.
+
+Beside the program's own carry it carries: buckets with the weights of the next layers, in flight;
+shards that have been copied from host memory; buckets with the gradients of the last layers, not
+fully reduced yet; the stacks of reduced gradients, which are filled one iteration or more after the
+layer; and the stacks of node slices that prefetched gathers keep (hpZ).
+
+The plan may take iterations at both ends out of the loop (`_plan.loop_ends`): they run before and
+after it, as code of their own, without gathers for layers that do not exist and without reductions
+of what no layer has made. Stacks of the program's loop are then indexed, not scanned, and its
+stacked outputs are carried, so that no stack is ever cut or joined.
+
+[Note: same bits] Losses and gradients have the same bits as if all iterations were in the loop. So
+XLA has to compile each of the others like the loop's body, with nothing fused across its ends, and
+with the same barriers inside: where a value is read by one, XLA does not replace the transpose of a
+product by a swap of its factors, which may sum in another order. An iteration that sends nothing
+passes a value through the barrier nevertheless.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from .._collectives import ReduceBucket, copy_to_device, recording, repeated
+from .._mesh import in_host
+from .._plan import ShardedParam
+from .deferred_gradients import Deferred, DeferredGradients
+from .gathers import Bind, GatherSources
+from .gradient_buckets import GradientBuckets
+from .host_stacks import Queues
+from .loop_layers import LoopLayers, Prologue, Runner
+from .update_in_loop import UpdatesInLoop
+from .weight_buckets import InFlight
+
+_Outputs = tuple[list[Any], list[Array]]  # as `PipelinedLoop._iteration` returns them
+
+
+class _State(NamedTuple):
+    """What a pipelined loop carries."""
+
+    carry: list[Any]  # the carry of the program's loop
+    in_flight: InFlight  # weights of the next layers
+    fetched: Queues  # shards copied from host memory
+    rows: dict[int, Array]  # this iteration's slices of the program's stacks in host memory
+    deferred: Deferred  # gradients of the last layers, and the stacks of reduced gradients
+    slices: list[Array]  # stacks of node slices, one for each of `LoopLayers.kept_prefetched`
+    stacked: Any  # stacked outputs of the iterations so far; None if `lax.scan` stacks them
+
+
+class PipelinedLoop:
+    """A pipelined loop, with gathers for the next layers and reductions for the previous ones.
+
+    Args:
+        layers: its layers.
+        constants: of the program's loop; None for weights.
+        stacks: that the program's loop scans; None for weights. Layers of those in host memory
+            (activations that a policy of `jax.checkpoint` has offloaded) are copied to the device
+            one iteration ahead.
+    """
+
+    def __init__(self, layers: LoopLayers, constants: list[Any], stacks: list[Any]):
+        self.layers = layers
+        self.outer = layers.outer
+        self.loop = layers.loop
+        self.plan = layers.plan
+        self.num_hops = layers.plan.body.num_hops
+        self.constants = constants
+        self.host_inputs = {i: x for i, x in enumerate(stacks) if x is not None and in_host(x)}
+        self.stacks = [None if i in self.host_inputs else x for i, x in enumerate(stacks)]
+        self.templates: GatherSources = {}  # of the node slices: codec and layout
+        updates = {number: self.outer.updates[leaf] for number, leaf in self.plan.updates.items()}
+        self.deferred = DeferredGradients(
+            self.plan,
+            GradientBuckets(self.plan.body, self.outer.comm),
+            self.loop.length,
+            layers.layer_index,
+            lambda done: layers.inside({}).deferred_outputs(done),
+            UpdatesInLoop(updates, layers.layer_index),
+        )
+        # The queues of parameters that the loop also updates, by index of the output.
+        queues = {number: layers.host.position_of(x.stacks[0]) for number, x in updates.items()}
+        self.updated_queues = {number: i for number, i in queues.items() if i is not None}
+
+    def run(self, carry: list[Any]) -> list[Any]:
+        """Run the loop; return its outputs, with None for those that are views of weights."""
+        before = self.outer.prologues.pop(self.layers.index)
+        first, last, length = self.plan.num_first, self.plan.num_last, self.loop.length
+        state = self._start(carry, before)
+        for i in range(first):
+            state = self._single(state, i)
+        if first:
+            state = state._replace(deferred=self.deferred.fill(state.deferred))
+        state, outputs = self._repeated(state, first, length - last)
+        for i in range(length - last, length):
+            state = self._single(state, i)
+        stacked = state.stacked or outputs
+        assert stacked is not None
+        outputs, slices = stacked
+        deferred = self.deferred.finish(state.deferred)
+        self._keep(self.layers.kept_prefetched, state.slices)
+        self._keep(self.layers.kept_in_iteration, slices)
+        self._pass_prologue(state)
+        outputs = [*state.carry, *outputs]
+        for number, x in deferred.items():
+            outputs[number] = x
+        for number, leaf in self.plan.updates.items():
+            self.outer.updated[leaf], outputs[number] = deferred[number], None
+        return outputs
+
+    def _start(self, carry: list[Any], before: Prologue) -> _State:
+        """The state before the first iteration."""
+        layers = self.layers
+        self.templates = {x: kept for each in before.slices.values() for x, kept in each.items()}
+        slices = []
+        for weight in layers.kept_prefetched:
+            data = before.slices[0][weight].data
+            stack = jnp.zeros((self.loop.length, *data.shape), data.dtype)
+            for iteration, kept in before.slices.items():
+                layer_index = layers.layer_index(jnp.asarray(iteration))
+                stack = lax.dynamic_update_index_in_dim(stack, kept[weight].data, layer_index, 0)
+            slices.append(stack)
+        fetched = layers.host.continued(before.fetched)
+        if fetched is None:
+            fetched = layers.host.first(layers.layer_index)
+        first_rows = self._host_rows(jnp.asarray(0))
+        tie = functools.partial(self.outer.tie_to, self.plan.tie)
+        deferred = self.deferred.start(tie)
+        state = _State(carry, before.in_flight, fetched, first_rows, deferred, slices, None)
+        if not self.plan.num_first:
+            state = self._with_first_zeros(state)
+        return state
+
+    def _with_first_zeros(self, state: _State) -> _State:
+        """The state before the first iteration, with zeros where later ones hold gradients.
+
+        With iterations after the loop, there are stacks for its outputs too.
+        """
+
+        def first() -> tuple[Deferred, _Outputs]:
+            after, outputs = self._iteration(state, jnp.asarray(0), self._rows(jnp.asarray(0)))
+            return after.deferred, outputs
+
+        with recording(None):  # traced only for shapes: its collectives must not be counted
+            deferred, outputs = jax.eval_shape(first)
+        state = state._replace(deferred=self.deferred.fill(state.deferred, deferred))
+        if self.plan.num_last:
+            state = state._replace(stacked=self._empty_stacks(outputs))
+        return state
+
+    def _repeated(self, state: _State, start: int, stop: int) -> tuple[_State, _Outputs | None]:
+        """Run the iterations from `start` to `stop` as a loop.
+
+        Returns:
+            The state after them, and the stacked outputs unless they are part of the state.
+        """
+        has_ends = (start, stop) != (0, self.loop.length)
+
+        def body(state, scanned):
+            iteration, rows = scanned
+            rows = self._rows(iteration) if has_ends else rows
+            state, outputs = self._iteration(state, iteration, rows)
+            return (self._store(state, outputs, iteration), None) if has_ends else (state, outputs)
+
+        traced, note = repeated(body, stop - start)
+        scanned = self.layers.iterations(start, stop), None if has_ends else self.stacks
+        state, outputs = self.loop.scan(traced, state, scanned, stop - start)
+        note()
+        return state, outputs
+
+    def _single(self, state: _State, number: int) -> _State:
+        """Run one iteration that is not part of the loop."""
+        iteration, num_after = jnp.asarray(number), self.loop.length - 1 - number
+        is_last = num_after < self.plan.num_last
+        # XLA then does not know the number, and the kernels that cut layers out of stacks are those
+        # of the loop's body, compiled once.
+        iteration, carry = lax.optimization_barrier((iteration, state.carry))
+        # [Note: same bits]
+        carry, rows = lax.optimization_barrier((carry, self._rows(iteration)))
+        state = state._replace(carry=carry)
+        state, outputs = self._iteration(state, iteration, rows, num_after if is_last else None)
+        deferred = state.deferred
+        operands = (state.carry, state.in_flight, deferred.buckets, outputs)
+        carry, in_flight, buckets, outputs = lax.optimization_barrier(operands)
+        deferred = deferred._replace(buckets=buckets)
+        state = state._replace(carry=carry, in_flight=in_flight, deferred=deferred)
+        return self._store(state, outputs, iteration)
+
+    def _iteration(
+        self, state: _State, iteration: Array, rows: Sequence[Any], num_after: int | None = None
+    ) -> tuple[_State, _Outputs]:
+        """Run one iteration.
+
+        Args:
+            state: before it.
+            iteration: its number.
+            rows: its slices of the program's stacks on the device.
+            num_after: the number of iterations that follow, in those after the loop: what only
+                later ones would use is not sent.
+
+        Returns:
+            The state after it; the outputs of the iteration other than the carry; and the node
+            slices of the weights in `kept_in_iteration`.
+        """
+        layers, num_hops = self.layers, self.num_hops
+        num_unsent = 0 if num_after is None else max(0, num_hops - num_after)
+        here, following = layers.layer_index(iteration), layers.layer_index(iteration + num_hops)
+        sources = layers.layer(here) | layers.host.layers(state.fetched, 0)
+        for weight, x in zip(layers.kept_prefetched, state.slices, strict=True):
+            data = lax.dynamic_index_in_dim(x, here, 0, keepdims=False)
+            sources[weight] = dataclasses.replace(self.templates[weight], data=data)
+        next_sources = None
+        if not num_unsent:
+            next_sources = layers.layer(following) | layers.host.layers(state.fetched, num_hops)
+        inside = layers.inside(sources, state.in_flight, next_sources, num_unsent)
+        sent: dict[int, ReduceBucket] = {}
+
+        def reduce_early(bind: Bind) -> None:
+            sent.update(self.deferred.reduce_first(state.deferred, bind))
+
+        rows = [state.rows.get(i, x) for i, x in enumerate(rows)]
+        inputs = [*self.constants, *state.carry, *rows]
+        outputs = inside.run(inputs, layers.uses.view_outputs, reduce_early)
+        done = self.deferred.take_final(outputs)
+        new = inside.gradients.deferred
+        deferred = self.deferred.advance(state.deferred, new, done, iteration, sent)
+        carry, outputs = outputs[: self.loop.num_carry], outputs[self.loop.num_carry :]
+        self.templates.update({x: inside.weights.sources[x] for x in layers.kept_in_iteration})
+        kept = [self.templates[weight].data for weight in layers.kept_in_iteration]
+        after = state._replace(
+            carry=carry,
+            in_flight=inside.weights.next_in_flight,
+            deferred=deferred,
+            slices=self._next_slices(state.slices, inside, following, num_unsent),
+        )
+        return self._copy_next(after, iteration), (outputs, kept)
+
+    def _next_slices(
+        self, slices: list[Array], inside: Runner, following: Array, num_unsent: int
+    ) -> list[Array]:
+        """The stacks of node slices, with those that an iteration has gathered ahead."""
+        if num_unsent:
+            return slices
+        gathered = inside.weights.next_sources
+        return [
+            lax.dynamic_update_index_in_dim(x, gathered[weight].data, following, 0)
+            for weight, x in zip(self.layers.kept_prefetched, slices, strict=True)
+        ]
+
+    def _copy_next(self, state: _State, iteration: Array) -> _State:
+        """Copy from host memory what the next iterations need, at the end of an iteration."""
+        carry, deferred = state.carry, state.deferred
+        current = {
+            self.updated_queues[number]: x.stacks[0]
+            for number, x in deferred.updated.items()
+            if number in self.updated_queues
+        }
+        host, layer_index = self.layers.host, self.layers.layer_index
+        fetched = host.advance(state.fetched, layer_index, iteration, current)
+        rows = self._host_rows(iteration + 1)
+        layers = {number: x.layers for number, x in deferred.updated.items()}
+        if fetched or rows or layers:
+            # Otherwise XLA waits for some of the copies before the layer computes.
+            operands = (carry, fetched, rows, layers)
+            carry, fetched, rows, layers = lax.optimization_barrier(operands)
+            updated = {i: x._replace(layers=layers[i]) for i, x in deferred.updated.items()}
+            deferred = deferred._replace(updated=updated)
+        return state._replace(carry=carry, fetched=fetched, rows=rows, deferred=deferred)
+
+    def _host_rows(self, iteration: Array) -> dict[int, Array]:
+        """An iteration's slices of the program's stacks in host memory, on the device."""
+        i = self.layers.layer_index(iteration)
+        return {
+            number: copy_to_device(
+                lax.dynamic_index_in_dim(x, i, 0, keepdims=False), "activations", "", windowed=True
+            )
+            for number, x in self.host_inputs.items()
+        }
+
+    def _rows(self, iteration: Array) -> list[Any]:
+        """An iteration's slices of the program's stacks on the device; None for other stacks."""
+        i = self.layers.layer_index(iteration)
+        return [
+            None if x is None else lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+            for x in self.stacks
+        ]
+
+    def _store(self, state: _State, outputs: _Outputs, iteration: Array) -> _State:
+        """The state with an iteration's outputs in their stacks."""
+        index = self.layers.layer_index(iteration)
+        stacks = self._empty_stacks(outputs) if state.stacked is None else state.stacked
+
+        def stored(stack: Array, x: Array) -> Array:
+            return lax.dynamic_update_index_in_dim(stack, x, index, 0)
+
+        return state._replace(stacked=jax.tree.map(stored, stacks, outputs))
+
+    def _empty_stacks(self, outputs: _Outputs) -> _Outputs:
+        """A stack for each output of an iteration."""
+        length = self.loop.length
+        return jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), outputs)
+
+    def _keep(self, weights: Sequence[ShardedParam], stacks: Sequence[Array]) -> None:
+        """Let later gathers start from stacks of node slices."""
+        pairs = zip(weights, stacks, strict=True)
+        self.layers.keep_slices({x: self.templates[x].stack(data) for x, data in pairs})
+
+    def _pass_prologue(self, state: _State) -> None:
+        """Hand the buckets in flight at this loop's end to the loop that continues with them."""
+        for number, other in self.outer.plan.loops.items():
+            if other.continues == self.layers.index:
+                fetched = self.layers.host.passed(state.fetched)
+                self.outer.prologues[number] = Prologue(state.in_flight, {}, fetched)

@@ -1,0 +1,158 @@
+"""The ends of pipelined loops: nothing is sent in vain, and the bits are those of the full loop."""
+
+import collections
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxzero as jz
+from jaxzero._hlo import collectives as _hlo
+from jaxzero._plan.block_plan import BlockPlan
+
+WIDTH = 16
+CONFIGS = {
+    "zero3": jz.zero3(),
+    "zeropp": dataclasses.replace(jz.zeropp(), min_quantized_size=WIDTH),
+    "hpz": jz.ZeroConfig(hpz=jz.HpZ(codec=None)),
+    "hsdp": jz.hsdp(),
+    "stage 2": jz.ZeroConfig(stage=2),
+}
+UNITS, ENDS = jz.CommSchedule(prefetch=0), jz.CommSchedule(separate_ends=True)
+
+
+def _zero(config, schedule=UNITS, nodes=2, **mesh):
+    return jz.Zero(
+        jz.make_mesh(nodes, **mesh), dataclasses.replace(CONFIGS[config], schedule=schedule)
+    )
+
+
+def _init(num_layers):
+    def init(key):
+        up, down, bias = (jax.random.normal(each, (num_layers, WIDTH, WIDTH)) for each in
+                          jax.random.split(key, 3))  # fmt: skip
+        scale = WIDTH**-0.5
+        return {"layers": {"up": up * scale, "down": down * scale, "bias": bias[:, 0]}}
+
+    return init
+
+
+def _layer(x, weights):
+    made = jnp.tanh(x @ weights["up"] + weights["bias"].reshape(1, WIDTH)) @ weights["down"]
+    return x + made, jnp.mean(made)
+
+
+def _loss(params, x, reverse=False):
+    x, means = jax.lax.scan(jax.checkpoint(_layer), x, params["layers"], reverse=reverse)
+    return jnp.mean(x**2) + jnp.sum(means**2)
+
+
+def _loss_back(params, x):
+    return _loss(params, x, reverse=True)
+
+
+def _experts_loss(params, x):
+    """Four experts in each of the layers, one after the other."""
+    x, _ = jax.lax.scan(lambda x, layer: jax.lax.scan(_layer, x, layer), x, params["layers"])
+    return jnp.mean(x**2)
+
+
+def _init_experts(num_layers):
+    def init(key):
+        return jax.tree.map(lambda w: w.reshape(-1, 4, *w.shape[1:]), _init(4 * num_layers)(key))
+
+    return init
+
+
+ROWS = np.linspace(-1, 1, 32 * WIDTH, dtype=np.float32).reshape(32, WIDTH)
+
+
+def _plan(zero, num_layers, loss=_loss, init=_init):
+    params = zero.abstract(init(num_layers), jax.random.key(0))
+    plan = zero.plan(loss, params, ROWS)
+    assert isinstance(plan.top, BlockPlan)
+    return plan
+
+
+def _sent(plan):
+    """For each leaf and axis, what a device receives in a step, in bytes."""
+    sent = collections.Counter()
+    for transfer in plan.transfers:
+        for x in transfer.by_leaf():
+            sent[x.purpose, x.name, x.axis] += x.entering_bytes * x.trips
+    return sent
+
+
+@pytest.mark.parametrize("num_layers", [8, 9])
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_pipelined_loop_sends_each_layer_as_often_as_a_plain_one(config, nodes, num_layers):
+    ahead = _plan(_zero(config, ENDS, nodes), num_layers)
+    assert any(loop.is_pipelined for loop in ahead.top.loops.values())
+    assert _sent(ahead) == _sent(_plan(_zero(config, UNITS, nodes), num_layers))
+
+
+@pytest.mark.parametrize(("config", "microbatches"), [("zero3", 1), ("zeropp", 1), ("zeropp", 2)])
+def test_so_does_the_compiled_program(config, microbatches):
+    """Bytes into a node, of all collectives and all iterations of loops."""
+    entering = []
+    for schedule in (ENDS, UNITS):
+        zero = _zero(config, schedule)
+        params = zero.abstract(_init(8), jax.random.key(0))
+        step = jax.jit(zero.value_and_grad(_loss, microbatches=microbatches))
+        found = _hlo.collectives(step.lower(params, ROWS).compile().as_text())
+        entering.append(sum(x.node_bytes(4) * x.trips for x in found if x.crosses(4)))
+    assert entering[0] == entering[1] > 0
+
+
+def _cut(plan):
+    return [(loop.num_first, loop.num_last) for loop in plan.top.loops.values()]
+
+
+def test_iterations_are_taken_out_for_each_axis():
+    """Forward hands its last buckets to backward, unless it makes node slices (hpZ)."""
+    assert _cut(_plan(_zero("zero3", ENDS), 8)) == [(0, 0), (2, 2)]
+    assert _cut(_plan(_zero("zero3", ENDS, 1), 4)) == [(0, 0), (1, 1)]
+    assert _cut(_plan(_zero("zeropp", ENDS), 8)) == [(0, 2), (2, 1)]
+
+
+def test_loops_are_whole_by_default():
+    assert _cut(_plan(_zero("zero3", jz.CommSchedule()), 8)) == [(0, 0), (0, 0)]
+    with pytest.raises(
+        ValueError, match="`separate_ends` of `CommSchedule` must be True or False; got 1"
+    ):
+        jz.CommSchedule(separate_ends=1)
+
+
+def test_short_loops_and_loops_in_loops_keep_their_ends():
+    assert _cut(_plan(_zero("zero3", ENDS), 7)) == [(0, 0), (0, 0)]
+    nested = _plan(_zero("zero3", ENDS), 16, _experts_loss, _init_experts)
+    assert set(_cut(nested)) == {(0, 0)}
+    inside = [x for loop in nested.top.loops.values() for x in loop.body.loops.values()]
+    assert any(x.is_pipelined for x in inside)
+    assert {(x.num_first, x.num_last) for x in inside} == {(0, 0)}
+
+
+BITS = [
+    ("zero3", 9, 1, 2, _loss),
+    ("zero3", 8, 1, 2, _loss_back),
+    ("zero3", 5, 1, 1, _loss),
+    ("zeropp", 9, 1, 2, _loss),
+    ("hpz", 8, 2, 2, _loss_back),
+    ("hsdp", 8, 1, 2, _loss),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", list(jax.sharding.AxisType)[:2])
+@pytest.mark.parametrize(("config", "num_layers", "microbatches", "nodes", "loss"), BITS)
+def test_bits_are_those_of_a_plain_loop(config, num_layers, microbatches, nodes, loss, axis_type):
+    results = []
+    for schedule in (ENDS, UNITS):
+        zero = _zero(config, schedule, nodes, axis_type=axis_type)
+        params = zero.init(_init(num_layers), jax.random.key(0))
+        got = jax.jit(zero.value_and_grad(loss, microbatches=microbatches))(params, ROWS)
+        results.append(jax.device_get((got[0], zero.unshard(got[1]))))
+    jax.tree.map(np.testing.assert_array_equal, *results)
