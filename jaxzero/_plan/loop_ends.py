@@ -16,8 +16,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-import jax
-
 from .._mesh import LOCAL
 from .._program import Branch, Loop
 from .block_plan import BlockPlan, LoopPlan
@@ -66,10 +64,8 @@ def _may_be_cut(operation: Loop, loop: LoopPlan) -> bool:
 
 def _copies(operation: Loop, loop: LoopPlan) -> bool:
     """Whether a loop copies from or to host memory: such loops have not been measured cut."""
-    variables = [*operation.equation.invars, *operation.equation.outvars]
-    spaces = {getattr(x.aval, "memory_space", None) for x in variables}
-    in_host = jax.memory.Space.Host in spaces
-    return in_host or loop.window > 0 or bool(loop.host_gradients or loop.updates)
+    in_host = operation.uses_host_memory or loop.window > 0
+    return in_host or bool(loop.host_gradients or loop.updates)
 
 
 def _axes_reduced(loop: LoopPlan, axes_with_peers: Collection[str]) -> int:

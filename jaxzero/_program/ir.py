@@ -82,6 +82,13 @@ class Operation:
     def has_effects(self) -> bool:
         return bool(self.equation.effects)
 
+    @property
+    def uses_host_memory(self) -> bool:
+        """Whether it reads or makes an array in host memory."""
+        variables = [*self.equation.invars, *self.equation.outvars]
+        spaces = {getattr(x.aval, "memory_space", None) for x in variables}
+        return jax.memory.Space.Host in spaces
+
     def bind(self, inputs: Sequence[Any]) -> list[Any]:
         """Apply the primitive to arrays with the shapes and dtypes of `self.inputs`."""
         equation = self.equation
