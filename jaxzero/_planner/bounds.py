@@ -80,7 +80,7 @@ class Work:
     host_memory: int
     flops: float
     node_bytes: int
-    received: float
+    received: int | float
     updated: int
     host_read: int
     host_written: int

@@ -120,10 +120,10 @@ def test_iterations_are_taken_out_for_each_axis():
 
 def test_loops_are_whole_by_default():
     assert _cut(_plan(_zero("zero3", jz.CommSchedule()), 8)) == [(0, 0), (0, 0)]
-    with pytest.raises(
-        ValueError, match="`separate_ends` of `CommSchedule` must be True or False; got 1"
-    ):
-        jz.CommSchedule(separate_ends=1)
+    schedule = jz.CommSchedule()
+    object.__setattr__(schedule, "separate_ends", 1)  # past annotations, where these are checked
+    with pytest.raises(ValueError, match="`separate_ends` of .* must be True or False; got 1"):
+        schedule.__post_init__()
 
 
 def test_short_loops_and_loops_in_loops_keep_their_ends():
