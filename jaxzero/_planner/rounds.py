@@ -95,7 +95,7 @@ class RoundBounds:
     @property
     def memory(self) -> int:
         """Bytes of parameters, gradients, optimizer state and what the exchange holds."""
-        return int(self.with_temporaries(0))
+        return self.with_temporaries(0)
 
     @property
     def host_memory(self) -> int:
@@ -125,13 +125,14 @@ class RoundBounds:
     def with_temporaries(self, num_bytes: Any) -> Any:
         """Bytes of one device, if the program of the gradients has such temporaries.
 
-        Without a delay fragments travel between steps, when there are no gradients and no
-        temporaries.
+        `num_bytes` is an int, or an array of expected bytes, and so is the result. Without a delay
+        fragments travel between steps, when there are no gradients and no temporaries.
         """
         between = self.cost.travelling
         during = self.gradient_bytes + num_bytes
         most = np.maximum(during, between) if self.cost.method.delay == 0 else during + between
-        return self.step.memory - self.gradient_bytes + self.cost.held + most
+        total = self.step.memory - self.gradient_bytes + self.cost.held + most
+        return int(total) if isinstance(num_bytes, int) else total
 
 
 def round_cost(
