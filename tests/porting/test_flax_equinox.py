@@ -21,15 +21,27 @@ from .pages import assert_page_shows_diff
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "porting"
 NAMES = ("flax_linen", "flax_nnx", "equinox")
-# Edits that leave no randomness, and give BatchNorm the statistics of the whole batch, as on one
-# device: what differs then is the order in which float32 sums are rounded.
+# Edits that leave no randomness, give BatchNorm the statistics of the whole batch, as on one device,
+# and leave out biases before BatchNorm: what differs then is the order in which float32 sums are
+# rounded. The gradient of such a bias is zero but for rounding, which Adam scales to steps of the
+# learning rate, so the bias takes another walk wherever sums are rounded in another order.
 EXACT = {
-    "flax_linen": {"rate=0.1": "rate=0.0", "bfloat16": "float32"},
+    "flax_linen": {
+        "rate=0.1": "rate=0.0",
+        "bfloat16": "float32",
+        "nn.Conv(16, (3, 3),": "nn.Conv(16, (3, 3), use_bias=False,",
+        "nn.Dense(31,": "nn.Dense(31, use_bias=False,",
+    },
     "flax_nnx": {
         "Dropout(0.1)": "Dropout(0.0)",
         "momentum=0.9": 'momentum=0.9, axis_name=("node", "local")',
+        "nnx.Linear(2, 64,": "nnx.Linear(2, 64, use_bias=False,",
+        "nnx.Linear(64, 31,": "nnx.Linear(64, 31, use_bias=False,",
     },
-    "equinox": {"Dropout(0.1)": "Dropout(0.0)"},
+    "equinox": {
+        "Dropout(0.1)": "Dropout(0.0)",
+        "Linear(64, 31,": "Linear(64, 31, use_bias=False,",
+    },
 }
 SHORT = {"range(100)": "range(10)", "step % 25 == 24": "step < 10"}
 PER_DEVICE = {
@@ -85,7 +97,7 @@ def test_the_losses_are_those_of_one_device(name):
     # Losses are printed with 5 decimals, that is to 1e-5. Sums of a few hundred terms in another
     # order differ by about 1e-6, and 1e-4 leaves a factor of 100 for what 10 steps make of it.
     np.testing.assert_allclose(got, want, rtol=1e-4)
-    assert abs(got_accuracy - want_accuracy) < 0.01  # 5 rows of 500
+    assert got_accuracy == want_accuracy
 
 
 @pytest.mark.ci
