@@ -8,6 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import optax
 import pytest
 
@@ -221,7 +222,8 @@ def test_a_loss_that_sums_over_nodes_is_left_out():
         (CLUSTER, [WAITING, "diloco"], "or a sequence of them; got"),
     ],
 )
-def test_arguments(cluster, given, message):
+def test_arguments(cluster, given, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
     with pytest.raises(ValueError, match=message):
         tune(loss, init, BATCH, cluster, local_steps=given)
 
