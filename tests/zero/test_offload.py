@@ -105,8 +105,10 @@ def assert_same(with_offload, without):
 
 
 MESHES = {"2x2": (2, 4), "1x3": (1, 3), "1x1": (1, 1)}
-of_two_meshes = pytest.mark.parametrize(
-    "mesh", ["2x2", pytest.param("1x3", marks=pytest.mark.exhaustive), "1x1"], indirect=True
+of_one_mesh = pytest.mark.parametrize(
+    "mesh",
+    ["2x2", *(pytest.param(mesh, marks=pytest.mark.exhaustive) for mesh in ("1x3", "1x1"))],
+    indirect=True,
 )
 
 
@@ -126,13 +128,14 @@ def test_gradients_are_bit_equal(mesh, preset):
     assert "pinned_host" not in kinds(results[1][2])
 
 
-@of_two_meshes
+@of_one_mesh
 @pytest.mark.parametrize("loss", [unrolled, cast_before, nested])
 @pytest.mark.parametrize("preset", ["zero3", pytest.param("zeropp", marks=pytest.mark.exhaustive)])
 def test_other_programs_are_bit_equal(mesh, preset, loss):
     assert_same(*(run(mesh, config_of(preset, offload), loss) for offload in (ALL, None)))
 
 
+@of_one_mesh
 @pytest.mark.parametrize(
     ("schedule", "window"),
     [
@@ -152,7 +155,7 @@ def test_windows_and_schedules_are_bit_equal(mesh, schedule, window):
     assert_same(*(run(mesh, config, scanned) for config in configs))
 
 
-@of_two_meshes
+@of_one_mesh
 @pytest.mark.parametrize("options", [{"microbatches": 2}, {"weighted": True}], ids=str)
 @pytest.mark.parametrize("preset", ["zero3", pytest.param("zeropp", marks=pytest.mark.ci)])
 def test_sums_are_bit_equal(mesh, preset, options):
