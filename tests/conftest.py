@@ -6,6 +6,7 @@ The warnings are set in `pyproject.toml`; `make test-latest` also checks annotat
 from __future__ import annotations
 
 import collections
+import gc
 import importlib
 import importlib.metadata
 import io
@@ -18,11 +19,13 @@ from typing import Any
 # Tests look at values and at HLO, never at CPU speed: LLVM without optimization compiles in half
 # the time, and XLA's older code generation for fusions, which only old versions have, in half of
 # that. XLA would fuse multiply-adds where it likes, which AVX does not have: tests that compare the
-# bits of two programs need one rounding for each operation. All of it comes after HLO, so
-# collectives and memory figures are those of a default run.
+# bits of two programs need one rounding for each operation. Cutting each program into modules that
+# LLVM compiles side by side gains nothing where every core runs tests, and costs a tenth more. All of
+# it comes after HLO, so collectives and memory figures are those of a default run.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_backend_optimization_level=0 --xla_cpu_max_isa=AVX",
+        "--xla_cpu_parallel_codegen_split_count=1",
         "--xla_cpu_use_fusion_emitters=false"
         if importlib.metadata.version("jaxlib").startswith("0.10.")
         else "",
@@ -54,6 +57,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # What compiles here is what is tested, not what an earlier run left on disk.
 jax.config.update("jax_enable_compilation_cache", False)
+
+# What JAX has traced stays alive by the million: passes over all objects would take a twentieth of
+# the time.
+gc.set_threshold(*gc.get_threshold()[:2], 100)
 
 # The first example of a property compiles, so time per example says nothing; and the same examples
 # on every run: a red run must be red again.

@@ -21,10 +21,10 @@ from .pages import assert_page_shows_diff
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "porting"
 NAMES = ("flax_linen", "flax_nnx", "equinox")
-# Edits that leave no randomness, give BatchNorm the statistics of the whole batch, as on one device,
-# and leave out biases before BatchNorm: what differs then is the order in which float32 sums are
-# rounded. The gradient of such a bias is zero but for rounding, which Adam scales to steps of the
-# learning rate, so the bias takes another walk wherever sums are rounded in another order.
+# Edits that leave no randomness, give BatchNorm the statistics of the whole batch, as on one
+# device, and leave out biases before BatchNorm: what differs then is the order in which float32
+# sums are rounded. The gradient of such a bias is zero but for rounding, which Adam scales to steps
+# of the learning rate, so the bias takes another walk wherever sums are rounded in another order.
 EXACT = {
     "flax_linen": {
         "rate=0.1": "rate=0.0",
