@@ -2,8 +2,7 @@
 
     python -m benchmarks.network._reshard RUN.json HOST
 
-A time is from a barrier of both hosts to the end of the move on this one. Before it, twice the
-memory of the parameters is backed by the machine (`_backed_memory.py`).
+A time is from a barrier of both hosts to the end of the move on this one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
-from benchmarks.shared._backed_memory import back_memory
 
 from ._hosts import sent_bytes
 from ._jax import connect
@@ -53,12 +51,8 @@ def main(run: dict[str, Any], host: int) -> None:
     if run["sent_as"] != "int8":  # whose errors the tests bound
         _check(served, weights)
         _check(returned, weights)
-    size = 2 * sum(x.nbytes for x in weights.values())
-    del returned
     for _ in range(run["repeats"]):
-        back_memory(size)
         there.time()
-        back_memory(size)
         back.time()
     result = {
         "there": there.results,
