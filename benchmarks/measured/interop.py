@@ -5,9 +5,14 @@
 Needs torch and transformers, and twice the size of the checkpoint on the disk of `--directory`.
 Peers take turns, round by round, each time in a new process that has loaded and saved a small model
 before. All files are in the page cache; loading ends when every page of every tensor has been
-touched, since torch only maps files, and saving when every file is on the disk. `peak_bytes` is how
+touched, since torch only maps files, and saving when every file is on the disk. "transformers, own
+memory" also copies every parameter from the maps to memory, as `jaxzero` does: then an optimizer
+can update them, and a file that changes later does not change the weights. `peak_bytes` is how
 far resident memory (VmHWM) rose above where it was before: pages of mapped files count in it, those
 of the page cache do not.
+
+Before it loads, each process has a quarter more memory than the checkpoint takes backed by the host
+(`_backed_memory.py`): times then are those of a machine that has its memory. Linux only.
 """
 
 from __future__ import annotations
@@ -29,8 +34,16 @@ from typing import Any, Literal
 
 import tyro
 
+from benchmarks.shared._backed_memory import back_memory
+
 SMALL = {"hidden": 256, "layers": 1, "vocabulary": 64}
-PEERS = ("jaxzero", "transformers", "safetensors.torch", "jaxzero, each of 2 processes")
+PEERS = (
+    "jaxzero",
+    "transformers",
+    "transformers, own memory",
+    "safetensors.torch",
+    "jaxzero, each of 2 processes",
+)
 _LARGEST_FILE = 5 * 10**8
 
 
@@ -108,6 +121,20 @@ def _measure(work: Callable[[], Any]) -> tuple[dict[str, float], Any]:
     return {"seconds": seconds, "peak_bytes": _memory("VmHWM") - before}, result
 
 
+def _prepare(source: Path, share: float) -> float:
+    """Read a checkpoint, and have memory for a share of it backed by the host.
+
+    Returns:
+        Seconds that writing as much memory took in the end.
+    """
+    files = list(source.glob("*.safetensors"))
+    for file in files:
+        with open(file, "rb") as opened:
+            while opened.read(2**20):
+                pass
+    return back_memory(int(1.25 * share * sum(file.stat().st_size for file in files)) + 2**20)
+
+
 def _flush(directory: Path) -> None:
     """What `export_decoder` does of itself."""
     for path in (*directory.iterdir(), directory):
@@ -157,8 +184,11 @@ def _run_torch(source: Path, out: Path, saves: bool, peer: str) -> dict[str, Any
 
     def load() -> tuple[Any, dict[str, Any]]:
         model = None
-        if peer == "transformers":
+        if peer.startswith("transformers"):
             model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+            if peer == "transformers, own memory":
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.clone()
             tensors = model.state_dict()
         else:
             files = sorted(source.glob("*.safetensors"))
@@ -191,7 +221,9 @@ def work(peer: str, folder: Path, process: int = 0, address: str = "", saves: bo
         source, out = folder / name, folder / f"{name}-out"
         is_ours = peer.startswith("jaxzero")
         run = _run_jaxzero if is_ours else functools.partial(_run_torch, peer=peer)
+        backed = _prepare(source, 0.5 if address else 1.0)
         found = run(source, out, saves)
+        found["load"]["seconds_to_write_as_much_memory"] = backed
     print(json.dumps(found))
 
 
@@ -225,17 +257,23 @@ def _turn(peer: str, folder: Path, saves: bool) -> dict[str, Any]:
     return first
 
 
-def _summary(rounds: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, Any]:
+def _summary(
+    rounds: list[dict[str, Any]], others: list[dict[str, Any]], copied: list[dict[str, Any]]
+) -> dict[str, Any]:
     summary = {key: rounds[0][key] for key in ("own_bytes", "largest_tensor_bytes")}
     for action in ("load", "save") if "save" in rounds[0] else ("load",):
         seconds = [each[action]["seconds"] for each in rounds]
         summary[f"{action}_seconds_median"] = round(statistics.median(seconds), 2)
         summary[f"{action}_seconds_range"] = [round(min(seconds), 2), round(max(seconds), 2)]
-        ratios = [
-            each[action]["seconds"] / other[action]["seconds"]
-            for each, other in zip(rounds, others, strict=True)
-        ]
-        summary[f"{action}_time_over_transformers_median"] = round(statistics.median(ratios), 3)
+        for name, peers in (("transformers", others), ("transformers_own_memory", copied)):
+            ratios = [
+                each[action]["seconds"] / peer[action]["seconds"]
+                for each, peer in zip(rounds, peers, strict=True)
+            ]
+            summary[f"{action}_time_over_{name}_median"] = round(statistics.median(ratios), 3)
+        if action == "load":
+            backed = [each["load"]["seconds_to_write_as_much_memory"] for each in rounds]
+            summary["seconds_to_write_as_much_memory_max"] = round(max(backed), 2)
         summary[f"{action}_peak_bytes"] = max(each[action]["peak_bytes"] for each in rounds)
     peak = summary["load_peak_bytes"] - summary["largest_tensor_bytes"]
     summary["load_peak_less_one_tensor_over_own"] = round(peak / summary["own_bytes"], 3)
@@ -268,7 +306,8 @@ def compare(
                 found[peer].append(_turn(peer, folder, saves))
                 for out in folder.glob("*-out"):
                     shutil.rmtree(out)
-    peers = {peer: _summary(measured, found["transformers"]) for peer, measured in found.items()}
+    others = found["transformers"], found["transformers, own memory"]
+    peers = {peer: _summary(measured, *others) for peer, measured in found.items()}
     append_row("interop", {"rounds": rounds, **vars(size), "peers": peers})
 
 

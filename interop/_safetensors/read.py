@@ -42,6 +42,11 @@ class FileTensor(LazyTensor):
         """Name and file."""
         return f"{shown(self.name)} in {str(self.file)!r}"
 
+    @property
+    def is_in_file(self) -> bool:
+        """True: it is mapped, or so small that reading it takes as long."""
+        return True
+
     def _read_box(self, box: Box) -> np.ndarray:
         if self.file.stat().st_size < self.offset + self.nbytes:
             raise ValueError(

@@ -54,6 +54,14 @@ class LazyTensor(abc.ABC):
         """True if reading is a collective: all processes read such tensors, in the same order."""
         return False
 
+    @property
+    def is_in_file(self) -> bool:
+        """True if `borrow` of all of the tensor copies nothing, since it maps a file.
+
+        It may then be called in any thread.
+        """
+        return False
+
     def own(self) -> "LazyTensor":
         """View the tensor as one that is read without a collective, but in `own_boxes` only."""
         return self
@@ -235,6 +243,11 @@ class _Cast(_View):
 class _Transposed(_View):
     dims: tuple[int, ...]
 
+    @property
+    def is_in_file(self) -> bool:
+        """As the viewed tensor."""
+        return self.viewed.is_in_file
+
     def _read_box(self, box: Box) -> np.ndarray:
         theirs = tuple(box[self.dims.index(dim)] for dim in range(self.ndim))
         return self.viewed._read_box(theirs).transpose(self.dims)
@@ -247,6 +260,11 @@ class _Transposed(_View):
 class _Narrowed(_View):
     dim: int
     start: int
+
+    @property
+    def is_in_file(self) -> bool:
+        """As the viewed tensor."""
+        return self.viewed.is_in_file
 
     def _read_box(self, box: Box) -> np.ndarray:
         start, stop = box[self.dim]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from .._collectives import from_stored, to_stored
 from .._mesh import is_one_node, is_traced, memory_kind_of, to_device, to_host, without_node
 from .._sharding import LeafSpec, StoredArray, TreePlan, pad, unpad
 from .host_memory import in_parts
-from .transfers import InTransfer, Transfers, finished
+from .transfers import InTransfer, Transfers, finished, put_copies
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
@@ -124,7 +123,8 @@ def place(
 
     Only the slices that this process's devices own are read from `source`. If it has a method
     `borrow`, that is called with them: its arrays may share memory with a file, and are copied
-    before `transfers` ends.
+    before `transfers` ends. If all of it can be borrowed without a copy (`is_in_file`), that is
+    done once for all devices: each page of the file is then mapped once, and not for each device.
     """
     if leaf.codec is not None:
         plain = dataclasses.replace(leaf, codec=None)
@@ -139,21 +139,11 @@ def place(
     if isinstance(source, jax.Array) and not source.is_fully_addressable:
         padded = jax.jit(lambda x: pad_leaf(leaf, to_device(x)), out_shardings=sharding)
         return _alone(padded(source))
-    get = getattr(source, "borrow", source.__getitem__)
-
-    def read(index: tuple[slice, ...]) -> np.ndarray:
-        bounds = [s.indices(n) for s, n in zip(index, leaf.stored_shape, strict=True)]
-        inside = tuple(
-            slice(min(start, n), min(stop, n))
-            for (start, stop, _), n in zip(bounds, leaf.shape, strict=True)
-        )
-        data = np.asarray(get(inside), dtype=leaf.dtype)
-        widths = [
-            (0, stop - start - n) for (start, stop, _), n in zip(bounds, data.shape, strict=True)
-        ]
-        return np.pad(data, widths) if any(after for _, after in widths) else data
-
-    return _place_slices(read, leaf.stored_shape, sharding, transfers)
+    # Of 64-bit types in the calling thread only: see `Transfers.put`.
+    is_in_file = getattr(source, "is_in_file", False)
+    if is_in_file and source.dtype == leaf.dtype and leaf.dtype.itemsize <= 4:
+        return _place_map(leaf, source, sharding, transfers)
+    return _place_slices(leaf, source, sharding, transfers)
 
 
 def _alone(x: jax.Array) -> jax.Array:
@@ -165,26 +155,59 @@ def _alone(x: jax.Array) -> jax.Array:
 
 
 def _place_slices(
-    read: Callable[[tuple[slice, ...]], np.ndarray],
-    shape: tuple[int, ...],
-    sharding: NamedSharding,
-    transfers: Transfers,
+    leaf: LeafSpec, source: Any, sharding: NamedSharding, transfers: Transfers
 ) -> InTransfer:
     # Slice by slice. `jax.make_array_from_callback` reads the slices of all devices before it
     # transfers the first, so host memory would hold a stack of layers twice.
-    devices_of: dict[tuple[tuple[int | None, int | None], ...], list[Any]] = {}
-    indices = sharding.addressable_devices_indices_map(shape)
-    for device, index in indices.items():
-        assert index is not None
-        devices_of.setdefault(tuple((s.start, s.stop) for s in index), []).append(device)
-    placed: dict[Any, concurrent.futures.Future[jax.Array]] = {}
-    for bounds, devices in devices_of.items():
+    get = getattr(source, "borrow", source.__getitem__)
+    parts = []
+    for index, targets in _targets(leaf, sharding):
         transfers.make_room()
-        data = read(tuple(slice(*bound) for bound in bounds))
-        for device in devices:
-            target = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-            placed[device] = transfers.put(data, target)
-    return InTransfer(shape, sharding, [placed[device] for device in indices])
+        parts.append(transfers.put(_padded_slice(leaf, get, index), targets))
+    return InTransfer(leaf.stored_shape, sharding, parts)
+
+
+def _place_map(
+    leaf: LeafSpec, source: Any, sharding: NamedSharding, transfers: Transfers
+) -> InTransfer:
+    # All slices from one map. Columns of a matrix are on all of its pages, and a map for each
+    # device takes page faults for each; that took longer than transposing them.
+    def move() -> list[jax.Array]:
+        whole = source.borrow((slice(None),) * len(leaf.shape))
+        data, targets = [], []
+        for index, devices in _targets(leaf, sharding):
+            data += [_padded_slice(leaf, whole.__getitem__, index)] * len(devices)
+            targets += devices
+        return put_copies(data, targets)
+
+    return InTransfer(leaf.stored_shape, sharding, [transfers.run(move)])
+
+
+def _targets(
+    leaf: LeafSpec, sharding: NamedSharding
+) -> Iterator[tuple[tuple[slice, ...], list[SingleDeviceSharding]]]:
+    """Each different slice of this process's devices, and the memories that it goes to."""
+    targets: dict[tuple[tuple[int | None, int | None], ...], list[SingleDeviceSharding]] = {}
+    for device, index in sharding.addressable_devices_indices_map(leaf.stored_shape).items():
+        assert index is not None
+        target = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+        targets.setdefault(tuple((s.start, s.stop) for s in index), []).append(target)
+    for bounds, equal in targets.items():
+        yield tuple(slice(*bound) for bound in bounds), equal
+
+
+def _padded_slice(
+    leaf: LeafSpec, get: Callable[[tuple[slice, ...]], Any], index: tuple[slice, ...]
+) -> np.ndarray:
+    """A slice of the stored array, of what `get` returns of the array without padding."""
+    bounds = [s.indices(n) for s, n in zip(index, leaf.stored_shape, strict=True)]
+    inside = tuple(
+        slice(min(start, n), min(stop, n))
+        for (start, stop, _), n in zip(bounds, leaf.shape, strict=True)
+    )
+    data = np.asarray(get(inside), dtype=leaf.dtype)
+    widths = [(0, stop - start - n) for (start, stop, _), n in zip(bounds, data.shape, strict=True)]
+    return np.pad(data, widths) if any(after for _, after in widths) else data
 
 
 def place_tree(plan: TreePlan, leaves: list[Any], mesh: Mesh, axes: tuple[str, ...]) -> list[Any]:

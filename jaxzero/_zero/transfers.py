@@ -1,15 +1,16 @@
 """Move host arrays to devices in the background, while the next ones are read.
 
-Transposing a matrix takes most of the time of loading it. JAX does it during the transfer, outside
-of Python's lock, so two threads are faster than one. Reading stays in the calling thread, since the
-source may be of any kind.
+Transposing a matrix, and page faults of the memory it is written to, take most of the time of
+loading it. JAX does it during the transfer, outside of Python's lock, so two threads are faster
+than one. Reading stays in the calling thread, since the source may be of any kind, except for maps
+of files: a thread then moves all slices of an array without waiting for another thread.
 """
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import types
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -26,12 +27,15 @@ class InTransfer(NamedTuple):
 
     shape: tuple[int, ...]
     sharding: jax.sharding.Sharding
-    shards: list[concurrent.futures.Future[jax.Array]]
+    parts: list[concurrent.futures.Future[list[jax.Array]]]  # of one or more shards each
 
     def array(self) -> jax.Array:
         """Wait for the shards, and return the array."""
-        arrays = [shard.result() for shard in self.shards]
-        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, arrays)
+        shards = {device: x for part in self.parts for x in part.result() for device in x.devices()}
+        devices = self.sharding.addressable_devices_indices_map(self.shape)
+        return jax.make_array_from_single_device_arrays(
+            self.shape, self.sharding, [shards[device] for device in devices]
+        )
 
 
 def finished(placed: jax.Array | InTransfer) -> jax.Array:
@@ -44,7 +48,7 @@ class Transfers:
 
     def __init__(self):
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "transfer")
-        self._running: collections.deque[concurrent.futures.Future[jax.Array]] = collections.deque()
+        self._running: set[concurrent.futures.Future[list[jax.Array]]] = set()
 
     def __enter__(self) -> Transfers:
         return self
@@ -64,30 +68,43 @@ class Transfers:
         the new one included.
         """
         while len(self._running) >= _THREADS:
-            self._running.popleft().result()
+            first = concurrent.futures.FIRST_COMPLETED
+            done, self._running = concurrent.futures.wait(self._running, return_when=first)
+            for each in done:
+                each.result()
 
     def put(
-        self, data: np.ndarray, target: SingleDeviceSharding
-    ) -> concurrent.futures.Future[jax.Array]:
-        """Begin to move an array to a memory of a device; it must not change until then."""
+        self, data: np.ndarray, targets: list[SingleDeviceSharding]
+    ) -> concurrent.futures.Future[list[jax.Array]]:
+        """Begin to move an array to memories of devices; it must not change until then."""
         if data.dtype.itemsize > 4:
             # The width of 64-bit types depends on `jax.enable_x64`, which may hold in one thread.
-            done: concurrent.futures.Future[jax.Array] = concurrent.futures.Future()
-            done.set_result(put_copy(data, target))
+            done: concurrent.futures.Future[list[jax.Array]] = concurrent.futures.Future()
+            done.set_result(put_copies([data] * len(targets), targets))
             return done
-        self._running.append(self._threads.submit(put_copy, data, target))
-        return self._running[-1]
+        return self.run(lambda: put_copies([data] * len(targets), targets))
+
+    def run(
+        self, move: Callable[[], list[jax.Array]]
+    ) -> concurrent.futures.Future[list[jax.Array]]:
+        """Let a thread read arrays and `put_copies` them, after what was begun before.
+
+        It waits for no room: `move` holds memory only while it runs.
+        """
+        running = self._threads.submit(move)
+        self._running.add(running)
+        return running
 
 
-def put_copy(data: np.ndarray, target: SingleDeviceSharding) -> jax.Array:
-    """Copy an array to `target` and wait for the copy, which shares no memory with `data`.
+def put_copies(data: list[np.ndarray], targets: list[SingleDeviceSharding]) -> list[jax.Array]:
+    """Copy each array to its target and wait for the copies, which share no memory with `data`.
 
     The CPU backend uses an aligned host array in place. If that is the map of a file, the values
     would change with the file.
     """
-    moved = jax.block_until_ready(jax.device_put(data, target))
-    (device,) = target.device_set
-    is_shared = device.platform == "cpu" and moved.unsafe_buffer_pointer() == data.ctypes.data
-    if not is_shared or not data.nbytes:
-        return moved
-    return jax.block_until_ready(jax.device_put(raw(data).copy().view(data.dtype), target))
+    moved = jax.block_until_ready(jax.device_put(data, targets))
+    for i, (x, target) in enumerate(zip(data, targets, strict=True)):
+        (device,) = target.device_set
+        if device.platform == "cpu" and moved[i].unsafe_buffer_pointer() == x.ctypes.data:
+            moved[i] = jax.device_put(raw(x).copy().view(x.dtype), target)
+    return jax.block_until_ready(moved)

@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 
 import jaxzero as jz
 from jaxzero import interop
+from jaxzero.interop import FileTensor
 
 SHAPE = (512, 256)  # large enough to be mapped
 
@@ -62,3 +63,78 @@ def test_a_borrowed_array_is_the_file(written):
     assert not borrowed.flags.writeable
     overwrite(file)
     assert not (borrowed == array).all()
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int8])
+def test_one_map_serves_all_devices(tmp_path: Path, monkeypatch, dtype, axis_type):
+    arrays = {
+        "even": np.arange(512 * 256).reshape(SHAPE).astype(dtype),
+        "padded": np.arange(1001 * 77).reshape(1001, 77).astype(dtype),
+    }
+    save_file(arrays, tmp_path / "x.safetensors")
+    tensors = interop.tensors_in(tmp_path / "x.safetensors")
+    leaves = {
+        **tensors,
+        "turned": tensors["even"].transpose(),
+        "padded, turned": tensors["padded"].transpose(),
+        "rows": tensors["even"].narrow(0, 100, 404),
+    }
+    mapped = []
+    map_file = FileTensor._mapped
+    monkeypatch.setattr(FileTensor, "_mapped", lambda *args: mapped.append(1) or map_file(*args))
+    mesh = jz.make_mesh(nodes=2)
+    mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(axis_type,) * 2)
+    zero = jz.Zero(mesh)
+    loaded = zero.unshard(zero.shard(leaves))
+    assert len(mapped) <= len(leaves), "not once for each of 8 devices"
+    wanted = {
+        **arrays,
+        "turned": arrays["even"].T,
+        "padded, turned": arrays["padded"].T,
+        "rows": arrays["even"][100:404],
+    }
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(loaded[name], array, strict=True)
+
+
+def test_which_tensors_are_borrowed_without_a_copy(written):
+    tensor = interop.tensors_in(written[0])["x"]
+    for view in (tensor, tensor.transpose(), tensor.narrow(0, 1, 500).transpose()):
+        assert view.is_in_file
+        borrowed = view.borrow((slice(None), slice(None)))
+        assert not borrowed.flags.owndata and not borrowed.flags.writeable
+    for view in (tensor.astype(np.float16), tensor.reshape((256, 512))):
+        assert not view.is_in_file
+
+
+def test_64_bits_stay_where_they_are_enabled_in_one_thread(tmp_path: Path):
+    array = np.arange(512 * 256, dtype=np.float64).reshape(SHAPE) + 2.0**-40
+    save_file({"x": array}, tmp_path / "x.safetensors")
+    tensor = interop.tensors_in(tmp_path / "x.safetensors")["x"]
+    with jax.enable_x64(True):
+        zero = jz.Zero(jz.make_mesh(nodes=2))
+        loaded = zero.unshard(zero.shard({"x": tensor.transpose()}))["x"]
+        np.testing.assert_array_equal(loaded, array.T, strict=True)
+
+
+@pytest.mark.parametrize("transposes", [True, False])
+def test_loaded_arrays_can_be_donated(written, transposes: bool):
+    file, array = written
+    tensor = interop.tensors_in(file)["x"]
+    zero = jz.Zero(jz.make_mesh(nodes=2))
+    loaded = zero.shard({"x": tensor.transpose() if transposes else tensor})
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: x + x, tree), donate_argnums=0)
+    twice = step(step(loaded))
+    wanted = (array + array) + (array + array)
+    found = zero.unshard(twice)["x"]
+    np.testing.assert_array_equal(found, wanted.T if transposes else wanted, strict=True)
+    np.testing.assert_array_equal(tensor.read(), array, strict=True)  # nothing wrote to the file
+
+
+def test_a_file_that_is_cut_off_after_it_was_opened(written):
+    file, _ = written
+    tensor = interop.tensors_in(file)["x"]
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(ValueError, match="ends inside tensor 'x': it was cut off after it"):
+        jz.Zero(jz.make_mesh(nodes=2)).shard({"x": tensor.transpose()})
