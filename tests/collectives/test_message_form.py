@@ -15,7 +15,7 @@ from benchmarks.shared import _llama
 from jaxzero import pallas_kernels as kernels
 from jaxzero._collectives import CommSpec, HalfBatchSum, ReduceSpec, message_form, reduce_gradient
 from jaxzero._sharding import DimSharding, pad
-from jaxzero.pallas_kernels import _columns
+from jaxzero.pallas_kernels import _blockwise, _columns
 
 ROTATED = jz.Int8(block=256, hadamard=32, scale_dtype=jnp.float32)
 EXACT = {
@@ -136,13 +136,29 @@ def test_a_rotation_in_parts_is_exact_but_for_additions(dtype):
     rng = np.random.default_rng(3)
     x = rng.normal(size=(2, 3, 128, 5)) * np.exp(5 * rng.normal(size=(2, 3, 128, 5)))
     x = jnp.asarray(x, dtype)
-    matrix = kernels._blockwise.hadamard(128)
+    matrix = _blockwise.hadamard(128)
     got = jax.jit(lambda x: _columns._product_in_parts(matrix, x))(x)
     wide = np.asarray(x, np.float64)
     want = np.einsum("ij,nkjr->nkir", matrix.astype(np.float64), wide)
     # 31 additions in each part and 2 of parts, whose sizes add up to that of the number.
     bound = 34 * 2.0**-24 * np.einsum("ij,nkjr->nkir", np.abs(matrix).astype(np.float64), abs(wide))
     assert (np.abs(np.asarray(got, np.float64) - want) <= bound).all()
+
+
+def test_rotating_back_before_or_after_the_sum_differs_by_roundings():
+    """On a TPU each message is rotated back, elsewhere their sum."""
+    codec, shape = jz.Int4(block=128, hadamard=32), (128, 256)
+    each = np.random.default_rng(4).normal(size=(4, *shape)).astype(np.float32)
+    message = jnp.concatenate([codec.encode_tiled(jnp.asarray(x), 0, 1) for x in each])
+    form = codec.format
+    before = _columns._sum_rotated_before(message, form, shape)
+    after = _columns._sum_rotated_after(message, form, shape)
+    rotated = _columns.decode(message, form.unrotated, shape, jnp.float32)
+    sizes = np.abs(np.asarray(rotated, np.float64)).sum(0)
+    matrix = np.abs(_blockwise.hadamard(128)).astype(np.float64)
+    # Each rounds 31 additions of a rotation, one product and three additions of messages at most.
+    bound = 2 * 35 * 2.0**-24 * np.einsum("ij,kjr->kir", matrix, sizes)
+    assert (np.abs(np.asarray(before, np.float64) - np.asarray(after, np.float64)) <= bound).all()
 
 
 _BLOCKS = jz.Int8(block=32)
