@@ -28,7 +28,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Shaped, UInt8, UInt32
 from ._format import check_packable
 
 GROUP = 32  # elements that are rotated together
-_ADDED = 16  # the most rows that are added one by one, each by instructions of its own
+ADDED = 16  # the most rows that are added one by one, each by instructions of its own
 _TAIL = 8.0  # near sqrt(GROUP), by which `rotate` makes typical numbers smaller
 TINY = 2.0**-126  # the smallest normal float32 and bfloat16; XLA treats smaller ones as zero
 
@@ -61,7 +61,7 @@ def add_up(rows: Shaped[Array, "num ..."]) -> Shaped[Array, ...]:
     `jnp.sum` gives the same sum, but XLA:CPU runs it as a separate pass, which takes 5 times as
     long as additions that are fused with the computation of the rows.
     """
-    if len(rows) > _ADDED:
+    if len(rows) > ADDED:
         return jnp.sum(rows, axis=0)
     parts = [lax.slice_in_dim(rows, i, i + 1) for i in range(len(rows))]
     return functools.reduce(operator.add, parts).reshape(rows.shape[1:])

@@ -138,50 +138,72 @@ def decode(
 
 def decode_sum(
     message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...]
-) -> Float32[Array, "k b r"]:
-    """Decode the messages of pieces and add them up.
+) -> Float32[Array, "1 k b r"]:
+    """Decode the messages of pieces of `shape`, and add them up."""
+    return _sum(message[:, None], format, shape)
+
+
+def decode_sum_and_cut(
+    message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...], dim: int, num: int
+) -> Float32[Array, "num k b r"]:
+    """`decode_sum`, cut into `num` pieces along `dim`, each as by `to_blocks`.
+
+    Rows of neither the sum nor a piece are cut into parts.
+    """
+    outer, inner = math.prod(shape[:dim]), math.prod(shape[dim:-1]) // num
+    if dim == len(shape) - 1:
+        total = decode_sum(message, format, shape)[0]
+        return total.reshape(num, total.shape[0] // num, *total.shape[1:])
+    if outer == 1:  # the messages are cut, which are a quarter of the sum's bytes or less
+        ends = range(inner, num * inner + 1, inner)
+        cut = [lax.slice_in_dim(message, end - inner, end, axis=2) for end in ends]
+        pieces = jnp.stack([_filled(x) for x in cut], axis=1)
+        return _sum(pieces, format, (inner, shape[-1]))
+    num_blocks, block, _ = (total := decode_sum(message, format, shape)[0]).shape
+    x = total[:, :, : outer * num * inner].reshape(num_blocks, block, outer, num, inner)
+    return _filled(jnp.moveaxis(x, 3, 0).reshape(num, num_blocks, block, outer * inner))
+
+
+def _sum(
+    message: UInt8[Array, "n p t r"], format: Format, shape: tuple[int, ...]
+) -> Float32[Array, "p k b r"]:
+    """Decode the messages of each of `p` pieces of `shape`, and add up those of its `n` senders.
 
     If the format rotates, each message is rotated back on a TPU, and elsewhere their sum, as by the
     other implementations. The products of codes are exact in one pass of a TPU's matrix unit,
-    those of sums in float32 in three, which also compile for three times as long.
+    those of sums in float32 in three, which also compile for longer.
     """
     if not format.hadamard:
-        return blocks.add_up(decode(message, format, shape, jnp.float32))
+        return _plain_sum(message, format, shape)
     return lax.platform_dependent(
         message,
-        tpu=functools.partial(_sum_rotated_before, format=format, shape=shape),
+        tpu=functools.partial(_sum_of_decoded, format=format, shape=shape),
         default=functools.partial(_sum_rotated_after, format=format, shape=shape),
     )
 
 
-def _sum_rotated_before(
-    message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...]
-) -> Float32[Array, "k b r"]:
-    return blocks.add_up(decode(message, format, shape, jnp.float32))
+def _plain_sum(
+    message: UInt8[Array, "n p t r"], format: Format, shape: tuple[int, ...]
+) -> Float32[Array, "p k b r"]:
+    if len(message) > blocks.ADDED:
+        return _sum_of_decoded(message, format, shape)
+    # Cut before they are decoded: XLA fuses that with the additions, or it writes all in float32.
+    senders = (lax.index_in_dim(message, i, keepdims=False) for i in range(len(message)))
+    return functools.reduce(jnp.add, (decode(x, format, shape, jnp.float32) for x in senders))
+
+
+def _sum_of_decoded(
+    message: UInt8[Array, "n p t r"], format: Format, shape: tuple[int, ...]
+) -> Float32[Array, "p k b r"]:
+    num, pieces, *rest = message.shape
+    x = decode(message.reshape(num * pieces, *rest), format, shape, jnp.float32)
+    return blocks.add_up(x.reshape(num, pieces, *x.shape[1:]))
 
 
 def _sum_rotated_after(
-    message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...]
-) -> Float32[Array, "k b r"]:
-    total = blocks.add_up(decode(message, format.unrotated, shape, jnp.float32))
-    return _rotated(total[None], 1.0)[0]
-
-
-def cut_blocks(
-    x_kbr: Shaped[Array, "k b r"], shape: tuple[int, ...], dim: int, num: int
-) -> Shaped[Array, "num k b r"]:
-    """Cut an array of `shape`, given in blocks, into `num` pieces along `dim`, as `to_blocks`."""
-    num_blocks, block, lanes = x_kbr.shape
-    if dim == len(shape) - 1:
-        return x_kbr.reshape(num, num_blocks // num, block, lanes)
-    outer, inner = math.prod(shape[:dim]), math.prod(shape[dim:-1]) // num
-    rows = outer * num * inner
-    if outer == 1:  # slices of lanes: XLA compiles a transposition of parts of them slowly
-        ends = range(inner, rows + 1, inner)
-        parts = [lax.slice_in_dim(x_kbr, end - inner, end, axis=2) for end in ends]
-        return jnp.stack([_filled(part) for part in parts])
-    x = x_kbr[:, :, :rows].reshape(num_blocks, block, outer, num, inner)
-    return _filled(jnp.moveaxis(x, 3, 0).reshape(num, num_blocks, block, outer * inner))
+    message: UInt8[Array, "n p t r"], format: Format, shape: tuple[int, ...]
+) -> Float32[Array, "p k b r"]:
+    return _rotated(_plain_sum(message, format.unrotated, shape), 1.0)
 
 
 def _index(shape: tuple[int, int, int, int], piece: tuple[int, ...]) -> UInt32[Array, "n k r b"]:

@@ -70,7 +70,7 @@ def dequantize_sum_tiled(
     """Decode messages of `quantize_tiled`, of pieces of `shape`, and add them up in float32."""
     if _columns.num_parts(shape, format):
         total = _columns.decode_sum(message, format, shape)
-        return _columns.from_blocks(total[None], shape)[0]
+        return _columns.from_blocks(total, shape)[0]
     num = math.prod(shape)
     codes, scales = _parts(message, format, num)
     return _reference.decode_sum(codes, scales, format, num, _width(format)).reshape(shape)
@@ -97,8 +97,7 @@ def dequantize_sum_requantize_tiled(
     piece = (*shape[:dim], shape[dim] // num, *shape[dim + 1 :])
     parts = _columns.num_parts(shape, source), _columns.num_parts(piece, target)
     if parts == (1, 1) and source.block == target.block:
-        total = _columns.decode_sum(message, source, shape)
-        pieces = _columns.cut_blocks(total, shape, dim, num)
+        pieces = _columns.decode_sum_and_cut(message, source, shape, dim, num)
         return _columns.encode(pieces, target, piece, seed=as_uint32(seed), divisor=divisor)
     total = dequantize_sum_tiled(message, source, shape=shape)
     return quantize_tiled(pieces_of(total, dim, num), target, seed=seed, divisor=divisor)

@@ -151,8 +151,8 @@ def test_rotating_back_before_or_after_the_sum_differs_by_roundings():
     each = np.random.default_rng(4).normal(size=(4, *shape)).astype(np.float32)
     message = jnp.concatenate([codec.encode_tiled(jnp.asarray(x), 0, 1) for x in each])
     form = codec.format
-    before = _columns._sum_rotated_before(message, form, shape)
-    after = _columns._sum_rotated_after(message, form, shape)
+    before = _columns._sum_of_decoded(message[:, None], form, shape)[0]
+    after = _columns._sum_rotated_after(message[:, None], form, shape)[0]
     rotated = _columns.decode(message, form.unrotated, shape, jnp.float32)
     sizes = np.abs(np.asarray(rotated, np.float64)).sum(0)
     matrix = np.abs(_blockwise.hadamard(128)).astype(np.float64)
