@@ -206,7 +206,7 @@ def _sum_rotated_after(
     return _rotated(_plain_sum(message, format.unrotated, shape), 1.0)
 
 
-def _index(shape: tuple[int, int, int, int], piece: tuple[int, ...]) -> UInt32[Array, "n k r b"]:
+def _index(shape: tuple[int, ...], piece: tuple[int, ...]) -> UInt32[Array, "n k r b"]:
     """The position of each number in its piece; of columns that were added, any."""
     k, column, b = (lax.broadcasted_iota(jnp.uint32, shape, dim) for dim in (1, 2, 3))
     rows = jnp.uint32(math.prod(piece[:-1]))

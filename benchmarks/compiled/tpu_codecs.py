@@ -87,7 +87,7 @@ def _seconds(mesh: Any, function: Callable[[Any], Any], array: Any) -> dict[str,
     mapped = jax.shard_map(function, mesh=mesh, in_specs=axes, out_specs=axes, check_vma=False)
     shape = (mesh.size * array.shape[0], *array.shape[1:])
     struct = jax.ShapeDtypeStruct(shape, array.dtype, sharding=NamedSharding(mesh, axes))
-    lowered = jax.jit(mapped).lower(struct)
+    lowered: Any = jax.jit(mapped).lower(struct)
     wall, cpu = time.perf_counter(), time.process_time()
     lowered.compile(compiler_options=jz.compiler_options("tpu"))
     return {
