@@ -1,7 +1,6 @@
 """What is compiled for TPUs, on a machine without one: `make test-aot-tpu`. Nothing is run."""
 
 import dataclasses
-import time
 
 import jax
 import jax.numpy as jnp
@@ -84,15 +83,8 @@ def num_of_layer(size):
 CODED = dataclasses.replace(SIZE, layers=2, hidden=1536)
 
 
-@pytest.fixture(scope="module")
-def zeropp(mesh):
-    start = time.process_time()
-    compiled = _compiled("zeropp", mesh, CODED)
-    return compiled, time.process_time() - start
-
-
-def test_zeropp_sends_bytes(zeropp):
-    sent = traffic(zeropp[0].as_text())
+def test_zeropp_sends_bytes(mesh):
+    sent = traffic(_compiled("zeropp", mesh, CODED).as_text())
     codes = sum(size for dtype, size in sent.dtypes.items() if dtype in ("u8", "s8"))
     assert codes > 0.9 * sent.received_bytes
 
@@ -106,13 +98,6 @@ def test_codes_are_exchanged_in_whole_tiles(mesh):
     ]
     assert len(shapes) > 14
     assert all(len(shape) == 3 and shape[1] % 32 == shape[2] % 128 == 0 for shape in shapes)
-
-
-def test_zeropp_compiles_in_a_few_times_the_time_of_gspmd(mesh, zeropp):
-    """Seconds of the CPU in one process; of a large model it is a smaller multiple."""
-    start = time.process_time()
-    _compiled("gspmd-by-hand", mesh, CODED)
-    assert zeropp[1] < 4 * (time.process_time() - start)
 
 
 def test_two_slices_compile():
