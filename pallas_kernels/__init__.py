@@ -45,4 +45,5 @@ from ._reference import to_rows as to_rows
 from ._tiled import dequantize_sum_requantize_tiled as dequantize_sum_requantize_tiled
 from ._tiled import dequantize_sum_tiled as dequantize_sum_tiled
 from ._tiled import dequantize_tiled as dequantize_tiled
+from ._tiled import pieces_of as pieces_of
 from ._tiled import quantize_tiled as quantize_tiled

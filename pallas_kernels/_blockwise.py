@@ -28,7 +28,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Shaped, UInt8, UInt32
 from ._format import check_packable
 
 GROUP = 32  # elements that are rotated together
-_ADDED = 16  # the most rows that are added one by one, each by instructions of its own
+ADDED = 16  # the most rows that are added one by one, each by instructions of its own
 _TAIL = 8.0  # near sqrt(GROUP), by which `rotate` makes typical numbers smaller
 TINY = 2.0**-126  # the smallest normal float32 and bfloat16; XLA treats smaller ones as zero
 
@@ -61,7 +61,7 @@ def add_up(rows: Shaped[Array, "num ..."]) -> Shaped[Array, ...]:
     `jnp.sum` gives the same sum, but XLA:CPU runs it as a separate pass, which takes 5 times as
     long as additions that are fused with the computation of the rows.
     """
-    if len(rows) > _ADDED:
+    if len(rows) > ADDED:
         return jnp.sum(rows, axis=0)
     parts = [lax.slice_in_dim(rows, i, i + 1) for i in range(len(rows))]
     return functools.reduce(operator.add, parts).reshape(rows.shape[1:])
@@ -171,13 +171,15 @@ def uniforms(
     scale_k: Float32[Array, "*rows k"],
     seed: UInt32[Array, ""],
     start: int = 0,
+    index_kb: UInt32[Array, "*rows k b"] | None = None,
 ) -> Float32[Array, "*rows k b"]:
     """Pseudo-random numbers in [0, 1): a hash of seed, scale, index in the row, and the number.
 
-    The first element of a row has index `start`.
+    The first element of a row has index `start`. `index_kb` is given if rows are not in the order
+    of `x_kb`.
     """
     key_k = mix(lax.bitcast_convert_type(scale_k, jnp.uint32) ^ mix(seed))
-    index_kb = _index(x_kb) + jnp.uint32(start)
+    index_kb = (_index(x_kb) if index_kb is None else index_kb) + jnp.uint32(start)
     h = index_kb * jnp.uint32(0x9E3779B9) + key_k[..., None]
     h = mix(h ^ lax.bitcast_convert_type(x_kb, jnp.uint32))
     return (h >> jnp.uint32(8)).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
@@ -249,17 +251,22 @@ def _rotate(
 ) -> Float32[Array, "*rows k b"]:
     # A product with a matrix is one pass. Sums and differences are five, which XLA does not
     # fuse into one (CPU: 8 times as long).
-    signs = np.ones((1, 1), np.float32)
-    while len(signs) < GROUP:
-        signs = np.block([[signs, signs], [signs, -signs]])
     *rows, blocks, block = x_kb.shape
-    signs = np.kron(np.eye(width // GROUP, dtype=np.float32), signs)
+    signs = hadamard(width)
     x = x_kb.reshape(*rows, blocks * block // width, width)
     rotated = jnp.matmul(x, jnp.asarray(signs * factor), precision=lax.Precision.HIGHEST)
     rotated_kb, whole = rotated.reshape(x_kb.shape), num // GROUP * GROUP
     if whole == num:
         return rotated_kb
     return jnp.where(_index(x_kb) < jnp.uint32(whole), rotated_kb, x_kb * tail_factor)
+
+
+def hadamard(width: int) -> Float32[np.ndarray, "width width"]:
+    """Hadamard's matrix for groups of 32, as often on the diagonal as `width` has groups."""
+    signs = np.ones((1, 1), np.float32)
+    while len(signs) < GROUP:
+        signs = np.block([[signs, signs], [signs, -signs]])
+    return np.kron(np.eye(width // GROUP, dtype=np.float32), signs)
 
 
 def pack(codes_kb: UInt8[Array, "*rows k b"], num: int, bits: int) -> UInt8[Array, "*rows m"]:

@@ -81,17 +81,33 @@ def encode(
     x_kb = blocks.split(blocks.to_float32(x), format.block)
     if format.hadamard:
         x_kb = blocks.rotate(x_kb, num, width)
+    codes_kb, scale_k = round_blocks(x_kb, format, seed, start=start, divisor=divisor)
+    codes = blocks.pack(codes_kb, num, format.bits)
+    return codes, blocks.write_scales(scale_k, format.scale_dtype)
+
+
+def round_blocks(
+    x_kb: Float32[Array, "*rows k b"],
+    format: Format,
+    seed: UInt32[Array, ""],
+    *,
+    start: int = 0,
+    divisor: int = 1,
+    index_kb: UInt32[Array, "*rows k b"] | None = None,
+) -> tuple[UInt8[Array, "*rows k b"], Float32[Array, "*rows k"]]:
+    """The codes of `x / divisor`, one per byte, and the scales; rotated numbers are given so.
+
+    `start` is as in `encode`; `index_kb` as in `blocks.uniforms`.
+    """
     scale_k = blocks.scales(x_kb, format.limit, format.scale_dtype, divisor)
     is_random = format.rounding == "stochastic"
-    u_kb = blocks.uniforms(x_kb, scale_k, seed, start) if is_random else None
+    u_kb = blocks.uniforms(x_kb, scale_k, seed, start, index_kb) if is_random else None
     scaled_kb = blocks.divide(x_kb, scale_k, format.limit, format.scale_dtype, divisor)
     if format.is_integer:
         rounded_kb = blocks.round_to_integer(scaled_kb, u_kb).astype(jnp.int8)
     else:
         rounded_kb = blocks.round_to_float(scaled_kb, u_kb, format.kind)
-    codes_kb = lax.bitcast_convert_type(rounded_kb, jnp.uint8)
-    codes = blocks.pack(codes_kb, num, format.bits)
-    return codes, blocks.write_scales(scale_k, format.scale_dtype)
+    return lax.bitcast_convert_type(rounded_kb, jnp.uint8), scale_k
 
 
 def decode(

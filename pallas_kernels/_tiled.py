@@ -1,11 +1,13 @@
-"""Messages as whole tiles, for TPUs: the operations of `_reference`, on `[messages, tiles, 128]`.
+"""Messages in whole tiles, for TPUs: the operations of `_reference` on arrays in their own shape.
 
 A TPU keeps the last two dims of an array in tiles of 8 x 128. Cutting codes out of rows of bytes
-`[messages, m]` moves every byte between tiles, and XLA compiles that for minutes. Here the codes of
-a message begin at a tile, and so do its scales; what is left of the last tiles is zero. Byte `i` of
-all scales precedes byte `i + 1` of all. The numbers are those of the messages in rows.
+`[messages, m]` moves every byte between tiles, and XLA compiles that for minutes. So the messages
+of a matrix whose rows are whole blocks are columns (`_columns`). Other arrays are flattened, and
+their messages are `[messages, t, 128]`: the codes of a message begin at a tile, and so do its
+scales; what is left of the last tiles is zero. Byte `i` of all scales precedes byte `i + 1` of all.
+The numbers are those of the messages in rows.
 
-Legend: t = rows of 128 bytes in a message; o, n, i as in `_reference`.
+Legend: n = messages, one for each piece of an array; t = rows of a message.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Float32, Integer, Shaped, UInt8
 
-from . import _reference
+from . import _columns, _reference
 from ._blockwise import GROUP
 from ._dispatch import as_uint32
 from ._format import Format
@@ -26,65 +28,85 @@ _TILE = 8 * _LANES
 
 
 def quantize_tiled(
-    x_oni: Float[Array, "o n i"],
+    pieces: Float[Array, "n ..."],
     format: Format,
     *,
     seed: Integer[Array, ""] | int | None = None,
     divisor: int = 1,
-) -> UInt8[Array, "n t 128"]:
+) -> UInt8[Array, "n t _"]:
     """Encode each piece of `x / divisor` as a message of whole tiles; see `quantize`.
 
     Args:
-        x_oni: an array that is cut into `n` pieces along its middle dim.
+        pieces: the pieces of an array, each in its own shape.
         format: format of the codes and scales.
         seed: seed of stochastic rounding; None means 0.
         divisor: number that the array is divided by.
     """
-    rows, seed = _reference.to_rows(x_oni), as_uint32(seed)
-    width = _width(format)
+    seed = as_uint32(seed)
+    if _columns.num_parts(pieces.shape[1:], format):
+        x, shape = _columns.to_blocks(pieces, format), pieces.shape[1:]
+        return _columns.encode(x, format, shape, seed=seed, divisor=divisor)
+    rows, width = pieces.reshape(len(pieces), math.prod(pieces.shape[1:])), _width(format)
     codes, scales = _reference.encode(rows, format, seed, divisor=divisor, width=width)
     planes = jnp.moveaxis(scales.reshape(len(scales), -1, format.scale_bytes), 2, 1)
     return jnp.concatenate((_tiles(codes), _tiles(planes.reshape(scales.shape))), axis=1)
 
 
 def dequantize_tiled(
-    message: UInt8[Array, "n t 128"], format: Format, *, outer: int, inner: int, dtype: DTypeLike
-) -> Float[Array, "o n i"]:
-    """Decode messages of `quantize_tiled` into the array that they were made from.
-
-    `outer` and `inner` are as in `dequantize`.
-    """
-    codes, scales = _parts(message, format, outer * inner)
-    rows = _reference.decode(codes, scales, format, outer * inner, dtype, _width(format))
-    return jnp.moveaxis(rows.reshape(len(message), outer, inner), 0, 1)
+    message: UInt8[Array, "n t _"], format: Format, *, shape: tuple[int, ...], dtype: DTypeLike
+) -> Float[Array, "n ..."]:
+    """Decode messages of `quantize_tiled` into the pieces of `shape` that they were made from."""
+    if _columns.num_parts(shape, format):
+        return _columns.from_blocks(_columns.decode(message, format, shape, dtype), shape)
+    num = math.prod(shape)
+    codes, scales = _parts(message, format, num)
+    rows = _reference.decode(codes, scales, format, num, dtype, _width(format))
+    return rows.reshape(len(message), *shape)
 
 
 def dequantize_sum_tiled(
-    message: UInt8[Array, "n t 128"], format: Format, *, num: int
-) -> Float32[Array, " num"]:
-    """Decode messages of `quantize_tiled`, of `num` numbers each, and add them up in float32."""
+    message: UInt8[Array, "n t _"], format: Format, *, shape: tuple[int, ...]
+) -> Float32[Array, ...]:
+    """Decode messages of `quantize_tiled`, of pieces of `shape`, and add them up in float32."""
+    if _columns.num_parts(shape, format):
+        total = _columns.decode_sum(message, format, shape)
+        return _columns.from_blocks(total, shape)[0]
+    num = math.prod(shape)
     codes, scales = _parts(message, format, num)
-    return _reference.decode_sum(codes, scales, format, num, _width(format))
+    return _reference.decode_sum(codes, scales, format, num, _width(format)).reshape(shape)
 
 
 def dequantize_sum_requantize_tiled(
-    message: UInt8[Array, "n t 128"],
+    message: UInt8[Array, "n t _"],
     source: Format,
     target: Format,
     *,
-    shape: tuple[int, int, int],
+    shape: tuple[int, ...],
+    dim: int,
+    num: int,
     seed: Integer[Array, ""] | int | None = None,
     divisor: int = 1,
-) -> UInt8[Array, "k r 128"]:
+) -> UInt8[Array, "num r _"]:
     """Sum messages of `quantize_tiled`, divide, and encode the pieces of the quotient alike.
 
-    `shape` is the shape `[o, k, i]` of the sum. As in `dequantize_sum_requantize`, the sum of
-    rotated messages is not rotated back and again.
+    The sum, of `shape`, is cut into `num` pieces along `dim`. As in `dequantize_sum_requantize`,
+    the sum of rotated messages is not rotated back and again.
     """
-    if source.hadamard and target.hadamard and shape[2] % GROUP == 0:
+    if source.hadamard and target.hadamard and math.prod(shape[dim:]) // num % GROUP == 0:
         source, target = source.unrotated, target.unrotated
-    total = dequantize_sum_tiled(message, source, num=math.prod(shape))
-    return quantize_tiled(total.reshape(shape), target, seed=seed, divisor=divisor)
+    piece = (*shape[:dim], shape[dim] // num, *shape[dim + 1 :])
+    parts = _columns.num_parts(shape, source), _columns.num_parts(piece, target)
+    if parts == (1, 1) and source.block == target.block:
+        pieces = _columns.decode_sum_and_cut(message, source, shape, dim, num)
+        return _columns.encode(pieces, target, piece, seed=as_uint32(seed), divisor=divisor)
+    total = dequantize_sum_tiled(message, source, shape=shape)
+    return quantize_tiled(pieces_of(total, dim, num), target, seed=seed, divisor=divisor)
+
+
+def pieces_of(x: Shaped[Array, "*shape"], dim: int, num: int) -> Shaped[Array, "num ..."]:
+    """Cut an array into `num` pieces along `dim`."""
+    pieces = x.reshape(*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
+    return jnp.moveaxis(pieces, dim, 0)
 
 
 def _width(format: Format) -> int:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Float32, Float64, Integer, Shaped
 
-from ..pallas_kernels import add_up
+from .. import pallas_kernels as kernels
 from .codec import Codec, joined
 from .narrow_floats import bits_dtype, from_bits, to_bits
 
@@ -99,8 +99,7 @@ class Cast(Codec):
         seed: Integer[Array, ""] | int | None = None,
     ) -> Shaped[Array, "num ..."]:
         """The pieces in their own shape, and in the float type on the wire."""
-        pieces = x.reshape(*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
-        return jnp.moveaxis(pieces, dim, 0).astype(self.wire_dtype(x.dtype))
+        return kernels.pieces_of(x, dim, num).astype(self.wire_dtype(x.dtype))
 
     def decode_tiled(
         self, message: Shaped[Array, "num ..."], shape: tuple[int, ...], dim: int, dtype: DTypeLike
@@ -110,7 +109,7 @@ class Cast(Codec):
     def sum_tiled(
         self, message: Shaped[Array, "peers ..."], shape: tuple[int, ...]
     ) -> Float32[Array, ...]:
-        return add_up(message.astype(jnp.float32))
+        return kernels.add_up(message.astype(jnp.float32))
 
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
         """Half a step of `dtype`; infinite outside its range."""

@@ -182,24 +182,22 @@ class FormatCodec(Codec):
         if self.implementation == "mosaic_gpu":  # kernels write rows
             return super().encode_tiled(x, dim, num, seed=seed)
         self._check_floats(x)
-        return kernels.quantize_tiled(x.reshape(cut(x.shape, dim, num)), self.format, seed=seed)
+        return kernels.quantize_tiled(kernels.pieces_of(x, dim, num), self.format, seed=seed)
 
     def decode_tiled(
         self, message: UInt8[Array, "num ..."], shape: tuple[int, ...], dim: int, dtype: DTypeLike
     ) -> Float[Array, ...]:
         if self.implementation == "mosaic_gpu":
             return super().decode_tiled(message, shape, dim, dtype)
-        outer, inner = math.prod(shape[:dim]), math.prod(shape[dim:])
-        x = kernels.dequantize_tiled(message, self.format, outer=outer, inner=inner, dtype=dtype)
-        return joined(x, shape, dim, len(message))
+        pieces = kernels.dequantize_tiled(message, self.format, shape=shape, dtype=dtype)
+        return joined(jnp.moveaxis(pieces, 0, dim), shape, dim, len(message))
 
     def sum_tiled(
         self, message: UInt8[Array, "peers ..."], shape: tuple[int, ...]
     ) -> Float32[Array, ...]:
         if self.implementation == "mosaic_gpu":
             return super().sum_tiled(message, shape)
-        total = kernels.dequantize_sum_tiled(message, self.format, num=math.prod(shape))
-        return total.reshape(shape)
+        return kernels.dequantize_sum_tiled(message, self.format, shape=shape)
 
     def recode_tiled(
         self,
@@ -221,7 +219,9 @@ class FormatCodec(Codec):
             message,
             source_format,
             self.format,
-            shape=cut(shape, dim, num),
+            shape=shape,
+            dim=dim,
+            num=num,
             seed=seed,
             divisor=divisor,
         )

@@ -12,8 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
 from benchmarks.shared import _llama
+from jaxzero import pallas_kernels as kernels
 from jaxzero._collectives import CommSpec, HalfBatchSum, ReduceSpec, message_form, reduce_gradient
 from jaxzero._sharding import DimSharding, pad
+from jaxzero.pallas_kernels import _blockwise, _columns
 
 ROTATED = jz.Int8(block=256, hadamard=32, scale_dtype=jnp.float32)
 EXACT = {
@@ -36,12 +38,17 @@ def _form(form):
 
 
 @pytest.mark.parametrize("codec", [*EXACT.values(), ROTATED], ids=[*EXACT, "rotated"])
-@pytest.mark.parametrize("shape", [(64, 512), (24, 37)])
+@pytest.mark.parametrize(
+    "shape",
+    [(64, 512), (240, 512), (2, 128, 512), (16, 4096), (2**16,), (24, 37)],
+)
 def test_tiled_messages_hold_the_numbers_of_rows(codec, shape):
     """To the bit; a rotation adds up in another order, so there the codec's own bound holds."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=shape) * np.exp(rng.normal(size=shape)), jnp.float32)
-    for dim, num in ((0, 1), (0, 8), (1, shape[1] if shape[1] % 2 else 4)):
+    last = len(shape) - 1
+    cuts = [(0, 1), (0, 2), (last, 37 if shape[last] == 37 else 2), (max(last - 1, 0), 8)]
+    for dim, num in cuts:
         piece = (*shape[:dim], shape[dim] // num, *shape[dim + 1 :])
         tiled = jax.jit(lambda x, d=dim, n=num: codec.encode_tiled(x, d, n, seed=3))(x)
         rows = jax.jit(lambda x, d=dim, n=num: codec.encode_pieces(x, d, n, seed=3))(x)
@@ -62,8 +69,108 @@ def test_tiled_messages_hold_the_numbers_of_rows(codec, shape):
             )
 
 
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    ("shape", "dim", "num"),
+    [
+        ((256, 512), 0, 2),
+        ((240, 512), 0, 2),
+        ((256, 512), 1, 2),
+        ((2, 128, 512), 1, 2),
+        ((2, 256, 512), 0, 2),
+        ((256, 512), 0, 8),
+    ],
+)
+def test_tiled_messages_are_summed_and_encoded_again(name, shape, dim, num):
+    codec = EXACT[name]
+    each = np.random.default_rng(2).normal(size=(4, *shape)).astype(np.float32)
+    options = {"divisor": 4, "dtype": jnp.float32, "seed": 3}
+    piece = (*shape[:dim], shape[dim] // num, *shape[dim + 1 :])
+
+    @jax.jit
+    def tiled(x):
+        messages = jnp.concatenate([codec.encode_tiled(part, dim, 1) for part in x])
+        again = codec.recode_tiled(messages, codec, shape, dim, num, **options)
+        return codec.decode_tiled(again, piece, dim, jnp.float32)
+
+    @jax.jit
+    def rows(x):
+        messages = jnp.concatenate([codec.encode_pieces(part, dim, 1) for part in x])
+        again = codec.recode(messages, codec, shape, dim, num, **options)
+        return codec.decode_pieces(again, piece, dim, jnp.float32)
+
+    np.testing.assert_array_equal(tiled(each), rows(each))
+
+
+def test_matrices_of_whole_blocks_become_columns():
+    x = jnp.ones((512, 768), jnp.bfloat16)
+    # 128 rows of 3 blocks; 6 rows of bytes of scales, filled up to 32.
+    assert jz.Int8(block=256).encode_tiled(x, 0, 4).shape == (4, 768 + 32, 128)
+    assert jz.Int4(block=128).encode_tiled(x, 0, 4).shape == (4, 384 + 32, 128)
+    assert jz.Int8(block=256).encode_tiled(x, 1, 3).shape == (3, 256 + 32, 512)
+    # Columns are added to fill the lanes.
+    assert jz.Int8(block=256).encode_tiled(jnp.ones((704, 256)), 0, 1).shape == (1, 256 + 32, 768)
+    # Few rows, each cut into parts of whole blocks.
+    assert jz.Int8(block=256).encode_tiled(jnp.ones((64, 512)), 0, 1).shape == (1, 256 + 32, 128)
+    assert jz.Int8(block=256).encode_tiled(jnp.ones(2**17), 0, 2).shape == (2, 512 + 32, 128)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        ((704, 256), 1),
+        ((136, 256), 0),
+        ((64, 512), 2),
+        ((64, 256), 0),
+        ((16, 4096), 8),
+        ((2**16,), 128),
+        ((500, 128), 0),
+    ],
+)
+def test_rows_are_cut_so_that_lanes_are_full(shape, parts):
+    assert _columns.num_parts(shape, kernels.Format(block=256)) == parts
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_rotation_in_parts_is_exact_but_for_additions(dtype):
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(2, 3, 128, 5)) * np.exp(5 * rng.normal(size=(2, 3, 128, 5)))
+    x = jnp.asarray(x, dtype)
+    matrix = _blockwise.hadamard(128)
+    got = jax.jit(lambda x: _columns._product_in_parts(matrix, x))(x)
+    wide = np.asarray(x, np.float64)
+    want = np.einsum("ij,nkjr->nkir", matrix.astype(np.float64), wide)
+    # 31 additions in each part and 2 of parts, whose sizes add up to that of the number.
+    bound = 34 * 2.0**-24 * np.einsum("ij,nkjr->nkir", np.abs(matrix).astype(np.float64), abs(wide))
+    assert (np.abs(np.asarray(got, np.float64) - want) <= bound).all()
+
+
+def test_rotating_back_before_or_after_the_sum_differs_by_roundings():
+    """On a TPU each message is rotated back, elsewhere their sum."""
+    codec, shape = jz.Int4(block=128, hadamard=32), (128, 256)
+    each = np.random.default_rng(4).normal(size=(4, *shape)).astype(np.float32)
+    message = jnp.concatenate([codec.encode_tiled(jnp.asarray(x), 0, 1) for x in each])
+    form = codec.format
+    before = _columns._sum_of_decoded(message[:, None], form, shape)[0]
+    after = _columns._sum_rotated_after(message[:, None], form, shape)[0]
+    rotated = _columns.decode(message, form.unrotated, shape, jnp.float32)
+    sizes = np.abs(np.asarray(rotated, np.float64)).sum(0)
+    matrix = np.abs(_blockwise.hadamard(128)).astype(np.float64)
+    # Each rounds 31 additions of a rotation, one product and three additions of messages at most.
+    bound = 2 * 35 * 2.0**-24 * np.einsum("ij,kjr->kir", matrix, sizes)
+    assert (np.abs(np.asarray(before, np.float64) - np.asarray(after, np.float64)) <= bound).all()
+
+
+_BLOCKS = jz.Int8(block=32)
+_ROTATED = jz.Int4(block=32, hadamard=32)
 CONFIGS = {
     "zero3": jz.zero3(),
+    "columns": jz.ZeroConfig(
+        weights=jz.PerAxis(node=_BLOCKS, local=_BLOCKS),
+        gradients=jz.PerAxis(node=_ROTATED, local=_ROTATED),
+        hpz=jz.HpZ(codec=_BLOCKS),
+        min_quantized_size=1024,
+    ),
     "zeropp": dataclasses.replace(jz.zeropp(), min_quantized_size=1024),
     "zeropp4": dataclasses.replace(jz.zeropp4(), min_quantized_size=1024),
     "hsdp": jz.hsdp(gradients=jz.PerAxis(node=jz.Int8(block=32))),
@@ -79,11 +186,15 @@ CONFIGS = {
         pytest.param("zero3", 2, marks=pytest.mark.exhaustive),
         pytest.param("hsdp", 2, marks=pytest.mark.exhaustive),
         pytest.param("zeropp", 1, marks=pytest.mark.ci),
+        pytest.param("columns", 1, marks=pytest.mark.ci),
+        pytest.param("columns", 2, marks=pytest.mark.exhaustive),
         pytest.param("hsdp", 1, marks=pytest.mark.exhaustive),
         pytest.param("zeropp4", 1, marks=pytest.mark.exhaustive),
     ],
 )
-def test_gradients_are_equal_to_the_bit(config, microbatches):
+def test_gradients_are_equal_to_the_bit(config, microbatches, monkeypatch):
+    if config == "columns":  # shards of 8 and 12 rows
+        monkeypatch.setattr(_columns, "_LANES", 4)
     tokens = jax.random.randint(jax.random.key(1), (16, 8), 0, SIZE.vocabulary)
 
     def step():

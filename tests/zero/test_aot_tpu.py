@@ -27,11 +27,14 @@ def mesh():
     return tpu_mesh("v5e:2x4")
 
 
-def _compiled(variant, mesh, size=SIZE):
+def _lowered(variant, mesh, size=SIZE):
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        lowered = aot.lowered_step(variant, size, mesh, TOKENS, jz.CommSchedule())
+        return aot.lowered_step(variant, size, mesh, TOKENS, jz.CommSchedule())
+
+
+def _compiled(variant, mesh, size=SIZE):
     options = {} if variant.startswith("gspmd") else jz.compiler_options("tpu")
-    return lowered.compile(compiler_options=options)
+    return _lowered(variant, mesh, size).compile(compiler_options=options)
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +79,25 @@ def num_of_layer(size):
     return _llama.num_parameters(two) - _llama.num_parameters(one)
 
 
+# Two layers, since each leaf of each loop compiles codecs of its own; blocks of 256 fill its rows.
+CODED = dataclasses.replace(SIZE, layers=2, hidden=1536)
+
+
 def test_zeropp_sends_bytes(mesh):
-    """Codes and scales; two layers, since each leaf of each loop compiles codecs of its own."""
-    sent = traffic(_compiled("zeropp", mesh, dataclasses.replace(SIZE, layers=2)).as_text())
+    sent = traffic(_compiled("zeropp", mesh, CODED).as_text())
     codes = sum(size for dtype, size in sent.dtypes.items() if dtype in ("u8", "s8"))
     assert codes > 0.9 * sent.received_bytes
+
+
+def test_codes_are_exchanged_in_whole_tiles(mesh):
+    """Rows of bytes, `[devices, m]`, take XLA minutes (`pallas_kernels._columns`)."""
+    lines = _lowered("zeropp", mesh, CODED).as_text().splitlines()
+    sent = [x.rpartition("->")[2] for x in lines if "all_gather" in x or "all_to_all" in x]
+    shapes = [
+        [int(n) for n in x.split("<")[1].split("xui8")[0].split("x")] for x in sent if "xui8" in x
+    ]
+    assert len(shapes) > 14
+    assert all(len(shape) == 3 and shape[1] % 32 == shape[2] % 128 == 0 for shape in shapes)
 
 
 def test_two_slices_compile():

@@ -1,0 +1,100 @@
+"""Compile the codecs of one matrix for a TPU, each operation alone: seconds of the CPU.
+
+    python -m benchmarks.compiled.tpu_codecs
+
+Needs `libtpu`, as `benchmarks.compiled.tpu` does. Nothing is run. Each operation of `jz.zeropp()`
+on a weight of TinyLlama is compiled twice: with messages as columns, and flattened, as they are
+where blocks do not fill the rows of a matrix. `noop` is a program that adds 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import tyro
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxzero as jz
+from benchmarks.shared._rows import append_row
+from jaxzero.extend import Codec
+from jaxzero.pallas_kernels import _columns
+
+from ._tpu import tpu_mesh
+
+_NODES, _LOCAL = 2, 4
+_WEIGHTS, _GRADIENTS = jz.Int8(block=256), jz.Int4(block=128, hadamard=32)
+
+
+def main(
+    shapes: tuple[tuple[int, int], ...] = ((2048, 5632), (5632, 2048)), topology: str = "v5e:2x4"
+) -> None:
+    """Compile every operation in both forms, and append a row for each."""
+    mesh = tpu_mesh(topology, _NODES)
+    _seconds(mesh, lambda x: x + 1, jax.ShapeDtypeStruct((8, 128), jnp.float32))  # starts libtpu
+    for shape in shapes:
+        for form in ("columns", "flattened"):
+            patch = mock.patch.object(_columns, "num_parts", lambda *_: 0)
+            with patch if form == "flattened" else contextlib.nullcontext():
+                for name, function, array in _operations(shape):
+                    figures = {"shape": shape, "topology": topology, "form": form}
+                    seconds = _seconds(mesh, function, array)
+                    append_row("tpu_codecs", {**figures, "operation": name, **seconds})
+
+
+def _operations(shape: tuple[int, int]) -> Iterator[tuple[str, Callable[[Any], Any], Any]]:
+    """Name, function and argument of each operation, for one device."""
+    rows, columns = shape
+    num = _NODES * _LOCAL
+    shard, part = (rows // num, columns), (rows // _LOCAL, columns)
+
+    def array(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def messages(codec: Codec, piece: tuple[int, ...], num: int) -> Any:
+        message = jax.eval_shape(lambda x: codec.encode_tiled(x, 0, 1), array(piece))
+        return array((num, *message.shape[1:]), message.dtype)
+
+    recode = {"divisor": _LOCAL, "dtype": jnp.bfloat16}
+    yield "noop", lambda x: x + 1, array(shard)
+    yield "encode weight", lambda x: _WEIGHTS.encode_tiled(x, 0, 1), array(shard)
+    yield (
+        "decode weight",
+        lambda x: _WEIGHTS.decode_tiled(x, shard, 0, jnp.bfloat16),
+        messages(_WEIGHTS, shard, num),
+    )
+    yield "encode gradient", lambda x: _GRADIENTS.encode_tiled(x, 0, _LOCAL), array(shape)
+    yield (
+        "sum gradients and encode",
+        lambda x: _GRADIENTS.recode_tiled(x, _GRADIENTS, part, 0, _NODES, **recode),
+        messages(_GRADIENTS, part, _LOCAL),
+    )
+    yield (
+        "sum gradients",
+        lambda x: _GRADIENTS.sum_tiled(x, shard),
+        messages(_GRADIENTS, shard, _NODES),
+    )
+
+
+def _seconds(mesh: Any, function: Callable[[Any], Any], array: Any) -> dict[str, float]:
+    """Compile `function` of one device's `array`."""
+    axes = PartitionSpec(("node", "local"))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=axes, out_specs=axes, check_vma=False)
+    shape = (mesh.size * array.shape[0], *array.shape[1:])
+    struct = jax.ShapeDtypeStruct(shape, array.dtype, sharding=NamedSharding(mesh, axes))
+    lowered: Any = jax.jit(mapped).lower(struct)
+    wall, cpu = time.perf_counter(), time.process_time()
+    lowered.compile(compiler_options=jz.compiler_options("tpu"))
+    return {
+        "compile_cpu_seconds": round(time.process_time() - cpu, 2),
+        "compile_seconds": round(time.perf_counter() - wall, 2),
+    }
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

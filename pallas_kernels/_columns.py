@@ -1,0 +1,308 @@
+"""Messages as columns, for TPUs: `[messages, t, rows]`, of arrays whose blocks lie along a dim.
+
+A TPU keeps the last two dims of an array in tiles, and computes with rows of 128 lanes. Here a
+piece `[rows, width]` is transposed, so that row `j` of the piece is column `j` of the message: the
+numbers of a block then lie one below the other, and those of 128 blocks side by side. Maxima,
+products with a scale and the packing of codes are operations between whole rows of lanes, and no
+number leaves its lane, where blocks along the lanes would move nearly all. XLA writes and reads the
+array around it (a weight, a gradient) transposed, as it does for matrix products. Where a piece has
+few rows, each is cut into parts, and the columns are part 0 of all rows, then part 1 and so on.
+
+The first rows of a message are codes: those of 8 bits in the order of the piece's columns, those of
+4 bits in pairs, `i` and `i + b/2` of a block in one byte. Then follow byte 0 of the scales, byte 1
+and so on, filled up with zeros to tiles of 32 rows. The numbers are those of the messages in rows.
+
+Legend: n = messages; k = blocks of a column; b = numbers of a block; r = columns;
+h = bytes of the codes of a block; t = rows of a message.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, DTypeLike, Float, Float32, Shaped, UInt8, UInt32
+
+from . import _blockwise as blocks
+from . import _reference
+from ._format import Format
+
+_LANES = 128
+_MATRIX = 128  # rows of the matrix of a rotation: four groups
+_TILE_ROWS = 32  # of an array of bytes
+
+
+def num_parts(shape: tuple[int, ...], format: Format) -> int:
+    """Into how many parts of whole blocks a row is cut, so that few of 128 lanes are empty.
+
+    1 if a piece of `shape` has many rows. 0: no number does it, and messages cannot be columns.
+    """
+    rows, width = math.prod(shape[:-1]), shape[-1]
+    if not rows or not width or width % format.block:
+        return 0
+    num_blocks = width // format.block
+    choices = (2**i for i in range(_LANES.bit_length()) if num_blocks % 2**i == 0)
+    return next((num for num in choices if _fills_lanes(num * rows)), 0)
+
+
+def _fills_lanes(num: int) -> bool:
+    """Whether at most an eighth of the lanes of `num` columns is empty."""
+    return 8 * (_lanes(num) - num) <= _lanes(num)
+
+
+def _lanes(num: int) -> int:
+    """`num` columns with empty ones behind them, to whole rows of lanes."""
+    return math.ceil(num / _LANES) * _LANES
+
+
+def to_blocks(pieces: Float[Array, "n ..."], format: Format) -> Float[Array, "n k b r"]:
+    """Transpose pieces, and cut their columns into blocks; columns that are added are zero."""
+    num, *shape = pieces.shape
+    parts = num_parts(tuple(shape), format)
+    rows, width = math.prod(shape[:-1]), shape[-1] // parts
+    if parts == 1:  # filled up first: XLA transposes whole tiles
+        missing = _lanes(rows) - rows
+        x = jnp.pad(pieces.reshape(num, rows, width), ((0, 0), (0, missing), (0, 0)))
+        columns = jnp.swapaxes(x, 1, 2)
+    else:
+        columns = jnp.transpose(pieces.reshape(num, rows, parts, width), (0, 3, 2, 1))
+        columns = _filled(columns.reshape(num, width, parts * rows))
+    return columns.reshape(num, width // format.block, format.block, columns.shape[2])
+
+
+def _filled(columns: Shaped[Array, "*dims r"]) -> Shaped[Array, "*dims lanes"]:
+    """Add columns of zeros, to whole rows of lanes."""
+    *dims, num = columns.shape
+    return jnp.pad(columns, [(0, 0)] * len(dims) + [(0, _lanes(num) - num)])
+
+
+def from_blocks(x_nkbr: Shaped[Array, "n k b r"], shape: tuple[int, ...]) -> Shaped[Array, "n ..."]:
+    """The pieces of `shape` in blocks; the reverse of `to_blocks`."""
+    num, num_blocks, block, lanes = x_nkbr.shape
+    rows, width = math.prod(shape[:-1]), num_blocks * block
+    parts = shape[-1] // width
+    columns = x_nkbr.reshape(num, width, lanes)
+    if parts == 1:
+        x = jnp.swapaxes(columns, 1, 2)[:, :rows]
+    else:
+        x = columns[:, :, : parts * rows].reshape(num, width, parts, rows)
+        x = jnp.transpose(x, (0, 3, 2, 1))
+    return x.reshape(num, *shape)
+
+
+def encode(
+    x_nkbr: Float[Array, "n k b r"],
+    format: Format,
+    shape: tuple[int, ...],
+    *,
+    seed: UInt32[Array, ""],
+    divisor: int = 1,
+) -> UInt8[Array, "n t r"]:
+    """The messages of `x / divisor`, of pieces of `shape` in blocks."""
+    if format.hadamard:
+        x_nkbr = _rotated(x_nkbr, 1 / blocks.GROUP)
+    x_nkrb = jnp.swapaxes(blocks.to_float32(x_nkbr), 2, 3)
+    index = _index(x_nkrb.shape, shape) if format.rounding == "stochastic" else None
+    codes_nkrb, scale_nkr = _reference.round_blocks(
+        x_nkrb, format, seed, divisor=divisor, index_kb=index
+    )
+    codes_nkhr = _packed(jnp.swapaxes(codes_nkrb, 2, 3), format.bits)
+    num, num_blocks, size, rows = codes_nkhr.shape
+    scales = _scale_bytes(scale_nkr, format)
+    missing = jnp.zeros((num, -scales.shape[1] % _TILE_ROWS, rows), jnp.uint8)
+    codes = codes_nkhr.reshape(num, num_blocks * size, rows)
+    return lax.concatenate((codes, scales, missing), 1)
+
+
+def decode(
+    message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...], dtype: DTypeLike
+) -> Float[Array, "n k b r"]:
+    """The numbers in messages of pieces of `shape`."""
+    num, _, rows = message.shape
+    width = shape[-1] // num_parts(shape, format)
+    num_blocks, size = width // format.block, format.code_bytes(format.block)
+    codes = lax.slice_in_dim(message, 0, num_blocks * size, axis=1)
+    codes_nkbr = _unpacked(codes.reshape(num, num_blocks, size, rows), format.bits)
+    kind = jnp.int8 if format.is_integer else format.kind
+    x_nkbr = lax.bitcast_convert_type(codes_nkbr, kind).astype(jnp.float32)
+    if format.hadamard:  # before scales come in, so that sums are exact, and so is bfloat16
+        x_nkbr = _rotated(x_nkbr.astype(jnp.bfloat16), 1.0)
+    scale_nkr = _read_scales(message, num_blocks * size, num_blocks, format)
+    x = x_nkbr * scale_nkr[:, :, None]
+    largest = _reference.largest(dtype)
+    return jnp.clip(x, -largest, largest).astype(dtype)
+
+
+def decode_sum(
+    message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...]
+) -> Float32[Array, "1 k b r"]:
+    """Decode the messages of pieces of `shape`, and add them up."""
+    return _sum(message[:, None], format, shape)
+
+
+def decode_sum_and_cut(
+    message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...], dim: int, num: int
+) -> Float32[Array, "num k b r"]:
+    """`decode_sum`, cut into `num` pieces along `dim`, each as by `to_blocks`.
+
+    Rows of neither the sum nor a piece are cut into parts.
+    """
+    outer, inner = math.prod(shape[:dim]), math.prod(shape[dim:-1]) // num
+    if dim == len(shape) - 1:
+        total = decode_sum(message, format, shape)[0]
+        return total.reshape(num, total.shape[0] // num, *total.shape[1:])
+    if outer == 1:  # the messages are cut, which are a quarter of the sum's bytes or less
+        ends = range(inner, num * inner + 1, inner)
+        cut = [lax.slice_in_dim(message, end - inner, end, axis=2) for end in ends]
+        pieces = jnp.stack([_filled(x) for x in cut], axis=1)
+        return _sum(pieces, format, (inner, shape[-1]))
+    num_blocks, block, _ = (total := decode_sum(message, format, shape)[0]).shape
+    x = total[:, :, : outer * num * inner].reshape(num_blocks, block, outer, num, inner)
+    return _filled(jnp.moveaxis(x, 3, 0).reshape(num, num_blocks, block, outer * inner))
+
+
+def _sum(
+    message: UInt8[Array, "n p t r"], format: Format, shape: tuple[int, ...]
+) -> Float32[Array, "p k b r"]:
+    """Decode the messages of each of `p` pieces of `shape`, and add up those of its `n` senders.
+
+    If the format rotates, each message is rotated back on a TPU, and elsewhere their sum, as by the
+    other implementations. The products of codes are exact in one pass of a TPU's matrix unit,
+    those of sums in float32 in three, which also compile for longer.
+    """
+    if not format.hadamard:
+        return _plain_sum(message, format, shape)
+    return lax.platform_dependent(
+        message,
+        tpu=functools.partial(_sum_of_decoded, format=format, shape=shape),
+        default=functools.partial(_sum_rotated_after, format=format, shape=shape),
+    )
+
+
+def _plain_sum(
+    message: UInt8[Array, "n p t r"], format: Format, shape: tuple[int, ...]
+) -> Float32[Array, "p k b r"]:
+    if len(message) > blocks.ADDED:
+        return _sum_of_decoded(message, format, shape)
+    # Cut before they are decoded: XLA fuses that with the additions, or it writes all in float32.
+    senders = (lax.index_in_dim(message, i, keepdims=False) for i in range(len(message)))
+    return functools.reduce(jnp.add, (decode(x, format, shape, jnp.float32) for x in senders))
+
+
+def _sum_of_decoded(
+    message: UInt8[Array, "n p t r"], format: Format, shape: tuple[int, ...]
+) -> Float32[Array, "p k b r"]:
+    num, pieces, *rest = message.shape
+    x = decode(message.reshape(num * pieces, *rest), format, shape, jnp.float32)
+    return blocks.add_up(x.reshape(num, pieces, *x.shape[1:]))
+
+
+def _sum_rotated_after(
+    message: UInt8[Array, "n p t r"], format: Format, shape: tuple[int, ...]
+) -> Float32[Array, "p k b r"]:
+    return _rotated(_plain_sum(message, format.unrotated, shape), 1.0)
+
+
+def _index(shape: tuple[int, ...], piece: tuple[int, ...]) -> UInt32[Array, "n k r b"]:
+    """The position of each number in its piece; of columns that were added, any."""
+    k, column, b = (lax.broadcasted_iota(jnp.uint32, shape, dim) for dim in (1, 2, 3))
+    rows = jnp.uint32(math.prod(piece[:-1]))
+    width, block = jnp.uint32(shape[1] * shape[3]), jnp.uint32(shape[3])
+    return column % rows * jnp.uint32(piece[-1]) + column // rows * width + k * block + b
+
+
+def _rotated(x_nkbr: Float[Array, "n k b r"], factor: float) -> Float32[Array, "n k b r"]:
+    """Multiply each group of 32 by Hadamard's matrix and `factor`, a power of two."""
+    num, _, block, rows = x_nkbr.shape
+    width = min(block, _MATRIX)
+    matrix = blocks.hadamard(width) * np.float32(factor)
+    x = x_nkbr.reshape(num, x_nkbr.shape[1] * block // width, width, rows)
+    rotated = lax.platform_dependent(
+        x,
+        tpu=functools.partial(_product_in_parts, matrix),
+        default=functools.partial(_product, matrix),
+    )
+    return rotated.reshape(x_nkbr.shape)
+
+
+def _product(
+    matrix: Float32[np.ndarray, "w w"], x_nkwr: Float[Array, "n k w r"]
+) -> Float32[Array, "n k w r"]:
+    x_nkrw = jnp.swapaxes(x_nkwr.astype(jnp.float32), 2, 3)
+    product = jnp.matmul(x_nkrw, jnp.asarray(matrix), precision=lax.Precision.HIGHEST)
+    return jnp.swapaxes(product, 2, 3)
+
+
+def _product_in_parts(
+    matrix: Float32[np.ndarray, "w w"], x_nkwr: Float[Array, "n k w r"]
+) -> Float32[Array, "n k w r"]:
+    """`_product`, as a TPU multiplies: bfloat16, added up in float32.
+
+    The matrix is exact in bfloat16, and a float32 is the sum of three, so all products are exact.
+    XLA would also multiply by the rest of the matrix, which is zero, and compile four times as
+    long. Parts are cut off on their bits, because XLA may drop a cast to bfloat16 and back.
+    """
+    parts = [x_nkwr]
+    if x_nkwr.dtype != jnp.bfloat16:
+        rest, parts = blocks.to_float32(x_nkwr), []
+        for _ in range(3):
+            bits = lax.bitcast_convert_type(rest, jnp.uint32) & jnp.uint32(0xFFFF0000)
+            parts.append(lax.bitcast_convert_type(bits, jnp.float32))
+            rest = rest - parts[-1]
+    wide = (((2,), (0,)), ((), ()))
+    products = [
+        lax.dot_general(
+            part.astype(jnp.bfloat16),
+            jnp.asarray(matrix, jnp.bfloat16),
+            wide,
+            preferred_element_type=jnp.float32,
+        )
+        for part in reversed(parts)  # the smallest first
+    ]
+    return jnp.moveaxis(functools.reduce(jnp.add, products), -1, 2)
+
+
+def _packed(codes_nkbr: UInt8[Array, "n k b r"], bits: int) -> UInt8[Array, "n k h r"]:
+    if bits == 8:
+        return codes_nkbr
+    half = codes_nkbr.shape[2] // 2
+    low, high = codes_nkbr[:, :, :half], codes_nkbr[:, :, half:]
+    return (low & jnp.uint8(15)) | (high << jnp.uint8(4))
+
+
+def _unpacked(packed_nkhr: UInt8[Array, "n k h r"], bits: int) -> UInt8[Array, "n k b r"]:
+    """One code per byte, in blocks; those of 4 bits are sign-extended."""
+    if bits == 8:
+        return packed_nkhr
+    num, num_blocks, half, rows = packed_nkhr.shape
+    # Shifts by a broadcast array, and no concatenation, which XLA would not fuse with what follows.
+    shifts = jnp.asarray([28, 24], jnp.int32).reshape(1, 1, 2, 1, 1)
+    wide = packed_nkhr.astype(jnp.int32)[:, :, None]
+    codes = (wide << shifts) >> jnp.int32(28)
+    return lax.bitcast_convert_type(codes.astype(jnp.int8), jnp.uint8).reshape(
+        num, num_blocks, 2 * half, rows
+    )
+
+
+def _scale_bytes(scale_nkr: Float32[Array, "n k r"], format: Format) -> UInt8[Array, "n _ r"]:
+    """The upper `scale_bytes` bytes of each scale: the lowest of them of all scales first."""
+    bits = lax.bitcast_convert_type(scale_nkr, jnp.uint32)
+    first = 4 - format.scale_bytes
+    return lax.concatenate(
+        [(bits >> jnp.uint32(8 * i)).astype(jnp.uint8) for i in range(first, 4)], 1
+    )
+
+
+def _read_scales(
+    message: UInt8[Array, "n t r"], start: int, num_blocks: int, format: Format
+) -> Float32[Array, "n k r"]:
+    """The scales in the rows of messages from `start` on; the reverse of `_scale_bytes`."""
+    first, bits = 4 - format.scale_bytes, jnp.uint32(0)
+    for i in range(format.scale_bytes):
+        begin = start + i * num_blocks
+        plane = lax.slice_in_dim(message, begin, begin + num_blocks, axis=1)
+        bits = bits | (plane.astype(jnp.uint32) << jnp.uint32(8 * (first + i)))
+    return lax.bitcast_convert_type(bits, jnp.float32)
