@@ -20,8 +20,8 @@ from typing import Any
 # the time, and XLA's older code generation for fusions, which only old versions have, in half of
 # that. XLA would fuse multiply-adds where it likes, which AVX does not have: tests that compare the
 # bits of two programs need one rounding for each operation. Cutting each program into modules that
-# LLVM compiles side by side gains nothing where every core runs tests, and costs a tenth more. All of
-# it comes after HLO, so collectives and memory figures are those of a default run.
+# LLVM compiles side by side gains nothing where every core runs tests, and costs a tenth more. All
+# of it comes after HLO, so collectives and memory figures are those of a default run.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_backend_optimization_level=0 --xla_cpu_max_isa=AVX",
