@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from .._collectives import CommSpec, ReduceSpec
-from .._mesh import AXES, HOST, LOCAL, NODE, REDUCTION_HOPS
+from .._mesh import HOST, LOCAL, NODE, REDUCTION_HOPS
 from .._plan import (
     BlockPlan,
     BlockUses,
@@ -141,11 +141,8 @@ def plan_program(
             k: parameters.leaves[i] for k, i in final.items() if parameters.has_host_gradient(i)
         }
         top = mark_host_gradients(top, stored, {k: i for k, i in final.items() if i in updates})
-    if comm.schedule.separate_ends:
-        axes = comm.axes_with_peers(AXES)
-        top, later = (plan and separate_ends(plan, axes) for plan in (top, later))
-    assert top is not None
-    return ProgramPlan(top, later, weights, depths, targets)
+    later = later and separate_ends(later, comm)
+    return ProgramPlan(separate_ends(top, comm), later, weights, depths, targets)
 
 
 def _choose_layouts(
