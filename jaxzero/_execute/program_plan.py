@@ -141,8 +141,9 @@ def plan_program(
             k: parameters.leaves[i] for k, i in final.items() if parameters.has_host_gradient(i)
         }
         top = mark_host_gradients(top, stored, {k: i for k, i in final.items() if i in updates})
-    later = later and separate_ends(later, comm)
-    return ProgramPlan(separate_ends(top, comm), later, weights, depths, targets)
+    if comm.schedule.separate_ends:
+        top, later = separate_ends(top, comm), later and separate_ends(later, comm)
+    return ProgramPlan(top, later, weights, depths, targets)
 
 
 def _choose_layouts(

@@ -7,8 +7,9 @@ axis once for every iteration by which it is ahead or behind. The iterations in 
 between nodes would be in vain are cut off, and do not send it. Inside a node they send as all
 others do, so that each end is one loop with one body.
 
-Each end is one more copy of the body to compile, so loops are cut only where they are long compared
-with their ends, and not inside of other loops: there the copies would hold copies in turn.
+Each end is one more copy of the body to compile, so this is done only on request
+(`CommSchedule.separate_ends`), where a loop is long compared with its ends, and not inside of other
+loops: there the copies would hold copies in turn.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ CONFIGS = {
     "hsdp": jz.hsdp(),
     "stage 2": jz.ZeroConfig(stage=2),
 }
-UNITS, AHEAD = jz.CommSchedule(prefetch=0), jz.CommSchedule()
+UNITS, ENDS = jz.CommSchedule(prefetch=0), jz.CommSchedule(separate_ends=True)
 
 
 def _zero(config, schedule=UNITS, nodes=2, **mesh):
@@ -90,7 +90,7 @@ def _between_nodes(plan):
 @pytest.mark.parametrize("nodes", [2, 4])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_pipelined_loop_sends_each_layer_as_often_as_a_plain_one(config, nodes, num_layers):
-    ahead = _plan(_zero(config, AHEAD, nodes), num_layers)
+    ahead = _plan(_zero(config, ENDS, nodes), num_layers)
     assert any(loop.is_pipelined for loop in ahead.top.loops.values())
     plain = _between_nodes(_plan(_zero(config, UNITS, nodes), num_layers))
     assert _between_nodes(ahead) == plain != {}
@@ -100,7 +100,7 @@ def test_a_pipelined_loop_sends_each_layer_as_often_as_a_plain_one(config, nodes
 def test_so_does_the_compiled_program(config, microbatches):
     """Bytes into a node, of all collectives and all iterations of loops."""
     entering = []
-    for schedule in (AHEAD, UNITS):
+    for schedule in (ENDS, UNITS):
         zero = _zero(config, schedule)
         params = zero.abstract(_init(8), jax.random.key(0))
         step = jax.jit(zero.value_and_grad(_loss, microbatches=microbatches))
@@ -115,19 +115,46 @@ def _cut(plan):
 
 def test_iterations_are_cut_off_for_each_axis():
     """Forward hands its last buckets to backward, unless it makes node slices (hpZ)."""
-    assert _cut(_plan(_zero("zero3", AHEAD), 8)) == [(0, 0), (2, 2)]
-    assert _cut(_plan(_zero("zero3", AHEAD, 8), 4)) == [(0, 0), (1, 1)]
-    assert _cut(_plan(_zero("zeropp", AHEAD), 8)) == [(0, 2), (2, 0)]
-    assert _cut(_plan(_zero("hsdp", AHEAD), 8)) == [(0, 0), (2, 0)]
+    assert _cut(_plan(_zero("zero3", ENDS), 8)) == [(0, 0), (2, 2)]
+    assert _cut(_plan(_zero("zero3", ENDS, 8), 4)) == [(0, 0), (1, 1)]
+    assert _cut(_plan(_zero("zeropp", ENDS), 8)) == [(0, 2), (2, 0)]
+    assert _cut(_plan(_zero("hsdp", ENDS), 8)) == [(0, 0), (2, 0)]
+
+
+def test_each_end_is_a_loop_with_one_body():
+    """So it is compiled once, and XLA reuses the memory of one iteration for the next."""
+    zero = _zero("zero3", ENDS)
+    params = zero.abstract(_init(8), jax.random.key(0))
+    program = jax.jit(zero.value_and_grad(_loss)).trace(params, ROWS).jaxpr
+    assert sorted(_scan_lengths(program.jaxpr)) == [2, 2, 4, 8]
+
+
+def _scan_lengths(jaxpr):
+    lengths = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            lengths.append(equation.params["length"])
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(inner, "jaxpr", inner)
+            lengths += _scan_lengths(inner) if hasattr(inner, "eqns") else []
+    return lengths
 
 
 def test_a_loop_that_sends_nothing_between_nodes_is_whole():
-    assert _cut(_plan(_zero("zero3", AHEAD, 1), 8)) == [(0, 0), (0, 0)]
+    assert _cut(_plan(_zero("zero3", ENDS, 1), 8)) == [(0, 0), (0, 0)]
+
+
+def test_loops_are_whole_by_default():
+    assert _cut(_plan(_zero("zero3", jz.CommSchedule()), 8)) == [(0, 0), (0, 0)]
+    schedule = jz.CommSchedule()
+    object.__setattr__(schedule, "separate_ends", 1)  # past annotations, where these are checked
+    with pytest.raises(ValueError, match="`separate_ends` of .* must be True or False; got 1"):
+        schedule.__post_init__()
 
 
 def test_short_loops_and_loops_in_loops_keep_their_ends():
-    assert _cut(_plan(_zero("zero3", AHEAD), 7)) == [(0, 0), (0, 0)]
-    nested = _plan(_zero("zero3", AHEAD), 16, _experts_loss, _init_experts)
+    assert _cut(_plan(_zero("zero3", ENDS), 7)) == [(0, 0), (0, 0)]
+    nested = _plan(_zero("zero3", ENDS), 16, _experts_loss, _init_experts)
     assert set(_cut(nested)) == {(0, 0)}
     inside = [x for loop in nested.top.loops.values() for x in loop.body.loops.values()]
     assert any(x.is_pipelined for x in inside)
@@ -149,7 +176,7 @@ BITS = [
 @pytest.mark.parametrize(("config", "num_layers", "microbatches", "nodes", "loss"), BITS)
 def test_bits_are_those_of_a_plain_loop(config, num_layers, microbatches, nodes, loss, axis_type):
     results = []
-    for schedule in (AHEAD, UNITS):
+    for schedule in (ENDS, UNITS):
         zero = _zero(config, schedule, nodes, axis_type=axis_type)
         params = zero.init(_init(num_layers), jax.random.key(0))
         got = jax.jit(zero.value_and_grad(loss, microbatches=microbatches))(params, ROWS)
