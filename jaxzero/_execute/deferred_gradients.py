@@ -75,18 +75,17 @@ class DeferredGradients:
         updated = {number: self._updates.start(number, tie) for number in self._plan.updates}
         return Deferred({}, {}, updated, {})
 
-    def fill(self, state: Deferred, first: Deferred | None = None) -> Deferred:
+    def fill(self, state: Deferred, first: Deferred) -> Deferred:
         """A state with zeros for all that earlier iterations would have left, and with all stacks.
 
         Args:
-            state: after some iterations, or before the first.
-            first: before the first iteration, shapes of the state after it, from `start`.
+            state: before the first iteration, from `start`.
+            first: shapes of the state after it.
         """
         zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
-        if first is not None:
-            layers = {k: jax.tree.map(_layer_shape, x) for k, x in first.stacks.items()}
-            state = state._replace(buckets=zeros(first.buckets), waiting=zeros(first.waiting))
-            state = state._replace(stacks=self._with_stacks({}, layers))
+        layers = {k: jax.tree.map(_layer_shape, x) for k, x in first.stacks.items()}
+        state = state._replace(buckets=zeros(first.buckets), waiting=zeros(first.waiting))
+        state = state._replace(stacks=self._with_stacks({}, layers))
 
         def later() -> tuple[dict[int, list[ReduceBucket]], dict[int, Any]]:
             buckets, done = {}, {}
@@ -120,18 +119,29 @@ class DeferredGradients:
                 final[number], outputs[number] = self._finished(number, outputs[number]), None
         return final
 
-    def reduce_first(self, state: Deferred, bind: Bind) -> dict[int, ReduceBucket]:
+    def reduce_first(
+        self, state: Deferred, bind: Bind, *, between_nodes: bool
+    ) -> dict[int, ReduceBucket]:
         """Reduce the buckets of the last iteration over their first axis, for `advance`.
 
         Args:
             state: of the iteration before.
             bind: passes them through a barrier.
+            between_nodes: as in `advance`.
         """
-        newest = {number: in_flight[0] for number, in_flight in state.buckets.items() if in_flight}
+        newest = {
+            number: in_flight[0]
+            for number, in_flight in state.buckets.items()
+            if in_flight and self._num_sent(number, between_nodes)
+        }
         reduced = [self._gradients.reduce_next(number, 0, x) for number, x in newest.items()]
         if not newest and any(group.deferred for group in self._plan.body.reduce_groups):
             bind([jnp.zeros(())])  # see [Note: same bits] in `pipelined_loop`
         return dict(zip(newest, bind(reduced), strict=True))
+
+    def _num_sent(self, number: int, between_nodes: bool) -> int:
+        """The number of axes that buckets of a group are reduced over, from the first on."""
+        return self._gradients.num_axes(number, past_nodes=between_nodes)
 
     def advance(
         self,
@@ -140,6 +150,8 @@ class DeferredGradients:
         final: dict[int, Array],
         iteration: Array,
         sent_early: Mapping[int, ReduceBucket],
+        *,
+        between_nodes: bool,
     ) -> Deferred:
         """Reduce every deferred bucket over one more axis, and add those of this iteration.
 
@@ -153,6 +165,8 @@ class DeferredGradients:
             final: the gradients of this iteration that go to their stacks at once.
             iteration: its number.
             sent_early: what `reduce_first` has reduced in this iteration.
+            between_nodes: whether buckets are reduced over `node`. If not, those that would be are
+                zeros; they are dropped, and zeros stay in their places.
         """
         stored: dict[int, Sum] = {k: x for k, x in final.items() if k not in self._plan.updates}
         waiting = {k: x for k, x in final.items() if k in self._plan.updates}
@@ -162,13 +176,15 @@ class DeferredGradients:
         for number, bucket in new.items():
             reduce_next, num_axes = self._gradients.reduce_next, self._gradients.num_axes(number)
             in_flight = state.buckets.get(number, [])
+            num_sent = self._num_sent(number, between_nodes)
             sent = [
                 sent_early[number] if i == 0 and number in sent_early else reduce_next(number, i, x)
-                for i, x in enumerate(in_flight[:num_axes])
+                for i, x in enumerate(in_flight[:num_sent])
             ]
-            buckets[number] = [bucket, *sent, *in_flight[num_axes:]]
+            others = in_flight[num_axes:] if num_sent == num_axes else in_flight[num_sent + 1 :]
+            buckets[number] = [bucket, *sent, *others]
             age = len(in_flight)
-            if age == num_axes + self._delay:
+            if len(buckets[number]) > num_axes + self._delay:
                 done[number] = buckets[number].pop()
         layers = self._finished_outputs(done)
         stacks = self._with_stacks(state.stacks, {**stored, **layers})

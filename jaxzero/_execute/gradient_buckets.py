@@ -19,6 +19,7 @@ from .._collectives import (
     reduce_next_axis,
     start_reduction,
 )
+from .._mesh import NODE
 from .._plan import BlockPlan
 from .._program import Value
 
@@ -83,9 +84,10 @@ class GradientBuckets:
             else:
                 self.in_flight.append((number, done + 1, bucket))
 
-    def num_axes(self, number: int) -> int:
-        """The number of mesh axes that a group is reduced over."""
-        return len(reduce_axes(self.specs(number), self.comm))
+    def num_axes(self, number: int, *, past_nodes: bool = True) -> int:
+        """The number of mesh axes that a group is reduced over; or of those before `node`."""
+        axes = reduce_axes(self.specs(number), self.comm)
+        return len(axes) if past_nodes or NODE not in axes else axes.index(NODE)
 
     def reduce_next(self, number: int, done: int, bucket: ReduceBucket) -> ReduceBucket:
         """Reduce a group's bucket over one more axis, after `done` axes."""

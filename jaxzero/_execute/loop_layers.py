@@ -175,11 +175,11 @@ class LoopLayers:
         sources: GatherSources,
         in_flight: InFlight | None = None,
         next_sources: GatherSources | None = None,
-        num_unsent: int = 0,
+        starts_gathers: bool = True,
     ) -> Runner:
         """Make a runner for one iteration; for its arguments see `WeightBuckets`."""
         plan, comm = self.plan.body, self.outer.comm
-        weights = WeightBuckets(plan, comm, sources, in_flight, next_sources, num_unsent)
+        weights = WeightBuckets(plan, comm, sources, in_flight, next_sources, starts_gathers)
         return self.outer.inside(weights)
 
     def keep_slices(self, slices: Mapping[ShardedParam, EncodedShards]) -> None:

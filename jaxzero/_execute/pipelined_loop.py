@@ -5,16 +5,16 @@ shards that have been copied from host memory; buckets with the gradients of the
 fully reduced yet; the stacks of reduced gradients, which are filled one iteration or more after the
 layer; and the stacks of node slices that prefetched gathers keep (hpZ).
 
-The plan may take iterations at both ends out of the loop (`_plan.loop_ends`): they run before and
-after it, as code of their own, without gathers for layers that do not exist and without reductions
-of what no layer has made. Stacks of the program's loop are then indexed, not scanned, and its
+The plan may cut off both ends of the loop (`_plan.loop_ends`). These iterations run before and
+after it, as loops of their own, and send between nodes no gradients that no layer has made and no
+layers that do not exist. Stacks of the program's loop are then indexed, not scanned, and its
 stacked outputs are carried, so that no stack is ever cut or joined.
 
-[Note: same bits] Losses and gradients have the same bits as if all iterations were in the loop. So
-XLA has to compile each of the others like the loop's body, with nothing fused across its ends, and
-with the same barriers inside: where a value is read by one, XLA does not replace the transpose of a
-product by a swap of its factors, which may sum in another order. An iteration that sends nothing
-passes a value through the barrier nevertheless.
+[Note: same bits] Losses and gradients have the same bits as if all iterations were in one loop. So
+XLA has to compile each end like the loop's body, with the same barriers inside: where a value is
+read by one, XLA does not replace the transpose of a product by a swap of its factors, which may sum
+in another order. What an iteration does not send passes through the barriers nevertheless. XLA
+takes a single iteration out of its loop, so nothing there may be fused across the ends either.
 """
 
 from __future__ import annotations
@@ -92,15 +92,11 @@ class PipelinedLoop:
     def run(self, carry: list[Any]) -> list[Any]:
         """Run the loop; return its outputs, with None for those that are views of weights."""
         before = self.outer.prologues.pop(self.layers.index)
-        first, last, length = self.plan.num_first, self.plan.num_last, self.loop.length
-        state = self._start(carry, before)
-        for i in range(first):
-            state = self._single(state, i)
-        if first:
-            state = state._replace(deferred=self.deferred.fill(state.deferred))
-        state, outputs = self._repeated(state, first, length - last)
-        for i in range(length - last, length):
-            state = self._single(state, i)
+        first, last = self.plan.num_first, self.loop.length - self.plan.num_last
+        state, outputs = self._start(carry, before), None
+        for start, stop in ((0, first), (first, last), (last, self.loop.length)):
+            if start < stop:
+                state, outputs = self._repeated(state, start, stop)
         stacked = state.stacked or outputs
         assert stacked is not None
         outputs, slices = stacked
@@ -134,14 +130,12 @@ class PipelinedLoop:
         tie = functools.partial(self.outer.tie_to, self.plan.tie)
         deferred = self.deferred.start(tie)
         state = _State(carry, before.in_flight, fetched, first_rows, deferred, slices, None)
-        if not self.plan.num_first:
-            state = self._with_first_zeros(state)
-        return state
+        return self._with_first_zeros(state)
 
     def _with_first_zeros(self, state: _State) -> _State:
         """The state before the first iteration, with zeros where later ones hold gradients.
 
-        With iterations after the loop, there are stacks for its outputs too.
+        If ends are cut off, there are stacks for the loop's outputs too.
         """
 
         def first() -> tuple[Deferred, _Outputs]:
@@ -151,7 +145,7 @@ class PipelinedLoop:
         with recording(None):  # traced only for shapes: its collectives must not be counted
             deferred, outputs = jax.eval_shape(first)
         state = state._replace(deferred=self.deferred.fill(state.deferred, deferred))
-        if self.plan.num_last:
+        if self.plan.num_first or self.plan.num_last:
             state = state._replace(stacked=self._empty_stacks(outputs))
         return state
 
@@ -161,40 +155,42 @@ class PipelinedLoop:
         Returns:
             The state after them, and the stacked outputs unless they are part of the state.
         """
-        has_ends = (start, stop) != (0, self.loop.length)
+        is_cut = state.stacked is not None
+        reduces = start >= self.plan.num_first
+        gathers = stop <= self.loop.length - self.plan.num_last
 
         def body(state, scanned):
             iteration, rows = scanned
-            rows = self._rows(iteration) if has_ends else rows
-            state, outputs = self._iteration(state, iteration, rows)
-            return (self._store(state, outputs, iteration), None) if has_ends else (state, outputs)
+            if not is_cut:
+                return self._iteration(state, iteration, rows)
+            if stop - start == 1:  # [Note: same bits]
+                iteration, carry = lax.optimization_barrier((iteration, state.carry))
+                state = state._replace(carry=carry)
+            rows = self._rows(iteration)
+            if stop - start == 1:
+                carry, rows = lax.optimization_barrier((state.carry, rows))
+                state = state._replace(carry=carry)
+            state, outputs = self._iteration(
+                state, iteration, rows, reduces=reduces, gathers=gathers
+            )
+            if stop - start == 1:
+                state, outputs = lax.optimization_barrier((state, outputs))
+            return self._store(state, outputs, iteration), None
 
         traced, note = repeated(body, stop - start)
-        scanned = self.layers.iterations(start, stop), None if has_ends else self.stacks
+        scanned = self.layers.iterations(start, stop), None if is_cut else self.stacks
         state, outputs = self.loop.scan(traced, state, scanned, stop - start)
         note()
         return state, outputs
 
-    def _single(self, state: _State, number: int) -> _State:
-        """Run one iteration that is not part of the loop."""
-        iteration, num_after = jnp.asarray(number), self.loop.length - 1 - number
-        is_last = num_after < self.plan.num_last
-        # XLA then does not know the number, and the kernels that cut layers out of stacks are those
-        # of the loop's body, compiled once.
-        iteration, carry = lax.optimization_barrier((iteration, state.carry))
-        # [Note: same bits]
-        carry, rows = lax.optimization_barrier((carry, self._rows(iteration)))
-        state = state._replace(carry=carry)
-        state, outputs = self._iteration(state, iteration, rows, num_after if is_last else None)
-        deferred = state.deferred
-        operands = (state.carry, state.in_flight, deferred.buckets, outputs)
-        carry, in_flight, buckets, outputs = lax.optimization_barrier(operands)
-        deferred = deferred._replace(buckets=buckets)
-        state = state._replace(carry=carry, in_flight=in_flight, deferred=deferred)
-        return self._store(state, outputs, iteration)
-
     def _iteration(
-        self, state: _State, iteration: Array, rows: Sequence[Any], num_after: int | None = None
+        self,
+        state: _State,
+        iteration: Array,
+        rows: Sequence[Any],
+        *,
+        reduces: bool = True,
+        gathers: bool = True,
     ) -> tuple[_State, _Outputs]:
         """Run one iteration.
 
@@ -202,35 +198,37 @@ class PipelinedLoop:
             state: before it.
             iteration: its number.
             rows: its slices of the program's stacks on the device.
-            num_after: the number of iterations that follow, in those after the loop: what only
-                later ones would use is not sent.
+            reduces: whether gradients are reduced between nodes.
+            gathers: whether a later layer is gathered over the first axis.
 
         Returns:
             The state after it; the outputs of the iteration other than the carry; and the node
             slices of the weights in `kept_in_iteration`.
         """
         layers, num_hops = self.layers, self.num_hops
-        num_unsent = 0 if num_after is None else max(0, num_hops - num_after)
         here, following = layers.layer_index(iteration), layers.layer_index(iteration + num_hops)
         sources = layers.layer(here) | layers.host.layers(state.fetched, 0)
         for weight, x in zip(layers.kept_prefetched, state.slices, strict=True):
             data = lax.dynamic_index_in_dim(x, here, 0, keepdims=False)
             sources[weight] = dataclasses.replace(self.templates[weight], data=data)
         next_sources = None
-        if not num_unsent:
+        if gathers:
             next_sources = layers.layer(following) | layers.host.layers(state.fetched, num_hops)
-        inside = layers.inside(sources, state.in_flight, next_sources, num_unsent)
+        inside = layers.inside(sources, state.in_flight, next_sources, gathers)
         sent: dict[int, ReduceBucket] = {}
 
         def reduce_early(bind: Bind) -> None:
-            sent.update(self.deferred.reduce_first(state.deferred, bind))
+            before = state.deferred
+            sent.update(self.deferred.reduce_first(before, bind, between_nodes=reduces))
 
         rows = [state.rows.get(i, x) for i, x in enumerate(rows)]
         inputs = [*self.constants, *state.carry, *rows]
         outputs = inside.run(inputs, layers.uses.view_outputs, reduce_early)
         done = self.deferred.take_final(outputs)
         new = inside.gradients.deferred
-        deferred = self.deferred.advance(state.deferred, new, done, iteration, sent)
+        deferred = self.deferred.advance(
+            state.deferred, new, done, iteration, sent, between_nodes=reduces
+        )
         carry, outputs = outputs[: self.loop.num_carry], outputs[self.loop.num_carry :]
         self.templates.update({x: inside.weights.sources[x] for x in layers.kept_in_iteration})
         kept = [self.templates[weight].data for weight in layers.kept_in_iteration]
@@ -238,16 +236,12 @@ class PipelinedLoop:
             carry=carry,
             in_flight=inside.weights.next_in_flight,
             deferred=deferred,
-            slices=self._next_slices(state.slices, inside, following, num_unsent),
+            slices=self._next_slices(state.slices, inside, following) if gathers else state.slices,
         )
         return self._copy_next(after, iteration), (outputs, kept)
 
-    def _next_slices(
-        self, slices: list[Array], inside: Runner, following: Array, num_unsent: int
-    ) -> list[Array]:
+    def _next_slices(self, slices: list[Array], inside: Runner, following: Array) -> list[Array]:
         """The stacks of node slices, with those that an iteration has gathered ahead."""
-        if num_unsent:
-            return slices
         gathered = inside.weights.next_sources
         return [
             lax.dynamic_update_index_in_dim(x, gathered[weight].data, following, 0)
@@ -295,12 +289,11 @@ class PipelinedLoop:
     def _store(self, state: _State, outputs: _Outputs, iteration: Array) -> _State:
         """The state with an iteration's outputs in their stacks."""
         index = self.layers.layer_index(iteration)
-        stacks = self._empty_stacks(outputs) if state.stacked is None else state.stacked
 
         def stored(stack: Array, x: Array) -> Array:
             return lax.dynamic_update_index_in_dim(stack, x, index, 0)
 
-        return state._replace(stacked=jax.tree.map(stored, stacks, outputs))
+        return state._replace(stacked=jax.tree.map(stored, state.stacked, outputs))
 
     def _empty_stacks(self, outputs: _Outputs) -> _Outputs:
         """A stack for each output of an iteration."""

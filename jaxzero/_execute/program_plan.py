@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from .._collectives import CommSpec, ReduceSpec
-from .._mesh import AXES, HOST, LOCAL, NODE, REDUCTION_HOPS
+from .._mesh import HOST, LOCAL, NODE, REDUCTION_HOPS
 from .._plan import (
     BlockPlan,
     BlockUses,
@@ -142,9 +142,7 @@ def plan_program(
         }
         top = mark_host_gradients(top, stored, {k: i for k, i in final.items() if i in updates})
     if comm.schedule.separate_ends:
-        axes = comm.axes_with_peers(AXES)
-        top, later = (plan and separate_ends(plan, axes) for plan in (top, later))
-    assert top is not None
+        top, later = separate_ends(top, comm), later and separate_ends(later, comm)
     return ProgramPlan(top, later, weights, depths, targets)
 
 

@@ -7,8 +7,6 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from .._collectives import CommSpec, EncodedShards, GatherBucket
 from .._mesh import in_host
 from .._plan import BlockPlan, Gather, GatherGroup, ShardedParam
@@ -35,8 +33,8 @@ class WeightBuckets:
         next_in_flight: `in_flight` for the next iteration.
 
     Args:
-        num_unsent: in a pipelined loop, the number of axes, from the first on, over which this
-            iteration has no later layer to gather. Such buckets are empty lists.
+        starts_gathers: in a pipelined loop, whether this iteration gathers a later layer over the
+            first axis. If not, `next_in_flight` has the buckets of `in_flight` there.
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class WeightBuckets:
         sources: Mapping[ShardedParam, EncodedShards],
         in_flight: InFlight | None = None,
         next_sources: Mapping[ShardedParam, EncodedShards] | None = None,
-        num_unsent: int = 0,
+        starts_gathers: bool = True,
     ):
         self.plan = plan
         self.comm = comm
@@ -54,7 +52,7 @@ class WeightBuckets:
         self.next_sources: GatherSources = dict(next_sources or {})
         self.in_flight: InFlight = dict(in_flight or {})
         self.next_in_flight: InFlight = {}
-        self._num_unsent = num_unsent
+        self._starts_gathers = starts_gathers
         self._fetched: dict[int, GatherSources] = {}  # by group, shards copied from host memory
         self._full: dict[tuple, tuple[Gather, Any]] = {}
         # What happens before an operation: copies from host memory of groups, gathers of (group,
@@ -92,10 +90,12 @@ class WeightBuckets:
         for number, axis in self._sends.get(index, ()):
             group = self.plan.gather_groups[number]
             sent = self.next_in_flight if group.prefetched else self.in_flight
-            if group.prefetched and axis < self._num_unsent:
-                nothing = tie(group.ties[axis], [jnp.zeros(())])
-                pin(group.ties[axis], nothing)  # see [Note: same bits] in `pipelined_loop`
-                buckets = []
+            if group.prefetched and not axis and not self._starts_gathers:
+                # The same barriers: see [Note: same bits] in `pipelined_loop`.
+                buckets = with_barrier(
+                    self.in_flight[number][0], functools.partial(tie, group.ties[0])
+                )
+                buckets = with_barrier(buckets, functools.partial(pin, group.ties[0]))
             else:
                 buckets = self._send_axis(number, group, axis, tie, pin)
             sent.setdefault(number, []).append(buckets)

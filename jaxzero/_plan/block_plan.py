@@ -56,7 +56,7 @@ class LoopPlan:
     host_gradients: Mapping[int, LeafSpec] = dataclasses.field(default_factory=dict)
     # Outputs that are gradients of leaves which the loop updates: their indices, and the leaves'.
     updates: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    # The iterations that run before and after the loop, as code of their own (`loop_ends`).
+    # The iterations that run before and after the loop, as loops of their own (`loop_ends`).
     num_first: int = 0
     num_last: int = 0
 

@@ -1,12 +1,13 @@
-"""Decide which iterations of a pipelined loop run before and after it, as code of their own.
+"""Decide which iterations of a pipelined loop run before and after it, as short loops.
 
 The body of a pipelined loop gathers for later iterations and reduces for earlier ones. At the start
 of the loop there is nothing to reduce yet, and at its end nothing left to gather; a body that is
 the same for all iterations would send zeros and gather layers that nothing uses, over each mesh
-axis once for every iteration by which it is ahead or behind. The iterations where this would happen
-are taken out of the loop, and send only what is needed.
+axis once for every iteration by which it is ahead or behind. The iterations in which a message
+between nodes would be in vain are cut off, and do not send it. Inside a node they send as all
+others do, so that each end is one loop with one body.
 
-Each of them is one more copy of the body to compile, so this is done only on request
+Each end is one more copy of the body to compile, so this is done only on request
 (`CommSchedule.separate_ends`), where a loop is long compared with its ends, and not inside of other
 loops: there the copies would hold copies in turn.
 """
@@ -14,38 +15,34 @@ loops: there the copies would hold copies in turn.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 
-from .._mesh import LOCAL
+from .._collectives import CommSpec, reduce_axes
+from .._mesh import NODE
 from .._program import Branch, Loop
 from .block_plan import BlockPlan, LoopPlan
-from .hpz import slices_kept_in_program
 
-# The iterations of a loop for each one that is taken out of it: with a loop of four layers, two
-# copies of which are run before it and two after it, most of the program would be copies.
+# The iterations of a loop for each one that is cut off: with a loop of four layers, two of which
+# run before it and two after it, most of the program would be ends.
 _ITERATIONS = 2
 
 
-def separate_ends(plan: BlockPlan, axes_with_peers: Collection[str]) -> BlockPlan:
-    """Take the first and last iterations out of the pipelined loops at the top level of a program.
+def separate_ends(plan: BlockPlan, comm: CommSpec) -> BlockPlan:
+    """Cut the ends off the pipelined loops at the top level of a program.
 
     Args:
-        plan: the plan of the full program, with the node slices that it keeps.
-        axes_with_peers: the mesh axes of more than one device.
+        plan: the plan of the full program, with the node slices that it keeps marked.
+        comm: the axes that weights are gathered over and gradients reduced over.
     """
-    if not axes_with_peers:
+    if not comm.axes_with_peers((NODE,)):
         return plan
-    kept = slices_kept_in_program(plan)
     loops = {}
     for index, loop in plan.loops.items():
         operation = plan.block.operations[index]
         assert isinstance(operation, Loop)
         if _may_be_cut(operation, loop):
-            first = _axes_reduced(loop, axes_with_peers)
-            last = 0
+            first, last = _num_first(loop, comm), 0
             if not any(other.continues == index for other in plan.loops.values()):
-                layers = {x.layer for x in plan.uses.loops[index].stacks if x.view.weight in kept}
-                last = _axes_gathered(loop, layers, axes_with_peers)
+                last = _num_last(loop, comm)
             if operation.length >= _ITERATIONS * (first + last):
                 loop = dataclasses.replace(loop, num_first=first, num_last=last)
         loops[index] = loop
@@ -53,7 +50,7 @@ def separate_ends(plan: BlockPlan, axes_with_peers: Collection[str]) -> BlockPla
 
 
 def _may_be_cut(operation: Loop, loop: LoopPlan) -> bool:
-    """Whether iterations can be taken out of a loop, at the cost of one copy of its body each."""
+    """Whether the ends of a loop can be cut off, at the cost of one copy of its body each."""
     if isinstance(operation, Branch) or not loop.is_pipelined or _copies(operation, loop):
         return False
     inside = [inner.body for inner in loop.body.loops.values()]
@@ -68,30 +65,19 @@ def _copies(operation: Loop, loop: LoopPlan) -> bool:
     return in_host or bool(loop.host_gradients or loop.updates)
 
 
-def _axes_reduced(loop: LoopPlan, axes_with_peers: Collection[str]) -> int:
-    """The axes that gradients are reduced over in later iterations; at most, of any gradient."""
-    specs = (
-        loop.body.gradients.reduces[value]
-        for group in loop.body.reduce_groups
-        if group.deferred
-        for value in group.values
-    )
-    return max((len({*spec.hops} & {*axes_with_peers}) for spec in specs), default=0)
+def _num_first(loop: LoopPlan, comm: CommSpec) -> int:
+    """The iterations in which no gradient has been made that is to be reduced over `node`."""
+    groups = (group for group in loop.body.reduce_groups if group.deferred)
+    reduces = loop.body.gradients.reduces
+    axes = [reduce_axes([reduces[value] for value in group.values], comm) for group in groups]
+    return min((each.index(NODE) + 1 for each in axes if NODE in each), default=0)
 
 
-def _axes_gathered(
-    loop: LoopPlan, from_slices: Collection[object], axes_with_peers: Collection[str]
-) -> int:
-    """The axes that weights are gathered over in earlier iterations; at most, of any weight.
+def _num_last(loop: LoopPlan, comm: CommSpec) -> int:
+    """The iterations in which no further layer is gathered over `node`, the first axis of all.
 
-    A layer in `from_slices` is gathered from its node slice, unless the loop makes the slice.
+    With hpZ only gathers that make node slices cross nodes.
     """
-    gathers = [x for group in loop.body.gather_groups if group.prefetched for x in group.gathers]
-    inside = int(LOCAL in axes_with_peers)
-    return max(
-        (
-            inside if x.weight in from_slices and not x.keeps else loop.body.num_hops
-            for x in gathers
-        ),
-        default=0,
-    )
+    gathers = (x for group in loop.body.gather_groups if group.prefetched for x in group.gathers)
+    crosses = any(x.keeps if comm.hpz else NODE in comm.gather_axes for x in gathers)
+    return loop.body.num_hops if crosses else 0

@@ -28,7 +28,7 @@ second axis, also those of the layer after next and of the layer before the prev
 messages of the first layers are sent before the loop, as if the loop were a group; or they are the
 messages that the loop before it, which runs in the other direction, sent last. In the last
 iteration, where there is no next layer, the last layer is sent again, and in the first zeros are
-reduced, unless these iterations run outside of the loop (`loop_ends`). Over the last axis, which
+reduced, unless the ends of the loop are cut off (`loop_ends`). Over the last axis, which
 makes full weights, the next layer is gathered after the place where the body holds most, and over
 their first axis the previous layer's gradients are reduced before it (`body_memory`).
 

@@ -85,11 +85,11 @@ class CommSchedule:
             same one. 0: nothing is held, unless that saves no memory (one weight is most of it).
             `None`: 1 GiB, and more if the body multiplies less than 220 times for each byte, since
             it would wait for its weights then.
-        separate_ends: run the first and last iterations of a pipelined loop before and after it,
-            so that it gathers no layer that nothing uses, and reduces no zeros. That sends 4 to 6%
-            less between nodes for 32 layers. Each of these iterations, four or five for two mesh
-            axes, is one more copy of the layer to compile. Short loops, loops inside of others and
-            those that copy from or to host memory are left whole.
+        separate_ends: run the first and last iterations of a pipelined loop as short loops before
+            and after it, which send nothing between nodes that no layer uses. That sends 4 to 6%
+            less between nodes for 32 layers. Each of these loops, two or three in a program, is one
+            more copy of the layer to compile. Short loops, loops inside of others and those that
+            copy from or to host memory are left whole.
     """
 
     prefetch: int = 1
