@@ -37,10 +37,21 @@ def _form(form):
         yield
 
 
-@pytest.mark.parametrize("codec", [*EXACT.values(), ROTATED], ids=[*EXACT, "rotated"])
-@pytest.mark.parametrize(
-    "shape",
-    [(64, 512), (240, 512), (2, 128, 512), (16, 4096), (2**16,), (24, 37)],
+SHAPES = ((64, 512), (240, 512), (2, 128, 512), (16, 4096), (2**16,), (24, 37))
+
+
+@pytest.mark.parametrize(  # each codec on two shapes, on the others in `make test-exhaustive`
+    ("codec", "shape"),
+    [
+        pytest.param(
+            codec,
+            shape,
+            id=f"{name}-{'x'.join(map(str, shape))}",
+            marks=[] if (i - j) % 3 == 0 else pytest.mark.exhaustive,
+        )
+        for i, (name, codec) in enumerate({**EXACT, "rotated": ROTATED}.items())
+        for j, shape in enumerate(SHAPES)
+    ],
 )
 def test_tiled_messages_hold_the_numbers_of_rows(codec, shape):
     """To the bit; a rotation adds up in another order, so there the codec's own bound holds."""
