@@ -80,7 +80,7 @@ class Search:
     @functools.cached_property
     def estimates(self) -> Estimates:
         """What is expected of all plans."""
-        return Estimates(self.bounds, self.limit / 10)
+        return Estimates(self.bounds, self.cluster, self.limit)
 
     def run(self, candidates: Iterable[Candidate]) -> None:
         """Find the best; on Ctrl-C, the best so far.
@@ -287,13 +287,14 @@ class Search:
 
         With k micro-batches at least a k-th of them remains.
         """
-        for other in self.rows.values():
-            if other.candidate.family == row.candidate.family and other.stage != "bound":
-                share = other.candidate.microbatches / row.candidate.microbatches
-                temporary = math.ceil(min(1.0, share) * self.temporaries[other.candidate])
+        family = row.candidate.family
+        for other, temporaries in self.temporaries.items():
+            if other.family == family and other.has_host_arrays == row.candidate.has_host_arrays:
+                share = other.microbatches / row.candidate.microbatches
+                temporary = math.ceil(min(1.0, share) * temporaries)
                 needed = self.bounds[row.candidate].with_temporaries(temporary)
                 if needed > _PROXY_ERROR * self.limit:
-                    return f"{self._needs(needed)}, by the temporaries of `{other.candidate.name}`"
+                    return f"{self._needs(needed)}, by the temporaries of `{other.name}`"
         return ""
 
     def _discard(self, row: PlanRow, why: str) -> None:

@@ -36,6 +36,7 @@ def made():
             host_read=0,
             host_written=0,
             host_bytes=0,
+            full_gradients=GB,
         )
         full[plan] = {**row, "steps": steps}
         slower = {name: [1.1 * gradients, 0.1] for name, (gradients, _) in steps.items()}
