@@ -33,7 +33,7 @@ Objective = Literal["step_time", "tokens_per_second", "memory"]
 MAX_PROXIES, MAX_FULL = 8, 3
 _FOUND = 0.05  # the probability that any plan fits: below, nothing is too little to compile
 _SURE = 0.9  # of a plan that fits: below, another waits for what its full compile says
-_LEAST_GAIN = 0.01  # of the step: less is not worth a compile
+_LEAST_GAIN = 0.005  # of the step: less is not worth a compile
 _PROXY_ERROR = 1.1  # the memory of proxies may be off by up to a tenth
 _FAILURES = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
 
@@ -200,7 +200,8 @@ class Search:
         has_one = np.mean(best < worst) > _FOUND
         small = -1e-6 * np.median(np.log(memory), axis=0)[: len(rows)]  # if no draw of a plan fits
         chosen: list[PlanRow] = []
-        while len(chosen) < min(AT_ONCE, most, len(rows)) and not self._is_late():
+        at_once = AT_ONCE if self.proxies else 1  # the first tells what to expect of all others
+        while len(chosen) < min(at_once, most, len(rows)) and not self._is_late():
             gains = np.mean(np.maximum(0.0, best[:, None] - values[:, : len(rows)]), axis=0)
             number = int(np.argmax(gains + small))
             if np.isinf(small[number]) or (has_one and gains[number] < _LEAST_GAIN):
