@@ -41,7 +41,15 @@ _EXPOSED = {
     "host, exposed": (0.1, 0.1),
     "program, exposed": (0.0, 0.05),
 }
-# ... and to `t`, in units of `b c`.
+# ... to `t`, in units of `m` ...
+_TOTAL = {
+    "all": (0.0, 0.1),
+    "all of": (0.0, 0.05),
+    "all, no prefetch": (0.0, 0.1),
+    "all, doublings": (0.0, 0.03),
+    "all, program": (0.0, 0.02),
+}
+# ... and in units of `b c`.
 _COMPUTE = {
     "loss": (0.0, 0.3),
     "one node": (0.0, 0.1),
@@ -57,11 +65,11 @@ _COMPUTE = {
     "full, doublings": (0.01, 0.02),
     "full program": (0.0, 0.01),
 }
-_ALL = _EXPOSED | _COMPUTE
+_ALL = _EXPOSED | _TOTAL | _COMPUTE
 
 
-def _features(plan: Candidate) -> tuple[dict[_Name, float], dict[_Name, float]]:
-    """What a proxy's time depends on: in units of what may overlap, and of `b c`."""
+def _features(plan: Candidate) -> tuple[dict[_Name, float], ...]:
+    """What a proxy's time depends on: in units of what may overlap, of `m`, and of `b c`."""
     program, of_one_node = plan.program
     in_host, doublings = plan.has_host_arrays, np.log2(plan.microbatches)
     name = program.name, str(of_one_node)
@@ -79,6 +87,13 @@ def _features(plan: Candidate) -> tuple[dict[_Name, float], dict[_Name, float]]:
         ("host, exposed",): in_host,
         ("program, exposed", *name): 1.0,
     }
+    total = {
+        ("all",): 1.0,
+        ("all of", plan.preset): 1.0,
+        ("all, no prefetch",): 1 - plan.config.schedule.prefetch,
+        ("all, doublings",): doublings,
+        ("all, program", *name): 1.0,
+    }
     compute = {
         ("loss", plan.loss): 1.0,
         ("one node",): of_one_node,
@@ -91,7 +106,7 @@ def _features(plan: Candidate) -> tuple[dict[_Name, float], dict[_Name, float]]:
         ("host, doublings",): in_host * doublings,
         ("program", *name): 1.0,
     }
-    return exposed, compute
+    return exposed, total, compute
 
 
 def _of_full(plan: Candidate) -> dict[_Name, float]:
@@ -117,8 +132,7 @@ class Durations:
         self._names = list(
             dict.fromkeys(name for x in (*zip(*parts, strict=True), full) for y in x for name in y)
         )
-        self._exposed = self._matrix([x for x, _ in parts])
-        self._compute = self._matrix([x for _, x in parts])
+        self._exposed, self._total, self._compute = map(self._matrix, zip(*parts, strict=True))
         self._full = self._matrix(full)
         steps = [getattr(x, "step", x) for x in bounds.values()]
         self._bounds = np.array([[x.compute, x.node, x.local] for x in steps])
@@ -127,7 +141,7 @@ class Durations:
         middle, spread = _EXPECTED
         self._likely = -(((np.log(_SLOWER) - middle) / spread) ** 2) / 2
 
-    def _matrix(self, features: list[dict[_Name, float]]) -> np.ndarray:
+    def _matrix(self, features: Sequence[dict[_Name, float]]) -> np.ndarray:
         return np.array([[float(x.get(name, 0.0)) for name in self._names] for x in features])
 
     @property
@@ -140,7 +154,8 @@ class Durations:
         longest = np.max(times, axis=1)
         exposed = (np.sum(times, axis=1) / longest - 1)[:, None] * self._exposed[numbers]
         compute = self._compute[numbers] + (self._full[numbers] if is_full else 0.0)
-        return exposed + (times[:, 0] / longest)[:, None] * compute, longest
+        in_compute = (times[:, 0] / longest)[:, None] * compute
+        return self._total[numbers] + exposed + in_compute, longest
 
     def observe(self, number: int, seconds: float, *, is_full: bool) -> None:
         """Learn the time of a program of plan `number`, unless it contradicts the bounds."""

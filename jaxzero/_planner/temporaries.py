@@ -32,11 +32,13 @@ _Name = tuple[str, ...]
 # activations of one micro-batch ...
 _OF_ACTIVATIONS = {
     "loss": (0.0, 0.5),
+    "of all rows": (0.0, 0.07),  # whatever the number of micro-batches
+    "preset": (0.0, 0.02),
     "one node": (0.0, 0.1),
     "program": (0.0, 0.015),
     "full": (0.0, 0.003),
-    "full, many": (0.0, 0.12),  # micro-batches
-    "full, many, prefetch": (0.0, 0.06),
+    "full, many": (0.05, 0.1),  # micro-batches
+    "full, many, prefetch": (-0.04, 0.06),
     "full, many of": (0.0, 0.03),
     "full program": (0.0, 0.015),
 }
@@ -67,6 +69,8 @@ def _features(plan: Candidate) -> tuple[dict[_Name, float], dict[_Name, float]]:
     activations = {
         ("activations",): 1.0,
         ("loss", plan.loss): 1.0,
+        ("of all rows",): plan.microbatches,
+        ("preset", plan.preset): 1.0,
         ("one node",): of_one_node,
         ("program", *name): 1.0,
     }
@@ -123,7 +127,9 @@ class Temporaries:
     ):
         parts = [_features(plan) for plan in bounds]
         full = [_of_full(plan) for plan in bounds]
-        self._names = list(dict.fromkeys(name for x in (*zip(*parts), full) for y in x for name in y))
+        self._names = list(
+            dict.fromkeys(name for x in (*zip(*parts, strict=True), full) for y in x for name in y)
+        )
         k = np.array([[plan.microbatches] for plan in bounds])
         u = np.array([[x.full_gradients / _split(plan, cluster)] for plan, x in bounds.items()])
         self._activations = self._matrix([x for x, _ in parts]) / k
