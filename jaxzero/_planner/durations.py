@@ -134,7 +134,7 @@ class Durations:
         )
         self._exposed, self._total, self._compute = map(self._matrix, zip(*parts, strict=True))
         self._full = self._matrix(full)
-        steps = [getattr(x, "step", x) for x in bounds.values()]
+        steps = [x.step if isinstance(x, RoundBounds) else x for x in bounds.values()]
         self._bounds = np.array([[x.compute, x.node, x.local] for x in steps])
         mean, sd = np.array([_ALL[name[0]] for name in self._names]).T
         self._regressions = [Regression(mean, sd, _NOISE) for _ in _SLOWER]

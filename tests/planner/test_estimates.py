@@ -128,3 +128,23 @@ def test_which_plans_have_one_program(name):
     assert [each.offload for each in same] == ["", "optimizer"]
     assert [each.has_host_arrays for each in same] == [False, False]
     assert dataclasses.replace(one, microbatches=3).program != one.program
+
+
+def test_without_prefetch_times_add_up():
+    """Matrix products take 2 s at the least, here 3; links 1 s each, with which nothing overlaps.
+
+    A full compile is expected to be 8% of the compute faster than its proxy.
+    """
+    found = estimates()
+    found.observe(plan("zero3, prefetch 0"), 5_000_000, 5.0, is_proxy=True)
+    _, one = medians(found, "zeropp, prefetch 0")
+    _, overlapped = medians(found, "zero3, prefetch 1")
+    assert one == pytest.approx(5.0 - 0.08 * 3.0 + BOUNDS.update, rel=0.03)
+    assert 3.0 + BOUNDS.update < overlapped < one - 0.5
+
+
+def test_a_time_below_the_bounds_tells_nothing_of_others():
+    found = estimates()
+    before = medians(found, "zero3, prefetch 0")[1]
+    found.observe(plan("ddp"), 5_000_000, 1.0, is_proxy=True)
+    assert medians(found, "zero3, prefetch 0")[1] == before
