@@ -28,6 +28,8 @@ def regrets(row: Row) -> dict[str, list[float]]:
         "search": [percent(each["regret"]) for each in links],
         "others": [percent(each["regret"]) for each in row["other_rates"].values()],
         "wrong": [percent(each["regret"]) for each in row["wrong_rates"].values()],
+        "exhaustive": [percent(each["exhaustive"]) for each in row["wrong_rates"].values()],
+        "every": [percent(each["regret"]) for each in row["every_rate"].values()],
         **{
             name: [percent(x) for each in links for x in each[name][-1]]
             for name in ("tpe", "random")
@@ -38,7 +40,8 @@ def regrets(row: Row) -> dict[str, list[float]]:
 def table(rows: Sequence[Row]) -> Table:
     """Regret for each model and limit."""
     result = Table(title="regret, percent")
-    columns = ("fit", "4 links: each", "10 other rates: median, most", "rates off by 2: most")
+    columns = ("fit", "4 links: each", "10 other rates: median, most")
+    columns += ("one rate off by 2: most, exhaustive", "every rate: most")
     for column in ("model", "limit", *columns, "TPE", "random", "proxies", "full"):
         result.add_column(column, no_wrap=True)
     for row in rows:
@@ -49,7 +52,8 @@ def table(rows: Sequence[Row]) -> Table:
             f"{row['fitting']}/{row['plans']}",
             " ".join(f"{x:.1f}" for x in found["search"]),
             f"{statistics.median(found['others']):.1f} {max(found['others']):.1f}",
-            f"{max(found['wrong']):.1f}",
+            f"{max(found['wrong']):.1f} {max(found['exhaustive']):.1f}",
+            f"{max(found['every']):.1f}",
             *(f"{_quantiles(found[name])}" for name in ("tpe", "random")),
             " ".join(str(each["proxies"]) for each in links),
             " ".join(str(each["full"]) for each in links),

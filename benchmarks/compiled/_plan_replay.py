@@ -13,7 +13,7 @@ from benchmarks.shared._rows import read_rows
 from jaxzero._hlo import Rates, Timeline
 from jaxzero._planner import Bounds, Candidate, Compiled, Search, Work, ranked
 
-from .plan_table import Name, candidates, cluster_of, job_of, settings_of_rates
+from .plan_table import PERTURBED, Name, candidates, cluster_of, job_of, settings_of_rates
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,9 +77,10 @@ class Table:
         work = self.works[plan]
         return work.memory <= limit and work.host_memory <= cluster_of(1e9).host_memory
 
-    def best(self, setting: str, limit: float) -> float:
-        """Seconds of a step of the best plan that fits."""
-        return min(self.step(plan, setting) for plan in self.full if self.fits(plan, limit))
+    def best(self, setting: str, limit: float) -> Candidate:
+        """The best plan that fits, which an exhaustive search finds."""
+        fitting = [plan for plan in self.full if self.fits(plan, limit)]
+        return min(fitting, key=lambda plan: self.step(plan, setting))
 
     def regret(self, plan: Candidate | None, setting: str, limit: float) -> float:
         """How much longer a step is than the best, as a part of it.
@@ -88,18 +89,20 @@ class Table:
         """
         if plan is None or not self.fits(plan, limit):
             return math.inf
-        return self.step(plan, setting) / self.best(setting, limit) - 1
+        best = self.best(setting, limit)
+        return self.step(plan, setting) / self.step(best, setting) - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer(Compiled):
-    """A compiled program of which the table has the steps."""
+    """A compiled program of which the table has the steps, `speed` times as fast."""
 
     steps: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    speed: float = 1.0
 
     def timeline(self, rates: Rates) -> Timeline:
         seconds, waited = self.steps[_names_of_rates()[rates]]
-        return Timeline(seconds=seconds, exposed_seconds=waited)
+        return Timeline(seconds=seconds / self.speed, exposed_seconds=waited / self.speed)
 
 
 @functools.cache
@@ -128,6 +131,7 @@ class Replay:
 
     table: Table
     most: float = math.inf
+    speed: float = 1.0
     asked: int = 0
 
     def key(self, candidate: Candidate) -> str:
@@ -140,7 +144,8 @@ class Replay:
         row = (self.table.proxies if is_proxy else self.table.full)[candidate]
         if "error" in row:
             raise NotImplementedError(row["error"])
-        return Answer("", row["temporary"], row["host_temporary"], 0.0, row["steps"])
+        sizes = row["temporary"], row["host_temporary"]
+        return Answer("", *sizes, 0.0, row["steps"], self.speed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +158,9 @@ class Outcome:
 
 
 @functools.cache
-def searched(table: Table, setting: str, limit: float, most: float = math.inf) -> Outcome:
+def searched(
+    table: Table, setting: str, limit: float, most: float = math.inf, speed: float = 1.0
+) -> Outcome:
     """The plan that `jz.tune` chooses.
 
     Args:
@@ -161,19 +168,21 @@ def searched(table: Table, setting: str, limit: float, most: float = math.inf) -
         setting: of rates, by name.
         limit: bytes of a device.
         most: programs after which the search is stopped, as by Ctrl-C.
+        speed: all rates are so many times as high, and collectives start so many times as fast.
     """
     rates = settings_of_rates()[setting]
+    faster = dataclasses.replace(rates, **{x: speed * getattr(rates, x) for x in PERTURBED})
     search = Search(
         job=job_of(table.model),
         cluster=_cluster(rates),
         limit=limit,
         objective="step_time",
-        compiler=Replay(table, most),
+        compiler=Replay(table, most, speed),
         deadline=math.inf,
         progress=lambda line: None,
     )
     for plan, work in table.works.items():
-        search.add(plan, work.bounds(rates))
+        search.add(plan, work.bounds(faster))
     search.run([])
     first = next((row for row in ranked(search) if not row.discarded), None)
     return Outcome(first and first.candidate, search.proxies, search.full)

@@ -25,6 +25,7 @@ class Bounds:
         update: seconds of the optimizer's update, which reads and writes all of these.
         node_bytes: bytes that enter a node.
         host_bytes: bytes between device and host, both ways.
+        full_gradients: bytes of the gradients of all parameters, if they are not split.
     """
 
     memory: int
@@ -35,6 +36,7 @@ class Bounds:
     update: float
     node_bytes: int
     host_bytes: int
+    full_gradients: int
 
     @property
     def gradients(self) -> float:
@@ -74,6 +76,7 @@ class Work:
         host_read: bytes of host memory that the update reads.
         host_written: bytes of host memory that the update writes.
         host_bytes: bytes between device and host in a step, both ways.
+        full_gradients: bytes of the gradients of all parameters, if they are not split.
     """
 
     memory: int
@@ -85,6 +88,7 @@ class Work:
     host_read: int
     host_written: int
     host_bytes: int
+    full_gradients: int
 
     @classmethod
     def of(cls, report: Report, wire_state: Any, flops: float, cluster: Cluster) -> Work:
@@ -114,6 +118,7 @@ class Work:
             host_read=read,
             host_written=written,
             host_bytes=host.num_bytes("device") + host.num_bytes("host") if host else 0,
+            full_gradients=sum(x.total_bytes for x in report.rows if x.kind == "gradients"),
         )
 
     def bounds(self, rates: Rates) -> Bounds:
@@ -130,6 +135,7 @@ class Work:
             ),
             node_bytes=self.node_bytes,
             host_bytes=self.host_bytes,
+            full_gradients=self.full_gradients,
         )
 
 

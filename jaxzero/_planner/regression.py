@@ -26,13 +26,24 @@ class Regression:
         self._shift = self._precision @ mean
         self._noise = noise
 
-    def observe(self, x: np.ndarray, y: float) -> None:
-        """Learn from an observation `y` of features `x`, `[features]`."""
+    def observe(self, x: np.ndarray, y: float) -> float:
+        """Learn from an observation `y` of features `x`, `[features]`.
+
+        Returns:
+            The logarithm of how likely it was, by what was known before.
+        """
+        variance = x @ np.linalg.solve(self._precision, x) + self._noise**2
+        error = y - x @ self.mean
         self._precision = self._precision + np.outer(x, x) / self._noise**2
         self._shift = self._shift + x * y / self._noise**2
+        return float(-(error**2 / variance + np.log(2 * np.pi * variance)) / 2)
+
+    @property
+    def mean(self) -> np.ndarray:
+        """What the weights are expected to be, `[features]`."""
+        return np.linalg.solve(self._precision, self._shift)
 
     def weights(self, normal: np.ndarray) -> np.ndarray:
         """Draws of the weights, `[draws, features]`, made of standard normal numbers."""
         lower = np.linalg.cholesky(self._precision)
-        mean = np.linalg.solve(self._precision, self._shift)
-        return mean + np.linalg.solve(lower.T, normal.T).T
+        return self.mean + np.linalg.solve(lower.T, normal.T).T

@@ -117,6 +117,11 @@ class RoundBounds:
         """Bytes between device and host in a step, both ways."""
         return self.step.host_bytes
 
+    @property
+    def full_gradients(self) -> int:
+        """Bytes of the gradients of all parameters, if they are not split."""
+        return self.step.full_gradients
+
     def predicted(self, gradients: Any, waited: float) -> tuple[Any, Any]:
         """Seconds of a step, and those of it that a device waits; as `Bounds.predicted`."""
         step, waited = self.step.predicted(gradients, waited)

@@ -80,7 +80,7 @@ class Search:
     @functools.cached_property
     def estimates(self) -> Estimates:
         """What is expected of all plans."""
-        return Estimates(self.bounds, self.limit / 10)
+        return Estimates(self.bounds, self.cluster, self.limit)
 
     def run(self, candidates: Iterable[Candidate]) -> None:
         """Find the best; on Ctrl-C, the best so far.
@@ -199,18 +199,20 @@ class Search:
         best = np.minimum(worst, np.min(values[:, len(rows) :], axis=1, initial=math.inf))
         has_one = np.mean(best < worst) > _FOUND
         small = -1e-6 * np.median(np.log(memory), axis=0)[: len(rows)]  # if no draw of a plan fits
+        fits = np.mean(np.isfinite(values[:, : len(rows)]), axis=0)
+        if stage == "proxy" and most == 1 and not known:  # the last is for a plan that is sure
+            values[:, : len(rows)][:, fits < min(_SURE, np.max(fits))] = math.inf
         chosen: list[PlanRow] = []
         while len(chosen) < min(AT_ONCE, most, len(rows)) and not self._is_late():
             gains = np.mean(np.maximum(0.0, best[:, None] - values[:, : len(rows)]), axis=0)
             number = int(np.argmax(gains + small))
             if np.isinf(small[number]) or (has_one and gains[number] < _LEAST_GAIN):
                 break
-            fits = np.mean(np.isfinite(values[:, number]))
             is_new = rows[number].candidate.program not in {x.candidate.program for x in chosen}
             if is_new and (stage == "proxy" or self._is_new(rows[number])):
                 chosen.append(rows[number])
                 best = np.minimum(best, values[:, number])
-                if stage == "proxy" and fits < _SURE:
+                if stage == "proxy" and fits[number] < _SURE:
                     break
             values[:, number], small[number] = math.inf, -math.inf
         return chosen
@@ -287,13 +289,14 @@ class Search:
 
         With k micro-batches at least a k-th of them remains.
         """
-        for other in self.rows.values():
-            if other.candidate.family == row.candidate.family and other.stage != "bound":
-                share = other.candidate.microbatches / row.candidate.microbatches
-                temporary = math.ceil(min(1.0, share) * self.temporaries[other.candidate])
+        for plan in (x.candidate for x in self.rows.values() if x.stage != "bound"):
+            same = plan.family == row.candidate.family
+            if same and plan.has_host_arrays == row.candidate.has_host_arrays:
+                share = min(1.0, plan.microbatches / row.candidate.microbatches)
+                temporary = math.ceil(share * self.temporaries[plan])
                 needed = self.bounds[row.candidate].with_temporaries(temporary)
                 if needed > _PROXY_ERROR * self.limit:
-                    return f"{self._needs(needed)}, by the temporaries of `{other.candidate.name}`"
+                    return f"{self._needs(needed)}, by the temporaries of `{plan.name}`"
         return ""
 
     def _discard(self, row: PlanRow, why: str) -> None:
@@ -337,20 +340,16 @@ class Search:
 
     # Full compiles.
 
-    def _take_full(self, row: PlanRow, result: Callable[[], Compiled]) -> bool:
-        """Whether it compiles, and all plans with its program fit."""
+    def _take_full(self, row: PlanRow, result: Callable[[], Compiled]) -> None:
         try:
             compiled = result()
         except _FAILURES as error:
             self._fail(row, error)
-            return False
-        fits = True
+            return
         for new in self._predicted(row, compiled, "compiled"):
             self.rows[new.candidate] = new
             if new.memory > self.limit:
                 self._discard(new, self._needs(new.memory))
-                fits = False
-        return fits
 
     def _is_late(self) -> bool:
         is_late = time.monotonic() > self.deadline

@@ -22,6 +22,7 @@ BOUNDS = Bounds(
     update=0.5,
     node_bytes=0,
     host_bytes=0,
+    full_gradients=4_000_000,
 )
 
 
@@ -30,7 +31,7 @@ def plan(name):
 
 
 def estimates():
-    return Estimates(dict.fromkeys(PLANS, BOUNDS), 1e6)
+    return Estimates(dict.fromkeys(PLANS, BOUNDS), CLUSTER, 1e8)
 
 
 def medians(found, name):
@@ -82,6 +83,31 @@ def test_programs_move_what_is_expected_of_others():
     assert two < more
 
 
+def test_one_program_tells_the_activations_of_all():
+    """30 MB of them; half of the gradients that a preset splits, and their sums of 0.7 and 1.4."""
+    found = estimates()
+    found.observe(plan("zero3, prefetch 1"), 30_500_000, 4.0, is_proxy=False)
+    for name, expected in [
+        ("zero3, prefetch 1, 4 micro-batches", 30 / 4 + 1.2),
+        ("hsdp, prefetch 1, 2 micro-batches", 30 / 2 + 2 * 1.2),
+        ("zeropp, prefetch 1, 4 micro-batches", 30 / 4 + 2 * 1.9),
+        ("ddp, 2 micro-batches", 30 / 2 + 4 * 1.2),
+    ]:
+        memory, _ = medians(found, name)
+        assert memory == pytest.approx(1e6 * expected, rel=0.05)
+
+
+def test_full_compiles_move_what_is_expected_of_others_with_many_microbatches():
+    found = estimates()
+    names = [f"zero3, prefetch {x}, 4 micro-batches" for x in (0, 1)]
+    for name in names:
+        found.observe(plan(name), 10_000_000, 4.0, is_proxy=True)
+    before = medians(found, names[1])[0]
+    found.observe(plan(names[0]), 11_000_000, 4.0, is_proxy=False)
+    after = medians(found, names[1])[0]
+    assert before + 300_000 < after < before + 1_000_000
+
+
 def test_no_step_is_below_its_bound():
     found = estimates()
     found.observe(plan("zero3, prefetch 1"), 1, 1e-9, is_proxy=True)
@@ -102,3 +128,23 @@ def test_which_plans_have_one_program(name):
     assert [each.offload for each in same] == ["", "optimizer"]
     assert [each.has_host_arrays for each in same] == [False, False]
     assert dataclasses.replace(one, microbatches=3).program != one.program
+
+
+def test_without_prefetch_times_add_up():
+    """Matrix products take 2 s at the least, here 3; links 1 s each, with which nothing overlaps.
+
+    A full compile is expected to be 8% of the compute faster than its proxy.
+    """
+    found = estimates()
+    found.observe(plan("zero3, prefetch 0"), 5_000_000, 5.0, is_proxy=True)
+    _, one = medians(found, "zeropp, prefetch 0")
+    _, overlapped = medians(found, "zero3, prefetch 1")
+    assert one == pytest.approx(5.0 - 0.08 * 3.0 + BOUNDS.update, rel=0.03)
+    assert 3.0 + BOUNDS.update < overlapped < one - 0.5
+
+
+def test_a_time_below_the_bounds_tells_nothing_of_others():
+    found = estimates()
+    before = medians(found, "zero3, prefetch 0")[1]
+    found.observe(plan("ddp"), 5_000_000, 1.0, is_proxy=True)
+    assert medians(found, "zero3, prefetch 0")[1] == before
