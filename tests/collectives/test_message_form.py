@@ -40,14 +40,14 @@ def _form(form):
 SHAPES = ((64, 512), (240, 512), (2, 128, 512), (16, 4096), (2**16,), (24, 37))
 
 
-@pytest.mark.parametrize(  # each codec on two shapes, on the others in `make test-exhaustive`
+@pytest.mark.parametrize(  # each codec on one shape, on the others in `make test-exhaustive`
     ("codec", "shape"),
     [
         pytest.param(
             codec,
             shape,
             id=f"{name}-{'x'.join(map(str, shape))}",
-            marks=[] if (i - j) % 3 == 0 else pytest.mark.exhaustive,
+            marks=[] if (i - j) % 6 == 0 else pytest.mark.exhaustive,
         )
         for i, (name, codec) in enumerate({**EXACT, "rotated": ROTATED}.items())
         for j, shape in enumerate(SHAPES)
@@ -114,16 +114,20 @@ def test_tiled_messages_are_summed_and_encoded_again(name, shape, dim, num):
 
 
 def test_matrices_of_whole_blocks_become_columns():
-    x = jnp.ones((512, 768), jnp.bfloat16)
+    def encoded(codec, shape, dim, num):
+        x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        return jax.eval_shape(lambda x: codec.encode_tiled(x, dim, num), x).shape
+
+    int8, int4 = jz.Int8(block=256), jz.Int4(block=128)
     # 128 rows of 3 blocks; 6 rows of bytes of scales, filled up to 32.
-    assert jz.Int8(block=256).encode_tiled(x, 0, 4).shape == (4, 768 + 32, 128)
-    assert jz.Int4(block=128).encode_tiled(x, 0, 4).shape == (4, 384 + 32, 128)
-    assert jz.Int8(block=256).encode_tiled(x, 1, 3).shape == (3, 256 + 32, 512)
+    assert encoded(int8, (512, 768), 0, 4) == (4, 768 + 32, 128)
+    assert encoded(int4, (512, 768), 0, 4) == (4, 384 + 32, 128)
+    assert encoded(int8, (512, 768), 1, 3) == (3, 256 + 32, 512)
     # Columns are added to fill the lanes.
-    assert jz.Int8(block=256).encode_tiled(jnp.ones((704, 256)), 0, 1).shape == (1, 256 + 32, 768)
+    assert encoded(int8, (704, 256), 0, 1) == (1, 256 + 32, 768)
     # Few rows, each cut into parts of whole blocks.
-    assert jz.Int8(block=256).encode_tiled(jnp.ones((64, 512)), 0, 1).shape == (1, 256 + 32, 128)
-    assert jz.Int8(block=256).encode_tiled(jnp.ones(2**17), 0, 2).shape == (2, 512 + 32, 128)
+    assert encoded(int8, (64, 512), 0, 1) == (1, 256 + 32, 128)
+    assert encoded(int8, (2**17,), 0, 2) == (2, 512 + 32, 128)
 
 
 @pytest.mark.parametrize(

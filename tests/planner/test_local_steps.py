@@ -128,6 +128,7 @@ def test_the_bound_of_a_step_has_the_rows_of_one_node():
     assert together.node_bytes > 0
 
 
+@pytest.mark.ci
 def test_one_program_serves_all_ways_to_exchange():
     compiler = Compiler({}, other=(1e-9, 0))
     search, rows = searched(compiler)
