@@ -94,7 +94,7 @@ _METHODS = {
     },
 }
 
-_RATES = (0.25, 0.5, 0.7, 1.4)
+_RATES = (0.25, 0.5, 0.7, 1.4, 2.0, 2.8)
 _TUNED = ("diloco30", "streaming30", "average30", "streaming30_average", "average100")
 METHODS: dict[str, Method | None] = {
     BASELINE[0]: None,
