@@ -68,7 +68,7 @@ _COMPUTE = {
 _ALL = _EXPOSED | _TOTAL | _COMPUTE
 
 
-def _features(plan: Candidate) -> tuple[dict[_Name, float], ...]:
+def _features(plan: Candidate) -> tuple[dict[_Name, float | int], ...]:
     """What a proxy's time depends on: in units of what may overlap, of `m`, and of `b c`."""
     program, of_one_node = plan.program
     in_host, doublings = plan.has_host_arrays, np.log2(plan.microbatches)
@@ -109,7 +109,7 @@ def _features(plan: Candidate) -> tuple[dict[_Name, float], ...]:
     return exposed, total, compute
 
 
-def _of_full(plan: Candidate) -> dict[_Name, float]:
+def _of_full(plan: Candidate) -> dict[_Name, float | int]:
     """What a full compile adds to a proxy, in units of `b c`."""
     program, of_one_node = plan.program
     return {
@@ -141,7 +141,7 @@ class Durations:
         middle, spread = _EXPECTED
         self._likely = -(((np.log(_SLOWER) - middle) / spread) ** 2) / 2
 
-    def _matrix(self, features: Sequence[dict[_Name, float]]) -> np.ndarray:
+    def _matrix(self, features: Sequence[dict[_Name, float | int]]) -> np.ndarray:
         return np.array([[float(x.get(name, 0.0)) for name in self._names] for x in features])
 
     @property

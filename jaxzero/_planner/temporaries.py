@@ -60,7 +60,7 @@ _OF_GRADIENTS = {
 }
 
 
-def _features(plan: Candidate) -> tuple[dict[_Name, float], dict[_Name, float]]:
+def _features(plan: Candidate) -> tuple[dict[_Name, float | int], dict[_Name, float | int]]:
     """What a proxy's temporaries depend on: in units of activations, and of gradients."""
     program, of_one_node = plan.program
     several, in_host = plan.microbatches > 1, plan.has_host_arrays
@@ -92,7 +92,7 @@ def _features(plan: Candidate) -> tuple[dict[_Name, float], dict[_Name, float]]:
     return activations, gradients
 
 
-def _of_full(plan: Candidate) -> dict[_Name, float]:
+def _of_full(plan: Candidate) -> dict[_Name, float | int]:
     """What a full compile adds to a proxy, in units of activations."""
     program, of_one_node = plan.program
     many = plan.microbatches > 2
@@ -139,7 +139,7 @@ class Temporaries:
         self._seen: list[tuple[int, bool, int]] = []
         self._fit()
 
-    def _matrix(self, features: list[dict[_Name, float]]) -> np.ndarray:
+    def _matrix(self, features: list[dict[_Name, float | int]]) -> np.ndarray:
         return np.array([[x.get(name, 0.0) for name in self._names] for x in features])
 
     @property
