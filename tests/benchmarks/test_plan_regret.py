@@ -98,4 +98,5 @@ def test_the_rows_that_are_kept():
         if model != "moe" and limit != "tenth":
             assert max(found["search"]) < 5
             assert max(found["every"]) < 5
-            assert max(found["wrong"]) < 20
+            # 10% is asked; documented as missed is one limit, with half the rate between nodes.
+            assert max(found["wrong"]) < (19 if (model, limit) == ("7b", "quarter") else 10)
