@@ -20,16 +20,15 @@ import numpy as np
 
 from .bounds import Bounds
 from .candidates import Candidate
-from .regression import Regression
+from .regression import Features, Regression, matrix_of, names_of
 from .rounds import RoundBounds
 
 _NOISE = 0.003
 _SLOWER = np.geomspace(1.0, 6.0, 16)  # `b`
 _EXPECTED = np.log(2.0), 0.5  # its logarithm, and the standard deviation of that
 
-_Name = tuple[str, ...]
-
-# What a choice adds, by the first word of its name: mean and standard deviation. To `e` ...
+# The expected weight of each feature, by the first part of its name: mean and standard deviation.
+# Features that add to `e` ...
 _EXPOSED = {
     "no overlap": (1.0, 0.05),
     "overlap": (0.2, 0.1),
@@ -41,7 +40,7 @@ _EXPOSED = {
     "host, exposed": (0.1, 0.1),
     "program, exposed": (0.0, 0.05),
 }
-# ... to `t`, in units of `m` ...
+# ... that add to `t`, in units of `m` ...
 _TOTAL = {
     "all": (0.0, 0.1),
     "all of": (0.0, 0.05),
@@ -68,7 +67,7 @@ _COMPUTE = {
 _ALL = _EXPOSED | _TOTAL | _COMPUTE
 
 
-def _features(plan: Candidate) -> tuple[dict[_Name, float | int], ...]:
+def _features(plan: Candidate) -> tuple[Features, ...]:
     """What a proxy's time depends on: in units of what may overlap, of `m`, and of `b c`."""
     program, of_one_node = plan.program
     in_host, doublings = plan.has_host_arrays, np.log2(plan.microbatches)
@@ -109,7 +108,7 @@ def _features(plan: Candidate) -> tuple[dict[_Name, float | int], ...]:
     return exposed, total, compute
 
 
-def _of_full(plan: Candidate) -> dict[_Name, float | int]:
+def _of_full(plan: Candidate) -> Features:
     """What a full compile adds to a proxy, in units of `b c`."""
     program, of_one_node = plan.program
     return {
@@ -129,20 +128,16 @@ class Durations:
     def __init__(self, bounds: Mapping[Candidate, Bounds | RoundBounds]):
         parts = [_features(plan) for plan in bounds]
         full = [_of_full(plan) for plan in bounds]
-        self._names = list(
-            dict.fromkeys(name for x in (*zip(*parts, strict=True), full) for y in x for name in y)
+        self._names = names_of(*zip(*parts, strict=True), full)
+        self._exposed, self._total, self._compute, self._full = (
+            matrix_of(self._names, x) for x in (*zip(*parts, strict=True), full)
         )
-        self._exposed, self._total, self._compute = map(self._matrix, zip(*parts, strict=True))
-        self._full = self._matrix(full)
         steps = [x.step if isinstance(x, RoundBounds) else x for x in bounds.values()]
         self._bounds = np.array([[x.compute, x.node, x.local] for x in steps])
         mean, sd = np.array([_ALL[name[0]] for name in self._names]).T
         self._regressions = [Regression(mean, sd, _NOISE) for _ in _SLOWER]
         middle, spread = _EXPECTED
         self._likely = -(((np.log(_SLOWER) - middle) / spread) ** 2) / 2
-
-    def _matrix(self, features: Sequence[dict[_Name, float | int]]) -> np.ndarray:
-        return np.array([[float(x.get(name, 0.0)) for name in self._names] for x in features])
 
     @property
     def num_features(self) -> int:

@@ -9,7 +9,22 @@ References:
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
+
+Name = tuple[str, ...]  # of a feature: what it is, and of which preset, program or loss
+Features = Mapping[Name, float | int]  # those that are absent are 0
+
+
+def names_of(*features: Sequence[Features]) -> list[Name]:
+    """The names of all features, each once."""
+    return list(dict.fromkeys(name for rows in features for row in rows for name in row))
+
+
+def matrix_of(names: Sequence[Name], features: Sequence[Features]) -> np.ndarray:
+    """The features of each row by name, float64 `[rows, names]`."""
+    return np.array([[float(row.get(name, 0.0)) for name in names] for row in features])
 
 
 class Regression:

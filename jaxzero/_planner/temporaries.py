@@ -21,15 +21,13 @@ import numpy as np
 from .bounds import Bounds
 from .candidates import Candidate
 from .cluster import Cluster
-from .regression import Regression
+from .regression import Features, Regression, matrix_of, names_of
 from .rounds import RoundBounds
 
 _NOISE = 0.001  # of all activations
 
-_Name = tuple[str, ...]
-
-# What a choice adds, by the first word of its name: mean and standard deviation. In units of the
-# activations of one micro-batch ...
+# The expected weight of each feature, by the first part of its name: mean and standard deviation.
+# Features in units of the activations of one micro-batch ...
 _OF_ACTIVATIONS = {
     "loss": (0.0, 0.5),
     "of all rows": (0.0, 0.07),  # whatever the number of micro-batches
@@ -60,7 +58,7 @@ _OF_GRADIENTS = {
 }
 
 
-def _features(plan: Candidate) -> tuple[dict[_Name, float | int], dict[_Name, float | int]]:
+def _features(plan: Candidate) -> tuple[Features, Features]:
     """What a proxy's temporaries depend on: in units of activations, and of gradients."""
     program, of_one_node = plan.program
     several, in_host = plan.microbatches > 1, plan.has_host_arrays
@@ -92,7 +90,7 @@ def _features(plan: Candidate) -> tuple[dict[_Name, float | int], dict[_Name, fl
     return activations, gradients
 
 
-def _of_full(plan: Candidate) -> dict[_Name, float | int]:
+def _of_full(plan: Candidate) -> Features:
     """What a full compile adds to a proxy, in units of activations."""
     program, of_one_node = plan.program
     many = plan.microbatches > 2
@@ -127,20 +125,18 @@ class Temporaries:
     ):
         parts = [_features(plan) for plan in bounds]
         full = [_of_full(plan) for plan in bounds]
-        self._names = list(
-            dict.fromkeys(name for x in (*zip(*parts, strict=True), full) for y in x for name in y)
+        self._names = names_of(*zip(*parts, strict=True), full)
+        activations, gradients, compiled = (
+            matrix_of(self._names, x) for x in (*zip(*parts, strict=True), full)
         )
         k = np.array([[plan.microbatches] for plan in bounds])
         u = np.array([[x.full_gradients / _split(plan, cluster)] for plan, x in bounds.items()])
-        self._activations = self._matrix([x for x, _ in parts]) / k
-        self._gradients = self._matrix([x for _, x in parts]) * u
-        self._full = self._matrix(full) / k
+        self._activations = activations / k
+        self._gradients = gradients * u
+        self._full = compiled / k
         self._limit = limit
         self._seen: list[tuple[int, bool, int]] = []
         self._fit()
-
-    def _matrix(self, features: list[dict[_Name, float | int]]) -> np.ndarray:
-        return np.array([[x.get(name, 0.0) for name in self._names] for x in features])
 
     @property
     def num_features(self) -> int:
@@ -168,7 +164,7 @@ class Temporaries:
             scale *= max(activations, 0.01)
 
     def _x(self, numbers: int | Sequence[int], is_full: bool) -> np.ndarray:
-        """Features, for bytes in units of all activations."""
+        """Features of a plan or of several, for temporaries in units of `self._scale` bytes."""
         x = self._activations[numbers] + self._gradients[numbers] / self._scale
         return x + self._full[numbers] if is_full else x
 
