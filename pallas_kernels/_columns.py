@@ -12,8 +12,8 @@ The first rows of a message are codes: those of 8 bits in the order of the piece
 4 bits in pairs, `i` and `i + b/2` of a block in one byte. Then follow byte 0 of the scales, byte 1
 and so on, filled up with zeros to tiles of 32 rows. The numbers are those of the messages in rows.
 
-Legend: n = messages; k = blocks of a column; b = numbers of a block; r = columns;
-h = bytes of the codes of a block; t = rows of a message.
+Letters in shapes: n = messages; k = blocks in a column; b = numbers in a block; r = columns;
+h = bytes that hold the codes of a block; t = rows in a message.
 """
 
 from __future__ import annotations
@@ -126,14 +126,11 @@ def decode(
     num_blocks, size = width // format.block, format.code_bytes(format.block)
     codes = lax.slice_in_dim(message, 0, num_blocks * size, axis=1)
     codes_nkbr = _unpacked(codes.reshape(num, num_blocks, size, rows), format.bits)
-    kind = jnp.int8 if format.is_integer else format.kind
-    x_nkbr = lax.bitcast_convert_type(codes_nkbr, kind).astype(jnp.float32)
+    x_nkbr = _reference.from_codes(codes_nkbr, format)
     if format.hadamard:  # before scales come in, so that sums are exact, and so is bfloat16
         x_nkbr = _rotated(x_nkbr.astype(jnp.bfloat16), 1.0)
     scale_nkr = _read_scales(message, num_blocks * size, num_blocks, format)
-    x = x_nkbr * scale_nkr[:, :, None]
-    largest = _reference.largest(dtype)
-    return jnp.clip(x, -largest, largest).astype(dtype)
+    return _reference.to_dtype(x_nkbr * scale_nkr[:, :, None], dtype)
 
 
 def decode_sum(
@@ -207,7 +204,7 @@ def _sum_rotated_after(
 
 
 def _index(shape: tuple[int, ...], piece: tuple[int, ...]) -> UInt32[Array, "n k r b"]:
-    """The position of each number in its piece; of columns that were added, any."""
+    """The index of each number in its flattened piece. Columns of padding have arbitrary ones."""
     k, column, b = (lax.broadcasted_iota(jnp.uint32, shape, dim) for dim in (1, 2, 3))
     rows = jnp.uint32(math.prod(piece[:-1]))
     width, block = jnp.uint32(shape[1] * shape[3]), jnp.uint32(shape[3])

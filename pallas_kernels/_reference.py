@@ -95,7 +95,10 @@ def round_blocks(
     divisor: int = 1,
     index_kb: UInt32[Array, "*rows k b"] | None = None,
 ) -> tuple[UInt8[Array, "*rows k b"], Float32[Array, "*rows k"]]:
-    """The codes of `x / divisor`, one per byte, and the scales; rotated numbers are given so.
+    """Encode `x / divisor`, of numbers that are rotated already if the format rotates.
+
+    Returns:
+        The codes, one per byte, and the scales.
 
     `start` is as in `encode`; `index_kb` as in `blocks.uniforms`.
     """
@@ -120,12 +123,21 @@ def decode(
 ) -> Float[Array, "rows num"]:
     """Decode rows of `num` numbers from the bytes of codes and scales; the reverse of `encode`."""
     scale_k = blocks.read_scales(scales, format.scale_dtype)
-    codes_kb = blocks.unpack(codes, num, format.block, format.bits)
-    kind = jnp.int8 if format.is_integer else format.kind
-    x_kb = lax.bitcast_convert_type(codes_kb, kind).astype(jnp.float32)
+    x_kb = from_codes(blocks.unpack(codes, num, format.block, format.bits), format)
     if format.hadamard:  # before scales come in, so that sums are exact
         x_kb = blocks.unrotate(x_kb, num, width)
     x = blocks.join(x_kb * scale_k[..., None], num)
+    return to_dtype(x, dtype)
+
+
+def from_codes(codes: UInt8[Array, "*dims"], format: Format) -> Float32[Array, "*dims"]:
+    """The numbers that codes stand for, before the scale; one code per byte."""
+    kind = jnp.int8 if format.is_integer else format.kind
+    return lax.bitcast_convert_type(codes, kind).astype(jnp.float32)
+
+
+def to_dtype(x: Float32[Array, "*dims"], dtype: DTypeLike) -> Float[Array, "*dims"]:
+    """Round to `dtype`, where what is too large becomes its largest number."""
     # Half a step above the largest number of a type lies infinity. NaN stays.
     return jnp.clip(x, -largest(dtype), largest(dtype)).astype(dtype)
 

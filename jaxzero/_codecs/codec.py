@@ -368,8 +368,7 @@ def rows_of(x: Shaped[Array, ...], dim: int, num: int) -> Shaped[Array, "num n"]
     """Cut `dim` into `num` pieces, and flatten each to a row."""
     if math.prod(x.shape[:dim]) == 1:  # the pieces follow one another
         return x.reshape(num, x.size // num)
-    pieces = x.reshape(*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
-    return jnp.moveaxis(pieces, dim, 0).reshape(num, x.size // num)
+    return kernels.pieces_of(x, dim, num).reshape(num, x.size // num)
 
 
 def joined_rows(

@@ -158,23 +158,18 @@ class PipelinedLoop:
         is_cut = state.stacked is not None
         reduces = start >= self.plan.num_first
         gathers = stop <= self.loop.length - self.plan.num_last
+        hold = lax.optimization_barrier if stop - start == 1 else _same  # [Note: same bits]
 
         def body(state, scanned):
             iteration, rows = scanned
             if not is_cut:
                 return self._iteration(state, iteration, rows)
-            if stop - start == 1:  # [Note: same bits]
-                iteration, carry = lax.optimization_barrier((iteration, state.carry))
-                state = state._replace(carry=carry)
-            rows = self._rows(iteration)
-            if stop - start == 1:
-                carry, rows = lax.optimization_barrier((state.carry, rows))
-                state = state._replace(carry=carry)
-            state, outputs = self._iteration(
-                state, iteration, rows, reduces=reduces, gathers=gathers
+            iteration, carry = hold((iteration, state.carry))
+            carry, rows = hold((carry, self._rows(iteration)))
+            state = state._replace(carry=carry)
+            state, outputs = hold(
+                self._iteration(state, iteration, rows, reduces=reduces, gathers=gathers)
             )
-            if stop - start == 1:
-                state, outputs = lax.optimization_barrier((state, outputs))
             return self._store(state, outputs, iteration), None
 
         traced, note = repeated(body, stop - start)
@@ -311,3 +306,7 @@ class PipelinedLoop:
             if other.continues == self.layers.index:
                 fetched = self.layers.host.passed(state.fetched)
                 self.outer.prologues[number] = Prologue(state.in_flight, {}, fetched)
+
+
+def _same(x: Any) -> Any:
+    return x

@@ -66,7 +66,7 @@ def _copies(operation: Loop, loop: LoopPlan) -> bool:
 
 
 def _num_first(loop: LoopPlan, comm: CommSpec) -> int:
-    """The iterations in which no gradient has been made that is to be reduced over `node`."""
+    """The number of first iterations that have no gradients to reduce over `node` yet."""
     groups = (group for group in loop.body.reduce_groups if group.deferred)
     reduces = loop.body.gradients.reduces
     axes = [reduce_axes([reduces[value] for value in group.values], comm) for group in groups]
@@ -74,7 +74,7 @@ def _num_first(loop: LoopPlan, comm: CommSpec) -> int:
 
 
 def _num_last(loop: LoopPlan, comm: CommSpec) -> int:
-    """The iterations in which no further layer is gathered over `node`, the first axis of all.
+    """The number of last iterations that have no layer left to gather over `node`, the first axis.
 
     With hpZ only gathers that make node slices cross nodes.
     """
