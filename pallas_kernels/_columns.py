@@ -142,7 +142,7 @@ def decode_sum(
 
 def decode_sum_and_cut(
     message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...], dim: int, num: int
-) -> Float32[Array, "num k b r"]:
+) -> Float32[Array, "num k b columns"]:
     """`decode_sum`, cut into `num` pieces along `dim`, each as by `to_blocks`.
 
     Rows of neither the sum nor a piece are cut into parts.
