@@ -7,6 +7,9 @@ flattened to a row, and becomes message p. m = bytes of a message.
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Float32, Shaped, UInt8, UInt32
@@ -63,6 +66,9 @@ def to_rows(x_oni: Shaped[Array, "o n i"]) -> Shaped[Array, "n num"]:
     return jnp.moveaxis(x_oni, 1, 0).reshape(num, outer * inner)
 
 
+@functools.partial(
+    jax.jit, static_argnames=("format", "start", "divisor", "width"), inline=True
+)
 def encode(
     x: Float[Array, "rows num"],
     format: Format,
@@ -113,6 +119,7 @@ def round_blocks(
     return lax.bitcast_convert_type(rounded_kb, jnp.uint8), scale_k
 
 
+@functools.partial(jax.jit, static_argnames=("format", "num", "dtype", "width"), inline=True)
 def decode(
     codes: UInt8[Array, "rows _"],
     scales: UInt8[Array, "rows _"],
@@ -142,6 +149,7 @@ def to_dtype(x: Float32[Array, "*dims"], dtype: DTypeLike) -> Float[Array, "*dim
     return jnp.clip(x, -largest(dtype), largest(dtype)).astype(dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("format", "num", "width"), inline=True)
 def decode_sum(
     codes: UInt8[Array, "rows _"],
     scales: UInt8[Array, "rows _"],

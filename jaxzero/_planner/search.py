@@ -33,7 +33,7 @@ Objective = Literal["step_time", "tokens_per_second", "memory"]
 MAX_PROXIES, MAX_FULL = 8, 3
 _FOUND = 0.05  # the probability that any plan fits: below, nothing is too little to compile
 _SURE = 0.9  # of a plan that fits: below, another waits for what its full compile says
-_LEAST_GAIN = 0.01  # of the step: less is not worth a compile
+_LEAST_GAIN = 0.02  # of the step: less is not worth a compile
 _PROXY_ERROR = 1.1  # the memory of proxies may be off by up to a tenth
 _FAILURES = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
 
@@ -197,7 +197,6 @@ class Search:
         values, memory = self._draws([*rows, *known])
         worst = np.log(2) + np.max(values, where=np.isfinite(values), initial=0.0)
         best = np.minimum(worst, np.min(values[:, len(rows) :], axis=1, initial=math.inf))
-        has_one = np.mean(best < worst) > _FOUND
         small = -1e-6 * np.median(np.log(memory), axis=0)[: len(rows)]  # if no draw of a plan fits
         fits = np.mean(np.isfinite(values[:, : len(rows)]), axis=0)
         if stage == "proxy" and most == 1 and not known:  # the last is for a plan that is sure
@@ -206,6 +205,7 @@ class Search:
         while len(chosen) < min(AT_ONCE, most, len(rows)) and not self._is_late():
             gains = np.mean(np.maximum(0.0, best[:, None] - values[:, : len(rows)]), axis=0)
             number = int(np.argmax(gains + small))
+            has_one = np.mean(best < worst) > _FOUND
             if np.isinf(small[number]) or (has_one and gains[number] < _LEAST_GAIN):
                 break
             is_new = rows[number].candidate.program not in {x.candidate.program for x in chosen}
