@@ -66,9 +66,7 @@ def to_rows(x_oni: Shaped[Array, "o n i"]) -> Shaped[Array, "n num"]:
     return jnp.moveaxis(x_oni, 1, 0).reshape(num, outer * inner)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("format", "start", "divisor", "width"), inline=True
-)
+@functools.partial(jax.jit, static_argnames=("format", "start", "divisor", "width"), inline=True)
 def encode(
     x: Float[Array, "rows num"],
     format: Format,

@@ -33,7 +33,7 @@ Objective = Literal["step_time", "tokens_per_second", "memory"]
 MAX_PROXIES, MAX_FULL = 8, 3
 _FOUND = 0.05  # the probability that any plan fits: below, nothing is too little to compile
 _SURE = 0.9  # of a plan that fits: below, another waits for what its full compile says
-_LEAST_GAIN = 0.02  # of the step: less is not worth a compile
+_LEAST_GAIN = 0.015  # of the step: less is not worth a compile
 _PROXY_ERROR = 1.1  # the memory of proxies may be off by up to a tenth
 _FAILURES = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
 
@@ -188,10 +188,12 @@ class Search:
             known: plans that they have to improve on.
         """
         rows = [row for row in self.rows.values() if row.stage == stage and not row.discarded]
+        sure = [self.value(row)[0] for row in known if row.stage == "compiled"]
+        least_gain = _LEAST_GAIN
         if stage == "bound":
-            sure = [self.value(row)[0] for row in known if row.stage == "compiled"]
             least = min(sure, default=math.inf)
             rows = [x for x in rows if self.value(x)[0] < least and not self._may_not_fit(x)]
+            least_gain *= 2 if sure else 1  # a proxy, and then another full compile
         if not rows or not most:
             return []
         values, memory = self._draws([*rows, *known])
@@ -206,7 +208,7 @@ class Search:
             gains = np.mean(np.maximum(0.0, best[:, None] - values[:, : len(rows)]), axis=0)
             number = int(np.argmax(gains + small))
             has_one = np.mean(best < worst) > _FOUND
-            if np.isinf(small[number]) or (has_one and gains[number] < _LEAST_GAIN):
+            if np.isinf(small[number]) or (has_one and gains[number] < least_gain):
                 break
             is_new = rows[number].candidate.program not in {x.candidate.program for x in chosen}
             if is_new and (stage == "proxy" or self._is_new(rows[number])):
