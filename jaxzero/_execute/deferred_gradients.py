@@ -152,6 +152,7 @@ class DeferredGradients:
         sent_early: Mapping[int, ReduceBucket],
         *,
         between_nodes: bool,
+        late: Array,
     ) -> Deferred:
         """Reduce every deferred bucket over one more axis, and add those of this iteration.
 
@@ -167,6 +168,8 @@ class DeferredGradients:
             sent_early: what `reduce_first` has reduced in this iteration.
             between_nodes: whether buckets are reduced over `node`. If not, those that would be are
                 zeros; they are dropped, and zeros stay in their places.
+            late: `iteration`, known in the middle of its computation, when updates fetch their next
+                layers.
         """
         stored: dict[int, Sum] = {k: x for k, x in final.items() if k not in self._plan.updates}
         waiting = {k: x for k, x in final.items() if k in self._plan.updates}
@@ -190,9 +193,9 @@ class DeferredGradients:
         stacks = self._with_stacks(state.stacks, {**stored, **layers})
         stacks = _stored(stacks, stored, self._layer_index(iteration))
         stacks = _stored(stacks, layers, self._layer_index(iteration - age))
-        updated = self._updates.advance(state.updated, state.waiting, iteration - 1)
+        updated = self._updates.advance(state.updated, state.waiting, iteration - 1, late)
         gradients = {k: x for k, x in layers.items() if k in updated}
-        updated = self._updates.advance(updated, gradients, iteration - age)
+        updated = self._updates.advance(updated, gradients, iteration - age, late - age + 1)
         return Deferred(buckets, stacks, updated, waiting)
 
     def finish(self, state: Deferred) -> dict[int, Any]:
@@ -202,7 +205,7 @@ class DeferredGradients:
             The stack of each output; of a leaf that is updated a list, as in `LeafUpdate.stacks`.
         """
         stacks, last = state.stacks, jnp.asarray(self._length - 1)
-        updated = self._updates.advance(state.updated, state.waiting, last, is_last=True)
+        updated = self._updates.advance(state.updated, state.waiting, last, None)
         most = max((len(buckets) for buckets in state.buckets.values()), default=0)
         for age in reversed(range(most)):  # the number of axes done, or one more
             done = {
@@ -212,7 +215,8 @@ class DeferredGradients:
             layers = self._finished_outputs(done)
             stacks = _stored(stacks, layers, self._layer_index(last - age))
             gradients = {k: x for k, x in layers.items() if k in updated}
-            updated = self._updates.advance(updated, gradients, last - age, is_last=not age)
+            following = last - age + 1 if age else None
+            updated = self._updates.advance(updated, gradients, last - age, following)
         return {**stacks, **{number: x.stacks for number, x in updated.items()}}
 
     def _finished(self, number: int, x: Any) -> Any:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -31,7 +32,8 @@ from jaxtyping import Array
 
 from .._collectives import ReduceBucket, copy_to_device, recording, repeated
 from .._mesh import in_host
-from .._plan import ShardedParam
+from .._plan import BlockPlan, ShardedParam
+from .._program import Value
 from .deferred_gradients import Deferred, DeferredGradients
 from .gathers import Bind, GatherSources
 from .gradient_buckets import GradientBuckets
@@ -85,6 +87,8 @@ class PipelinedLoop:
             lambda done: layers.inside({}).deferred_outputs(done),
             UpdatesInLoop(updates, layers.layer_index),
         )
+        # What the fetches of updates wait for: see [Note: write, then fetch] in `update_in_loop`.
+        self.fetches_after = _after_a_quarter(self.plan.body) if updates else None
         # The queues of parameters that the loop also updates, by index of the output.
         queues = {number: layers.host.position_of(x.stacks[0]) for number, x in updates.items()}
         self.updated_queues = {number: i for number, i in queues.items() if i is not None}
@@ -221,8 +225,11 @@ class PipelinedLoop:
         outputs = inside.run(inputs, layers.uses.view_outputs, reduce_early)
         done = self.deferred.take_final(outputs)
         new = inside.gradients.deferred
+        late = iteration
+        if self.fetches_after is not None:
+            late = _known_after(iteration, inside.read(self.fetches_after))
         deferred = self.deferred.advance(
-            state.deferred, new, done, iteration, sent, between_nodes=reduces
+            state.deferred, new, done, iteration, sent, between_nodes=reduces, late=late
         )
         carry, outputs = outputs[: self.loop.num_carry], outputs[self.loop.num_carry :]
         self.templates.update({x: inside.weights.sources[x] for x in layers.kept_in_iteration})
@@ -306,6 +313,27 @@ class PipelinedLoop:
             if other.continues == self.layers.index:
                 fetched = self.layers.host.passed(state.fetched)
                 self.outer.prologues[number] = Prologue(state.in_flight, {}, fetched)
+
+
+def _known_after(number: Array, x: Array) -> Array:
+    """`number`, an integer, known only once the floats `x` are.
+
+    XLA drops a barrier before it schedules, so the number is computed from an element: the bits of
+    its absolute value, also of NaN, are no negative integer, which XLA does not know.
+    """
+    element = jnp.abs(x[(0,) * x.ndim].astype(jnp.float32))
+    return number + jnp.minimum(lax.bitcast_convert_type(element, jnp.int32), 0)
+
+
+def _after_a_quarter(plan: BlockPlan) -> Value | None:
+    """A value that a body has once it has done a quarter of its arithmetic; None: there is none."""
+    operations = plan.block.operations
+    work = list(itertools.accumulate(operation.products for operation in operations))
+    for operation, done in zip(operations, work, strict=True):
+        value = operation.outputs[0] if operation.outputs else None
+        if operation.products and 4 * done >= work[-1] and value not in plan.gradients.reduces:
+            return value
+    return None
 
 
 def _same(x: Any) -> Any:

@@ -8,7 +8,9 @@ always a layer that is not updated yet.
 any more, so a write and a fetch from the same stack cannot overlap. The write comes first: what it
 writes is known when the iteration begins, so XLA begins with it, and fetches the next layer while
 the rest of the iteration computes. If the fetch came first, XLA would wait for it before it
-computes anything.
+computes anything. The fetch also waits for a product in the first part of the iteration: where
+collectives start early (`compiler_options`, JAX 0.12.0), XLA otherwise starts it at once and waits
+for the write before it, 2.9 ms in each iteration (Llama-7B, ZeRO-3, 2 x 8 H200, predicted).
 """
 
 from __future__ import annotations
@@ -78,8 +80,7 @@ class UpdatesInLoop:
         states: Mapping[int, Updated],
         gradients: Mapping[int, Array],
         iteration: Array,
-        *,
-        is_last: bool = False,
+        following: Array | None,
     ) -> dict[int, Updated]:
         """Update one layer of some leaves, and fetch the next.
 
@@ -88,14 +89,15 @@ class UpdatesInLoop:
             gradients: of those that are updated, the mean gradient of the layer, on the device.
             iteration: the one that made these gradients. Before iteration 0 there are none, and
                 the layer stays as it is.
-            is_last: whether there is no further update.
+            following: the one after, whose layers are fetched once this array is known; None: there
+                is no further update.
         """
         advanced = dict(states)
         for number, gradient in gradients.items():
             stacks = self._written(number, states[number], gradient, iteration)
             layers: Layers = [None] * len(stacks)
-            if not is_last:
-                layers = self._fetched(number, stacks, iteration + 1)
+            if following is not None:
+                layers = self._fetched(number, stacks, following)
             advanced[number] = Updated(stacks, layers)
         return advanced
 

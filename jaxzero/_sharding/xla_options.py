@@ -48,9 +48,11 @@ _GPU_OFFLOAD: _Changes = {
     # With arrays in host memory it ends the process (JAX 0.10.2).
     "xla_gpu_enable_analytical_latency_estimator": None,
 }
-_GPU_UPDATE_IN_BACKWARD: _Changes = {
+_GPU_UPDATE_IN_BACKWARD_BEFORE_0_11: _Changes = {
     # With it, 57% of the bytes of an update's copies overlap with matrix products, without it 91%;
-    # a step waits 0.11 s for them in place of 0.03 (ZeRO-3; JAX 0.12.0, much the same on 0.10.2).
+    # a step waits 0.11 s for them in place of 0.03 (ZeRO-3; much the same on JAX 0.10.2 and on
+    # 0.12.0, until fetches of updates waited for a product of the iteration). Now on 0.12.0 a step
+    # takes 0.57 s with it and 0.60 s without.
     "xla_gpu_experimental_collective_start_as_early_as_possible": None,
     "xla_gpu_all_gather_combine_threshold_bytes": None,  # not tried alone
 }
@@ -86,7 +88,7 @@ class _Platform:
     always: Options = dataclasses.field(default_factory=dict)
     before_0_11: Options = dataclasses.field(default_factory=dict)
     offload: _Changes = dataclasses.field(default_factory=dict)
-    update_in_backward: _Changes = dataclasses.field(default_factory=dict)
+    update_in_backward_before_0_11: _Changes = dataclasses.field(default_factory=dict)
     local_steps: _Changes = dataclasses.field(default_factory=dict)
 
     def options(self, offload: bool, update_in_backward: bool, local_steps: bool) -> _Changes:
@@ -95,10 +97,17 @@ class _Platform:
         options: _Changes = {**self.always, **(self.before_0_11 if is_old else {})}
         options |= self.local_steps if local_steps else {}
         options |= self.offload if offload else {}
-        return options | (self.update_in_backward if offload and update_in_backward else {})
+        changes = is_old and offload and update_in_backward
+        return options | (self.update_in_backward_before_0_11 if changes else {})
 
 
-_GPUS = _Platform(_GPU, _GPU_BEFORE_0_11, _GPU_OFFLOAD, _GPU_UPDATE_IN_BACKWARD, _GPU_LOCAL_STEPS)
+_GPUS = _Platform(
+    _GPU,
+    _GPU_BEFORE_0_11,
+    _GPU_OFFLOAD,
+    _GPU_UPDATE_IN_BACKWARD_BEFORE_0_11,
+    _GPU_LOCAL_STEPS,
+)
 _PLATFORMS: dict[str, _Platform] = {
     "cpu": _Platform(before_0_11=_CPU_BEFORE_0_11),
     "gpu": _GPUS,
@@ -154,7 +163,7 @@ def compiler_options(
             GPUs no option has been measured: they get none.
         offload: whether the program has arrays in host memory (`jz.Offload`).
         update_in_backward: whether the program is a step of `Zero.value_and_update`. Without
-            `offload` that changes no option.
+            `offload`, or from JAX 0.11 on, that changes no option.
         local_steps: whether the program is a round of `Zero.local_steps`.
 
     Returns:
