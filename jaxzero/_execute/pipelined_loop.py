@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from jaxtyping import Array
 from .._collectives import ReduceBucket, copy_to_device, recording, repeated
 from .._mesh import in_host
 from .._plan import BlockPlan, ShardedParam
-from .._program import Value
+from .._program import Loop, Value
 from .deferred_gradients import Deferred, DeferredGradients
 from .gathers import Bind, GatherSources
 from .gradient_buckets import GradientBuckets
@@ -322,16 +323,22 @@ def _known_after(number: Array, x: Array) -> Array:
     its absolute value, also of NaN, are no negative integer, which XLA does not know.
     """
     element = jnp.abs(x[(0,) * x.ndim].astype(jnp.float32))
-    return number + jnp.minimum(lax.bitcast_convert_type(element, jnp.int32), 0)
+    zero = jnp.minimum(lax.bitcast_convert_type(element, jnp.int32), 0)
+    return number + zero.astype(number.dtype)
 
 
 def _after_a_quarter(plan: BlockPlan) -> Value | None:
-    """A value that a body has once it has done a quarter of its arithmetic; None: there is none."""
+    """Floats that a body has once it has done a quarter of its arithmetic; None: there are none."""
     operations = plan.block.operations
     work = list(itertools.accumulate(operation.products for operation in operations))
-    for operation, done in zip(operations, work, strict=True):
-        value = operation.outputs[0] if operation.outputs else None
-        if operation.products and 4 * done >= work[-1] and value not in plan.gradients.reduces:
+    reductions = plan.gradients
+    for index, (operation, done) in enumerate(zip(operations, work, strict=True)):
+        if not operation.products or 4 * done < work[-1] or isinstance(operation, Loop):
+            continue
+        value = operation.outputs[0]
+        is_kept = value not in reductions.reduces and index not in reductions.on_shards
+        is_floats = value.is_array and jnp.issubdtype(value.dtype, jnp.floating)
+        if is_kept and is_floats and math.prod(value.shape) and value not in plan.uses.views:
             return value
     return None
 
