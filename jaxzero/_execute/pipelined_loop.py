@@ -89,7 +89,9 @@ class PipelinedLoop:
             UpdatesInLoop(updates, layers.layer_index),
         )
         # What the fetches of updates wait for: see [Note: write, then fetch] in `update_in_loop`.
-        self.fetches_after = _after_a_quarter(self.plan.body) if updates else None
+        # Before JAX 0.11 they do not: it saves nothing there, and rounds one product differently.
+        waits = updates and jax.__version_info__ >= (0, 11)
+        self.fetches_after = _after_a_quarter(self.plan.body) if waits else None
         # The queues of parameters that the loop also updates, by index of the output.
         queues = {number: layers.host.position_of(x.stacks[0]) for number, x in updates.items()}
         self.updated_queues = {number: i for number, i in queues.items() if i is not None}
