@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 
 from .._local_steps import LocalSteps
 from .._sharding import Offload, ZeroConfig, ddp, hsdp, zero3, zeropp, zeropp4
@@ -134,3 +134,24 @@ def enumerate_candidates(
         for candidate in enumerate_candidates(cluster.one_node, losses, microbatches, quantized):
             if not candidate.offload:
                 yield dataclasses.replace(candidate, local_steps=method)
+
+
+def tells_more(
+    candidate: Candidate,
+    chosen: Sequence[Candidate],
+    known: Collection[Candidate],
+    losses: Set[str],
+) -> bool:
+    """Whether a program is worth a compile beside others, which tell nothing of it yet.
+
+    Args:
+        candidate: the plan in question.
+        chosen: plans whose programs are compiled at the same time.
+        known: plans with a program.
+        losses: the forms of the loss of all plans in question. One of which there is no program
+            yet comes before a second program of another.
+    """
+    if candidate.program in {x.program for x in chosen}:
+        return False
+    seen = {x.loss for x in (*chosen, *known)}
+    return not chosen or candidate.loss not in seen or losses <= seen

@@ -22,7 +22,7 @@ import tempfile
 import time
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax.sharding import Mesh
@@ -61,6 +61,15 @@ class Compiled:
     def timeline(self, rates: Rates) -> Timeline:
         """The walk of the program with these rates."""
         return timeline(self.text, rates)
+
+
+@runtime_checkable
+class Compiles(Protocol):
+    """What the search asks of a compiler; see `Compiler`."""
+
+    def key(self, candidate: Candidate) -> str: ...
+
+    def compile(self, candidate: Candidate, *, is_proxy: bool) -> Compiled: ...
 
 
 class Compiler:

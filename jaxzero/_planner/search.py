@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import jax
 import numpy as np
@@ -21,9 +21,9 @@ import numpy as np
 from .._text import escaped
 from .bounder import Bounder
 from .bounds import Bounds
-from .candidates import Candidate
+from .candidates import Candidate, tells_more
 from .cluster import Cluster
-from .compiles import AT_ONCE, Compiled
+from .compiles import AT_ONCE, Compiled, Compiles
 from .estimates import Estimates
 from .job import Job
 from .plans import PlanRow, Stage, gigabytes
@@ -36,15 +36,6 @@ _SURE = 0.9  # of a plan that fits: below, another waits for what its full compi
 _LEAST_GAIN = 0.015  # of the step: less is not worth a compile
 _PROXY_ERROR = 1.1  # the memory of proxies may be off by up to a tenth
 _FAILURES = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
-
-
-@runtime_checkable
-class Compiles(Protocol):
-    """What the search asks of a compiler; see `Compiler`."""
-
-    def key(self, candidate: Candidate) -> str: ...
-
-    def compile(self, candidate: Candidate, *, is_proxy: bool) -> Compiled: ...
 
 
 @dataclasses.dataclass
@@ -204,13 +195,15 @@ class Search:
         if stage == "proxy" and most == 1 and not known:  # the last is for a plan that is sure
             values[:, : len(rows)][:, fits < min(_SURE, np.max(fits))] = math.inf
         chosen: list[PlanRow] = []
+        losses = {row.candidate.loss for row in rows}
         while len(chosen) < min(AT_ONCE, most, len(rows)) and not self._is_late():
             gains = np.mean(np.maximum(0.0, best[:, None] - values[:, : len(rows)]), axis=0)
             number = int(np.argmax(gains + small))
             has_one = np.mean(best < worst) > _FOUND
             if np.isinf(small[number]) or (has_one and gains[number] < least_gain):
                 break
-            is_new = rows[number].candidate.program not in {x.candidate.program for x in chosen}
+            beside = [x.candidate for x in chosen]
+            is_new = tells_more(rows[number].candidate, beside, self.temporaries, losses)
             if is_new and (stage == "proxy" or self._is_new(rows[number])):
                 chosen.append(rows[number])
                 best = np.minimum(best, values[:, number])
