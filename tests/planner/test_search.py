@@ -18,7 +18,6 @@ from jaxzero._hlo import Timeline
 from jaxzero._planner.bounds import Bounds
 from jaxzero._planner.candidates import enumerate_candidates
 from jaxzero._planner.compiles import AT_ONCE, Compiled
-from jaxzero._planner.flops import matrix_flops
 from jaxzero._planner.job import Job
 from jaxzero._planner.plans import Plans
 from jaxzero._planner.search import MAX_FULL, MAX_PROXIES, Search, ranked
@@ -325,18 +324,6 @@ def test_without_a_compiler_plans_are_ranked_by_bounds():
         ValueError, match="No plan fits in 1e-06 GB of a device. .* without any activation"
     ):
         _ = tune(loss, init, BATCH, cluster, memory=1e3, quantized=False, cache=None).best
-
-
-def test_flops_count_loops_and_batches():
-    """Three layers of `[16, 64] @ [64, 64]`, and one of `[2, 8, 4] @ [2, 4, 3]`."""
-
-    def f(x, w, a, b):
-        x, _ = jax.lax.scan(lambda x, w: (x @ w, None), x, w)
-        return x, jnp.einsum("nij,njk->nik", a, b)
-
-    shapes = [(16, 64), (3, 64, 64), (2, 8, 4), (2, 4, 3)]
-    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    assert matrix_flops(f, *args) == 3 * 2 * 16 * 64 * 64 + 2 * 2 * 8 * 4 * 3
 
 
 def weighted(params, batch):
