@@ -162,6 +162,14 @@ class Study:
         unknown = sorted(set(self.methods) - set(METHODS))
         if unknown:
             raise ValueError(f"`methods` must be among {', '.join(METHODS)}; got {unknown}.")
+        local_steps = self.steps - self.synchronous_steps
+        for name in self.methods or METHODS:
+            method = METHODS[name]
+            if method is not None and local_steps % method.local.every:
+                raise ValueError(
+                    f"`steps` less `synchronous_steps` must be a multiple of the "
+                    f"{method.local.every} steps in a round of {name}; got {local_steps}."
+                )
 
     @property
     def settings(self) -> dict[str, Any]:
