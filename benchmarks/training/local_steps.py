@@ -162,14 +162,6 @@ class Study:
         unknown = sorted(set(self.methods) - set(METHODS))
         if unknown:
             raise ValueError(f"`methods` must be among {', '.join(METHODS)}; got {unknown}.")
-        local_steps = self.steps - self.synchronous_steps
-        for name in self.methods or METHODS:
-            method = METHODS[name]
-            if method is not None and local_steps % method.local.every:
-                raise ValueError(
-                    f"`steps` less `synchronous_steps` must be a multiple of the "
-                    f"{method.local.every} steps in a round of {name}; got {local_steps}."
-                )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -292,7 +284,20 @@ def _described(settings: Method) -> dict[str, Any]:
     }
 
 
+def _check_rounds(study: Study) -> None:
+    """Raise unless the steps that are not synchronous are whole rounds of every method."""
+    local_steps = study.steps - study.synchronous_steps
+    for name in study.methods or METHODS:
+        method = METHODS[name]
+        if method is not None and local_steps % method.local.every:
+            raise ValueError(
+                "`steps` less `synchronous_steps` must be a multiple of the "
+                f"{method.local.every} steps in a round of {name}; got {local_steps}."
+            )
+
+
 def _run_all(study: Study) -> None:
+    _check_rounds(study)
     done = {
         tuple(row["results"][name] for name in ("method", "nodes", "seed"))
         for row in read_rows(_NAME, study.settings)

@@ -122,3 +122,5 @@ def test_settings_that_do_not_fit_are_refused():
         local_steps.Study(steps=300, synchronous_steps=300)
     with pytest.raises(ValueError, match=r"`methods` must be among .* got \['diloco'\]"):
         local_steps.Study(methods=("diloco",))
+    with pytest.raises(ValueError, match="a multiple of the 30 steps in a round of diloco30"):
+        local_steps.main(dataclasses.replace(TINY, methods=("diloco30",)))
