@@ -88,8 +88,9 @@ class PipelinedLoop:
             lambda done: layers.inside({}).deferred_outputs(done),
             UpdatesInLoop(updates, layers.layer_index),
         )
-        # What the fetches of updates wait for: see [Note: write, then fetch] in `update_in_loop`.
-        # Before JAX 0.11 they do not: it saves nothing there, and rounds one product differently.
+        # The fetch of the next layer to update waits for this value, as [Note: write, then fetch]
+        # in `update_in_loop` explains. Before JAX 0.11 it does not wait: that saves no time there,
+        # and changed the rounding of one product.
         waits = updates and jax.__version_info__ >= (0, 11)
         self.fetches_after = _after_a_quarter(self.plan.body) if waits else None
         # The queues of parameters that the loop also updates, by index of the output.
@@ -330,7 +331,10 @@ def _known_after(number: Array, x: Array) -> Array:
 
 
 def _after_a_quarter(plan: BlockPlan) -> Value | None:
-    """Floats that a body has once it has done a quarter of its arithmetic; None: there are none."""
+    """The first float output of a matrix product at which a quarter of the body's products is done.
+
+    None if there is none.
+    """
     operations = plan.block.operations
     work = list(itertools.accumulate(operation.products for operation in operations))
     reductions = plan.gradients

@@ -142,14 +142,16 @@ def tells_more(
     known: Collection[Candidate],
     losses: Set[str],
 ) -> bool:
-    """Whether a program is worth a compile beside others, which tell nothing of it yet.
+    """Whether a plan should be compiled at the same time as `chosen`.
+
+    It should not if its program is among theirs. Nor should it while some form of the loss has no
+    compiled program and this plan's form has one: the other form is compiled first.
 
     Args:
-        candidate: the plan in question.
-        chosen: plans whose programs are compiled at the same time.
-        known: plans with a program.
-        losses: the forms of the loss of all plans in question. One of which there is no program
-            yet comes before a second program of another.
+        candidate: the plan.
+        chosen: plans that will be compiled at the same time.
+        known: plans whose programs are compiled.
+        losses: the forms of the loss of all plans that may be chosen.
     """
     if candidate.program in {x.program for x in chosen}:
         return False

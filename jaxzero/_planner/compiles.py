@@ -65,7 +65,7 @@ class Compiled:
 
 @runtime_checkable
 class Compiles(Protocol):
-    """What the search asks of a compiler; see `Compiler`."""
+    """The methods of `Compiler` that the search calls."""
 
     def key(self, candidate: Candidate) -> str: ...
 

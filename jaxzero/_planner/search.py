@@ -179,9 +179,9 @@ class Search:
             known: plans that they have to improve on.
         """
         rows = [row for row in self.rows.values() if row.stage == stage and not row.discarded]
-        sure = [self.value(row)[0] for row in known if row.stage == "compiled"]
         least_gain = _LEAST_GAIN
         if stage == "bound":
+            sure = [self.value(row)[0] for row in known if row.stage == "compiled"]
             least = min(sure, default=math.inf)
             rows = [x for x in rows if self.value(x)[0] < least and not self._may_not_fit(x)]
             least_gain *= 2 if sure else 1  # a proxy, and then another full compile

@@ -51,8 +51,8 @@ _GPU_OFFLOAD: _Changes = {
 _GPU_UPDATE_IN_BACKWARD_BEFORE_0_11: _Changes = {
     # With it, 57% of the bytes of an update's copies overlap with matrix products, without it 91%;
     # a step waits 0.11 s for them in place of 0.03 (ZeRO-3; much the same on JAX 0.10.2 and on
-    # 0.12.0, until fetches of updates waited for a product of the iteration). Now on 0.12.0 a step
-    # takes 0.57 s with it and 0.60 s without.
+    # 0.12.0, until fetches of updates waited for a product of the iteration). Since
+    # then, on 0.12.0, a step takes 0.57 s with this option and 0.60 s without it.
     "xla_gpu_experimental_collective_start_as_early_as_possible": None,
     "xla_gpu_all_gather_combine_threshold_bytes": None,  # not tried alone
 }

@@ -1,4 +1,4 @@
-"""Which programs are worth a compile at the same time."""
+"""Which plans are compiled at the same time."""
 
 import dataclasses
 

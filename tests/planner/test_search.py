@@ -192,7 +192,7 @@ def test_two_programs_are_compiled_at_once():
 
 
 def test_one_full_compile_where_the_best_proxy_surely_fits():
-    """What a second could gain is less than a compile is worth."""
+    """A second plan is expected to be faster by less than the least gain that is compiled for."""
     search, rows = searched(Compiler({}))
     assert [row.stage for row in rows].count("compiled") == search.full == 1
 
