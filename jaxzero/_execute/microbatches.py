@@ -11,15 +11,17 @@ means.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core as jex
 from jaxtyping import Array
 
-from .._collectives import CommSpec, accumulator_dtype, all_gather, all_reduce, recording, repeated
+from .._collectives import CommSpec, accumulator_dtype, all_gather, all_reduce, repeated
 from .._mesh import AXES, in_host
 from .._sharding import split_dim
 
@@ -90,24 +92,40 @@ def accumulate(
         return _widened(sums), others
 
     def body(carry, scanned):
-        sums, others = step(run, *scanned)
+        sums, others = each(*scanned)
         return jax.tree.map(jnp.add, carry, sums), others
 
     scanned = jnp.arange(num), rows
     before = jax.tree.map(lambda x: x[0], scanned)
+    each, note = repeated(
+        functools.partial(step, run), num - (first is not None), microbatches=True
+    )
     if first is None:
-        with recording(None):  # traced only for shapes: its collectives must not be counted
-            shapes = jax.eval_shape(lambda: step(run, *before)[0])
-        start, before_others = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), []
+        each, shapes = _traced_once(each, before)
+        start, before_others = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[0]), []
     else:
         start, before_others = step(first, *before)
         scanned = jax.tree.map(lambda x: x[1:], scanned)
-    traced, note = repeated(body, len(scanned[0]), microbatches=True)
-    sums, others = lax.scan(traced, start, scanned)
+    sums, others = lax.scan(body, start, scanned)
     note()
     for i, x in enumerate(before_others):
         others[i] = jnp.concatenate([jnp.expand_dims(x, 0), others[i]])
     return sums, others
+
+
+def _traced_once(function: Callable, args: Any) -> tuple[Callable, Any]:
+    """Trace `function(*args)`; also return the shapes of its result.
+
+    What is returned in its place runs the trace: the function, with all that it records, is called
+    no more.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    run = jex.jaxpr_as_fun(closed)
+
+    def traced(*args):
+        return jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(args)))
+
+    return traced, shapes
 
 
 def _widened(sums: Accumulators) -> Accumulators:
