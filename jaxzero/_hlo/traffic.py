@@ -148,10 +148,10 @@ def _read_by_fusion(inner: Computation) -> _Parts:
 
 
 def _users(parameter: Instruction, inner: Computation) -> tuple[set[str], list[Instruction]]:
-    """The names of a fusion's parameter, and what uses it; of one in host memory, in any shape."""
+    """The names of a fusion's parameter, in any shape, and what uses it."""
     names = {parameter.name}
     users = inner.users.get(parameter.name, [])
-    while parameter.results[0].on_host and any(x.op == "bitcast" for x in users):
+    while any(x.op == "bitcast" for x in users):
         names |= {x.name for x in users if x.op == "bitcast"}
         users = [
             user

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -17,6 +18,24 @@ from .rounds import RoundBounds, RoundCost, check_rounds, round_cost
 from .target import absent_mesh
 
 FAILURES = (NotImplementedError, ValueError)  # of a candidate that cannot be traced
+
+
+def left_out(untraced: Sequence[tuple[str, str]]) -> list[str]:
+    """A note for each reason why plans cannot be traced.
+
+    Args:
+        untraced: names of plans, and reasons.
+    """
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in untraced:
+        by_reason.setdefault(reason, []).append(name)
+    return [
+        f"`{names[0]}` was left out, for it cannot be traced: {reason}"
+        if len(names) == 1
+        else f"{len(names)} plans, `{names[0]}` the first, were left out, for they cannot be "
+        f"traced: {reason}"
+        for reason, names in by_reason.items()
+    ]
 
 
 @dataclasses.dataclass

@@ -149,7 +149,11 @@ class Cluster:
             target=next((gpu for gpu in DEVICES if gpu.upper() in re.split(r"\W", name)), None),
         )
         return cls(
-            nodes=mesh.shape[NODE], local=mesh.shape[LOCAL], device=device, link=found.node_link
+            nodes=mesh.shape[NODE],
+            local=mesh.shape[LOCAL],
+            device=device,
+            link=found.node_link,
+            host_memory=found.host_memory,
         )
 
     @property

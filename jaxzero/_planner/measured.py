@@ -38,6 +38,7 @@ class Measured:
         local_link: what a device receives from the others of its node.
         node_link: what enters a node from the others.
         host_link: between a device and its host, each way.
+        host_memory: of the host, for one device; 0 where devices have none beside their own.
     """
 
     flops: float
@@ -46,6 +47,7 @@ class Measured:
     local_link: float
     node_link: float
     host_link: float
+    host_memory: float
 
 
 def measure(mesh: Mesh) -> Measured:
@@ -58,12 +60,14 @@ def measure(mesh: Mesh) -> Measured:
     size, num = (512, 2**20) if on_cpu else (8192, 2**27)  # of a matrix's side, of a vector
     sent = num // 4  # of the vectors that are gathered
     dtype = jnp.dtype(jnp.float32 if on_cpu else jnp.bfloat16)
+    host_link = _host_link(mesh, num)
     bandwidth = 2 * 4 * num / _seconds(mesh, lambda x: x + 1, (num,), jnp.dtype(jnp.float32))
     rates = {
         "flops": 2 * size**3 / _seconds(mesh, _product, (size, size), dtype),
         "memory_bandwidth": bandwidth,
         "local_link": bandwidth,  # if a node has one device
-        "host_link": _host_link(mesh, num) or bandwidth,
+        "host_link": host_link or bandwidth,
+        "host_memory": _of_host() / max(local, len(mesh.local_devices)) if host_link else 0.0,
     }
     if local > 1:
         taken = _seconds(mesh, _gathered(LOCAL), (sent,), dtype)
@@ -126,5 +130,8 @@ def _memory(mesh: Mesh) -> float:
     limit = (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit")
     if limit:
         return float(limit)
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return host / len(mesh.local_devices)
+    return _of_host() / len(mesh.local_devices)
+
+
+def _of_host() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

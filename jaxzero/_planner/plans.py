@@ -20,6 +20,8 @@ _OTHER = (
     "bytes are means over a round."
 )
 Stage = Literal["bound", "proxy", "compiled"]
+_HEADINGS = ("Plan", "Step", "Waits", "Memory", "On the host", "Into a node", "Known by")
+_HOST_COPIES = "Host copies"  # of a step, both ways
 _GIGA = 1e9
 
 
@@ -119,17 +121,23 @@ class Plans:
         undecided = [row for row in self.rows if row.undecided]
         if undecided:
             why = notes or "a search compiles no more"
+            found = "no compile has ended"
+            if any(row.stage != "bound" for row in self.rows):
+                found = (
+                    f"{self.proxies} programs were compiled as proxies, {self.full} in full, and "
+                    "none of them fits"
+                )
             return (
-                f"No plan is known to fit: {self.proxies} programs were compiled as proxies, "
-                f"{self.full} in full, and none of them fits; {why}. Next is "
+                f"No plan is known to fit: {found}; {why}. Next is "
                 f"`{undecided[0].candidate.name}`. Give a larger `budget`, a larger `memory`, "
                 "or more devices."
             )
         least = min(self.rows, key=lambda row: row.memory)
+        offload = "" if self.cluster.host_memory else "`host_memory` for offload, "
         return (
             f"No plan fits in {gigabytes(self.limit)} of a device. `{least.candidate.name}`, whose "
-            f"state is smallest, {least.discarded}. Take more devices, `host_memory` for offload, "
-            "or a form of the loss that keeps less."
+            f"state is smallest, {least.discarded}. Take more devices, {offload}or a form of the "
+            "loss that keeps less."
         )
 
     @property
@@ -185,10 +193,11 @@ class Plans:
         console = console or Console()
         shown = self.rows[: limit or None]
         left = len(self.rows) - len(shown)
+        copies = any(row.host_bytes for row in shown)
         table = TextTable(
             title=f"Plans for {self.cluster}",
-            headings=("Plan", "Step", "Waits", "Memory", "On the host", "Into a node", "Known by"),
-            rows=[_cells(row) for row in shown],
+            headings=(*_HEADINGS[:-1], *([_HOST_COPIES] if copies else []), _HEADINGS[-1]),
+            rows=[_cells(row, copies) for row in shown],
             notes=[row.discarded and f"not taken: {row.discarded}" for row in shown],
             footer=(
                 *([f"{left} more plans are worse, or were discarded."] if left else []),
@@ -208,7 +217,8 @@ class Plans:
         return [f"The best: {most}{self.num_tokens / row.seconds:,.0f} tokens a second."]
 
 
-def _cells(row: PlanRow) -> tuple[str, ...]:
+def _cells(row: PlanRow, copies: bool) -> tuple[str, ...]:
+    """The cells of a plan; with `copies`, its bytes between device and host too."""
     least = ">" if row.stage == "bound" else ""
     return (
         row.candidate.name,
@@ -217,6 +227,7 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
         f"{least}{gigabytes(row.memory)}",
         gigabytes(row.host_memory) if row.host_memory else "",
         gigabytes(row.node_bytes),
+        *([gigabytes(row.host_bytes) if row.host_bytes else ""] if copies else []),
         {"bound": "arithmetic", "proxy": "proxy", "compiled": "compiler"}[row.stage],
     )
 

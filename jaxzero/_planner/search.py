@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from .._text import escaped
-from .bounder import Bounder
+from .bounder import Bounder, left_out
 from .bounds import Bounds
 from .candidates import Candidate, tells_more
 from .cluster import Cluster
@@ -110,10 +110,7 @@ class Search:
             self.add(candidate, bounds)
         if untraced and not self.rows:
             raise untraced[0][1]
-        self.notes += [
-            f"`{name}` was left out, for it cannot be traced: {_first_line(error)}"
-            for name, error in untraced
-        ]
+        self.notes += left_out([(name, _first_line(error)) for name, error in untraced])
 
     def add(self, candidate: Candidate, bounds: Bounds | RoundBounds) -> None:
         """A candidate with its bounds, to be searched by `run`."""
@@ -237,9 +234,12 @@ class Search:
         if any(row.candidate.has_host_arrays for row in rows):
             yield from ((row, functools.partial(compile_one, row.candidate)) for row in rows)
             return
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        pool = ThreadPoolExecutor(AT_ONCE)
+        try:
             futures = [pool.submit(compile_one, row.candidate) for row in rows]
             yield from ((row, x.result) for row, x in zip(rows, futures, strict=True))
+        finally:  # after Ctrl-C the answer does not wait for what still compiles
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _compiled(self) -> list[PlanRow]:
         """Plans with a program that is not known to be too large."""

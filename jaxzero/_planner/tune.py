@@ -97,11 +97,17 @@ def tune(
         raise ValueError(
             f"`objective` must be one of {', '.join(get_args(Objective))}; got {objective!r}."
         )
+    for name, value in (("memory", memory), ("budget", budget)):
+        if value is not None and (not isinstance(value, int | float) or not value > 0):
+            unit = {"memory": "bytes of a device", "budget": "seconds"}[name]
+            raise ValueError(f"`{name}` is a number of {unit}, above 0; got {value!r}.")
+    if not all(isinstance(k, int) and k > 0 for k in microbatches):
+        raise ValueError(f"`microbatches` must be integers above 0; got {tuple(microbatches)!r}.")
     limit = (1 - _RESERVED) * cluster.kind.memory if memory is None else memory
-    if not limit > 0:
-        raise ValueError(f"`memory` is bytes of a device, above 0; got {memory!r}.")
     methods = _methods(local_steps, cluster)
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
+    if not losses:
+        raise ValueError("`loss_fn` is an empty dict. Give a function, or several by name.")
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), batch)
     num_rows = _num_rows(structs, cluster)
     chosen = optax.adamw(1e-4) if tx is None else tx

@@ -8,6 +8,8 @@ from tyro.conf import arg
 
 from ._local_settings import Local
 
+_MOST_GIGABYTES = 1e6
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -64,9 +66,19 @@ class Plan:
     """Plans to show; 0: all."""
 
     def __post_init__(self):
-        for name in ("link", "rows", "tokens", "budget"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"`{name}` must be positive; got {getattr(self, name)!r}.")
+        for name in ("nodes", "local", "link", "memory", "rows", "tokens", "budget"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"`{name}` must be positive; got {value!r}.")
+        if not self.host_memory >= 0:
+            raise ValueError(f"`host_memory` must not be negative; got {self.host_memory!r}.")
+        for name in ("link", "memory", "host_memory"):
+            value = getattr(self, name)
+            if value is not None and value > _MOST_GIGABYTES:
+                raise ValueError(
+                    f"`{name}` is in gigabytes, so {value:g} is more than any machine has. Give "
+                    f"{value / 1e9:g} for {value:g} bytes."
+                )
         if (self.model is None) == (self.function is None):
             raise ValueError(
                 "Give one of `--model DIR` and `--function MODULE:NAME`: what is to be planned."

@@ -57,3 +57,45 @@ def test_local_steps_are_compared_on_request(printed):
 def test_local_steps_need_several_nodes(printed):
     status, text = printed(f"{JOB} --nodes 1 {STREAMING}")
     assert status != 0 and "`local_steps`" in text and "one node" in text
+
+
+def two():
+    """A function that does not return what the command asks for."""
+    return None, None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (f"--function {__name__}:job --link 50e9", "`link` is in gigabytes"),
+        (f"--function {__name__}:job --memory -3", "`memory` must be positive; got -3"),
+        (f"--function {__name__}:job --host-memory -3", "`host_memory` must not be negative"),
+        (f"--function {__name__}:job --nodes 0", "`nodes` must be positive; got 0"),
+    ],
+)
+def test_bad_settings(capsys, monkeypatch, flags, message):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as error:
+        cli.main(shlex.split(f"plan {flags}"))
+    assert error.value.code == 2 and message in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (f"{__name__}:two", "must return a tuple `(loss_fn, init_fn, batch)`; it returned"),
+        ("tests.none_here:job", "Name a module that Python finds"),
+    ],
+)
+def test_a_function_that_is_no_job(printed, function, message):
+    status, text = printed(f"plan --function {function}")
+    assert status != 0 and message in " ".join(text.split())
+
+
+def test_a_module_that_cannot_be_imported_is_not_called_missing(printed, monkeypatch, tmp_path):
+    (tmp_path / "needs_more.py").write_text("import not_installed_anywhere")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    status, text = printed("plan --function needs_more:job")
+    assert status != 0
+    assert "importing needs_more failed: No module named 'not_installed_anywhere'" in text

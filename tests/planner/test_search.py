@@ -387,5 +387,10 @@ def test_a_plan_is_made_for_one_kind():
 def test_arguments():
     with pytest.raises(ValueError, match="`batch` has 6 rows, which 4 devices cannot share"):
         tune(loss, init, jax.ShapeDtypeStruct((6, 64), jnp.float32), CLUSTER)
-    with pytest.raises(ValueError, match="`memory` is bytes of a device, above 0; got -1"):
-        tune(loss, init, BATCH, CLUSTER, memory=-1.0)
+    for argument, value in (("memory", -1.0), ("memory", "80GB"), ("budget", 0), ("budget", "x")):
+        with pytest.raises(ValueError, match=f"`{argument}` is a number of .*, above 0; got"):
+            tune(loss, init, BATCH, CLUSTER, **{argument: value})
+    with pytest.raises(ValueError, match="`microbatches` must be integers above 0; got "):
+        tune(loss, init, BATCH, CLUSTER, microbatches=(0, 1))
+    with pytest.raises(ValueError, match="`loss_fn` is an empty dict"):
+        tune({}, init, BATCH, CLUSTER)

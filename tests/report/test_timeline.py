@@ -122,6 +122,40 @@ ENTRY %main (a: f32[64,1024], b: s32[]) -> f32[1,1024] {
 _STARTED = "((f32[64,1024]{1,0}, s32[]), f32[1,1024]{1,0}, u32[])"
 
 
+@pytest.mark.parametrize("slices", ["dynamic-slice", "dynamic-update-slice"])
+def test_a_fusion_takes_its_part_of_a_stack_in_another_shape(slices):
+    """Residuals of scanned layers are read and written so: a bitcast of the stack comes first."""
+    stack = "f32[64,1024]{1,0}"
+    row = "%n = f32[1,1,1024]{2,1,0} bitcast(%n.1)"
+    inner = "%row.1 = f32[1,1,1024]{2,1,0} dynamic-slice(%w, %i, %i, %i)"
+    result = "f32[1,1,1024]{2,1,0}"
+    if slices == "dynamic-update-slice":
+        inner = "%row.1 = f32[64,1,1024]{2,1,0} dynamic-update-slice(%w, %n, %i, %i, %i)"
+        result = "f32[64,1,1024]{2,1,0}"
+    text = f"""HloModule step, is_scheduled=true
+
+%row (p: f32[64,1024], i: s32[], n.1: f32[1,1024]) -> {result} {{
+  %p = {stack} parameter(0)
+  %i = s32[] parameter(1)
+  %n.1 = f32[1,1024]{{1,0}} parameter(2)
+  {row}
+  %w = f32[64,1,1024]{{2,1,0}} bitcast(%p)
+  ROOT {inner}
+}}
+
+ENTRY %main (a: f32[64,1024], b: s32[], c: f32[1,1024]) -> {result} {{
+  %a = {stack} parameter(0)
+  %b = s32[] parameter(1)
+  %c = f32[1,1024]{{1,0}} parameter(2)
+  ROOT %r = {result} fusion(%a, %b, %c), kind=kLoop, calls=%row
+}}
+"""
+    line = timeline(text, Rates(memory=1.0))
+    # A row is read (of the stack, or of what is new) and one is written, beside the index.
+    reads = 2 * 4096 if slices == "dynamic-slice" else 4096
+    assert line.compute_seconds == reads + 4096 + 4
+
+
 @pytest.mark.parametrize(
     ("form", "done"),
     [

@@ -43,7 +43,7 @@ def plan(settings: Plan, console: Console) -> None:
         rows = jax.ShapeDtypeStruct(batch, jnp.int32)
     else:
         assert settings.function is not None
-        losses, init_fn, rows = _function(settings.function)()
+        losses, init_fn, rows = _job(settings.function)
     method = settings.rounds.method
     with console.status("planning") as status:
         plans = tune(
@@ -95,6 +95,17 @@ def _loss(graph: Any, params: Any, ids: Int[Array, "b t"]) -> Float[Array, ""]:
     return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
 
 
+def _job(name: str) -> tuple[Any, Callable[[], Any], Any]:
+    """What the function `MODULE:NAME` returns."""
+    job = _function(name)()
+    if not isinstance(job, tuple) or len(job) != 3:
+        raise ValueError(
+            f"`--function {name}` must return a tuple `(loss_fn, init_fn, batch)`; it returned "
+            f"{type(job).__name__}{f' of {len(job)}' if isinstance(job, tuple) else ''}."
+        )
+    return job
+
+
 def _function(name: str) -> Callable[[], Any]:
     """The function `MODULE:NAME`, also from the working directory."""
     module, function = name.split(":")
@@ -102,6 +113,8 @@ def _function(name: str) -> Callable[[], Any]:
     try:
         found = getattr(importlib.import_module(module), function, None)
     except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise ValueError(f"`--function {name}`: importing {module} failed: {error}.") from None
         raise ValueError(
             f"`--function {name}`: {error}. Name a module that Python finds."
         ) from None
