@@ -9,7 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 from jax.sharding import Mesh
 
+from .digits import groups
 from .move import Move, pairs
+from .ring import RingMove, rows_of
 from .steps import Step
 from .windowed import WindowedMove
 
@@ -66,14 +68,6 @@ def sent_by(move: AnyMove, mesh: Mesh, nodes: np.ndarray) -> tuple[np.ndarray, n
     return others, outside
 
 
-def _groups(digits: tuple[str, ...], mesh: Mesh) -> np.ndarray:
-    """The devices that run a collective together, one group in each row, by index over `digits`."""
-    numbers = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
-    dims = [mesh.axis_names.index(digit) for digit in digits]
-    moved = np.moveaxis(numbers, dims, range(-len(dims), 0))
-    return moved.reshape(-1, math.prod(mesh.shape[digit] for digit in digits))
-
-
 def _add_group(
     others: np.ndarray,
     outside: np.ndarray,
@@ -83,7 +77,7 @@ def _add_group(
     nodes: np.ndarray,
 ) -> None:
     """Add that each device of a group gets `part` bytes from each of the others."""
-    for group in _groups(digits, mesh):
+    for group in groups(digits, mesh):
         differ = nodes[group][:, None] != nodes[group][None]
         others[group] += part * (len(group) - 1)
         outside[group] += part * differ.sum(axis=1)
@@ -97,7 +91,7 @@ def _add_pairs(
     mesh: Mesh,
     nodes: np.ndarray,
 ) -> None:
-    for group in _groups(step.digits, mesh):
+    for group in groups(step.digits, mesh):
         for source, target in pairs(step, mesh):
             others[group[target]] += part * (source != target)
             outside[group[target]] += part * (nodes[group[source]] != nodes[group[target]])
@@ -156,6 +150,9 @@ def held_bytes(move: AnyMove, mesh: Mesh) -> int:
         return 2 * result + 3 * window + _decoded_shard(move)
     if not move.steps:
         return _decoded_shard(move)
+    if isinstance(move, RingMove):
+        rows = rows_of(move, mesh)
+        return rows.size * rows.dtype.itemsize
     piece = move.message.size * move.message.dtype.itemsize
     first = held = piece * math.prod(move.grid(move.route.source))
     most = 0
