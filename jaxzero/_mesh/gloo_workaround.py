@@ -19,7 +19,7 @@ import contextvars
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -94,38 +94,18 @@ def all_to_all(
     return _join(_exchange(_split(x, axes, split_dim), axes), concat_dim)
 
 
-def fill_rows(
-    rows: Shaped[Array, "devices ..."], axes: tuple[str, ...]
-) -> Shaped[Array, "devices ..."]:
-    """An all-gather in place: each device has its own row, and gets those of the others.
+def permute(
+    x: Shaped[Array, "..."], axes: str | tuple[str, ...], pairs: Sequence[tuple[int, int]]
+) -> Shaped[Array, "..."]:
+    """`lax.ppermute`, in pieces if two devices of different nodes may send to each other.
 
-    A loop of permutations, each of `PIECE_BYTES` at most: of all that Gloo offers they come nearest
-    to the rate of a link, and a permutation of larger messages takes place in turn.
-
-    Args:
-        rows: a row for each device along `axes`, of which a device's own has values.
-        axes: in the order of the mesh.
+    Where no two do, messages may be large: the word that one may come is never behind data.
     """
-    num = len(rows)
-    flat = rows.reshape(num, -1)
-    own = lax.axis_index(axes)
-    size = max(1, min(flat.shape[1], PIECE_BYTES // flat.dtype.itemsize))
-    count, rest = divmod(flat.shape[1], size)
-    for distance in range(1, num):
-        pairs = [(i, (i + distance) % num) for i in range(num)]
-        sender = (own - distance) % num
-
-        def exchange(flat, start, size, pairs=pairs, sender=sender):
-            piece = lax.dynamic_slice(flat, (own, start), (1, size))
-            return lax.dynamic_update_slice(flat, lax.ppermute(piece, axes, pairs), (sender, start))
-
-        def whole(i, flat, exchange=exchange):
-            return exchange(flat, i * size, size)
-
-        flat = lax.fori_loop(jnp.int32(0), jnp.int32(count), whole, flat)
-        if rest:
-            flat = exchange(flat, jnp.int32(count * size), rest)
-    return flat.reshape(rows.shape)
+    is_mutual = any(source != to and (to, source) in pairs for source, to in pairs)
+    if not is_mutual or not _is_in_pieces(axes):
+        return lax.ppermute(x, axes, pairs)
+    pieces = [lax.ppermute(piece, axes, pairs) for piece in _pieces(x.reshape(-1))]
+    return jnp.concatenate(pieces).reshape(x.shape)
 
 
 def _is_in_pieces(axes: str | tuple[str, ...]) -> bool:

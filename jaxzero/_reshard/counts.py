@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from .digits import groups
 from .move import Move, pairs
-from .ring import RingMove, rows_of
+from .ring import RingMove, row_shape
 from .steps import Step
 from .windowed import WindowedMove
 
@@ -151,8 +151,9 @@ def held_bytes(move: AnyMove, mesh: Mesh) -> int:
     if not move.steps:
         return _decoded_shard(move)
     if isinstance(move, RingMove):
-        rows = rows_of(move, mesh)
-        return rows.size * rows.dtype.itemsize
+        row = row_shape(move, mesh)
+        num = math.prod(mesh.shape[digit] for digit in move.across.digits)
+        return num * row.size * row.dtype.itemsize
     piece = move.message.size * move.message.dtype.itemsize
     first = held = piece * math.prod(move.grid(move.route.source))
     most = 0

@@ -3,20 +3,24 @@
 Most moves have one step between processes, an all-gather between nodes. Devices of one process
 share memory, so the steps before it and after it need no collective:
 
-    before: each device cuts its row of the gather from the shards of its process     by itself
-    across: a loop of permutations fills the rows of the other nodes                  together
-    after:  each device makes its part of the result of the rows of its process       by itself
+    start:  each device cuts the rows that it sends from the shards of its process      by itself
+    across: permutations, one to each distance between nodes                            together
+    finish: each device makes its part of the result of what its process has received   by itself
 
 XLA's CPU runtime executes programs over several devices one after another, and others beside them.
-So the link is idle only between the loops of two windows, while a program with all three parts
-leaves it idle in each `before` and `after`.
+So the link is idle only between the permutations of two windows, while one program for all parts
+leaves it idle in each `start` and `finish`.
+
+Gloo exchanges large messages in turn if two devices send to each other (`gloo_workaround`). A row
+may be sent by any device of its process. So of two nodes that send to each other, one sends rows
+from the devices that they are for, and the other from the next ones: each pair of devices then
+sends in one direction only.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -41,18 +45,6 @@ class RingMove(Move):
 
     at: int
 
-    @property
-    def before(self) -> tuple[Step, ...]:
-        return self.steps[: self.at]
-
-    @property
-    def across(self) -> Step:
-        return self.steps[self.at]
-
-    @property
-    def after(self) -> tuple[Step, ...]:
-        return self.steps[self.at + 1 :]
-
     @classmethod
     def of(cls, move: Move, mesh: Mesh) -> RingMove | None:
         """The same move in this form; None if it has other steps between processes, or none."""
@@ -63,52 +55,111 @@ class RingMove(Move):
         leaf = dataclasses.replace(move.leaf, path="")
         return cls(leaf, move.block, move.route, move.dtype, move.codec, crossing[0])
 
-    def sources(self, device: int, mesh: Mesh) -> tuple[int, ...]:
-        """The devices of whose shards a device cuts its row."""
-        return tuple(sorted(in_memory.needed([device], self.before, mesh)))
+    @property
+    def across(self) -> Step:
+        """The step between processes."""
+        return self.steps[self.at]
 
     def givers(self, device: int, mesh: Mesh) -> tuple[int, ...]:
         """The devices of whose rows a device makes its part of the result."""
-        return tuple(sorted(in_memory.needed([device], self.after, mesh)))
+        return tuple(sorted(in_memory.needed([device], self.steps[self.at + 1 :], mesh)))
 
-    def start(self, shards: Pieces, device: int, mesh: Mesh) -> Shaped[Array, "K ..."]:
-        """Rows for all devices along the step between processes, of which the own is filled.
+    def sources(self, devices: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
+        """The devices of whose shards the rows of `devices` are cut."""
+        return tuple(sorted(in_memory.needed(devices, self.steps[: self.at], mesh)))
+
+    def start(
+        self, shards: Pieces, senders: tuple[int, ...], mesh: Mesh
+    ) -> list[Shaped[Array, "n"]]:
+        """The rows of some devices.
 
         Args:
-            shards: of the stored array; those of `sources`.
-            device: its number in `mesh`.
+            shards: of the stored array, of the `sources` of these devices.
+            senders: the devices.
             mesh: the digits of the devices.
         """
         pieces = {i: self.pieces_of(x) for i, x in shards.items()}
-        for step in self.before:
+        for step in self.steps[: self.at]:
             pieces = in_memory.take(step, pieces, mesh)
-        row = row_of(pieces[device], self.across)
-        sizes = tuple(mesh.shape[digit] for digit in self.across.digits)
-        place = np.unravel_index(device, tuple(mesh.shape.values()))
-        own = [place[mesh.axis_names.index(digit)] for digit in self.across.digits]
-        rows = jnp.zeros((math.prod(sizes), *row.shape), row.dtype)
-        return rows.at[int(np.ravel_multi_index(own, sizes))].set(row)
+        return [row_of(pieces[i], self.across).reshape(-1) for i in senders]
 
-    def finish(self, rows: Pieces, device: int, mesh: Mesh) -> Shaped[Array, "..."]:
+    def finish(
+        self,
+        shards: Pieces,
+        received: dict[int, list[Shaped[Array, "n"]]],
+        device: int,
+        mesh: Mesh,
+    ) -> Shaped[Array, "..."]:
         """A device's part of the result.
 
         Args:
-            rows: all filled; those of `givers`.
+            shards: of the stored array, of the `sources` of the givers.
+            received: what each of the `givers` received, by distance.
             device: its number in `mesh`.
             mesh: the digits of the devices.
         """
-        pieces = {i: from_all(x, self.across, mesh) for i, x in rows.items()}
-        for step in self.after:
+        shape, pieces = row_shape(self, mesh).shape, {}
+        owns = self.start(shards, tuple(received), mesh)
+        for (giver, others), own in zip(received.items(), owns, strict=True):
+            # Of the node before, of the one before that, and so on.
+            place = int(np.argwhere(lines(self.across, mesh) == giver)[0, 1])
+            rows = np.roll(np.array([0, *range(len(others), 0, -1)]), place)
+            full = jnp.stack([[own, *others][i].reshape(shape) for i in rows])
+            pieces[giver] = from_all(full, self.across, mesh)
+        for step in self.steps[self.at + 1 :]:
             pieces = in_memory.take(step, pieces, mesh)
         return self.joined(pieces[device])
 
 
+@dataclasses.dataclass(frozen=True)
+class Permutation:
+    """What all devices send at once, to the nodes at some distance.
+
+    Attributes:
+        pairs: the numbers of each sender and of the device that it sends to.
+        rows: for each sender the device whose row it sends.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    rows: dict[int, int]
+
+
+@functools.lru_cache(maxsize=64)
+def permutations(step: Step, mesh: Mesh) -> tuple[Permutation, ...]:
+    """How rows are sent in a gather between processes, for each distance from 1 on."""
+    grid, found = lines(step, mesh), []
+    processes = _processes(mesh)[grid]
+    alike = [np.flatnonzero((processes == own).all(axis=1)) for own in processes]
+    following = [int(x[(list(x).index(i) + 1) % len(x)]) for i, x in enumerate(alike)]
+    num = grid.shape[1]
+    for distance in range(1, num):
+        pairs, rows = [], {}
+        for line, node in np.ndindex(grid.shape):
+            is_second = 2 * distance == num and 2 * node >= num
+            line_to = following[line] if is_second else line
+            sender = int(grid[line, node])
+            pairs.append((sender, int(grid[line_to, (node + distance) % num])))
+            rows[sender] = int(grid[line_to, node])
+        found.append(Permutation(tuple(pairs), rows))
+    return tuple(found)
+
+
+def lines(step: Step, mesh: Mesh) -> np.ndarray:
+    """The devices of each group of a step, in the order of its digits."""
+    return groups(step.digits, mesh)
+
+
 @functools.lru_cache(maxsize=512)
-def rows_of(move: RingMove, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of the rows of a device."""
-    shard = jax.ShapeDtypeStruct(move.block, move.leaf.stored.dtype)
-    shards = dict.fromkeys(move.sources(0, mesh), shard)
-    return jax.eval_shape(lambda shards: move.start(shards, 0, mesh), shards)
+def row_shape(move: RingMove, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of the row of a device in the gather between processes."""
+    pieces = jax.eval_shape(
+        move.pieces_of, jax.ShapeDtypeStruct(move.block, move.leaf.stored.dtype)
+    )
+    for step in move.steps[: move.at]:
+        found = dict.fromkeys(in_memory.needed([0], (step,), mesh), pieces)
+        after = jax.eval_shape(lambda found, step=step: in_memory.take(step, found, mesh), found)
+        pieces = after[0]
+    return jax.eval_shape(lambda x: row_of(x, move.across), pieces)
 
 
 def process_of(device: jax.Device) -> int:
@@ -116,8 +167,11 @@ def process_of(device: jax.Device) -> int:
     return device.process_index
 
 
+def _processes(mesh: Mesh) -> np.ndarray:
+    return np.array([process_of(device) for device in mesh.devices.flat])
+
+
 def _crosses(step: Step, mesh: Mesh) -> bool:
     """Whether a step sends between processes."""
-    processes = np.array([process_of(device) for device in mesh.devices.flat])
-    of_groups = processes[groups(step.digits, mesh)]
-    return step.kind != "slice" and bool((of_groups != of_groups[:, :1]).any())
+    found = _processes(mesh)[groups(step.digits, mesh)]
+    return step.kind != "slice" and bool((found != found[:, :1]).any())
