@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._mesh import gloo_workaround
-from .ring import RingMove, permutations
+from .parcels import Received, finish, givers, pack, parcels, senders, sources
+from .ring import RingMove
 
-Window = tuple[tuple[RingMove, ...], Sequence[jax.Array]]
+Moves = tuple[RingMove, ...]
 Shards = dict[int, jax.Array]  # of an array on the devices of this process, by number
 _NO_MESH = AbstractMesh((), ())
 
 
-def run_overlapped(mesh: Mesh, windows: Iterable[Window]) -> Iterator[list[jax.Array]]:
+def run_overlapped(
+    mesh: Mesh, windows: Iterable[tuple[Moves, Sequence[jax.Array]]]
+) -> Iterator[list[jax.Array]]:
     """Move the arrays of windows; yield each window's stacks of shards, in order.
 
     JAX executes programs while Python goes on. A window is cut while the last one is on its way,
@@ -30,9 +34,8 @@ def run_overlapped(mesh: Mesh, windows: Iterable[Window]) -> Iterator[list[jax.A
     under_way = None
     for moves, arrays in windows:
         stored = [_shards(mesh, x) for x in arrays]
-        sent = [_start(mesh, move, x) for move, x in zip(moves, stored, strict=True)]
-        received = across(mesh, moves)(sent)
-        del sent
+        # The program alone holds what is sent, and frees it when it has been.
+        received = across(mesh, moves)(_started(mesh, moves, stored))
         if under_way is not None:
             yield jax.block_until_ready(_finished(mesh, *under_way))
         under_way = moves, stored, received
@@ -42,29 +45,33 @@ def run_overlapped(mesh: Mesh, windows: Iterable[Window]) -> Iterator[list[jax.A
 
 
 @functools.lru_cache(maxsize=512)
-def across(
-    mesh: Mesh, moves: tuple[RingMove, ...]
-) -> Callable[[list[list[jax.Array]]], list[list[jax.Array]]]:
-    """The program over all devices that sends the rows of each move, one stack for each distance."""
+def start_program(mesh: Mesh, moves: Moves, device: int) -> Callable[..., Any]:
+    """A device's program that cuts and packs what it sends; it takes shards by `takes_of`."""
+
+    def on_device(shards: list[Shards]) -> Any:
+        return pack(mesh, moves, shards, device)
+
+    return jax.jit(on_device)
+
+
+@functools.lru_cache(maxsize=512)
+def across(mesh: Mesh, moves: Moves) -> Callable[..., Any]:
+    """The program over all devices that sends all messages of a window."""
 
     def on_device(sent: list[list[jax.Array]]) -> list[list[jax.Array]]:
         return [
             [
-                gloo_workaround.permute(x, mesh.axis_names, each.pairs)
-                for x, each in zip(rows, permutations(move.across, mesh), strict=True)
+                gloo_workaround.permute(messages[each.slot], mesh.axis_names, each.pairs)
+                for each in parcel.permutations
             ]
-            for move, rows in zip(moves, sent, strict=True)
+            for parcel, messages in zip(parcels(mesh, moves), sent, strict=True)
         ]
 
     spec = PartitionSpec(mesh.axis_names)
-    function = jax.shard_map(
-        gloo_workaround.with_workaround(on_device),
-        mesh=mesh,
-        in_specs=(spec,),
-        out_specs=spec,
-        check_vma=False,
+    function = gloo_workaround.with_workaround(on_device)
+    jitted = jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=False)
     )
-    jitted = jax.jit(function)
 
     def run(sent: list[list[jax.Array]]) -> list[list[jax.Array]]:
         # The user's own mesh, in whose context this may run, is not that of the program.
@@ -74,64 +81,45 @@ def across(
     return run
 
 
-@functools.lru_cache(maxsize=4096)
-def start_program(
-    mesh: Mesh, move: RingMove, device: int
-) -> tuple[tuple[int, ...], Callable[..., list[jax.Array]]]:
-    """A device's program for `start`, and the devices whose shards it takes."""
-    senders = tuple(each.rows[device] for each in permutations(move.across, mesh))
-    takes = move.sources(senders, mesh)
+@functools.lru_cache(maxsize=512)
+def finish_program(mesh: Mesh, moves: Moves, device: int) -> Callable[..., list[jax.Array]]:
+    """A device's program that makes its parts of the results."""
 
-    def on_device(shards: list[jax.Array]) -> list[jax.Array]:
-        return move.start(dict(zip(takes, shards, strict=True)), senders, mesh)
+    def on_device(shards: list[Shards], received: Received) -> list[jax.Array]:
+        return finish(mesh, moves, shards, received, device)
 
-    return takes, jax.jit(on_device)
+    return jax.jit(on_device)
 
 
-@functools.lru_cache(maxsize=4096)
-def finish_program(
-    mesh: Mesh, move: RingMove, device: int
-) -> tuple[tuple[int, ...], tuple[int, ...], Callable[..., jax.Array]]:
-    """A device's program for `finish`, and whose shards and received rows it takes."""
-    givers = move.givers(device, mesh)
-    takes = move.sources(givers, mesh)
-
-    def on_device(shards: list[jax.Array], received: list[list[jax.Array]]) -> jax.Array:
-        own = dict(zip(takes, shards, strict=True))
-        return move.finish(own, dict(zip(givers, received, strict=True)), device, mesh)
-
-    return takes, givers, jax.jit(on_device)
-
-
-def _start(mesh: Mesh, move: RingMove, shards: Shards) -> list[jax.Array]:
+def _started(mesh: Mesh, moves: Moves, stored: Sequence[Shards]) -> list[list[jax.Array]]:
     made = []
-    with jax.sharding.use_abstract_mesh(_NO_MESH):
-        for number in shards:
-            takes, program = start_program(mesh, move, number)
-            made.append(program([_seen_by(mesh, number, shards[i]) for i in takes]))
-    return [_stack(mesh, x) for x in zip(*made, strict=True)]
+    for number in stored[0]:
+        shards = [
+            _seen_by(mesh, number, x, sources(mesh, move, senders(mesh, move, number)))
+            for move, x in zip(moves, stored, strict=True)
+        ]
+        with jax.sharding.use_abstract_mesh(_NO_MESH):
+            made.append(start_program(mesh, moves, number)(shards))
+    return jax.tree.map(lambda *shards: _stack(mesh, shards), *made)
 
 
 def _finished(
-    mesh: Mesh,
-    moves: tuple[RingMove, ...],
-    stored: Sequence[Shards],
-    received: Sequence[Sequence[jax.Array]],
+    mesh: Mesh, moves: Moves, stored: Sequence[Shards], received: list[list[jax.Array]]
 ) -> list[jax.Array]:
+    arrived = jax.tree.map(lambda x: _shards(mesh, x), received)
     made = []
-    for move, shards, stacks in zip(moves, stored, received, strict=True):
-        rows = [_shards(mesh, x) for x in stacks]
+    for number in stored[0]:
+        shards = [
+            _seen_by(mesh, number, x, sources(mesh, move, givers(mesh, move, number)))
+            for move, x in zip(moves, stored, strict=True)
+        ]
+        messages = [
+            [_seen_by(mesh, number, x, parcel.givers(mesh, moves, number)) for x in by_distance]
+            for parcel, by_distance in zip(parcels(mesh, moves), arrived, strict=True)
+        ]
         with jax.sharding.use_abstract_mesh(_NO_MESH):
-            made.append(_stack(mesh, [_finish(mesh, move, i, shards, rows) for i in shards]))
-    return made
-
-
-def _finish(
-    mesh: Mesh, move: RingMove, number: int, shards: Shards, rows: Sequence[Shards]
-) -> jax.Array:
-    takes, givers, program = finish_program(mesh, move, number)
-    own = [_seen_by(mesh, number, shards[i]) for i in takes]
-    return program(own, [[_seen_by(mesh, number, x[i]) for x in rows] for i in givers])
+            made.append(finish_program(mesh, moves, number)(shards, messages))
+    return [_stack(mesh, shards) for shards in zip(*made, strict=True)]
 
 
 def _shards(mesh: Mesh, x: jax.Array) -> Shards:
@@ -148,9 +136,12 @@ def _stack(mesh: Mesh, shards: Sequence[jax.Array]) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, sharding, list(shards))
 
 
-def _seen_by(mesh: Mesh, number: int, x: jax.Array) -> jax.Array:
-    """The same memory as an array of another device of the process."""
+def _seen_by(mesh: Mesh, number: int, shards: Shards, of: tuple[int, ...]) -> Shards:
+    """The same memory, of some devices of the process, as arrays of one of them."""
     device = mesh.devices.flat[number]
-    if x.devices() == {device}:
-        return x
-    return jax.device_put(np.asarray(x), device, may_alias=True)
+    return {
+        i: shards[i]
+        if i == number
+        else jax.device_put(np.asarray(shards[i]), device, may_alias=True)
+        for i in of
+    }

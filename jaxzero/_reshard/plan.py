@@ -223,14 +223,18 @@ def _windows(
 ) -> tuple[tuple[int, ...], ...]:
     rings = [i for i, move in enumerate(moves) if isinstance(move, RingMove)]
     others = [i for i, move in enumerate(moves) if move is not None and i not in set(rings)]
+    held = {i: held_bytes(move, mesh) for i, move in enumerate(moves) if move is not None}
     sizes = {
-        i: math.prod(move.target_block) * move.dtype.itemsize + held_bytes(move, mesh)
-        for i, move in enumerate(moves)
-        if move is not None
+        i: math.prod(moves[i].target_block) * moves[i].dtype.itemsize + size
+        for i, size in held.items()
     }
-    # Windows that overlap gain nothing from being larger than the largest array.
-    most = min(window_bytes, int(__import__("os").environ.get("F","1"))*max((sizes[i] for i in rings), default=0))
-    return (*_runs(rings, sizes, most), *_runs(others, sizes, window_bytes))
+    largest = max(
+        (math.prod(moves[i].leaf.shape) * moves[i].dtype.itemsize for i in rings), default=0
+    )
+    return (
+        *_runs(rings, held, min(window_bytes, largest)),
+        *_runs(others, sizes, window_bytes),
+    )
 
 
 def _runs(

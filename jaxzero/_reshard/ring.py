@@ -56,34 +56,36 @@ class RingMove(Move):
         return cls(leaf, move.block, move.route, move.dtype, move.codec, crossing[0])
 
     @property
+    def before(self) -> tuple[Step, ...]:
+        """The steps inside processes by which rows are made."""
+        return self.steps[: self.at]
+
+    @property
     def across(self) -> Step:
         """The step between processes."""
         return self.steps[self.at]
 
-    def givers(self, device: int, mesh: Mesh) -> tuple[int, ...]:
-        """The devices of whose rows a device makes its part of the result."""
-        return tuple(sorted(in_memory.needed([device], self.steps[self.at + 1 :], mesh)))
+    @property
+    def after(self) -> tuple[Step, ...]:
+        """The steps inside processes after it."""
+        return self.steps[self.at + 1 :]
 
-    def sources(self, devices: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
-        """The devices of whose shards the rows of `devices` are cut."""
-        return tuple(sorted(in_memory.needed(devices, self.steps[: self.at], mesh)))
-
-    def start(
-        self, shards: Pieces, senders: tuple[int, ...], mesh: Mesh
+    def rows(
+        self, shards: Pieces, devices: tuple[int, ...], mesh: Mesh
     ) -> list[Shaped[Array, "n"]]:
-        """The rows of some devices.
+        """What each of some devices gives to the all-gather.
 
         Args:
-            shards: of the stored array, of the `sources` of these devices.
-            senders: the devices.
+            shards: of the stored array, on all devices that decide these rows.
+            devices: their numbers in `mesh`.
             mesh: the digits of the devices.
         """
         pieces = {i: self.pieces_of(x) for i, x in shards.items()}
-        for step in self.steps[: self.at]:
+        for step in self.before:
             pieces = in_memory.take(step, pieces, mesh)
-        return [row_of(pieces[i], self.across).reshape(-1) for i in senders]
+        return [row_of(pieces[i], self.across).reshape(-1) for i in devices]
 
-    def finish(
+    def result(
         self,
         shards: Pieces,
         received: dict[int, list[Shaped[Array, "n"]]],
@@ -93,20 +95,21 @@ class RingMove(Move):
         """A device's part of the result.
 
         Args:
-            shards: of the stored array, of the `sources` of the givers.
-            received: what each of the `givers` received, by distance.
+            shards: of the stored array, on all devices that decide the rows of those below.
+            received: for each device that decides the result, the rows that it received, by the
+                distance of their senders.
             device: its number in `mesh`.
             mesh: the digits of the devices.
         """
         shape, pieces = row_shape(self, mesh).shape, {}
-        owns = self.start(shards, tuple(received), mesh)
-        for (giver, others), own in zip(received.items(), owns, strict=True):
-            # Of the node before, of the one before that, and so on.
-            place = int(np.argwhere(lines(self.across, mesh) == giver)[0, 1])
-            rows = np.roll(np.array([0, *range(len(others), 0, -1)]), place)
-            full = jnp.stack([[own, *others][i].reshape(shape) for i in rows])
+        for giver, own in zip(received, self.rows(shards, tuple(received), mesh), strict=True):
+            _, node = np.argwhere(groups(self.across.digits, mesh) == giver)[0]
+            rows = [own, *received[giver]]  # of the own node, the one before it, and so on
+            full = jnp.stack(
+                [rows[(node - i) % len(rows)].reshape(shape) for i in range(len(rows))]
+            )
             pieces[giver] = from_all(full, self.across, mesh)
-        for step in self.steps[self.at + 1 :]:
+        for step in self.after:
             pieces = in_memory.take(step, pieces, mesh)
         return self.joined(pieces[device])
 
@@ -118,48 +121,45 @@ class Permutation:
     Attributes:
         pairs: the numbers of each sender and of the device that it sends to.
         rows: for each sender the device whose row it sends.
+        slot: 0, or 1 where further permutations send other rows.
     """
 
     pairs: tuple[tuple[int, int], ...]
     rows: dict[int, int]
+    slot: int
 
 
 @functools.lru_cache(maxsize=64)
 def permutations(step: Step, mesh: Mesh) -> tuple[Permutation, ...]:
     """How rows are sent in a gather between processes, for each distance from 1 on."""
-    grid, found = lines(step, mesh), []
+    grid, found = groups(step.digits, mesh), []
     processes = _processes(mesh)[grid]
-    alike = [np.flatnonzero((processes == own).all(axis=1)) for own in processes]
-    following = [int(x[(list(x).index(i) + 1) % len(x)]) for i, x in enumerate(alike)]
+    alike = [np.flatnonzero((processes == own).all(axis=1)).tolist() for own in processes]
+    following = [x[(x.index(line) + 1) % len(x)] for line, x in enumerate(alike)]
     num = grid.shape[1]
     for distance in range(1, num):
-        pairs, rows = [], {}
+        pairs, rows, is_mutual = [], {}, 2 * distance == num
         for line, node in np.ndindex(grid.shape):
-            is_second = 2 * distance == num and 2 * node >= num
-            line_to = following[line] if is_second else line
+            to = following[line] if is_mutual and 2 * node >= num else line
             sender = int(grid[line, node])
-            pairs.append((sender, int(grid[line_to, (node + distance) % num])))
-            rows[sender] = int(grid[line_to, node])
-        found.append(Permutation(tuple(pairs), rows))
+            pairs.append((sender, int(grid[to, (node + distance) % num])))
+            rows[sender] = int(grid[to, node])
+        found.append(Permutation(tuple(pairs), rows, int(is_mutual and num > 2)))
     return tuple(found)
-
-
-def lines(step: Step, mesh: Mesh) -> np.ndarray:
-    """The devices of each group of a step, in the order of its digits."""
-    return groups(step.digits, mesh)
 
 
 @functools.lru_cache(maxsize=512)
 def row_shape(move: RingMove, mesh: Mesh) -> jax.ShapeDtypeStruct:
     """Shape and dtype of the row of a device in the gather between processes."""
-    pieces = jax.eval_shape(
-        move.pieces_of, jax.ShapeDtypeStruct(move.block, move.leaf.stored.dtype)
-    )
-    for step in move.steps[: move.at]:
-        found = dict.fromkeys(in_memory.needed([0], (step,), mesh), pieces)
-        after = jax.eval_shape(lambda found, step=step: in_memory.take(step, found, mesh), found)
-        pieces = after[0]
-    return jax.eval_shape(lambda x: row_of(x, move.across), pieces)
+
+    def row(shard: Array) -> Array:
+        pieces = move.pieces_of(shard)
+        found = dict.fromkeys(in_memory.needed([0], move.before, mesh), pieces)
+        for step in move.before:
+            found = in_memory.take(step, found, mesh)
+        return row_of(found[0], move.across)
+
+    return jax.eval_shape(row, jax.ShapeDtypeStruct(move.block, move.leaf.stored.dtype))
 
 
 def process_of(device: jax.Device) -> int:
