@@ -95,8 +95,8 @@ def all_to_all(
 
 
 def permute(
-    x: Shaped[Array, "..."], axes: str | tuple[str, ...], pairs: Sequence[tuple[int, int]]
-) -> Shaped[Array, "..."]:
+    x: Shaped[Array, ...], axes: str | tuple[str, ...], pairs: Sequence[tuple[int, int]]
+) -> Shaped[Array, ...]:
     """`lax.ppermute`, in pieces if two devices of different nodes may send to each other.
 
     Where no two do, messages may be large: the word that one may come is never behind data.

@@ -130,7 +130,7 @@ def shard_of(x: Shaped[Array, ...], leaf: LeafSpec) -> Shaped[Array, ...]:
 
 
 def encoded(x: Shaped[Array, "*f m"], codec: Codec | None) -> Shaped[Array, "*f n"]:
-    """Rows as they are sent. A barrier after it keeps XLA from moving a cast across a collective."""
+    """Rows as they are sent; behind a barrier, XLA cannot move a cast to after the collective."""
     return to_bits(x) if codec is None else codec.encode_rows(x)
 
 
@@ -173,7 +173,7 @@ def _gather(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "
     return from_all(all_gather(row_of(x, step)[None], step.digits, 0), step, mesh)
 
 
-def row_of(x: Shaped[Array, "*f m"], step: Step) -> Shaped[Array, "..."]:
+def row_of(x: Shaped[Array, "*f m"], step: Step) -> Shaped[Array, ...]:
     """What a device has of the result of a gather: `x` without the dims of the split factors."""
     return x.reshape([size for i, size in enumerate(x.shape) if i not in step.before])
 

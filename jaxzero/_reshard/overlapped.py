@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._mesh import gloo_workaround
 from .parcels import Received, finish, givers, pack, parcels, senders, sources
@@ -16,7 +16,6 @@ from .ring import RingMove
 
 Moves = tuple[RingMove, ...]
 Shards = dict[int, jax.Array]  # of an array on the devices of this process, by number
-_NO_MESH = AbstractMesh((), ())
 
 
 def run_overlapped(
@@ -35,18 +34,18 @@ def run_overlapped(
     for moves, arrays in windows:
         stored = [_shards(mesh, x) for x in arrays]
         # The program alone holds what is sent, and frees it when it has been.
-        received = across(mesh, moves)(_started(mesh, moves, stored))
+        received = _sent(mesh, moves, _started(mesh, moves, stored))
         if under_way is not None:
             yield jax.block_until_ready(_finished(mesh, *under_way))
         under_way = moves, stored, received
         del stored, received
     if under_way is not None:
-        yield _finished(mesh, *under_way)
+        yield jax.block_until_ready(_finished(mesh, *under_way))
 
 
 @functools.lru_cache(maxsize=512)
 def start_program(mesh: Mesh, moves: Moves, device: int) -> Callable[..., Any]:
-    """A device's program that cuts and packs what it sends; it takes shards by `takes_of`."""
+    """A device's program that cuts and packs what it sends."""
 
     def on_device(shards: list[Shards]) -> Any:
         return pack(mesh, moves, shards, device)
@@ -69,16 +68,9 @@ def across(mesh: Mesh, moves: Moves) -> Callable[..., Any]:
 
     spec = PartitionSpec(mesh.axis_names)
     function = gloo_workaround.with_workaround(on_device)
-    jitted = jax.jit(
+    return jax.jit(
         jax.shard_map(function, mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=False)
     )
-
-    def run(sent: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        # The user's own mesh, in whose context this may run, is not that of the program.
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return jitted(sent)
-
-    return run
 
 
 @functools.lru_cache(maxsize=512)
@@ -98,9 +90,15 @@ def _started(mesh: Mesh, moves: Moves, stored: Sequence[Shards]) -> list[list[ja
             _seen_by(mesh, number, x, sources(mesh, move, senders(mesh, move, number)))
             for move, x in zip(moves, stored, strict=True)
         ]
-        with jax.sharding.use_abstract_mesh(_NO_MESH):
+        with _alone(mesh, number):
             made.append(start_program(mesh, moves, number)(shards))
     return jax.tree.map(lambda *shards: _stack(mesh, shards), *made)
+
+
+def _sent(mesh: Mesh, moves: Moves, messages: list[list[jax.Array]]) -> list[list[jax.Array]]:
+    # The user's own mesh, in whose context this may run, is not that of the program.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return across(mesh, moves)(messages)
 
 
 def _finished(
@@ -117,9 +115,15 @@ def _finished(
             [_seen_by(mesh, number, x, parcel.givers(mesh, moves, number)) for x in by_distance]
             for parcel, by_distance in zip(parcels(mesh, moves), arrived, strict=True)
         ]
-        with jax.sharding.use_abstract_mesh(_NO_MESH):
+        with _alone(mesh, number):
             made.append(finish_program(mesh, moves, number)(shards, messages))
     return [_stack(mesh, shards) for shards in zip(*made, strict=True)]
+
+
+def _alone(mesh: Mesh, number: int) -> Any:
+    """A context for a program of one device: that of the user's own mesh is for all devices."""
+    device = np.array([mesh.devices.flat[number]])
+    return jax.set_mesh(Mesh(device, ("one",), axis_types=(AxisType.Auto,)))
 
 
 def _shards(mesh: Mesh, x: jax.Array) -> Shards:

@@ -68,7 +68,7 @@ def sources(mesh: Mesh, move: RingMove, devices: tuple[int, ...]) -> tuple[int, 
 
 def pack(
     mesh: Mesh, moves: Moves, shards: list[Pieces], device: int
-) -> list[list[Shaped[Array, "n"]]]:
+) -> list[list[Shaped[Array, " row"]]]:
     """The messages of a device, for each parcel and slot.
 
     Args:
@@ -89,7 +89,7 @@ def pack(
 
 def finish(
     mesh: Mesh, moves: Moves, shards: list[Pieces], received: Received, device: int
-) -> list[Shaped[Array, "..."]]:
+) -> list[Shaped[Array, ...]]:
     """A device's part of each result.
 
     Args:

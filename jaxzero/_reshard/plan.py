@@ -221,32 +221,26 @@ def _codec(leaf: LeafSpec, dtype: Any, options: Options) -> Codec | None:
 def _windows(
     moves: Sequence[AnyMove | None], mesh: Mesh, window_bytes: int
 ) -> tuple[tuple[int, ...], ...]:
-    rings = [i for i, move in enumerate(moves) if isinstance(move, RingMove)]
-    others = [i for i, move in enumerate(moves) if move is not None and i not in set(rings)]
     held = {i: held_bytes(move, mesh) for i, move in enumerate(moves) if move is not None}
-    sizes = {
-        i: math.prod(moves[i].target_block) * moves[i].dtype.itemsize + size
-        for i, size in held.items()
-    }
-    largest = max(
-        (math.prod(moves[i].leaf.shape) * moves[i].dtype.itemsize for i in rings), default=0
-    )
-    return (
-        *_runs(rings, held, min(window_bytes, largest)),
-        *_runs(others, sizes, window_bytes),
-    )
+    sizes, rings = {}, {}
+    for i, move in enumerate(moves):
+        if isinstance(move, RingMove):
+            rings[i] = math.prod(move.leaf.shape) * move.dtype.itemsize
+        elif move is not None:
+            sizes[i] = math.prod(move.target_block) * move.dtype.itemsize + held[i]
+    # Those that overlap are as large as the memory of one array allows: the fewer the quicker.
+    most = min(window_bytes, max(rings.values(), default=0))
+    return *_runs({i: held[i] for i in rings}, most), *_runs(sizes, window_bytes)
 
 
-def _runs(
-    moves: Sequence[int], sizes: dict[int, int], window_bytes: int
-) -> tuple[tuple[int, ...], ...]:
-    """Cut a list of moves into runs of at most `window_bytes`, each of one move at least."""
+def _runs(sizes: dict[int, int], window_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """Cut moves of some sizes into runs of at most `window_bytes`, each of one move at least."""
     windows: list[list[int]] = []
     held = 0
-    for i in moves:
-        if not windows or held + sizes[i] > window_bytes:
+    for i, size in sizes.items():
+        if not windows or held + size > window_bytes:
             windows.append([])
             held = 0
         windows[-1].append(i)
-        held += sizes[i]
+        held += size
     return tuple(map(tuple, windows))

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,7 @@ class RingMove(Move):
 
     def rows(
         self, shards: Pieces, devices: tuple[int, ...], mesh: Mesh
-    ) -> list[Shaped[Array, "n"]]:
+    ) -> list[Shaped[Array, " row"]]:
         """What each of some devices gives to the all-gather.
 
         Args:
@@ -88,10 +89,10 @@ class RingMove(Move):
     def result(
         self,
         shards: Pieces,
-        received: dict[int, list[Shaped[Array, "n"]]],
+        received: dict[int, list[Shaped[Array, " row"]]],
         device: int,
         mesh: Mesh,
-    ) -> Shaped[Array, "..."]:
+    ) -> Shaped[Array, ...]:
         """A device's part of the result.
 
         Args:
@@ -162,7 +163,7 @@ def row_shape(move: RingMove, mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(row, jax.ShapeDtypeStruct(move.block, move.leaf.stored.dtype))
 
 
-def process_of(device: jax.Device) -> int:
+def process_of(device: Any) -> int:
     """The process whose memory a device has."""
     return device.process_index
 
