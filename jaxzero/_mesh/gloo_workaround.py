@@ -101,11 +101,16 @@ def permute(
 
     Where no two do, messages may be large: the word that one may come is never behind data.
     """
-    is_mutual = any(source != to and (to, source) in pairs for source, to in pairs)
-    if not is_mutual or not _is_in_pieces(axes):
+    if not is_mutual(pairs) or not _is_in_pieces(axes):
         return lax.ppermute(x, axes, pairs)
     pieces = [lax.ppermute(piece, axes, pairs) for piece in _pieces(x.reshape(-1))]
     return jnp.concatenate(pieces).reshape(x.shape)
+
+
+def is_mutual(pairs: Sequence[tuple[int, int]]) -> bool:
+    """Whether any two devices send to each other."""
+    found = set(pairs)
+    return any(source != to and (to, source) in found for source, to in pairs)
 
 
 def _is_in_pieces(axes: str | tuple[str, ...]) -> bool:

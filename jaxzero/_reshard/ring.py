@@ -29,6 +29,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Shaped
 
+from .._mesh import gloo_workaround
 from . import in_memory
 from .digits import groups
 from .in_memory import Pieces
@@ -48,10 +49,18 @@ class RingMove(Move):
 
     @classmethod
     def of(cls, move: Move, mesh: Mesh) -> RingMove | None:
-        """The same move in this form; None if it has other steps between processes, or none."""
+        """The same move in this form.
+
+        Returns:
+            None if the move has other steps between processes, or none; or if processes have one
+            device each, and two of them would send to each other.
+        """
         crossing = [i for i, step in enumerate(move.steps) if _crosses(step, mesh)]
         if len(crossing) != 1 or move.steps[crossing[0]].kind != "gather":
             return None
+        for each in permutations(move.steps[crossing[0]], mesh):
+            if gloo_workaround.is_mutual(each.pairs):
+                return None
         # Without its path: arrays of the same shape share programs.
         leaf = dataclasses.replace(move.leaf, path="")
         return cls(leaf, move.block, move.route, move.dtype, move.codec, crossing[0])
