@@ -41,7 +41,8 @@ def reshard(
     collectives, and each byte enters a node once, however many of its devices need it: for tensor
     parallelism inside a node, an all-to-all over `local`, then an all-gather over `node` of what
     each device needs. `reshard_report` tells the bytes beforehand. The arrays are moved in
-    windows: a device holds its part of the result, and at most about one array more.
+    windows: a device holds its part of the result, and at most about one array more. Between
+    processes of CPUs the windows overlap, and it returns when all of them have arrived.
 
     Where the new cuts do not fit the old ones (a padded dim that is split again, devices in a
     shuffled order) all devices gather all rows, a window at a time, and keep their own. To a mesh
@@ -59,7 +60,8 @@ def reshard(
         codec: encode floats of at least `config.min_quantized_size` elements with this codec where
             they are, and decode them where they arrive. Every device then has decoded numbers, also
             of its own shard.
-        window_bytes: arrays smaller than this are moved together, up to as many bytes.
+        window_bytes: arrays smaller than this are moved together, up to as many bytes; where
+            windows overlap, up to the bytes of the largest array.
 
     Returns:
         The tree with `jax.Array`s in their true shapes, of sharding `NamedSharding(mesh, spec)` in
