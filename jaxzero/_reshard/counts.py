@@ -9,7 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 from jax.sharding import Mesh
 
+from .digits import groups
 from .move import Move, pairs
+from .parcels import givers, senders, sources
+from .ring import RingMove, permutations, row_shape
 from .steps import Step
 from .windowed import WindowedMove
 
@@ -66,14 +69,6 @@ def sent_by(move: AnyMove, mesh: Mesh, nodes: np.ndarray) -> tuple[np.ndarray, n
     return others, outside
 
 
-def _groups(digits: tuple[str, ...], mesh: Mesh) -> np.ndarray:
-    """The devices that run a collective together, one group in each row, by index over `digits`."""
-    numbers = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
-    dims = [mesh.axis_names.index(digit) for digit in digits]
-    moved = np.moveaxis(numbers, dims, range(-len(dims), 0))
-    return moved.reshape(-1, math.prod(mesh.shape[digit] for digit in digits))
-
-
 def _add_group(
     others: np.ndarray,
     outside: np.ndarray,
@@ -83,7 +78,7 @@ def _add_group(
     nodes: np.ndarray,
 ) -> None:
     """Add that each device of a group gets `part` bytes from each of the others."""
-    for group in _groups(digits, mesh):
+    for group in groups(digits, mesh):
         differ = nodes[group][:, None] != nodes[group][None]
         others[group] += part * (len(group) - 1)
         outside[group] += part * differ.sum(axis=1)
@@ -97,7 +92,7 @@ def _add_pairs(
     mesh: Mesh,
     nodes: np.ndarray,
 ) -> None:
-    for group in _groups(step.digits, mesh):
+    for group in groups(step.digits, mesh):
         for source, target in pairs(step, mesh):
             others[group[target]] += part * (source != target)
             outside[group[target]] += part * (nodes[group[source]] != nodes[group[target]])
@@ -156,6 +151,8 @@ def held_bytes(move: AnyMove, mesh: Mesh) -> int:
         return 2 * result + 3 * window + _decoded_shard(move)
     if not move.steps:
         return _decoded_shard(move)
+    if isinstance(move, RingMove):
+        return _held_by_ring(move, mesh, result)
     piece = move.message.size * move.message.dtype.itemsize
     first = held = piece * math.prod(move.grid(move.route.source))
     most = 0
@@ -165,6 +162,25 @@ def held_bytes(move: AnyMove, mesh: Mesh) -> int:
         held = {"slice": held // num, "gather": held * num}.get(step.kind, held)
         most = max(most, before + held)
     return max(most, first + result) + _decoded_shard(move)
+
+
+def _held_by_ring(move: RingMove, mesh: Mesh, result: int) -> int:
+    """Likewise of a move whose window overlaps with the next one.
+
+    What a window sends and receives stands for a part of the result that is not there yet. While
+    that part is made, what was received is held beside it.
+    """
+    row = row_shape(move, mesh)
+    row_bytes = row.size * row.dtype.itemsize
+    received = row_bytes * len(permutations(move.across, mesh))
+    sent = row_bytes * len(senders(mesh, move, 0))
+    beyond = max(0, sent + received - result)
+    if move.codec is None and move.leaf.codec is None:
+        return max(received, beyond) + beyond
+    num = len(sources(mesh, move, givers(mesh, move, 0)))
+    shards = num * math.prod(move.leaf.padded_shape) * np.dtype(move.dtype).itemsize
+    shards //= move.leaf.layout.num_shards if move.leaf.layout else 1
+    return received + shards + result + beyond
 
 
 def _decoded_shard(move: AnyMove) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -89,6 +90,14 @@ class Digits:
     def is_between_nodes(self, digit: str) -> bool:
         """Whether the digit is one of the axis `node`."""
         return digit in self.axes.get(NODE, ())
+
+
+def groups(digits: tuple[str, ...], mesh: Mesh) -> np.ndarray:
+    """The devices that run a collective together, one group in each row, by index over `digits`."""
+    numbers = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
+    dims = [mesh.axis_names.index(digit) for digit in digits]
+    moved = np.moveaxis(numbers, dims, range(-len(dims), 0))
+    return moved.reshape(-1, math.prod(mesh.shape[digit] for digit in digits))
 
 
 @functools.cache

@@ -82,14 +82,29 @@ class Move:
             x: shard of the stored array, of the shape `block`.
             mesh: the digits of the devices.
         """
-        x = shard_of(x, self.leaf).astype(self.dtype)
         if not self.steps:
+            x = shard_of(x, self.leaf).astype(self.dtype)
             return jnp.copy(x[tuple(slice(size) for size in self.target_block)])
-        pieces = encoded(self._cut(x), self.codec)
+        pieces = lax.optimization_barrier(self.pieces_of(x))
         for step in self.steps:
             pieces = _RUN[step.kind](pieces, step, mesh)
-        x = self._joined(decoded(pieces, self.codec, math.prod(self.inner), self.dtype))
-        return x[tuple(slice(size) for size in self.target_block)]
+        return self.joined(lax.optimization_barrier(pieces))
+
+    def pieces_of(self, x: Shaped[Array, ...]) -> Shaped[Array, "*f n"]:
+        """A device's shard of the stored array as the grid of pieces that are sent."""
+        x = shard_of(x, self.leaf).astype(self.dtype)
+        grid = self.grid(self.route.source)
+        shape, order = self._interleaved(grid)
+        x = x.reshape(shape).transpose(order).reshape(*grid, math.prod(self.inner))
+        return encoded(x, self.codec)
+
+    def joined(self, pieces: Shaped[Array, "*f n"]) -> Shaped[Array, ...]:
+        """What a device has in the end, from the grid of pieces that it has got."""
+        x = decoded(pieces, self.codec, math.prod(self.inner), self.dtype)
+        grid = self.grid(self.route.target)
+        _, order = self._interleaved(grid)
+        x = x.reshape(*grid, *self.inner).transpose(np.argsort(order))
+        return x.reshape(self._by_dim(grid))[tuple(slice(size) for size in self.target_block)]
 
     def _by_dim(self, grid: tuple[int, ...]) -> list[int]:
         shape, first = [], 0
@@ -108,17 +123,6 @@ class Move:
             first += len(factors)
         return shape, of_factors + of_rests
 
-    def _cut(self, x: Shaped[Array, ...]) -> Shaped[Array, "*f m"]:
-        grid = self.grid(self.route.source)
-        shape, order = self._interleaved(grid)
-        return x.reshape(shape).transpose(order).reshape(*grid, math.prod(self.inner))
-
-    def _joined(self, x: Shaped[Array, "*f m"]) -> Shaped[Array, ...]:
-        grid = self.grid(self.route.target)
-        _, order = self._interleaved(grid)
-        x = x.reshape(*grid, *self.inner).transpose(np.argsort(order))
-        return x.reshape(self._by_dim(grid))
-
 
 def shard_of(x: Shaped[Array, ...], leaf: LeafSpec) -> Shaped[Array, ...]:
     """The numbers of a device's shard, decoded if it is stored encoded."""
@@ -126,13 +130,12 @@ def shard_of(x: Shaped[Array, ...], leaf: LeafSpec) -> Shaped[Array, ...]:
 
 
 def encoded(x: Shaped[Array, "*f m"], codec: Codec | None) -> Shaped[Array, "*f n"]:
-    """Rows as they are sent. The barrier keeps XLA from moving a cast across the collective."""
-    return lax.optimization_barrier(to_bits(x) if codec is None else codec.encode_rows(x))
+    """Rows as they are sent; behind a barrier, XLA cannot move a cast to after the collective."""
+    return to_bits(x) if codec is None else codec.encode_rows(x)
 
 
 def decoded(x: Shaped[Array, "*f n"], codec: Codec | None, num: int, dtype: Any) -> Array:
     """`num` numbers in each row that arrived; the reverse of `encoded`."""
-    x = lax.optimization_barrier(x)
     return from_bits(x, dtype) if codec is None else codec.decode_rows(x, num, dtype)
 
 
@@ -144,24 +147,42 @@ def _slice(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*
 
 
 def _exchange(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*g m"]:
+    return from_parts(all_to_all(parts_of(x, step), step.digits), step, mesh)
+
+
+def parts_of(x: Shaped[Array, "*f m"], step: Step) -> Shaped[Array, "K ..."]:
+    """What a device sends in an exchange: part i to device i of its group."""
     others = [i for i in range(x.ndim) if i not in step.after]
     x = x.transpose([*step.after, *others])
     num = len(step.digits)
-    parts, rest = x.shape[:num], x.shape[num:]
-    x = all_to_all(x.reshape(math.prod(parts), *rest), step.digits)
+    return x.reshape(math.prod(x.shape[:num]), *x.shape[num:])
+
+
+def from_parts(x: Shaped[Array, "K ..."], step: Step, mesh: Mesh) -> Shaped[Array, "*g m"]:
+    """The pieces of a device after an exchange, from the parts that it got, by sender."""
+    sizes = [mesh.shape[digit] for digit in step.digits]
+    others = [i for i in range(len(sizes) + x.ndim - 1) if i not in step.after]
     # The leading dims now count the senders: the factors that were split. These have size 1 in the
     # rest, where they stand for those that are split now.
     renamed = dict(zip(step.before, step.after, strict=True))
     order = [*step.before, *(renamed.get(i, i) for i in others)]
-    return x.reshape(*parts, *rest).transpose(_back(order))
+    return x.reshape(*sizes, *x.shape[1:]).transpose(_back(order))
 
 
 def _gather(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*g m"]:
-    others = [i for i in range(x.ndim) if i not in step.before]
+    return from_all(all_gather(row_of(x, step)[None], step.digits, 0), step, mesh)
+
+
+def row_of(x: Shaped[Array, "*f m"], step: Step) -> Shaped[Array, ...]:
+    """What a device has of the result of a gather: `x` without the dims of the split factors."""
+    return x.reshape([size for i, size in enumerate(x.shape) if i not in step.before])
+
+
+def from_all(x: Shaped[Array, "K ..."], step: Step, mesh: Mesh) -> Shaped[Array, "*g m"]:
+    """The pieces of a device after a gather, from the rows of all devices of its group."""
     sizes = [mesh.shape[digit] for digit in step.digits]
-    rest = [x.shape[i] for i in others]
-    x = all_gather(x.reshape(1, *rest), step.digits, 0)
-    return x.reshape(*sizes, *rest).transpose(_back([*step.before, *others]))
+    others = [i for i in range(len(sizes) + x.ndim - 1) if i not in step.before]
+    return x.reshape(*sizes, *x.shape[1:]).transpose(_back([*step.before, *others]))
 
 
 def _back(order: list[Any]) -> np.ndarray:

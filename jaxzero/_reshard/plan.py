@@ -17,11 +17,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._codecs import Codec
-from .._mesh import NODE
+from .._mesh import NODE, gloo_workaround
 from .._sharding import LeafSpec
 from .counts import AnyMove, held_bytes
 from .digits import Digits
 from .move import Move
+from .ring import RingMove
 from .steps import Route, route
 from .windowed import WindowedMove, height_of, starts_of
 
@@ -65,6 +66,11 @@ class ReshardPlan:
     windows: tuple[tuple[int, ...], ...]
     digits: Digits
     nodes: np.ndarray
+
+    @property
+    def num_overlapped(self) -> int:
+        """How many of the windows, which come first, are of `RingMove`s and overlap."""
+        return sum(isinstance(self.moves[window[0]], RingMove) for window in self.windows)
 
     @property
     def programs(self) -> list[tuple[AnyMove, ...]]:
@@ -136,7 +142,9 @@ def _move(
     block = source.shard_shape(leaf.stored_shape)
     if found is not None:
         codec = _codec(leaf, dtype, options) if _sends(found) else None
-        return Move(leaf, block, found, dtype, codec)
+        move = Move(leaf, block, found, dtype, codec)
+        ring = RingMove.of(move, digits.mesh) if gloo_workaround.uses_gloo(digits.mesh) else None
+        return ring or move
     split = [dim for dim, names in enumerate(before) if names]
     if len(split) > 1:
         raise NotImplementedError(
@@ -213,12 +221,23 @@ def _codec(leaf: LeafSpec, dtype: Any, options: Options) -> Codec | None:
 def _windows(
     moves: Sequence[AnyMove | None], mesh: Mesh, window_bytes: int
 ) -> tuple[tuple[int, ...], ...]:
+    held = {i: held_bytes(move, mesh) for i, move in enumerate(moves) if move is not None}
+    sizes, rings = {}, {}
+    for i, move in enumerate(moves):
+        if isinstance(move, RingMove):
+            rings[i] = math.prod(move.leaf.shape) * move.dtype.itemsize
+        elif move is not None:
+            sizes[i] = math.prod(move.target_block) * move.dtype.itemsize + held[i]
+    # Those that overlap are as large as the memory of one array allows: the fewer the quicker.
+    most = min(window_bytes, max(rings.values(), default=0))
+    return *_runs({i: held[i] for i in rings}, most), *_runs(sizes, window_bytes)
+
+
+def _runs(sizes: dict[int, int], window_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """Cut moves of some sizes into runs of at most `window_bytes`, each of one move at least."""
     windows: list[list[int]] = []
     held = 0
-    for i, move in enumerate(moves):
-        if move is None:
-            continue
-        size = math.prod(move.target_block) * move.dtype.itemsize + held_bytes(move, mesh)
+    for i, size in sizes.items():
         if not windows or held + size > window_bytes:
             windows.append([])
             held = 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from .._codecs import Codec
 from .._mesh import is_traced
 from .._sharding import LeafSpec, TreePlan, arrays_of, axes_of, rebuild, spread_prefix
 from .._zero import Zero
+from .overlapped import run_overlapped
 from .plan import Options, ReshardPlan, make_plan, sent_dtype
 from .programs import run, viewed
 from .report import ReshardReport, make_report
@@ -39,7 +41,8 @@ def reshard(
     collectives, and each byte enters a node once, however many of its devices need it: for tensor
     parallelism inside a node, an all-to-all over `local`, then an all-gather over `node` of what
     each device needs. `reshard_report` tells the bytes beforehand. The arrays are moved in
-    windows: a device holds its part of the result, and at most about one array more.
+    windows: a device holds its part of the result, and at most about one array more. Between
+    processes of CPUs the windows overlap, and it returns when all of them have arrived.
 
     Where the new cuts do not fit the old ones (a padded dim that is split again, devices in a
     shuffled order) all devices gather all rows, a window at a time, and keep their own. To a mesh
@@ -57,7 +60,8 @@ def reshard(
         codec: encode floats of at least `config.min_quantized_size` elements with this codec where
             they are, and decode them where they arrive. Every device then has decoded numbers, also
             of its own shard.
-        window_bytes: arrays smaller than this are moved together, up to as many bytes.
+        window_bytes: arrays smaller than this are moved together, up to as many bytes; where
+            windows overlap, up to the bytes of the largest array.
 
     Returns:
         The tree with `jax.Array`s in their true shapes, of sharding `NamedSharding(mesh, spec)` in
@@ -92,10 +96,18 @@ def reshard(
 
 def _moved(plan: ReshardPlan, arrays: Sequence[Any]) -> dict[int, jax.Array]:
     """The arrays that have moves, by index, in their new shardings."""
-    made = {}
-    for window, moves in zip(plan.windows, plan.programs, strict=True):
-        stored = [_in_place(arrays[i], plan.sources[i]) for i in window]
-        for i, x in zip(window, run(plan.digits.mesh, moves, stored), strict=True):
+    mesh, made = plan.digits.mesh, {}
+    programs = list(zip(plan.windows, plan.programs, strict=True))
+
+    def with_arrays(some: Sequence[Any]) -> Iterator[tuple[Any, list[jax.Array]]]:
+        for window, moves in some:
+            yield moves, [_in_place(arrays[i], plan.sources[i]) for i in window]
+
+    num = plan.num_overlapped
+    overlapped = run_overlapped(mesh, with_arrays(programs[:num]))
+    others = (run(mesh, *window) for window in with_arrays(programs[num:]))
+    for window, stacks in zip(plan.windows, itertools.chain(overlapped, others), strict=True):
+        for i, x in zip(window, stacks, strict=True):
             made[i] = viewed(x, plan.leaves[i].shape, plan.targets[i])
     return made
 

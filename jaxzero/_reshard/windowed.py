@@ -106,7 +106,7 @@ class WindowedMove:
         return jnp.moveaxis(total, 0, self.dim)
 
     def _gathered(self, piece: Shaped[Array, "h ..."], mesh: Mesh) -> Shaped[Array, "k h ..."]:
-        message = encoded(piece.reshape(1, -1), self.codec)
+        message = lax.optimization_barrier(encoded(piece.reshape(1, -1), self.codec))
         # Innermost first, so that the first digit of `axes` counts in the major dim.
         for hop in self.hops:
             message = all_gather(message[None], hop, 0)
@@ -115,6 +115,7 @@ class WindowedMove:
         order = [names.index(name) for name in self.axes]
         message = message.transpose(*order, len(names)).reshape(-1, message.shape[-1])
         num = self.height * self.row_size
+        message = lax.optimization_barrier(message)
         return decoded(message, self.codec, num, self.dtype).reshape(-1, *piece.shape)
 
     def _dim_first(self, values: Any) -> list[Any]:

@@ -77,6 +77,29 @@ def test_pieces_between_nodes_are_joined_as_jax_joins_them(axes, piece, monkeypa
     assert (count > 0) == (axes != "local" and piece < 4 * 2 * 3 * 5 * num)
 
 
+@pytest.mark.parametrize("axes", ["local", "node", AXES])
+def test_a_permutation_is_in_pieces_where_devices_send_to_each_other(axes, monkeypatch):
+    monkeypatch.setattr(gloo_workaround, "PIECE_BYTES", 33)
+    mesh = jz.make_mesh(nodes=2)
+    num = 2 if axes == "node" else 4 if axes == "local" else 8
+    x = np.random.default_rng(0).integers(-99, 99, (8, 5, 3), np.int32)
+    options = {"mesh": mesh, "in_specs": P(AXES), "out_specs": P(AXES), "check_vma": False}
+    for shift in (num // 2, 1):  # with the first, each sends to the one that it receives from
+        pairs = [(i, (i + shift) % num) for i in range(num)]
+
+        def ours(x, pairs=pairs):
+            return gloo_workaround.permute(x, axes, pairs)
+
+        def of_jax(x, pairs=pairs):
+            return lax.ppermute(x, axes, pairs)
+
+        compiled = jax.jit(jax.shard_map(with_workaround(ours), **options)).lower(x).compile()
+        expected = jax.jit(jax.shard_map(of_jax, **options))(x)
+        np.testing.assert_array_equal(compiled(x), expected)
+        is_mutual = 2 * shift == num and axes != "local"
+        assert len(_hlo.collectives(compiled.as_text())) == (2 if is_mutual else 1)
+
+
 def _init():
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = {"up": (7, 24), "down": (24, 5), "bias": (5,)}

@@ -35,6 +35,10 @@ def main(address: str, number: int, count: int) -> None:
         for name, full in tree.items():
             shards = made[name].addressable_shards
             same &= all(np.array_equal(x.data, full[x.index]) for x in shards)
+    large = np.arange(2**20, dtype=np.float32).reshape(1024, 1024)
+    for spec in (PartitionSpec(), PartitionSpec("local"), PartitionSpec(None, "local")):
+        made = jz.reshard(zero.shard({"x": large}), zero, specs=spec)["x"]
+        same &= all(np.array_equal(x.data, large[x.index]) for x in made.addressable_shards)
     many = zero.shard({str(i): tree["a"] + i for i in range(60)})
     served = jz.reshard(many, zero, specs=PartitionSpec(None, "local"))
     for name, x in zero.shard(served).items():  # and back: each array takes a collective

@@ -1,0 +1,187 @@
+"""`RingMove`: the path between processes of CPUs, whose parts run while others are sent.
+
+Most moves have one step between processes, an all-gather between nodes. Devices of one process
+share memory, so the steps before it and after it need no collective:
+
+    start:  each device cuts the rows that it sends from the shards of its process      by itself
+    across: permutations, one to each distance between nodes                            together
+    finish: each device makes its part of the result of what its process has received   by itself
+
+XLA's CPU runtime executes programs over several devices one after another, and others beside them.
+So the link is idle only between the permutations of two windows, while one program for all parts
+leaves it idle in each `start` and `finish`.
+
+Gloo exchanges large messages in turn if two devices send to each other (`gloo_workaround`). A row
+may be sent by any device of its process. So of two nodes that send to each other, one sends rows
+from the devices that they are for, and the other from the next ones: each pair of devices then
+sends in one direction only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Shaped
+
+from .._mesh import gloo_workaround
+from . import in_memory
+from .digits import groups
+from .in_memory import Pieces
+from .move import Move, from_all, row_of
+from .steps import Step
+
+
+@dataclasses.dataclass(frozen=True)
+class RingMove(Move):
+    """A move whose only step between processes is an all-gather.
+
+    Attributes:
+        at: the index of that step.
+    """
+
+    at: int
+
+    @classmethod
+    def of(cls, move: Move, mesh: Mesh) -> RingMove | None:
+        """The same move in this form.
+
+        Returns:
+            None if the move has other steps between processes, or none; or if processes have one
+            device each, and two of them would send to each other.
+        """
+        crossing = [i for i, step in enumerate(move.steps) if _crosses(step, mesh)]
+        if len(crossing) != 1 or move.steps[crossing[0]].kind != "gather":
+            return None
+        for each in permutations(move.steps[crossing[0]], mesh):
+            if gloo_workaround.is_mutual(each.pairs):
+                return None
+        # Without its path: arrays of the same shape share programs.
+        leaf = dataclasses.replace(move.leaf, path="")
+        return cls(leaf, move.block, move.route, move.dtype, move.codec, crossing[0])
+
+    @property
+    def before(self) -> tuple[Step, ...]:
+        """The steps inside processes by which rows are made."""
+        return self.steps[: self.at]
+
+    @property
+    def across(self) -> Step:
+        """The step between processes."""
+        return self.steps[self.at]
+
+    @property
+    def after(self) -> tuple[Step, ...]:
+        """The steps inside processes after it."""
+        return self.steps[self.at + 1 :]
+
+    def rows(
+        self, shards: Pieces, devices: tuple[int, ...], mesh: Mesh
+    ) -> list[Shaped[Array, " row"]]:
+        """What each of some devices gives to the all-gather.
+
+        Args:
+            shards: of the stored array, on all devices that decide these rows.
+            devices: their numbers in `mesh`.
+            mesh: the digits of the devices.
+        """
+        pieces = {i: self.pieces_of(x) for i, x in shards.items()}
+        for step in self.before:
+            pieces = in_memory.take(step, pieces, mesh)
+        return [row_of(pieces[i], self.across).reshape(-1) for i in devices]
+
+    def result(
+        self,
+        shards: Pieces,
+        received: dict[int, list[Shaped[Array, " row"]]],
+        device: int,
+        mesh: Mesh,
+    ) -> Shaped[Array, ...]:
+        """A device's part of the result.
+
+        Args:
+            shards: of the stored array, on all devices that decide the rows of those below.
+            received: for each device that decides the result, the rows that it received, by the
+                distance of their senders.
+            device: its number in `mesh`.
+            mesh: the digits of the devices.
+        """
+        shape, pieces = row_shape(self, mesh).shape, {}
+        for giver, own in zip(received, self.rows(shards, tuple(received), mesh), strict=True):
+            _, node = np.argwhere(groups(self.across.digits, mesh) == giver)[0]
+            rows = [own, *received[giver]]  # of the own node, the one before it, and so on
+            full = jnp.stack(
+                [rows[(node - i) % len(rows)].reshape(shape) for i in range(len(rows))]
+            )
+            pieces[giver] = from_all(full, self.across, mesh)
+        for step in self.after:
+            pieces = in_memory.take(step, pieces, mesh)
+        return self.joined(pieces[device])
+
+
+@dataclasses.dataclass(frozen=True)
+class Permutation:
+    """What all devices send at once, to the nodes at some distance.
+
+    Attributes:
+        pairs: the numbers of each sender and of the device that it sends to.
+        rows: for each sender the device whose row it sends.
+        slot: 0, or 1 where further permutations send other rows.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    rows: dict[int, int]
+    slot: int
+
+
+@functools.lru_cache(maxsize=64)
+def permutations(step: Step, mesh: Mesh) -> tuple[Permutation, ...]:
+    """How rows are sent in a gather between processes, for each distance from 1 on."""
+    grid, found = groups(step.digits, mesh), []
+    processes = _processes(mesh)[grid]
+    alike = [np.flatnonzero((processes == own).all(axis=1)).tolist() for own in processes]
+    following = [x[(x.index(line) + 1) % len(x)] for line, x in enumerate(alike)]
+    num = grid.shape[1]
+    for distance in range(1, num):
+        pairs, rows, is_mutual = [], {}, 2 * distance == num
+        for line, node in np.ndindex(grid.shape):
+            to = following[line] if is_mutual and 2 * node >= num else line
+            sender = int(grid[line, node])
+            pairs.append((sender, int(grid[to, (node + distance) % num])))
+            rows[sender] = int(grid[to, node])
+        found.append(Permutation(tuple(pairs), rows, int(is_mutual and num > 2)))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=512)
+def row_shape(move: RingMove, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of the row of a device in the gather between processes."""
+
+    def row(shard: Array) -> Array:
+        pieces = move.pieces_of(shard)
+        found = dict.fromkeys(in_memory.needed([0], move.before, mesh), pieces)
+        for step in move.before:
+            found = in_memory.take(step, found, mesh)
+        return row_of(found[0], move.across)
+
+    return jax.eval_shape(row, jax.ShapeDtypeStruct(move.block, move.leaf.stored.dtype))
+
+
+def process_of(device: Any) -> int:
+    """The process whose memory a device has."""
+    return device.process_index
+
+
+def _processes(mesh: Mesh) -> np.ndarray:
+    return np.array([process_of(device) for device in mesh.devices.flat])
+
+
+def _crosses(step: Step, mesh: Mesh) -> bool:
+    """Whether a step sends between processes."""
+    found = _processes(mesh)[groups(step.digits, mesh)]
+    return step.kind != "slice" and bool((found != found[:, :1]).any())
