@@ -9,6 +9,7 @@ of files: a thread then moves all slices of an array without waiting for another
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import types
 from collections.abc import Callable
 from typing import NamedTuple
@@ -44,13 +45,20 @@ def finished(placed: jax.Array | InTransfer) -> jax.Array:
 
 
 class Transfers:
-    """Threads that move arrays to devices. A context manager: leaving it ends the threads."""
+    """Threads that move arrays to devices. A context manager: leaving it ends the threads.
+
+    Inside, Python's collector of cycles is off: the arrays of a large tree are enough to start it,
+    and while it walks over all objects of the process (0.1 s) it holds the lock that the threads
+    need between two copies.
+    """
 
     def __init__(self):
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "transfer")
         self._running: set[concurrent.futures.Future[list[jax.Array]]] = set()
+        self._collects = gc.isenabled()
 
     def __enter__(self) -> Transfers:
+        gc.disable()
         return self
 
     def __exit__(
@@ -60,6 +68,8 @@ class Transfers:
         traceback: types.TracebackType | None,
     ) -> None:
         self._threads.shutdown(cancel_futures=error is not None)
+        if self._collects:
+            gc.enable()
 
     def make_room(self) -> None:
         """Wait until a thread is free.

@@ -36,6 +36,7 @@ from ._rope_scaling import Llama3Scaling as Llama3Scaling
 from ._rope_scaling import LongScaling as LongScaling
 from ._rope_scaling import YarnScaling as YarnScaling
 from ._sampling import Sampling as Sampling
+from ._shapes_only import ShapesOnly as ShapesOnly
 from ._tensor_parallel import tensor_parallel_specs as tensor_parallel_specs
 from ._vit import ViT as ViT
 from ._vit import ViTClassifier as ViTClassifier

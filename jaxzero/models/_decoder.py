@@ -49,6 +49,7 @@ class Decoder(nnx.Module):
         self.layers = make_layers(
             lambda rngs, i: make_block(config, i, rngs),
             config.num_layers,
+            kind=lambda i: config.experts is not None and i in config.experts.dense_layers,
             scanned=config.scan_layers,
             rngs=rngs,
         )

@@ -46,6 +46,7 @@ class Encoder(nnx.Module):
         self.layers = make_layers(
             lambda rngs, _: Layer(config, rngs=rngs),
             config.num_layers,
+            kind=lambda _: None,
             scanned=config.scan_layers,
             rngs=rngs,
         )

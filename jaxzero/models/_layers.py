@@ -7,20 +7,42 @@ Recomputation (`remat`) is `jax.checkpoint` around each layer: its activations a
 forward pass, but for those that the policy keeps, and are computed again in the backward pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ._shapes_only import ShapesOnly
+
 Remat = Literal["none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable"]
 
 
 def make_layers(
-    make: Callable[[nnx.Rngs, int], nnx.Module], num_layers: int, *, scanned: bool, rngs: nnx.Rngs
+    make: Callable[[nnx.Rngs, int], nnx.Module],
+    num_layers: int,
+    *,
+    kind: Callable[[int], Hashable],
+    scanned: bool,
+    rngs: nnx.Rngs,
 ) -> Any:
-    """A list of `num_layers` modules, or one whose every parameter has a leading dim of them."""
+    """A list of `num_layers` modules, or one whose every parameter has a leading dim of them.
+
+    Args:
+        make: makes a layer, given its number.
+        num_layers: number of layers.
+        kind: layers for which it is equal differ in values only.
+        scanned: whether the layers are stacked; then all are like the first.
+        rngs: keys of the initial values. Of `ShapesOnly`, one layer of each kind is made; the
+            others are its copies.
+    """
+    if not scanned and isinstance(rngs, ShapesOnly):
+        first: dict[Hashable, nnx.Module] = {}
+        for i in range(num_layers):
+            if kind(i) not in first:
+                first[kind(i)] = make(rngs, i)
+        return nnx.List([nnx.clone(first[kind(i)]) for i in range(num_layers)])
     if not scanned:
         return nnx.List([make(rngs, i) for i in range(num_layers)])
     stacked = nnx.vmap(lambda rngs: make(rngs, 0), in_axes=0, out_axes=0)

@@ -46,6 +46,7 @@ class ModernBert(nnx.Module):
         self.layers = make_layers(
             lambda rngs, i: _layer(config, i + self._num_before, rngs),
             config.num_layers - self._num_before,
+            kind=lambda i: i + self._num_before == 0,
             scanned=config.scan_layers,
             rngs=rngs,
         )

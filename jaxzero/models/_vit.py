@@ -44,6 +44,7 @@ class ViT(nnx.Module):
         self.layers = make_layers(
             lambda rngs, _: _layer(config, rngs),
             config.num_layers,
+            kind=lambda _: None,
             scanned=config.scan_layers,
             rngs=rngs,
         )

@@ -1,5 +1,6 @@
 """Values that were read from a file stay as they were, whoever writes to the file afterwards."""
 
+import gc
 from pathlib import Path
 
 import jax
@@ -138,3 +139,16 @@ def test_a_file_that_is_cut_off_after_it_was_opened(written):
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(ValueError, match="ends inside tensor 'x': it was cut off after it"):
         jz.Zero(jz.make_mesh(nodes=2)).shard({"x": tensor.transpose()})
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_collector_is_as_it_was_before(written, collects: bool):
+    file, _ = written
+    try:
+        if not collects:
+            gc.disable()
+        jz.Zero(jz.make_mesh(nodes=2)).shard({"x": interop.tensors_in(file)["x"]})
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
