@@ -11,7 +11,7 @@ update of its layer takes the place of the write (`update_in_loop`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from .gathers import Bind
 from .gradient_buckets import GradientBuckets
 from .host_stacks import LayerIndex
 from .mean_gradients import host_mean, mean_of_one_microbatch
-from .update_in_loop import Updated, UpdatesInLoop
+from .update_in_loop import Layers, Updated, UpdatesInLoop
 
 Outputs = Callable[[Mapping[int, ReduceBucket]], dict[int, Any]]  # `Runner.deferred_outputs`
 
@@ -38,6 +38,8 @@ class Deferred(NamedTuple):
     stacks: dict[int, Sum]  # of the deferred outputs, by index of the output
     updated: dict[int, Updated]  # leaves that the loop updates, by index of the output
     waiting: dict[int, Array]  # gradients of such leaves, used in the next iteration
+    # Layers for the updates after the loop, fetched by the last iteration, the last one first.
+    ahead: Sequence[dict[int, Layers]] = ()
 
 
 class DeferredGradients:
@@ -198,8 +200,47 @@ class DeferredGradients:
         updated = self._updates.advance(updated, gradients, iteration - age, late - age + 1)
         return Deferred(buckets, stacks, updated, waiting)
 
-    def finish(self, state: Deferred) -> dict[int, Any]:
+    def with_room_ahead(self, state: Deferred) -> Deferred:
+        """The state before the last iteration, with zeros for what `advance_last` will fetch."""
+        most = max((len(buckets) for buckets in state.buckets.values()), default=0)
+        updated = state.updated.items()
+        layers = {number: x.layers for number, x in updated if number not in state.waiting}
+        empty = jax.tree.map(jnp.zeros_like, layers)
+        return state._replace(ahead=[empty] * max(0, most - 2))
+
+    def advance_last(
+        self, state: Deferred, iteration: Array, fetched_at: Array, written_at: Array
+    ) -> Deferred:
+        """Do what is left and can be done in the last iteration, after `advance`.
+
+        See [Note: the last updates] in `update_in_loop`.
+
+        Args:
+            state: of that iteration.
+            iteration: its number.
+            fetched_at: the same number, known when layers are fetched.
+            written_at: the same number, known when a layer is written.
+        """
+        done = {number: buckets[-1] for number, buckets in state.buckets.items()}
+        age = max((len(buckets) - 1 for buckets in state.buckets.values()), default=0)
+        if not age:
+            return state
+        layers = self._finished_outputs(done)
+        stacks = _stored(state.stacks, layers, self._layer_index(iteration - age))
+        gradients = {k: x for k, x in layers.items() if k in state.updated}
+        ahead = [self._updates.fetch(state.updated, gradients, fetched_at - i) for i in range(age)]
+        # A stack is written in its place only if all of these layers are fetched before.
+        updated, ahead = lax.optimization_barrier((state.updated, ahead))
+        updated = self._updates.advance(updated, gradients, written_at - age, None)
+        updated = _with_layers(updated, ahead.pop())
+        return state._replace(stacks=stacks, updated=updated, ahead=ahead)
+
+    def finish(self, state: Deferred, *, last_is_apart: bool) -> dict[int, Any]:
         """Reduce the buckets that are in flight after the last iteration.
+
+        Args:
+            state: after it.
+            last_is_apart: whether `advance_last` has been called.
 
         Returns:
             The stack of each output; of a leaf that is updated a list, as in `LeafUpdate.stacks`.
@@ -207,6 +248,7 @@ class DeferredGradients:
         stacks, last = state.stacks, jnp.asarray(self._length - 1)
         updated = self._updates.advance(state.updated, state.waiting, last, None)
         most = max((len(buckets) for buckets in state.buckets.values()), default=0)
+        most -= 1 if last_is_apart and most > 1 else 0
         for age in reversed(range(most)):  # the number of axes done, or one more
             done = {
                 number: self._gradients.reduce_rest(number, age, buckets[age])
@@ -215,8 +257,10 @@ class DeferredGradients:
             layers = self._finished_outputs(done)
             stacks = _stored(stacks, layers, self._layer_index(last - age))
             gradients = {k: x for k, x in layers.items() if k in updated}
-            following = last - age + 1 if age else None
+            following = last - age + 1 if age and not last_is_apart else None
             updated = self._updates.advance(updated, gradients, last - age, following)
+            if age and last_is_apart:
+                updated = _with_layers(updated, state.ahead[age - 1])
         return {**stacks, **{number: x.stacks for number, x in updated.items()}}
 
     def _finished(self, number: int, x: Any) -> Any:
@@ -250,6 +294,13 @@ class DeferredGradients:
         if number in self._plan.host_gradients:
             return empty_in_host(shape, layer.dtype, number)
         return jnp.zeros(shape, layer.dtype)
+
+
+def _with_layers(
+    updated: Mapping[int, Updated], layers: Mapping[int, Layers]
+) -> dict[int, Updated]:
+    """The leaves with other layers on the device, where `layers` has any."""
+    return {k: x._replace(layers=layers.get(k, x.layers)) for k, x in updated.items()}
 
 
 def _layer_shape(stack: Any) -> jax.ShapeDtypeStruct:

@@ -18,11 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex
 from jaxtyping import Array
 
 from .._collectives import CommSpec, accumulator_dtype, all_gather, all_reduce, repeated
 from .._mesh import AXES, in_host
+from .._program import traced_once
 from .._sharding import split_dim
 
 
@@ -101,7 +101,7 @@ def accumulate(
         functools.partial(step, run), num - (first is not None), microbatches=True
     )
     if first is None:
-        each, shapes = _traced_once(each, before)
+        each, shapes = traced_once(each, *before)
         start, before_others = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[0]), []
     else:
         start, before_others = step(first, *before)
@@ -111,21 +111,6 @@ def accumulate(
     for i, x in enumerate(before_others):
         others[i] = jnp.concatenate([jnp.expand_dims(x, 0), others[i]])
     return sums, others
-
-
-def _traced_once(function: Callable, args: Any) -> tuple[Callable, Any]:
-    """Trace `function(*args)`; also return the shapes of its result.
-
-    What is returned in its place runs the trace: the function, with all that it records, is called
-    no more.
-    """
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    run = jex.jaxpr_as_fun(closed)
-
-    def traced(*args):
-        return jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(args)))
-
-    return traced, shapes
 
 
 def _widened(sums: Accumulators) -> Accumulators:

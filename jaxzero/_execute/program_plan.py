@@ -20,6 +20,7 @@ from .._plan import (
     BlockUses,
     ShardedParam,
     View,
+    cut_last_updates,
     find_uses,
     make_plan,
     mark_host_gradients,
@@ -141,6 +142,7 @@ def plan_program(
             k: parameters.leaves[i] for k, i in final.items() if parameters.has_host_gradient(i)
         }
         top = mark_host_gradients(top, stored, {k: i for k, i in final.items() if i in updates})
+        top = cut_last_updates(top)
     if comm.schedule.separate_ends:
         top, later = separate_ends(top, comm), later and separate_ends(later, comm)
     return ProgramPlan(top, later, weights, depths, targets)

@@ -8,11 +8,13 @@ it is sent. Runs nothing; `_execute` runs the plan, `_report` prints it.
 from .block_plan import BlockPlan as BlockPlan
 from .block_plan import GatherGroup as GatherGroup
 from .block_plan import LoopPlan as LoopPlan
+from .body_work import known_after as known_after
 from .held_by_loops import most_held as most_held
 from .host_gradients import mark_host_gradients as mark_host_gradients
 from .hpz import mark_kept_slices as mark_kept_slices
 from .hpz import slices_kept_in_program as slices_kept_in_program
 from .lifetimes import Gather as Gather
+from .loop_ends import cut_last_updates as cut_last_updates
 from .loop_ends import separate_ends as separate_ends
 from .param_uses import BlockUses as BlockUses
 from .param_uses import ShardedParam as ShardedParam

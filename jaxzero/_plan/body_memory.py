@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from .._program import Block, Value
+from .body_work import work_done
 from .held_by_loops import WORK_PER_BYTE
 from .param_uses import BlockUses
 
@@ -70,7 +71,7 @@ def find_peak(
     held = _held_bytes(block, uses)
     if not held.any():
         return NO_PEAK
-    work = np.cumsum([operation.products for operation in block.operations])
+    work = work_done(block)
     at = int(held.argmax())
     high = itertools.takewhile(lambda i: held[i] > _HIGH * held[at], range(at, len(held)))
     last = max(high)

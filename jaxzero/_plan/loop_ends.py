@@ -7,7 +7,10 @@ axis once for every iteration by which it is ahead or behind. The iterations in 
 between nodes would be in vain are cut off, and do not send it. Inside a node they send as all
 others do, so that each end is one loop with one body.
 
-Each end is one more copy of the body to compile, so this is done only on request
+The last iteration of a loop that updates leaves in host memory is always cut off, if it can be: in
+it, and nowhere later, the copies of the last updates overlap with computation.
+
+Each end is one more copy of the body to compile, so the other ends are cut off only on request
 (`CommSchedule.separate_ends`), where a loop is long compared with its ends, and not inside of other
 loops: there the copies would hold copies in turn.
 """
@@ -16,11 +19,16 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 from .._collectives import CommSpec, reduce_axes
 from .._mesh import NODE
 from .._program import Branch, Loop
 from .block_plan import BlockPlan, LoopPlan
 
+# Before JAX 0.11 fewer bytes have matrix products beside them then: 89% rather than 91% (Llama-7B,
+# ZeRO-3, 2 x 8 H200, compiled and not run).
+_CUTS_UPDATES = jax.__version_info__ >= (0, 11)
 # The iterations of a loop for each one that is cut off: with a loop of four layers, two of which
 # run before it and two after it, most of the program would be ends.
 _ITERATIONS = 2
@@ -49,9 +57,32 @@ def separate_ends(plan: BlockPlan, comm: CommSpec) -> BlockPlan:
     return dataclasses.replace(plan, loops=loops)
 
 
+def cut_last_updates(plan: BlockPlan) -> BlockPlan:
+    """Cut the last iteration off the loops that update leaves.
+
+    Args:
+        plan: the plan of the full program, with the leaves marked that its loops update.
+    """
+    loops = {}
+    for index, loop in plan.loops.items():
+        operation = plan.block.operations[index]
+        assert isinstance(operation, Loop)
+        may = _may_run_apart(operation, loop) and not operation.uses_host_memory
+        may = may and not any(other.continues == index for other in plan.loops.values())
+        if _CUTS_UPDATES and loop.updates and may and operation.length >= _ITERATIONS:
+            loop = dataclasses.replace(loop, num_last=1)
+        loops[index] = loop
+    return dataclasses.replace(plan, loops=loops)
+
+
 def _may_be_cut(operation: Loop, loop: LoopPlan) -> bool:
     """Whether the ends of a loop can be cut off, at the cost of one copy of its body each."""
-    if isinstance(operation, Branch) or not loop.is_pipelined or _copies(operation, loop):
+    return _may_run_apart(operation, loop) and not _copies(operation, loop)
+
+
+def _may_run_apart(operation: Loop, loop: LoopPlan) -> bool:
+    """Whether iterations of a loop may run outside of it, as loops of their own."""
+    if isinstance(operation, Branch) or not loop.is_pipelined:
         return False
     inside = [inner.body for inner in loop.body.loops.values()]
     if any(body.gather_groups or body.reduce_groups or body.loops for body in inside):

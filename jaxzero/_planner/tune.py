@@ -91,18 +91,7 @@ def tune(
         >>> plans.print()
         >>> zero = jz.Zero(mesh, plans.config)
     """
-    if not isinstance(cluster, Cluster):
-        raise ValueError(f"`cluster` must be a `jz.Cluster(...)`; got {cluster!r}.")
-    if objective not in get_args(Objective):
-        raise ValueError(
-            f"`objective` must be one of {', '.join(get_args(Objective))}; got {objective!r}."
-        )
-    for name, value in (("memory", memory), ("budget", budget)):
-        if value is not None and (not isinstance(value, int | float) or not value > 0):
-            unit = {"memory": "bytes of a device", "budget": "seconds"}[name]
-            raise ValueError(f"`{name}` is a number of {unit}, above 0; got {value!r}.")
-    if not all(isinstance(k, int) and k > 0 for k in microbatches):
-        raise ValueError(f"`microbatches` must be integers above 0; got {tuple(microbatches)!r}.")
+    _check(cluster, objective, memory, budget, microbatches)
     limit = (1 - _RESERVED) * cluster.kind.memory if memory is None else memory
     methods = _methods(local_steps, cluster)
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
@@ -138,6 +127,24 @@ def tune(
         search.proxies,
         search.full,
     )
+
+
+def _check(
+    cluster: Any, objective: Any, memory: Any, budget: Any, microbatches: Sequence[Any]
+) -> None:
+    """Raise `ValueError` for an argument of `tune` of the wrong kind."""
+    if not isinstance(cluster, Cluster):
+        raise ValueError(f"`cluster` must be a `jz.Cluster(...)`; got {cluster!r}.")
+    if objective not in get_args(Objective):
+        raise ValueError(
+            f"`objective` must be one of {', '.join(get_args(Objective))}; got {objective!r}."
+        )
+    for name, value in (("memory", memory), ("budget", budget)):
+        if value is not None and (not isinstance(value, int | float) or not value > 0):
+            unit = {"memory": "bytes of a device", "budget": "seconds"}[name]
+            raise ValueError(f"`{name}` is a number of {unit}, above 0; got {value!r}.")
+    if not all(isinstance(k, int) and k > 0 for k in microbatches):
+        raise ValueError(f"`microbatches` must be integers above 0; got {tuple(microbatches)!r}.")
 
 
 def _num_rows(batch: Any, cluster: Cluster) -> int:

@@ -40,3 +40,4 @@ from .split_stacks import SplitStack as SplitStack
 from .split_stacks import run_on_split_stacks as run_on_split_stacks
 from .trace import open_program as open_program
 from .trace import trace as trace
+from .trace import traced_once as traced_once

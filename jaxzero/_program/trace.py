@@ -60,6 +60,22 @@ def _warn_of_split(constants: Sequence[Any]) -> None:
             )
 
 
+def traced_once(function: Callable, *args: Any) -> tuple[Callable, Any]:
+    """Trace `function(*args)`, so that it is not called again.
+
+    Returns:
+        A function that runs the trace, of arguments like `args`; and the tree of
+        `ShapeDtypeStruct`s that it returns.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    run, structure = jex.jaxpr_as_fun(closed), jax.tree.structure(shapes)
+
+    def traced(*args):
+        return jax.tree.unflatten(structure, run(*jax.tree.leaves(args)))
+
+    return traced, shapes
+
+
 def open_program(function: Callable, *args: Any) -> tuple[Callable, list[Any], Any]:
     """Trace `function` and turn the arrays that it closes over into arguments.
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._codecs import Codec
 from .._mesh import NODE, gloo_workaround
-from .._sharding import LeafSpec
+from .._sharding import LeafSpec, axes_of
 from .counts import AnyMove, held_bytes
 from .digits import Digits
 from .move import Move
@@ -126,6 +126,19 @@ def plain_spec(leaf: LeafSpec, source: NamedSharding) -> PartitionSpec:
     if leaf.codec is None or leaf.layout is None:
         return source.spec
     return PartitionSpec(*[None] * leaf.layout.dim, source.spec[leaf.num_lead])
+
+
+def spec_without_padding(leaf: LeafSpec, source: NamedSharding) -> PartitionSpec:
+    """How a leaf is split between the same devices, without padding and not as messages.
+
+    It is whole on each device where the devices cannot share it evenly.
+    """
+    spec = plain_spec(leaf, source)
+    for dim, entry in enumerate(spec):
+        parts = math.prod(source.mesh.shape[axis] for axis in axes_of(PartitionSpec(entry)))
+        if leaf.shape[dim] % parts:
+            return PartitionSpec()
+    return spec
 
 
 def _move(

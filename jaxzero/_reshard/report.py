@@ -13,7 +13,7 @@ from .._collectives import readable_bytes
 from .._report import TextTable
 from .._sharding import LeafSpec
 from .counts import AnyMove, Sent, held_bytes, least_elements, sent_by
-from .plan import ReshardPlan, known, plain_spec
+from .plan import ReshardPlan, known, plain_spec, spec_without_padding
 from .ring import RingMove
 from .windowed import WindowedMove
 
@@ -44,7 +44,8 @@ class ReshardReport:
     """Bytes that a `reshard` sends and holds; `print` it.
 
     Bytes are those of the node, or of the device, that gets most. Arrays that `jax.device_put`
-    takes to other devices are in `leaves` and `result_bytes` only.
+    takes to other devices, or that have no elements, are not in the bytes that are sent
+    (`num_uncounted`).
 
     Attributes:
         leaves: one row for each array.
@@ -57,6 +58,7 @@ class ReshardReport:
         program_bytes: the most that a program holds on a device besides its arguments and results.
         windows: number of programs.
         largest_leaf_bytes: bytes of the largest array of the result, if a device had it in full.
+        num_uncounted: number of arrays that `jax.device_put` moves.
     """
 
     leaves: tuple[LeafReport, ...]
@@ -69,6 +71,7 @@ class ReshardReport:
     program_bytes: int
     windows: int
     largest_leaf_bytes: int
+    num_uncounted: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -80,17 +83,29 @@ class ReshardReport:
         return {**dataclasses.asdict(self), "peak_bytes": self.peak_bytes}
 
     def __str__(self) -> str:
+        counted = len(self.leaves) - self.num_uncounted
         sent = TextTable(
             title=f"Reshard: {len(self.leaves)} arrays by {self.windows} programs",
             headings=("Bytes", "each device", "lower bound"),
             rows=[
-                _compared("into a node, from other nodes", self.into_node, self.least_into_node),
-                _compared("into a device", self.into_device, self.least_into_device),
+                *(
+                    _compared(name, sent, least) if counted else (name, "not counted", "")
+                    for name, sent, least in (
+                        ("into a node, from other nodes", self.into_node, self.least_into_node),
+                        ("into a device", self.into_device, self.least_into_device),
+                    )
+                ),
                 ("held: source", readable_bytes(self.source_bytes), ""),
                 ("held: result", readable_bytes(self.result_bytes), ""),
                 ("held: by a program, at most", readable_bytes(self.program_bytes), ""),
                 ("held: in all, at most", readable_bytes(self.peak_bytes), ""),
             ],
+            footer=(
+                f"`jax.device_put` moves {self.num_uncounted} of these arrays: the bytes that it "
+                "sends are not counted.",
+            )
+            if self.num_uncounted
+            else (),
         )
         leaves = TextTable(
             headings=("Array", "Shape", "How", "into node", "into device"),
@@ -117,7 +132,7 @@ def make_report(plan: ReshardPlan) -> ReshardReport:
     """Count what a plan sends and holds."""
     mesh, nodes = plan.digits.mesh, plan.nodes
     sent, least = np.zeros((2, mesh.size)), (np.zeros(mesh.size), np.zeros(nodes.max() + 1))
-    rows = []
+    rows, copies = [], [0]  # bytes of arrays without their padding, before `jax.device_put`
     for leaf, source, target, move in zip(
         plan.leaves, plan.sources, plan.targets, plan.moves, strict=True
     ):
@@ -125,6 +140,8 @@ def make_report(plan: ReshardPlan) -> ReshardReport:
         if move is None:
             size = result * leaf.dtype.itemsize
             rows.append(LeafReport(leaf.path, leaf.shape, "jax.device_put", 0, 0, size))
+            own = NamedSharding(source.mesh, spec_without_padding(leaf, source))
+            copies.append(math.prod(own.shard_shape(leaf.shape)) * leaf.dtype.itemsize)
             continue
         others, outside = sent_by(move, mesh, nodes)
         sent += np.stack([others, outside])
@@ -145,7 +162,7 @@ def make_report(plan: ReshardPlan) -> ReshardReport:
         source_bytes=sum(_held(x, y) for x, y in zip(plan.leaves, plan.sources, strict=True)),
         result_bytes=sum(x.device_bytes for x in rows),
         program_bytes=max(
-            (sum(held_bytes(move, mesh) for move in moves) for moves in plan.programs), default=0
+            [*copies, *(sum(held_bytes(move, mesh) for move in moves) for moves in plan.programs)]
         ),
         windows=len(plan.windows),
         largest_leaf_bytes=max(
@@ -155,6 +172,7 @@ def make_report(plan: ReshardPlan) -> ReshardReport:
             ),
             default=0,
         ),
+        num_uncounted=sum(move is None for move in plan.moves),
     )
 
 

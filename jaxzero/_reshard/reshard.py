@@ -17,7 +17,7 @@ from .._mesh import is_traced
 from .._sharding import LeafSpec, TreePlan, arrays_of, axes_of, rebuild, spread_prefix
 from .._zero import Zero
 from .overlapped import run_overlapped
-from .plan import Options, ReshardPlan, make_plan, sent_dtype
+from .plan import Options, ReshardPlan, make_plan, sent_dtype, spec_without_padding
 from .programs import run, viewed
 from .report import ReshardReport, make_report
 
@@ -71,7 +71,9 @@ def reshard(
         ValueError: `params` are traced, without an array, or not of this `zero`; `specs` is no tree
             prefix of them, names an axis that `mesh` lacks, or does not divide a dim; `dtype` is no
             float type.
-        NotImplementedError: an array that further mesh axes split has cuts that do not fit.
+        NotImplementedError: an array that further mesh axes split has cuts that do not fit; `mesh`
+            has other devices than `zero.mesh`, and JAX cannot copy between them: CPUs of several
+            processes.
 
     Example:
         >>> specs = models.tensor_parallel_specs(graph, params, size=zero.mesh.shape["local"])
@@ -138,7 +140,7 @@ def reshard_report(
         any method needs, and the peak of a device's memory.
 
     Raises:
-        ValueError: as `reshard`.
+        ValueError, NotImplementedError: as `reshard`.
     """
     return make_report(planned(params, zero, specs, mesh, dtype, codec, window_bytes)[1])
 
@@ -155,6 +157,7 @@ def planned(
     """The layout of a tree, the moves of its arrays, and how they are sent; runs nothing."""
     check_options(zero, mesh, dtype, codec, window_bytes)
     mesh = zero.mesh if mesh is None else mesh
+    _check_devices(zero.mesh, mesh)
     tree, shardings = zero.stored_layout(params)
     if not tree.leaves:
         raise ValueError("`params` must hold an array; got a tree without any.")
@@ -179,6 +182,20 @@ def check_options(zero: Any, mesh: Any, dtype: Any, codec: Any, window_bytes: An
         raise ValueError(f"`codec` must be a codec, such as `jz.Int8()`, or None; got {codec!r}.")
     if not isinstance(window_bytes, int) or window_bytes < 1:
         raise ValueError(f"`window_bytes` must be a positive integer; got {window_bytes!r}.")
+
+
+def _check_devices(source: Mesh, mesh: Mesh) -> None:
+    """Raise `NotImplementedError` if `jax.device_put` cannot copy from one mesh to the other."""
+    before, after = set(source.devices.flat), set(mesh.devices.flat)
+    processes = {device.process_index for device in before | after}
+    if before == after or len(processes) == 1 or source.devices.flat[0].platform != "cpu":
+        return
+    raise NotImplementedError(
+        f"`mesh` has the devices {sorted(x.id for x in after)} and `zero.mesh` "
+        f"{sorted(x.id for x in before)}, CPUs of {len(processes)} processes: JAX cannot "
+        "copy arrays between different sets of them. Give a mesh of all devices of `zero.mesh`, or "
+        "save the parameters with `jz.Checkpoints` and restore them in the other processes."
+    )
 
 
 def _spread(specs: Any, tree: TreePlan) -> list[PartitionSpec]:
@@ -243,6 +260,6 @@ def _put(
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return jax.device_put(x, target)
     # Padding and messages are removed before: only here are the cuts of both known.
-    own = source if leaf.is_plain else NamedSharding(source.mesh, PartitionSpec())
+    own = NamedSharding(source.mesh, spec_without_padding(leaf, source))
     plan = make_plan([leaf], [source], [own], dataclasses.replace(options, codec=None))
     return jax.device_put(_moved(plan, [x])[0], target)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import optax
@@ -119,14 +120,26 @@ class TracedUpdate:
         """The leaves that are updated by windows, as indices of the parameters."""
         return sorted({owner for owner in self.owners.values() if owner is not None})
 
+    def host_bytes(self, numbers: Iterable[int]) -> int:
+        """Bytes, over all devices, of the parameters and state of these leaves in host memory."""
+        arrays = (x for number in numbers for x in self.leaf(number).arrays.values())
+        return sum(x.size * x.dtype.itemsize for x in arrays if in_host(x))
+
     def apply(
-        self, grads: Sequence[Array | None], done: Mapping[Value, Array] | None = None
+        self,
+        grads: Sequence[Array | None],
+        done: Mapping[Value, Array] | None = None,
+        *,
+        at_once: bool = False,
     ) -> tuple[Any, Any]:
         """Update the leaves.
 
         Args:
             grads: the gradients; None for leaves that have been updated.
             done: the new arrays of these leaves, by the input of the program that they replace.
+            at_once: update each leaf as soon as its gradient is known, in one window, whenever
+                the others are updated. Otherwise one follows the other, which bounds what is on
+                the device.
 
         Returns:
             The new parameters and the new state.
@@ -141,11 +154,14 @@ class TracedUpdate:
 
         given = {i for i, x in enumerate(grads) if x is not None}
         windowed = {i: self.leaf(i, arrays) for i in self.windowed if i in given}
-        passes = Passes(self.analysis, self.layouts, self._window_bytes)
+        window_bytes = sys.maxsize if at_once else self._window_bytes
+        passes = Passes(self.analysis, self.layouts, window_bytes)
         for operations in self.analysis.reductions:
             for value, x in passes.reduce(windowed, operations, scalars).items():
                 full.add(value, x)
-        results |= passes.update([x for x in windowed.values() if x.updates], scalars)
+        changing = [x for x in windowed.values() if x.updates]
+        for leaves in [[x] for x in changing] if at_once else [changing]:
+            results |= passes.update(leaves, scalars)
         rest = [value for value in new if self.owners[value] is None]
         computed = full.compute([new[x] for x in rest], [self._leaves[x] for x in rest])
         results |= dict(zip(rest, computed, strict=True))

@@ -7,8 +7,10 @@ leaves are updated at the end, by the same traced update.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import optax
 from jax import lax
 from jaxtyping import Array
@@ -121,9 +123,33 @@ class Step:
         for leaf, new in zip(updates.leaves.values(), updated, strict=True):
             if new is not None:
                 done |= dict(zip(leaf.values, new, strict=True))
+        gradients = split_arrays(of_grads, gradients, mesh, axes)
+        at_once = _fit_at_once(update, updates, [x is None for x in gradients])
         # Otherwise XLA may add a term of the update before the gradient itself is summed up.
-        gradients = lax.optimization_barrier(split_arrays(of_grads, gradients, mesh, axes))
-        new, new_state = update.apply(gradients, done)
+        if at_once:  # each of them, so that none waits for the others
+            gradients = [x if x is None else lax.optimization_barrier(x) for x in gradients]
+        else:
+            gradients = lax.optimization_barrier(gradients)
+        new, new_state = update.apply(gradients, done, at_once=at_once)
         new = split(plan, new, mesh, layouts.weight_axes)
         value = (loss, aux) if self._transform.options.has_aux else loss
         return value, with_untrained(params, trained, new), new_state
+
+
+def _fit_at_once(update: TracedUpdate, updates: ProgramUpdates, are_done: Sequence[bool]) -> bool:
+    """Whether the leaves that are left need not be updated one after the other, by windows.
+
+    All of them may then be on the device at a time. That is no more than what a loop that updates
+    layers needs there, which holds a layer that is fetched and one that is written.
+
+    Args:
+        update: of all leaves.
+        updates: those that the program could run.
+        are_done: which leaves it has updated.
+    """
+    done = [number for number in updates.leaves if are_done[number]]
+    lengths = {number: update.leaf(number).spec.shape[0] for number in done}
+    layer_bytes = sum(update.host_bytes([i]) / length for i, length in lengths.items())
+    left = [number for number in update.windowed if not are_done[number]]
+    # Before JAX 0.11 XLA begins no copies early enough to gain from it.
+    return jax.__version_info__ >= (0, 11) and update.host_bytes(left) <= 2 * layer_bytes

@@ -6,6 +6,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxzero as jz
@@ -150,6 +151,20 @@ def test_loops_are_whole_by_default():
     object.__setattr__(schedule, "separate_ends", 1)  # past annotations, where these are checked
     with pytest.raises(ValueError, match="`separate_ends` of .* must be True or False; got 1"):
         schedule.__post_init__()
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize(("num_layers", "num_last"), [(8, 1), (2, 1), (1, 0)])
+def test_the_last_iteration_of_a_loop_that_updates_is_cut_off(num_layers, num_last):
+    offload = jz.Offload(weights=True, optimizer=True, min_size=WIDTH)
+    zero = jz.Zero(jz.make_mesh(2), jz.ZeroConfig(offload=offload))
+    tx, params = optax.adam(1e-3), zero.abstract(_init(num_layers), jax.random.key(0))
+    plans = [
+        zero.plan(_loss, params, ROWS),
+        zero.plan(_loss, params, ROWS, tx=tx, opt_state=zero.init_optimizer(tx, params)),
+    ]
+    is_new = jax.__version_info__ >= (0, 11)
+    assert [_cut(plan)[-1:] for plan in plans] == [[(0, 0)], [(0, num_last if is_new else 0)]]
 
 
 def test_short_loops_and_loops_in_loops_keep_their_ends():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import types
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
@@ -99,3 +102,49 @@ def test_the_report_prints_and_gives_plain_data():
     assert "into a node, from other nodes" in text and "all-gather over node" in text
     assert max(map(len, text.splitlines())) <= 100
     assert report.as_dict()["leaves"][0]["path"] == "x"
+
+
+def test_moves_to_other_devices_are_not_counted_as_nothing():
+    """A padded array is made whole on each device first, which counts as held."""
+    zero = jz.Zero(jz.make_mesh(2, devices=jax.devices()[:4]))
+    params = zero.shard({"even": np.ones((8, 4), np.float32), "odd": np.ones((5, 7), np.float32)})
+    mesh = Mesh(np.array(jax.devices()[2:4]), ("model",))
+    report = jz.reshard_report(params, zero, specs=P(), mesh=mesh)
+    assert report.num_uncounted == 2
+    assert report.program_bytes == 5 * 7 * 4
+    text = str(report)
+    assert text.count("not counted") == 3 and "moves 2 of these arrays" in text
+    some = jz.reshard_report(params, zero, specs=P())
+    assert some.num_uncounted == 0 and "not counted" not in str(some)
+
+
+def test_stored_messages_stay_split_on_the_way_to_other_devices():
+    zero = jz.Zero(jz.make_mesh(2, devices=jax.devices()[:4]))
+    full = np.random.default_rng(0).standard_normal((64, 128), np.float32)
+    frozen = zero.shard({"x": full}, codec=jz.Int8(block=32))
+    mesh = Mesh(np.array(jax.devices()[2:4]), ("model",))
+    report = jz.reshard_report(frozen, zero, specs=P(), mesh=mesh)
+    assert report.program_bytes == full.nbytes // 4
+    there = jz.reshard(frozen, zero, specs=P("model"), mesh=mesh)
+    np.testing.assert_array_equal(there["x"], jz.reshard(frozen, zero, specs=P())["x"])
+
+
+def test_cpus_of_several_processes_refuse_other_devices(monkeypatch):
+    """What JAX would say only while it moves the arrays."""
+    source = jz.make_mesh(2, devices=jax.devices()[:4])
+    other = Mesh(np.array(jax.devices()[2:4]), ("model",))
+    check = importlib.import_module("jaxzero._reshard.reshard")._check_devices
+
+    class Device:
+        def __init__(self, device):
+            self.id, self.platform, self.process_index = device.id, "cpu", device.id // 2
+
+    def spread(mesh):
+        devices = np.vectorize(lambda x: of.setdefault(x, Device(x)), otypes=[object])
+        return types.SimpleNamespace(devices=devices(mesh.devices))
+
+    of = {}
+    check(source, other)  # of one process
+    check(spread(source), spread(source))
+    with pytest.raises(NotImplementedError, match=r"`mesh` has the devices \[2, 3\].* 2 processes"):
+        check(spread(source), spread(other))

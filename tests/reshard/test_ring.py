@@ -80,6 +80,7 @@ def test_no_two_devices_send_to_each_other(of_processes):
         of_processes(8 // nodes)
         _, plan = _plan(nodes, P("local"))
         mesh, (move,) = plan.digits.mesh, plan.programs[0]
+        assert isinstance(move, RingMove)
         entering = collections.Counter()
         for each in permutations(move.across, mesh):
             pairs = set(each.pairs)

@@ -133,6 +133,18 @@ def test_bits_are_those_of_two_programs(mesh, preset, loss, name, changes):
     assert "pinned_host" in kinds
 
 
+def test_bits_with_fewer_layers_than_gradients_in_flight(monkeypatch):
+    """The last iteration then updates no layer, and the layers after it are the first ones."""
+    monkeypatch.setitem(globals(), "LAYERS", 2)
+    zero, tx = zero_of("2x2"), OPTIMIZERS["adamw"]
+    assert updated_in_loop(zero, scanned, tx) == STACKS
+    (found, _), (expected, _) = (
+        train(zero, step, tx)
+        for step in (zero.value_and_update(scanned, tx), apart(zero, scanned, tx))
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def test_nothing_offloaded_and_aux():
     def with_aux(params, tokens):
         return scanned(params, tokens), {"rows": jnp.ones((tokens.shape[0],))}
