@@ -103,19 +103,22 @@ def choose(
 
 
 def restricted(logits_bv: Float[Array, "b v"], sampling: Sampling) -> Float[Array, "b v"]:
-    """Logits divided by the temperature, -inf for tokens that are not chosen from.
+    """Logits divided by the temperature but for a constant, -inf for tokens not chosen from.
 
     Tokens as probable as the last one of the top k or p are kept with it.
     """
-    logits_bv = logits_bv / sampling.temperature
+    # The largest becomes 0 and the divisor is a normal number, so that nothing overflows upwards.
+    smallest = float(jnp.finfo(logits_bv.dtype).tiny)
+    shifted_bv = logits_bv - logits_bv.max(axis=-1, keepdims=True)
+    scaled_bv = shifted_bv / max(sampling.temperature, smallest)
     if sampling.top_k is not None and sampling.top_k < logits_bv.shape[-1]:
         least_b1 = jax.lax.top_k(logits_bv, sampling.top_k)[0][:, -1:]
-        logits_bv = jnp.where(logits_bv < least_b1, -jnp.inf, logits_bv)
+        scaled_bv = jnp.where(logits_bv < least_b1, -jnp.inf, scaled_bv)
     if sampling.top_p < 1:
-        ordered_bv = -jnp.sort(-logits_bv, axis=-1)
+        ordered_bv = -jnp.sort(-scaled_bv, axis=-1)
         shares_bv = jax.nn.softmax(ordered_bv)
         before_bv = jnp.cumsum(shares_bv, axis=-1) - shares_bv
         kept_bv = (before_bv < sampling.top_p).at[:, 0].set(True)
         least_b1 = jnp.where(kept_bv, ordered_bv, jnp.inf).min(axis=-1, keepdims=True)
-        logits_bv = jnp.where(logits_bv < least_b1, -jnp.inf, logits_bv)
-    return logits_bv
+        scaled_bv = jnp.where(scaled_bv < least_b1, -jnp.inf, scaled_bv)
+    return scaled_bv

@@ -201,6 +201,15 @@ def test_tokens_have_the_probabilities_of_the_formula(sampling: Sampling):
     assert (np.abs(got - want) <= 5 * np.sqrt(want * (1 - want) / num)).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-37, 1e-38, 1e-45, 1e-300])
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.9}], ids=str)
+def test_a_tiny_temperature_takes_the_most_probable_token(temperature: float, options: dict):
+    """The quotient of a logit and these temperatures is infinite in float32."""
+    rows = 3 * np.random.default_rng(0).normal(size=(8, 37)).astype(np.float32)
+    got = choose(jnp.asarray(rows), Sampling(temperature=temperature, **options), KEYS)
+    np.testing.assert_array_equal(got, rows.argmax(axis=-1))
+
+
 def test_logits_that_are_no_numbers_end_a_row():
     def decode(cache, ids, mask):
         row = jnp.where(ids[:, -1:] == 2, jnp.nan, 0.0)
