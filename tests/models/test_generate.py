@@ -256,7 +256,7 @@ def test_more_tokens_than_the_cache_has_room_for():
     [
         ({"ids": np.zeros((2, 0), np.int32)}, "`ids` must hold at least one token per row"),
         ({"ids": np.zeros((2, 9), np.int32)}, "needs 11 columns; the `cache` has 10"),
-        ({"max_new_tokens": 0}, "`max_new_tokens` must be at least 1; got 0"),
+        ({"max_new_tokens": 0}, "`max_new_tokens` must be an integer of at least 1; got 0"),
         ({"sampling": RANDOM}, "`key` is needed for temperature 0.8. Give `jax.random.key"),
     ],
     ids=["empty", "long", "none", "key"],
@@ -268,6 +268,38 @@ def test_wrong_arguments(change: dict[str, Any], message: str):
     ids, cache = jnp.asarray(given.pop("ids")), decoder.make_cache(2, 10)
     with pytest.raises(ValueError, match=message):
         models.generate(decoder.decode, cache, ids, **given)
+
+
+def test_a_mask_of_integers_is_that_of_booleans():
+    graph, params = built(CONFIG)
+    run = jax.jit(functools.partial(sample, graph, RANDOM))
+    assert_same(run(params, (IDS, MASK.astype(np.int32), KEYS)), on_one_device(CONFIG))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ids": [[1, 2]]}, "`ids` must be an array of integers, .*; got .*1, 2.*. Give the token"),
+        (
+            {"ids": np.zeros((2, 4), np.float32)},
+            r"`ids` must .*; got float32\[2, 4\]. Give the tok",
+        ),
+        ({"ids": np.zeros(4, np.int32)}, r"`ids` must be .*\[rows, tokens\]; got int32\[4\]"),
+        ({"mask": np.ones((2, 4), np.float32)}, r"`mask` must be an array of bool.*; got float32"),
+        ({"mask": [[True] * 4] * 2}, "`mask` must be an array of booleans, or of the integers 0"),
+        ({"max_new_tokens": 2.5}, "`max_new_tokens` must be an integer of at least 1; got 2.5"),
+        ({"max_new_tokens": True}, "`max_new_tokens` must be an integer of at least 1; got True"),
+        ({"key": 0}, r"`key` must be a key of `jax.random.key\(seed\)`; got 0. Give that, or"),
+        ({"key": np.zeros(2, np.uint32)}, r"`key` must be a key .*; got uint32\[2\]. .*wrap_key_d"),
+    ],
+    ids=lambda x: "" if isinstance(x, str) else next(iter(x)),
+)
+def test_values_of_other_types(change: dict[str, Any], message: str):
+    """By the check alone: where annotations are executed, they refuse such calls first."""
+    given = {"ids": IDS[:2, :4], "mask": None, "max_new_tokens": 3, "key": KEYS[0]} | change
+    cache, key = models.make_cache(CONFIG, 2, 10), given.pop("key")
+    with pytest.raises((TypeError, ValueError), match=message):
+        check_arguments(cache, **given, sampling=RANDOM, key=key)
 
 
 def test_arrays_of_other_shapes():
@@ -291,6 +323,16 @@ def test_arrays_of_other_shapes():
         ("top_p", float("nan")),
         ("stop_tokens", (3, -1)),
         ("pad_token", -1),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("top_k", 2.5),
+        ("top_k", True),
+        ("top_p", "0.9"),
+        ("stop_tokens", ("a",)),
+        ("stop_tokens", (2.0,)),
+        ("stop_tokens", 3),
+        ("stop_tokens", (2**31,)),
+        ("pad_token", None),
     ],
 )
 def test_sampling_checks_itself(field: str, value: Any):
