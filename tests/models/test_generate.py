@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -335,7 +336,8 @@ def test_arrays_of_other_shapes():
         ("pad_token", None),
     ],
 )
-def test_sampling_checks_itself(field: str, value: Any):
+def test_sampling_checks_itself(field: str, value: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
     with pytest.raises(ValueError, match=f"`{field}` must"):
         Sampling(**{field: value})
 
