@@ -11,8 +11,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from jaxzero import interop
+from jaxzero import cli, interop
 from jaxzero._text import escaped, shown
 from jaxzero.interop import ArrayTensor
 
@@ -129,6 +130,14 @@ def test_names_that_are_matched(names: list[str]):
     with bounds():
         found = interop.match({"a": {"scale": leaf}, "b": {"scale": leaf}}, tensors)
     assert not found.fused
+
+
+def test_a_table_of_many_tensors(tmp_path: Path, capsys):
+    save_file({f"t{n}": np.ones(1, np.float32) for n in range(120_000)}, tmp_path / "m.safetensors")
+    with bounds():
+        assert cli.main(["inspect", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 120_000 and lines[-1].split() == ["t99999", "[1]", "float32", "1"]
 
 
 def test_ctrl_c_interrupts(tmp_path: Path):
