@@ -1,4 +1,4 @@
-"""Named pipes and devices in the place of each file of a checkpoint: nothing waits or fills memory."""
+"""Named pipes and devices in place of each file of a checkpoint: nothing waits or fills memory."""
 
 from __future__ import annotations
 

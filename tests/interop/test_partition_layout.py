@@ -93,7 +93,7 @@ def test_a_model_that_lacks_what_was_trained(monkeypatch, case: str):
     for change in (emptied, without_one, *([no_tensor] if case != "zero3" else [])):
         with (
             monkeypatch.context() as patch,
-            pytest.raises(ValueError, match=r"model_states\.pt' gives '\S+' a shape, but the model"),
+            pytest.raises(ValueError, match=r"model_states\.pt' gives '\S+' a shape, but the "),
         ):
             opened(patch, case, model=change)
 
