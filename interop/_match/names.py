@@ -46,6 +46,7 @@ _MEANING = {word: words[0] for words in _WORDS for word in words}
 # Words with little information: they occur in every name, or in no name of the other side.
 _FAINT = frozenset({"layer", "linear", "model", "module", "encoder", "decoder", "self", "mlp"})
 _FAINT_WEIGHT = 0.2
+_MAX_NUMBERS = 6  # in a name whose modules are stacked: each pair of them is tried
 _FUSED = re.compile(r"qkv|query_key_value|c_attn|in_proj|w_pack", re.IGNORECASE)
 
 
@@ -120,17 +121,22 @@ def parts_of(modules: Iterable[Module]) -> list[Module]:
 
 
 def stacks_of(modules: Sequence[Module]) -> list[Module]:
-    """Stack modules whose names differ only in one or two numbers (0, 1, 2, ...)."""
+    """Stack modules whose names differ only in one or two numbers (0, 1, 2, ...).
+
+    Modules with more than `_MAX_NUMBERS` numbers in their names are not stacked.
+    """
     stacks = []
     for num_variables in (1, 2):
         groups: dict[tuple, dict[tuple[int, ...], Module]] = {}
         for module in modules:
-            pieces = _pieces(module.name)
+            pieces, shapes = _pieces(module.name), _shapes(module)
             numbers = range(1, len(pieces), 2)
+            if len(numbers) > _MAX_NUMBERS:
+                continue
             for positions in itertools.combinations(numbers, num_variables):
                 pattern = _pattern(pieces, positions)
                 index = tuple(int(pieces[position]) for position in positions)
-                key = (pattern, positions, module.part, _shapes(module))
+                key = (pattern, positions, module.part, shapes)
                 groups.setdefault(key, {})[index] = module
         for (pattern, positions, *_), members in groups.items():
             stack = _full_range(members)
@@ -200,16 +206,18 @@ def _ranked(modules: list[Module]) -> list[Module]:
         for key, number in zip(keys, numbers, strict=True):
             seen.setdefault(key, set()).add(number)
         keyed.append((module, list(zip(keys, numbers, strict=True))))
+    ranks = {
+        key: {number: rank for rank, number in enumerate(sorted(numbers))}
+        for key, numbers in seen.items()
+    }
     return [
-        dataclasses.replace(
-            module, ranks=tuple(sorted(seen[key]).index(number) for key, number in numbers)
-        )
+        dataclasses.replace(module, ranks=tuple(ranks[key][number] for key, number in numbers))
         for module, numbers in keyed
     ]
 
 
 def _pieces(name: str) -> list[str]:
-    return re.split(r"(\d+)", name)  # text and numbers in turn
+    return re.split(r"(\d{1,18})", name)  # text and numbers in turn; Python reads no endless number
 
 
 def _pattern(pieces: list[str], positions: tuple[int, ...]) -> str:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from jaxzero._regular_file import open_regular, regular_size
 from jaxzero._text import escaped, shown
 from jaxzero.interop._tensors import MAX_DIMS, LazyTensor
 
@@ -59,10 +60,11 @@ def read_header(file: Path) -> list[Entry]:
 
     Raises:
         ValueError: the file is truncated, the header is malformed, or the tensors do not cover the
-            data exactly, without gap or overlap. The message names file and tensor.
+            data exactly, without gap or overlap; or it is a pipe or a device. The message names
+            file and tensor.
     """
-    size = file.stat().st_size
-    with open(file, "rb") as opened:
+    size = regular_size(file)
+    with open_regular(file) as opened:
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
             raise _broken(file, f"its {size} bytes do not hold the {length} of its header")

@@ -127,12 +127,12 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _tensors_in_files(files: list[Path], path: Path) -> dict[str, FileTensor]:
-    missing = [file.name for file in files if not file.is_file()]
+    missing = [file.name for file in files if not file.exists() or file.is_dir()]
     if missing:
         raise ValueError(
             f"{str(path)!r} lacks {first_names(missing)}. Give a directory that `save_pretrained` "
-            "of Hugging Face transformers wrote. To convert an older checkpoint "
-            "(`pytorch_model.bin`), load it with transformers and save it again."
+            "of Hugging Face transformers wrote. `interop.open_checkpoint` also reads other forms, "
+            "such as `pytorch_model.bin`."
         )
     found: dict[str, FileTensor] = {}
     for file in files:

@@ -12,6 +12,7 @@ import struct
 import zipfile
 from pathlib import Path
 
+from jaxzero._regular_file import open_regular
 from jaxzero._text import escaped, shown
 
 _LOCAL = struct.Struct("<4s5H3L2H")  # header of an entry, before its name
@@ -32,7 +33,7 @@ class ByteRange(io.RawIOBase):
     """A byte range of a file, readable as a file of its own (as `zipfile` needs)."""
 
     def __init__(self, file: Path, start: int, length: int):
-        self._file = open(file, "rb")  # noqa: SIM115 (closed with the range)
+        self._file = open_regular(file)  # closed with the range
         self._start, self._length, self._position = start, length, 0
 
     def close(self) -> None:
@@ -248,7 +249,7 @@ NOT_ZIP = (
 
 def not_an_archive(file: Path, start: int, where: str, error: Exception) -> str:
     """Describe a file that could not be opened as an archive."""
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         opened.seek(start)
         is_zip = opened.read(4) == b"PK\x03\x04"
     if is_zip:

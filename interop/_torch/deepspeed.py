@@ -233,7 +233,9 @@ def _open_universal(
     folders = sorted(path for path in (directory / "zero").iterdir() if path.is_dir())
     tensors = {folder.name: _whole(folder, "fp32", records) for folder in folders}
     tensors = _tensors_of(state, leaving_out=tensors) | tensors
-    trained = [folder for folder in folders if (folder / "exp_avg.pt").is_file()]
+    trained = [
+        folder for folder in folders if any((folder / f"{kind}.pt").exists() for kind in MOMENTS)
+    ]
 
     def moments(_: Sequence[str] | None = None) -> AdamMoments:
         found = {
@@ -266,7 +268,7 @@ def _whole(folder: Path, kind: str, records: Collection[str]) -> LazyTensor:
 
 
 def _content(file: Path, records: Collection[str]) -> Any:
-    if not file.is_file():
+    if not file.exists():
         raise ValueError(f"{str(file.parent)!r} lacks {file.name}. Convert the checkpoint again.")
     held = read_torch_file(file, records=records)
     return held["param"] if isinstance(held, Mapping) and "param" in held else held

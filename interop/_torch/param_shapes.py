@@ -3,10 +3,12 @@
 `param_shapes` lists the parameters of each group in the order of the flat tensors. If it lists them
 in another order, every size may still add up. Stages 1 and 2 also store the model itself, so some
 elements of each parameter are compared with it. Stage 3 stores only the names of the model's
-parameters, and the order of each group must be theirs.
+parameters, and the order of each group must be theirs. Two of its shapes that were exchanged do not
+show in the files.
 """
 
 import collections
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,12 +69,14 @@ def check_order(
     """Check that each group of stage 3 lists parameters in the order of the model.
 
     Raises:
-        ValueError: it does not.
+        ValueError: it does not, or the model has no parameter of a name.
     """
     position = {name: number for number, name in enumerate(state["module"])}
     for group in groups:
-        known = [name for name in group if name in position]
-        for name, after in zip(known[:-1], known[1:], strict=True):
+        for name in group:
+            if name not in position:
+                raise _not_in_model(file, name)
+        for name, after in itertools.pairwise(group):
             if position[name] > position[after]:
                 raise ValueError(
                     f"`param_shapes` of {str(file)!r} lists {shown(name)} before {shown(after)}, "
@@ -86,12 +90,15 @@ def check_values(file: Path, state: Mapping[str, Any], trained: Mapping[str, Laz
     """Check that some elements of each parameter are those of the model that stages 1 and 2 store.
 
     Raises:
-        ValueError: they differ, or shapes do.
+        ValueError: they differ, shapes do, or the model lacks a parameter.
     """
+    for name in state.get("frozen_param_shapes") or {}:
+        if name not in state["module"]:
+            raise _not_in_model(file, name)
     for name, tensor in trained.items():
         held = state["module"].get(name)
         if not isinstance(held, LazyTensor):
-            continue
+            raise _not_in_model(file, name)
         if held.shape != tensor.shape:
             raise ValueError(
                 f"{shown(name)} has shape {tensor.shape} in `param_shapes` of {str(file)!r}, but "
@@ -109,6 +116,13 @@ def check_values(file: Path, state: Mapping[str, Any], trained: Mapping[str, Laz
                     "`param_shapes` are wrong, or the files belong to different checkpoints: copy "
                     "them again."
                 )
+
+
+def _not_in_model(file: Path, name: str) -> ValueError:
+    return ValueError(
+        f"{str(file)!r} gives {shown(name)} a shape, but the model there (`module`) has no such "
+        "tensor, so it cannot be checked. Copy the checkpoint again."
+    )
 
 
 def _groups_of(file: Path, state: Mapping[str, Any]) -> list[dict[str, Shape]]:

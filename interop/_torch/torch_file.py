@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxzero._regular_file import regular_size
 from jaxzero._text import shown
 from jaxzero.interop._tensors import Box, LazyTensor
 
@@ -81,9 +82,9 @@ def read_torch_file(
 
     Raises:
         ValueError: the file was not written by `torch.save`, is truncated or compressed, or
-            refers to code.
+            refers to code; or it is a pipe or a device.
     """
-    size = file.stat().st_size
+    size = regular_size(file)
     start, length = within or (0, size)
     where = f"{str(file)!r}" + (f" ({shown(name)})" if name else "")
     if start < 0 or length < 0 or start + length > size:

@@ -23,7 +23,8 @@ STEPS = whole(1, 2**31 - 1)
 STEPS_OR_0 = whole(0, 2**31 - 1)
 SIZE = whole(0, 2**60)  # elements; files write 5e8
 BUCKET = whole(1, 2**60)  # elements
-GROUP = integer(-1)  # devices; at most 1 for none
+HPZ_GROUP = integer(0)  # devices; at most 1 for none
+MICS_GROUP = integer(-1)  # the same; -1 is what DeepSpeed takes for a missing key
 RATE = number(0, 1e6)
 SHARE = number(0, 1)
 SCALE = number(2.0**-24, 2.0**64)
@@ -78,8 +79,8 @@ _ZERO = {
     "stage3_param_persistence_threshold": SIZE,
     "zero_quantized_weights": FLAG,
     "zero_quantized_gradients": FLAG,
-    "zero_hpz_partition_size": GROUP,
-    "mics_shard_size": GROUP,
+    "zero_hpz_partition_size": HPZ_GROUP,
+    "mics_shard_size": MICS_GROUP,
 }
 _SECTIONS: dict[str, dict[str, Kind]] = {
     "optimizer.params": _OPTIMIZER,
@@ -99,4 +100,5 @@ KINDS: dict[str, Kind] = {
     "communication_data_type": TEXT,
     **{f"{name}.{key}": kind for name, keys in _SECTIONS.items() for key, kind in keys.items()},
     **{name: OBJECT for name in ("optimizer", "scheduler", "data_types", *_SECTIONS)},
+    **{f"zero_optimization.{name}": OBJECT for name in ("offload_optimizer", "offload_param")},
 }

@@ -108,6 +108,7 @@ def _row_lines(
 _NUMBERS = {  # headings of columns that are aligned on the right
     "bytes",
     "each device",
+    "elements",
     "in host memory",
     "in total",
     "into device",

@@ -135,4 +135,4 @@ def make_config(make: type[Config], fields: Mapping[str, Any], path: Path) -> Co
     try:
         return make(**fields)
     except ValueError as error:
-        raise ValueError(f"{error} The sizes are those of {str(path)!r}.") from error
+        raise ValueError(f"{error} The values are those of {str(path)!r}.") from error

@@ -26,6 +26,7 @@ from ._layers import make_layers, run_layers
 from ._norms import make_norm
 from ._per_layer import is_among, turns_if, window_if
 from ._rope import Turns, no_turns, turns
+from ._token_ids import as_indices
 
 
 class Decoder(nnx.Module):
@@ -80,7 +81,7 @@ class Decoder(nnx.Module):
         """Compute logits, in `compute_dtype`.
 
         Args:
-            ids: token ids.
+            ids: token ids. With one that is not in the vocabulary, such as -1, logits are NaN.
             mask: True for tokens, False for padding, which is seen by nothing, so that it does not
                 change the logits of the tokens; its own logits mean nothing. None if there is none.
             positions: index of each token; 0, 1, 2, ... if left out, also with padding on the left.
@@ -158,7 +159,8 @@ class Decoder(nnx.Module):
         """Vectors after the last layer, and the cache with the new tokens, if one is given."""
         config = self.config
         embedding_key, layers_key = split_key(dropout_key, 2)
-        x_btd = dropout(self._embed(ids, positions), config.embedding_dropout, embedding_key)
+        x_btd = self._embed(as_indices(ids, mask, config.vocabulary_size), positions)
+        x_btd = dropout(x_btd, config.embedding_dropout, embedding_key)
         all_turns = [turns(rope, positions) for rope in (config.rope, config.sliding_rope) if rope]
         seen: Any = mask
         if cache is not None:

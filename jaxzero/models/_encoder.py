@@ -24,6 +24,7 @@ from ._encoder_config import EncoderConfig
 from ._encoder_parts import SelfAttention, layer_norm, linear
 from ._layers import make_layers, run_layers
 from ._mlp import ACTIVATIONS
+from ._token_ids import as_indices
 
 
 class Encoder(nnx.Module):
@@ -62,7 +63,7 @@ class Encoder(nnx.Module):
         """Encode a padded batch.
 
         Args:
-            ids: token ids.
+            ids: token ids. With one that is not in the vocabulary, such as -1, vectors are NaN.
             mask: True for tokens, False for padding. No token attends to padding, so it does not
                 change the vectors of the tokens; the vectors of padding are meaningless.
             token_types: sentence number of each token in a pair; all 0 if left out. Ignored by a
@@ -79,6 +80,7 @@ class Encoder(nnx.Module):
                 f"{self.config.max_length}. Truncate when tokenising."
             )
         embedding_key, layers_key = split_key(dropout_key, 2)
+        ids = as_indices(ids, mask, self.config.vocabulary_size)
         x_btd = self.embeddings(ids, token_types)
         x_btd = dropout(x_btd, self.config.embedding_dropout, embedding_key)
 

@@ -9,13 +9,16 @@ any sharding that XLA follows, or as shards that `zero.apply` gathers.
 Dimensions: b batch, t columns of the prompts, n new tokens, v vocabulary.
 """
 
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int, Int32, Key
 
+from .._text import shown
 from ._cache import Cache
 from ._sampling import Sampling, choose
 
@@ -44,7 +47,7 @@ def generate(
     decode: Decode,
     cache: Cache,
     ids: Int[Array, "b t"],
-    mask: Bool[Array, "b t"] | None = None,
+    mask: Bool[Array, "b t"] | Int[Array, "b t"] | None = None,
     *,
     max_new_tokens: int,
     sampling: Sampling = Sampling(),  # noqa: B008
@@ -61,17 +64,19 @@ def generate(
             within `zero.apply`, all are gathered once.
         cache: from `make_cache`, empty, with room for t + n - 1 columns.
         ids: prompts.
-        mask: False for padding, on either side of a prompt. A row without a token has no new one.
+        mask: False for padding, on either side of a prompt, or 0 in an array of integers, as
+            tokenizers give it. A row without a token has no new one.
         max_new_tokens: n.
         sampling: how tokens are chosen, and what ends a row.
-        key: one for all rows, or one for each (so that rows may be on different devices); needed
-            unless the temperature is 0.
+        key: one of `jax.random.key` for all rows, or one for each (so that rows may be on different
+            devices); needed unless the temperature is 0.
 
     Returns:
         New tokens and how many each row has. A row whose logits are NaN ends with the token -1.
 
     Raises:
         ValueError: prompts are empty, the cache is too small, or the key is missing.
+        TypeError: an array is none, or has another dtype; the message names it.
 
     Example:
         ```python
@@ -94,7 +99,7 @@ def start_generation(
     decode: Decode,
     cache: Cache,
     ids: Int[Array, "b t"],
-    mask: Bool[Array, "b t"] | None = None,
+    mask: Bool[Array, "b t"] | Int[Array, "b t"] | None = None,
     *,
     max_new_tokens: int,
     sampling: Sampling = Sampling(),  # noqa: B008
@@ -108,6 +113,7 @@ def start_generation(
     if mask is None:
         mask = jnp.ones(ids.shape, bool)
     else:  # all padding to the left: the logits of the last column are those of the last token
+        mask = jnp.asarray(mask, bool)
         order = jnp.argsort(mask, axis=1, stable=True)
         ids, mask = (jnp.take_along_axis(x, order, axis=1) for x in (ids, mask))
     logits, cache = decode(cache, ids, mask)
@@ -176,20 +182,33 @@ def _with_next(generation: Generation, logits: Array, sampling: Sampling) -> Gen
 
 def check_arguments(
     cache: Cache,
-    ids: Array,
-    mask: Array | None,
-    max_new_tokens: int,
+    ids: Any,
+    mask: Any,
+    max_new_tokens: Any,
     sampling: Sampling,
-    key: Array | None,
+    key: Any,
 ) -> Array | None:
     """Return the key of each row, or None for temperature 0; raise as `generate` does."""
+    if not _is_array(ids, jnp.integer) or ids.ndim != 2:
+        raise TypeError(
+            f"`ids` must be an array of integers, [rows, tokens]; got {_described(ids)}. Give the "
+            "token ids of a tokenizer, padded to one length, as `jnp.asarray(ids, jnp.int32)`."
+        )
+    if not (mask is None or _is_array(mask, jnp.bool_) or _is_array(mask, jnp.integer)):
+        raise TypeError(
+            "`mask` must be an array of booleans, or of the integers 0 and 1; got "
+            f"{_described(mask)}. Give `jnp.asarray(mask, bool)`, True for tokens."
+        )
     batch_size, num_columns = ids.shape
     if num_columns == 0:
         raise ValueError("`ids` must hold at least one token per row; got prompts without tokens.")
     if mask is not None and mask.shape != ids.shape:
         raise ValueError(f"`mask` must have the shape of `ids`, {ids.shape}; got {mask.shape}.")
-    if max_new_tokens < 1:
-        raise ValueError(f"`max_new_tokens` must be at least 1; got {max_new_tokens}.")
+    is_integer = isinstance(max_new_tokens, numbers.Integral)
+    if not is_integer or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
+        raise ValueError(
+            f"`max_new_tokens` must be an integer of at least 1; got {shown(max_new_tokens)}."
+        )
     needed, room = num_columns + max_new_tokens - 1, cache.mask.shape[1]
     if room < needed:
         raise ValueError(
@@ -203,8 +222,23 @@ def check_arguments(
         raise ValueError(
             f"`key` is needed for temperature {sampling.temperature}. Give `jax.random.key(seed)`."
         )
+    if not _is_array(key, jax.dtypes.prng_key):
+        raise TypeError(
+            f"`key` must be a key of `jax.random.key(seed)`; got {_described(key)}. Give that, or "
+            "`jax.random.wrap_key_data(key)` for one of `jax.random.PRNGKey`."
+        )
     if key.shape not in ((), (batch_size,)):
         raise ValueError(
             f"`key` must be one key, or one for each of {batch_size} rows; got shape {key.shape}."
         )
     return key if key.ndim else jax.random.split(key, batch_size)
+
+
+def _is_array(value: Any, kind: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray) and jnp.issubdtype(value.dtype, kind)
+
+
+def _described(value: Any) -> str:
+    """Dtype and shape of an array, as `float32[2,5]`; another value as in messages."""
+    is_array = isinstance(value, jax.Array | np.ndarray)
+    return f"{value.dtype}{[*value.shape]}" if is_array else shown(value)

@@ -23,6 +23,7 @@ from ._layers import make_layers, run_layers
 from ._modern_bert_config import ModernBertConfig
 from ._per_layer import is_among, turns_if, window_if
 from ._rope import turns
+from ._token_ids import as_indices
 
 
 class ModernBert(nnx.Module):
@@ -68,7 +69,8 @@ class ModernBert(nnx.Module):
 
         Args:
             ids: token ids. Texts longer than `max_length` are computed, as in transformers, but
-                the model was not trained on them.
+                the model was not trained on them. With an id that is not in the vocabulary, such
+                as -1, vectors are NaN.
             mask: True for tokens, False for padding. No token attends to padding, so it does not
                 change the vectors of the tokens; the vectors of padding are meaningless. None if
                 there is no padding.
@@ -77,6 +79,7 @@ class ModernBert(nnx.Module):
         """
         config = self.config
         embedding_key, layers_key = split_key(dropout_key, 2)
+        ids = as_indices(ids, mask, config.vocabulary_size)
         x_btd = self.embedding_norm(self.embedding(ids))
         x_btd = dropout(x_btd, config.embedding_dropout, embedding_key)
         positions = jnp.arange(ids.shape[1])[None]

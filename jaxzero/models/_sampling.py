@@ -10,6 +10,7 @@ Dimensions: b batch, v vocabulary.
 
 import dataclasses
 import math
+import numbers
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class Sampling:
         pad_token: id that follows the end of a row.
 
     Raises:
-        ValueError: a number is out of its range; the message names the field.
+        ValueError: a field has another type, or is out of its range; the message names it.
     """
 
     temperature: float = 0.0
@@ -43,22 +44,30 @@ class Sampling:
     pad_token: int = 0
 
     def __post_init__(self):
-        if not 0 <= self.temperature < math.inf:
+        if not (_is_a(numbers.Real, self.temperature) and 0 <= self.temperature < math.inf):
             raise ValueError(
                 f"`temperature` must be a number of at least 0; got {self.temperature!r}. 0 takes "
                 "the most probable token, 1 samples from the model's own probabilities."
             )
-        if self.top_k is not None and not self.top_k >= 1:
+        if self.top_k is not None and not (_is_a(numbers.Integral, self.top_k) and self.top_k >= 1):
             raise ValueError(
-                f"`top_k` must be at least 1; got {self.top_k!r}. Leave it None to choose from all."
+                f"`top_k` must be an integer of at least 1; got {self.top_k!r}. Leave it None to "
+                "choose from all."
             )
-        if not 0 < self.top_p <= 1:
+        if not (_is_a(numbers.Real, self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(
-                f"`top_p` must be in (0, 1]; got {self.top_p!r}. 1 chooses from all tokens."
+                f"`top_p` must be a number in (0, 1]; got {self.top_p!r}. 1 chooses from all "
+                "tokens."
             )
-        for name, ids in (("stop_tokens", self.stop_tokens), ("pad_token", (self.pad_token,))):
-            if any(number < 0 for number in ids):
-                raise ValueError(f"`{name}` must hold ids of at least 0; got {ids}.")
+        if not isinstance(self.stop_tokens, tuple | list) or not all(map(_is_id, self.stop_tokens)):
+            raise ValueError(
+                "`stop_tokens` must be a tuple of token ids, integers of at least 0; got "
+                f"{self.stop_tokens!r}. A tokenizer's `eos_token_id` is one."
+            )
+        if not _is_id(self.pad_token):
+            raise ValueError(
+                f"`pad_token` must be a token id, an integer of at least 0; got {self.pad_token!r}."
+            )
 
     @classmethod
     def from_json(cls, directory: Path | str, **changes: Any) -> "Sampling":
@@ -72,15 +81,24 @@ class Sampling:
             **changes: fields to set differently, e.g. `temperature=0.7`.
 
         Raises:
-            ValueError: a value has another type or range than its key may hold, or there is no
-                `config.json`.
+            ValueError: a value of the file has another type or range than its key may hold, or
+                there is no `config.json`; or one of `changes` is refused, without the file's name.
 
         Warns:
             UserWarning: the file asks for something that is not computed here, such as a penalty
                 for repetition.
         """
+        cls(**changes)  # their errors do not name the file
         fields, path = sampling_fields(Path(directory))
         return make_config(cls, fields | changes, path)
+
+
+def _is_a(kind: type, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _is_id(value: Any) -> bool:
+    return _is_a(numbers.Integral, value) and 0 <= value <= jnp.iinfo(jnp.int32).max
 
 
 def choose(
@@ -103,19 +121,22 @@ def choose(
 
 
 def restricted(logits_bv: Float[Array, "b v"], sampling: Sampling) -> Float[Array, "b v"]:
-    """Logits divided by the temperature, -inf for tokens that are not chosen from.
+    """Logits divided by the temperature but for a constant, -inf for tokens not chosen from.
 
     Tokens as probable as the last one of the top k or p are kept with it.
     """
-    logits_bv = logits_bv / sampling.temperature
+    # The largest becomes 0 and the divisor is a normal number, so that nothing overflows upwards.
+    smallest = float(jnp.finfo(logits_bv.dtype).tiny)
+    shifted_bv = logits_bv - logits_bv.max(axis=-1, keepdims=True)
+    scaled_bv = shifted_bv / max(sampling.temperature, smallest)
     if sampling.top_k is not None and sampling.top_k < logits_bv.shape[-1]:
         least_b1 = jax.lax.top_k(logits_bv, sampling.top_k)[0][:, -1:]
-        logits_bv = jnp.where(logits_bv < least_b1, -jnp.inf, logits_bv)
+        scaled_bv = jnp.where(logits_bv < least_b1, -jnp.inf, scaled_bv)
     if sampling.top_p < 1:
-        ordered_bv = -jnp.sort(-logits_bv, axis=-1)
+        ordered_bv = -jnp.sort(-scaled_bv, axis=-1)
         shares_bv = jax.nn.softmax(ordered_bv)
         before_bv = jnp.cumsum(shares_bv, axis=-1) - shares_bv
         kept_bv = (before_bv < sampling.top_p).at[:, 0].set(True)
         least_b1 = jnp.where(kept_bv, ordered_bv, jnp.inf).min(axis=-1, keepdims=True)
-        logits_bv = jnp.where(logits_bv < least_b1, -jnp.inf, logits_bv)
-    return logits_bv
+        scaled_bv = jnp.where(scaled_bv < least_b1, -jnp.inf, scaled_bv)
+    return scaled_bv

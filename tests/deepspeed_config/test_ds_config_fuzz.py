@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import jaxzero as jz
+from tests.interop.fuzzing import bounds
 from tests.mutate_json import dumped, mutations
 
 pytestmark = pytest.mark.standard_promotion  # optax
@@ -111,7 +112,7 @@ def run_of(content: dict[str, Any], path: Path, mesh: Any) -> Any:
     path.write_text(dumped(content))
     started = time.process_time()
     try:
-        with warnings.catch_warnings(record=True) as caught:
+        with bounds(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run = jz.from_deepspeed(path, mesh)
         assert all(str(warning.message).isprintable() for warning in caught)
@@ -182,6 +183,9 @@ def test_five_hundred_mutated_files(mesh, tmp_path: Path):
         ("zero_optimization.stage", True),
         ("zero_optimization.stage", 7),
         ("zero_optimization.reduce_bucket_size", 0.5),
+        ("zero_optimization.zero_hpz_partition_size", -1),
+        ("zero_optimization.offload_optimizer", "cpu"),
+        ("zero_optimization.offload_param", [1]),
         ("scheduler.params.warmup_num_steps", -1),
         ("scheduler.params.warmup_type", "cubic"),
         ("gradient_clipping", float("inf")),

@@ -15,28 +15,43 @@ import numpy as np
 from jaxzero.interop import LazyTensor
 
 MAX_SECONDS = 10  # of CPU time
+MAX_WAITING = 60  # seconds of any time: opening a pipe waits, and takes no CPU time
 MAX_BYTES = 2**30
+
+
+class OutOfTime(BaseException):
+    """As `KeyboardInterrupt`, no `Exception`: what reads a file takes an `OSError` for damage."""
 
 
 @contextlib.contextmanager
 def bounds() -> Iterator[None]:
-    """Interrupt the body after `MAX_SECONDS`, as Ctrl-C does, and let it allocate `MAX_BYTES`."""
+    """Interrupt the body after `MAX_SECONDS` of CPU time or `MAX_WAITING` seconds, as Ctrl-C does.
+
+    It may allocate `MAX_BYTES`.
+    """
 
     def interrupt(*_: object) -> None:
-        raise TimeoutError(f"not done after {MAX_SECONDS} s")
+        raise OutOfTime(f"not done after {MAX_SECONDS} s of CPU time, or {MAX_WAITING} s")
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     old_limit = resource.getrlimit(resource.RLIMIT_AS)
-    old_handler = signal.signal(signal.SIGPROF, interrupt)
+    timers = {
+        signal.ITIMER_PROF: (signal.SIGPROF, MAX_SECONDS),
+        signal.ITIMER_REAL: (signal.SIGALRM, MAX_WAITING),
+    }
+    old_handlers = {number: signal.signal(number, interrupt) for number, _ in timers.values()}
     resource.setrlimit(
         resource.RLIMIT_AS, (pages * resource.getpagesize() + MAX_BYTES, old_limit[1])
     )
-    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
+    for timer, (_, seconds) in timers.items():
+        signal.setitimer(timer, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, old_handler)
+        for timer in timers:
+            signal.setitimer(timer, 0)
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler)
         resource.setrlimit(resource.RLIMIT_AS, old_limit)
 
 

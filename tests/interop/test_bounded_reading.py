@@ -8,10 +8,14 @@ import signal
 import time
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from jaxzero import interop
+from jaxzero import cli, interop
 from jaxzero._text import escaped, shown
+from jaxzero.interop import ArrayTensor
 
 from .fuzzing import bounds, check_refusal
 from .torch_files import pack, tensor_pickle
@@ -109,6 +113,31 @@ def test_many_names_one_of_them_twice(tmp_path: Path):
     path.write_bytes(len(text).to_bytes(8, "little") + text)
     with bounds(), pytest.raises(ValueError, match="'77' is there twice"):
         interop.tensors_in(path)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"{'1.' * 600}w{number}.weight" for number in range(4)],
+        [f"t{number}" for number in range(120_000)],
+        ["a." + "9" * 5000 + ".weight"],
+    ],
+    ids=["numbers in a name", "names", "a long number"],
+)
+def test_names_that_are_matched(names: list[str]):
+    tensors = {name: ArrayTensor(np.zeros(3, np.float32), name) for name in names}
+    leaf = jax.ShapeDtypeStruct((3,), np.float32)
+    with bounds():
+        found = interop.match({"a": {"scale": leaf}, "b": {"scale": leaf}}, tensors)
+    assert not found.fused
+
+
+def test_a_table_of_many_tensors(tmp_path: Path, capsys):
+    save_file({f"t{n}": np.ones(1, np.float32) for n in range(120_000)}, tmp_path / "m.safetensors")
+    with bounds():
+        assert cli.main(["inspect", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 120_000 and lines[-1].split() == ["t99999", "[1]", "float32", "1"]
 
 
 def test_ctrl_c_interrupts(tmp_path: Path):

@@ -169,3 +169,22 @@ def test_a_plot_is_refused_before_the_work(plot: str, message: str, tmp_path, mo
     assert cli.main(["report", "--plot", plot]) == MISTAKE
     assert message in capsys.readouterr().err
     assert not os.listdir(tmp_path)
+
+
+def test_a_plot_that_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    module = importlib.import_module("jaxzero.jobs._plans.report")
+
+    def begin(*_, **__):
+        raise ValueError("has begun")
+
+    monkeypatch.setattr(module, "set_up", begin)
+    for plot in ("/proc/x.png", f"{'a' * 300}.png"):
+        assert cli.main(["report", "--plot", plot]) == FILE_ERROR
+        error = capsys.readouterr().err
+        assert error.startswith(f"Error: '{plot}': ") and error.count("\n") == 1
+    (tmp_path / "kept.png").write_text("kept")
+    for plot in ("kept.png", "new.png"):
+        assert cli.main(["report", "--plot", plot]) == MISTAKE
+        assert "has begun" in capsys.readouterr().err
+    assert (tmp_path / "kept.png").read_text() == "kept" and os.listdir(tmp_path) == ["kept.png"]

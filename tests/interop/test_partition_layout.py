@@ -76,6 +76,36 @@ def test_shapes(monkeypatch, case: str, change):
     assert "Copy" in str(caught.value) or "different checkpoints" in str(caught.value)
 
 
+@pytest.mark.parametrize("case", [*STAGES_1_2, "zero3"])
+def test_a_model_that_lacks_what_was_trained(monkeypatch, case: str):
+    """Without the model, nothing would show that the shapes are in another order."""
+
+    def emptied(state):
+        state["module"] = {}
+        shapes_changed(reverse)(state)
+
+    def without_one(state):
+        del state["module"]["norm.bias"]
+
+    def no_tensor(state):
+        state["module"]["norm.bias"] = None
+
+    for change in (emptied, without_one, *([no_tensor] if case != "zero3" else [])):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(ValueError, match=r"model_states\.pt' gives '\S+' a shape, but the "),
+        ):
+            opened(patch, case, model=change)
+
+
+def test_a_model_that_lacks_what_was_frozen(monkeypatch):
+    def change(state):
+        del state["module"]["frozen.weight"]
+
+    with pytest.raises(ValueError, match=r"gives 'frozen\.weight' a shape, but the model there"):
+        opened(monkeypatch, "zero2", model=change)
+
+
 @pytest.mark.parametrize("case", ["zero1", "zero2"])
 @pytest.mark.parametrize(
     "paddings",

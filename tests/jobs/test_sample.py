@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,7 +93,15 @@ def test_random_text_is_that_of_its_seed(llama: Written, capsys):
     [
         ([], "`prompt` must be given: the text to continue."),
         (prompts(""), "`prompt` '' has no tokens"),
-        ([*prompts("a"), "--top-p", "1.5"], "`top_p` must be in (0, 1]; got 1.5"),
+        ([*prompts("a"), "--top-p", "1.5"], "`top_p` must be a number in (0, 1]; got 1.5"),
+        (
+            [*prompts("a"), "--top-k", "5"],
+            "`top_k` without effect: the temperature is 0, which tak",
+        ),
+        (
+            [*prompts("a"), "--temperature", "0", "--top-k", "5", "--top-p", "0.9"],
+            "`top_k` and `top_p` without effect: the temperature is 0",
+        ),
         ([*prompts("a"), "--max-new-tokens", "0"], "`max_new_tokens` must be at least 1; got 0"),
     ],
 )
@@ -104,6 +113,32 @@ def test_mistakes(llama: Written, capsys, arguments: list[str], message: str):
         status, err = exit.code, capsys.readouterr().err
     assert status == 2
     assert message in " ".join(err.replace("│", " ").split())
+
+
+def test_options_replace_those_of_the_file(llama: Written, capsys, tmp_path: Path):
+    """With `do_sample` the file has a temperature."""
+    for path in llama.directory.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "top_p": 1.5}')
+    options = ("--max-new-tokens", "3", "--top-k", "5")
+    status, printed = run(capsys, tmp_path, *prompts("a"), *options, "--top-p", "0.9")
+    assert status == 0, printed.err
+    status, printed = run(capsys, tmp_path, *prompts("a"), *options)
+    assert status == 2 and "The values are those of" in printed.err
+
+
+@pytest.mark.parametrize(("num_new", "warns"), [("28", False), ("29", True)])
+def test_more_tokens_than_a_rotary_model_is_made_for(
+    llama: Written, capsys, num_new: str, warns: bool
+):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        status, printed = run(
+            capsys, llama.directory, *prompts("hello"), "--max-new-tokens", num_new
+        )
+    assert status == 0, printed.err
+    found = [str(each.message) for each in caught if "made for 32 tokens" in str(each.message)]
+    assert len(found) == warns
 
 
 def test_files_that_are_missing_or_too_short(llama: Written, capsys, tmp_path: Path):

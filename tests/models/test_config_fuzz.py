@@ -19,6 +19,7 @@ from jaxzero.models import (
     ViTConfig,
     read_config,
 )
+from tests.interop.fuzzing import bounds
 from tests.mutate_json import dumped, mutations
 
 from .old_configs import OLD
@@ -116,7 +117,8 @@ def read(content: dict[str, Any], path: Path) -> Any:
     config = CONFIGS.get(str(content.get("model_type")), DecoderConfig)
     started = time.process_time()
     try:
-        return config.from_json(path)
+        with bounds():
+            return config.from_json(path)
     except ValueError as error:
         message = str(error)
         assert repr(str(path)) in message, message

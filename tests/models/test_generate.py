@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -201,6 +202,15 @@ def test_tokens_have_the_probabilities_of_the_formula(sampling: Sampling):
     assert (np.abs(got - want) <= 5 * np.sqrt(want * (1 - want) / num)).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-37, 1e-38, 1e-45, 1e-300])
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.9}], ids=str)
+def test_a_tiny_temperature_takes_the_most_probable_token(temperature: float, options: dict):
+    """The quotient of a logit and these temperatures is infinite in float32."""
+    rows = 3 * np.random.default_rng(0).normal(size=(8, 37)).astype(np.float32)
+    got = choose(jnp.asarray(rows), Sampling(temperature=temperature, **options), KEYS)
+    np.testing.assert_array_equal(got, rows.argmax(axis=-1))
+
+
 def test_logits_that_are_no_numbers_end_a_row():
     def decode(cache, ids, mask):
         row = jnp.where(ids[:, -1:] == 2, jnp.nan, 0.0)
@@ -247,7 +257,7 @@ def test_more_tokens_than_the_cache_has_room_for():
     [
         ({"ids": np.zeros((2, 0), np.int32)}, "`ids` must hold at least one token per row"),
         ({"ids": np.zeros((2, 9), np.int32)}, "needs 11 columns; the `cache` has 10"),
-        ({"max_new_tokens": 0}, "`max_new_tokens` must be at least 1; got 0"),
+        ({"max_new_tokens": 0}, "`max_new_tokens` must be an integer of at least 1; got 0"),
         ({"sampling": RANDOM}, "`key` is needed for temperature 0.8. Give `jax.random.key"),
     ],
     ids=["empty", "long", "none", "key"],
@@ -259,6 +269,38 @@ def test_wrong_arguments(change: dict[str, Any], message: str):
     ids, cache = jnp.asarray(given.pop("ids")), decoder.make_cache(2, 10)
     with pytest.raises(ValueError, match=message):
         models.generate(decoder.decode, cache, ids, **given)
+
+
+def test_a_mask_of_integers_is_that_of_booleans():
+    graph, params = built(CONFIG)
+    run = jax.jit(functools.partial(sample, graph, RANDOM))
+    assert_same(run(params, (IDS, MASK.astype(np.int32), KEYS)), on_one_device(CONFIG))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ids": [[1, 2]]}, "`ids` must be an array of integers, .*; got .*1, 2.*. Give the token"),
+        (
+            {"ids": np.zeros((2, 4), np.float32)},
+            r"`ids` must .*; got float32\[2, 4\]. Give the tok",
+        ),
+        ({"ids": np.zeros(4, np.int32)}, r"`ids` must be .*\[rows, tokens\]; got int32\[4\]"),
+        ({"mask": np.ones((2, 4), np.float32)}, r"`mask` must be an array of bool.*; got float32"),
+        ({"mask": [[True] * 4] * 2}, "`mask` must be an array of booleans, or of the integers 0"),
+        ({"max_new_tokens": 2.5}, "`max_new_tokens` must be an integer of at least 1; got 2.5"),
+        ({"max_new_tokens": True}, "`max_new_tokens` must be an integer of at least 1; got True"),
+        ({"key": 0}, r"`key` must be a key of `jax.random.key\(seed\)`; got 0. Give that, or"),
+        ({"key": np.zeros(2, np.uint32)}, r"`key` must be a key .*; got uint32\[2\]. .*wrap_key_d"),
+    ],
+    ids=lambda x: "" if isinstance(x, str) else next(iter(x)),
+)
+def test_values_of_other_types(change: dict[str, Any], message: str):
+    """By the check alone: where annotations are executed, they refuse such calls first."""
+    given = {"ids": IDS[:2, :4], "mask": None, "max_new_tokens": 3, "key": KEYS[0]} | change
+    cache, key = models.make_cache(CONFIG, 2, 10), given.pop("key")
+    with pytest.raises((TypeError, ValueError), match=message):
+        check_arguments(cache, **given, sampling=RANDOM, key=key)
 
 
 def test_arrays_of_other_shapes():
@@ -282,9 +324,20 @@ def test_arrays_of_other_shapes():
         ("top_p", float("nan")),
         ("stop_tokens", (3, -1)),
         ("pad_token", -1),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("top_k", 2.5),
+        ("top_k", True),
+        ("top_p", "0.9"),
+        ("stop_tokens", ("a",)),
+        ("stop_tokens", (2.0,)),
+        ("stop_tokens", 3),
+        ("stop_tokens", (2**31,)),
+        ("pad_token", None),
     ],
 )
-def test_sampling_checks_itself(field: str, value: Any):
+def test_sampling_checks_itself(field: str, value: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
     with pytest.raises(ValueError, match=f"`{field}` must"):
         Sampling(**{field: value})
 

@@ -52,6 +52,12 @@ def test_changes_replace_what_the_file_says(tmp_path: Path):
     assert got == Sampling(top_k=50, pad_token=9)
 
 
+def test_a_wrong_change_is_not_said_to_be_of_the_file(tmp_path: Path):
+    with pytest.raises(ValueError, match="`temperature` must be a number") as raised:
+        read(tmp_path, {"do_sample": True}, temperature=float("nan"))
+    assert "config.json" not in str(raised.value)
+
+
 def test_what_is_not_computed_is_said(tmp_path: Path):
     with pytest.warns(UserWarning, match="sets `no_repeat_ngram_size`, `repetition_penalty`, whi"):
         read(tmp_path, {"repetition_penalty": 1.1, "no_repeat_ngram_size": 2, "min_p": 0.0})
@@ -62,7 +68,10 @@ def test_what_is_not_computed_is_said(tmp_path: Path):
     [
         ({"do_sample": True, "temperature": "0.6"}, "`temperature` .* must be a finite number"),
         ({"eos_token_id": "</s>"}, "`eos_token_id` .* must be a token id or a list of them"),
-        ({"do_sample": True, "top_p": 1.5}, r"`top_p` must be in \(0, 1\]; got 1.5.*config.json"),
+        (
+            {"do_sample": True, "top_p": 1.5},
+            r"`top_p` must be a number in \(0, 1\]; got 1.5.*config.json",
+        ),
     ],
 )
 def test_wrong_values(tmp_path: Path, content: dict[str, Any], message: str):

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
 from ..._collectives import readable_bytes
 from ...interop import Checkpoint, LazyTensor, open_checkpoint
 from .._settings import Inspect
-from .display import line_of, word_of
+from .display import line_of, print_table
 from .inspect_run import find_checkpoint, inspect_checkpoint
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
@@ -53,16 +52,15 @@ def inspect(settings: Inspect, console: Console) -> None:
     ]
     for line in lines:
         console.print(line_of(line), highlight=False, soft_wrap=True)
-    table = Table("tensor", "", "shape", "dtype", "elements", box=None, pad_edge=False)
-    for justified in (1, 4):
-        table.columns[justified].justify = "right"
-    table.columns[0].overflow = "fold"
-    for row in _rows(tensors.items(), every=settings.every):
-        times = f"x{row.count}" if row.count > 1 else ""
-        table.add_row(
-            word_of(row.name), times, word_of(list(row.shape)), row.dtype, f"{row.size:,}"
-        )
-    console.print(table)
+    print_table(
+        ("tensor", "", "shape", "dtype", "elements"),
+        [
+            (row.name, f"x{row.count}" if row.count > 1 else "", list(row.shape), row.dtype)
+            + (f"{row.size:,}",)
+            for row in _rows(tensors.items(), every=settings.every)
+        ],
+        console,
+    )
 
 
 def _rows(named: Iterable[tuple[str, LazyTensor]], *, every: bool) -> list[_Row]:

@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from ..._checkpoint import DESCRIPTION, list_damaged, list_steps, read_description
 from ..._collectives import readable_bytes
-from .display import line_of, word_of
+from .display import line_of, print_table
 
 
 def find_checkpoint(path: Path) -> Path | None:
@@ -33,11 +32,7 @@ def inspect_checkpoint(folder: Path, console: Console) -> None:
         ) from error
     for line in lines:
         console.print(line_of(line), highlight=False, soft_wrap=True)
-    table = Table("leaf", "", box=None, pad_edge=False)
-    table.columns[0].overflow = "fold"
-    for name, shape in leaves.items():
-        table.add_row(word_of(name), word_of(shape))
-    console.print(table)
+    print_table(("leaf", ""), list(leaves.items()), console)
 
 
 def _describe(folder: Path, said: dict[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ def report(settings: Report, console: Console) -> None:
     Raises:
         ValueError: the settings do not fit the machine, the checkpoint cannot be loaded, or
             the picture is no file of a known format in a folder that exists.
+        OSError: the picture cannot be written. This is found before the work.
     """
     if settings.plot is not None:
         _check_plot(settings.plot)
@@ -54,3 +55,7 @@ def _check_plot(path: Path) -> None:
         raise ValueError(f"{flag} is a folder. Name a file in it, such as {path / 'plan.png'}.")
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{flag} must end in {', '.join(SUFFIXES)}, which selects the format.")
+    exists = path.exists()
+    path.open("ab").close()  # raises the `OSError` that writing the plot would
+    if not exists:
+        path.unlink()

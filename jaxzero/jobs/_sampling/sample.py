@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from rich.console import Console
 
 from ... import models
+from ..._warnings import warn
 from ...interop import LoadedDecoder, load_decoder
 from .._devices import choose_devices
 from .._sample_settings import Sample
@@ -30,15 +31,16 @@ def sample(settings: Sample, console: Console) -> None:
 
     Raises:
         ValueError: the directory holds no decoder or no tokenizer; a prompt is empty, or longer
-            than the model's positions; a setting is out of its range.
+            than the model's positions; a setting is out of its range, or has no effect.
         ImportError: `chat` or `system` without the package jinja2.
+
+    Warns:
+        UserWarning: texts may become longer than those that a model with rotary positions was
+            trained on.
     """
     # Before anything that starts a backend, which then has the devices that it has.
     devices = None if settings.devices is None else choose_devices(settings.devices)
-    chosen = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
-    sampling = models.Sampling.from_json(
-        settings.directory, **{name: value for name, value in chosen.items() if value is not None}
-    )
+    sampling = _sampling(settings)
     is_chat = settings.chat or settings.system is not None
     tokenizer = open_tokenizer(settings.directory)
     prompts = settings.prompt
@@ -68,6 +70,20 @@ def sample(settings: Sample, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _sampling(settings: Sample) -> models.Sampling:
+    """What the directory says, with the options that are given."""
+    options = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
+    given = {name: value for name, value in options.items() if value is not None}
+    sampling = models.Sampling.from_json(settings.directory, **given)
+    idle = [f"`{name}`" for name in given if name != "temperature"]
+    if sampling.temperature == 0 and idle:
+        raise ValueError(
+            f"{' and '.join(idle)} without effect: the temperature is 0, which takes the most "
+            "probable token each time. Add --temperature 1, or another one."
+        )
+    return sampling
 
 
 def _in_template(directory: Path, prompts: Sequence[str], system: str | None) -> list[str]:
@@ -117,6 +133,22 @@ def _check_ids(ids: np.ndarray, vocabulary_size: int) -> None:
         )
 
 
+def _check_length(config: models.DecoderConfig, longest: int, max_new_tokens: int) -> None:
+    """Raise or warn if texts may have more tokens than the model has, or was trained on."""
+    num_columns = longest + max_new_tokens - 1
+    sizes = f"The longest `prompt` has {longest} tokens and `max_new_tokens` is {max_new_tokens}"
+    try:
+        jax.eval_shape(lambda: models.make_cache(config, 1, num_columns))
+    except ValueError as error:
+        raise ValueError(f"{sizes}: {error}") from error
+    if num_columns > config.max_length:
+        warn(
+            f"{sizes}, but the model is made for {config.max_length} tokens "
+            "(`max_position_embeddings`): what it writes after them may make no sense. Lower "
+            "--max-new-tokens."
+        )
+
+
 def _compiled(
     loaded: LoadedDecoder,
     params: Any,
@@ -127,13 +159,7 @@ def _compiled(
 ) -> tuple[Any, Any]:
     """The two programs: the prompts with the first token of each, and a few tokens more."""
     num_columns = ids.shape[1] + settings.max_new_tokens - 1
-    try:
-        jax.eval_shape(lambda: models.make_cache(loaded.config, 1, num_columns))
-    except ValueError as error:
-        raise ValueError(
-            f"The longest `prompt` has {ids.shape[1]} tokens and `max_new_tokens` is "
-            f"{settings.max_new_tokens}: {error}"
-        ) from error
+    _check_length(loaded.config, ids.shape[1], settings.max_new_tokens)
 
     @jax.jit
     def begin(params, ids, mask):
