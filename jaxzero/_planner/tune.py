@@ -91,7 +91,7 @@ def tune(
         >>> plans.print()
         >>> zero = jz.Zero(mesh, plans.config)
     """
-    _check(cluster, objective, memory, budget, microbatches)
+    check_arguments(cluster, objective, memory, budget, microbatches)
     limit = (1 - _RESERVED) * cluster.kind.memory if memory is None else memory
     methods = _methods(local_steps, cluster)
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
@@ -129,7 +129,7 @@ def tune(
     )
 
 
-def _check(
+def check_arguments(
     cluster: Any, objective: Any, memory: Any, budget: Any, microbatches: Sequence[Any]
 ) -> None:
     """Raise `ValueError` for an argument of `tune` of the wrong kind."""

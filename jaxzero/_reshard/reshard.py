@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import jax
@@ -157,7 +157,7 @@ def planned(
     """The layout of a tree, the moves of its arrays, and how they are sent; runs nothing."""
     check_options(zero, mesh, dtype, codec, window_bytes)
     mesh = zero.mesh if mesh is None else mesh
-    _check_devices(zero.mesh, mesh)
+    _check_devices(set(zero.mesh.devices.flat), set(mesh.devices.flat))
     tree, shardings = zero.stored_layout(params)
     if not tree.leaves:
         raise ValueError("`params` must hold an array; got a tree without any.")
@@ -184,11 +184,11 @@ def check_options(zero: Any, mesh: Any, dtype: Any, codec: Any, window_bytes: An
         raise ValueError(f"`window_bytes` must be a positive integer; got {window_bytes!r}.")
 
 
-def _check_devices(source: Mesh, mesh: Mesh) -> None:
-    """Raise `NotImplementedError` if `jax.device_put` cannot copy from one mesh to the other."""
-    before, after = set(source.devices.flat), set(mesh.devices.flat)
+def _check_devices(before: Set[Any], after: Set[Any]) -> None:
+    """Raise `NotImplementedError` if `jax.device_put` cannot copy from some devices to others."""
     processes = {device.process_index for device in before | after}
-    if before == after or len(processes) == 1 or source.devices.flat[0].platform != "cpu":
+    on_cpus = {device.platform for device in before | after} == {"cpu"}
+    if before == after or len(processes) == 1 or not on_cpus:
         return
     raise NotImplementedError(
         f"`mesh` has the devices {sorted(x.id for x in after)} and `zero.mesh` "

@@ -21,7 +21,7 @@ from jaxzero._planner.compiles import AT_ONCE, Compiled
 from jaxzero._planner.job import Job
 from jaxzero._planner.plans import Plans
 from jaxzero._planner.search import MAX_FULL, MAX_PROXIES, Search, ranked
-from jaxzero._planner.tune import tune
+from jaxzero._planner.tune import check_arguments, tune
 
 CLUSTER = jz.Cluster(nodes=2, local=2, device="h100", link=1e9)
 GB = 1e9
@@ -388,8 +388,9 @@ def test_arguments():
     with pytest.raises(ValueError, match="`batch` has 6 rows, which 4 devices cannot share"):
         tune(loss, init, jax.ShapeDtypeStruct((6, 64), jnp.float32), CLUSTER)
     for argument, value in (("memory", -1.0), ("memory", "80GB"), ("budget", 0), ("budget", "x")):
+        given = {"memory": None, "budget": 1.0, argument: value}
         with pytest.raises(ValueError, match=f"`{argument}` is a number of .*, above 0; got"):
-            tune(loss, init, BATCH, CLUSTER, **{argument: value})
+            check_arguments(CLUSTER, "step_time", microbatches=(1,), **given)
     with pytest.raises(ValueError, match="`microbatches` must be integers above 0; got "):
         tune(loss, init, BATCH, CLUSTER, microbatches=(0, 1))
     with pytest.raises(ValueError, match="`loss_fn` is an empty dict"):
