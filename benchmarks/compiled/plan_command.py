@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ import tyro
 from benchmarks.shared._rows import append_row
 
 from .aot import SIZES
+from .plans import cpu_seconds
 
 _BEST = re.compile(r"^The best: (?!.*tokens a second)(.+)$", re.MULTILINE)
 
@@ -50,7 +50,7 @@ def main(
         command = ["plan", "--model", folder, "--nodes", str(nodes), "--local", str(local)]
         command += ["--device", device, "--link", str(link)]
         jaxzero = str(Path(sys.executable).parent / "jaxzero")
-        start, cpu = time.perf_counter(), _cpu_seconds()
+        start, cpu = time.perf_counter(), cpu_seconds()
         run = subprocess.run(
             [sys.executable, jaxzero, *command],
             env={**os.environ, "XDG_CACHE_HOME": f"{folder}/cache"},
@@ -58,7 +58,7 @@ def main(
             text=True,
             check=True,
         )
-        seconds, cpu = time.perf_counter() - start, _cpu_seconds() - cpu
+        seconds, cpu = time.perf_counter() - start, cpu_seconds() - cpu
     print(run.stdout)
     found = _BEST.search(run.stdout)
     assert found is not None, run.stdout
@@ -92,12 +92,6 @@ def _config(model: Literal["1b", "7b"]) -> dict[str, object]:
         "tie_word_embeddings": False,
         "vocab_size": size.vocabulary,
     }
-
-
-def _cpu_seconds() -> float:
-    """Of child processes, and theirs."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 if __name__ == "__main__":

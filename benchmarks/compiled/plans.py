@@ -50,7 +50,7 @@ def main(
     size = SIZES[model]
     cluster = jz.Cluster(nodes=nodes, local=local, device=device, link=link)
     batch = jax.ShapeDtypeStruct((rows_per_device * nodes * local, tokens), jnp.int32)
-    start, cpu = time.perf_counter(), _cpu_seconds()
+    start, cpu = time.perf_counter(), cpu_seconds()
     plans = jz.tune(
         functools.partial(_llama.loss, size),
         functools.partial(_llama.init, size, jax.random.key(0)),
@@ -60,7 +60,7 @@ def main(
         budget=1800.0,
         cache=None,
     )
-    seconds, cpu = time.perf_counter() - start, _cpu_seconds() - cpu
+    seconds, cpu = time.perf_counter() - start, cpu_seconds() - cpu
     plans.print()
     append_row(
         "plans",
@@ -78,7 +78,7 @@ def main(
     )
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 

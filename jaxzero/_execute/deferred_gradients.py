@@ -41,6 +41,11 @@ class Deferred(NamedTuple):
     # Layers for the updates after the loop, fetched by the last iteration, the last one first.
     ahead: Sequence[dict[int, Layers]] = ()
 
+    @property
+    def num_in_flight(self) -> int:
+        """The most iterations whose gradients of an output are in flight."""
+        return max((len(buckets) for buckets in self.buckets.values()), default=0)
+
 
 class DeferredGradients:
     """The deferred gradients of one loop.
@@ -202,11 +207,10 @@ class DeferredGradients:
 
     def with_room_ahead(self, state: Deferred) -> Deferred:
         """The state before the last iteration, with zeros for what `advance_last` will fetch."""
-        most = max((len(buckets) for buckets in state.buckets.values()), default=0)
         updated = state.updated.items()
         layers = {number: x.layers for number, x in updated if number not in state.waiting}
         empty = jax.tree.map(jnp.zeros_like, layers)
-        return state._replace(ahead=[empty] * max(0, most - 2))
+        return state._replace(ahead=[empty] * max(0, state.num_in_flight - 2))
 
     def advance_last(
         self, state: Deferred, iteration: Array, fetched_at: Array, written_at: Array
@@ -222,8 +226,8 @@ class DeferredGradients:
             written_at: the same number, known when a layer is written.
         """
         done = {number: buckets[-1] for number, buckets in state.buckets.items()}
-        age = max((len(buckets) - 1 for buckets in state.buckets.values()), default=0)
-        if not age:
+        age = state.num_in_flight - 1
+        if age < 1:
             return state
         layers = self._finished_outputs(done)
         stacks = _stored(state.stacks, layers, self._layer_index(iteration - age))
@@ -247,7 +251,7 @@ class DeferredGradients:
         """
         stacks, last = state.stacks, jnp.asarray(self._length - 1)
         updated = self._updates.advance(state.updated, state.waiting, last, None)
-        most = max((len(buckets) for buckets in state.buckets.values()), default=0)
+        most = state.num_in_flight
         most -= 1 if last_is_apart and most > 1 else 0
         for age in reversed(range(most)):  # the number of axes done, or one more
             done = {

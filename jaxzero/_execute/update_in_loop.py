@@ -108,7 +108,7 @@ class UpdatesInLoop:
     def fetch(
         self, states: Mapping[int, Updated], numbers: Iterable[int], iteration: Array
     ) -> dict[int, Layers]:
-        """Fetch the layers that the update of an iteration reads, of the leaves in `numbers`."""
+        """Fetch, for the leaves in `numbers`, the layers that the update of an iteration reads."""
         return {
             number: self._fetched(number, states[number].stacks, iteration) for number in numbers
         }

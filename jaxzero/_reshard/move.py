@@ -130,7 +130,11 @@ def shard_of(x: Shaped[Array, ...], leaf: LeafSpec) -> Shaped[Array, ...]:
 
 
 def encoded(x: Shaped[Array, "*f m"], codec: Codec | None) -> Shaped[Array, "*f n"]:
-    """Rows as they are sent; behind a barrier, XLA cannot move a cast to after the collective."""
+    """Rows as they are sent.
+
+    Callers put an optimization barrier between this and the collective, or XLA would move a cast
+    to after it. Another one belongs between the collective and `decoded`.
+    """
     return to_bits(x) if codec is None else codec.encode_rows(x)
 
 

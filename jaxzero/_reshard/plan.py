@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -134,11 +134,18 @@ def spec_without_padding(leaf: LeafSpec, source: NamedSharding) -> PartitionSpec
     It is whole on each device where the devices cannot share it evenly.
     """
     spec = plain_spec(leaf, source)
+    is_even = next(uneven_dims(leaf.shape, spec, source.mesh), None) is None
+    return spec if is_even else PartitionSpec()
+
+
+def uneven_dims(
+    shape: tuple[int, ...], spec: PartitionSpec, mesh: Any
+) -> Iterator[tuple[int, int]]:
+    """The dims that do not divide into the parts that a spec asks for, with these numbers."""
     for dim, entry in enumerate(spec):
-        parts = math.prod(source.mesh.shape[axis] for axis in axes_of(PartitionSpec(entry)))
-        if leaf.shape[dim] % parts:
-            return PartitionSpec()
-    return spec
+        parts = math.prod(mesh.shape[axis] for axis in axes_of(PartitionSpec(entry)))
+        if shape[dim] % parts:
+            yield dim, parts
 
 
 def _move(

@@ -17,7 +17,7 @@ from .._mesh import is_traced
 from .._sharding import LeafSpec, TreePlan, arrays_of, axes_of, rebuild, spread_prefix
 from .._zero import Zero
 from .overlapped import run_overlapped
-from .plan import Options, ReshardPlan, make_plan, sent_dtype, spec_without_padding
+from .plan import Options, ReshardPlan, make_plan, sent_dtype, spec_without_padding, uneven_dims
 from .programs import run, viewed
 from .report import ReshardReport, make_report
 
@@ -230,13 +230,11 @@ def _check_spec(leaf: LeafSpec, spec: PartitionSpec, mesh: Mesh) -> None:
         raise ValueError(f"{where}, which names an axis twice. An axis can split one dim only.")
     if len(spec) > len(leaf.shape):
         raise ValueError(f"{where}, which has {len(spec)} entries for {len(leaf.shape)} dims.")
-    for dim, entry in enumerate(spec):
-        parts = math.prod(mesh.shape[axis] for axis in axes_of(PartitionSpec(entry)))
-        if leaf.shape[dim] % parts:
-            raise ValueError(
-                f"{where}: its dim {dim} of size {leaf.shape[dim]} does not divide into {parts} "
-                "equal parts. Split another dim, use fewer devices, or leave it whole."
-            )
+    for dim, parts in uneven_dims(leaf.shape, spec, mesh):
+        raise ValueError(
+            f"{where}: its dim {dim} of size {leaf.shape[dim]} does not divide into {parts} "
+            "equal parts. Split another dim, use fewer devices, or leave it whole."
+        )
 
 
 def _in_place(x: Any, source: NamedSharding) -> jax.Array:

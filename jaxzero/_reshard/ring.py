@@ -77,7 +77,7 @@ class RingMove(Move):
 
     @property
     def after(self) -> tuple[Step, ...]:
-        """The steps inside processes after it."""
+        """The steps inside processes after the gather between them."""
         return self.steps[self.at + 1 :]
 
     def rows(

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int, Int32, Key
 
 from .._text import shown
 from ._cache import Cache
-from ._sampling import Sampling, choose
+from ._sampling import Sampling, choose, is_a
 
 Decode = Callable[[Cache, Any, Any], tuple[Any, Cache]]  # as `Decoder.decode`
 
@@ -204,8 +204,7 @@ def check_arguments(
         raise ValueError("`ids` must hold at least one token per row; got prompts without tokens.")
     if mask is not None and mask.shape != ids.shape:
         raise ValueError(f"`mask` must have the shape of `ids`, {ids.shape}; got {mask.shape}.")
-    is_integer = isinstance(max_new_tokens, numbers.Integral)
-    if not is_integer or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
+    if not is_a(numbers.Integral, max_new_tokens) or max_new_tokens < 1:
         raise ValueError(
             f"`max_new_tokens` must be an integer of at least 1; got {shown(max_new_tokens)}."
         )

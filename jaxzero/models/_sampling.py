@@ -44,17 +44,17 @@ class Sampling:
     pad_token: int = 0
 
     def __post_init__(self):
-        if not (_is_a(numbers.Real, self.temperature) and 0 <= self.temperature < math.inf):
+        if not (is_a(numbers.Real, self.temperature) and 0 <= self.temperature < math.inf):
             raise ValueError(
                 f"`temperature` must be a number of at least 0; got {self.temperature!r}. 0 takes "
                 "the most probable token, 1 samples from the model's own probabilities."
             )
-        if self.top_k is not None and not (_is_a(numbers.Integral, self.top_k) and self.top_k >= 1):
+        if self.top_k is not None and not (is_a(numbers.Integral, self.top_k) and self.top_k >= 1):
             raise ValueError(
                 f"`top_k` must be an integer of at least 1; got {self.top_k!r}. Leave it None to "
                 "choose from all."
             )
-        if not (_is_a(numbers.Real, self.top_p) and 0 < self.top_p <= 1):
+        if not (is_a(numbers.Real, self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(
                 f"`top_p` must be a number in (0, 1]; got {self.top_p!r}. 1 chooses from all "
                 "tokens."
@@ -93,12 +93,13 @@ class Sampling:
         return make_config(cls, fields | changes, path)
 
 
-def _is_a(kind: type, value: Any) -> bool:
+def is_a(kind: type, value: Any) -> bool:
+    """Whether a value is of a kind of number, and no bool."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _is_id(value: Any) -> bool:
-    return _is_a(numbers.Integral, value) and 0 <= value <= jnp.iinfo(jnp.int32).max
+    return is_a(numbers.Integral, value) and 0 <= value <= jnp.iinfo(jnp.int32).max
 
 
 def choose(

@@ -11,7 +11,9 @@ from jaxtyping import Array, Bool, Int
 def as_indices(
     ids: Int[Array, "b t"], mask: Bool[Array, "b t"] | None, vocabulary_size: int
 ) -> Int[Array, "b t"]:
-    """Replace negative ids: of tokens by `vocabulary_size`, whose vector is NaN, of padding by 0.
+    """Replace negative ids, so that tokens with one get vectors of NaN, and padding ordinary ones.
+
+    A token's id becomes `vocabulary_size`, an index behind the table; that of padding becomes 0.
 
     Args:
         ids: token ids.

@@ -20,7 +20,7 @@ MAX_BYTES = 2**30
 
 
 class OutOfTime(BaseException):
-    """As `KeyboardInterrupt`, no `Exception`: what reads a file takes an `OSError` for damage."""
+    """A limit was reached; no `Exception`, since readers report an `OSError` as a damaged file."""
 
 
 @contextlib.contextmanager

@@ -296,7 +296,7 @@ def test_a_mask_of_integers_is_that_of_booleans():
     ids=lambda x: "" if isinstance(x, str) else next(iter(x)),
 )
 def test_values_of_other_types(change: dict[str, Any], message: str):
-    """By the check alone: where annotations are executed, they refuse such calls first."""
+    """Where annotations are executed, they refuse such calls before `check_arguments` does."""
     given = {"ids": IDS[:2, :4], "mask": None, "max_new_tokens": 3, "key": KEYS[0]} | change
     cache, key = models.make_cache(CONFIG, 2, 10), given.pop("key")
     with pytest.raises((TypeError, ValueError), match=message):
@@ -304,7 +304,7 @@ def test_values_of_other_types(change: dict[str, Any], message: str):
 
 
 def test_arrays_of_other_shapes():
-    """By the check alone: where annotations are executed, they refuse such calls first."""
+    """Where annotations are executed, they refuse such calls before `check_arguments` does."""
     ids, cache = jnp.zeros((2, 4), jnp.int32), models.make_cache(CONFIG, 2, 10)
     with pytest.raises(ValueError, match=r"`mask` must have the shape of `ids`, \(2, 4\); got"):
         check_arguments(cache, ids, jnp.ones((1, 4), bool), 3, Sampling(), None)

@@ -1,4 +1,4 @@
-"""A model that is built for its shapes has those of one whose layers are all made."""
+"""A model that is built with `ShapesOnly` has the same shapes as one built with `nnx.Rngs`."""
 
 import jax
 import pytest

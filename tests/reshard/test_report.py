@@ -105,7 +105,7 @@ def test_the_report_prints_and_gives_plain_data():
 
 
 def test_moves_to_other_devices_are_not_counted_as_nothing():
-    """A padded array is made whole on each device first, which counts as held."""
+    """A padded array is first gathered on each source device; the report counts that memory."""
     zero = jz.Zero(jz.make_mesh(2, devices=jax.devices()[:4]))
     params = zero.shard({"even": np.ones((8, 4), np.float32), "odd": np.ones((5, 7), np.float32)})
     mesh = Mesh(np.array(jax.devices()[2:4]), ("model",))

@@ -39,7 +39,7 @@ _CACHED = (
 
 @pytest.fixture(autouse=True)
 def of_processes(monkeypatch):
-    """A function that makes every `count` devices a process."""
+    """A function of `count`: from then on each run of `count` devices counts as one process."""
     monkeypatch.setattr(gloo_workaround, "uses_gloo", lambda mesh: True)
 
     def patch(count: int) -> None:
@@ -102,7 +102,7 @@ def _structs(shards: Iterable[int], shape: Any) -> dict[int, Any]:
 
 
 def _compiled(mesh: Mesh, moves: tuple[RingMove, ...]) -> list[Any]:
-    """The programs of device 0 for a window, and that of all devices."""
+    """The compiled programs of a window: those of device 0, and the one over all devices."""
     shards = [jax.ShapeDtypeStruct(x.block, x.leaf.stored.dtype) for x in moves]
     of_senders, of_givers = (
         [
