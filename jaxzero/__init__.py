@@ -25,6 +25,7 @@ from ._mesh import fold_in_device as fold_in_device
 from ._mesh import make_mesh as make_mesh
 from ._planner import Cluster as Cluster
 from ._planner import Device as Device
+from ._planner import compile_for as compile_for
 from ._planner import tune as tune
 from ._reshard import reshard as reshard
 from ._reshard import reshard_report as reshard_report

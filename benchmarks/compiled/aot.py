@@ -62,6 +62,7 @@ def main(
     tokens: int = 2048,
     schedule: jz.CommSchedule = jz.CommSchedule(),  # noqa: B008
     options: bool = True,
+    durations: bool = False,
     form: Literal["plain", "linen"] = "plain",
     microbatches: int = 1,
     keep_hlo: Path | None = None,
@@ -77,11 +78,14 @@ def main(
         tokens: of each sequence.
         schedule: of jaxzero's variants.
         options: compile with `jz.compiler_options("cuda")`; GSPMD without, unless none.
+        durations: compile twice, the second time with predicted durations (`jz.compile_for`) at
+            50 GB/s into a node. Times to compile are of both.
         form: how the model is written: as `_llama`, or in Flax Linen (scanned and dense only).
         microbatches: that the rows of a device are cut into (jaxzero's variants only).
         keep_hlo: a folder for the compiled programs.
     """
     mesh = h200_mesh(nodes, local)
+    cluster = jz.Cluster(nodes=nodes, local=local, device="h200") if durations else None
     size = SIZES[model]
     struct = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
     for variant in variants:
@@ -90,10 +94,11 @@ def main(
         between, user_between = time.perf_counter(), _user_seconds()
         ours = not variant.startswith("gspmd")
         chosen = jz.compiler_options("cuda") if options and ours else {}
-        compiled = lowered.compile(compiler_options=chosen)
+        compiled = _compiled(lowered, chosen, cluster)
         end, user_end = time.perf_counter(), _user_seconds()
         text = compiled.as_text()
         if keep_hlo is not None:
+            keep_hlo.mkdir(parents=True, exist_ok=True)
             (keep_hlo / f"{model}_{variant}.hlo").write_text(text)
         append_row(
             "aot",
@@ -109,6 +114,7 @@ def main(
                 "parameters": _llama.num_parameters(size),
                 "schedule": dataclasses.asdict(schedule) if ours else None,
                 "compiler_options": chosen,
+                "durations": durations,
                 **figures(compiled, text, local),
                 "lower_seconds": round(between - start, 2),
                 "compile_seconds": round(end - between, 2),
@@ -116,6 +122,14 @@ def main(
                 "compile_user_seconds": round(user_end - user_between, 2),
             },
         )
+
+
+def _compiled(
+    lowered: jax.stages.Lowered, options: dict[str, Any], cluster: jz.Cluster | None
+) -> jax.stages.Compiled:
+    if cluster is None:
+        return lowered.compile(compiler_options=options)
+    return jz.compile_for(lowered, cluster, compiler_options=options)
 
 
 def lowered_step(

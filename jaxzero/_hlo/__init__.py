@@ -5,6 +5,7 @@ traffic, and a timeline predicted from stated rates. Nothing here runs on a devi
 """
 
 from .cost import Rates as Rates
+from .durations import durations as durations
 from .host_memory import compile_with_host_memory as compile_with_host_memory
 from .host_memory import on_abstract_mesh as on_abstract_mesh
 from .timeline import Timeline as Timeline

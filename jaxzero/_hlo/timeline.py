@@ -105,16 +105,29 @@ def timeline(text: str, rates: Rates) -> Timeline:
         ValueError: the text cannot be read, or a loop's trip count is not known.
     """
     program = parse(text)
-    return _Walk(program, rates).computation(program.entry)
+    return Walk(program, rates).computation(program.entry)
 
 
-class _Walk:
+class Walk:
+    """Simulates computations of a program, each of them once.
+
+    Attributes:
+        program: the parsed module.
+        rates: of the machine.
+        known: the computations simulated so far, by name.
+    """
+
     def __init__(self, program: Program, rates: Rates):
         self.program = program
         self.rates = rates
         self.known: dict[str, Timeline] = {}
 
     def computation(self, within: Computation) -> Timeline:
+        """The timeline of one run of a computation.
+
+        Raises:
+            ValueError: a loop's trip count is not known.
+        """
         if within.name not in self.known:
             self.known[within.name] = self._walk(within)
         return self.known[within.name]
@@ -134,9 +147,9 @@ class _Walk:
                 end = self._send(line, free, collective)
             elif moved.crossing:
                 end = self._copy(line, free, moved)
-                line.add(*self._inner(instruction, within))
+                line.add(*self.inner(instruction, within))
             else:
-                line.add(*self._inner(instruction, within))
+                line.add(*self.inner(instruction, within))
                 continue
             flight = _Flight(collective, end, begun)
             if instruction.op.endswith("-start"):
@@ -182,7 +195,7 @@ class _Walk:
         if line.compute_seconds > flight.compute_before:
             line.asynchronous_bytes += flight.collective.entering_bytes
 
-    def _inner(self, instruction: Instruction, within: Computation) -> tuple[Timeline, int]:
+    def inner(self, instruction: Instruction, within: Computation) -> tuple[Timeline, int]:
         """What an instruction does by itself, and how often."""
         called, computations = instruction.called, self.program.computations
         if instruction.op == "while":

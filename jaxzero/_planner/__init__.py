@@ -10,6 +10,7 @@ from .candidates import Candidate as Candidate
 from .candidates import enumerate_candidates as enumerate_candidates
 from .cluster import Cluster as Cluster
 from .cluster import Device as Device
+from .compile_for import compile_for as compile_for
 from .compiles import Compiled as Compiled
 from .compiles import Compiler as Compiler
 from .job import Job as Job

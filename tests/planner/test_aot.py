@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ import optax
 import pytest
 
 import jaxzero as jz
+from benchmarks.compiled._h200 import h200_mesh
+from benchmarks.shared import _llama
 from jaxzero._hlo import timeline
 from jaxzero._planner.candidates import enumerate_candidates
 from jaxzero._planner.compiles import Compiler
@@ -94,3 +97,31 @@ def test_the_step_of_local_steps_is_the_program_of_one_node(tmp_path):
     (same,) = (x for x in enumerate_candidates(CLUSTER, ("",), (1,), False) if x.name == "ddp")
     assert same == first.program[0]
     assert alone.compile(same, is_proxy=True).seconds_to_compile == 0
+
+
+@pytest.fixture(scope="module")
+def step():
+    """A lowered step of ZeRO-3 whose messages take about as long as what it computes."""
+    size = _llama.LlamaSize(layers=16, width=1024, hidden=2816, heads=8, vocabulary=4096)
+    zero = jz.Zero(h200_mesh(2, 8))
+    params = zero.abstract(functools.partial(_llama.init, size), jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((32, 2048), jnp.int32)
+    options = jz.compiler_options("cuda")
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        function = zero.value_and_grad(functools.partial(_llama.loss, size))
+        return jax.jit(function, compiler_options=options).lower(params, tokens)
+
+
+def test_a_scheduler_that_knows_durations_waits_less(step):
+    """From JAX 0.11 on; before, `jz.compiler_options` has XLA's own model of them."""
+    cluster = jz.Cluster(nodes=2, local=8, device="h200", link=25e9)
+    before = timeline(step.compile().as_text(), cluster.rates)
+    after = timeline(jz.compile_for(step, cluster).as_text(), cluster.rates)
+    assert after.launches == before.launches
+    limit = 0.99 if jax.__version_info__ >= (0, 11) else 1.0
+    assert after.seconds <= limit * before.seconds
+
+
+def test_a_cluster_of_another_size_is_refused(step):
+    with pytest.raises(ValueError, match=r"`cluster` has 8 devices \(2 x 4\); `lowered` is for 16"):
+        jz.compile_for(step, jz.Cluster(nodes=2, local=4))
