@@ -29,7 +29,7 @@ from .._sharding import (
     trained_leaves,
     unpad,
 )
-from .._zero import Zero, auto_mesh, pad_leaf, run_automatic
+from .._zero import Zero, auto_mesh, check_host_bytes, pad_leaf, run_automatic
 
 
 class Named(NamedTuple):
@@ -158,6 +158,16 @@ def target(named: Named, zero: Zero) -> jax.ShapeDtypeStruct:
     else:
         read = _even_sharding(leaf, zero)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_in_memory_of(like, read))
+
+
+def check_room(named: Mapping[str, Named], zero: Zero) -> None:
+    """Raise `MemoryError` if the host lacks memory for the leaves that are read into it."""
+    targets = [target(entry, zero) for entry in named.values() if in_host(entry.value)]
+    sizes = (
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * len(zero.mesh.local_devices)
+        for x in targets
+    )
+    check_host_bytes("arrays of the checkpoint", sum(sizes))
 
 
 def _in_memory_of(x: Any, sharding: NamedSharding) -> NamedSharding:

@@ -56,12 +56,13 @@ def _updates(tx: optax.GradientTransformation, plan: TreePlan, padded: bool) -> 
             leaves = [_widen(x, leaf) for x, leaf in zip(leaves, plan.leaves, strict=True)]
         trees.append(plan.whole(leaves))
     # optax relies on JAX's default promotion of dtypes, which a user may have made strict.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    promotion = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
+    with promotion[0], promotion[1], jax.ensure_compile_time_eval():  # a `jit` may be tracing this
         try:
             updates = jax.jit(lambda *trees: _run(tx, {}, *trees))(*trees)
         except Exception:  # some optimizers need more than gradients
             updates = jax.jit(lambda *trees: _run(tx, _extras(tx, *trees), *trees))(*trees)
-    return arrays_of(updates)
+    return [np.asarray(x) for x in arrays_of(updates)]
 
 
 def _run(tx: optax.GradientTransformation, extras: dict[str, Any], params: Any, grads: Any) -> Any:
