@@ -29,9 +29,15 @@ from .local_state import (
     mean_over_nodes,
 )
 from .local_step import LocalStep
+from .padding_check import warn_of_padding
 from .placement import auto_mesh, constrain, pad_leaf, run_automatic, stored_struct, unpad_leaf
 from .programs import Programs
 from .sharded_trees import ShardedTrees
+
+_OF_OUTER = (
+    "Take an `outer` optimizer that updates each element by itself, such as `optax.sgd`, or nodes "
+    "whose number of devices divides a dim of these leaves."
+)
 
 
 class LocalRounds:
@@ -250,6 +256,7 @@ class LocalRounds:
         inner = self._zero._on_one_node
         layouts = Layouts.of(self.method, plan, state_plan, trained, inner._devices, inner.config)
         inner._know(layouts.params, layouts.opt_state)
+        warn_of_padding(self.method.outer, layouts.outer_plan, remedy=_OF_OUTER, as_arrays=True)
         self._layouts, self._plan = layouts, plan
         return layouts
 

@@ -237,3 +237,14 @@ def test_a_padded_leaf_is_no_metric(zero, trees):
     rounds = zero.local_steps(lambda p, o, b: (p, o, {"odd": p["odd"]}), every=2)
     with pytest.raises(ValueError, match="the metric `odd` as StoredArray.* `zero.unshard`"):
         rounds(rounds.init(*trees), np.ones((2, 8), np.float32))
+
+
+def test_an_outer_optimizer_that_counts_padding_warns(zero):
+    params = zero.init(lambda: {"odd": jnp.ones((7, 3))})  # padded on two devices in a node
+    rounds = zero.local_steps(step, every=2, outer=optax.adafactor(0.1))
+    with pytest.warns(
+        UserWarning, match=r"`odd` the first, .* Take an `outer` optimizer that upda"
+    ):
+        rounds.init(params, {"count": jnp.zeros(())})
+    rounds = zero.local_steps(step, every=2, outer=optax.adam(0.1))
+    rounds.init(params, {"count": jnp.zeros(())})
