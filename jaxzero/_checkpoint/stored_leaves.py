@@ -219,9 +219,15 @@ def check_same_leaves(
             )
         shape, dtype = saved[name]
         if shape != leaf.shape:
+            # In a `LocalState` the leading dim counts nodes.
+            of_nodes = ".params." in name and shape[1:] == leaf.shape[1:]
             raise ValueError(
                 f"The leaf `{name}` has shape {shape} in the checkpoint {folder}, and {leaf.shape} "
                 "in `like`. Build the model that was saved."
+                + (
+                    " After local steps on other nodes: `rounds.abstract(..., nodes=...)`."
+                    * of_nodes
+                )
             )
         if dtype != leaf.dtype:
             raise ValueError(

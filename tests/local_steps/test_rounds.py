@@ -271,8 +271,11 @@ def test_another_number_of_nodes_joins_with_the_mean(streaming, tmp_path):
     wide = jz.Zero(jz.make_mesh(4, devices=jax.devices()[:8]), zero.config)
     params = wide.abstract(init, jax.random.key(0))
     more = wide.local_steps(step_of(wide), rounds.method)
-    like = more.abstract(params, wide.init_optimizer(TX, params), nodes=NODES)
+    trees = params, wide.init_optimizer(TX, params)
+    like = more.abstract(*trees, nodes=NODES)
     with jz.Checkpoints(tmp_path, wide) as checkpoints:
+        with pytest.raises(ValueError, match=r"\(2, 8\).* \(4, 8\) in `like`.*`rounds.abstract\("):
+            checkpoints.restore({"local": more.abstract(*trees)})
         joined = more.rejoin(checkpoints.restore(like={"local": like}).state["local"])
     mean = jax.device_get(zero.unshard(rounds.mean(state)))
     for node in range(4):
