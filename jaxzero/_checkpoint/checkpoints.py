@@ -27,6 +27,7 @@ from .saver import Content, Saver
 from .selection import NoCheckpoint, choose
 from .stored_leaves import (
     Named,
+    check_room,
     digests_of_own,
     named_leaves,
     stored_array,
@@ -179,6 +180,7 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
+            MemoryError: the host has too little memory for the arrays that go there.
             ValueError: the checkpoint requested by `step` is damaged, or all are, now or in an
                 earlier attempt; its leaves, shapes or dtypes differ from those of `like`; or files
                 that fit their digests cannot be decoded.
@@ -210,6 +212,7 @@ class Checkpoints:
             extra = read_extra(folder)
             tree = dict(like(extra) if callable(like) else like)
             named = named_leaves(tree, self._zero)
+            check_room(named, self._zero)
             state = read_arrays(folder, named, self._zero)
         except Exception as raised:
             error = _deleted(folder, raised) if _is_gone(folder) else raised

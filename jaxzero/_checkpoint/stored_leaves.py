@@ -29,7 +29,7 @@ from .._sharding import (
     trained_leaves,
     unpad,
 )
-from .._zero import Zero, auto_mesh, pad_leaf, run_automatic
+from .._zero import Zero, auto_mesh, check_host_bytes, pad_leaf, run_automatic
 
 
 class Named(NamedTuple):
@@ -160,6 +160,16 @@ def target(named: Named, zero: Zero) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_in_memory_of(like, read))
 
 
+def check_room(named: Mapping[str, Named], zero: Zero) -> None:
+    """Raise `MemoryError` if the host lacks memory for the leaves that are read into it."""
+    targets = [target(entry, zero) for entry in named.values() if in_host(entry.value)]
+    sizes = (
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * len(zero.mesh.local_devices)
+        for x in targets
+    )
+    check_host_bytes("arrays of the checkpoint", sum(sizes))
+
+
 def _in_memory_of(x: Any, sharding: NamedSharding) -> NamedSharding:
     """The sharding, in host memory if `x` is there.
 
@@ -209,9 +219,15 @@ def check_same_leaves(
             )
         shape, dtype = saved[name]
         if shape != leaf.shape:
+            # In a `LocalState` the leading dim counts nodes.
+            of_nodes = ".params." in name and shape[1:] == leaf.shape[1:]
             raise ValueError(
                 f"The leaf `{name}` has shape {shape} in the checkpoint {folder}, and {leaf.shape} "
                 "in `like`. Build the model that was saved."
+                + (
+                    " After local steps on other nodes: `rounds.abstract(..., nodes=...)`."
+                    * of_nodes
+                )
             )
         if dtype != leaf.dtype:
             raise ValueError(

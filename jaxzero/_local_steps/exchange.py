@@ -85,8 +85,8 @@ class Exchange:
 
     def codec_of(self, leaf: LeafSpec) -> Any:
         """The codec of a leaf's pseudo-gradients; None if they are sent as they are."""
-        codec, num = self.method.codec, leaf.layer_size
-        if codec is None or not codec.is_used_for(num, leaf.dtype, self.min_quantized_size):
+        codec, num, dtype = self.method.codec, leaf.layer_size, accumulator_dtype(leaf.dtype)
+        if codec is None or not codec.is_used_for(num, dtype, self.min_quantized_size):
             return None
         return codec
 

@@ -52,14 +52,16 @@ class Part:
         row = x.reshape(1, self.num)
         if self.codec is None:
             return as_bytes(row)
-        return self.codec.encode_rows(row, seed=device_index(AXES if self.is_split else (NODE,)))
+        seed = device_index(AXES if self.is_split else (NODE,))
+        return as_bytes(self.codec.encode_rows(row, seed=seed))
 
     def decode(self, rows: UInt8[Array, "n _"]) -> Float[Array, ...]:
         """The array of each row, `[n, *shape]`."""
         if self.codec is None:
             x = from_bytes(rows, self.dtype)
         else:
-            x = self.codec.decode_rows(rows, self.num, self.dtype)
+            message = from_bytes(rows, self.codec.message(self.num, self.dtype).dtype)
+            x = self.codec.decode_rows(message, self.num, self.dtype)
         return x.reshape(len(rows), *self.shape)
 
 

@@ -86,7 +86,8 @@ class LocalSteps:
                     f"`codec` must be a codec such as `jz.Int4()`, or None; got {self.codec!r}."
                 )
             check_is_value(self.codec)
-        if self.mixing is not None and not 0 <= self.mixing < 1:
+        is_share = isinstance(self.mixing, numbers.Real) and 0 <= self.mixing < 1
+        if self.mixing is not None and (not is_share or isinstance(self.mixing, bool)):
             raise ValueError(
                 f"`mixing` is the weight of a node's own parameters, from 0 to less than 1, or "
                 f"None; got {self.mixing!r}."

@@ -151,7 +151,8 @@ def _plan_block(
             group = dataclasses.replace(group, fetch=fetch, fetch_tie=ties[fetch])
         gather_groups.append(group)
     for index, loop in loops.items():
-        issue = _start_before(index, starts, schedule.prefetch)
+        # A loop that gathers nothing itself, but holds loops that do, is not among `starts`.
+        issue = min(index, _start_before(index, starts, schedule.prefetch))
         continues = _continued(block, uses, loops, index, starts, schedule.prefetch)
         loops[index] = dataclasses.replace(loop, issue=issue, tie=ties[issue], continues=continues)
     return BlockPlan(

@@ -36,12 +36,18 @@ _OF_CLOSURES = (
     "it by `jax.device_put` or `jax.sharding.reshard`. Pass it as an argument, or `jax.device_get` "
     "it."
 )
+_OF_STEPS = (
+    "Inside `zero.local_steps`, a function given to `zero.value_and_grad` or `zero.apply` cannot "
+    "close over arrays of the step: parameters, optimizer state, the batch, or what is computed "
+    "from them. Pass each as an argument: `zero.value_and_grad(loss)(params, batch, key)`."
+)
 # Fragments of the errors that JAX raises for such requests while tracing, with our explanation.
 _SAID = {
     "should match the mesh passed to shard_map": _OF_SHARD_MAP,
     "shard_map applied to the function": _OF_SHARD_MAP,
     "to enter into a mesh context": _OF_SHARD_MAP,
     "should match the aval mesh": _OF_CLOSURES,
+    "Mesh for all inputs should be equal": _OF_CLOSURES,
     "Closing over inputs to shard_map": _OF_CLOSURES,
     "should match the mesh of sharding": _OF_SHARDINGS,
     "passed to with_sharding_constraint": _OF_SHARDINGS,
@@ -58,11 +64,14 @@ def explaining() -> Iterator[None]:
     """Add an explanation and a remedy to JAX's errors about sharding requests while tracing."""
     try:
         yield
-    except (ValueError, TypeError, RuntimeError) as error:
+    except Exception as error:  # JAX's `ShardingTypeError` is a plain `Exception`
         said = str(error)
         for fragment, remedy in _SAID.items():
-            if fragment in said and remedy not in said:
-                raise ValueError(f"{remedy} JAX said: {said}") from error
+            if fragment in said:
+                if remedy is _OF_CLOSURES and is_one_node():
+                    remedy = _OF_STEPS
+                if remedy not in said:
+                    raise ValueError(f"{remedy} JAX said: {said}") from error
         raise
 
 

@@ -83,6 +83,9 @@ class Offload:
         return fnmatch.fnmatchcase(path, pattern)
 
     def takes(self, role: Role, path: str, size: int) -> bool:
-        """Whether a leaf with this path and number of elements goes to host memory."""
+        """Whether a leaf with this path and number of elements goes to host memory.
+
+        A scalar never does: it has no dim to be fetched and gathered over.
+        """
         found = any(self.matches(pattern, path) for pattern in self.patterns(role))
-        return found and size >= self.min_size
+        return found and size >= max(self.min_size, 2)

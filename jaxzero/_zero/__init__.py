@@ -1,10 +1,12 @@
 """`Zero`, the class that users hold: it shards trees, and transforms functions of them.
 
 In: the user's functions, trees, batches and optimizers. Out: functions under `shard_map`, and
-errors before anything is traced. Packages above use `Zero`; `_checkpoint` also uses `placement`.
+errors before anything is traced. Packages above use `Zero`; `_checkpoint` also uses `placement`
+and `host_memory`.
 """
 
 from .freeze_schedule import freeze_schedule as freeze_schedule
+from .host_memory import check_host_bytes as check_host_bytes
 from .local_rounds import LocalRounds as LocalRounds
 from .local_state import LocalState as LocalState
 from .pad_batch import pad_batch as pad_batch

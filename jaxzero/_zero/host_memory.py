@@ -31,16 +31,26 @@ def check_platform(mesh: AnyMesh) -> None:
         )
 
 
-def check_patterns(offload: Offload, layout: TreePlan) -> None:
-    """Raise `ValueError` for a pattern of `offload` that matches no leaf of a parameter tree."""
+def check_patterns(offload: Offload, layout: TreePlan, matched: set[str]) -> None:
+    """Raise `ValueError` for a pattern of `offload` that has matched no leaf so far.
+
+    Args:
+        offload: has the patterns.
+        layout: of a parameter tree.
+        matched: the patterns that matched a leaf of an earlier tree; those of this one are added.
+            So adapters (LoRA) may follow the weights that the patterns are for.
+    """
     paths = [leaf.path for leaf in layout.leaves]
     for role in ("weights", "gradients", "optimizer"):
         for pattern in offload.patterns(role):
-            if not any(offload.matches(pattern, path) for path in paths):
+            if any(offload.matches(pattern, path) for path in paths):
+                matched.add(pattern)
+            elif pattern not in matched:
                 known = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
                 raise ValueError(
                     f"`{role}` of `Offload` has the pattern {pattern!r}, which matches no leaf of "
-                    f"this tree; its leaves are {known}."
+                    f"this tree; its leaves are {known}. If it is for another tree, shard that one "
+                    "first."
                 )
 
 
@@ -59,7 +69,12 @@ def check_room(what: str, leaves: Sequence[LeafSpec], mesh: Mesh, axes: tuple[st
         mesh: the mesh.
         axes: the axes that split the leaves.
     """
-    needed, free = host_bytes(leaves, mesh, axes), _available_bytes()
+    check_host_bytes(what, host_bytes(leaves, mesh, axes))
+
+
+def check_host_bytes(what: str, needed: int) -> None:
+    """Raise `MemoryError` if the host has fewer than `needed` bytes of memory left for `what`."""
+    free = _available_bytes()
     if free is not None and needed > free:
         raise MemoryError(
             f"The offloaded {what} would take {needed / _GIB:.1f} GiB of this host's memory, which "

@@ -8,7 +8,7 @@ from typing import Any
 
 from .._local_steps import LocalSteps
 from .._mesh import AXES, NODE, AnyMesh
-from .._sharding import ZeroConfig
+from .._sharding import ZeroConfig, data_of, flatten, is_array, path_name
 
 
 def local_method(method: LocalSteps | None, options: Mapping[str, Any]) -> LocalSteps:
@@ -33,6 +33,35 @@ def local_method(method: LocalSteps | None, options: Mapping[str, Any]) -> Local
             "method such as `jz.streaming_diloco()`."
         )
     return LocalSteps(**options)
+
+
+def check_kept(name: str, tree: Any, wanted: Any, nodes: int | None) -> None:
+    """Raise `ValueError` unless a field of a `LocalState` has the right arrays.
+
+    Args:
+        name: of the field.
+        tree: its value.
+        wanted: the same tree with an array or struct for each of its arrays.
+        nodes: how many nodes have arrays of their own in it, on a leading dim; None: they have not.
+    """
+    (paths, leaves, treedef), (_, right, right_treedef) = flatten(tree), flatten(wanted)
+    what = "it is another tree" if treedef != right_treedef else ""
+    for path, x, like in zip(paths, leaves, right, strict=False):
+        if what or not (is_array(x) or is_array(like)):
+            continue
+        now, then = (
+            f"{y.dtype}{list(y.shape)}" if is_array(y) else type(y).__name__
+            for y in (data_of(x), data_of(like))
+        )
+        if now != then:
+            what = f"its leaf `{path_name(path)}` is {now} in place of {then}"
+            what += f", which has a value for each of {nodes} nodes" if nodes else ""
+    if what:
+        raise ValueError(
+            f"`state.{name}` is not that of the trees given to `init`, or was made with other "
+            f"`fragments`, `outer` or `codec`: {what}. Make the state with the same method and "
+            "trees."
+        )
 
 
 def check_local_steps(mesh: AnyMesh, config: ZeroConfig) -> None:

@@ -15,7 +15,15 @@ from jax.sharding import PartitionSpec
 from .._collectives import accumulator_dtype, shard_shape
 from .._local_steps import AsTree, Cut, Exchange, LocalSteps, OuterPlan
 from .._mesh import LOCAL, NODE, AnyMesh, NodeMesh
-from .._sharding import LeafSpec, TreePlan, ZeroConfig, layout_of_leaf, stored_leaf
+from .._sharding import (
+    LeafSpec,
+    TreePlan,
+    ZeroConfig,
+    flatten,
+    layout_of_leaf,
+    statics_of,
+    stored_leaf,
+)
 
 RESIDUAL_DTYPE = jnp.dtype(jnp.bfloat16)  # as that of `ErrorFeedback`
 
@@ -138,6 +146,13 @@ class Layouts:
             "residuals": Kept(residuals, True, (LOCAL,), functools.partial(tree_of, numbered)),
         }
         return cls(kept, inner, state, numbers, exchange)
+
+    @property
+    def outer_plan(self) -> TreePlan:
+        """The layout of the tree that the outer optimizer sees."""
+        leaves, kept = self.exchange.leaves, self.kept["outer_params"]
+        _, found, treedef = flatten(kept.build([leaf.stored for leaf in leaves]))
+        return TreePlan(treedef, kept.leaves, statics_of(found))
 
 
 def _on_one_node(plan: TreePlan, mesh: NodeMesh, config: ZeroConfig) -> TreePlan:

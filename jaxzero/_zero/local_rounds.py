@@ -17,6 +17,7 @@ from .._mesh import NODE, NodeMesh, SimulatedMesh, is_traced, map_nodes
 from .._report import LocalReport
 from .._sharding import TreePlan, arrays_of, flatten, is_array, stored_leaf, trained_leaves
 from .local_batches import batch_specs, node_specs
+from .local_checks import check_kept
 from .local_layouts import Layouts
 from .local_state import (
     FIELDS,
@@ -28,9 +29,15 @@ from .local_state import (
     mean_over_nodes,
 )
 from .local_step import LocalStep
+from .padding_check import warn_of_padding
 from .placement import auto_mesh, constrain, pad_leaf, run_automatic, stored_struct, unpad_leaf
 from .programs import Programs
 from .sharded_trees import ShardedTrees
+
+_OF_OUTER = (
+    "Take an `outer` optimizer that updates each element by itself, such as `optax.sgd`, or nodes "
+    "whose number of devices divides a dim of these leaves."
+)
 
 
 class LocalRounds:
@@ -240,9 +247,16 @@ class LocalRounds:
             jnp.issubdtype(leaf.dtype, jnp.floating) and kind is not False
             for leaf, kind in zip(plan.leaves, kinds, strict=True)
         ]
+        if not any(trained):
+            raise ValueError(
+                "`params` has no float array to train, so there is nothing to exchange. Give "
+                "`local_steps` the parameters; arrays that each node keeps for itself belong into "
+                "`opt_state`."
+            )
         inner = self._zero._on_one_node
         layouts = Layouts.of(self.method, plan, state_plan, trained, inner._devices, inner.config)
         inner._know(layouts.params, layouts.opt_state)
+        warn_of_padding(self.method.outer, layouts.outer_plan, remedy=_OF_OUTER, as_arrays=True)
         self._layouts, self._plan = layouts, plan
         return layouts
 
@@ -268,15 +282,7 @@ class LocalRounds:
         for name, kept in layouts.kept.items():
             tree, leaves = getattr(state, name), kept.global_leaves(nodes)
             wanted = kept.tree(nodes, [leaf.stored for leaf in leaves])
-            types = [(tuple(x.shape), x.dtype) for x in arrays_of(tree)]
-            is_same = types == [(leaf.stored.shape, leaf.stored.dtype) for leaf in leaves]
-            if not is_same or flatten(tree)[2] != flatten(wanted)[2]:
-                raise ValueError(
-                    f"`state.{name}` is not that of the trees given to `init`, or was made with "
-                    "other `fragments`, `outer` or `codec`: its leaves have the shapes "
-                    f"{[shape for shape, _ in types[:4]]}. Make the state with the same method and "
-                    "trees."
-                )
+            check_kept(name, tree, wanted, nodes if kept.is_per_node else None)
         return layouts
 
     def _made(self, layouts: Layouts, make: Callable, arrays: Any) -> LocalState:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from .._local_steps import Inner
-from .._sharding import TreePlan, data_of, flatten, is_array, path_name
+from .._sharding import StoredArray, TreePlan, data_of, flatten, is_array, path_name
 from .local_layouts import Layouts
 from .placement import constrain
 
@@ -52,10 +52,12 @@ class LocalStep:
         )
         paths, leaves, self._found["metrics"] = flatten(metrics)
         for path, x in zip(paths, leaves, strict=True):
-            if not is_array(x) and not isinstance(x, bool | int | float | complex):
+            is_number = isinstance(x, bool | int | float | complex)
+            if isinstance(x, StoredArray) or not (is_array(x) or is_number):
                 raise ValueError(
                     f"`step` returns the metric `{path_name(path)}` as {type(x).__name__}. Metrics "
-                    "are arrays and numbers; keep others outside."
+                    "are arrays and numbers; keep others outside, and `zero.unshard` a leaf that "
+                    "is stored padded."
                 )
         return Inner(params, opt_state), [jnp.asarray(x) for x in leaves]
 

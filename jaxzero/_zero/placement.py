@@ -43,6 +43,13 @@ def run_automatic(function: Any, out_shardings: Any, mesh: Mesh, *args: Any) -> 
     args = jax.tree.map(lambda x: on_mesh(x, auto) if _is_on(x, mesh) else x, args)
     with jax.sharding.use_abstract_mesh(auto.abstract_mesh):
         made = jax.jit(function, out_shardings=out_shardings)(*args)
+    if any(map(is_traced, jax.tree.leaves(made))):
+        if AxisType.Explicit in mesh.axis_types:
+            raise ValueError(
+                "Arrays cannot be laid out inside `jax.jit` on a mesh with explicit axes. Make "
+                "them outside of it: this runs a compiled program of its own."
+            )
+        return made
     return jax.tree.map(lambda x: on_mesh(x, mesh), made)
 
 

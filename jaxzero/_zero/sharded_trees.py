@@ -53,6 +53,7 @@ class ShardedTrees:
             check_platform(mesh)
         self._plans = Registry(mesh, self.config)
         self._states = Registry(mesh, self.config)
+        self._matched: set[str] = set()  # patterns of `Offload` that have matched a leaf
 
     @property
     def num_devices(self) -> int:
@@ -306,7 +307,7 @@ class ShardedTrees:
         plan = plan_tree(tree, self._devices, self.config, specs, codec)
         offload = self.config.offload
         if offload is not None:
-            check_patterns(offload, plan)
+            check_patterns(offload, plan, self._matched)
             if any(leaf.other_axes for leaf in plan.leaves):
                 raise NotImplementedError(
                     "`specs` splits leaves over further mesh axes, which `offload` cannot do yet. "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +54,7 @@ def test_options(zero, options, message):
     ("field", "value", "message"),
     [
         ("codec", 4, "`codec` must be a codec .* got 4"),
+        ("mixing", "0.5", "`mixing` is the weight .* got '0.5'"),
         ("outer", 0.7, "`outer` must be an optax optimizer.* got 0.7"),
     ],
 )
@@ -182,3 +185,66 @@ def test_a_tree_over_all_nodes_is_not_that_of_one(zero, trees):
     rounds = zero.local_steps(with_frozen, every=2)
     with pytest.raises(ValueError, match="`odd` is laid out over all nodes, and a step"):
         rounds(rounds.init(*trees), np.ones((2, 8), np.float32))
+
+
+def test_a_loss_may_not_close_over_arrays_of_the_step(zero, trees):
+    def step(params, opt_state, batch, closes=True):
+        scale = jnp.mean(batch)
+        if closes:
+            loss = lambda params, batch: scale * jnp.sum(params["w"])  # noqa: E731
+            value, _ = zero.value_and_grad(loss)(params, batch)
+        else:
+            loss = lambda params, batch, scale: scale * jnp.sum(params["w"])  # noqa: E731
+            value, _ = zero.value_and_grad(loss)(params, batch, scale)
+        return params, opt_state, {"loss": value}
+
+    batches = np.ones((2, 8), np.float32)
+    rounds = zero.local_steps(step, every=2)
+    with pytest.raises(ValueError, match="cannot close over arrays of the step.* as an argument"):
+        rounds(rounds.init(*trees), batches)
+    rounds = zero.local_steps(functools.partial(step, closes=False), every=2)
+    rounds(rounds.init(*trees), batches)
+
+    def with_key(params, opt_state, batch):
+        key = jax.random.fold_in(jax.random.key(0), jnp.sum(batch).astype(int))
+        loss = lambda params, batch: jnp.sum(params["w"]) * jax.random.uniform(key)  # noqa: E731
+        zero.value_and_grad(loss)(params, batch)
+        return params, opt_state, {}
+
+    rounds = zero.local_steps(with_key, every=2)
+    with pytest.raises(ValueError, match="cannot close over arrays of the step.* as an argument"):
+        rounds(rounds.init(*trees), batches)
+
+
+def test_nothing_to_exchange(zero, trees):
+    rounds = zero.local_steps(step, every=2)
+    for params in ({}, zero.init(lambda: {"count": jnp.arange(8)})):
+        with pytest.raises(ValueError, match="`params` has no float array to train"):
+            rounds.init(params, trees[1])
+
+
+def test_a_leaf_that_was_replaced_is_named(zero, trees):
+    rounds = zero.local_steps(step, every=2)
+    state = rounds.init(trees[0], {"rate": jnp.ones(())})
+    state = dataclasses.replace(state, opt_state={"rate": jnp.zeros(())})
+    with pytest.raises(
+        ValueError, match=r"`rate` is float32\[\] in place of float32\[2\], .* 2 no"
+    ):
+        rounds(state, np.ones((2, 8), np.float32))
+
+
+def test_a_padded_leaf_is_no_metric(zero, trees):
+    rounds = zero.local_steps(lambda p, o, b: (p, o, {"odd": p["odd"]}), every=2)
+    with pytest.raises(ValueError, match="the metric `odd` as StoredArray.* `zero.unshard`"):
+        rounds(rounds.init(*trees), np.ones((2, 8), np.float32))
+
+
+def test_an_outer_optimizer_that_counts_padding_warns(zero):
+    params = zero.init(lambda: {"odd": jnp.ones((7, 3))})  # padded on two devices in a node
+    rounds = zero.local_steps(step, every=2, outer=optax.adafactor(0.1))
+    with pytest.warns(
+        UserWarning, match=r"`odd` the first, .* Take an `outer` optimizer that upda"
+    ):
+        rounds.init(params, {"count": jnp.zeros(())})
+    rounds = zero.local_steps(step, every=2, outer=optax.adam(0.1))
+    rounds.init(params, {"count": jnp.zeros(())})

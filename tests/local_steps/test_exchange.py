@@ -101,7 +101,7 @@ def test_stacks_are_cut_by_layers(mesh):
     np.testing.assert_array_equal(turn, np.repeat([[1.0], [2.0], [3.0]], 2, axis=0) * np.ones(8))
 
 
-@pytest.mark.parametrize("codec", [jz.Int4(block=32), jz.Int8(block=32)])
+@pytest.mark.parametrize("codec", [jz.Int4(block=32), jz.Int8(block=32), jz.Cast(jnp.bfloat16)])
 def test_what_a_message_leaves_out_is_sent_later(codec):
     mesh = jz.make_mesh(NODES, devices=jax.devices()[:4])
     config = jz.ZeroConfig(min_quantized_size=0)
@@ -127,6 +127,18 @@ def test_what_a_message_leaves_out_is_sent_later(codec):
         lacking = exact - np.asarray(state.outer_params["w"], np.float64)
         np.testing.assert_allclose(-lacking, residual, atol=bound, rtol=0)
     assert 0 < largest < np.abs(direction).max() * PER_NODE.max()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_cast_halves_messages_whatever_the_dtype_of_parameters(dtype):
+    """Pseudo-gradients are float32 if the parameters are bfloat16, too."""
+    sent = []
+    for codec in (None, jz.Cast(jnp.bfloat16)):
+        zero = jz.Zero(jz.make_mesh(NODES, devices=jax.devices()[:4]))
+        rounds = zero.local_steps(step, every=1, codec=codec)
+        rounds.init(zero.init(lambda: {"w": jnp.zeros((8, 3), dtype)}), jnp.zeros(()))
+        sent.append(rounds.report().bytes_between_nodes)
+    assert sent[1] == sent[0] / 2 == 2 * 24
 
 
 def test_infinities_stay_and_keys_and_counts_are_not_exchanged(mesh):

@@ -169,6 +169,18 @@ def test_one_program_for_gradients_and_update_inside():
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)  # a few roundings of float32
 
 
+def test_a_run_may_begin_inside_of_jit():
+    zero = jz.Zero(make_mesh("Auto"))
+    params = zero.init(init, jax.random.key(0))
+    opt_state = zero.init_optimizer(TX, params)
+    rounds = zero.local_steps(step_of(zero), every=2)
+    inside, outside = jax.jit(rounds.init)(params, opt_state), rounds.init(params, opt_state)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(inside), jax.device_get(outside))
+    explicit = jz.Zero(make_mesh("Explicit"))
+    with pytest.raises(ValueError, match="inside `jax.jit` on a mesh with explicit axes"):
+        jax.jit(lambda key: explicit.init(init, key))(jax.random.key(0))
+
+
 def test_one_step_without_delay_is_synchronous():
     tx = optax.sgd(0.1)
     mesh = make_mesh("Auto")
@@ -259,8 +271,11 @@ def test_another_number_of_nodes_joins_with_the_mean(streaming, tmp_path):
     wide = jz.Zero(jz.make_mesh(4, devices=jax.devices()[:8]), zero.config)
     params = wide.abstract(init, jax.random.key(0))
     more = wide.local_steps(step_of(wide), rounds.method)
-    like = more.abstract(params, wide.init_optimizer(TX, params), nodes=NODES)
+    trees = params, wide.init_optimizer(TX, params)
+    like = more.abstract(*trees, nodes=NODES)
     with jz.Checkpoints(tmp_path, wide) as checkpoints:
+        with pytest.raises(ValueError, match=r"\(2, 8\).* \(4, 8\) in `like`.*`rounds.abstract\("):
+            checkpoints.restore({"local": more.abstract(*trees)})
         joined = more.rejoin(checkpoints.restore(like={"local": like}).state["local"])
     mean = jax.device_get(zero.unshard(rounds.mean(state)))
     for node in range(4):
