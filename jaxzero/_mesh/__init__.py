@@ -19,6 +19,7 @@ from .mesh import AXES as AXES
 from .mesh import LOCAL as LOCAL
 from .mesh import NODE as NODE
 from .mesh import REDUCTION_HOPS as REDUCTION_HOPS
+from .mesh import check_context as check_context
 from .mesh import check_mesh as check_mesh
 from .mesh import device_index as device_index
 from .mesh import fold_in_device as fold_in_device
