@@ -35,6 +35,7 @@ from .one_node import physical as physical
 from .one_node import program_axes as program_axes
 from .one_node import without_node as without_node
 from .per_device import bare as bare
+from .per_device import forward_only as forward_only
 from .per_device import is_traced as is_traced
 from .per_device import is_tracing as is_tracing
 from .per_device import rewrite as rewrite

@@ -17,12 +17,11 @@ from jaxtyping import Array
 
 from .._collectives import CommSpec, Ledger, labelled, recording
 from .._execute import LocalWireState, Parameters, run_on_device, specs_of
-from .._mesh import AXES, AnyMesh, map_devices, physical
+from .._mesh import AXES, AnyMesh, forward_only, map_devices, physical
 from .._plan import Plan
 from .._sharding import ZeroConfig, split_dim
 from .._simigrad import GradientHalves
 from .arguments import BATCH, Argument, Call
-from .forward_only import forward_only
 from .in_place import call_checked
 from .loss import check_loss, split_aux, split_weight
 from .options import Options
