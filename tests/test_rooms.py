@@ -20,7 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # What a room imports lies on a lower floor: in an earlier line, or left of it in the same line.
 FLOORS = [
-    ["jaxzero._warnings", "jaxzero._regular_file", "jaxzero._raw", "jaxzero._text"],
+    [
+        "jaxzero._warnings",
+        "jaxzero._regular_file",
+        "jaxzero._raw",
+        "jaxzero._text",
+        "jaxzero._xla_of_jax",
+    ],
     ["jaxzero.pallas_kernels", "jaxzero._processes", "jaxzero._checked_json", "jaxzero._hlo"],
     ["jaxzero._codecs", "jaxzero._mesh", "jaxzero.launch", "jaxzero.models"],
     ["jaxzero._sharding"],

@@ -10,10 +10,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import time
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxzero as jz
 from jaxzero._hlo.collectives import collectives
@@ -49,6 +53,24 @@ def tpu_mesh(topology: str = "v5e:2x4", nodes: int = 2, slices: int = 1) -> jax.
         platform="tpu", topology_name=topology, **options
     ).devices
     return jz.make_mesh(nodes, devices=devices)
+
+
+def compile_seconds(mesh: Any, function: Callable, *arrays: Any) -> dict[str, float]:
+    """How long it takes to compile a function of one device's arrays, each split on dim 0."""
+    axes = PartitionSpec(("node", "local"))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=axes, out_specs=axes, check_vma=False)
+    sharding = NamedSharding(mesh, axes)
+    structs = [
+        jax.ShapeDtypeStruct((mesh.size * x.shape[0], *x.shape[1:]), x.dtype, sharding=sharding)
+        for x in arrays
+    ]
+    lowered: Any = jax.jit(mapped).lower(*structs)
+    wall, cpu = time.perf_counter(), time.process_time()
+    lowered.compile(compiler_options=jz.compiler_options("tpu"))
+    return {
+        "compile_cpu_seconds": round(time.process_time() - cpu, 2),
+        "compile_seconds": round(time.perf_counter() - wall, 2),
+    }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,6 @@ where blocks do not fill the rows of a matrix. `noop` is a program that adds 1.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -18,14 +17,13 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import tyro
-from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxzero as jz
 from benchmarks.shared._rows import append_row
 from jaxzero.extend import Codec
 from jaxzero.pallas_kernels import _columns
 
-from ._tpu import tpu_mesh
+from ._tpu import compile_seconds, tpu_mesh
 
 _NODES, _LOCAL = 2, 4
 _WEIGHTS, _GRADIENTS = jz.Int8(block=256), jz.Int4(block=128, hadamard=32)
@@ -36,14 +34,16 @@ def main(
 ) -> None:
     """Compile every operation in both forms, and append a row for each."""
     mesh = tpu_mesh(topology, _NODES)
-    _seconds(mesh, lambda x: x + 1, jax.ShapeDtypeStruct((8, 128), jnp.float32))  # starts libtpu
+    compile_seconds(
+        mesh, lambda x: x + 1, jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    )  # starts libtpu
     for shape in shapes:
         for form in ("columns", "flattened"):
             patch = mock.patch.object(_columns, "num_parts", lambda *_: 0)
             with patch if form == "flattened" else contextlib.nullcontext():
                 for name, function, array in _operations(shape):
                     figures = {"shape": shape, "topology": topology, "form": form}
-                    seconds = _seconds(mesh, function, array)
+                    seconds = compile_seconds(mesh, function, array)
                     append_row("tpu_codecs", {**figures, "operation": name, **seconds})
 
 
@@ -79,21 +79,6 @@ def _operations(shape: tuple[int, int]) -> Iterator[tuple[str, Callable[[Any], A
         lambda x: _GRADIENTS.sum_tiled(x, shard),
         messages(_GRADIENTS, shard, _NODES),
     )
-
-
-def _seconds(mesh: Any, function: Callable[[Any], Any], array: Any) -> dict[str, float]:
-    """Compile `function` of one device's `array`."""
-    axes = PartitionSpec(("node", "local"))
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=axes, out_specs=axes, check_vma=False)
-    shape = (mesh.size * array.shape[0], *array.shape[1:])
-    struct = jax.ShapeDtypeStruct(shape, array.dtype, sharding=NamedSharding(mesh, axes))
-    lowered: Any = jax.jit(mapped).lower(struct)
-    wall, cpu = time.perf_counter(), time.process_time()
-    lowered.compile(compiler_options=jz.compiler_options("tpu"))
-    return {
-        "compile_cpu_seconds": round(time.process_time() - cpu, 2),
-        "compile_seconds": round(time.perf_counter() - wall, 2),
-    }
 
 
 if __name__ == "__main__":

@@ -226,6 +226,7 @@ def _read_like(tensor: LazyTensor, like: Any) -> Any:
 
 
 def _held(leaf: Any, shape: tuple[int, ...], path: str) -> LazyTensor:
+    leaf = data_of(leaf)  # padded, where the mesh does not divide it
     if isinstance(leaf, jax.Array):
         return ShardedTensor(leaf, shape, path)
     return ArrayTensor(np.asarray(leaf), path)

@@ -44,6 +44,7 @@ _RANK = {name: rank for rank, name in enumerate(DTYPES)}
 _METADATA = "__metadata__"  # an entry that is not a tensor
 _MAX_HEADER_BYTES = 100_000_000  # limit of the library
 _ALIGNMENT = 8  # of the first tensor, in bytes
+_ZIP = b"PK\x03\x04"  # the first bytes of an archive
 
 
 class Entry(NamedTuple):
@@ -65,8 +66,14 @@ def read_header(file: Path) -> list[Entry]:
     """
     size = regular_size(file)
     with open_regular(file) as opened:
-        length = int.from_bytes(opened.read(8), "little")
+        start = opened.read(8)
+        length = int.from_bytes(start, "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            if start.startswith(_ZIP):
+                raise ValueError(
+                    f"{str(file)!r} is an archive, as `torch.save` writes it, and no safetensors "
+                    "file. Open it with `interop.open_checkpoint`."
+                )
             raise _broken(file, f"its {size} bytes do not hold the {length} of its header")
         text = opened.read(length)
     entries = [

@@ -84,7 +84,7 @@ class FileTensor(LazyTensor):
 
 
 def tensors_in(path: Path | str) -> dict[str, FileTensor]:
-    """List the tensors of a checkpoint. Reads headers only.
+    """List the tensors of a safetensors checkpoint (others: `open_checkpoint`). Reads headers only.
 
     Args:
         path: a safetensors file, or a directory with `model.safetensors` or with several files and

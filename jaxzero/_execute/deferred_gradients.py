@@ -239,20 +239,16 @@ class DeferredGradients:
         updated = _with_layers(updated, ahead.pop())
         return state._replace(stacks=stacks, updated=updated, ahead=ahead)
 
-    def finish(self, state: Deferred, *, last_is_apart: bool) -> dict[int, Any]:
+    def finish(self, state: Deferred) -> dict[int, Any]:
         """Reduce the buckets that are in flight after the last iteration.
-
-        Args:
-            state: after it.
-            last_is_apart: whether `advance_last` has been called.
 
         Returns:
             The stack of each output; of a leaf that is updated a list, as in `LeafUpdate.stacks`.
         """
         stacks, last = state.stacks, jnp.asarray(self._length - 1)
         updated = self._updates.advance(state.updated, state.waiting, last, None)
-        most = state.num_in_flight
-        most -= 1 if last_is_apart and most > 1 else 0
+        most, is_apart = state.num_in_flight, self._plan.updates_last_apart
+        most -= 1 if is_apart and most > 1 else 0  # `advance_last` has done one
         for age in reversed(range(most)):  # the number of axes done, or one more
             done = {
                 number: self._gradients.reduce_rest(number, age, buckets[age])
@@ -261,9 +257,9 @@ class DeferredGradients:
             layers = self._finished_outputs(done)
             stacks = _stored(stacks, layers, self._layer_index(last - age))
             gradients = {k: x for k, x in layers.items() if k in updated}
-            following = last - age + 1 if age and not last_is_apart else None
+            following = last - age + 1 if age and not is_apart else None
             updated = self._updates.advance(updated, gradients, last - age, following)
-            if age and last_is_apart:
+            if age and is_apart:
                 updated = _with_layers(updated, state.ahead[age - 1])
         return {**stacks, **{number: x.stacks for number, x in updated.items()}}
 

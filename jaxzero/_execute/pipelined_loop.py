@@ -32,6 +32,7 @@ from jaxtyping import Array
 from .._collectives import ReduceBucket, copy_to_device, recording, repeated
 from .._mesh import in_host
 from .._plan import ShardedParam, known_after
+from .._xla_of_jax import COPIES_START_EARLY
 from .deferred_gradients import Deferred, DeferredGradients
 from .gathers import Bind, GatherSources
 from .gradient_buckets import GradientBuckets
@@ -86,15 +87,13 @@ class PipelinedLoop:
             UpdatesInLoop(updates, layers.layer_index),
         )
         # The fetch of the next layer to update waits for this value, as [Note: write, then fetch]
-        # in `update_in_loop` explains. Before JAX 0.11 it does not wait: that saves no time there,
-        # and changed the rounding of one product.
-        waits = updates and jax.__version_info__ >= (0, 11)
+        # in `update_in_loop` explains. Where copies start late it does not wait: that saves no time
+        # there (JAX 0.10), and changed the rounding of one product.
+        waits = updates and COPIES_START_EARLY
         self.fetches_after = known_after(self.plan.body, 1 / 4) if waits else None
         # A write in the last iteration waits for this one, so that the fetches before it need not
         # end earlier: 1.1 ms less to wait for than with 3/4 (Llama-7B, ZeRO-3, 2 x 8 H200).
         self.writes_after = known_after(self.plan.body, 5 / 6) if waits else None
-        # [Note: the last updates] in `update_in_loop`
-        self.last_is_apart = bool(updates and self.plan.num_last)
         # The queues of parameters that the loop also updates, by index of the output.
         queues = {number: layers.host.position_of(x.stacks[0]) for number, x in updates.items()}
         self.updated_queues = {number: i for number, i in queues.items() if i is not None}
@@ -110,7 +109,7 @@ class PipelinedLoop:
         stacked = state.stacked or outputs
         assert stacked is not None
         outputs, slices = stacked
-        deferred = self.deferred.finish(state.deferred, last_is_apart=self.last_is_apart)
+        deferred = self.deferred.finish(state.deferred)
         self._keep(self.layers.kept_prefetched, state.slices)
         self._keep(self.layers.kept_in_iteration, slices)
         self._pass_prologue(state)
@@ -169,7 +168,7 @@ class PipelinedLoop:
         reduces = start >= self.plan.num_first
         gathers = stop <= self.loop.length - self.plan.num_last
         hold = lax.optimization_barrier if stop - start == 1 else _same  # [Note: same bits]
-        if self.last_is_apart and not gathers:
+        if self.plan.updates_last_apart and not gathers:
             state = state._replace(deferred=self.deferred.with_room_ahead(state.deferred))
 
         def body(state, scanned):
@@ -240,7 +239,7 @@ class PipelinedLoop:
         deferred = self.deferred.advance(
             state.deferred, new, done, iteration, sent, between_nodes=reduces, late=late
         )
-        if self.last_is_apart and not gathers:
+        if self.plan.updates_last_apart and not gathers:
             deferred = self.deferred.advance_last(deferred, iteration, late, end)
         carry, outputs = outputs[: self.loop.num_carry], outputs[self.loop.num_carry :]
         self.templates.update({x: inside.weights.sources[x] for x in layers.kept_in_iteration})

@@ -19,6 +19,7 @@ from .mesh import AXES as AXES
 from .mesh import LOCAL as LOCAL
 from .mesh import NODE as NODE
 from .mesh import REDUCTION_HOPS as REDUCTION_HOPS
+from .mesh import check_context as check_context
 from .mesh import check_mesh as check_mesh
 from .mesh import device_index as device_index
 from .mesh import fold_in_device as fold_in_device
@@ -34,6 +35,7 @@ from .one_node import physical as physical
 from .one_node import program_axes as program_axes
 from .one_node import without_node as without_node
 from .per_device import bare as bare
+from .per_device import forward_only as forward_only
 from .per_device import is_traced as is_traced
 from .per_device import is_tracing as is_tracing
 from .per_device import rewrite as rewrite

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jaxtyping import Array, Shaped
 
 from .._processes import hosts, process_count
@@ -137,6 +137,7 @@ def map_devices(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any
         function = without_mesh(function)
     if not isinstance(mesh, Mesh):
         return mesh.map(function, in_specs, out_specs)
+    check_context(mesh)
     return jax.shard_map(
         function,
         mesh=mesh,
@@ -160,8 +161,29 @@ def with_automatic_axes(function: Callable, out_shardings: Any, mesh: Mesh) -> C
     return jax.jit(jax.sharding.auto_axes(function, axes=explicit, out_sharding=out_shardings))
 
 
+def check_context(mesh: Mesh) -> None:
+    """Raise `ValueError` if `jax.set_mesh` has set another mesh than this one."""
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty and context != mesh.abstract_mesh:
+        raise ValueError(
+            f"This program runs on {_shown(mesh.abstract_mesh)}, and is called under "
+            f"`jax.set_mesh` of {_shown(context)}. Call it outside of that, or set the mesh of "
+            "`zero`: `with jax.set_mesh(zero.mesh)`."
+        )
+
+
+def _shown(mesh: AbstractMesh) -> str:
+    sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    kinds = ", ".join(dict.fromkeys(kind.name for kind in mesh.axis_types))
+    return f"a mesh ({sizes}) with axes of type {kinds}"
+
+
 def check_mesh(mesh: AnyMesh) -> None:
-    """Raise `ValueError` unless `mesh` has the axes `node` and `local`."""
+    """Raise `ValueError` unless `mesh` is a mesh with the axes `node` and `local`."""
+    if not isinstance(mesh, Mesh | SimulatedMesh | NodeMesh):
+        raise ValueError(
+            f"`mesh` must be a mesh of devices, such as `jz.make_mesh()`; got {mesh!r}."
+        )
     missing = [axis for axis in AXES if axis not in mesh.shape]
     if missing:
         raise ValueError(

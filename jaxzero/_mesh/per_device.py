@@ -5,6 +5,9 @@ that compares traced with computed values (Equinox's solvers: diffrax, optimisti
 these types too, and fails. So the body is traced with all axes automatic, as under plain `jit`,
 which such code supports; the axis names stay bound, so that collectives work. The traced jaxpr is
 then called in the `shard_map` as one `jit`, so that its equations do not get types with the mesh.
+
+JAX cannot transpose such a program: the types of the transpose would have the mesh. It would also
+hold all gathered weights until backward, and pass through codecs. `forward_only` marks results.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.extend import core as jex
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
 _ASK_FOR_THE_DEVICE = {"axis_index", "debug_callback", "debug_print"}
@@ -45,6 +50,30 @@ def without_mesh(function: Callable) -> Callable:
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return body
+
+
+def forward_only(tree: Any) -> Any:
+    """The same arrays; reverse-mode differentiation of them raises `NotImplementedError`."""
+    return jax.tree.map(
+        lambda x: _forward_only_p.bind(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x, tree
+    )
+
+
+def _refuse_to_transpose(cotangent: Any, x: Any) -> Any:
+    raise NotImplementedError(
+        "`jax.grad`, `jax.vjp` and other reverse-mode derivatives of a function that `zero.apply` "
+        "or `zero.value_and_grad` has returned are not possible. Give the function itself to "
+        "`zero.value_and_grad`, with everything that is computed of its results inside. "
+        "Hessian-vector products are the `jax.jvp` of its gradients."
+    )
+
+
+_forward_only_p = jex.Primitive("forward_only")
+_forward_only_p.def_impl(lambda x: x)
+_forward_only_p.def_abstract_eval(lambda x: x)
+ad.deflinear2(_forward_only_p, _refuse_to_transpose)
+batching.defvectorized(_forward_only_p)
+mlir.register_lowering(_forward_only_p, lambda ctx, x: [x])
 
 
 def _as_one_call(jaxpr: Any, constants: list[Any], leaves: list[Any]) -> Any:

@@ -67,6 +67,14 @@ class LoopPlan:
         prefetched = any(group.prefetched for group in self.body.gather_groups)
         return deferred or prefetched or self.window > 0
 
+    @property
+    def updates_last_apart(self) -> bool:
+        """Whether its last iterations, which also do what is left of the updates, run apart.
+
+        See [Note: the last updates] in `update_in_loop`.
+        """
+        return bool(self.updates and self.num_last)
+
     def leads(self, layer: ShardedParam) -> range:
         """How many iterations before its use a layer is needed on the device: first, last, between.
 

@@ -19,7 +19,6 @@ import dataclasses
 import itertools
 from collections.abc import Container, Set
 
-import jax
 import numpy as np
 
 from .._program import Block, Value
@@ -27,7 +26,6 @@ from .body_work import work_done
 from .held_by_loops import WORK_PER_BYTE
 from .param_uses import BlockUses
 
-MOVES_MESSAGES = jax.__version_info__ >= (0, 11)
 _HIGH = 0.75  # of the most that is held: what holds more belongs to the peak
 _LOW = 0.25  # what holds less, before the peak, has room for the gradients of a layer
 # A gather after the peak overlaps with this share of the body's arithmetic, or more.

@@ -49,8 +49,9 @@ from collections.abc import Sequence, Set
 from .._collectives import ReduceSpec
 from .._program import Block, Branch, Loop, Value, makes_zeros
 from .._sharding import CommSchedule
+from .._xla_of_jax import MOVED_MESSAGES_OVERLAP
 from .block_plan import BlockPlan, GatherGroup, LoopPlan, ReduceGroup
-from .body_memory import MOVES_MESSAGES, NO_PEAK, Peak, find_peak
+from .body_memory import NO_PEAK, Peak, find_peak
 from .bucketing import split_into_groups
 from .gradient_reductions import BlockGradients, find_reduces
 from .held_by_loops import limit_held, unchanged_inputs
@@ -210,7 +211,7 @@ def _peak(
     block: Block, uses: BlockUses, gradients: BlockGradients, reduces: Sequence[ReduceGroup]
 ) -> Peak:
     """Where the body of a loop holds most, if messages are to keep away from there."""
-    if not MOVES_MESSAGES:
+    if not MOVED_MESSAGES_OVERLAP:
         return NO_PEAK
     reduced = sum(x.num_bytes for group in reduces if group.deferred for x in group.values)
     return find_peak(block, uses, COSTLY, gradients.reduces, reduced)

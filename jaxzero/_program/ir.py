@@ -20,6 +20,7 @@ from jax.extend import source_info_util
 
 from .._mesh import in_host, is_traced, reduce_scatter
 from .._mesh import simulated as simulate
+from .._xla_of_jax import COUNTERS_INDEX_HOST
 from . import movable_ops
 
 _ELEMENTWISE = {"neg", "reduce_precision"}
@@ -179,7 +180,7 @@ class Loop(Operation):
         """
         params, length = self.equation.params, length or self.length
         unroll = min(params["unroll"], length)
-        if self.is_reversed and jax.__version_info__ < (0, 12):
+        if self.is_reversed and not COUNTERS_INDEX_HOST:
             body, stacks = _indexed(body, stacks, length)
         with scope(self.equation):
             return jax.lax.scan(body, carry, stacks, length, self.is_reversed, unroll)

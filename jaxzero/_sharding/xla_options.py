@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-import jax
+from .._xla_of_jax import IS_BEFORE_0_11
 
 Options = dict[str, bool | int | str]
 _Changes = dict[str, bool | int | str | None]  # None takes an option out
@@ -93,11 +93,10 @@ class _Platform:
 
     def options(self, offload: bool, update_in_backward: bool, local_steps: bool) -> _Changes:
         """The options for the installed version of JAX; None for one that an argument takes out."""
-        is_old = jax.__version_info__ < (0, 11)
-        options: _Changes = {**self.always, **(self.before_0_11 if is_old else {})}
+        options: _Changes = {**self.always, **(self.before_0_11 if IS_BEFORE_0_11 else {})}
         options |= self.local_steps if local_steps else {}
         options |= self.offload if offload else {}
-        changes = is_old and offload and update_in_backward
+        changes = IS_BEFORE_0_11 and offload and update_in_backward
         return options | (self.update_in_backward_before_0_11 if changes else {})
 
 

@@ -25,17 +25,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
+from .._xla_of_jax import COUNTERS_INDEX_HOST
 from .windows import Index, Windows
 
 # Called with the result so far, the current window of the arrays that are read, and its index;
 # returns the new result, and the new windows by the number of the array.
 Visit = Callable[[Any, list[Array], Index], tuple[Any, dict[int, Array]]]
-
-# From a loop's counter XLA computes addresses in host memory ahead, so that copy engines can do the
-# copies. The XLA of JAX 0.10.2 takes turn `i` to be at row `i`, whatever is computed from the
-# counter, and copies the wrong rows; that of 0.12.0 is right. What is read from an array is used
-# as it is.
-_COUNTERS_WORK = jax.__version_info__ >= (0, 12)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +136,9 @@ def _all_but_last(leaf: LeafSweep, turn: _Turn) -> _Turn:
         turn, counter = carry
         return (leaf.turn(turn, counter if read is None else read), counter + 1), None
 
-    indices = None if _COUNTERS_WORK else jnp.arange(first, num, dtype=jnp.int32)
+    # From a loop's counter XLA computes addresses ahead, so that copy engines can do the copies.
+    # Where it gets them wrong, it is given an array, whose elements it uses as they are.
+    indices = None if COUNTERS_INDEX_HOST else jnp.arange(first, num, dtype=jnp.int32)
     start = turn, jnp.asarray(first, jnp.int32)
     (turn, _), _ = lax.scan(body, start, indices, length=num - first)
     return turn

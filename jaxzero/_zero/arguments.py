@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from .._mesh import AXES, AnyMesh
+from .._mesh import AXES, AnyMesh, is_one_node
 from .._sharding import (
     Registry,
     Static,
@@ -301,6 +301,30 @@ def check_rows(
                     f"split over {num // microbatches} devices x {microbatches} micro-batches "
                     f"and must be a multiple of {num}. Pad it with `jz.pad_batch`, drop rows, or "
                     "say with `batch_argnums=` or `in_specs` what is split."
+                )
+
+
+def check_meshes(call: Call, arrays: Sequence[Sequence[Any]], mesh: Mesh) -> None:
+    """Raise `ValueError` for an array that is to be split and is on another mesh of explicit axes.
+
+    The type of such an array names that mesh, so that a program of `mesh` cannot take it. In a
+    program of one node types name that node's part of `mesh`.
+    """
+    if is_one_node():
+        return
+    for argument, leaves in zip(call.arguments, arrays, strict=True):
+        for i, x in enumerate(leaves):
+            sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
+            if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+                continue
+            is_split = argument.plan is not None or any(argument.specs[i]) or any(sharding.spec)
+            if is_split and sharding.mesh != mesh.abstract_mesh:
+                path = path_name(_array_paths(argument.rebuild(leaves))[i][0])
+                raise ValueError(
+                    f"{argument.name}, leaf `{path}`: it is laid out as {sharding.spec} on another "
+                    "mesh, whose axes are explicit. Lay it out on the mesh of `zero` first: a "
+                    "batch by `jax.device_put(batch, NamedSharding(zero.mesh, zero.batch_spec))`, "
+                    "parameters by `zero.shard(tree)`."
                 )
 
 

@@ -18,7 +18,7 @@ from .._sharding import LeafSpec, Static, ZeroConfig, is_stored, rebuild, stored
 from .._simigrad import GradientHalves
 from .arguments import Argument, Call
 from .node_shares import check_shares, known_shares
-from .options import Options
+from .options import Options, argument_numbers
 from .outputs import flat_reductions
 from .transform import Transform
 
@@ -38,9 +38,9 @@ def gradient_options(
     """Check the arguments of `value_and_grad`, and return them as `Options`.
 
     Raises:
-        ValueError: `microbatches` is not an integer of at least 1, `aux_reduce` names an unknown
-            reduction, `halves` is set on a mesh with one device, or `shares` does not fit the mesh
-            or comes without `weighted`.
+        ValueError: `argnums` are no integers, `microbatches` is not an integer of at least 1,
+            `aux_reduce` names an unknown reduction, `halves` is set on a mesh with one device, or
+            `shares` does not fit the mesh or comes without `weighted`.
         NotImplementedError: `shares` does not work with another option.
     """
     check_microbatches(microbatches)
@@ -49,7 +49,7 @@ def gradient_options(
             "`halves=True` compares two halves of the devices, and the mesh has one device. Leave "
             "it out: `jz.simigrad` compares micro-batches, if it is given two or more."
         )
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    numbers = argument_numbers(argnums)
     reduce = flat_reductions("aux_reduce", aux_reduce)
     known = known_shares(shares, mesh.shape[NODE])
     check_shares(known, weighted, halves, mesh, config)

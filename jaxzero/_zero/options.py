@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -18,3 +19,18 @@ class Options:
     has_gradients: bool = True
     shares: tuple[int, ...] | None = None  # of the nodes, without a common factor; None: all equal
     halves: bool = False  # whether gradients of two half-batches are compared
+
+
+def argument_numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:
+    """`argnums` as a tuple.
+
+    Raises:
+        ValueError: it is no position of an argument, nor several.
+    """
+    numbers = (argnums,) if isinstance(argnums, int) else argnums
+    if not isinstance(numbers, Sequence) or not all(isinstance(x, int) for x in numbers):
+        raise ValueError(
+            f"`argnums` must be the position of an argument, or several; got {argnums!r}. Of an "
+            "`nnx.Module` what is an `nnx.Param` is differentiated, without a filter."
+        )
+    return tuple(numbers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,8 +29,14 @@ class Outputs:
         self.treedef: Any = None
         self.how: list[str] = []
 
-    def record(self, tree: Any) -> list[Any]:
-        """Flatten what the user returned; decide how each leaf is combined over devices."""
+    def record(self, tree: Any, grow: Callable[[], Sequence[bool]] | None = None) -> list[Any]:
+        """Flatten what the user returned; decide how each leaf is combined over devices.
+
+        Args:
+            tree: the outputs.
+            grow: for each leaf, whether it has a value for each row; called only where that
+                matters and the shape does not tell.
+        """
         paths_and_leaves, self.treedef = jax.tree_util.tree_flatten_with_path(tree)
         pairs = zip(self._asked(tree), rng_leaves(tree), strict=True)
         asked = [how or ("first" if is_rng else None) for how, is_rng in pairs]
@@ -41,9 +47,32 @@ class Outputs:
             else self._default(path_name(path), leaf)
             for how, (path, _), leaf in zip(asked, paths_and_leaves, leaves, strict=True)
         ]
+        paths = [path_name(path) for path, _ in paths_and_leaves]
+        if grow is not None and any(map(self._may_be_rows, asked, leaves)):
+            self._refuse_rows(paths, asked, leaves, grow())
         if self.options.shares is not None:
-            self._check_shares([path_name(path) for path, _ in paths_and_leaves])
+            self._check_shares(paths)
         return leaves
+
+    def _may_be_rows(self, asked: str | None, leaf: Array) -> bool:
+        return asked is None and leaf.ndim > 0 and leaf.shape[0] == self.rows
+
+    def _refuse_rows(
+        self,
+        paths: Sequence[str],
+        asked: Sequence[str | None],
+        leaves: Sequence[Array],
+        grow: Sequence[bool],
+    ) -> None:
+        """Raise `ValueError` for a leaf with a value for each row, whose mean would mix rows."""
+        for path, how, leaf, grows in zip(paths, asked, leaves, grow, strict=True):
+            if grows and self._may_be_rows(how, leaf):
+                raise ValueError(
+                    f"The aux leaf `{path}` ({leaf.dtype}{list(leaf.shape)}) has a value for each "
+                    "row of a device's batch, and a mean over devices would mix rows. Say with "
+                    "`aux_reduce` how it is combined: 'concat' joins the rows of all devices, in "
+                    "the order of the batch."
+                )
 
     def _check_shares(self, paths: Sequence[str]) -> None:
         for path, how in zip(paths, self.how, strict=True):

@@ -19,7 +19,15 @@ from jax.sharding import (
 )
 
 from .._collectives import from_stored, to_stored
-from .._mesh import is_one_node, is_traced, memory_kind_of, to_device, to_host, without_node
+from .._mesh import (
+    check_context,
+    is_one_node,
+    is_traced,
+    memory_kind_of,
+    to_device,
+    to_host,
+    without_node,
+)
 from .._sharding import LeafSpec, StoredArray, TreePlan, pad, unpad
 from .host_memory import in_parts
 from .transfers import InTransfer, Transfers, finished, put_copies
@@ -39,9 +47,11 @@ def run_automatic(function: Any, out_shardings: Any, mesh: Mesh, *args: Any) -> 
         mesh: the mesh to run on; arguments that are sharded on it are passed without a copy.
         args: arguments of `function`.
     """
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        check_context(mesh)  # arrays that were made under it name its axes in their types
     auto = auto_mesh(mesh)
     args = jax.tree.map(lambda x: on_mesh(x, auto) if _is_on(x, mesh) else x, args)
-    with jax.sharding.use_abstract_mesh(auto.abstract_mesh):
+    with jax.sharding.use_abstract_mesh(auto.abstract_mesh), jax.disable_jit(False):
         made = jax.jit(function, out_shardings=out_shardings)(*args)
     if any(map(is_traced, jax.tree.leaves(made))):
         if AxisType.Explicit in mesh.axis_types:
@@ -145,12 +155,22 @@ def place(
         return _alone(jax.device_put(source, sharding))  # between devices, or not at all
     if isinstance(source, jax.Array) and not source.is_fully_addressable:
         padded = jax.jit(lambda x: pad_leaf(leaf, to_device(x)), out_shardings=sharding)
-        return _alone(padded(source))
+        return _alone(padded(_without_explicit_axes(source)))
+    source = _without_explicit_axes(source)
     # Of 64-bit types in the calling thread only: see `Transfers.put`.
     is_in_file = getattr(source, "is_in_file", False)
     if is_in_file and source.dtype == leaf.dtype and leaf.dtype.itemsize <= 4:
         return _place_map(leaf, source, sharding, transfers)
     return _place_slices(leaf, source, sharding, transfers)
+
+
+def _without_explicit_axes(x: Any) -> Any:
+    """View `x` with automatic axes, so that it can be sliced as if it were on one device."""
+    sharding = getattr(x, "sharding", None) if isinstance(x, jax.Array) else None
+    if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+        assert isinstance(sharding.mesh, Mesh)
+        return on_mesh(x, auto_mesh(sharding.mesh))
+    return x
 
 
 def _alone(x: jax.Array) -> jax.Array:

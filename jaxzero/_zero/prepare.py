@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .arguments import check_rows, resolve
+from .arguments import check_meshes, check_rows, resolve
 from .batch_choice import BatchArgnums
 from .node_shares import check_share_rows
 from .options import Options
@@ -29,7 +29,8 @@ def prepare(
         The transform, and the stored arrays of each argument.
 
     Raises:
-        ValueError: an argument does not fit; see `resolve`, `check_rows` and `check_share_rows`.
+        ValueError: an argument does not fit; see `resolve`, `check_meshes`, `check_rows`
+            and `check_share_rows`.
     """
     numbers = tuple(i + len(args) if i < 0 else i for i in options.argnums)
     if len(set(numbers)) < len(numbers):
@@ -47,6 +48,7 @@ def prepare(
         states=here._states,
         num_devices=here.num_devices,
     )
+    check_meshes(call, arrays, here.mesh)
     check_rows(call, arrays, here._devices, options.microbatches)
     if options.shares is not None:
         check_share_rows(call, arrays, here._devices, options.microbatches, options.shares)

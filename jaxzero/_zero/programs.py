@@ -32,12 +32,16 @@ class Programs:
         """Return `program(*args)`; an equal program that was compiled before is reused.
 
         If a transformation such as `jax.jit` is tracing the call, the program becomes part of that
-        trace, and nothing is cached.
+        trace, and nothing is cached. `jax.disable_jit` has no effect on it.
 
         Args:
             program: a function from trees of arrays to a tree of arrays.
             args: trees of arrays or tracers.
         """
+        with jax.disable_jit(False):
+            return self._run(program, *args)
+
+    def _run(self, program: Callable, *args: Any) -> Any:
         if is_tracing() or any(is_traced(x) for x in jax.tree.leaves(args)):
             return jax.jit(program)(*args)
         opened, constants, treedef = open_program(program, *args)

@@ -7,6 +7,7 @@ the gathers and reductions of the plan.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from jaxtyping import Array
 
 from .._collectives import CommSpec, Ledger, labelled, recording
 from .._execute import LocalWireState, Parameters, run_on_device, specs_of
-from .._mesh import AXES, AnyMesh, map_devices, physical
+from .._mesh import AXES, AnyMesh, forward_only, map_devices, physical
 from .._plan import Plan
 from .._sharding import ZeroConfig, split_dim
 from .._simigrad import GradientHalves
@@ -27,6 +28,7 @@ from .options import Options
 from .outputs import Outputs
 from .placement import constrain
 from .program_updates import ProgramUpdates
+from .row_outputs import grow_with_rows
 
 
 class Transform:
@@ -111,6 +113,7 @@ class Transform:
             else x
             for x, i in zip(gradients, self.parameters.differentiated, strict=True)
         ]
+        loss, gradients, parts, halves = forward_only((loss, gradients, parts, halves))
         return loss, gradients, outputs.join(*parts), wire_state, halves, updated
 
     def _specs(self, argument: Argument) -> list[PartitionSpec]:
@@ -154,7 +157,7 @@ class Transform:
         ledger = Ledger(self.comm.sizes)
         with recording(ledger):
             result = run_on_device(
-                lambda stored, inputs: self._flat(stored, inputs, outputs),
+                lambda stored, inputs: self._flat(stored, inputs, specs, outputs),
                 self.parameters,
                 stored,
                 wire_state,
@@ -175,12 +178,19 @@ class Transform:
         updated = [result.updated.get(i) for i in leaf_updates]
         return result.loss, result.gradients, parts, result.wire_state, result.halves, updated
 
-    def _flat(self, stored: list[Any], inputs: list[Any], outputs: Outputs) -> Any:
+    def _flat(
+        self,
+        stored: list[Any],
+        inputs: list[Any],
+        specs: list[PartitionSpec],
+        outputs: Outputs,
+    ) -> Any:
         """Call the user's function on one device, and differentiate it if requested.
 
         Args:
             stored: the full arrays of all sharded trees, in the order of arguments.
             inputs: the arrays of all other arguments, in order.
+            specs: how these are split over devices.
             outputs: records the structure of the auxiliary outputs (or of all, for `apply`).
 
         Returns:
@@ -192,6 +202,12 @@ class Transform:
             args, kwargs = self._rebuild(stored, inputs)
             return None, None, [], outputs.record(self._called(args, kwargs))
 
+        def aux_of(inputs):
+            args, kwargs = self._rebuild(stored, inputs)
+            return split_aux(self._called(args, kwargs), options.has_aux)[1]
+
+        grow = functools.partial(grow_with_rows, aux_of, inputs, specs)
+
         def loss(differentiated):
             merged = list(stored)
             for i, x in zip(self.parameters.differentiated, differentiated, strict=True):
@@ -200,7 +216,7 @@ class Transform:
             value, aux = split_aux(self._called(args, kwargs), options.has_aux)
             value, weight = split_weight(value, options.weighted)
             check_loss(value)
-            return value, (weight, outputs.record(aux))
+            return value, (weight, outputs.record(aux, grow))
 
         differentiated = [stored[i] for i in self.parameters.differentiated]
         (value, (weight, others)), gradients = jax.value_and_grad(loss, has_aux=True)(

@@ -24,7 +24,7 @@ from .freezing import Freezing
 from .frozen_prefix import Names
 from .local_checks import check_local_steps, local_method
 from .local_rounds import LocalRounds
-from .options import Options
+from .options import Options, argument_numbers
 from .outputs import flat_reductions
 from .prepare import prepare
 from .programs import Programs
@@ -159,7 +159,7 @@ class Zero(ShardedTrees):
                 tree prefix of "mean", "sum", "first" (the value of the first device),
                 "stack" (on a new leading dim, in the order of the batch) and "concat" (leaves
                 whose dim 0 is the device's rows are joined to one of all rows). Float leaves
-                default to "mean"; others need one.
+                default to "mean"; others need one, and so do those with a value for each row.
             halves: also compare the gradients of two halves of the nodes (or of the devices, if
                 there is one node), for `jz.simigrad`. This sends three numbers for each leaf, and
                 holds one more float32 shard of it. Gradients stay bitwise equal where
@@ -307,7 +307,7 @@ class Zero(ShardedTrees):
         Returns:
             A function of the same arguments.
         """
-        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        numbers = argument_numbers(argnums)
         reduce = flat_reductions("out_reduce", out_reduce)
         options = Options(numbers, has_gradients=False, reduce=reduce)
 

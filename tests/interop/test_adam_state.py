@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+import jaxzero as jz
 from jaxzero import interop
 from jaxzero.interop import Rule, Transpose
 
@@ -73,6 +74,15 @@ def test_moments_are_put_into_any_chain_and_taken_out(chain: str, checkpoint, pa
         np.testing.assert_array_equal(
             taken.exp_avg_sq[name].read(), moments.exp_avg_sq[name].read()
         )
+
+
+def test_moments_of_padded_leaves_are_taken_out(checkpoint, params):
+    zero = jz.Zero(jz.make_mesh(nodes=1, devices=jax.devices()[:7]))
+    state = zero.init_optimizer(optax.adam(1e-3), zero.shard(params))
+    state = interop.load_adam(state, params, checkpoint, rules=torch_run.RULES)
+    taken = interop.adam_from(state, params, rules=torch_run.RULES)
+    for name, wanted in checkpoint.adam().exp_avg.items():
+        np.testing.assert_array_equal(taken.exp_avg[name].read(), wanted.read())
 
 
 def test_a_run_goes_back_to_torch(checkpoint, params):

@@ -6,6 +6,7 @@ import functools
 import json
 import random
 import tracemalloc
+import zipfile
 from pathlib import Path
 
 import hypothesis
@@ -87,6 +88,14 @@ def test_lies_are_named(tmp_path: Path, header, message: str):
     with pytest.raises(ValueError, match=message) as caught:
         interop.tensors_in(tmp_path)
     assert str(file) in str(caught.value)
+
+
+def test_a_file_of_torch_save_is_named_as_such(tmp_path: Path):
+    file = tmp_path / "model.pt"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("data.pkl", b"0" * 64)
+    with pytest.raises(ValueError, match=r"model\.pt.*torch\.save.*interop\.open_checkpoint"):
+        interop.tensors_in(file)
 
 
 @pytest.mark.parametrize("length", [2**62, 10**8, 10**9, 200])

@@ -94,6 +94,16 @@ def test_mesh_without_our_axes():
         jz.Zero(mesh)
 
 
+@pytest.mark.parametrize(
+    "mesh",
+    [jz.make_mesh, jz.zero3(), jax.sharding.AbstractMesh((2, 4), ("node", "local"))],
+    ids=["function", "config", "abstract"],
+)
+def test_something_else_than_a_mesh(mesh):
+    with _raises("`mesh` must be a mesh of devices", "jz.make_mesh()", "got"):
+        jz.Zero(mesh)
+
+
 def test_nodes_that_do_not_divide_the_devices():
     with _raises("`nodes`", "8", "3"):
         jz.make_mesh(nodes=3, devices=jax.devices()[:8])
@@ -180,6 +190,13 @@ def test_in_specs_of_the_wrong_length(zero, params):
 def test_argnums_out_of_range(zero, params):
     with _raises("`argnums`", "2"):
         zero.value_and_grad(_loss, argnums=2)(params, _batch())
+
+
+@pytest.mark.parametrize("argnums", ["params", None, (0, "x"), 1.0])
+def test_argnums_that_are_no_positions(zero, argnums):
+    for transform in (zero.value_and_grad, zero.apply):
+        with _raises("`argnums` must be the position", repr(argnums)):
+            transform(_loss, argnums)
 
 
 def test_argnums_of_the_batch(zero, params):

@@ -83,3 +83,40 @@ def test_aux_without_a_mean_gets_a_proposal(auto, leaf, proposal):
     step = auto.value_and_grad(lambda p, x: (mean_loss(p, x), {"seen": leaf(x)}), has_aux=True)
     with pytest.raises(ValueError, match=f"`seen`.*`aux_reduce`.*{proposal}"):
         step(auto.shard(whole_params()), make_rows(auto))
+
+
+def test_values_of_rows_have_no_mean(auto):
+    params, x = auto.shard(whole_params()), make_rows(auto)
+
+    def loss(params, x):
+        return mean_loss(params, x), {"losses": jnp.sum(x @ params["body"]["w"], axis=-1)}
+
+    for microbatches in (1, 2):
+        step = auto.value_and_grad(loss, has_aux=True, microbatches=microbatches)
+        with pytest.raises(ValueError, match=r"`losses`.*mix rows.*'concat'"):
+            step(params, x)
+        step = auto.value_and_grad(
+            loss, has_aux=True, microbatches=microbatches, aux_reduce="concat"
+        )
+        (_, aux), _ = step(params, x)
+        want = jnp.sum(x @ whole_params()["body"]["w"], axis=-1)
+        zoo.assert_close(aux["losses"], want, 1e-5, "losses")
+
+
+def test_statistics_as_long_as_the_rows_have_a_mean(auto):
+    params, x = auto.shard(whole_params()), make_rows(auto)
+
+    def loss(params, x):
+        return mean_loss(params, x), jnp.mean(x, axis=0)[: len(x)][:2]
+
+    (_, aux), _ = auto.value_and_grad(loss, has_aux=True)(params, x)
+    assert aux.shape == (2,)  # and a device has two rows
+    zoo.assert_close(aux, jnp.mean(x, axis=0)[:2], 1e-5, "aux")
+
+
+def test_where_no_other_number_of_rows_fits_it_is_asked(auto):
+    def loss(params, x):
+        return mean_loss(params, x), jnp.reshape(x, (2, 8))
+
+    with pytest.raises(ValueError, match=r"mix rows"):
+        auto.value_and_grad(loss, has_aux=True)(auto.shard(whole_params()), make_rows(auto))

@@ -1,0 +1,24 @@
+"""What XLA does in the installed version of JAX, where the versions that run here differ.
+
+Each name says what later versions do. The first two were read off programs compiled for GPUs; the
+results of the last were wrong.
+"""
+
+from typing import Final
+
+import jax
+
+_VERSION: Final = jax.__version_info__
+
+IS_BEFORE_0_11: Final = _VERSION < (0, 11)  # other compiler options exist, or help
+
+# Copies from and to host memory begin early enough for an update to gain from what may overlap
+# with them.
+COPIES_START_EARLY: Final = _VERSION >= (0, 11)
+
+# Messages that are moved away from where a layer holds most memory still overlap with its compute.
+MOVED_MESSAGES_OVERLAP: Final = _VERSION >= (0, 11)
+
+# Host memory may be indexed by what is computed from a loop's counter, and scanned in reverse.
+# Before, XLA took turn `i` to be at row `i`, and copied the wrong rows.
+COUNTERS_INDEX_HOST: Final = _VERSION >= (0, 12)
