@@ -126,7 +126,7 @@ def main(
 
 def _compiled(
     lowered: jax.stages.Lowered, options: dict[str, Any], cluster: jz.Cluster | None
-) -> jax.stages.Compiled:
+) -> Any:
     if cluster is None:
         return lowered.compile(compiler_options=options)
     return jz.compile_for(lowered, cluster, compiler_options=options)

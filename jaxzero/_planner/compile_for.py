@@ -54,13 +54,19 @@ def compile_for(
     options = dict(compiler_options or {})
     first = lowered.compile(compiler_options=options)
     _check_devices(first, cluster)
-    text = first.as_text()
+    text = _text(first)
     with tempfile.TemporaryDirectory(prefix="jaxzero-") as folder:
         profile = Path(folder, "durations.pbtxt")
         profile.write_text(durations(text, cluster.rates))
         second = lowered.compile(compiler_options={**options, _PROFILE: str(profile)})
-    before, after = (timeline(x, cluster.rates).seconds for x in (text, second.as_text()))
+    before, after = (timeline(x, cluster.rates).seconds for x in (text, _text(second)))
     return second if after < before else first
+
+
+def _text(compiled: jax.stages.Compiled) -> str:
+    text = compiled.as_text()
+    assert text is not None  # for GPUs
+    return text
 
 
 def _check_devices(compiled: jax.stages.Compiled, cluster: Cluster) -> None:
