@@ -3,11 +3,11 @@
 CPUs and GPUs keep arrays in plain rows, so a bucket is one array `[devices, bytes]` into which the
 messages of several leaves are joined. A TPU keeps the last two dims of an array in tiles of 8 x
 128. There, moving bytes between rows `[devices, m]` and the shape of a weight crosses all tiles,
-and XLA compiles for minutes: reading 4M codes out of 8 rows takes 6 s of compile time, and out of
-`[8, m / 128, 128]` 0.7 s; an all-gather of rows of 5.5M bfloat16 takes 24 s, and one for each leaf
-in its own shape 0.3 s in all (JAX 0.12.0, v5e, compiled and not run). So there large leaves travel
-alone, floats in their own shapes and dtype, and codes as columns, whose blocks lie across rows of
-lanes (`pallas_kernels._columns`). The numbers are the same in both forms.
+and XLA compiles for minutes: reading 4M codes out of 8 rows takes 4 s of compile time, and out of
+`[8, m / 128, 128]` 0.1 s; an all-gather of rows of 5.5M bfloat16 takes 26 s, and one for each leaf
+in its own shape 0.3 s in all (JAX 0.12.0, v5e, `benchmarks.compiled.tpu_messages`). So there large
+leaves travel alone, floats in their own shapes and dtype, and codes as columns, whose blocks lie
+across rows of lanes (`pallas_kernels._columns`). The numbers are the same in both forms.
 
 `_FORMS` has the platforms that do not take the default form.
 """
