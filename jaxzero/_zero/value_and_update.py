@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import optax
 from jax import lax
 from jaxtyping import Array
@@ -151,5 +150,4 @@ def _fit_at_once(update: TracedUpdate, updates: ProgramUpdates, are_done: Sequen
     lengths = {number: update.leaf(number).spec.shape[0] for number in done}
     layer_bytes = sum(update.host_bytes([i]) / length for i, length in lengths.items())
     left = [number for number in update.windowed if not are_done[number]]
-    # Before JAX 0.11 XLA begins no copies early enough to gain from it.
-    return jax.__version_info__ >= (0, 11) and update.host_bytes(left) <= 2 * layer_bytes
+    return update.host_bytes(left) <= 2 * layer_bytes
