@@ -1,7 +1,6 @@
 """What XLA does in the installed version of JAX, where the versions that run here differ.
 
-Each name says what later versions do. The first two were read off programs compiled for GPUs; the
-results of the last were wrong.
+Each name but the first says what later versions do.
 """
 
 from typing import Final
@@ -12,9 +11,8 @@ _VERSION: Final = jax.__version_info__
 
 IS_BEFORE_0_11: Final = _VERSION < (0, 11)  # other compiler options exist, or help
 
-# Copies from and to host memory begin early enough for an update to gain from what may overlap
-# with them.
-COPIES_START_EARLY: Final = _VERSION >= (0, 11)
+# On CPUs a matrix product is rounded in the same way if a second operation reads it.
+PRODUCTS_MAY_BE_READ_TWICE: Final = _VERSION >= (0, 11)
 
 # Messages that are moved away from where a layer holds most memory still overlap with its compute.
 MOVED_MESSAGES_OVERLAP: Final = _VERSION >= (0, 11)

@@ -112,8 +112,23 @@ def main(
                     for part in ("gradients", "step")
                     if part in offloaded
                 },
+                "least_step_over_resident": least_step_over_resident(resident, offloaded),
             },
         )
+
+
+def least_step_over_resident(resident: dict[str, Any], offloaded: dict[str, Any]) -> float | None:
+    """What the step takes if only the update's copies were added to it, both ways at once.
+
+    That is the resident gradients' time and the update's bytes in the fuller direction at the
+    assumed rate, over the resident step. None if the update is no program of its own.
+    """
+    if "update" not in offloaded:
+        return None
+    update = offloaded["update"]
+    copies = max(update["gib_from_host"], update["gib_to_host"]) * _GIB / Rates().host
+    least = resident["gradients"]["seconds"] + copies
+    return round(least / resident["step"]["seconds"], 4)
 
 
 def compiled(
@@ -160,7 +175,7 @@ def compiled_step(
     loss = functools.partial(_llama.loss, SIZES[settings.model])
     step = jax.jit(zero.value_and_update(loss, TX), donate_argnums=(0, 1))
     arguments = (params, zero.init_optimizer(TX, params), tokens)
-    options = jz.compiler_options("cuda", offload=True, update_in_backward=True)
+    options = jz.compiler_options("cuda", offload=True)
     return compile_with_host_memory(step, arguments, mesh, options=options)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
 from .._codecs import Cast, Codec, is_narrow_float
-from .._mesh import AXES, LOCAL, NODE, AnyMesh
+from .._mesh import AXES, LOCAL, NODE, AnyMesh, physical
 from .._sharding import CommSchedule, GradientHop, HpZ, PerAxis, WeightHop, ZeroConfig
 from .message_form import MessageForm
 
@@ -28,6 +28,7 @@ class CommSpec:
     schedule: CommSchedule
     halves: bool = False  # whether the first half of the devices is summed too
     form: MessageForm = MessageForm()
+    on_cpus: bool = False  # where host memory is device memory
 
     @classmethod
     def of(cls, mesh: AnyMesh, config: ZeroConfig, halves: bool = False) -> CommSpec:
@@ -43,6 +44,7 @@ class CommSpec:
             config.schedule,
             halves,
             MessageForm.of(mesh),
+            physical(mesh).devices.flat[0].platform == "cpu",
         )
 
     @property

@@ -32,7 +32,7 @@ from jaxtyping import Array
 from .._collectives import ReduceBucket, copy_to_device, recording, repeated
 from .._mesh import in_host
 from .._plan import ShardedParam, known_after
-from .._xla_of_jax import COPIES_START_EARLY
+from .._xla_of_jax import PRODUCTS_MAY_BE_READ_TWICE
 from .deferred_gradients import Deferred, DeferredGradients
 from .gathers import Bind, GatherSources
 from .gradient_buckets import GradientBuckets
@@ -86,14 +86,14 @@ class PipelinedLoop:
             lambda done: layers.inside({}).deferred_outputs(done),
             UpdatesInLoop(updates, layers.layer_index),
         )
-        # The fetch of the next layer to update waits for this value, as [Note: write, then fetch]
-        # in `update_in_loop` explains. Where copies start late it does not wait: that saves no time
-        # there (JAX 0.10), and changed the rounding of one product.
-        waits = updates and COPIES_START_EARLY
-        self.fetches_after = known_after(self.plan.body, 1 / 4) if waits else None
+        # Fetches from stacks that are updated wait for this value, as [Note: write, then fetch] in
+        # `update_in_loop` explains. On CPUs nothing gains by waiting.
+        body, early = self.plan.body, 1 / 4
+        waits = updates and (PRODUCTS_MAY_BE_READ_TWICE or not self.outer.comm.on_cpus)
+        self.fetches_after = known_after(body, early, in_any_order=True) if waits else None
         # A write in the last iteration waits for this one, so that the fetches before it need not
         # end earlier: 1.1 ms less to wait for than with 3/4 (Llama-7B, ZeRO-3, 2 x 8 H200).
-        self.writes_after = known_after(self.plan.body, 5 / 6) if waits else None
+        self.writes_after = known_after(body, 5 / 6) if waits else None
         # The queues of parameters that the loop also updates, by index of the output.
         queues = {number: layers.host.position_of(x.stacks[0]) for number, x in updates.items()}
         self.updated_queues = {number: i for number, i in queues.items() if i is not None}
@@ -250,7 +250,7 @@ class PipelinedLoop:
             deferred=deferred,
             slices=self._next_slices(state.slices, inside, following) if gathers else state.slices,
         )
-        return self._copy_next(after, iteration, gathers), (outputs, kept)
+        return self._copy_next(after, iteration, late, gathers), (outputs, kept)
 
     def _next_slices(self, slices: list[Array], inside: Runner, following: Array) -> list[Array]:
         """The stacks of node slices, with those that an iteration has gathered ahead."""
@@ -260,10 +260,11 @@ class PipelinedLoop:
             for weight, x in zip(self.layers.kept_prefetched, slices, strict=True)
         ]
 
-    def _copy_next(self, state: _State, iteration: Array, gathers: bool) -> _State:
+    def _copy_next(self, state: _State, iteration: Array, late: Array, gathers: bool) -> _State:
         """Copy from host memory what the next iterations need, at the end of an iteration.
 
-        Without a layer left to gather there is none to copy, either.
+        Without a layer left to gather there is none to copy, either. `late` is `iteration`, known
+        when layers are fetched, which may be of stacks that this iteration writes into.
         """
         carry, deferred = state.carry, state.deferred
         current = {
@@ -274,7 +275,7 @@ class PipelinedLoop:
         host, layer_index = self.layers.host, self.layers.layer_index
         fetched = state.fetched
         if gathers:
-            fetched = host.advance(fetched, layer_index, iteration, current)
+            fetched = host.advance(fetched, layer_index, late, current)
         rows = self._host_rows(iteration + 1)
         layers = {number: x.layers for number, x in deferred.updated.items()}
         if fetched or rows or layers:
@@ -334,9 +335,12 @@ def _known_after(number: Array, x: Array) -> Array:
     """`number`, an integer, known only once the floats `x` are.
 
     XLA drops a barrier before it schedules, so the number is computed from an element: the bits of
-    its absolute value, also of NaN, are no negative integer, which XLA does not know.
+    its absolute value, also of NaN, are no negative integer, which XLA does not know. Before XLA
+    drops the barrier it keeps the sum apart from others of `number`, which would become one kernel
+    with it, and late too: the indices of writes, for one.
     """
-    element = jnp.abs(x[(0,) * x.ndim].astype(jnp.float32))
+    number, element = lax.optimization_barrier((number, x[(0,) * x.ndim]))
+    element = jnp.abs(element.astype(jnp.float32))
     zero = jnp.minimum(lax.bitcast_convert_type(element, jnp.int32), 0)
     return number + zero.astype(number.dtype)
 

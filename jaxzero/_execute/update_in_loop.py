@@ -8,9 +8,11 @@ always a layer that is not updated yet.
 any more, so a write and a fetch from the same stack cannot overlap. The write comes first: what it
 writes is known when the iteration begins, so XLA begins with it, and fetches the next layer while
 the rest of the iteration computes. If the fetch came first, XLA would wait for it before it
-computes anything. The fetch also waits for a product in the first part of the iteration: where
-collectives start early (`compiler_options`, JAX 0.12.0), XLA otherwise starts it at once and waits
-for the write before it, 2.9 ms in each iteration (Llama-7B, ZeRO-3, 2 x 8 H200, predicted).
+computes anything. The fetch also waits for a product with a quarter of the iteration's work behind
+it: where collectives start early (`compiler_options`), XLA otherwise starts it at once and waits
+for the write before it, 2.9 ms in each iteration (Llama-7B, ZeRO-3, 2 x 8 H200, predicted). The
+same holds for the layer of such a stack that is fetched to be gathered. A product that is only late
+in the program's order will not do: XLA computes it first, and then fetches.
 
 [Note: the last updates] The last iteration runs after the loop (`_plan.loop_ends`). It also fetches
 the layers of all updates that are left, and near its end updates the layer whose gradient is

@@ -48,14 +48,6 @@ _GPU_OFFLOAD: _Changes = {
     # With arrays in host memory it ends the process (JAX 0.10.2).
     "xla_gpu_enable_analytical_latency_estimator": None,
 }
-_GPU_UPDATE_IN_BACKWARD_BEFORE_0_11: _Changes = {
-    # With it, 57% of the bytes of an update's copies overlap with matrix products, without it 91%;
-    # a step waits 0.11 s for them in place of 0.03 (ZeRO-3; much the same on JAX 0.10.2 and on
-    # 0.12.0, until fetches of updates waited for a product of the iteration). Since
-    # then, on 0.12.0, a step takes 0.57 s with this option and 0.60 s without it.
-    "xla_gpu_experimental_collective_start_as_early_as_possible": None,
-    "xla_gpu_all_gather_combine_threshold_bytes": None,  # not tried alone
-}
 _GPU_LOCAL_STEPS: _Changes = {
     # XLA gives the collectives of a program to as many streams as this, in turn. One that shares
     # the stream of a fragment's message, which spans whole steps, would wait for it; so there must
@@ -88,23 +80,19 @@ class _Platform:
     always: Options = dataclasses.field(default_factory=dict)
     before_0_11: Options = dataclasses.field(default_factory=dict)
     offload: _Changes = dataclasses.field(default_factory=dict)
-    update_in_backward_before_0_11: _Changes = dataclasses.field(default_factory=dict)
     local_steps: _Changes = dataclasses.field(default_factory=dict)
 
-    def options(self, offload: bool, update_in_backward: bool, local_steps: bool) -> _Changes:
+    def options(self, offload: bool, local_steps: bool) -> _Changes:
         """The options for the installed version of JAX; None for one that an argument takes out."""
         options: _Changes = {**self.always, **(self.before_0_11 if IS_BEFORE_0_11 else {})}
         options |= self.local_steps if local_steps else {}
-        options |= self.offload if offload else {}
-        changes = IS_BEFORE_0_11 and offload and update_in_backward
-        return options | (self.update_in_backward_before_0_11 if changes else {})
+        return options | (self.offload if offload else {})
 
 
 _GPUS = _Platform(
     _GPU,
     _GPU_BEFORE_0_11,
     _GPU_OFFLOAD,
-    _GPU_UPDATE_IN_BACKWARD_BEFORE_0_11,
     _GPU_LOCAL_STEPS,
 )
 _PLATFORMS: dict[str, _Platform] = {
@@ -148,7 +136,6 @@ def compiler_options(
     platform: str,
     *,
     offload: bool = False,
-    update_in_backward: bool = False,
     local_steps: bool = False,
 ) -> Options:
     """The options that let XLA carry out the schedule, for `jax.jit(compiler_options=...)`.
@@ -161,8 +148,6 @@ def compiler_options(
             or one that was given to `jaxzero.extend.register_compiler_options`. For AMD's
             GPUs no option has been measured: they get none.
         offload: whether the program has arrays in host memory (`jz.Offload`).
-        update_in_backward: whether the program is a step of `Zero.value_and_update`. Without
-            `offload`, or from JAX 0.11 on, that changes no option.
         local_steps: whether the program is a round of `Zero.local_steps`.
 
     Returns:
@@ -182,8 +167,6 @@ def compiler_options(
             "`jax.devices()[0].platform`, or add a platform with "
             "`jaxzero.extend.register_compiler_options`."
         )
-    options = _PLATFORMS.get(platform, _Platform()).options(
-        offload, update_in_backward, local_steps
-    )
+    options = _PLATFORMS.get(platform, _Platform()).options(offload, local_steps)
     changed = options | _registered.get(platform, {})
     return {name: value for name, value in changed.items() if value is not None}

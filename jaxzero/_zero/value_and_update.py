@@ -19,7 +19,6 @@ from .._mesh import in_host
 from .._plan import Plan
 from .._sharding import ZeroConfig, arrays_of, flatten, statics_of
 from .._windowed_update import TracedUpdate, UpdateLayouts
-from .._xla_of_jax import COPIES_START_EARLY
 from .apply_gradients import Layouts, apply_gradients, split, split_arrays, with_untrained
 from .call_results import returned
 from .optimizer_state import TrueShapes, trained_part
@@ -151,4 +150,4 @@ def _fit_at_once(update: TracedUpdate, updates: ProgramUpdates, are_done: Sequen
     lengths = {number: update.leaf(number).spec.shape[0] for number in done}
     layer_bytes = sum(update.host_bytes([i]) / length for i, length in lengths.items())
     left = [number for number in update.windowed if not are_done[number]]
-    return COPIES_START_EARLY and update.host_bytes(left) <= 2 * layer_bytes
+    return update.host_bytes(left) <= 2 * layer_bytes

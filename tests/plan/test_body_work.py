@@ -10,6 +10,7 @@ import pytest
 import jaxzero as jz
 from jaxzero._plan import known_after
 from jaxzero._plan.body_work import work_done
+from jaxzero._program import Value
 
 LAYERS, WIDTH, ROWS = 4, 16, 8
 NAMES = ("first", "second", "third", "fourth")
@@ -74,6 +75,34 @@ def test_a_value_is_the_first_product_that_is_kept_once_the_share_is_done(body, 
 def test_a_larger_share_is_done_later(body):
     places = [made_at(body, known_after(body, share)) for share in (0.0, 1 / 4, 1 / 2, 5 / 6)]
     assert places == sorted(places) and places[0] < places[-1]
+
+
+def work_behind(body, value):
+    """The multiplications of all operations that a value depends on."""
+    waiting, behind = [value], set()
+    while waiting:
+        value = waiting.pop()
+        for index, op in enumerate(body.block.operations):
+            if value in op.outputs and index not in behind:
+                behind.add(index)
+                waiting += [x for x in op.inputs if isinstance(x, Value)]
+    return sum(body.block.operations[index].products for index in behind)
+
+
+@pytest.mark.parametrize("share", [0.0, 1 / 8, 1 / 4, 1 / 2])
+def test_in_any_order_only_the_work_behind_a_value_counts(body, share):
+    value = known_after(body, share, in_any_order=True)
+    total, at = work_done(body.block)[-1], made_at(body, value)
+    assert work_behind(body, value) >= share * total
+    reduced, views = body.gradients.reduces, body.uses.views
+    before = [op.outputs[0] for op in body.block.operations[:at] if op.products]
+    kept = [x for x in before if x not in reduced and x not in views]
+    assert all(work_behind(body, x) < share * total for x in kept)
+
+
+def test_no_order_of_a_body_has_all_its_work_behind_one_value(body):
+    # The products that make the gradients of weights are behind no other value.
+    assert known_after(body, 1.0, in_any_order=True) is None
 
 
 def test_a_body_without_products_has_no_such_value():

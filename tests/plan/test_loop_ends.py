@@ -163,8 +163,7 @@ def test_the_last_iteration_of_a_loop_that_updates_is_cut_off(num_layers, num_la
         zero.plan(_loss, params, ROWS),
         zero.plan(_loss, params, ROWS, tx=tx, opt_state=zero.init_optimizer(tx, params)),
     ]
-    is_new = jax.__version_info__ >= (0, 11)
-    assert [_cut(plan)[-1:] for plan in plans] == [[(0, 0)], [(0, num_last if is_new else 0)]]
+    assert [_cut(plan)[-1:] for plan in plans] == [[(0, 0)], [(0, num_last)]]
 
 
 def test_short_loops_and_loops_in_loops_keep_their_ends():

@@ -2,7 +2,6 @@
 
 import inspect
 
-import jax
 import pytest
 
 import jaxzero as jz
@@ -49,13 +48,3 @@ def test_mistakes_are_named(platform, options, message):
     register = inspect.unwrap(extend.register_compiler_options)  # before annotations are checked
     with pytest.raises(ValueError, match=message):
         register(platform, options)
-
-
-def test_an_update_in_backward_starts_no_collective_early_before_jax_0_11():
-    early = "xla_gpu_experimental_collective_start_as_early_as_possible"
-    assert early in jz.compiler_options("cuda", offload=True)
-    in_backward = jz.compiler_options("cuda", offload=True, update_in_backward=True)
-    assert (early in in_backward) == (jax.__version_info__ >= (0, 11))
-    # Without arrays in host memory there are no copies to make room for.
-    resident = jz.compiler_options("cuda")
-    assert jz.compiler_options("cuda", update_in_backward=True) == resident

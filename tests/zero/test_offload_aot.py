@@ -147,14 +147,16 @@ def test_a_step_with_its_update_does_not_wait_for_the_host(step):
 
 
 def test_few_copies_of_a_step_with_its_update_overlap_with_no_matrix_product(step):
-    assert share_spanning(step.as_text()) >= (0.955 if IS_NEW else 0.89)
+    assert share_spanning(step.as_text()) >= (0.955 if IS_NEW else 0.95)
 
 
-@pytest.mark.skipif(not IS_NEW, reason="on JAX 0.10 steps wait for collectives")
 def test_a_step_with_its_update_takes_little_more_time_and_memory(programs):
     step, parts = programs
     seconds = sum(timeline(x.as_text(), Rates(num_local=8)).seconds for x in parts)
-    assert timeline(step.as_text(), Rates(num_local=8)).seconds <= 1.025 * seconds
+    assert (
+        timeline(step.as_text(), Rates(num_local=8)).seconds
+        <= (1.025 if IS_NEW else 1.05) * seconds
+    )
     most = max(x.memory_analysis().temp_size_in_bytes for x in parts)
     assert step.memory_analysis().temp_size_in_bytes <= most + 0.5 * GIB
 
