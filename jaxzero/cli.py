@@ -14,7 +14,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, get_args
 
 import tyro
 from rich.console import Console
@@ -22,6 +22,7 @@ from rich.markup import escape
 
 from . import distributed, jobs
 from ._processes import DIVERGED, FILE_ERROR, INTERRUPTED, MISTAKE, PEER_LOST, STOPPED
+from ._repeated_flags import check_repeated
 from .launch import Launch, launch
 
 _STATUSES = {
@@ -66,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     console, errors = Console(), Console(stderr=True)
     try:
+        for settings, chosen in (get_args(each) for each in get_args(_Command)):
+            if arguments[:1] == [chosen.name]:
+                check_repeated(arguments, settings)
         command = tyro.cli(
             _Command,
             args=arguments,

@@ -53,7 +53,7 @@ FLOORS = [
     ["jaxzero.jobs._task"],
     ["jaxzero.jobs._training"],
     ["jaxzero.jobs._plans", "jaxzero.jobs._files", "jaxzero.jobs._sampling"],
-    ["jaxzero.jobs"],
+    ["jaxzero.jobs", "jaxzero._repeated_flags"],
     ["jaxzero.cli", "jaxzero.extend", "jaxzero"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

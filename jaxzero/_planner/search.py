@@ -1,8 +1,8 @@
 """Search for the best plan: discard by bounds, rank by proxies, check memory by full compiles.
 
 Which program is compiled next is a question of what to expect of it (`Estimates`): the one with
-the largest expected improvement (Jones, Schonlau and Welch 1998) over what is known, where a plan
-that does not fit improves nothing.
+the largest expected improvement over what is known (`Promise`), where a plan that does not fit
+improves nothing.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from .compiles import AT_ONCE, Compiled, Compiles
 from .estimates import Estimates
 from .job import Job
 from .plans import PlanRow, Stage, gigabytes
+from .promise import Promise
 from .rounds import RoundBounds
 
 Objective = Literal["step_time", "tokens_per_second", "memory"]
 MAX_PROXIES, MAX_FULL = 8, 3
-_FOUND = 0.05  # the probability that any plan fits: below, nothing is too little to compile
-_SURE = 0.9  # of a plan that fits: below, another waits for what its full compile says
-_LEAST_GAIN = 0.015  # of the step: less is not worth a compile
+_LEAST_GAIN = 0.005  # of the step, by all plans together: less is not worth a compile
 _PROXY_ERROR = 1.1  # the memory of proxies may be off by up to a tenth
 _FAILURES = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
 
@@ -145,7 +144,7 @@ class Search:
 
     def _rank(self) -> bool:
         """Compile the proxies from which most is expected; whether there were any."""
-        rows = self._promising("bound", MAX_PROXIES - self.proxies, self._compiled())
+        rows = self._promising(("bound",), MAX_PROXIES - self.proxies, self._compiled())
         for row in rows:
             self.proxies += 1
             self.progress(f"proxy {self.proxies}: {row.candidate.name}")
@@ -154,9 +153,14 @@ class Search:
         return bool(rows)
 
     def _check(self) -> bool:
-        """Compile in full the plans from which most is expected; whether there were any."""
+        """Compile in full the plans from which most is expected; whether there were any.
+
+        Once all proxies are spent, these may be plans without a program, too.
+        """
         compiled = [row for row in self._compiled() if row.stage == "compiled"]
-        rows = self._promising("proxy", MAX_FULL - self.full, compiled)
+        is_spent = self.proxies == MAX_PROXIES > len(self.failures)
+        stages: tuple[Stage, ...] = ("proxy", "bound") if is_spent else ("proxy",)
+        rows = self._promising(stages, MAX_FULL - self.full, compiled)
         for row in rows:
             self.full += 1
             self.progress(f"full compile {self.full}: {row.candidate.name}")
@@ -164,50 +168,50 @@ class Search:
             self._take_full(row, result)
         return bool(rows)
 
-    def _promising(self, stage: Stage, most: int, known: Sequence[PlanRow]) -> list[PlanRow]:
+    def _promising(
+        self, stages: Sequence[Stage], most: int, known: Sequence[PlanRow]
+    ) -> list[PlanRow]:
         """Plans to compile next, at the same time: those that are expected to improve most.
 
-        The improvement of a plan is a mean over draws of what full compiles may say of all plans:
-        in each by how much it is better than the best of `known` that fits, in logarithms.
-
         Args:
-            stage: of the plans.
+            stages: of the plans; with "proxy" they will be compiled in full.
             most: at most so many.
             known: plans that they have to improve on.
         """
-        rows = [row for row in self.rows.values() if row.stage == stage and not row.discarded]
-        least_gain = _LEAST_GAIN
-        if stage == "bound":
-            sure = [self.value(row)[0] for row in known if row.stage == "compiled"]
-            least = min(sure, default=math.inf)
-            rows = [x for x in rows if self.value(x)[0] < least and not self._may_not_fit(x)]
-            least_gain *= 2 if sure else 1  # a proxy, and then another full compile
+        sure = [self.value(row)[0] for row in known if row.stage == "compiled"]
+        least = min(sure, default=math.inf)
+        rows = [
+            row
+            for row in self.rows.values()
+            if row.stage in stages and not row.discarded and self._may_improve(row, least)
+        ]
         if not rows or not most:
             return []
         values, memory = self._draws([*rows, *known])
-        worst = np.log(2) + np.max(values, where=np.isfinite(values), initial=0.0)
-        best = np.minimum(worst, np.min(values[:, len(rows) :], axis=1, initial=math.inf))
-        small = -1e-6 * np.median(np.log(memory), axis=0)[: len(rows)]  # if no draw of a plan fits
-        fits = np.mean(np.isfinite(values[:, : len(rows)]), axis=0)
-        if stage == "proxy" and most == 1 and not known:  # the last is for a plan that is sure
-            values[:, : len(rows)][:, fits < min(_SURE, np.max(fits))] = math.inf
+        end = len(rows)
+        promise = Promise(values[:, :end], values[:, end:], memory[:, :end])
+        in_full = "proxy" in stages
+        if in_full and most == 1 and not known:  # the last is for a plan that is sure
+            promise.keep_sure()
         chosen: list[PlanRow] = []
         losses = {row.candidate.loss for row in rows}
         while len(chosen) < min(AT_ONCE, most, len(rows)) and not self._is_late():
-            gains = np.mean(np.maximum(0.0, best[:, None] - values[:, : len(rows)]), axis=0)
-            number = int(np.argmax(gains + small))
-            has_one = np.mean(best < worst) > _FOUND
-            if np.isinf(small[number]) or (has_one and gains[number] < least_gain):
+            number = promise.next(_LEAST_GAIN)
+            if number is None:
                 break
-            beside = [x.candidate for x in chosen]
-            is_new = tells_more(rows[number].candidate, beside, self.temporaries, losses)
-            if is_new and (stage == "proxy" or self._is_new(rows[number])):
-                chosen.append(rows[number])
-                best = np.minimum(best, values[:, number])
-                if stage == "proxy" and fits[number] < _SURE:
+            row, beside = rows[number], [x.candidate for x in chosen]
+            is_new = tells_more(row.candidate, beside, self.temporaries, losses)
+            if is_new and (row.stage == "proxy" or self._is_new(row)):
+                chosen.append(row)
+                promise.take(number)
+                if in_full and not promise.is_sure(number):
                     break
-            values[:, number], small[number] = math.inf, -math.inf
+            promise.drop(number)
         return chosen
+
+    def _may_improve(self, row: PlanRow, least: float) -> bool:
+        """Whether a plan without a program may fit, and be better than `least`."""
+        return row.stage != "bound" or (self.value(row)[0] < least and not self._may_not_fit(row))
 
     def _draws(self, rows: Sequence[PlanRow]) -> tuple[np.ndarray, np.ndarray]:
         """Draws of logarithms of values by full compiles, inf if too large, and of bytes.

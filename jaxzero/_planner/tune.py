@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from .._local_steps import LocalSteps
-from .candidates import enumerate_candidates
+from .candidates import Candidate, enumerate_candidates
 from .cluster import Cluster
 from .compiles import Compiler
 from .job import Job
@@ -116,7 +116,8 @@ def tune(
             f"`microbatches` must have a number that divides the {num_rows // cluster.num_devices} "
             f"rows of a device; got {tuple(microbatches)}. Add 1."
         )
-    search.run(enumerate_candidates(cluster, tuple(losses), numbers, quantized, methods))
+    candidates = enumerate_candidates(cluster, tuple(losses), numbers, quantized, methods)
+    search.run(_without_host_arrays(candidates, search.notes) if missing else candidates)
     tokens = [x.size for x in jax.tree.leaves(structs) if jnp.issubdtype(x.dtype, jnp.integer)]
     return Plans(
         cluster,
@@ -127,6 +128,18 @@ def tune(
         search.proxies,
         search.full,
     )
+
+
+def _without_host_arrays(candidates: Iterable[Candidate], notes: list[str]) -> list[Candidate]:
+    """Plans without offload, and a note on the others: simulated devices have no host memory."""
+    found = list(candidates)
+    kept = [each for each in found if not each.offload]
+    if len(kept) < len(found):
+        notes.append(
+            f"{len(found) - len(kept)} plans with arrays in host memory were left out: without a "
+            "compiler they have no bounds"
+        )
+    return kept
 
 
 def check_arguments(

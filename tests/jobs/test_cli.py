@@ -84,6 +84,46 @@ def test_mistakes_are_one_line_and_status_2(monkeypatch, capsys: pytest.CaptureF
     assert capsys.readouterr().err == "Error: `x[0]` must be [bold]; got 3.\n"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "plan --device h100 --model m --device a100",
+        "plan --link=50 --link=12.5",
+        "train --max-tokens 8 --max_tokens=16",  # of nested settings
+        "train --offload weights --offload optimizer",
+        "sample m --seed 1 --seed 1",
+        "convert a b --dtype float32 --dtype bfloat16",
+        "inspect a --key x --key y",
+        "launch --nodes 2 --nodes 3 -- train.py",
+    ],
+)
+def test_a_flag_given_twice_is_refused(line: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(line.split()) == 2
+    assert "is given 2 times, with '" in capsys.readouterr().err
+
+
+def test_the_error_for_a_flag_given_twice_names_its_values(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["plan", "--device", "h100", "--device", "a100"]) == 2
+    assert capsys.readouterr().err == (
+        "Error: `--device` is given 2 times, with 'h100', 'a100'. Give it once.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("sample", "sample m --prompt a --prompt b --chat --chat"),
+        ("report", "report --detail leaves --detail state"),
+        ("launch", "launch --nodes 2 -- jaxzero train --nodes 4 --nodes 8"),
+    ],
+)
+def test_flags_that_collect_values_may_be_repeated(name: str, line: str, monkeypatch):
+    given = []
+    monkeypatch.setattr(cli if name == "launch" else jobs, name, lambda *x: given.append(x) or 0)
+    assert cli.main(line.split()) == 0
+    assert len(given) == 1
+
+
 @pytest.mark.parametrize(("by_ctrl_c", "status"), [(True, 130), (False, 75)])
 def test_a_stop_prints_the_command_that_resumes(
     monkeypatch, capsys: pytest.CaptureFixture[str], by_ctrl_c: bool, status: int

@@ -55,7 +55,7 @@ def test_local_steps_are_compared_on_request(printed):
 
 
 def test_local_steps_need_several_nodes(printed):
-    status, text = printed(f"{JOB} --nodes 1 {STREAMING}")
+    status, text = printed(f"{JOB.replace('--nodes 2', '--nodes 1')} {STREAMING}")
     assert status != 0 and "`local_steps`" in text and "one node" in text
 
 
