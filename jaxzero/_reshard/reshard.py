@@ -99,15 +99,15 @@ def reshard(
 def _moved(plan: ReshardPlan, arrays: Sequence[Any]) -> dict[int, jax.Array]:
     """The arrays that have moves, by index, in their new shardings."""
     mesh, made = plan.digits.mesh, {}
-    programs = list(zip(plan.windows, plan.programs, strict=True))
+    num, programs = plan.num_overlapped, plan.programs
 
-    def with_arrays(some: Sequence[Any]) -> Iterator[tuple[Any, list[jax.Array]]]:
-        for window, moves in some:
-            yield moves, [_in_place(arrays[i], plan.sources[i]) for i in window]
+    def stored() -> Iterator[list[jax.Array]]:
+        for window in plan.windows:
+            yield [_in_place(arrays[i], plan.sources[i]) for i in window]
 
-    num = plan.num_overlapped
-    overlapped = run_overlapped(mesh, with_arrays(programs[:num]))
-    others = (run(mesh, *window) for window in with_arrays(programs[num:]))
+    each = stored()
+    overlapped = run_overlapped(mesh, programs[:num], itertools.islice(each, num))
+    others = (run(mesh, moves, next(each)) for moves in programs[num:])
     for window, stacks in zip(plan.windows, itertools.chain(overlapped, others), strict=True):
         for i, x in zip(window, stacks, strict=True):
             made[i] = viewed(x, plan.leaves[i].shape, plan.targets[i])
