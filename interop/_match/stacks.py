@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Bool, Int64
+from jaxtyping import Int64
 
 from .names import Module, Tensor, pieces_of, shapes_of
 
@@ -63,9 +63,9 @@ def _stacks(
 
 
 def _possible_groups(
-    kept: Int64[np.ndarray, "names kept"], varied: Int64[np.ndarray, "names varied"]
+    kept: Int64[np.ndarray, "n k"], varied: Int64[np.ndarray, "n v"]
 ) -> Iterator[list[int]]:
-    """Group names with the same `kept`, where the numbers in `varied` may fill their ranges."""
+    """Group n names with the same k texts, where their v numbers may fill their ranges."""
     group = np.zeros(len(kept), np.int64)
     for column in kept.T:
         # Numbered anew each time, or the numbers would overflow.
@@ -74,7 +74,7 @@ def _possible_groups(
     starts = np.flatnonzero(np.diff(group[order], prepend=-1))
     counts = np.diff(starts, append=len(group))
     sizes = np.maximum.reduceat(varied[order], starts).astype(np.float64) + 1
-    may_fill: Bool[np.ndarray, " groups"] = (counts > 1) & (sizes.prod(axis=1) <= counts)
+    may_fill = (counts > 1) & (sizes.prod(axis=1) <= counts)
     for start, count in zip(starts[may_fill], counts[may_fill], strict=True):
         yield order[start : start + count].tolist()
 

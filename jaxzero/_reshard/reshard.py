@@ -20,6 +20,7 @@ from .overlapped import run_overlapped
 from .plan import Options, ReshardPlan, make_plan, sent_dtype, spec_without_padding, uneven_dims
 from .programs import run, viewed
 from .report import ReshardReport, make_report
+from .ring import RingMove
 
 _WINDOW_BYTES = 2**26
 
@@ -106,7 +107,8 @@ def _moved(plan: ReshardPlan, arrays: Sequence[Any]) -> dict[int, jax.Array]:
             yield [_in_place(arrays[i], plan.sources[i]) for i in window]
 
     each = stored()
-    overlapped = run_overlapped(mesh, programs[:num], itertools.islice(each, num))
+    rings = [tuple(x for x in moves if isinstance(x, RingMove)) for moves in programs[:num]]
+    overlapped = run_overlapped(mesh, rings, itertools.islice(each, num))
     others = (run(mesh, moves, next(each)) for moves in programs[num:])
     for window, stacks in zip(plan.windows, itertools.chain(overlapped, others), strict=True):
         for i, x in zip(window, stacks, strict=True):
