@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ class Channel:
     devices: tuple[int, ...]
     hops: tuple[Hop, ...]
 
-    def local(self, mesh: Mesh) -> dict[int, jax.Device]:
+    def local(self, mesh: Mesh) -> dict[int, Any]:
         """The devices of this process, by number in `mesh`."""
         found = {i: mesh.devices.flat[i] for i in self.devices}
         return {i: x for i, x in found.items() if x.process_index == jax.process_index()}

@@ -90,7 +90,9 @@ def make_plan(
 
     Plans are kept: that of some hundred arrays takes as long as a megabyte on a fast network.
     """
-    uses_gloo = gloo_workaround.uses_gloo(sources[0].mesh)
+    mesh = sources[0].mesh
+    assert isinstance(mesh, Mesh)
+    uses_gloo = gloo_workaround.uses_gloo(mesh)
     return _make_plan(tuple(leaves), tuple(sources), tuple(targets), options, uses_gloo)
 
 
