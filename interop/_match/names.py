@@ -11,10 +11,8 @@ model has one parameter for all layers.
 
 import dataclasses
 import functools
-import itertools
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 _ROLES = {
     "weight": ("kernel", "weight", "scale", "embedding", "gamma", "w"),
@@ -46,7 +44,6 @@ _MEANING = {word: words[0] for words in _WORDS for word in words}
 # Words with little information: they occur in every name, or in no name of the other side.
 _FAINT = frozenset({"layer", "linear", "model", "module", "encoder", "decoder", "self", "mlp"})
 _FAINT_WEIGHT = 0.2
-_MAX_NUMBERS = 6  # in a name whose modules are stacked: each pair of them is tried
 _FUSED = re.compile(r"qkv|query_key_value|c_attn|in_proj|w_pack", re.IGNORECASE)
 
 
@@ -120,38 +117,24 @@ def parts_of(modules: Iterable[Module]) -> list[Module]:
     return parts
 
 
-def stacks_of(modules: Sequence[Module]) -> list[Module]:
-    """Stack modules whose names differ only in one or two numbers (0, 1, 2, ...).
-
-    Modules with more than `_MAX_NUMBERS` numbers in their names are not stacked.
-    """
-    stacks = []
-    for num_variables in (1, 2):
-        groups: dict[tuple, dict[tuple[int, ...], Module]] = {}
-        for module in modules:
-            pieces, shapes = _pieces(module.name), _shapes(module)
-            numbers = range(1, len(pieces), 2)
-            if len(numbers) > _MAX_NUMBERS:
-                continue
-            for positions in itertools.combinations(numbers, num_variables):
-                pattern = _pattern(pieces, positions)
-                index = tuple(int(pieces[position]) for position in positions)
-                key = (pattern, positions, module.part, shapes)
-                groups.setdefault(key, {})[index] = module
-        for (pattern, positions, *_), members in groups.items():
-            stack = _full_range(members)
-            if stack is not None:
-                stacks.append(_stacked(pattern, positions, stack, members))
-    return stacks
+def shapes_of(module: Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The shape of each role."""
+    return tuple(sorted((role, each.shape) for role, each in module.tensors.items()))
 
 
 def similarity(ours: Module, theirs: Module) -> float:
     """Similarity of two names, from 0 to 2: up to 1 for shared words, up to 1 for equal ranks."""
-    our_words, their_words = words_of(ours.name), words_of(theirs.name)
-    every, both = _weight(our_words | their_words), _weight(our_words & their_words)
+    words = _shared(words_of(ours.name), words_of(theirs.name))
     pairs = list(zip(ours.ranks, theirs.ranks, strict=False))
     numbers = sum(a == b for a, b in pairs) / len(pairs) if pairs else 0.0
-    return (both / every if every else 0.0) + numbers
+    return words + numbers
+
+
+@functools.lru_cache(maxsize=4096)
+def _shared(our_words: frozenset[str], their_words: frozenset[str]) -> float:
+    """The share of their weight that words have in common."""
+    every, both = _weight(our_words | their_words), _weight(our_words & their_words)
+    return both / every if every else 0.0
 
 
 def say_the_same(one: str, other: str) -> bool:
@@ -168,9 +151,13 @@ def fuses_attention(name: str) -> bool:
     return _FUSED.search(name) is not None
 
 
-@functools.cache
 def words_of(name: str) -> frozenset[str]:
     """Return the words of a module's name, synonyms replaced by one representative."""
+    return _words_of(re.sub(r"\d+", "0", name))
+
+
+@functools.lru_cache(maxsize=2**16)
+def _words_of(name: str) -> frozenset[str]:
     text = re.sub(r"\{\w+\}", " ", name)  # variables
     for compound, meaning in _COMPOUNDS.items():
         text = re.sub(rf"(?<![^\W_]){compound}(?![^\W_])", meaning, text)
@@ -196,58 +183,21 @@ def _module_and_role(name: str) -> tuple[str, str]:
 
 
 def _ranked(modules: list[Module]) -> list[Module]:
-    seen: dict[tuple, set[int]] = {}
-    keyed = []
-    for module in modules:
-        pieces = _pieces(module.name)
-        numbers = [int(piece) for piece in pieces[1::2]]
+    forms: dict[tuple, list[tuple[int, list[int]]]] = {}
+    for place, module in enumerate(modules):
+        pieces = pieces_of(module.name)
         kind = tuple(sorted((role, len(each.shape)) for role, each in module.tensors.items()))
-        keys = [(tuple(pieces[::2]), kind, place) for place in range(len(numbers))]
-        for key, number in zip(keys, numbers, strict=True):
-            seen.setdefault(key, set()).add(number)
-        keyed.append((module, list(zip(keys, numbers, strict=True))))
-    ranks = {
-        key: {number: rank for rank, number in enumerate(sorted(numbers))}
-        for key, numbers in seen.items()
-    }
-    return [
-        dataclasses.replace(module, ranks=tuple(ranks[key][number] for key, number in numbers))
-        for module, numbers in keyed
-    ]
+        numbers = [int(piece) for piece in pieces[1::2]]
+        forms.setdefault((tuple(pieces[::2]), kind), []).append((place, numbers))
+    made = list(modules)
+    for form in forms.values():
+        columns = zip(*(numbers for _, numbers in form), strict=True)
+        ranks = [{x: rank for rank, x in enumerate(sorted(set(column)))} for column in columns]
+        for place, numbers in form:
+            own = tuple(of[x] for of, x in zip(ranks, numbers, strict=True))
+            made[place] = dataclasses.replace(modules[place], ranks=own)
+    return made
 
 
-def _pieces(name: str) -> list[str]:
+def pieces_of(name: str) -> list[str]:
     return re.split(r"(\d{1,18})", name)  # text and numbers in turn; Python reads no endless number
-
-
-def _pattern(pieces: list[str], positions: tuple[int, ...]) -> str:
-    pieces = list(pieces)
-    for position, letter in zip(positions, "ij", strict=False):
-        pieces[position] = f"{{{letter}}}"
-    return "".join(pieces)
-
-
-def _shapes(module: Module) -> tuple:
-    return tuple(sorted((role, each.shape) for role, each in module.tensors.items()))
-
-
-def _full_range(members: Mapping[tuple[int, ...], Module]) -> tuple[int, ...] | None:
-    counts = tuple(max(numbers) + 1 for numbers in zip(*members, strict=True))
-    return counts if math.prod(counts) == len(members) > 1 else None
-
-
-def _stacked(
-    pattern: str,
-    positions: tuple[int, ...],
-    stack: tuple[int, ...],
-    members: Mapping[tuple[int, ...], Module],
-) -> Module:
-    first = next(iter(members.values()))
-    left = [rank for place, rank in enumerate(first.ranks) if 2 * place + 1 not in positions]
-    # A module's name begins its tensors' names, except that a part has a name of its own.
-    tensors = {
-        role: Tensor(_pattern(_pieces(each.name), positions), each.shape)
-        for role, each in first.tensors.items()
-    }
-    names = frozenset(itertools.chain(*(each.members for each in members.values())))
-    return Module(pattern, tensors, tuple(left), stack, first.part, names)

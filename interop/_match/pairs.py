@@ -9,10 +9,11 @@ with another module.
 import collections
 import dataclasses
 import heapq
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from .names import Module, fuses_attention, say_the_same, similarity, words_of
+from .names import Module, fuses_attention, say_the_same, shapes_of, similarity, words_of
 from .possible_steps import Steps, possible_steps
 
 _MARGIN = 0.05  # required lead in similarity of the best candidate over the second
@@ -54,7 +55,6 @@ def pair(
     """
     candidates = _candidates(ours, theirs)
     num_rivals = {mine: len(scores) - 1 for mine, scores in candidates.items()}
-    claims = [_claims(module) for module in theirs]
     made: list[Pair] = []
     taken: set[tuple[str, int]] = set()
     while True:
@@ -62,14 +62,14 @@ def pair(
         if not leaders:
             break
         for _, mine, other in leaders:
-            if claims[other].isdisjoint(taken):  # not taken by an earlier pair of this round
+            if _is_free(theirs[other], taken):  # not taken by an earlier pair of this round
                 ways = _ways(ours[mine], theirs[other])
                 made.append(Pair(ours[mine], theirs[other], ways, num_rivals[mine]))
-                taken |= claims[other]
+                taken |= _claims(theirs[other])
                 del candidates[mine]
         candidates = {
             mine: {
-                other: score for other, score in scores.items() if claims[other].isdisjoint(taken)
+                other: score for other, score in scores.items() if _is_free(theirs[other], taken)
             }
             for mine, scores in candidates.items()
         }
@@ -85,17 +85,20 @@ Candidates = dict[int, dict[int, float]]  # number of ours -> number of theirs -
 
 
 def _candidates(ours: Sequence[Module], theirs: Sequence[Module]) -> Candidates:
-    by_sizes = collections.defaultdict(list)
+    by_sizes = collections.defaultdict(lambda: collections.defaultdict(list))
     for other, module in enumerate(theirs):
-        by_sizes[_sizes(module)].append(other)
-    return {
-        mine: {
-            other: similarity(module, theirs[other])
-            for other in by_sizes[_sizes(module)]
-            if all(_ways(module, theirs[other]).values())
+        by_sizes[_sizes(module)][module.stack, shapes_of(module)].append(other)
+    candidates: Candidates = {}
+    for mine, module in enumerate(ours):
+        fitting = [  # whether one fits is decided by the first of its shapes
+            others
+            for others in by_sizes[_sizes(module)].values()
+            if all(_ways(module, theirs[others[0]]).values())
+        ]
+        candidates[mine] = {
+            other: similarity(module, theirs[other]) for other in sorted(itertools.chain(*fitting))
         }
-        for mine, module in enumerate(ours)
-    }
+    return candidates
 
 
 def _sizes(module: Module) -> tuple[tuple[str, int], ...]:
@@ -140,6 +143,10 @@ def _leader(scores: Mapping[int, float]) -> int | None:
     if not ranked or (len(ranked) > 1 and ranked[0][1] - ranked[1][1] < _MARGIN):
         return None
     return ranked[0][0]
+
+
+def _is_free(module: Module, taken: set[tuple[str, int]]) -> bool:
+    return _claims(module).isdisjoint(taken)
 
 
 def _claims(module: Module) -> set[tuple[str, int]]:

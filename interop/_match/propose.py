@@ -22,10 +22,11 @@ from jaxzero.interop._tensors import LazyTensor, named_leaves
 
 from .fused import find_fused
 from .generalize import generalize
-from .names import modules_of, parts_of, stacks_of
+from .names import modules_of, parts_of
 from .pairs import Pair, pair
 from .possible_steps import Steps
 from .proposal import Proposal
+from .stacks import stacks_of
 
 _LEFT_OUT = ("*num_batches_tracked",)  # torch's update counter of running statistics
 

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 from jax.sharding import Mesh
 
+from .channels import gives_zeros
 from .digits import groups
 from .move import Move, pairs
-from .parcels import givers, senders, sources
-from .ring import RingMove, permutations, row_shape
+from .parcels import givers, sources
+from .ring import RingMove, row_shape
 from .steps import Step
 from .windowed import WindowedMove
 
@@ -172,9 +173,10 @@ def _held_by_ring(move: RingMove, mesh: Mesh, result: int) -> int:
     """
     row = row_shape(move, mesh)
     row_bytes = row.size * row.dtype.itemsize
-    received = row_bytes * len(permutations(move.across, mesh))
-    sent = row_bytes * len(senders(mesh, move, 0))
-    beyond = max(0, sent + received - result)
+    num = math.prod(mesh.shape[digit] for digit in move.across.digits)
+    received = row_bytes * (num - 1)
+    zeros = row_bytes * gives_zeros(move.across.digits, mesh)
+    beyond = max(0, row_bytes + received + zeros - result)
     if move.codec is None and move.leaf.codec is None:
         return max(received, beyond) + beyond
     num = len(sources(mesh, move, givers(mesh, move, 0)))

@@ -10,36 +10,46 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._mesh import gloo_workaround
-from .parcels import Received, finish, givers, pack, parcels, senders, sources
+from .parcels import Received, finish, givers, pack, parcels, sources
 from .ring import RingMove
+from .threads import Threads
 
 Moves = tuple[RingMove, ...]
 Shards = dict[int, jax.Array]  # of an array on the devices of this process, by number
 
 
 def run_overlapped(
-    mesh: Mesh, windows: Iterable[tuple[Moves, Sequence[jax.Array]]]
+    mesh: Mesh, windows: Sequence[Moves], arrays: Iterable[Sequence[jax.Array]]
 ) -> Iterator[list[jax.Array]]:
     """Move the arrays of windows; yield each window's stacks of shards, in order.
 
-    JAX executes programs while Python goes on. A window is cut while the last one is on its way,
+    Threads send while this one cuts and joins. A window is cut while the last one is on its way,
     and the one after it only when that has arrived and is joined: two are held at a time.
 
     Args:
         mesh: the digits of the devices.
-        windows: their moves, with the stored arrays.
+        windows: the moves of each.
+        arrays: the stored arrays of each.
     """
-    under_way = None
-    for moves, arrays in windows:
-        stored = [_shards(mesh, x) for x in arrays]
-        # The program alone holds what is sent, and frees it when it has been.
-        received = _sent(mesh, moves, _started(mesh, moves, stored))
-        if under_way is not None:
-            yield jax.block_until_ready(_finished(mesh, *under_way))
-        under_way = moves, stored, received
-        del stored, received
-    if under_way is not None:
+    if not windows:
+        return
+    # Programs of the user may run on the same connections: they come first.
+    earlier, under_way = _barrier(mesh), None
+    with Threads(mesh) as threads:
+        for moves, stored in zip(windows, arrays, strict=True):
+            shards = [_shards(mesh, x) for x in stored]
+            messages = _started(mesh, moves, shards)
+            if under_way is None:
+                jax.block_until_ready(earlier)
+                threads.connect(windows)
+            # The threads alone hold what is sent, and free it when it has been.
+            received = threads.send(moves, messages)
+            del messages
+            if under_way is not None:
+                yield jax.block_until_ready(_finished(mesh, *under_way))
+            under_way = moves, shards, received
+            del stored, shards, received
+        assert under_way is not None
         yield jax.block_until_ready(_finished(mesh, *under_way))
 
 
@@ -54,26 +64,6 @@ def start_program(mesh: Mesh, moves: Moves, device: int) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=512)
-def across(mesh: Mesh, moves: Moves) -> Callable[..., Any]:
-    """The program over all devices that sends all messages of a window."""
-
-    def on_device(sent: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        return [
-            [
-                gloo_workaround.permute(messages[each.slot], mesh.axis_names, each.pairs)
-                for each in parcel.permutations
-            ]
-            for parcel, messages in zip(parcels(mesh, moves), sent, strict=True)
-        ]
-
-    spec = PartitionSpec(mesh.axis_names)
-    function = gloo_workaround.with_workaround(on_device)
-    return jax.jit(
-        jax.shard_map(function, mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=False)
-    )
-
-
-@functools.lru_cache(maxsize=512)
 def finish_program(mesh: Mesh, moves: Moves, device: int) -> Callable[..., list[jax.Array]]:
     """A device's program that makes its parts of the results."""
 
@@ -83,29 +73,26 @@ def finish_program(mesh: Mesh, moves: Moves, device: int) -> Callable[..., list[
     return jax.jit(on_device)
 
 
-def _started(mesh: Mesh, moves: Moves, stored: Sequence[Shards]) -> list[list[jax.Array]]:
-    made = []
+def _started(mesh: Mesh, moves: Moves, stored: Sequence[Shards]) -> list[Shards]:
+    """The messages of each parcel."""
+    made = {}
     for number in stored[0]:
         shards = [
-            _seen_by(mesh, number, x, sources(mesh, move, senders(mesh, move, number)))
+            _seen_by(mesh, number, x, sources(mesh, move, (number,)))
             for move, x in zip(moves, stored, strict=True)
         ]
         with _alone(mesh, number):
-            made.append(start_program(mesh, moves, number)(shards))
-    return jax.tree.map(lambda *shards: _stack(mesh, shards), *made)
-
-
-def _sent(mesh: Mesh, moves: Moves, messages: list[list[jax.Array]]) -> list[list[jax.Array]]:
-    # The user's own mesh, in whose context this may run, is not that of the program.
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return across(mesh, moves)(messages)
+            made[number] = start_program(mesh, moves, number)(shards)
+    return [
+        {number: messages[i] for number, messages in made.items()}
+        for i in range(len(parcels(mesh, moves)))
+    ]
 
 
 def _finished(
-    mesh: Mesh, moves: Moves, stored: Sequence[Shards], received: list[list[jax.Array]]
+    mesh: Mesh, moves: Moves, stored: Sequence[Shards], received: Callable[[], Received]
 ) -> list[jax.Array]:
-    arrived = jax.tree.map(lambda x: _shards(mesh, x), received)
-    made = []
+    made, arrived = [], received()
     for number in stored[0]:
         shards = [
             _seen_by(mesh, number, x, sources(mesh, move, givers(mesh, move, number)))
@@ -118,6 +105,31 @@ def _finished(
         with _alone(mesh, number):
             made.append(finish_program(mesh, moves, number)(shards, messages))
     return [_stack(mesh, shards) for shards in zip(*made, strict=True)]
+
+
+@functools.lru_cache(maxsize=16)
+def _barrier_program(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    spec = PartitionSpec(mesh.axis_names)
+    return jax.jit(
+        jax.shard_map(
+            lambda x: jax.lax.psum(x, mesh.axis_names),
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=spec,
+            check_vma=False,
+        )
+    )
+
+
+def _barrier(mesh: Mesh) -> jax.Array:
+    """An array that is ready when this process has executed all that was dispatched before."""
+    ones = [
+        jax.device_put(np.ones(1, np.int32), x)
+        for x in mesh.devices.flat
+        if x.process_index == jax.process_index()
+    ]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return _barrier_program(mesh)(_stack(mesh, ones))
 
 
 def _alone(mesh: Mesh, number: int) -> Any:

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Shaped
 
+from .channels import Channel, channels
 from .in_memory import Pieces, needed
-from .ring import Permutation, RingMove, permutations, row_shape
+from .ring import RingMove, row_shape
 
 Moves = tuple[RingMove, ...]
 Received = list[list[Pieces]]  # for each parcel and distance, what devices received
@@ -27,11 +28,16 @@ class Parcel:
 
     Attributes:
         members: their indices in the window.
-        permutations: how they are sent, for each distance between nodes.
+        channels: how they are sent.
     """
 
     members: tuple[int, ...]
-    permutations: tuple[Permutation, ...]
+    channels: tuple[Channel, ...]
+
+    @property
+    def distances(self) -> int:
+        """How many other nodes send to each device."""
+        return len(self.channels[0].devices) - 1
 
     def givers(self, mesh: Mesh, moves: Moves, device: int) -> tuple[int, ...]:
         """The devices whose messages decide what a device has of these arrays in the end."""
@@ -45,15 +51,9 @@ def parcels(mesh: Mesh, moves: Moves) -> tuple[Parcel, ...]:
     for i, move in enumerate(moves):
         found.setdefault((move.across.digits, row_shape(move, mesh).dtype), []).append(i)
     return tuple(
-        Parcel(tuple(members), permutations(moves[members[0]].across, mesh))
+        Parcel(tuple(members), channels(moves[members[0]].across.digits, mesh))
         for members in found.values()
     )
-
-
-def senders(mesh: Mesh, move: RingMove, device: int) -> tuple[int, ...]:
-    """The devices whose rows a device sends, by slot."""
-    by_slot = {each.slot: each.rows[device] for each in permutations(move.across, mesh)}
-    return tuple(by_slot[slot] for slot in sorted(by_slot))
 
 
 def givers(mesh: Mesh, move: RingMove, device: int) -> tuple[int, ...]:
@@ -68,23 +68,17 @@ def sources(mesh: Mesh, move: RingMove, devices: tuple[int, ...]) -> tuple[int, 
 
 def pack(
     mesh: Mesh, moves: Moves, shards: list[Pieces], device: int
-) -> list[list[Shaped[Array, " row"]]]:
-    """The messages of a device, for each parcel and slot.
+) -> list[Shaped[Array, " row"]]:
+    """The message of a device for each parcel.
 
     Args:
         mesh: the digits of the devices.
         moves: of the window.
-        shards: for each move, those of the stored array on the `sources` of the `senders`.
+        shards: for each move, those of the stored array on the `sources` of the device.
         device: its number.
     """
-    rows = [
-        move.rows(x, senders(mesh, move, device), mesh)
-        for move, x in zip(moves, shards, strict=True)
-    ]
-    return [
-        [jnp.concatenate(of_slot) for of_slot in zip(*(rows[i] for i in x.members), strict=True)]
-        for x in parcels(mesh, moves)
-    ]
+    rows = [move.rows(x, (device,), mesh)[0] for move, x in zip(moves, shards, strict=True)]
+    return [jnp.concatenate([rows[i] for i in x.members]) for x in parcels(mesh, moves)]
 
 
 def finish(

@@ -7,6 +7,7 @@ window are all that is moved at a time, so the windows bound the memory.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -85,7 +86,24 @@ def make_plan(
     targets: Sequence[NamedSharding],
     options: Options,
 ) -> ReshardPlan:
-    """Plan the moves of arrays, all of which are on one mesh, to another one."""
+    """Plan the moves of arrays, all of which are on one mesh, to another one.
+
+    Plans are kept: that of some hundred arrays takes as long as a megabyte on a fast network.
+    """
+    mesh = sources[0].mesh
+    assert isinstance(mesh, Mesh)
+    uses_gloo = gloo_workaround.uses_gloo(mesh)
+    return _make_plan(tuple(leaves), tuple(sources), tuple(targets), options, uses_gloo)
+
+
+@functools.lru_cache(maxsize=16)
+def _make_plan(
+    leaves: tuple[LeafSpec, ...],
+    sources: tuple[NamedSharding, ...],
+    targets: tuple[NamedSharding, ...],
+    options: Options,
+    uses_gloo: bool,
+) -> ReshardPlan:
     mesh, onto = sources[0].mesh, targets[0].mesh
     assert isinstance(mesh, Mesh) and isinstance(onto, Mesh)
     digits = Digits.of(mesh)
@@ -93,22 +111,15 @@ def make_plan(
     nodes = np.indices(mesh.devices.shape)[dim].ravel()
     other = digits.over(onto) if _same_devices(mesh, targets[0]) else None
     moves = tuple(
-        _move(leaf, source, target, digits, other, options)
+        _move(leaf, source, target, digits, other, options, uses_gloo)
         if _same_devices(mesh, target)
         and math.prod(leaf.shape)
         and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
         else None
         for leaf, source, target in zip(leaves, sources, targets, strict=True)
     )
-    return ReshardPlan(
-        tuple(leaves),
-        tuple(sources),
-        tuple(targets),
-        moves,
-        _windows(moves, digits.mesh, options.window_bytes),
-        digits,
-        nodes,
-    )
+    windows = _windows(moves, digits.mesh, options.window_bytes)
+    return ReshardPlan(leaves, sources, targets, moves, windows, digits, nodes)
 
 
 def _same_devices(mesh: Mesh, target: NamedSharding) -> bool:
@@ -155,6 +166,7 @@ def _move(
     digits: Digits,
     other: Digits | None,
     options: Options,
+    uses_gloo: bool,
 ) -> AnyMove:
     dtype = sent_dtype(leaf, options.dtype)
     before = digits.split(plain_spec(leaf, source), len(leaf.shape))
@@ -163,7 +175,7 @@ def _move(
     if found is not None:
         codec = _codec(leaf, dtype, options) if _sends(found) else None
         move = Move(leaf, block, found, dtype, codec)
-        ring = RingMove.of(move, digits.mesh) if gloo_workaround.uses_gloo(digits.mesh) else None
+        ring = RingMove.of(move, digits.mesh) if uses_gloo else None
         return ring or move
     split = [dim for dim, names in enumerate(before) if names]
     if len(split) > 1:

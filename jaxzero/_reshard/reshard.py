@@ -20,6 +20,7 @@ from .overlapped import run_overlapped
 from .plan import Options, ReshardPlan, make_plan, sent_dtype, spec_without_padding, uneven_dims
 from .programs import run, viewed
 from .report import ReshardReport, make_report
+from .ring import RingMove
 
 _WINDOW_BYTES = 2**26
 
@@ -99,15 +100,16 @@ def reshard(
 def _moved(plan: ReshardPlan, arrays: Sequence[Any]) -> dict[int, jax.Array]:
     """The arrays that have moves, by index, in their new shardings."""
     mesh, made = plan.digits.mesh, {}
-    programs = list(zip(plan.windows, plan.programs, strict=True))
+    num, programs = plan.num_overlapped, plan.programs
 
-    def with_arrays(some: Sequence[Any]) -> Iterator[tuple[Any, list[jax.Array]]]:
-        for window, moves in some:
-            yield moves, [_in_place(arrays[i], plan.sources[i]) for i in window]
+    def stored() -> Iterator[list[jax.Array]]:
+        for window in plan.windows:
+            yield [_in_place(arrays[i], plan.sources[i]) for i in window]
 
-    num = plan.num_overlapped
-    overlapped = run_overlapped(mesh, with_arrays(programs[:num]))
-    others = (run(mesh, *window) for window in with_arrays(programs[num:]))
+    each = stored()
+    rings = [tuple(x for x in moves if isinstance(x, RingMove)) for moves in programs[:num]]
+    overlapped = run_overlapped(mesh, rings, itertools.islice(each, num))
+    others = (run(mesh, moves, next(each)) for moves in programs[num:])
     for window, stacks in zip(plan.windows, itertools.chain(overlapped, others), strict=True):
         for i, x in zip(window, stacks, strict=True):
             made[i] = viewed(x, plan.leaves[i].shape, plan.targets[i])

@@ -4,17 +4,10 @@ Most moves have one step between processes, an all-gather between nodes. Devices
 share memory, so the steps before it and after it need no collective:
 
     start:  each device cuts the rows that it sends from the shards of its process      by itself
-    across: permutations, one to each distance between nodes                            together
+    across: each device sends its row to those of its line, and receives theirs         `channels`
     finish: each device makes its part of the result of what its process has received   by itself
 
-XLA's CPU runtime executes programs over several devices one after another, and others beside them.
-So the link is idle only between the permutations of two windows, while one program for all parts
-leaves it idle in each `start` and `finish`.
-
-Gloo exchanges large messages in turn if two devices send to each other (`gloo_workaround`). A row
-may be sent by any device of its process. So of two nodes that send to each other, one sends rows
-from the devices that they are for, and the other from the next ones: each pair of devices then
-sends in one direction only.
+So the link is busy while devices cut and join arrays, and idle only between two messages.
 """
 
 from __future__ import annotations
@@ -29,7 +22,6 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Shaped
 
-from .._mesh import gloo_workaround
 from . import in_memory
 from .digits import groups
 from .in_memory import Pieces
@@ -53,14 +45,16 @@ class RingMove(Move):
 
         Returns:
             None if the move has other steps between processes, or none; or if processes have one
-            device each, and two of them would send to each other.
+            device each and two of them send to each other: what `gloo_workaround` does then fills
+            the link better than one message at a time.
         """
         crossing = [i for i, step in enumerate(move.steps) if _crosses(step, mesh)]
         if len(crossing) != 1 or move.steps[crossing[0]].kind != "gather":
             return None
-        for each in permutations(move.steps[crossing[0]], mesh):
-            if gloo_workaround.is_mutual(each.pairs):
-                return None
+        processes = _processes(mesh)[groups(move.steps[crossing[0]].digits, mesh)]
+        are_even = processes.shape[1] % 2 == 0
+        if are_even and any((processes == line).all(axis=1).sum() == 1 for line in processes):
+            return None
         # Without its path: arrays of the same shape share programs.
         leaf = dataclasses.replace(move.leaf, path="")
         return cls(leaf, move.block, move.route, move.dtype, move.codec, crossing[0])
@@ -122,40 +116,6 @@ class RingMove(Move):
         for step in self.after:
             pieces = in_memory.take(step, pieces, mesh)
         return self.joined(pieces[device])
-
-
-@dataclasses.dataclass(frozen=True)
-class Permutation:
-    """What all devices send at once, to the nodes at some distance.
-
-    Attributes:
-        pairs: the numbers of each sender and of the device that it sends to.
-        rows: for each sender the device whose row it sends.
-        slot: 0, or 1 where further permutations send other rows.
-    """
-
-    pairs: tuple[tuple[int, int], ...]
-    rows: dict[int, int]
-    slot: int
-
-
-@functools.lru_cache(maxsize=64)
-def permutations(step: Step, mesh: Mesh) -> tuple[Permutation, ...]:
-    """How rows are sent in a gather between processes, for each distance from 1 on."""
-    grid, found = groups(step.digits, mesh), []
-    processes = _processes(mesh)[grid]
-    alike = [np.flatnonzero((processes == own).all(axis=1)).tolist() for own in processes]
-    following = [x[(x.index(line) + 1) % len(x)] for line, x in enumerate(alike)]
-    num = grid.shape[1]
-    for distance in range(1, num):
-        pairs, rows, is_mutual = [], {}, 2 * distance == num
-        for line, node in np.ndindex(grid.shape):
-            to = following[line] if is_mutual and 2 * node >= num else line
-            sender = int(grid[line, node])
-            pairs.append((sender, int(grid[to, (node + distance) % num])))
-            rows[sender] = int(grid[to, node])
-        found.append(Permutation(tuple(pairs), rows, int(is_mutual and num > 2)))
-    return tuple(found)
 
 
 @functools.lru_cache(maxsize=512)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import signal
@@ -120,9 +121,14 @@ def test_many_names_one_of_them_twice(tmp_path: Path):
     [
         [f"{'1.' * 600}w{number}.weight" for number in range(4)],
         [f"t{number}" for number in range(120_000)],
+        [f"a.{n}.b.{n}.c.{n}.d.{n}.e.{n}.weight" for n in range(120_000)],
+        [
+            "a{}.b{}.c{}.d{}.e{}.weight".format(*each)
+            for each in itertools.product(range(10), range(10), range(12), range(10), range(10))
+        ],
         ["a." + "9" * 5000 + ".weight"],
     ],
-    ids=["numbers in a name", "names", "a long number"],
+    ids=["numbers in a name", "names", "five numbers", "ranges of five numbers", "a long number"],
 )
 def test_names_that_are_matched(names: list[str]):
     tensors = {name: ArrayTensor(np.zeros(3, np.float32), name) for name in names}

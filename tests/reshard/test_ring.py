@@ -18,9 +18,11 @@ from jax.sharding import PartitionSpec as P
 import jaxzero as jz
 from jaxzero._hlo.collectives import collectives
 from jaxzero._mesh import gloo_workaround
-from jaxzero._reshard import overlapped, parcels, planned, ring
+from jaxzero._reshard import channels as channels_module
+from jaxzero._reshard import overlapped, parcels, plan, planned, ring, threads
+from jaxzero._reshard.channels import Channel, channels, hop_program
 from jaxzero._reshard.plan import ReshardPlan
-from jaxzero._reshard.ring import RingMove, permutations
+from jaxzero._reshard.ring import RingMove
 
 from .test_reshard import TREE, check, moved
 
@@ -28,11 +30,10 @@ TENSOR_PARALLEL = {"matrix": P("local"), "narrow": P(None, "local")}
 
 
 _CACHED = (
-    ring.permutations,
+    plan._make_plan,
     ring.row_shape,
     parcels.parcels,
     overlapped.start_program,
-    overlapped.across,
     overlapped.finish_program,
 )
 
@@ -75,19 +76,36 @@ def test_processes_of_a_node_or_of_a_part_of_it(spec, count, of_processes):
     moved(jz.Zero(jz.make_mesh(2)), matrix=spec)
 
 
-def test_no_two_devices_send_to_each_other(of_processes):
+def test_connections_carry_data_one_way(of_processes):
     for nodes in (2, 4):
         of_processes(8 // nodes)
-        _, plan = _plan(nodes, P("local"))
-        mesh, (move,) = plan.digits.mesh, plan.programs[0]
+        _, made = _plan(nodes, P("local"))
+        mesh, (move,) = made.digits.mesh, made.programs[0]
         assert isinstance(move, RingMove)
         entering = collections.Counter()
-        for each in permutations(move.across, mesh):
-            pairs = set(each.pairs)
-            assert not pairs & {(to, source) for source, to in pairs}
-            assert sorted(to for _, to in pairs) == list(range(8))
-            entering.update(to for _, to in pairs)
-        assert set(entering.values()) == {nodes - 1}
+        found = channels(move.across.digits, mesh)
+        assert len({channel.devices for channel in found}) == len(found)
+        for channel in found:
+            pairs = [pair for hop in channel.hops for pair in hop.pairs]
+            assert not set(pairs) & {(to, source) for source, to in pairs}
+            assert {i for pair in pairs for i in pair} <= set(channel.devices)
+            entering.update(pairs)
+        grid = np.arange(8).reshape(nodes, -1).T
+        wanted = {(int(a), int(b)) for line in grid for a in line for b in line if a != b}
+        assert dict(entering) == dict.fromkeys(wanted, 1)
+
+
+def test_an_error_while_sending_ends_the_move(of_processes, monkeypatch):
+    of_processes(4)
+    zero = jz.Zero(jz.make_mesh(2))
+    params = zero.shard({str(i): TREE["matrix"] for i in range(4)})
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the other host is gone")
+
+    monkeypatch.setattr(threads, "send", fail)
+    with pytest.raises(RuntimeError, match="the other host is gone"):
+        jz.reshard(params, zero, specs=P("local"))
 
 
 def _plan(nodes: int, spec: P, count: int = 1, **options: Any) -> tuple[Any, ReshardPlan]:
@@ -101,29 +119,36 @@ def _structs(shards: Iterable[int], shape: Any) -> dict[int, Any]:
     return dict.fromkeys(shards, shape)
 
 
-def _compiled(mesh: Mesh, moves: tuple[RingMove, ...]) -> list[Any]:
-    """The compiled programs of a window: those of device 0, and the one over all devices."""
-    shards = [jax.ShapeDtypeStruct(x.block, x.leaf.stored.dtype) for x in moves]
-    of_senders, of_givers = (
-        [
-            _structs(parcels.sources(mesh, x, of(mesh, x, 0)), shard)
-            for x, shard in zip(moves, shards, strict=True)
-        ]
-        for of in (parcels.senders, parcels.givers)
+def _compiled(mesh: Mesh, moves: tuple[RingMove, ...]) -> tuple[Any, list[Any], Any]:
+    """The compiled programs of a window: the first and last of device 0, and those that send."""
+    of_sender, of_givers = (
+        [_structs(of(x), jax.ShapeDtypeStruct(x.block, x.leaf.stored.dtype)) for x in moves]
+        for of in (
+            lambda x: parcels.sources(mesh, x, (0,)),
+            lambda x: parcels.sources(mesh, x, parcels.givers(mesh, x, 0)),
+        )
     )
-    start = overlapped.start_program(mesh, moves, 0).lower(of_senders)
-    sent = start.out_info
+    start = overlapped.start_program(mesh, moves, 0).lower(of_sender)
+    sent, found = start.out_info, parcels.parcels(mesh, moves)
     received = [
-        [_structs(x.givers(mesh, moves, 0), messages[0])] * len(x.permutations)
-        for x, messages in zip(parcels.parcels(mesh, moves), sent, strict=True)
+        [_structs(x.givers(mesh, moves, 0), message)] * x.distances
+        for x, message in zip(found, sent, strict=True)
     ]
     finish = overlapped.finish_program(mesh, moves, 0).lower(of_givers, received)
-    split = NamedSharding(mesh, P(mesh.axis_names))
-    stacks = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((x.size * mesh.size,), x.dtype, sharding=split), sent
-    )
-    across = overlapped.across(mesh, moves).lower(stacks)
-    return [x.compile() for x in (start, across, finish)]
+    across = [
+        _lowered_hop(mesh, channel, number, message)
+        for parcel, message in zip(found, sent, strict=True)
+        for channel in parcel.channels
+        for number in range(len(channel.hops))
+    ]
+    return start.compile(), [(c, x.compile()) for c, x in across], finish.compile()
+
+
+def _lowered_hop(mesh: Mesh, channel: Channel, number: int, message: Any) -> tuple[Channel, Any]:
+    line = channels_module.submesh(mesh, channel)
+    sharding = NamedSharding(line, P("line"))
+    struct = jax.ShapeDtypeStruct((message.size * line.size,), message.dtype, sharding=sharding)
+    return channel, hop_program(mesh, channel, channel.hops[number]).lower(struct)
 
 
 @pytest.mark.parametrize("nodes", [2, 4])
@@ -140,23 +165,28 @@ def _compiled(mesh: Mesh, moves: tuple[RingMove, ...]) -> list[Any]:
 )
 def test_the_report_is_what_compiled_programs_send_and_hold(spec, options, nodes, of_processes):
     of_processes(8 // nodes)
-    report, plan = _plan(nodes, spec, 12, **options)
-    mesh, entering, held = plan.digits.mesh, np.zeros((8, 8), int), []
-    assert plan.num_overlapped == len(plan.windows) == report.windows > 1
-    for moves in plan.programs:
+    report, found = _plan(nodes, spec, 12, **options)
+    mesh, entering, held = found.digits.mesh, np.zeros((8, 8), int), []
+    assert found.num_overlapped == len(found.windows) == report.windows > 1
+    for moves in found.programs:
         start, across, finish = _compiled(mesh, moves)
-        for each in collectives(across.as_text()):
+        for channel, hop in across:
+            (each,) = collectives(hop.as_text())
             assert each.op == "collective-permute"
             for source, to in each.groups:
-                entering[source, to] += sum(shape.num_bytes for shape in each.results)
-        sizes = [x.memory_analysis() for x in (start, across, finish)]
+                num_bytes = sum(shape.num_bytes for shape in each.results)
+                entering[channel.devices[source], channel.devices[to]] += num_bytes
+        sizes = [x.memory_analysis() for x in (start, finish)]
+        # Of each device, also where it receives nothing.
+        out = sum(x.memory_analysis().output_size_in_bytes for c, x in across if 0 in c.devices)
+        received = out * (nodes - 1) // nodes
         result = sum(math.prod(x.target_block) * x.dtype.itemsize for x in moves)
         held.append(
             {
-                "under way": sizes[0].output_size_in_bytes + sizes[1].output_size_in_bytes - result,
-                "received": sizes[1].output_size_in_bytes,
+                "under way": sizes[0].output_size_in_bytes + out - result,
+                "received": received,
                 "starts": sizes[0].temp_size_in_bytes,
-                "finishes": sizes[2].temp_size_in_bytes,
+                "finishes": sizes[1].temp_size_in_bytes,
             }
         )
     node = np.arange(8) // (8 // nodes)

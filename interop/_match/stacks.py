@@ -1,0 +1,108 @@
+"""Stack modules of a checkpoint whose names differ only in one or two numbers (0, 1, 2, ...).
+
+A checkpoint may have a tensor for each layer, where the model has one parameter for all. Which
+names fill a range is decided for all at once, in arrays: of a hundred thousand names, each with
+several numbers, few may.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Int64
+
+from .names import Module, Tensor, pieces_of, shapes_of
+
+_MAX_NUMBERS = 6  # in a name whose modules are stacked: each pair of them is tried
+Indices = tuple[int, ...]
+
+
+def stacks_of(modules: Sequence[Module]) -> list[Module]:
+    """Stack modules whose names differ only in one or two numbers (0, 1, 2, ...).
+
+    Modules with more than `_MAX_NUMBERS` numbers in their names are not stacked.
+    """
+    forms: dict[tuple, list[tuple[int, list[str]]]] = {}
+    for number, module in enumerate(modules):
+        pieces = pieces_of(module.name)
+        if 1 < len(pieces) <= 2 * _MAX_NUMBERS + 1:
+            key = (tuple(pieces[::2]), module.part, shapes_of(module))
+            forms.setdefault(key, []).append((number, pieces))
+    made = []
+    for form in forms.values():
+        if len(form) > 1:
+            made += _stacks(modules, form)
+    # With one variable before those with two; as the first module of each is ordered.
+    return [stack for _, stack in sorted(made, key=lambda each: each[0])]
+
+
+def _stacks(
+    modules: Sequence[Module], form: Sequence[tuple[int, list[str]]]
+) -> Iterator[tuple[tuple, Module]]:
+    """The stacks of modules with the same text around their numbers, each with its place."""
+    ids: dict[str, int] = {}
+    texts = [pieces[1::2] for _, pieces in form]
+    as_text = np.array([[ids.setdefault(x, len(ids)) for x in each] for each in texts], np.int64)
+    as_number = np.array([[int(x) for x in each] for each in texts], np.int64)
+    places = range(as_text.shape[1])
+    for num_variables in (1, 2):
+        for varied in itertools.combinations(places, num_variables):
+            kept = [place for place in places if place not in varied]
+            for group in _possible_groups(as_text[:, kept], as_number[:, list(varied)]):
+                indices = zip(*(as_number[group, place].tolist() for place in varied), strict=True)
+                named = zip(indices, group, strict=True)
+                members = {index: modules[form[i][0]] for index, i in named}
+                stack = _full_range(members)
+                if stack is not None:
+                    first, pieces = form[group[0]]
+                    positions = tuple(2 * place + 1 for place in varied)
+                    pattern = _pattern(pieces, positions)
+                    made = _stacked(pattern, positions, stack, members)
+                    yield (num_variables, first, varied), made
+
+
+def _possible_groups(
+    kept: Int64[np.ndarray, "n k"], varied: Int64[np.ndarray, "n v"]
+) -> Iterator[list[int]]:
+    """Group n names with the same k texts, where their v numbers may fill their ranges."""
+    group = np.zeros(len(kept), np.int64)
+    for column in kept.T:
+        # Numbered anew each time, or the numbers would overflow.
+        _, group = np.unique(group * (column.max() + 1) + column, return_inverse=True)
+    order = np.argsort(group, kind="stable")
+    starts = np.flatnonzero(np.diff(group[order], prepend=-1))
+    counts = np.diff(starts, append=len(group))
+    sizes = np.maximum.reduceat(varied[order], starts).astype(np.float64) + 1
+    may_fill = (counts > 1) & (sizes.prod(axis=1) <= counts)
+    for start, count in zip(starts[may_fill], counts[may_fill], strict=True):
+        yield order[start : start + count].tolist()
+
+
+def _full_range(members: Mapping[Indices, Module]) -> Indices | None:
+    counts = tuple(max(numbers) + 1 for numbers in zip(*members, strict=True))
+    return counts if math.prod(counts) == len(members) > 1 else None
+
+
+def _stacked(
+    pattern: str,
+    positions: Indices,
+    stack: Indices,
+    members: Mapping[Indices, Module],
+) -> Module:
+    first = next(iter(members.values()))
+    left = [rank for place, rank in enumerate(first.ranks) if 2 * place + 1 not in positions]
+    # A module's name begins its tensors' names, except that a part has a name of its own.
+    tensors = {
+        role: Tensor(_pattern(pieces_of(each.name), positions), each.shape)
+        for role, each in first.tensors.items()
+    }
+    names = frozenset(itertools.chain(*(each.members for each in members.values())))
+    return Module(pattern, tensors, tuple(left), stack, first.part, names)
+
+
+def _pattern(pieces: list[str], positions: tuple[int, ...]) -> str:
+    pieces = list(pieces)
+    for position, letter in zip(positions, "ij", strict=False):
+        pieces[position] = f"{{{letter}}}"
+    return "".join(pieces)
