@@ -53,6 +53,12 @@ _Command = (
 )
 
 
+def _check_repeated(arguments: Sequence[str]) -> None:
+    for settings, chosen in (get_args(each) for each in get_args(_Command)):
+        if arguments[:1] == [chosen.name]:
+            check_repeated(arguments, settings)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status.
 
@@ -67,9 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     console, errors = Console(), Console(stderr=True)
     try:
-        for settings, chosen in (get_args(each) for each in get_args(_Command)):
-            if arguments[:1] == [chosen.name]:
-                check_repeated(arguments, settings)
+        _check_repeated(arguments)
         command = tyro.cli(
             _Command,
             args=arguments,

@@ -17,6 +17,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxzero._without_gc import without_gc
 from jaxzero.interop._rules import Rule, Shapes, Split, Transpose, pattern_of, uses_of
 from jaxzero.interop._tensors import LazyTensor, named_leaves
 
@@ -31,6 +32,7 @@ from .stacks import stacks_of
 _LEFT_OUT = ("*num_batches_tracked",)  # torch's update counter of running statistics
 
 
+@without_gc()  # a third of the time, with a hundred thousand names
 def match(
     tree: Any,
     source: Mapping[str, LazyTensor],

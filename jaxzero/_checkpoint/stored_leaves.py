@@ -221,13 +221,10 @@ def check_same_leaves(
         if shape != leaf.shape:
             # In a `LocalState` the leading dim counts nodes.
             of_nodes = ".params." in name and shape[1:] == leaf.shape[1:]
+            hint = " After local steps on other nodes: `rounds.abstract(..., nodes=...)`."
             raise ValueError(
                 f"The leaf `{name}` has shape {shape} in the checkpoint {folder}, and {leaf.shape} "
-                "in `like`. Build the model that was saved."
-                + (
-                    " After local steps on other nodes: `rounds.abstract(..., nodes=...)`."
-                    * of_nodes
-                )
+                f"in `like`. Build the model that was saved.{hint if of_nodes else ''}"
             )
         if dtype != leaf.dtype:
             raise ValueError(

@@ -28,7 +28,7 @@ class CommSpec:
     schedule: CommSchedule
     halves: bool = False  # whether the first half of the devices is summed too
     form: MessageForm = MessageForm()
-    on_cpus: bool = False  # where host memory is device memory
+    on_cpus: bool = False  # there host memory and device memory are one
 
     @classmethod
     def of(cls, mesh: AnyMesh, config: ZeroConfig, halves: bool = False) -> CommSpec:

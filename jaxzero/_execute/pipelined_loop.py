@@ -87,7 +87,8 @@ class PipelinedLoop:
             UpdatesInLoop(updates, layers.layer_index),
         )
         # Fetches from stacks that are updated wait for this value, as [Note: write, then fetch] in
-        # `update_in_loop` explains. On CPUs nothing gains by waiting.
+        # `update_in_loop` explains. On CPUs nothing is gained by that, and
+        # before JAX 0.11 it changes how a product is rounded.
         body, early = self.plan.body, 1 / 4
         waits = updates and (PRODUCTS_MAY_BE_READ_TWICE or not self.outer.comm.on_cpus)
         self.fetches_after = known_after(body, early, in_any_order=True) if waits else None
@@ -263,8 +264,9 @@ class PipelinedLoop:
     def _copy_next(self, state: _State, iteration: Array, late: Array, gathers: bool) -> _State:
         """Copy from host memory what the next iterations need, at the end of an iteration.
 
-        Without a layer left to gather there is none to copy, either. `late` is `iteration`, known
-        when layers are fetched, which may be of stacks that this iteration writes into.
+        Without a layer left to gather there is none to copy, either. `late` equals
+        `iteration`, but XLA knows it only when layers may be fetched: the stack that they are
+        fetched from may be one that this iteration writes into.
         """
         carry, deferred = state.carry, state.deferred
         current = {
@@ -335,9 +337,9 @@ def _known_after(number: Array, x: Array) -> Array:
     """`number`, an integer, known only once the floats `x` are.
 
     XLA drops a barrier before it schedules, so the number is computed from an element: the bits of
-    its absolute value, also of NaN, are no negative integer, which XLA does not know. Before XLA
-    drops the barrier it keeps the sum apart from others of `number`, which would become one kernel
-    with it, and late too: the indices of writes, for one.
+    its absolute value, also of NaN, are no negative integer, which XLA does not know. Until it is
+    dropped, the barrier keeps this sum apart from other uses of `number`, such as the indices of
+    writes. In one kernel with it, they would be late too.
     """
     number, element = lax.optimization_barrier((number, x[(0,) * x.ndim]))
     element = jnp.abs(element.astype(jnp.float32))

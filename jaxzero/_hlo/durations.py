@@ -48,7 +48,6 @@ def _seconds(instruction: Instruction, within: Computation, walk: Walk) -> float
     if collective is not None:
         return collective_seconds(collective, walk.rates)
     moved = traffic(instruction, within, walk.program)
-    if moved.crossing:
-        return max(moved.from_host, moved.to_host) / walk.rates.host
+    copies = max(moved.from_host, moved.to_host) / walk.rates.host
     line, times = walk.inner(instruction, within)
-    return line.seconds * times
+    return max(copies, line.seconds * times)

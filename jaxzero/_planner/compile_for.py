@@ -25,22 +25,27 @@ def compile_for(
     """Compile a lowered program for GPUs twice, the second time with predicted durations.
 
     XLA's scheduler decides from durations which collective to start when, and what to compute
-    meanwhile. From JAX 0.11 on it guesses them: its own model of the hardware, which
-    `jz.compiler_options` switches on before, ends the process. The first compilation says which
-    instructions there are; a cost model gives each a duration, from the rates of `cluster`; the
-    second compilation reads them as XLA reads a profile (profile-guided latency estimation).
-    Results are the same, up to what XLA rounds differently in another schedule. Of the two
-    programs, the one whose predicted step is shorter is returned.
+    meanwhile. Before JAX 0.11, `jz.compiler_options` switches on XLA's own model of the hardware.
+    Later versions crash with it, so there XLA guesses. Here a cost model predicts the duration of
+    each instruction of the first program from the rates of `cluster`, and the second compilation
+    reads them as XLA reads a profile (profile-guided latency estimation). Results are the same, up
+    to what XLA rounds differently in another schedule.
 
-    It takes twice the time of a compilation, and JAX's persistent cache holds only the first
-    program. Where the program can be run, JAX can measure durations instead of predicting them
-    (`jax_enable_pgle`).
+    It takes twice the time of a compilation. JAX's persistent cache finds the first program only:
+    the second is stored under a new key at each call. Where the program can be run, JAX can measure
+    durations instead of predicting them (`jax_enable_pgle`).
+
+    With several processes, all must compile the same program, as each predicts durations from its
+    own. That has been tried with one process only.
 
     Args:
         lowered: from `jax.jit(...).lower(...)`, for the GPUs of a mesh, present or absent.
         cluster: whose rates are used. Its nodes and devices are those of the mesh.
         compiler_options: as for `lowered.compile`, such as `jz.compiler_options("cuda")`, if
             `jax.jit` was given none.
+
+    Returns:
+        The program whose predicted step is shorter: that of the first or the second compilation.
 
     Raises:
         ValueError: the program is not for GPUs or for another number of devices, or the trip count

@@ -158,7 +158,8 @@ class Search:
         Once all proxies are spent, these may be plans without a program, too.
         """
         compiled = [row for row in self._compiled() if row.stage == "compiled"]
-        is_spent = self.proxies == MAX_PROXIES > len(self.failures)
+        has_program = any(row.stage != "bound" for row in self.rows.values())
+        is_spent = self.proxies == MAX_PROXIES and has_program
         stages: tuple[Stage, ...] = ("proxy", "bound") if is_spent else ("proxy",)
         rows = self._promising(stages, MAX_FULL - self.full, compiled)
         for row in rows:
@@ -210,7 +211,7 @@ class Search:
         return chosen
 
     def _may_improve(self, row: PlanRow, least: float) -> bool:
-        """Whether a plan without a program may fit, and be better than `least`."""
+        """Whether a plan has a program, or may fit and be better than `least`."""
         return row.stage != "bound" or (self.value(row)[0] < least and not self._may_not_fit(row))
 
     def _draws(self, rows: Sequence[PlanRow]) -> tuple[np.ndarray, np.ndarray]:

@@ -3,12 +3,12 @@
 Gloo exchanges large messages in turn if two devices send to each other on one connection: a host
 says that it is ready to receive behind the data that it sends. XLA connects devices anew for each
 order that a mesh has them in. So each line of devices, one from each node, has two channels, the
-second with the devices in another order. The first carries rows to the nodes at less than half the
-way around, the second to the others; between two nodes, each carries one direction:
+second with the devices in another order. The first carries rows to the nodes less than half way
+around, the second to those further on. Of those exactly half way around, each carries one half:
 
     nodes 0, 1          first: 0 to 1               second: 1 to 0
     nodes 0, 1, 2, 3    first: i to i+1, i to i+2   second: i to i+2, i to i+3
-                               (i = 0, 1)                  (i = 2, 3)
+                                         (i = 0, 1)         (i = 2, 3)
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def send(mesh: Mesh, channel: Channel, hop: Hop, messages: Pieces) -> Pieces:
     return {i: made.addressable_data(k) for k, i in enumerate(own) if i in receivers}
 
 
-@functools.lru_cache(maxsize=512)
+@functools.cache  # evicted in one process alone, it would leave others waiting
 def connect(mesh: Mesh, channel: Channel) -> None:
     """Connect the devices of a channel, at the first call, by messages of one byte.
 

@@ -10,11 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .parcels import Received, finish, givers, pack, parcels, sources
-from .ring import RingMove
+from .parcels import Moves, Received, finish, givers, pack, parcels, sources
 from .threads import Threads
 
-Moves = tuple[RingMove, ...]
 Shards = dict[int, jax.Array]  # of an array on the devices of this process, by number
 
 

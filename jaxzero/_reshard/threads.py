@@ -8,7 +8,7 @@ whose arguments are ready is executed by the thread that calls it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
 import jax
 from jax.sharding import Mesh
@@ -35,6 +35,7 @@ class Threads:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # After an error, a send whose peer is gone goes on until Gloo gives up.
         for thread in self._of.values():
             thread.shutdown(wait=False, cancel_futures=True)
 
@@ -86,6 +87,8 @@ def _send(mesh: Mesh, channel: Channel, messages: Pieces) -> Arrived:
 def _joined(distances: int, sends: Sequence[Future[Arrived]]) -> list[Pieces]:
     """For each distance, what devices received on any of their channels."""
     found: list[Pieces] = [{} for _ in range(distances)]
+    for each in wait(sends, return_when=FIRST_EXCEPTION).done:
+        each.result()  # raises an error of one channel while another still waits
     for each in sends:
         for distance, arrived in each.result().items():
             found[distance - 1] |= arrived

@@ -85,7 +85,7 @@ class Offload:
     def takes(self, role: Role, path: str, size: int) -> bool:
         """Whether a leaf with this path and number of elements goes to host memory.
 
-        A scalar never does: it has no dim to be fetched and gathered over.
+        An array of one element never does: a scalar has no dim to be fetched and gathered over.
         """
         found = any(self.matches(pattern, path) for pattern in self.patterns(role))
         return found and size >= max(self.min_size, 2)

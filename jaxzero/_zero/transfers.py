@@ -9,7 +9,6 @@ of files: a thread then moves all slices of an array without waiting for another
 from __future__ import annotations
 
 import concurrent.futures
-import gc
 import types
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,6 +18,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from .._raw import raw
+from .._without_gc import without_gc
 
 _THREADS = 2
 
@@ -55,10 +55,10 @@ class Transfers:
     def __init__(self):
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "transfer")
         self._running: set[concurrent.futures.Future[list[jax.Array]]] = set()
-        self._collects = gc.isenabled()
+        self._no_gc = without_gc()
 
     def __enter__(self) -> Transfers:
-        gc.disable()
+        self._no_gc.__enter__()
         return self
 
     def __exit__(
@@ -68,8 +68,7 @@ class Transfers:
         traceback: types.TracebackType | None,
     ) -> None:
         self._threads.shutdown(cancel_futures=error is not None)
-        if self._collects:
-            gc.enable()
+        self._no_gc.__exit__(kind, error, traceback)
 
     def make_room(self) -> None:
         """Wait until a thread is free.

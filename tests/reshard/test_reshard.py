@@ -217,12 +217,17 @@ def test_mistakes_are_named_before_anything_runs(options, message):
         jz.reshard(zero.shard(TREE), zero, **options)
 
 
+class Unhashable(jz.Int8):
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"zero": "zero"}, "`zero` must be the `jz.Zero` that made `params`; got 'zero'"),
         ({"mesh": 8}, "`mesh` must be a `jax.sharding.Mesh` or None; got 8"),
         ({"codec": "int8"}, "`codec` must be a codec, such as `jz.Int8..`, or None; got 'int8'"),
+        ({"codec": Unhashable()}, "Make the class a frozen dataclass with hashable fields"),
     ],
 )
 def test_arguments_of_another_type_are_named(changed, message):

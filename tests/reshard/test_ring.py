@@ -232,3 +232,14 @@ def test_the_source_can_be_donated_afterwards(of_processes):
         jax.jit(lambda x: jax.tree.map(jnp.negative, x), donate_argnums=0)(params)
     )
     check(served, zero.mesh, {"x": P("local")}, {"x": TREE["matrix"]})
+
+
+def test_64_bits_that_are_on_in_the_calling_thread_only(of_processes):
+    """The threads that send have 32 bits, and what they send keeps its own."""
+    of_processes(4)
+    with jax.enable_x64(True):
+        zero = jz.Zero(jz.make_mesh(2))
+        exact = np.pi + np.arange(64.0 * 32).reshape(64, 32) * 1e-12
+        served = jz.reshard(zero.shard({"x": exact}), zero, specs=P("local"))
+        assert served["x"].dtype == np.float64
+        np.testing.assert_array_equal(np.asarray(served["x"]), exact)
