@@ -178,7 +178,7 @@ def _shown(mesh: AbstractMesh) -> str:
     return f"a mesh ({sizes}) with axes of type {kinds}"
 
 
-def check_mesh(mesh: AnyMesh) -> None:
+def check_mesh(mesh: Any) -> None:
     """Raise `ValueError` unless `mesh` is a mesh with the axes `node` and `local`."""
     if not isinstance(mesh, Mesh | SimulatedMesh | NodeMesh):
         raise ValueError(

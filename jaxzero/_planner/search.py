@@ -212,7 +212,9 @@ class Search:
 
     def _may_improve(self, row: PlanRow, least: float) -> bool:
         """Whether a plan has a program, or may fit and be better than `least`."""
-        return row.stage != "bound" or (self.value(row)[0] < least and not self._may_not_fit(row))
+        if row.stage != "bound":
+            return True
+        return bool(self.value(row)[0] < least) and not self._may_not_fit(row)
 
     def _draws(self, rows: Sequence[PlanRow]) -> tuple[np.ndarray, np.ndarray]:
         """Draws of logarithms of values by full compiles, inf if too large, and of bytes.

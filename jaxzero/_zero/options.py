@@ -21,7 +21,7 @@ class Options:
     halves: bool = False  # whether gradients of two half-batches are compared
 
 
-def argument_numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:
+def argument_numbers(argnums: Any) -> tuple[int, ...]:
     """`argnums` as a tuple.
 
     Raises:
