@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -66,15 +68,12 @@ def largest_model(
     layer_activation_bytes: int,
 ) -> LargestModel:
     """See `Report.largest_model`."""
-    given = {
-        "device_bytes": device_bytes,
-        "host_bytes": host_bytes,
-        "activation_bytes": activation_bytes,
-        "layer_activation_bytes": layer_activation_bytes,
-    }
-    for name, value in given.items():
-        if value < 0:
-            raise ValueError(f"`{name}` must be a number of bytes, 0 or more; got {value!r}.")
+    check_bytes(
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        activation_bytes=activation_bytes,
+        layer_activation_bytes=layer_activation_bytes,
+    )
     if report.plan is None or not report.has_state:
         raise ValueError(
             "The largest model depends on the optimizer state and on the plan of a step, and this "
@@ -93,6 +92,15 @@ def largest_model(
     num = int(most[limit])
     parameters = layers.size(_elements, (x for x in report.rows if x.kind == "parameters"))
     return LargestModel(num, parameters.of(num), limit, on_device.of(num), on_host.of(num))
+
+
+def check_bytes(**given: Any) -> None:
+    """Raise `ValueError` for an argument that is no number of bytes."""
+    for name, value in given.items():
+        if not isinstance(value, numbers.Real) or isinstance(value, bool) or not value >= 0:
+            raise ValueError(
+                f"`{name}` must be a number of bytes, 0 or more, such as `80 * 10**9`; got {value!r}."
+            )
 
 
 def _elements(row: Row) -> int:

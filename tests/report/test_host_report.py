@@ -14,6 +14,7 @@ from rich.console import Console
 
 import jaxzero as jz
 from jaxzero._report import Report
+from jaxzero._report.capacity import check_bytes
 from jaxzero._report.timeline import live_bytes, spans
 
 pytestmark = pytest.mark.standard_promotion  # optax
@@ -221,6 +222,9 @@ def test_mistakes():
     report = _report()
     with pytest.raises(ValueError, match="`device_bytes` must be a number of bytes"):
         report.largest_model(device_bytes=-1)
+    for wrong in ("80GB", None, True, float("nan")):
+        with pytest.raises(ValueError, match=f"`host_bytes` must be .*; got {wrong!r}"):
+            check_bytes(host_bytes=wrong)
     zero = jz.Zero(jz.make_mesh(2, devices=jax.devices()[:DEVICES]))
     params = zero.shard({"kernel": np.ones((WIDTH, WIDTH), np.float32)})
     plan = zero.plan(lambda p, x: (x @ p["kernel"]).mean(), params, np.ones((8, WIDTH), "f4"))
