@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -97,9 +96,10 @@ def largest_model(
 def check_bytes(**given: Any) -> None:
     """Raise `ValueError` for an argument that is no number of bytes."""
     for name, value in given.items():
-        if not isinstance(value, numbers.Real) or isinstance(value, bool) or not value >= 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
             raise ValueError(
-                f"`{name}` must be a number of bytes, 0 or more, such as `80 * 10**9`; got {value!r}."
+                f"`{name}` must be a number of bytes, 0 or more, such as `80 * 10**9`; "
+                f"got {value!r}."
             )
 
 
