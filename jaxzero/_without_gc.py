@@ -1,4 +1,4 @@
-"""Switch Python's collector of cycles off, where many objects are made and none is in a cycle."""
+"""Switch Python's garbage collector off while many objects and no reference cycles are made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """Inside, or in a function that this decorates, the collector is off; then as before."""
+    """Switch the collector off in a `with` block or a decorated function, then restore it."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -56,7 +56,13 @@ def tpu_mesh(topology: str = "v5e:2x4", nodes: int = 2, slices: int = 1) -> jax.
 
 
 def compile_seconds(mesh: Any, function: Callable, *arrays: Any) -> dict[str, float]:
-    """How long it takes to compile a function of one device's arrays, each split on dim 0."""
+    """Seconds to compile a function under `shard_map`.
+
+    Args:
+        mesh: of a topology's devices.
+        function: of the arrays of one device.
+        arrays: structs of one device's shards; the global arrays are split on dim 0.
+    """
     axes = PartitionSpec(("node", "local"))
     mapped = jax.shard_map(function, mesh=mesh, in_specs=axes, out_specs=axes, check_vma=False)
     sharding = NamedSharding(mesh, axes)

@@ -34,9 +34,8 @@ def main(
 ) -> None:
     """Compile every operation in both forms, and append a row for each."""
     mesh = tpu_mesh(topology, _NODES)
-    compile_seconds(
-        mesh, lambda x: x + 1, jax.ShapeDtypeStruct((8, 128), jnp.float32)
-    )  # starts libtpu
+    # Starts libtpu.
+    compile_seconds(mesh, lambda x: x + 1, jax.ShapeDtypeStruct((8, 128), jnp.float32))
     for shape in shapes:
         for form in ("columns", "flattened"):
             patch = mock.patch.object(_columns, "num_parts", lambda *_: 0)

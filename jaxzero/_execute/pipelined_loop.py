@@ -87,8 +87,8 @@ class PipelinedLoop:
             UpdatesInLoop(updates, layers.layer_index),
         )
         # Fetches from stacks that are updated wait for this value, as [Note: write, then fetch] in
-        # `update_in_loop` explains. On CPUs nothing is gained by that, and
-        # before JAX 0.11 it changes how a product is rounded.
+        # `update_in_loop` explains. On CPUs nothing is gained by that, and before JAX 0.11 it
+        # changes how a product is rounded.
         body, early = self.plan.body, 1 / 4
         waits = updates and (PRODUCTS_MAY_BE_READ_TWICE or not self.outer.comm.on_cpus)
         self.fetches_after = known_after(body, early, in_any_order=True) if waits else None

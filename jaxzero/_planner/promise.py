@@ -1,10 +1,13 @@
 """What further compiles may improve, by draws of what full compiles may say of all plans.
 
-In each draw a plan has a value, the logarithm of its seconds or bytes, infinite if it does not fit,
-and so has the best of the plans that are known. A plan's gain is the mean over draws of how much it
-is better than that (Jones, Schonlau and Welch 1998). The best of all plans improves more than any
-one that can be named before it is compiled: the mean gain of the best of each draw is what a search
-that ends loses. By that it is decided whether to go on, and by the gains of plans with which.
+A draw is a sample of the values of all plans. The value of a plan is the logarithm of its seconds
+or bytes, or infinite if the plan does not fit. The gain of a plan is its expected improvement: the
+mean over draws of how much it is better than the best known plan (Jones, Schonlau and Welch 1998).
+The plan with the largest gain is compiled next.
+
+A search that ends loses more than the largest gain, because the best plan differs between draws: it
+loses the mean over draws of the improvement by the best plan of each draw. The search goes on while
+that is large enough.
 """
 
 from __future__ import annotations

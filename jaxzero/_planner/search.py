@@ -86,12 +86,6 @@ class Search:
                 self._raise_if_none_compiles()
         except KeyboardInterrupt:
             self.notes.append("it was interrupted: these are the best so far")
-        best = next((row for row in ranked(self) if not row.discarded), None)
-        if best is not None and best.stage == "proxy":
-            self.notes.append(
-                f"`{best.candidate.name}` was not compiled in full: it may need up to a tenth more "
-                "memory than is shown"
-            )
 
     # Bounds.
 
@@ -129,7 +123,7 @@ class Search:
 
     def _too_large(self, bounds: Bounds | RoundBounds) -> str:
         if bounds.memory > self.limit:
-            return f"{self._needs(bounds.memory)} without any activation"
+            return f"{self.needs(bounds.memory)} without any activation"
         if bounds.host_memory > self.cluster.host_memory:
             return f"needs {gigabytes(bounds.host_memory)} of host memory for each device"
         return ""
@@ -144,7 +138,7 @@ class Search:
 
     def _rank(self) -> bool:
         """Compile the proxies from which most is expected; whether there were any."""
-        rows = self._promising(("bound",), MAX_PROXIES - self.proxies, self._compiled())
+        rows = self._promising(("bound",), MAX_PROXIES - self.proxies, self.compiled_rows())
         for row in rows:
             self.proxies += 1
             self.progress(f"proxy {self.proxies}: {row.candidate.name}")
@@ -157,7 +151,7 @@ class Search:
 
         Once all proxies are spent, these may be plans without a program, too.
         """
-        compiled = [row for row in self._compiled() if row.stage == "compiled"]
+        compiled = [row for row in self.compiled_rows() if row.stage == "compiled"]
         has_program = any(row.stage != "bound" for row in self.rows.values())
         is_spent = self.proxies == MAX_PROXIES and has_program
         stages: tuple[Stage, ...] = ("proxy", "bound") if is_spent else ("proxy",)
@@ -202,19 +196,20 @@ class Search:
                 break
             row, beside = rows[number], [x.candidate for x in chosen]
             is_new = tells_more(row.candidate, beside, self.temporaries, losses)
-            if is_new and (row.stage == "proxy" or self._is_new(row)):
-                chosen.append(row)
-                promise.take(number)
-                if in_full and not promise.is_sure(number):
-                    break
-            promise.drop(number)
+            if not is_new or (row.stage != "proxy" and not self._is_new(row)):
+                promise.drop(number)
+                continue
+            chosen.append(row)
+            promise.take(number)
+            if in_full and not promise.is_sure(number):
+                break
         return chosen
 
     def _may_improve(self, row: PlanRow, least: float) -> bool:
         """Whether a plan has a program, or may fit and be better than `least`."""
         if row.stage != "bound":
             return True
-        return bool(self.value(row)[0] < least) and not self._may_not_fit(row)
+        return bool(self.value(row)[0] < least) and not self.why_too_large(row)
 
     def _draws(self, rows: Sequence[PlanRow]) -> tuple[np.ndarray, np.ndarray]:
         """Draws of logarithms of values by full compiles, inf if too large, and of bytes.
@@ -248,7 +243,7 @@ class Search:
         finally:  # after Ctrl-C the answer does not wait for what still compiles
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _compiled(self) -> list[PlanRow]:
+    def compiled_rows(self) -> list[PlanRow]:
         """Plans with a program that is not known to be too large."""
         return [row for row in self.rows.values() if row.stage != "bound" and not row.discarded]
 
@@ -275,7 +270,7 @@ class Search:
         for new in self._predicted(row, compiled, "proxy"):
             self.rows[new.candidate] = new
             if new.memory > _PROXY_ERROR * self.limit:
-                self._discard(new, self._needs(new.memory))
+                self._discard(new, self.needs(new.memory))
 
     def _with_program_of(self, row: PlanRow) -> list[PlanRow]:
         """A plan, and others that differ only in how nodes exchange between steps."""
@@ -286,7 +281,7 @@ class Search:
             if each.candidate.program == program and not each.discarded
         ]
 
-    def _may_not_fit(self, row: PlanRow) -> str:
+    def why_too_large(self, row: PlanRow) -> str:
         """Why a plan is not tried, by the temporaries of others of its family; "" if it may fit.
 
         With k micro-batches at least a k-th of them remains.
@@ -298,7 +293,7 @@ class Search:
                 temporary = math.ceil(share * self.temporaries[plan])
                 needed = self.bounds[row.candidate].with_temporaries(temporary)
                 if needed > _PROXY_ERROR * self.limit:
-                    return f"{self._needs(needed)}, by the temporaries of `{plan.name}`"
+                    return f"{self.needs(needed)}, by the temporaries of `{plan.name}`"
         return ""
 
     def _discard(self, row: PlanRow, why: str) -> None:
@@ -337,7 +332,8 @@ class Search:
                 bounds.host_bytes,
             )
 
-    def _needs(self, num_bytes: int | float) -> str:
+    def needs(self, num_bytes: int | float) -> str:
+        """How much of the limit a plan takes, in words."""
         return f"needs {gigabytes(num_bytes)} of {gigabytes(self.limit)}"
 
     # Full compiles.
@@ -351,48 +347,13 @@ class Search:
         for new in self._predicted(row, compiled, "compiled"):
             self.rows[new.candidate] = new
             if new.memory > self.limit:
-                self._discard(new, self._needs(new.memory))
+                self._discard(new, self.needs(new.memory))
 
     def _is_late(self) -> bool:
         is_late = time.monotonic() > self.deadline
         if is_late and not any(note.startswith("the budget") for note in self.notes):
             self.notes.append("the budget was spent: further plans were not compiled")
         return is_late
-
-    # The result.
-
-    def settled(self) -> list[PlanRow]:
-        """All rows, where there is a compiler each with why it is not the best."""
-        if self.compiler is None:
-            return list(self.rows.values())
-        fitting = [row for row in self._compiled() if row.memory <= self.limit]
-        best = min(fitting, key=self._order, default=None)
-        return [self._with_reason(row, best) for row in self.rows.values()]
-
-    def _with_reason(self, row: PlanRow, best: PlanRow | None) -> PlanRow:
-        why, is_open = row.discarded, False
-        if why or row.stage == "compiled":
-            pass
-        elif row.stage == "proxy" and row.memory > self.limit:
-            why, is_open = f"{self._needs(row.memory)}, and was not compiled in full", True
-        elif row.stage == "bound":
-            why = self._may_not_fit(row)
-            if not why and best is not None and self.value(row)[0] >= self.value(best)[0]:
-                why = "its bound is above the best plan"
-            if not why:
-                less = ": less is expected of it" if best is not None else ""
-                why, is_open = f"was not compiled{less}", True
-        return dataclasses.replace(row, discarded=why, undecided=is_open)
-
-    def _order(self, row: PlanRow) -> tuple[int, tuple[float, float]]:
-        """By how much is known, then by value."""
-        return ("compiled", "proxy", "bound").index(row.stage), self.value(row)
-
-
-def ranked(search: Search) -> tuple[PlanRow, ...]:
-    """All rows, the best first: those that fit, by how much is known of them, then by value."""
-    rows = search.settled()
-    return tuple(sorted(rows, key=lambda row: (bool(row.discarded), *search._order(row))))
 
 
 def _first_line(error: Exception) -> str:

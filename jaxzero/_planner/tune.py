@@ -19,7 +19,8 @@ from .cluster import Cluster
 from .compiles import Compiler
 from .job import Job
 from .plans import Plans
-from .search import Objective, Search, ranked
+from .ranking import notes_on_best, ranked
+from .search import Objective, Search
 from .target import why_no_compiler
 
 _RESERVED = 0.05  # of a device's memory, for the runtime
@@ -119,12 +120,13 @@ def tune(
     candidates = enumerate_candidates(cluster, tuple(losses), numbers, quantized, methods)
     search.run(_without_host_arrays(candidates, search.notes) if missing else candidates)
     tokens = [x.size for x in jax.tree.leaves(structs) if jnp.issubdtype(x.dtype, jnp.integer)]
+    rows = ranked(search)
     return Plans(
         cluster,
         limit,
-        ranked(search),
+        rows,
         max(tokens, default=0),
-        tuple(search.notes),
+        (*search.notes, *notes_on_best(rows)),
         search.proxies,
         search.full,
     )

@@ -63,7 +63,7 @@ class Channel:
 
 @functools.lru_cache(maxsize=64)
 def channels(digits: tuple[str, ...], mesh: Mesh) -> tuple[Channel, ...]:
-    """The channels of a gather over some digits."""
+    """The channels of an all-gather over the axes `digits` of `mesh`, two for each line."""
     found = []
     for line in groups(digits, mesh).tolist():
         num, hops = len(line), []
@@ -105,7 +105,7 @@ def hop_program(mesh: Mesh, channel: Channel, hop: Hop) -> Callable[[jax.Array],
 
 
 def send(mesh: Mesh, channel: Channel, hop: Hop, messages: Pieces) -> Pieces:
-    """Run one hop; returns when everything of it has arrived in this process.
+    """Run one hop, and wait until its messages to this process have arrived.
 
     Args:
         mesh: the digits of all devices.

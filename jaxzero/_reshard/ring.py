@@ -71,7 +71,7 @@ class RingMove(Move):
 
     @property
     def after(self) -> tuple[Step, ...]:
-        """The steps inside processes after the gather between them."""
+        """The steps that follow the all-gather between processes; each stays inside a process."""
         return self.steps[self.at + 1 :]
 
     def rows(

@@ -21,7 +21,9 @@ Arrived = dict[int, Pieces]  # by distance
 
 
 class Threads:
-    """The threads of a process that move windows, from `with` to its end.
+    """A context manager of this process's sending threads, one for each channel.
+
+    Leaving it ends them.
 
     Args:
         mesh: the digits of the devices.

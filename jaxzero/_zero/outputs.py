@@ -14,6 +14,8 @@ from .._execute import REDUCTIONS, combine
 from .._sharding import path_name, rng_leaves, spread_prefix
 from .options import Options
 
+_Doubled = Callable[[], Sequence[tuple[int, ...]] | None]
+
 
 class Outputs:
     """The outputs other than loss and gradients: their tree, and the reduction of each leaf.
@@ -29,13 +31,13 @@ class Outputs:
         self.treedef: Any = None
         self.how: list[str] = []
 
-    def record(self, tree: Any, grow: Callable[[], Sequence[bool]] | None = None) -> list[Any]:
+    def record(self, tree: Any, doubled: _Doubled | None = None) -> list[Any]:
         """Flatten what the user returned; decide how each leaf is combined over devices.
 
         Args:
             tree: the outputs.
-            grow: for each leaf, whether it has a value for each row; called only where that
-                matters and the shape does not tell.
+            doubled: gives the shapes that the leaves have with twice as many rows, or None; called
+                only where a leaf may have a value for each row.
         """
         paths_and_leaves, self.treedef = jax.tree_util.tree_flatten_with_path(tree)
         pairs = zip(self._asked(tree), rng_leaves(tree), strict=True)
@@ -48,8 +50,8 @@ class Outputs:
             for how, (path, _), leaf in zip(asked, paths_and_leaves, leaves, strict=True)
         ]
         paths = [path_name(path) for path, _ in paths_and_leaves]
-        if grow is not None and any(map(self._may_be_rows, asked, leaves)):
-            self._refuse_rows(paths, asked, leaves, grow())
+        if doubled is not None and any(map(self._may_be_rows, asked, leaves)):
+            self._refuse_rows(paths, asked, leaves, doubled())
         if self.options.shares is not None:
             self._check_shares(paths)
         return leaves
@@ -62,11 +64,12 @@ class Outputs:
         paths: Sequence[str],
         asked: Sequence[str | None],
         leaves: Sequence[Array],
-        grow: Sequence[bool],
+        doubled: Sequence[tuple[int, ...]] | None,
     ) -> None:
         """Raise `ValueError` for a leaf with a value for each row, whose mean would mix rows."""
-        for path, how, leaf, grows in zip(paths, asked, leaves, grow, strict=True):
-            if grows and self._may_be_rows(how, leaf):
+        shapes = [()] * len(leaves) if doubled is None else doubled
+        for path, how, leaf, shape in zip(paths, asked, leaves, shapes, strict=True):
+            if self._may_be_rows(how, leaf) and shape[:1] != leaf.shape[:1]:
                 raise ValueError(
                     f"The aux leaf `{path}` ({leaf.dtype}{list(leaf.shape)}) has a value for each "
                     "row of a device's batch, and a mean over devices would mix rows. Say with "

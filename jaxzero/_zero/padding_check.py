@@ -73,8 +73,11 @@ def _updates(
             leaves = [widen(x, leaf) for x, leaf in zip(leaves, plan.leaves, strict=True)]
         trees.append(plan.whole(leaves))
     # optax relies on JAX's default promotion of dtypes, which a user may have made strict.
-    promotion = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
-    with promotion[0], promotion[1], jax.ensure_compile_time_eval():  # a `jit` may be tracing this
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        jax.ensure_compile_time_eval(),  # a `jit` may be tracing this
+    ):
         try:
             updates = jax.jit(lambda *trees: _run(tx, {}, *trees))(*trees)
         except Exception:  # some optimizers need more than gradients

@@ -17,10 +17,10 @@ from .._mesh import AXES, bare
 from .._sharding import split_dim
 
 
-def grow_with_rows(
+def shapes_with_twice_the_rows(
     outputs: Callable[[list[Any]], Any], inputs: Sequence[Any], specs: Sequence[PartitionSpec]
-) -> list[bool]:
-    """For each output, whether its dim 0 is larger if the batch has twice as many rows.
+) -> list[tuple[int, ...]] | None:
+    """The shapes of the outputs if the batch had twice as many rows.
 
     Args:
         outputs: from the inputs to a tree of arrays.
@@ -28,16 +28,13 @@ def grow_with_rows(
         specs: how each input is split over devices.
 
     Returns:
-        One for each leaf; all True if the function takes no other number of rows.
+        One shape for each leaf; None if the function takes no other number of rows.
     """
-    before = [jax.typeof(x) for x in jax.tree.leaves(jax.eval_shape(outputs, list(inputs)))]
     more = [_with_twice_the_rows(x, spec) for x, spec in zip(inputs, specs, strict=True)]
     try:
-        after = jax.tree.leaves(jax.eval_shape(outputs, more))
+        return [x.shape for x in jax.tree.leaves(jax.eval_shape(outputs, more))]
     except Exception:  # whatever the user's function raises
-        return [True] * len(before)
-    pairs = zip(before, after, strict=True)
-    return [x.ndim > 0 and new.shape[:1] != x.shape[:1] for x, new in pairs]
+        return None
 
 
 def _with_twice_the_rows(x: Any, spec: PartitionSpec) -> Any:

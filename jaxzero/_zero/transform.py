@@ -28,7 +28,7 @@ from .options import Options
 from .outputs import Outputs
 from .placement import constrain
 from .program_updates import ProgramUpdates
-from .row_outputs import grow_with_rows
+from .row_outputs import shapes_with_twice_the_rows
 
 
 class Transform:
@@ -206,7 +206,7 @@ class Transform:
             args, kwargs = self._rebuild(stored, inputs)
             return split_aux(self._called(args, kwargs), options.has_aux)[1]
 
-        grow = functools.partial(grow_with_rows, aux_of, inputs, specs)
+        doubled = functools.partial(shapes_with_twice_the_rows, aux_of, inputs, specs)
 
         def loss(differentiated):
             merged = list(stored)
@@ -216,7 +216,7 @@ class Transform:
             value, aux = split_aux(self._called(args, kwargs), options.has_aux)
             value, weight = split_weight(value, options.weighted)
             check_loss(value)
-            return value, (weight, outputs.record(aux, grow))
+            return value, (weight, outputs.record(aux, doubled))
 
         differentiated = [stored[i] for i in self.parameters.differentiated]
         (value, (weight, others)), gradients = jax.value_and_grad(loss, has_aux=True)(

@@ -78,7 +78,7 @@ def test_a_larger_share_is_done_later(body):
 
 
 def work_behind(body, value):
-    """The multiplications of all operations that a value depends on."""
+    """The number of multiplications of the operations that `value` is computed by."""
     waiting, behind = [value], set()
     while waiting:
         value = waiting.pop()

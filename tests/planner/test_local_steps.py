@@ -19,8 +19,9 @@ from jaxzero._planner.bounds import Bounds
 from jaxzero._planner.candidates import enumerate_candidates
 from jaxzero._planner.job import Job
 from jaxzero._planner.plans import Plans
+from jaxzero._planner.ranking import ranked
 from jaxzero._planner.rounds import RoundBounds, RoundCost
-from jaxzero._planner.search import Search, ranked
+from jaxzero._planner.search import Search
 from jaxzero._planner.tune import tune
 
 from .test_search import BATCH, CLUSTER, Compiler, absent, averaged, init, loss

@@ -20,7 +20,8 @@ from jaxzero._planner.candidates import enumerate_candidates
 from jaxzero._planner.compiles import AT_ONCE, Compiled
 from jaxzero._planner.job import Job
 from jaxzero._planner.plans import Plans
-from jaxzero._planner.search import MAX_FULL, MAX_PROXIES, Search, ranked
+from jaxzero._planner.ranking import notes_on_best, ranked
+from jaxzero._planner.search import MAX_FULL, MAX_PROXIES, Search
 from jaxzero._planner.tune import check_arguments, tune
 
 CLUSTER = jz.Cluster(nodes=2, local=2, device="h100", link=1e9)
@@ -224,8 +225,9 @@ def test_ctrl_c_returns_the_best_so_far():
 
     search, rows = searched(Interrupted({}))
     assert rows[0].stage == "proxy"
-    assert search.notes[0] == "it was interrupted: these are the best so far"
-    assert f"`{rows[0].candidate.name}` was not compiled in full" in search.notes[1]
+    notes = [*search.notes, *notes_on_best(rows)]
+    assert notes[0] == "it was interrupted: these are the best so far"
+    assert f"`{rows[0].candidate.name}` was not compiled in full" in notes[1]
 
 
 def test_plans_behind_one_that_is_refused_in_full_are_compiled():

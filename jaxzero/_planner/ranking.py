@@ -1,0 +1,56 @@
+"""Order the plans of a search, and say of each why it is not the best."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from .plans import PlanRow
+from .search import Search
+
+
+def ranked(search: Search) -> tuple[PlanRow, ...]:
+    """All rows, the best first: those that fit, by how much is known of them, then by value."""
+    rows = _settled(search)
+    return tuple(sorted(rows, key=lambda row: (bool(row.discarded), *_order(search, row))))
+
+
+def notes_on_best(rows: Sequence[PlanRow]) -> tuple[str, ...]:
+    """What has to be said of the best of `ranked` rows."""
+    best = next((row for row in rows if not row.discarded), None)
+    if best is None or best.stage != "proxy":
+        return ()
+    return (
+        f"`{best.candidate.name}` was not compiled in full: it may need up to a tenth more memory "
+        "than is shown",
+    )
+
+
+def _settled(search: Search) -> list[PlanRow]:
+    """All rows, where there is a compiler each with why it is not the best."""
+    if search.compiler is None:
+        return list(search.rows.values())
+    fitting = [row for row in search.compiled_rows() if row.memory <= search.limit]
+    best = min(fitting, key=lambda row: _order(search, row), default=None)
+    return [_with_reason(search, row, best) for row in search.rows.values()]
+
+
+def _with_reason(search: Search, row: PlanRow, best: PlanRow | None) -> PlanRow:
+    why, is_open = row.discarded, False
+    if why or row.stage == "compiled":
+        pass
+    elif row.stage == "proxy" and row.memory > search.limit:
+        why, is_open = f"{search.needs(row.memory)}, and was not compiled in full", True
+    elif row.stage == "bound":
+        why = search.why_too_large(row)
+        if not why and best is not None and search.value(row)[0] >= search.value(best)[0]:
+            why = "its bound is above the best plan"
+        if not why:
+            less = ": less is expected of it" if best is not None else ""
+            why, is_open = f"was not compiled{less}", True
+    return dataclasses.replace(row, discarded=why, undecided=is_open)
+
+
+def _order(search: Search, row: PlanRow) -> tuple[int, tuple[float, float]]:
+    """By how much is known, then by value."""
+    return ("compiled", "proxy", "bound").index(row.stage), search.value(row)
