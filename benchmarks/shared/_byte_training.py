@@ -51,7 +51,8 @@ def optimizer(
 def _matrices(params: Any) -> Any:
     """For each leaf the dims of its matrices, or None if it is not Muon's."""
     of_stack = optax.contrib.MuonDimensionNumbers(1, 2)  # dim 0 counts layers
-    layers = {name: of_stack if x.ndim == 3 else None for name, x in params["layers"].items()}
+    names = params["layers"]  # not shapes: Muon asks for its own leaves alone, too
+    layers = {name: None if name.startswith("norm") else of_stack for name in names}
     return {**dict.fromkeys(params), "layers": layers}
 
 
