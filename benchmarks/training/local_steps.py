@@ -201,7 +201,8 @@ def _zero(nodes: int) -> jz.Zero:
 
 @functools.cache
 def _step(study: Study, nodes: int, rate: float = 1.0) -> Callable:
-    tx = study.tx(rate)
+    # Whole states are sharded by shape below, which pads Muon's coefficients.
+    tx = _zero(nodes).optimizer(study.tx(rate))
     value_and_grad = _zero(nodes).value_and_grad(
         lambda params, tokens: losses(study.size, params, tokens).mean()
     )
@@ -246,7 +247,7 @@ def _first(study: Study, seed: int) -> tuple[Any, np.ndarray]:
     """The full parameters and optimizer state after the synchronous steps, and their losses."""
     zero = _zero(2)
     params = zero.init(functools.partial(init, study.size), jax.random.key(seed))
-    state = params, zero.init_optimizer(study.tx(), params)
+    state = params, zero.init_optimizer(zero.optimizer(study.tx()), params)
     tokens = _tokens(study, seed)[: study.synchronous_steps]
     state, curve = _train(_synchronous(study, 2), state, tokens, _STEPS_PER_CALL)
     return tuple(jax.tree.map(np.asarray, zero.unshard(tree)) for tree in state), curve

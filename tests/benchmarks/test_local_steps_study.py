@@ -62,6 +62,7 @@ def _plain_loss(replicas: int, rate: float = 1.0, inner: Any = "adamw") -> float
         ("synchronous", 1, 1.0, "adamw"),
         ("average100", 2, 1.0, "adamw"),
         ("average100 rate 0.5", 2, 0.5, "adamw"),
+        ("synchronous", 1, 1.0, "muon"),
         ("average100", 2, 1.0, "muon"),
     ],
 )
