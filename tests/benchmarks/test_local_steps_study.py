@@ -122,8 +122,19 @@ def test_methods_are_compared_seed_by_seed():
     assert found["synchronous", 2].percent == {1: 0.0, 2: 0.0}
     cells = [column._cells for column in summary.table(list(found.values())).columns]
     assert list(zip(*cells, strict=True))[1] == (
-        "diloco30", "8", "2.9900", "+0.00%", "-1.00 .. +1.00", "2",
+        "diloco30", "8", "2.9900", "+0.00%", "-1.00 .. +1.00", "+0.00%", "2",
     )  # fmt: skip
+
+
+def test_the_best_synchronous_run_on_the_same_tokens_is_shown_too():
+    rows = [_row("synchronous", 2, 1, 2.0), _row("diloco30", 8, 1, 2.02)]
+    other = dataclasses.replace(TINY, inner="muon", learning_rate=0.02).settings
+    better = {"results": {**_row("synchronous", 2, 1, 1.6)["results"], "settings": other}}
+    (_, found) = summary.summarize(rows, (1,), [*rows, better])
+    assert found.percent == pytest.approx({1: 1.0})
+    assert found.over_best == pytest.approx({1: 26.25})
+    assert TINY.has_tokens_of(other)
+    assert not TINY.has_tokens_of(dataclasses.replace(TINY, rows=16).settings)
 
 
 def test_every_curve_is_of_methods_that_there_are_and_is_drawn(tmp_path, monkeypatch):
