@@ -385,7 +385,7 @@ def main(study: Study) -> None:
     alike = [row for row in read_rows(_NAME) if study.has_tokens_of(row["results"]["settings"])]
     summaries = summarize(read_rows(_NAME, study.settings), study.seeds, alike)
     if summaries:
-        Console(width=120).print(table(summaries))
+        Console(width=140).print(table(summaries))
     if summaries and study.inner == "adamw":  # of Muon there are too few methods for curves
         titles = "steps in a round (H)", "steps that a message travels (tau)"
         draw(summaries, [_OVER_EVERY, _OVER_DELAY], titles, RESULTS / f"{_NAME}.png")
