@@ -24,19 +24,33 @@ class Summary:
         nodes: their number.
         losses: held-out, in nats per byte; one for each seed.
         percent: how much more than synchronous training with the same seed; by seed.
+        over_best: how much more than the best synchronous run with the same tokens, whatever its
+            optimizer and learning rate; by seed.
     """
 
     method: str
     nodes: int
     losses: list[float]
     percent: dict[int, float]
+    over_best: dict[int, float]
 
 
-def summarize(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> list[Summary]:
+def summarize(
+    rows: Sequence[dict[str, Any]], seeds: Sequence[int], alike: Sequence[dict[str, Any]] = ()
+) -> list[Summary]:
     """The newest row of each run, in the order in which methods first appear.
 
     A run whose loss is not finite (JSON has None) counts as infinite.
+
+    Args:
+        rows: those of the study.
+        seeds: those that count.
+        alike: rows of all studies with the same tokens, for the best synchronous run.
     """
+    best: dict[int, float] = {}
+    for run in (row["results"] for row in (*rows, *alike)):
+        if run["method"] == BASELINE[0] and run["held_out_loss"] is not None:
+            best[run["seed"]] = min(best.get(run["seed"], float("inf")), run["held_out_loss"])
     newest = {}
     for row in rows:
         run = row["results"]
@@ -55,16 +69,22 @@ def summarize(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> list[Summ
                     nodes=nodes,
                     losses=[found[seed] for seed in common],
                     percent={seed: 100 * (found[seed] / baseline[seed] - 1) for seed in common},
+                    over_best={
+                        seed: 100 * (found[seed] / best[seed] - 1)
+                        for seed in common
+                        if seed in best
+                    },
                 )
             )
     return summaries
 
 
 def table(summaries: Sequence[Summary]) -> Table:
-    """Held-out losses over those of synchronous training."""
+    """Held-out losses over those of synchronous training: the same way, and the best way found."""
     result = Table(title="held-out loss, nats per byte")
     result.add_column("method", no_wrap=True)
-    for column in ("nodes", "mean", "over synchronous", "least .. most", "seeds"):
+    columns = "nodes", "mean", "over synchronous", "least .. most", "over the best", "seeds"
+    for column in columns:
         result.add_column(column, justify="right", no_wrap=True)
     for summary in summaries:
         percent = summary.percent.values()
@@ -74,6 +94,7 @@ def table(summaries: Sequence[Summary]) -> Table:
             f"{statistics.mean(summary.losses):.4f}",
             f"{statistics.mean(percent):+.2f}%",
             f"{min(percent):+.2f} .. {max(percent):+.2f}",
+            f"{statistics.mean(summary.over_best.values()):+.2f}%" if summary.over_best else "",
             str(len(percent)),
         )
     return result

@@ -3,6 +3,7 @@
     python -m benchmarks.training.local_steps  # all runs, then the table and the figure
     python -m benchmarks.training.local_steps --methods synchronous diloco30  # some of them
     python -m benchmarks.training.local_steps --summary  # of the runs that are there
+    python -m benchmarks.training.local_steps --inner muon --learning-rate 0.02  # Muon in the nodes
 
 A seed decides initial parameters and the order of the data, the same for every method and number
 of nodes, and so is the global batch; methods are compared seed by seed. All nodes are simulated on
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
@@ -30,7 +32,7 @@ from rich.console import Console
 
 import jaxzero as jz
 from benchmarks.shared._byte_decoder import Size, init, losses, random_windows, read_corpus
-from benchmarks.shared._byte_training import WARMUP_STEPS, held_out_losses, optimizer
+from benchmarks.shared._byte_training import WARMUP_STEPS, Inner, held_out_losses, optimizer
 from benchmarks.shared._rows import RESULTS, append_row, is_current, read_rows, rounded
 from benchmarks.training._local_steps_summary import BASELINE, draw, summarize, table
 
@@ -61,6 +63,7 @@ _AVERAGE = optax.sgd(1.0)  # the outer parameters are the mean of the nodes'
 _OUTER = {  # by what a row says
     "sgd(0.7, momentum=0.9, nesterov=True)": _PRESET,
     "sgd(1.0)": _AVERAGE,
+    "sgd(0.7, momentum=0.6, nesterov=True)": optax.sgd(0.7, momentum=0.6, nesterov=True),
     "sgd(0.7, momentum=0.5, nesterov=True)": optax.sgd(0.7, momentum=0.5, nesterov=True),
     "sgd(0.7, momentum=0.7, nesterov=True)": optax.sgd(0.7, momentum=0.7, nesterov=True),
     "sgd(0.3, momentum=0.9, nesterov=True)": optax.sgd(0.3, momentum=0.9, nesterov=True),
@@ -87,15 +90,21 @@ _METHODS = {
     "streaming30_kept": _streaming(30, mixing=None),
     "streaming30_kept_average": _streaming(30, mixing=None, outer=_AVERAGE),
     "streaming30_float32": _streaming(30, codec=None),
+    "average5": jz.LocalSteps(every=5, outer=_AVERAGE),
     **{
-        f"{name}30 {outer}": dataclasses.replace(method, outer=_OUTER[outer])
+        f"{name} {outer}": dataclasses.replace(method, outer=_OUTER[outer])
         for outer in list(_OUTER)[2:]
-        for name, method in (("diloco", jz.diloco(every=30)), ("streaming", _streaming(30)))
+        for name, method in (
+            ("diloco10", jz.diloco(every=10)),
+            ("diloco30", jz.diloco(every=30)),
+            ("streaming10", _streaming(10, fragments=2)),
+            ("streaming30", _streaming(30)),
+        )
     },
 }
 
 _RATES = (0.25, 0.5, 0.7, 1.4, 2.0, 2.8)
-_TUNED = ("diloco30", "streaming30", "average30", "streaming30_average", "average100")
+_TUNED = ("diloco30", "streaming30", "average10", "average30", "streaming30_average", "average100")
 METHODS: dict[str, Method | None] = {
     BASELINE[0]: None,
     **{name: Method(local) for name, local in _METHODS.items()},
@@ -130,6 +139,7 @@ class Study:
         synchronous_steps: so many of them, before the others, are synchronous; a multiple of 100.
         rows: windows in a step, over all nodes.
         learning_rate: the highest, after the warm-up.
+        inner: the optimizer of synchronous training and of the nodes.
         size: of the model.
         seeds: one run for each, of every method.
         methods: their names; none: all.
@@ -142,6 +152,7 @@ class Study:
     synchronous_steps: int = 300
     rows: int = 8
     learning_rate: float = 2e-3
+    inner: Inner = "adamw"
     size: Size = Size()
     seeds: tuple[int, ...] = (1, 2, 3)
     methods: tuple[str, ...] = ()
@@ -167,7 +178,19 @@ class Study:
     def settings(self) -> dict[str, Any]:
         """What two runs must share to be compared."""
         fields = dataclasses.asdict(self)
-        return {name: fields[name] for name in fields if name not in _NOT_SETTINGS}
+        settings = {name: fields[name] for name in fields if name not in _NOT_SETTINGS}
+        if self.inner == "adamw":
+            del settings["inner"]  # the first rows do not name it
+        return settings
+
+    def has_tokens_of(self, settings: dict[str, Any]) -> bool:
+        """Whether a run with these settings trained the same model on the same tokens."""
+        own = dataclasses.asdict(self)
+        return all(own[name] == settings[name] for name in ("steps", "rows", "size"))
+
+    def tx(self, rate: float = 1.0) -> optax.GradientTransformation:
+        """The optimizer of synchronous training, or of nodes that take `rate` times its rate."""
+        return optimizer(rate * self.learning_rate, self.steps, inner=self.inner)
 
 
 _NOT_SETTINGS = ("seeds", "methods", "nodes", "summary")
@@ -183,7 +206,8 @@ def _zero(nodes: int) -> jz.Zero:
 
 @functools.cache
 def _step(study: Study, nodes: int, rate: float = 1.0) -> Callable:
-    tx = optimizer(rate * study.learning_rate, study.steps)
+    # Whole states are sharded by shape below, which pads Muon's coefficients.
+    tx = _zero(nodes).optimizer(study.tx(rate))
     value_and_grad = _zero(nodes).value_and_grad(
         lambda params, tokens: losses(study.size, params, tokens).mean()
     )
@@ -228,7 +252,7 @@ def _first(study: Study, seed: int) -> tuple[Any, np.ndarray]:
     """The full parameters and optimizer state after the synchronous steps, and their losses."""
     zero = _zero(2)
     params = zero.init(functools.partial(init, study.size), jax.random.key(seed))
-    state = params, zero.init_optimizer(optimizer(study.learning_rate, study.steps), params)
+    state = params, zero.init_optimizer(zero.optimizer(study.tx()), params)
     tokens = _tokens(study, seed)[: study.synchronous_steps]
     state, curve = _train(_synchronous(study, 2), state, tokens, _STEPS_PER_CALL)
     return tuple(jax.tree.map(np.asarray, zero.unshard(tree)) for tree in state), curve
@@ -243,6 +267,37 @@ def _train(run: Callable, state: Any, tokens: np.ndarray, every: int) -> tuple[A
     return state, np.concatenate(curve)
 
 
+@functools.cache
+def _agreement(study: Study, rate: float) -> Callable:
+    """The mean cosine between what two nodes change in a round.
+
+    The result takes the parameters and optimizer states of all nodes and the tokens of a round.
+    """
+    tx = study.tx(rate)
+    grad = jax.grad(lambda params, tokens: losses(study.size, params, tokens).mean())
+
+    def one(state, tokens):
+        params, opt_state = state
+        updates, opt_state = tx.update(grad(params, tokens), opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    def change(node):
+        *state, tokens = node
+        (params, _), _ = jax.lax.scan(one, tuple(state), tokens)
+        moved = jax.tree.leaves(jax.tree.map(lambda x, y: (x - y).ravel(), params, state[0]))
+        moved = jnp.concatenate(moved)
+        return moved / jnp.linalg.norm(moved)
+
+    @jax.jit
+    def cosine(params, opt_state, tokens):
+        nodes = len(params["norm"])
+        tokens = tokens.reshape(len(tokens), nodes, -1, tokens.shape[-1]).swapaxes(0, 1)
+        changes = jax.lax.map(change, (params, opt_state, tokens))
+        return (jnp.sum(changes.sum(0) ** 2) - nodes) / (nodes * (nodes - 1))
+
+    return cosine
+
+
 def _run(study: Study, method: str, nodes: int, seed: int) -> dict[str, Any]:
     start = time.perf_counter()
     zero, settings, corpus = _zero(nodes), METHODS[method], read_corpus()
@@ -254,9 +309,20 @@ def _run(study: Study, method: str, nodes: int, seed: int) -> dict[str, Any]:
     else:
         rounds, run = _rounds(study, method, nodes)
         state, every = rounds.init(params, opt_state), settings.local.every
-    state, rest = _train(run, state, tokens, every)
+    half = len(tokens) // every // 2 * every
+    state, rest = _train(run, state, tokens[:half], every)
+    agreement = in_round = None
+    if settings is not None:
+        agreement = _agreement(study, settings.rate)(
+            state.params, state.opt_state, tokens[half : half + every]
+        )
+        agreement = rounded(agreement)
+    state, last = _train(run, state, tokens[half:], every)
+    rest = np.concatenate([rest, last])
     mean = state[0] if settings is None else rounds.mean(state)
     parts = held_out_losses(study.size, corpus, zero.unshard(mean))
+    if settings is not None:
+        in_round = [rounded(x) for x in last.reshape(-1, every).mean(0)[[0, -1]]]
     curve = np.concatenate([curve, rest]).reshape(-1, _STEPS_PER_CALL).mean(1)
     return {
         "method": method,
@@ -266,6 +332,8 @@ def _run(study: Study, method: str, nodes: int, seed: int) -> dict[str, Any]:
         "method_settings": None if settings is None else _described(settings),
         "held_out_loss": rounded(parts.mean()),
         "held_out_loss_of_parts": [rounded(loss) for loss in parts],
+        "cosine_between_nodes": agreement,
+        "train_loss_of_first_and_last_step_of_a_round": in_round,
         f"train_loss_mean_of_{_STEPS_PER_CALL}_steps": [rounded(loss) for loss in curve],
         "seconds": round(time.perf_counter() - start, 1),
     }
@@ -314,9 +382,11 @@ def main(study: Study) -> None:
     """Run what is missing, then print the table and draw the figure."""
     if not study.summary:
         _run_all(study)
-    summaries = summarize(read_rows(_NAME, study.settings), study.seeds)
+    alike = [row for row in read_rows(_NAME) if study.has_tokens_of(row["results"]["settings"])]
+    summaries = summarize(read_rows(_NAME, study.settings), study.seeds, alike)
     if summaries:
-        Console(width=100).print(table(summaries))
+        Console(width=140).print(table(summaries))
+    if summaries and study.inner == "adamw":  # of Muon there are too few methods for curves
         titles = "steps in a round (H)", "steps that a message travels (tau)"
         draw(summaries, [_OVER_EVERY, _OVER_DELAY], titles, RESULTS / f"{_NAME}.png")
 

@@ -17,10 +17,13 @@ from .._local_steps import AsTree, Cut, Exchange, LocalSteps, OuterPlan
 from .._mesh import LOCAL, NODE, AnyMesh, NodeMesh
 from .._sharding import (
     LeafSpec,
+    Static,
+    StoredArray,
     TreePlan,
     ZeroConfig,
     flatten,
     layout_of_leaf,
+    rebuild,
     statics_of,
     stored_leaf,
 )
@@ -156,20 +159,34 @@ class Layouts:
 
 
 def _on_one_node(plan: TreePlan, mesh: NodeMesh, config: ZeroConfig) -> TreePlan:
-    """The layout of a tree on the devices of one node."""
-    leaves = []
-    for leaf in plan.leaves:
-        if leaf.codec is not None or leaf.other_axes:
-            what = "is stored encoded" if leaf.codec else "is split by `specs`"
-            raise NotImplementedError(
-                f"`local_steps` cannot take the leaf `{leaf.path}`, which {what}. Train it in "
-                "full precision over `node` and `local`, or without local steps."
-            )
-        layout = layout_of_leaf(leaf, mesh, config, leaf.other_axes)
-        if layout is not None and layout.is_padded and leaf.layout is None:
-            layout = None  # the optimizer keeps it in its own shape, so it stays replicated
-        leaves.append(dataclasses.replace(leaf, layout=layout))
-    return dataclasses.replace(plan, leaves=tuple(leaves))
+    """The layout of a tree on the devices of one node.
+
+    A `StoredArray` without an array, which masked optimizers keep for a padded parameter, gets the
+    layout that the parameter has here, so that both still match in `jax.tree.map`.
+    """
+    leaves = tuple(_leaf_on_one_node(leaf, mesh, config) for leaf in plan.leaves)
+    statics = []
+    for static in plan.statics:
+        if static is not None and isinstance(static.value, StoredArray):
+            leaf = _leaf_on_one_node(static.value.form, mesh, config)
+            static = Static(stored_leaf(leaf, static.value.data))
+        statics.append(static)
+    tree = rebuild(plan.treedef, statics, [leaf.stored for leaf in leaves])
+    _, found, treedef = flatten(tree)
+    return TreePlan(treedef, leaves, statics_of(found))
+
+
+def _leaf_on_one_node(leaf: LeafSpec, mesh: NodeMesh, config: ZeroConfig) -> LeafSpec:
+    if leaf.codec is not None or leaf.other_axes:
+        what = "is stored encoded" if leaf.codec else "is split by `specs`"
+        raise NotImplementedError(
+            f"`local_steps` cannot take the leaf `{leaf.path}`, which {what}. Train it in "
+            "full precision over `node` and `local`, or without local steps."
+        )
+    layout = layout_of_leaf(leaf, mesh, config, leaf.other_axes)
+    if layout is not None and layout.is_padded and leaf.layout is None:
+        layout = None  # the optimizer keeps it in its own shape, so it stays replicated
+    return dataclasses.replace(leaf, layout=layout)
 
 
 def _exchanged_leaf(leaf: LeafSpec, mesh: NodeMesh, config: ZeroConfig) -> LeafSpec:

@@ -27,9 +27,9 @@ TINY = local_steps.Study(
 )
 
 
-def _plain(tokens: np.ndarray, state: Any, rate: float = 1.0) -> Any:
+def _plain(tokens: np.ndarray, state: Any, rate: float = 1.0, inner: Any = "adamw") -> Any:
     """Train on one device without jaxzero."""
-    tx = optimizer(rate * TINY.learning_rate, TINY.steps)
+    tx = optimizer(rate * TINY.learning_rate, TINY.steps, inner=inner)
 
     def step(state, rows):
         params, opt_state = state
@@ -41,33 +41,62 @@ def _plain(tokens: np.ndarray, state: Any, rate: float = 1.0) -> Any:
 
 
 @functools.cache
-def _plain_loss(replicas: int, rate: float = 1.0) -> float:
+def _plain_loss(replicas: int, rate: float = 1.0, inner: Any = "adamw") -> float:
     """The held-out loss of the mean of replicas that part after the synchronous steps."""
     corpus = decoder.read_corpus()
     shape, generator = (TINY.steps, TINY.rows), np.random.default_rng(0)
     tokens = decoder.random_windows(corpus.train, shape, TINY.size.length, generator)
     params = jax.jit(functools.partial(decoder.init, TINY.size))(jax.random.key(0))
-    tx = optimizer(TINY.learning_rate, TINY.steps)
-    state = _plain(tokens[: TINY.synchronous_steps], (params, tx.init(params)))
+    tx = optimizer(TINY.learning_rate, TINY.steps, inner=inner)
+    state = _plain(tokens[: TINY.synchronous_steps], (params, tx.init(params)), inner=inner)
     parts = np.split(tokens[TINY.synchronous_steps :], replicas, axis=1)
-    found = [_plain(part, state, rate)[0] for part in parts]
+    found = [_plain(part, state, rate, inner)[0] for part in parts]
     mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *found)
     return float(held_out_losses(TINY.size, corpus, mean).mean())
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("method", "replicas", "rate"),
-    [("synchronous", 1, 1.0), ("average100", 2, 1.0), ("average100 rate 0.5", 2, 0.5)],
+    ("method", "replicas", "rate", "inner"),
+    [
+        ("synchronous", 1, 1.0, "adamw"),
+        ("average100", 2, 1.0, "adamw"),
+        ("average100 rate 0.5", 2, 0.5, "adamw"),
+        ("synchronous", 1, 1.0, "muon"),
+        ("average100", 2, 1.0, "muon"),
+    ],
 )
-def test_a_run_is_what_its_name_says(method, replicas, rate):
-    row = local_steps._run(TINY, method, 2, 0)
+def test_a_run_is_what_its_name_says(method, replicas, rate, inner):
+    row = local_steps._run(dataclasses.replace(TINY, inner=inner), method, 2, 0)
     # Both round to float32 in other orders at each of 200 steps, which moves a loss of 4 by about
     # 200 * 2**-24 * 4 = 5e-5 if nothing cancels. One replica and two differ by 100 times as much.
-    assert row["held_out_loss"] == pytest.approx(_plain_loss(replicas, rate), abs=5e-5)
+    assert row["held_out_loss"] == pytest.approx(_plain_loss(replicas, rate, inner), abs=5e-5)
     assert abs(_plain_loss(1) - _plain_loss(2)) > 5e-3
     assert abs(_plain_loss(2, 0.5) - _plain_loss(2)) > 5e-3
+    assert abs(_plain_loss(2, inner="muon") - _plain_loss(2)) > 5e-3
     assert len(row["train_loss_mean_of_100_steps"]) == 2
+    assert (row["cosine_between_nodes"] is None) == (method == "synchronous")
+    assert "inner" not in TINY.settings  # as in rows that were made before there was Muon
+
+
+def test_the_agreement_of_nodes_is_the_cosine_of_what_they_change():
+    params = jax.jit(functools.partial(decoder.init, TINY.size))(jax.random.key(0))
+    state = params, TINY.tx().init(params)
+    nodes = local_steps._agreement(TINY, 1.0)
+    both = jax.tree.map(lambda x: jax.numpy.stack([x, x]), state)
+    tokens = np.random.default_rng(0).integers(0, 256, (3, 4, 9)).astype(np.int32)
+    ends = [jax.tree.leaves(_plain(part, state)[0]) for part in np.split(tokens, 2, axis=1)]
+    starts = jax.tree.leaves(params)
+    a, b = (
+        np.concatenate([np.ravel(x - y) for x, y in zip(end, starts, strict=True)]).astype(float)
+        for end in ends
+    )
+    expected = a @ b / np.sqrt((a @ a) * (b @ b))
+    assert 0.01 < expected < 0.99
+    # Changes are float32 differences of parameters of up to 1, at the start of the warm-up.
+    assert float(nodes(*both, tokens)) == pytest.approx(expected, abs=1e-3)
+    same = np.concatenate([tokens[:, :2]] * 2, axis=1)
+    assert float(nodes(*both, same)) == pytest.approx(1, abs=1e-5)
 
 
 def _row(method: str, nodes: int, seed: int, loss: float | None) -> dict[str, Any]:
@@ -93,8 +122,19 @@ def test_methods_are_compared_seed_by_seed():
     assert found["synchronous", 2].percent == {1: 0.0, 2: 0.0}
     cells = [column._cells for column in summary.table(list(found.values())).columns]
     assert list(zip(*cells, strict=True))[1] == (
-        "diloco30", "8", "2.9900", "+0.00%", "-1.00 .. +1.00", "2",
+        "diloco30", "8", "2.9900", "+0.00%", "-1.00 .. +1.00", "+0.00%", "2",
     )  # fmt: skip
+
+
+def test_the_best_synchronous_run_on_the_same_tokens_is_shown_too():
+    rows = [_row("synchronous", 2, 1, 2.0), _row("diloco30", 8, 1, 2.02)]
+    other = dataclasses.replace(TINY, inner="muon", learning_rate=0.02).settings
+    better = {"results": {**_row("synchronous", 2, 1, 1.6)["results"], "settings": other}}
+    (_, found) = summary.summarize(rows, (1,), [*rows, better])
+    assert found.percent == pytest.approx({1: 1.0})
+    assert found.over_best == pytest.approx({1: 26.25})
+    assert TINY.has_tokens_of(other)
+    assert not TINY.has_tokens_of(dataclasses.replace(TINY, rows=16).settings)
 
 
 def test_every_curve_is_of_methods_that_there_are_and_is_drawn(tmp_path, monkeypatch):
