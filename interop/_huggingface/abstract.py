@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from flax import nnx
 
 from jaxzero.models import ShapesOnly
@@ -15,4 +16,16 @@ def abstract_model(make: Callable[[Any], nnx.Module], *, scanned: bool) -> tuple
         make: makes the model, given its `nnx.Rngs`.
         scanned: whether its layers are stacked, for which it splits the `nnx.Rngs`.
     """
-    return nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0) if scanned else ShapesOnly())))
+    if scanned:
+        return nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    graphs = []
+
+    def parameters() -> (
+        Any
+    ):  # split while it is traced: `nnx.eval_shape` walks the model twice more
+        graph, state = nnx.split(make(ShapesOnly()))
+        graphs.append(graph)
+        return state
+
+    state = jax.eval_shape(parameters)
+    return graphs[0], state

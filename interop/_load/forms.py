@@ -101,6 +101,11 @@ class TorchSave(CheckpointForm):
     def open(
         self, path: Path, *, key: str | None = None, records: Collection[str] = ()
     ) -> Checkpoint:
+        if path.is_file() and (path.name == METADATA or path.suffix == ".distcp"):
+            raise ValueError(
+                f"{str(path)!r} is one file of a directory that torch.distributed.checkpoint wrote."
+                f" Give the directory, {str(path.parent)!r}."
+            )
         if path.is_file():
             return open_torch_file(path, key, records)
         _refuse_key("torch.save in parts", path, key)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,7 +32,7 @@ from .._mesh import (
 )
 from .._sharding import LeafSpec, StoredArray, TreePlan, pad, unpad
 from .host_memory import in_parts
-from .transfers import InTransfer, Transfers, finished, put_copies
+from .transfers import InTransfer, Placed, Transfers, copy_slices, finished
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
@@ -135,7 +137,7 @@ def unpad_leaf(leaf: LeafSpec, x: Any) -> Any:
 
 def place(
     leaf: LeafSpec, source: Any, mesh: Mesh, axes: tuple[str, ...], transfers: Transfers
-) -> jax.Array | InTransfer:
+) -> Placed:
     """Shard one array over the mesh, in stored form.
 
     Only the slices that this process's devices own are read from `source`. If it has a method
@@ -196,18 +198,15 @@ def _place_slices(
 
 def _place_map(
     leaf: LeafSpec, source: Any, sharding: NamedSharding, transfers: Transfers
-) -> InTransfer:
+) -> concurrent.futures.Future[jax.Array]:
     # All slices from one map. Columns of a matrix are on all of its pages, and a map for each
     # device takes page faults for each; that took longer than transposing them.
-    def move() -> list[jax.Array]:
-        whole = source.borrow((slice(None),) * len(leaf.shape))
-        data, targets = [], []
-        for index, devices in _targets(leaf, sharding):
-            data += [_padded_slice(leaf, whole.__getitem__, index)] * len(devices)
-            targets += devices
-        return put_copies(data, targets)
+    def move() -> jax.Array:
+        whole = transfers.spread_rows(source.borrow((slice(None),) * len(leaf.shape)))
+        get = functools.partial(_padded_slice, leaf, whole.__getitem__)
+        return copy_slices(leaf.stored_shape, sharding, get)
 
-    return InTransfer(leaf.stored_shape, sharding, [transfers.run(move)])
+    return transfers.run(move)
 
 
 def _targets(

@@ -9,18 +9,24 @@ of files: a thread then moves all slices of an array without waiting for another
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 import types
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from .._raw import raw
 from .._without_gc import without_gc
 
+T = TypeVar("T")
+
 _THREADS = 2
+_SCRATCH_BYTES = 2**25  # of each thread
+_CACHE_PERIOD = 2**12  # addresses this far apart share a set of a processor's first cache
+_CACHE_LINE = 64
 
 
 class InTransfer(NamedTuple):
@@ -39,8 +45,13 @@ class InTransfer(NamedTuple):
         )
 
 
-def finished(placed: jax.Array | InTransfer) -> jax.Array:
+Placed = jax.Array | InTransfer | concurrent.futures.Future[jax.Array]
+
+
+def finished(placed: Placed) -> jax.Array:
     """The array, after its transfer."""
+    if isinstance(placed, concurrent.futures.Future):
+        return placed.result()
     return placed.array() if isinstance(placed, InTransfer) else placed
 
 
@@ -54,7 +65,8 @@ class Transfers:
 
     def __init__(self):
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "transfer")
-        self._running: set[concurrent.futures.Future[list[jax.Array]]] = set()
+        self._running: set[concurrent.futures.Future[Any]] = set()
+        self._scratch = threading.local()
         self._no_gc = without_gc()
 
     def __enter__(self) -> Transfers:
@@ -93,16 +105,69 @@ class Transfers:
             return done
         return self.run(lambda: put_copies([data] * len(targets), targets))
 
-    def run(
-        self, move: Callable[[], list[jax.Array]]
-    ) -> concurrent.futures.Future[list[jax.Array]]:
-        """Let a thread read arrays and `put_copies` them, after what was begun before.
+    def run(self, move: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Let a thread read arrays and copy them to devices, after what was begun before.
 
         It waits for no room: `move` holds memory only while it runs.
         """
         running = self._threads.submit(move)
         self._running.add(running)
         return running
+
+    def spread_rows(self, data: np.ndarray) -> np.ndarray:
+        """Copy a transposed matrix whose rows in memory collide in the cache to rows that do not.
+
+        A transpose reads a few bytes of many rows at once. If rows are a multiple of 4096 bytes
+        apart, these share one set of the cache, and each is fetched again for the next few bytes:
+        that takes longer than a copy with rows further apart. Other arrays are returned unchanged,
+        and so are large ones.
+
+        The copy is in memory of the calling thread, which its next call overwrites.
+        """
+        itemsize = data.dtype.itemsize
+        if data.ndim != 2 or data.strides[0] != itemsize or data.strides[1] % _CACHE_PERIOD:
+            return data
+        num_columns, num_rows = data.shape
+        row_bytes = num_columns * itemsize + _CACHE_LINE
+        if num_columns == 1 or num_rows * row_bytes > _SCRATCH_BYTES:
+            return data
+        if not hasattr(self._scratch, "memory"):
+            self._scratch.memory = np.empty(_SCRATCH_BYTES, np.uint8)
+        memory = self._scratch.memory[: num_rows * row_bytes].reshape(num_rows, row_bytes)
+        copy = memory[:, : num_columns * itemsize].view(data.dtype).T
+        raw(copy)[...] = raw(data)
+        return copy
+
+
+def copy_slices(
+    shape: tuple[int, ...],
+    sharding: NamedSharding,
+    get: Callable[[tuple[slice, ...]], np.ndarray],
+) -> jax.Array:
+    """Make a global array of host arrays, and wait for it; it shares no memory with them.
+
+    JAX is called once for all shards: for arrays of a few MB, calls take as long as their copies.
+
+    Args:
+        shape: of the global array.
+        sharding: its sharding.
+        get: returns a slice of it; it is called once for each different slice.
+    """
+    held: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
+
+    def slice_of(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        bounds = tuple(each.indices(n) for each, n in zip(index, shape, strict=True))
+        if bounds not in held:
+            held[bounds] = get(index)
+        return held[bounds]
+
+    made = jax.make_array_from_callback(shape, sharding, slice_of)
+    made.block_until_ready()
+    if not any(x.flags.c_contiguous for x in held.values()):
+        return made  # only such arrays are used in place
+    copies = [_apart(shard.data, slice_of(shard.index)) for shard in made.addressable_shards]
+    return jax.make_array_from_single_device_arrays(shape, sharding, jax.block_until_ready(copies))
 
 
 def put_copies(data: list[np.ndarray], targets: list[SingleDeviceSharding]) -> list[jax.Array]:
@@ -112,8 +177,12 @@ def put_copies(data: list[np.ndarray], targets: list[SingleDeviceSharding]) -> l
     would change with the file.
     """
     moved = jax.block_until_ready(jax.device_put(data, targets))
-    for i, (x, target) in enumerate(zip(data, targets, strict=True)):
-        (device,) = target.device_set
-        if device.platform == "cpu" and moved[i].unsafe_buffer_pointer() == x.ctypes.data:
-            moved[i] = jax.device_put(raw(x).copy().view(x.dtype), target)
-    return jax.block_until_ready(moved)
+    return jax.block_until_ready([_apart(x, y) for x, y in zip(moved, data, strict=True)])
+
+
+def _apart(moved: Any, data: np.ndarray) -> jax.Array:
+    """The array on one device that was made of `data`, in memory of its own."""
+    (device,) = moved.devices()
+    if device.platform != "cpu" or moved.unsafe_buffer_pointer() != data.ctypes.data:
+        return moved
+    return jax.device_put(raw(data).copy().view(data.dtype), moved.sharding)

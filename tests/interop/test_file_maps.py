@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 import jaxzero as jz
 from jaxzero import interop
+from jaxzero._zero.transfers import Transfers
 from jaxzero.interop import FileTensor
 
 SHAPE = (512, 256)  # large enough to be mapped
@@ -97,6 +98,35 @@ def test_one_map_serves_all_devices(tmp_path: Path, monkeypatch, dtype, axis_typ
     }
     for name, array in wanted.items():
         np.testing.assert_array_equal(loaded[name], array, strict=True)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int8])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_rows_that_collide_in_the_cache(tmp_path: Path, dtype, nodes: int):
+    """Each thread copies such matrices to the same memory, one after another."""
+    columns = 4096 // np.dtype(dtype).itemsize
+    random = np.random.default_rng(0)
+    arrays = {
+        str(i): random.integers(-99, 99, (rows, factor * columns)).astype(dtype)
+        for i, (rows, factor) in enumerate([(48, 1), (33, 2), (64, 1), (1, 3), (5, 2)] * 5)
+    }
+    save_file(arrays, tmp_path / "x.safetensors")
+    tensors = interop.tensors_in(tmp_path / "x.safetensors")
+    zero = jz.Zero(jz.make_mesh(nodes=nodes))
+    loaded = zero.unshard(zero.shard({k: x.transpose() for k, x in tensors.items()}))
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(loaded[name], array.T, strict=True)
+
+
+def test_which_arrays_are_copied_to_rows_further_apart():
+    with Transfers() as transfers:
+        square = np.arange(32 * 2048, dtype=np.uint16).reshape(32, 2048)
+        copy = transfers.spread_rows(square.T)
+        np.testing.assert_array_equal(copy, square.T, strict=True)
+        assert copy.strides == (2, 4096 + 64)
+        column, large = square[:, :1].T, np.empty((2**13, 2**12), np.uint8).T
+        for kept in (square, square[:, :2000].copy().T, square[0], column, large):
+            assert transfers.spread_rows(kept) is kept
 
 
 def test_which_tensors_are_borrowed_without_a_copy(written):

@@ -114,6 +114,13 @@ def test_other_archives(tmp_path: Path):
     (tmp_path / "old.bin").write_bytes(b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
     with pytest.raises(ValueError, match=r"old\.bin' is not a zip archive.*PyTorch 1\.6"):
         interop.open_checkpoint(tmp_path / "old.bin")
+    for name in (".metadata", "__0_0.distcp"):
+        (tmp_path / "dcp").mkdir(exist_ok=True)
+        (tmp_path / "dcp" / name).write_bytes(b"")
+        with pytest.raises(
+            ValueError, match=rf"{name}' is one file .* Give the directory, .*/dcp'"
+        ):
+            interop.open_checkpoint(tmp_path / "dcp" / name)
     with pytest.raises(ValueError, match="nowhere' is neither a file nor a directory"):
         interop.open_checkpoint(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="holds no checkpoint that is known"):

@@ -145,19 +145,23 @@ def test_files_are_read_once_and_devices_get_their_slices(
 ):
     sizes: dict[str, list[int]] = {}
     moved: list[int] = []
-    read_box, put_copies = FileTensor._read_box, placement.put_copies
+    read_box, copy_slices = FileTensor._read_box, placement.copy_slices
 
     def counted(self, box):
         array = read_box(self, box)
         sizes.setdefault(self.name, []).append(array.size)
         return array
 
-    def watched(data, targets):
-        moved.extend(array.size for array in data)
-        return put_copies(data, targets)
+    def watched(shape, sharding, get):
+        def slice_of(index):
+            array = get(index)
+            moved.append(array.size)
+            return array
+
+        return copy_slices(shape, sharding, slice_of)
 
     monkeypatch.setattr(FileTensor, "_read_box", counted)
-    monkeypatch.setattr(placement, "put_copies", watched)
+    monkeypatch.setattr(placement, "copy_slices", watched)
     zero = jz.Zero(jz.make_mesh(nodes=2))
     params = zero.shard(interop.load_encoder(checkpoint).params)
     for name, shape in tiny_checkpoint.shapes().items():
