@@ -20,9 +20,8 @@ def abstract_model(make: Callable[[Any], nnx.Module], *, scanned: bool) -> tuple
         return nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     graphs = []
 
-    def parameters() -> (
-        Any
-    ):  # split while it is traced: `nnx.eval_shape` walks the model twice more
+    # Split while it is traced: `nnx.eval_shape` walks the model twice more.
+    def parameters() -> Any:
         graph, state = nnx.split(make(ShapesOnly()))
         graphs.append(graph)
         return state
