@@ -117,8 +117,9 @@ class DeferredGradients:
     def take_final(self, outputs: list[Any]) -> dict[int, Array]:
         """Take, out of an iteration's outputs, the gradients for host memory that are not deferred.
 
-        Those of leaves that the loop updates are taken too, and means take the places of sums. The loop must not stack them itself:
-        JAX 0.10 writes a stack in host memory in the wrong order where the loop is reversed.
+        Those of leaves that the loop updates are taken too. The loop must not stack them itself:
+        JAX 0.10 writes a stack in host memory in the wrong order where the loop is reversed. Sums
+        of gradients that the loop stacks on the device become means.
         """
         final = {}
         for number in self._plan.means:

@@ -155,10 +155,8 @@ def _mean(
     if x is None:
         return None, error, None
     leaf, residual = target.leaf, None
-    if in_host(x):
+    if target.is_mean or in_host(x):
         return x, None, None
-    if target.is_mean:
-        return x.astype(leaf.dtype), None, None
     if not target.in_node_only:
         x = x / total.astype(x.dtype)
         half_sum = jax.tree.map(lambda part: part / total.astype(part.dtype), half_sum)

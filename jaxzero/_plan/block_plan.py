@@ -114,6 +114,8 @@ class BlockPlan:
     # At the top level, outputs that loops have divided: their indices (`LoopPlan.means`).
     mean_outputs: frozenset[int] = frozenset()
     last_forward: int | None = None  # the last operation of forward; None in a loop's body
+    # The first costly operation of backward, and a value that it reads: the loss is known before.
+    loss_before: tuple[int, Value] | None = None
     # In a loop's body, when the deferred gradients of the last iteration are reduced over their
     # first axis: before an operation, and before anything reads a value. None: at any time.
     reduce_early: tuple[int, Value] | None = None
