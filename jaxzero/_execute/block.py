@@ -142,6 +142,8 @@ class BlockRunner:
                 self._gather(index)
                 if index == early and reduce_early is not None:
                     reduce_early(functools.partial(self.pin, tie))
+                if plan.loss_before and index == plan.loss_before[0]:
+                    self._finish_loss(plan.loss_before[1])
                 if index < len(block.operations):
                     self._run(index, block.operations[index])
                     self.weights.drop(index)
@@ -205,6 +207,12 @@ class BlockRunner:
             return arrays
         arrays, self.env[value] = lax.optimization_barrier((arrays, self.env[value]))
         return arrays
+
+    def _finish_loss(self, value: Value) -> None:
+        """Compute the loss before the first reader of `value`."""
+        loss = self.plan.block.outputs[0]
+        if isinstance(loss, Value) and loss in self.env:
+            (self.env[loss],) = self.pin(value, [self.env[loss]])
 
     def tie_loop(self, carry: list[Any]) -> list[Any]:
         """Return a loop's initial carry, available only once buckets are reduced one axis further.

@@ -118,9 +118,12 @@ class DeferredGradients:
         """Take, out of an iteration's outputs, the gradients for host memory that are not deferred.
 
         Those of leaves that the loop updates are taken too. The loop must not stack them itself:
-        JAX 0.10 writes a stack in host memory in the wrong order where the loop is reversed.
+        JAX 0.10 writes a stack in host memory in the wrong order where the loop is reversed. Sums
+        of gradients that the loop stacks on the device become means.
         """
         final = {}
+        for number in self._plan.means:
+            outputs[number] = self._finished(number, outputs[number])
         for number in (*self._plan.host_gradients, *self._plan.updates):
             if outputs[number] is not None:
                 final[number], outputs[number] = self._finished(number, outputs[number]), None
@@ -264,11 +267,13 @@ class DeferredGradients:
         return {**stacks, **{number: x.stacks for number, x in updated.items()}}
 
     def _finished(self, number: int, x: Any) -> Any:
-        """Output `number` of an iteration; a gradient for host memory as its mean, and there."""
+        """Output `number` of an iteration; a final gradient as its mean, and where it belongs."""
         num_devices = self._gradients.comm.num_devices
         if x is not None and number in self._plan.updates:
             dtype = self._updates.leaves[number].stacks[0].dtype
             return mean_of_one_microbatch(x, dtype, num_devices)
+        if x is not None and number in self._plan.means:
+            return mean_of_one_microbatch(x, self._plan.means[number].dtype, num_devices)
         leaf = self._plan.host_gradients.get(number)
         if leaf is None or x is None:
             return x

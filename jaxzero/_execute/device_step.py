@@ -139,7 +139,10 @@ def run_on_device(
 
     first = functools.partial(run, program.top)
     later = functools.partial(run, program.later or program.top)
-    sums, others = accumulate(later, inputs, specs, microbatches, first if runs_first else None)
+    divided = {i for i, target in enumerate(program.targets) if target.is_mean}
+    sums, others = accumulate(
+        later, inputs, specs, microbatches, first if runs_first else None, divided
+    )
     plan = _plan_of_step(program, sources, microbatches, comm)
     if shapes[0] is None:
         return Result(None, [], others, wire_state, plan)

@@ -12,6 +12,7 @@ from .._collectives import repeated
 from .._mesh import in_host
 from .gathers import Bind
 from .loop_layers import LoopLayers, Prologue, Runner
+from .mean_gradients import mean_of_one_microbatch
 from .pipelined_loop import PipelinedLoop
 
 
@@ -41,6 +42,9 @@ def _run_plain(
         fetched = layers.host.fetch(layers.layer_index(iteration), 0)
         inside = layers.inside(layers.constants_from | scanned | fetched)
         outputs = inside.run([*constants, *carry, *stacks], uses.view_outputs)
+        for number, leaf in layers.plan.means.items():
+            num_devices = layers.outer.comm.num_devices
+            outputs[number] = mean_of_one_microbatch(outputs[number], leaf.dtype, num_devices)
         # `scan` stacks only the data; codec and layout are read from the traced body.
         templates.update({x: inside.weights.sources[x] for x in layers.kept_in_iteration})
         slices = {x: templates[x].data for x in layers.kept_in_iteration}

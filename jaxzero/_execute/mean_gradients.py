@@ -46,6 +46,7 @@ class GradientTarget:
     stored: DimSharding | None  # split of the stored gradient; None if stored in full
     reduce_spec: ReduceSpec | None  # the reduction inside the program; None if there is none
     size: int  # elements of the leaf, or of one layer if the program scans it
+    is_mean: bool = False  # whether the program leaves the mean, in the dtype of the leaf
 
     @property
     def in_node_only(self) -> bool:
@@ -134,9 +135,11 @@ def host_mean(x: Array, dtype: Any, num_devices: int, name: str) -> Array:
 def mean_of_one_microbatch(x: Array, dtype: Any, num_devices: int) -> Array:
     """The mean of a gradient, as `dtype`, from its sum over all devices in one micro-batch."""
     mean = x / jnp.asarray(num_devices, x.dtype)
-    if jnp.finfo(dtype).bits < jnp.finfo(x.dtype).bits:
+    stored, summed = jnp.finfo(dtype), jnp.finfo(x.dtype)
+    if stored.bits < summed.bits and stored.nexp == summed.nexp:
         # XLA may leave out a cast to fewer bits and back; a mean that is stored has fewer bits.
-        mean = lax.reduce_precision(mean, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+        # With fewer exponents, `reduce_precision` would round subnormal numbers to zero.
+        mean = lax.reduce_precision(mean, stored.nexp, stored.nmant)
     return mean.astype(dtype)
 
 
@@ -152,7 +155,7 @@ def _mean(
     if x is None:
         return None, error, None
     leaf, residual = target.leaf, None
-    if in_host(x):  # it is the mean already
+    if target.is_mean or in_host(x):
         return x, None, None
     if not target.in_node_only:
         x = x / total.astype(x.dtype)

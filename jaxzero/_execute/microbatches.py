@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
@@ -64,6 +64,7 @@ def accumulate(
     specs: Sequence[Any],
     num: int,
     first: Run | None = None,
+    means: Container[int] = (),
 ) -> tuple[Accumulators, list[Any]]:
     """Run a program on every micro-batch, and add up its sums.
 
@@ -73,13 +74,15 @@ def accumulate(
         specs: the `PartitionSpec` of each input; those that it splits are cut into micro-batches.
         num: how many micro-batches. With one, the index is None and there is no loop.
         first: runs the first micro-batch in place of `run`, before the loop over the others.
+        means: the gradients, by index, that the program of a single micro-batch leaves as means,
+            which are returned as they are.
 
     Returns:
         The sums, and the other outputs stacked over micro-batches on a new leading dim.
     """
     if num == 1:
         sums, others = (first or run)(None, list(inputs))
-        return _widened(sums), [jnp.expand_dims(x, 0) for x in others]
+        return _widened(sums, means), [jnp.expand_dims(x, 0) for x in others]
     is_split = [split_dim(spec) is not None for spec in specs]
     rows = [
         split_microbatches(x, spec, num) if split else None
@@ -113,11 +116,16 @@ def accumulate(
     return sums, others
 
 
-def _widened(sums: Accumulators) -> Accumulators:
-    def widened(x: Array) -> Array:
-        return x if in_host(x) else x.astype(accumulator_dtype(x.dtype))  # a mean, in host memory
+def _widened(sums: Accumulators, means: Container[int] = ()) -> Accumulators:
+    """Sums in the dtype to add them up in; not those of `means`, nor means in host memory."""
 
-    return jax.tree.map(widened, sums)
+    def widened(x: Array) -> Array:
+        return x if in_host(x) else x.astype(accumulator_dtype(x.dtype))
+
+    wide = jax.tree.map(widened, sums)
+    pairs = enumerate(zip(sums.gradients, wide.gradients, strict=True))
+    gradients = [x if i in means else y for i, (x, y) in pairs]
+    return dataclasses.replace(wide, gradients=gradients)
 
 
 REDUCTIONS = ("mean", "sum", "first", "stack", "concat")

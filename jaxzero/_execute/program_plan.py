@@ -23,7 +23,7 @@ from .._plan import (
     cut_last_updates,
     find_uses,
     make_plan,
-    mark_host_gradients,
+    mark_final_gradients,
     mark_kept_slices,
     separate_ends,
     slices_kept_in_program,
@@ -138,10 +138,16 @@ def plan_program(
             top, later = later, None
     if microbatches == 1 and not comm.halves and shapes[1] is None:
         final = _final_gradients(shapes, targets, parameters)
-        stored = {
-            k: parameters.leaves[i] for k, i in final.items() if parameters.has_host_gradient(i)
-        }
-        top = mark_host_gradients(top, stored, {k: i for k, i in final.items() if i in updates})
+        top = mark_final_gradients(
+            top,
+            {k: parameters.leaves[i] for k, i in final.items()},
+            {k for k, i in final.items() if parameters.has_host_gradient(i)},
+            {k: i for k, i in final.items() if i in updates},
+        )
+        targets = [
+            dataclasses.replace(target, is_mean=k in top.mean_outputs)
+            for k, target in zip(_outputs(shapes, targets), targets, strict=True)
+        ]
         top = cut_last_updates(top)
     if comm.schedule.separate_ends:
         top, later = separate_ends(top, comm), later and separate_ends(later, comm)
@@ -293,12 +299,15 @@ def _final_gradients(
     shapes: Any, targets: Sequence[GradientTarget], parameters: Parameters
 ) -> dict[int, int]:
     """The outputs that are gradients and final once reduced, with the indices of their leaves."""
+    leaves = zip(parameters.differentiated, targets, strict=True)
+    found = zip(_outputs(shapes, targets), leaves, strict=True)
+    return {k: i for k, (i, target) in found if target.is_final}
+
+
+def _outputs(shapes: Any, targets: Sequence[GradientTarget]) -> range:
+    """The outputs of the program that are gradients, one for each target."""
     first = len(jax.tree.leaves(shapes[:2]))
-    return {
-        first + position: i
-        for position, (i, target) in enumerate(zip(parameters.differentiated, targets, strict=True))
-        if target.is_final
-    }
+    return range(first, first + len(targets))
 
 
 def _num_gather_axes(comm: CommSpec, keeps_slices: bool) -> int:

@@ -9,8 +9,8 @@ from .block_plan import BlockPlan as BlockPlan
 from .block_plan import GatherGroup as GatherGroup
 from .block_plan import LoopPlan as LoopPlan
 from .body_work import known_after as known_after
+from .final_gradients import mark_final_gradients as mark_final_gradients
 from .held_by_loops import most_held as most_held
-from .host_gradients import mark_host_gradients as mark_host_gradients
 from .hpz import mark_kept_slices as mark_kept_slices
 from .hpz import slices_kept_in_program as slices_kept_in_program
 from .lifetimes import Gather as Gather

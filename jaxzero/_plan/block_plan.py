@@ -54,6 +54,8 @@ class LoopPlan:
     window: int = 0  # how many layers ahead shards in host memory are copied to the device
     # Outputs that are stacks of gradients in host memory: their indices, and the leaves.
     host_gradients: Mapping[int, LeafSpec] = dataclasses.field(default_factory=dict)
+    # Outputs on the device that the loop divides layer by layer, so that it stacks mean gradients.
+    means: Mapping[int, LeafSpec] = dataclasses.field(default_factory=dict)
     # Outputs that are gradients of leaves which the loop updates: their indices, and the leaves'.
     updates: Mapping[int, int] = dataclasses.field(default_factory=dict)
     # The iterations that run before and after the loop, as loops of their own (`loop_ends`).
@@ -109,7 +111,11 @@ class BlockPlan:
     loops: dict[int, LoopPlan]
     # At the top level, gradients that are copied to host memory once reduced, and their leaves.
     host_gradients: Mapping[Value, LeafSpec] = dataclasses.field(default_factory=dict)
+    # At the top level, outputs that loops have divided: their indices (`LoopPlan.means`).
+    mean_outputs: frozenset[int] = frozenset()
     last_forward: int | None = None  # the last operation of forward; None in a loop's body
+    # The first costly operation of backward, and a value that it reads: the loss is known before.
+    loss_before: tuple[int, Value] | None = None
     # In a loop's body, when the deferred gradients of the last iteration are reduced over their
     # first axis: before an operation, and before anything reads a value. None: at any time.
     reduce_early: tuple[int, Value] | None = None

@@ -58,6 +58,7 @@ from .held_by_loops import limit_held, unchanged_inputs
 from .lifetimes import Gather, Live, find_gathers, find_passes
 from .param_uses import BlockUses, ShardedParam, View
 from .reduce_groups import find_reduce_groups
+from .start_of_backward import start_of_backward
 
 # Operations that take long enough for a collective to overlap with them. XLA writes their results
 # to memory anyway, so a tie to them costs nothing.
@@ -167,6 +168,7 @@ def _plan_block(
         zeros,
         loops,
         last_forward=boundary,
+        loss_before=start_of_backward(block, uses, COSTLY, gradients, boundary),
         reduce_early=peak.reduce_before,
     )
 

@@ -1,0 +1,100 @@
+"""Mark gradients that are final once reduced: nothing but a cast follows.
+
+(A cast of a reduced gradient is delayed until its mean is taken.) They are divided where they are
+reduced, which a loop does one layer in each iteration: its stack is then the gradient that the step
+returns, in the dtype of the leaf, and no stack of sums exists beside it. Those for host memory have
+to be: a host array cannot be computed with. A loop copies them one layer in each iteration, or
+updates a layer of the leaf with it. Any other gradient is divided, or copied, at the end of the
+step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+
+from .._program import Atom, Loop, Value, movable_ops
+from .._sharding import LeafSpec
+from .block_plan import BlockPlan, LoopPlan
+
+
+def mark_final_gradients(
+    plan: BlockPlan,
+    leaves: Mapping[int, LeafSpec],
+    in_host: Collection[int],
+    updates: Mapping[int, int],
+) -> BlockPlan:
+    """Mark stacks of gradients that loops at the top level make, and gradients for host memory.
+
+    Args:
+        plan: the plan of the full program.
+        leaves: the outputs of the program that are final gradients: their indices, and the leaves
+            that they belong to.
+        in_host: those of them that are copied to host memory.
+        updates: those of them whose leaves a loop may update, with the indices of these leaves.
+    """
+    makers = {
+        value: index for index, op in enumerate(plan.block.operations) for value in op.outputs
+    }
+    marked: dict[int, dict[int, int]] = {}  # by loop and output of it, the output of the program
+    values: dict[Value, LeafSpec] = {}
+    for i in leaves:
+        value = _before_casts(plan, makers, plan.block.outputs[i])
+        index = makers.get(value, -1) if isinstance(value, Value) else -1
+        is_reduced = value in plan.gradients.reduces and value not in plan.zeros
+        if i in in_host and isinstance(value, Value) and is_reduced:
+            values[value] = leaves[i]
+        if value in plan.gradients.reduces:
+            continue  # a stack that a loop makes, and that is reduced after it
+        if i in plan.gradients.at_end or index not in plan.gradients.loops:
+            continue
+        loop = plan.block.operations[index]
+        assert isinstance(loop, Loop) and isinstance(value, Value)
+        number = loop.outputs.index(value)
+        if number < loop.num_carry:
+            continue
+        if plan.loops[index].is_pipelined or not (i in in_host or i in updates):
+            marked.setdefault(index, {})[number] = i
+    loops = {
+        index: _marked(loop, marked.get(index, {}), leaves, in_host, updates)
+        for index, loop in plan.loops.items()
+    }
+    means = {i for index, loop in loops.items() for i in _outputs(marked, index, loop.means)}
+    return dataclasses.replace(
+        plan, loops=loops, host_gradients=values, mean_outputs=frozenset(means)
+    )
+
+
+def _outputs(
+    marked: Mapping[int, Mapping[int, int]], index: int, numbers: Collection[int]
+) -> list[int]:
+    """The outputs of the program that are these outputs of loop `index`."""
+    return [marked[index][number] for number in numbers]
+
+
+def _marked(
+    loop: LoopPlan,
+    outputs: Mapping[int, int],
+    leaves: Mapping[int, LeafSpec],
+    in_host: Collection[int],
+    updates: Mapping[int, int],
+) -> LoopPlan:
+    updated = {number: updates[i] for number, i in outputs.items() if i in updates}
+    others = {number: i for number, i in outputs.items() if number not in updated}
+    return dataclasses.replace(
+        loop,
+        host_gradients={number: leaves[i] for number, i in others.items() if i in in_host},
+        means={number: leaves[i] for number, i in others.items() if i not in in_host},
+        updates=updated,
+    )
+
+
+def _before_casts(plan: BlockPlan, makers: Mapping[Value, int], atom: Atom) -> Atom:
+    """The value that `atom` is a cast of, or `atom`; the casts run on reduced shards."""
+    while isinstance(atom, Value) and makers.get(atom) in plan.gradients.on_shards:
+        operation = plan.block.operations[makers[atom]]
+        source = operation.source
+        if source is None or not isinstance(operation.view(), movable_ops.ConvertDtype):
+            break
+        atom = source
+    return atom
