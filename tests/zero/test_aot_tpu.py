@@ -82,7 +82,6 @@ def test_what_the_loss_is_computed_from_is_not_held_through_backward(mesh):
     probabilities = 4 * TOKENS.shape[1] * WORDS.vocabulary
     ours = _compiled("zero3", mesh, WORDS).memory_analysis().temp_size_in_bytes
     theirs = _compiled("gspmd-by-hand", mesh, WORDS).memory_analysis().temp_size_in_bytes
-    print("MEM", ours, theirs, probabilities)
     assert ours < theirs - probabilities / 2
 
 
