@@ -137,12 +137,9 @@ def run_on_device(
         zero = jnp.zeros(()) if loss is None else loss
         return Accumulators(zero, weight, gradients), others
 
-    first = functools.partial(run, program.top)
+    first = functools.partial(run, program.top) if runs_first else None
     later = functools.partial(run, program.later or program.top)
-    divided = {i for i, target in enumerate(program.targets) if target.is_mean}
-    sums, others = accumulate(
-        later, inputs, specs, microbatches, first if runs_first else None, divided
-    )
+    sums, others = accumulate(later, inputs, specs, microbatches, first, program.means)
     plan = _plan_of_step(program, sources, microbatches, comm)
     if shapes[0] is None:
         return Result(None, [], others, wire_state, plan)

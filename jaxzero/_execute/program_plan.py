@@ -81,6 +81,11 @@ class ProgramPlan:
     depths: dict[int, int]
     targets: list[GradientTarget]
 
+    @property
+    def means(self) -> frozenset[int]:
+        """The gradients, by index of the target, that the program leaves as means."""
+        return frozenset(i for i, target in enumerate(self.targets) if target.is_mean)
+
 
 def plan_program(
     block: Block,
@@ -137,17 +142,7 @@ def plan_program(
         if not slices_kept_in_program(top):
             top, later = later, None
     if microbatches == 1 and not comm.halves and shapes[1] is None:
-        final = _final_gradients(shapes, targets, parameters)
-        top = mark_final_gradients(
-            top,
-            {k: parameters.leaves[i] for k, i in final.items()},
-            {k for k, i in final.items() if parameters.has_host_gradient(i)},
-            {k: i for k, i in final.items() if i in updates},
-        )
-        targets = [
-            dataclasses.replace(target, is_mean=k in top.mean_outputs)
-            for k, target in zip(_outputs(shapes, targets), targets, strict=True)
-        ]
+        top, targets = _with_means(top, shapes, targets, parameters, updates)
         top = cut_last_updates(top)
     if comm.schedule.separate_ends:
         top, later = separate_ends(top, comm), later and separate_ends(later, comm)
@@ -293,6 +288,26 @@ def _reduce_specs(shapes: Any, targets: Sequence[GradientTarget]) -> list[Reduce
         *[target.reduce_spec for target in targets],
         *[None] * len(others),
     ]
+
+
+def _with_means(
+    top: BlockPlan,
+    shapes: Any,
+    targets: Sequence[GradientTarget],
+    parameters: Parameters,
+    updates: Collection[int],
+) -> tuple[BlockPlan, list[GradientTarget]]:
+    """Mark the gradients that are final once reduced, in the plan and in their targets."""
+    final = _final_gradients(shapes, targets, parameters)
+    top = mark_final_gradients(
+        top,
+        {k: parameters.leaves[i] for k, i in final.items()},
+        {k for k, i in final.items() if parameters.has_host_gradient(i)},
+        {k: i for k, i in final.items() if i in updates},
+    )
+    pairs = zip(_outputs(shapes, targets), targets, strict=True)
+    means = top.mean_outputs
+    return top, [dataclasses.replace(target, is_mean=k in means) for k, target in pairs]
 
 
 def _final_gradients(
