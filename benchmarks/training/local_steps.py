@@ -189,7 +189,7 @@ class Study:
         return all(own[name] == settings[name] for name in ("steps", "rows", "size"))
 
     def tx(self, rate: float = 1.0) -> optax.GradientTransformation:
-        """The optimizer of synchronous training, or of nodes that take `rate` times its rate."""
+        """The optimizer, with `rate` times the learning rate of the study."""
         return optimizer(rate * self.learning_rate, self.steps, inner=self.inner)
 
 
@@ -269,7 +269,7 @@ def _train(run: Callable, state: Any, tokens: np.ndarray, every: int) -> tuple[A
 
 @functools.cache
 def _agreement(study: Study, rate: float) -> Callable:
-    """The mean cosine between what two nodes change in a round.
+    """The mean cosine between the changes of two nodes' parameters in a round.
 
     The result takes the parameters and optimizer states of all nodes and the tokens of a round.
     """
@@ -311,18 +311,14 @@ def _run(study: Study, method: str, nodes: int, seed: int) -> dict[str, Any]:
         state, every = rounds.init(params, opt_state), settings.local.every
     half = len(tokens) // every // 2 * every
     state, rest = _train(run, state, tokens[:half], every)
-    agreement = in_round = None
+    cosine = None
     if settings is not None:
-        agreement = _agreement(study, settings.rate)(
-            state.params, state.opt_state, tokens[half : half + every]
-        )
-        agreement = rounded(agreement)
+        agreement = _agreement(study, settings.rate)
+        cosine = rounded(agreement(state.params, state.opt_state, tokens[half : half + every]))
     state, last = _train(run, state, tokens[half:], every)
     rest = np.concatenate([rest, last])
     mean = state[0] if settings is None else rounds.mean(state)
     parts = held_out_losses(study.size, corpus, zero.unshard(mean))
-    if settings is not None:
-        in_round = [rounded(x) for x in last.reshape(-1, every).mean(0)[[0, -1]]]
     curve = np.concatenate([curve, rest]).reshape(-1, _STEPS_PER_CALL).mean(1)
     return {
         "method": method,
@@ -332,8 +328,12 @@ def _run(study: Study, method: str, nodes: int, seed: int) -> dict[str, Any]:
         "method_settings": None if settings is None else _described(settings),
         "held_out_loss": rounded(parts.mean()),
         "held_out_loss_of_parts": [rounded(loss) for loss in parts],
-        "cosine_between_nodes": agreement,
-        "train_loss_of_first_and_last_step_of_a_round": in_round,
+        "cosine_between_nodes": cosine,
+        "train_loss_of_first_and_last_step_of_a_round": (
+            None
+            if settings is None
+            else [rounded(loss) for loss in last.reshape(-1, every).mean(0)[[0, -1]]]
+        ),
         f"train_loss_mean_of_{_STEPS_PER_CALL}_steps": [rounded(loss) for loss in curve],
         "seconds": round(time.perf_counter() - start, 1),
     }

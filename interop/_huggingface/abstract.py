@@ -16,13 +16,11 @@ def abstract_model(make: Callable[[Any], nnx.Module], *, scanned: bool) -> tuple
         make: makes the model, given its `nnx.Rngs`.
         scanned: whether its layers are stacked, for which it splits the `nnx.Rngs`.
     """
-    if scanned:
-        return nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     graphs = []
 
     # Split while it is traced: `nnx.eval_shape` walks the model twice more.
     def parameters() -> Any:
-        graph, state = nnx.split(make(ShapesOnly()))
+        graph, state = nnx.split(make(nnx.Rngs(0) if scanned else ShapesOnly()))
         graphs.append(graph)
         return state
 

@@ -61,11 +61,17 @@ class DistributedCheckpoint(CheckpointForm):
     name = "torch.distributed.checkpoint"
 
     def recognizes(self, path: Path) -> bool:
-        return (path / METADATA).is_file()
+        is_part = path.name == METADATA or path.suffix == ".distcp"
+        return (path / METADATA).is_file() or (path.is_file() and is_part)
 
     def open(
         self, path: Path, *, key: str | None = None, records: Collection[str] = ()
     ) -> Checkpoint:
+        if path.is_file():
+            raise ValueError(
+                f"{str(path)!r} is one file of a directory that torch.distributed.checkpoint wrote."
+                f" Give the directory, {str(path.parent)!r}."
+            )
         _refuse_key(self.name, path, key)
         with laid_out_as(self.name, path):
             return open_dcp(path)
@@ -101,11 +107,6 @@ class TorchSave(CheckpointForm):
     def open(
         self, path: Path, *, key: str | None = None, records: Collection[str] = ()
     ) -> Checkpoint:
-        if path.is_file() and (path.name == METADATA or path.suffix == ".distcp"):
-            raise ValueError(
-                f"{str(path)!r} is one file of a directory that torch.distributed.checkpoint wrote."
-                f" Give the directory, {str(path.parent)!r}."
-            )
         if path.is_file():
             return open_torch_file(path, key, records)
         _refuse_key("torch.save in parts", path, key)

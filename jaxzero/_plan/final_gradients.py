@@ -59,17 +59,10 @@ def mark_final_gradients(
         index: _marked(loop, marked.get(index, {}), leaves, in_host, updates)
         for index, loop in plan.loops.items()
     }
-    means = {i for index, loop in loops.items() for i in _outputs(marked, index, loop.means)}
+    means = {marked[index][number] for index, loop in loops.items() for number in loop.means}
     return dataclasses.replace(
         plan, loops=loops, host_gradients=values, mean_outputs=frozenset(means)
     )
-
-
-def _outputs(
-    marked: Mapping[int, Mapping[int, int]], index: int, numbers: Collection[int]
-) -> list[int]:
-    """The outputs of the program that are these outputs of loop `index`."""
-    return [marked[index][number] for number in numbers]
 
 
 def _marked(

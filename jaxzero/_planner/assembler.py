@@ -9,10 +9,11 @@ ones do, and write a file of one line where machine code is expected.
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
 import subprocess
 from pathlib import Path
+
+from .target import find_module
 
 _PACKAGES = ("nvidia.cu13", "nvidia.cuda_nvcc")  # of pip, for CUDA 13 and 12
 _TOOLS = ("ptxas", "nvlink")
@@ -55,10 +56,7 @@ def folder_of_cuda(folder: Path) -> Path | None:
 
 def _root() -> Path | None:
     for package in _PACKAGES:
-        try:
-            spec = importlib.util.find_spec(package)
-        except ModuleNotFoundError:
-            continue
+        spec = find_module(package)
         for place in (spec and spec.submodule_search_locations) or ():
             if all((Path(place) / "bin" / name).is_file() for name in _TOOLS):
                 return Path(place)

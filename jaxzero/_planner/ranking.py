@@ -27,7 +27,7 @@ def notes_on_best(rows: Sequence[PlanRow]) -> tuple[str, ...]:
 
 
 def _settled(search: Search) -> list[PlanRow]:
-    """All rows, where there is a compiler each with why it is not the best."""
+    """All rows; if there is a compiler, each says why it is not the best."""
     if search.compiler is None:
         return list(search.rows.values())
     fitting = [row for row in search.compiled_rows() if row.memory <= search.limit]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+from importlib.machinery import ModuleSpec
 
 from jax.experimental import topologies
 from jax.sharding import Mesh
@@ -71,7 +72,7 @@ def why_no_compiler(cluster: Cluster) -> str | None:
         return f"XLA has no compiler for {device.name} here (`Device.target` is None)"
     if device.target not in _GPUS:
         return f"`Device.target` must be one of {', '.join(_GPUS)}; it is {device.target!r}"
-    if not any(_is_there(name) for name in _PLUGINS):
+    if not any(find_module(name) for name in _PLUGINS):
         return (
             "XLA's compiler for CUDA is not installed "
             '(`pip install -e ".[aot]"` in a checkout of jaxzero)'
@@ -83,11 +84,12 @@ def why_no_compiler(cluster: Cluster) -> str | None:
     return None
 
 
-def _is_there(module: str) -> bool:
+def find_module(name: str) -> ModuleSpec | None:
+    """Where a module is; None if it, or a package that it is in, is not installed."""
     try:
-        return importlib.util.find_spec(module) is not None
+        return importlib.util.find_spec(name)
     except ModuleNotFoundError:
-        return False
+        return None
 
 
 @functools.cache
