@@ -70,7 +70,9 @@ def tensors_of(state: Mapping[str, Any], *, leaving_out: Collection[str]) -> dic
     }
 
 
-def untrained_of_stage_3(states: list[Mapping[str, Any]], directory: Path) -> dict[str, LazyTensor]:
+def untrained_of_stage_3(
+    states: Sequence[Mapping[str, Any]], directory: Path
+) -> dict[str, LazyTensor]:
     buffers = set(states[0].get("buffer_names") or ())
     others = set(states[0]["module"]) - buffers  # stage 3 stores empty tensors for parameters
     tensors = tensors_of(states[0], leaving_out=others)
