@@ -5,9 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxzero import interop
+
+from . import tiny_checkpoint
 
 DEEPSPEED = Path(__file__).resolve().parent.parent / "fixtures" / "deepspeed"
 
@@ -144,3 +147,22 @@ def test_paddings_that_are_not_one_for_each_parameter(tmp_path: Path, monkeypatc
         ValueError, match=r"optim_states\.pt' has 1 paddings for the \d+ parameters"
     ):
         list(interop.open_checkpoint(DEEPSPEED / "zero2").values())
+
+
+def test_an_export_takes_the_config_from_the_directory_of_the_run(tmp_path: Path):
+    """`latest` names a directory below, which has no `config.json` of its own."""
+    torch = pytest.importorskip("torch", reason="needs torch: it writes the checkpoint")
+    run = tiny_checkpoint.write(tmp_path / "run")
+    (run / "model.safetensors").unlink()
+    step = run / "step1"
+    for name, array in tiny_checkpoint.tensors().items():
+        (step / "zero" / name).mkdir(parents=True)
+        torch.save({"param": torch.tensor(array)}, step / "zero" / name / "fp32.pt")
+    torch.save({"module": {}}, step / "mp_rank_00_model_states.pt")
+    (run / "latest_universal").write_text("step1")
+    loaded = interop.load_encoder(run)
+    params = jax.tree.map(lambda tensor: tensor.read(), loaded.params)
+    export = interop.export_encoder(params, tmp_path / "export", source=run)
+    written = {path.relative_to(export).as_posix() for path in export.rglob("*") if path.is_file()}
+    assert {"config.json", "tokenizer.json", "1_Pooling/config.json"} <= written
+    assert interop.open_checkpoint(export).keys() == tiny_checkpoint.tensors().keys()
