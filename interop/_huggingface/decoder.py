@@ -115,7 +115,8 @@ def export_decoder(
         _abstract(config)[1],
         rules,
         directory,
-        source=checkpoint,
+        source=source,
+        checkpoint=checkpoint,
         carried=family.buffers,
     )
 

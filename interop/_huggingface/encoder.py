@@ -93,7 +93,8 @@ def export_encoder(params: Any, directory: Path | str, *, source: Path | str) ->
         _abstract(family, config)[1],
         rules,
         directory,
-        source=checkpoint,
+        source=source,
+        checkpoint=checkpoint,
         carried=family.carried,
     )
 

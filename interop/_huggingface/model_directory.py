@@ -56,7 +56,8 @@ def save_params(
     rules: Iterable[Rule],
     directory: Path | str,
     *,
-    source: Checkpoint,
+    source: Path | str,
+    checkpoint: Checkpoint,
     carried: Iterable[str],
 ) -> Path:
     """Write parameters, and copy the config and tokenizer of `source`: inverse of `load_params`.
@@ -66,18 +67,20 @@ def save_params(
         abstract: shapes of the model's parameters.
         rules: rules of the model family.
         directory: where to write.
-        source: the checkpoint that was loaded.
-        carried: patterns (with `*`) for names of tensors that are copied from `source`, if they
-            are not parameters.
+        source: the directory that was loaded. DeepSpeed's `checkpoint.path` is that of a step in
+            it, which has no config.
+        checkpoint: the checkpoint in it.
+        carried: patterns (with `*`) for names of tensors that are copied from `checkpoint`, if
+            they are not parameters.
 
     Raises:
         ValueError: `params` and `abstract` differ, or `directory` is `source`.
     """
     tensors = tensors_from(params, rules, like=abstract)
-    for name, held in source.items():
+    for name, held in checkpoint.items():
         if name not in tensors and any(fnmatch.fnmatchcase(name, pattern) for pattern in carried):
             tensors[name] = held
-    return save_tensors(tensors, directory, source=source.path)
+    return save_tensors(tensors, directory, source=source)
 
 
 def is_stacked(params: Any) -> bool:

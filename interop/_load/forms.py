@@ -10,12 +10,13 @@ from pathlib import Path
 
 from jaxzero.interop._safetensors import INDEX as SAFETENSORS_INDEX
 from jaxzero.interop._safetensors import SINGLE, tensors_in
-from jaxzero.interop._tensors import Checkpoint, laid_out_as
+from jaxzero.interop._tensors import Checkpoint, by_plain_name, laid_out_as
 from jaxzero.interop._torch import (
     INDEX,
     METADATA,
     WEIGHTS,
     is_deepspeed,
+    is_part_of_deepspeed,
     open_dcp,
     open_deepspeed,
     open_torch_file,
@@ -72,9 +73,8 @@ class DistributedCheckpoint(CheckpointForm):
                 f"{str(path)!r} is one file of a directory that torch.distributed.checkpoint wrote."
                 f" Give the directory, {str(path.parent)!r}."
             )
-        _refuse_key(self.name, path, key)
         with laid_out_as(self.name, path):
-            return open_dcp(path)
+            return open_dcp(path, key)
 
 
 class DeepSpeed(CheckpointForm):
@@ -107,6 +107,11 @@ class TorchSave(CheckpointForm):
     def open(
         self, path: Path, *, key: str | None = None, records: Collection[str] = ()
     ) -> Checkpoint:
+        if path.is_file() and is_part_of_deepspeed(path):
+            raise ValueError(
+                f"{str(path)!r} is one file of a checkpoint of DeepSpeed, and holds a part of each "
+                f"tensor. Give the directory, {str(path.parent)!r}."
+            )
         if path.is_file():
             return open_torch_file(path, key, records)
         _refuse_key("torch.save in parts", path, key)
@@ -127,7 +132,8 @@ class Safetensors(CheckpointForm):
         self, path: Path, *, key: str | None = None, records: Collection[str] = ()
     ) -> Checkpoint:
         _refuse_key(self.name, path, key)
-        return Checkpoint(path=path, form=self.name, tensors=tensors_in(path))
+        tensors = by_plain_name(tensors_in(path), repr(str(path)))
+        return Checkpoint(path=path, form=self.name, tensors=tensors)
 
 
 def _refuse_key(form: str, path: Path, key: str | None) -> None:

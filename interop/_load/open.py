@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from jaxzero._text import first_names
 from jaxzero.interop._tensors import Checkpoint
 from jaxzero.interop._torch import METADATA, WEIGHTS
 
@@ -25,15 +26,17 @@ def open_checkpoint(
 
     Args:
         path: a file or a directory: for DeepSpeed the one with `latest`, or that of a step.
-        key: the model's state dict, where a file of `torch.save` holds several.
+        key: dotted path of the model's state dict, where a file of `torch.save`, or a distributed
+            checkpoint, holds several.
         records: classes, such as "my_package.Config", that a pickle may name. They are not
             imported: what is kept of such an object is never used.
         forms: forms of your own, tried before those above. `register_checkpoint_form` adds one for
             every call.
 
     Returns:
-        The tensors by name. DeepSpeed's are the float32 ones that the optimizer updates.
-        `checkpoint.adam()` gives the state of Adam, where there is one.
+        The tensors by name, without the components that `torch.compile`, FSDP and activation
+        checkpointing add (`_orig_mod` and others). DeepSpeed's are the float32 ones that the
+        optimizer updates. `checkpoint.adam()` gives the state of Adam, where there is one.
 
     Raises:
         ValueError: there is no checkpoint, or it is incomplete, broken, or would run code, or
@@ -53,11 +56,23 @@ def open_checkpoint(
     for form in (*forms, *known_forms()):
         if form.recognizes(path):
             return _opened(form, path, key, records)
+    inside = [each.name for each in sorted(path.iterdir()) if _is_checkpoint(each)]
     raise ValueError(
         f"{str(path)!r} holds no checkpoint that is known: no safetensors, no {WEIGHTS}, no "
-        f"{METADATA} of torch.distributed.checkpoint, no `latest` of DeepSpeed. Give the directory "
-        "that holds one of them, or a file."
+        f"{METADATA} of torch.distributed.checkpoint, no `latest` of DeepSpeed. "
+        + (
+            f"Give one of the directories in it that are checkpoints: {first_names(inside)}."
+            if inside
+            else "Give the directory that holds one of them, or a file."
+        )
     )
+
+
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        return path.is_dir() and any(form.recognizes(path) for form in known_forms())
+    except OSError:  # it cannot be listed
+        return False
 
 
 def _opened(

@@ -20,6 +20,10 @@ from .steps import run, run_back
 _NAME_EVERY_TENSOR = (
     "The rules must name every tensor; list tensors that are not parameters in `ignore`."
 )
+_RENAME = (
+    "write it in the rules, or save a copy with `interop.save_tensors({name.removeprefix(...): "
+    "tensor for name, tensor in interop.open_checkpoint(...).items()}, directory)`."
+)
 
 
 def to_theirs(rules: Iterable[Rule], ours: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -113,10 +117,20 @@ def check_names(
         for name in given - wanted
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore)
     )
+    if missing and (prefix := _prefix(missing, unknown)):
+        remedy = f"It has these names with {shown(prefix)} before them: {_RENAME}"
     found = [f"lacks {first_names(missing)}"] if missing else []
     found += [f"holds unknown {first_names(unknown)}"] if unknown else []
     if found:
         raise ValueError(f"The checkpoint {where} {' and '.join(found)}. {remedy}")
+
+
+def _prefix(missing: list[str], unknown: list[str]) -> str:
+    """Return what stands before all missing names among the unknown ones; "" if nothing does."""
+    ends = [name for name in unknown if name.endswith(f".{missing[0]}")]
+    prefixes = (name.removesuffix(missing[0]) for name in ends)
+    unknown_names = set(unknown)
+    return next((p for p in prefixes if unknown_names.issuperset(p + x for x in missing)), "")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ is parsed here. The library accepts every header that is accepted here.
 import collections
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +43,8 @@ DTYPES: dict[str, np.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _RANK = {name: rank for rank, name in enumerate(DTYPES)}
 _METADATA = "__metadata__"  # an entry that is not a tensor
+_SHARDS, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # in the metadata; of each tensor
+_SHARD = re.compile(r"shard-\d+-")
 _MAX_HEADER_BYTES = 100_000_000  # limit of the library
 _ALIGNMENT = 8  # of the first tensor, in bytes
 _ZIP = b"PK\x03\x04"  # the first bytes of an archive
@@ -76,9 +79,11 @@ def read_header(file: Path) -> list[Entry]:
                 )
             raise _broken(file, f"its {size} bytes do not hold the {length} of its header")
         text = opened.read(length)
+    header = _parse(file, text)
+    _check_whole(file, header.get(_METADATA, {}))
     entries = [
         _entry(file, name, content, 8 + length)
-        for name, content in _parse(file, text).items()
+        for name, content in header.items()
         if name != _METADATA
     ]
     end = 8 + length
@@ -155,6 +160,26 @@ def _parse(file: Path, text: bytes) -> dict[str, Any]:
     if not isinstance(metadata, dict) or not _are(metadata.values(), str):
         raise _broken(file, "its header is no table of tensors with text for metadata")
     return header
+
+
+def _check_whole(file: Path, metadata: Mapping[str, str]) -> None:
+    """Raise if the tensors are shards of one process, as `HuggingFaceStorageWriter` can save them.
+
+    Its files that hold whole tensors have the same metadata, with offsets of 0, and other names.
+    """
+    info = metadata.get(_SHARDS)
+    if info is None:
+        return
+    try:
+        offsets = [number for each in json.loads(info).values() for number in each[_OFFSETS]]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise _broken(file, f"its `{_SHARDS}` is no table of offsets") from error
+    if any(offsets) or _SHARD.match(file.name):
+        raise ValueError(
+            f"{str(file)!r} holds the shards of one process (`{_SHARDS}`), and no whole tensors. "
+            "Put the files of all processes together with `consolidate_safetensors_files` of "
+            "torch.distributed.checkpoint, or save with `enable_consolidation=True`."
+        )
 
 
 def _entry(file: Path, name: str, content: Any, begin: int) -> Entry:

@@ -6,6 +6,7 @@ In: a path. Out: a `Checkpoint` of lazy tensors, with the moments of Adam.
 from .dcp import METADATA as METADATA
 from .dcp import open_dcp as open_dcp
 from .deepspeed import is_deepspeed as is_deepspeed
+from .deepspeed import is_part_of_deepspeed as is_part_of_deepspeed
 from .deepspeed import open_deepspeed as open_deepspeed
 from .state_dict import INDEX as INDEX
 from .state_dict import WEIGHTS as WEIGHTS

@@ -11,8 +11,7 @@ https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 import dataclasses
 import functools
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,20 +19,21 @@ import numpy as np
 
 from jaxzero._text import escaped, shown
 from jaxzero.interop._tensors import (
-    AdamMoments,
     Box,
     Checkpoint,
     LazyTensor,
     box_shape,
+    by_plain_name,
     common_box,
     slices_within,
 )
 
 from .chunk_cover import covers_exactly
+from .dcp_moments import read_moments
+from .dcp_names import model_names, paths_of, sort_tensors
 from .names import TorchDtype
 from .record import Record
 from .sizes import are_sizes
-from .state_dict import moments_of
 from .torch_file import read_torch_file
 from .unpickle import unpickle
 
@@ -96,34 +96,49 @@ class DcpTensor(LazyTensor):
         return self.opened[chunk]
 
 
-def open_dcp(directory: Path) -> Checkpoint:
+def open_dcp(directory: Path, key: str | None = None) -> Checkpoint:
     """Open a directory that `torch.distributed.checkpoint.save` wrote.
 
+    Args:
+        directory: the directory.
+        key: dotted path of the model's state dict in the dict that was saved; None to find it.
+
     Raises:
-        ValueError: a file is missing or truncated, `.metadata` refers to code, or the chunks do
-            not cover their tensors.
+        ValueError: a file is missing or truncated, `.metadata` refers to code, the chunks do
+            not cover their tensors, or nothing lies at `key`.
     """
     path = directory / METADATA
     metadata = unpickle(path.read_bytes(), repr(str(path)))
     entries = _mapping(metadata, "state_dict_metadata", path)
     places = _mapping(metadata, "storage_data", path)
-    paths = metadata.field("planner_data") or {}  # absent if the dict was not flattened
-    if not all(type(name) is str for name in entries) or not isinstance(paths, Mapping):
+    planned = metadata.field("planner_data") or {}  # absent if the dict was not flattened
+    if not all(type(name) is str for name in entries) or not isinstance(planned, Mapping):
         raise TypeError("names of tensors that are not text")
+    paths = paths_of(entries, planned)
     chunks = _chunks_of(places, directory)
     tensors: dict[str, LazyTensor] = {}
+    objects: dict[tuple[str | int, ...], Callable[[], Any]] = {}
     for name, entry in entries.items():
         if not isinstance(entry, Record) or entry.name not in (_TENSOR, _BYTES):
             raise TypeError(f"{shown(name)} is described by {shown(entry)}")
         if entry.name == _TENSOR:
             tensors[name] = _tensor(name, entry, chunks.get(name, {}), directory)
-    kept, optimizer = _sort(tensors)
-    kept = _without_prefix(kept, paths)
+        else:
+            objects[paths[name]] = functools.partial(_object, name, chunks.get(name, {}))
+    kept, states = sort_tensors(tensors, paths)
+    where = repr(str(directory))
+    trained = {name for state in states.values() for name in state}
+    names = model_names({name: paths[name] for name in kept}, trained, key, where)
+    named = by_plain_name({short: kept[full] for full, short in names.items()}, where)
     moments = None
-    if optimizer:
-        state = _with_whole_steps(optimizer, entries, chunks)
-        moments = functools.partial(_moments, state, kept, str(directory))
-    return Checkpoint(path=directory, form="torch DCP", tensors=kept, moments=moments)
+    if any("exp_avg" in held for state in states.values() for held in state.values()):
+        moments = functools.partial(read_moments, states, objects, named, str(directory))
+    return Checkpoint(path=directory, form="torch DCP", tensors=named, moments=moments)
+
+
+def _object(name: str, places: Mapping) -> Any:
+    file, start, length = places[None]
+    return read_torch_file(file, within=(start, length), name=name)
 
 
 def _mapping(metadata: Any, name: str, path: Path) -> Mapping:
@@ -229,80 +244,3 @@ def _check_cover(where: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
             f"The {len(boxes)} chunks of {where} do not cover its shape {shown(shape)} without gap "
             "or overlap. Copy or save the checkpoint again."
         )
-
-
-class _StateEntry(NamedTuple):
-    """What the name `optim.state.NAME.exp_avg` of an optimizer's tensor is composed of."""
-
-    above: str | None
-    name: str
-    key: str
-
-
-def _state_entry(full: str) -> _StateEntry | None:
-    head, _, key = full.rpartition(".")
-    at = head.rfind(".state.", 1, max(len(head) - 1, 1))
-    if re.fullmatch(r"\w+", key) is None:
-        return None
-    if at > 0:
-        return _StateEntry(head[:at], head[at + len(".state.") :], key)
-    name = head.removeprefix("state.")
-    return _StateEntry(None, name, key) if name and name != head else None
-
-
-def _sort(tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], dict[str, dict]]:
-    """Separate parameters from optimizer state (tensors `optim.state.NAME.exp_avg`, ...)."""
-    entries = {name: _state_entry(name) for name in tensors}
-    above = {entry.above for entry in entries.values() if entry and entry.key == "exp_avg"}
-    groups = tuple(f"{each or 'param_groups'}." for each in above)
-    state: dict[str, dict] = {}
-    kept = {}
-    for name, tensor in tensors.items():
-        entry = entries[name]
-        if entry and entry.above in above:
-            state.setdefault(entry.name, {})[entry.key] = tensor
-        elif not name.startswith(groups):
-            kept[name] = tensor
-    return kept, state
-
-
-def _without_prefix(
-    tensors: dict[str, LazyTensor], paths: Mapping[str, tuple]
-) -> dict[str, LazyTensor]:
-    """Remove the key of the saved dict from names, if all tensors lie under a single key."""
-    tops = set()
-    for name in tensors:
-        path = paths.get(name, (name,))
-        if type(path) is not tuple or not all(type(each) in (str, int) for each in path):
-            raise TypeError(f"the path {shown(path)} of {shown(name)}")
-        tops.add(str(path[0]) if len(path) > 1 else None)
-    prefix = f"{tops.pop()}." if len(tops) == 1 and None not in tops else ""
-    if not all(name.startswith(prefix) and name != prefix for name in tensors):
-        return tensors
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-
-
-def _with_whole_steps(
-    state: dict[str, dict], entries: Mapping[str, Any], chunks: Mapping[str, Mapping]
-) -> dict[str, dict]:
-    """Add steps that were saved as numbers, which DCP stores as pickled objects."""
-    for full in entries:
-        entry = _state_entry(full)
-        if entry and entry.key == "step" and "step" not in state.get(entry.name, {"step": 0}):
-            file, start, length = chunks[full][None]
-            step = read_torch_file(file, within=(start, length), name=full)
-            state[entry.name]["step"] = step
-    return state
-
-
-def _moments(
-    state: dict[str, dict],
-    tensors: Mapping[str, LazyTensor],
-    where: str,
-    names: Sequence[str] | None,
-) -> AdamMoments:
-    if all(name.isdecimal() for name in state):  # an `optimizer.state_dict()` without names
-        numbered = {int(name): state[name] for name in sorted(state, key=int)}
-        groups = [{"params": list(numbered)}]
-        return moments_of({"state": numbered, "param_groups": groups}, tensors, where, names)
-    return moments_of({"state": state, "param_groups": []}, tensors, where, names)

@@ -2,31 +2,21 @@
 
 The directory of a step holds `*_model_states.pt` (buffers, frozen parameters, and the shapes of
 all parameters) and, for each process, `zero_pp_rank_*_optim_states.pt` (see `zero_partitions`). A
-universal checkpoint instead has a folder with unpartitioned tensors for every parameter.
-
-https://www.deepspeed.ai/tutorials/universal-checkpointing/
+universal checkpoint instead has a folder with unpartitioned tensors (see `universal`).
 """
 
-import dataclasses
-import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxzero._text import shown
-from jaxzero.interop._tensors import (
-    AdamMoments,
-    Checkpoint,
-    LazyTensor,
-    concatenate,
-    gather_moments,
-    read_step,
-)
+from jaxzero.interop._tensors import AdamMoments, Checkpoint, LazyTensor
 
-from .param_shapes import check_order, check_values, checked_shape, param_shapes
-from .torch_file import read_torch_file
-from .zero_partitions import MOMENTS, called, fragments_of, join, read_ranks
+from .model_state import read_model_state, tensors_of, untrained_of_stage_3, with_aliases
+from .param_shapes import check_order, check_values, param_shapes
+from .universal import open_universal
+from .zero_partitions import MOMENTS, check_ranks, fragments_of, join, read_ranks
 
 LATEST = ("latest", "latest_universal")
 _MAX_TAG_BYTES = 4096  # of the name of a directory
@@ -42,6 +32,12 @@ def is_deepspeed(directory: Path) -> bool:
     )
 
 
+def is_part_of_deepspeed(file: Path) -> bool:
+    """Return True for a file of one process of ZeRO, in which no tensor is whole."""
+    model = _MODEL.fullmatch(file.name)
+    return _OPTIMIZER.fullmatch(file.name) is not None or (model is not None and bool(model[1]))
+
+
 def open_deepspeed(directory: Path, records: Collection[str]) -> Checkpoint:
     """Open a checkpoint that `engine.save_checkpoint` or `ds_to_universal` wrote.
 
@@ -55,15 +51,16 @@ def open_deepspeed(directory: Path, records: Collection[str]) -> Checkpoint:
         NotImplementedError: tensors are also partitioned by tensor, pipeline or expert parallelism.
     """
     directory = _tagged(directory)
-    models = _ranked(directory, _MODEL)
+    is_universal = (directory / "zero").is_dir()
+    models = _ranked(directory, _MODEL, merged=is_universal)
     if not models:
         raise ValueError(
             f"{str(directory)!r} has no `*_model_states.pt`. Give the directory that holds the "
             "`latest` file of a DeepSpeed run."
         )
-    states = [_model_state(file, records) for file in models]
-    if (directory / "zero").is_dir():
-        return _open_universal(directory, states[0], records)
+    states = [read_model_state(file, records) for file in models]
+    if is_universal:
+        return open_universal(directory, models, states, records)
     files = _ranked(directory, _OPTIMIZER)
     if not files:
         raise ValueError(
@@ -80,7 +77,7 @@ def _tagged(directory: Path) -> Path:
             with (directory / name).open("rb") as opened:
                 tag = opened.read(_MAX_TAG_BYTES).decode(errors="replace").strip()
             inside = Path(tag).name == tag and tag not in ("", "..") and tag.isprintable()
-            if not inside or not (directory / tag).is_dir():
+            if not inside or not _is_directory(directory / tag):
                 raise ValueError(
                     f"{str(directory / name)!r} names {shown(tag)}, which is not a directory "
                     "beside it. Copy that directory too, or give the directory of another step."
@@ -89,17 +86,30 @@ def _tagged(directory: Path) -> Path:
     return directory
 
 
-def _ranked(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """List the files of all processes in the order of ranks."""
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # its name is too long for the file system
+        return False
+
+
+def _ranked(directory: Path, pattern: re.Pattern[str], *, merged: bool = False) -> list[Path]:
+    """List the files of all processes in the order of ranks.
+
+    `merged` is for universal checkpoints, whose tensors have been merged over tensor and pipeline
+    parallelism: files of the first process of these are listed.
+    """
     found: dict[int, Path] = {}
     for path in directory.iterdir():
-        if path.name.startswith(_OTHER_PARALLELISM):
+        if path.name.startswith(_OTHER_PARALLELISM) and not merged:
             raise NotImplementedError(
                 f"{str(path)!r} was written by pipeline or expert parallelism. Convert the "
                 "checkpoint with DeepSpeed's `ds_to_universal.py` and open the result."
             )
         match = pattern.fullmatch(path.name)
         if match is None:
+            continue
+        if int(match[2]) and merged:
             continue
         if int(match[2]):
             raise NotImplementedError(
@@ -122,13 +132,6 @@ def _ranked(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
     return [found[rank] for rank in sorted(found)]
 
 
-def _model_state(file: Path, records: Collection[str]) -> Mapping[str, Any]:
-    state = read_torch_file(file, records=records)
-    if not isinstance(state, Mapping) or not isinstance(state.get("module"), Mapping):
-        raise ValueError(f"{str(file)!r} has no `module`, so it is not a DeepSpeed model state.")
-    return state
-
-
 def _open_zero(
     directory: Path,
     models: list[Path],
@@ -137,26 +140,27 @@ def _open_zero(
     records: Collection[str],
 ) -> Checkpoint:
     stage, ranks = read_ranks(files, records)
+    check_ranks(stage, ranks)
     groups = param_shapes(models, states)
     shapes = {name: shape for group in groups for name, shape in group.items()}
     fragments = fragments_of(stage, groups, ranks)
     if stage == 3:
-        tensors = _untrained_of_stage_3(states, directory)
+        tensors = untrained_of_stage_3(states, directory)
     else:
-        tensors = _tensors_of(states[0], leaving_out=shapes)
+        tensors = tensors_of(states[0], leaving_out=shapes)
 
     def of(kind: str) -> dict[str, LazyTensor]:
         return {name: join(name, kind, shape, fragments, ranks) for name, shape in shapes.items()}
 
     def moments(_: Sequence[str] | None = None) -> AdamMoments:
-        steps = set[int]().union(*(rank.steps for rank in ranks))
+        steps = sorted(ranks[0].steps)  # `check_ranks` has compared them
         if len(steps) != 1:
             raise ValueError(
-                f"The processes that wrote {str(directory)!r} were at different steps: "
-                f"{sorted(steps)}. The files belong to different checkpoints."
+                f"{str(ranks[0].file)!r} gives its groups the steps {steps} instead of one. optax "
+                "has one step count for all; train every parameter in each step."
             )
         kinds = {kind: of(kind) for kind in MOMENTS}
-        return AdamMoments(step=steps.pop(), **kinds)
+        return AdamMoments(step=steps[0], **kinds)
 
     trained = of("fp32")
     if stage == 3:
@@ -164,7 +168,7 @@ def _open_zero(
     else:
         check_values(models[0], states[0], trained)
     has_moments = all(kind in rank.flat for rank in ranks for kind in MOMENTS)
-    return _with_aliases(
+    return with_aliases(
         Checkpoint(
             path=directory,
             form=f"DeepSpeed ZeRO-{stage}",
@@ -174,101 +178,3 @@ def _open_zero(
         states[0],
         trained,
     )
-
-
-def _with_aliases(
-    checkpoint: Checkpoint, state: Mapping[str, Any], trained: Collection[str]
-) -> Checkpoint:
-    shared = state.get("shared_params") or {}
-    aliases = {name: other for name, other in shared.items() if other in checkpoint.tensors}
-    module = state["module"]
-    for name, other in aliases.items():
-        tied, held = checkpoint.tensors[other], module.get(name)
-        stored = isinstance(held, LazyTensor) and held.size > 0  # stage 3 stores empty tensors
-        if name != other and (name in trained or (stored and held.shape != tied.shape)):
-            raise ValueError(
-                f"`shared_params` in {str(checkpoint.path)!r} says that {shown(name)} is "
-                f"{shown(other)}, but it has a shape or elements of its own. Copy the checkpoint "
-                "again."
-            )
-    tied = {name: checkpoint.tensors[other] for name, other in aliases.items()}
-    tensors = {**checkpoint.tensors, **tied}
-    return dataclasses.replace(checkpoint, tensors=tensors, aliases=aliases)
-
-
-def _tensors_of(state: Mapping[str, Any], *, leaving_out: Collection[str]) -> dict[str, LazyTensor]:
-    """Unpartitioned tensors of a model state: buffers, and parameters without optimizer state."""
-    return {
-        name: called(name, value)
-        for name, value in state["module"].items()
-        if isinstance(value, LazyTensor) and name not in leaving_out
-    }
-
-
-def _untrained_of_stage_3(
-    states: list[Mapping[str, Any]], directory: Path
-) -> dict[str, LazyTensor]:
-    buffers = set(states[0].get("buffer_names") or ())
-    others = set(states[0]["module"]) - buffers  # stage 3 stores empty tensors for parameters
-    tensors = _tensors_of(states[0], leaving_out=others)
-    for name, shape in (states[0].get("frozen_param_shapes") or {}).items():
-        shape = checked_shape(name, shape, directory)
-        parts = [state["frozen_param_fragments"][name] for state in states]
-        size = math.prod(shape)
-        piece = -(-size // len(parts))
-        if any(not isinstance(part, LazyTensor) or part.shape != (piece,) for part in parts):
-            raise ValueError(
-                f"The processes do not hold {piece} elements each of {shown(name)} in "
-                f"{str(directory)!r}, but its shape is {shape}. Files are missing or belong to "
-                "different checkpoints."
-            )
-        whole = concatenate([called(name, part) for part in parts], 0)
-        tensors[name] = whole.narrow(0, 0, size).reshape(shape)
-    return tensors
-
-
-def _open_universal(
-    directory: Path, state: Mapping[str, Any], records: Collection[str]
-) -> Checkpoint:
-    folders = sorted(path for path in (directory / "zero").iterdir() if path.is_dir())
-    tensors = {folder.name: _whole(folder, "fp32", records) for folder in folders}
-    tensors = _tensors_of(state, leaving_out=tensors) | tensors
-    trained = [
-        folder for folder in folders if any((folder / f"{kind}.pt").exists() for kind in MOMENTS)
-    ]
-
-    def moments(_: Sequence[str] | None = None) -> AdamMoments:
-        found = {
-            folder.name: {key: _whole(folder, key, records) for key in MOMENTS}
-            | {"step": _content(folder / "step.pt", records)}
-            for folder in trained
-        }
-        shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        return gather_moments(found, shapes, repr(str(directory)), read_step)
-
-    return _with_aliases(
-        Checkpoint(
-            path=directory,
-            form="DeepSpeed universal",
-            tensors=tensors,
-            moments=moments if trained else None,
-        ),
-        state,
-        [folder.name for folder in trained],
-    )
-
-
-def _whole(folder: Path, kind: str, records: Collection[str]) -> LazyTensor:
-    held = _content(folder / f"{kind}.pt", records)
-    if not isinstance(held, LazyTensor):
-        raise ValueError(
-            f"{str(folder / kind)!r}.pt holds no tensor. Convert the checkpoint again."
-        )
-    return called(f"{folder.name}.{kind}", held)
-
-
-def _content(file: Path, records: Collection[str]) -> Any:
-    if not file.exists():
-        raise ValueError(f"{str(file.parent)!r} lacks {file.name}. Convert the checkpoint again.")
-    held = read_torch_file(file, records=records)
-    return held["param"] if isinstance(held, Mapping) and "param" in held else held

@@ -64,6 +64,7 @@ _DESCRIPTIONS = (
     "torch.distributed.fsdp.",
     "torch.distributed.tensor.",
 )
+_SUBCLASS = "torch._utils._rebuild_wrapper_subclass"
 _DCP = "torch.distributed.checkpoint."
 _DESCRIBING = {
     _DCP + "filesystem._StorageInfo",
@@ -155,6 +156,12 @@ class Names:
             return _Marker(full)
         if full in _DESCRIBING or full in self._records or full.startswith(_DESCRIPTIONS):
             return RecordKind(full)
+        if full == _SUBCLASS:
+            raise Refused(
+                f"{self._where} holds a tensor of a class of its own, such as a DTensor, of which "
+                "each process saves only its shard. Save with `torch.distributed.checkpoint`, or "
+                "save `tensor.full_tensor()` of each."
+            )
         raise Refused(
             f"{self._where} names `{escaped(full)}`, which is neither a tensor nor a description "
             "of a run, and could be code. Nothing was run. If you trust its author, load it with "

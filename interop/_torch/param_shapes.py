@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxzero._text import shown
-from jaxzero.interop._tensors import LazyTensor
+from jaxzero.interop._tensors import LazyTensor, by_plain_name
 
 from .partition import Shape
 from .sizes import are_sizes
@@ -133,8 +133,13 @@ def _groups_of(file: Path, state: Mapping[str, Any]) -> list[dict[str, Shape]]:
             f"{str(file)!r} has no `param_shapes`, which describes the contents of the flat "
             "tensors. It was not written by ZeRO."
         )
+    where = f"`param_shapes` of {str(file)!r}"
     groups = [
-        {name: checked_shape(name, shape, file) for name, shape in group.items()} for group in given
+        {
+            name: checked_shape(name, shape, file)
+            for name, shape in by_plain_name(group, where).items()
+        }
+        for group in given
     ]
     counts = collections.Counter(name for group in groups for name in group)
     twice, count = next(iter(counts.most_common(1)), ("", 0))

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from jaxzero._text import escaped, first_names, shown
-from jaxzero.interop._tensors import AdamMoments, Checkpoint, LazyTensor, gather_moments, read_step
+from jaxzero.interop._tensors import (
+    AdamMoments,
+    Checkpoint,
+    LazyTensor,
+    by_plain_name,
+    gather_moments,
+    plain_name,
+    read_step,
+)
 
 from .torch_file import TorchTensor, read_torch_file
 
@@ -117,6 +125,7 @@ def moments_of(
     state = dict(optimizer["state"])
     if not all(isinstance(each, str) for each in state):
         state = _by_name(state, optimizer["param_groups"], tensors, where, names)
+    state = by_plain_name(state, where)
     state = {name: _with_name(name, held) for name, held in state.items()}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     return gather_moments(state, shapes, where, read_step)
@@ -132,7 +141,7 @@ def _by_name(
     numbers = [number for group in groups for number in group["params"]]
     kept = [name for group in groups for name in group.get("param_names", ())]
     if names is None and len(kept) == len(numbers):
-        names = kept
+        names = [plain_name(name) for name in kept]
     if names is None:
         shapes = [tuple(state[n]["exp_avg"].shape) if n in state else None for n in numbers]
         same = len(groups) == 1 and shapes == [tensor.shape for tensor in tensors.values()]
@@ -246,7 +255,7 @@ def _named(held: Mapping[Any, Any], file: Path) -> dict[str, LazyTensor]:
                 f"{shown(name)} in {str(file)!r} is not a tensor but a {type(value).__name__}. "
                 "Remove it from the state dict and save that again."
             )
-    return tensors
+    return by_plain_name(tensors, repr(str(file)))
 
 
 def _is_optimizer(content: Mapping) -> bool:

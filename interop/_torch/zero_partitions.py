@@ -28,6 +28,7 @@ from .record import Record
 from .torch_file import TorchTensor, read_torch_file
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_SAMPLE = 16  # elements
 
 
 class Fragment(NamedTuple):
@@ -73,6 +74,55 @@ def read_ranks(files: list[Path], records: Collection[str]) -> tuple[int, list[R
             "must hold one stage: 1, 2 or 3. It contains files of two checkpoints."
         )
     return stages.pop(), ranks
+
+
+def check_ranks(stage: int, ranks: Sequence[Rank]) -> None:
+    """Check that the files are of one step and, in stage 3, each of a process of its own.
+
+    Stages 1 and 2 need no more: their elements are compared with the model (`check_values`).
+
+    Raises:
+        ValueError: two files have different steps, or the same partition.
+    """
+    first = ranks[0]
+    for rank in ranks:
+        if rank.steps != first.steps:
+            raise ValueError(
+                f"{str(rank.file)!r} is of step {shown(sorted(rank.steps))}, but "
+                f"{first.file.name} of step {shown(sorted(first.steps))}. The files belong to "
+                "different checkpoints: copy those of one."
+            )
+    seen: dict[bytes, Rank] = {}
+    for rank in ranks if stage == 3 else ():
+        sample = _sample(rank)
+        if sample in seen:
+            raise ValueError(
+                f"{str(rank.file)!r} holds the same elements as {seen[sample].file.name}, so one "
+                "is a copy of the other. Copy the files of all processes again."
+            )
+        if sample is not None:
+            seen[sample] = rank
+
+
+def _sample(rank: Rank) -> bytes | None:
+    """Some elements of each group of the parameters and of their means.
+
+    None if one of the two has equal elements only, as in a run that has not begun: such partitions
+    of two processes may be the same.
+    """
+    found = []
+    for kind in ("fp32", MOMENTS[0]):
+        flat = rank.flat.get(kind, ())
+        starts = [{0, each.size // 2, max(0, each.size - _SAMPLE)} for each in flat]
+        samples = [
+            each[(slice(start, start + _SAMPLE),)]
+            for each, begin in zip(flat, starts, strict=True)
+            for start in sorted(begin)
+        ]
+        if flat and all((each == each[:1]).all() for each in samples):
+            return None
+        found += samples
+    return b"".join(each.tobytes() for each in found)
 
 
 def _read_rank(file: Path, state: Mapping[str, Any]) -> Rank:

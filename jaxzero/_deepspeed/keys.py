@@ -60,6 +60,10 @@ class Keys:
         if type(given) is type(value) and given == value:
             self._honoured.add(key)
 
+    def holds(self, name: str) -> bool:
+        """Return True if there is a key of a section."""
+        return any(key.startswith(f"{name}.") for key in self._flat)
+
     def section(self, name: str) -> bool:
         """Return True if a section is enabled; if not, mark all its keys as honoured."""
         held = [key for key in self._flat if key.startswith(f"{name}.")]

@@ -87,6 +87,7 @@ _SECTIONS: dict[str, dict[str, Kind]] = {
     "scheduler.params": _SCHEDULER,
     "fp16": _FP16,
     "bf16": {"enabled": FLAG},
+    "bfloat16": {"enabled": FLAG},  # the older name
     "zero_optimization": _ZERO,
 }
 

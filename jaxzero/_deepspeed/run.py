@@ -175,9 +175,11 @@ def _read_batch(keys: Keys, mesh: AnyMesh) -> tuple[int, int]:
 
 
 def _read_dtype(keys: Keys) -> np.dtype | None:
-    bfloat16, float16 = keys.section("bf16"), keys.section("fp16")
+    # DeepSpeed reads the older name only where the newer is absent.
+    name = "bf16" if keys.holds("bf16") else "bfloat16"
+    bfloat16, float16 = keys.section(name), keys.section("fp16")
     if bfloat16 and float16:
-        raise ValueError("`bf16` and `fp16` are both enabled. Disable one.")
+        raise ValueError(f"`{name}` and `fp16` are both enabled. Disable one.")
     if bfloat16:
         return np.dtype(jnp.bfloat16)
     return np.dtype(jnp.float16) if float16 else None

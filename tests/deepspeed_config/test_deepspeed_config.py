@@ -82,6 +82,20 @@ def test_a_loss_scale_that_stays(mesh):
     assert float(interop.loss_scale_of(optax.adam(1e-3).init(jnp.ones(3)))) == 1
 
 
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [
+        ({"bfloat16": {"enabled": True}}, jnp.bfloat16),
+        ({"bfloat16": {"enabled": True}, "bf16": {"enabled": False}}, None),
+        ({"bfloat16": {"enabled": False}, "bf16": {"enabled": True}}, jnp.bfloat16),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:These keys of the DeepSpeed configuration have no effect")
+def test_the_older_name_of_bf16(mesh, keys: dict, dtype):
+    """As in DeepSpeed's `get_bfloat16_config`: the newer name wins where it is there."""
+    assert jz.from_deepspeed(config(**keys), mesh).compute_dtype == dtype
+
+
 @pytest.mark.parametrize("enabled", ["fp16", "bf16"])
 def test_losses_are_true_and_updates_free_of_the_scale(mesh, enabled: str):
     keys = {"gradient_accumulation_steps": 2, enabled: {"enabled": True}}

@@ -229,8 +229,20 @@ def _age(directory: Path) -> None:
         torch.save(state, file)
 
 
+def _make_universal(case: str, name: str) -> None:
+    universal = HERE / name / "step3"
+    shutil.rmtree(universal.parent, ignore_errors=True)
+    universal.parent.mkdir()
+    subprocess.run(
+        [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+        + ["--input_folder", str(HERE / case / "step3"), "--output_folder", str(universal)]
+        + ["--num_extract_workers", "1", "--num_merge_workers", "1"],
+        check=True,
+    )
+
+
 def main() -> None:
-    """Run two processes for each case, then convert one to a universal checkpoint."""
+    """Run two processes for each case, then convert two to universal checkpoints."""
     for case in CASES:
         shutil.rmtree(HERE / case, ignore_errors=True)
         environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
@@ -247,15 +259,8 @@ def main() -> None:
         for script in (HERE / case).glob("*.py"):  # copies of DeepSpeed's own
             script.unlink()
     _age(HERE / "zero1_elastic" / "step3")
-    universal = HERE / "universal" / "step3"
-    shutil.rmtree(universal.parent, ignore_errors=True)
-    universal.parent.mkdir()
-    subprocess.run(
-        [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
-        + ["--input_folder", str(HERE / "zero2" / "step3"), "--output_folder", str(universal)]
-        + ["--num_extract_workers", "1", "--num_merge_workers", "1"],
-        check=True,
-    )
+    _make_universal("zero2", "universal")
+    _make_universal("zero3", "universal_zero3")
     (HERE / "schedules.json").write_text(json.dumps(schedules(), indent=1) + "\n")
     (HERE / "optimizers.json").write_text(json.dumps(optimizers()) + "\n")
     import deepspeed

@@ -5,9 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxzero import interop
+
+from . import tiny_checkpoint
 
 DEEPSPEED = Path(__file__).resolve().parent.parent / "fixtures" / "deepspeed"
 
@@ -66,6 +69,59 @@ def test_latest_names_no_directory(tmp_path: Path):
             interop.open_checkpoint(tmp_path)
 
 
+def test_latest_is_too_long_for_a_name(tmp_path: Path):
+    (tmp_path / "latest").write_text("9" * 4096)
+    with pytest.raises(ValueError, match=r"latest' names '9.*, which is not a directory beside it"):
+        interop.open_checkpoint(tmp_path)
+
+
+def test_the_directory_of_a_run_without_latest(tmp_path: Path):
+    copied(tmp_path, "zero1")
+    (tmp_path / "zero1" / "latest").unlink()
+    with pytest.raises(ValueError, match=r"one of the directories in it that are .*: 'step3'\."):
+        interop.open_checkpoint(tmp_path / "zero1")
+
+
+@pytest.mark.parametrize("kind", ["model", "optim"])
+def test_the_file_of_one_process(kind: str):
+    file = DEEPSPEED / "zero3" / "step3" / f"zero_pp_rank_0_mp_rank_00_{kind}_states.pt"
+    for key in (None, "module"):
+        with pytest.raises(ValueError, match=r"is one file of a checkpoint of DeepSpeed.*Give the"):
+            interop.open_checkpoint(file, key=key)
+    whole = interop.open_checkpoint(DEEPSPEED / "zero1" / "step3" / "mp_rank_00_model_states.pt")
+    assert whole["up.weight"].shape == (9, 6)
+
+
+def test_a_file_that_is_a_copy_of_another(tmp_path: Path):
+    step = copied(tmp_path, "zero3")
+    first, second = (step / f"zero_pp_rank_{i}_mp_rank_00_optim_states.pt" for i in range(2))
+    shutil.copyfile(first, second)
+    with pytest.raises(ValueError, match=r"rank_1.* holds the same elements as zero_pp_rank_0"):
+        interop.open_checkpoint(step)
+
+
+def test_a_universal_checkpoint_of_stage_3_that_is_damaged(tmp_path: Path):
+    step = copied(tmp_path, "universal_zero3")
+    (step / "zero" / "optimizer_state.pt").unlink()
+    with pytest.raises(ValueError, match=r"zero' lacks optimizer_state\.pt"):
+        interop.open_checkpoint(step).adam()
+    shutil.copyfile(
+        step / "zero" / "norm.bias" / "fp32.pt", step / "zero" / "up.weight" / "fp32.pt"
+    )
+    with pytest.raises(ValueError, match=r"up\.weight/fp32'\.pt has shape \(6,\), but .*\(9, 6\)"):
+        interop.open_checkpoint(step)
+
+
+def test_a_universal_checkpoint_of_tensor_parallelism(tmp_path: Path):
+    """Whole tensors are in `zero`; of others, each model state may hold a part."""
+    step = copied(tmp_path, "universal")
+    shutil.copyfile(step / "mp_rank_00_model_states.pt", step / "mp_rank_01_model_states.pt")
+    assert interop.open_checkpoint(step)["scale"].read() == 1.5
+    shutil.rmtree(step / "zero" / "frozen.weight")
+    with pytest.raises(NotImplementedError, match=r"'frozen\.weight' \(1 such .*'mp_rank_01_model"):
+        interop.open_checkpoint(step)
+
+
 def test_a_universal_checkpoint_lacks_a_file(tmp_path: Path):
     step = copied(tmp_path, "universal")
     (step / "zero" / "up.weight" / "exp_avg_sq.pt").unlink()
@@ -91,3 +147,22 @@ def test_paddings_that_are_not_one_for_each_parameter(tmp_path: Path, monkeypatc
         ValueError, match=r"optim_states\.pt' has 1 paddings for the \d+ parameters"
     ):
         list(interop.open_checkpoint(DEEPSPEED / "zero2").values())
+
+
+def test_an_export_takes_the_config_from_the_directory_of_the_run(tmp_path: Path):
+    """`latest` names a directory below, which has no `config.json` of its own."""
+    torch = pytest.importorskip("torch", reason="needs torch: it writes the checkpoint")
+    run = tiny_checkpoint.write(tmp_path / "run")
+    (run / "model.safetensors").unlink()
+    step = run / "step1"
+    for name, array in tiny_checkpoint.tensors().items():
+        (step / "zero" / name).mkdir(parents=True)
+        torch.save({"param": torch.tensor(array)}, step / "zero" / name / "fp32.pt")
+    torch.save({"module": {}}, step / "mp_rank_00_model_states.pt")
+    (run / "latest_universal").write_text("step1")
+    loaded = interop.load_encoder(run)
+    params = jax.tree.map(lambda tensor: tensor.read(), loaded.params)
+    export = interop.export_encoder(params, tmp_path / "export", source=run)
+    written = {path.relative_to(export).as_posix() for path in export.rglob("*") if path.is_file()}
+    assert {"config.json", "tokenizer.json", "1_Pooling/config.json"} <= written
+    assert interop.open_checkpoint(export).keys() == tiny_checkpoint.tensors().keys()

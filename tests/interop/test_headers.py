@@ -90,6 +90,31 @@ def test_lies_are_named(tmp_path: Path, header, message: str):
     assert str(file) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "info", "message"),
+    [
+        (
+            "m",
+            '{"a": {"saved_offsets": [0, 0]}}',
+            None,
+        ),  # `HuggingFaceStorageWriter` of one process
+        ("m", '{"a": {"saved_offsets": [4, 0]}}', "holds the shards of one process"),
+        ("shard-00001-m", '{"a": {"saved_offsets": [0, 0]}}', "holds the shards of one process"),
+        ("m", '{"a": [4]}', "no table of offsets"),
+        ("m", "[" * 100_000, "no table of offsets"),
+    ],
+)
+def test_shards_of_one_process(tmp_path: Path, name: str, info: str, message: str | None):
+    file = tmp_path / f"{name}.safetensors"
+    file.write_bytes(save({"a": np.ones((4, 4))}, {"DCP_SHARDING_INFO": info}))
+    if message is None:
+        assert interop.open_checkpoint(file)["a"].shape == (4, 4)
+        return
+    for path in (file, tmp_path):
+        with pytest.raises(ValueError, match=message):
+            interop.open_checkpoint(path)
+
+
 def test_a_file_of_torch_save_is_named_as_such(tmp_path: Path):
     file = tmp_path / "model.pt"
     with zipfile.ZipFile(file, "w") as archive:

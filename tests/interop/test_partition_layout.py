@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxzero import interop
-from jaxzero.interop._torch import deepspeed, zero_partitions
+from jaxzero.interop._torch import model_state, zero_partitions
 
 DEEPSPEED = Path(__file__).resolve().parent.parent / "fixtures" / "deepspeed"
 STAGES_1_2 = ["zero1", "zero1_bf16", "zero1_elastic", "zero2", "zero2_round_robin"]
@@ -19,7 +19,7 @@ Change = Callable[[Any], Any]
 
 def opened(monkeypatch, case: str, *, model: Change | None = None, optimizer: Change | None = None):
     """Open a checkpoint after its pickled states were changed."""
-    for module, change in ((deepspeed, model), (zero_partitions, optimizer)):
+    for module, change in ((model_state, model), (zero_partitions, optimizer)):
         if change is None:
             continue
         read = module.read_torch_file
@@ -178,6 +178,20 @@ def test_processes_that_describe_other_shapes(monkeypatch):
 
     with pytest.raises(ValueError, match=r"`param_shapes` of .*rank_1.* differs from that of"):
         opened(monkeypatch, "zero3", model=change)
+
+
+@pytest.mark.parametrize("case", ["zero1", "zero3"])
+def test_processes_at_other_steps(monkeypatch, case: str):
+    def change(state, seen=[]):  # noqa: B006 (counts the calls)
+        seen.append(state)
+        if len(seen) == 2:
+            held = state["optimizer_state_dict"]
+            base = held.get("base_optimizer_state", held.get("optimizer_state_dict"))
+            for each in base["state"].values():
+                each["step"] = 8
+
+    with pytest.raises(ValueError, match=r"rank_1.* is of step \[8\], but zero_pp_rank_0.* \[3\]"):
+        opened(monkeypatch, case, optimizer=change)
 
 
 def test_a_tied_weight_that_is_another_parameter(monkeypatch):

@@ -89,7 +89,7 @@ def _family(path: Path) -> list[str]:
 
 def _optimizer(checkpoint: Checkpoint) -> str:
     if checkpoint.moments is None:
-        return "no optimizer state"
+        return "no optimizer state of Adam"
     try:
         moments = checkpoint.adam()
     except ValueError as error:

@@ -1,0 +1,173 @@
+"""Open universal checkpoints of DeepSpeed, which `ds_to_universal.py` makes.
+
+`zero/NAME/` holds the tensors of a parameter, whole: `fp32.pt`, `exp_avg.pt`, `exp_avg_sq.pt` and
+`step.pt`. Made from stage 3 they are flat, and the step is only in `zero/optimizer_state.pt`; the
+shapes, buffers and frozen parameters are in the model states, which are copied.
+
+https://www.deepspeed.ai/tutorials/universal-checkpointing/
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxzero._text import shown
+from jaxzero.interop._tensors import (
+    AdamMoments,
+    Checkpoint,
+    LazyTensor,
+    by_plain_name,
+    gather_moments,
+    plain_name,
+    read_step,
+)
+
+from .model_state import tensors_of, untrained_of_stage_3, with_aliases
+from .param_shapes import param_shapes
+from .partition import Shape
+from .torch_file import read_torch_file
+from .zero_partitions import MOMENTS, called
+
+_OPTIMIZER = "optimizer_state.pt"
+
+
+def open_universal(
+    directory: Path,
+    models: Sequence[Path],
+    states: Sequence[Mapping[str, Any]],
+    records: Collection[str],
+) -> Checkpoint:
+    """Open the directory of a step that has a folder `zero`.
+
+    Args:
+        directory: the directory.
+        models: files of the model states, of all processes of data parallelism.
+        states: what they hold.
+        records: full names of classes that a pickle may name; they are not imported.
+
+    Raises:
+        ValueError: a file is missing or damaged, or shapes disagree.
+        NotImplementedError: parameters without optimizer state are cut by tensor parallelism.
+    """
+    folders = _folders(directory / "zero")
+    of_stage_3 = models[0].name.startswith("zero_")
+    shapes = _shapes(models, states) if of_stage_3 else {}
+
+    def whole(name: str, kind: str) -> LazyTensor:
+        held = _whole(folders[name], kind, records)
+        return _shaped(held, folders[name], kind, shapes.get(name))
+
+    kept = {name: whole(name, "fp32") for name in folders}
+    if of_stage_3:
+        others = untrained_of_stage_3(states, directory)
+    else:
+        others = tensors_of(states[0], leaving_out=kept)
+        _check_whole(directory, states[0], others)
+    trained = [name for name, folder in folders.items() if _is_trained(folder)]
+
+    def moments(_: Sequence[str] | None = None) -> AdamMoments:
+        state = {
+            name: {kind: whole(name, kind) for kind in MOMENTS}
+            | {"step": _step(folders[name], records)}
+            for name in trained
+        }
+        sizes = {name: tensor.shape for name, tensor in kept.items()}
+        return gather_moments(state, sizes, repr(str(directory)), read_step)
+
+    return with_aliases(
+        Checkpoint(
+            path=directory,
+            form="DeepSpeed universal",
+            tensors=others | kept,
+            moments=moments if trained else None,
+        ),
+        states[0],
+        trained,
+    )
+
+
+def _folders(directory: Path) -> dict[str, Path]:
+    """Map name of a parameter -> its folder.
+
+    Activation checkpointing gives a parameter two names, of which one has its moments; of the
+    other, `ds_to_universal.py` copies what the model state holds.
+    """
+    found = [path for path in sorted(directory.iterdir()) if path.is_dir()]
+    trained = {plain_name(path.name) for path in found if _is_trained(path)}
+    return by_plain_name(
+        {x.name: x for x in found if _is_trained(x) or plain_name(x.name) not in trained},
+        repr(str(directory)),
+    )
+
+
+def _is_trained(folder: Path) -> bool:
+    return any((folder / f"{kind}.pt").exists() for kind in MOMENTS)
+
+
+def _shapes(models: Sequence[Path], states: Sequence[Mapping[str, Any]]) -> dict[str, Shape]:
+    return {name: shape for group in param_shapes(models, states) for name, shape in group.items()}
+
+
+def _shaped(tensor: LazyTensor, folder: Path, kind: str, shape: Shape | None) -> LazyTensor:
+    """Give a tensor of stage 3, which is stored flat, the shape of its parameter."""
+    if shape is None or tensor.shape == shape:
+        return tensor
+    if tensor.shape != (math.prod(shape),):
+        raise ValueError(
+            f"{str(folder / kind)!r}.pt has shape {tensor.shape}, but `param_shapes` in the model "
+            f"states gives {shape}. Files belong to different checkpoints: convert again."
+        )
+    return tensor.reshape(shape)
+
+
+def _check_whole(
+    directory: Path, state: Mapping[str, Any], others: Mapping[str, LazyTensor]
+) -> None:
+    """Check that what is taken from the first model state was not cut by tensor parallelism."""
+    cut = sorted(path.name for path in directory.glob("mp_rank_*_model_states.pt"))[1:]
+    buffers = state.get("buffer_names") or ()
+    shared = state.get("shared_params") or {}
+    parameters = [name for name in others if name not in buffers and name not in shared]
+    if cut and parameters:
+        raise NotImplementedError(
+            f"{shown(parameters[0])} ({len(parameters)} such parameters) is not in "
+            f"{str(directory / 'zero')!r}, and each of the model states, such as {cut[0]!r}, may "
+            "hold a part of it. Save the run with optimizer state for all parameters."
+        )
+
+
+def _step(folder: Path, records: Collection[str]) -> Any:
+    if (folder / "step.pt").exists():
+        return _content(folder / "step.pt", records)
+    optimizer = _content(folder.parent / _OPTIMIZER, records)
+    held = optimizer.get("optimizer_state_dict") if isinstance(optimizer, Mapping) else None
+    groups = held.get("state") if isinstance(held, Mapping) else None
+    groups = list(groups.values()) if isinstance(groups, Mapping) else []
+    steps = {
+        read_step(group["step"])
+        for group in groups
+        if isinstance(group, Mapping) and "step" in group
+    }
+    if len(steps) != 1:
+        raise ValueError(
+            f"{str(folder)!r} lacks step.pt, and {str(folder.parent / _OPTIMIZER)!r} gives the "
+            f"steps {sorted(steps)} instead of one. Convert the checkpoint again."
+        )
+    return steps.pop()
+
+
+def _whole(folder: Path, kind: str, records: Collection[str]) -> LazyTensor:
+    held = _content(folder / f"{kind}.pt", records)
+    if not isinstance(held, LazyTensor):
+        raise ValueError(
+            f"{str(folder / kind)!r}.pt holds no tensor. Convert the checkpoint again."
+        )
+    return called(f"{folder.name}.{kind}", held)
+
+
+def _content(file: Path, records: Collection[str]) -> Any:
+    if not file.exists():
+        raise ValueError(f"{str(file.parent)!r} lacks {file.name}. Convert the checkpoint again.")
+    held = read_torch_file(file, records=records)
+    return held["param"] if isinstance(held, Mapping) and "param" in held else held

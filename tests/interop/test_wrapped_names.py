@@ -1,0 +1,89 @@
+"""Names with the wrappers of PyTorch: `torch.compile`, FSDP, activation checkpointing, DDP."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxzero import interop
+from jaxzero.interop import Rule
+from jaxzero.interop._safetensors import save_tensors
+from jaxzero.interop._tensors import by_plain_name, plain_name
+
+from .test_partition_layout import DEEPSPEED, opened, shapes_changed
+
+WRAPPED = "up._checkpoint_wrapped_module.weight"
+
+
+def test_names():
+    for name, plain in {
+        "_orig_mod.layers.0.weight": "layers.0.weight",
+        "layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.up.bias": "layers.0.up.bias",
+        "my_orig_mod.weight": "my_orig_mod.weight",
+        "module.weight": "module.weight",
+        "_orig_mod": "_orig_mod",
+    }.items():
+        assert plain_name(name) == plain
+    with pytest.raises(ValueError, match=r"in x holds both 'a\.b' and '_orig_mod\.a\.b'"):
+        by_plain_name({"a.b": 1, "_orig_mod.a.b": 2}, "in x")
+
+
+@pytest.mark.parametrize("case", ["zero1", "zero2", "zero3"])
+def test_shapes_of_deepspeed_with_wrappers(monkeypatch, case: str):
+    """DeepSpeed 0.19.8 writes them in `param_shapes`, and not in the model beside it."""
+
+    def wrapped(group: dict) -> dict:
+        return {WRAPPED if name == "up.weight" else name: shape for name, shape in group.items()}
+
+    wanted = interop.open_checkpoint(DEEPSPEED / case)
+    found = opened(monkeypatch, case, model=shapes_changed(wrapped))
+    assert found.keys() == wanted.keys()
+    for ours, theirs in (
+        (found["up.weight"], wanted["up.weight"]),
+        (found.adam().exp_avg["up.weight"], wanted.adam().exp_avg["up.weight"]),
+    ):
+        np.testing.assert_array_equal(ours.read(), theirs.read())
+
+
+def test_universal_has_both_names(tmp_path: Path):
+    """`ds_to_universal.py` takes the name without moments from the model state."""
+    step = Path(shutil.copytree(DEEPSPEED / "universal" / "step3", tmp_path / "step3"))
+    (step / "zero" / "up.weight").rename(step / "zero" / WRAPPED)
+    (step / "zero" / "up.weight").mkdir()
+    norm = step / "zero" / "norm.bias" / "fp32.pt"
+    shutil.copyfile(norm, step / "zero" / "up.weight" / "fp32.pt")
+    wanted = interop.open_checkpoint(DEEPSPEED / "universal")
+    found = interop.open_checkpoint(step)
+    assert found.keys() == wanted.keys()
+    np.testing.assert_array_equal(found["up.weight"].read(), wanted["up.weight"].read())
+    assert found.adam().exp_avg.keys() == wanted.adam().exp_avg.keys()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch._dynamo
+def test_torch_save_of_a_compiled_model(tmp_path: Path):
+    torch = pytest.importorskip("torch", reason="needs torch: it writes the file")
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4))
+    compiled = torch.compile(model)
+    optimizer = torch.optim.AdamW(compiled.named_parameters(), lr=0.1)
+    compiled._orig_mod(torch.ones(3)).sum().backward()
+    optimizer.step()
+    state = {"model": compiled.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "run.pt")
+    checkpoint = interop.open_checkpoint(tmp_path / "run.pt")
+    assert checkpoint.keys() == model.state_dict().keys() == checkpoint.adam().exp_avg.keys()
+    for name, value in model.state_dict().items():
+        np.testing.assert_array_equal(checkpoint[name].read(), value.numpy())
+
+
+def test_a_prefix_that_stays_is_named(tmp_path: Path):
+    tensors = {f"module.{name}": interop.ArrayTensor(np.ones(2, np.float32), name) for name in "ab"}
+    path = save_tensors(tensors, tmp_path / "ddp")
+    tree = {name: jnp.zeros(2) for name in "ab"}
+    with pytest.raises(ValueError, match=r"lacks 'a', 'b'.*these names with 'module\.' before the"):
+        interop.load_into(tree, path, rules=[Rule("a", "a"), Rule("b", "b")])
+    with pytest.raises(ValueError, match=r"lacks 'a', 'c'.*The rules must name every tensor"):
+        interop.load_into(dict.fromkeys("ac", jnp.zeros(2)), path, rules=[Rule(x, x) for x in "ac"])
