@@ -42,6 +42,9 @@ from .primitives import all_to_all, reduce_scatter
 from .reduce_hop import encoded, reduce_to_shard, rounding_seed, sum_over
 
 
+_FEW = 2**18  # elements; a matrix has more
+
+
 @dataclasses.dataclass(frozen=True)
 class ReduceSpec:
     """The reduce-scatter of one gradient over the mesh axes.
@@ -96,31 +99,53 @@ def start_reduction(
     fulls: Sequence[Shaped[Array, ...]], specs: Sequence[ReduceSpec], comm: CommSpec
 ) -> ReduceBucket:
     """Pad full gradients, and encode them into a bucket for the first axis."""
-    padded = [pad(x, spec.layout) for x, spec in zip(fulls, specs, strict=True)]
-    return _encode_bucket(padded, specs, reduce_axes(specs, comm)[0], 1, comm)
+    axes = reduce_axes(specs, comm)
+    if not comm.form.tiled:
+        fulls = _behind_barrier(fulls)
+    arrays = [pad(x, spec.layout) for x, spec in zip(fulls, specs, strict=True)]
+    if (one := _as_one(specs, axes, comm)) is not None:
+        pairs = zip(arrays, specs, strict=True)
+        rows = [rows_of(x.astype(s.dtype), s.layout.dim, one.layout.size) for x, s in pairs]
+        arrays, specs = [join(rows)], [one]
+    return _encode_bucket(arrays, specs, axes[0], 1, comm)
 
 
 def reduce_next_axis(
-    bucket: ReduceBucket, specs: Sequence[ReduceSpec], number: int, comm: CommSpec
+    bucket: ReduceBucket,
+    specs: Sequence[ReduceSpec],
+    number: int,
+    comm: CommSpec,
+    divisor: int = 1,
 ) -> ReduceBucket:
     """Reduce a bucket over the axis at index `number` of `reduce_axes`; encode it for the next.
 
     Returns:
         The bucket for the next axis. After the last axis, `rest` holds this device's shard of each
-        sum (not mean) in `accumulator_dtype`, as a `HalfBatchSum` where that is requested.
+        sum in `accumulator_dtype`, as a `HalfBatchSum` where that is requested, over `divisor`.
     """
     axes = reduce_axes(specs, comm)
     num_summed = math.prod(comm.sizes[axis] for axis in axes[:number])
-    arrays = _reduce_over(bucket, specs, axes[number], num_summed, comm)
+    one = _as_one(specs, axes, comm)
+    if one is None:
+        sent, arrays = specs, _reduce_over(bucket, specs, axes[number], num_summed, comm)
+    else:
+        sent, arrays = [one], [_reduce_one(bucket, one, specs, axes[number], num_summed, comm)]
     if number + 1 < len(axes):
         num_summed *= comm.sizes[axes[number]]
-        return _encode_bucket(arrays, specs, axes[number + 1], num_summed, comm)
+        return _encode_bucket(arrays, sent, axes[number + 1], num_summed, comm)
     half = comm.first_half_size(axes[number])
-    done = {
-        i: jax.tree.map(lambda x, s=s: x.astype(accumulator_dtype(s.dtype)), sum_of(x, half))
-        for i, (x, s) in enumerate(zip(arrays, specs, strict=True))
-    }
-    return ReduceBucket(None, {}, done)
+
+    def finished(x: Any, spec: ReduceSpec) -> Any:
+        x = x.astype(accumulator_dtype(spec.dtype))
+        return x if divisor == 1 else x / jnp.asarray(divisor, x.dtype)
+
+    done = [
+        jax.tree.map(functools.partial(finished, spec=spec), sum_of(x, half))
+        for x, spec in zip(arrays, sent, strict=True)
+    ]
+    if one is not None:
+        done = _cut(done[0], [_shard_shape(spec, axes[number], comm) for spec in specs])
+    return ReduceBucket(None, {}, dict(enumerate(done)))
 
 
 def reduce_gradient(full: Shaped[Array, ...], spec: ReduceSpec, comm: CommSpec) -> Sum:
@@ -142,6 +167,78 @@ def _scatters(spec: ReduceSpec, axis: str, comm: CommSpec) -> bool:
 
 def _codec(spec: ReduceSpec, axis: str, comm: CommSpec) -> Codec | None:
     return comm.gradient_codec(axis, math.prod(spec.shape), spec.dtype)
+
+
+def _behind_barrier(fulls: Sequence[Shaped[Array, ...]]) -> list[Array]:
+    """The same gradients; those of few elements flat, and behind a barrier, for the sake of layout.
+
+    They are sums over rows (of scales and biases). XLA:GPU lets the layout of a message decide that
+    of what the message is made of, and for such a sum prefers that rows are the minor dim. From there
+    it gave transposed layouts to the activations of whole models, where each norm is then a sum
+    over the major dim, in two kernels (Llama-70B, JAX 0.12.0). No layout passes a flat array.
+    """
+    few = [i for i, x in enumerate(fulls) if x.size < _FEW]
+    flat = lax.optimization_barrier([fulls[i].reshape(-1) for i in few]) if few else []
+    behind = {i: x.reshape(fulls[i].shape) for i, x in zip(few, flat, strict=True)}
+    return [behind.get(i, x) for i, x in enumerate(fulls)]
+
+
+# [Note: a bucket as one gradient]
+# If all gradients of a bucket have one joinable codec on each axis, they are reduced as one, an
+# array with a row for each device, in the order of the shards. The devices of an axis exchange
+# ranges of these rows, so nothing is cut apart and joined again between the axes. Otherwise a
+# program of unrolled layers has 28 operations more for each layer of nine weights, and XLA computes
+# the sums inside the concatenation of the next message, once for each weight. Results are equal
+# bit for bit.
+
+
+def _as_one(specs: Sequence[ReduceSpec], axes: Sequence[str], comm: CommSpec) -> ReduceSpec | None:
+    """The gradients of a bucket as one of shape `[devices, m]`; None if they are reduced apart."""
+    first = specs[0]
+    if len(specs) < 2 or comm.form.tiled or any(s.dtype != first.dtype for s in specs):
+        return None
+    num = math.prod(comm.sizes[axis] for axis in axes)
+    sizes = [math.prod(s.layout.pad_shape(s.shape)) for s in specs]
+    shape, layout = (num, sum(sizes) // num), DimSharding(0, num, num)
+    one = ReduceSpec("", shape, first.dtype, layout, first.hops)
+    for axis in axes:
+        codec = _codec(one, axis, comm)
+        if codec is None or not codec.is_joinable:
+            return None
+        if not all(_scatters(s, axis, comm) and _codec(s, axis, comm) == codec for s in specs):
+            return None
+    return one
+
+
+def _reduce_one(
+    bucket: ReduceBucket,
+    one: ReduceSpec,
+    specs: Sequence[ReduceSpec],
+    axis: str,
+    num_summed: int,
+    comm: CommSpec,
+) -> PartialSums:
+    """Reduce a bucket over one axis as the one gradient `one`, made of those of `specs`."""
+    codec = _codec(one, axis, comm)
+    assert codec is not None
+    shares = widths([_message_column(spec, axis, comm) for spec in specs])
+    received = all_to_all(bucket.coded, axis, shares=shares)
+    return PartialSums(received, codec, _shard_shape(one, axis, comm), num_summed)
+
+
+def _cut(x: Sum, shapes: Sequence[tuple[int, ...]]) -> list[Sum]:
+    """The shards of the leaves, of these shapes, in the shard of a bucket."""
+    parts, start = [], 0
+    for shape in shapes:
+        end = start + math.prod(shape)
+        cut = functools.partial(_range_of, start=start, end=end, shape=shape)
+        parts.append(jax.tree.map(cut, x))
+        start = end
+    return parts
+
+
+def _range_of(x: Array, start: int, end: int, shape: tuple[int, ...]) -> Array:
+    return lax.slice_in_dim(x.reshape(-1), start, end).reshape(shape)
 
 
 def _split_by_codec(
