@@ -97,7 +97,7 @@ def _marked(
 
 def _num_reads(plan: BlockPlan) -> Counter[Atom]:
     """How often each value is read by operations, or is an output."""
-    reads = Counter(x for x in plan.block.outputs if isinstance(x, Value))
+    reads: Counter[Atom] = Counter(x for x in plan.block.outputs if isinstance(x, Value))
     for operation in plan.block.operations:
         reads.update(x for x in operation.inputs if isinstance(x, Value))
     return reads
