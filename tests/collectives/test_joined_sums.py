@@ -111,3 +111,13 @@ def operations(jaxpr):
         if nested is not None:
             count += operations(getattr(nested, "jaxpr", nested))
     return count
+
+
+def test_a_bucket_of_one_cast_is_joined_once():
+    """Not again between the axes: one concatenation, however many axes."""
+    comm = _comm("cast")
+    specs = _specs(comm)
+    gradients = _gradients(specs, lambda rng, shape: rng.normal(size=shape))
+    count = operations(jax.make_jaxpr(_program(comm, [specs]))([gradients]).jaxpr)
+    assert count["concatenate"] == 1
+    assert count["all_to_all"] == 2
