@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ import jaxzero as jz
 from benchmarks.shared import _gspmd, _linen_llama, _llama
 from benchmarks.shared._llama import LlamaSize
 from benchmarks.shared._rows import append_row
-from jaxzero._hlo import Rates, timeline
+from jaxzero._hlo import Rates, parse, timeline
 
 from ._h200 import h200_mesh
 
@@ -88,40 +88,54 @@ def main(
     cluster = jz.Cluster(nodes=nodes, local=local, device="h200") if durations else None
     size = SIZES[model]
     struct = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
+    run = dict(nodes=nodes, local=local, batch=batch, tokens=tokens, microbatches=microbatches)
     for variant in variants:
-        start, user_start = time.perf_counter(), _user_seconds()
-        lowered = lowered_step(variant, size, mesh, struct, schedule, form, microbatches)
-        between, user_between = time.perf_counter(), _user_seconds()
         ours = not variant.startswith("gspmd")
         chosen = jz.compiler_options("cuda") if options and ours else {}
-        compiled = _compiled(lowered, chosen, cluster)
-        end, user_end = time.perf_counter(), _user_seconds()
+        args = variant, size, mesh, struct, schedule, form, microbatches
+        lower = functools.partial(lowered_step, *args)
+        compiled, seconds = _timed(lower, chosen, cluster)
         text = compiled.as_text()
         if keep_hlo is not None:
-            keep_hlo.mkdir(parents=True, exist_ok=True)
-            (keep_hlo / f"{model}_{variant}.hlo").write_text(text)
+            _keep(keep_hlo / f"{model}_{variant}.hlo", text)
         append_row(
             "aot",
             {
                 "model": model,
                 "form": form,
                 "variant": variant,
-                "nodes": nodes,
-                "local": local,
-                "batch": batch,
-                "tokens": tokens,
-                "microbatches": microbatches,
+                **run,
                 "parameters": _llama.num_parameters(size),
                 "schedule": dataclasses.asdict(schedule) if ours else None,
                 "compiler_options": chosen,
                 "durations": durations,
                 **figures(compiled, text, local),
-                "lower_seconds": round(between - start, 2),
-                "compile_seconds": round(end - between, 2),
-                "lower_user_seconds": round(user_between - user_start, 2),
-                "compile_user_seconds": round(user_end - user_between, 2),
+                **seconds,
             },
         )
+
+
+def _keep(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def _timed(
+    lower: Callable[[], Any], options: dict[str, Any], cluster: jz.Cluster | None
+) -> tuple[Any, dict[str, float]]:
+    """The compiled program, and how long it took to lower and compile."""
+    times = [(time.perf_counter(), _user_seconds())]
+    lowered = lower()
+    times.append((time.perf_counter(), _user_seconds()))
+    compiled = _compiled(lowered, options, cluster)
+    times.append((time.perf_counter(), _user_seconds()))
+    (start, user_start), (between, user_between), (end, user_end) = times
+    return compiled, {
+        "lower_seconds": round(between - start, 2),
+        "compile_seconds": round(end - between, 2),
+        "lower_user_seconds": round(user_between - user_start, 2),
+        "compile_user_seconds": round(user_end - user_between, 2),
+    }
 
 
 def _compiled(
@@ -181,8 +195,9 @@ def figures(compiled: Any, text: str, local: int) -> dict[str, Any]:
     """Memory, collectives and predicted time of the compiled program."""
     memory = compiled.memory_analysis()
     rates = Rates(num_local=local)
-    fast = timeline(text, rates)
-    slow = timeline(text, dataclasses.replace(rates, node=_SLOW))
+    program = parse(text)
+    fast = timeline(program, rates)
+    slow = timeline(program, dataclasses.replace(rates, node=_SLOW))
     return {
         "temporary_gib": round(memory.temp_size_in_bytes / 2**30, 3),
         "argument_gib": round(memory.argument_size_in_bytes / 2**30, 3),

@@ -41,9 +41,9 @@ from .primitives import permute as permute
 from .reduce_hop import reduce_over_node as reduce_over_node
 from .reduce_hop import shard_shape as shard_shape
 from .reduce_hop import sum_full as sum_full
+from .reduce_spec import ReduceSpec as ReduceSpec
+from .reduce_spec import reduce_axes as reduce_axes
 from .reductions import ReduceBucket as ReduceBucket
-from .reductions import ReduceSpec as ReduceSpec
-from .reductions import reduce_axes as reduce_axes
 from .reductions import reduce_gradient as reduce_gradient
 from .reductions import reduce_next_axis as reduce_next_axis
 from .reductions import start_reduction as start_reduction

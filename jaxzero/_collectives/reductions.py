@@ -24,12 +24,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from .._codecs import Codec, rows_of
+from .._codecs import rows_of
 from .._mesh import REDUCTION_HOPS
-from .._sharding import DimSharding, pad
+from .._sharding import pad
 from .comm_spec import CommSpec, accumulator_dtype
 from .ledger import picked
-from .packing import Column, can_join, in_place, join, split, widths
+from .packing import can_join, in_place, join, split, widths
 from .partial_sums import (
     HalfBatchSum,
     PartialSums,
@@ -40,26 +40,9 @@ from .partial_sums import (
 )
 from .primitives import all_to_all, reduce_scatter
 from .reduce_hop import encoded, reduce_to_shard, rounding_seed, sum_over
+from .reduce_spec import ReduceSpec, as_one, reduce_axes
 
-
-@dataclasses.dataclass(frozen=True)
-class ReduceSpec:
-    """The reduce-scatter of one gradient over the mesh axes.
-
-    Attributes:
-        name: path of the leaf.
-        shape: shape of the full gradient on each device, without padding.
-        dtype: dtype of the full gradient.
-        layout: split dim and padding of the result.
-        hops: the mesh axes to sum over, in order. With `local` only, the result is this device's
-            node slice of the sum over its node.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: Any
-    layout: DimSharding
-    hops: tuple[str, ...] = REDUCTION_HOPS
+_FEW = 2**18  # elements; a matrix has more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,44 +66,57 @@ class ReduceBucket:
 jax.tree_util.register_dataclass(ReduceBucket, ["coded", "summed", "rest"], [])
 
 
-def reduce_axes(specs: Sequence[ReduceSpec], comm: CommSpec) -> tuple[str, ...]:
-    """The axes that a bucket is reduced over, in order: those that any of its gradients needs.
-
-    At least one axis is returned, even on a single device, so that every bucket runs the same code.
-    """
-    axes = [axis for axis in REDUCTION_HOPS if any(axis in x.hops for x in specs)]
-    return comm.axes_with_peers(tuple(axes)) or REDUCTION_HOPS[:1]
-
-
 def start_reduction(
     fulls: Sequence[Shaped[Array, ...]], specs: Sequence[ReduceSpec], comm: CommSpec
 ) -> ReduceBucket:
     """Pad full gradients, and encode them into a bucket for the first axis."""
-    padded = [pad(x, spec.layout) for x, spec in zip(fulls, specs, strict=True)]
-    return _encode_bucket(padded, specs, reduce_axes(specs, comm)[0], 1, comm)
+    axes = reduce_axes(specs, comm)
+    if not comm.form.tiled:
+        fulls = _behind_barrier(fulls)
+    arrays = [pad(x, spec.layout) for x, spec in zip(fulls, specs, strict=True)]
+    if (one := as_one(specs, comm)) is not None:
+        pairs = zip(arrays, specs, strict=True)
+        rows = [rows_of(x.astype(s.dtype), s.layout.dim, one.layout.size) for x, s in pairs]
+        arrays, specs = [join(rows)], [one]
+    return _encode_bucket(arrays, specs, axes[0], 1, comm)
 
 
 def reduce_next_axis(
-    bucket: ReduceBucket, specs: Sequence[ReduceSpec], number: int, comm: CommSpec
+    bucket: ReduceBucket,
+    specs: Sequence[ReduceSpec],
+    number: int,
+    comm: CommSpec,
+    divisor: int = 1,
 ) -> ReduceBucket:
     """Reduce a bucket over the axis at index `number` of `reduce_axes`; encode it for the next.
 
     Returns:
         The bucket for the next axis. After the last axis, `rest` holds this device's shard of each
-        sum (not mean) in `accumulator_dtype`, as a `HalfBatchSum` where that is requested.
+        sum in `accumulator_dtype`, as a `HalfBatchSum` where that is requested, over `divisor`.
     """
     axes = reduce_axes(specs, comm)
     num_summed = math.prod(comm.sizes[axis] for axis in axes[:number])
-    arrays = _reduce_over(bucket, specs, axes[number], num_summed, comm)
+    one = as_one(specs, comm)
+    if one is None:
+        sent, arrays = specs, _reduce_over(bucket, specs, axes[number], num_summed, comm)
+    else:
+        sent, arrays = [one], [_reduce_one(bucket, one, specs, axes[number], num_summed, comm)]
     if number + 1 < len(axes):
         num_summed *= comm.sizes[axes[number]]
-        return _encode_bucket(arrays, specs, axes[number + 1], num_summed, comm)
+        return _encode_bucket(arrays, sent, axes[number + 1], num_summed, comm)
     half = comm.first_half_size(axes[number])
-    done = {
-        i: jax.tree.map(lambda x, s=s: x.astype(accumulator_dtype(s.dtype)), sum_of(x, half))
-        for i, (x, s) in enumerate(zip(arrays, specs, strict=True))
-    }
-    return ReduceBucket(None, {}, done)
+
+    def finished(x: Any, spec: ReduceSpec) -> Any:
+        x = x.astype(accumulator_dtype(spec.dtype))
+        return x if divisor == 1 else x / jnp.asarray(divisor, x.dtype)
+
+    done = [
+        jax.tree.map(functools.partial(finished, spec=spec), sum_of(x, half))
+        for x, spec in zip(arrays, sent, strict=True)
+    ]
+    if one is not None:
+        done = _cut(done[0], [spec.shard_shape(axes[number], comm) for spec in specs])
+    return ReduceBucket(None, {}, dict(enumerate(done)))
 
 
 def reduce_gradient(full: Shaped[Array, ...], spec: ReduceSpec, comm: CommSpec) -> Sum:
@@ -132,16 +128,49 @@ def reduce_gradient(full: Shaped[Array, ...], spec: ReduceSpec, comm: CommSpec) 
     return bucket.rest[0]
 
 
-def _scatters(spec: ReduceSpec, axis: str, comm: CommSpec) -> bool:
-    """Whether the reduction over `axis` scatters the gradient.
+def _behind_barrier(fulls: Sequence[Shaped[Array, ...]]) -> list[Array]:
+    """The same gradients; those of few elements flat, and behind a barrier, for the sake of layout.
 
-    It all-reduces instead where devices along the axis hold the same shards (`split="local"`).
+    They are sums over rows (of scales and biases). XLA:GPU lets the layout of a message decide
+    that of what it is made of, and for such a sum wants rows to be the minor dim. From there the
+    activations of whole models got transposed layouts, in which each norm is a sum over the major
+    dim, in two kernels (Llama-70B, JAX 0.12.0). No layout passes a flat array.
     """
-    return axis in spec.hops and axis in comm.axes and comm.sizes[axis] > 1
+    few = [i for i, x in enumerate(fulls) if x.size < _FEW]
+    flat = lax.optimization_barrier([fulls[i].reshape(-1) for i in few]) if few else []
+    behind = {i: x.reshape(fulls[i].shape) for i, x in zip(few, flat, strict=True)}
+    return [behind.get(i, x) for i, x in enumerate(fulls)]
 
 
-def _codec(spec: ReduceSpec, axis: str, comm: CommSpec) -> Codec | None:
-    return comm.gradient_codec(axis, math.prod(spec.shape), spec.dtype)
+def _reduce_one(
+    bucket: ReduceBucket,
+    one: ReduceSpec,
+    specs: Sequence[ReduceSpec],
+    axis: str,
+    num_summed: int,
+    comm: CommSpec,
+) -> PartialSums:
+    """Reduce a bucket over one axis as the one gradient `one`, made of those of `specs`."""
+    codec = one.codec(axis, comm)
+    assert codec is not None
+    shares = widths([spec.message_column(axis, comm) for spec in specs])
+    received = all_to_all(bucket.coded, axis, shares=shares)
+    return PartialSums(received, codec, one.shard_shape(axis, comm), num_summed)
+
+
+def _cut(x: Sum, shapes: Sequence[tuple[int, ...]]) -> list[Sum]:
+    """The shards of the leaves, of these shapes, in the shard of a bucket."""
+    parts, start = [], 0
+    for shape in shapes:
+        end = start + math.prod(shape)
+        cut = functools.partial(_range_of, start=start, end=end, shape=shape)
+        parts.append(jax.tree.map(cut, x))
+        start = end
+    return parts
+
+
+def _range_of(x: Array, start: int, end: int, shape: tuple[int, ...]) -> Array:
+    return lax.slice_in_dim(x.reshape(-1), start, end).reshape(shape)
 
 
 def _split_by_codec(
@@ -151,9 +180,9 @@ def _split_by_codec(
     coded: list[int] = []
     summed: dict[str, list[int]] = {}
     for i, spec in enumerate(specs):
-        if not _scatters(spec, axis, comm):
+        if not spec.scatters(axis, comm):
             continue
-        if _codec(spec, axis, comm) is not None:
+        if spec.codec(axis, comm) is not None:
             coded.append(i)
         else:
             dtype = _dtype_at(spec, axis, comm)
@@ -166,7 +195,7 @@ def _split_by_codec(
 def _dtype_at(spec: ReduceSpec, axis: str, comm: CommSpec) -> Any:
     """The dtype of the sum before it is reduced over `axis`: float32 once it has been decoded."""
     for hop in REDUCTION_HOPS[: REDUCTION_HOPS.index(axis)]:
-        if _scatters(spec, hop, comm) and _codec(spec, hop, comm) is not None:
+        if spec.scatters(hop, comm) and spec.codec(hop, comm) is not None:
             return jnp.dtype(jnp.float32)
     return accumulator_dtype(spec.dtype)
 
@@ -194,7 +223,7 @@ def _encode_bucket(
         else:
             rows = [rows_of(sums[i], specs[i].layout.dim, comm.sizes[axis]) for i in numbers]
             plain[name] = join(rows)
-    rest = {i: sums[i] for i, s in enumerate(specs) if not _scatters(s, axis, comm)}
+    rest = {i: sums[i] for i, s in enumerate(specs) if not s.scatters(axis, comm)}
     # The barrier keeps XLA from moving the decoding across the exchange.
     sent: Any = messages if comm.form.tiled else join(messages) if messages else None
     return ReduceBucket(lax.optimization_barrier(sent), plain, rest)
@@ -217,7 +246,7 @@ def _messages(
     seed = rounding_seed(axis) if coded else None  # one for all; it takes several operations
 
     def kind(i: int) -> Any:
-        x, codec = arrays[i], _codec(specs[i], axis, comm)
+        x, codec = arrays[i], specs[i].codec(axis, comm)
         assert codec is not None
         is_sum = not isinstance(x, PartialSums) or x.decoded is not None
         joinable = codec.is_joinable and is_sum and not comm.form.tiled
@@ -246,18 +275,18 @@ def _reduce_over(
     arrays: dict[int, Any] = dict(bucket.rest)
     if comm.form.tiled:
         for i, message in zip(coded, bucket.coded, strict=True):
-            codec, shape = _codec(specs[i], axis, comm), _shard_shape(specs[i], axis, comm)
+            codec, shape = specs[i].codec(axis, comm), specs[i].shard_shape(axis, comm)
             assert codec is not None
             with picked([i]):
                 received = all_to_all(message, axis)
             arrays[i] = PartialSums(received, codec, shape, num_summed, tiled=True)
     elif bucket.coded is not None:
-        columns = [_message_column(specs[i], axis, comm) for i in coded]
+        columns = [specs[i].message_column(axis, comm) for i in coded]
         with picked(coded):
             received = all_to_all(bucket.coded, axis, shares=widths(columns))
         partial = []
         for i, message in zip(coded, in_place(received, columns), strict=True):
-            codec, shape = _codec(specs[i], axis, comm), _shard_shape(specs[i], axis, comm)
+            codec, shape = specs[i].codec(axis, comm), specs[i].shard_shape(axis, comm)
             assert codec is not None
             partial.append(PartialSums(message, codec, shape, num_summed))
         arrays.update(zip(coded, decoded_together(partial), strict=True))
@@ -282,7 +311,7 @@ def _scatter(
     if len(numbers) == 1:
         i = numbers[0]
         return {i: reduce_to_shard(x, axis, specs[i].layout.dim, comm)}
-    shapes = [_shard_shape(specs[i], axis, comm) for i in numbers]
+    shapes = [specs[i].shard_shape(axis, comm) for i in numbers]
     columns = [(math.prod(shape), x.dtype) for shape in shapes]
     parts: Sequence[Sum]
     if half := comm.first_half_size(axis):
@@ -294,24 +323,3 @@ def _scatter(
         i: jax.tree.map(lambda x, shape=shape: x.reshape(shape), part)
         for i, part, shape in zip(numbers, parts, shapes, strict=True)
     }
-
-
-def _shard_shape(spec: ReduceSpec, axis: str, comm: CommSpec) -> tuple[int, ...]:
-    """The shape of a device's shard after the reduction over `axis` and the axes before it."""
-    done = REDUCTION_HOPS[: REDUCTION_HOPS.index(axis) + 1]
-    shape, dim = list(spec.layout.pad_shape(spec.shape)), spec.layout.dim
-    shape[dim] //= math.prod(comm.sizes[hop] for hop in done if _scatters(spec, hop, comm))
-    return tuple(shape)
-
-
-def _message_column(spec: ReduceSpec, axis: str, comm: CommSpec) -> Column:
-    codec = _codec(spec, axis, comm)
-    assert codec is not None
-    return _message_size(codec, math.prod(_shard_shape(spec, axis, comm)), spec.dtype)
-
-
-@functools.cache
-def _message_size(codec: Codec, num: int, dtype: Any) -> Column:
-    """Length and dtype of the message of `num` numbers; cached, as many layers share it."""
-    message = codec.message(num, dtype)
-    return message.shape[0], message.dtype

@@ -22,6 +22,7 @@ from .._collectives import (
 from .._mesh import NODE
 from .._plan import BlockPlan
 from .._program import Value
+from .mean_gradients import rounded_mean
 
 Reduced = list[tuple[Value, Any]]  # gradients, each with this device's shard of its sum
 
@@ -92,8 +93,10 @@ class GradientBuckets:
     def reduce_next(self, number: int, done: int, bucket: ReduceBucket) -> ReduceBucket:
         """Reduce a group's bucket over one more axis, after `done` axes."""
         specs = self.specs(number)
+        is_mean = self.plan.reduce_groups[number].values[0] in self.plan.means
+        divisor = self.comm.num_devices if is_mean else 1
         with labelled("gradients", *(spec.name for spec in specs)):
-            return reduce_next_axis(bucket, specs, done, self.comm)
+            return reduce_next_axis(bucket, specs, done, self.comm, divisor)
 
     def reduce_rest(self, number: int, done: int, bucket: ReduceBucket) -> ReduceBucket:
         """Reduce a group's bucket over all remaining axes, after `done` axes."""
@@ -103,8 +106,11 @@ class GradientBuckets:
 
     def finish(self, number: int, bucket: ReduceBucket) -> None:
         """Record the gradients of a fully reduced bucket, for `take_reduced`."""
-        values = self.plan.reduce_groups[number].values
-        self._reduced += [(value, bucket.rest[i]) for i, value in enumerate(values)]
+        for i, value in enumerate(self.plan.reduce_groups[number].values):
+            x = bucket.rest[i]
+            if value in self.plan.means:
+                x = rounded_mean(x, self.plan.means[value].dtype)
+            self._reduced.append((value, x))
 
     def take_reduced(self) -> Reduced:
         """Return the gradients whose reduction has finished since the last call."""

@@ -134,8 +134,12 @@ def host_mean(x: Array, dtype: Any, num_devices: int, name: str) -> Array:
 
 def mean_of_one_microbatch(x: Array, dtype: Any, num_devices: int) -> Array:
     """The mean of a gradient, as `dtype`, from its sum over all devices in one micro-batch."""
-    mean = x / jnp.asarray(num_devices, x.dtype)
-    stored, summed = jnp.finfo(dtype), jnp.finfo(x.dtype)
+    return rounded_mean(x / jnp.asarray(num_devices, x.dtype), dtype)
+
+
+def rounded_mean(mean: Array, dtype: Any) -> Array:
+    """A mean gradient as `dtype`, from the quotient in the dtype of the sum."""
+    stored, summed = jnp.finfo(dtype), jnp.finfo(mean.dtype)
     if stored.bits < summed.bits and stored.nexp == summed.nexp:
         # XLA may leave out a cast to fewer bits and back; a mean that is stored has fewer bits.
         # With fewer exponents, `reduce_precision` would round subnormal numbers to zero.

@@ -9,24 +9,24 @@ Each compilation of a program gives them the same names.
 from __future__ import annotations
 
 from .cost import Rates, collective_of, collective_seconds
-from .instructions import Computation, Instruction, parse
+from .instructions import Computation, Instruction, Program, parse
 from .timeline import Walk
 from .traffic import NO_WORK, traffic
 
 
-def durations(text: str, rates: Rates) -> str:
+def durations(module: str | Program, rates: Rates) -> str:
     """The predicted duration of each instruction in microseconds, as a profile in text form.
 
     The duration of an asynchronous collective or copy is that of its start; its end has 0.
 
     Args:
-        text: the scheduled HLO of a module.
+        module: its scheduled HLO, or what `parse` has read of it.
         rates: of the machine.
 
     Raises:
         ValueError: the text cannot be read, or a loop's trip count is not known.
     """
-    program = parse(text)
+    program = parse(module) if isinstance(module, str) else module
     walk = Walk(program, rates)
     computations = program.computations.values()
     fused = {

@@ -94,17 +94,17 @@ class _Flight:
 _Free = dict[str, float]  # of each stream but that of compute: when it has done what it was given
 
 
-def timeline(text: str, rates: Rates) -> Timeline:
+def timeline(module: str | Program, rates: Rates) -> Timeline:
     """Walk a compiled module.
 
     Args:
-        text: its scheduled HLO.
+        module: its scheduled HLO, or what `parse` has read of it.
         rates: of the machine.
 
     Raises:
         ValueError: the text cannot be read, or a loop's trip count is not known.
     """
-    program = parse(text)
+    program = parse(module) if isinstance(module, str) else module
     return Walk(program, rates).computation(program.entry)
 
 

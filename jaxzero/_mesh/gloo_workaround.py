@@ -31,8 +31,8 @@ from jaxtyping import Array, Shaped
 from ..pallas_kernels import add_up
 from .one_node import NODE
 
-# Of a message between nodes, in each direction. Twice as large, they fill 85% of a link of
-# 100 Mbit/s in place of 91%; half as large, no more, and steps on links without a limit take longer.
+# Of a message between nodes, in each direction. Pieces twice as large fill 85% of a link of
+# 100 Mbit/s in place of 91%; half as large, no more, and without a limit steps take longer.
 PIECE_BYTES = 2**17
 
 _is_worked_around: contextvars.ContextVar[bool] = contextvars.ContextVar(

@@ -111,7 +111,9 @@ class BlockPlan:
     loops: dict[int, LoopPlan]
     # At the top level, gradients that are copied to host memory once reduced, and their leaves.
     host_gradients: Mapping[Value, LeafSpec] = dataclasses.field(default_factory=dict)
-    # At the top level, outputs that loops have divided: their indices (`LoopPlan.means`).
+    # At the top level, gradients that are divided once reduced, and their leaves.
+    means: Mapping[Value, LeafSpec] = dataclasses.field(default_factory=dict)
+    # At the top level, outputs that are means already: their indices (`means`, `LoopPlan.means`).
     mean_outputs: frozenset[int] = frozenset()
     last_forward: int | None = None  # the last operation of forward; None in a loop's body
     # The first costly operation of backward, and a value that it reads: the loss is known before.

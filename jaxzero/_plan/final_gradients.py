@@ -4,13 +4,15 @@
 reduced, which a loop does one layer in each iteration: its stack is then the gradient that the step
 returns, in the dtype of the leaf, and no stack of sums exists beside it. Those for host memory have
 to be: a host array cannot be computed with. A loop copies them one layer in each iteration, or
-updates a layer of the leaf with it. Any other gradient is divided, or copied, at the end of the
-step.
+updates a layer of the leaf with it. Outside of loops a bucket is divided as a whole, if all of its
+gradients are final. Any other gradient is divided, or copied, at the end of the step: a pass over
+memory of its own, because a barrier lies between.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Collection, Mapping
 
 from .._program import Atom, Loop, Value, movable_ops
@@ -38,12 +40,17 @@ def mark_final_gradients(
     }
     marked: dict[int, dict[int, int]] = {}  # by loop and output of it, the output of the program
     values: dict[Value, LeafSpec] = {}
+    final: dict[Value, int] = {}  # on the device, outside of loops: the outputs
+    num_reads = _num_reads(plan)
     for i in leaves:
         value = _before_casts(plan, makers, plan.block.outputs[i])
         index = makers.get(value, -1) if isinstance(value, Value) else -1
         is_reduced = value in plan.gradients.reduces and value not in plan.zeros
-        if i in in_host and isinstance(value, Value) and is_reduced:
-            values[value] = leaves[i]
+        if isinstance(value, Value) and is_reduced:
+            if i in in_host:
+                values[value] = leaves[i]
+            elif all(num_reads[x] == 1 for x in _casts(plan, makers, plan.block.outputs[i])):
+                final[value] = i
         if value in plan.gradients.reduces:
             continue  # a stack that a loop makes, and that is reduced after it
         if i in plan.gradients.at_end or index not in plan.gradients.loops:
@@ -60,8 +67,14 @@ def mark_final_gradients(
         for index, loop in plan.loops.items()
     }
     means = {marked[index][number] for index, loop in loops.items() for number in loop.means}
+    groups = [group.values for group in plan.reduce_groups if final.keys() >= set(group.values)]
+    divided = {value: final[value] for values in groups for value in values}
     return dataclasses.replace(
-        plan, loops=loops, host_gradients=values, mean_outputs=frozenset(means)
+        plan,
+        loops=loops,
+        host_gradients=values,
+        means={value: leaves[i] for value, i in divided.items()},
+        mean_outputs=frozenset({*means, *divided.values()}),
     )
 
 
@@ -82,12 +95,26 @@ def _marked(
     )
 
 
+def _num_reads(plan: BlockPlan) -> Counter[Atom]:
+    """How often each value is read by operations, or is an output."""
+    reads: Counter[Atom] = Counter(x for x in plan.block.outputs if isinstance(x, Value))
+    for operation in plan.block.operations:
+        reads.update(x for x in operation.inputs if isinstance(x, Value))
+    return reads
+
+
 def _before_casts(plan: BlockPlan, makers: Mapping[Value, int], atom: Atom) -> Atom:
-    """The value that `atom` is a cast of, or `atom`; the casts run on reduced shards."""
+    """The value that `atom` is a cast of, or `atom`."""
+    return _casts(plan, makers, atom)[-1]
+
+
+def _casts(plan: BlockPlan, makers: Mapping[Value, int], atom: Atom) -> list[Atom]:
+    """`atom`, what it is a cast of, and so on; these casts run on reduced shards."""
+    found = [atom]
     while isinstance(atom, Value) and makers.get(atom) in plan.gradients.on_shards:
         operation = plan.block.operations[makers[atom]]
         source = operation.source
         if source is None or not isinstance(operation.view(), movable_ops.ConvertDtype):
             break
-        atom = source
-    return atom
+        found.append(atom := source)
+    return found

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from .._hlo import durations, timeline
+from .._hlo import Program, durations, parse, timeline
 from .cluster import Cluster
 
 _PROFILE = "xla_gpu_pgle_profile_file_or_directory_path"
@@ -59,19 +59,19 @@ def compile_for(
     options = dict(compiler_options or {})
     first = lowered.compile(compiler_options=options)
     _check_devices(first, cluster)
-    text = _text(first)
+    program = _program(first)
     with tempfile.TemporaryDirectory(prefix="jaxzero-") as folder:
         profile = Path(folder, "durations.pbtxt")
-        profile.write_text(durations(text, cluster.rates))
+        profile.write_text(durations(program, cluster.rates))
         second = lowered.compile(compiler_options={**options, _PROFILE: str(profile)})
-    before, after = (timeline(x, cluster.rates).seconds for x in (text, _text(second)))
+    before, after = (timeline(x, cluster.rates).seconds for x in (program, _program(second)))
     return second if after < before else first
 
 
-def _text(compiled: jax.stages.Compiled) -> str:
+def _program(compiled: jax.stages.Compiled) -> Program:
     text = compiled.as_text()
     assert text is not None  # for GPUs
-    return text
+    return parse(text)
 
 
 def _check_devices(compiled: jax.stages.Compiled, cluster: Cluster) -> None:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jaxzero as jz
 from jaxzero._collectives import HalfBatchSum, ReduceSpec, reduce_next_axis, start_reduction
 from jaxzero._collectives.comm_spec import CommSpec
-from jaxzero._collectives.reductions import reduce_axes
+from jaxzero._collectives.reduce_spec import reduce_axes
 from jaxzero._sharding.layout import DimSharding
 
 _CAST = jz.Cast(jnp.bfloat16)
@@ -111,3 +111,13 @@ def operations(jaxpr):
         if nested is not None:
             count += operations(getattr(nested, "jaxpr", nested))
     return count
+
+
+def test_a_bucket_of_one_cast_is_joined_once():
+    """Not again between the axes: one concatenation, however many axes."""
+    comm = _comm("cast")
+    specs = _specs(comm)
+    gradients = _gradients(specs, lambda rng, shape: rng.normal(size=shape))
+    count = operations(jax.make_jaxpr(_program(comm, [specs]))([gradients]).jaxpr)
+    assert count["concatenate"] == 1
+    assert count["all_to_all"] == 2

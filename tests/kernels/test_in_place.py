@@ -20,7 +20,7 @@ from jaxzero._collectives import reductions
 from jaxzero._collectives.comm_spec import CommSpec
 from jaxzero._collectives.encoded_shards import EncodedShards
 from jaxzero._collectives.gather import start_gather
-from jaxzero._collectives.reductions import ReduceSpec
+from jaxzero._collectives.reduce_spec import ReduceSpec
 from jaxzero._sharding.layout import DimSharding
 from jaxzero.pallas_kernels import _blockwise as blocks
 from jaxzero.pallas_kernels import _memory as memory

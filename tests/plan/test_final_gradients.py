@@ -102,3 +102,50 @@ def test_a_mean_is_rounded_once(dtype):
     means = jax.jit(lambda x: mean_of_one_microbatch(x, dtype, 8))(sums)
     np.testing.assert_array_equal(means, np.asarray(sums / 8).astype(dtype))
     assert np.count_nonzero(means) == 5
+
+
+def _layers(key):
+    stacks = _init(key)
+    return [{name: x[i] for name, x in stacks.items()} for i in range(LAYERS)]
+
+
+def _unrolled_loss(layers, x):
+    for weights in layers:
+        y = jnp.tanh(x.astype(jnp.bfloat16) @ weights["up"])
+        x = x + y.astype(jnp.float32) @ weights["down"]
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("num_devices", [8, 6])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_unrolled_buckets_are_divided_with_the_bits_of_the_end(preset, num_devices, monkeypatch):
+    zero = _zero(preset, "pipelined", devices=jax.devices()[:num_devices])
+    params = zero.init(_layers, jax.random.key(0))
+    assert len(zero.plan(_unrolled_loss, params, _rows()).top.means) == 2 * LAYERS
+    loss, gradients = jax.jit(zero.value_and_grad(_unrolled_loss))(params, _rows())
+    monkeypatch.setattr(program_plan, "mark_final_gradients", lambda plan, *rest: plan)
+    assert not zero.plan(_unrolled_loss, params, _rows()).top.means
+    old_loss, old_gradients = jax.jit(zero.value_and_grad(_unrolled_loss))(params, _rows())
+    np.testing.assert_array_equal(loss, old_loss)
+    assert jax.tree.map(lambda x: x.dtype, gradients) == jax.tree.map(lambda x: x.dtype, params)
+    jax.tree.map(np.testing.assert_array_equal, gradients, old_gradients)
+
+
+def test_a_gradient_that_is_read_again_is_divided_at_the_end():
+    """A tied weight: what its two uses give is added before it is final."""
+
+    def loss(params, x):
+        y = jnp.tanh(x @ params["tied"])
+        return jnp.mean((y @ params["tied"] + x @ params["once"]) ** 2)
+
+    def init(key):
+        return {name: jax.random.normal(key, (WIDTH, WIDTH)) for name in ("tied", "once")}
+
+    zero = _zero("zero3", "one group a weight")
+    params = zero.init(init, jax.random.key(0))
+    got = jax.jit(zero.value_and_grad(loss))(params, _rows())[1]
+    whole = jax.device_get(params)
+    expected = jax.grad(loss)(whole, _rows())
+    # Some 32 roundings in float32 (2**-24 each) lie between an input and a gradient.
+    for name, x in expected.items():
+        np.testing.assert_allclose(got[name], x, rtol=0, atol=float(jnp.abs(x).max()) * 2e-6)
