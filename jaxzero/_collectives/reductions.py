@@ -4,7 +4,8 @@ The axes run in the reverse order of a gather: `local` first, then `node`, so th
 array, a sum over the node, crosses between nodes. With a codec, each axis is one round of qgZ
 (ZeRO++, https://arxiv.org/abs/2306.10209): encode the shards of all receivers, exchange them
 all-to-all, decode and sum in float32. Gradients without a codec are reduce-scattered in
-`accumulator_dtype`.
+`accumulator_dtype`. A bucket whose gradients have one cast is reduced as one gradient
+(`reduce_spec.py`).
 
 Legend: `full` is a full gradient on one device; `rows` are its shards for all receivers, flattened
 to one row each.
@@ -42,7 +43,7 @@ from .primitives import all_to_all, reduce_scatter
 from .reduce_hop import encoded, reduce_to_shard, rounding_seed, sum_over
 from .reduce_spec import ReduceSpec, as_one, reduce_axes
 
-_FEW = 2**18  # elements; a matrix has more
+_FEW = 2**18  # elements; most matrices have more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +91,16 @@ def reduce_next_axis(
 ) -> ReduceBucket:
     """Reduce a bucket over the axis at index `number` of `reduce_axes`; encode it for the next.
 
+    Args:
+        bucket: what `start_reduction`, or the axis before, has returned.
+        specs: the gradients in the bucket.
+        number: of the axis.
+        comm: codecs and sizes of the axes.
+        divisor: what sums are divided by after the last axis.
+
     Returns:
         The bucket for the next axis. After the last axis, `rest` holds this device's shard of each
-        sum in `accumulator_dtype`, as a `HalfBatchSum` where that is requested, over `divisor`.
+        sum in `accumulator_dtype`, as a `HalfBatchSum` where that is requested.
     """
     axes = reduce_axes(specs, comm)
     num_summed = math.prod(comm.sizes[axis] for axis in axes[:number])
@@ -131,7 +139,7 @@ def reduce_gradient(full: Shaped[Array, ...], spec: ReduceSpec, comm: CommSpec) 
 def _behind_barrier(fulls: Sequence[Shaped[Array, ...]]) -> list[Array]:
     """The same gradients; those of few elements flat, and behind a barrier, for the sake of layout.
 
-    They are sums over rows (of scales and biases). XLA:GPU lets the layout of a message decide
+    Most are sums over rows (of scales and biases). XLA:GPU lets the layout of a message decide
     that of what it is made of, and for such a sum wants rows to be the minor dim. From there the
     activations of whole models got transposed layouts, in which each norm is a sum over the major
     dim, in two kernels (Llama-70B, JAX 0.12.0). No layout passes a flat array.

@@ -1,10 +1,13 @@
 """Average gradients over devices and micro-batches: the last part of a step.
 
-For each leaf the program leaves one of three arrays on a device: its shard of the sum over all
-devices; its node slice of the sum over its node, which is summed over nodes here, once for all
-micro-batches; or the full gradient of its own rows, which is all-reduced here. In all three cases
+For each leaf the program leaves an array on a device: its shard of the sum over all devices; its
+node slice of the sum over its node, which is summed over nodes here, once for all micro-batches; or
+the full gradient of its own rows, which is all-reduced here. In these three cases
 
     mean = sum / (devices x micro-batches), or sum / (sum of the weights).
+
+With one micro-batch and no weights it may also be the shard of the mean, which was taken where the
+gradient was reduced (`final_gradients`).
 """
 
 from __future__ import annotations

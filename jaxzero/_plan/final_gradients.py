@@ -12,7 +12,6 @@ memory of its own, because a barrier lies between.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Collection, Mapping
 
 from .._program import Atom, Loop, Value, movable_ops
@@ -26,7 +25,10 @@ def mark_final_gradients(
     in_host: Collection[int],
     updates: Mapping[int, int],
 ) -> BlockPlan:
-    """Mark stacks of gradients that loops at the top level make, and gradients for host memory.
+    """Mark stacks of gradients that loops at the top level make, and other reduced gradients.
+
+    A gradient that is reduced, and the casts between it and the output, are read once each
+    (`find_reduces`), so nothing else sees what it is divided by, or where it is copied to.
 
     Args:
         plan: the plan of the full program.
@@ -41,7 +43,6 @@ def mark_final_gradients(
     marked: dict[int, dict[int, int]] = {}  # by loop and output of it, the output of the program
     values: dict[Value, LeafSpec] = {}
     final: dict[Value, int] = {}  # on the device, outside of loops: the outputs
-    num_reads = _num_reads(plan)
     for i in leaves:
         value = _before_casts(plan, makers, plan.block.outputs[i])
         index = makers.get(value, -1) if isinstance(value, Value) else -1
@@ -49,7 +50,7 @@ def mark_final_gradients(
         if isinstance(value, Value) and is_reduced:
             if i in in_host:
                 values[value] = leaves[i]
-            elif all(num_reads[x] == 1 for x in _casts(plan, makers, plan.block.outputs[i])):
+            else:
                 final[value] = i
         if value in plan.gradients.reduces:
             continue  # a stack that a loop makes, and that is reduced after it
@@ -95,26 +96,12 @@ def _marked(
     )
 
 
-def _num_reads(plan: BlockPlan) -> Counter[Atom]:
-    """How often each value is read by operations, or is an output."""
-    reads: Counter[Atom] = Counter(x for x in plan.block.outputs if isinstance(x, Value))
-    for operation in plan.block.operations:
-        reads.update(x for x in operation.inputs if isinstance(x, Value))
-    return reads
-
-
 def _before_casts(plan: BlockPlan, makers: Mapping[Value, int], atom: Atom) -> Atom:
-    """The value that `atom` is a cast of, or `atom`."""
-    return _casts(plan, makers, atom)[-1]
-
-
-def _casts(plan: BlockPlan, makers: Mapping[Value, int], atom: Atom) -> list[Atom]:
-    """`atom`, what it is a cast of, and so on; these casts run on reduced shards."""
-    found = [atom]
+    """The value that `atom` is a cast of, or `atom`; the casts run on reduced shards."""
     while isinstance(atom, Value) and makers.get(atom) in plan.gradients.on_shards:
         operation = plan.block.operations[makers[atom]]
         source = operation.source
         if source is None or not isinstance(operation.view(), movable_ops.ConvertDtype):
             break
-        found.append(atom := source)
-    return found
+        atom = source
+    return atom

@@ -131,8 +131,8 @@ def test_unrolled_buckets_are_divided_with_the_bits_of_the_end(preset, num_devic
     jax.tree.map(np.testing.assert_array_equal, gradients, old_gradients)
 
 
-def test_a_gradient_that_is_read_again_is_divided_at_the_end():
-    """A tied weight: what its two uses give is added before it is final."""
+def test_a_tied_weight_is_divided_once():
+    """What its two uses give is added before it is reduced."""
 
     def loss(params, x):
         y = jnp.tanh(x @ params["tied"])
@@ -143,6 +143,8 @@ def test_a_gradient_that_is_read_again_is_divided_at_the_end():
 
     zero = _zero("zero3", "one group a weight")
     params = zero.init(init, jax.random.key(0))
+    divided = zero.plan(loss, params, _rows()).top.means.values()
+    assert len(divided) == len({leaf.path for leaf in divided}) == 2
     got = jax.jit(zero.value_and_grad(loss))(params, _rows())[1]
     whole = jax.device_get(params)
     expected = jax.grad(loss)(whole, _rows())
