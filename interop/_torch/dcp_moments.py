@@ -13,7 +13,6 @@ from jaxzero.interop._tensors import AdamMoments, LazyTensor, plain_name
 from .dcp_names import Path, state_entry
 from .state_dict import moments_of
 
-_ABSENT = object()
 States = Mapping[Path, Mapping[str, Mapping[str, Any]]]
 
 
