@@ -27,7 +27,8 @@ def open_checkpoint(
     Args:
         path: a file or a directory: for DeepSpeed the one with `latest`, or that of a step.
         key: dotted path of the model's state dict, where a file of `torch.save`, or a distributed
-            checkpoint, holds several.
+            checkpoint, holds several. Of a distributed checkpoint that was saved without flattening
+            its dict: what the names of the model begin with, such as "model" of `model.up.weight`.
         records: classes, such as "my_package.Config", that a pickle may name. They are not
             imported: what is kept of such an object is never used.
         forms: forms of your own, tried before those above. `register_checkpoint_form` adds one for

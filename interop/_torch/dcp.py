@@ -101,7 +101,8 @@ def open_dcp(directory: Path, key: str | None = None) -> Checkpoint:
 
     Args:
         directory: the directory.
-        key: dotted path of the model's state dict in the dict that was saved; None to find it.
+        key: dotted path of the model's state dict in the dict that was saved, or the beginning of
+            its names if the dict was not flattened; None to find it.
 
     Raises:
         ValueError: a file is missing or truncated, `.metadata` refers to code, the chunks do
@@ -126,13 +127,18 @@ def open_dcp(directory: Path, key: str | None = None) -> Checkpoint:
         else:
             objects[paths[name]] = functools.partial(_object, name, chunks.get(name, {}))
     kept, states = sort_tensors(tensors, paths)
+    in_order = kept.keys() <= planned.keys()
+    if in_order:  # in `entries`, tensors come in the order in which processes share their copies
+        kept = {name: kept[name] for name in planned if name in kept}
     where = repr(str(directory))
     trained = {name for state in states.values() for name in state}
     names = model_names({name: paths[name] for name in kept}, trained, key, where)
     named = by_plain_name({short: kept[full] for full, short in names.items()}, where)
     moments = None
     if any("exp_avg" in held for state in states.values() for held in state.values()):
-        moments = functools.partial(read_moments, states, objects, named, str(directory))
+        moments = functools.partial(
+            read_moments, states, objects, named, str(directory), in_order=in_order
+        )
     return Checkpoint(path=directory, form="torch DCP", tensors=named, moments=moments)
 
 

@@ -2,16 +2,19 @@
 
 The dict that is saved, such as `{"model": {...}, "optim": {"state": {NAME: {"exp_avg": ...}}}}`, is
 flattened to names such as `optim.state.NAME.exp_avg`. `NAME` has dots of its own, so the paths in
-`planner_data` say where it begins. A model's names go without the keys above its state dict: those
-under which lies all that an optimizer has trained, or the only key at the top.
+`planner_data` say where it begins. A model may have modules called `state` and buffers called
+`sum` too: without a dict called `state`, only what groups name, or a dict of nothing but the state
+of Adam, is an optimizer's. A model's names go without the keys above its state dict: those under
+which lies all that an optimizer has trained, or the only key at the top.
 """
 
+import bisect
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxzero._text import first_names, shown
-from jaxzero.interop._tensors import LazyTensor
+from jaxzero.interop._tensors import LazyTensor, plain_name
 
 Path = tuple[str | int, ...]  # keys of nested dicts and lists
 # What optimizers of PyTorch keep for each element.
@@ -25,6 +28,7 @@ class StateEntry(NamedTuple):
     above: Path  # of the optimizer
     name: str  # of the parameter
     key: str  # such as exp_avg
+    flat: bool  # `state.NAME.KEY` is one key, as with `flatten_optimizer_state_dict`
 
 
 def paths_of(names: Iterable[str], planned: Mapping[Any, Any]) -> dict[str, Path]:
@@ -45,16 +49,24 @@ def paths_of(names: Iterable[str], planned: Mapping[Any, Any]) -> dict[str, Path
 def state_entry(path: Path) -> StateEntry | None:
     """Return what a path says of an optimizer's state; None if it cannot be of one."""
     if len(path) >= 3 and path[-3] == "state":
-        return StateEntry(path[:-3], str(path[-2]), str(path[-1]))
-    above, last = path[:-1], str(path[-1]) if path else ""
-    rest = last.removeprefix("state.")
-    if rest == last and not above:  # not flattened: a whole name
-        head, found, rest = last.partition(".state.")
-        above, rest = (head,), rest if found else last
-    name, _, key = rest.rpartition(".")
-    if rest == last or not name or re.fullmatch(r"\w+", key) is None:
+        return StateEntry(path[:-3], str(path[-2]), str(path[-1]), flat=False)
+    return _flat_entry(path, "state")
+
+
+def _flat_entry(path: Path, part: str) -> StateEntry | None:
+    """Return what a path says if its last key is `PART.NAME.KEY`.
+
+    If the dict was not flattened, this is a whole name, in which the keys above come first.
+    """
+    last = str(path[-1]) if path else ""
+    begin = re.search(r"(?:^|\.)(state|param_groups)\.", last)
+    if begin is None or begin[1] != part or (begin.start() and len(path) > 1):
         return None
-    return StateEntry(above, name, key)
+    name, _, key = last[begin.end() :].rpartition(".")
+    if not name or re.fullmatch(r"\w+", key) is None:
+        return None
+    above = (last[: begin.start()],) if begin.start() else path[:-1]
+    return StateEntry(above, name, key, flat=True)
 
 
 def sort_tensors(
@@ -66,31 +78,67 @@ def sort_tensors(
         Name -> tensor, for the first; and path of the optimizer -> name of the parameter -> its
         state.
     """
-    states: dict[Path, dict[str, dict[str, Any]]] = {}
+    nested: dict[Path, dict[str, dict[str, Any]]] = {}
+    flat: dict[Path, dict[str, dict[str, Any]]] = {}
     for full, tensor in tensors.items():
         entry = state_entry(paths[full])
         if entry is not None:
-            of_name = states.setdefault(entry.above, {}).setdefault(entry.name, {})
-            of_name[entry.key] = tensor
-    optimizers = {
-        above: {name: held for name, held in state.items() if above or _KEPT & held.keys()}
-        for above, state in states.items()
-        if any(_KEPT & held.keys() for held in state.values())
-    }
+            states = flat if entry.flat else nested
+            states.setdefault(entry.above, {}).setdefault(entry.name, {})[entry.key] = tensor
+    nested = {above: state for above, state in nested.items() if _is_kept(state)}
+    flat = _of_optimizers(flat, paths)
 
-    def is_of_optimizer(full: str) -> bool:
-        path, entry = paths[full], state_entry(paths[full])
-        if entry is not None and entry.name in optimizers.get(entry.above, ()):
+    def is_of_optimizer(path: Path) -> bool:
+        if any(
+            path[length] in ("state", "param_groups") and path[:length] in nested
+            for length in range(len(path))
+        ):
             return True
-        if () in optimizers and str(path[0]).split(".")[0] == "param_groups":
-            return True
-        tops = {path[:length] for length in range(1, len(path))}
-        if len(path) == 1:  # not flattened
-            tops |= {(full.partition(part)[0],) for part in (".state.", ".param_groups.")}
-        return not optimizers.keys().isdisjoint(tops)
+        entry = _flat_entry(path, "state")
+        if entry is not None:
+            return entry.name in flat.get(entry.above, ())
+        group = _flat_entry(path, "param_groups")
+        return group is not None and group.above in flat
 
-    kept = {full: tensor for full, tensor in tensors.items() if not is_of_optimizer(full)}
-    return kept, optimizers
+    kept = {full: tensor for full, tensor in tensors.items() if not is_of_optimizer(paths[full])}
+    return kept, flat | nested
+
+
+def _of_optimizers(
+    flat: Mapping[Path, dict[str, dict[str, Any]]], paths: Mapping[str, Path]
+) -> dict[Path, dict[str, dict[str, Any]]]:
+    """Return what is an optimizer's of all that could be by its name `state.NAME.KEY`."""
+    groups: dict[Path, set[str]] = {}
+    for path in paths.values():
+        group = _flat_entry(path, "param_groups")
+        if group is not None:
+            groups.setdefault(group.above, set()).add(group.name)
+    ordered = sorted(paths)
+    found: dict[Path, dict[str, dict[str, Any]]] = {}
+    for above, state in flat.items():
+        of_adam = all("exp_avg" in held for held in state.values())
+        if not (of_adam and _holds_only_state(above, ordered)):
+            named = groups.get(above, set())
+            state = {name: held for name, held in state.items() if name in named}
+        if _is_kept(state):
+            found[above] = state
+    return found
+
+
+def _is_kept(state: Mapping[str, Mapping[str, Any]]) -> bool:
+    return any(_KEPT & held.keys() for held in state.values())
+
+
+def _holds_only_state(above: Path, ordered: Sequence[str]) -> bool:
+    """Whether all names below `above` begin with `state.` or are of `param_groups`."""
+    top = "".join(f"{key}." for key in above)
+
+    def count(prefix: str) -> int:
+        ends = (prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1)) if prefix else ("", "\U0010ffff")
+        first, last = (bisect.bisect_left(ordered, end) for end in ends)
+        return last - first
+
+    return count(top) == count(f"{top}state.") + count(f"{top}param_groups")
 
 
 def model_names(
@@ -101,7 +149,8 @@ def model_names(
     Args:
         paths: paths of the tensors that are no optimizer's.
         trained: names of the parameters that an optimizer has trained.
-        key: dotted path of the model's state dict; None to find it.
+        key: dotted path of the model's state dict, or the beginning of its names if no dict of
+            tensors was saved inside another; None to find it.
         where: the checkpoint, for messages.
 
     Raises:
@@ -113,15 +162,44 @@ def model_names(
             short = ".".join(map(str, path[length:]))
             below.setdefault(path[:length], {})[full] = short
     if key is not None:
-        found = {".".join(map(str, path)): path for path in below if path}
+        found = {".".join(map(str, path)): names for path, names in below.items() if path}
+        found = found or _beginnings(paths)
         if key not in found:
             raise ValueError(
                 f"`key` must be one of {first_names(sorted(found)) or 'none'}, which are the dicts "
                 f"of tensors in {where}; got {key!r}."
             )
-        return below[found[key]]
-    fitting = [path for path in below if trained and set(trained) <= set(below[path].values())]
+        return found[key]
+    wanted = {plain_name(name) for name in trained}
+    fitting = [path for path in below if wanted and _fits(wanted, path, below)]
     tops = {path[:1] if len(path) > 1 else () for path in paths.values()}
-    above = fitting[0] if len(fitting) == 1 else tops.pop() if len(tops) == 1 else ()
+    above = fitting[0] if len(fitting) == 1 else ()
+    if not fitting and len(tops) == 1:
+        above = tops.pop()
     names = {full: below.get(above, {}).get(full, full) for full in paths}
-    return names if len(set(names.values())) == len(names) else {full: full for full in paths}
+    unlike = {plain_name(name) for name in names.values()}
+    return names if len(unlike) == len(names) else {full: full for full in paths}
+
+
+def _beginnings(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Map what names begin with, such as `model` -> full name -> the rest of it."""
+    found: dict[str, dict[str, str]] = {}
+    for full in names:
+        keys = full.split(".", _MAX_KEYS_ABOVE)
+        for length in range(1, len(keys)):
+            top = ".".join(keys[:length])
+            found.setdefault(top, {})[full] = full.removeprefix(f"{top}.")
+    return found
+
+
+def _fits(trained: set[str], above: Path, below: Mapping[Path, Mapping[str, str]]) -> bool:
+    """Whether all that an optimizer has trained may be in the dict at `above`.
+
+    `DistributedDataParallel` puts `module.` before names, and functions of PyTorch that save an
+    optimizer's state leave it out.
+    """
+    plain = {plain_name(name) for name in below[above].values()}
+    if trained <= plain:
+        return True
+    bare = {name.removeprefix("module.") for name in plain}
+    return (*above, "module") not in below and trained <= bare
