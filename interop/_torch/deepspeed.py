@@ -140,7 +140,7 @@ def _open_zero(
     records: Collection[str],
 ) -> Checkpoint:
     stage, ranks = read_ranks(files, records)
-    check_ranks(stage, ranks)
+    check_ranks(ranks)
     groups = param_shapes(models, states)
     shapes = {name: shape for group in groups for name, shape in group.items()}
     fragments = fragments_of(stage, groups, ranks)
@@ -166,7 +166,7 @@ def _open_zero(
     if stage == 3:
         check_order(models[0], states[0], groups)
     else:
-        check_values(models[0], states[0], trained)
+        check_values(models[0], states[0], trained, fragments)
     has_moments = all(kind in rank.flat for rank in ranks for kind in MOMENTS)
     return with_aliases(
         Checkpoint(
