@@ -73,7 +73,8 @@ def _changed(value: Any, rng: random.Random) -> Any:
     if rng.random() < 0.3:
         try:
             return rng.choice(_OF_VALUE)(value)
-        except (TypeError, ValueError, OverflowError):
+        # A slice of a dict is a TypeError, and from Python 3.12 on a KeyError.
+        except (TypeError, ValueError, OverflowError, KeyError):
             pass
     return copy.deepcopy(rng.choice(_VALUES))
 

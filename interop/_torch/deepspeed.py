@@ -58,7 +58,7 @@ def open_deepspeed(directory: Path, records: Collection[str]) -> Checkpoint:
             f"{str(directory)!r} has no `*_model_states.pt`. Give the directory that holds the "
             "`latest` file of a DeepSpeed run."
         )
-    states = [read_model_state(file, records) for file in models]
+    states = [read_model_state(file, records, merged=is_universal) for file in models]
     if is_universal:
         return open_universal(directory, models, states, records)
     files = _ranked(directory, _OPTIMIZER)
@@ -96,8 +96,8 @@ def _is_directory(path: Path) -> bool:
 def _ranked(directory: Path, pattern: re.Pattern[str], *, merged: bool = False) -> list[Path]:
     """List the files of all processes in the order of ranks.
 
-    `merged` is for universal checkpoints, whose tensors have been merged over tensor and pipeline
-    parallelism: files of the first process of these are listed.
+    `merged` is for universal checkpoints, whose trained parameters have been merged over tensor and
+    pipeline parallelism: files of the first process of these are listed.
     """
     found: dict[int, Path] = {}
     for path in directory.iterdir():
@@ -140,7 +140,7 @@ def _open_zero(
     records: Collection[str],
 ) -> Checkpoint:
     stage, ranks = read_ranks(files, records)
-    check_ranks(stage, ranks)
+    check_ranks(ranks)
     groups = param_shapes(models, states)
     shapes = {name: shape for group in groups for name, shape in group.items()}
     fragments = fragments_of(stage, groups, ranks)
@@ -166,7 +166,7 @@ def _open_zero(
     if stage == 3:
         check_order(models[0], states[0], groups)
     else:
-        check_values(models[0], states[0], trained)
+        check_values(models[0], states[0], trained, fragments)
     has_moments = all(kind in rank.flat for rank in ranks for kind in MOMENTS)
     return with_aliases(
         Checkpoint(

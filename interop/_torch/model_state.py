@@ -20,8 +20,17 @@ from .torch_file import read_torch_file
 from .zero_partitions import called
 
 
-def read_model_state(file: Path, records: Collection[str]) -> Mapping[str, Any]:
+def read_model_state(
+    file: Path, records: Collection[str], *, merged: bool = False
+) -> Mapping[str, Any]:
+    """Read a model state.
+
+    `merged` is for universal checkpoints. If those are of a pipeline, which writes its layers to
+    other files, `module` is None; it becomes an empty dict.
+    """
     state = read_torch_file(file, records=records)
+    if merged and isinstance(state, Mapping) and state.get("module", state) is None:
+        state = {**state, "module": {}}
     if not isinstance(state, Mapping) or not isinstance(state.get("module"), Mapping):
         raise ValueError(f"{str(file)!r} has no `module`, so it is not a DeepSpeed model state.")
     return _with_plain_names(file, state)
@@ -42,15 +51,27 @@ def _with_plain_names(file: Path, state: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def with_aliases(
-    checkpoint: Checkpoint, state: Mapping[str, Any], trained: Collection[str]
+    checkpoint: Checkpoint, state: Mapping[str, Any], trained: Collection[str], *, cut: bool = False
 ) -> Checkpoint:
+    """Add the second names of tied parameters.
+
+    Args:
+        checkpoint: all other tensors.
+        state: a model state.
+        trained: names of parameters that have optimizer state.
+        cut: the model state may hold parts of tensors only, because of tensor parallelism.
+
+    Raises:
+        ValueError: such a name has a shape or elements of its own.
+    """
     shared = state.get("shared_params") or {}
     aliases = {name: other for name, other in shared.items() if other in checkpoint.tensors}
     module = state["module"]
     for name, other in aliases.items():
         tied, held = checkpoint.tensors[other], module.get(name)
         stored = isinstance(held, LazyTensor) and held.size > 0  # stage 3 stores empty tensors
-        if name != other and (name in trained or (stored and held.shape != tied.shape)):
+        differs = stored and not cut and held.shape != tied.shape
+        if name != other and (name in trained or differs):
             raise ValueError(
                 f"`shared_params` in {str(checkpoint.path)!r} says that {shown(name)} is "
                 f"{shown(other)}, but it has a shape or elements of its own. Copy the checkpoint "

@@ -2,9 +2,9 @@
 
 `param_shapes` lists the parameters of each group in the order of the flat tensors. If it lists them
 in another order, every size may still add up. Stages 1 and 2 also store the model itself, so some
-elements of each parameter are compared with it. Stage 3 stores only the names of the model's
-parameters, and the order of each group must be theirs. Two of its shapes that were exchanged do not
-show in the files.
+elements of each parameter, of each process that holds some, are compared with it. Stage 3 stores
+only the names of the model's parameters, and the order of each group must be theirs. Two of its
+shapes that were exchanged do not show in the files.
 """
 
 import collections
@@ -19,10 +19,10 @@ import numpy as np
 from jaxzero._text import shown
 from jaxzero.interop._tensors import LazyTensor, by_plain_name
 
-from .partition import Shape
+from .partition import Fragments, Shape
 from .sizes import are_sizes
 
-_WINDOW = 16  # elements that are compared at the start, in the middle and at the end
+_WINDOW = 16  # elements that are compared at the start, in the middle and at the end of a fragment
 
 
 def param_shapes(
@@ -86,8 +86,13 @@ def check_order(
                 )
 
 
-def check_values(file: Path, state: Mapping[str, Any], trained: Mapping[str, LazyTensor]) -> None:
-    """Check that some elements of each parameter are those of the model that stages 1 and 2 store.
+def check_values(
+    file: Path,
+    state: Mapping[str, Any],
+    trained: Mapping[str, LazyTensor],
+    fragments: Fragments,
+) -> None:
+    """Check that some elements of each fragment are those of the model that stages 1 and 2 store.
 
     Raises:
         ValueError: they differ, shapes do, or the model lacks a parameter.
@@ -105,7 +110,7 @@ def check_values(file: Path, state: Mapping[str, Any], trained: Mapping[str, Laz
                 f"{held.shape} in the model there. Copy the checkpoint again."
             )
         flat, model = (each.reshape((each.size,)) for each in (tensor, held))
-        for start in {0, max(0, tensor.size // 2 - _WINDOW), max(0, tensor.size - _WINDOW)}:
+        for start in _starts([fragment.size for fragment in fragments[name]]):
             window = (slice(start, start + _WINDOW),)
             with np.errstate(over="ignore", invalid="ignore"):
                 cast = flat[window].astype(held.dtype)
@@ -116,6 +121,16 @@ def check_values(file: Path, state: Mapping[str, Any], trained: Mapping[str, Laz
                     "`param_shapes` are wrong, or the files belong to different checkpoints: copy "
                     "them again."
                 )
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """First elements of the windows of a parameter: three for each of its fragments."""
+    found, begin = {0}, 0
+    for size in sizes:
+        middle, last = (max(0, each - _WINDOW) for each in (size // 2, size))
+        found |= {begin, begin + middle, begin + last}
+        begin += size
+    return sorted(found)
 
 
 def _not_in_model(file: Path, name: str) -> ValueError:

@@ -1,11 +1,24 @@
 """What one process of a DeepSpeed ZeRO run wrote of its partition."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxzero.interop._tensors import LazyTensor
 
 Shape = tuple[int, ...]
+
+
+class Fragment(NamedTuple):
+    """A contiguous range of a parameter's elements in one flat tensor."""
+
+    rank: int
+    group: int
+    start: int
+    size: int
+
+
+Fragments = Mapping[str, list[Fragment]]
 
 
 class Rank(NamedTuple):

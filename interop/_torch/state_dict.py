@@ -52,7 +52,7 @@ def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
         tensors = _named(_state_dict(read_torch_file(file, records=records), file), file)
         return Checkpoint(path=directory, form="torch.save", tensors=tensors)
     tensors: dict[str, LazyTensor] = {}
-    file_of = read_index(index)
+    file_of = by_plain_name(read_index(index), repr(str(index)))
     for file in sorted({directory / name for name in file_of.values()}):
         held = _named(_state_dict(read_torch_file(file, records=records), file), file)
         absent = [name for name in file_of if file_of[name] == file.name and name not in held]

@@ -1,8 +1,13 @@
 """Open universal checkpoints of DeepSpeed, which `ds_to_universal.py` makes.
 
-`zero/NAME/` holds the tensors of a parameter, whole: `fp32.pt`, `exp_avg.pt`, `exp_avg_sq.pt` and
-`step.pt`. Made from stage 3 they are flat, and the step is only in `zero/optimizer_state.pt`; the
-shapes, buffers and frozen parameters are in the model states, which are copied.
+`zero/NAME/` holds the tensors of a trained parameter, whole: `fp32.pt`, `exp_avg.pt`,
+`exp_avg_sq.pt` and `step.pt`. Made from stage 3 they are flat, except where tensor parallelism was
+merged, and the step is only in `zero/optimizer_state.pt`.
+
+Shapes of stage 3, buffers and untrained parameters are in the model states, which are copied. From
+stages 1 and 2 the converter also writes `fp32.pt` of what has no optimizer state, from the first
+model state that has it: cast to float32, and not merged over tensor parallelism. The model state is
+exact, so it is used instead.
 
 https://www.deepspeed.ai/tutorials/universal-checkpointing/
 """
@@ -51,20 +56,24 @@ def open_universal(
         NotImplementedError: parameters without optimizer state are cut by tensor parallelism.
     """
     folders = _folders(directory / "zero")
+    trained = [name for name, folder in folders.items() if _is_trained(folder)]
     of_stage_3 = models[0].name.startswith("zero_")
-    shapes = _shapes(models, states) if of_stage_3 else {}
+    shapes = _shapes(models, states) if of_stage_3 else None
+    cut = _of_tensor_parallelism(directory, "zero_pp_rank_*_" if of_stage_3 else "")
 
     def whole(name: str, kind: str) -> LazyTensor:
         held = _whole(folders[name], kind, records)
-        return _shaped(held, folders[name], kind, shapes.get(name))
+        return held if shapes is None else _shaped(held, folders[name], kind, shapes, cut)
 
-    kept = {name: whole(name, "fp32") for name in folders}
     if of_stage_3:
         others = untrained_of_stage_3(states, directory)
     else:
-        others = tensors_of(states[0], leaving_out=kept)
-        _check_whole(directory, states[0], others)
-    trained = [name for name, folder in folders.items() if _is_trained(folder)]
+        others = tensors_of(states[0], leaving_out=trained)
+    _check_whole(states[0], folders | others, trained, cut)
+    kept = {name: whole(name, "fp32") for name in folders}
+    if not of_stage_3:
+        _check_copies(folders, kept, others)
+        kept = {name: tensor for name, tensor in kept.items() if name not in others}
 
     def moments(_: Sequence[str] | None = None) -> AdamMoments:
         state = {
@@ -84,6 +93,7 @@ def open_universal(
         ),
         states[0],
         trained,
+        cut=bool(cut),
     )
 
 
@@ -109,31 +119,83 @@ def _shapes(models: Sequence[Path], states: Sequence[Mapping[str, Any]]) -> dict
     return {name: shape for group in param_shapes(models, states) for name, shape in group.items()}
 
 
-def _shaped(tensor: LazyTensor, folder: Path, kind: str, shape: Shape | None) -> LazyTensor:
-    """Give a tensor of stage 3, which is stored flat, the shape of its parameter."""
-    if shape is None or tensor.shape == shape:
+def _shaped(
+    tensor: LazyTensor,
+    folder: Path,
+    kind: str,
+    shapes: Mapping[str, Shape],
+    cut: Sequence[Path],
+) -> LazyTensor:
+    """Give a tensor of stage 3 the shape of its parameter.
+
+    It is stored flat; or, merged over tensor parallelism (`cut` is not empty), in its own shape, of
+    which the model states give that of a part: one size of it may be another.
+    """
+    shape = shapes.get(plain_name(folder.name))
+    if shape is None:
+        raise ValueError(
+            f"{str(folder)!r} is of no parameter that `param_shapes` in the model states gives a "
+            "shape. Files belong to different checkpoints: convert again."
+        )
+    if tensor.shape == shape:
         return tensor
-    if tensor.shape != (math.prod(shape),):
+    if not cut and tensor.shape == (math.prod(shape),):
+        return tensor.reshape(shape)
+    if not cut or len(tensor.shape) != len(shape) or _num_other(tensor.shape, shape) > 1:
         raise ValueError(
             f"{str(folder / kind)!r}.pt has shape {tensor.shape}, but `param_shapes` in the model "
             f"states gives {shape}. Files belong to different checkpoints: convert again."
         )
-    return tensor.reshape(shape)
+    return tensor
+
+
+def _num_other(sizes: Shape, others: Shape) -> int:
+    return sum(a != b for a, b in zip(sizes, others, strict=True))
+
+
+def _check_copies(
+    folders: Mapping[str, Path], kept: Mapping[str, LazyTensor], others: Mapping[str, LazyTensor]
+) -> None:
+    """Check the shapes of what the converter copied from the first model state."""
+    for name in kept.keys() & others.keys():
+        if kept[name].shape != others[name].shape:
+            raise ValueError(
+                f"{str(folders[name] / 'fp32')!r}.pt has shape {kept[name].shape}, but the tensor "
+                f"in the first model state, of which it is a copy, has {others[name].shape}. Files "
+                "belong to different checkpoints: convert again."
+            )
+
+
+def _of_tensor_parallelism(directory: Path, prefix: str) -> list[Path]:
+    """Model states of all but the first process of tensor or pipeline parallelism."""
+    found = sorted(directory.glob(f"{prefix}mp_rank_*_model_states.pt"))
+    return [path for path in found if "mp_rank_00_" not in path.name]
 
 
 def _check_whole(
-    directory: Path, state: Mapping[str, Any], others: Mapping[str, LazyTensor]
+    state: Mapping[str, Any],
+    names: Collection[str],
+    trained: Collection[str],
+    cut: Sequence[Path],
 ) -> None:
-    """Check that what is taken from the first model state was not cut by tensor parallelism."""
-    cut = sorted(path.name for path in directory.glob("mp_rank_*_model_states.pt"))[1:]
+    """Check that no parameter is taken from a model state that may hold a part of it.
+
+    Args:
+        state: the first model state.
+        names: all tensors of the checkpoint.
+        trained: those that were merged over tensor parallelism.
+        cut: model states of other processes of tensor parallelism.
+    """
     buffers = state.get("buffer_names") or ()
     shared = state.get("shared_params") or {}
-    parameters = [name for name in others if name not in buffers and name not in shared]
+    merged = {*trained, *(name for name, other in shared.items() if other in trained)}
+    parameters = [name for name in names if name not in merged and name not in buffers]
     if cut and parameters:
         raise NotImplementedError(
-            f"{shown(parameters[0])} ({len(parameters)} such parameters) is not in "
-            f"{str(directory / 'zero')!r}, and each of the model states, such as {cut[0]!r}, may "
-            "hold a part of it. Save the run with optimizer state for all parameters."
+            f"{shown(parameters[0])} ({len(parameters)} such parameters) has no optimizer state, "
+            "so it was not merged over tensor parallelism: each of the model states, such as "
+            f"{str(cut[0])!r}, may hold a part of it. Gather the weights in the run, and save them "
+            "with `torch.save`."
         )
 
 

@@ -17,30 +17,18 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxzero._text import shown
 from jaxzero.interop._tensors import LazyTensor, concatenate, read_step
 
-from .partition import Rank, Shape
+from .partition import Fragment, Fragments, Rank, Shape
 from .partition_sizes import check_partitions, check_pieces, paddings_of
 from .record import Record
 from .torch_file import TorchTensor, read_torch_file
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _SAMPLE = 16  # elements
-
-
-class Fragment(NamedTuple):
-    """A contiguous range of a parameter's elements in one flat tensor."""
-
-    rank: int
-    group: int
-    start: int
-    size: int
-
-
-Fragments = Mapping[str, list[Fragment]]
 
 
 def read_ranks(files: list[Path], records: Collection[str]) -> tuple[int, list[Rank]]:
@@ -76,10 +64,10 @@ def read_ranks(files: list[Path], records: Collection[str]) -> tuple[int, list[R
     return stages.pop(), ranks
 
 
-def check_ranks(stage: int, ranks: Sequence[Rank]) -> None:
-    """Check that the files are of one step and, in stage 3, each of a process of its own.
+def check_ranks(ranks: Sequence[Rank]) -> None:
+    """Check that the files are of one step, and each of a process of its own.
 
-    Stages 1 and 2 need no more: their elements are compared with the model (`check_values`).
+    In stages 1 and 2 elements are also compared with the model (`check_values`), moments are not.
 
     Raises:
         ValueError: two files have different steps, or the same partition.
@@ -93,7 +81,7 @@ def check_ranks(stage: int, ranks: Sequence[Rank]) -> None:
                 "different checkpoints: copy those of one."
             )
     seen: dict[bytes, Rank] = {}
-    for rank in ranks if stage == 3 else ():
+    for rank in ranks:
         sample = _sample(rank)
         if sample in seen:
             raise ValueError(

@@ -27,6 +27,7 @@ class Keys:
 
     def __init__(self, content: Mapping[str, Any], values: Mapping[str, Any], where: str):
         self._where = where
+        self._content = content
         self._values = dict(values)
         self._flat: dict[str, Any] = {}
         for key, value in _flatten(content):
@@ -61,16 +62,19 @@ class Keys:
             self._honoured.add(key)
 
     def holds(self, name: str) -> bool:
-        """Return True if there is a key of a section."""
-        return any(key.startswith(f"{name}.") for key in self._flat)
+        """Return True if there is a section, even an empty one. Null is as good as none."""
+        given = any(self._values.get(key) is not None for key in self._keys_of(name))
+        return given or self._content.get(name) is not None
 
     def section(self, name: str) -> bool:
         """Return True if a section is enabled; if not, mark all its keys as honoured."""
-        held = [key for key in self._flat if key.startswith(f"{name}.")]
         enabled = self.get(f"{name}.enabled", False)
         if not enabled:
-            self._honoured.update(held)
+            self._honoured.update(self._keys_of(name))
         return enabled
+
+    def _keys_of(self, name: str) -> list[str]:
+        return [key for key in self._flat if key.startswith(f"{name}.")]
 
     def unhonoured(self) -> tuple[str, ...]:
         """List the keys that were never used, in the order of the file."""

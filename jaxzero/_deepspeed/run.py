@@ -132,8 +132,7 @@ def from_deepspeed(
         chain = scale_loss(chain, _read_loss_scale(keys))
     keys.honours("gradient_allreduce_op", "mean")
     keys.honours("data_types.grad_accum_dtype", "fp32")
-    unhonoured = keys.unhonoured()
-    if unhonoured:
+    if unhonoured := keys.unhonoured():
         warnings.warn(
             f"These keys of the DeepSpeed configuration have no effect here: "
             f"{', '.join(key if key.isprintable() else shown(key) for key in unhonoured)}.",

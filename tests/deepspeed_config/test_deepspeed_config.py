@@ -88,6 +88,8 @@ def test_a_loss_scale_that_stays(mesh):
         ({"bfloat16": {"enabled": True}}, jnp.bfloat16),
         ({"bfloat16": {"enabled": True}, "bf16": {"enabled": False}}, None),
         ({"bfloat16": {"enabled": False}, "bf16": {"enabled": True}}, jnp.bfloat16),
+        ({"bfloat16": {"enabled": True}, "bf16": {}}, None),
+        ({"bfloat16": {"enabled": True}, "bf16": None}, jnp.bfloat16),
     ],
 )
 @pytest.mark.filterwarnings("ignore:These keys of the DeepSpeed configuration have no effect")

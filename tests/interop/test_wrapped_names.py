@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -77,6 +78,20 @@ def test_torch_save_of_a_compiled_model(tmp_path: Path):
     assert checkpoint.keys() == model.state_dict().keys() == checkpoint.adam().exp_avg.keys()
     for name, value in model.state_dict().items():
         np.testing.assert_array_equal(checkpoint[name].read(), value.numpy())
+
+
+def test_parts_of_a_compiled_model(tmp_path: Path):
+    """The index has the wrappers, as the files do."""
+    torch = pytest.importorskip("torch", reason="needs torch: it writes the files")
+    parts = {
+        f"pytorch_model-0000{i}-of-00002.bin": f"_orig_mod.{name}" for i, name in enumerate("ab", 1)
+    }
+    for number, (file, name) in enumerate(parts.items()):
+        torch.save({name: torch.full((2,), float(number))}, tmp_path / file)
+    index = {"weight_map": {name: file for file, name in parts.items()}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    found = interop.open_checkpoint(tmp_path)
+    assert {name: found[name].read().tolist() for name in found} == {"a": [0, 0], "b": [1, 1]}
 
 
 def test_a_prefix_that_stays_is_named(tmp_path: Path):
