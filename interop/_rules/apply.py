@@ -21,7 +21,7 @@ _NAME_EVERY_TENSOR = (
     "The rules must name every tensor; list tensors that are not parameters in `ignore`."
 )
 _RENAME = (
-    "write it in the rules, or save a copy with `interop.save_tensors({name.removeprefix(...): "
+    "Write it in the rules, or save a copy with `interop.save_tensors({name.removeprefix(...): "
     "tensor for name, tensor in interop.open_checkpoint(...).items()}, directory)`."
 )
 
@@ -118,7 +118,8 @@ def check_names(
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore)
     )
     if missing and (prefix := _prefix(missing, unknown)):
-        remedy = f"It has these names with {shown(prefix)} before them: {_RENAME}"
+        remedy = _RENAME if remedy == _NAME_EVERY_TENSOR else remedy
+        remedy = f"It has these names with {shown(prefix)} before them. {remedy}"
     found = [f"lacks {first_names(missing)}"] if missing else []
     found += [f"holds unknown {first_names(unknown)}"] if unknown else []
     if found:
