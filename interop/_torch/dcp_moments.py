@@ -10,7 +10,7 @@ from typing import Any
 from jaxzero._text import shown
 from jaxzero.interop._tensors import AdamMoments, LazyTensor, plain_name
 
-from .dcp_names import Path, state_entry
+from .dcp_names import Path, path_text, state_entry
 from .state_dict import moments_of
 
 States = Mapping[Path, Mapping[str, Mapping[str, Any]]]
@@ -78,21 +78,21 @@ def _two_states(where: str, first: tuple[Path, str], second: tuple[Path, str]) -
     (above, name), (beside, other) = first, second
     if above == beside:
         return ValueError(
-            f"The optimizer {shown(_text(above))} in {where} has a state for {shown(name)} and one "
-            f"for {shown(other)}, which are one name without the wrappers of PyTorch. Save the "
+            f"The optimizer {shown(path_text(above))} in {where} has a state for {shown(name)} and "
+            f"one for {shown(other)}, which are one name without the wrappers of PyTorch. Save the "
             "state of one model only."
         )
     both = f"{shown(name)} each" if name == other else f"{shown(name)} and {shown(other)}"
     return ValueError(
-        f"{where} holds two optimizers, {shown(_text(above))} and {shown(_text(beside))}, with "
-        f"a state for {both}. Save each model with its optimizer in a directory of its own."
+        f"{where} holds two optimizers, {shown(path_text(above))} and {shown(path_text(beside))}, "
+        f"with a state for {both}. Save each model with its optimizer in a directory of its own."
     )
 
 
 def _groups(above: Path, objects: Mapping[Path, Callable[[], Any]]) -> list[dict] | None:
     """Return the groups of an optimizer that has numbers; None if they were not saved."""
     path = (*above, "param_groups")
-    for whole in (path, (_text(path),)):  # the second: not flattened
+    for whole in (path, (path_text(path),)):  # the second: not flattened
         if whole in objects:
             return objects[whole]()
     groups: list[dict] = []
@@ -100,7 +100,3 @@ def _groups(above: Path, objects: Mapping[Path, Callable[[], Any]]) -> list[dict
         named = objects.get((*path, len(groups), "param_names"))
         groups.append({"params": read()} | ({"param_names": named()} if named else {}))
     return groups or None
-
-
-def _text(path: Path) -> str:
-    return ".".join(map(str, path))

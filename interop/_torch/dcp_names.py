@@ -23,7 +23,7 @@ _MAX_KEYS_ABOVE = 3
 
 
 class StateEntry(NamedTuple):
-    """What the path of a part of an optimizer's state is composed of."""
+    """The parts of the path of a tensor or number in an optimizer's state."""
 
     above: Path  # of the optimizer
     name: str  # of the parameter
@@ -31,8 +31,13 @@ class StateEntry(NamedTuple):
     flat: bool  # `state.NAME.KEY` is one key, as with `flatten_optimizer_state_dict`
 
 
+def path_text(path: Path) -> str:
+    """Return the name of a path: its keys, joined by dots."""
+    return ".".join(map(str, path))
+
+
 def paths_of(names: Iterable[str], planned: Mapping[Any, Any]) -> dict[str, Path]:
-    """Return the path of each name; the name alone if the dict was not flattened.
+    """Map each name to its path, which is the whole name as one key if the dict was not flattened.
 
     Raises:
         TypeError: a path is no tuple of texts and numbers that make up the name.
@@ -41,7 +46,7 @@ def paths_of(names: Iterable[str], planned: Mapping[Any, Any]) -> dict[str, Path
     for name, path in paths.items():
         keys = path if type(path) is tuple else ()
         whole = all(type(each) in (str, int) for each in keys)
-        if not whole or ".".join(map(str, keys)) != name:
+        if not whole or path_text(keys) != name:
             raise TypeError(f"the path {shown(path)} of {shown(name)}")
     return paths
 
@@ -144,7 +149,7 @@ def _holds_only_state(above: Path, ordered: Sequence[str]) -> bool:
 def model_names(
     paths: Mapping[str, Path], trained: Collection[str], key: str | None, where: str
 ) -> dict[str, str]:
-    """Return full name -> name in the model.
+    """Map the full name of each tensor to its name in the model.
 
     Args:
         paths: paths of the tensors that are no optimizer's.
@@ -159,10 +164,9 @@ def model_names(
     below: dict[Path, dict[str, str]] = {}
     for full, path in paths.items():
         for length in range(min(len(path), _MAX_KEYS_ABOVE + 1)):
-            short = ".".join(map(str, path[length:]))
-            below.setdefault(path[:length], {})[full] = short
+            below.setdefault(path[:length], {})[full] = path_text(path[length:])
     if key is not None:
-        found = {".".join(map(str, path)): names for path, names in below.items() if path}
+        found = {path_text(path): names for path, names in below.items() if path}
         found = found or _beginnings(paths)
         if key not in found:
             raise ValueError(

@@ -12,8 +12,9 @@ exact, so it is used instead.
 https://www.deepspeed.ai/tutorials/universal-checkpointing/
 """
 
+import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,11 @@ def open_universal(
         kept = {name: tensor for name, tensor in kept.items() if name not in others}
 
     def moments(_: Sequence[str] | None = None) -> AdamMoments:
+        file = directory / "zero" / _OPTIMIZER
+        optimizer = functools.cache(lambda: _content(file, records))  # of all parameters
         state = {
             name: {kind: whole(name, kind) for kind in MOMENTS}
-            | {"step": _step(folders[name], records)}
+            | {"step": _step(folders[name], records, optimizer)}
             for name in trained
         }
         sizes = {name: tensor.shape for name, tensor in kept.items()}
@@ -199,10 +202,10 @@ def _check_whole(
         )
 
 
-def _step(folder: Path, records: Collection[str]) -> Any:
+def _step(folder: Path, records: Collection[str], read_optimizer: Callable[[], Any]) -> Any:
     if (folder / "step.pt").exists():
         return _content(folder / "step.pt", records)
-    optimizer = _content(folder.parent / _OPTIMIZER, records)
+    optimizer = read_optimizer()
     held = optimizer.get("optimizer_state_dict") if isinstance(optimizer, Mapping) else None
     groups = held.get("state") if isinstance(held, Mapping) else None
     groups = list(groups.values()) if isinstance(groups, Mapping) else []

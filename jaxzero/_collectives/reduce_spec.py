@@ -73,8 +73,8 @@ def reduce_axes(specs: Sequence[ReduceSpec], comm: CommSpec) -> tuple[str, ...]:
 
 
 # [Note: a bucket as one gradient]
-# If all gradients of a bucket have one joinable codec on each axis, they are reduced as one, an
-# array with a row for each device, in the order of the shards. The devices of an axis exchange
+# If all gradients of a bucket have the same joinable codec on each axis, they are reduced as one:
+# an array with a row for each device, in the order of the shards. The devices of an axis exchange
 # ranges of these rows, so nothing is cut apart and joined again between the axes. Otherwise a
 # program of unrolled layers has 28 operations more for each layer of nine weights, and XLA computes
 # the sums inside the concatenation of the next message, once for each weight. Results are equal

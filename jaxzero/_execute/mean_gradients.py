@@ -6,8 +6,8 @@ the full gradient of its own rows, which is all-reduced here. In these three cas
 
     mean = sum / (devices x micro-batches), or sum / (sum of the weights).
 
-With one micro-batch and no weights it may also be the shard of the mean, which was taken where the
-gradient was reduced (`final_gradients`).
+With one micro-batch and no weights, the array may already be this device's shard of the mean: then
+the sum was divided where it was reduced (`final_gradients`).
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class BlockPlan:
     host_gradients: Mapping[Value, LeafSpec] = dataclasses.field(default_factory=dict)
     # At the top level, gradients that are divided once reduced, and their leaves.
     means: Mapping[Value, LeafSpec] = dataclasses.field(default_factory=dict)
-    # At the top level, outputs that are means already: their indices (`means`, `LoopPlan.means`).
+    # At the top level, indices of outputs that are means already, by `means` or `LoopPlan.means`.
     mean_outputs: frozenset[int] = frozenset()
     last_forward: int | None = None  # the last operation of forward; None in a loop's body
     # The first costly operation of backward, and a value that it reads: the loss is known before.

@@ -93,7 +93,7 @@ def test_frozen_fragments_of_one_part(tmp_path: Path):
 
 
 def test_what_has_no_optimizer_state_keeps_its_dtype(tmp_path: Path):
-    """The converter writes all of it as float32, which has no 2**24 + 1."""
+    """The converter writes buffers as float32, which cannot represent 2**24 + 1."""
     step = copied(tmp_path, "universal")
     number = torch.tensor([2**24 + 1])
     half = torch.tensor([[0.1, -3.0]], dtype=torch.bfloat16)
