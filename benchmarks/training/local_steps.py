@@ -34,98 +34,18 @@ import jaxzero as jz
 from benchmarks.shared._byte_decoder import Size, init, losses, random_windows, read_corpus
 from benchmarks.shared._byte_training import WARMUP_STEPS, Inner, held_out_losses, optimizer
 from benchmarks.shared._rows import RESULTS, append_row, is_current, read_rows, rounded
+from benchmarks.training._local_steps_methods import ALL, OVER_DELAY, OVER_EVERY, Method, method
 from benchmarks.training._local_steps_summary import BASELINE, draw, summarize, table
 
 _NAME = "local_steps"
 _CODE = (
     "jaxzero",
     "benchmarks/training/local_steps.py",
+    "benchmarks/training/_local_steps_methods.py",
     "benchmarks/shared/_byte_decoder.py",
     "benchmarks/shared/_byte_training.py",
 )
 
-
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """Local steps, and how many times the learning rate of synchronous training nodes take."""
-
-    local: jz.LocalSteps
-    rate: float = 1.0
-
-
-def _streaming(every: int, fragments: int = 3, **changes: Any) -> jz.LocalSteps:
-    preset = jz.streaming_diloco(every=every, fragments=fragments)
-    return dataclasses.replace(preset, **changes)
-
-
-_PRESET = jz.diloco().outer
-_AVERAGE = optax.sgd(1.0)  # the outer parameters are the mean of the nodes'
-_OUTER = {  # by what a row says
-    "sgd(0.7, momentum=0.9, nesterov=True)": _PRESET,
-    "sgd(1.0)": _AVERAGE,
-    "sgd(0.7, momentum=0.6, nesterov=True)": optax.sgd(0.7, momentum=0.6, nesterov=True),
-    "sgd(0.7, momentum=0.5, nesterov=True)": optax.sgd(0.7, momentum=0.5, nesterov=True),
-    "sgd(0.7, momentum=0.7, nesterov=True)": optax.sgd(0.7, momentum=0.7, nesterov=True),
-    "sgd(0.3, momentum=0.9, nesterov=True)": optax.sgd(0.3, momentum=0.9, nesterov=True),
-}
-
-_METHODS = {
-    "diloco30": jz.diloco(every=30),
-    "streaming30": _streaming(30),
-    "diloco1": jz.diloco(every=1),
-    "diloco10": jz.diloco(every=10),
-    "diloco100": jz.diloco(every=100),
-    "streaming30_delay0": _streaming(30, delay=0),
-    "streaming30_delay1": _streaming(30, delay=1),
-    "streaming30_delay10": _streaming(30, delay=10),
-    "streaming10": _streaming(10, fragments=2),
-    "streaming100": _streaming(100, fragments=4),
-    "dasgd30": dataclasses.replace(jz.dasgd(every=30, delay=5), outer=_AVERAGE),
-    # Why a method is worse: one thing is changed.
-    "average1": jz.LocalSteps(every=1, outer=_AVERAGE),
-    "average10": jz.LocalSteps(every=10, outer=_AVERAGE),
-    "average30": jz.LocalSteps(every=30, outer=_AVERAGE),
-    "average100": jz.LocalSteps(every=100, outer=_AVERAGE),
-    "streaming30_average": _streaming(30, outer=_AVERAGE),
-    "streaming30_kept": _streaming(30, mixing=None),
-    "streaming30_kept_average": _streaming(30, mixing=None, outer=_AVERAGE),
-    "streaming30_float32": _streaming(30, codec=None),
-    "average5": jz.LocalSteps(every=5, outer=_AVERAGE),
-    **{
-        f"{name} {outer}": dataclasses.replace(method, outer=_OUTER[outer])
-        for outer in list(_OUTER)[2:]
-        for name, method in (
-            ("diloco10", jz.diloco(every=10)),
-            ("diloco30", jz.diloco(every=30)),
-            ("streaming10", _streaming(10, fragments=2)),
-            ("streaming30", _streaming(30)),
-        )
-    },
-}
-
-_RATES = (0.25, 0.5, 0.7, 1.4, 2.0, 2.8)
-_TUNED = ("diloco30", "streaming30", "average10", "average30", "streaming30_average", "average100")
-METHODS: dict[str, Method | None] = {
-    BASELINE[0]: None,
-    **{name: Method(local) for name, local in _METHODS.items()},
-    **{f"{name} rate {rate}": Method(_METHODS[name], rate) for name in _TUNED for rate in _RATES},
-}
-
-# The figure: for each panel, what each curve has at which place.
-_OVER_EVERY = {
-    "DiLoCo": {1.0: "diloco1", 10.0: "diloco10", 30.0: "diloco30", 100.0: "diloco100"},
-    "streaming": {10.0: "streaming10", 30.0: "streaming30", 100.0: "streaming100"},
-    "average": {1.0: "average1", 10.0: "average10", 30.0: "average30", 100.0: "average100"},
-}
-_OVER_DELAY = {
-    "streaming, H = 30": {
-        0.0: "streaming30_delay0",
-        1.0: "streaming30_delay1",
-        5.0: "streaming30",
-        10.0: "streaming30_delay10",
-    },
-    "DaSGD, H = 30": {0.0: "average30", 5.0: "dasgd30"},
-}
 
 _STEPS_PER_CALL = 100  # of synchronous training
 
@@ -142,7 +62,7 @@ class Study:
         inner: the optimizer of synchronous training and of the nodes.
         size: of the model.
         seeds: one run for each, of every method.
-        methods: their names; none: all.
+        methods: their names (see `_local_steps_methods`); none: all.
         nodes: numbers of nodes, of one device each; synchronous training runs on the first number
             alone, for on others it differs by rounding only.
         summary: run nothing; print the table and draw the figure.
@@ -170,9 +90,8 @@ class Study:
                 f"`steps` must be more than the {WARMUP_STEPS} of the warm-up and the "
                 f"{self.synchronous_steps} that are synchronous; got {self.steps}."
             )
-        unknown = sorted(set(self.methods) - set(METHODS))
-        if unknown:
-            raise ValueError(f"`methods` must be among {', '.join(METHODS)}; got {unknown}.")
+        for name in self.methods:
+            method(name)  # or it raises
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -233,9 +152,9 @@ def _synchronous(study: Study, nodes: int) -> Callable:
 
 
 @functools.cache
-def _rounds(study: Study, method: str, nodes: int) -> tuple[Any, Callable]:
+def _rounds(study: Study, name: str, nodes: int) -> tuple[Any, Callable]:
     """The rounds, and one round compiled."""
-    settings = METHODS[method]
+    settings = method(name)
     assert settings is not None
     rounds = _zero(nodes).local_steps(_step(study, nodes, settings.rate), settings.local)
     return rounds, jax.jit(rounds, donate_argnums=0)
@@ -298,16 +217,16 @@ def _agreement(study: Study, rate: float) -> Callable:
     return cosine
 
 
-def _run(study: Study, method: str, nodes: int, seed: int) -> dict[str, Any]:
+def _run(study: Study, name: str, nodes: int, seed: int) -> dict[str, Any]:
     start = time.perf_counter()
-    zero, settings, corpus = _zero(nodes), METHODS[method], read_corpus()
+    zero, settings, corpus = _zero(nodes), method(name), read_corpus()
     (params, opt_state), curve = _first(study, seed)
     params, opt_state = zero.shard(params), zero.shard(opt_state)
     tokens = _tokens(study, seed)[study.synchronous_steps :]
     if settings is None:
         run, state, every = _synchronous(study, nodes), (params, opt_state), _STEPS_PER_CALL
     else:
-        rounds, run = _rounds(study, method, nodes)
+        rounds, run = _rounds(study, name, nodes)
         state, every = rounds.init(params, opt_state), settings.local.every
     half = len(tokens) // every // 2 * every
     state, rest = _train(run, state, tokens[:half], every)
@@ -321,7 +240,7 @@ def _run(study: Study, method: str, nodes: int, seed: int) -> dict[str, Any]:
     parts = held_out_losses(study.size, corpus, zero.unshard(mean))
     curve = np.concatenate([curve, rest]).reshape(-1, _STEPS_PER_CALL).mean(1)
     return {
-        "method": method,
+        "method": name,
         "nodes": nodes,
         "seed": seed,
         "settings": study.settings,
@@ -340,27 +259,27 @@ def _run(study: Study, method: str, nodes: int, seed: int) -> dict[str, Any]:
 
 
 def _described(settings: Method) -> dict[str, Any]:
-    method = settings.local
+    local = settings.local
     return {
         "rate": settings.rate,
-        "every": method.every,
-        "delay": method.delay,
-        "fragments": method.fragments,
-        "outer": next(name for name, outer in _OUTER.items() if outer is method.outer),
-        "codec": repr(method.codec),
-        "mixing": method.mixing,
+        "every": local.every,
+        "delay": local.delay,
+        "fragments": local.fragments,
+        "outer": settings.outer,
+        "codec": repr(local.codec),
+        "mixing": local.mixing,
     }
 
 
 def _check_rounds(study: Study) -> None:
     """Raise unless the steps that are not synchronous are whole rounds of every method."""
     local_steps = study.steps - study.synchronous_steps
-    for name in study.methods or METHODS:
-        method = METHODS[name]
-        if method is not None and local_steps % method.local.every:
+    for name in study.methods or ALL:
+        settings = method(name)
+        if settings is not None and local_steps % settings.local.every:
             raise ValueError(
                 "`steps` less `synchronous_steps` must be a multiple of the "
-                f"{method.local.every} steps in a round of {name}; got {local_steps}."
+                f"{settings.local.every} steps in a round of {name}; got {local_steps}."
             )
 
 
@@ -372,10 +291,10 @@ def _run_all(study: Study) -> None:
         if is_current(row, *_CODE)
     }
     for seed in study.seeds:  # outermost: when stopped, what is there can be compared
-        for method in study.methods or METHODS:
-            for nodes in study.nodes[:1] if method == BASELINE[0] else study.nodes:
-                if (method, nodes, seed) not in done:
-                    append_row(_NAME, _run(study, method, nodes, seed))
+        for name in study.methods or ALL:
+            for nodes in study.nodes[:1] if name == BASELINE[0] else study.nodes:
+                if (name, nodes, seed) not in done:
+                    append_row(_NAME, _run(study, name, nodes, seed))
 
 
 def main(study: Study) -> None:
@@ -388,7 +307,7 @@ def main(study: Study) -> None:
         Console(width=140).print(table(summaries))
     if summaries and study.inner == "adamw":  # of Muon there are too few methods for curves
         titles = "steps in a round (H)", "steps that a message travels (tau)"
-        draw(summaries, [_OVER_EVERY, _OVER_DELAY], titles, RESULTS / f"{_NAME}.png")
+        draw(summaries, [OVER_EVERY, OVER_DELAY], titles, RESULTS / f"{_NAME}.png")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 from benchmarks.shared import _byte_decoder as decoder
 from benchmarks.shared import _rows
 from benchmarks.shared._byte_training import held_out_losses, optimizer
+from benchmarks.training import _local_steps_methods as methods
 from benchmarks.training import _local_steps_summary as summary
 from benchmarks.training import local_steps
 
@@ -138,13 +140,15 @@ def test_the_best_synchronous_run_on_the_same_tokens_is_shown_too():
 
 
 def test_every_curve_is_of_methods_that_there_are_and_is_drawn(tmp_path, monkeypatch):
-    for method in local_steps.METHODS.values():
-        assert method is None or local_steps._described(method)["every"] == method.local.every
-    curves = [*local_steps._OVER_EVERY.values(), *local_steps._OVER_DELAY.values()]
+    curves = [*methods.OVER_EVERY.values(), *methods.OVER_DELAY.values()]
     for places in curves:
         for place, name in places.items():
-            method = local_steps.METHODS[name]
-            assert method is not None and place in (method.local.every, method.local.delay)
+            method = methods.method(name)
+            assert (
+                name in methods.ALL
+                and method is not None
+                and place in (method.local.every, method.local.delay)
+            )
     rows = [_row("synchronous", 2, 0, 2.0), _row("diloco10", 2, 0, 2.1)]
     (tmp_path / "local_steps.jsonl").write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setattr(local_steps, "RESULTS", tmp_path)
@@ -155,12 +159,33 @@ def test_every_curve_is_of_methods_that_there_are_and_is_drawn(tmp_path, monkeyp
     assert (tmp_path / "local_steps.png").stat().st_size > 10_000
 
 
+def test_a_name_says_the_outer_optimizer_and_the_rate():
+    settings = methods.method("diloco10 sgd(0.5, momentum=0.6, nesterov=True) rate 1.4")
+    assert settings is not None
+    described = local_steps._described(settings)
+    assert described["outer"] == "sgd(0.5, momentum=0.6, nesterov=True)"
+    assert (described["rate"], described["every"]) == (1.4, 10)
+    outer = settings.local.outer
+    grad, state = np.ones(3, np.float32), outer.init(np.zeros(3, np.float32))
+    for momentum in (1.0, 1.6, 1.96):  # sums of the gradients so far, each step times 0.6
+        update, state = outer.update(grad, state)
+        assert np.allclose(update, -0.5 * (1 + 0.6 * momentum), rtol=1e-6)
+    defaults = [methods.method(name) for name in ("diloco10", "average30", "dasgd30")]
+    outers = ["sgd(0.7, momentum=0.9, nesterov=True)", "sgd(1.0)", "sgd(1.0)"]
+    assert [found and (found.outer, found.rate) for found in defaults] == [(o, 1.0) for o in outers]
+    assert all(name == "synchronous" or methods.method(name) for name in methods.ALL)
+    assert methods.method("synchronous") is None
+
+
 def test_settings_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="`steps` must be a multiple of 100; got 250"):
         local_steps.Study(steps=250)
     with pytest.raises(ValueError, match="`steps` must be more than .* got 300"):
         local_steps.Study(steps=300, synchronous_steps=300)
-    with pytest.raises(ValueError, match=r"`methods` must be among .* got \['diloco'\]"):
-        local_steps.Study(methods=("diloco",))
+    for name in ("diloco", "diloco10 adam(1.0)", "diloco10 rate", "diloco10 sgd(1.0), rate 1.4"):
+        with pytest.raises(ValueError, match=f"`methods` must be .* got {re.escape(repr(name))}"):
+            local_steps.Study(methods=(name,))
+    with pytest.raises(ValueError, match=r"name outer optimizers as in .* got 'sgd\(0.7, 0.9\)'"):
+        local_steps.Study(methods=("diloco10 sgd(0.7, 0.9)",))
     with pytest.raises(ValueError, match="a multiple of the 30 steps in a round of diloco30"):
         local_steps.main(dataclasses.replace(TINY, methods=("diloco30",)))
