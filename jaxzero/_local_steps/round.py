@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from .._mesh import split_if_explicit
 from .exchange import Exchange, Outer
 
 
@@ -71,7 +72,8 @@ def run_round(
         params = list(inner.params)
         new, outer = exchange.receive(sent, [params[i] for i in numbers], outer, number)
         for i, x in zip(numbers, new, strict=True):
-            params[i] = x
+            # The exchange leaves shards, and at stages below 3 steps take whole parameters.
+            params[i] = split_if_explicit(x, jax.typeof(params[i]).sharding.spec)
         return Carry(Inner(params, inner.opt_state), outer), first
 
     turns = jnp.arange(method.fragments, dtype=jnp.int32)

@@ -33,6 +33,7 @@ from .one_node import is_one_node as is_one_node
 from .one_node import map_nodes as map_nodes
 from .one_node import physical as physical
 from .one_node import program_axes as program_axes
+from .one_node import split_if_explicit as split_if_explicit
 from .one_node import without_node as without_node
 from .per_device import bare as bare
 from .per_device import forward_only as forward_only

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .simulated import SimulatedMesh
 
@@ -48,7 +48,7 @@ class NodeMesh:
         in_specs, out_specs = without_node(in_specs), without_node(out_specs)
         if isinstance(self.mesh, SimulatedMesh):
             return self.mesh.map(function, in_specs, out_specs, axes=(LOCAL,))
-        return jax.shard_map(
+        mapped = jax.shard_map(
             function,
             mesh=jax.sharding.get_abstract_mesh(),
             in_specs=in_specs,
@@ -56,6 +56,13 @@ class NodeMesh:
             axis_names={LOCAL},
             check_vma=False,
         )
+
+        # Below stage 3 parameters are whole on each device. Where the axis is explicit, their types
+        # say so, and JAX 0.12 refuses to split them.
+        def on_split(*args: Any) -> Any:
+            return mapped(*jax.tree.map(_split_all, in_specs, args, is_leaf=_is_spec))
+
+        return on_split
 
 
 AnyMesh = Mesh | SimulatedMesh | NodeMesh
@@ -120,4 +127,25 @@ def without_node(specs: Any) -> Any:
         rest = [tuple(name for name in names if name != NODE) for names in entries]
         return PartitionSpec(*(names or None for names in rest))
 
-    return jax.tree.map(change, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree.map(change, specs, is_leaf=_is_spec)
+
+
+def split_if_explicit(x: Any, spec: PartitionSpec) -> Any:
+    """Split a traced array of one node as `spec` says, if `local` is an explicit axis.
+
+    Only then does its type say how it is split, so that a loop or a `shard_map` may refuse it.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if LOCAL not in mesh.axis_names or mesh.axis_types[mesh.axis_names.index(LOCAL)] != (
+        AxisType.Explicit
+    ):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def _split_all(spec: PartitionSpec, tree: Any) -> Any:
+    return jax.tree.map(lambda x: split_if_explicit(x, spec), tree)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 from jaxtyping import Array, Bool, Float32
 
 from .batch_rules import BatchRule, next_steps
@@ -186,8 +187,18 @@ def simigrad(
 
 
 def _zeros(new: Any, updates: Any) -> Any:
-    """Zeros in the dtypes of `new`, split like `updates` where mesh axes are explicit."""
-    return jax.tree.map(lambda x, g: jnp.zeros_like(g, x.dtype), new, updates)
+    """Zeros of the types of `new`: split as it is, or else like `updates`, on explicit axes.
+
+    The two differ at stage 1, where gradients are whole and the optimizer's state is split.
+    """
+
+    def zeros(x: jax.ShapeDtypeStruct, g: Array) -> Array:
+        sharding = x.sharding
+        if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+            return jnp.zeros(x.shape, x.dtype, out_sharding=sharding)
+        return jnp.zeros_like(g, x.dtype)
+
+    return jax.tree.map(zeros, new, updates)
 
 
 def _accumulate(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from jax.sharding import Mesh, PartitionSpec
 
-from .._sharding import LeafSpec, TreePlan
+from .._sharding import DimSharding, LeafSpec, TreePlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +61,15 @@ class UpdateLayouts:
             owner = by_path.get(".".join(keys[i:]) or ".")
             if owner is not None:
                 param = self.params.leaves[owner]
-                if (leaf.shape, leaf.layout) == (param.shape, param.layout):
+                if (leaf.shape, _split(leaf)) == (param.shape, _split(param)):
                     return owner
         return None
 
     def spec(self, leaf: LeafSpec) -> PartitionSpec:
         """The spec of an array in a `shard_map` over the mesh axes of ZeRO."""
         return leaf.spec(self.axes, manual_only=True)
+
+
+def _split(leaf: LeafSpec) -> DimSharding | None:
+    """How a leaf is split; on one device only a leaf in host memory has a layout (`in_memory`)."""
+    return leaf.layout if leaf.layout and leaf.layout.num_shards > 1 else None

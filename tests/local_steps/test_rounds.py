@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +101,13 @@ class _Plain:
 
 @pytest.mark.parametrize(
     ("kind", "preset"),
-    [("Auto", jz.zero3), ("Explicit", jz.zero3), ("simulated", jz.zero3), ("Auto", jz.ddp)],
+    [
+        ("Auto", jz.zero3),
+        ("Explicit", jz.zero3),
+        ("simulated", jz.zero3),
+        ("Auto", jz.ddp),
+        ("Explicit", functools.partial(jz.ZeroConfig, stage=1)),
+    ],
 )
 def test_diloco_is_that_of_one_device(kind, preset):
     zero = jz.Zero(make_mesh(kind), preset())
@@ -211,6 +218,21 @@ def streaming():
     first = rounds.init(params, zero.init_optimizer(TX, params))
     run = jax.jit(rounds).lower(first, batches(0)).compile()
     return zero, rounds, run, first, run(first, batches(0))[0]
+
+
+def test_explicit_axes_change_no_bit_of_whole_parameters():
+    """Steps keep parameters whole at stage 2, and fragments in turn are cut from shards of them."""
+    method = jz.streaming_diloco(every=EVERY, fragments=2, delay=1, codec=jz.Int4(block=32))
+    results = []
+    for kind in ("Auto", "Explicit"):
+        zero = jz.Zero(make_mesh(kind), jz.ZeroConfig(stage=2, min_quantized_size=8))
+        params = zero.shard(jax.device_get(init(jax.random.key(0))))
+        rounds = zero.local_steps(step_of(zero), method)
+        state = rounds.init(params, zero.init_optimizer(TX, params))
+        for seed in range(2):
+            state, _ = jax.jit(rounds)(state, batches(seed))
+        results.append(jax.device_get(zero.unshard(rounds.mean(state))))
+    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 def test_only_fragments_cross_between_nodes(streaming):

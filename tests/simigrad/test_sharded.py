@@ -36,6 +36,33 @@ _TYPES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit]
 
 @pytest.mark.standard_promotion
 @_TYPES
+def test_a_split_state_of_whole_gradients(axis_type):
+    """At stage 1 updates are split as the state is, also those of a batch that is not full."""
+    tx = make_simigrad(optax.adam(1e-2), initial=2, min_steps=2)
+    zero = jz.Zero(jz.make_mesh(nodes=2, axis_type=axis_type), jz.ZeroConfig(stage=1))
+    whole = {"w": np.ones((16, 8), np.float32), "b": np.ones(8, np.float32), "s": np.float32(1)}
+    params, plain = zero.shard(whole), whole
+    state, plain_state = zero.init_optimizer(tx, params), tx.init(whole)
+
+    @jax.jit
+    def step(params, state, batch):
+        _, grads = zero.value_and_grad(_loss)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for i in range(4):
+        params, state = step(params, state, _batch(zero, i))
+        grads = jax.grad(_loss)(plain, jax.device_get(_batch(zero, i)))
+        updates, plain_state = tx.update(grads, plain_state, plain)
+        plain = optax.apply_updates(plain, updates)
+    # Two updates by Adam of 1e-2 each, whose divisions keep relative errors of float32 gradients.
+    for got, want in zip(*map(jax.tree.leaves, (zero.unshard(params), plain)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert int(state.updates) == int(plain_state.updates) == 2
+
+
+@pytest.mark.standard_promotion
+@_TYPES
 def test_sharded_gradients(axis_type):
     """Layout of the state, donation, and the numbers of one device."""
     tx = make_simigrad(
