@@ -94,13 +94,19 @@ class Passes:
                 for part, (arrays, _) in zip(parts, swept, strict=True)
             ]
 
-        specs = [[self.layouts.spec(part.leaf.spec)] * len(part.written) for part in parts]
+        specs = [self._specs(part.written) for part in parts]
         results = self._on_devices(run, parts, full, specs)
         return {
             value: x
             for part, arrays in zip(parts, results, strict=True)
             for value, x in zip(part.written, arrays, strict=True)
         }
+
+    def _specs(self, values: Sequence[Value]) -> list[PartitionSpec]:
+        """The spec of each array: on one device those of a leaf differ (`in_memory`)."""
+        inputs = self.analysis.program.block.inputs
+        leaves = dict(zip(inputs, self.layouts.leaves, strict=False))  # extra arguments have none
+        return [self.layouts.spec(leaves[value]) for value in values]
 
     def _on_devices(
         self,
@@ -111,7 +117,7 @@ class Passes:
     ) -> list[Any]:
         """Run a function of shards and scalars on every device."""
         atoms = list(dict.fromkeys(atom for part in parts for atom in part.scalars))
-        specs = [[self.layouts.spec(part.leaf.spec)] * len(part.inputs) for part in parts]
+        specs = [self._specs(part.inputs) for part in parts]
 
         def on_device(shards: list[list[Array]], scalars: list[Array]) -> list[Any]:
             return run(shards, dict(zip(atoms, scalars, strict=True)))

@@ -17,7 +17,6 @@ STEPS = 3
 OFFLOAD = jz.Offload(optimizer=True, min_size=16)
 EVERYTHING = jz.Offload(weights=True, optimizer=True, min_size=16)
 TX = optax.adamw(1e-2, weight_decay=0.1)
-AXES = [AxisType.Auto, AxisType.Explicit]
 
 
 def init():
@@ -75,8 +74,16 @@ def assert_bits_equal(found, expected):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-@pytest.mark.parametrize("axis_type", AXES)
-@pytest.mark.parametrize("options", [{}, {"gradients": True}, {"weights": True}])
+@pytest.mark.parametrize(
+    ("axis_type", "options"),
+    [
+        (AxisType.Auto, {}),
+        (AxisType.Auto, {"gradients": True}),
+        (AxisType.Auto, {"weights": True}),
+        (AxisType.Explicit, {}),
+        (AxisType.Explicit, {"weights": True}),
+    ],
+)
 def test_state_in_host_memory_on_one_device(axis_type, options):
     """There only leaves in host memory have a layout, so that a state and its parameter differ."""
     mesh = jz.make_mesh(devices=jax.devices()[:1], axis_type=axis_type)
