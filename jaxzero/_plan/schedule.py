@@ -28,9 +28,11 @@ second axis, also those of the layer after next and of the layer before the prev
 messages of the first layers are sent before the loop, as if the loop were a group; or they are the
 messages that the loop before it, which runs in the other direction, sent last. In the last
 iteration, where there is no next layer, the last layer is sent again, and in the first zeros are
-reduced, unless the ends of the loop are cut off (`loop_ends`). Over the last axis, which
-makes full weights, the next layer is gathered after the place where the body holds most, and over
-their first axis the previous layer's gradients are reduced before it (`body_memory`).
+reduced, unless the ends of the loop are cut off (`loop_ends`).
+
+[Note: peaks] Over the last axis, which makes full weights, the next layer is gathered after the
+place where a layer holds most, and over their first axis the previous layer's gradients are reduced
+before it (`layer_memory`).
 
 [Note: host memory] Shards in host memory are copied to the device before they are sent, which is
 one more hop: `window` groups before the first, or in a pipelined loop `window` layers before. XLA
@@ -43,6 +45,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence, Set
 
@@ -51,7 +54,7 @@ from .._program import Block, Branch, Loop, Value, makes_zeros
 from .._sharding import CommSchedule
 from .._xla_of_jax import MOVED_MESSAGES_OVERLAP
 from .block_plan import BlockPlan, GatherGroup, LoopPlan, ReduceGroup
-from .body_memory import NO_PEAK, Peak, find_peak
+from .layer_memory import NO_PEAK, LayerMemory, Peak
 from .bucketing import split_into_groups
 from .gradient_reductions import BlockGradients, find_reduces
 from .held_by_loops import limit_held, unchanged_inputs
@@ -138,19 +141,21 @@ def _plan_block(
     ties = _ties(block, uses, gradients, boundary, first_tie if unchanged else None)
     starts = _starts(groups, loops)
     num_prefetched = _num_prefetched(groups, live, schedule) if repeats else 0
-    peak = _peak(block, uses, gradients, reduces) if repeats else NO_PEAK
+    peaks = _peaks(block, uses, gradients, reduces, starts, in_loop, repeats)
     gather_groups = []
     for number, gathers in enumerate(groups):
         issues = _issues(gathers, starts, live, schedule, num_hops)
         is_prefetched = number < num_prefetched
         if is_prefetched:  # sent for a later layer, beside the last groups of this one
             at = groups[len(groups) - num_prefetched + number][0].at
-            issues = (at,) * (num_hops - 1) + (max(at, peak.gather_after or 0),)
+            issues = (at,) * (num_hops - 1) + (max(at, peaks[0].gather_after or 0),)
+        fetched_at = _start_before(issues[0], starts, window if schedule.prefetch else 0)
+        if not in_loop and issues[-1] in peaks and issues[-1] < gathers[0].at:
+            issues = (*issues[:-1], peaks[issues[-1]].gather_after or issues[-1])
         after = (ties[issue] if not in_loop or issue else first_tie for issue in issues)
         group = GatherGroup(tuple(gathers), issues, tuple(after), is_prefetched)
         if not in_loop and any(gather.weight.in_host for gather in gathers):
-            fetch = _start_before(issues[0], starts, window if schedule.prefetch else 0)
-            group = dataclasses.replace(group, fetch=fetch, fetch_tie=ties[fetch])
+            group = dataclasses.replace(group, fetch=fetched_at, fetch_tie=ties[fetched_at])
         gather_groups.append(group)
     for index, loop in loops.items():
         # A loop that gathers nothing itself, but holds loops that do, is not among `starts`.
@@ -169,7 +174,7 @@ def _plan_block(
         loops,
         last_forward=boundary,
         loss_before=start_of_backward(block, uses, COSTLY, gradients, boundary),
-        reduce_early=peak.reduce_before,
+        reduce_early=dict(x.reduce_before for x in peaks.values() if x.reduce_before),
     )
 
 
@@ -209,14 +214,39 @@ def _plan_loops(
     return loops
 
 
-def _peak(
-    block: Block, uses: BlockUses, gradients: BlockGradients, reduces: Sequence[ReduceGroup]
-) -> Peak:
-    """Where the body of a loop holds most, if messages are to keep away from there."""
+def _peaks(
+    block: Block,
+    uses: BlockUses,
+    gradients: BlockGradients,
+    reduces: Sequence[ReduceGroup],
+    starts: Sequence[int],
+    in_loop: bool,
+    repeats: bool,
+) -> dict[int, Peak]:
+    """Where the layers of a block hold most, by first operation. See [Note: peaks].
+
+    That is 0 in the body of a loop; a program has a layer for each of `starts`, but for those with
+    a loop in them, which is costlier than all around it.
+    """
     if not MOVED_MESSAGES_OVERLAP:
-        return NO_PEAK
-    reduced = sum(x.num_bytes for group in reduces if group.deferred for x in group.values)
-    return find_peak(block, uses, COSTLY, gradients.reduces, reduced)
+        return {0: NO_PEAK}
+    memory = LayerMemory(block, uses, COSTLY, gradients.reduces)
+    if in_loop:
+        layer = range(len(block.operations))
+        last = [group for group in reduces if group.deferred]
+        return {0: memory.find_peak(layer, _num_bytes(last)) if repeats else NO_PEAK}
+    peaks, previous = {}, range(0)
+    for start, stop in itertools.pairwise((*starts, len(block.operations))):
+        layer = range(start, stop)
+        last = [group for group in reduces if group.at in previous]
+        if not any(isinstance(block.operations[i], Loop) for i in layer):
+            peaks[start] = memory.find_peak(layer, _num_bytes(last))
+        previous = layer
+    return peaks
+
+
+def _num_bytes(groups: Sequence[ReduceGroup]) -> int:
+    return sum(value.num_bytes for group in groups for value in group.values)
 
 
 def _grouped(

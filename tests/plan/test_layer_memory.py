@@ -10,7 +10,7 @@ import pytest
 
 import jaxzero as jz
 from jaxzero._plan import schedule
-from jaxzero._plan.body_memory import NO_PEAK, _held_bytes, find_peak
+from jaxzero._plan.layer_memory import NO_PEAK, _held_bytes, find_peak
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="before JAX 0.11 messages stay where they are"
