@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Container, Set
+from collections.abc import Container, Sequence, Set
 
 import numpy as np
 
-from .._program import Block, Value
+from .._program import Block, Loop, Value
+from .._xla_of_jax import MOVED_MESSAGES_OVERLAP
+from .block_plan import ReduceGroup
 from .body_work import work_done
 from .held_by_loops import WORK_PER_BYTE
 from .param_uses import BlockUses
@@ -78,6 +80,33 @@ class LayerMemory:
             if isinstance(value, Value)
         } | dict.fromkeys((x for x in block.outputs if isinstance(x, Value)), end)
 
+    def find_peaks(
+        self, reduces: Sequence[ReduceGroup], starts: Sequence[int] | None
+    ) -> dict[int, Peak]:
+        """Find the peaks of all layers, by first operation.
+
+        A layer of a program with a loop in it has none: the loop takes longer than all around it.
+
+        Args:
+            reduces: the gradients of the block.
+            starts: the first operation of each layer of a program; None: the block is the body of
+                a loop, and so one layer.
+        """
+        if not MOVED_MESSAGES_OVERLAP:
+            return {}
+        operations = self._block.operations
+        if starts is None:
+            deferred = [group for group in reduces if group.deferred]
+            return {0: self.find_peak(range(len(operations)), _num_bytes(deferred))}
+        peaks, last = {}, range(0)
+        for start, stop in itertools.pairwise((*starts, len(operations))):
+            layer = range(start, stop)
+            if not any(isinstance(operations[i], Loop) for i in layer):
+                reduced = [group for group in reduces if group.at in last]
+                peaks[start] = self.find_peak(layer, _num_bytes(reduced))
+            last = layer
+        return peaks
+
     def find_peak(self, layer: range, reduced_bytes: int) -> Peak:
         """Find the peak of a layer.
 
@@ -98,9 +127,7 @@ class LayerMemory:
         ties = self._ties_before(layer, layer.start + at)
         most = np.maximum.accumulate(held)
         low = [
-            (index, tie)
-            for index, tie in ties
-            if most[index - layer.start - 1] <= _LOW * held[at]
+            (index, tie) for index, tie in ties if most[index - layer.start - 1] <= _LOW * held[at]
         ]
         # Early, where little is held, if that leaves enough to overlap with; else just before the
         # peak. Where much is held from the start, XLA finds as good a place.
@@ -145,3 +172,7 @@ class LayerMemory:
                     change[i - layer.start] += value.num_bytes
                     change[stop - layer.start] -= value.num_bytes
         return change.cumsum()[:-1]
+
+
+def _num_bytes(groups: Sequence[ReduceGroup]) -> int:
+    return sum(value.num_bytes for group in groups for value in group.values)

@@ -45,19 +45,17 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence, Set
 
 from .._collectives import ReduceSpec
 from .._program import Block, Branch, Loop, Value, makes_zeros
 from .._sharding import CommSchedule
-from .._xla_of_jax import MOVED_MESSAGES_OVERLAP
-from .block_plan import BlockPlan, GatherGroup, LoopPlan, ReduceGroup
-from .layer_memory import NO_PEAK, LayerMemory, Peak
+from .block_plan import BlockPlan, GatherGroup, LoopPlan
 from .bucketing import split_into_groups
 from .gradient_reductions import BlockGradients, find_reduces
 from .held_by_loops import limit_held, unchanged_inputs
+from .layer_memory import NO_PEAK, LayerMemory
 from .lifetimes import Gather, Live, find_gathers, find_passes
 from .param_uses import BlockUses, ShardedParam, View
 from .reduce_groups import find_reduce_groups
@@ -141,14 +139,17 @@ def _plan_block(
     ties = _ties(block, uses, gradients, boundary, first_tie if unchanged else None)
     starts = _starts(groups, loops)
     num_prefetched = _num_prefetched(groups, live, schedule) if repeats else 0
-    peaks = _peaks(block, uses, gradients, reduces, starts, in_loop, repeats)
+    memory = LayerMemory(block, uses, COSTLY, gradients.reduces)
+    peaks = (
+        memory.find_peaks(reduces, None if in_loop else starts) if repeats or not in_loop else {}
+    )
     gather_groups = []
     for number, gathers in enumerate(groups):
         issues = _issues(gathers, starts, live, schedule, num_hops)
         is_prefetched = number < num_prefetched
         if is_prefetched:  # sent for a later layer, beside the last groups of this one
             at = groups[len(groups) - num_prefetched + number][0].at
-            issues = (at,) * (num_hops - 1) + (max(at, peaks[0].gather_after or 0),)
+            issues = (at,) * (num_hops - 1) + (max(at, peaks.get(0, NO_PEAK).gather_after or 0),)
         fetched_at = _start_before(issues[0], starts, window if schedule.prefetch else 0)
         if not in_loop and issues[-1] in peaks and issues[-1] < gathers[0].at:
             issues = (*issues[:-1], peaks[issues[-1]].gather_after or issues[-1])
@@ -212,41 +213,6 @@ def _plan_loops(
             ahead = window if in_host and inside.prefetch else 0
             loops[index] = LoopPlan(body, index, window=ahead)
     return loops
-
-
-def _peaks(
-    block: Block,
-    uses: BlockUses,
-    gradients: BlockGradients,
-    reduces: Sequence[ReduceGroup],
-    starts: Sequence[int],
-    in_loop: bool,
-    repeats: bool,
-) -> dict[int, Peak]:
-    """Where the layers of a block hold most, by first operation. See [Note: peaks].
-
-    That is 0 in the body of a loop; a program has a layer for each of `starts`, but for those with
-    a loop in them, which is costlier than all around it.
-    """
-    if not MOVED_MESSAGES_OVERLAP:
-        return {0: NO_PEAK}
-    memory = LayerMemory(block, uses, COSTLY, gradients.reduces)
-    if in_loop:
-        layer = range(len(block.operations))
-        last = [group for group in reduces if group.deferred]
-        return {0: memory.find_peak(layer, _num_bytes(last)) if repeats else NO_PEAK}
-    peaks, previous = {}, range(0)
-    for start, stop in itertools.pairwise((*starts, len(block.operations))):
-        layer = range(start, stop)
-        last = [group for group in reduces if group.at in previous]
-        if not any(isinstance(block.operations[i], Loop) for i in layer):
-            peaks[start] = memory.find_peak(layer, _num_bytes(last))
-        previous = layer
-    return peaks
-
-
-def _num_bytes(groups: Sequence[ReduceGroup]) -> int:
-    return sum(value.num_bytes for group in groups for value in group.values)
 
 
 def _grouped(
