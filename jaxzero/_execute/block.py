@@ -139,9 +139,9 @@ class BlockRunner:
                 if self.segments is not None:
                     for value, x in self.segments.end(index):
                         self._write(value, x)
-                self._gather(index)
                 if index in plan.reduce_early:
                     reduce_early(functools.partial(self.pin, plan.reduce_early[index]))
+                self._gather(index)
                 if plan.loss_before and index == plan.loss_before[0]:
                     self._finish_loss(plan.loss_before[1])
                 if index < len(block.operations):

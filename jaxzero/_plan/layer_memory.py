@@ -103,7 +103,8 @@ class LayerMemory:
             layer = range(start, stop)
             if not any(isinstance(operations[i], Loop) for i in layer):
                 reduced = [group for group in reduces if group.at in last]
-                peaks[start] = self.find_peak(layer, _num_bytes(reduced))
+                peak = self.find_peak(layer, _num_bytes(reduced))
+                peaks[start] = peak if reduced else dataclasses.replace(peak, reduce_before=None)
             last = layer
         return peaks
 

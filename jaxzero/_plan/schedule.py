@@ -46,7 +46,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from .._collectives import ReduceSpec
 from .._program import Block, Branch, Loop, Value, makes_zeros
@@ -55,7 +55,7 @@ from .block_plan import BlockPlan, GatherGroup, LoopPlan
 from .bucketing import split_into_groups
 from .gradient_reductions import BlockGradients, find_reduces
 from .held_by_loops import limit_held, unchanged_inputs
-from .layer_memory import NO_PEAK, LayerMemory
+from .layer_memory import NO_PEAK, LayerMemory, Peak
 from .lifetimes import Gather, Live, find_gathers, find_passes
 from .param_uses import BlockUses, ShardedParam, View
 from .reduce_groups import find_reduce_groups
@@ -151,8 +151,8 @@ def _plan_block(
             at = groups[len(groups) - num_prefetched + number][0].at
             issues = (at,) * (num_hops - 1) + (max(at, peaks.get(0, NO_PEAK).gather_after or 0),)
         fetched_at = _start_before(issues[0], starts, window if schedule.prefetch else 0)
-        if not in_loop and issues[-1] in peaks and issues[-1] < gathers[0].at:
-            issues = (*issues[:-1], peaks[issues[-1]].gather_after or issues[-1])
+        if not in_loop:
+            issues = _around_peaks(issues, gathers[0].at, peaks)
         after = (ties[issue] if not in_loop or issue else first_tie for issue in issues)
         group = GatherGroup(tuple(gathers), issues, tuple(after), is_prefetched)
         if not in_loop and any(gather.weight.in_host for gather in gathers):
@@ -284,6 +284,18 @@ def _issues(
             before = (_start_before(last, starts, i) for i in range(num_hops - 1, 0, -1))
             return (*before, last)
     return (at,) * num_hops
+
+
+def _around_peaks(issues: tuple[int, ...], at: int, peaks: Mapping[int, Peak]) -> tuple[int, ...]:
+    """Move gathers that are sent where a layer begins, and needed at `at`. See [Note: peaks].
+
+    Over the last axis they are sent after the layer's peak; over the others, once the gradients of
+    the last layer are reduced over their first axis, which would wait for them otherwise.
+    """
+    found = [peaks.get(issue, NO_PEAK) if issue < at else NO_PEAK for issue in issues]
+    before = (peak.reduce_before for peak in found[:-1])
+    moved = [x[0] if x else issue for x, issue in zip(before, issues[:-1], strict=True)]
+    return (*moved, max([*moved, found[-1].gather_after or issues[-1]]))
 
 
 def _num_prefetched(groups: list[list[Gather]], live: Live, schedule: CommSchedule) -> int:
