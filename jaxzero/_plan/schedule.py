@@ -30,9 +30,8 @@ messages that the loop before it, which runs in the other direction, sent last. 
 iteration, where there is no next layer, the last layer is sent again, and in the first zeros are
 reduced, unless the ends of the loop are cut off (`loop_ends`).
 
-[Note: peaks] Over the last axis, which makes full weights, the next layer is gathered after the
-place where a layer holds most, and over their first axis the previous layer's gradients are reduced
-before it (`layer_memory`).
+[Note: peaks] Where a layer holds most (`layer_memory`), the previous layer's gradients have been
+reduced over their first axis, and full weights of the next, over the last, are not gathered yet.
 
 [Note: host memory] Shards in host memory are copied to the device before they are sent, which is
 one more hop: `window` groups before the first, or in a pipelined loop `window` layers before. XLA
@@ -139,10 +138,10 @@ def _plan_block(
     ties = _ties(block, uses, gradients, boundary, first_tie if unchanged else None)
     starts = _starts(groups, loops)
     num_prefetched = _num_prefetched(groups, live, schedule) if repeats else 0
-    memory = LayerMemory(block, uses, COSTLY, gradients.reduces)
-    peaks = (
-        memory.find_peaks(reduces, None if in_loop else starts) if repeats or not in_loop else {}
-    )
+    peaks: dict[int, Peak] = {}
+    if repeats or not in_loop:
+        memory = LayerMemory(block, uses, COSTLY, gradients.reduces)
+        peaks = memory.find_peaks(reduces, None if in_loop else starts)
     gather_groups = []
     for number, gathers in enumerate(groups):
         issues = _issues(gathers, starts, live, schedule, num_hops)
@@ -158,11 +157,6 @@ def _plan_block(
         if not in_loop and any(gather.weight.in_host for gather in gathers):
             group = dataclasses.replace(group, fetch=fetched_at, fetch_tie=ties[fetched_at])
         gather_groups.append(group)
-    for index, loop in loops.items():
-        # A loop that gathers nothing itself, but holds loops that do, is not among `starts`.
-        issue = min(index, _start_before(index, starts, schedule.prefetch))
-        continues = _continued(block, uses, loops, index, starts, schedule.prefetch)
-        loops[index] = dataclasses.replace(loop, issue=issue, tie=ties[issue], continues=continues)
     return BlockPlan(
         block,
         uses,
@@ -172,7 +166,7 @@ def _plan_block(
         num_hops,
         schedule.prefetch > 0,
         zeros,
-        loops,
+        _with_prologues(block, uses, loops, starts, ties, schedule.prefetch),
         last_forward=boundary,
         loss_before=start_of_backward(block, uses, COSTLY, gradients, boundary),
         reduce_early=dict(x.reduce_before for x in peaks.values() if x.reduce_before),
@@ -213,6 +207,24 @@ def _plan_loops(
             ahead = window if in_host and inside.prefetch else 0
             loops[index] = LoopPlan(body, index, window=ahead)
     return loops
+
+
+def _with_prologues(
+    block: Block,
+    uses: BlockUses,
+    loops: dict[int, LoopPlan],
+    starts: list[int],
+    ties: list[Value | None],
+    prefetch: int,
+) -> dict[int, LoopPlan]:
+    """The plans of loops, with the places of their prologues."""
+    found = {}
+    for index, loop in loops.items():
+        # A loop that gathers nothing itself, but holds loops that do, is not among `starts`.
+        issue = min(index, _start_before(index, starts, prefetch))
+        continues = _continued(block, uses, loops, index, starts, prefetch)
+        found[index] = dataclasses.replace(loop, issue=issue, tie=ties[issue], continues=continues)
+    return found
 
 
 def _grouped(
