@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Float32, Integer, Shaped, UInt8
 
-from . import _columns, _reference
+from . import _column_choice, _columns, _reference
 from ._blockwise import GROUP
 from ._dispatch import as_uint32
 from ._format import Format
@@ -44,8 +44,7 @@ def quantize_tiled(
     """
     seed = as_uint32(seed)
     if _columns.num_parts(pieces.shape[1:], format):
-        x, shape = _columns.to_blocks(pieces, format), pieces.shape[1:]
-        return _columns.encode(x, format, shape, seed=seed, divisor=divisor)
+        return _column_choice.quantize(pieces, format, seed, divisor)
     rows, width = pieces.reshape(len(pieces), math.prod(pieces.shape[1:])), _width(format)
     codes, scales = _reference.encode(rows, format, seed, divisor=divisor, width=width)
     planes = jnp.moveaxis(scales.reshape(len(scales), -1, format.scale_bytes), 2, 1)
@@ -57,7 +56,7 @@ def dequantize_tiled(
 ) -> Float[Array, "n ..."]:
     """Decode messages of `quantize_tiled` into the pieces of `shape` that they were made from."""
     if _columns.num_parts(shape, format):
-        return _columns.from_blocks(_columns.decode(message, format, shape, dtype), shape)
+        return _column_choice.dequantize(message, format, shape, dtype)
     num = math.prod(shape)
     codes, scales = _parts(message, format, num)
     rows = _reference.decode(codes, scales, format, num, dtype, _width(format))
@@ -69,8 +68,7 @@ def dequantize_sum_tiled(
 ) -> Float32[Array, ...]:
     """Decode messages of `quantize_tiled`, of pieces of `shape`, and add them up in float32."""
     if _columns.num_parts(shape, format):
-        total = _columns.decode_sum(message, format, shape)
-        return _columns.from_blocks(total, shape)[0]
+        return _column_choice.dequantize_sum(message, format, shape)[0]
     num = math.prod(shape)
     codes, scales = _parts(message, format, num)
     return _reference.decode_sum(codes, scales, format, num, _width(format)).reshape(shape)
@@ -97,8 +95,10 @@ def dequantize_sum_requantize_tiled(
     piece = (*shape[:dim], shape[dim] // num, *shape[dim + 1 :])
     parts = _columns.num_parts(shape, source), _columns.num_parts(piece, target)
     if parts == (1, 1) and source.block == target.block:
-        pieces = _columns.decode_sum_and_cut(message, source, shape, dim, num)
-        return _columns.encode(pieces, target, piece, seed=as_uint32(seed), divisor=divisor)
+        options = {"shape": shape, "dim": dim, "num": num, "divisor": divisor}
+        return _column_choice.dequantize_sum_requantize(
+            message, source, target, as_uint32(seed), **options
+        )
     total = dequantize_sum_tiled(message, source, shape=shape)
     return quantize_tiled(pieces_of(total, dim, num), target, seed=seed, divisor=divisor)
 
