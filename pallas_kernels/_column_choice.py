@@ -1,7 +1,8 @@
 """Operations on messages as columns: kernels when compiled for TPUs, XLA elsewhere.
 
 A kernel is taken only for pieces whose rows are not cut into parts, where a block has 128 to 1024
-numbers and codes are integers, and inside a `shard_map` over all axes (`_column_walk`).
+numbers and codes are integers, and inside a `shard_map` over all axes (`_column_walk`). It is not
+taken if the implementation is named: "xla" is a promise, and a way to do without.
 
 Letters in shapes: as in `_columns`.
 """
@@ -17,11 +18,17 @@ from jaxtyping import Array, DTypeLike, Float, Float32, UInt8, UInt32
 
 from . import _columns
 from ._column_walk import LANES, Rows, Walk, takes
+from ._config import Implementation
 from ._format import Format
 
 
 def quantize(
-    pieces: Float[Array, "n ..."], format: Format, seed: UInt32[Array, ""], divisor: int
+    pieces: Float[Array, "n ..."],
+    format: Format,
+    seed: UInt32[Array, ""],
+    *,
+    divisor: int,
+    implementation: Implementation | None,
 ) -> UInt8[Array, "n t r"]:
     """The messages of the pieces of `x / divisor`."""
     num, *shape = pieces.shape
@@ -37,7 +44,8 @@ def quantize(
         return _column_kernels.quantize(matrices, seed, format=format, walk=walk, divisor=divisor)
 
     walk = None
-    if _columns.num_parts(tuple(shape), format) == 1 and takes(format, dtype=pieces.dtype):
+    is_free = implementation is None and _columns.num_parts(tuple(shape), format) == 1
+    if is_free and takes(format, dtype=pieces.dtype):
         rows = Rows(format, shape[-1] // format.block)
         read = pieces.dtype.itemsize * format.block * LANES
         walk = Walk.of(rows.num_blocks, [rows], read + rows.of_block * LANES)
@@ -47,33 +55,46 @@ def quantize(
 
 
 def dequantize(
-    message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...], dtype: DTypeLike
+    message: UInt8[Array, "n t r"],
+    format: Format,
+    *,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    implementation: Implementation | None,
 ) -> Float[Array, "n ..."]:
     """The pieces of `shape` in messages."""
 
     def in_xla(message: Any) -> Any:
         return _columns.from_blocks(_columns.decode(message, format, shape, dtype), shape)
 
-    return _decoded(message[None], format, shape, dtype, lambda x: in_xla(x[0]))
+    options = {"shape": shape, "dtype": dtype, "implementation": implementation}
+    return _decoded(message[None], format, lambda x: in_xla(x[0]), **options)
 
 
 def dequantize_sum(
-    message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...]
+    message: UInt8[Array, "n t r"],
+    format: Format,
+    *,
+    shape: tuple[int, ...],
+    implementation: Implementation | None,
 ) -> Float32[Array, "1 ..."]:
     """The sum of the messages of pieces of `shape`."""
 
     def in_xla(message: Any) -> Any:
         return _columns.from_blocks(_columns.decode_sum(message[:, 0], format, shape), shape)
 
-    return _decoded(message[:, None], format, shape, jnp.float32, in_xla)
+    options = {"shape": shape, "dtype": jnp.float32, "implementation": implementation}
+    return _decoded(message[:, None], format, in_xla, **options)
 
 
 def _decoded(
     message: UInt8[Array, "n p t r"],
     format: Format,
+    in_xla: Any,
+    *,
     shape: tuple[int, ...],
     dtype: DTypeLike,
-    in_xla: Any,
+    implementation: Implementation | None,
 ) -> Float[Array, "p ..."]:
     num, pieces, _, _ = message.shape
 
@@ -85,7 +106,8 @@ def _decoded(
         return x.reshape(pieces, *shape)
 
     walk = None
-    if _columns.num_parts(shape, format) == 1 and takes(format, dtype=dtype):
+    is_free = implementation is None and _columns.num_parts(shape, format) == 1
+    if is_free and takes(format, dtype=dtype):
         rows = Rows(format, shape[-1] // format.block)
         written = jnp.dtype(dtype).itemsize * format.block * LANES
         # Codes, and a block of the same size for scales.
@@ -105,6 +127,7 @@ def dequantize_sum_requantize(
     dim: int,
     num: int,
     divisor: int,
+    implementation: Implementation | None,
 ) -> UInt8[Array, "num t2 r2"]:
     """Sum messages of pieces of `shape`, and encode `num` pieces of the sum divided by `divisor`.
 
@@ -139,7 +162,8 @@ def dequantize_sum_requantize(
     read, written = (Rows(f, x[-1] // f.block) for f, x in ((source, shape), (target, piece)))
     walk = None
     in_order = along_columns or math.prod(shape[:dim]) == 1
-    if in_order and takes(source, target) and not (source.hadamard or target.hadamard):
+    is_free = implementation is None and not (source.hadamard or target.hadamard)
+    if is_free and in_order and takes(source, target):
         size = (2 * len(message) * read.of_block + written.of_block) * LANES
         walk = Walk.of(written.num_blocks, [read, written], size)
     if walk is None:

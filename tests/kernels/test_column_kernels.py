@@ -200,9 +200,20 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("codec", [jz.Int4(block=128, hadamard=32), jz.Float8(), jz.Int8(block=32)])
+@pytest.mark.parametrize(
+    "codec",
+    [
+        jz.Int4(block=128, hadamard=32),
+        jz.Int4(block=128, implementation="xla"),
+        jz.Float8(),
+        jz.Int8(block=32),
+    ],
+)
 def test_kernels_are_chosen_for_tpus(name, codec):
-    """Inside a `shard_map` over all axes, and for codes of integers in blocks of 128 or more."""
+    """Inside a `shard_map` over all axes, for codes of integers in blocks of 128 or more.
+
+    A named implementation is a promise.
+    """
     operation = functools.partial(OPERATIONS[name], codec=codec)
     x = jax.ShapeDtypeStruct((256, 512), jnp.float32)
     message = jax.eval_shape(functools.partial(OPERATIONS["quantize"], codec=codec), x)
