@@ -12,7 +12,10 @@ Each operation has a reference in `jax.numpy`, a Pallas kernel for GPUs, and one
 Kernels compile for an H200 (JAX 0.11.2 or newer) and are tested in Pallas' interpreter. None
 was ever executed on a GPU, so the default is "xla". `quantized_all_gather` and
 `quantized_reduce_scatter` also communicate: on several GPUs each is a single kernel, which
-cannot be interpreted (compiles, never executed). Installed as `jaxzero.pallas_kernels`.
+cannot be interpreted (compiles, never executed). TPUs have kernels of their own, which are chosen
+when a program is compiled for them (`_column_choice`), and were never executed either.
+
+Installed as `jaxzero.pallas_kernels`.
 """
 
 if __name__ != "jaxzero.pallas_kernels":

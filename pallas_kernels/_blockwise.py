@@ -23,7 +23,7 @@ import operator
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, DTypeLike, Float, Float32, Shaped, UInt8, UInt32
+from jaxtyping import Array, BFloat16, DTypeLike, Float, Float32, Shaped, UInt8, UInt32
 
 from ._format import check_packable
 
@@ -85,7 +85,13 @@ def scales(
     is rounded on its bits, and stays a float32 here: XLA may drop a cast to bfloat16 and
     back, and the codes would then belong to another scale than the one sent.
     """
-    amax = jnp.max(jnp.abs(x_kb), axis=-1)
+    return scales_for(jnp.max(jnp.abs(x_kb), axis=-1), limit, dtype, divisor)
+
+
+def scales_for(
+    amax: Float32[Array, "*shape"], limit: float, dtype: DTypeLike, divisor: int = 1
+) -> Float32[Array, "*shape"]:
+    """`scales` of blocks whose largest magnitudes are `amax`."""
     largest = jnp.maximum(amax * not_above(1 / (limit * divisor)), TINY)
     scale = jnp.where(jnp.isfinite(amax), largest, jnp.nan)
     if jnp.dtype(dtype).itemsize == 4:
@@ -178,10 +184,20 @@ def uniforms(
     The first element of a row has index `start`. `index_kb` is given if rows are not in the order
     of `x_kb`.
     """
-    key_k = mix(lax.bitcast_convert_type(scale_k, jnp.uint32) ^ mix(seed))
     index_kb = (_index(x_kb) if index_kb is None else index_kb) + jnp.uint32(start)
-    h = index_kb * jnp.uint32(0x9E3779B9) + key_k[..., None]
-    h = mix(h ^ lax.bitcast_convert_type(x_kb, jnp.uint32))
+    return uniforms_at(index_kb, x_kb, scale_k[..., None], seed)
+
+
+def uniforms_at(
+    index: UInt32[Array, "*shape"],
+    x: Float32[Array, "*shape"],
+    scale: Float32[Array, "*#shape"],
+    seed: UInt32[Array, ""],
+) -> Float32[Array, "*shape"]:
+    """`uniforms` of numbers `x` at `index` in their rows, each with the scale of its block."""
+    key = mix(lax.bitcast_convert_type(scale, jnp.uint32) ^ mix(seed))
+    h = index * jnp.uint32(0x9E3779B9) + key
+    h = mix(h ^ lax.bitcast_convert_type(x, jnp.uint32))
     return (h >> jnp.uint32(8)).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
 
 
@@ -259,6 +275,21 @@ def _rotate(
     if whole == num:
         return rotated_kb
     return jnp.where(_index(x_kb) < jnp.uint32(whole), rotated_kb, x_kb * tail_factor)
+
+
+def bfloat16_parts(x: Float[Array, "*shape"]) -> list[BFloat16[Array, "*shape"]]:
+    """Numbers of bfloat16 whose exact sum is `x`, the smallest first: one, or three for a float32.
+
+    They are cut off on their bits, because XLA may drop a cast to bfloat16 and back.
+    """
+    if x.dtype == jnp.bfloat16:
+        return [x]
+    rest, parts = to_float32(x), []
+    for _ in range(3):
+        bits = lax.bitcast_convert_type(rest, jnp.uint32) & jnp.uint32(0xFFFF0000)
+        parts.append(lax.bitcast_convert_type(bits, jnp.float32))
+        rest = rest - parts[-1]
+    return [part.astype(jnp.bfloat16) for part in reversed(parts)]
 
 
 def hadamard(width: int) -> Float32[np.ndarray, "width width"]:

@@ -152,13 +152,19 @@ def decode_sum_and_cut(
         total = decode_sum(message, format, shape)[0]
         return total.reshape(num, total.shape[0] // num, *total.shape[1:])
     if outer == 1:  # the messages are cut, which are a quarter of the sum's bytes or less
-        ends = range(inner, num * inner + 1, inner)
-        cut = [lax.slice_in_dim(message, end - inner, end, axis=2) for end in ends]
-        pieces = jnp.stack([_filled(x) for x in cut], axis=1)
-        return _sum(pieces, format, (inner, shape[-1]))
+        return _sum(cut_columns(message, num, inner), format, (inner, shape[-1]))
     num_blocks, block, _ = (total := decode_sum(message, format, shape)[0]).shape
     x = total[:, :, : outer * num * inner].reshape(num_blocks, block, outer, num, inner)
     return _filled(jnp.moveaxis(x, 3, 0).reshape(num, num_blocks, block, outer * inner))
+
+
+def cut_columns(
+    message: UInt8[Array, "n t r"], num: int, size: int
+) -> UInt8[Array, "n num t lanes"]:
+    """The messages of `num` pieces of `size` columns each."""
+    ends = range(size, num * size + 1, size)
+    cut = [lax.slice_in_dim(message, end - size, end, axis=2) for end in ends]
+    return jnp.stack([_filled(x) for x in cut], axis=1)
 
 
 def _sum(
@@ -240,24 +246,17 @@ def _product_in_parts(
 
     The matrix is exact in bfloat16, and a float32 is the sum of three, so all products are exact.
     XLA would also multiply by the rest of the matrix, which is zero, and compile four times as
-    long. Parts are cut off on their bits, because XLA may drop a cast to bfloat16 and back.
+    long.
     """
-    parts = [x_nkwr]
-    if x_nkwr.dtype != jnp.bfloat16:
-        rest, parts = blocks.to_float32(x_nkwr), []
-        for _ in range(3):
-            bits = lax.bitcast_convert_type(rest, jnp.uint32) & jnp.uint32(0xFFFF0000)
-            parts.append(lax.bitcast_convert_type(bits, jnp.float32))
-            rest = rest - parts[-1]
     wide = (((2,), (0,)), ((), ()))
     products = [
         lax.dot_general(
-            part.astype(jnp.bfloat16),
+            part,
             jnp.asarray(matrix, jnp.bfloat16),
             wide,
             preferred_element_type=jnp.float32,
         )
-        for part in reversed(parts)  # the smallest first
+        for part in blocks.bfloat16_parts(x_nkwr)
     ]
     return jnp.moveaxis(functools.reduce(jnp.add, products), -1, 2)
 

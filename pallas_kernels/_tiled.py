@@ -13,13 +13,15 @@ Legend: n = messages, one for each piece of an array; t = rows of a message.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Float32, Integer, Shaped, UInt8
 
-from . import _columns, _reference
+from . import _column_choice, _columns, _reference
 from ._blockwise import GROUP
+from ._config import Implementation
 from ._dispatch import as_uint32
 from ._format import Format
 
@@ -33,6 +35,7 @@ def quantize_tiled(
     *,
     seed: Integer[Array, ""] | int | None = None,
     divisor: int = 1,
+    implementation: Implementation | None = None,
 ) -> UInt8[Array, "n t _"]:
     """Encode each piece of `x / divisor` as a message of whole tiles; see `quantize`.
 
@@ -41,11 +44,12 @@ def quantize_tiled(
         format: format of the codes and scales.
         seed: seed of stochastic rounding; None means 0.
         divisor: number that the array is divided by.
+        implementation: "xla"; None takes kernels on a TPU, where they can do it.
     """
     seed = as_uint32(seed)
     if _columns.num_parts(pieces.shape[1:], format):
-        x, shape = _columns.to_blocks(pieces, format), pieces.shape[1:]
-        return _columns.encode(x, format, shape, seed=seed, divisor=divisor)
+        options = {"divisor": divisor, "implementation": implementation}
+        return _column_choice.quantize(pieces, format, seed, **options)
     rows, width = pieces.reshape(len(pieces), math.prod(pieces.shape[1:])), _width(format)
     codes, scales = _reference.encode(rows, format, seed, divisor=divisor, width=width)
     planes = jnp.moveaxis(scales.reshape(len(scales), -1, format.scale_bytes), 2, 1)
@@ -53,11 +57,17 @@ def quantize_tiled(
 
 
 def dequantize_tiled(
-    message: UInt8[Array, "n t _"], format: Format, *, shape: tuple[int, ...], dtype: DTypeLike
+    message: UInt8[Array, "n t _"],
+    format: Format,
+    *,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "n ..."]:
     """Decode messages of `quantize_tiled` into the pieces of `shape` that they were made from."""
     if _columns.num_parts(shape, format):
-        return _columns.from_blocks(_columns.decode(message, format, shape, dtype), shape)
+        options = {"shape": shape, "dtype": dtype, "implementation": implementation}
+        return _column_choice.dequantize(message, format, **options)
     num = math.prod(shape)
     codes, scales = _parts(message, format, num)
     rows = _reference.decode(codes, scales, format, num, dtype, _width(format))
@@ -65,12 +75,16 @@ def dequantize_tiled(
 
 
 def dequantize_sum_tiled(
-    message: UInt8[Array, "n t _"], format: Format, *, shape: tuple[int, ...]
+    message: UInt8[Array, "n t _"],
+    format: Format,
+    *,
+    shape: tuple[int, ...],
+    implementation: Implementation | None = None,
 ) -> Float32[Array, ...]:
     """Decode messages of `quantize_tiled`, of pieces of `shape`, and add them up in float32."""
     if _columns.num_parts(shape, format):
-        total = _columns.decode_sum(message, format, shape)
-        return _columns.from_blocks(total, shape)[0]
+        options = {"shape": shape, "implementation": implementation}
+        return _column_choice.dequantize_sum(message, format, **options)[0]
     num = math.prod(shape)
     codes, scales = _parts(message, format, num)
     return _reference.decode_sum(codes, scales, format, num, _width(format)).reshape(shape)
@@ -86,6 +100,7 @@ def dequantize_sum_requantize_tiled(
     num: int,
     seed: Integer[Array, ""] | int | None = None,
     divisor: int = 1,
+    implementation: Implementation | None = None,
 ) -> UInt8[Array, "num r _"]:
     """Sum messages of `quantize_tiled`, divide, and encode the pieces of the quotient alike.
 
@@ -97,10 +112,20 @@ def dequantize_sum_requantize_tiled(
     piece = (*shape[:dim], shape[dim] // num, *shape[dim + 1 :])
     parts = _columns.num_parts(shape, source), _columns.num_parts(piece, target)
     if parts == (1, 1) and source.block == target.block:
-        pieces = _columns.decode_sum_and_cut(message, source, shape, dim, num)
-        return _columns.encode(pieces, target, piece, seed=as_uint32(seed), divisor=divisor)
-    total = dequantize_sum_tiled(message, source, shape=shape)
-    return quantize_tiled(pieces_of(total, dim, num), target, seed=seed, divisor=divisor)
+        return _column_choice.dequantize_sum_requantize(
+            message,
+            source,
+            target,
+            as_uint32(seed),
+            shape=shape,
+            dim=dim,
+            num=num,
+            divisor=divisor,
+            implementation=implementation,
+        )
+    named: dict[str, Any] = {"implementation": implementation}
+    pieces = pieces_of(dequantize_sum_tiled(message, source, shape=shape, **named), dim, num)
+    return quantize_tiled(pieces, target, seed=seed, divisor=divisor, **named)
 
 
 def pieces_of(x: Shaped[Array, "*shape"], dim: int, num: int) -> Shaped[Array, "num ..."]:

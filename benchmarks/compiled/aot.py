@@ -34,15 +34,19 @@ from jaxzero._hlo import Rates, parse, timeline
 
 from ._h200 import h200_mesh
 
-Model = Literal["7b", "7b-unrolled", "1b", "moe", "70b", "70b-unrolled", "tiny", "tiny-unrolled"]
+Model = Literal[
+    "7b", "7b-unrolled", "1b", "1b-unrolled", "moe", "70b", "70b-unrolled", "tiny", "tiny-unrolled"
+]
 Variant = Literal["gspmd", "gspmd-by-hand", "zero3", "zeropp", "zeropp4"]
 
 _LARGE = LlamaSize(layers=80, width=8192, hidden=28672, heads=64, kv_heads=8, vocabulary=128256)
+_TINY_LLAMA = LlamaSize(layers=22, width=2048, hidden=5632, kv_heads=4)
 _TINY = LlamaSize(layers=4, width=256, hidden=512, heads=4, vocabulary=512)
 SIZES: dict[Model, LlamaSize] = {
     "7b": LlamaSize(),
     "7b-unrolled": LlamaSize(unrolled=True),
-    "1b": LlamaSize(layers=22, width=2048, hidden=5632, kv_heads=4),  # TinyLlama
+    "1b": _TINY_LLAMA,
+    "1b-unrolled": dataclasses.replace(_TINY_LLAMA, unrolled=True),
     "moe": LlamaSize(layers=16, width=2048, hidden=4096, heads=16, kv_heads=4, experts=8),
     "70b": _LARGE,
     "70b-unrolled": dataclasses.replace(_LARGE, unrolled=True),

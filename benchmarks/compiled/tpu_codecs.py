@@ -3,8 +3,9 @@
     python -m benchmarks.compiled.tpu_codecs
 
 Needs `libtpu`, as `benchmarks.compiled.tpu` does. Nothing is run. Each operation of `jz.zeropp()`
-on a weight of TinyLlama is compiled twice: with messages as columns, and flattened, as they are
-where blocks do not fill the rows of a matrix. `noop` is a program that adds 1.
+on a weight of TinyLlama is compiled three times: with messages as columns, by a kernel and by XLA,
+and flattened, as they are where blocks do not fill the rows of a matrix. `noop` is a program that
+adds 1.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import tyro
 import jaxzero as jz
 from benchmarks.shared._rows import append_row
 from jaxzero.extend import Codec
-from jaxzero.pallas_kernels import _columns
+from jaxzero.pallas_kernels import _column_choice, _columns
 
 from ._tpu import compile_seconds, tpu_mesh
 
@@ -29,17 +30,24 @@ _NODES, _LOCAL = 2, 4
 _WEIGHTS, _GRADIENTS = jz.Int8(block=256), jz.Int4(block=128, hadamard=32)
 
 
+# The forms, and what is switched off for each.
+_WITHOUT: dict[str, Any] = {
+    "kernels": contextlib.nullcontext(),
+    "columns": mock.patch.object(_column_choice, "takes", lambda *_, **__: False),
+    "flattened": mock.patch.object(_columns, "num_parts", lambda *_: 0),
+}
+
+
 def main(
     shapes: tuple[tuple[int, int], ...] = ((2048, 5632), (5632, 2048)), topology: str = "v5e:2x4"
 ) -> None:
-    """Compile every operation in both forms, and append a row for each."""
+    """Compile every operation in each form, and append a row for each."""
     mesh = tpu_mesh(topology, _NODES)
     # Starts libtpu.
     compile_seconds(mesh, lambda x: x + 1, jax.ShapeDtypeStruct((8, 128), jnp.float32))
     for shape in shapes:
-        for form in ("columns", "flattened"):
-            patch = mock.patch.object(_columns, "num_parts", lambda *_: 0)
-            with patch if form == "flattened" else contextlib.nullcontext():
+        for form, without in _WITHOUT.items():
+            with without:
                 for name, function, array in _operations(shape):
                     figures = {"shape": shape, "topology": topology, "form": form}
                     seconds = compile_seconds(mesh, function, array)

@@ -182,14 +182,16 @@ class FormatCodec(Codec):
         if self.implementation == "mosaic_gpu":  # kernels write rows
             return super().encode_tiled(x, dim, num, seed=seed)
         self._check_floats(x)
-        return kernels.quantize_tiled(kernels.pieces_of(x, dim, num), self.format, seed=seed)
+        pieces, implementation = kernels.pieces_of(x, dim, num), self.implementation
+        return kernels.quantize_tiled(pieces, self.format, seed=seed, implementation=implementation)
 
     def decode_tiled(
         self, message: UInt8[Array, "num ..."], shape: tuple[int, ...], dim: int, dtype: DTypeLike
     ) -> Float[Array, ...]:
         if self.implementation == "mosaic_gpu":
             return super().decode_tiled(message, shape, dim, dtype)
-        pieces = kernels.dequantize_tiled(message, self.format, shape=shape, dtype=dtype)
+        options = {"shape": shape, "dtype": dtype, "implementation": self.implementation}
+        pieces = kernels.dequantize_tiled(message, self.format, **options)
         return joined(jnp.moveaxis(pieces, 0, dim), shape, dim, len(message))
 
     def sum_tiled(
@@ -197,7 +199,8 @@ class FormatCodec(Codec):
     ) -> Float32[Array, ...]:
         if self.implementation == "mosaic_gpu":
             return super().sum_tiled(message, shape)
-        return kernels.dequantize_sum_tiled(message, self.format, shape=shape)
+        options = {"shape": shape, "implementation": self.implementation}
+        return kernels.dequantize_sum_tiled(message, self.format, **options)
 
     def recode_tiled(
         self,
@@ -224,6 +227,7 @@ class FormatCodec(Codec):
             num=num,
             seed=seed,
             divisor=divisor,
+            implementation=self.implementation,
         )
 
     def _quantize(

@@ -99,6 +99,17 @@ def test_codes_are_exchanged_in_whole_tiles(mesh):
     assert all(len(shape) == 3 and shape[1] % 32 == shape[2] % 128 == 0 for shape in shapes)
 
 
+def test_codecs_are_kernels(mesh):
+    """As fusions of XLA they take several times as long to compile (`benchmarks.compiled.tpu`)."""
+    size = dataclasses.replace(CODED, layers=1, width=1024, hidden=1024)  # shards of 128 rows
+    lowered = _lowered("zeropp", mesh, size)
+    text = lowered.as_text()
+    for name in ("quantize", "dequantize_sum", "dequantize_sum_requantize"):
+        assert f'kernel_name = "{name}_columns"' in text
+    compiled = lowered.compile(compiler_options=jz.compiler_options("tpu")).as_text()
+    assert "tpu_custom_call" in compiled
+
+
 def test_two_slices_compile():
     mesh = tpu_mesh("v5e:2x4", nodes=2, slices=2)
     assert mesh.shape == {"node": 2, "local": 8}

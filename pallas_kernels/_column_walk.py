@@ -1,0 +1,105 @@
+"""How the kernels for TPUs walk over messages as columns, and which messages they can read.
+
+A grid step takes 128 columns of a message and `chunk` of its blocks. The rows of scales, behind
+those of codes, are one more chunk, so a chunk has at least as many rows. Input and output of a step
+lie in the core's memory twice, since the next step is loaded while one is computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import DTypeLike
+
+from ._format import Format
+
+LANES = 128
+TILE_ROWS = 32  # of an array of bytes
+_STEP_BYTES = 2**21  # that a step may read and write, unless a chunk of that size is too small
+_MEMORY = 12 * 2**20  # of 16 MiB that XLA grants a kernel on a v5e
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of a message: the codes of `num_blocks` blocks, then their scales."""
+
+    format: Format
+    num_blocks: int
+
+    @property
+    def of_block(self) -> int:
+        """Rows of codes of a block."""
+        return self.format.code_bytes(self.format.block)
+
+    @property
+    def of_codes(self) -> int:
+        return self.num_blocks * self.of_block
+
+    @property
+    def of_scales(self) -> int:
+        """Rows of scales, filled up to whole tiles."""
+        rows = self.num_blocks * self.format.scale_bytes
+        return math.ceil(rows / TILE_ROWS) * TILE_ROWS
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The chunks of a piece.
+
+    Attributes:
+        num_blocks: of a piece.
+        chunk: blocks of a step, of which there are a whole number.
+    """
+
+    num_blocks: int
+    chunk: int
+
+    @property
+    def num_chunks(self) -> int:
+        return self.num_blocks // self.chunk
+
+    @classmethod
+    def of(cls, num_blocks: int, rows: list[Rows], block_bytes: int) -> Walk | None:
+        """Choose a chunk; None if there is none that fits into the core's memory.
+
+        Args:
+            num_blocks: of a piece.
+            rows: of the messages that are read and written.
+            block_bytes: that a step reads and writes for each block, in 128 columns.
+        """
+        chunks = [
+            n
+            for n in range(1, num_blocks + 1)
+            if num_blocks % n == 0 and all(n * x.of_block >= x.of_scales for x in rows)
+        ]
+        small = [n for n in chunks if n * block_bytes <= _STEP_BYTES]
+        chunk = max(small, default=min(chunks, default=0))
+        return cls(num_blocks, chunk) if 0 < 2 * chunk * block_bytes <= _MEMORY else None
+
+
+def takes(*formats: Format, dtype: DTypeLike = jnp.float32) -> bool:
+    """Whether the kernels read and write these formats, and numbers of type `dtype`, here.
+
+    Codes are integers, and a block fills matrices of 128 x 128. XLA cannot partition a kernel, so
+    the program must be that of one device: all axes of the mesh are bound, as in a `shard_map`.
+    """
+    names = jax.sharding.get_abstract_mesh().axis_names
+    return (
+        all(f.is_integer and 128 <= f.block <= 1024 for f in formats)
+        and jnp.dtype(dtype).name in ("bfloat16", "float32")
+        and bool(names)
+        and all(map(_is_bound, names))
+    )
+
+
+def _is_bound(axis: str) -> bool:
+    """Whether collectives over a mesh axis can be called here."""
+    try:
+        lax.axis_size(axis)
+    except NameError:
+        return False
+    return True
