@@ -184,8 +184,8 @@ def uniforms(
     The first element of a row has index `start`. `index_kb` is given if rows are not in the order
     of `x_kb`.
     """
-    index_kb = (_index(x_kb) if index_kb is None else index_kb) + jnp.uint32(start)
-    return uniforms_at(index_kb, x_kb, scale_k[..., None], seed)
+    index = (_index(x_kb) if index_kb is None else index_kb) + jnp.uint32(start)
+    return uniforms_at(index, x_kb, scale_k[..., None], seed)
 
 
 def uniforms_at(

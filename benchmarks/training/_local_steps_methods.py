@@ -94,8 +94,10 @@ def _outer(text: str) -> optax.GradientTransformation:
     found = _OUTER.fullmatch(text)
     if found is None:
         raise ValueError(f"`methods` must name outer optimizers as in {_PRESET}; got {text!r}.")
-    momentum = found["momentum"] and float(found["momentum"])
-    return optax.sgd(float(found["rate"]), momentum, nesterov=momentum is not None)
+    momentum = found["momentum"]
+    if momentum is None:
+        return optax.sgd(float(found["rate"]))
+    return optax.sgd(float(found["rate"]), float(momentum), nesterov=True)
 
 
 _RATES = (0.25, 0.5, 0.7, 1.4, 2.0, 2.8)
