@@ -48,7 +48,8 @@ def quantize(
     if is_free and takes(format, dtype=pieces.dtype):
         rows = Rows(format, shape[-1] // format.block)
         read = pieces.dtype.itemsize * format.block * LANES
-        walk = Walk.of(rows.num_blocks, [rows], read + rows.of_block * LANES)
+        size = read + rows.of_block * LANES
+        walk = Walk.of(rows.num_blocks, [rows], size, rows.kept_bytes)
     if walk is None:
         return in_xla(pieces, seed)
     return lax.platform_dependent(pieces, seed, tpu=by_kernel, default=in_xla)
@@ -111,7 +112,8 @@ def _decoded(
         rows = Rows(format, shape[-1] // format.block)
         written = jnp.dtype(dtype).itemsize * format.block * LANES
         # Codes, and a block of the same size for scales.
-        walk = Walk.of(rows.num_blocks, [rows], 2 * num * rows.of_block * LANES + written)
+        size = 2 * num * rows.of_block * LANES + written
+        walk = Walk.of(rows.num_blocks, [rows], size, num * rows.kept_bytes)
     if walk is None:
         return in_xla(message)
     return lax.platform_dependent(message, tpu=by_kernel, default=in_xla)
@@ -165,7 +167,8 @@ def dequantize_sum_requantize(
     is_free = implementation is None and not (source.hadamard or target.hadamard)
     if is_free and in_order and takes(source, target):
         size = (2 * len(message) * read.of_block + written.of_block) * LANES
-        walk = Walk.of(written.num_blocks, [read, written], size)
+        kept = len(message) * read.kept_bytes + written.kept_bytes
+        walk = Walk.of(written.num_blocks, [read, written], size, kept)
     if walk is None:
         return in_xla(message, seed)
     return lax.platform_dependent(message, seed, tpu=by_kernel, default=in_xla)

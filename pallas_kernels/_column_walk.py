@@ -2,7 +2,8 @@
 
 A grid step takes 128 columns of a message and `chunk` of its blocks. The rows of scales, behind
 those of codes, are one more chunk, so a chunk has at least as many rows. Input and output of a step
-lie in the core's memory twice, since the next step is loaded while one is computed.
+lie in the core's memory twice, since the next step is loaded while one is computed. The scales of
+128 columns lie there too, in 32 bits for each byte, from the first step to the last.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ class Rows:
         rows = self.num_blocks * self.format.scale_bytes
         return math.ceil(rows / TILE_ROWS) * TILE_ROWS
 
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the core for the scales of 128 columns."""
+        return 4 * self.of_scales * LANES
+
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
@@ -63,13 +69,16 @@ class Walk:
         return self.num_blocks // self.chunk
 
     @classmethod
-    def of(cls, num_blocks: int, rows: list[Rows], block_bytes: int) -> Walk | None:
+    def of(
+        cls, num_blocks: int, rows: list[Rows], block_bytes: int, kept_bytes: int
+    ) -> Walk | None:
         """Choose a chunk; None if there is none that fits into the core's memory.
 
         Args:
             num_blocks: of a piece.
             rows: of the messages that are read and written.
             block_bytes: that a step reads and writes for each block, in 128 columns.
+            kept_bytes: of the scales of all messages, in 128 columns.
         """
         chunks = [
             n
@@ -78,7 +87,8 @@ class Walk:
         ]
         small = [n for n in chunks if n * block_bytes <= _STEP_BYTES]
         chunk = max(small, default=min(chunks, default=0))
-        return cls(num_blocks, chunk) if 0 < 2 * chunk * block_bytes <= _MEMORY else None
+        fits = 2 * chunk * block_bytes + kept_bytes <= _MEMORY
+        return cls(num_blocks, chunk) if chunk and fits else None
 
 
 def takes(*formats: Format, dtype: DTypeLike = jnp.float32) -> bool:

@@ -44,7 +44,8 @@ class TileConfig:
 # were chosen from compiled kernels, not measured.
 TILES: Mapping[str, TileConfig] = {"": TileConfig()}
 
-# On every platform, until rows of `benchmarks/measured/kernels.py` show that kernels are faster.
+# Until rows of `benchmarks/measured/kernels.py` show that kernels are faster. Programs for TPUs
+# have others by default (`_column_choice`).
 DEFAULT: Implementation = "xla"
 
 

@@ -29,8 +29,9 @@ class Int8(FormatCodec):
         scale_dtype: dtype of the scales, `jnp.bfloat16` or `jnp.float32`.
         implementation: what writes and reads messages: "xla", "mosaic_gpu" (kernels for NVIDIA
             GPUs, which compile and were never executed on one; JAX 0.11.2 or newer), or `None`
-            for the default, "xla". Their messages are equal but for roundings in the last
-            place, and each reads the other's.
+            for the default: "xla" and, in programs compiled for TPUs, kernels where there are
+            any. Their messages are equal but for roundings in the last place, and each reads
+            the other's.
 
     Raises:
         ValueError: an option is none of these.

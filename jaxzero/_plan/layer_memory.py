@@ -42,7 +42,8 @@ class Peak:
 
     Attributes:
         gather_after: the operation before which the weights of the next layer are gathered over
-            the last axis; None if too little is computed after the peak to overlap with.
+            the last axis; None if too little is computed after the peak to overlap with, or it
+            is not known how much, since the layer has no matrix products.
         reduce_before: the operation before which the gradients of the last layer are reduced over
             the first axis, and a value that nothing reads before they are. None: at any time.
     """
@@ -123,7 +124,7 @@ class LayerMemory:
         at = int(held.argmax())
         high = itertools.takewhile(lambda i: held[i] > _HIGH * held[at], range(at, len(held)))
         after = self._costly_after(layer, max(high))
-        if after is not None and work[-1] - work[after - layer.start] < _ENOUGH * work[-1]:
+        if after is not None and work[-1] - work[after - layer.start] <= _ENOUGH * work[-1]:
             after = None
         ties = self._ties_before(layer, layer.start + at)
         most = np.maximum.accumulate(held)

@@ -181,12 +181,23 @@ def test_a_walk_fits_into_memory():
     int4 = jz.Int4(block=128).format
     rows = Rows(int4, 44)
     assert (rows.of_codes, rows.of_scales) == (2816, 96)
-    walk = Walk.of(44, [rows], 128 * 128 * 2)
+    walk = Walk.of(44, [rows], 128 * 128 * 2, 0)
     assert walk == Walk(44, 44)
     assert walk.num_chunks == 1
     # 64 rows for each block, at least as many as those of the scales of all.
-    assert Walk.of(250, [Rows(int4, 250)], 2**16) == Walk(250, 25)
-    assert Walk.of(1009, [Rows(int4, 1009)], 2**16) is None  # a prime
+    assert Walk.of(250, [Rows(int4, 250)], 2**16, 2**20) == Walk(250, 25)
+    assert Walk.of(1009, [Rows(int4, 1009)], 2**16, 0) is None  # a prime
+
+
+@pytest.mark.parametrize(("senders", "fits"), [(8, True), (32, False)])
+def test_scales_of_all_messages_must_fit_into_memory(senders, fits):
+    """With 32 messages of a vocabulary's rows, scales alone take 8 of the 16 MiB of a v5e."""
+    codec = jz.Int4(block=128)
+    rows = Rows(codec.format, 32000 // 128)
+    assert senders * rows.kept_bytes == senders * 2**18
+    message = jax.ShapeDtypeStruct((senders, rows.of_codes + rows.of_scales, 128), jnp.uint8)
+    total = functools.partial(codec.sum_tiled, shape=(128, 32000))
+    assert ("tpu_custom_call" in _lowered(total, message, "tpu")) == fits
 
 
 OPERATIONS = {
