@@ -19,8 +19,11 @@ from ._local_steps_summary import BASELINE
 
 _PRESET = "sgd(0.7, momentum=0.9, nesterov=True)"
 _AVERAGE = "sgd(1.0)"  # the outer parameters are the mean of the nodes'
-_OUTER = re.compile(r"sgd\((?P<rate>[\d.]+)(?:, momentum=(?P<momentum>[\d.]+), nesterov=True)?\)")
-_NAME = re.compile(r"(?P<settings>\w+)(?: (?P<outer>sgd\([^)]*\)))?(?: rate (?P<rate>[\d.]+))?")
+_NUMBER = r"\d+(?:\.\d+)?"
+_OUTER = re.compile(
+    rf"sgd\((?P<rate>{_NUMBER})(?:, momentum=(?P<momentum>{_NUMBER}), nesterov=True)?\)"
+)
+_NAME = re.compile(rf"(?P<settings>\w+)(?: (?P<outer>sgd\([^)]*\)))?(?: rate (?P<rate>{_NUMBER}))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +113,7 @@ _OTHER_OUTER = (
 )
 _WITH_OTHER_OUTER = ("diloco10", "diloco30", "streaming10", "streaming30")
 
-# All methods of the study.
+# The methods that run by default.
 ALL = (
     BASELINE[0],
     *_SETTINGS,

@@ -1,10 +1,10 @@
 """Keep messages in flight away from where a layer holds most memory.
 
 What a layer computes is often far larger in one place than elsewhere (the scores of attention in
-backward). The weights of the next layer and the gradients of the last, as large as a layer each,
-need not exist there: the ones are gathered after it, the others are reduced before it. A layer is
-the body of a loop or, in an unrolled program, the operations between the first uses of two groups
-of weights.
+backward). The weights of the next layer and the gradients of the previous one, as large as a layer
+each, need not exist there: the ones are gathered after it, the others are reduced before it. A
+layer is the body of a loop or, in an unrolled program, the operations between the first uses of two
+groups of weights.
 
 Only from JAX 0.11 on: before, XLA's scheduler with the options of `compiler_options` hides more of
 the messages where they were, though in more memory (Llama-7B in Flax Linen, `zero3`, 2 x 8 H200,
@@ -44,7 +44,7 @@ class Peak:
         gather_after: the operation before which the weights of the next layer are gathered over
             the last axis; None if too little is computed after the peak to overlap with, or it
             is not known how much, since the layer has no matrix products.
-        reduce_before: the operation before which the gradients of the last layer are reduced over
+        reduce_before: the operation before which the previous layer's gradients are reduced over
             the first axis, and a value that nothing reads before they are. None: at any time.
     """
 
@@ -114,7 +114,7 @@ class LayerMemory:
 
         Args:
             layer: its operations.
-            reduced_bytes: of the last layer's gradients.
+            reduced_bytes: of the previous layer's gradients.
         """
         held = self.held_bytes(layer)
         if not held.any():

@@ -302,7 +302,7 @@ def _around_peaks(issues: tuple[int, ...], at: int, peaks: Mapping[int, Peak]) -
     """Move gathers that are sent where a layer begins, and needed at `at`. See [Note: peaks].
 
     Over the last axis they are sent after the layer's peak; over the others, once the gradients of
-    the last layer are reduced over their first axis, which would wait for them otherwise.
+    the previous layer are reduced over their first axis, which would wait for them otherwise.
     """
     found = [peaks.get(issue, NO_PEAK) if issue < at else NO_PEAK for issue in issues]
     before = (peak.reduce_before for peak in found[:-1])

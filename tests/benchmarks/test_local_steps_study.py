@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+import jaxzero as jz
 from benchmarks.shared import _byte_decoder as decoder
 from benchmarks.shared import _rows
 from benchmarks.shared._byte_training import held_out_losses, optimizer
@@ -170,6 +171,12 @@ def test_a_name_says_the_outer_optimizer_and_the_rate():
     for momentum in (1.0, 1.6, 1.96):  # sums of the gradients so far, each step times 0.6
         update, state = outer.update(grad, state)
         assert np.allclose(update, -0.5 * (1 + 0.6 * momentum), rtol=1e-6)
+    preset, given = jz.diloco().outer, methods.method("diloco10")
+    assert given is not None
+    for outer in (preset, given.local.outer):
+        update, state = outer.update(grad, outer.init(grad))
+        assert np.allclose(update, -0.7 * 1.9, rtol=1e-6)
+        assert np.allclose(outer.update(grad, state)[0], -0.7 * (1 + 0.9 * 1.9), rtol=1e-6)
     defaults = [methods.method(name) for name in ("diloco10", "average30", "dasgd30")]
     outers = ["sgd(0.7, momentum=0.9, nesterov=True)", "sgd(1.0)", "sgd(1.0)"]
     assert [found and (found.outer, found.rate) for found in defaults] == [(o, 1.0) for o in outers]
@@ -182,7 +189,13 @@ def test_settings_that_do_not_fit_are_refused():
         local_steps.Study(steps=250)
     with pytest.raises(ValueError, match="`steps` must be more than .* got 300"):
         local_steps.Study(steps=300, synchronous_steps=300)
-    for name in ("diloco", "diloco10 adam(1.0)", "diloco10 rate", "diloco10 sgd(1.0), rate 1.4"):
+    for name in (
+        "diloco",
+        "diloco10 adam(1.0)",
+        "diloco10 rate",
+        "diloco10 rate 1.2.3",
+        "diloco10 sgd(1.0), rate 1.4",
+    ):
         with pytest.raises(ValueError, match=f"`methods` must be .* got {re.escape(repr(name))}"):
             local_steps.Study(methods=(name,))
     with pytest.raises(ValueError, match=r"name outer optimizers as in .* got 'sgd\(0.7, 0.9\)'"):
