@@ -50,9 +50,7 @@ def quantize(
         read = pieces.dtype.itemsize * format.block * LANES
         size = read + rows.of_block * LANES
         walk = Walk.of(rows.num_blocks, [rows], size, rows.kept_bytes)
-    if walk is None:
-        return in_xla(pieces, seed)
-    return lax.platform_dependent(pieces, seed, tpu=by_kernel, default=in_xla)
+    return _choose(walk, by_kernel, in_xla, pieces, seed)
 
 
 def dequantize(
@@ -111,12 +109,10 @@ def _decoded(
     if is_free and takes(format, dtype=dtype):
         rows = Rows(format, shape[-1] // format.block)
         written = jnp.dtype(dtype).itemsize * format.block * LANES
-        # Codes, and a block of the same size for scales.
+        # A step reads the codes and the scales of each message, in arrays of equal size.
         size = 2 * num * rows.of_block * LANES + written
         walk = Walk.of(rows.num_blocks, [rows], size, num * rows.kept_bytes)
-    if walk is None:
-        return in_xla(message)
-    return lax.platform_dependent(message, tpu=by_kernel, default=in_xla)
+    return _choose(walk, by_kernel, in_xla, message)
 
 
 def dequantize_sum_requantize(
@@ -169,6 +165,11 @@ def dequantize_sum_requantize(
         size = (2 * len(message) * read.of_block + written.of_block) * LANES
         kept = len(message) * read.kept_bytes + written.kept_bytes
         walk = Walk.of(written.num_blocks, [read, written], size, kept)
+    return _choose(walk, by_kernel, in_xla, message, seed)
+
+
+def _choose(walk: Walk | None, by_kernel: Any, in_xla: Any, *operands: Any) -> Any:
+    """Call `by_kernel` in programs for TPUs if there is a walk, and `in_xla` otherwise."""
     if walk is None:
-        return in_xla(message, seed)
-    return lax.platform_dependent(message, seed, tpu=by_kernel, default=in_xla)
+        return in_xla(*operands)
+    return lax.platform_dependent(*operands, tpu=by_kernel, default=in_xla)

@@ -218,7 +218,10 @@ def _message(num: int, rows: int, target: Rows, walk: Walk) -> dict[str, Any]:
 
 
 def _source_specs(num: int, source: Rows, walk: Walk, place: Any) -> list[pl.BlockSpec]:
-    """Codes and scales of `num` messages; `place` gives piece, chunk and row of lanes of a step."""
+    """The blocks of codes and of scales of `num` messages that a step of the grid reads.
+
+    `place` maps the indices of the step to those of a piece, a chunk and 128 columns.
+    """
     block = (num, 1, walk.chunk * source.of_block, LANES)
     end = source.num_blocks // walk.chunk
 
@@ -382,7 +385,7 @@ def _rotated(
 def _scale(
     scales_ref: Any, sender: Any, k: Int32[Array, ""], source: Rows
 ) -> Float32[Array, "1 128"]:
-    """The scales of block `k` of each column of one message."""
+    """The scale of block `k` in each of the 128 columns of one message."""
     size, bits = source.format.scale_bytes, jnp.int32(0)
     for plane in range(size):
         byte = scales_ref[sender, pl.ds(plane * source.num_blocks + k, 1), :]

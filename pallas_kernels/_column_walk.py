@@ -1,4 +1,4 @@
-"""How the kernels for TPUs walk over messages as columns, and which messages they can read.
+"""The grid of the kernels for TPUs over a message in columns, and which messages they take.
 
 A grid step takes 128 columns of a message and `chunk` of its blocks. The rows of scales, behind
 those of codes, are one more chunk, so a chunk has at least as many rows. Input and output of a step
@@ -92,10 +92,10 @@ class Walk:
 
 
 def takes(*formats: Format, dtype: DTypeLike = jnp.float32) -> bool:
-    """Whether the kernels read and write these formats, and numbers of type `dtype`, here.
+    """Whether the kernels can be used for these formats and numbers of type `dtype`.
 
     Codes are integers, and a block fills matrices of 128 x 128. XLA cannot partition a kernel, so
-    the program must be that of one device: all axes of the mesh are bound, as in a `shard_map`.
+    the caller must be traced in a `shard_map` over all axes of the mesh.
     """
     names = jax.sharding.get_abstract_mesh().axis_names
     return (

@@ -44,8 +44,8 @@ class TileConfig:
 # were chosen from compiled kernels, not measured.
 TILES: Mapping[str, TileConfig] = {"": TileConfig()}
 
-# Until rows of `benchmarks/measured/kernels.py` show that kernels are faster. Programs for TPUs
-# have others by default (`_column_choice`).
+# Until rows of `benchmarks/measured/kernels.py` show that kernels are faster. Programs that
+# are compiled for TPUs use TPU kernels by default (`_column_choice`).
 DEFAULT: Implementation = "xla"
 
 

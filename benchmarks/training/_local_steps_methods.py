@@ -113,8 +113,8 @@ _OTHER_OUTER = (
 )
 _WITH_OTHER_OUTER = ("diloco10", "diloco30", "streaming10", "streaming30")
 
-# The methods that run by default.
-ALL = (
+# The methods that run unless others are named.
+DEFAULT = (
     BASELINE[0],
     *_SETTINGS,
     *(f"{name} {outer}" for outer in _OTHER_OUTER for name in _WITH_OTHER_OUTER),

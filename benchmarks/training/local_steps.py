@@ -34,7 +34,7 @@ import jaxzero as jz
 from benchmarks.shared._byte_decoder import Size, init, losses, random_windows, read_corpus
 from benchmarks.shared._byte_training import WARMUP_STEPS, Inner, held_out_losses, optimizer
 from benchmarks.shared._rows import RESULTS, append_row, is_current, read_rows, rounded
-from benchmarks.training._local_steps_methods import ALL, OVER_DELAY, OVER_EVERY, Method, method
+from benchmarks.training._local_steps_methods import DEFAULT, OVER_DELAY, OVER_EVERY, Method, method
 from benchmarks.training._local_steps_summary import BASELINE, draw, summarize, table
 
 _NAME = "local_steps"
@@ -62,7 +62,7 @@ class Study:
         inner: the optimizer of synchronous training and of the nodes.
         size: of the model.
         seeds: one run for each, of every method.
-        methods: their names (see `_local_steps_methods`); none: all.
+        methods: their names (see `_local_steps_methods`); none: `DEFAULT` there.
         nodes: numbers of nodes, of one device each; synchronous training runs on the first number
             alone, for on others it differs by rounding only.
         summary: run nothing; print the table and draw the figure.
@@ -274,7 +274,7 @@ def _described(settings: Method) -> dict[str, Any]:
 def _check_rounds(study: Study) -> None:
     """Raise unless the steps that are not synchronous are whole rounds of every method."""
     local_steps = study.steps - study.synchronous_steps
-    for name in study.methods or ALL:
+    for name in study.methods or DEFAULT:
         settings = method(name)
         if settings is not None and local_steps % settings.local.every:
             raise ValueError(
@@ -291,7 +291,7 @@ def _run_all(study: Study) -> None:
         if is_current(row, *_CODE)
     }
     for seed in study.seeds:  # outermost: when stopped, what is there can be compared
-        for name in study.methods or ALL:
+        for name in study.methods or DEFAULT:
             for nodes in study.nodes[:1] if name == BASELINE[0] else study.nodes:
                 if (name, nodes, seed) not in done:
                     append_row(_NAME, _run(study, name, nodes, seed))

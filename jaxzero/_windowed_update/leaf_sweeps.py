@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -102,11 +103,15 @@ class Passes:
             for value, x in zip(part.written, arrays, strict=True)
         }
 
+    @functools.cached_property
+    def _leaves(self) -> dict[Value, LeafSpec]:
+        """The leaf of each input of the program; extra arguments have none."""
+        inputs = self.analysis.program.block.inputs
+        return dict(zip(inputs, self.layouts.leaves, strict=False))
+
     def _specs(self, values: Sequence[Value]) -> list[PartitionSpec]:
         """The spec of each array: on one device those of a leaf differ (`in_memory`)."""
-        inputs = self.analysis.program.block.inputs
-        leaves = dict(zip(inputs, self.layouts.leaves, strict=False))  # extra arguments have none
-        return [self.layouts.spec(leaves[value]) for value in values]
+        return [self.layouts.spec(self._leaves[value]) for value in values]
 
     def _on_devices(
         self,

@@ -146,7 +146,7 @@ def test_every_curve_is_of_methods_that_there_are_and_is_drawn(tmp_path, monkeyp
         for place, name in places.items():
             method = methods.method(name)
             assert (
-                name in methods.ALL
+                name in methods.DEFAULT
                 and method is not None
                 and place in (method.local.every, method.local.delay)
             )
@@ -180,7 +180,7 @@ def test_a_name_says_the_outer_optimizer_and_the_rate():
     defaults = [methods.method(name) for name in ("diloco10", "average30", "dasgd30")]
     outers = ["sgd(0.7, momentum=0.9, nesterov=True)", "sgd(1.0)", "sgd(1.0)"]
     assert [found and (found.outer, found.rate) for found in defaults] == [(o, 1.0) for o in outers]
-    assert all(name == "synchronous" or methods.method(name) for name in methods.ALL)
+    assert all(name == "synchronous" or methods.method(name) for name in methods.DEFAULT)
     assert methods.method("synchronous") is None
 
 

@@ -29,7 +29,7 @@ SEED = jnp.uint32(3)
 
 
 def _pieces(shape, codec, dtype=jnp.float32):
-    """Numbers of many sizes; if they are rotated, integers, whose sums are exact in any order."""
+    """Numbers of many magnitudes; integers if the codec rotates, since their sums are exact."""
     rng = np.random.default_rng(5)
     if codec.hadamard:
         return jnp.asarray(rng.integers(-99, 100, size=shape), dtype)
@@ -50,6 +50,14 @@ def _by_kernel(pieces, codec, chunks=1, **options):
     walk = _walk(pieces.shape[2], codec, chunks)
     return _column_kernels.quantize(
         pieces, SEED, format=codec.format, walk=walk, interpret=True, **options
+    )
+
+
+def _read_by_kernel(message, codec, shape, chunks=1, dtype=jnp.float32):
+    rows, width = shape
+    walk = _walk(width, codec, chunks)
+    return _column_kernels.dequantize_sum(
+        message, format=codec.format, walk=walk, rows=rows, dtype=dtype, interpret=True
     )
 
 
@@ -89,14 +97,7 @@ def test_a_block_that_is_not_finite_is_read_as_nan(value):
     x = np.ones((1, 128, 512), np.float32)
     x[0, 3, 130] = value
     message = _by_kernel(jnp.asarray(x), codec)
-    got = _column_kernels.dequantize_sum(
-        message[None],
-        format=codec.format,
-        walk=_walk(512, codec, 1),
-        rows=128,
-        dtype=jnp.float32,
-        interpret=True,
-    )[0]
+    got = _read_by_kernel(message[None], codec, (128, 512))[0]
     is_nan = np.zeros((128, 512), bool)
     is_nan[3, 128:256] = not np.isfinite(value)
     np.testing.assert_array_equal(np.isnan(got), is_nan)
@@ -108,14 +109,7 @@ def test_kernels_read_and_add_up_as_xla(name, rows, chunks, senders):
     codec, shape = CODECS[name], (rows, 1024)
     x = _pieces((senders, *shape), codec)
     message = jax.jit(functools.partial(_in_xla, codec=codec))(x)
-    got = _column_kernels.dequantize_sum(
-        message[:, None],
-        format=codec.format,
-        walk=_walk(1024, codec, chunks),
-        rows=rows,
-        dtype=jnp.float32,
-        interpret=True,
-    )
+    got = _read_by_kernel(message[:, None], codec, shape, chunks)
     each = np.asarray(_columns.from_blocks(_decoded(message, codec, shape, jnp.float32), shape))
     want = functools.reduce(np.add, each)
     assert got.shape == (1, *shape)
@@ -130,14 +124,7 @@ def _decoded(message, codec, shape, dtype):
 def test_kernels_read_weights_as_xla():
     codec, shape = jz.Int8(block=256), (240, 1024)
     message = _in_xla(_pieces((3, *shape), codec), codec)
-    got = _column_kernels.dequantize_sum(
-        message[None],
-        format=codec.format,
-        walk=_walk(1024, codec, 2),
-        rows=240,
-        dtype=jnp.bfloat16,
-        interpret=True,
-    )
+    got = _read_by_kernel(message[None], codec, shape, 2, jnp.bfloat16)
     want = _columns.from_blocks(_decoded(message, codec, shape, jnp.bfloat16), shape)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got, want)
@@ -237,7 +224,7 @@ def test_kernels_are_chosen_for_tpus(name, codec):
 
 
 def _lowered(function, x, platform, other_axis=False):
-    """The program of one device, of two; the other axis of the mesh is automatic."""
+    """The StableHLO of `function` in a `shard_map` over all axes; or all but one (`other_axis`)."""
     axes = (AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 1), ("local", "model"), axes, devices=jax.devices()[:2])
     split = P("local")

@@ -221,7 +221,7 @@ def streaming():
 
 
 def test_explicit_axes_change_no_bit_of_whole_parameters():
-    """Steps keep parameters whole at stage 2, and fragments in turn are cut from shards of them."""
+    """At stage 2 a step takes full parameters, and an exchange takes fragments of their shards."""
     method = jz.streaming_diloco(every=EVERY, fragments=2, delay=1, codec=jz.Int4(block=32))
     results = []
     for kind in ("Auto", "Explicit"):
