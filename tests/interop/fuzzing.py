@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import resource
 import signal
@@ -27,7 +28,8 @@ class OutOfTime(BaseException):
 def bounds() -> Iterator[None]:
     """Interrupt the body after `MAX_SECONDS` of CPU time or `MAX_WAITING` seconds, as Ctrl-C does.
 
-    It may allocate `MAX_BYTES`.
+    It may allocate `MAX_BYTES`. What exists already is left to later garbage collections: in a process
+    with a large heap, a collection of all of it takes seconds.
     """
 
     def interrupt(*_: object) -> None:
@@ -40,6 +42,7 @@ def bounds() -> Iterator[None]:
         signal.ITIMER_REAL: (signal.SIGALRM, MAX_WAITING),
     }
     old_handlers = {number: signal.signal(number, interrupt) for number, _ in timers.values()}
+    gc.freeze()
     resource.setrlimit(
         resource.RLIMIT_AS, (pages * resource.getpagesize() + MAX_BYTES, old_limit[1])
     )
@@ -50,6 +53,7 @@ def bounds() -> Iterator[None]:
     finally:
         for timer in timers:
             signal.setitimer(timer, 0)
+        gc.unfreeze()
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
         resource.setrlimit(resource.RLIMIT_AS, old_limit)
