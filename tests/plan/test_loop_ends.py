@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 import jaxzero as jz
 from jaxzero._hlo import collectives as _hlo
@@ -183,11 +184,18 @@ BITS = [
     ("hpz", 8, 2, 2, _loss_back),
     ("hsdp", 8, 1, 2, _loss),
 ]
+EXPLICIT = [BITS[3], BITS[4]]  # the others on such axes too in `make test-exhaustive`
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis_type", list(jax.sharding.AxisType)[:2])
-@pytest.mark.parametrize(("config", "num_layers", "microbatches", "nodes", "loss"), BITS)
+@pytest.mark.parametrize(
+    ("config", "num_layers", "microbatches", "nodes", "loss", "axis_type"),
+    [
+        pytest.param(*case, kind, marks=[] if is_run else pytest.mark.exhaustive)
+        for case in BITS
+        for kind, is_run in ((AxisType.Auto, True), (AxisType.Explicit, case in EXPLICIT))
+    ],
+)
 def test_bits_are_those_of_a_plain_loop(config, num_layers, microbatches, nodes, loss, axis_type):
     results = []
     for schedule in (ENDS, UNITS):

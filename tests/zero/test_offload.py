@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import warnings
 
 import jax
@@ -17,7 +18,7 @@ from tests.zero.offload_policy import offload_only
 
 LAYERS, WIDTH = 4, 16
 ALL = jz.Offload(weights=True, gradients=True, optimizer=True, min_size=0)
-PRESETS = ("zero3", "zeropp", pytest.param("zeropp4", marks=pytest.mark.exhaustive), "hsdp")
+PRESETS = ("zero3", "zeropp", "zeropp4", "hsdp")
 
 
 def init(key):
@@ -118,7 +119,18 @@ def mesh(request):
     return jz.make_mesh(nodes, devices=jax.devices()[:devices])
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+# Each of the usual presets, and each mesh; the rest in `make test-exhaustive`.
+_RUN = {("2x2", "zero3"), ("2x2", "zeropp"), ("2x2", "hsdp"), ("1x3", "zeropp"), ("1x1", "zero3")}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "preset"),
+    [
+        pytest.param(*case, marks=[] if case in _RUN else pytest.mark.exhaustive)
+        for case in itertools.product(MESHES, PRESETS)
+    ],
+    indirect=["mesh"],
+)
 def test_gradients_are_bit_equal(mesh, preset):
     if preset == "zeropp4" and mesh.shape["node"] == 1:
         pytest.skip("differences are sent between nodes")
@@ -168,6 +180,7 @@ def test_sums_are_bit_equal(mesh, preset, options):
     assert kinds(results[0][2]) == {"pinned_host"}
 
 
+@of_one_mesh
 def test_patterns_choose_leaves(mesh):
     offload = jz.Offload(weights="layers.*", gradients=("embed", "odd"), min_size=64)
     zero = jz.Zero(mesh, jz.ZeroConfig(offload=offload))
@@ -191,6 +204,7 @@ def test_shard_and_unshard(mesh):
     assert kinds(moved) == {"pinned_host"}
 
 
+@of_one_mesh
 def test_frozen_encoded_weights_in_host_memory(mesh):
     """LoRA: the weights beneath are frozen, stored as messages, and fetched as messages."""
     losses = []
@@ -212,6 +226,7 @@ def test_frozen_encoded_weights_in_host_memory(mesh):
     np.testing.assert_array_equal(losses[0][1], losses[1][1])
 
 
+@of_one_mesh
 def test_evaluation_fetches(mesh):
     results = []
     for offload in (ALL, None):
@@ -245,6 +260,7 @@ def test_too_little_host_memory(monkeypatch):
         zero.init(init, jax.random.key(0))
 
 
+@of_one_mesh
 @pytest.mark.parametrize("offload", [None, ALL], ids=["weights on the device", "all offloaded"])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_activations_that_a_policy_offloads(mesh, offload, reverse):
