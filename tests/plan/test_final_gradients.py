@@ -1,6 +1,7 @@
 """Loops stack mean gradients, with the bits that the step would have divided at its end."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -34,6 +35,11 @@ def _init(key):
     return {"up": up.astype(jnp.bfloat16) * WIDTH**-0.5, "down": down * WIDTH**-0.5}
 
 
+@functools.cache
+def _whole(init=_init):
+    return jax.device_get(jax.jit(init)(jax.random.key(0)))
+
+
 def _loss(params, x):
     def layer(x, weights):
         y = jnp.tanh(x.astype(jnp.bfloat16) @ weights["up"])
@@ -64,7 +70,7 @@ def _rows():
 )
 def test_bits_are_those_of_sums_divided_at_the_end(preset, schedule, num_devices, monkeypatch):
     zero = _zero(preset, schedule, devices=jax.devices()[:num_devices])
-    params = zero.init(_init, jax.random.key(0))
+    params = zero.shard(_whole())
     plan = zero.plan(_loss, params, _rows())
     means = [leaf for loop in plan.top.loops.values() for leaf in loop.means.values()]
     assert len(means) == 2
@@ -135,7 +141,7 @@ def _unrolled_loss(layers, x):
 )
 def test_unrolled_buckets_are_divided_with_the_bits_of_the_end(preset, num_devices, monkeypatch):
     zero = _zero(preset, "pipelined", devices=jax.devices()[:num_devices])
-    params = zero.init(_layers, jax.random.key(0))
+    params = zero.shard(_whole(_layers))
     assert len(zero.plan(_unrolled_loss, params, _rows()).top.means) == 2 * LAYERS
     loss, gradients = jax.jit(zero.value_and_grad(_unrolled_loss))(params, _rows())
     monkeypatch.setattr(program_plan, "mark_final_gradients", lambda plan, *rest: plan)

@@ -76,6 +76,11 @@ def nested(params, tokens):
     return jnp.mean(h**2) + jnp.sum(params["odd"]) ** 2 * 1e-3
 
 
+@functools.cache
+def whole():
+    return jax.device_get(jax.jit(init)(jax.random.key(0)))
+
+
 TOKENS = (jnp.arange(48) % 32).reshape(24, 2)
 
 
@@ -90,14 +95,13 @@ def config_of(preset, offload):
 def run(mesh, config, loss, **options):
     """Loss and whole gradients of one step, and the gradients as they are returned."""
     zero = jz.Zero(mesh, config)
-    params = zero.init(init, jax.random.key(0))
+    params = zero.shard(whole())
     state = {}
     if config.needs_wire_state:
         state["wire_state"] = zero.init_wire_state(params)
     step = jax.jit(zero.value_and_grad(loss, **options))
     value, grads = step(params, TOKENS, **state)[:2]
-    whole = jax.tree.map(np.asarray, zero.unshard(grads))
-    return np.asarray(value), whole, grads
+    return np.asarray(value), jax.tree.map(np.asarray, zero.unshard(grads)), grads
 
 
 def assert_same(with_offload, without):
@@ -194,11 +198,10 @@ def test_patterns_choose_leaves(mesh):
 
 def test_shard_and_unshard(mesh):
     zero = jz.Zero(mesh, jz.ZeroConfig(offload=ALL))
-    whole = jax.tree.map(np.asarray, init(jax.random.key(0)))
-    params = zero.shard(whole)
+    params = zero.shard(whole())
     assert kinds(params) == {"pinned_host"}
     jax.tree.map(
-        np.testing.assert_array_equal, jax.tree.map(np.asarray, zero.unshard(params)), whole
+        np.testing.assert_array_equal, jax.tree.map(np.asarray, zero.unshard(params)), whole()
     )
     moved = zero.shard(params)  # from its own layout
     assert kinds(moved) == {"pinned_host"}
@@ -211,7 +214,7 @@ def test_frozen_encoded_weights_in_host_memory(mesh):
     for offload in (jz.Offload(weights="layers.*", min_size=0), None):
         zero = jz.Zero(mesh, jz.ZeroConfig(min_quantized_size=64))
         frozen = jz.Zero(mesh, jz.ZeroConfig(min_quantized_size=64, offload=offload))
-        base = frozen.shard(init(jax.random.key(0)), codec=jz.Int8(block=32))
+        base = frozen.shard(whole(), codec=jz.Int8(block=32))
         if offload:
             assert kinds(base["layers"]["w"]) == {"pinned_host"}
         scale = zero.shard({"scale": jnp.ones((LAYERS, WIDTH))})
