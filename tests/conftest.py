@@ -37,8 +37,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # XLA:CPU has a thread for each device, or for each of so many cores. Where a device waits in two
 # collectives at once, one thread for each is too few: all wait for the device that has none.
 os.environ.setdefault("NPROC", "32")
-# Each core runs tests. With a thread for each core besides, NumPy and torch wait for threads that do
-# not run, in a loop: to solve for a few dozen unknowns takes milliseconds and not microseconds.
+# Each core runs tests. With a thread for each core besides, NumPy and torch wait in loops for
+# threads that do not run: to solve for a few dozen unknowns takes milliseconds, not microseconds.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Models come from files here; a library that would ask a hub for one fails at once instead.

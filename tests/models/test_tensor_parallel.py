@@ -17,6 +17,8 @@ import jaxzero as jz
 from jaxzero import models
 from jaxzero._hlo.collectives import collectives
 
+from .drawn import drawn
+
 PLAIN = models.DecoderConfig(
     vocabulary_size=64,
     hidden_size=32,
@@ -71,10 +73,7 @@ IDS = np.random.default_rng(0).integers(0, 37, (2, 7)).astype(np.int32)
 
 @functools.cache
 def split(config: models.DecoderConfig):
-    def make():
-        return models.Decoder(config, rngs=nnx.Rngs(0))
-
-    return nnx.split(nnx.eval_shape(make))[0], jax.jit(lambda: nnx.split(make())[1])()
+    return drawn(lambda: models.Decoder(config, rngs=nnx.Rngs(0)))
 
 
 def logits(graph, params, ids):

@@ -15,6 +15,7 @@ from jaxzero import models
 from jaxzero.models import Encoder, ModernBert, ModernBertConfig, Rope
 
 from . import test_encoder_families, test_generate
+from .drawn import drawn
 
 ROPE = Rope(rotary_size=8)
 LEARNED = {"rope": None, "sliding_rope": None, "sliding_window": None, "sliding_layers": ()}
@@ -57,8 +58,7 @@ MASK = np.array([[True] * 4, [True, True, False, False]])
     ],
 )
 def test_negative_ids(name: str, is_traced: bool):
-    graph = nnx.split(nnx.eval_shape(lambda: MAKE[name](nnx.Rngs(0))))[0]
-    params = jax.jit(lambda: nnx.split(MAKE[name](nnx.Rngs(0)))[1])()
+    graph, params = drawn(lambda: MAKE[name](nnx.Rngs(0)))
 
     def run(params, ids, mask):
         return nnx.merge(graph, params)(ids, mask)
