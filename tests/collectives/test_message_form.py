@@ -178,11 +178,13 @@ def test_rotating_back_before_or_after_the_sum_differs_by_roundings():
     """On a TPU each message is rotated back, elsewhere their sum."""
     codec, shape = jz.Int4(block=128, hadamard=32), (128, 256)
     each = np.random.default_rng(4).normal(size=(4, *shape)).astype(np.float32)
-    message = jnp.concatenate([codec.encode_tiled(jnp.asarray(x), 0, 1) for x in each])
+    encode = jax.jit(lambda x: codec.encode_tiled(x, 0, 1))
+    message = np.concatenate([encode(x) for x in each])
     form = codec.format
-    before = _columns._sum_of_decoded(message[:, None], form, shape)[0]
-    after = _columns._sum_rotated_after(message[:, None], form, shape)[0]
-    rotated = _columns.decode(message, form.unrotated, shape, jnp.float32)
+    before = jax.jit(lambda x: _columns._sum_of_decoded(x[:, None], form, shape)[0])(message)
+    after = jax.jit(lambda x: _columns._sum_rotated_after(x[:, None], form, shape)[0])(message)
+    decode = jax.jit(lambda x: _columns.decode(x, form.unrotated, shape, jnp.float32))
+    rotated = decode(message)
     sizes = np.abs(np.asarray(rotated, np.float64)).sum(0)
     matrix = np.abs(_blockwise.hadamard(128)).astype(np.float64)
     # Each rounds 31 additions of a rotation, one product and three additions of messages at most.
