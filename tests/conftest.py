@@ -37,6 +37,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # XLA:CPU has a thread for each device, or for each of so many cores. Where a device waits in two
 # collectives at once, one thread for each is too few: all wait for the device that has none.
 os.environ.setdefault("NPROC", "32")
+# Each core runs tests. With a thread for each core besides, NumPy and torch wait in loops for
+# threads that do not run: to solve for a few dozen unknowns takes milliseconds, not microseconds.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Models come from files here; a library that would ask a hub for one fails at once instead.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Plots are files; on a machine without a screen nothing may look for one.
@@ -59,8 +63,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_compilation_cache", False)
 
 # What JAX has traced stays alive by the million: passes over all objects would take a twentieth of
-# the time.
-gc.set_threshold(*gc.get_threshold()[:2], 100)
+# the time, and passes over the newest 700 nearly as much.
+gc.set_threshold(50_000, 10, 100)
 
 # The first example of a property compiles, so time per example says nothing; and the same examples
 # on every run: a red run must be red again.

@@ -131,6 +131,7 @@ def test_processes_agree_on_damage_and_on_differences(two_processes):
     assert first["different"].startswith("ValueError: The leaf `own` is local to each process")
 
 
+@pytest.mark.ci
 def test_a_process_that_does_not_come_is_waited_for_so_long_and_no_longer(two_processes):
     folder, (first, _) = two_processes
     assert first["lost"].startswith("RuntimeError: The checkpoint of step 5 could not be saved")

@@ -108,7 +108,7 @@ def test_two_dicts_of_one_path(tmp_path: Path):
 
 def test_many_names_one_of_them_twice(tmp_path: Path):
     entry = json.dumps({"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})
-    names = [f'"{number}":{entry}' for number in range(120_000)]
+    names = [f'"{number}":{entry}' for number in range(60_000)]
     text = ("{" + ",".join([*names, names[77]]) + "}").encode()
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text)
@@ -120,11 +120,11 @@ def test_many_names_one_of_them_twice(tmp_path: Path):
     "names",
     [
         [f"{'1.' * 600}w{number}.weight" for number in range(4)],
-        [f"t{number}" for number in range(120_000)],
-        [f"a.{n}.b.{n}.c.{n}.d.{n}.e.{n}.weight" for n in range(120_000)],
+        [f"t{number}" for number in range(60_000)],
+        [f"a.{n}.b.{n}.c.{n}.d.{n}.e.{n}.weight" for n in range(60_000)],
         [
             "a{}.b{}.c{}.d{}.e{}.weight".format(*each)
-            for each in itertools.product(range(10), range(10), range(12), range(10), range(10))
+            for each in itertools.product(range(10), range(10), range(6), range(10), range(10))
         ],
         ["a." + "9" * 5000 + ".weight"],
     ],
@@ -139,11 +139,11 @@ def test_names_that_are_matched(names: list[str]):
 
 
 def test_a_table_of_many_tensors(tmp_path: Path, capsys):
-    save_file({f"t{n}": np.ones(1, np.float32) for n in range(120_000)}, tmp_path / "m.safetensors")
+    save_file({f"t{n}": np.ones(1, np.float32) for n in range(60_000)}, tmp_path / "m.safetensors")
     with bounds():
         assert cli.main(["inspect", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 120_000 and lines[-1].split() == ["t99999", "[1]", "float32", "1"]
+    assert len(lines) > 60_000 and lines[-1].split() == ["t9999", "[1]", "float32", "1"]
 
 
 def test_ctrl_c_interrupts(tmp_path: Path):

@@ -103,8 +103,19 @@ def test_a_block_that_is_not_finite_is_read_as_nan(value):
     np.testing.assert_array_equal(np.isnan(got), is_nan)
 
 
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize(("rows", "chunks", "senders"), [(256, 2, 1), (240, 1, 3), (128, 1, 18)])
+def _on_two_of(names, cuts):
+    """Each codec with all cuts but one, with which it runs in `make test-exhaustive`."""
+    return [
+        pytest.param(name, *cut, marks=[] if (i - j) % 3 else pytest.mark.exhaustive)
+        for i, name in enumerate(names)
+        for j, cut in enumerate(cuts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "chunks", "senders"),
+    _on_two_of(CODECS, [(256, 2, 1), (240, 1, 3), (128, 1, 18)]),
+)
 def test_kernels_read_and_add_up_as_xla(name, rows, chunks, senders):
     codec, shape = CODECS[name], (rows, 1024)
     x = _pieces((senders, *shape), codec)
@@ -130,10 +141,12 @@ def test_kernels_read_weights_as_xla():
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("name", ["int8", "int8_float32_scales", "int4", "stochastic"])
 @pytest.mark.parametrize(
-    ("shape", "dim", "num", "chunks"),
-    [((512, 1024), 0, 2, 2), ((480, 512), 0, 2, 1), ((240, 2048), 1, 2, 2)],
+    ("name", "shape", "dim", "num", "chunks"),
+    _on_two_of(
+        ["int8", "int8_float32_scales", "int4", "stochastic"],
+        [((512, 1024), 0, 2, 2), ((480, 512), 0, 2, 1), ((240, 2048), 1, 2, 2)],
+    ),
 )
 def test_kernels_sum_and_encode_again_as_xla(name, shape, dim, num, chunks):
     """Pieces are whole rows of lanes; other columns; or blocks of each column."""

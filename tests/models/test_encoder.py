@@ -58,18 +58,18 @@ def test_padding_changes_nothing(checkpoint: Path):
 def test_token_types_are_added(checkpoint: Path):
     loaded = interop.load_encoder(checkpoint)
     params = jax.tree.map(lambda tensor: jnp.asarray(tensor.read()), loaded.params)
-    model = nnx.merge(loaded.graph, params)
-    ids, mask = jnp.asarray(IDS), jnp.asarray(MASK)
-    left_out = model(ids, mask)
-    np.testing.assert_array_equal(left_out, model(ids, mask, jnp.zeros_like(ids)))
-    assert not np.allclose(left_out, model(ids, mask, jnp.ones_like(ids)))
+    run = jax.jit(lambda params, *args: nnx.merge(loaded.graph, params)(*args))
+    left_out = run(params, IDS, MASK)
+    np.testing.assert_array_equal(left_out, run(params, IDS, MASK, np.zeros_like(IDS)))
+    assert not np.allclose(left_out, run(params, IDS, MASK, np.ones_like(IDS)))
 
 
 @pytest.mark.standard_promotion  # of statistics in Flax's LayerNorm
 def test_bfloat16_computes_in_bfloat16_and_keeps_parameters(checkpoint: Path):
     loaded = interop.load_encoder(checkpoint, compute_dtype="bfloat16")
     params = jax.tree.map(lambda tensor: jnp.asarray(tensor.read()), loaded.params)
-    hidden = nnx.merge(loaded.graph, params)(jnp.asarray(IDS), jnp.asarray(MASK))
+    run = jax.jit(lambda params, ids, mask: nnx.merge(loaded.graph, params)(ids, mask))
+    hidden = run(params, IDS, MASK)
     assert hidden.dtype == jnp.bfloat16
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
     # Unit vectors from numbers with 8 bits: a few rounding steps of 2**-8 apart.

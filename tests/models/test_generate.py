@@ -24,6 +24,8 @@ from jaxzero.models._generate import check_arguments
 from jaxzero.models._sampling import choose
 from tests import zoo
 
+from .drawn import drawn
+
 CONFIG = DecoderConfig(  # every other layer has a window and a rotation of its own
     vocabulary_size=32,
     hidden_size=16,
@@ -50,10 +52,7 @@ KEYS = jax.random.split(jax.random.key(5), len(IDS))
 
 @functools.cache
 def built(config: DecoderConfig) -> tuple[Any, Any]:
-    def make() -> Decoder:
-        return Decoder(config, rngs=nnx.Rngs(0))
-
-    return nnx.split(nnx.eval_shape(make))[0], jax.jit(lambda: nnx.split(make())[1])()
+    return drawn(lambda: Decoder(config, rngs=nnx.Rngs(0)), seed=1)
 
 
 def sample(graph: Any, sampling: Sampling, params: Any, batch: Any) -> models.Generated:

@@ -15,6 +15,7 @@ from jaxzero import models
 from jaxzero.models import Encoder, ModernBert, ModernBertConfig, Rope
 
 from . import test_encoder_families, test_generate
+from .drawn import drawn
 
 ROPE = Rope(rotary_size=8)
 LEARNED = {"rope": None, "sliding_rope": None, "sliding_window": None, "sliding_layers": ()}
@@ -41,10 +42,23 @@ IDS = np.array([[5, 3, 9, 7], [2, 4, 6, 8]], np.int32)
 MASK = np.array([[True] * 4, [True, True, False, False]])
 
 
-@pytest.mark.parametrize("is_traced", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize(  # operation by operation all of them in `make test-exhaustive`
+    ("name", "is_traced"),
+    [
+        *(pytest.param(name, True, id=f"{name}-jit") for name in MAKE),
+        *(
+            pytest.param(
+                name,
+                False,
+                id=f"{name}-eager",
+                marks=[] if name in ("decoder", "encoder") else pytest.mark.exhaustive,
+            )
+            for name in MAKE
+        ),
+    ],
+)
 def test_negative_ids(name: str, is_traced: bool):
-    graph, params = nnx.split(MAKE[name](nnx.Rngs(0)))
+    graph, params = drawn(lambda: MAKE[name](nnx.Rngs(0)))
 
     def run(params, ids, mask):
         return nnx.merge(graph, params)(ids, mask)
@@ -65,16 +79,21 @@ def test_negative_ids(name: str, is_traced: bool):
 
 def test_narrow_ids_of_a_large_vocabulary():
     config = dataclasses.replace(test_generate.CONFIG, vocabulary_size=300)
-    decoder = models.Decoder(config, rngs=nnx.Rngs(0))
-    want = decoder(jnp.asarray(IDS))
-    np.testing.assert_array_equal(decoder(jnp.asarray(IDS, jnp.int8)), want)
-    assert np.isnan(decoder(jnp.full((1, 4), -1, jnp.int8))).all()
+    graph, params = test_generate.built(config)
+    run = jax.jit(lambda params, ids: nnx.merge(graph, params)(ids))
+    want = run(params, IDS)
+    np.testing.assert_array_equal(run(params, IDS.astype(np.int8)), want)
+    assert np.isnan(run(params, np.full((1, 4), -1, np.int8))).all()
 
 
 def test_a_prompt_with_a_negative_id_has_no_text():
     graph, params = test_generate.built(test_generate.CONFIG)
-    decoder = nnx.merge(graph, params)
-    ids = jnp.array([[0, 0, 5, -6], [0, 0, 5, 6]], jnp.int32)
-    got = models.generate(decoder.decode, decoder.make_cache(2, 6), ids, max_new_tokens=3)
+
+    @jax.jit
+    def run(params, ids):
+        decoder = nnx.merge(graph, params)
+        return models.generate(decoder.decode, decoder.make_cache(2, 6), ids, max_new_tokens=3)
+
+    got = run(params, np.array([[0, 0, 5, -6], [0, 0, 5, 6]], np.int32))
     np.testing.assert_array_equal(got.tokens[0], [-1, 0, 0])
     np.testing.assert_array_equal(got.lengths, [1, 3])

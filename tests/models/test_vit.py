@@ -160,7 +160,7 @@ def test_bfloat16_computes_in_bfloat16():
     narrow = dataclasses.replace(SMALL, compute_dtype="bfloat16")
     narrow_graph, _ = nnx.split(nnx.eval_shape(lambda: ViT(narrow, rngs=nnx.Rngs(0))))
     pixels = images(SMALL)
-    got = nnx.merge(narrow_graph, params)(pixels)
+    got = run(narrow_graph, params, pixels)
     assert got.dtype == jnp.bfloat16
     # Normalised vectors of numbers with 8 bits: a few rounding steps of 2**-8 apart.
     want = run(graph, params, pixels)

@@ -130,7 +130,7 @@ def test_gradients_equal_the_oracle_with_microbatches(prefetch):
     zero = jz.Zero(jz.make_mesh(2), _config(loop_constant_bytes=0, prefetch=prefetch))
     step = zero.value_and_grad(_summed(_scanned), microbatches=2)
     loss, grads = jax.jit(step)(zero.shard(params), x)
-    want, want_grads = jax.value_and_grad(_scanned)(params, x)
+    want, want_grads = jax.jit(jax.value_and_grad(_scanned))(params, x)
     zoo.assert_close(jax.device_get(loss), jax.device_get(want), 1e-5, "loss")
     zoo.assert_close(jax.device_get(zero.unshard(grads)), jax.device_get(want_grads), 1e-5, "grads")
 

@@ -2,12 +2,14 @@
 
 import collections
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 import jaxzero as jz
 from jaxzero._hlo import collectives as _hlo
@@ -38,6 +40,11 @@ def _init(num_layers):
         return {"layers": {"up": up * scale, "down": down * scale, "bias": bias[:, 0]}}
 
     return init
+
+
+@functools.cache
+def _whole(num_layers):
+    return jax.device_get(jax.jit(_init(num_layers))(jax.random.key(0)))
 
 
 def _layer(x, weights):
@@ -183,16 +190,23 @@ BITS = [
     ("hpz", 8, 2, 2, _loss_back),
     ("hsdp", 8, 1, 2, _loss),
 ]
+EXPLICIT = [BITS[3], BITS[4]]  # the others on such axes too in `make test-exhaustive`
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis_type", list(jax.sharding.AxisType)[:2])
-@pytest.mark.parametrize(("config", "num_layers", "microbatches", "nodes", "loss"), BITS)
+@pytest.mark.parametrize(
+    ("config", "num_layers", "microbatches", "nodes", "loss", "axis_type"),
+    [
+        pytest.param(*case, kind, marks=[] if is_run else pytest.mark.exhaustive)
+        for case in BITS
+        for kind, is_run in ((AxisType.Auto, True), (AxisType.Explicit, case in EXPLICIT))
+    ],
+)
 def test_bits_are_those_of_a_plain_loop(config, num_layers, microbatches, nodes, loss, axis_type):
     results = []
     for schedule in (ENDS, UNITS):
         zero = _zero(config, schedule, nodes, axis_type=axis_type)
-        params = zero.init(_init(num_layers), jax.random.key(0))
+        params = zero.shard(_whole(num_layers))
         got = jax.jit(zero.value_and_grad(loss, microbatches=microbatches))(params, ROWS)
         results.append(jax.device_get((got[0], zero.unshard(got[1]))))
     jax.tree.map(np.testing.assert_array_equal, *results)

@@ -204,8 +204,15 @@ def test_the_report_is_what_compiled_programs_send_and_hold(spec, options, nodes
     assert report.program_bytes <= report.largest_leaf_bytes or "codec" in options
 
 
-@pytest.mark.parametrize("codec", [jz.Int8(block=32), jz.Int4(block=32)])
-@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize(
+    ("nodes", "codec"),
+    [
+        (2, jz.Int8(block=32)),
+        (4, jz.Int4(block=32)),
+        pytest.param(2, jz.Int4(block=32), marks=pytest.mark.exhaustive),
+        pytest.param(4, jz.Int8(block=32), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_what_a_codec_gives_is_what_one_program_gives(codec, nodes, of_processes, monkeypatch):
     of_processes(8 // nodes)
     zero = jz.Zero(jz.make_mesh(nodes), jz.ZeroConfig(min_quantized_size=64))

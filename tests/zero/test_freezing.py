@@ -1,6 +1,7 @@
 """Freezing the first layers: the oracle is one device with `stop_gradient` on them."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -87,10 +88,15 @@ def _active_part(grads, prefix):
     return {**grads, "embed": None if prefix else grads["embed"], "layers": layers}
 
 
+@functools.cache
+def _stopped(loss, prefix):
+    return jax.jit(jax.value_and_grad(lambda tree, batch: loss(_stop(tree, prefix), batch)))
+
+
 def _oracle(loss, tree, prefix, batch):
     with jax.default_matmul_precision("highest"):
-        value, grads = jax.value_and_grad(lambda t: loss(_stop(t, prefix), batch))(tree)
-    return jax.device_get((value, _active_part(grads, prefix)))
+        value, grads = jax.device_get(_stopped(loss, prefix)(tree, batch))
+    return value, _active_part(grads, prefix)
 
 
 def _assert_bits_equal(got, want):
@@ -199,7 +205,7 @@ def test_an_active_embedding_gets_its_gradient_through_frozen_layers():
     value_and_grad = zero.value_and_grad(freezing.wrap(loss))
     with jax.default_matmul_precision("highest"):
         _, grads = value_and_grad(*freezing.split(params), _batch())
-        want = jax.grad(loss)(tree, _batch())
+        want = jax.device_get(jax.jit(jax.grad(loss))(tree, _batch()))
     want["layers"] = jax.tree.map(lambda x: x[3:], want["layers"])
     zoo.assert_close(jax.device_get(zero.unshard(grads)), jax.device_get(want), TOLERANCE, "grads")
 
@@ -250,7 +256,7 @@ def test_training_with_a_split_optimizer_is_training_with_zero_updates(kind, mes
 
 def _train_on_one_device(loss, tree, tx, batch, steps):
     """Whole steps, and steps in which what is frozen keeps its parameters and its moments."""
-    params, state = jax.tree.map(jnp.asarray, tree), tx.init(tree)
+    params, state = tree, jax.device_get(tx.init(tree))
     like_params = jax.tree.structure(params)
 
     def merged(new, old, prefix):
@@ -260,14 +266,17 @@ def _train_on_one_device(loss, tree, tx, batch, steps):
             layers = [*old["layers"][:prefix], *layers[prefix:]]
         else:
             layers = jax.tree.map(
-                lambda n, o: jnp.concatenate([o[:prefix], n[prefix:]]), layers, old["layers"]
+                lambda n, o: np.concatenate([o[:prefix], n[prefix:]]), layers, old["layers"]
             )
         return {**part, "embed": old["embed"], "layers": layers}
 
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
     for prefix in steps:
-        grads = jax.grad(loss)(params, batch)
-        updates, new_state = tx.update(grads, state, params)
-        new = optax.apply_updates(params, updates)
+        new, new_state = jax.device_get(step(params, state))
         if prefix != "whole":
             new = merged(new, params, prefix)
             new_state = jax.tree.map(
@@ -277,7 +286,7 @@ def _train_on_one_device(loss, tree, tx, batch, steps):
                 is_leaf=lambda x: jax.tree.structure(x) == like_params,
             )
         params, state = new, new_state
-    return jax.device_get(params)
+    return params
 
 
 def test_statistics_that_no_layer_owns_are_refused():

@@ -163,7 +163,7 @@ def test_a_device_holds_a_layer_and_results_are_those_of_one_device(loss, mesh):
     with jax.default_matmul_precision("highest"):
         compiled = jax.jit(zero.value_and_grad(loss)).lower(params, batch).compile()
         value, grads = compiled(params, batch)
-        want, want_grads = jax.value_and_grad(loss)(tree, batch)
+        want, want_grads = jax.jit(jax.value_and_grad(loss))(tree, batch)
     wide = _hlo.floats_of_at_least(compiled.as_text(), 4 * WIDTH * WIDTH)
     assert not wide, "\n".join(wide)
     zoo.assert_close(jax.device_get(value), np.asarray(want), 1e-5, "loss")
@@ -204,6 +204,6 @@ def test_other_stacks_are_held_whole_and_results_are_right(loss):
     assert held.name == "w"
     with jax.default_matmul_precision("highest"):
         value, grads = jax.jit(zero.value_and_grad(loss))(params, batch)
-        want, want_grads = jax.value_and_grad(loss)(tree, batch)
+        want, want_grads = jax.jit(jax.value_and_grad(loss))(tree, batch)
     zoo.assert_close(jax.device_get(value), np.asarray(want), 1e-5, "loss")
     zoo.assert_close(jax.device_get(zero.unshard(grads)), jax.device_get(want_grads), 1e-5, "grads")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import warnings
 
 import jax
@@ -17,7 +18,7 @@ from tests.zero.offload_policy import offload_only
 
 LAYERS, WIDTH = 4, 16
 ALL = jz.Offload(weights=True, gradients=True, optimizer=True, min_size=0)
-PRESETS = ("zero3", "zeropp", pytest.param("zeropp4", marks=pytest.mark.exhaustive), "hsdp")
+PRESETS = ("zero3", "zeropp", "zeropp4", "hsdp")
 
 
 def init(key):
@@ -75,6 +76,11 @@ def nested(params, tokens):
     return jnp.mean(h**2) + jnp.sum(params["odd"]) ** 2 * 1e-3
 
 
+@functools.cache
+def whole():
+    return jax.device_get(jax.jit(init)(jax.random.key(0)))
+
+
 TOKENS = (jnp.arange(48) % 32).reshape(24, 2)
 
 
@@ -89,14 +95,13 @@ def config_of(preset, offload):
 def run(mesh, config, loss, **options):
     """Loss and whole gradients of one step, and the gradients as they are returned."""
     zero = jz.Zero(mesh, config)
-    params = zero.init(init, jax.random.key(0))
+    params = zero.shard(whole())
     state = {}
     if config.needs_wire_state:
         state["wire_state"] = zero.init_wire_state(params)
     step = jax.jit(zero.value_and_grad(loss, **options))
     value, grads = step(params, TOKENS, **state)[:2]
-    whole = jax.tree.map(np.asarray, zero.unshard(grads))
-    return np.asarray(value), whole, grads
+    return np.asarray(value), jax.tree.map(np.asarray, zero.unshard(grads)), grads
 
 
 def assert_same(with_offload, without):
@@ -118,7 +123,18 @@ def mesh(request):
     return jz.make_mesh(nodes, devices=jax.devices()[:devices])
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+# Each of the usual presets, and each mesh; the rest in `make test-exhaustive`.
+_RUN = {("2x2", "zero3"), ("2x2", "zeropp"), ("2x2", "hsdp"), ("1x3", "zeropp"), ("1x1", "zero3")}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "preset"),
+    [
+        pytest.param(*case, marks=[] if case in _RUN else pytest.mark.exhaustive)
+        for case in itertools.product(MESHES, PRESETS)
+    ],
+    indirect=["mesh"],
+)
 def test_gradients_are_bit_equal(mesh, preset):
     if preset == "zeropp4" and mesh.shape["node"] == 1:
         pytest.skip("differences are sent between nodes")
@@ -168,6 +184,7 @@ def test_sums_are_bit_equal(mesh, preset, options):
     assert kinds(results[0][2]) == {"pinned_host"}
 
 
+@of_one_mesh
 def test_patterns_choose_leaves(mesh):
     offload = jz.Offload(weights="layers.*", gradients=("embed", "odd"), min_size=64)
     zero = jz.Zero(mesh, jz.ZeroConfig(offload=offload))
@@ -181,23 +198,23 @@ def test_patterns_choose_leaves(mesh):
 
 def test_shard_and_unshard(mesh):
     zero = jz.Zero(mesh, jz.ZeroConfig(offload=ALL))
-    whole = jax.tree.map(np.asarray, init(jax.random.key(0)))
-    params = zero.shard(whole)
+    params = zero.shard(whole())
     assert kinds(params) == {"pinned_host"}
     jax.tree.map(
-        np.testing.assert_array_equal, jax.tree.map(np.asarray, zero.unshard(params)), whole
+        np.testing.assert_array_equal, jax.tree.map(np.asarray, zero.unshard(params)), whole()
     )
     moved = zero.shard(params)  # from its own layout
     assert kinds(moved) == {"pinned_host"}
 
 
+@of_one_mesh
 def test_frozen_encoded_weights_in_host_memory(mesh):
     """LoRA: the weights beneath are frozen, stored as messages, and fetched as messages."""
     losses = []
     for offload in (jz.Offload(weights="layers.*", min_size=0), None):
         zero = jz.Zero(mesh, jz.ZeroConfig(min_quantized_size=64))
         frozen = jz.Zero(mesh, jz.ZeroConfig(min_quantized_size=64, offload=offload))
-        base = frozen.shard(init(jax.random.key(0)), codec=jz.Int8(block=32))
+        base = frozen.shard(whole(), codec=jz.Int8(block=32))
         if offload:
             assert kinds(base["layers"]["w"]) == {"pinned_host"}
         scale = zero.shard({"scale": jnp.ones((LAYERS, WIDTH))})
@@ -212,6 +229,7 @@ def test_frozen_encoded_weights_in_host_memory(mesh):
     np.testing.assert_array_equal(losses[0][1], losses[1][1])
 
 
+@of_one_mesh
 def test_evaluation_fetches(mesh):
     results = []
     for offload in (ALL, None):
@@ -245,6 +263,7 @@ def test_too_little_host_memory(monkeypatch):
         zero.init(init, jax.random.key(0))
 
 
+@of_one_mesh
 @pytest.mark.parametrize("offload", [None, ALL], ids=["weights on the device", "all offloaded"])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_activations_that_a_policy_offloads(mesh, offload, reverse):

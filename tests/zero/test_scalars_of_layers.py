@@ -48,7 +48,7 @@ def test_its_update_is_that_of_one_device(in_one_program, leaves):
         return value, *zero.apply_gradients(tx, grads, opt_state, params)
 
     value, new, _ = jax.jit(step)(params, zero.init_optimizer(tx, params), BATCH)
-    want, grads = jax.value_and_grad(loss)(tree, BATCH)
+    want, grads = jax.jit(jax.value_and_grad(loss))(tree, BATCH)
     np.testing.assert_allclose(value, want, rtol=1e-6)
     for name, x in zero.unshard(new).items():
         assert jax.tree.leaves(params[name])[0].sharding.memory_kind == "pinned_host"

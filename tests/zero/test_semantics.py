@@ -111,7 +111,7 @@ def test_shardings_are_those_of_the_arrays(zero, params):
 
 
 def test_under_jit_and_without(zero, params):
-    want = jax.value_and_grad(_loss)(_whole(), _x())
+    want = jax.jit(jax.value_and_grad(_loss))(_whole(), _x())
     step = zero.value_and_grad(_loss)
     for run in (step, jax.jit(step)):
         loss, grads = run(params, _x())
@@ -120,7 +120,7 @@ def test_under_jit_and_without(zero, params):
 
 
 def test_batch_on_the_devices_and_on_the_host_and_split(zero, params):
-    want = jax.value_and_grad(_loss)(_whole(), _x())
+    want = jax.jit(jax.value_and_grad(_loss))(_whole(), _x())
     split = jax.device_put(_x(), NamedSharding(zero.mesh, zero.batch_spec))
     for x in (_x(), jnp.asarray(_x()), split):
         loss, grads = zero.value_and_grad(_loss)(params, x)
@@ -145,11 +145,11 @@ def test_function_objects_methods_and_keywords(zero, params):
             return jnp.mean(_predict(params, x) ** power) * self.scale
 
     model = Model()
-    want = jax.value_and_grad(model.loss)(_whole(), _x())
+    want = jax.jit(jax.value_and_grad(model.loss))(_whole(), _x())
     loss, grads = zero.value_and_grad(model.loss)(params, _x())
     _close((loss, zero.unshard(grads)), want)
     partial = functools.partial(model.loss, power=4)
-    want = jax.value_and_grad(partial)(_whole(), _x())
+    want = jax.jit(jax.value_and_grad(partial))(_whole(), _x())
     loss, grads = zero.value_and_grad(partial)(params, _x())
     _close((loss, zero.unshard(grads)), want)
 
@@ -244,7 +244,7 @@ def test_in_specs(zero, params):
     labels = np.arange(16, dtype=np.int32) % 4
     table = np.ones((16, 2), np.float32)  # as long as the batch, and yet a table
     args = (_x(), labels, table, np.float32(0.5))
-    want = jax.value_and_grad(loss)(_whole(), *args)
+    want = jax.jit(jax.value_and_grad(loss))(_whole(), *args)
     specs = (None, zero.batch_spec, zero.batch_spec, P(), None)
     loss_value, grads = zero.value_and_grad(loss, in_specs=specs)(params, *args)
     _close((loss_value, zero.unshard(grads)), want)
@@ -258,7 +258,7 @@ def test_in_specs_of_trees_and_other_dims(zero, params):
     def loss(params, batch):
         return _loss(params, batch["x"].T) * jnp.mean(batch["scale"])
 
-    want = jax.value_and_grad(loss)(_whole(), batch)
+    want = jax.jit(jax.value_and_grad(loss))(_whole(), batch)
     specs = (None, {"x": P(None, ("node", "local")), "scale": P()})
     got, grads = zero.value_and_grad(loss, in_specs=specs)(params, batch)
     _close((got, zero.unshard(grads)), want)
@@ -271,7 +271,7 @@ def test_replicated_arguments_and_keys(zero, params):
 
     extra = {"temperature": np.float32(0.7), "table": np.arange(5, dtype=np.float32), "no": None}
     args = (_x(), extra, jax.random.key(9))
-    want = jax.value_and_grad(loss)(_whole(), *args)
+    want = jax.jit(jax.value_and_grad(loss))(_whole(), *args)
     got, grads = zero.value_and_grad(loss, batch_argnums=1)(params, *args)
     _close((got, zero.unshard(grads)), want)
 
@@ -353,7 +353,7 @@ def test_not_a_number_stays_one(zero, params):
 def test_bfloat16_on_the_wire():
     codec = jz.PerAxis(node=jz.Cast(jnp.bfloat16), local=jz.Cast(jnp.bfloat16))
     zero = jz.Zero(zoo.make_mesh(_MESH), jz.zero3(weights=codec, gradients=codec))
-    want = jax.value_and_grad(_loss)(_whole(), _x())
+    want = jax.jit(jax.value_and_grad(_loss))(_whole(), _x())
     loss, grads = zero.value_and_grad(_loss)(zero.shard(_whole()), _x())
     assert grads["w"].dtype == jnp.float32
     _close((loss, zero.unshard(grads)), want, tolerance=2.0**-6)

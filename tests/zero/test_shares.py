@@ -69,7 +69,7 @@ def _oracle(scanned):
         return _loss(params, (batch, weights))[0]
 
     with jax.default_matmul_precision("highest"):
-        loss, grads = jax.value_and_grad(total)(params, batch, ones)
+        loss, grads = jax.jit(jax.value_and_grad(total))(params, batch, ones)
         eye = np.eye(_ROWS, dtype=np.float32)
         rows = jax.vmap(lambda weights: jax.grad(total)(params, batch, weights))(eye)
     loss, grads = jax.tree.map(lambda x: np.asarray(x) / _ROWS, (loss, grads))

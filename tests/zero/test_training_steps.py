@@ -58,6 +58,11 @@ def _model(key):
     return weights
 
 
+@functools.cache
+def _whole():
+    return jax.device_get(jax.jit(_model)(jax.random.key(0)))
+
+
 def _loss(params, batch):
     x = jnp.tanh(batch["x"] @ params["first"] + params["bias"][None])
     x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["stack"])
@@ -90,7 +95,7 @@ def _train(value_and_grad, tx, params, opt_state, place=lambda params: params):
 
 @functools.cache
 def _single_device(name):
-    params, tx = _model(jax.random.key(0)), _OPTIMIZERS[name]()
+    params, tx = _whole(), _OPTIMIZERS[name]()
     losses, params, _ = _train(jax.value_and_grad(_loss), tx, params, tx.init(params))
     return losses, jax.device_get(params)
 
@@ -100,7 +105,7 @@ def _sharded(name, mesh, config=None):
     tx = _OPTIMIZERS[name]()
     if name in _SHAPE_DEPENDENT:
         tx = zero.optimizer(tx)
-    params = zero.init(_model, jax.random.key(0))
+    params = zero.shard(_whole())
     opt_state = zero.init_optimizer(tx, params)
     shardings = zero.shardings(params)
     losses, params, opt_state = _train(
@@ -128,8 +133,7 @@ def test_two_steps_equal_those_of_one_device(name, mesh):
         zero, losses, params, _ = _sharded(name, mesh)
     np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
     zoo.assert_close(jax.device_get(zero.unshard(params)), want, _TOLERANCE, "params")
-    start = jax.device_get(_model(jax.random.key(0)))
-    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), start, want)
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), _whole(), want)
     assert min(jax.tree.leaves(moved)) > 1e-4, "the optimizer does nothing here"
 
 
@@ -150,8 +154,18 @@ def _assert_zero_outside(array, shape, what):
     assert not np.any(array[outside]), f"{what}: padding is not zero"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3, "hsdp"])
-@pytest.mark.parametrize("mesh", ["2x4-auto", "2x3-auto"])
+def _on_one_mesh(stages, *meshes):
+    """Stages and meshes: each stage on one of two, on the other in `make test-exhaustive`."""
+    return [
+        pytest.param(stage, mesh, marks=[] if (i + j) % 2 else pytest.mark.exhaustive)
+        for i, stage in enumerate(stages)
+        for j, mesh in enumerate(meshes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stage", "mesh"), _on_one_mesh([0, 1, 2, 3, "hsdp"], "2x4-auto", "2x3-auto")
+)
 def test_stages_train_the_same(stage, mesh):
     with jax.default_matmul_precision("highest"):
         want_losses, want = _single_device("clip_by_global_norm")
@@ -175,8 +189,7 @@ def test_zero3_stores_one_nth_of_everything(mesh):
         _assert_split(trees[name], _pieces(zero, zero.config), name)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, "hsdp"])
-@pytest.mark.parametrize("mesh", ["2x4", "2x3"])
+@pytest.mark.parametrize(("stage", "mesh"), _on_one_mesh([0, 1, 2, "hsdp"], "2x4", "2x3"))
 def test_stage_stores_what_it_says(stage, mesh):
     config = _config(stage)
     zero = jz.Zero(zoo.make_mesh(f"{mesh}-auto"), config)

@@ -98,7 +98,7 @@ def train(zero, step, tx) -> Any:
 
 def updated_in_loop(zero, loss, tx):
     """The names of the parameters that a step updates in a loop."""
-    params = zero.init(init, jax.random.key(0))
+    params = zero.abstract(init, jax.random.key(0))
     plan = zero.plan(loss, params, TOKENS, tx=tx, opt_state=zero.init_optimizer(tx, params))
     copied = {x.name for x in plan.host_transfers if x.purpose == "update" and x.to == "host"}
     return {name.removesuffix("[i]") for name in copied if name.startswith("layers")}
@@ -154,7 +154,7 @@ def test_nothing_offloaded_and_aux():
     opt_state = zero.init_optimizer(tx, params)
     step = zero.value_and_update(with_aux, tx, has_aux=True, aux_reduce="concat")
     (loss, aux), new, state = step(params, opt_state, TOKENS)  # outside of `jax.jit`
-    expected, grads = jax.value_and_grad(scanned)(init(jax.random.key(0)), TOKENS)
+    expected, grads = jax.jit(jax.value_and_grad(scanned))(init(jax.random.key(0)), TOKENS)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     assert aux["rows"].shape == (24,)
     # One step of size 1e-2 along a gradient that is summed up in another order.
@@ -180,7 +180,7 @@ def test_nothing_offloaded_and_aux():
 )
 def test_optimizers_that_reduce_are_refused(tx, message):
     zero = zero_of("2x2")
-    params = zero.init(init, jax.random.key(0))
+    params = zero.abstract(init, jax.random.key(0))
     opt_state = zero.init_optimizer(tx, params)
     with pytest.raises(NotImplementedError, match=message) as error:
         zero.plan(scanned, params, TOKENS, tx=tx, opt_state=opt_state)
@@ -196,7 +196,7 @@ def test_a_scalar_that_needs_a_gradient_is_refused():
 
     tx = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
     zero = zero_of("2x2")
-    params = zero.init(init, jax.random.key(0))
+    params = zero.abstract(init, jax.random.key(0))
     opt_state = zero.init_optimizer(tx, params)
     with pytest.raises(NotImplementedError, match=r"needs `layers\.b`"):
         zero.plan(scanned, params, TOKENS, tx=tx, opt_state=opt_state)
@@ -214,7 +214,7 @@ def test_options_that_make_gradients_final_late_are_refused():
 
 def test_plan_and_report_name_the_copies_of_the_update():
     zero, tx = zero_of("2x2"), OPTIMIZERS["momentum"]
-    params = zero.init(init, jax.random.key(0))
+    params = zero.abstract(init, jax.random.key(0))
     opt_state = zero.init_optimizer(tx, params)
     plan = zero.plan(scanned, params, TOKENS, tx=tx, opt_state=opt_state)
     lines = [line for line in str(plan).splitlines() if "trace.layers.w[i]" in line]

@@ -50,11 +50,16 @@ def preset_rotation(presets: tuple[str, ...]) -> list[tuple[str, str, str, bool]
     """(case, preset, mesh, whether it is among the few that are always run).
 
     Every case under every preset, each on another mesh. Compiling codecs takes seconds, so only
-    every sixth case is always run, under one preset.
+    every twelfth case is always run, under one preset; on each size of mesh and both kinds of axes.
     """
     meshes = _kinds(_EIGHT + _SIX)
     return [
-        (name, preset, meshes[(i // 12 + i + 5 * j) % len(meshes)], i % 12 == 6 * j)
+        (
+            name,
+            preset,
+            meshes[(i // 12 + i + 5 * j) % len(meshes)],
+            i % 24 == 12 * j + i // 24 % 2,
+        )
         for i, name in enumerate(CASES)
         for j, preset in enumerate(presets)
     ]
