@@ -127,11 +127,11 @@ class BlockRunner:
         Args:
             inputs: an array for each input of the block.
             view_outputs: indices of outputs.
-            reduce_early: reduces gradients of the last iteration, and passes them through a
-                barrier; it is called where the plan says so.
+            reduce_early: reduces gradients of the last iteration over their first axis, and passes
+                them through a barrier; it is called where the plan says so. None: those in flight.
         """
         block, plan = self.plan.block, self.plan
-        early, tie = plan.reduce_early or (None, None)
+        reduce_early = reduce_early or self.gradients.reduce_first_axis
         for value, x in zip(block.inputs, inputs, strict=True):
             self._write(value, x)
         for index in range(len(block.operations) + 1):
@@ -139,16 +139,15 @@ class BlockRunner:
                 if self.segments is not None:
                     for value, x in self.segments.end(index):
                         self._write(value, x)
+                if index in plan.reduce_early:
+                    reduce_early(functools.partial(self.pin, plan.reduce_early[index]))
                 self._gather(index)
-                if index == early and reduce_early is not None:
-                    reduce_early(functools.partial(self.pin, tie))
                 if plan.loss_before and index == plan.loss_before[0]:
                     self._finish_loss(plan.loss_before[1])
                 if index < len(block.operations):
                     self._run(index, block.operations[index])
                     self.weights.drop(index)
-        while self.gradients.in_flight:
-            self.gradients.reduce_in_flight()
+        self.gradients.reduce_rest_in_flight()
         with self._region(len(block.operations)):
             self._write_reduced(self.gradients.take_reduced())
         deferred = plan.deferred_values()
