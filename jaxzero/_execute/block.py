@@ -192,20 +192,23 @@ class BlockRunner:
             self._tied_to = value
             reduced = self.gradients.take_reduced()
             self.gradients.reduce_in_flight((self.env[value],))
-        return self._after((arrays, self.env[value]), reduced)[0]
+        arrays = self._after((arrays, self.env[value]), reduced)[0]
+        return lax.optimization_barrier((arrays, self.env[value]))[0]
 
     def tie_to(self, value: Value | None, arrays: list[Any]) -> list[Any]:
         """Return `arrays`, available only once `value` is."""
         if value is None or value not in self.env or not arrays:
             return arrays
+        arrays = lax.optimization_barrier((arrays, self.env[value]))[0]
         return lax.optimization_barrier((arrays, self.env[value]))[0]
 
     def pin(self, value: Value | None, arrays: list[Any]) -> list[Any]:
         """Force `arrays` (encoded messages) to be computed before the next reader of `value`."""
         if value is None or value not in self.env or not arrays:
             return arrays
-        arrays, self.env[value] = lax.optimization_barrier((arrays, self.env[value]))
-        return arrays
+        tied = self.env[value]
+        arrays, self.env[value] = lax.optimization_barrier((arrays, tied))
+        return lax.optimization_barrier((arrays, tied))[0]
 
     def _finish_loss(self, value: Value) -> None:
         """Compute the loss before the first reader of `value`."""

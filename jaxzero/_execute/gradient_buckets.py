@@ -81,6 +81,7 @@ class GradientBuckets:
             if done < self.num_axes(number):
                 if done and ties:  # over the first axis a bucket is sent as soon as it is encoded
                     bucket, _ = lax.optimization_barrier((bucket, ties))
+                    bucket, _ = lax.optimization_barrier((bucket, ties))
                 bucket = self.reduce_next(number, done, bucket)
                 done += 1
             self.in_flight.append((number, done, bucket))
