@@ -37,6 +37,7 @@ from .loop_layers import Prologue
 from .mean_gradients import host_mean
 from .row_segments import RowSegments
 from .row_versions import RowVersions
+from .ties import tied
 from .update_in_loop import LeafUpdate
 from .weight_buckets import WeightBuckets
 
@@ -175,9 +176,7 @@ class BlockRunner:
         outputs = enumerate(self.plan.block.outputs)
         return {i: self._output(i, atom) for i, atom in outputs if atom in deferred}
 
-    # Barriers: see [Note: ties] in `schedule`. XLA removes an operand from a barrier if nothing
-    # else reads it before or after the barrier. So later operations read the barrier's outputs
-    # wherever they can.
+    # Barriers: see [Note: ties] in `schedule`.
 
     def tie(self, value: Value | None, arrays: list[Any]) -> list[Any]:
         """Return `arrays`, available only once `value` and recently reduced gradients are.
@@ -192,23 +191,20 @@ class BlockRunner:
             self._tied_to = value
             reduced = self.gradients.take_reduced()
             self.gradients.reduce_in_flight((self.env[value],))
-        arrays = self._after((arrays, self.env[value]), reduced)[0]
-        return lax.optimization_barrier((arrays, self.env[value]))[0]
+        return self._after(tied(arrays, self.env[value])[0], reduced)
 
     def tie_to(self, value: Value | None, arrays: list[Any]) -> list[Any]:
         """Return `arrays`, available only once `value` is."""
         if value is None or value not in self.env or not arrays:
             return arrays
-        arrays = lax.optimization_barrier((arrays, self.env[value]))[0]
-        return lax.optimization_barrier((arrays, self.env[value]))[0]
+        return tied(arrays, self.env[value])[0]
 
     def pin(self, value: Value | None, arrays: list[Any]) -> list[Any]:
         """Force `arrays` (encoded messages) to be computed before the next reader of `value`."""
         if value is None or value not in self.env or not arrays:
             return arrays
-        tied = self.env[value]
-        arrays, self.env[value] = lax.optimization_barrier((arrays, tied))
-        return lax.optimization_barrier((arrays, tied))[0]
+        arrays, self.env[value] = tied(arrays, self.env[value])
+        return arrays
 
     def _finish_loss(self, value: Value) -> None:
         """Compute the loss before the first reader of `value`."""
@@ -232,7 +228,7 @@ class BlockRunner:
         gradients.reduce_in_flight()
         return carry
 
-    def _after(self, operands: tuple[Any, Any], reduced: Reduced) -> tuple[Any, Any]:
+    def _after(self, operands: Any, reduced: Reduced) -> Any:
         """Return `operands`, available only once the gradients in `reduced` are.
 
         Gradients of the last such call have then arrived in host memory; otherwise XLA copies all

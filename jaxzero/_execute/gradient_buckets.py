@@ -24,6 +24,7 @@ from .._plan import BlockPlan
 from .._program import Value
 from .gathers import Bind
 from .mean_gradients import rounded_mean
+from .ties import tied
 
 Reduced = list[tuple[Value, Any]]  # gradients, each with this device's shard of its sum
 
@@ -80,8 +81,7 @@ class GradientBuckets:
         for number, done, bucket in in_flight:
             if done < self.num_axes(number):
                 if done and ties:  # over the first axis a bucket is sent as soon as it is encoded
-                    bucket, _ = lax.optimization_barrier((bucket, ties))
-                    bucket, _ = lax.optimization_barrier((bucket, ties))
+                    bucket, _ = tied(bucket, ties)
                 bucket = self.reduce_next(number, done, bucket)
                 done += 1
             self.in_flight.append((number, done, bucket))

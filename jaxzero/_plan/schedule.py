@@ -301,13 +301,13 @@ def _issues(
 def _around_peaks(issues: tuple[int, ...], at: int, peaks: Mapping[int, Peak]) -> tuple[int, ...]:
     """Move gathers that are sent where a layer begins, and needed at `at`. See [Note: peaks].
 
-    Over the last axis they are sent after the layer's peak; over the others, once the gradients of
-    the previous layer are reduced over their first axis, which would wait for them otherwise.
+    They are sent once the gradients of the previous layer are reduced over their first axis, which
+    would wait for them otherwise; over the last axis after the layer's peak, if it has one.
     """
     found = [peaks.get(issue, NO_PEAK) if issue < at else NO_PEAK for issue in issues]
-    before = (peak.reduce_before for peak in found[:-1])
-    moved = [x[0] if x else issue for x, issue in zip(before, issues[:-1], strict=True)]
-    return (*moved, max([*moved, found[-1].gather_after or issues[-1]]))
+    before = (peak.reduce_before for peak in found)
+    moved = [x[0] if x else issue for x, issue in zip(before, issues, strict=True)]
+    return (*moved[:-1], max([*moved, found[-1].gather_after or 0]))
 
 
 def _num_prefetched(groups: list[list[Gather]], live: Live, schedule: CommSchedule) -> int:
