@@ -6,11 +6,6 @@ each, need not exist there: the ones are gathered after it, the others are reduc
 layer is the body of a loop or, in an unrolled program, the operations between the first uses of two
 groups of weights.
 
-Only from JAX 0.11 on: before, XLA's scheduler with the options of `compiler_options` hides more of
-the messages where they were, though in more memory (Llama-7B in Flax Linen, `zero3`, 2 x 8 H200,
-compiled and not run: 0.59 s a step in 6.1 GiB, and moved 0.80 s in 5.0 GiB; with 0.12 it is 0.72 s
-in 5.7 GiB, and moved 0.56 s in 5.0 GiB).
-
 The estimate adds up the arrays that operations make, from the first reader to the last. XLA fuses
 many of them, so only the place counts and not the amount.
 """
@@ -24,7 +19,6 @@ from collections.abc import Container, Sequence, Set
 import numpy as np
 
 from .._program import Block, Loop, Value
-from .._xla_of_jax import MOVED_MESSAGES_OVERLAP
 from .block_plan import ReduceGroup
 from .body_work import work_done
 from .held_by_loops import WORK_PER_BYTE
@@ -93,8 +87,6 @@ class LayerMemory:
             starts: the first operation of each layer of a program; None: the block is the body of
                 a loop, and so one layer.
         """
-        if not MOVED_MESSAGES_OVERLAP:
-            return {}
         operations = self._block.operations
         if starts is None:
             deferred = [group for group in reduces if group.deferred]

@@ -15,9 +15,6 @@ import jaxzero as jz
 from jaxzero._plan import BlockPlan, schedule
 from jaxzero._plan.layer_memory import NO_PEAK, LayerMemory, Peak
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="before JAX 0.11 messages stay where they are"
-)
 LAYERS, WIDTH, ROWS = 4, 16, 8
 
 
@@ -120,7 +117,8 @@ def test_so_they_do_in_unrolled_layers(nodes, monkeypatch):
     moved = 0
     for group in plan.gather_groups[1:]:
         (layer,) = [x for x in layers if x.stop == group.at]
-        assert group.issues[-1] in (layer.start, memory.find_peak(layer, 0).gather_after)
+        after = memory.find_peak(layer, 0).gather_after
+        assert group.issues[-1] in (layer.start, *plan.reduce_early, after)
         moved += group.issues[-1] > peaks[layer.start]
     assert moved >= LAYERS - 1
     # The gradients of all layers but the last in backward, before the peak of the layer after.
@@ -133,6 +131,29 @@ def test_so_they_do_in_unrolled_layers(nodes, monkeypatch):
         first = {group.issues[0] for group in plan.gather_groups if group.issues[0] > boundary}
         assert first and first <= {*plan.reduce_early, *starts}
         assert first & set(plan.reduce_early)
+
+
+def test_without_work_after_the_peak_gathers_follow_the_gradients(monkeypatch):
+    def layer(x, weights):
+        y = x @ weights["first"]
+        z = jnp.exp(jnp.tile(y, (1, 16)) * 2.0)
+        y = (z * z).reshape(ROWS, 16, WIDTH).sum(1)
+        for _ in range(6):
+            y = y @ weights["last"] @ weights["out"]
+        return y
+
+    (plan,) = plan_of(layer, UNROLLED, monkeypatch, scanned=False)
+    memory, starts = memory_of(plan), sorted(group.at for group in plan.gather_groups)
+    assert plan.reduce_early
+    for index in plan.reduce_early:
+        start = max(x for x in starts if x < index)
+        stop = min((x for x in starts if x > index), default=len(plan.block.operations))
+        assert memory.find_peak(range(start, stop), 0).gather_after is None
+        for group in plan.gather_groups:
+            if group.at == stop:  # full weights
+                assert group.issues[-1] == index
+            if group.issues[0] in range(start, stop):
+                assert group.issues[0] == index
 
 
 def test_nothing_is_moved_without_prefetch(monkeypatch):
