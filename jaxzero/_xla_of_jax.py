@@ -14,9 +14,6 @@ IS_BEFORE_0_11: Final = _VERSION < (0, 11)  # other compiler options exist, or h
 # On CPUs a matrix product is rounded in the same way if a second operation reads it.
 PRODUCTS_MAY_BE_READ_TWICE: Final = _VERSION >= (0, 11)
 
-# Messages that are moved away from where a layer holds most memory still overlap with its compute.
-MOVED_MESSAGES_OVERLAP: Final = _VERSION >= (0, 11)
-
 # Host memory may be indexed by what is computed from a loop's counter, and scanned in reverse.
 # Before, XLA took turn `i` to be at row `i`, and copied the wrong rows.
 COUNTERS_INDEX_HOST: Final = _VERSION >= (0, 12)

@@ -37,6 +37,7 @@ from .loop_layers import Prologue
 from .mean_gradients import host_mean
 from .row_segments import RowSegments
 from .row_versions import RowVersions
+from .ties import tied
 from .update_in_loop import LeafUpdate
 from .weight_buckets import WeightBuckets
 
@@ -127,11 +128,11 @@ class BlockRunner:
         Args:
             inputs: an array for each input of the block.
             view_outputs: indices of outputs.
-            reduce_early: reduces gradients of the last iteration, and passes them through a
-                barrier; it is called where the plan says so.
+            reduce_early: reduces gradients of the last iteration over their first axis, and passes
+                them through a barrier; it is called where the plan says so. None: those in flight.
         """
         block, plan = self.plan.block, self.plan
-        early, tie = plan.reduce_early or (None, None)
+        reduce_early = reduce_early or self.gradients.reduce_first_axis
         for value, x in zip(block.inputs, inputs, strict=True):
             self._write(value, x)
         for index in range(len(block.operations) + 1):
@@ -139,16 +140,15 @@ class BlockRunner:
                 if self.segments is not None:
                     for value, x in self.segments.end(index):
                         self._write(value, x)
+                if index in plan.reduce_early:
+                    reduce_early(functools.partial(self.pin, plan.reduce_early[index]))
                 self._gather(index)
-                if index == early and reduce_early is not None:
-                    reduce_early(functools.partial(self.pin, tie))
                 if plan.loss_before and index == plan.loss_before[0]:
                     self._finish_loss(plan.loss_before[1])
                 if index < len(block.operations):
                     self._run(index, block.operations[index])
                     self.weights.drop(index)
-        while self.gradients.in_flight:
-            self.gradients.reduce_in_flight()
+        self.gradients.reduce_rest_in_flight()
         with self._region(len(block.operations)):
             self._write_reduced(self.gradients.take_reduced())
         deferred = plan.deferred_values()
@@ -176,9 +176,7 @@ class BlockRunner:
         outputs = enumerate(self.plan.block.outputs)
         return {i: self._output(i, atom) for i, atom in outputs if atom in deferred}
 
-    # Barriers: see [Note: ties] in `schedule`. XLA removes an operand from a barrier if nothing
-    # else reads it before or after the barrier. So later operations read the barrier's outputs
-    # wherever they can.
+    # Barriers: see [Note: ties] in `schedule`.
 
     def tie(self, value: Value | None, arrays: list[Any]) -> list[Any]:
         """Return `arrays`, available only once `value` and recently reduced gradients are.
@@ -193,19 +191,19 @@ class BlockRunner:
             self._tied_to = value
             reduced = self.gradients.take_reduced()
             self.gradients.reduce_in_flight((self.env[value],))
-        return self._after((arrays, self.env[value]), reduced)[0]
+        return self._after(tied(arrays, self.env[value])[0], reduced)
 
     def tie_to(self, value: Value | None, arrays: list[Any]) -> list[Any]:
         """Return `arrays`, available only once `value` is."""
         if value is None or value not in self.env or not arrays:
             return arrays
-        return lax.optimization_barrier((arrays, self.env[value]))[0]
+        return tied(arrays, self.env[value])[0]
 
     def pin(self, value: Value | None, arrays: list[Any]) -> list[Any]:
         """Force `arrays` (encoded messages) to be computed before the next reader of `value`."""
         if value is None or value not in self.env or not arrays:
             return arrays
-        arrays, self.env[value] = lax.optimization_barrier((arrays, self.env[value]))
+        arrays, self.env[value] = tied(arrays, self.env[value])
         return arrays
 
     def _finish_loss(self, value: Value) -> None:
@@ -230,7 +228,7 @@ class BlockRunner:
         gradients.reduce_in_flight()
         return carry
 
-    def _after(self, operands: tuple[Any, Any], reduced: Reduced) -> tuple[Any, Any]:
+    def _after(self, operands: Any, reduced: Reduced) -> Any:
         """Return `operands`, available only once the gradients in `reduced` are.
 
         Gradients of the last such call have then arrived in host memory; otherwise XLA copies all

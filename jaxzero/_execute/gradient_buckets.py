@@ -22,7 +22,9 @@ from .._collectives import (
 from .._mesh import NODE
 from .._plan import BlockPlan
 from .._program import Value
+from .gathers import Bind
 from .mean_gradients import rounded_mean
+from .ties import tied
 
 Reduced = list[tuple[Value, Any]]  # gradients, each with this device's shard of its sum
 
@@ -34,7 +36,7 @@ class GradientBuckets:
 
     Attributes:
         in_flight: `(number of the group, number of axes done, bucket)` for each bucket that is not
-            fully reduced yet.
+            fully reduced yet, or was not when `take_reduced` was last called.
         deferred: in a loop, buckets that the next iteration reduces, by number of the group.
     """
 
@@ -77,13 +79,31 @@ class GradientBuckets:
         """Reduce every bucket in flight over its next axis, once the arrays `ties` exist."""
         in_flight, self.in_flight = self.in_flight, []
         for number, done, bucket in in_flight:
-            if done and ties:  # over the first axis a bucket is sent as soon as it is encoded
-                bucket, _ = lax.optimization_barrier((bucket, ties))
-            bucket = self.reduce_next(number, done, bucket)
-            if done + 1 == self.num_axes(number):
-                self.finish(number, bucket)
-            else:
-                self.in_flight.append((number, done + 1, bucket))
+            if done < self.num_axes(number):
+                if done and ties:  # over the first axis a bucket is sent as soon as it is encoded
+                    bucket, _ = tied(bucket, ties)
+                bucket = self.reduce_next(number, done, bucket)
+                done += 1
+            self.in_flight.append((number, done, bucket))
+
+    def reduce_first_axis(self, bind: Bind) -> None:
+        """Reduce every bucket in flight over its first axis, and pass it through a barrier.
+
+        Args:
+            bind: passes the buckets that are reduced over one axis through a barrier.
+        """
+        for i, (number, done, bucket) in enumerate(self.in_flight):
+            if not done:
+                self.in_flight[i] = number, 1, self.reduce_next(number, 0, bucket)
+        first = [i for i, (_, done, _) in enumerate(self.in_flight) if done == 1]
+        bound = bind([self.in_flight[i][-1] for i in first])
+        for i, bucket in zip(first, bound, strict=True):
+            self.in_flight[i] = *self.in_flight[i][:-1], bucket
+
+    def reduce_rest_in_flight(self) -> None:
+        """Reduce every bucket in flight over all remaining axes."""
+        while any(done < self.num_axes(number) for number, done, _ in self.in_flight):
+            self.reduce_in_flight()
 
     def num_axes(self, number: int, *, past_nodes: bool = True) -> int:
         """The number of mesh axes that a group is reduced over; or of those before `node`."""
@@ -114,6 +134,12 @@ class GradientBuckets:
 
     def take_reduced(self) -> Reduced:
         """Return the gradients whose reduction has finished since the last call."""
+        in_flight, self.in_flight = self.in_flight, []
+        for number, done, bucket in in_flight:
+            if done == self.num_axes(number):
+                self.finish(number, bucket)
+            else:
+                self.in_flight.append((number, done, bucket))
         reduced, self._reduced = self._reduced, []
         return reduced
 

@@ -57,7 +57,7 @@ class RowSegments:
             *(group.fetch for group in plan.gather_groups),
             *(group.at + 1 for group in plan.reduce_groups),
             *(loop.issue for loop in plan.loops.values()),
-            *(plan.reduce_early or ())[:1],
+            *plan.reduce_early,
             *(i for i in range(len(self._operations)) if self._is_outside(i)),
         }
         self._repeated = self._find_repeated()
@@ -153,7 +153,7 @@ class RowSegments:
         ties = [
             *(tie for group in plan.gather_groups for tie in (*group.ties, group.fetch_tie)),
             *(loop.tie for loop in plan.loops.values()),
-            *(plan.reduce_early or ())[1:],
+            *plan.reduce_early.values(),
         ]
         last.update((tie, forever) for tie in ties if tie is not None)
         return last

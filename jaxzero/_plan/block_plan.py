@@ -118,9 +118,10 @@ class BlockPlan:
     last_forward: int | None = None  # the last operation of forward; None in a loop's body
     # The first costly operation of backward, and a value that it reads: the loss is known before.
     loss_before: tuple[int, Value] | None = None
-    # In a loop's body, when the deferred gradients of the last iteration are reduced over their
-    # first axis: before an operation, and before anything reads a value. None: at any time.
-    reduce_early: tuple[int, Value] | None = None
+    # Operations before which the previous layer's gradients are reduced over their first axis,
+    # and for each a value that nothing reads before they are. In a loop's body these are the
+    # deferred gradients of the last iteration. Without such an operation: at any time.
+    reduce_early: Mapping[int, Value] = dataclasses.field(default_factory=dict)
 
     def fetched(self, number: int) -> list[ShardedParam]:
         """The weights of a group whose shards are copied from host memory, outside of loops.

@@ -28,9 +28,10 @@ second axis, also those of the layer after next and of the layer before the prev
 messages of the first layers are sent before the loop, as if the loop were a group; or they are the
 messages that the loop before it, which runs in the other direction, sent last. In the last
 iteration, where there is no next layer, the last layer is sent again, and in the first zeros are
-reduced, unless the ends of the loop are cut off (`loop_ends`). Over the last axis, which
-makes full weights, the next layer is gathered after the place where the body holds most, and over
-their first axis the previous layer's gradients are reduced before it (`body_memory`).
+reduced, unless the ends of the loop are cut off (`loop_ends`).
+
+[Note: peaks] Where a layer holds most (`layer_memory`), the previous layer's gradients have been
+reduced over their first axis, and full weights of the next, over the last, are not gathered yet.
 
 [Note: host memory] Shards in host memory are copied to the device before they are sent, which is
 one more hop: `window` groups before the first, or in a pipelined loop `window` layers before. XLA
@@ -44,17 +45,16 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from .._collectives import ReduceSpec
 from .._program import Block, Branch, Loop, Value, makes_zeros
 from .._sharding import CommSchedule
-from .._xla_of_jax import MOVED_MESSAGES_OVERLAP
-from .block_plan import BlockPlan, GatherGroup, LoopPlan, ReduceGroup
-from .body_memory import NO_PEAK, Peak, find_peak
+from .block_plan import BlockPlan, GatherGroup, LoopPlan
 from .bucketing import split_into_groups
 from .gradient_reductions import BlockGradients, find_reduces
 from .held_by_loops import limit_held, unchanged_inputs
+from .layer_memory import NO_PEAK, LayerMemory, Peak
 from .lifetimes import Gather, Live, find_gathers, find_passes
 from .param_uses import BlockUses, ShardedParam, View
 from .reduce_groups import find_reduce_groups
@@ -138,25 +138,25 @@ def _plan_block(
     ties = _ties(block, uses, gradients, boundary, first_tie if unchanged else None)
     starts = _starts(groups, loops)
     num_prefetched = _num_prefetched(groups, live, schedule) if repeats else 0
-    peak = _peak(block, uses, gradients, reduces) if repeats else NO_PEAK
+    peaks: dict[int, Peak] = {}
+    if repeats or not in_loop:
+        memory = LayerMemory(block, uses, COSTLY, gradients.reduces)
+        peaks = memory.find_peaks(reduces, None if in_loop else starts)
     gather_groups = []
     for number, gathers in enumerate(groups):
         issues = _issues(gathers, starts, live, schedule, num_hops)
         is_prefetched = number < num_prefetched
         if is_prefetched:  # sent for a later layer, beside the last groups of this one
             at = groups[len(groups) - num_prefetched + number][0].at
-            issues = (at,) * (num_hops - 1) + (max(at, peak.gather_after or 0),)
+            issues = (at,) * (num_hops - 1) + (max(at, peaks.get(0, NO_PEAK).gather_after or 0),)
+        fetched_at = _start_before(issues[0], starts, window if schedule.prefetch else 0)
+        if not in_loop:
+            issues = _around_peaks(issues, gathers[0].at, peaks)
         after = (ties[issue] if not in_loop or issue else first_tie for issue in issues)
         group = GatherGroup(tuple(gathers), issues, tuple(after), is_prefetched)
         if not in_loop and any(gather.weight.in_host for gather in gathers):
-            fetch = _start_before(issues[0], starts, window if schedule.prefetch else 0)
-            group = dataclasses.replace(group, fetch=fetch, fetch_tie=ties[fetch])
+            group = dataclasses.replace(group, fetch=fetched_at, fetch_tie=ties[fetched_at])
         gather_groups.append(group)
-    for index, loop in loops.items():
-        # A loop that gathers nothing itself, but holds loops that do, is not among `starts`.
-        issue = min(index, _start_before(index, starts, schedule.prefetch))
-        continues = _continued(block, uses, loops, index, starts, schedule.prefetch)
-        loops[index] = dataclasses.replace(loop, issue=issue, tie=ties[issue], continues=continues)
     return BlockPlan(
         block,
         uses,
@@ -166,10 +166,10 @@ def _plan_block(
         num_hops,
         schedule.prefetch > 0,
         zeros,
-        loops,
+        _with_prologues(block, uses, loops, starts, ties, schedule.prefetch),
         last_forward=boundary,
         loss_before=start_of_backward(block, uses, COSTLY, gradients, boundary),
-        reduce_early=peak.reduce_before,
+        reduce_early=dict(x.reduce_before for x in peaks.values() if x.reduce_before),
     )
 
 
@@ -209,14 +209,22 @@ def _plan_loops(
     return loops
 
 
-def _peak(
-    block: Block, uses: BlockUses, gradients: BlockGradients, reduces: Sequence[ReduceGroup]
-) -> Peak:
-    """Where the body of a loop holds most, if messages are to keep away from there."""
-    if not MOVED_MESSAGES_OVERLAP:
-        return NO_PEAK
-    reduced = sum(x.num_bytes for group in reduces if group.deferred for x in group.values)
-    return find_peak(block, uses, COSTLY, gradients.reduces, reduced)
+def _with_prologues(
+    block: Block,
+    uses: BlockUses,
+    loops: dict[int, LoopPlan],
+    starts: list[int],
+    ties: list[Value | None],
+    prefetch: int,
+) -> dict[int, LoopPlan]:
+    """The plans of loops, with the places of their prologues."""
+    found = {}
+    for index, loop in loops.items():
+        # A loop that gathers nothing itself, but holds loops that do, is not among `starts`.
+        issue = min(index, _start_before(index, starts, prefetch))
+        continues = _continued(block, uses, loops, index, starts, prefetch)
+        found[index] = dataclasses.replace(loop, issue=issue, tie=ties[issue], continues=continues)
+    return found
 
 
 def _grouped(
@@ -288,6 +296,18 @@ def _issues(
             before = (_start_before(last, starts, i) for i in range(num_hops - 1, 0, -1))
             return (*before, last)
     return (at,) * num_hops
+
+
+def _around_peaks(issues: tuple[int, ...], at: int, peaks: Mapping[int, Peak]) -> tuple[int, ...]:
+    """Move gathers that are sent where a layer begins, and needed at `at`. See [Note: peaks].
+
+    They are sent once the gradients of the previous layer are reduced over their first axis, which
+    would wait for them otherwise; over the last axis after the layer's peak, if it has one.
+    """
+    found = [peaks.get(issue, NO_PEAK) if issue < at else NO_PEAK for issue in issues]
+    before = (peak.reduce_before for peak in found)
+    moved = [x[0] if x else issue for x, issue in zip(before, issues, strict=True)]
+    return (*moved[:-1], max([*moved, found[-1].gather_after or 0]))
 
 
 def _num_prefetched(groups: list[list[Gather]], live: Live, schedule: CommSchedule) -> int:

@@ -1,6 +1,7 @@
 """What is compiled for sixteen H200s, on a machine without one: `pip install -e ".[aot]"`."""
 
 import collections
+import dataclasses
 import functools
 
 import jax
@@ -97,6 +98,25 @@ def test_no_whole_gradient_is_held_while_the_layers_run_backward(scanned):
     whole = DEEP.vocabulary * DEEP.width
     large = [x.text[:120] for x in held if any(shape.size >= whole for shape in x.results)]
     assert not large, large
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_unrolled_layers_take_little_more_memory_than_scanned_ones(mesh, rows):
+    """With one row on each device, XLA once dropped what gathers wait for (`_execute.ties`)."""
+    scanned, unrolled = (temporary_bytes(mesh, rows, unrolled=x) for x in (False, True))
+    layer = 2 * (4 * DEEP.width + 3 * DEEP.hidden) * DEEP.width
+    assert unrolled < scanned + layer
+
+
+def temporary_bytes(mesh, rows: int, *, unrolled: bool) -> int:
+    size = dataclasses.replace(DEEP, layers=8, unrolled=unrolled)
+    zero = jz.Zero(mesh)
+    params = zero.abstract(functools.partial(_llama.init, size), jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((rows * NODES * LOCAL, 1024), jax.numpy.int32)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        step = jax.jit(zero.value_and_grad(functools.partial(_llama.loss, size)))
+        compiled = step.lower(params, tokens).compile(compiler_options=jz.compiler_options("cuda"))
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def test_the_benchmark_compares_all_variants_of_a_small_model(mesh, monkeypatch):

@@ -1,0 +1,172 @@
+"""Keep messages in flight away from where a layer holds most memory.
+
+What a layer computes is often far larger in one place than elsewhere (the scores of attention in
+backward). The weights of the next layer and the gradients of the previous one, as large as a layer
+each, need not exist there: the ones are gathered after it, the others are reduced before it. A
+layer is the body of a loop or, in an unrolled program, the operations between the first uses of two
+groups of weights.
+
+The estimate adds up the arrays that operations make, from the first reader to the last. XLA fuses
+many of them, so only the place counts and not the amount.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Container, Sequence, Set
+
+import numpy as np
+
+from .._program import Block, Loop, Value
+from .block_plan import ReduceGroup
+from .body_work import work_done
+from .held_by_loops import WORK_PER_BYTE
+from .param_uses import BlockUses
+
+_HIGH = 0.75  # of the most that is held: what holds more belongs to the peak
+_LOW = 0.25  # what holds less, before the peak, has room for the gradients of a layer
+# A gather after the peak overlaps with this share of the layer's arithmetic, or more.
+_ENOUGH = 0.15
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """Where messages exist in a layer.
+
+    Attributes:
+        gather_after: the operation before which the weights of the next layer are gathered over
+            the last axis; None if too little is computed after the peak to overlap with, or it
+            is not known how much, since the layer has no matrix products.
+        reduce_before: the operation before which the previous layer's gradients are reduced over
+            the first axis, and a value that nothing reads before they are. None: at any time.
+    """
+
+    gather_after: int | None
+    reduce_before: tuple[int, Value] | None
+
+
+NO_PEAK = Peak(None, None)
+
+
+class LayerMemory:
+    """What the layers of a block hold while they run.
+
+    Args:
+        block: the body of a loop, or a program.
+        uses: of weights in it.
+        costly: operations that collectives overlap with.
+        gradients: values that are reduced, which nothing else may wait for.
+    """
+
+    def __init__(
+        self, block: Block, uses: BlockUses, costly: Set[str], gradients: Container[Value]
+    ):
+        self._block = block
+        self._uses = uses
+        self._costly = costly
+        self._gradients = gradients
+        self._work = work_done(block)
+        end = len(block.operations)
+        self._reads = {
+            value: i
+            for i, operation in enumerate(block.operations)
+            for value in operation.inputs
+            if isinstance(value, Value)
+        } | dict.fromkeys((x for x in block.outputs if isinstance(x, Value)), end)
+
+    def find_peaks(
+        self, reduces: Sequence[ReduceGroup], starts: Sequence[int] | None
+    ) -> dict[int, Peak]:
+        """Find the peaks of all layers, by first operation.
+
+        A layer of a program with a loop in it has none: the loop takes longer than all around it.
+
+        Args:
+            reduces: the gradients of the block.
+            starts: the first operation of each layer of a program; None: the block is the body of
+                a loop, and so one layer.
+        """
+        operations = self._block.operations
+        if starts is None:
+            deferred = [group for group in reduces if group.deferred]
+            return {0: self.find_peak(range(len(operations)), _num_bytes(deferred))}
+        peaks, last = {}, range(0)
+        for start, stop in itertools.pairwise((*starts, len(operations))):
+            layer = range(start, stop)
+            if not any(isinstance(operations[i], Loop) for i in layer):
+                reduced = [group for group in reduces if group.at in last]
+                peak = self.find_peak(layer, _num_bytes(reduced))
+                peaks[start] = peak if reduced else dataclasses.replace(peak, reduce_before=None)
+            last = layer
+        return peaks
+
+    def find_peak(self, layer: range, reduced_bytes: int) -> Peak:
+        """Find the peak of a layer.
+
+        Args:
+            layer: its operations.
+            reduced_bytes: of the previous layer's gradients.
+        """
+        held = self.held_bytes(layer)
+        if not held.any():
+            return NO_PEAK
+        work = self._work[layer.start : layer.stop]
+        work = work - (self._work[layer.start - 1] if layer.start else 0)
+        at = int(held.argmax())
+        high = itertools.takewhile(lambda i: held[i] > _HIGH * held[at], range(at, len(held)))
+        after = self._costly_after(layer, max(high))
+        if after is not None and work[-1] - work[after - layer.start] <= _ENOUGH * work[-1]:
+            after = None
+        ties = self._ties_before(layer, layer.start + at)
+        most = np.maximum.accumulate(held)
+        low = [
+            (index, tie) for index, tie in ties if most[index - layer.start - 1] <= _LOW * held[at]
+        ]
+        # Early, where little is held, if that leaves enough to overlap with; else just before the
+        # peak. Where much is held from the start, XLA finds as good a place.
+        needed = WORK_PER_BYTE * reduced_bytes
+        early = (x for x in low if work[x[0] - layer.start - 1] >= needed)
+        before = next(early, ties[0]) if low else None
+        return Peak(None if after is None else after + 1, before)
+
+    def _costly_after(self, layer: range, last: int) -> int | None:
+        """The first costly operation after the one at `last` in the layer."""
+        operations = self._block.operations
+        after = range(layer.start + last + 1, layer.stop)
+        return next((i for i in after if operations[i].name in self._costly), None)
+
+    def _ties_before(self, layer: range, at: int) -> list[tuple[int, Value]]:
+        """The costly operations of a layer that operation `at` depends on, the last first.
+
+        Returns:
+            For each, the index of the operation after it, and its output.
+        """
+        found = []
+        operations = self._block.operations
+        needed = {x for x in operations[at].inputs if isinstance(x, Value)}
+        for index in range(at - 1, layer.start - 1, -1):
+            operation = operations[index]
+            made = [x for x in operation.outputs if x in needed]
+            ties = [x for x in made if x.is_array and x not in self._uses.views]
+            ties = [x for x in ties if x not in self._gradients]
+            if ties and operation.name in self._costly:
+                found.append((index + 1, ties[0]))
+            if made:
+                needed.update(x for x in operation.inputs if isinstance(x, Value))
+        return found
+
+    def held_bytes(self, layer: range) -> np.ndarray:
+        """For each operation of a layer, the bytes of arrays made in it that exist meanwhile."""
+        change = np.zeros(len(layer) + 1, np.int64)
+        for i in layer:
+            for value in self._block.operations[i].outputs:
+                if value.is_array and value not in self._uses.views:
+                    stop = min(self._reads.get(value, i) + 1, layer.stop)
+                    change[i - layer.start] += value.num_bytes
+                    change[stop - layer.start] -= value.num_bytes
+        return change.cumsum()[:-1]
+
+
+def _num_bytes(groups: Sequence[ReduceGroup]) -> int:
+    return sum(value.num_bytes for group in groups for value in group.values)
