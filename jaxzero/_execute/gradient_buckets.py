@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
 from .._collectives import (
     CommSpec,

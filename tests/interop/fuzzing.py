@@ -28,8 +28,8 @@ class OutOfTime(BaseException):
 def bounds() -> Iterator[None]:
     """Interrupt the body after `MAX_SECONDS` of CPU time or `MAX_WAITING` seconds, as Ctrl-C does.
 
-    It may allocate `MAX_BYTES`. What exists already is left to later garbage collections: in a process
-    with a large heap, a collection of all of it takes seconds.
+    It may allocate `MAX_BYTES`. What exists already is left out of garbage collections meanwhile:
+    in a process with a large heap one of all of it takes seconds.
     """
 
     def interrupt(*_: object) -> None:
