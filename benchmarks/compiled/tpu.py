@@ -40,7 +40,8 @@ class Settings:
         batch: sequences of a step, over all devices.
         tokens: of each sequence.
         prefetch: of the schedule of jaxzero's variants.
-        switched_off: options of XLA that are on by default, to see what they cost.
+        switched_on: options of XLA that are off by default, to see what they do.
+        switched_off: options of XLA that are on by default.
     """
 
     model: Model = "1b"
@@ -50,6 +51,7 @@ class Settings:
     batch: int = 8
     tokens: int = 2048
     prefetch: int = 1
+    switched_on: tuple[str, ...] = ()
     switched_off: tuple[str, ...] = ()
 
     @property
@@ -84,6 +86,7 @@ def measured(mesh: jax.sharding.Mesh, settings: Settings, variant: Variant) -> d
     schedule = jz.CommSchedule(prefetch=settings.prefetch)
     is_gspmd = variant.startswith("gspmd")
     options = {} if is_gspmd else jz.compiler_options("tpu")
+    options |= dict.fromkeys(settings.switched_on, True)
     options |= dict.fromkeys(settings.switched_off, False)
     start = time.perf_counter()
     lowered = lowered_step(variant, settings.size, mesh, tokens, schedule)
