@@ -48,7 +48,7 @@ class Rows:
 
     @property
     def kept_bytes(self) -> int:
-        """Memory of the core for the scales of 128 columns."""
+        """The bytes of VMEM that the scales of 128 columns take."""
         return 4 * self.of_scales * LANES
 
 

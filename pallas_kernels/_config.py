@@ -44,8 +44,8 @@ class TileConfig:
 # were chosen from compiled kernels, not measured.
 TILES: Mapping[str, TileConfig] = {"": TileConfig()}
 
-# Until rows of `benchmarks/measured/kernels.py` show that kernels are faster. Programs that
-# are compiled for TPUs use TPU kernels by default (`_column_choice`).
+# XLA, until rows of `benchmarks/measured/kernels.py` show that GPU kernels are faster. In programs
+# for TPUs, `_column_choice` uses TPU kernels unless an implementation is named.
 DEFAULT: Implementation = "xla"
 
 

@@ -37,8 +37,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # XLA:CPU has a thread for each device, or for each of so many cores. Where a device waits in two
 # collectives at once, one thread for each is too few: all wait for the device that has none.
 os.environ.setdefault("NPROC", "32")
-# Each core runs tests. With a thread for each core besides, NumPy and torch wait in loops for
-# threads that do not run: to solve for a few dozen unknowns takes milliseconds, not microseconds.
+# Two workers already use both cores. More threads in NumPy and torch would only wait for a core,
+# and OpenBLAS spins while it waits: it made the tests of the planner take twice the CPU time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Models come from files here; a library that would ask a hub for one fails at once instead.
@@ -62,8 +62,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # What compiles here is what is tested, not what an earlier run left on disk.
 jax.config.update("jax_enable_compilation_cache", False)
 
-# What JAX has traced stays alive by the million: passes over all objects would take a twentieth of
-# the time, and passes over the newest 700 nearly as much.
+# JAX keeps millions of objects of traced programs alive. With Python's thresholds, looking through
+# all of them for garbage would take a twentieth of the time of the tests.
 gc.set_threshold(50_000, 10, 100)
 
 # The first example of a property compiles, so time per example says nothing; and the same examples

@@ -120,7 +120,7 @@ class BlockPlan:
     loss_before: tuple[int, Value] | None = None
     # Operations before which the previous layer's gradients are reduced over their first axis,
     # and for each a value that nothing reads before they are. In a loop's body these are the
-    # deferred gradients of the last iteration. Without such an operation: at any time.
+    # deferred gradients of the last iteration. If it is empty, XLA decides when they are reduced.
     reduce_early: Mapping[int, Value] = dataclasses.field(default_factory=dict)
 
     def fetched(self, number: int) -> list[ShardedParam]:

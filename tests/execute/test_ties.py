@@ -13,7 +13,10 @@ _KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander,optimization-b
 
 
 def barriers(tie, rows: int) -> list[str]:
-    """The types of the barriers in a compiled program that ties an array to a product."""
+    """For each barrier left after compiling, the types of its operands.
+
+    The program makes an array wait for a matrix product, by `tie`.
+    """
 
     def function(array, x, first, second):
         product = jnp.einsum("bsd,df->bsf", x, first)

@@ -190,7 +190,7 @@ BITS = [
     ("hpz", 8, 2, 2, _loss_back),
     ("hsdp", 8, 1, 2, _loss),
 ]
-EXPLICIT = [BITS[3], BITS[4]]  # the others on such axes too in `make test-exhaustive`
+EXPLICIT = [BITS[3], BITS[4]]  # cases on a mesh of explicit axes; exhaustive tests have all
 
 
 @pytest.mark.slow

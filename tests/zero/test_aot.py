@@ -49,13 +49,17 @@ DEEP = LlamaSize(layers=16, width=1024, hidden=2816, heads=8, vocabulary=4096)
 @pytest.fixture(scope="module")
 def scanned(mesh):
     """A step of ZeRO-3 over scanned layers, as it is scheduled."""
-    zero = jz.Zero(mesh)
-    params = zero.abstract(functools.partial(_llama.init, DEEP), jax.random.key(0))
-    tokens = jax.ShapeDtypeStruct((32, 512), jax.numpy.int32)
+    return compiled_step(jz.Zero(mesh), DEEP, (32, 512)).as_text()
+
+
+def compiled_step(zero: jz.Zero, size: LlamaSize, tokens: tuple[int, int]) -> jax.stages.Compiled:
+    """A step of a model, compiled with jaxzero's options; `tokens` is the shape of a batch."""
+    loss, init = (functools.partial(each, size) for each in (_llama.loss, _llama.init))
+    batch = jax.ShapeDtypeStruct(tokens, jax.numpy.int32)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        step = jax.jit(zero.value_and_grad(functools.partial(_llama.loss, DEEP)))
-        lowered = step.lower(params, tokens)
-        return lowered.compile(compiler_options=jz.compiler_options("cuda")).as_text()
+        params = zero.abstract(init, jax.random.key(0))
+        lowered = jax.jit(zero.value_and_grad(loss)).lower(params, batch)
+        return lowered.compile(compiler_options=jz.compiler_options("cuda"))
 
 
 def test_every_message_is_under_way_while_a_layer_computes(scanned):
@@ -110,12 +114,7 @@ def test_unrolled_layers_take_little_more_memory_than_scanned_ones(mesh, rows):
 
 def temporary_bytes(mesh, rows: int, *, unrolled: bool) -> int:
     size = dataclasses.replace(DEEP, layers=8, unrolled=unrolled)
-    zero = jz.Zero(mesh)
-    params = zero.abstract(functools.partial(_llama.init, size), jax.random.key(0))
-    tokens = jax.ShapeDtypeStruct((rows * NODES * LOCAL, 1024), jax.numpy.int32)
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        step = jax.jit(zero.value_and_grad(functools.partial(_llama.loss, size)))
-        compiled = step.lower(params, tokens).compile(compiler_options=jz.compiler_options("cuda"))
+    compiled = compiled_step(jz.Zero(mesh), size, (rows * NODES * LOCAL, 1024))
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -147,9 +146,7 @@ def test_separate_ends_send_no_layer_in_vain(mesh):
     )
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         plan = plain.plan(loss, plain.abstract(init, jax.random.key(0)), tokens)
-        step = jax.jit(apart.value_and_grad(loss))
-        lowered = step.lower(apart.abstract(init, jax.random.key(0)), tokens)
-        text = lowered.compile(compiler_options=jz.compiler_options("cuda")).as_text()
+    text = compiled_step(apart, DEEP, tokens.shape).as_text()
     planned = LOCAL * sum(x.node_bytes * x.trips for x in plan.transfers)
     line = timeline(text, Rates(num_local=LOCAL))
     assert 0 < line.node_bytes <= planned
