@@ -13,6 +13,7 @@ from typing import Any
 from jaxzero._text import shown
 from jaxzero.interop._tensors import AdamMoments, Checkpoint, LazyTensor
 
+from .global_steps import check_global_steps, check_optimizer_step
 from .model_state import read_model_state, tensors_of, untrained_of_stage_3, with_aliases
 from .param_shapes import check_order, check_values, param_shapes
 from .universal import open_universal
@@ -59,6 +60,7 @@ def open_deepspeed(directory: Path, records: Collection[str]) -> Checkpoint:
             "`latest` file of a DeepSpeed run."
         )
     states = [read_model_state(file, records, merged=is_universal) for file in models]
+    check_global_steps(models, states)
     if is_universal:
         return open_universal(directory, models, states, records)
     files = _ranked(directory, _OPTIMIZER)
@@ -141,6 +143,7 @@ def _open_zero(
 ) -> Checkpoint:
     stage, ranks = read_ranks(files, records)
     check_ranks(ranks)
+    check_optimizer_step(stage, models[0], states[0], ranks[0])
     groups = param_shapes(models, states)
     shapes = {name: shape for group in groups for name, shape in group.items()}
     fragments = fragments_of(stage, groups, ranks)

@@ -105,6 +105,50 @@ def test_a_file_that_is_a_copy_of_another(tmp_path: Path, case: str):
         interop.open_checkpoint(step)
 
 
+def set_steps(step: Path, **counts: int) -> None:
+    """Change counts of steps in the model states of all processes."""
+    torch = pytest.importorskip("torch", reason="needs torch: it writes the model states")
+    for file in step.glob("*_model_states.pt"):
+        torch.save({**torch.load(file, weights_only=False), **counts}, file)
+
+
+@pytest.mark.parametrize("case", ["zero3", "universal_zero3"])
+def test_model_states_of_two_steps(tmp_path: Path, case: str):
+    step = copied(tmp_path, case)
+    name = "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    kept = (step / name).read_bytes()
+    set_steps(step, global_steps=5)
+    (step / name).write_bytes(kept)
+    with pytest.raises(ValueError, match=r"rank_1.* is of step 3, but zero_pp_rank_0\S* of step 5"):
+        interop.open_checkpoint(step)
+
+
+@pytest.mark.parametrize("case", ["zero1", "zero3"])
+def test_model_states_of_a_step_before_the_optimizer(tmp_path: Path, case: str):
+    step = copied(tmp_path, case)
+    set_steps(step, global_steps=2)
+    with pytest.raises(ValueError, match=r"an optimizer's step 3, but \S*model_states.* step 2\."):
+        interop.open_checkpoint(step)
+
+
+def test_model_states_of_a_step_after_the_optimizer(tmp_path: Path, recwarn):
+    step = copied(tmp_path, "zero3")
+    set_steps(step, global_steps=5)
+    with pytest.warns(UserWarning, match=r"of step 5\. .* buffers and frozen parameters, which"):
+        interop.open_checkpoint(step)
+    set_steps(step, global_steps=5, skipped_steps=1)
+    with pytest.warns(UserWarning, match=r"of step 5, of which 1 were skipped\."):
+        interop.open_checkpoint(step)
+    recwarn.clear()
+    set_steps(step, global_steps=5, skipped_steps=2)
+    interop.open_checkpoint(step)
+    # Here parameters are compared with the model, so the step of the optimizer says nothing more.
+    first_stage = copied(tmp_path, "zero1")
+    set_steps(first_stage, global_steps=5)
+    interop.open_checkpoint(first_stage)
+    assert not [str(each.message) for each in recwarn if each.category is UserWarning]
+
+
 def prefix_of(step: Path) -> str:
     """What names of optimizer states begin with, which differs for `BF16_Optimizer`."""
     return next(step.glob("*_optim_states.pt")).name.partition("_rank_")[0] + "_rank"
