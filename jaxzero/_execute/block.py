@@ -176,7 +176,7 @@ class BlockRunner:
         outputs = enumerate(self.plan.block.outputs)
         return {i: self._output(i, atom) for i, atom in outputs if atom in deferred}
 
-    # Barriers: see [Note: ties] in `schedule`.
+    # Barriers: see [Note: ties] in `_plan.ties`.
 
     def tie(self, value: Value | None, arrays: list[Any]) -> list[Any]:
         """Return `arrays`, available only once `value` and recently reduced gradients are.

@@ -1,4 +1,4 @@
-"""Barriers that make arrays wait for others: see [Note: ties] in `_plan.schedule`."""
+"""Barriers that make arrays wait for others: see [Note: ties] in `_plan.ties`."""
 
 from __future__ import annotations
 

@@ -24,5 +24,5 @@ from .param_uses import find_uses as find_uses
 from .plan import Plan as Plan
 from .plan_step import PlanStep as PlanStep
 from .plan_step import region_name as region_name
-from .schedule import COSTLY as COSTLY
 from .schedule import make_plan as make_plan
+from .ties import COSTLY as COSTLY

@@ -21,7 +21,9 @@ class GatherGroup:
 
     gathers: tuple[Gather, ...]
     issues: tuple[int, ...]  # for each mesh axis, the operation before which it is sent
-    ties: tuple[Value | None, ...]  # for each axis, the value that it waits for; see [Note: ties]
+    ties: tuple[
+        Value | None, ...
+    ]  # for each axis, the value that it waits for; see [Note: ties] in `ties`
     prefetched: bool = False  # in a loop: sent in earlier iterations
     # Outside of loops, for shards in host memory: the operation before which they are copied to the
     # device, and the value that the copy waits for. None: they are copied when they are sent.

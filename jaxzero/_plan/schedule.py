@@ -4,20 +4,7 @@ A plan is data. It is made from two analyses (`param_uses`, `gradient_reductions
 by `_execute` without further decisions. `lifetimes` decides how long a gathered weight is held,
 `bucketing` which weights are sent together. The groups of a block and its loops form a sequence in
 program order; with prefetch distance `n`, a group is sent where the group `n` places before it is
-first used.
-
-[Note: ties] XLA would merge the gather of the backward region with that of the forward region,
-because both read the same shard, and keep the full weight alive between them. So each gather is
-tied: its shards pass through an `optimization_barrier` together with a value that does not exist
-any earlier. That value is the last result of a costly operation. It is not an operand of the use
-itself, which may be a cheap expression that XLA fuses into the use and that a tie would force into
-memory; nor is it a gradient that is about to be sent.
-
-The barrier also takes the gradients that were reduced before the previous gather: without them,
-XLA may delay all reductions to the end of the program, and full gradients pile up. They are those
-of the previous gather, not of this one, so that a reduction can overlap with one group's compute.
-XLA removes an operand from a barrier if nothing else reads it before or after the barrier, so
-gradients are read from the barrier's outputs, and a tie is two barriers (`_execute.ties`).
+first used. What it waits for there is in [Note: ties] in `ties`.
 
 Each mesh axis gets the time of one group: a group that is gathered over two axes is sent over the
 first of them one group earlier, so that no collective waits for another while nothing computes.
@@ -44,8 +31,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 
 from .._collectives import ReduceSpec
 from .._program import Block, Branch, Loop, Value, makes_zeros
@@ -59,26 +45,7 @@ from .lifetimes import Gather, Live, find_gathers, find_passes
 from .param_uses import BlockUses, ShardedParam, View
 from .reduce_groups import find_reduce_groups
 from .start_of_backward import start_of_backward
-
-# Operations that take long enough for a collective to overlap with them. XLA writes their results
-# to memory anyway, so a tie to them costs nothing.
-COSTLY = {
-    "dot_general",
-    "ragged_dot",
-    "conv_general_dilated",
-    "gather",
-    "scatter",
-    "scatter-add",
-    "scan",
-    "while",
-    "cond",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "shard_map",
-    "pallas_call",
-    "sort",
-    "fft",
-}
+from .ties import COSTLY, find_ties, largest_input
 
 
 def make_plan(
@@ -134,8 +101,8 @@ def _plan_block(
     holding = limit_held(schedule) if unchanged else schedule
     gathers, live = find_gathers(len(block.operations), uses, boundary, schedule, holding)
     groups = _grouped(gathers, loops, schedule, in_loop and not unchanged)
-    first_tie = _largest(block, uses, unchanged | gradients.sums.keys()) if in_loop else None
-    ties = _ties(block, uses, gradients, boundary, first_tie if unchanged else None)
+    first_tie = largest_input(block, uses, unchanged | gradients.sums.keys()) if in_loop else None
+    ties = find_ties(block, uses, gradients, boundary, first_tie if unchanged else None)
     starts = _starts(groups, loops)
     num_prefetched = _num_prefetched(groups, live, schedule) if repeats else 0
     peaks: dict[int, Peak] = {}
@@ -317,50 +284,6 @@ def _num_prefetched(groups: list[list[Gather]], live: Live, schedule: CommSchedu
         if live.has_room(first, 0, len(live.elements)):
             return num
     return 0
-
-
-def _ties(
-    block: Block,
-    uses: BlockUses,
-    gradients: BlockGradients,
-    boundary: int | None,
-    first: Value | None,
-) -> list[Value | None]:
-    """For each operation, the value that a gather before it waits for. See [Note: ties].
-
-    Until a costly operation, that is `first` or, without one, the first array that is read.
-
-    The value is never a gradient that is about to be sent: nothing else reads that one afterwards,
-    so XLA drops it from the barrier. Also, XLA replaces the transpose of a product by a swap of
-    its factors, unless something else reads the product, as a tie to a gradient would.
-    """
-    sent = set(gradients.reduces)
-    for operation in reversed(block.operations):
-        source = operation.source if operation.view() is not None else None
-        if source is not None and not sent.isdisjoint(operation.outputs):
-            sent.add(source)
-    ties: list[Value | None] = []
-    latest = first
-    for index, operation in enumerate(block.operations):
-        if boundary is not None and index == boundary + 1:
-            latest = None  # tied to a value of forward, a gather for backward would run too early
-        arrays = [x for x in operation.inputs if isinstance(x, Value) and x.is_array]
-        ready = [x for x in arrays if x not in uses.views]
-        ties.append(latest or (ready[0] if ready else None))
-        if operation.name in COSTLY:
-            arrays = [x for x in operation.outputs if x.is_array]
-            made = [x for x in arrays if x not in uses.views and x not in sent]
-            latest = made[0] if made else latest
-    return [*ties, latest]
-
-
-def _largest(block: Block, uses: BlockUses, others: Set[Value]) -> Value | None:
-    """The largest input of a loop's body that is no weight and not one of `others`.
-
-    That is usually the activations. Gathers are tied to it: they start when it is there.
-    """
-    arrays = [x for x in block.inputs if x.is_array and x not in uses.views and x not in others]
-    return max(arrays, key=lambda x: math.prod(x.shape), default=None)
 
 
 def _continued(

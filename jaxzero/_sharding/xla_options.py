@@ -26,7 +26,7 @@ _GPU: Options = {
     # Once XLA has scheduled, each collective is moved to where its operands exist. Otherwise it
     # begins a guessed time before its end, and messages between nodes take far longer (ZeRO-3:
     # 0.24 s of a step waited for, then 0.08; JAX 0.12.0). None begins earlier than the plan says,
-    # since its message is encoded after a barrier ([Note: ties] in `_plan.schedule`).
+    # since its message is encoded after a barrier ([Note: ties] in `_plan.ties`).
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     # The messages of the plan are buckets already. XLA's combiner would join those of a loop within
     # a layer with the next layer's, into one that waits for the last of its operands (8 experts in
