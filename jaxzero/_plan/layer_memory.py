@@ -28,6 +28,9 @@ _HIGH = 0.75  # of the most that is held: what holds more belongs to the peak
 _LOW = 0.25  # what holds less, before the peak, has room for the gradients of a layer
 # A gather after the peak overlaps with this share of the layer's arithmetic, or more.
 _ENOUGH = 0.15
+# A reduction over the first axis overlaps with so many multiplications for each byte, or more:
+# those that an H200 does while it receives a byte inside its node.
+_REDUCE_WORK_PER_BYTE = 4 * WORK_PER_BYTE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,9 +126,9 @@ class LayerMemory:
         low = [
             (index, tie) for index, tie in ties if most[index - layer.start - 1] <= _LOW * held[at]
         ]
-        # Early, where little is held, if that leaves enough to overlap with; else just before the
-        # peak. Where much is held from the start, XLA finds as good a place.
-        needed = WORK_PER_BYTE * reduced_bytes
+        # Early, where little is held, if enough is computed until then to overlap with; else just
+        # before the peak. Where much is held from the start, XLA finds as good a place.
+        needed = _REDUCE_WORK_PER_BYTE * reduced_bytes
         early = (x for x in low if work[x[0] - layer.start - 1] >= needed)
         before = next(early, ties[0]) if low else None
         return Peak(None if after is None else after + 1, before)
