@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Container
 from typing import Any
 
@@ -103,6 +104,19 @@ def test_gradients_are_reduced_before_the_peak(monkeypatch):
     early = peak_of(backward).reduce_before
     late = peak_of(backward, 10**12).reduce_before  # too many bytes to hide early
     assert early is not None and late is not None and early[0] <= late[0] <= held.argmax()
+
+
+def test_gradients_are_reduced_early_only_if_that_is_hidden(monkeypatch):
+    """An H200 does 350 T multiplications and receives 400 GB in a second, inside its node."""
+    _, backward = bodies(wide, SHAPES, monkeypatch)
+    early = peak_of(backward).reduce_before
+    late = peak_of(backward, 10**12).reduce_before
+    assert early is not None and late is not None and early != late
+    done = [x for x in backward.block.operations[: early[0]] if x.name == "dot_general"]
+    products = sum(math.prod(x.outputs[0].shape) * WIDTH for x in done)
+    hidden = products * 400 / 350_000  # bytes
+    assert peak_of(backward, math.floor(hidden)).reduce_before == early
+    assert peak_of(backward, math.ceil(hidden)).reduce_before == late
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
