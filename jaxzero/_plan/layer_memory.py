@@ -28,9 +28,10 @@ _HIGH = 0.75  # of the most that is held: what holds more belongs to the peak
 _LOW = 0.25  # what holds less, before the peak, has room for the gradients of a layer
 # A gather after the peak overlaps with this share of the layer's arithmetic, or more.
 _ENOUGH = 0.15
-# A reduction over the first axis overlaps with so many multiplications for each byte, or more:
-# those that an H200 does while it receives a byte inside its node.
-_REDUCE_WORK_PER_BYTE = 4 * WORK_PER_BYTE
+# In a loop, a reduction over the first axis overlaps with so many multiplications for each byte, or
+# more: those that an H200 does while it receives a byte inside its node. Between unrolled layers a
+# quarter is enough, since gathers wait for it (`schedule`).
+_LOOP_WORK_PER_BYTE = 4 * WORK_PER_BYTE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,23 +94,25 @@ class LayerMemory:
         operations = self._block.operations
         if starts is None:
             deferred = [group for group in reduces if group.deferred]
-            return {0: self.find_peak(range(len(operations)), _num_bytes(deferred))}
+            needed = _LOOP_WORK_PER_BYTE * _num_bytes(deferred)
+            return {0: self.find_peak(range(len(operations)), needed)}
         peaks, last = {}, range(0)
         for start, stop in itertools.pairwise((*starts, len(operations))):
             layer = range(start, stop)
             if not any(isinstance(operations[i], Loop) for i in layer):
                 reduced = [group for group in reduces if group.at in last]
-                peak = self.find_peak(layer, _num_bytes(reduced))
+                peak = self.find_peak(layer, WORK_PER_BYTE * _num_bytes(reduced))
                 peaks[start] = peak if reduced else dataclasses.replace(peak, reduce_before=None)
             last = layer
         return peaks
 
-    def find_peak(self, layer: range, reduced_bytes: int) -> Peak:
+    def find_peak(self, layer: range, needed: int) -> Peak:
         """Find the peak of a layer.
 
         Args:
             layer: its operations.
-            reduced_bytes: of the previous layer's gradients.
+            needed: the multiplications that the reduction of the previous layer's gradients is to
+                overlap with.
         """
         held = self.held_bytes(layer)
         if not held.any():
@@ -128,7 +131,6 @@ class LayerMemory:
         ]
         # Early, where little is held, if enough is computed until then to overlap with; else just
         # before the peak. Where much is held from the start, XLA finds as good a place.
-        needed = _REDUCE_WORK_PER_BYTE * reduced_bytes
         early = (x for x in low if work[x[0] - layer.start - 1] >= needed)
         before = next(early, ties[0]) if low else None
         return Peak(None if after is None else after + 1, before)
