@@ -57,7 +57,10 @@ class Outputs:
         return leaves
 
     def _may_be_rows(self, asked: str | None, leaf: Array) -> bool:
-        return asked is None and leaf.ndim > 0 and leaf.shape[0] == self.rows
+        """Whether a dim may be that of rows, alone or joined with others."""
+        if asked is not None or not self.rows:
+            return False
+        return any(size and size % self.rows == 0 for size in leaf.shape)
 
     def _refuse_rows(
         self,
@@ -66,15 +69,22 @@ class Outputs:
         leaves: Sequence[Array],
         doubled: Sequence[tuple[int, ...]] | None,
     ) -> None:
-        """Raise `ValueError` for a leaf with a value for each row, whose mean would mix rows."""
-        shapes = [()] * len(leaves) if doubled is None else doubled
-        for path, how, leaf, shape in zip(paths, asked, leaves, shapes, strict=True):
-            if self._may_be_rows(how, leaf) and shape[:1] != leaf.shape[:1]:
+        """Raise `ValueError` for a leaf with a value for each row, whose mean would mix rows.
+
+        Where no shapes with twice the rows are known, that is a leaf with as many in its dim 0.
+        """
+        for i, (path, how, leaf) in enumerate(zip(paths, asked, leaves, strict=True)):
+            if not self._may_be_rows(how, leaf):
+                continue
+            in_dim_0 = leaf.shape[0] == self.rows
+            if doubled is not None:
+                in_dim_0 = doubled[i][:1] != leaf.shape[:1]
+            if in_dim_0 or (doubled is not None and doubled[i] != leaf.shape):
                 raise ValueError(
                     f"The aux leaf `{path}` ({leaf.dtype}{list(leaf.shape)}) has a value for each "
                     "row of a device's batch, and a mean over devices would mix rows. Say with "
                     "`aux_reduce` how it is combined: 'concat' joins the rows of all devices, in "
-                    "the order of the batch."
+                    f"the order of the batch{'' if in_dim_0 else ', if rows are moved to dim 0'}."
                 )
 
     def _check_shares(self, paths: Sequence[str]) -> None:

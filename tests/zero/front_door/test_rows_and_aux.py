@@ -103,6 +103,23 @@ def test_values_of_rows_have_no_mean(auto):
         zoo.assert_close(aux["losses"], want, 1e-5, "losses")
 
 
+@pytest.mark.parametrize(
+    ("form", "hint"),
+    [
+        pytest.param(lambda x: jnp.repeat(x, 3, axis=0).reshape(-1), r"the batch\.\s", id="flat"),
+        pytest.param(lambda x: x.T, r"if rows are moved to dim 0\.", id="transposed"),
+    ],
+)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_nor_have_rows_that_are_not_dim_0(auto, form, hint, microbatches):
+    def loss(params, x):
+        return mean_loss(params, x), {"losses": form(x @ params["body"]["w"])}
+
+    step = auto.value_and_grad(loss, has_aux=True, microbatches=microbatches)
+    with pytest.raises(ValueError, match=rf"`losses`.*mix rows.*'concat'.*{hint}"):
+        step(auto.shard(whole_params()), make_rows(auto))
+
+
 def test_statistics_as_long_as_the_rows_have_a_mean(auto):
     params, x = auto.shard(whole_params()), make_rows(auto)
 
