@@ -120,9 +120,9 @@ def streaming_diloco(
 ) -> LocalSteps:
     """Streaming DiLoCo: fragments in turn, in 4 bits, each hidden behind `delay` steps.
 
-    The paper's fragments are groups of layers; here each is an equal part of every leaf (of a
-    stack of scanned layers neighbouring layers, if `fragments` divides their number), so that all
-    messages have the same size. It
+    The paper's fragments are groups of layers; here each is an equal part of each device's
+    shard of every leaf (of a stack of scanned layers neighbouring layers, if `fragments` divides
+    their number), so that all messages have the same size. It
     quantises to 4-bit floats, this to 4-bit integers in blocks, with error feedback.
 
     References:
