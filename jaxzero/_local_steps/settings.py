@@ -122,8 +122,8 @@ def streaming_diloco(
 
     The paper's fragments are groups of layers; here each is an equal part of each device's
     shard of every leaf (of a stack of scanned layers neighbouring layers, if `fragments` divides
-    their number), so that all messages have the same size. It
-    quantises to 4-bit floats, this to 4-bit integers in blocks, with error feedback.
+    their number), so that all messages have the same size. It quantises to 4-bit floats, this to
+    4-bit integers in blocks, with error feedback.
 
     References:
         Streaming DiLoCo (https://arxiv.org/abs/2501.18512).
