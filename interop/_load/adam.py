@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from jaxzero._sharding import data_of
+from jaxzero._simigrad import SimigradState
 from jaxzero._text import shown
 from jaxzero.interop._match import settled
 from jaxzero.interop._rules import Rule, to_ours, to_theirs
@@ -27,6 +28,8 @@ from jaxzero.interop._tensors import (
 from .convert_file import to_torch
 
 _COUNTERS = ("count", "gradient_step")  # fields of optax states that count updates
+# States whose `count` is that of micro-batches or losses since they were last put together.
+_OF_ACCUMULATION = (SimigradState, optax.ApplyEvery, optax.contrib.ReduceLROnPlateauState)
 
 
 def load_adam(
@@ -41,7 +44,9 @@ def load_adam(
     """Load the moments of a PyTorch run into an optax state, to continue that run.
 
     The state of every Adam in the chain is replaced, also inside masks, partitions and other
-    wrappers, and every update counter is set, so that schedules continue too. Each process reads
+    wrappers, and every counter of updates is set, so that schedules continue too. What has been
+    accumulated since the last update stays as it is, with its counter: by `optax.MultiSteps`,
+    `optax.apply_every`, `optax.contrib.reduce_on_plateau` and `jz.simigrad`. Each process reads
     only the shards of its devices.
 
     Args:
@@ -82,11 +87,16 @@ def load_adam(
         if isinstance(leaf, optax.ScaleByAdamState):
             count = _counter(moments.step, leaf.count)
             return leaf._replace(count=count, **{k: _filled(leaf, k, kinds[k]) for k in kinds})
-        if _counts(path, leaf):
+        if isinstance(leaf, SimigradState):
+            return leaf._replace(inner=all_moved(leaf.inner))
+        if not _is_whole(leaf) and _counts(path, leaf):
             return _counter(moments.step, leaf)
         return leaf
 
-    return jax.tree_util.tree_map_with_path(moved, opt_state, is_leaf=_is_adam)
+    def all_moved(state: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(moved, state, is_leaf=_is_whole)
+
+    return all_moved(opt_state)
 
 
 def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoments:
@@ -178,6 +188,10 @@ def adam_states(opt_state: Any) -> list[optax.ScaleByAdamState]:
 
 def _is_adam(x: Any) -> bool:
     return isinstance(x, optax.ScaleByAdamState)
+
+
+def _is_whole(x: Any) -> bool:
+    return _is_adam(x) or isinstance(x, _OF_ACCUMULATION)
 
 
 def _paths_of(states: list[optax.ScaleByAdamState], shapes: Mapping[str, Any]) -> list[str]:

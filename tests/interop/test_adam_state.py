@@ -175,3 +175,36 @@ def test_mistakes(checkpoint, params):
     interop.load_adam(smaller_state, smaller, checkpoint, rules=torch_run.RULES, ignore=["norm.*"])
     with pytest.raises(ValueError, match="`rules` are required unless `source` is a `Checkpoint`"):
         interop.load_adam(state, params, checkpoint.adam())
+
+
+def simigrad(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    return jz.simigrad(inner, target_similarity=0.5, initial=4, min_steps=4, max_steps=4)
+
+
+def test_what_counts_micro_batches_begins_a_batch(checkpoint, params):
+    gradients = jax.tree.map(jnp.ones_like, params)
+    schedule = optax.linear_schedule(1.0, 0.0, 9)
+    plain = optax.adam(schedule)
+    state = interop.load_adam(plain.init(params), params, checkpoint, rules=torch_run.RULES)
+    wanted, _ = plain.update(gradients, state, params)
+    for make in (simigrad, lambda tx: optax.MultiSteps(tx, 4)):
+        tx = make(optax.adam(schedule))
+        state = interop.load_adam(tx.init(params), params, checkpoint, rules=torch_run.RULES)
+        for number in range(4):
+            updates, state = tx.update(gradients, state, params)
+            # The mean of four gradients of 1 is 1, exactly.
+            expected = wanted if number == 3 else jax.tree.map(jnp.zeros_like, params)
+            for got, want in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+                # Updates are about 1, after fewer than 16 roundings of 2**-24.
+                np.testing.assert_allclose(got, want, rtol=2**-20, atol=2**-20)
+
+
+@pytest.mark.parametrize(
+    "accumulating",
+    [optax.apply_every(8), optax.contrib.reduce_on_plateau(patience=2, accumulation_size=4)],
+)
+def test_counters_of_accumulation_stay(accumulating, checkpoint, params):
+    tx = optax.chain(optax.adam(1e-3), accumulating)
+    state = interop.load_adam(tx.init(params), params, checkpoint, rules=torch_run.RULES)
+    assert int(state[0][0].count) == 3
+    assert state[1].count.dtype == jnp.int32 and int(state[1].count) == 0
