@@ -42,7 +42,8 @@ def load_into(
             patterns (with `*`) for paths of parameters whose proposed rules are right. "*" accepts
             all of them. Only without `rules`.
         dtype: dtype of floating-point parameters; None keeps that of the checkpoint. Other
-            parameters have the dtype of `tree`.
+            parameters have the dtype of `tree`. Reading a slice with a number that the dtype cannot
+            hold, not even rounded, raises `ValueError`.
 
     Returns:
         The tree with `LazyTensor`s as leaves.

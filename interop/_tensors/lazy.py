@@ -27,6 +27,7 @@ import numpy as np
 from jaxzero._raw import raw
 
 from .boxes import Box, box_shape, boxes_by_group, replaced, whole_box, with_places
+from .cast import checked_cast
 
 
 class LazyTensor(abc.ABC):
@@ -132,7 +133,11 @@ class LazyTensor(abc.ABC):
         )
 
     def astype(self, dtype: np.typing.DTypeLike) -> "LazyTensor":
-        """View the tensor as another dtype; slices are cast after they are read."""
+        """View the tensor as another dtype; slices are cast after they are read.
+
+        Values are rounded. Reading a slice raises `ValueError` if it has a finite number that would
+        be infinite, or an integer that the dtype lacks.
+        """
         dtype = np.dtype(dtype)
         return self if dtype == self.dtype else _Cast(self.shape, dtype, self.label, self)
 
@@ -236,7 +241,7 @@ class _View(LazyTensor):
 @dataclasses.dataclass(frozen=True)
 class _Cast(_View):
     def _read_box(self, box: Box) -> np.ndarray:
-        return self.viewed._read_box(box).astype(self.dtype)
+        return checked_cast(self.viewed._read_box(box), self.dtype, self.label)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,10 +37,10 @@ def open_torch_file(file: Path, key: str | None, records: Collection[str]) -> Ch
     content = read_torch_file(file, records=records)
     held = _entry(content, key, file) if key is not None else _state_dict(content, file)
     tensors = _named(held, file)
-    optimizer = _optimizer_in(content)
-    if optimizer is None:
+    optimizers = _optimizers_in(content)
+    if not optimizers:
         return Checkpoint(path=file, form="torch.save", tensors=tensors)
-    moments = functools.partial(moments_of, optimizer, tensors, str(file))
+    moments = functools.partial(_only_moments, optimizers, tensors, str(file))
     return Checkpoint(path=file, form="torch.save", tensors=tensors, moments=moments)
 
 
@@ -103,6 +103,22 @@ def read_index(index: Path) -> dict[str, str]:
             "or download the checkpoint again."
         )
     return file_of
+
+
+def _only_moments(
+    optimizers: Sequence[tuple[str, Mapping[str, Any]]],
+    tensors: Mapping[str, LazyTensor],
+    where: str,
+    names: Sequence[str] | None = None,
+) -> AdamMoments:
+    if len(optimizers) > 1:
+        paths = first_names([path for path, _ in optimizers])
+        raise ValueError(
+            f"{where} holds {len(optimizers)} optimizers, {paths}, and nothing says which trained "
+            "the model that is read. Save each model with its optimizer in a file of its own, and "
+            "open that. Weights can be read without it."
+        )
+    return moments_of(optimizers[0][1], tensors, where, names)
 
 
 def moments_of(
@@ -262,11 +278,17 @@ def _is_optimizer(content: Mapping) -> bool:
     return {"state", "param_groups"} <= content.keys()
 
 
-def _optimizer_in(content: Any) -> Mapping[str, Any] | None:
-    """Find the first optimizer state dict, at the top level or one level down."""
-    found = [content, *content.values()] if isinstance(content, Mapping) else []
-    for value in found:
-        value = value[0] if isinstance(value, list) and value else value  # Lightning keeps a list
-        if isinstance(value, Mapping) and _is_optimizer(value):
-            return value
-    return None
+def _optimizers_in(content: Any) -> list[tuple[str, Mapping[str, Any]]]:
+    """List optimizer state dicts, at the top level or one level down, each with its path."""
+    if not isinstance(content, Mapping):
+        return []
+    if _is_optimizer(content):
+        return [("", content)]
+    found: dict[int, tuple[str, Mapping[str, Any]]] = {}  # one that is at two paths counts once
+    for key, value in content.items():
+        path = key[:_MAX_PATH] if isinstance(key, str) else shown(key)
+        in_list = isinstance(value, list)  # Lightning keeps one
+        for number, each in enumerate(value if in_list else [value]):
+            if isinstance(each, Mapping) and _is_optimizer(each):
+                found.setdefault(id(each), (f"{path}[{number}]" if in_list else path, each))
+    return list(found.values())

@@ -366,7 +366,7 @@ class Convert:
     """float32, bfloat16 or float16, of floating-point tensors. Left out, as in the source."""
 
     check: bool = False
-    """Read the copy and compare: the same names, and the same bits."""
+    """Read the copy and compare: the same names, and the same bits, after --dtype."""
 
     max_shard_gb: float = 5.0
     """Largest file of safetensors, in 10^9 bytes."""

@@ -26,7 +26,8 @@ def test_to_safetensors(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert cli.main(command) == 0
     printed = capsys.readouterr().out
     assert "10 tensors of DeepSpeed ZeRO-3 written to" in printed
-    assert "every bit is the same" in printed and "optimizer state was not copied" in printed
+    assert "every value is that of the source, rounded to bfloat16." in printed
+    assert "every bit" not in printed and "optimizer state was not copied" in printed
     written = load_file(target / "model.safetensors")
     source = interop.open_checkpoint(DEEPSPEED / "zero3")
     assert written.keys() == source.keys()
@@ -37,6 +38,19 @@ def test_to_safetensors(tmp_path: Path, capsys: pytest.CaptureFixture):
     command[2] = str(tmp_path / "out.safetensors")
     assert cli.main(command) == 2 and not Path(command[2]).exists()
     assert "would be a directory" in one_line(capsys.readouterr().err)
+
+
+def test_values_that_the_dtype_cannot_hold(tmp_path: Path, capsys: pytest.CaptureFixture):
+    values = np.array([1.0, 1e5, np.inf, np.nan, 1e-9]).astype(ml_dtypes.bfloat16)
+    save_file({"w": values}, tmp_path / "source.safetensors")
+    command = ["convert", str(tmp_path / "source.safetensors"), str(tmp_path / "out"), "--dtype"]
+    assert cli.main([*command, "float16"]) == 2 and not (tmp_path / "out").exists()
+    printed = one_line(capsys.readouterr().err)
+    assert "Tensor 'w' in" in printed
+    assert "holds 99840.0 (bfloat16), which float16 cannot hold: its range is -65504.0" in printed
+    assert cli.main([*command, "float32", "--check"]) == 0
+    written = load_file(tmp_path / "out" / "model.safetensors")["w"]
+    np.testing.assert_array_equal(written, values.astype(np.float32))
 
 
 def test_through_every_form(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -53,7 +67,8 @@ def test_through_every_form(tmp_path: Path, capsys: pytest.CaptureFixture):
     loaded = torch.load(tmp_path / "w.ckpt", weights_only=True)
     np.testing.assert_array_equal(loaded["up.weight"].numpy(), first["up.weight"].read())
     assert loaded["frozen.weight"].dtype == torch.bfloat16
-    assert "torch DCP" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "torch DCP" in printed and printed.count("and every bit is the same.") == 3
 
 
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture):

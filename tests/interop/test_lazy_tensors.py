@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -141,6 +142,43 @@ def test_bfloat16_stays_bfloat16():
     array = np.arange(6).reshape(2, 3).astype(ml_dtypes.bfloat16)
     view = stack([ArrayTensor(array, "a").transpose()] * 2)
     assert view.read().dtype == view.dtype == array.dtype
+
+
+RANGES = [  # source, target, values that fit, values that do not
+    (np.float32, np.float16, [65519.0, -65519.0, 1e-30, np.inf, -np.inf, np.nan], [65520.0, -1e5]),
+    (np.float32, ml_dtypes.bfloat16, [3.38e38, np.nan, -np.inf], [3.4e38, -3.4e38]),
+    (np.float64, np.float32, [3.4e38, 1e-300, np.inf], [3.5e38, -1e300]),
+    (ml_dtypes.bfloat16, np.float16, [1e4, np.nan], [99840.0]),
+    (np.float32, ml_dtypes.float8_e4m3fn, [440.0, np.nan], [500.0, -500.0]),
+    (np.int64, np.int32, [2**31 - 1, -(2**31)], [2**31, -(2**31) - 1, 2**40]),
+    (np.int64, np.uint8, [0, 255], [-1, 256]),
+    (np.int64, np.uint64, [0, 2**63 - 1], [-1]),
+    (np.uint64, np.int64, [0, 2**63 - 1], [2**63, 2**64 - 1]),
+    (np.int32, np.float16, [65519, -7], [65520, -(2**31)]),
+    (np.float32, np.int32, [2.0**31 - 128, -(2.0**31)], [2.0**31, np.nan, np.inf]),
+    (np.float16, np.uint8, [255.5, -0.5], [256.0, -1.0, np.nan]),
+    (ml_dtypes.bfloat16, np.int8, [127.0, -128.0], [128.0, np.nan]),
+    (np.float64, np.int64, [-(2.0**63), 0.0], [2.0**63]),
+]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("source", "target", "fitting", "others"), RANGES)
+def test_a_cast_refuses_what_its_dtype_cannot_hold(source, target, fitting, others):
+    held = np.array(fitting, np.int64 if isinstance(fitting[0], int) else np.float64).astype(source)
+    with np.errstate(all="ignore"):
+        wanted = held.astype(target)
+    assert ArrayTensor(held, "x").astype(target).read().tobytes() == wanted.tobytes()
+    for other in others:
+        array = np.concatenate([held, np.array([other]).astype(source)])
+        tensor = ArrayTensor(array, "x").astype(target)
+        assert tensor[: len(held),].tobytes() == wanted.tobytes()  # only what is read is checked
+        dtype, name = np.dtype(source), np.dtype(target)
+        message = (
+            rf"Tensor x holds {re.escape(f'{array[-1]}')} \({dtype}\), which {name} cannot hold"
+        )
+        with pytest.raises(ValueError, match=message):
+            tensor.read()
 
 
 @pytest.mark.parametrize(

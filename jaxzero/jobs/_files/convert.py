@@ -19,8 +19,8 @@ def convert(settings: Convert, console: Console) -> None:
     """Write a copy of a checkpoint in another format, and compare it if `settings.check`.
 
     Raises:
-        ValueError: the source cannot be opened, the target exists or ends in .safetensors, or the
-            copy differs.
+        ValueError: the source cannot be opened, the target exists or ends in .safetensors,
+            `settings.dtype` cannot hold a value, or the copy differs.
     """
     if settings.target.exists():
         raise ValueError(
@@ -34,6 +34,7 @@ def convert(settings: Convert, console: Console) -> None:
             f"config and index. Name it {settings.target.stem!r}."
         )
     tensors = {name: _cast(x, settings.dtype) for name, x in checkpoint.items()}
+    changed = any(tensor.dtype != checkpoint[name].dtype for name, tensor in tensors.items())
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True))
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         total = sum(tensor.nbytes for tensor in tensors.values())
@@ -51,17 +52,22 @@ def convert(settings: Convert, console: Console) -> None:
         )
         if settings.check:
             check_copy(watched("Checking"), settings.target)
-    compared = ", and every bit is the same" if settings.check else ""
     console.print(
         line_of(
             f"{len(tensors)} tensors of {checkpoint.form} written to {settings.target} as {form}"
-            f"{compared}."
+            f"{_compared(settings, changed) if settings.check else ''}."
         ),
         highlight=False,
         soft_wrap=True,
     )
     if checkpoint.moments is not None:
         console.print("The optimizer state was not copied: `interop.load_adam` reads it.")
+
+
+def _compared(settings: Convert, changed: bool) -> str:
+    if changed:
+        return f", and every value is that of the source, rounded to {settings.dtype}"
+    return ", and every bit is the same"
 
 
 def _cast(tensor: LazyTensor, dtype: str | None) -> LazyTensor:
