@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxzero._text import escaped, shown
+from jaxzero._text import escaped, first_names, shown
 
 from .lazy import LazyTensor
 
+_ADAM = ("exp_avg", "exp_avg_sq", "step")
 Moments = Callable[[Sequence[str] | None], "AdamMoments"]
 
 
@@ -91,13 +92,7 @@ def gather_moments(
     """
     means, squares, steps = {}, {}, {}
     for name, held in state.items():
-        missing = [key for key in ("exp_avg", "exp_avg_sq", "step") if key not in held]
-        if missing or "max_exp_avg_sq" in held:
-            raise ValueError(
-                f"The optimizer state of {shown(name)} in {where} holds "
-                f"{escaped(', '.join(sorted(held)))}; Adam and AdamW have `exp_avg`, `exp_avg_sq` "
-                "and `step`, and no other optimizer is read."
-            )
+        check_is_adam(held, f"The optimizer state of {shown(name)} in {where}")
         for key in ("exp_avg", "exp_avg_sq"):
             if name in shapes and tuple(held[key].shape) != tuple(shapes[name]):
                 raise ValueError(
@@ -119,6 +114,24 @@ def gather_moments(
             + ". optax has one step count for all; train with every parameter in each step."
         )
     return AdamMoments(step=next(iter(steps.values())), exp_avg=means, exp_avg_sq=squares)
+
+
+def check_is_adam(held: Mapping, what: str) -> None:
+    """Raise `ValueError` if the state of a parameter has other entries than Adam's.
+
+    `what` names the state in the message, which begins with it.
+    """
+    if held.keys() == set(_ADAM):
+        return
+    keys = sorted(key if isinstance(key, str) else shown(key) for key in held)
+    others = [key for key in keys if key not in _ADAM]
+    missing = [key for key in _ADAM if key not in held]
+    wrong = f"has {first_names(others)}" if others else f"has no {first_names(missing)}"
+    raise ValueError(
+        f"{what} {wrong}: it holds {escaped(', '.join(keys))}. Adam and AdamW "
+        "have `exp_avg`, `exp_avg_sq` and `step`, and no other optimizer is read. Weights can be "
+        "loaded without it: start with a new optimizer state."
+    )
 
 
 def read_step(value: Any) -> int:

@@ -13,6 +13,7 @@ from jaxzero.interop._tensors import (
     Checkpoint,
     LazyTensor,
     by_plain_name,
+    check_is_adam,
     gather_moments,
     plain_name,
     read_step,
@@ -139,6 +140,12 @@ def moments_of(
             its moments match those of the model in order.
     """
     state = dict(optimizer["state"])
+    if not state:
+        raise ValueError(
+            f"The optimizer in {where} has no state of any parameter: it took no step, or is not "
+            "Adam or AdamW, and no other optimizer is read. Start with a new optimizer state; "
+            "weights can be loaded without it."
+        )
     if not all(isinstance(each, str) for each in state):
         state = _by_name(state, optimizer["param_groups"], tensors, where, names)
     state = by_plain_name(state, where)
@@ -159,6 +166,11 @@ def _by_name(
     if names is None and len(kept) == len(numbers):
         names = [plain_name(name) for name in kept]
     if names is None:
+        for number in numbers:
+            if number in state and "exp_avg" not in state[number]:
+                check_is_adam(
+                    state[number], f"The optimizer in {where}, whose parameters are numbers,"
+                )
         shapes = [tuple(state[n]["exp_avg"].shape) if n in state else None for n in numbers]
         same = len(groups) == 1 and shapes == [tensor.shape for tensor in tensors.values()]
         if not same:

@@ -37,9 +37,11 @@ _OPTIMIZER = {
     "weight_decay": number(0, 1e3),
     "momentum": SHARE,
     "nesterov": FLAG,
+    "dampening": number(0, 1e3),
     "torch_adam": FLAG,
     "adam_w_mode": FLAG,
     "bias_correction": FLAG,
+    "amsgrad": FLAG,
 }
 _SCHEDULER = {
     "warmup_min_lr": RATE,

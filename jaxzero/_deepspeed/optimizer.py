@@ -65,9 +65,16 @@ def _any_adam(
     # `torch.optim.AdamW` has the same updates, but its own default weight decay.
     by_torch = keys.get("optimizer.params.torch_adam", False)
     if not keys.get("optimizer.params.bias_correction", True):
-        raise ValueError(
-            "`optimizer.params.bias_correction` is false, which optax's Adam does not support. "
-            "Pass an `optimizer=` without bias correction."
+        raise keys.error(
+            "optimizer.params.bias_correction",
+            "is false, which optax's Adam does not support",
+            remedy="Pass an `optimizer=` without bias correction.",
+        )
+    if keys.get("optimizer.params.amsgrad", False):
+        raise keys.error(
+            "optimizer.params.amsgrad",
+            "is true, which is another optimizer than Adam",
+            remedy="Pass `optimizer=`: a function of the learning rate, such as `optax.amsgrad`.",
         )
     b1, b2 = keys.get("optimizer.params.betas", (0.9, 0.999))
     eps = keys.get("optimizer.params.eps", 1e-8)
@@ -82,6 +89,12 @@ def _sgd(keys: Keys, rate: optax.ScalarOrSchedule, mask: Any) -> optax.GradientT
     nesterov = keys.get("optimizer.params.nesterov", False)
     if nesterov and not momentum:
         raise keys.error("optimizer.params.nesterov", "is true without `momentum`")
+    if keys.get("optimizer.params.dampening", 0.0) and momentum:
+        raise keys.error(
+            "optimizer.params.dampening",
+            "is not 0, which optax's SGD does not support",
+            remedy="Pass an `optimizer=` that scales the gradients it adds to the momentum.",
+        )
     decay = keys.get("optimizer.params.weight_decay", 0.0)
     return optax.chain(
         optax.add_decayed_weights(decay, mask), optax.sgd(rate, momentum or None, nesterov)

@@ -280,13 +280,34 @@ def test_a_file_and_what_it_leaves_open(mesh, tmp_path: Path):
         ({"communication_data_type": "int8"}, r"must be one of fp32.*got 'int8'"),
         (
             {"optimizer": {"type": "Adam", "params": {"bias_correction": False}}},
-            r"`optimizer\.params\.bias_correction` is false",
+            r"`optimizer\.params\.bias_correction` in .* is false",
+        ),
+        *(
+            (
+                {"optimizer": {"type": kind, "params": {"lr": 0.1, "amsgrad": True}}},
+                r"`optimizer\.params\.amsgrad` in .* is true.*`optax\.amsgrad`",
+            )
+            for kind in ("Adam", "AdamW")
+        ),
+        (
+            {"optimizer": {"type": "SGD", "params": {"momentum": 0.9, "dampening": 0.5}}},
+            r"`optimizer\.params\.dampening` in .* is not 0.*`optimizer=`",
         ),
     ],
 )
 def test_mistakes(mesh, keys: dict, message: str):
     with pytest.raises(ValueError, match=message):
         jz.from_deepspeed(config(**keys), mesh)
+
+
+def test_keys_of_an_optimizer_that_change_nothing(mesh):
+    for optimizer in (
+        {"type": "AdamW", "params": {"lr": 0.1, "amsgrad": False}},
+        {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "dampening": 0}},
+        {"type": "SGD", "params": {"lr": 0.1, "dampening": 0.5}},  # nor in torch, without momentum
+    ):
+        run = jz.from_deepspeed(config(optimizer=optimizer), mesh)
+        assert not any(key.startswith("optimizer") for key in run.unhonoured)
 
 
 def test_files_that_are_none(mesh, tmp_path: Path):

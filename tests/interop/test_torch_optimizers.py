@@ -60,3 +60,44 @@ def test_one_optimizer_is_read_from_a_list_and_from_two_places(tmp_path: Path):
         moments = interop.open_checkpoint(path).adam()
         assert moments.step == 2
         np.testing.assert_array_equal(moments.exp_avg["weight"].read(), wanted)
+
+
+def test_nadam_is_refused_by_its_entry(tmp_path: Path):
+    model, optimizer = trained(torch.optim.NAdam)
+    path = saved(tmp_path / "n.pt", model=model.state_dict(), optimizer=optimizer.state_dict())
+    checkpoint = interop.open_checkpoint(path)
+    for names in (None, ["weight", "bias"]):
+        with pytest.raises(
+            ValueError, match=r"of 'weight' in .* has 'mu_product': it holds exp_avg"
+        ):
+            checkpoint.adam(names)
+    assert checkpoint["weight"].shape == (5, 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "entry"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9}, "'momentum_buffer'"),
+        (torch.optim.Adagrad, {}, "'sum'"),
+        (torch.optim.Adamax, {}, "'exp_inf'"),
+        (torch.optim.RMSprop, {}, "'square_avg'"),
+    ],
+)
+def test_other_optimizers_are_refused_without_names_and_with_them(
+    kind, options: dict, entry: str, tmp_path: Path
+):
+    model, optimizer = trained(kind, **options)
+    path = saved(tmp_path / "o.pt", model=model.state_dict(), optimizer=optimizer.state_dict())
+    checkpoint = interop.open_checkpoint(path)
+    message = f"has {entry}: it holds .*no other optimizer is read.* start with a new"
+    for names in (None, ["weight", "bias"]):
+        with pytest.raises(ValueError, match=message):
+            checkpoint.adam(names)
+    np.testing.assert_array_equal(checkpoint["weight"].read(), model.state_dict()["weight"].numpy())
+
+
+def test_an_optimizer_without_state_is_refused(tmp_path: Path):
+    model, optimizer = trained(torch.optim.SGD)
+    path = saved(tmp_path / "s.pt", model=model.state_dict(), optimizer=optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"has no state of any parameter.* no other optimizer"):
+        interop.open_checkpoint(path).adam()
