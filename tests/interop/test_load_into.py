@@ -266,3 +266,21 @@ def test_a_transformer_in_nnx_by_rules_that_were_found(scanned: bool, tmp_path):
     assert back.keys() == held.keys()
     for name, tensor in held.items():
         np.testing.assert_array_equal(back[name].read(), tensor.array, strict=True)
+
+
+def test_a_dtype_that_cannot_hold_a_value():
+    source = {
+        "w": ArrayTensor(np.array([1.0, 1e5], np.float32), "'w'"),
+        "i": ArrayTensor(np.array([7, 2**40]), "'i'"),
+    }
+    tree = {
+        "w": jax.ShapeDtypeStruct((2,), jnp.float32),
+        "i": jax.ShapeDtypeStruct((2,), jnp.int32),
+    }
+    rules = [Rule("w", "w"), Rule("i", "i")]
+    loaded = interop.load_into(tree, source, rules=rules, dtype=jnp.float16)
+    assert loaded["w"][:1,] == 1 and loaded["i"][:1,] == 7
+    with pytest.raises(ValueError, match=r"'w' holds 100000\.0 \(float32\), which float16 cannot"):
+        loaded["w"].read()
+    with pytest.raises(ValueError, match=r"'i' holds 1099511627776 \(int64\), which int32 cannot"):
+        jz.Zero(jz.make_mesh(nodes=2)).shard(loaded)
