@@ -12,11 +12,11 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 
 from .._mesh import AnyMesh, NodeMesh, is_traced, physical
 from .config import ZeroConfig
-from .layout import layout_of_leaf
+from .layout import LeafSpec, layout_of_leaf
 from .paths import path_name
 from .stored_array import StoredArray, flatten, is_array, is_stored
 from .tree import TreePlan, as_placed, plan_as_stored, without_layout
@@ -111,17 +111,38 @@ class Registry:
         leaves = tuple(leaf if sharded else without_layout(leaf) for leaf, sharded in pairs)
         return dataclasses.replace(plan, leaves=leaves)
 
-    def knows(self, tree: Any) -> bool:
-        """Whether a tree is certainly a laid-out tree, or a part of one.
+    def holds_laid_out(self, tree: Any) -> bool:
+        """Whether a tree certainly holds a laid-out array.
 
-        That is so if a tree of its structure and shapes was laid out, or if it holds a
-        `StoredArray` or an array whose sharding is that of a parameter. Traced arrays have a
-        sharding on explicit meshes only.
+        That is a `StoredArray`, or an array whose sharding is that of a parameter. Traced arrays
+        have a sharding on explicit meshes only.
         """
         arrays = [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
-        if any(is_stored(x) or self._is_split_as_ours(x) for x in arrays):
+        return any(is_stored(x) or self._is_split_as_ours(x) for x in arrays)
+
+    def is_placed_otherwise(self, tree: Any, plan: TreePlan) -> bool:
+        """Whether a tree of the shapes of `plan` is certainly not a tree that was laid out so.
+
+        That is so if where its arrays are is known, and one of them is in host memory as a NumPy
+        array, or is a `jax.Array` with another sharding than `plan` gives.
+        """
+        arrays = [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
+        is_otherwise = [
+            self._is_elsewhere(x, leaf) for x, leaf in zip(arrays, plan.leaves, strict=True)
+        ]
+        return None not in is_otherwise and any(is_otherwise)
+
+    def _is_elsewhere(self, x: Any, leaf: LeafSpec) -> bool | None:
+        """Whether an array is not where the layout `leaf` puts it; None if that is not known."""
+        if is_traced(x) or isinstance(x, jax.ShapeDtypeStruct):
+            return None
+        if not isinstance(x, jax.Array):
             return True
-        return self.find(tree) is not None
+        mesh, kind = physical(self._mesh), x.sharding.memory_kind
+        # Below stage 3 weights are whole on every device, and moments are split.
+        axes = (self._config.axes,) if self._config.stage == 3 else (self._config.axes, ())
+        ours = [NamedSharding(mesh, leaf.spec(each), memory_kind=kind) for each in axes]
+        return not any(x.sharding.is_equivalent_to(each, x.ndim) for each in ours)
 
     def may_hold_parts(self, tree: Any) -> bool:
         """Whether a tree is possibly a part of a laid-out tree.

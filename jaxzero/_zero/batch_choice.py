@@ -55,8 +55,10 @@ def find_batch(
 ) -> list[int]:
     """The position of the only argument that can be the batch, as a list; empty if there is none.
 
-    Trees that this `Zero` has laid out cannot be the batch. An array that has the shape of a
-    laid-out array may be a parameter or a batch: it is taken if no other argument can be.
+    Trees that this `Zero` has laid out cannot be the batch. A tree with the structure and shapes of
+    one can be either: it is a candidate like any other if its arrays are certainly not laid out,
+    such as NumPy arrays. Where that is not known, in traced programs, it is asked about if it has
+    as many rows as the other candidate, and an array is taken if there is no other candidate.
 
     Raises:
         ValueError: several arguments can be the batch; one can in addition to those that
@@ -67,9 +69,9 @@ def find_batch(
         for i, value in enumerate(values)
         if i not in argnums and given[i] is None and _has_rows(value)
     ]
-    candidates = [
-        i for i in free if not registry.knows(values[i]) and states.find(values[i]) is None
-    ]
+    readings = [_reading(values[i], registry, states) for i in free]
+    candidates = [i for i, is_batch in zip(free, readings, strict=True) if is_batch]
+    doubtful = [i for i, is_batch in zip(free, readings, strict=True) if is_batch is None]
     bare = [
         i for i in free if i not in candidates and is_array(values[i]) and not is_stored(values[i])
     ]
@@ -83,7 +85,7 @@ def find_batch(
     found = [] if split else candidates or bare
     if not found:
         return []
-    batch = _choose(names, found, values)
+    batch = _choose(names, found, doubtful, values)
     if not is_array(values[batch]) and registry.may_hold_parts(values[batch]):
         raise ValueError(
             f"{names[batch]} can be the batch, or a part of the parameters: its arrays have their "
@@ -91,6 +93,21 @@ def find_batch(
             "batch."
         )
     return [batch]
+
+
+def _reading(value: Any, registry: Registry, states: Registry) -> bool | None:
+    """Whether an argument can be the batch: True, False if it is laid out, None if it may be both.
+
+    A tree of a known structure and shapes whose arrays have different numbers of rows is no batch.
+    """
+    if registry.holds_laid_out(value):
+        return False
+    known = registry.find(value) or states.find(value)
+    if known is None:
+        return True
+    if _common_rows(value) is None:
+        return False
+    return True if registry.is_placed_otherwise(value, known) else None
 
 
 def asked_batches(
@@ -178,28 +195,36 @@ def _is_split_by(spec: Any) -> bool:
     return any(split_dim(x) is not None for x in specs)
 
 
-def _choose(names: Sequence[str], candidates: Sequence[int], values: Sequence[Any]) -> int:
+def _choose(
+    names: Sequence[str],
+    candidates: Sequence[int],
+    doubtful: Sequence[int],
+    values: Sequence[Any],
+) -> int:
     """The only argument that can be the batch.
 
     Args:
         names: names of all arguments, for the error message.
         candidates: positions of the arguments that can be the batch; at least one.
+        doubtful: positions of those that can be the batch or parameters.
         values: all arguments.
 
     Raises:
-        ValueError: several arguments can be the batch. With a batch of 2 or 4 rows that includes
-            an array that is either a raw key or a label for each row.
+        ValueError: several arguments can be the batch. That includes a doubtful one with as many
+            rows and, with a batch of 2 or 4 rows, an array that is either a raw key or a label for
+            each row.
     """
     found = list(candidates)
     if len(found) == 1:
         num_rows = rows_of(names[found[0]], values[found[0]])
+        found += [i for i in doubtful if i not in found and _common_rows(values[i]) == num_rows]
         found += [
             i
             for i, x in enumerate(values)
             if is_array(x) and _is_like_raw_key(x) and x.shape[0] == num_rows and i not in found
         ]
     if len(found) > 1:
-        listed = ", ".join(names[i] for i in found)
+        listed = ", ".join(names[i] for i in sorted(found))
         raise ValueError(
             f"{listed}: each of these arguments can be the batch, whose rows are split over all "
             "devices, and the others are given whole to every device. Say which is the batch, "
@@ -211,6 +236,12 @@ def _choose(names: Sequence[str], candidates: Sequence[int], values: Sequence[An
 def _has_rows(value: Any) -> bool:
     """Whether an argument can be a batch: it holds an array with dims that is not a random key."""
     return any(_is_rows(leaf) for leaf in jax.tree.leaves(value))
+
+
+def _common_rows(value: Any) -> int | None:
+    """The dim 0 of the arrays of an argument that have rows; None if they have different ones."""
+    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(value) if _is_rows(leaf)}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _is_rows(leaf: Any) -> bool:

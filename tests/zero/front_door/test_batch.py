@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
@@ -170,3 +171,71 @@ def test_a_key_for_each_row(auto):
 
     want = on_one_device(loss)(whole_params(), x, keys)
     assert_equal(auto, auto.value_and_grad(loss, batch_argnums=(1, 2))(params, x, keys), want)
+
+
+def _square(seed, rows=ROWS):
+    return zoo.normal(jax.random.key(seed), 0, rows, ROWS, scale=1.0)
+
+
+def _table_loss(w, x, table):
+    logits = x @ w
+    return jnp.mean(table[jnp.argmax(logits, axis=1)] * jax.nn.logsumexp(logits, axis=1))
+
+
+_ASKED = r"`x`.*`table`.*can be the batch.*`batch_argnums=`"
+
+
+@pytest.mark.parametrize("kind", ["numpy", "one_device", "split", "whole"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_batch_with_the_shape_of_the_parameters_beside_a_table_is_asked_about(kind, stage):
+    """It was given whole to every device, and the table was split, without a word."""
+    zero = jz.Zero(zoo.make_mesh("2x4-auto"), jz.ZeroConfig(stage=stage))
+    whole, rows = np.asarray(_square(0)), np.asarray(_square(1))
+    w, table = zero.shard(whole), np.linspace(0.1, 2, ROWS, dtype=np.float32)
+    x = {
+        "numpy": lambda: rows,
+        "one_device": lambda: jnp.asarray(rows),
+        "split": lambda: jax.device_put(rows, NamedSharding(zero.mesh, zero.batch_spec)),
+        "whole": lambda: jax.device_put(rows, NamedSharding(zero.mesh, P())),
+    }[kind]()
+    step = zero.value_and_grad(_table_loss)
+    for call in (step, jax.jit(step), zero.apply(_table_loss)):
+        with pytest.raises(ValueError, match=_ASKED):
+            call(w, x, table)
+    if kind != "whole" or stage == 3:  # else its sharding is that of parameters
+        with pytest.raises(ValueError, match=_ASKED):
+            step(w, x, table[:10])
+    want = on_one_device(_table_loss)(whole, rows, table)
+    told = zero.value_and_grad(_table_loss, batch_argnums="x")
+    assert_equal(zero, told(w, x, table), want)
+    assert_equal(zero, jax.jit(told)(w, x, table), want)
+
+
+def test_a_batch_with_the_shape_of_the_parameters_is_found_if_nothing_else_can_be(auto):
+    whole, rows = np.asarray(_square(0)), np.asarray(_square(1))
+    w = auto.shard(whole)
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    step = auto.value_and_grad(loss)
+    for call, x in ((step, rows), (step, jnp.asarray(rows)), (jax.jit(step), rows)):
+        assert_equal(auto, call(w, x), on_one_device(loss)(whole, rows))
+
+
+@pytest.mark.parametrize("rows", [ROWS, 2 * ROWS])
+def test_parameters_of_a_teacher_beside_the_batch(auto, rows):
+    whole, teacher, x = (np.asarray(x) for x in (_square(0), _square(1), _square(2, rows)))
+    w, ema = auto.shard({"w": whole}), auto.shard({"w": teacher})
+
+    def loss(params, teacher, x):
+        return jnp.mean((jnp.tanh(x @ params["w"]) - jnp.tanh(x @ teacher["w"])) ** 2)
+
+    want = on_one_device(loss)({"w": whole}, {"w": teacher}, x)
+    step = auto.value_and_grad(loss)
+    assert_equal(auto, step(w, ema, x), want)
+    if rows == ROWS:
+        with pytest.raises(ValueError, match=r"`teacher`.*`x`.*`batch_argnums=`"):
+            jax.jit(step)(w, ema, x)
+        step = auto.value_and_grad(loss, batch_argnums="x")
+    assert_equal(auto, jax.jit(step)(w, ema, x), want)
