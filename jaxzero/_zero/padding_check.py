@@ -1,4 +1,11 @@
-"""Warn if an optimizer's updates change when leaves are padded, by running it on tiny leaves."""
+"""Warn if an optimizer's updates change when leaves are padded, by running it on tiny leaves.
+
+One update would not show it where learning rates start at 0, where gradients of several
+micro-batches make an update (`optax.MultiSteps`), or where only large gradients are clipped. So
+`_NUM_UPDATES` are compared, of a program that is compiled once, and the second half has gradients
+of size `_LARGE`. Optimizers with more than `_NUM_UPDATES / 2` micro-batches for an update, or a
+larger threshold, can go unnoticed.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +23,8 @@ from .._sharding import DimSharding, LeafSpec, StoredArray, TreePlan, arrays_of
 from .._warnings import warn
 from .optimizer_state import TrueShapes
 
+_NUM_UPDATES = 32
+_LARGE = 1e4
 _REMEDY = "Wrap it: `tx = zero.optimizer(tx)`."
 
 
@@ -52,23 +61,34 @@ def warn_of_padding(
             f"or paths, it does not. {remedy}"
         )
         return
-    if not all(
-        np.allclose(np.float32(a), np.float32(b[tuple(slice(n) for n in a.shape)]), rtol=1e-3)
-        for a, b in zip(plain, wide, strict=True)
-    ):
+    if not all(map(_are_equal, plain, wide)):
         warn(f"{what}this optimizer would not give them the updates of their own shapes. {remedy}")
+
+
+def _are_equal(plain: np.ndarray, wide: np.ndarray) -> bool:
+    """Whether updates `[_NUM_UPDATES, 2, 2, ...]` are those of a padded leaf without the padding.
+
+    Norms are sums in another order if leaves are padded, which changes an update by some units in
+    the last place of its largest element, and more once parameters have moved with that.
+    """
+    wide = wide[tuple(slice(n) for n in plain.shape)]
+    kind = np.complex128 if np.iscomplexobj(plain) else np.float64
+    is_inexact = jnp.issubdtype(plain.dtype, jnp.inexact)
+    error = 64 * float(jnp.finfo(plain.dtype).eps) if is_inexact else 0.0
+    axes = tuple(range(1, plain.ndim))
+    plain, wide = plain.astype(kind), wide.astype(kind)
+    size = np.abs(np.where(np.isfinite(plain), plain, 0)).max(axis=axes, initial=0, keepdims=True)
+    return np.allclose(plain, wide, rtol=error, atol=error * size, equal_nan=True)
 
 
 def _updates(
     tx: optax.GradientTransformation, plan: TreePlan, widen: Callable[..., Any] | None
 ) -> list[Any]:
-    """The updates of `tx` for random gradients, leaves `[2, 2, ...]`, which `widen` pads."""
+    """The first updates of `tx`, `[_NUM_UPDATES, 2, 2, ...]`, for leaves that `widen` pads."""
     random = np.random.default_rng(0)
     trees = []
-    for _ in ("parameters", "gradients"):
-        leaves = [
-            random.normal(size=(2,) * len(leaf.shape)).astype(leaf.dtype) for leaf in plan.leaves
-        ]
+    for lead in ((), (_NUM_UPDATES,)):  # parameters, gradients of each update
+        leaves = [_sample(random, leaf, lead) for leaf in plan.leaves]
         if widen is not None:
             leaves = [widen(x, leaf) for x, leaf in zip(leaves, plan.leaves, strict=True)]
         trees.append(plan.whole(leaves))
@@ -79,15 +99,54 @@ def _updates(
         jax.ensure_compile_time_eval(),  # a `jit` may be tracing this
     ):
         try:
-            updates = jax.jit(lambda *trees: _run(tx, {}, *trees))(*trees)
+            return _run(tx, False, *trees)
         except Exception:  # some optimizers need more than gradients
-            updates = jax.jit(lambda *trees: _run(tx, _extras(tx, *trees), *trees))(*trees)
-    return [np.asarray(x) for x in arrays_of(updates)]
+            return _run(tx, True, *trees)
 
 
-def _run(tx: optax.GradientTransformation, extras: dict[str, Any], params: Any, grads: Any) -> Any:
+def _sample(random: np.random.Generator, leaf: LeafSpec, lead: tuple[int, ...]) -> np.ndarray:
+    """Random parameters `[2, 2, ...]`, or with `lead` gradients, the second half of them large."""
+    dtype = _dtype_of(leaf)
+    shape = (*lead, *(2,) * len(leaf.shape))
+    x = random.normal(size=shape)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        x = x + 1j * random.normal(size=shape)
+    if lead and jnp.issubdtype(dtype, jnp.inexact):
+        x[lead[0] // 2 :] *= _LARGE
+    return x.astype(dtype)
+
+
+def _dtype_of(leaf: LeafSpec) -> Any:
+    """The dtype of a leaf; float32 for narrower floats, whose rounding would hide a difference."""
+    is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+    return np.dtype(np.float32) if is_narrow else leaf.dtype
+
+
+def _run(
+    tx: optax.GradientTransformation, with_extras: bool, params: Any, grads: Any
+) -> list[np.ndarray]:
+    """The updates for gradients in turn, stacked, each applied before the next is computed."""
     tx = optax.with_extra_args_support(tx)
-    return tx.update(grads, tx.init(params), params, **extras)[0]
+
+    # One program and many calls: a loop in the program takes XLA longer to compile.
+    @jax.jit
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        extras = _extras(tx, params, grads) if with_extras else {}
+        updates, new = tx.update(grads, state, params, **extras)
+        return updates, _typed_like(state, new), optax.apply_updates(params, updates)
+
+    params = jax.tree.map(jnp.asarray, params)
+    state = jax.jit(lambda params: _typed_like(state := tx.init(params), state))(params)
+    found = []
+    for i in range(_NUM_UPDATES):
+        updates, state, params = update(jax.tree.map(lambda x: x[i], grads), state, params)  # noqa: B023
+        found.append(arrays_of(updates))
+    return [np.stack(each) for each in zip(*jax.device_get(found), strict=True)]
+
+
+def _typed_like(old: Any, new: Any) -> Any:
+    """A state with the dtypes of another, none weak, so that each call has the same program."""
+    return jax.tree.map(lambda x, y: jnp.asarray(y, jnp.asarray(x).dtype), old, new)
 
 
 def _extras(tx: optax.GradientTransformation, params: Any, grads: Any) -> dict[str, Any]:
@@ -108,7 +167,8 @@ def _widened(x: np.ndarray, leaf: LeafSpec) -> np.ndarray:
     """`x` with one element of padding, if its leaf is padded; otherwise unchanged."""
     if leaf.is_plain or leaf.layout is None or math.prod(x.shape) == 0:
         return x
-    return np.pad(x, [(0, d == leaf.layout.dim) for d in range(x.ndim)])
+    padded_dim = x.ndim - len(leaf.shape) + leaf.layout.dim
+    return np.pad(x, [(0, d == padded_dim) for d in range(x.ndim)])
 
 
 def _stored_wide(x: np.ndarray, leaf: LeafSpec) -> Any:
@@ -116,5 +176,6 @@ def _stored_wide(x: np.ndarray, leaf: LeafSpec) -> Any:
     wide = _widened(x, leaf)
     if wide is x or leaf.layout is None:
         return x
-    form = LeafSpec("", x.shape, leaf.dtype, DimSharding(leaf.layout.dim, size=2, num_shards=3))
+    shape = (2,) * len(leaf.shape)
+    form = LeafSpec("", shape, _dtype_of(leaf), DimSharding(leaf.layout.dim, size=2, num_shards=3))
     return StoredArray.of(wide, form)

@@ -140,3 +140,45 @@ def test_masked_optimizers(auto, name, tx, is_warned_of):
     tx = tx.inner if is_warned_of else tx
     want = two_steps(on_one_device(mean_loss), whole, tx.init(whole))
     zoo.assert_close(jax.device_get(auto.unshard(got)), jax.device_get(want), 1e-4, name)
+
+
+def _warm(peak):
+    return optax.linear_schedule(0.0, peak, 3)
+
+
+_BY_SHAPE = optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(0.1))
+_SHOWN_LATER = {
+    "warmup": optax.adamw(_warm(0.1), weight_decay=0.5, mask=_no_decay_on_bias),
+    "small_decay": optax.adamw(1e-3, weight_decay=1e-4, mask=_no_decay_on_bias),
+    "micro_batches": optax.MultiSteps(optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(1.0)), 4),
+    "threshold": optax.chain(optax.clip_by_block_rms(100.0), optax.sgd(0.1)),
+    "condition": optax.conditionally_transform(_BY_SHAPE, lambda step: step >= 3),
+}
+_SAME = {
+    "adam": optax.adam(_warm(1e-3)),
+    "lamb": optax.lamb(1e-3),
+    "lion": optax.lion(1e-3),
+    "clip": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(_warm(1e-3))),
+    "micro_batches": optax.MultiSteps(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), 4
+    ),
+    "prodigy": optax.contrib.prodigy(1.0),
+    "schedule_free": optax.contrib.schedule_free_adamw(0.1),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", _SHOWN_LATER)
+def test_padding_that_the_first_small_update_does_not_show_is_warned_of(auto, name):
+    with pytest.warns(UserWarning, match=r"updates of their own shapes.*zero\.optimizer\(tx\)"):
+        auto.init_optimizer(_SHOWN_LATER[name], auto.shard(whole_params()))
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
+@pytest.mark.parametrize("name", _SAME)
+def test_optimizers_that_padding_does_not_change_are_not_warned_of(auto, name, dtype):
+    if dtype == jnp.complex64 and name not in ("adam", "clip"):
+        pytest.skip("not for complex parameters")
+    params = jax.tree.map(lambda x: x.astype(dtype), whole_params())
+    auto.init_optimizer(_SAME[name], auto.shard(params))  # warnings are errors here
