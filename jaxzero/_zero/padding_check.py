@@ -3,7 +3,8 @@
 One update would not show it where learning rates start at 0, where gradients of several
 micro-batches make an update (`optax.MultiSteps`), or where only large gradients are clipped. So
 `_NUM_UPDATES` are compared, of a program that is compiled once, and the second half has gradients
-of size `_LARGE`. Optimizers with more than `_NUM_UPDATES / 2` micro-batches for an update, or a
+of size `_LARGE`. Layers whose paths differ by numbers are tried by one of them, and all leaves by
+one update. Optimizers with more than `_NUM_UPDATES / 2` micro-batches for an update, or a
 larger threshold, can go unnoticed.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -51,9 +53,10 @@ def warn_of_padding(
         return
     what = f"{len(padded)} leaves are padded with zeros on this mesh, `{padded[0]}` the first, and "
     try:
-        plain, wide = (
-            _updates(tx, plan, widen) for widen in (None, _widened if as_arrays else _stored_wide)
-        )
+        widen = _widened if as_arrays else _stored_wide
+        is_same = _is_same(tx, plan, widen, _one_of_each_kind(plan), _NUM_UPDATES)
+        if is_same and len(set(map(_kind, plan.leaves))) < len(plan.leaves):
+            is_same = _is_same(tx, plan, widen, [True] * len(plan.leaves), 1)
     except Exception as error:  # the optimizer is someone else's code, and only tried here
         warn(
             f"{what}whether this optimizer gives them the updates of their own shapes could not "
@@ -61,12 +64,37 @@ def warn_of_padding(
             f"or paths, it does not. {remedy}"
         )
         return
-    if not all(map(_are_equal, plain, wide)):
+    if not is_same:
         warn(f"{what}this optimizer would not give them the updates of their own shapes. {remedy}")
 
 
+def _is_same(
+    tx: optax.GradientTransformation,
+    plan: TreePlan,
+    widen: Callable[..., Any],
+    is_tried: list[bool],
+    num_updates: int,
+) -> bool:
+    """Whether the first updates of some leaves are the same if `widen` pads them."""
+    plain, wide = (_updates(tx, plan, each, is_tried, num_updates) for each in (None, widen))
+    return all(map(_are_equal, plain, wide))
+
+
+def _kind(leaf: LeafSpec) -> Any:
+    """What a leaf has in common with that of another layer: the path without numbers, and more."""
+    path = re.sub("[0-9]+", "", leaf.path)
+    dim = None if leaf.layout is None or leaf.is_plain else leaf.layout.dim
+    return path, len(leaf.shape), leaf.dtype, dim
+
+
+def _one_of_each_kind(plan: TreePlan) -> list[bool]:
+    """For each leaf, whether it is the first of its kind: the others would be slow to compile."""
+    kinds = list(map(_kind, plan.leaves))
+    return [kinds.index(kind) == i for i, kind in enumerate(kinds)]
+
+
 def _are_equal(plain: np.ndarray, wide: np.ndarray) -> bool:
-    """Whether updates `[_NUM_UPDATES, 2, 2, ...]` are those of a padded leaf without the padding.
+    """Whether updates `[updates, 2, 2, ...]` are those of a padded leaf without the padding.
 
     Norms are sums in another order if leaves are padded, which changes an update by some units in
     the last place of its largest element, and more once parameters have moved with that.
@@ -82,16 +110,21 @@ def _are_equal(plain: np.ndarray, wide: np.ndarray) -> bool:
 
 
 def _updates(
-    tx: optax.GradientTransformation, plan: TreePlan, widen: Callable[..., Any] | None
+    tx: optax.GradientTransformation,
+    plan: TreePlan,
+    widen: Callable[..., Any] | None,
+    is_tried: list[bool],
+    num_updates: int,
 ) -> list[Any]:
-    """The first updates of `tx`, `[_NUM_UPDATES, 2, 2, ...]`, for leaves that `widen` pads."""
+    """The first updates of `tx`, `[num_updates, 2, 2, ...]`; `widen` pads leaves."""
     random = np.random.default_rng(0)
     trees = []
-    for lead in ((), (_NUM_UPDATES,)):  # parameters, gradients of each update
+    for lead in ((), (num_updates,)):  # parameters, gradients of each update
         leaves = [_sample(random, leaf, lead) for leaf in plan.leaves]
         if widen is not None:
             leaves = [widen(x, leaf) for x, leaf in zip(leaves, plan.leaves, strict=True)]
-        trees.append(plan.whole(leaves))
+        tried = [x if is_in else None for x, is_in in zip(leaves, is_tried, strict=True)]
+        trees.append(plan.whole(tried))
     # optax relies on JAX's default promotion of dtypes, which a user may have made strict.
     with (
         jax.numpy_dtype_promotion("standard"),
@@ -99,9 +132,9 @@ def _updates(
         jax.ensure_compile_time_eval(),  # a `jit` may be tracing this
     ):
         try:
-            return _run(tx, False, *trees)
+            return _run(tx, False, num_updates, *trees)
         except Exception:  # some optimizers need more than gradients
-            return _run(tx, True, *trees)
+            return _run(tx, True, num_updates, *trees)
 
 
 def _sample(random: np.random.Generator, leaf: LeafSpec, lead: tuple[int, ...]) -> np.ndarray:
@@ -112,7 +145,7 @@ def _sample(random: np.random.Generator, leaf: LeafSpec, lead: tuple[int, ...]) 
     if jnp.issubdtype(dtype, jnp.complexfloating):
         x = x + 1j * random.normal(size=shape)
     if lead and jnp.issubdtype(dtype, jnp.inexact):
-        x[lead[0] // 2 :] *= _LARGE
+        x[(lead[0] + 1) // 2 :] *= _LARGE
     return x.astype(dtype)
 
 
@@ -123,7 +156,11 @@ def _dtype_of(leaf: LeafSpec) -> Any:
 
 
 def _run(
-    tx: optax.GradientTransformation, with_extras: bool, params: Any, grads: Any
+    tx: optax.GradientTransformation,
+    with_extras: bool,
+    num_updates: int,
+    params: Any,
+    grads: Any,
 ) -> list[np.ndarray]:
     """The updates for gradients in turn, stacked, each applied before the next is computed."""
     tx = optax.with_extra_args_support(tx)
@@ -135,10 +172,14 @@ def _run(
         updates, new = tx.update(grads, state, params, **extras)
         return updates, _typed_like(state, new), optax.apply_updates(params, updates)
 
+    if num_updates == 1:  # one program, in which XLA folds the first state
+        first = jax.jit(lambda grads, params: update(grads, tx.init(params), params)[0])
+        updates = first(jax.tree.map(lambda x: x[0], grads), params)
+        return [np.asarray(x)[None] for x in arrays_of(updates)]
     params = jax.tree.map(jnp.asarray, params)
     state = jax.jit(lambda params: _typed_like(state := tx.init(params), state))(params)
     found = []
-    for i in range(_NUM_UPDATES):
+    for i in range(num_updates):
         updates, state, params = update(jax.tree.map(lambda x: x[i], grads), state, params)  # noqa: B023
         found.append(arrays_of(updates))
     return [np.stack(each) for each in zip(*jax.device_get(found), strict=True)]

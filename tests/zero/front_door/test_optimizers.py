@@ -152,7 +152,7 @@ _SHOWN_LATER = {
     "small_decay": optax.adamw(1e-3, weight_decay=1e-4, mask=_no_decay_on_bias),
     "micro_batches": optax.MultiSteps(optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(1.0)), 4),
     "threshold": optax.chain(optax.clip_by_block_rms(100.0), optax.sgd(0.1)),
-    "condition": optax.conditionally_transform(_BY_SHAPE, lambda step: step >= 3),
+    "condition": optax.conditionally_transform(_BY_SHAPE, lambda step: jnp.greater_equal(step, 3)),
 }
 _SAME = {
     "adam": optax.adam(_warm(1e-3)),
@@ -182,3 +182,17 @@ def test_optimizers_that_padding_does_not_change_are_not_warned_of(auto, name, d
         pytest.skip("not for complex parameters")
     params = jax.tree.map(lambda x: x.astype(dtype), whole_params())
     auto.init_optimizer(_SAME[name], auto.shard(params))  # warnings are errors here
+
+
+@pytest.mark.standard_promotion
+def test_one_layer_that_is_selected_by_its_path_is_warned_of(auto):
+    """Of layers whose paths differ by numbers, only one is tried with many updates."""
+
+    def is_third(tree):
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/") == "2/b", tree
+        )
+
+    params = auto.shard([{"b": np.ones(9, np.float32)} for _ in range(4)])
+    with pytest.warns(UserWarning, match=r"updates of their own shapes.*zero\.optimizer\(tx\)"):
+        auto.init_optimizer(optax.adamw(0.1, weight_decay=0.5, mask=is_third), params)
