@@ -116,7 +116,10 @@ def _updates(
     is_tried: list[bool],
     num_updates: int,
 ) -> list[Any]:
-    """The first updates of `tx`, `[num_updates, 2, 2, ...]`; `widen` pads leaves."""
+    """The first updates of `tx`, `[num_updates, 2, 2, ...]`; `widen` pads leaves.
+
+    Only one if `tx` needs more than gradients, such as the loss.
+    """
     random = np.random.default_rng(0)
     trees = []
     for lead in ((), (num_updates,)):  # parameters, gradients of each update
