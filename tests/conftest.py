@@ -37,8 +37,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # XLA:CPU has a thread for each device, or for each of so many cores. Where a device waits in two
 # collectives at once, one thread for each is too few: all wait for the device that has none.
 os.environ.setdefault("NPROC", "32")
-# Two workers already use both cores. More threads in NumPy and torch would only wait for a core,
-# and OpenBLAS spins while it waits: it made the tests of the planner take twice the CPU time.
+# Two pytest workers already use both cores, so NumPy and torch get one thread each. OpenBLAS
+# threads busy-wait: with more of them the planner's tests took twice the CPU time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Models come from files here; a library that would ask a hub for one fails at once instead.

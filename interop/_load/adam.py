@@ -28,7 +28,7 @@ from jaxzero.interop._tensors import (
 from .convert_file import to_torch
 
 _COUNTERS = ("count", "gradient_step")  # fields of optax states that count updates
-# States whose `count` is that of micro-batches or losses since they were last put together.
+# Their `count` is the number of micro-batches or losses accumulated since the last update.
 _OF_ACCUMULATION = (SimigradState, optax.ApplyEvery, optax.contrib.ReduceLROnPlateauState)
 
 

@@ -40,7 +40,7 @@ def _check(array: np.ndarray, dtype: np.dtype, label: str) -> None:
 
 
 def _surely_fits(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Which values are in the range of a dtype; those that are not finite are in none."""
+    """Which values are finite and in the range of a dtype, rounded to it."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return np.isfinite(values.astype(dtype))
     least, most = _range(dtype) or (0, 0)
@@ -59,7 +59,7 @@ def _covers(dtype: np.dtype, source: np.dtype) -> bool:
 
 
 def _range(dtype: np.dtype) -> tuple[float, float] | None:
-    """The least and the largest number of a dtype, as `int` or `float`."""
+    """The smallest and the largest finite value of a dtype; None if it is neither int nor float."""
     if jnp.issubdtype(dtype, jnp.integer):
         return int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
     if jnp.issubdtype(dtype, jnp.floating):

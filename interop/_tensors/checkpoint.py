@@ -117,7 +117,7 @@ def gather_moments(
 
 
 def check_is_adam(held: Mapping, what: str) -> None:
-    """Raise `ValueError` if the state of a parameter has other entries than Adam's.
+    """Raise `ValueError` unless the optimizer state of a parameter has exactly Adam's entries.
 
     `what` names the state in the message, which begins with it.
     """

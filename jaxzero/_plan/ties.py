@@ -80,7 +80,7 @@ def find_ties(
 
 
 def largest_input(block: Block, uses: BlockUses, others: Set[Value]) -> Value | None:
-    """The largest input of a loop's body that is no weight and not one of `others`.
+    """The largest array that a loop's body reads, except weights and the values in `others`.
 
     That is usually the activations. Gathers are tied to it: they start when it is there.
     """

@@ -121,10 +121,10 @@ class Registry:
         return any(is_stored(x) or self._is_split_as_ours(x) for x in arrays)
 
     def is_placed_otherwise(self, tree: Any, plan: TreePlan) -> bool:
-        """Whether a tree of the shapes of `plan` is certainly not a tree that was laid out so.
+        """Whether a tree with the shapes of `plan` certainly does not have its shardings.
 
-        That is so if where its arrays are is known, and one of them is in host memory as a NumPy
-        array, or is a `jax.Array` with another sharding than `plan` gives.
+        That is known if no array is traced: then one of them is a NumPy array, or a `jax.Array`
+        with another sharding.
         """
         arrays = [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
         is_otherwise = [
@@ -133,7 +133,7 @@ class Registry:
         return None not in is_otherwise and any(is_otherwise)
 
     def _is_elsewhere(self, x: Any, leaf: LeafSpec) -> bool | None:
-        """Whether an array is not where the layout `leaf` puts it; None if that is not known."""
+        """Whether an array has another sharding than `leaf`; None if it is traced."""
         if is_traced(x) or isinstance(x, jax.ShapeDtypeStruct):
             return None
         if not isinstance(x, jax.Array):

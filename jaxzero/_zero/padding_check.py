@@ -75,13 +75,13 @@ def _is_same(
     is_tried: list[bool],
     num_updates: int,
 ) -> bool:
-    """Whether the first updates of some leaves are the same if `widen` pads them."""
+    """Whether `tx` computes the same updates for the leaves of `is_tried` if `widen` pads them."""
     plain, wide = (_updates(tx, plan, each, is_tried, num_updates) for each in (None, widen))
     return all(map(_are_equal, plain, wide))
 
 
 def _kind(leaf: LeafSpec) -> Any:
-    """What a leaf has in common with that of another layer: the path without numbers, and more."""
+    """A key that is equal for leaves of different layers whose paths differ only by numbers."""
     path = re.sub("[0-9]+", "", leaf.path)
     dim = None if leaf.layout is None or leaf.is_plain else leaf.layout.dim
     return path, len(leaf.shape), leaf.dtype, dim
@@ -165,7 +165,7 @@ def _run(
     params: Any,
     grads: Any,
 ) -> list[np.ndarray]:
-    """The updates for gradients in turn, stacked, each applied before the next is computed."""
+    """Take `num_updates` steps with `tx`; return the update of each step, stacked along dim 0."""
     tx = optax.with_extra_args_support(tx)
 
     # One program and many calls: a loop in the program takes XLA longer to compile.
@@ -180,7 +180,8 @@ def _run(
         updates = first(jax.tree.map(lambda x: x[0], grads), params)
         return [np.asarray(x)[None] for x in arrays_of(updates)]
     params = jax.tree.map(jnp.asarray, params)
-    state = jax.jit(lambda params: _typed_like(state := tx.init(params), state))(params)
+    state = jax.jit(tx.init)(params)
+    state = _typed_like(state, state)
     found = []
     for i in range(num_updates):
         updates, state, params = update(jax.tree.map(lambda x: x[i], grads), state, params)  # noqa: B023
@@ -189,7 +190,7 @@ def _run(
 
 
 def _typed_like(old: Any, new: Any) -> Any:
-    """A state with the dtypes of another, none weak, so that each call has the same program."""
+    """Cast `new` to the dtypes of `old`, so that all updates run in one compiled program."""
     return jax.tree.map(lambda x, y: jnp.asarray(y, jnp.asarray(x).dtype), old, new)
 
 

@@ -142,7 +142,7 @@ def test_model_states_of_a_step_after_the_optimizer(tmp_path: Path, recwarn):
     recwarn.clear()
     set_steps(step, global_steps=5, skipped_steps=2)
     interop.open_checkpoint(step)
-    # Here parameters are compared with the model, so the step of the optimizer says nothing more.
+    # Stages 1 and 2 compare the parameters themselves, so there is no warning.
     first_stage = copied(tmp_path, "zero1")
     set_steps(first_stage, global_steps=5)
     interop.open_checkpoint(first_stage)

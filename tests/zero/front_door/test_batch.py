@@ -188,7 +188,7 @@ _ASKED = r"`x`.*`table`.*can be the batch.*`batch_argnums=`"
 @pytest.mark.parametrize("kind", ["numpy", "one_device", "split", "whole"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_batch_with_the_shape_of_the_parameters_beside_a_table_is_asked_about(kind, stage):
-    """It was given whole to every device, and the table was split, without a word."""
+    """Otherwise every device would get all of `x`, and `table` would be split as the batch."""
     zero = jz.Zero(zoo.make_mesh("2x4-auto"), jz.ZeroConfig(stage=stage))
     whole, rows = np.asarray(_square(0)), np.asarray(_square(1))
     w, table = zero.shard(whole), np.linspace(0.1, 2, ROWS, dtype=np.float32)

@@ -191,7 +191,7 @@ def test_optimizers_that_padding_does_not_change_are_not_warned_of(auto, name, d
 
 @pytest.mark.standard_promotion
 def test_one_layer_that_is_selected_by_its_path_is_warned_of(auto):
-    """Of layers whose paths differ by numbers, only one is tried with many updates."""
+    """The trial takes many updates for one of several equal layers, and one update for all."""
 
     def is_third(tree):
         return jax.tree_util.tree_map_with_path(
