@@ -144,8 +144,7 @@ def plan_program(
     if microbatches == 1 and not comm.halves and shapes[1] is None:
         top, targets = _with_means(top, shapes, targets, parameters, updates)
         top = cut_last_updates(top)
-    if comm.schedule.separate_ends:
-        top, later = separate_ends(top, comm), later and separate_ends(later, comm)
+    top, later = separate_ends(top, comm), later and separate_ends(later, comm)
     return ProgramPlan(top, later, weights, depths, targets)
 
 

@@ -10,9 +10,11 @@ others do, so that each end is one loop with one body.
 The last iteration of a loop that updates leaves in host memory is always cut off, if it can be: in
 it, and nowhere later, the copies of the last updates overlap with computation.
 
-Each end is one more copy of the body to compile, so the other ends are cut off only on request
-(`CommSchedule.separate_ends`), where a loop is long compared with its ends, and not inside of other
-loops: there the copies would hold copies in turn.
+Each end is one more copy of the body to compile. By default only the ends of loops inside other
+loops are cut off, such as a scan over experts in a scan over layers: what they would send in vain
+is sent again in each iteration of the outer loop, and their bodies are only a part of a layer.
+Short loops stay whole, and so do loops that hold one which gathers weights: their copies would hold
+copies in turn.
 """
 
 from __future__ import annotations
@@ -30,19 +32,28 @@ _ITERATIONS = 2
 
 
 def separate_ends(plan: BlockPlan, comm: CommSpec) -> BlockPlan:
-    """Cut the ends off the pipelined loops at the top level of a program.
+    """Cut the ends off the pipelined loops that `CommSchedule.separate_ends` asks for.
 
     Args:
         plan: the plan of the full program, with the node slices that it keeps marked.
-        comm: the axes that weights are gathered over and gradients reduced over.
+        comm: the schedule, and the axes that weights are gathered over and gradients reduced over.
     """
-    if not comm.axes_with_peers((NODE,)):
+    requested = comm.schedule.separate_ends
+    if requested is False or not comm.axes_with_peers((NODE,)):
         return plan
+    return _separate_ends(plan, comm, are_cut=requested is True)
+
+
+def _separate_ends(plan: BlockPlan, comm: CommSpec, are_cut: bool) -> BlockPlan:
+    """Cut the ends off the loops inside the loops of a block, and off its own if `are_cut`."""
     loops = {}
     for index, loop in plan.loops.items():
         operation = plan.block.operations[index]
         assert isinstance(operation, Loop)
-        if _may_be_cut(operation, loop):
+        repeats = not isinstance(operation, Branch)
+        body = _separate_ends(loop.body, comm, are_cut or repeats)
+        loop = dataclasses.replace(loop, body=body)
+        if are_cut and _may_be_cut(operation, loop):
             first, last = _num_first(loop, comm), 0
             if not any(other.continues == index for other in plan.loops.values()):
                 last = _num_last(loop, comm)

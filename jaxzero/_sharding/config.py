@@ -87,10 +87,12 @@ class CommSchedule:
             it would wait for its weights then.
         separate_ends: run the first and last iterations of a pipelined loop as short loops before
             and after it, which send nothing between nodes that no layer uses. That sends 4 to 6%
-            less between nodes for 32 layers. Each of these loops, two or three in a program, is one
-            more copy of the layer to compile. Short loops, loops inside of others and those that
-            copy from or to host memory are left whole, but for the last iteration of a loop that
-            updates layers (`Zero.value_and_update`, JAX 0.11 and later), which is always apart.
+            less between nodes for 32 layers, and 19% less for 8 experts in each layer. Each of
+            these loops, two or three in a program, is one more copy of the layer to compile. `None`:
+            only for loops inside other loops. Short loops, loops that hold one which gathers
+            weights, and those that copy from or to host memory are left whole, but for the last
+            iteration of a loop that updates layers (`Zero.value_and_update`, JAX 0.11 and later),
+            which is always apart.
     """
 
     prefetch: int = 1
@@ -99,12 +101,12 @@ class CommSchedule:
     max_live_parameters: int | None = None
     live_bytes: int | None = None
     loop_constant_bytes: int | None = None
-    separate_ends: bool = False
+    separate_ends: bool | None = None
 
     def __post_init__(self):
-        if not isinstance(self.separate_ends, bool):
+        if not isinstance(self.separate_ends, bool | None):
             raise ValueError(
-                "`separate_ends` of `CommSchedule` must be True or False; "
+                "`separate_ends` of `CommSchedule` must be True, False or None; "
                 f"got {self.separate_ends!r}."
             )
         for field in dataclasses.fields(self):

@@ -24,6 +24,7 @@ CONFIGS = {
     "stage 2": jz.ZeroConfig(stage=2),
 }
 UNITS, ENDS = jz.CommSchedule(prefetch=0), jz.CommSchedule(separate_ends=True)
+DEFAULT, WHOLE = jz.CommSchedule(), jz.CommSchedule(separate_ends=False)
 
 
 def _zero(config, schedule=UNITS, nodes=2, **mesh):
@@ -61,17 +62,19 @@ def _loss_back(params, x):
     return _loss(params, x, reverse=True)
 
 
+def _experts(params):
+    """The layers' weights as those of layers of eight experts."""
+    return jax.tree.map(lambda w: w.reshape(-1, 8, *w.shape[1:]), params)
+
+
 def _experts_loss(params, x):
-    """Four experts in each of the layers, one after the other."""
+    """Experts in each of the layers, one after the other."""
     x, _ = jax.lax.scan(lambda x, layer: jax.lax.scan(_layer, x, layer), x, params["layers"])
     return jnp.mean(x**2)
 
 
 def _init_experts(num_layers):
-    def init(key):
-        return jax.tree.map(lambda w: w.reshape(-1, 4, *w.shape[1:]), _init(4 * num_layers)(key))
-
-    return init
+    return lambda key: _experts(_init(8 * num_layers)(key))
 
 
 ROWS = np.linspace(-1, 1, 32 * WIDTH, dtype=np.float32).reshape(32, WIDTH)
@@ -104,14 +107,30 @@ def test_a_pipelined_loop_sends_each_layer_as_often_as_a_plain_one(config, nodes
     assert _between_nodes(ahead) == plain != {}
 
 
+@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_loop_inside_another_does_so_by_default(config, nodes):
+    def sent(schedule):
+        return _between_nodes(
+            _plan(_zero(config, schedule, nodes), 3, _experts_loss, _init_experts)
+        )
+
+    ahead, plain = sent(DEFAULT), sent(UNITS)
+    assert ahead == plain != {}
+    assert sum(sent(WHOLE).values()) > sum(plain.values())
+
+
 @pytest.mark.parametrize(("config", "microbatches"), [("zero3", 1), ("zeropp", 1), ("zeropp", 2)])
-def test_so_does_the_compiled_program(config, microbatches):
+@pytest.mark.parametrize(
+    ("schedule", "loss", "init"), [(ENDS, _loss, _init), (DEFAULT, _experts_loss, _init_experts)]
+)
+def test_so_does_the_compiled_program(config, microbatches, schedule, loss, init):
     """Bytes into a node, of all collectives and all iterations of loops."""
     entering = []
-    for schedule in (ENDS, UNITS):
-        zero = _zero(config, schedule)
-        params = zero.abstract(_init(8), jax.random.key(0))
-        step = jax.jit(zero.value_and_grad(_loss, microbatches=microbatches))
+    for each in (schedule, UNITS):
+        zero = _zero(config, each)
+        params = zero.abstract(init(8), jax.random.key(0))
+        step = jax.jit(zero.value_and_grad(loss, microbatches=microbatches))
         found = _hlo.collectives(step.lower(params, ROWS).compile().as_text())
         entering.append(sum(x.node_bytes(4) * x.trips for x in found if x.crosses(4)))
     assert entering[0] == entering[1] > 0
@@ -152,11 +171,11 @@ def test_a_loop_that_sends_nothing_between_nodes_is_whole():
     assert _cut(_plan(_zero("zero3", ENDS, 1), 8)) == [(0, 0), (0, 0)]
 
 
-def test_loops_are_whole_by_default():
-    assert _cut(_plan(_zero("zero3", jz.CommSchedule()), 8)) == [(0, 0), (0, 0)]
+def test_loops_of_the_program_are_whole_by_default():
+    assert _cut(_plan(_zero("zero3", DEFAULT), 8)) == [(0, 0), (0, 0)]
     schedule = jz.CommSchedule()
     object.__setattr__(schedule, "separate_ends", 1)  # past annotations, where these are checked
-    with pytest.raises(ValueError, match="`separate_ends` of .* must be True or False; got 1"):
+    with pytest.raises(ValueError, match="`separate_ends` of .* must be True, False or None; got 1"):
         schedule.__post_init__()
 
 
@@ -173,24 +192,27 @@ def test_the_last_iteration_of_a_loop_that_updates_is_cut_off(num_layers, num_la
     assert [_cut(plan)[-1:] for plan in plans] == [[(0, 0)], [(0, num_last)]]
 
 
-def test_short_loops_and_loops_in_loops_keep_their_ends():
+def test_short_loops_and_loops_that_hold_loops_keep_their_ends():
     assert _cut(_plan(_zero("zero3", ENDS), 7)) == [(0, 0), (0, 0)]
-    nested = _plan(_zero("zero3", ENDS), 16, _experts_loss, _init_experts)
-    assert set(_cut(nested)) == {(0, 0)}
-    inside = [x for loop in nested.top.loops.values() for x in loop.body.loops.values()]
-    assert any(x.is_pipelined for x in inside)
-    assert {(x.num_first, x.num_last) for x in inside} == {(0, 0)}
+    # Gradients of a loop inside another cross nodes after it, all layers at once.
+    for schedule, ends in ((ENDS, (0, 2)), (DEFAULT, (0, 2)), (WHOLE, (0, 0))):
+        nested = _plan(_zero("zero3", schedule), 16, _experts_loss, _init_experts)
+        assert set(_cut(nested)) == {(0, 0)}
+        inside = [x for loop in nested.top.loops.values() for x in loop.body.loops.values()]
+        assert {(x.num_first, x.num_last) for x in inside} == {ends}
 
 
 BITS = [
     ("zero3", 9, 1, 2, _loss),
+    ("zero3", 16, 1, 2, _experts_loss),
+    ("zeropp", 16, 2, 2, _experts_loss),
     ("zero3", 8, 1, 2, _loss_back),
     ("zero3", 5, 1, 8, _loss),
     ("zeropp", 9, 1, 2, _loss),
     ("hpz", 8, 2, 2, _loss_back),
     ("hsdp", 8, 1, 2, _loss),
 ]
-EXPLICIT = [BITS[3], BITS[4]]  # cases on a mesh of explicit axes; exhaustive tests have all
+EXPLICIT = [BITS[5], BITS[6]]  # cases on a mesh of explicit axes; exhaustive tests have all
 
 
 @pytest.mark.slow
@@ -206,7 +228,8 @@ def test_bits_are_those_of_a_plain_loop(config, num_layers, microbatches, nodes,
     results = []
     for schedule in (ENDS, UNITS):
         zero = _zero(config, schedule, nodes, axis_type=axis_type)
-        params = zero.shard(_whole(num_layers))
+        whole = _whole(num_layers)
+        params = zero.shard(_experts(whole) if loss is _experts_loss else whole)
         got = jax.jit(zero.value_and_grad(loss, microbatches=microbatches))(params, ROWS)
         results.append(jax.device_get((got[0], zero.unshard(got[1]))))
     jax.tree.map(np.testing.assert_array_equal, *results)
