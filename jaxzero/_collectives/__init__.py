@@ -11,9 +11,7 @@ from .comm_spec import accumulator_dtype as accumulator_dtype
 from .encoded_shards import EncodedShards as EncodedShards
 from .encoded_shards import from_stored as from_stored
 from .encoded_shards import to_stored as to_stored
-from .gather import encode_node_slice as encode_node_slice
 from .gather import gather_hop as gather_hop
-from .gather import node_slices as node_slices
 from .gather import start_gather as start_gather
 from .host_copies import copy_to_device as copy_to_device
 from .host_copies import copy_to_host as copy_to_host
@@ -28,6 +26,8 @@ from .ledger import picked as picked
 from .ledger import readable_bytes as readable_bytes
 from .ledger import recording as recording
 from .ledger import repeated as repeated
+from .node_slices import encode_node_slice as encode_node_slice
+from .node_slices import node_slices as node_slices
 from .packing import as_bytes as as_bytes
 from .packing import from_bytes as from_bytes
 from .partial_sums import HalfBatchSum as HalfBatchSum

@@ -92,6 +92,12 @@ class CommSpec:
             lines.append(f"kept slices (hpZ): {self.hpz.codec}")
         return tuple(lines)
 
+    @property
+    def weight_hop(self) -> WeightHop:
+        """The hop of weights between nodes; only where weights are sent as differences."""
+        assert isinstance(self.weights.node, WeightHop)
+        return self.weights.node
+
     def weight_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
         """The codec with which a weight of `num` elements (in full) is gathered over `axis`."""
         codec = getattr(self.weights, axis)

@@ -45,6 +45,8 @@ class EncodedShards:
         pinned: whether the leaf is stored encoded; its messages are then sent as they are, and
             the codecs of the config (`weights`, `hpz`) are not used.
         tiled: whether the messages are those of `Codec.encode_tiled`.
+        kept: the node slice of the step before, if the first gather over `node` sends the
+            difference to it (`weight_differences`).
     """
 
     data: Shaped[Array, ...]
@@ -56,6 +58,7 @@ class EncodedShards:
     axes: tuple[str, ...] = ()
     pinned: bool = False
     tiled: bool = False
+    kept: EncodedShards | None = None
 
     @classmethod
     def plain(cls, x: Shaped[Array, ...], dim: int, lead: int = 0) -> EncodedShards:
@@ -115,7 +118,8 @@ class EncodedShards:
 
     def described(self, data: jax.ShapeDtypeStruct) -> EncodedShards:
         """These shards with only the shape and dtype of `data`, in place of an array."""
-        return dataclasses.replace(self, data=data)  # pyright: ignore[reportArgumentType]
+        known = dataclasses.replace(self, kept=None)
+        return dataclasses.replace(known, data=data)  # pyright: ignore[reportArgumentType]
 
     def join(self, dtype: Any = None) -> Shaped[Array, ...]:
         """The array that the shards form, as `dtype` (by default its own)."""
@@ -163,12 +167,20 @@ class EncodedShards:
         data = copy_to_device(self.data, "weights", name, windowed=windowed)
         return dataclasses.replace(self, data=data)
 
-    def layer(self, data: Shaped[Array, ...]) -> EncodedShards:
-        """These shards for one layer of a stack; `data` is the layer's slice in a loop's body."""
+    def layer(
+        self, data: Shaped[Array, ...], kept: Shaped[Array, ...] | None = None
+    ) -> EncodedShards:
+        """These shards for one layer of a stack.
+
+        Args:
+            data: the layer's slice of `data` in a loop's body.
+            kept: the layer's slice of the data of `kept`; `None` leaves `kept` out.
+        """
         assert self.codec is None or self.lead > 0
         lead = max(self.lead - 1, 0)
+        before = None if kept is None or self.kept is None else self.kept.layer(kept)
         return dataclasses.replace(
-            self, data=data, shape=self.shape[1:], dim=self.dim - 1, lead=lead
+            self, data=data, shape=self.shape[1:], dim=self.dim - 1, lead=lead, kept=before
         )
 
     def stack(self, data: Shaped[Array, ...]) -> EncodedShards:
@@ -181,7 +193,7 @@ class EncodedShards:
 
 jax.tree_util.register_dataclass(
     EncodedShards,
-    ["data"],
+    ["data", "kept"],
     ["codec", "shape", "dim", "dtype", "lead", "axes", "pinned", "tiled"],
 )
 

@@ -5,19 +5,15 @@ Only a shard then crosses between nodes, the smallest array of all, and the gath
 the order of storage (`_sharding.layout`). `start_gather` encodes the buckets; each call of
 `gather_hop` then gathers over one axis.
 
-Legend: a `shard` is what one device owns; a node `slice` is the part of the array that one device
-has after the gather over `node`, joined from the shards of all devices with its `local` index;
-`full` is the array in its own shape.
+Legend: a `shard` is what one device owns; `full` is the array in its own shape.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from .._codecs import Codec, DeferredMessage
-from .._mesh import LOCAL, NODE
-from .bucket import GatherBucket, pack, unpack
+from .bucket import GatherBucket, pack
 from .comm_spec import CommSpec
 from .encoded_shards import EncodedShards
 
@@ -90,40 +86,6 @@ def _codec(shards: EncodedShards, size: int, comm: CommSpec) -> Codec | None:
     axis = _next_axis(shards, comm)
     if shards.pinned or axis is None:
         return shards.codec
+    if shards.kept is not None:
+        return comm.weight_hop.codec
     return comm.weight_codec(axis, size, shards.dtype)
-
-
-def node_slices(
-    shards: Sequence[EncodedShards],
-    sizes: Sequence[int],
-    comm: CommSpec,
-    pin: Callable[[list[GatherBucket]], list[GatherBucket]] = lambda buckets: buckets,
-) -> list[EncodedShards]:
-    """All-gather weights over `node` only, and encode the slices as hpZ stores them.
-
-    Args:
-        shards: this device's shards.
-        sizes: for each weight, the elements of the full array, or of one layer of a stack.
-        comm: axes and codecs.
-        pin: applied to the encoded buckets before they are sent, to put a barrier on them.
-    """
-    first = [dataclasses.replace(x, axes=(NODE,)) for x in shards]
-    slices = unpack(gather_hop(pin(start_gather(first, sizes, comm)), sizes, comm))
-    kept = [
-        x if x.pinned else encode_node_slice(x, size, comm, tiled=comm.form.tiled)
-        for x, size in zip(slices, sizes, strict=True)
-    ]
-    return [dataclasses.replace(x, axes=(LOCAL,)) for x in kept]
-
-
-def encode_node_slice(
-    node_slice: EncodedShards, size: int, comm: CommSpec, *, tiled: bool = False
-) -> EncodedShards:
-    """Encode a node slice with hpZ's codec, to be gathered over `local` later.
-
-    `size` is the number of elements of the full array, compared with `min_quantized_size`. A slice
-    that is kept between steps is not `tiled`: its form does not depend on the platform.
-    """
-    assert comm.hpz is not None
-    codec = comm.suitable(comm.hpz.codec, size, node_slice.dtype)
-    return node_slice.encode(codec, (LOCAL,), tiled=tiled)

@@ -121,6 +121,7 @@ def run_on_device(
     )
     versions = _versions(program, block, retrace, parameters, microbatches, shares)
     slices, sources = _gather_sources(stored, parameters, program, wire_state, comm)
+    in_program = {i for i in wire_state.slices if i in program.weights and i not in slices}
     runs_first = microbatches == 1 or program.later is not None  # outside of a loop
 
     def run(
@@ -140,6 +141,7 @@ def run_on_device(
     first = functools.partial(run, program.top) if runs_first else None
     later = functools.partial(run, program.later or program.top)
     sums, others = accumulate(later, inputs, specs, microbatches, first, program.means)
+    slices.update((i, sources[program.weights[i]].data) for i in in_program)
     plan = _plan_of_step(program, sources, microbatches, comm)
     if shapes[0] is None:
         return Result(None, [], others, wire_state, plan)
@@ -219,23 +221,25 @@ def _gather_sources(
     It is the shard where the program makes the node slice, in the first gather of the weight.
 
     Returns:
-        The new node slices of weights that are sent as differences, for the wire state, by index
-        of the leaf; and the gather sources of all weights.
+        The new node slices of weights that are sent as differences before the program, for the wire
+        state, by index of the leaf; and the gather sources of all weights.
     """
     slices, sources = {}, {}
     kept_in_program = slices_kept_in_program(program.top)
     from_shards = dataclasses.replace(comm, hpz=None)
     for i, weight in program.weights.items():
-        leaf, shard, node_slice = parameters.leaves[i], stored[i], None
+        leaf, shard, node_slice, kept = parameters.leaves[i], stored[i], None, None
+        in_program = weight in kept_in_program
         if i in wire_state.slices:
             kept = kept_slice(wire_state.slices[i], leaf, comm)
             shard = copy_to_device(shard, "weights", leaf.path, windowed=False)
-            node_slice = next_slice(shard, kept, leaf, comm)
-            slices[i] = node_slice.data
+            if not in_program:
+                node_slice = next_slice(shard, kept, leaf, comm)
+                slices[i] = node_slice.data
         with labelled("weights", leaf.path):
-            spec = from_shards if weight in kept_in_program else comm
-            depth = program.depths.get(i, 0)
-            sources[weight] = gather_source(shard, leaf, weight, depth, spec, node_slice)
+            spec, depth = from_shards if in_program else comm, program.depths.get(i, 0)
+            source = gather_source(shard, leaf, weight, depth, spec, node_slice)
+            sources[weight] = dataclasses.replace(source, kept=kept) if in_program else source
     return slices, sources
 
 

@@ -124,4 +124,7 @@ def _copied(stack: Stack, shards: EncodedShards, i: Array) -> EncodedShards:
 
 def layer_of(stack: EncodedShards, i: Array) -> EncodedShards:
     """Layer `i` of a stack of shards, in the memory where the stack is."""
-    return stack.layer(lax.dynamic_index_in_dim(stack.data, i, 0, keepdims=False))
+    data = lax.dynamic_index_in_dim(stack.data, i, 0, keepdims=False)
+    if stack.kept is None:
+        return stack.layer(data)
+    return stack.layer(data, lax.dynamic_index_in_dim(stack.kept.data, i, 0, keepdims=False))

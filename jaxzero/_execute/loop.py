@@ -38,7 +38,7 @@ def _run_plain(
 
     def body(carry, scanned):
         stacks, data, iteration = scanned
-        scanned = {layer: shards.layer(x) for (layer, shards), x in zip(known, data, strict=True)}
+        scanned = {layer: shards.layer(*x) for (layer, shards), x in zip(known, data, strict=True)}
         fetched = layers.host.fetch(layers.layer_index(iteration), 0)
         inside = layers.inside(layers.constants_from | scanned | fetched)
         outputs = inside.run([*constants, *carry, *stacks], uses.view_outputs)
@@ -53,7 +53,7 @@ def _run_plain(
     traced, note = repeated(body, loop.length)
     pairs = zip(uses.stacks, layers.stacks, strict=True)
     known = [(stack.layer, x) for stack, x in pairs if not in_host(x.data)]
-    data = [shards.data for _, shards in known]
+    data = [(x.data, None if x.kept is None else x.kept.data) for _, x in known]
     iterations = layers.iterations(0, loop.length)
     carry, (stacked, slices) = loop.scan(traced, carry, (stacks, data, iterations))
     note()

@@ -6,6 +6,7 @@ the stack, which runs backwards in a reversed loop.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -181,6 +182,16 @@ class LoopLayers:
         plan, comm = self.plan.body, self.outer.comm
         weights = WeightBuckets(plan, comm, sources, in_flight, next_sources, starts_gathers)
         return self.outer.inside(weights)
+
+    def take_kept(self, layers: Sequence[ShardedParam]) -> GatherSources:
+        """Remove and return the stacks of node slices of the step before (`EncodedShards.kept`)."""
+        taken = {}
+        for i, stack in enumerate(self.uses.stacks):
+            shards = self.stacks[i]
+            if stack.layer in layers and shards.kept is not None:
+                taken[stack.layer] = shards.kept
+                self.stacks[i] = dataclasses.replace(shards, kept=None)
+        return taken
 
     def keep_slices(self, slices: Mapping[ShardedParam, EncodedShards]) -> None:
         """Let later gathers start from the stacks of node slices, in place of the shards."""

@@ -77,6 +77,8 @@ class PipelinedLoop:
         self.host_inputs = {i: x for i, x in enumerate(stacks) if x is not None and in_host(x)}
         self.stacks = [None if i in self.host_inputs else x for i, x in enumerate(stacks)]
         self.templates: GatherSources = {}  # of the node slices: codec and layout
+        # Stacks of node slices of the step before, which the loop overwrites layer by layer.
+        self.previous = layers.take_kept(layers.kept_prefetched)
         updates = {number: self.outer.updates[leaf] for number, leaf in self.plan.updates.items()}
         self.deferred = DeferredGradients(
             self.plan,
@@ -127,8 +129,11 @@ class PipelinedLoop:
         self.templates = {x: kept for each in before.slices.values() for x, kept in each.items()}
         slices = []
         for weight in layers.kept_prefetched:
-            data = before.slices[0][weight].data
-            stack = jnp.zeros((self.loop.length, *data.shape), data.dtype)
+            if weight in self.previous:
+                stack = self.previous[weight].data
+            else:
+                data = before.slices[0][weight].data
+                stack = jnp.zeros((self.loop.length, *data.shape), data.dtype)
             for iteration, kept in before.slices.items():
                 layer_index = layers.layer_index(jnp.asarray(iteration))
                 stack = lax.dynamic_update_index_in_dim(stack, kept[weight].data, layer_index, 0)
@@ -221,6 +226,11 @@ class PipelinedLoop:
         next_sources = None
         if gathers:
             next_sources = layers.layer(following) | layers.host.layers(state.fetched, num_hops)
+            for weight, x in zip(layers.kept_prefetched, state.slices, strict=True):
+                if weight in self.previous:
+                    data = lax.dynamic_index_in_dim(x, following, 0, keepdims=False)
+                    kept = self.previous[weight].layer(data)
+                    next_sources[weight] = dataclasses.replace(next_sources[weight], kept=kept)
         inside = layers.inside(sources, state.in_flight, next_sources, gathers)
         sent: dict[int, ReduceBucket] = {}
 
@@ -249,17 +259,24 @@ class PipelinedLoop:
             carry=carry,
             in_flight=inside.weights.next_in_flight,
             deferred=deferred,
-            slices=self._next_slices(state.slices, inside, following) if gathers else state.slices,
+            slices=self._next_slices(state.slices, inside, iteration) if gathers else state.slices,
         )
         return self._copy_next(after, iteration, late, gathers), (outputs, kept)
 
-    def _next_slices(self, slices: list[Array], inside: Runner, following: Array) -> list[Array]:
-        """The stacks of node slices, with those that an iteration has gathered ahead."""
-        gathered = inside.weights.next_sources
-        return [
-            lax.dynamic_update_index_in_dim(x, gathered[weight].data, following, 0)
-            for weight, x in zip(self.layers.kept_prefetched, slices, strict=True)
-        ]
+    def _next_slices(self, slices: list[Array], inside: Runner, iteration: Array) -> list[Array]:
+        """The stacks of node slices, with those that an iteration has gathered ahead.
+
+        Past the end the last layer is sent again. Its slice has the difference already.
+        """
+        following = iteration + self.num_hops
+        exists, i = following < self.loop.length, self.layers.layer_index(following)
+        stacks = []
+        for weight, x in zip(self.layers.kept_prefetched, slices, strict=True):
+            data = inside.weights.next_sources[weight].data
+            if weight in self.previous:
+                data = jnp.where(exists, data, lax.dynamic_index_in_dim(x, i, 0, keepdims=False))
+            stacks.append(lax.dynamic_update_index_in_dim(x, data, i, 0))
+        return stacks
 
     def _copy_next(self, state: _State, iteration: Array, late: Array, gathers: bool) -> _State:
         """Copy from host memory what the next iterations need, at the end of an iteration.

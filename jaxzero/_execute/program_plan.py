@@ -32,6 +32,7 @@ from .._program import Block, Value
 from .._sharding import CommSchedule, DimSharding, LeafSpec, Offload, layouts_by_preference
 from .gather_sources import scan_depths
 from .mean_gradients import GradientTarget
+from .weight_differences import kept_slice
 from .wire_state import LocalWireState
 
 
@@ -123,7 +124,7 @@ def plan_program(
         targets = _targets(parameters, weights, depths, wire_state, microbatches, comm)
     output = block.outputs[0] if shapes[0] is not None else None
     loss = output if isinstance(output, Value) else None  # a constant ends no region
-    kept_weights = _slices_to_keep(parameters, weights, wire_state, microbatches, comm)
+    kept_weights = _slices_to_keep(parameters, weights, depths, wire_state, microbatches, comm)
 
     def planned(keeps_slices: bool) -> BlockPlan:
         return make_plan(
@@ -203,43 +204,45 @@ def _can_fetch(i: int, wire_state: LocalWireState, microbatches: int, comm: Comm
     With hpZ it cannot where node slices are made before the program runs: they are made of the
     shards in full.
     """
-    makes_slice = _makes_slices(wire_state, microbatches, comm) and i not in wire_state.slices
+    makes_slice = _makes_slices(microbatches, comm) and i not in wire_state.slices
     return comm.hpz is None or makes_slice
 
 
-def _makes_slices(wire_state: LocalWireState, microbatches: int, comm: CommSpec) -> bool:
+def _makes_slices(microbatches: int, comm: CommSpec) -> bool:
     """Whether the program makes node slices in the first gathers of weights (hpZ).
 
     With several micro-batches the program of the first does. The others run another program, which
-    has to be compiled too. There is one program for all of them where two gain little: without
-    prefetch nothing overlaps with the gathers, and with weight differences the first would make the
-    slices of small arrays only.
+    has to be compiled too. Without prefetch, where nothing overlaps with the gathers, there is one
+    program for all of them.
     """
     if comm.hpz is None or comm.sizes[NODE] == 1:
         return False
-    return microbatches == 1 or (comm.schedule.prefetch > 0 and not wire_state.slices)
+    return microbatches == 1 or comm.schedule.prefetch > 0
 
 
 def _slices_to_keep(
     parameters: Parameters,
     weights: dict[int, ShardedParam],
+    depths: Mapping[int, int],
     wire_state: LocalWireState,
     microbatches: int,
     comm: CommSpec,
 ) -> frozenset[ShardedParam]:
     """Choose the weights whose node slices the program makes in their first gather (hpZ).
 
-    The other node slices are made before the program runs. This is needed with weight differences,
-    which update them, and where the program splits a weight along another dim than storage does.
+    The other node slices are made before the program runs: where the program splits a weight along
+    another dim than storage does, and where the wire state has other layers than the program scans,
+    for example those of a stack of vectors in one message.
     """
-    if not _makes_slices(wire_state, microbatches, comm):
+    if not _makes_slices(microbatches, comm):
         return frozenset()
     leaves = parameters.leaves
-    return frozenset(
-        weight
-        for i, weight in weights.items()
-        if i not in wire_state.slices and leaves[i].layout == weight.layout
-    )
+    found = {i: weight for i, weight in weights.items() if leaves[i].layout == weight.layout}
+    for i in wire_state.slices:
+        kept = i in found and kept_slice(wire_state.slices[i], leaves[i], comm)
+        if kept and kept.codec is not None and kept.lead != depths[i]:
+            del found[i]
+    return frozenset(found.values())
 
 
 def _targets(

@@ -1,19 +1,16 @@
 """Node slices of weights that persist across steps and are updated by quantized differences.
 
-SDP4Bit (https://arxiv.org/abs/2410.15526): a step changes weights little, so a codec loses less on
-the difference than on the weight. Each device keeps its node slice w in the wire state; the owner
-of a shard x sends the difference over `node`, and every device that receives it adds it:
-
-    w' = w + decode(encode(x - w)).
+Each device keeps them in the wire state. [Note: weight differences] in `_collectives.node_slices`
+has the algorithm.
 """
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-from jax import lax
+import dataclasses
+
 from jaxtyping import Array, Shaped
 
-from .._collectives import CommSpec, EncodedShards, encode_node_slice, labelled
+from .._collectives import CommSpec, EncodedShards, encode_node_slice, labelled, node_slices
 from .._mesh import LOCAL, NODE
 from .._sharding import LeafSpec, WeightHop
 
@@ -40,7 +37,7 @@ def first_slice(shard: Shaped[Array, ...], leaf: LeafSpec, comm: CommSpec) -> En
 
 
 def kept_slice(data: Shaped[Array, ...], leaf: LeafSpec, comm: CommSpec) -> EncodedShards:
-    """The node slice that `first_slice` or `next_slice` made, from its array in the wire state."""
+    """The node slice that the last step or `first_slice` made, from its array in the wire state."""
     assert leaf.layout is not None and comm.hpz is not None
     lead, dim = leaf.num_lead, leaf.layout.dim
     shape = list(leaf.padded_shape)
@@ -52,20 +49,8 @@ def kept_slice(data: Shaped[Array, ...], leaf: LeafSpec, comm: CommSpec) -> Enco
 def next_slice(
     shard: Shaped[Array, ...], kept: EncodedShards, leaf: LeafSpec, comm: CommSpec
 ) -> EncodedShards:
-    """Update a node slice: every owner sends the difference between its shard and the slice."""
-    hop = comm.weights.node
-    assert isinstance(hop, WeightHop) and leaf.layout is not None
+    """Update a node slice in a message of its own, with layers as `kept_slice` has them."""
+    assert leaf.layout is not None
     with labelled("weights", leaf.path):
-        old = kept.join(jnp.float32)
-        # After weights with NaN are replaced from a checkpoint, NaN + difference would stay NaN.
-        old = jnp.where(jnp.isfinite(old), old, 0)
-        size = shard.shape[kept.dim]
-        start = lax.axis_index(NODE) * size
-        mine = lax.dynamic_slice_in_dim(old, start, size, axis=kept.dim)
-        difference = hop.difference(shard.astype(jnp.float32), mine)
-        change = EncodedShards.plain(difference, kept.dim, kept.lead)
-        change = change.encode(hop.codec, comm.axes).gather(NODE)
-        new = hop.updated(old, change.join()).astype(leaf.dtype)
-        return encode_node_slice(
-            EncodedShards.plain(new, kept.dim, kept.lead), leaf.layer_size, comm
-        )
+        plain = EncodedShards.plain(shard, leaf.layout.dim, leaf.num_lead)
+        return node_slices([dataclasses.replace(plain, kept=kept)], [leaf.layer_size], comm)[0]
