@@ -79,7 +79,7 @@ def _difference(shard: EncodedShards, kept: EncodedShards, comm: CommSpec) -> En
     return dataclasses.replace(plain, kept=kept)
 
 
-def _finite(kept: EncodedShards) -> Float32[Array, "..."]:
+def _finite(kept: EncodedShards) -> Float32[Array, ...]:
     """A node slice, decoded, with 0 for what is not finite.
 
     After weights with NaN are replaced from a checkpoint, NaN + difference would stay NaN.

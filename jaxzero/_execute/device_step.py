@@ -114,14 +114,13 @@ def run_on_device(
         None if parameters.weight_layout(i) else unpad(x, leaf.layout) if leaf.layout else x
         for i, (leaf, x) in enumerate(zip(parameters.leaves, stored, strict=True))
     ]
-    block, shapes = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
-    program = plan_program(block, shapes, parameters, wire_state, microbatches, comm, updates)
-    retrace = functools.partial(
+    trace_share = functools.partial(
         _trace, flat, parameters, stored, full, inputs, specs, microbatches, comm
     )
-    versions = _versions(program, block, retrace, parameters, microbatches, shares)
+    block, shapes = trace_share()
+    program = plan_program(block, shapes, parameters, wire_state, microbatches, comm, updates)
+    versions = _versions(program, block, trace_share, parameters, microbatches, shares)
     slices, sources = _gather_sources(stored, parameters, program, wire_state, comm)
-    in_program = {i for i in wire_state.slices if i in program.weights and i not in slices}
     runs_first = microbatches == 1 or program.later is not None  # outside of a loop
 
     def run(
@@ -135,13 +134,12 @@ def run_on_device(
             sources.update(sources_now)
             updated.update(stacks)
         loss, weight, gradients, others = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
-        zero = jnp.zeros(()) if loss is None else loss
-        return Accumulators(zero, weight, gradients), others
+        return Accumulators(jnp.zeros(()) if loss is None else loss, weight, gradients), others
 
     first = functools.partial(run, program.top) if runs_first else None
     later = functools.partial(run, program.later or program.top)
     sums, others = accumulate(later, inputs, specs, microbatches, first, program.means)
-    slices.update((i, sources[program.weights[i]].data) for i in in_program)
+    made = {i: sources[x].data for i, x in program.weights.items() if i in wire_state.slices}
     plan = _plan_of_step(program, sources, microbatches, comm)
     if shapes[0] is None:
         return Result(None, [], others, wire_state, plan)
@@ -151,7 +149,7 @@ def run_on_device(
         means.loss.astype(shapes[0].dtype),
         means.gradients,
         others,
-        LocalWireState(slices, residuals),
+        LocalWireState(made | slices, residuals),
         plan,
         means.halves,
         updated,
@@ -190,7 +188,7 @@ def _with_loop_limit(comm: CommSpec, shares: Sequence[int] | None) -> CommSpec:
 def _versions(
     program: ProgramPlan,
     block: Block,
-    retrace: Callable[[Fraction], tuple[Block, Any]],
+    trace_share: Callable[[Fraction], tuple[Block, Any]],
     parameters: Parameters,
     microbatches: int,
     shares: Sequence[int] | None,
@@ -199,7 +197,7 @@ def _versions(
     if shares is None:
         return None
     others = version_shares(shares)[1:]
-    blocks = [block, *(retrace(Fraction(share, max(shares)))[0] for share in others)]
+    blocks = [block, *(trace_share(Fraction(share, max(shares)))[0] for share in others)]
     first, uses = 1 if microbatches > 1 else 0, []
     for each in blocks:
         values = each.inputs[first : first + len(parameters.leaves)]

@@ -88,11 +88,11 @@ class CommSchedule:
         separate_ends: run the first and last iterations of a pipelined loop as short loops before
             and after it, which send nothing between nodes that no layer uses. That sends 4 to 6%
             less between nodes for 32 layers, and 19% less for 8 experts in each layer. Each of
-            these loops, two or three in a program, is one more copy of the layer to compile. `None`:
-            only for loops inside other loops. Short loops, loops that hold one which gathers
-            weights, and those that copy from or to host memory are left whole, but for the last
-            iteration of a loop that updates layers (`Zero.value_and_update`, JAX 0.11 and later),
-            which is always apart.
+            these loops, two or three in a program, is one more copy of the layer to compile.
+            `None`: only for loops inside other loops. Short loops, loops that hold one which
+            gathers weights, and those that copy from or to host memory are left whole, but for the
+            last iteration of a loop that updates layers (`Zero.value_and_update`, JAX 0.11 and
+            later), which is always apart.
     """
 
     prefetch: int = 1

@@ -61,8 +61,8 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(place)], check=True)
 
 
-# If writing an array's description fails first, Orbax raises while TensorStore still writes the array,
-# whose thread then finds the event loop closed, and can only print that.
+# If writing an array's description fails first, Orbax raises while TensorStore still writes the
+# array. Its thread then finds the event loop closed, and can only print that.
 @pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 def test_a_full_disk(small_disk, zero):
     """The save fails, those before it stay, and the next one succeeds where there is room."""

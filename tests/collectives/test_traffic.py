@@ -221,17 +221,13 @@ def test_between_nodes_once_for_all_microbatches(preset):
     text, report = _compiled(preset, mesh, 3)
     local = int(mesh[2])
     crossing = [c for c in _hlo.collectives(text) if c.crosses(local)]
-    # Slices are gathered in the first micro-batch's loop over 5 layers; with differences before it.
-    trips = {"zeropp": {1, 5}, "zeropp4": {1}}[preset]
-    assert {c.trips for c in crossing} == trips
+    # Slices are gathered in the first micro-batch's loop over 5 layers.
+    assert {c.trips for c in crossing} == {1, 5}
     traffic, one = report.traffic, _lowered(preset, mesh, 1)[1].traffic
     assert traffic.amount(lambda t: t.axis == "node").microbatch_bytes == 0
     inside, first = (x.amount(lambda t: t.axis == "local") for x in (traffic, one))
-    if preset == "zeropp":
-        assert traffic.node_bytes_for("weights") == one.node_bytes_for("weights")
-        assert inside.device_bytes == first.device_bytes + 2 * inside.microbatch_bytes
-    else:
-        assert inside.device_bytes == 3 * inside.microbatch_bytes
+    assert traffic.node_bytes_for("weights") == one.node_bytes_for("weights")
+    assert inside.device_bytes == first.device_bytes + 2 * inside.microbatch_bytes
 
 
 def test_report_as_table_and_data():

@@ -175,7 +175,7 @@ def test_loops_of_the_program_are_whole_by_default():
     assert _cut(_plan(_zero("zero3", DEFAULT), 8)) == [(0, 0), (0, 0)]
     schedule = jz.CommSchedule()
     object.__setattr__(schedule, "separate_ends", 1)  # past annotations, where these are checked
-    with pytest.raises(ValueError, match="`separate_ends` of .* must be True, False or None; got 1"):
+    with pytest.raises(ValueError, match="`separate_ends` .* must be True, False or None; got 1"):
         schedule.__post_init__()
 
 
