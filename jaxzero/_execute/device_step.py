@@ -219,8 +219,8 @@ def _gather_sources(
     It is the shard where the program makes the node slice, in the first gather of the weight.
 
     Returns:
-        The new node slices of the weights whose differences are sent before the program, by index of
-        the leaf; and the gather sources of all weights.
+        The new node slices of the weights whose differences are sent before the program, by index
+        of the leaf; and the gather sources of all weights.
     """
     slices, sources = {}, {}
     kept_in_program = slices_kept_in_program(program.top)
