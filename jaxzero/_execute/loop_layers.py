@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from .._collectives import CommSpec, EncodedShards, ReduceBucket
 from .._mesh import in_host
-from .._plan import BlockPlan, ShardedParam, Stack
+from .._plan import BlockPlan, ShardedParam, Stack, slices_kept_in_program
 from .._program import Atom, Loop, Value
 from .gathers import Bind, GatherSources, encode_bucket, gather_next_axis, on_shard
 from .gradient_buckets import GradientBuckets
@@ -81,15 +81,17 @@ class LoopLayers:
         self.host = HostStacks(self.plan, self.uses.stacks, self.stacks)
         self.is_continued = any(x.continues == index for x in outer.plan.loops.values())
         # Weights whose node slices this loop keeps: those gathered in an earlier iteration, and
-        # those gathered in the iteration that uses them.
-        kept = [
-            (group.prefetched, gather.weight)
+        # those gathered in the iteration that uses them, which may be by a loop inside.
+        prefetched = {
+            gather.weight
             for group in self.plan.body.gather_groups
             for gather in group.gathers
-            if gather.keeps
-        ]
-        self.kept_prefetched = [weight for prefetched, weight in kept if prefetched]
-        self.kept_in_iteration = [weight for prefetched, weight in kept if not prefetched]
+            if gather.keeps and group.prefetched
+        }
+        made = slices_kept_in_program(self.plan.body)
+        kept = [stack.layer for stack in self.uses.stacks if stack.layer in made]
+        self.kept_prefetched = [layer for layer in kept if layer in prefetched]
+        self.kept_in_iteration = [layer for layer in kept if layer not in prefetched]
 
     def inputs(self) -> tuple[list[Any], list[Any], list[Any]]:
         """Constants, carry and stacks of the program's loop; None for a weight."""

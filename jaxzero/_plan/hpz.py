@@ -9,11 +9,10 @@ from the slice. No gather of all slices has to come before the first layer.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 from .block_plan import BlockPlan, GatherGroup, LoopPlan
 from .lifetimes import Gather
-from .param_uses import BlockUses, ShardedParam
+from .param_uses import BlockUses, LoopUses, ShardedParam
 
 
 def mark_kept_slices(plan: BlockPlan, weights: frozenset[ShardedParam]) -> BlockPlan:
@@ -22,8 +21,8 @@ def mark_kept_slices(plan: BlockPlan, weights: frozenset[ShardedParam]) -> Block
     Args:
         plan: the plan of the full program.
         weights: the weights whose node slices are to be kept. A weight for which that is not
-            possible (a stack that a nested loop scans, for example) gets no mark, and none that a
-            loop gathers as a constant; `slices_kept_in_program` returns the marked ones.
+            possible (a layer that two loops inside a loop scan, for example) gets no mark, and none
+            that a loop gathers as a constant; `slices_kept_in_program` returns the marked ones.
     """
     weights -= _loop_constants(plan.uses)
     marked: set[Gather] = set()
@@ -45,7 +44,7 @@ def mark_kept_slices(plan: BlockPlan, weights: frozenset[ShardedParam]) -> Block
             if weight in weights and not stack.view.ops:
                 loops[index] = _keeping(loops[index], stack.layer)
     gather_groups = tuple(_marked(group, marked) for group in plan.gather_groups)
-    kept = {index: _kept_in_loop(plan, index, loop) for index, loop in loops.items()}
+    kept = {index: _kept_in_loop(plan.uses.loops[index], loop) for index, loop in loops.items()}
     for index, loop in loops.items():
         scanned = {stack.view.weight for stack in plan.uses.loops[index].stacks}
         makers = [i for i, kept_weights in kept.items() if i < index and kept_weights & scanned]
@@ -75,17 +74,29 @@ def _start_after(loop: LoopPlan, maker: int) -> LoopPlan:
 def _keeping(loop: LoopPlan, layer: ShardedParam) -> LoopPlan:
     """Mark the gather of `layer` in a loop's body as the one that keeps the node slice.
 
-    The loop is returned unchanged if its body gathers `layer` more than once or not at all, or if
-    an inner loop scans it.
+    If a loop in the body scans `layer`, the gather is in that loop's body. The loop is returned
+    unchanged if `layer` is read in more than one place, or after operations on the whole layer.
     """
-    found = [x for group in loop.body.gather_groups for x in group.gathers if x.weight is layer]
-    inside = itertools.chain(*(x.stacks for x in loop.body.uses.loops.values()))
-    if len(found) != 1 or any(stack.view.weight is layer for stack in inside):
+    body = loop.body
+    found = [x for group in body.gather_groups for x in group.gathers if x.weight is layer]
+    scans = [
+        (index, stack)
+        for index, uses in body.uses.loops.items()
+        for stack in uses.stacks
+        if stack.view.weight is layer
+    ]
+    if len(found) + len(scans) != 1:
         return loop
-    gather_groups = tuple(_marked(group, set(found)) for group in loop.body.gather_groups)
-    return dataclasses.replace(
-        loop, body=dataclasses.replace(loop.body, gather_groups=gather_groups)
-    )
+    if found:
+        gather_groups = tuple(_marked(group, set(found)) for group in body.gather_groups)
+        return dataclasses.replace(
+            loop, body=dataclasses.replace(body, gather_groups=gather_groups)
+        )
+    index, stack = scans[0]
+    if stack.view.ops:
+        return loop
+    loops = {**body.loops, index: _keeping(body.loops[index], stack.layer)}
+    return dataclasses.replace(loop, body=dataclasses.replace(body, loops=loops))
 
 
 def _marked(group: GatherGroup, marked: set[Gather]) -> GatherGroup:
@@ -94,14 +105,13 @@ def _marked(group: GatherGroup, marked: set[Gather]) -> GatherGroup:
 
 
 def slices_kept_in_program(plan: BlockPlan) -> frozenset[ShardedParam]:
-    """The weights whose node slices the program makes in their first gather."""
+    """The weights of a block whose node slices it makes in their first gather."""
     here = {x.weight for group in plan.gather_groups for x in group.gathers if x.keeps}
     for index, loop in plan.loops.items():
-        here |= _kept_in_loop(plan, index, loop)
+        here |= _kept_in_loop(plan.uses.loops[index], loop)
     return frozenset(here)
 
 
-def _kept_in_loop(plan: BlockPlan, index: int, loop: LoopPlan) -> set[ShardedParam]:
-    inner = {x.weight for group in loop.body.gather_groups for x in group.gathers if x.keeps}
-    stacks = plan.uses.loops[index].stacks
-    return {stack.view.weight for stack in stacks if stack.layer in inner}
+def _kept_in_loop(uses: LoopUses, loop: LoopPlan) -> set[ShardedParam]:
+    inside = slices_kept_in_program(loop.body)
+    return {stack.view.weight for stack in uses.stacks if stack.layer in inside}
