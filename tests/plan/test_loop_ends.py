@@ -120,6 +120,15 @@ def test_a_loop_inside_another_does_so_by_default(config, nodes):
     assert sum(sent(WHOLE).values()) > sum(plain.values())
 
 
+@pytest.mark.parametrize("schedule", [DEFAULT, WHOLE, UNITS])
+def test_a_loop_inside_another_makes_node_slices(schedule):
+    """Between nodes all experts are gathered in the loop over them, none before the program."""
+    plan = _plan(_zero("hpz", schedule), 3, _experts_loss, _init_experts)
+    node = [x for x in plan.transfers if x.axis == "node" and x.purpose == "weights"]
+    assert max(x.trips for x in node) >= 3 * 6  # some experts may be sent before the inner loop
+    assert min(x.trips for x in node) >= 3
+
+
 @pytest.mark.parametrize(("config", "microbatches"), [("zero3", 1), ("zeropp", 1), ("zeropp", 2)])
 @pytest.mark.parametrize(
     ("schedule", "loss", "init"), [(ENDS, _loss, _init), (DEFAULT, _experts_loss, _init_experts)]
