@@ -86,6 +86,7 @@ def encode_bucket(
         shards = []
         for gather in group.gathers:
             shard = tied[gather.weight]
+            assert shard.kept is None, f"{gather.weight.name} has no node slice yet"
             ops, _ = _split_ops(gather, shard, comm)
             shards.append(on_shard(shard, ops, gather.weight)[0] if ops else shard)
         buckets = start_gather(shards, _sizes(group), comm)
@@ -149,7 +150,7 @@ def on_shard(
 ) -> tuple[EncodedShards, DimSharding]:
     """Apply `ops` to this device's shard of a weight; return the result and its layout."""
     pushed = movable_ops.push(ops, weight.layout, weight.shape)
-    assert pushed is not None
+    assert pushed is not None and shard.kept is None
     x = movable_ops.apply_on_shard(ops, shard.join(), weight.layout, weight.shape)
     return dataclasses.replace(EncodedShards.plain(x, pushed[0].dim), axes=shard.axes), pushed[0]
 

@@ -8,15 +8,19 @@ from the slice. No gather of all slices has to come before the first layer.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 
 from .block_plan import BlockPlan, GatherGroup, LoopPlan
-from .lifetimes import Gather
 from .param_uses import BlockUses, LoopUses, ShardedParam
 
 
 def mark_kept_slices(plan: BlockPlan, weights: frozenset[ShardedParam]) -> BlockPlan:
     """Mark the first gather of each weight, at the top level or in a loop there.
+
+    All other gathers of the weight are sent after it, since they start from the slice.
 
     Args:
         plan: the plan of the full program.
@@ -25,32 +29,49 @@ def mark_kept_slices(plan: BlockPlan, weights: frozenset[ShardedParam]) -> Block
             that a loop gathers as a constant; `slices_kept_in_program` returns the marked ones.
     """
     weights -= _loop_constants(plan.uses)
-    marked: set[Gather] = set()
-    loops = dict(plan.loops)
     first: dict[ShardedParam, int] = {}
     for group in plan.gather_groups:
         for gather in group.gathers:
-            is_first = first.setdefault(gather.weight, gather.at) == gather.at
-            if is_first and gather.weight in weights:
-                marked.add(gather)
+            first.setdefault(gather.weight, gather.at)
+    loops, made_in = dict(plan.loops), {}
     for index in sorted(loops):
-        for stack in plan.uses.loops[index].stacks:
+        stacks = plan.uses.loops[index].stacks
+        count = collections.Counter(stack.view.weight for stack in stacks)
+        for stack in stacks:
             weight = stack.view.weight
-            if first.setdefault(weight, index) < index:
+            # A weight that an operation reads both in full and layer by layer is gathered in full
+            # before it.
+            if weight in made_in or first.get(weight, index + 1) <= index:
                 continue
-            # The loop reads the weight before the marked gather does: it makes the slice instead.
-            marked = {gather for gather in marked if gather.weight != weight}
-            first[weight] = index
-            if weight in weights and not stack.view.ops:
+            made_in[weight] = index
+            if weight in weights and not stack.view.ops and count[weight] == 1:
                 loops[index] = _keeping(loops[index], stack.layer)
-    gather_groups = tuple(_marked(group, marked) for group in plan.gather_groups)
-    kept = {index: _kept_in_loop(plan.uses.loops[index], loop) for index, loop in loops.items()}
-    for index, loop in loops.items():
-        scanned = {stack.view.weight for stack in plan.uses.loops[index].stacks}
-        makers = [i for i, kept_weights in kept.items() if i < index and kept_weights & scanned]
-        if makers:
-            loops[index] = _start_after(loop, max(makers))
-    return dataclasses.replace(plan, gather_groups=gather_groups, loops=loops)
+    at_top = weights - made_in.keys()
+    gather_groups = tuple(_marked(group, at_top, first) for group in plan.gather_groups)
+    return _in_order(dataclasses.replace(plan, gather_groups=gather_groups, loops=loops))
+
+
+def _in_order(plan: BlockPlan) -> BlockPlan:
+    """Delay the gathers that start from node slices until the slices exist."""
+    ready: dict[ShardedParam, int] = {}  # the operation before which a slice exists
+    for group in plan.gather_groups:
+        for gather in group.gathers:
+            if gather.keeps:
+                ready.setdefault(gather.weight, group.issues[0])
+    makers = {i: _kept_in_loop(plan.uses.loops[i], loop) for i, loop in plan.loops.items()}
+    for index, weights in makers.items():
+        ready.update((weight, index + 1) for weight in weights)
+    groups = []
+    for group in plan.gather_groups:
+        earliest = max(ready.get(gather.weight, 0) for gather in group.gathers)
+        issues = tuple(max(issue, earliest) for issue in group.issues)
+        groups.append(dataclasses.replace(group, issues=issues))
+    loops = dict(plan.loops)
+    for index in plan.loops:
+        scanned = {stack.view.weight for stack in plan.uses.loops[index].stacks} - makers[index]
+        for weight in scanned & ready.keys():
+            loops[index] = _start_after(loops[index], ready[weight])
+    return dataclasses.replace(plan, gather_groups=tuple(groups), loops=loops)
 
 
 def _loop_constants(uses: BlockUses) -> set[ShardedParam]:
@@ -61,14 +82,14 @@ def _loop_constants(uses: BlockUses) -> set[ShardedParam]:
     return found
 
 
-def _start_after(loop: LoopPlan, maker: int) -> LoopPlan:
-    """Delay the first gathers of a loop that reads node slices made by the loop `maker`.
+def _start_after(loop: LoopPlan, ready: int) -> LoopPlan:
+    """Delay the first gathers of a loop that reads node slices until operation `ready`.
 
-    They start once the slices exist. The loop cannot continue with the buckets that `maker` has in
-    flight at its end: these are gathered over both axes, but slices over `local` only.
+    The loop cannot continue with the buckets that the loop before `ready` has in flight at its end:
+    these are gathered over both axes, but slices over `local` only.
     """
-    continues = None if loop.continues == maker else loop.continues
-    return dataclasses.replace(loop, issue=max(loop.issue, maker + 1), continues=continues)
+    continues = None if loop.continues == ready - 1 else loop.continues
+    return dataclasses.replace(loop, issue=max(loop.issue, ready), continues=continues)
 
 
 def _keeping(loop: LoopPlan, layer: ShardedParam) -> LoopPlan:
@@ -88,7 +109,8 @@ def _keeping(loop: LoopPlan, layer: ShardedParam) -> LoopPlan:
     if len(found) + len(scans) != 1:
         return loop
     if found:
-        gather_groups = tuple(_marked(group, set(found)) for group in body.gather_groups)
+        at = {layer: found[0].at}
+        gather_groups = tuple(_marked(group, {layer}, at) for group in body.gather_groups)
         return dataclasses.replace(
             loop, body=dataclasses.replace(body, gather_groups=gather_groups)
         )
@@ -99,8 +121,14 @@ def _keeping(loop: LoopPlan, layer: ShardedParam) -> LoopPlan:
     return dataclasses.replace(loop, body=dataclasses.replace(body, loops=loops))
 
 
-def _marked(group: GatherGroup, marked: set[Gather]) -> GatherGroup:
-    gathers = (dataclasses.replace(x, keeps=x in marked or x.keeps) for x in group.gathers)
+def _marked(
+    group: GatherGroup, weights: AbstractSet[ShardedParam], first: Mapping[ShardedParam, int]
+) -> GatherGroup:
+    """Mark the gathers of `weights` that operation `first` of the weight needs."""
+    gathers = (
+        dataclasses.replace(x, keeps=x.keeps or (x.weight in weights and x.at == first[x.weight]))
+        for x in group.gathers
+    )
     return dataclasses.replace(group, gathers=tuple(gathers))
 
 
