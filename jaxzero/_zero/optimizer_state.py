@@ -199,7 +199,8 @@ def true_shapes(
     """Wrap `tx` so that its inputs are unpadded, and its outputs padded again.
 
     A padded dim is stored in shards of `ceil(size / devices)`, which is also how XLA splits
-    an uneven dim, so the wrapper moves no data.
+    an uneven dim, so the wrapper moves no data. Arrays among the extra arguments of `update` are
+    unpadded too, and functions among them (`value_fn`) are called with unpadded parameters.
 
     Args:
         tx: the optimizer.
@@ -217,13 +218,17 @@ def true_shapes(
 
     def update(updates, state, params=None, **extra_args):
         _check_in_device_memory(gradients=updates, state=state, parameters=params)
+        _, extras, structure = flatten(extra_args)
+        arrays = [x for x in extras if is_array(x)]  # the others, such as functions, stay outside
 
-        def run(updates, state, params):
+        def run(updates, state, params, arrays):
+            remaining = iter(arrays)
+            filled = [next(remaining) if is_array(x) else x for x in extras]
             new, new_state = inner.update(
                 _unpadded(updates),
                 _unpadded(state),
                 None if params is None else _unpadded(params),
-                **extra_args,
+                **_unpadded(jax.tree.unflatten(structure, filled)),
             )
             return _padded_like(updates, new), _padded_like(state, new_state)
 
@@ -232,7 +237,7 @@ def true_shapes(
             plans = (plan, state_plan_of(result, plan))
             out = tuple(x.stored(x.shardings(mesh, axes)) for x in plans)
             run = with_automatic_axes(run, out, mesh)
-        return run(updates, state, params)
+        return run(updates, state, params, arrays)
 
     result = TrueShapes(init, update)
     result.inner = inner
