@@ -62,9 +62,8 @@ class StoredArray:
         if tuple(self.data.shape) != leaf.stored_shape:
             raise ValueError(
                 f"The leaf `{path}` of shape {self.shape} is stored as {leaf.stored_shape}, and "
-                f"its data have the shape {tuple(self.data.shape)}: `jax.tree.map` applied a "
-                "function that changes shapes to the stored array. Change the whole array: "
-                "`zero.unshard`, then the function, then `zero.shard`."
+                f"its data have the shape {tuple(self.data.shape)}: "
+                + _what_changed(self.data.ndim - len(leaf.stored_shape))
             )
         return leaf
 
@@ -152,6 +151,26 @@ def _how(form: LeafSpec) -> str:
     if form.codec is not None:
         return f"stored as messages of {form.codec}"
     return f"padded with zeros to {list(form.padded_shape)}"
+
+
+def _what_changed(further_dims: int) -> str:
+    """What has probably given stored data another shape, and the remedy."""
+    if further_dims > 0:
+        return (
+            "`jax.vmap`, `jax.lax.scan` or a stack of trees has added a dim to the stored array. "
+            "`jax.vmap(zero.unshard)(tree)` makes ordinary arrays with this dim; without it, as "
+            "in `jax.tree.map(lambda x: x[i], tree)` or a mean over it, the tree is as before."
+        )
+    if further_dims < 0:
+        return (
+            "`jax.vmap`, `jax.lax.scan` or an index has taken a part of the stored array of a "
+            "stack. Lay out the parts in place of the stack: `jax.vmap(zero.shard)(stack)`, over "
+            "which `jax.vmap` and `jax.lax.scan` can run."
+        )
+    return (
+        "`jax.tree.map` applied a function that changes shapes to the stored array. Change the "
+        "whole array: `zero.unshard`, then the function, then `zero.shard`."
+    )
 
 
 def _message(x: StoredArray, user: str) -> str:

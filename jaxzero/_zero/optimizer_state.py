@@ -119,16 +119,18 @@ def plan_state(
 def _check_shapes(state: Any) -> None:
     paths, leaves, _ = flatten(state)
     for path, x in zip(paths, leaves, strict=True):
-        if (
-            isinstance(x, StoredArray)
-            and is_array(x)
-            and tuple(x.data.shape) != x.form.padded_shape
-        ):
-            raise ValueError(
-                f"The optimizer keeps an array of shape {tuple(x.data.shape)} as "
-                f"`{path_name(path)}`, for a parameter of shape {x.shape} that is stored padded. "
-                "It has to see parameters in their own shapes: `tx = zero.optimizer(tx)`."
-            )
+        if not isinstance(x, StoredArray) or x.is_empty:
+            continue
+        kept = f"a {type(x.data).__name__} of arrays"  # SM3 keeps a list, an array for each dim
+        if is_array(x):
+            if tuple(x.data.shape) == x.form.padded_shape:
+                continue
+            kept = f"an array of shape {tuple(x.data.shape)}"
+        raise ValueError(
+            f"The optimizer keeps {kept} as `{path_name(path)}`, for a parameter of shape "
+            f"{x.shape} that is stored padded. "
+            "It has to see parameters in their own shapes: `tx = zero.optimizer(tx)`."
+        )
 
 
 def _parameter_of(

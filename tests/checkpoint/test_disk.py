@@ -61,8 +61,8 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(place)], check=True)
 
 
-# If writing an array's description fails first, Orbax raises while TensorStore still writes the array,
-# whose thread then finds the event loop closed, and can only print that.
+# If writing an array's description fails first, Orbax raises while TensorStore still writes the
+# array, whose thread then finds the event loop closed, and can only print that.
 @pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 def test_a_full_disk(small_disk, zero):
     """The save fails, those before it stay, and the next one succeeds where there is room."""
@@ -120,6 +120,8 @@ def test_mistakes_are_named(directory, zero):
     with jz.Checkpoints(directory, zero) as checkpoints:
         with pytest.raises(TypeError, match=r"`params.w` must be an array; got float"):
             checkpoints.save(50, {"params": {"w": 1.0}})
+        with pytest.raises(TypeError, match=r"`epoch` must be an array; got int"):
+            checkpoints.save(50, {"epoch": 1})
         with pytest.raises(TypeError, match="not JSON serializable"):
             checkpoints.save(50, make_state(zero, 0), extra={"key": object()})
         with pytest.raises(ValueError, match="`step` must not be negative; got -1"):
