@@ -63,7 +63,7 @@ class StoredArray:
             raise ValueError(
                 f"The leaf `{path}` of shape {self.shape} is stored as {leaf.stored_shape}, and "
                 f"its data have the shape {tuple(self.data.shape)}: "
-                + _what_changed(self.data.ndim - len(leaf.stored_shape))
+                + _what_changed(tuple(self.data.shape), leaf.stored_shape)
             )
         return leaf
 
@@ -153,15 +153,15 @@ def _how(form: LeafSpec) -> str:
     return f"padded with zeros to {list(form.padded_shape)}"
 
 
-def _what_changed(further_dims: int) -> str:
-    """What has probably given stored data another shape, and the remedy."""
-    if further_dims > 0:
+def _what_changed(shape: tuple[int, ...], stored: tuple[int, ...]) -> str:
+    """What has probably given stored data the shape `shape`, and the remedy."""
+    if _has_one_more(shape, stored):
         return (
             "`jax.vmap`, `jax.lax.scan` or a stack of trees has added a dim to the stored array. "
             "`jax.vmap(zero.unshard)(tree)` makes ordinary arrays with this dim; without it, as "
             "in `jax.tree.map(lambda x: x[i], tree)` or a mean over it, the tree is as before."
         )
-    if further_dims < 0:
+    if _has_one_more(stored, shape):
         return (
             "`jax.vmap`, `jax.lax.scan` or an index has taken a part of the stored array of a "
             "stack. Lay out the parts in place of the stack: `jax.vmap(zero.shard)(stack)`, over "
@@ -171,6 +171,11 @@ def _what_changed(further_dims: int) -> str:
         "`jax.tree.map` applied a function that changes shapes to the stored array. Change the "
         "whole array: `zero.unshard`, then the function, then `zero.shard`."
     )
+
+
+def _has_one_more(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether `shape` without one of its dims is `other`."""
+    return any(shape[:i] + shape[i + 1 :] == other for i in range(len(shape)))
 
 
 def _message(x: StoredArray, user: str) -> str:

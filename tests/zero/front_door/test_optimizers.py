@@ -52,12 +52,8 @@ def test_an_optimizer_that_cannot_be_tried_is_warned_of(auto):
 
 def test_a_list_of_statistics_for_a_padded_leaf_asks_for_true_shapes(auto):
     params = auto.shard({"head": whole_params()["head"]})
-    with (
-        pytest.warns(UserWarning, match=r"zero\.optimizer"),
-        pytest.raises(
-            ValueError, match=r"a list of arrays as `0\.mu\.head`.*zero\.optimizer\(tx\)"
-        ),
-    ):
+    match = r"a list of arrays as `0\.mu\.head`.*zero\.optimizer\(tx\)"
+    with pytest.raises(ValueError, match=match):
         auto.init_optimizer(optax.sm3(1e-2), params)
     auto.init_optimizer(auto.optimizer(optax.sm3(1e-2)), params)
 
