@@ -55,7 +55,8 @@ class StoredArray:
         """The layout, with the present dtype and memory kind of the array.
 
         Raises:
-            ValueError: the data do not have the stored shape of the layout.
+            ValueError: the data do not have the stored shape of the layout, or are no messages of
+                its codec.
         """
         memory_kind = memory_kind_of(self.data)
         leaf = dataclasses.replace(self.form, path=path, dtype=self.dtype, memory_kind=memory_kind)
@@ -64,6 +65,13 @@ class StoredArray:
                 f"The leaf `{path}` of shape {self.shape} is stored as {leaf.stored_shape}, and "
                 f"its data have the shape {tuple(self.data.shape)}: "
                 + _what_changed(tuple(self.data.shape), leaf.stored_shape)
+            )
+        if leaf.codec is not None and self.data.dtype != leaf.stored.dtype:
+            raise ValueError(
+                f"The leaf `{path}` is stored as messages of {leaf.codec} in {leaf.stored.dtype}, "
+                f"and its data are {self.data.dtype}: `jax.tree.map` applied a function to the "
+                "messages, which are no numbers. Leave encoded trees out of it, or change the "
+                "whole array: `zero.unshard`, then the function, then `zero.shard`."
             )
         return leaf
 

@@ -126,6 +126,12 @@ def _check_shapes(state: Any) -> None:
             if tuple(x.data.shape) == x.form.padded_shape:
                 continue
             kept = f"an array of shape {tuple(x.data.shape)}"
+        if x.form.codec is not None:
+            raise ValueError(
+                f"The optimizer keeps {kept} as `{path_name(path)}`, for a parameter that is "
+                f"stored as messages of {x.form.codec}, which cannot be trained. Give "
+                "`zero.init_optimizer` the trained tree without it."
+            )
         raise ValueError(
             f"The optimizer keeps {kept} as `{path_name(path)}`, for a parameter of shape "
             f"{x.shape} that is stored padded. "
