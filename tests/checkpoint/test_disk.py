@@ -62,7 +62,7 @@ def small_disk(tmp_path):
 
 
 # If writing an array's description fails first, Orbax raises while TensorStore still writes the
-# array, whose thread then finds the event loop closed, and can only print that.
+# array. Its thread then finds the event loop closed, and can only print that.
 @pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 def test_a_full_disk(small_disk, zero):
     """The save fails, those before it stay, and the next one succeeds where there is room."""
