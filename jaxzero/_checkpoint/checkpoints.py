@@ -27,6 +27,7 @@ from .saver import Content, Saver
 from .selection import NoCheckpoint, choose
 from .stored_leaves import (
     Named,
+    check_fits_jax,
     check_room,
     digests_of_own,
     named_leaves,
@@ -137,7 +138,8 @@ class Checkpoints:
                 cannot be written to.
             TypeError: `state` is not a mapping by name, a leaf is not an array, or `extra` is not
                 JSON.
-            ValueError: `state` is empty, or differs between processes, or `extra` has more than
+            ValueError: `state` is empty, or differs between processes; two leaves have one name;
+                a NumPy array of 64 bits holds what JAX would not restore; or `extra` has more than
                 64 MiB.
         """
         self._saver.wait()
@@ -146,6 +148,7 @@ class Checkpoints:
             raise ValueError(f"`step` must not be negative; got {step}.")
         named = named_leaves(state, self._zero)
         filled = {name: entry for name, entry in named.items() if not entry.is_empty}
+        check_fits_jax(filled)
         if not filled:
             raise ValueError("`state` has no array with elements: there is nothing to save.")
         text = json.dumps(dict(extra or {}))

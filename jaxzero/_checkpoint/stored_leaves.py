@@ -54,6 +54,7 @@ def named_leaves(state: Mapping[str, Any], zero: Zero) -> dict[str, Named]:
 
     Raises:
         TypeError: `state` is not a mapping of names to trees, or a leaf is not an array.
+        ValueError: two leaves have one name, because a key contains a dot.
     """
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise TypeError(
@@ -73,8 +74,19 @@ def named_leaves(state: Mapping[str, Any], zero: Zero) -> dict[str, Named]:
             if entry.is_key:
                 data = jax.eval_shape(jax.random.key_data, x)
                 entry = entry._replace(leaf=LeafSpec(leaf.path, data.shape, data.dtype, None))
-            named[key if leaf.path == "." else f"{key}.{leaf.path}"] = entry
+            name = _name(key, leaf.path)
+            if name in named:
+                raise ValueError(
+                    f"Two leaves of the state are named `{name}`, because a key contains a dot, "
+                    "and a checkpoint keeps leaves by name. Rename that key."
+                )
+            named[name] = entry
     return named
+
+
+def _name(key: str, path: str) -> str:
+    """The name of a leaf: the key of its tree, and its path there, where the root is `.`."""
+    return key if path == "." else f"{key}.{path}"
 
 
 def _leaves(key: str, tree: Any, zero: Zero) -> list[tuple[LeafSpec, Any]]:
@@ -90,9 +102,10 @@ def _leaves(key: str, tree: Any, zero: Zero) -> list[tuple[LeafSpec, Any]]:
         if is_array(x):
             found.append((path, x))
         elif in_module is None and not is_empty:
+            name = _name(key, path_name(path))
             raise TypeError(
-                f"The leaf `{key}.{path_name(path)}` must be an array; got {type(x).__name__}. "
-                "Convert it to an array, or pass it in `extra`, which holds JSON."
+                f"The leaf `{name}` must be an array; got {type(x).__name__}. Convert it "
+                "to an array, or pass it in `extra`, which holds JSON."
             )
     plan = zero.find_plan(tree)
     if plan is not None:
@@ -106,6 +119,31 @@ def _leaves(key: str, tree: Any, zero: Zero) -> list[tuple[LeafSpec, Any]]:
         )
         for path, x in found
     ]
+
+
+def check_fits_jax(named: Mapping[str, Named]) -> None:
+    """Raise `ValueError` for a NumPy array that loses its values in the dtype JAX has for it.
+
+    Without `jax_enable_x64`, `restore` would return integers of 64 bits modulo 2^32, and large
+    floats as infinity. Digits of floats are rounded, as everywhere in JAX.
+    """
+    for name, entry in named.items():
+        if isinstance(entry.value, jax.Array | jax.ShapeDtypeStruct) or entry.is_key:
+            continue
+        x = np.asarray(entry.value)
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        if dtype == x.dtype:
+            continue
+        with np.errstate(over="ignore"):
+            narrow = x.astype(dtype)
+        is_integer = jnp.issubdtype(dtype, jnp.integer)
+        is_lost = narrow != x if is_integer else np.isfinite(x) & ~np.isfinite(narrow)
+        if is_lost.any():
+            raise ValueError(
+                f"The leaf `{name}` is {x.dtype} and holds {x[is_lost][0]}, and JAX would restore "
+                f"it as {dtype}, which cannot hold that. Pass it in `extra`, which holds JSON, or "
+                "set `jax_enable_x64`."
+            )
 
 
 def with_arrays(tree: Any, arrays: Sequence[Any]) -> Any:

@@ -55,16 +55,23 @@ class StoredArray:
         """The layout, with the present dtype and memory kind of the array.
 
         Raises:
-            ValueError: the data do not have the stored shape of the layout.
+            ValueError: the data do not have the stored shape of the layout, or are no messages of
+                its codec.
         """
         memory_kind = memory_kind_of(self.data)
         leaf = dataclasses.replace(self.form, path=path, dtype=self.dtype, memory_kind=memory_kind)
         if tuple(self.data.shape) != leaf.stored_shape:
             raise ValueError(
                 f"The leaf `{path}` of shape {self.shape} is stored as {leaf.stored_shape}, and "
-                f"its data have the shape {tuple(self.data.shape)}: `jax.tree.map` applied a "
-                "function that changes shapes to the stored array. Change the whole array: "
-                "`zero.unshard`, then the function, then `zero.shard`."
+                f"its data have the shape {tuple(self.data.shape)}: "
+                + _what_changed(tuple(self.data.shape), leaf.stored_shape)
+            )
+        if leaf.codec is not None and self.data.dtype != leaf.stored.dtype:
+            raise ValueError(
+                f"The leaf `{path}` is stored as messages of {leaf.codec} in {leaf.stored.dtype}, "
+                f"and its data are {self.data.dtype}: `jax.tree.map` applied a function to the "
+                "messages, which are no numbers. Leave encoded trees out of it, or change the "
+                "whole array: `zero.unshard`, then the function, then `zero.shard`."
             )
         return leaf
 
@@ -152,6 +159,31 @@ def _how(form: LeafSpec) -> str:
     if form.codec is not None:
         return f"stored as messages of {form.codec}"
     return f"padded with zeros to {list(form.padded_shape)}"
+
+
+def _what_changed(shape: tuple[int, ...], stored: tuple[int, ...]) -> str:
+    """What has probably given stored data the shape `shape`, and the remedy."""
+    if _has_one_more(shape, stored):
+        return (
+            "`jax.vmap`, `jax.lax.scan` or a stack of trees has added a dim to the stored array. "
+            "`jax.vmap(zero.unshard)(tree)` makes ordinary arrays with this dim; without it, as "
+            "in `jax.tree.map(lambda x: x[i], tree)` or a mean over it, the tree is as before."
+        )
+    if _has_one_more(stored, shape):
+        return (
+            "`jax.vmap`, `jax.lax.scan` or an index has taken a part of the stored array of a "
+            "stack. Lay out the parts in place of the stack: `jax.vmap(zero.shard)(stack)`, over "
+            "which `jax.vmap` and `jax.lax.scan` can run."
+        )
+    return (
+        "`jax.tree.map` applied a function that changes shapes to the stored array. Change the "
+        "whole array: `zero.unshard`, then the function, then `zero.shard`."
+    )
+
+
+def _has_one_more(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether `shape` without one of its dims is `other`."""
+    return any(shape[:i] + shape[i + 1 :] == other for i in range(len(shape)))
 
 
 def _message(x: StoredArray, user: str) -> str:

@@ -119,16 +119,24 @@ def plan_state(
 def _check_shapes(state: Any) -> None:
     paths, leaves, _ = flatten(state)
     for path, x in zip(paths, leaves, strict=True):
-        if (
-            isinstance(x, StoredArray)
-            and is_array(x)
-            and tuple(x.data.shape) != x.form.padded_shape
-        ):
+        if not isinstance(x, StoredArray) or x.is_empty:
+            continue
+        kept = f"a {type(x.data).__name__} of arrays"  # SM3 keeps a list, an array for each dim
+        if is_array(x):
+            if tuple(x.data.shape) == x.form.padded_shape:
+                continue
+            kept = f"an array of shape {tuple(x.data.shape)}"
+        if x.form.codec is not None:
             raise ValueError(
-                f"The optimizer keeps an array of shape {tuple(x.data.shape)} as "
-                f"`{path_name(path)}`, for a parameter of shape {x.shape} that is stored padded. "
-                "It has to see parameters in their own shapes: `tx = zero.optimizer(tx)`."
+                f"The optimizer keeps {kept} as `{path_name(path)}`, for a parameter that is "
+                f"stored as messages of {x.form.codec}, which cannot be trained. Give "
+                "`zero.init_optimizer` the trained tree without it."
             )
+        raise ValueError(
+            f"The optimizer keeps {kept} as `{path_name(path)}`, for a parameter of shape "
+            f"{x.shape} that is stored padded. "
+            "It has to see parameters in their own shapes: `tx = zero.optimizer(tx)`."
+        )
 
 
 def _parameter_of(
@@ -199,7 +207,8 @@ def true_shapes(
     """Wrap `tx` so that its inputs are unpadded, and its outputs padded again.
 
     A padded dim is stored in shards of `ceil(size / devices)`, which is also how XLA splits
-    an uneven dim, so the wrapper moves no data.
+    an uneven dim, so the wrapper moves no data. Arrays among the extra arguments of `update` are
+    unpadded too, and functions among them (`value_fn`) are called with unpadded parameters.
 
     Args:
         tx: the optimizer.
@@ -217,13 +226,17 @@ def true_shapes(
 
     def update(updates, state, params=None, **extra_args):
         _check_in_device_memory(gradients=updates, state=state, parameters=params)
+        _, extras, structure = flatten(extra_args)
+        arrays = [x for x in extras if is_array(x)]  # the others, such as functions, stay outside
 
-        def run(updates, state, params):
+        def run(updates, state, params, arrays):
+            remaining = iter(arrays)
+            filled = [next(remaining) if is_array(x) else x for x in extras]
             new, new_state = inner.update(
                 _unpadded(updates),
                 _unpadded(state),
                 None if params is None else _unpadded(params),
-                **extra_args,
+                **_unpadded(jax.tree.unflatten(structure, filled)),
             )
             return _padded_like(updates, new), _padded_like(state, new_state)
 
@@ -232,7 +245,7 @@ def true_shapes(
             plans = (plan, state_plan_of(result, plan))
             out = tuple(x.stored(x.shardings(mesh, axes)) for x in plans)
             run = with_automatic_axes(run, out, mesh)
-        return run(updates, state, params)
+        return run(updates, state, params, arrays)
 
     result = TrueShapes(init, update)
     result.inner = inner

@@ -194,12 +194,18 @@ def _typed_like(old: Any, new: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.asarray(y, jnp.asarray(x).dtype), old, new)
 
 
+def _squared_norm(params: Any, grad_fn: Any = None, obj_fn: Any = None) -> Any:
+    # Line searches give `value_fn` the extra arguments that it names, and refuse all others.
+    del grad_fn, obj_fn
+    return optax.tree.norm(params, squared=True)
+
+
 def _extras(tx: optax.GradientTransformation, params: Any, grads: Any) -> dict[str, Any]:
     """The extra arguments of line searches, Polyak steps and SAM that `tx.update` accepts."""
     known = {
         "value": jnp.float32(1),
         "grad": grads,
-        "value_fn": lambda params, *_, **__: optax.tree.norm(params, squared=True),
+        "value_fn": _squared_norm,
         "grad_fn": lambda params, *_, **__: params,
         "obj_fn": lambda params, *_, **__: optax.tree.norm(params, squared=True),
     }

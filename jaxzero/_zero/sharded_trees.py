@@ -173,7 +173,13 @@ class ShardedTrees:
         """Wrap `tx` so that it sees padded leaves in their true shapes.
 
         Needed only on meshes that divide no dim of a leaf, and there only by optimizers
-        that use shapes, such as Adafactor and Muon.
+        that use shapes, such as Adafactor and Muon, or that compute with gradients or parameters
+        given as extra arguments, such as L-BFGS.
+
+        Extra arguments of `update` are in true shapes too: `grad=grads` of a line search may hold
+        `StoredArray`s, and `value_fn` is called with ordinary arrays. A line search that
+        differentiates it (`optax.lbfgs` does) needs a function that JAX can differentiate, such as
+        the loss itself, with its batch: XLA then decides what is gathered.
         """
         return true_shapes(
             tx,

@@ -192,6 +192,44 @@ def test_trees_without_names_are_refused(saved, monkeypatch):
                 checkpoints.restore(unnamed)
 
 
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a": {"x.y": np.zeros(3, np.float32), "x": {"y": np.ones(3, np.float32)}}},
+        {"a.x": np.zeros(3, np.float32), "a": {"x": np.ones(3, np.float32)}},
+    ],
+    ids=["in one tree", "in two trees"],
+)
+def test_two_leaves_of_one_name_are_refused(tmp_path, state):
+    """One would take the place of the other on disk."""
+    with (
+        jz.Checkpoints(tmp_path, _zero(1, 1)) as checkpoints,
+        pytest.raises(
+            ValueError, match=r"Two leaves of the state are named `a\.x.*Rename that key"
+        ),
+    ):
+        checkpoints.save(1, state)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.int64(12_000_000_000), "`tokens` is int64 and holds 12000000000.*int32.*`extra`"),
+        (np.array([1.0, 1e300]), r"`tokens` is float64 and holds 1e\+300.*float32"),
+    ],
+    ids=["integer", "float"],
+)
+def test_numbers_that_jax_would_change_are_refused(tmp_path, value, message):
+    with jz.Checkpoints(tmp_path, _zero(1, 1)) as checkpoints:
+        with pytest.raises(ValueError, match=message):
+            checkpoints.save(1, {"tokens": value})
+        state = {"tokens": np.int64(12), "loss": np.float64(0.1), "worst": np.array([np.inf])}
+        checkpoints.save(2, state)
+        restored = checkpoints.restore(state).state
+    assert (int(restored["tokens"]), float(restored["worst"][0])) == (12, np.inf)
+    assert restored["loss"] == np.float32(0.1)
+
+
 @pytest.mark.parametrize(("first", "then"), [(True, True), (True, False), (False, True)], ids=str)
 def test_arrays_are_restored_into_the_memory_of_like(tmp_path, first, then):
     """A restored leaf has the memory kind of `like`, whether it is padded or not."""

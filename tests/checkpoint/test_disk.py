@@ -120,6 +120,8 @@ def test_mistakes_are_named(directory, zero):
     with jz.Checkpoints(directory, zero) as checkpoints:
         with pytest.raises(TypeError, match=r"`params.w` must be an array; got float"):
             checkpoints.save(50, {"params": {"w": 1.0}})
+        with pytest.raises(TypeError, match=r"`epoch` must be an array; got int"):
+            checkpoints.save(50, {"epoch": 1})
         with pytest.raises(TypeError, match="not JSON serializable"):
             checkpoints.save(50, make_state(zero, 0), extra={"key": object()})
         with pytest.raises(ValueError, match="`step` must not be negative; got -1"):

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxzero as jz
@@ -73,3 +74,14 @@ def test_a_scanned_stack_of_vectors_stored_as_messages(mesh):
     with jax.default_matmul_precision("highest"):
         want = jax.grad(loss)({"w": whole["w"]}, x, jax.device_get(zero.unshard(frozen)))
     zoo.assert_close(jax.device_get(zero.unshard(got)), jax.device_get(want), 1e-5, "grads")
+
+
+def test_messages_are_neither_cast_nor_trained():
+    zero = _zero(jz.zero3(), "2x4-auto", min_quantized_size=100)
+    frozen = zero.shard({"w": np.ones((48, 48), np.float32)}, codec=jz.Int8(block=32))
+    changed = jax.tree.map(lambda x: x.astype(jnp.float32), frozen)
+    with pytest.raises(ValueError, match=r"`w` is stored as messages.*are float32.*no numbers"):
+        zero.unshard(changed)
+    match = r"`0\.mu\.w`.*messages of int8/32.*cannot be trained"
+    with pytest.raises(ValueError, match=match):
+        zero.init_optimizer(optax.adam(1e-3), frozen)

@@ -50,6 +50,14 @@ def test_an_optimizer_that_cannot_be_tried_is_warned_of(auto):
         auto.init_optimizer(tx, auto.shard(whole_params()))
 
 
+def test_a_list_of_statistics_for_a_padded_leaf_asks_for_true_shapes(auto):
+    params = auto.shard({"head": whole_params()["head"]})
+    match = r"a list of arrays as `0\.mu\.head`.*zero\.optimizer\(tx\)"
+    with pytest.raises(ValueError, match=match):
+        auto.init_optimizer(optax.sm3(1e-2), params)
+    auto.init_optimizer(auto.optimizer(optax.sm3(1e-2)), params)
+
+
 def test_statistics_that_do_not_fit_a_padded_leaf_ask_for_true_shapes(auto):
     params = auto.shard({"head": whole_params()["head"]})
     tx = optax.adafactor(1e-2, min_dim_size_to_factor=8)
