@@ -299,6 +299,22 @@ def test_too_many_devices(settings: jobs.Train, console: Console):
         jobs.train(many, console)
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "message"),
+    [
+        (25, r"`max_tokens` must be at most 24, for which the checkpoint has positions; got 25\."),
+        (2, r"`max_tokens` must be more than the 2 special tokens of each text; got 2\."),
+        (1, r"`max_tokens` must be more than the 2 special tokens of each text; got 1\."),
+    ],
+)
+def test_lengths_that_the_model_lacks_name_the_setting(
+    settings: jobs.Train, console: Console, max_tokens: int, message: str
+):
+    data = dataclasses.replace(settings.data, max_tokens=max_tokens)
+    with pytest.raises(ValueError, match=message):
+        jobs.train(dataclasses.replace(untrained(settings), data=data), console)
+
+
 def test_report_trains_and_writes_nothing(tiny_encoder: Path, console: Console, monkeypatch):
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: pytest.fail("made a folder"))
     jobs.report(jobs.Report(checkpoint=tiny_encoder), console)
