@@ -134,7 +134,7 @@ def _prefix(missing: list[str], unknown: list[str]) -> str:
     return next((p for p in prefixes if unknown_names.issuperset(p + x for x in missing)), "")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Placeholder(LazyTensor):
     """A tensor without data, used to compute names and shapes."""
 

@@ -28,7 +28,7 @@ from .unpickle import unpickle
 _MAX_REPEATED_BYTES = 2**28
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class TorchTensor(LazyTensor):
     """A tensor in a file that `torch.save` wrote. It holds neither data nor an open file."""
 
