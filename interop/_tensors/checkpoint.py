@@ -4,7 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,14 @@ def gather_moments(
             + ". optax has one step count for all; train with every parameter in each step."
         )
     return AdamMoments(step=next(iter(steps.values())), exp_avg=means, exp_avg_sq=squares)
+
+
+def check_no_others(entries: Iterable[Any], what: str) -> None:
+    """Raise `ValueError` if an optimizer state has entries that Adam's lacks; see `check_is_adam`.
+
+    It may lack some of Adam's.
+    """
+    check_is_adam(dict.fromkeys((*_ADAM, *entries)), what)
 
 
 def check_is_adam(held: Mapping, what: str) -> None:
