@@ -14,7 +14,7 @@ import numpy as np
 from jaxzero._text import first_names, shown
 from jaxzero.interop._tensors import Box, LazyTensor, stack
 
-from .rule import Index, Rule, Shapes, Use, uses_of
+from .rule import TWO_NAMES, Index, Rule, Shapes, Use, uses_of
 from .steps import run, run_back
 
 _NAME_EVERY_TENSOR = (
@@ -43,7 +43,11 @@ def to_theirs(rules: Iterable[Rule], ours: Mapping[str, LazyTensor]) -> dict[str
     for use in uses_of(rules, {path: tensor.shape for path, tensor in ours.items()}):
         for name, tensor in _theirs_of(use, ours):
             if name in made:
-                raise ValueError(f"Two rules write the tensor {shown(name)}, one is {use.rule}.")
+                raise ValueError(
+                    f"Two rules write the tensor {shown(name)}, one is {use.rule}. If two "
+                    "parameters come from it, give it a second name, and load from "
+                    "`{**checkpoint, other: checkpoint[name]}`."
+                )
             made[name] = tensor
     return made
 
@@ -158,7 +162,7 @@ def _theirs_of(use: Use, ours: Mapping[str, LazyTensor]) -> Iterable[tuple[str, 
             if len(tensors) != len(names):
                 raise ValueError(
                     f"{use.rule} names {len(names)} tensors of the checkpoint, but its steps need "
-                    f"{len(tensors)}."
+                    f"{len(tensors)}. If they are names of one tensor (tied weights), {TWO_NAMES}"
                 )
             elements[our_index] = tensors
         for number, name in enumerate(names):

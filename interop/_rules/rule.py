@@ -40,6 +40,11 @@ from .steps import Step
 
 _VARIABLE = re.compile(r"\{(\w+)\}")
 _PIECES = re.compile(r"([^{]+)|\{(\w+)\}")
+# What to do about tied weights: a rule for the second name would decide which of two is loaded.
+TWO_NAMES = (
+    "keep the rule for one of them. To load, name the other in `ignore`; to export, add it to what "
+    "`tensors_from` returns: `tensors[other] = tensors[name]`."
+)
 Shapes = Mapping[str, tuple[int, ...]]
 Index = tuple[int, ...]  # values of the variables that occur on one side only
 
@@ -60,13 +65,21 @@ class Rule:
 
     def __init__(self, ours: str | tuple[str, ...], theirs: str | tuple[str, ...], *steps: Step):
         for side, given in (("ours", ours), ("theirs", theirs)):
-            patterns = given if isinstance(given, tuple) else (given,)
+            patterns = tuple(given) if isinstance(given, tuple | list) else (given,)
+            if not all(isinstance(each, str) for each in patterns):
+                raise ValueError(f"`{side}` must be a string or a tuple of them; got {given!r}.")
             if not patterns or len({frozenset(_variables(each)) for each in patterns}) > 1:
                 raise ValueError(
                     f"The patterns of `{side}` must have the same variables; got {given!r}. Write "
                     "a rule for each."
                 )
             object.__setattr__(self, side, patterns)
+        for step in steps:
+            if not isinstance(step, Step):
+                raise ValueError(
+                    f"`steps` must be steps, such as `Transpose()`; got {step!r}, after {ours!r} "
+                    f"and {theirs!r}."
+                )
         object.__setattr__(self, "steps", steps)
 
     def __str__(self) -> str:
@@ -111,7 +124,8 @@ def uses_of(rules: Iterable[Rule], shapes: Shapes) -> list[Use]:
         for path in itertools.chain(*use.ours.values()):
             if path in rule_of:
                 raise ValueError(
-                    f"Two rules match `{path}`: {rule_of[path]} and {use.rule}. Drop one."
+                    f"Two rules match `{path}`: {rule_of[path]} and {use.rule}. Drop one. If the "
+                    f"checkpoint has the parameter under two names (tied weights), {TWO_NAMES}"
                 )
             rule_of[path] = use.rule
     unmatched = sorted(shapes.keys() - rule_of.keys())
