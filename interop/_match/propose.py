@@ -23,7 +23,8 @@ from jaxzero.interop._tensors import LazyTensor, named_leaves
 
 from .fused import find_fused
 from .generalize import generalize
-from .names import modules_of, parts_of
+from .misfits import misfits_of
+from .names import Module, modules_of, parts_of
 from .pairs import Pair, pair
 from .possible_steps import Steps
 from .proposal import Proposal
@@ -76,23 +77,29 @@ def match(
     found, open_parts = _rules(decided)
     used = {name for each in pairs for name in each.theirs.members}.union(known_names)
     paired = {each.ours.name for each in pairs}
-    fused = find_fused(
-        [module for module in ours if module.name not in paired],
-        [module for module in with_stacks if used.isdisjoint(module.members)],
-        list(leaves),
-    )
+    lone = [module for module in ours if module.name not in paired]
+    fused = find_fused(lone, _unused(with_stacks, used), list(leaves))
     used |= fused.members
     made = known_paths.union(*(rule.ours for rule in found))
     undecided = rivals | open_steps | open_parts | fused.undecided
+    undecided = {path: undecided[path] for path in leaves if path not in made}
     proposed = (*known, *generalize(found, leaves))
     return Proposal(
         rules=proposed,
         assumed=_by_rule(reasons, proposed),
         fused=fused.layouts,
-        undecided={path: undecided[path] for path in leaves if path not in made},
+        undecided=undecided,
+        misfits=misfits_of(
+            [module for module in lone if all(undecided.get(x) == () for x in module.members)],
+            _unused(with_stacks, used),
+        ),
         unused=tuple(name for name in source if name not in used and name not in out),
         left_out=tuple(out),
     )
+
+
+def _unused(modules: Iterable[Module], used: set[str]) -> list[Module]:
+    return [module for module in modules if used.isdisjoint(module.members)]
 
 
 def _covered(rules: tuple[Rule, ...], shapes: Shapes) -> tuple[set[str], set[str]]:
