@@ -56,7 +56,8 @@ def load_into(
     named = named_leaves(tree)
     shapes = {path: tuple(leaf.shape) for path, leaf in named.leaves.items()}
     if isinstance(source, Mapping):
-        tensors, where = source, "in `source`"
+        path = getattr(source, "path", None)  # of a `Checkpoint`
+        tensors, where = source, "in `source`" if path is None else f"in {str(path)!r}"
     else:
         tensors, where = open_checkpoint(source), f"in {str(source)!r}"
     if rules is None:

@@ -203,6 +203,12 @@ def _state_dict(content: Any, file: Path) -> Mapping[str, Any]:
     found = _dicts_of_tensors(content, file)
     if len(found) == 1:
         return next(iter(found.values()))
+    if not found and _optimizers_in(content):
+        raise ValueError(
+            f"{str(file)!r} holds the state of an optimizer, and no model. Save both in one file: "
+            "`torch.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, path)`"
+            ", or open the file of the model for its weights."
+        )
     if not found:
         raise ValueError(f"{str(file)!r} holds no dict of tensors. Save `model.state_dict()`.")
     raise ValueError(
