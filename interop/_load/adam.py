@@ -286,7 +286,8 @@ def _read_like(tensor: LazyTensor, like: Any) -> Any:
         data = tensor[index]  # without the padding: slices are clipped to the tensor's shape
         bounds = (each.indices(size) for each, size in zip(index, like.shape, strict=True))
         sizes = [stop - start for start, stop, _ in bounds]
-        return np.pad(data, [(0, n - held) for n, held in zip(sizes, data.shape, strict=True)])
+        padding = [(0, n - held) for n, held in zip(sizes, data.shape, strict=True)]
+        return np.pad(data, padding) if padding else data  # numpy pads no scalar
 
     return jax.make_array_from_callback(like.shape, like.sharding, read)
 

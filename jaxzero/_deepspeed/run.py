@@ -245,7 +245,8 @@ def _read_zero(keys: Keys, mesh: AnyMesh, compute_dtype: np.dtype | None) -> Zer
             schedule=CommSchedule(**bounds),
         )
     except ValueError as error:
-        raise keys.error("zero_optimization", f"makes no `ZeroConfig`: {error}") from error
+        text = str(error).removesuffix(".")
+        raise keys.error("zero_optimization", f"makes no `ZeroConfig`: {text}") from error
 
 
 def _is_node(keys: Keys, name: str, mesh: AnyMesh) -> bool:

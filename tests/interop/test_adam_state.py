@@ -85,6 +85,19 @@ def test_moments_of_padded_leaves_are_taken_out(checkpoint, params):
         np.testing.assert_array_equal(taken.exp_avg[name].read(), wanted.read())
 
 
+def test_moments_of_scalars_and_empty_arrays():
+    tree = {"scale": jnp.float32(2), "none": jnp.zeros((0, 3))}
+    zero = jz.Zero(jz.make_mesh(nodes=2))
+    tx = optax.adam(1e-3)
+    rules = [Rule(name, name) for name in tree]
+    made = tx.init(tree)[0]._replace(mu=tree, nu=tree, count=jnp.int32(3))
+    moments = interop.adam_from((made,), tree, rules=rules)
+    for before in (tx.init(tree), zero.init_optimizer(tx, zero.shard(tree))):
+        state = interop.load_adam(before, tree, moments, rules=rules)
+        assert float(state[0].mu["scale"]) == float(state[0].nu["scale"]) == 2
+        assert state[0].mu["none"].shape == (0, 3) and int(state[0].count) == 3
+
+
 def test_a_run_goes_back_to_torch(checkpoint, params):
     torch = pytest.importorskip("torch", reason="needs torch: the run ends there")
     from tests.models import torch_model
