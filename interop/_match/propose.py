@@ -46,8 +46,9 @@ def match(
     It supports linear layers, convolutions and attention of Flax, Equinox and PyTorch, also fused
     as in `torch.nn.MultiheadAttention`; norms with and without running statistics; embeddings;
     layers that are numbered differently, or stacked for a scan. Names and shapes do not show in
-    which order an image was flattened before a linear layer (torch has channels first): write that
-    rule yourself. Review the proposed rules and keep them in your code.
+    which order an image was flattened before a linear layer (torch has channels first), nor that a
+    convolution is a transposed one, which torch lays out differently: write those rules yourself.
+    Review the proposed rules and keep them in your code.
 
     Args:
         tree: parameters of the model: arrays or `jax.ShapeDtypeStruct`s.

@@ -75,7 +75,8 @@ def read_header(file: Path) -> list[Entry]:
             if start.startswith(_ZIP):
                 raise ValueError(
                     f"{str(file)!r} is an archive, as `torch.save` writes it, and no safetensors "
-                    "file. Open it with `interop.open_checkpoint`."
+                    "file. If its name ends in .safetensors, rename it so that it ends in .pt; "
+                    "then open it with `interop.open_checkpoint`."
                 )
             raise _broken(file, f"its {size} bytes do not hold the {length} of its header")
         text = opened.read(length)

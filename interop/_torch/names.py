@@ -174,6 +174,12 @@ class Names:
                 "each process saves only its shard. Save with `torch.distributed.checkpoint`, or "
                 "save `tensor.full_tensor()` of each."
             )
+        if full.startswith("torch.nn.modules.") and full not in self._records:
+            raise Refused(
+                f"{self._where} holds a whole module (`{escaped(full)}`), whose class is code. "
+                "Nothing was run. If you trust its author, load it with PyTorch and save only its "
+                "tensors: `torch.save(model.state_dict(), path)`."
+            )
         if full in _OTHER_TENSORS:
             kind, instead = _OTHER_TENSORS[full]
             raise Refused(

@@ -170,6 +170,18 @@ def test_the_leaf_that_does_not_fit_is_named(at: int, leaf: str, change, message
     assert f"undecided: layers.{at}.{named}: " in str(match({"layers": layers}, held))
 
 
+def test_a_transposed_convolution_is_to_be_confirmed():
+    """With as many inputs as outputs, shapes fit the rule of an ordinary one."""
+    for name in ("deconv", "conv_transpose", "UpConv"):
+        tree = {name: {"kernel": shape(3, 3, 4, 4), "bias": shape(4)}}
+        held = zeros(**{f"{name}__weight": (4, 4, 3, 3), f"{name}__bias": (4,)})
+        assert set(match(tree, held).assumed.values()) == {
+            "a transposed convolution may exchange inputs and outputs, and flip its window"
+        }
+    tree = {"conv": {"kernel": shape(3, 3, 4, 4)}}
+    assert not match(tree, zeros(conv__weight=(4, 4, 3, 3))).assumed
+
+
 def test_the_leaf_of_a_stack_that_does_not_fit():
     tree = {"layers": {"up": {"kernel": shape(3, 4, 9), "bias": shape(3, 8)}}}
     held = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxzero import interop
 from jaxzero.interop._torch.names import DTYPES
@@ -87,3 +88,27 @@ def test_an_optimizer_without_a_model(tmp_path: Path):
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     with pytest.raises(ValueError, match="the state of an optimizer, and no model. Save both in"):
         interop.open_checkpoint(tmp_path / "optimizer.pt")
+
+
+def test_a_whole_module_is_told_from_an_object_of_the_user(tmp_path: Path):
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "model.pt")
+    message = (
+        r"holds a whole module \(`torch\.nn\.modules\.linear\.Linear`\).*model\.state_dict\(\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        interop.open_checkpoint(tmp_path / "model.pt")
+
+
+def test_files_with_the_suffix_of_another_form(tmp_path: Path):
+    save_file({"w": np.ones(2)}, tmp_path / "a.bin")
+    with pytest.raises(
+        ValueError, match=r"a\.bin' looks like a safetensors file\. .* \.safetensors"
+    ):
+        interop.open_checkpoint(tmp_path / "a.bin")
+    torch.save({"w": torch.ones(2)}, tmp_path / "b.safetensors")
+    with pytest.raises(ValueError, match=r"writes it, .* rename it so that it ends in \.pt; then"):
+        interop.open_checkpoint(tmp_path / "b.safetensors")
+    (tmp_path / "a.bin").rename(tmp_path / "a.safetensors")
+    (tmp_path / "b.safetensors").rename(tmp_path / "b.pt")
+    for name in ("a.safetensors", "b.pt"):
+        assert interop.open_checkpoint(tmp_path / name)["w"].shape == (2,)

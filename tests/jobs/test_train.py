@@ -347,6 +347,11 @@ def test_every_wire_goes_with_every_stage(stage: int, wire: jobs.Wire):
         (lambda: jobs.Data(max_tokens=0), "`max_tokens` must be positive; got 0"),
         (lambda: jobs.Devices(devices=0), "`devices` must be positive; got 0"),
         (lambda: jobs.Optimization(learning_rate=-1.0), "`learning_rate` must be positive"),
+        (lambda: jobs.Optimization(learning_rate=float("inf")), "positive and finite; got inf"),
+        (
+            lambda: jobs.Convert(source=Path(), target=Path(), max_shard_gb=float("inf")),
+            "`max_shard_gb` must be positive and finite; got inf",
+        ),
         (lambda: jobs.Optimization(steps=-1), "`steps` cannot be negative; got -1"),
         (lambda: jobs.Optimization(adaptive_batch=1.0), "`adaptive_batch` .* less than 1; got 1.0"),
         (
