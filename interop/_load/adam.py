@@ -165,11 +165,24 @@ def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoment
         rules: the rules given to `load_into`.
 
     Raises:
-        ValueError: `opt_state` has no Adam state, or its parameters are not those of `tree`.
+        ValueError: `opt_state` has no Adam state, several of one parameter or of different steps,
+            or its parameters are not those of `tree`.
     """
     shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(tree).leaves.items()}
     states = adam_states(opt_state)
-    _paths_of(states, shapes)
+    paths = _paths_of(states, shapes)
+    if len(set(paths)) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise ValueError(
+            f"Two Adams in `opt_state` have moments of `{twice}`, and PyTorch has one. Pass the "
+            "part of `opt_state` that is meant."
+        )
+    steps = sorted({int(np.asarray(state.count)) for state in states})
+    if len(steps) > 1:
+        raise ValueError(
+            f"The Adams in `opt_state` have taken different steps: {', '.join(map(str, steps))}. "
+            "The moments of a checkpoint have one step: pass the part of `opt_state` that is meant."
+        )
     rules = tuple(rules)
     means, squares = (
         to_theirs(
@@ -182,7 +195,7 @@ def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoment
         )
         for kind in ("mu", "nu")
     )
-    return AdamMoments(step=int(np.asarray(states[0].count)), exp_avg=means, exp_avg_sq=squares)
+    return AdamMoments(step=steps[0], exp_avg=means, exp_avg_sq=squares)
 
 
 def torch_state_dict(moments: AdamMoments, param_groups: Sequence[Mapping[str, Any]]) -> dict:

@@ -21,9 +21,10 @@ _NAME_EVERY_TENSOR = (
     "The rules must name every tensor; list tensors that are not parameters in `ignore`."
 )
 _RENAME = (
-    "Write it in the rules, or save a copy with `interop.save_tensors({name.removeprefix(...): "
-    "tensor for name, tensor in interop.open_checkpoint(...).items()}, directory)`."
+    "ave a copy with `interop.save_tensors({name.removeprefix(...): tensor for name, tensor in "
+    "interop.open_checkpoint(...).items()}, directory)`."
 )
+_DDP = "module."  # what `DistributedDataParallel` puts before all names
 
 
 def to_theirs(rules: Iterable[Rule], ours: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -121,9 +122,10 @@ def check_names(
         for name in given - wanted
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore)
     )
-    if missing and (prefix := _prefix(missing, unknown)):
-        remedy = _RENAME if remedy == _NAME_EVERY_TENSOR else remedy
-        remedy = f"It has these names with {shown(prefix)} before them. {remedy}"
+    prefix = _prefix(missing, unknown) if missing else ""
+    if prefix:
+        write = "Write it in the rules, or s" if remedy == _NAME_EVERY_TENSOR else "S"
+        remedy = f"It has these names with {shown(prefix)} before them. {write}{_RENAME}"
     found = [f"lacks {first_names(missing)}"] if missing else []
     found += [f"holds unknown {first_names(unknown)}"] if unknown else []
     if found:
@@ -135,7 +137,17 @@ def _prefix(missing: list[str], unknown: list[str]) -> str:
     ends = [name for name in unknown if name.endswith(f".{missing[0]}")]
     prefixes = (name.removesuffix(missing[0]) for name in ends)
     unknown_names = set(unknown)
-    return next((p for p in prefixes if unknown_names.issuperset(p + x for x in missing)), "")
+    found = next((p for p in prefixes if unknown_names.issuperset(p + x for x in missing)), "")
+    if found or not all(name.startswith(_DDP) for name in unknown):
+        return found
+    # Names of the model's own, such as `model.`, may follow.
+    inner = {end for name in unknown for end in _ends(name.removeprefix(_DDP))}
+    return _DDP if inner.issuperset(missing) else ""
+
+
+def _ends(name: str) -> list[str]:
+    parts = name.split(".", 2)
+    return [".".join(parts[number:]) for number in range(len(parts))]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -195,6 +195,21 @@ def test_mistakes(checkpoint, params):
         interop.load_adam(state, params, checkpoint.adam())
 
 
+def test_adams_that_make_no_one_state(params):
+    """Of two states for a parameter the last was taken, and of two steps the first."""
+    twice = optax.chain(optax.scale_by_adam(), optax.scale_by_adam()).init(params)
+    with pytest.raises(ValueError, match="Two Adams in `opt_state` have moments of `down.bias`"):
+        interop.adam_from(twice, params, rules=torch_run.RULES)
+    both = {"decayed": optax.adamw(1e-3), "plain": optax.adam(1e-3)}
+    state = optax.partition(both, groups).init(params)
+    plain = state.inner_states["plain"]
+    adam, *others = plain.inner_state
+    later = plain._replace(inner_state=(adam._replace(count=jnp.int32(2)), *others))
+    state = state._replace(inner_states={**state.inner_states, "plain": later})
+    with pytest.raises(ValueError, match="have taken different steps: 0, 2"):
+        interop.adam_from(state, params, rules=torch_run.RULES)
+
+
 def simigrad(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     return jz.simigrad(inner, target_similarity=0.5, initial=4, min_steps=4, max_steps=4)
 
