@@ -17,7 +17,7 @@ import optax
 from jaxzero._sharding import data_of
 from jaxzero._text import shown
 from jaxzero.interop._match import settled
-from jaxzero.interop._rules import Rule, to_ours, to_theirs
+from jaxzero.interop._rules import Rule, patterns_in, rules_in, to_ours, to_theirs
 from jaxzero.interop._tensors import (
     AdamMoments,
     ArrayTensor,
@@ -84,7 +84,12 @@ def load_adam(
         ValueError: `opt_state` or `source` has no Adam state, or their parameters differ; or a
             proposed rule has to be confirmed or chosen.
     """
-    rules, ignore = tuple(rules or ()), tuple(ignore)
+    if not isinstance(source, Checkpoint | AdamMoments):
+        raise ValueError(
+            "`source` must be what `interop.open_checkpoint` returns, or its `adam(names)`; got "
+            f"{source!r}."
+        )
+    rules, ignore = rules_in(rules or ()), patterns_in(ignore)
     if not rules:
         if not isinstance(source, Checkpoint):
             raise ValueError("`rules` are required unless `source` is a `Checkpoint`. Pass them.")

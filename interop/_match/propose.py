@@ -18,7 +18,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxzero._without_gc import without_gc
-from jaxzero.interop._rules import Rule, Shapes, Split, Transpose, pattern_of, uses_of
+from jaxzero.interop._rules import (
+    Rule,
+    Shapes,
+    Split,
+    Transpose,
+    pattern_of,
+    patterns_in,
+    rules_in,
+    uses_of,
+)
 from jaxzero.interop._tensors import LazyTensor, named_leaves
 
 from .fused import find_fused
@@ -61,10 +70,14 @@ def match(
     """
     leaves = named_leaves(tree).leaves
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
-    known = tuple(rules)
+    if not isinstance(source, Mapping):
+        raise ValueError(
+            f"`source` must be tensors by name, as `interop.open_checkpoint` gives; got {source!r}."
+        )
+    known = rules_in(rules)
     known_paths, known_names = _covered(known, shapes)
     ours = modules_of({path: shapes[path] for path in leaves if path not in known_paths})
-    ignore = (*ignore, *_LEFT_OUT)
+    ignore = (*patterns_in(ignore), *_LEFT_OUT)
     out = [name for name in source if any(fnmatch.fnmatchcase(name, each) for each in ignore)]
     single = modules_of(
         {name: x.shape for name, x in source.items() if name not in {*out, *known_names}}

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from jaxzero._text import first_names, shown
-from jaxzero.interop._tensors import Box, LazyTensor, stack
+from jaxzero.interop._tensors import Box, LazyTensor, as_lazy, stack
 
-from .rule import TWO_NAMES, Index, Rule, Shapes, Use, uses_of
+from .rule import TWO_NAMES, Index, Rule, Shapes, Use, patterns_in, rules_in, uses_of
 from .steps import run, run_back
 
 _NAME_EVERY_TENSOR = (
@@ -79,19 +79,20 @@ def to_ours(
         ValueError: the rules do not fit the parameters, or a tensor is missing, unknown or has
             another shape than the parameter needs. The message names the tensor.
     """
-    rules = tuple(rules)
+    rules = rules_in(rules)
     wanted = to_theirs(rules, {path: Placeholder(path, shape) for path, shape in shapes.items()})
     check_names(source.keys(), wanted.keys(), where=where, ignore=ignore, remedy=remedy)
+    held = {name: as_lazy(source[name], name, where) for name in wanted}
     for name, tensor in wanted.items():
-        if source[name].shape != tensor.shape:
+        if held[name].shape != tensor.shape:
             raise ValueError(
-                f"Tensor {shown(name)} {where} has shape {source[name].shape}, but the model asks "
+                f"Tensor {shown(name)} {where} has shape {held[name].shape}, but the model asks "
                 f"for {tensor.shape} (its `{tensor.label}`). They belong to different models: "
                 "check that the model's config has the sizes of the checkpoint."
             )
     made: dict[str, LazyTensor] = {}
     for use in uses_of(rules, shapes):
-        made |= _ours_of(use, source)
+        made |= _ours_of(use, held)
     return made
 
 
@@ -115,7 +116,7 @@ def check_names(
     Raises:
         ValueError: a tensor is missing, or is unknown and not ignored.
     """
-    given, wanted, ignore = set(given), set(wanted), tuple(ignore)
+    given, wanted, ignore = set(given), set(wanted), patterns_in(ignore)
     missing = sorted(wanted - given)
     unknown = sorted(
         name

@@ -32,7 +32,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxzero._text import first_names
 
@@ -87,6 +87,30 @@ class Rule:
         return f"Rule({', '.join(repr(each) for each in (*sides, *self.steps))})"
 
 
+def rules_in(rules: Any) -> tuple[Rule, ...]:
+    """Return rules as a tuple.
+
+    Raises:
+        ValueError: it is a single rule, or holds something else.
+    """
+    given = tuple(rules) if isinstance(rules, Iterable) else ()
+    if not isinstance(rules, Iterable) or not all(isinstance(each, Rule) for each in given):
+        raise ValueError(f"`rules` must be a list or tuple of `interop.Rule`s; got {rules!r}.")
+    return given
+
+
+def patterns_in(ignore: Any) -> tuple[str, ...]:
+    """Return names or patterns as a tuple, also if there is one.
+
+    Raises:
+        ValueError: it holds something else than text.
+    """
+    given = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    if not all(isinstance(each, str) for each in given):
+        raise ValueError(f"`ignore` must hold names of tensors, or patterns; got {ignore!r}.")
+    return given
+
+
 class Use(NamedTuple):
     """A rule with values for its shared variables.
 
@@ -118,7 +142,7 @@ def uses_of(rules: Iterable[Rule], shapes: Shapes) -> list[Use]:
         ValueError: a parameter is matched by no rule or by two, a rule names a parameter that does
             not exist, or a stack has too few dimensions.
     """
-    uses = [use for rule in rules for use in _uses_of_one(rule, shapes)]
+    uses = [use for rule in rules_in(rules) for use in _uses_of_one(rule, shapes)]
     rule_of: dict[str, Rule] = {}
     for use in uses:
         for path in itertools.chain(*use.ours.values()):

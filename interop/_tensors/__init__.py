@@ -20,6 +20,7 @@ from .checkpoint import laid_out_as as laid_out_as
 from .checkpoint import read_step as read_step
 from .lazy import ArrayTensor as ArrayTensor
 from .lazy import LazyTensor as LazyTensor
+from .lazy import as_lazy as as_lazy
 from .lazy import concatenate as concatenate
 from .lazy import stack as stack
 from .named_leaves import named_leaves as named_leaves

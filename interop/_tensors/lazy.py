@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from jaxzero._raw import raw
+from jaxzero._text import shown
 
 from .boxes import Box, box_shape, boxes_by_group, replaced, whole_box, with_places
 from .cast import checked_cast
@@ -214,6 +215,23 @@ class ArrayTensor(LazyTensor):
 
     def _read_box(self, box: Box) -> np.ndarray:
         return np.asarray(self.array[tuple(slice(start, stop) for start, stop in box)])
+
+
+def as_lazy(value: Any, name: str, where: str) -> LazyTensor:
+    """Return a lazy tensor, or a numpy array as one.
+
+    Raises:
+        ValueError: it is neither. `where` says where it is, for the message.
+    """
+    if isinstance(value, LazyTensor):
+        return value
+    if isinstance(value, np.ndarray):
+        return ArrayTensor(value, name)
+    raise ValueError(
+        f"{shown(name)} {where} is no `interop.LazyTensor` but a {type(value).__name__}. "
+        "`interop.open_checkpoint` gives those of a file, `interop.tensors_from` those of "
+        "parameters, and `interop.ArrayTensor(array, name)` makes one of a numpy array."
+    )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

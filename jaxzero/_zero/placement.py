@@ -159,6 +159,9 @@ def place(
         padded = jax.jit(lambda x: pad_leaf(leaf, to_device(x)), out_shardings=sharding)
         return _alone(padded(_without_explicit_axes(source)))
     source = _without_explicit_axes(source)
+    if hasattr(source, "borrow") and source.dtype != leaf.dtype:
+        # A 64-bit tensor in a file, while JAX has 32 bits: a cast that refuses what does not fit.
+        source = source.astype(leaf.dtype)
     # Of 64-bit types in the calling thread only: see `Transfers.put`.
     is_in_file = getattr(source, "is_in_file", False)
     if is_in_file and source.dtype == leaf.dtype and leaf.dtype.itemsize <= 4:
