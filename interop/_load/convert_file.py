@@ -12,6 +12,7 @@ import numpy as np
 from jaxzero._text import shown
 from jaxzero.interop._safetensors import new_directory, new_file, save_tensors
 from jaxzero.interop._tensors import LazyTensor, as_lazy
+from jaxzero.interop._torch import DTYPES
 
 from .open import open_checkpoint
 
@@ -129,7 +130,17 @@ def check_copy(tensors: Mapping[str, LazyTensor], path: Path | str) -> None:
 
 
 def to_torch(tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
-    """Read tensors into PyTorch tensors, bit for bit."""
+    """Read tensors into PyTorch tensors, bit for bit.
+
+    Raises:
+        ValueError: a dtype is none of PyTorch's, or of another byte order.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES.values():
+            raise ValueError(
+                f"Tensor {shown(name)} has dtype {tensor.dtype}, which is not written to files "
+                f"of PyTorch. Cast it to one of {', '.join(DTYPES)}."
+            )
     return {name: _tensor(tensor.read()) for name, tensor in tensors.items()}
 
 

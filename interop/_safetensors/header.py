@@ -133,6 +133,8 @@ def check_writable(name: str, tensor: LazyTensor) -> None:
             f"Tensor {shown(name)} has dtype {tensor.dtype}, which safetensors cannot hold. Cast "
             f"it to one of {', '.join(str(each) for each in _NAMES)}."
         )
+    if not isinstance(name, str):
+        raise ValueError(f"Names of tensors must be text in safetensors; got {shown(name)}.")
     if name == _METADATA:
         raise ValueError(f"No tensor can be called {name!r} in safetensors. Give it another name.")
     try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -122,3 +123,23 @@ def test_paths_and_forms(tmp_path: Path):
         ValueError, match=r"`source` must be what `interop\.open_checkpoint` return"
     ):
         interop.load_adam(optax.adam(1.0).init(params), params, path, rules=RULES)
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp", "safetensors"])
+@pytest.mark.parametrize("dtype", [">f4", "<U1", ml_dtypes.int4, ml_dtypes.float8_e4m3fnuz])
+def test_dtypes_that_are_not_written(form: Any, dtype: Any, tmp_path: Path):
+    """The bytes of a big-endian array were written as if they were little-endian."""
+    if form != "safetensors":
+        pytest.importorskip("torch", reason="needs torch: it writes the form")
+    tensors = {"w": ArrayTensor(np.ones(2).astype(dtype), "w")}
+    with pytest.raises(
+        ValueError, match=r"Tensor 'w' has dtype .*, which .*\. Cast it to one of boo"
+    ):
+        interop.write_checkpoint(tensors, tmp_path / "out", form=form)
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_are_text(tmp_path: Path):
+    tensors: dict[Any, ArrayTensor] = {1: ArrayTensor(ARRAY, "w")}
+    with pytest.raises(ValueError, match="Names of tensors must be text in safetensors; got 1"):
+        interop.save_tensors(tensors, tmp_path / "out")
