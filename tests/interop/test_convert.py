@@ -79,6 +79,16 @@ def test_values_that_the_dtype_cannot_hold(tmp_path: Path, capsys: pytest.Captur
     np.testing.assert_array_equal(written, values.astype(np.float32))
 
 
+def test_a_checkpoint_of_jaxzero_is_told(tmp_path: Path, capsys: pytest.CaptureFixture):
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "jaxzero.json").write_text("{}")
+    for source in (tmp_path, tmp_path / "3"):
+        assert cli.main(["convert", str(source), str(tmp_path / "out")]) == 2
+        printed = one_line(capsys.readouterr().err)
+        assert "is a checkpoint of jaxzero" in printed and "the folder `export`" in printed
+    assert not (tmp_path / "out").exists()
+
+
 def test_through_every_form(tmp_path: Path, capsys: pytest.CaptureFixture):
     torch = pytest.importorskip("torch", reason="needs torch: it writes two of the forms")
     source = str(DEEPSPEED / "zero1_bf16")

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from ...interop import Checkpoint, LazyTensor, check_copy, open_checkpoint, write_checkpoint
 from .._settings import Convert
 from .display import line_of
+from .inspect_run import find_checkpoint
 
 _FILES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -25,6 +26,12 @@ def convert(settings: Convert, console: Console) -> None:
     if settings.target.exists():
         raise ValueError(
             f"{str(settings.target)!r} exists. Name a target that does not: nothing is replaced."
+        )
+    if (own := find_checkpoint(settings.source)) is not None:
+        raise ValueError(
+            f"{str(own)!r} is a checkpoint of jaxzero, which holds a state to resume from. Convert "
+            "the weights that the run has exported (`jaxzero train`: the folder `export`), or "
+            "restore it with `jz.Checkpoints` and write them with `interop.save_tensors`."
         )
     checkpoint = open_checkpoint(settings.source, key=settings.key)
     form = settings.form or ("torch" if settings.target.suffix in _FILES else "safetensors")
