@@ -112,3 +112,17 @@ def test_files_with_the_suffix_of_another_form(tmp_path: Path):
     (tmp_path / "b.safetensors").rename(tmp_path / "b.pt")
     for name in ("a.safetensors", "b.pt"):
         assert interop.open_checkpoint(tmp_path / name)["w"].shape == (2,)
+
+
+def test_a_tensor_beside_the_model(tmp_path: Path):
+    """Such as the best score so far: then the dict of the model was not found, even by its key."""
+    model = torch.nn.Linear(2, 3).state_dict()
+    path = saved(tmp_path / "run.pt", net=model, best=torch.tensor(0.5), settings={"lr": 0.1})
+    with pytest.raises(ValueError, match=r"several dicts of tensors: '', 'net'.*'' is the dict of"):
+        interop.open_checkpoint(path)
+    found = interop.open_checkpoint(path, key="net")
+    assert {name: found[name].read().tolist() for name in found} == {
+        name: tensor.tolist() for name, tensor in model.items()
+    }
+    with pytest.raises(ValueError, match=r"'net' in .* is not a tensor but a OrderedDict"):
+        interop.open_checkpoint(path, key="")
