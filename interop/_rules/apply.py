@@ -125,8 +125,11 @@ def check_names(
     )
     prefix = _prefix(missing, unknown) if missing else ""
     if prefix:
-        write = "Write it in the rules, or s" if remedy == _NAME_EVERY_TENSOR else "S"
-        remedy = f"It has these names with {shown(prefix)} before them. {write}{_RENAME}"
+        if remedy == _NAME_EVERY_TENSOR:
+            remedy = f"Write it in the rules, or s{_RENAME}"
+        elif prefix == _DDP:  # others may be of a model with more than is asked for
+            remedy = f"S{_RENAME}"
+        remedy = f"It has these names with {shown(prefix)} before them. {remedy}"
     found = [f"lacks {first_names(missing)}"] if missing else []
     found += [f"holds unknown {first_names(unknown)}"] if unknown else []
     if found:
