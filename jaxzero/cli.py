@@ -14,7 +14,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import tyro
 from rich.console import Console
@@ -53,10 +53,26 @@ _Command = (
 )
 
 
-def _check_repeated(arguments: Sequence[str]) -> None:
-    for settings, chosen in (get_args(each) for each in get_args(_Command)):
-        if arguments[:1] == [chosen.name]:
-            check_repeated(arguments, settings)
+_COMMANDS = {chosen.name: settings for settings, chosen in map(get_args, get_args(_Command))}
+
+
+def _parsed(arguments: Sequence[str]) -> Any:
+    """The settings of a command line.
+
+    The flags of a command are parsed by themselves, so that errors point to its own `--help`.
+    """
+    shape = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+    if arguments and arguments[0] in _COMMANDS:
+        settings = _COMMANDS[arguments[0]]
+        check_repeated(arguments, settings)
+        return tyro.cli(settings, args=arguments[1:], prog=f"jaxzero {arguments[0]}", config=shape)
+    return tyro.cli(
+        _Command,
+        args=arguments,
+        prog="jaxzero",
+        description="Train with parameters, gradients and optimizer state split over devices.",
+        config=shape,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,14 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     console, errors = Console(), Console(stderr=True)
     try:
-        _check_repeated(arguments)
-        command = tyro.cli(
-            _Command,
-            args=arguments,
-            prog="jaxzero",
-            description="Train with parameters, gradients and optimizer state split over devices.",
-            config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
-        )
+        command = _parsed(arguments)
         match command:
             case jobs.Train():
                 jobs.train(command, console)

@@ -4,18 +4,20 @@ Both keep two running means per parameter and a number of steps. The rules that 
 therefore also map its means, and a run that moves to JAX continues without a new warm-up.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jaxzero._sharding import data_of
-from jaxzero._simigrad import SimigradState
 from jaxzero._text import shown
 from jaxzero.interop._match import settled
-from jaxzero.interop._rules import Rule, to_ours, to_theirs
+from jaxzero.interop._rules import Rule, patterns_in, rules_in, to_ours, to_theirs
 from jaxzero.interop._tensors import (
     AdamMoments,
     ArrayTensor,
@@ -27,9 +29,19 @@ from jaxzero.interop._tensors import (
 
 from .convert_file import to_torch
 
-_COUNTERS = ("count", "gradient_step")  # fields of optax states that count updates
-# Their `count` is the number of micro-batches or losses accumulated since the last update.
-_OF_ACCUMULATION = (SimigradState, optax.ApplyEvery, optax.contrib.ReduceLROnPlateauState)
+# States that hold more than a counter, and the field that counts all updates of the run.
+_COUNTER_OF: dict[type, str] = {
+    optax.MultiStepsState: "gradient_step",
+    optax.InjectHyperparamsState: "count",
+    optax.InjectStatefulHyperparamsState: "count",
+    optax.ConditionallyMaskState: "step",
+    optax.ConditionallyTransformState: "step",
+}
+_FROZEN = (
+    "The rules must name every parameter that has moments; list others in `ignore`. A parameter "
+    "that PyTorch did not train has none: leave it out of Adam here too, with `optax.masked` or "
+    "`optax.multi_transform`."
+)
 
 
 def load_adam(
@@ -44,10 +56,16 @@ def load_adam(
     """Load the moments of a PyTorch run into an optax state, to continue that run.
 
     The state of every Adam in the chain is replaced, also inside masks, partitions and other
-    wrappers, and every counter of updates is set, so that schedules continue too. What has been
-    accumulated since the last update stays as it is, with its counter: by `optax.MultiSteps`,
-    `optax.apply_every`, `optax.contrib.reduce_on_plateau` and `jz.simigrad`. Each process reads
-    only the shards of its devices.
+    wrappers, and the counters of schedules are set, so that they continue: those of
+    `optax.MultiSteps` and `optax.inject_hyperparams`, `step` of conditional transformations, and
+    `count` of a state without arrays of floats, such as `scale_by_schedule`. Whatever else a chain
+    accumulates begins anew, with its counter, since the checkpoint has nothing for it: an
+    `optax.ema`, other optimizers of a partition, and what was gathered since the last update by
+    `optax.MultiSteps`, `optax.apply_every` or `jz.simigrad`. Each process reads only the shards of
+    its devices.
+
+    The states of `optax.radam`, `optax.yogi` and `optax.adamax` are of Adam's type and are replaced
+    as well; `nu` of `adamax` is a maximum, so do not load Adam's into it.
 
     Args:
         opt_state: from `zero.init_optimizer(tx, params)`, or `tx.init(params)`.
@@ -66,7 +84,12 @@ def load_adam(
         ValueError: `opt_state` or `source` has no Adam state, or their parameters differ; or a
             proposed rule has to be confirmed or chosen.
     """
-    rules, ignore = tuple(rules or ()), tuple(ignore)
+    if not isinstance(source, Checkpoint | AdamMoments):
+        raise ValueError(
+            "`source` must be what `interop.open_checkpoint` returns, or its `adam(names)`; got "
+            f"{source!r}."
+        )
+    rules, ignore = rules_in(rules or ()), patterns_in(ignore)
     if not rules:
         if not isinstance(source, Checkpoint):
             raise ValueError("`rules` are required unless `source` is a `Checkpoint`. Pass them.")
@@ -79,24 +102,61 @@ def load_adam(
     states = adam_states(opt_state)
     wanted = {path: shapes[path] for path in _paths_of(states, shapes)}
     kinds = {
-        "mu": to_ours(rules, wanted, moments.exp_avg, where="(`exp_avg`)", ignore=ignore),
-        "nu": to_ours(rules, wanted, moments.exp_avg_sq, where="(`exp_avg_sq`)", ignore=ignore),
+        kind: to_ours(rules, wanted, held, where=f"(`{name}`)", ignore=ignore, remedy=_FROZEN)
+        for kind, name, held in (
+            ("mu", "exp_avg", moments.exp_avg),
+            ("nu", "exp_avg_sq", moments.exp_avg_sq),
+        )
     }
+    return _moved(opt_state, moments.step, kinds)
 
-    def moved(path: tuple[Any, ...], leaf: Any) -> Any:
-        if isinstance(leaf, optax.ScaleByAdamState):
-            count = _counter(moments.step, leaf.count)
-            return leaf._replace(count=count, **{k: _filled(leaf, k, kinds[k]) for k in kinds})
-        if isinstance(leaf, SimigradState):
-            return leaf._replace(inner=all_moved(leaf.inner))
-        if not _is_whole(leaf) and _counts(path, leaf):
-            return _counter(moments.step, leaf)
-        return leaf
 
-    def all_moved(state: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(moved, state, is_leaf=_is_whole)
+def _moved(state: Any, step: int, kinds: Mapping[str, Mapping[str, LazyTensor]]) -> Any:
+    """Replace the states of Adam in a state, and set its counters of updates."""
+    if _is_adam(state):
+        moved = {kind: _filled(state, kind, tensors) for kind, tensors in kinds.items()}
+        return state._replace(count=_counter(step, state.count), **moved)
 
-    return all_moved(opt_state)
+    def stops(x: Any) -> bool:
+        return x is not state and (_is_adam(x) or _is_counting(x))
+
+    def within(x: Any) -> Any:
+        return _moved(x, step, kinds) if stops(x) else x
+
+    moved = jax.tree.map(within, state, is_leaf=stops)
+    field = _counts_updates(state, stops) if _is_counting(state) else None
+    if field is None:
+        return moved
+    value = _counter(step, getattr(state, field))
+    replace = getattr(moved, "_replace", None) or functools.partial(dataclasses.replace, moved)
+    return replace(**{field: value})
+
+
+def _is_counting(x: Any) -> bool:
+    """Whether a state has a field that counts, of updates or of something else."""
+    fields = getattr(type(x), "_fields", None)
+    if fields is None and dataclasses.is_dataclass(type(x)):
+        fields = [each.name for each in dataclasses.fields(x)]
+    return bool(fields) and (type(x) in _COUNTER_OF or "count" in fields)
+
+
+def _counts_updates(state: Any, stops: Callable[[Any], bool]) -> str | None:
+    """The field of a state that counts the updates of the run; None if it counts what it holds.
+
+    What a state accumulates, such as a mean with its own correction of bias, is not in the
+    checkpoint: a counter of it must begin anew too.
+    """
+    if type(state) in _COUNTER_OF:
+        return _COUNTER_OF[type(state)]
+    if not _is_counter(state.count):
+        return None
+    held = [x for x in jax.tree.leaves(state, is_leaf=stops) if not stops(x)]
+    inexact = any(jnp.issubdtype(getattr(x, "dtype", np.float32), jnp.inexact) for x in held)
+    return None if inexact else "count"
+
+
+def _is_counter(x: Any) -> bool:
+    return hasattr(x, "dtype") and np.issubdtype(x.dtype, np.integer) and x.shape == ()
 
 
 def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoments:
@@ -110,11 +170,24 @@ def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoment
         rules: the rules given to `load_into`.
 
     Raises:
-        ValueError: `opt_state` has no Adam state, or its parameters are not those of `tree`.
+        ValueError: `opt_state` has no Adam state, several of one parameter or of different steps,
+            or its parameters are not those of `tree`.
     """
     shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(tree).leaves.items()}
     states = adam_states(opt_state)
-    _paths_of(states, shapes)
+    paths = _paths_of(states, shapes)
+    if len(set(paths)) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise ValueError(
+            f"Two Adams in `opt_state` have moments of `{twice}`, and PyTorch has one. Pass the "
+            "part of `opt_state` that is meant."
+        )
+    steps = sorted({int(np.asarray(state.count)) for state in states})
+    if len(steps) > 1:
+        raise ValueError(
+            f"The Adams in `opt_state` have taken different steps: {', '.join(map(str, steps))}. "
+            "The moments of a checkpoint have one step: pass the part of `opt_state` that is meant."
+        )
     rules = tuple(rules)
     means, squares = (
         to_theirs(
@@ -127,7 +200,7 @@ def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoment
         )
         for kind in ("mu", "nu")
     )
-    return AdamMoments(step=int(np.asarray(states[0].count)), exp_avg=means, exp_avg_sq=squares)
+    return AdamMoments(step=steps[0], exp_avg=means, exp_avg_sq=squares)
 
 
 def torch_state_dict(moments: AdamMoments, param_groups: Sequence[Mapping[str, Any]]) -> dict:
@@ -190,10 +263,6 @@ def _is_adam(x: Any) -> bool:
     return isinstance(x, optax.ScaleByAdamState)
 
 
-def _is_whole(x: Any) -> bool:
-    return _is_adam(x) or isinstance(x, _OF_ACCUMULATION)
-
-
 def _paths_of(states: list[optax.ScaleByAdamState], shapes: Mapping[str, Any]) -> list[str]:
     paths = [path for state in states for path in named_leaves(state.mu).leaves]
     unknown = sorted(set(paths) - shapes.keys())
@@ -207,15 +276,16 @@ def _paths_of(states: list[optax.ScaleByAdamState], shapes: Mapping[str, Any]) -
 
 def _filled(state: Any, kind: str, tensors: Mapping[str, LazyTensor]) -> Any:
     named = named_leaves(getattr(state, kind))
+    for path, leaf in named.leaves.items():
+        if tuple(leaf.shape) != tensors[path].shape:
+            raise ValueError(
+                f"Adam in `opt_state` has moments of shape {tuple(leaf.shape)} for `{path}`, whose "
+                f"shape in `tree` is {tensors[path].shape}. Pass the tree that `opt_state` was "
+                "made for."
+            )
     return named.rebuild(
         {path: _read_like(tensors[path], leaf) for path, leaf in named.leaves.items()}
     )
-
-
-def _counts(path: tuple[Any, ...], leaf: Any) -> bool:
-    if not path or getattr(path[-1], "name", None) not in _COUNTERS:
-        return False
-    return np.issubdtype(leaf.dtype, np.integer) and leaf.shape == ()
 
 
 def _counter(step: int, like: Any) -> Any:
@@ -234,7 +304,8 @@ def _read_like(tensor: LazyTensor, like: Any) -> Any:
         data = tensor[index]  # without the padding: slices are clipped to the tensor's shape
         bounds = (each.indices(size) for each, size in zip(index, like.shape, strict=True))
         sizes = [stop - start for start, stop, _ in bounds]
-        return np.pad(data, [(0, n - held) for n, held in zip(sizes, data.shape, strict=True)])
+        padding = [(0, n - held) for n, held in zip(sizes, data.shape, strict=True)]
+        return np.pad(data, padding) if padding else data  # numpy pads no scalar
 
     return jax.make_array_from_callback(like.shape, like.sharding, read)
 

@@ -5,13 +5,14 @@ import importlib.util
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from jaxzero._text import shown
 from jaxzero.interop._safetensors import new_directory, new_file, save_tensors
-from jaxzero.interop._tensors import LazyTensor
+from jaxzero.interop._tensors import LazyTensor, as_lazy
+from jaxzero.interop._torch import DTYPES
 
 from .open import open_checkpoint
 
@@ -37,12 +38,15 @@ def write_checkpoint(
         source: a directory whose config and tokenizer are copied; with "safetensors" only.
 
     Raises:
-        ValueError: `path` is a file where a directory is needed or vice versa, or is a directory
-            that holds other files than a checkpoint's.
+        ValueError: `form` is no form, or `path` is a file where a directory is needed or vice
+            versa, or is a directory that holds other files than a checkpoint's.
         ImportError: the form needs PyTorch, which is not installed.
         OSError: the file system refuses, or is full. Nothing is left behind.
     """
     path = Path(path)
+    if form not in get_args(Form):
+        raise ValueError(f"`form` must be one of {', '.join(get_args(Form))}; got {form!r}.")
+    tensors = {name: as_lazy(tensor, name, "in `tensors`") for name, tensor in tensors.items()}
     if path.is_dir() if form == "torch" else path.is_file():
         raise ValueError(
             f"`path` must be {'a file' if form == 'torch' else 'a directory'} with form={form!r}; "
@@ -126,7 +130,17 @@ def check_copy(tensors: Mapping[str, LazyTensor], path: Path | str) -> None:
 
 
 def to_torch(tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
-    """Read tensors into PyTorch tensors, bit for bit."""
+    """Read tensors into PyTorch tensors, bit for bit.
+
+    Raises:
+        ValueError: a dtype is none of PyTorch's, or of another byte order.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES.values():
+            raise ValueError(
+                f"Tensor {shown(name)} has dtype {tensor.dtype}, which is not written to files "
+                f"of PyTorch. Cast it to one of {', '.join(DTYPES)}."
+            )
     return {name: _tensor(tensor.read()) for name, tensor in tensors.items()}
 
 

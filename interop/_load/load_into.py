@@ -53,10 +53,13 @@ def load_into(
             or the rules do not fit the model. The message names the tensor. Or, without `rules`,
             a proposed rule has to be confirmed or chosen.
     """
+    if dtype is not None:
+        dtype = _checked(dtype)
     named = named_leaves(tree)
     shapes = {path: tuple(leaf.shape) for path, leaf in named.leaves.items()}
     if isinstance(source, Mapping):
-        tensors, where = source, "in `source`"
+        path = getattr(source, "path", None)  # of a `Checkpoint`
+        tensors, where = source, "in `source`" if path is None else f"in {str(path)!r}"
     else:
         tensors, where = open_checkpoint(source), f"in {str(source)!r}"
     if rules is None:
@@ -116,15 +119,25 @@ def _held(leaf: Any, shape: tuple[int, ...], path: str) -> LazyTensor:
     return ArrayTensor(np.asarray(leaf), path)
 
 
+def _checked(dtype: np.typing.DTypeLike) -> np.dtype:
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(f"`dtype` must be that of floating-point numbers; got {dtype!r}.")
+    return found
+
+
 def _cast(
     tensor: LazyTensor, wanted: Any, path: str, dtype: np.typing.DTypeLike | None
 ) -> LazyTensor:
-    floating = jnp.issubdtype(tensor.dtype, jnp.floating)
-    if floating != jnp.issubdtype(wanted, jnp.floating):
-        raise ValueError(
-            f"Tensor {tensor.label} has dtype {tensor.dtype}, but `{path}` of the model has "
-            f"{wanted}: one is floating-point and the other is not."
-        )
-    if floating:
+    for kind, what in ((jnp.floating, "floating-point"), (jnp.complexfloating, "complex")):
+        if jnp.issubdtype(tensor.dtype, kind) != jnp.issubdtype(wanted, kind):
+            raise ValueError(
+                f"Tensor {tensor.label} has dtype {tensor.dtype}, but `{path}` of the model has "
+                f"{wanted}: one is {what} and the other is not."
+            )
+    if jnp.issubdtype(tensor.dtype, jnp.floating):
         return tensor if dtype is None else tensor.astype(dtype)
     return tensor.astype(wanted)

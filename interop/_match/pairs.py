@@ -11,11 +11,13 @@ import dataclasses
 import heapq
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 
-from .names import Module, fuses_attention, say_the_same, shapes_of, similarity, words_of
+from .names import Module, Tensor, fuses_attention, say_the_same, shapes_of, similarity, words_of
 from .possible_steps import Steps, possible_steps
 
+_TRANSPOSED = re.compile("transpose|deconv|upconv", re.IGNORECASE)
 _MARGIN = 0.05  # required lead in similarity of the best candidate over the second
 
 
@@ -39,6 +41,9 @@ class Pair:
         ranks = zip(self.ours.ranks, self.theirs.ranks, strict=False)
         if self.num_rivals and any(a != b for a, b in ranks):
             return "the names agree, their numbers do not"
+        is_convolution = any(len(x.shape) > 2 for x in self.theirs.tensors.values())
+        if is_convolution and (_TRANSPOSED.search(ours) or _TRANSPOSED.search(theirs)):
+            return "a transposed convolution may exchange inputs and outputs, and flip its window"
         same_name = ours.rpartition(".")[2] == theirs.rpartition(".")[2]
         if self.theirs.part is None and fuses_attention(theirs) and not same_name:
             return "if both fuse query, key and value in the same layout (whole, or head by head)"
@@ -113,14 +118,18 @@ def _ways(ours: Module, theirs: Module) -> dict[str, list[Steps]]:
 
     The list of a role is empty if no sequence of steps gives the shape of our tensor.
     """
-    lead = len(theirs.stack)
-    ways = {}
-    for role, tensor in ours.tensors.items():
-        name = tensor.name.rpartition(".")[2]
-        fits = tensor.shape[:lead] == theirs.stack
-        shapes = tensor.shape[lead:], theirs.tensors[role].shape
-        ways[role] = possible_steps(name, *shapes) if fits else []
-    return ways
+    return {
+        role: ways_of(tensor, theirs.tensors[role], theirs.stack)
+        for role, tensor in ours.tensors.items()
+    }
+
+
+def ways_of(ours: Tensor, theirs: Tensor, stack: tuple[int, ...]) -> list[Steps]:
+    """List the sequences of steps from a tensor, of which there is a stack, to ours."""
+    lead = len(stack)
+    if ours.shape[:lead] != stack:
+        return []
+    return possible_steps(ours.name.rpartition(".")[2], ours.shape[lead:], theirs.shape)
 
 
 def _mutual_leaders(candidates: Candidates) -> list[tuple[float, int, int]]:

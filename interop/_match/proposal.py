@@ -21,6 +21,8 @@ class Proposal:
         fused: pattern of names of tensors that fuse query, key and value -> two rules as text, one
             for each layout. Shapes do not tell which is right.
         undecided: path of each other parameter -> names of the tensors it may come from.
+        misfits: path of an undecided parameter -> why nothing fits it, where that is known. The
+            others of its module, such as the bias beside a kernel of another shape, are not here.
         unused: tensors of the checkpoint that no rule uses.
         left_out: tensors that were ignored, such as torch's `num_batches_tracked`.
     """
@@ -29,6 +31,7 @@ class Proposal:
     assumed: Mapping[Rule, str]
     fused: Mapping[str, tuple[str, str]]
     undecided: Mapping[str, tuple[str, ...]]
+    misfits: Mapping[str, str]
     unused: tuple[str, ...]
     left_out: tuple[str, ...]
 
@@ -37,7 +40,8 @@ class Proposal:
         for name, texts in self.fused.items():
             lines += [f"fused: {name!r}: {_ONE_OF_TWO}", *(f"    {text}" for text in texts)]
         for path, names in self.undecided.items():
-            fitting = " or ".join(escaped(name) for name in names) or "nothing fits"
+            fitting = " or ".join(escaped(name) for name in names)
+            fitting = fitting or self.misfits.get(path, "nothing fits")
             lines.append(f"undecided: {escaped(path)}: {fitting}")
         lines += [f"unused: {shown(name)}" for name in self.unused]
         lines += [f"left out: {shown(name)}" for name in self.left_out]
@@ -67,11 +71,14 @@ class Proposal:
                 "known families."
             )
         if self.undecided:
-            path, names = next(iter(self.undecided.items()))
-            fitting = first_names(names) if names else "no tensor at all"
+            path = next(iter(self.misfits or self.undecided))
+            names = self.undecided[path]
+            fitting = f"may be {first_names(names) if names else 'no tensor at all'}"
+            if path in self.misfits:
+                fitting = f"fits no tensor: {self.misfits[path]}"
             raise ValueError(
                 f"`rules` could not be found for {len(self.undecided)} parameters: "
-                f"`{escaped(path)}` may be {fitting}. "
+                f"`{escaped(path)}` {fitting}. "
                 "Print `interop.match(tree, source)`, complete its rules, and pass them as `rules`."
             )
         if self.unused:

@@ -18,12 +18,22 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxzero._without_gc import without_gc
-from jaxzero.interop._rules import Rule, Shapes, Split, Transpose, pattern_of, uses_of
+from jaxzero.interop._rules import (
+    Rule,
+    Shapes,
+    Split,
+    Transpose,
+    pattern_of,
+    patterns_in,
+    rules_in,
+    uses_of,
+)
 from jaxzero.interop._tensors import LazyTensor, named_leaves
 
 from .fused import find_fused
 from .generalize import generalize
-from .names import modules_of, parts_of
+from .misfits import misfits_of
+from .names import Module, modules_of, parts_of
 from .pairs import Pair, pair
 from .possible_steps import Steps
 from .proposal import Proposal
@@ -45,8 +55,9 @@ def match(
     It supports linear layers, convolutions and attention of Flax, Equinox and PyTorch, also fused
     as in `torch.nn.MultiheadAttention`; norms with and without running statistics; embeddings;
     layers that are numbered differently, or stacked for a scan. Names and shapes do not show in
-    which order an image was flattened before a linear layer (torch has channels first): write that
-    rule yourself. Review the proposed rules and keep them in your code.
+    which order an image was flattened before a linear layer (torch has channels first), nor that a
+    convolution is a transposed one, which torch lays out differently: write those rules yourself.
+    Review the proposed rules and keep them in your code.
 
     Args:
         tree: parameters of the model: arrays or `jax.ShapeDtypeStruct`s.
@@ -59,10 +70,14 @@ def match(
     """
     leaves = named_leaves(tree).leaves
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
-    known = tuple(rules)
+    if not isinstance(source, Mapping):
+        raise ValueError(
+            f"`source` must be tensors by name, as `interop.open_checkpoint` gives; got {source!r}."
+        )
+    known = rules_in(rules)
     known_paths, known_names = _covered(known, shapes)
     ours = modules_of({path: shapes[path] for path in leaves if path not in known_paths})
-    ignore = (*ignore, *_LEFT_OUT)
+    ignore = (*patterns_in(ignore), *_LEFT_OUT)
     out = [name for name in source if any(fnmatch.fnmatchcase(name, each) for each in ignore)]
     single = modules_of(
         {name: x.shape for name, x in source.items() if name not in {*out, *known_names}}
@@ -76,23 +91,29 @@ def match(
     found, open_parts = _rules(decided)
     used = {name for each in pairs for name in each.theirs.members}.union(known_names)
     paired = {each.ours.name for each in pairs}
-    fused = find_fused(
-        [module for module in ours if module.name not in paired],
-        [module for module in with_stacks if used.isdisjoint(module.members)],
-        list(leaves),
-    )
+    lone = [module for module in ours if module.name not in paired]
+    fused = find_fused(lone, _unused(with_stacks, used), list(leaves))
     used |= fused.members
     made = known_paths.union(*(rule.ours for rule in found))
     undecided = rivals | open_steps | open_parts | fused.undecided
+    undecided = {path: undecided[path] for path in leaves if path not in made}
     proposed = (*known, *generalize(found, leaves))
     return Proposal(
         rules=proposed,
         assumed=_by_rule(reasons, proposed),
         fused=fused.layouts,
-        undecided={path: undecided[path] for path in leaves if path not in made},
+        undecided=undecided,
+        misfits=misfits_of(
+            [module for module in lone if all(undecided.get(x) == () for x in module.members)],
+            _unused(with_stacks, used),
+        ),
         unused=tuple(name for name in source if name not in used and name not in out),
         left_out=tuple(out),
     )
+
+
+def _unused(modules: Iterable[Module], used: set[str]) -> list[Module]:
+    return [module for module in modules if used.isdisjoint(module.members)]
 
 
 def _covered(rules: tuple[Rule, ...], shapes: Shapes) -> tuple[set[str], set[str]]:

@@ -9,6 +9,8 @@ from .apply import to_theirs as to_theirs
 from .rule import Rule as Rule
 from .rule import Shapes as Shapes
 from .rule import pattern_of as pattern_of
+from .rule import patterns_in as patterns_in
+from .rule import rules_in as rules_in
 from .rule import uses_of as uses_of
 from .steps import Flatten as Flatten
 from .steps import Merge as Merge

@@ -12,18 +12,19 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from jaxzero._text import first_names, shown
-from jaxzero.interop._tensors import Box, LazyTensor, stack
+from jaxzero.interop._tensors import Box, LazyTensor, as_lazy, stack
 
-from .rule import Index, Rule, Shapes, Use, uses_of
+from .rule import TWO_NAMES, Index, Rule, Shapes, Use, patterns_in, rules_in, uses_of
 from .steps import run, run_back
 
 _NAME_EVERY_TENSOR = (
     "The rules must name every tensor; list tensors that are not parameters in `ignore`."
 )
 _RENAME = (
-    "Write it in the rules, or save a copy with `interop.save_tensors({name.removeprefix(...): "
-    "tensor for name, tensor in interop.open_checkpoint(...).items()}, directory)`."
+    "ave a copy with `interop.save_tensors({name.removeprefix(...): tensor for name, tensor in "
+    "interop.open_checkpoint(...).items()}, directory)`."
 )
+_DDP = "module."  # what `DistributedDataParallel` puts before all names
 
 
 def to_theirs(rules: Iterable[Rule], ours: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -43,7 +44,11 @@ def to_theirs(rules: Iterable[Rule], ours: Mapping[str, LazyTensor]) -> dict[str
     for use in uses_of(rules, {path: tensor.shape for path, tensor in ours.items()}):
         for name, tensor in _theirs_of(use, ours):
             if name in made:
-                raise ValueError(f"Two rules write the tensor {shown(name)}, one is {use.rule}.")
+                raise ValueError(
+                    f"Two rules write the tensor {shown(name)}, one is {use.rule}. If two "
+                    "parameters come from it, give it a second name, and load from "
+                    "`{**checkpoint, other: checkpoint[name]}`."
+                )
             made[name] = tensor
     return made
 
@@ -74,19 +79,20 @@ def to_ours(
         ValueError: the rules do not fit the parameters, or a tensor is missing, unknown or has
             another shape than the parameter needs. The message names the tensor.
     """
-    rules = tuple(rules)
+    rules = rules_in(rules)
     wanted = to_theirs(rules, {path: Placeholder(path, shape) for path, shape in shapes.items()})
     check_names(source.keys(), wanted.keys(), where=where, ignore=ignore, remedy=remedy)
+    held = {name: as_lazy(source[name], name, where) for name in wanted}
     for name, tensor in wanted.items():
-        if source[name].shape != tensor.shape:
+        if held[name].shape != tensor.shape:
             raise ValueError(
-                f"Tensor {shown(name)} {where} has shape {source[name].shape}, but the model asks "
+                f"Tensor {shown(name)} {where} has shape {held[name].shape}, but the model asks "
                 f"for {tensor.shape} (its `{tensor.label}`). They belong to different models: "
                 "check that the model's config has the sizes of the checkpoint."
             )
     made: dict[str, LazyTensor] = {}
     for use in uses_of(rules, shapes):
-        made |= _ours_of(use, source)
+        made |= _ours_of(use, held)
     return made
 
 
@@ -110,15 +116,19 @@ def check_names(
     Raises:
         ValueError: a tensor is missing, or is unknown and not ignored.
     """
-    given, wanted, ignore = set(given), set(wanted), tuple(ignore)
+    given, wanted, ignore = set(given), set(wanted), patterns_in(ignore)
     missing = sorted(wanted - given)
     unknown = sorted(
         name
         for name in given - wanted
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore)
     )
-    if missing and (prefix := _prefix(missing, unknown)):
-        remedy = _RENAME if remedy == _NAME_EVERY_TENSOR else remedy
+    prefix = _prefix(missing, unknown) if missing else ""
+    if prefix:
+        if remedy == _NAME_EVERY_TENSOR:
+            remedy = f"Write it in the rules, or s{_RENAME}"
+        elif prefix == _DDP:  # others may be of a model with more than is asked for
+            remedy = f"S{_RENAME}"
         remedy = f"It has these names with {shown(prefix)} before them. {remedy}"
     found = [f"lacks {first_names(missing)}"] if missing else []
     found += [f"holds unknown {first_names(unknown)}"] if unknown else []
@@ -131,10 +141,20 @@ def _prefix(missing: list[str], unknown: list[str]) -> str:
     ends = [name for name in unknown if name.endswith(f".{missing[0]}")]
     prefixes = (name.removesuffix(missing[0]) for name in ends)
     unknown_names = set(unknown)
-    return next((p for p in prefixes if unknown_names.issuperset(p + x for x in missing)), "")
+    found = next((p for p in prefixes if unknown_names.issuperset(p + x for x in missing)), "")
+    if found or not all(name.startswith(_DDP) for name in unknown):
+        return found
+    # Names of the model's own, such as `model.`, may follow.
+    inner = {end for name in unknown for end in _ends(name.removeprefix(_DDP))}
+    return _DDP if inner.issuperset(missing) else ""
 
 
-@dataclasses.dataclass(frozen=True)
+def _ends(name: str) -> list[str]:
+    parts = name.split(".", 2)
+    return [".".join(parts[number:]) for number in range(len(parts))]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Placeholder(LazyTensor):
     """A tensor without data, used to compute names and shapes."""
 
@@ -158,7 +178,7 @@ def _theirs_of(use: Use, ours: Mapping[str, LazyTensor]) -> Iterable[tuple[str, 
             if len(tensors) != len(names):
                 raise ValueError(
                     f"{use.rule} names {len(names)} tensors of the checkpoint, but its steps need "
-                    f"{len(tensors)}."
+                    f"{len(tensors)}. If they are names of one tensor (tied weights), {TWO_NAMES}"
                 )
             elements[our_index] = tensors
         for number, name in enumerate(names):

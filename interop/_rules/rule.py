@@ -32,7 +32,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxzero._text import first_names
 
@@ -40,6 +40,11 @@ from .steps import Step
 
 _VARIABLE = re.compile(r"\{(\w+)\}")
 _PIECES = re.compile(r"([^{]+)|\{(\w+)\}")
+# What to do about tied weights: a rule for the second name would decide which of two is loaded.
+TWO_NAMES = (
+    "keep the rule for one of them. To load, name the other in `ignore`; to export, add it to what "
+    "`tensors_from` returns: `tensors[other] = tensors[name]`."
+)
 Shapes = Mapping[str, tuple[int, ...]]
 Index = tuple[int, ...]  # values of the variables that occur on one side only
 
@@ -60,18 +65,50 @@ class Rule:
 
     def __init__(self, ours: str | tuple[str, ...], theirs: str | tuple[str, ...], *steps: Step):
         for side, given in (("ours", ours), ("theirs", theirs)):
-            patterns = given if isinstance(given, tuple) else (given,)
+            patterns = tuple(given) if isinstance(given, tuple | list) else (given,)
+            if not all(isinstance(each, str) for each in patterns):
+                raise ValueError(f"`{side}` must be a string or a tuple of them; got {given!r}.")
             if not patterns or len({frozenset(_variables(each)) for each in patterns}) > 1:
                 raise ValueError(
                     f"The patterns of `{side}` must have the same variables; got {given!r}. Write "
                     "a rule for each."
                 )
             object.__setattr__(self, side, patterns)
+        for step in steps:
+            if not isinstance(step, Step):
+                raise ValueError(
+                    f"`steps` must be steps, such as `Transpose()`; got {step!r}, after {ours!r} "
+                    f"and {theirs!r}."
+                )
         object.__setattr__(self, "steps", steps)
 
     def __str__(self) -> str:
         sides = (side[0] if len(side) == 1 else side for side in (self.ours, self.theirs))
         return f"Rule({', '.join(repr(each) for each in (*sides, *self.steps))})"
+
+
+def rules_in(rules: Any) -> tuple[Rule, ...]:
+    """Return rules as a tuple.
+
+    Raises:
+        ValueError: it is a single rule, or holds something else.
+    """
+    given = tuple(rules) if isinstance(rules, Iterable) else ()
+    if not isinstance(rules, Iterable) or not all(isinstance(each, Rule) for each in given):
+        raise ValueError(f"`rules` must be a list or tuple of `interop.Rule`s; got {rules!r}.")
+    return given
+
+
+def patterns_in(ignore: Any) -> tuple[str, ...]:
+    """Return names or patterns as a tuple, also if there is one.
+
+    Raises:
+        ValueError: it holds something else than text.
+    """
+    given = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    if not all(isinstance(each, str) for each in given):
+        raise ValueError(f"`ignore` must hold names of tensors, or patterns; got {ignore!r}.")
+    return given
 
 
 class Use(NamedTuple):
@@ -105,13 +142,14 @@ def uses_of(rules: Iterable[Rule], shapes: Shapes) -> list[Use]:
         ValueError: a parameter is matched by no rule or by two, a rule names a parameter that does
             not exist, or a stack has too few dimensions.
     """
-    uses = [use for rule in rules for use in _uses_of_one(rule, shapes)]
+    uses = [use for rule in rules_in(rules) for use in _uses_of_one(rule, shapes)]
     rule_of: dict[str, Rule] = {}
     for use in uses:
         for path in itertools.chain(*use.ours.values()):
             if path in rule_of:
                 raise ValueError(
-                    f"Two rules match `{path}`: {rule_of[path]} and {use.rule}. Drop one."
+                    f"Two rules match `{path}`: {rule_of[path]} and {use.rule}. Drop one. If the "
+                    f"checkpoint has the parameter under two names (tied weights), {TWO_NAMES}"
                 )
             rule_of[path] = use.rule
     unmatched = sorted(shapes.keys() - rule_of.keys())

@@ -7,6 +7,9 @@ of *reading*; writing runs their inverses in reverse order, so that both directi
 import abc
 import dataclasses
 import math
+import operator
+from collections.abc import Iterable
+from typing import Any
 
 from jaxzero.interop._tensors import LazyTensor, concatenate
 
@@ -35,13 +38,21 @@ class Transpose(Step):
     """Permute the dimensions of each tensor, as `numpy.transpose`; without `dims`, reverse them.
 
     `Transpose()` converts a weight of `torch.nn.Linear` to a kernel `[in, out]`, and
-    `Transpose(2, 3, 1, 0)` a weight of `torch.nn.Conv2d` (OIHW) to a kernel HWIO.
+    `Transpose(2, 3, 1, 0)` a weight of `torch.nn.Conv2d` (OIHW) to a kernel HWIO. Negative numbers
+    count from the end.
     """
 
     dims: tuple[int, ...]
 
     def __init__(self, *dims: int):
-        object.__setattr__(self, "dims", dims)
+        count = len(dims)
+        numbers = [_integer(dim) for dim in dims]
+        places = tuple(i + count * (i < 0) for i in numbers if i is not None)
+        if sorted(places) != list(range(count)):
+            raise ValueError(
+                f"`dims` must name each dimension once, as in `Transpose(2, 0, 1)`; got {dims}."
+            )
+        object.__setattr__(self, "dims", places)
 
     def __call__(self, tensors: Tensors) -> Tensors:
         return tuple(each.transpose(*self.dims) for each in tensors)
@@ -66,6 +77,9 @@ class Split(Step):
 
     dim: int
     sizes: tuple[int, ...] | int
+
+    def __post_init__(self):
+        _normalise(self, may_count=True)
 
     def __call__(self, tensors: Tensors) -> Tensors:
         (whole,) = _count(self, tensors, 1)
@@ -101,6 +115,9 @@ class Merge(Step):
 
     dim: int
     sizes: tuple[int, ...] | int
+
+    def __post_init__(self):
+        _normalise(self, may_count=True)
 
     def __call__(self, tensors: Tensors) -> Tensors:
         equal = isinstance(self.sizes, int)
@@ -230,6 +247,9 @@ class Unflatten(Step):
     dim: int
     sizes: tuple[int, ...]
 
+    def __post_init__(self):
+        _normalise(self)
+
     def __call__(self, tensors: Tensors) -> Tensors:
         for each in tensors:
             _check_dim(self, each, self.dim)
@@ -255,6 +275,9 @@ class Flatten(Step):
 
     dim: int
     sizes: tuple[int, ...]
+
+    def __post_init__(self):
+        _normalise(self)
 
     def __call__(self, tensors: Tensors) -> Tensors:
         end = self.dim + len(self.sizes)
@@ -297,9 +320,47 @@ def _count(step: Step, tensors: Tensors, wanted: int) -> Tensors:
 
 
 def _check_heads(step: SplitHeads | MergeHeads) -> None:
+    _normalise(step, may_count=True)
     sizes = step.sizes if isinstance(step.sizes, tuple) else (step.sizes,)
-    if not all(isinstance(x, int) and x >= 1 for x in (step.num_heads, *sizes)) or not sizes:
+    num_heads = _integer(step.num_heads)
+    if num_heads is None or not all(x >= 1 for x in (num_heads, *sizes)):
         raise ValueError(f"`num_heads` and `sizes` must be positive integers; got {step}.")
+    object.__setattr__(step, "num_heads", num_heads)
+
+
+def _normalise(
+    step: Split | Merge | SplitHeads | MergeHeads | Unflatten | Flatten, *, may_count: bool = False
+) -> None:
+    """Check `dim` and `sizes`, and make a tuple of a list: sizes are compared with shapes.
+
+    Raises:
+        ValueError: `dim` is no integer from 0 on, or `sizes` are no sizes (nor, if it `may_count`,
+            the number of equal ones).
+    """
+    dim, number, given = _integer(step.dim), _integer(step.sizes), step.sizes
+    if dim is None or dim < 0:
+        raise ValueError(
+            "`dim` must be an integer from 0 on: in the other direction, the tensor has another "
+            f"number of dimensions to count from its end. Got {step}."
+        )
+    sizes = tuple(_integer(x) for x in given) if isinstance(given, Iterable) else ()
+    if number is None:
+        fits = all(x is not None and x >= 0 for x in sizes) and isinstance(given, Iterable)
+        fits = fits and bool(sizes or not may_count)
+    else:
+        fits = may_count and number >= 1
+    if not fits:
+        count = ", or the number of equal parts" if may_count else ""
+        raise ValueError(f"`sizes` must be a tuple of integers from 0 on{count}; got {step}.")
+    object.__setattr__(step, "dim", dim)
+    object.__setattr__(step, "sizes", sizes if number is None else number)
+
+
+def _integer(x: Any) -> int | None:
+    try:
+        return operator.index(x)
+    except TypeError:
+        return None
 
 
 def _check_dim(step: Step, tensor: LazyTensor, dim: int) -> None:

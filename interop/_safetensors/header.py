@@ -75,7 +75,8 @@ def read_header(file: Path) -> list[Entry]:
             if start.startswith(_ZIP):
                 raise ValueError(
                     f"{str(file)!r} is an archive, as `torch.save` writes it, and no safetensors "
-                    "file. Open it with `interop.open_checkpoint`."
+                    "file. If its name ends in .safetensors, rename it so that it ends in .pt; "
+                    "then open it with `interop.open_checkpoint`."
                 )
             raise _broken(file, f"its {size} bytes do not hold the {length} of its header")
         text = opened.read(length)
@@ -132,6 +133,8 @@ def check_writable(name: str, tensor: LazyTensor) -> None:
             f"Tensor {shown(name)} has dtype {tensor.dtype}, which safetensors cannot hold. Cast "
             f"it to one of {', '.join(str(each) for each in _NAMES)}."
         )
+    if not isinstance(name, str):
+        raise ValueError(f"Names of tensors must be text in safetensors; got {shown(name)}.")
     if name == _METADATA:
         raise ValueError(f"No tensor can be called {name!r} in safetensors. Give it another name.")
     try:

@@ -24,7 +24,7 @@ _MAX_INDEX_BYTES = 2**26
 _LEAST_MAPPED = 2**16  # bytes; reading less than this takes no longer than mapping it
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class FileTensor(LazyTensor):
     """A tensor in a safetensors file; it holds neither data nor an open file.
 

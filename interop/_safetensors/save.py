@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from jaxzero.interop._tensors import Box, LazyTensor, box_shape, whole_box
+from jaxzero.interop._tensors import Box, LazyTensor, as_lazy, box_shape, whole_box
 
 from .atomic import new_directory
 from .carry import CARRIED, carried_from
@@ -66,6 +66,7 @@ def save_tensors(
         raise ValueError(f"`max_shard_bytes` must be at least 1; got {max_shard_bytes}.")
     if not tensors:
         raise ValueError("`tensors` must hold at least one tensor; got none.")
+    tensors = {name: as_lazy(tensor, name, "in `tensors`") for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         check_writable(name, tensor)
     if source is not None and directory.resolve() == Path(source).resolve():

@@ -14,11 +14,13 @@ from .boxes import whole_box as whole_box
 from .checkpoint import AdamMoments as AdamMoments
 from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import check_is_adam as check_is_adam
+from .checkpoint import check_no_others as check_no_others
 from .checkpoint import gather_moments as gather_moments
 from .checkpoint import laid_out_as as laid_out_as
 from .checkpoint import read_step as read_step
 from .lazy import ArrayTensor as ArrayTensor
 from .lazy import LazyTensor as LazyTensor
+from .lazy import as_lazy as as_lazy
 from .lazy import concatenate as concatenate
 from .lazy import stack as stack
 from .named_leaves import named_leaves as named_leaves

@@ -1,12 +1,14 @@
 """An opened PyTorch checkpoint of any format: tensors by name, and the moments of Adam."""
 
+import collections
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxzero._collectives import readable_bytes
 from jaxzero._text import escaped, first_names, shown
 
 from .lazy import LazyTensor
@@ -15,7 +17,7 @@ _ADAM = ("exp_avg", "exp_avg_sq", "step")
 Moments = Callable[[Sequence[str] | None], "AdamMoments"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class AdamMoments:
     """Adam's moments, by the names of the parameters.
 
@@ -27,8 +29,12 @@ class AdamMoments:
     exp_avg: Mapping[str, LazyTensor]  # mean of gradients; `mu` in optax
     exp_avg_sq: Mapping[str, LazyTensor]  # mean of squared gradients; `nu` in optax
 
+    def __repr__(self) -> str:
+        both = [*self.exp_avg.values(), *self.exp_avg_sq.values()]
+        return f"<AdamMoments after {self.step} steps: {_summary(both)}>"
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Checkpoint(Mapping[str, LazyTensor]):
     """Lazy tensors by name.
 
@@ -55,6 +61,13 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def __len__(self) -> int:
         return len(self.tensors)
 
+    def __repr__(self) -> str:
+        parts = [_summary([x for name, x in self.tensors.items() if name not in self.aliases])]
+        parts += [f"{len(self.aliases)} more names of them"] if self.aliases else []
+        parts += ["optimizer state"] if self.moments is not None else []
+        where = escaped(repr(str(self.path)))
+        return f"<Checkpoint {where} ({escaped(self.form)}): {', '.join(parts)}>"
+
     def adam(self, names: Sequence[str] | None = None) -> AdamMoments:
         """Return the state of Adam or AdamW.
 
@@ -74,6 +87,14 @@ class Checkpoint(Mapping[str, LazyTensor]):
             )
         with laid_out_as(self.form, self.path):
             return self.moments(names)
+
+
+def _summary(tensors: Sequence[LazyTensor]) -> str:
+    """Number, bytes and dtypes of tensors: `3 tensors of 1.2 MiB, float32 (2), int64 (1)`."""
+    counts = collections.Counter(str(tensor.dtype) for tensor in tensors)
+    num_bytes = readable_bytes(sum(tensor.nbytes for tensor in tensors))
+    kinds = "".join(f", {dtype} ({count})" for dtype, count in counts.most_common())
+    return f"{len(tensors)} tensors of {num_bytes}{kinds}"
 
 
 def gather_moments(
@@ -114,6 +135,14 @@ def gather_moments(
             + ". optax has one step count for all; train with every parameter in each step."
         )
     return AdamMoments(step=next(iter(steps.values())), exp_avg=means, exp_avg_sq=squares)
+
+
+def check_no_others(entries: Iterable[Any], what: str) -> None:
+    """Raise `ValueError` if an optimizer state has entries that Adam's lacks; see `check_is_adam`.
+
+    It may lack some of Adam's.
+    """
+    check_is_adam(dict.fromkeys((*_ADAM, *entries)), what)
 
 
 def check_is_adam(held: Mapping, what: str) -> None:

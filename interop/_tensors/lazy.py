@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from jaxzero._raw import raw
+from jaxzero._text import shown
 
 from .boxes import Box, box_shape, boxes_by_group, replaced, whole_box, with_places
 from .cast import checked_cast
@@ -49,6 +50,9 @@ class LazyTensor(abc.ABC):
 
         The array may share memory with its source, such as the map of a file (`borrow`).
         """
+
+    def __repr__(self) -> str:
+        return f"<LazyTensor {self.dtype}{list(self.shape)} of {self.label}>"
 
     @property
     def collective(self) -> bool:
@@ -192,7 +196,7 @@ def stack(tensors: Sequence[LazyTensor]) -> LazyTensor:
     return concatenate([each.reshape((1, *each.shape)) for each in tensors], 0)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ArrayTensor(LazyTensor):
     """An array in memory, as a lazy tensor."""
 
@@ -213,7 +217,24 @@ class ArrayTensor(LazyTensor):
         return np.asarray(self.array[tuple(slice(start, stop) for start, stop in box)])
 
 
-@dataclasses.dataclass(frozen=True)
+def as_lazy(value: Any, name: str, where: str) -> LazyTensor:
+    """Return a lazy tensor, or a numpy array as one.
+
+    Raises:
+        ValueError: it is neither. `where` says where it is, for the message.
+    """
+    if isinstance(value, LazyTensor):
+        return value
+    if isinstance(value, np.ndarray):
+        return ArrayTensor(value, name)
+    raise ValueError(
+        f"{shown(name)} {where} is no `interop.LazyTensor` but a {type(value).__name__}. "
+        "`interop.open_checkpoint` gives those of a file, `interop.tensors_from` those of "
+        "parameters, and `interop.ArrayTensor(array, name)` makes one of a numpy array."
+    )
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class _View(LazyTensor):
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -238,13 +259,13 @@ class _View(LazyTensor):
         return [box]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Cast(_View):
     def _read_box(self, box: Box) -> np.ndarray:
         return checked_cast(self.viewed._read_box(box), self.dtype, self.label)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Transposed(_View):
     dims: tuple[int, ...]
 
@@ -261,7 +282,7 @@ class _Transposed(_View):
         return [tuple(box[dim] for dim in self.dims)]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Narrowed(_View):
     dim: int
     start: int
@@ -283,7 +304,7 @@ class _Narrowed(_View):
         return [replaced(box, self.dim, (start, stop))] if start < stop else []
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Concatenated(LazyTensor):
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -333,7 +354,7 @@ class _Concatenated(LazyTensor):
         return whole
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Reshaped(_View):
     """A reshaped tensor.
 

@@ -15,7 +15,7 @@ from .boxes import Box, box_shape, common_box, joined, slices_within, whole_box
 from .lazy import LazyTensor
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ShardedTensor(LazyTensor):
     """An array on devices, without the padding that `jz.Zero` may have added.
 

@@ -251,8 +251,13 @@ def not_an_archive(file: Path, start: int, where: str, error: Exception) -> str:
     """Describe a file that could not be opened as an archive."""
     with open_regular(file) as opened:
         opened.seek(start)
-        is_zip = opened.read(4) == b"PK\x03\x04"
-    if is_zip:
+        begin = opened.read(9)
+    if begin[8:] == b"{":  # the header's length, and its text
+        return (
+            f"{where} looks like a safetensors file. If it is, rename it so that its name ends in "
+            ".safetensors."
+        )
+    if begin[:4] == b"PK\x03\x04":
         return (
             f"{where} is not a whole file of `torch.save` ({escaped(error)}). Copy or download the "
             "checkpoint again."

@@ -49,7 +49,7 @@ class _Chunk(NamedTuple):
     length: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class DcpTensor(LazyTensor):
     """A tensor that is stored in chunks of a distributed checkpoint."""
 

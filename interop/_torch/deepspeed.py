@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxzero._text import shown
-from jaxzero.interop._tensors import AdamMoments, Checkpoint, LazyTensor
+from jaxzero.interop._tensors import AdamMoments, Checkpoint, LazyTensor, check_no_others
 
 from .global_steps import check_global_steps, check_optimizer_step
 from .model_state import read_model_state, tensors_of, untrained_of_stage_3, with_aliases
@@ -156,6 +156,8 @@ def _open_zero(
         return {name: join(name, kind, shape, fragments, ranks) for name, shape in shapes.items()}
 
     def moments(_: Sequence[str] | None = None) -> AdamMoments:
+        for rank in ranks:
+            check_no_others(rank.entries, f"The optimizer state in {str(rank.file)!r}")
         steps = sorted(ranks[0].steps)  # `check_ranks` has compared them
         if len(steps) != 1:
             raise ValueError(

@@ -8,6 +8,7 @@ anything is called.
 
 import collections
 import pickle
+import re
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -64,7 +65,17 @@ _DESCRIPTIONS = (
     "torch.distributed.fsdp.",
     "torch.distributed.tensor.",
 )
+_OTHER_DTYPE = re.compile(r"(float|bfloat|complex|bits|q?u?int)\d+\w*")
 _SUBCLASS = "torch._utils._rebuild_wrapper_subclass"
+# Functions that make tensors of other kinds, and how to save those.
+_OTHER_TENSORS = {
+    "torch._utils._rebuild_sparse_tensor": ("sparse", "`tensor.to_dense()`"),
+    "torch._utils._rebuild_nested_tensor": ("nested", "`tensor.to_padded_tensor(0.0)`"),
+    "torch._utils._rebuild_qtensor": ("quantized", "`tensor.dequantize()`"),
+    "torch._utils._rebuild_meta_tensor_no_storage": ("meta", "a tensor that has data"),
+}
+# Of a `defaultdict`; `long` and `unicode` are names of Python 2.
+_FACTORIES = ("dict", "float", "int", "list", "long", "str", "tuple", "unicode")
 _DCP = "torch.distributed.checkpoint."
 _DESCRIBING = {
     _DCP + "filesystem._StorageInfo",
@@ -83,6 +94,7 @@ _DESCRIBING = {
     "pathlib._local.PosixPath",
     "pathlib._local.WindowsPath",
     "argparse.Namespace",
+    *(f"{module}.{name}" for module in ("__builtin__", "builtins") for name in _FACTORIES),
     "collections.deque",
     "collections.defaultdict",
     "datetime.datetime",
@@ -162,10 +174,29 @@ class Names:
                 "each process saves only its shard. Save with `torch.distributed.checkpoint`, or "
                 "save `tensor.full_tensor()` of each."
             )
+        if full.startswith("torch.nn.modules.") and full not in self._records:
+            raise Refused(
+                f"{self._where} holds a whole module (`{escaped(full)}`), whose class is code. "
+                "Nothing was run. If you trust its author, load it with PyTorch and save only its "
+                "tensors: `torch.save(model.state_dict(), path)`."
+            )
+        if full in _OTHER_TENSORS:
+            kind, instead = _OTHER_TENSORS[full]
+            raise Refused(
+                f"{self._where} holds a {kind} tensor, which is not read. Save {instead} instead."
+            )
+        if module == "torch" and _OTHER_DTYPE.fullmatch(name):
+            raise Refused(
+                f"{self._where} holds a tensor of the dtype {escaped(full)}, which is not read. "
+                f"Known are {', '.join(DTYPES)}: cast it to one of them, or save its bytes with "
+                "`tensor.view(torch.uint8)`."
+            )
         raise Refused(
             f"{self._where} names `{escaped(full)}`, which is neither a tensor nor a description "
-            "of a run, and could be code. Nothing was run. If you trust its author, load it with "
-            "PyTorch and save only its tensors: `torch.save(model.state_dict(), path)`."
+            "of a run, and could be code. Nothing was run. If it is a class of which no object is "
+            f"needed, `interop.open_checkpoint(path, records=[{escaped(full)!r}])` passes over "
+            "them, and does not import it. If you trust the author of the file, you can also load "
+            "it with PyTorch, and save only its tensors: `torch.save(model.state_dict(), path)`."
         )
 
     def _plain(

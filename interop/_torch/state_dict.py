@@ -203,11 +203,18 @@ def _state_dict(content: Any, file: Path) -> Mapping[str, Any]:
     found = _dicts_of_tensors(content, file)
     if len(found) == 1:
         return next(iter(found.values()))
+    if not found and _optimizers_in(content):
+        raise ValueError(
+            f"{str(file)!r} holds the state of an optimizer, and no model. Save both in one file: "
+            "`torch.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, path)`"
+            ", or open the file of the model for its weights."
+        )
     if not found:
         raise ValueError(f"{str(file)!r} holds no dict of tensors. Save `model.state_dict()`.")
+    top = " '' is the dict of the file itself." if "" in found else ""
     raise ValueError(
         f"{str(file)!r} holds several dicts of tensors: {first_names(list(found))}. Name that of "
-        "the model with `key=`."
+        f"the model with `key=`.{top}"
     )
 
 
@@ -231,19 +238,15 @@ def _dicts_of_tensors(content: Any, file: Path) -> dict[str, Mapping[str, Any]]:
                     "state dict of the model."
                 )
             found[path] = held
-        elif id(held) not in searched:
+        if id(held) not in searched:  # also below one with tensors, such as a score beside a model
             searched.add(id(held))
-            if depth == _MAX_DEPTH:
+            inner = [(key, value) for key, value in held.items() if isinstance(value, Mapping)]
+            if depth == _MAX_DEPTH and (inner or path not in found):
                 raise ValueError(
                     f"{str(file)!r} holds dicts nested deeper than {_MAX_DEPTH}, at "
                     f"{shown(path)}. Save only the state dict of the model."
                 )
-            inner = [
-                (_joined(path, key, file), value, depth + 1)
-                for key, value in held.items()
-                if isinstance(value, Mapping)
-            ]
-            left += reversed(inner)
+            left += [(_joined(path, key, file), value, depth + 1) for key, value in inner][::-1]
     return found
 
 

@@ -28,7 +28,7 @@ from .unpickle import unpickle
 _MAX_REPEATED_BYTES = 2**28
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class TorchTensor(LazyTensor):
     """A tensor in a file that `torch.save` wrote. It holds neither data nor an open file."""
 
@@ -53,9 +53,9 @@ class TorchTensor(LazyTensor):
         mapped = np.memmap(
             self.file, np.uint8, "r", self.start, (self._span * self.dtype.itemsize,)
         )
-        elements = mapped.view(np.ndarray).view(self.dtype)
         strides = [stride * self.dtype.itemsize for stride in self.strides]
-        whole = np.lib.stride_tricks.as_strided(elements, self.shape, strides, writeable=False)
+        # Not `as_strided`, which does not know float8_e5m2.
+        whole = np.ndarray(self.shape, self.dtype, mapped, 0, strides)
         return np.array(whole[tuple(slice(*bounds) for bounds in box)])
 
 

@@ -24,6 +24,7 @@ from jaxzero.interop._tensors import (
     Checkpoint,
     LazyTensor,
     by_plain_name,
+    check_no_others,
     gather_moments,
     plain_name,
     read_step,
@@ -79,6 +80,10 @@ def open_universal(
     def moments(_: Sequence[str] | None = None) -> AdamMoments:
         file = directory / "zero" / _OPTIMIZER
         optimizer = functools.cache(lambda: _content(file, records))  # of all parameters
+        for name in trained:
+            check_no_others(_entries(folders[name]), f"The optimizer state of {shown(name)}")
+        if file.exists():
+            _check_optimizer(optimizer(), file)
         state = {
             name: {kind: whole(name, kind) for kind in MOMENTS}
             | {"step": _step(folders[name], records, optimizer)}
@@ -114,8 +119,33 @@ def _folders(directory: Path) -> dict[str, Path]:
     )
 
 
+def _entries(folder: Path) -> set[str]:
+    """What the optimizer keeps of a parameter."""
+    return {path.stem for path in folder.glob("*.pt")} - {"fp32"}
+
+
 def _is_trained(folder: Path) -> bool:
-    return any((folder / f"{kind}.pt").exists() for kind in MOMENTS)
+    return bool(_entries(folder))
+
+
+def _check_optimizer(optimizer: Any, file: Path) -> None:
+    """Check that what is saved of the optimizer, beside the folders, is not of another than Adam.
+
+    Older converters copy the entries of Adam only: then this file alone shows others.
+    """
+    what, groups = f"The optimizer in {str(file)!r}", optimizer.get("param_groups") or ()
+    held = optimizer.get("optimizer_state_dict")
+    states = held.get("state") if isinstance(held, Mapping) else None
+    for state in states.values() if isinstance(states, Mapping) else ():
+        check_no_others(state, what)
+    for group in groups:
+        for option in ("amsgrad", "momentum_decay"):  # the second: of NAdam
+            if isinstance(group, Mapping) and group.get(option):
+                raise ValueError(
+                    f"{what} has the option `{option}`, {shown(group[option])}, and is no Adam. No "
+                    "other optimizer is read. Weights can be loaded without it: start with a new "
+                    "optimizer state."
+                )
 
 
 def _shapes(models: Sequence[Path], states: Sequence[Mapping[str, Any]]) -> dict[str, Shape]:

@@ -137,7 +137,8 @@ def _read_rank(file: Path, state: Mapping[str, Any]) -> Rank:
     steps = [each["step"] for each in held if "step" in each]
     steps += [state["base_optimizer_state_step"]] if "base_optimizer_state_step" in state else []
     paddings = (state.get("param_alignment_paddings"), state.get("group_paddings"))
-    return Rank(file, flat, {read_step(step) for step in steps}, *paddings)
+    entries = frozenset(entry for each in held for entry in each)
+    return Rank(file, flat, {read_step(step) for step in steps}, entries, *paddings)
 
 
 def fragments_of(

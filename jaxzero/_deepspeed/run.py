@@ -29,6 +29,7 @@ _DTYPES = {
     "bfp16": jnp.bfloat16,  # spelling of DeepSpeed's documentation
     "bfloat16": jnp.bfloat16,
 }
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,9 +152,7 @@ def from_deepspeed(
 def _read_batch(keys: Keys, mesh: AnyMesh) -> tuple[int, int]:
     """Return rows per step and micro-batches; two of DeepSpeed's three numbers give the third."""
     devices = int(np.prod([mesh.shape[axis] for axis in AXES]))
-    total = keys.get("train_batch_size")
-    rows = keys.get("train_micro_batch_size_per_gpu")
-    steps = keys.get("gradient_accumulation_steps")
+    total, rows, steps = given = [keys.get(name) for name in _BATCH]
     if total is None and rows is None:
         raise ValueError(
             "The file has neither `train_batch_size` nor `train_micro_batch_size_per_gpu`. Give "
@@ -166,9 +165,11 @@ def _read_batch(keys: Keys, mesh: AnyMesh) -> tuple[int, int]:
     if rows is None:
         rows = total // (devices * max(steps, 1))
     if total != rows * steps * devices or total < 1:
+        texts = [f"`{key}` {x}" for key, x in zip(_BATCH, given, strict=True) if x is not None]
         raise ValueError(
-            "`train_batch_size` must be micro-batch x accumulation x devices; got "
-            f"{total}, {rows}, {steps} and {devices} devices of the mesh. Change one in `values`."
+            "`train_batch_size` must be micro-batch x accumulation x devices, each of them 1 or "
+            f"more; got {', '.join(texts)}, and {devices} devices of the mesh. Change one in "
+            "`values`."
         )
     return total, steps
 
@@ -244,7 +245,8 @@ def _read_zero(keys: Keys, mesh: AnyMesh, compute_dtype: np.dtype | None) -> Zer
             schedule=CommSchedule(**bounds),
         )
     except ValueError as error:
-        raise keys.error("zero_optimization", f"makes no `ZeroConfig`: {error}") from error
+        text = str(error).removesuffix(".")
+        raise keys.error("zero_optimization", f"makes no `ZeroConfig`: {text}") from error
 
 
 def _is_node(keys: Keys, name: str, mesh: AnyMesh) -> bool:

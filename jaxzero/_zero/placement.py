@@ -144,6 +144,7 @@ def place(
     `borrow`, that is called with them: its arrays may share memory with a file, and are copied
     before `transfers` ends. If all of it can be borrowed without a copy (`is_in_file`), that is
     done once for all devices: each page of the file is then mapped once, and not for each device.
+    If it also has a method `astype`, that casts it where its dtype is not that of the leaf.
     """
     if leaf.codec is not None:
         plain = dataclasses.replace(leaf, codec=None)
@@ -159,6 +160,9 @@ def place(
         padded = jax.jit(lambda x: pad_leaf(leaf, to_device(x)), out_shardings=sharding)
         return _alone(padded(_without_explicit_axes(source)))
     source = _without_explicit_axes(source)
+    if hasattr(source, "borrow") and hasattr(source, "astype") and source.dtype != leaf.dtype:
+        # A 64-bit tensor in a file, while JAX has 32 bits: a cast that refuses what does not fit.
+        source = source.astype(leaf.dtype)
     # Of 64-bit types in the calling thread only: see `Transfers.put`.
     is_in_file = getattr(source, "is_in_file", False)
     if is_in_file and source.dtype == leaf.dtype and leaf.dtype.itemsize <= 4:

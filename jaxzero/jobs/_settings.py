@@ -1,6 +1,7 @@
 """Settings of the jobs. Field docstrings are the help texts of the command line."""
 
 import dataclasses
+import math
 import re
 import time
 from pathlib import Path
@@ -18,11 +19,13 @@ Detail = Literal[
 Directory = Annotated[Path | None, arg(metavar="DIR")]
 
 
-def _positive(settings: object, *names: str) -> None:
+def _positive(settings: object, *names: str, finite: bool = False) -> None:
     for name in names:
         value = getattr(settings, name)
-        if not value > 0:
-            raise ValueError(f"`{name}` must be positive; got {value!r}.")
+        if not value > 0 or (finite and math.isinf(value)):
+            raise ValueError(
+                f"`{name}` must be positive{' and finite' if finite else ''}; got {value!r}."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +135,8 @@ class Optimization:
     """Decides the order of the pairs, and nothing else: the checkpoint gives the weights."""
 
     def __post_init__(self):
-        _positive(self, "pairs", "learning_rate", "temperature")
+        _positive(self, "pairs")
+        _positive(self, "learning_rate", "temperature", finite=True)
         for name in ("steps", "warmup_steps", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` cannot be negative; got {getattr(self, name)}.")
@@ -375,4 +379,4 @@ class Convert:
     """Which entry of a file with several state dicts is the model's."""
 
     def __post_init__(self):
-        _positive(self, "max_shard_gb")
+        _positive(self, "max_shard_gb", finite=True)

@@ -257,7 +257,10 @@ def test_a_file_and_what_it_leaves_open(mesh, tmp_path: Path):
             {"train_micro_batch_size_per_gpu": 0, "train_batch_size": 16},
             "`train_micro_batch_size_per_gpu` in .* must be a positive integer.*; got 0",
         ),
-        ({"train_batch_size": 17}, r"micro-batch x accumulation x devices; got 17, 2, 1 and 8"),
+        (
+            {"train_batch_size": 17},
+            r"more; got `train_batch_size` 17, `train_micro_batch_size_per_gpu` 2, and 8 devices",
+        ),
         (
             {"optimizer": {"type": "OneBitAdam"}},
             r"asks for the optimizer 'OneBitAdam'.*`optimizer=",
@@ -298,6 +301,19 @@ def test_a_file_and_what_it_leaves_open(mesh, tmp_path: Path):
 def test_mistakes(mesh, keys: dict, message: str):
     with pytest.raises(ValueError, match=message):
         jz.from_deepspeed(config(**keys), mesh)
+
+
+@pytest.mark.parametrize("given", [{"train_batch_size": 4}, {"gradient_accumulation_steps": 2}])
+def test_an_error_of_the_batch_has_the_numbers_of_the_file_only(mesh, given: dict):
+    """The computed third of them was among them: 4 rows of 8 devices made 0 of accumulation."""
+    keys = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2} | given
+    if "gradient_accumulation_steps" in given:
+        keys["train_micro_batch_size_per_gpu"] = None
+    with pytest.raises(ValueError, match="each of them 1 or more; got") as raised:
+        jz.from_deepspeed(config(**keys), mesh)
+    for key, value in keys.items():
+        assert (f"`{key}` {value}" in str(raised.value)) == (value is not None)
+    assert " 0" not in str(raised.value)
 
 
 def test_keys_of_an_optimizer_that_change_nothing(mesh):

@@ -85,6 +85,19 @@ def test_moments_of_padded_leaves_are_taken_out(checkpoint, params):
         np.testing.assert_array_equal(taken.exp_avg[name].read(), wanted.read())
 
 
+def test_moments_of_scalars_and_empty_arrays():
+    tree = {"scale": jnp.float32(2), "none": jnp.zeros((0, 3))}
+    zero = jz.Zero(jz.make_mesh(nodes=2))
+    tx = optax.adam(1e-3)
+    rules = [Rule(name, name) for name in tree]
+    made = tx.init(tree)[0]._replace(mu=tree, nu=tree, count=jnp.int32(3))
+    moments = interop.adam_from((made,), tree, rules=rules)
+    for before in (tx.init(tree), zero.init_optimizer(tx, zero.shard(tree))):
+        state = interop.load_adam(before, tree, moments, rules=rules)
+        assert float(state[0].mu["scale"]) == float(state[0].nu["scale"]) == 2
+        assert state[0].mu["none"].shape == (0, 3) and int(state[0].count) == 3
+
+
 def test_a_run_goes_back_to_torch(checkpoint, params):
     torch = pytest.importorskip("torch", reason="needs torch: the run ends there")
     from tests.models import torch_model
@@ -173,8 +186,28 @@ def test_mistakes(checkpoint, params):
         smaller_state = optax.adam(0.1).init(smaller)
         interop.load_adam(smaller_state, smaller, checkpoint, rules=torch_run.RULES)
     interop.load_adam(smaller_state, smaller, checkpoint, rules=torch_run.RULES, ignore=["norm.*"])
+    larger = {**params, "embed": jnp.zeros((13, 6))}
+    with pytest.raises(
+        ValueError, match=r"shape \(13, 6\) for `embed`, whose shape in .*\(11, 6\)"
+    ):
+        interop.load_adam(optax.adam(0.1).init(larger), params, checkpoint, rules=torch_run.RULES)
     with pytest.raises(ValueError, match="`rules` are required unless `source` is a `Checkpoint`"):
         interop.load_adam(state, params, checkpoint.adam())
+
+
+def test_adams_that_make_no_one_state(params):
+    """Of two states for a parameter the last was taken, and of two steps the first."""
+    twice = optax.chain(optax.scale_by_adam(), optax.scale_by_adam()).init(params)
+    with pytest.raises(ValueError, match="Two Adams in `opt_state` have moments of `down.bias`"):
+        interop.adam_from(twice, params, rules=torch_run.RULES)
+    both = {"decayed": optax.adamw(1e-3), "plain": optax.adam(1e-3)}
+    state = optax.partition(both, groups).init(params)
+    plain = state.inner_states["plain"]
+    adam, *others = plain.inner_state
+    later = plain._replace(inner_state=(adam._replace(count=jnp.int32(2)), *others))
+    state = state._replace(inner_states={**state.inner_states, "plain": later})
+    with pytest.raises(ValueError, match="have taken different steps: 0, 2"):
+        interop.adam_from(state, params, rules=torch_run.RULES)
 
 
 def simigrad(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -208,3 +241,100 @@ def test_counters_of_accumulation_stay(accumulating, checkpoint, params):
     state = interop.load_adam(tx.init(params), params, checkpoint, rules=torch_run.RULES)
     assert int(state[0][0].count) == 3
     assert state[1].count.dtype == jnp.int32 and int(state[1].count) == 0
+
+
+def test_a_frozen_parameter_has_no_moments(checkpoint, params):
+    """The error says how to leave it out of Adam; and then the state is loaded."""
+    tree = {**params, "frozen": jnp.zeros((6, 6))}
+    rules = (*torch_run.RULES, Rule("frozen", "frozen.weight", Transpose()))
+    message = r"`exp_avg`\) lacks 'frozen.weight'\. .*`optax.masked` or `optax.multi_transform`"
+    with pytest.raises(ValueError, match=message):
+        interop.load_adam(optax.adam(0.1).init(tree), tree, checkpoint, rules=rules)
+    labels = {name: "frozen" if name == "frozen" else "trained" for name in tree}
+    mask = {name: label == "trained" for name, label in labels.items()}
+    both = {"trained": optax.adam(0.1), "frozen": optax.set_to_zero()}
+    for tx in (optax.masked(optax.adam(0.1), mask), optax.multi_transform(both, labels)):
+        state = interop.load_adam(tx.init(tree), tree, checkpoint, rules=rules)
+        taken = interop.adam_from(state, tree, rules=rules)
+        assert taken.step == 3 and taken.exp_avg.keys() == checkpoint.adam().exp_avg.keys()
+
+
+def test_a_schedule_goes_on_as_in_torch(checkpoint, params):
+    """After three updates, the rate of torch's scheduler is that of the fourth."""
+    torch = pytest.importorskip("torch", reason="needs torch: its scheduler is the oracle")
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (2 + i))
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    (rate,) = scheduler.get_last_lr()
+
+    def schedule(count):
+        return 1 / (2.0 + count)
+
+    wanted = None
+    for tx in (
+        optax.chain(optax.scale_by_adam(), optax.scale(-rate)),
+        optax.adam(schedule),
+        optax.inject_hyperparams(optax.adam)(learning_rate=schedule),
+        optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda i: -schedule(i))),
+        optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(schedule)),
+    ):
+        state = interop.load_adam(tx.init(params), params, checkpoint, rules=torch_run.RULES)
+        updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+        wanted = updates if wanted is None else wanted
+        for got, want in zip(jax.tree.leaves(updates), jax.tree.leaves(wanted), strict=True):
+            # `inject_hyperparams` rounds `b2` to 24 bits, of which 1 - b2**4 loses 8.
+            np.testing.assert_allclose(got, want, rtol=2**-15)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_the_checkpoint_does_not_hold_begins_anew(wrapped: bool, checkpoint, params):
+    """A mean that begins at 0 is corrected for that by its counter, which must begin there too."""
+    adam, ema = optax.scale_by_adam(), optax.ema(0.99)
+    tx = optax.chain(adam, optax.masked(ema, dict.fromkeys(params, True)) if wrapped else ema)
+    state = interop.load_adam(tx.init(params), params, checkpoint, rules=torch_run.RULES)
+    gradients = jax.tree.map(jnp.ones_like, params)
+    updates, _ = tx.update(gradients, state, params)
+    wanted, _ = adam.update(gradients, state[0], params)
+    for got, want in zip(jax.tree.leaves(updates), jax.tree.leaves(wanted), strict=True):
+        # The corrected mean of one value is the value; 1 - 0.99 loses 7 bits of 24.
+        np.testing.assert_allclose(got, want, rtol=2**-15)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.scale_by_belief(),
+        optax.scale_by_lion(),
+        optax.scale_by_factored_rms(),
+        optax.scale_by_amsgrad(),
+        optax.contrib.scale_by_ademamix(),
+    ],
+)
+def test_other_optimizers_of_a_partition_are_left_alone(tx, checkpoint, params):
+    labels = {name: "adam" if name != "embed" else "other" for name in params}
+    both = optax.partition({"adam": optax.adam(0.1), "other": tx}, labels)
+    ignore = ["embed.weight"]
+    before = both.init(params)
+    state = interop.load_adam(before, params, checkpoint, rules=torch_run.RULES, ignore=ignore)
+    old, new = (x.inner_states["other"] for x in (before, state))
+    for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert int(state.inner_states["adam"].inner_state[0].count) == 3
+
+
+def test_counters_of_updates_are_set(checkpoint, params):
+    def begins(step, *_, **__):
+        return step >= 2
+
+    tx = optax.chain(
+        optax.add_noise(0.1, 0.5, jax.random.key(0)),
+        optax.conditionally_transform(optax.adam(1e-3), begins),
+        optax.add_decayed_weights(lambda count: 0.1 / (1 + count)),
+    )
+    state = interop.load_adam(tx.init(params), params, checkpoint, rules=torch_run.RULES)
+    assert int(state[0].count) == int(state[1].step) == int(state[2].count) == 3
+    assert int(state[1].inner_state[0].count) == 3
+    assert state[0].rng_key is not None and state[1].step.dtype == jnp.int32

@@ -40,6 +40,32 @@ def test_to_safetensors(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert "would be a directory" in one_line(capsys.readouterr().err)
 
 
+def test_what_load_adam_cannot_read_is_told(tmp_path: Path, capsys: pytest.CaptureFixture):
+    torch = pytest.importorskip("torch", reason="needs torch: it writes the files")
+    model = torch.nn.Linear(3, 3)
+    model(torch.ones(3)).sum().backward()
+    kinds = {"Adam": {}, "NAdam": {}, "SGD": {"momentum": 0.9}}
+    made = {
+        kind: getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
+        for kind, options in kinds.items()
+    }
+    for optimizer in made.values():
+        optimizer.step()
+    states = {kind: optimizer.state_dict() for kind, optimizer in made.items()}
+    for wanted, held in {
+        "`interop.load_adam` reads it.": {"optimizer": states["Adam"]},
+        "has 'mu_product'": {"optimizer": states["NAdam"]},
+        "has 'momentum_buffer'": {"optimizer": states["SGD"]},
+        "holds 2 optimizers": {"first": states["Adam"], "second": {**states["Adam"]}},
+    }.items():
+        torch.save({"model": model.state_dict(), **held}, tmp_path / "run.pt")
+        target = tmp_path / str(len(list(tmp_path.iterdir())))
+        assert cli.main(["convert", str(tmp_path / "run.pt"), str(target)]) == 0
+        printed = one_line(capsys.readouterr().out)
+        assert "The optimizer state was not copied: " in printed and wanted in printed
+        assert ("`interop.load_adam` reads it" in printed) == ("load_adam" in wanted)
+
+
 def test_values_that_the_dtype_cannot_hold(tmp_path: Path, capsys: pytest.CaptureFixture):
     values = np.array([1.0, 1e5, np.inf, np.nan, 1e-9]).astype(ml_dtypes.bfloat16)
     save_file({"w": values}, tmp_path / "source.safetensors")
@@ -51,6 +77,16 @@ def test_values_that_the_dtype_cannot_hold(tmp_path: Path, capsys: pytest.Captur
     assert cli.main([*command, "float32", "--check"]) == 0
     written = load_file(tmp_path / "out" / "model.safetensors")["w"]
     np.testing.assert_array_equal(written, values.astype(np.float32))
+
+
+def test_a_checkpoint_of_jaxzero_is_told(tmp_path: Path, capsys: pytest.CaptureFixture):
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "jaxzero.json").write_text("{}")
+    for source in (tmp_path, tmp_path / "3"):
+        assert cli.main(["convert", str(source), str(tmp_path / "out")]) == 2
+        printed = one_line(capsys.readouterr().err)
+        assert "is a checkpoint of jaxzero" in printed and "the folder `export`" in printed
+    assert not (tmp_path / "out").exists()
 
 
 def test_through_every_form(tmp_path: Path, capsys: pytest.CaptureFixture):

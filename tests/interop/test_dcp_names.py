@@ -10,9 +10,9 @@ import pytest
 
 from jaxzero import interop
 
-from .test_dcp_layouts import flat, save, state_of
-
 torch = pytest.importorskip("torch", reason="needs torch: it writes the checkpoints")
+
+from .test_dcp_layouts import flat, save, state_of  # noqa: E402  # it is skipped without torch
 
 
 def filled(*names: str, begin: int = 0) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import pytest
 from jaxzero import interop
 
 from . import tiny_checkpoint
+from .deepspeed_files import change_optimizer
 
 DEEPSPEED = Path(__file__).resolve().parent.parent / "fixtures" / "deepspeed"
 
@@ -147,6 +148,27 @@ def test_model_states_of_a_step_after_the_optimizer(tmp_path: Path, recwarn):
     set_steps(first_stage, global_steps=5)
     interop.open_checkpoint(first_stage)
     assert not [str(each.message) for each in recwarn if each.category is UserWarning]
+
+
+@pytest.mark.parametrize("entry", ["mu_product", "max_exp_avg_sq", "worker_error"])
+@pytest.mark.parametrize("case", ["zero1", "zero1_elastic", "zero3"])
+def test_entries_that_adam_lacks_are_noticed(tmp_path: Path, case: str, entry: str):
+    """Those of NAdam and others; the three entries that they share with Adam were read."""
+    torch = pytest.importorskip("torch", reason="needs torch: it writes the optimizer states")
+    step = copied(tmp_path, case)
+
+    def add(state: dict) -> None:
+        held = state["optimizer_state_dict"]
+        base = held["optimizer_state_dict" if case == "zero3" else "base_optimizer_state"]
+        (base if isinstance(base, list) else base["state"])[0][entry] = torch.tensor(0.9)
+
+    for file in step.glob("*_optim_states.pt"):
+        change_optimizer(file, add)
+    checkpoint = interop.open_checkpoint(step)
+    with pytest.raises(ValueError, match=rf"optim_states.pt' has '{entry}': .* no other optimizer"):
+        checkpoint.adam()
+    wanted = interop.open_checkpoint(DEEPSPEED / case)
+    np.testing.assert_array_equal(checkpoint["up.weight"].read(), wanted["up.weight"].read())
 
 
 def prefix_of(step: Path) -> str:

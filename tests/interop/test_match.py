@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import jax
@@ -128,6 +129,74 @@ def test_nothing_fits_and_nothing_is_left():
     with pytest.raises(ValueError, match="No parameter seems to come from 'more'.*`ignore`"):
         interop.load_into(tree, held)
     assert interop.load_into(tree, held, ignore=["mor*"])["up"]["kernel"].shape == (3, 4)
+
+
+SHAPES = {
+    f"layers.{i}.{name}": sizes
+    for i in range(3)
+    for name, sizes in {"up.bias": (8,), "up.weight": (8, 4), "norm.weight": (4,)}.items()
+}
+
+
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize(
+    ("leaf", "change", "message"),
+    [
+        ("up.kernel", (5, 8), r"its shape is \(5, 8\), and '{0}up\.weight', the n.* has \(8, 4\)"),
+        ("up.bias", (9,), r"its shape is \(9,\), and '{0}up\.bias', the nearest .* has \(8,\)\."),
+        ("norm.scale", (5,), r"its shape is \(5,\), and '{0}norm\.weight', the .* has \(4,\)\."),
+        ("norm.bias", (4,), r"the checkpoint has no such tensor beside '{0}norm\.weight'\."),
+        ("up.bias", None, ""),  # of `up.kernel`: the checkpoint has a bias
+    ],
+)
+def test_the_leaf_that_does_not_fit_is_named(at: int, leaf: str, change, message: str):
+    """And not another leaf of its module, such as the bias beside a kernel of another shape."""
+    sizes = {"up.bias": (8,), "up.kernel": (4, 8), "norm.scale": (4,)}
+    layers = [{name: dict() for name in ("up", "norm")} for _ in range(3)]
+    for i, layer in enumerate(layers):
+        for name, given in (sizes | ({leaf: change} if i == at else {})).items():
+            if given is not None:
+                module, _, last = name.partition(".")
+                layer[module][last] = shape(*given)
+    where, theirs = f"layers\\.{at}\\.", f"layers\\.{at}\\."
+    if message.startswith("the checkpoint") or not message:
+        theirs = r"layers\.\d\."  # layers of other roles are not counted with it
+    message = message or r"the model has nothing beside it for '{0}up\.bias'\."
+    named = leaf if change else "up.kernel"
+    wanted = f"`{where}{re.escape(named)}` fits no tensor: {message.format(theirs)}"
+    held = {name: ArrayTensor(np.zeros(each), name) for name, each in SHAPES.items()}
+    with pytest.raises(ValueError, match=wanted):
+        interop.load_into({"layers": layers}, held)
+    assert f"undecided: layers.{at}.{named}: " in str(match({"layers": layers}, held))
+
+
+def test_a_transposed_convolution_is_to_be_confirmed():
+    """With as many inputs as outputs, shapes fit the rule of an ordinary one."""
+    for name in ("deconv", "conv_transpose", "UpConv"):
+        tree = {name: {"kernel": shape(3, 3, 4, 4), "bias": shape(4)}}
+        held = zeros(**{f"{name}__weight": (4, 4, 3, 3), f"{name}__bias": (4,)})
+        assert set(match(tree, held).assumed.values()) == {
+            "a transposed convolution may exchange inputs and outputs, and flip its window"
+        }
+    tree = {"conv": {"kernel": shape(3, 3, 4, 4)}}
+    assert not match(tree, zeros(conv__weight=(4, 4, 3, 3))).assumed
+
+
+def test_the_leaf_of_a_stack_that_does_not_fit():
+    tree = {"layers": {"up": {"kernel": shape(3, 4, 9), "bias": shape(3, 8)}}}
+    held = {
+        name: ArrayTensor(np.zeros(each), name) for name, each in SHAPES.items() if "up" in name
+    }
+    with pytest.raises(ValueError, match=r"`layers\.up\.kernel` fits no .* has \(3, 8, 4\)\."):
+        interop.load_into(tree, held)
+
+
+def test_one_leaf_of_other_names_that_does_not_fit():
+    tree = {"Dense_0": {"kernel": shape(5, 8), "bias": shape(8)}}
+    with pytest.raises(
+        ValueError, match=r"`Dense_0\.kernel` .*\(5, 8\), and '0\.weight', .*\(8, 4"
+    ):
+        interop.load_into(tree, zeros(**{"0__weight": (8, 4), "0__bias": (8,)}))
 
 
 @pytest.mark.parametrize(

@@ -233,3 +233,17 @@ def test_a_chunk_of_another_shape_or_dtype(broken: Path):
     checkpoint = interop.open_checkpoint(broken)
     with pytest.raises(ValueError, match=r"chunk of 'model\.up\.weight' .*float32.* says float16"):
         checkpoint["up.weight"].read()
+
+
+def test_they_print_themselves_in_a_line():
+    checkpoint = interop.open_checkpoint(DEEPSPEED / "zero3")
+    path = repr(str(DEEPSPEED / "zero3" / "step3"))
+    assert repr(checkpoint) == (
+        f"<Checkpoint {path} (DeepSpeed ZeRO-3): 9 tensors of 952 B, float32 (9), 1 more names of "
+        "them, optimizer state>"
+    )
+    assert repr(checkpoint.adam()) == (
+        "<AdamMoments after 3 steps: 14 tensors of 1.57 KiB, float32 (14)>"
+    )
+    text = repr(checkpoint["up.weight"])  # of two files
+    assert text.startswith("<LazyTensor float32[9, 6] of 'up.weight' in '") and len(text) < 300

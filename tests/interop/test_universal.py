@@ -15,6 +15,8 @@ import pytest
 
 from jaxzero import interop
 
+from .deepspeed_files import change_optimizer
+
 torch = pytest.importorskip("torch", reason="needs torch: it writes the checkpoints")
 
 DEEPSPEED = Path(__file__).resolve().parent.parent / "fixtures" / "deepspeed"
@@ -197,3 +199,55 @@ def test_a_folder_of_no_parameter(tmp_path: Path):
     shutil.copytree(step / "zero" / "up.weight", step / "zero" / "other.weight")
     with pytest.raises(ValueError, match=r"other\.weight' is of no parameter that `param_shapes`"):
         interop.open_checkpoint(step)
+
+
+@pytest.mark.parametrize("case", ["universal", "universal_zero3"])
+def test_other_optimizers_are_noticed(tmp_path: Path, case: str):
+    step = copied(tmp_path, case)
+    torch.save(torch.zeros(54), step / "zero" / "up.weight" / "max_exp_avg_sq.pt")
+    with pytest.raises(ValueError, match=r"'up\.weight' has 'max_exp_avg_sq': .* no other opt"):
+        interop.open_checkpoint(step).adam()
+    (step / "zero" / "up.weight" / "max_exp_avg_sq.pt").unlink()
+    file = step / "zero" / "optimizer_state.pt"  # all that converters before Muon kept of it
+    kept = file.read_bytes()
+
+    def set_option(option: str, value: object) -> None:
+        change_optimizer(file, lambda state: state["param_groups"][0].update({option: value}))
+
+    for option, value in (("momentum_decay", 0.004), ("amsgrad", True)):
+        set_option(option, value)
+        with pytest.raises(ValueError, match=rf"optimizer_state\.pt' has the option `{option}`, "):
+            interop.open_checkpoint(step).adam()
+        file.write_bytes(kept)
+    set_option("amsgrad", False)
+    assert interop.open_checkpoint(step).adam().step == 3
+    if case == "universal_zero3":
+        change_optimizer(
+            file,
+            lambda state: state["optimizer_state_dict"]["state"][0].update(mu_product=0.9),
+        )
+        with pytest.raises(ValueError, match=r"optimizer_state\.pt' has 'mu_product'"):
+            interop.open_checkpoint(step).adam()
+    wanted = interop.open_checkpoint(DEEPSPEED / case)["up.weight"].read()
+    np.testing.assert_array_equal(interop.open_checkpoint(step)["up.weight"].read(), wanted)
+
+
+def test_what_another_optimizer_trained_is_read_in_float32(tmp_path: Path):
+    """Of Muon there are no means: its parameters were taken for frozen, and read as computed with.
+
+    `ds_to_universal.py` of DeepSpeed after 0.19.8 writes what each optimizer keeps.
+    """
+    step = copied(tmp_path, "universal")
+    change_model(
+        step / "mp_rank_00_model_states.pt",
+        lambda state: state["module"].update({n: state["module"][n].bfloat16() for n in MATRICES}),
+    )
+    for name in MATRICES:
+        for kind in (*MOMENTS, "step"):
+            (step / "zero" / name / f"{kind}.pt").unlink()
+        torch.save({"param": torch.zeros(1)}, step / "zero" / name / "momentum_buffer.pt")
+    found, wanted = (interop.open_checkpoint(x) for x in (step, DEEPSPEED / "universal"))
+    for name in wanted:
+        np.testing.assert_array_equal(found[name].read(), wanted[name].read(), strict=True)
+    with pytest.raises(ValueError, match=r"has 'momentum_buffer': .* no other optimizer is read"):
+        found.adam()

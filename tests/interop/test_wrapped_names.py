@@ -12,6 +12,7 @@ import pytest
 
 from jaxzero import interop
 from jaxzero.interop import Rule
+from jaxzero.interop._rules.apply import check_names
 from jaxzero.interop._safetensors import save_tensors
 from jaxzero.interop._tensors import by_plain_name, plain_name
 
@@ -102,3 +103,15 @@ def test_a_prefix_that_stays_is_named(tmp_path: Path):
         interop.load_into(tree, path, rules=[Rule("a", "a"), Rule("b", "b")])
     with pytest.raises(ValueError, match=r"lacks 'a', 'c'.*The rules must name every tensor"):
         interop.load_into(dict.fromkeys("ac", jnp.zeros(2)), path, rules=[Rule(x, x) for x in "ac"])
+
+
+def test_a_prefix_of_a_decoder_is_named(tmp_path: Path):
+    """Its head has no `model.`, so names have two prefixes."""
+    names = ("module.model.embed.weight", "module.model.layers.0.up.weight", "module.head.weight")
+    tensors = {name: interop.ArrayTensor(np.ones(2, np.float32), name) for name in names}
+    wanted = ["embed.weight", "layers.0.up.weight", "head.weight"]
+    remedy = "It must be of a decoder."
+    with pytest.raises(ValueError, match=r"with 'module\.' before them\. Save a copy with `inter"):
+        check_names(tensors, wanted, where="here", remedy=remedy)
+    with pytest.raises(ValueError, match=r"It must be of a decoder\.$"):
+        check_names(tensors, [*wanted, "norm.weight"], where="here", remedy=remedy)

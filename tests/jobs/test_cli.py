@@ -87,6 +87,25 @@ def test_mistakes_are_one_line_and_status_2(monkeypatch, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     "line",
     [
+        "train --steps x",
+        "train --steps",
+        "train --bogus 1",
+        "plan --nodes two",
+        "convert a",
+        "convert a b --dtype int4",
+        "launch --nodes two -- train.py",
+    ],
+)
+def test_a_mistake_in_the_flags_points_to_the_help_of_the_command(line: str, capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(line.split())
+    assert exit.value.code == 2
+    assert f"jaxzero {line.split()[0]} --help" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
         "plan --device h100 --model m --device a100",
         "plan --link=50 --link=12.5",
         "train --max-tokens 8 --max_tokens=16",  # of nested settings

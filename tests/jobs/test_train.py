@@ -299,6 +299,22 @@ def test_too_many_devices(settings: jobs.Train, console: Console):
         jobs.train(many, console)
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "message"),
+    [
+        (25, r"`max_tokens` must be at most 24, for which the checkpoint has positions; got 25\."),
+        (2, r"`max_tokens` must be more than the 2 special tokens of each text; got 2\."),
+        (1, r"`max_tokens` must be more than the 2 special tokens of each text; got 1\."),
+    ],
+)
+def test_lengths_that_the_model_lacks_name_the_setting(
+    settings: jobs.Train, console: Console, max_tokens: int, message: str
+):
+    data = dataclasses.replace(settings.data, max_tokens=max_tokens)
+    with pytest.raises(ValueError, match=message):
+        jobs.train(dataclasses.replace(untrained(settings), data=data), console)
+
+
 def test_report_trains_and_writes_nothing(tiny_encoder: Path, console: Console, monkeypatch):
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: pytest.fail("made a folder"))
     jobs.report(jobs.Report(checkpoint=tiny_encoder), console)
@@ -331,6 +347,11 @@ def test_every_wire_goes_with_every_stage(stage: int, wire: jobs.Wire):
         (lambda: jobs.Data(max_tokens=0), "`max_tokens` must be positive; got 0"),
         (lambda: jobs.Devices(devices=0), "`devices` must be positive; got 0"),
         (lambda: jobs.Optimization(learning_rate=-1.0), "`learning_rate` must be positive"),
+        (lambda: jobs.Optimization(learning_rate=float("inf")), "positive and finite; got inf"),
+        (
+            lambda: jobs.Convert(source=Path(), target=Path(), max_shard_gb=float("inf")),
+            "`max_shard_gb` must be positive and finite; got inf",
+        ),
         (lambda: jobs.Optimization(steps=-1), "`steps` cannot be negative; got -1"),
         (lambda: jobs.Optimization(adaptive_batch=1.0), "`adaptive_batch` .* less than 1; got 1.0"),
         (

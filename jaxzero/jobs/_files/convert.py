@@ -8,9 +8,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ...interop import LazyTensor, check_copy, open_checkpoint, write_checkpoint
+from ...interop import Checkpoint, LazyTensor, check_copy, open_checkpoint, write_checkpoint
 from .._settings import Convert
 from .display import line_of
+from .inspect_run import find_checkpoint
 
 _FILES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -25,6 +26,12 @@ def convert(settings: Convert, console: Console) -> None:
     if settings.target.exists():
         raise ValueError(
             f"{str(settings.target)!r} exists. Name a target that does not: nothing is replaced."
+        )
+    if (own := find_checkpoint(settings.source)) is not None:
+        raise ValueError(
+            f"{str(own)!r} is a checkpoint of jaxzero, which holds a state to resume from. Convert "
+            "the weights that the run has exported (`jaxzero train`: the folder `export`), or "
+            "restore it with `jz.Checkpoints` and write them with `interop.save_tensors`."
         )
     checkpoint = open_checkpoint(settings.source, key=settings.key)
     form = settings.form or ("torch" if settings.target.suffix in _FILES else "safetensors")
@@ -61,7 +68,16 @@ def convert(settings: Convert, console: Console) -> None:
         soft_wrap=True,
     )
     if checkpoint.moments is not None:
-        console.print("The optimizer state was not copied: `interop.load_adam` reads it.")
+        text = f"The optimizer state was not copied: {_readable(checkpoint)}"
+        console.print(line_of(text), highlight=False, soft_wrap=True)
+
+
+def _readable(checkpoint: Checkpoint) -> str:
+    try:
+        checkpoint.adam()
+    except ValueError as error:
+        return str(error)
+    return "`interop.load_adam` reads it."
 
 
 def _compared(settings: Convert, changed: bool) -> str:
@@ -75,7 +91,7 @@ def _cast(tensor: LazyTensor, dtype: str | None) -> LazyTensor:
     return tensor.astype(jnp.dtype(dtype)) if dtype is not None and floating else tensor
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Watched(LazyTensor):
     """A lazy tensor that advances a progress bar by the bytes that are read."""
 

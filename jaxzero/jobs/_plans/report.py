@@ -27,7 +27,7 @@ def report(settings: Report, console: Console) -> None:
         settings.devices,
         settings.sharding,
         optimization,
-        max_tokens=Data().max_tokens,
+        max_tokens=None,
         console=console,
     )
     console.print(

@@ -45,7 +45,8 @@ class PairTokenizer:
         """Read `tokenizer.json` of a checkpoint; texts will have `max_tokens` tokens, by padding.
 
         Raises:
-            ValueError: `checkpoint` has no `tokenizer.json`.
+            ValueError: `checkpoint` has no `tokenizer.json`, or `max_tokens` leaves no room beside
+                the special tokens.
         """
         path = checkpoint / "tokenizer.json"
         if not path.is_file():
@@ -54,6 +55,12 @@ class PairTokenizer:
                 "`transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)`."
             )
         self._tokenizer = Tokenizer.from_file(str(path))
+        num_special = self._tokenizer.num_special_tokens_to_add(False)
+        if max_tokens <= num_special:
+            raise ValueError(
+                f"`max_tokens` must be more than the {num_special} special tokens of each text; "
+                f"got {max_tokens}."
+            )
         # Replaces both settings of the file. Padding is masked, so its id does not matter.
         self._tokenizer.enable_truncation(max_tokens)
         self._tokenizer.enable_padding(length=max_tokens)

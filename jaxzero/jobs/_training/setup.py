@@ -17,7 +17,7 @@ from ..._zero import Zero
 from ...interop import load_encoder
 from ...models import EncoderConfig, ModernBertConfig
 from .._devices import choose_devices
-from .._settings import Devices, Optimization, Sharding
+from .._settings import Data, Devices, Optimization, Sharding
 from .._task import abstract_tokens, packaged_checkpoint
 from .loss import make_loss
 from .optimizer import make_optimizer
@@ -71,7 +71,7 @@ def set_up(
     sharding: Sharding,
     optimization: Optimization,
     *,
-    max_tokens: int,
+    max_tokens: int | None,
     console: Console,
 ) -> Setup:
     """Make the mesh, and load the checkpoint onto it; each process reads its devices' slices only.
@@ -81,7 +81,8 @@ def set_up(
         devices: where it runs.
         sharding: how arrays are split, or that this is to be planned.
         optimization: the optimizer, and the pairs of a step.
-        max_tokens: of a description and of a body, for planning.
+        max_tokens: of a description and of a body. None: the job's default, or the most that the
+            model takes.
         console: for what was planned.
 
     Raises:
@@ -97,6 +98,7 @@ def set_up(
             f"The checkpoint {str(checkpoint)!r} is a {type(loaded.config).__name__}, not a text "
             "encoder. Give a checkpoint of BERT, RoBERTa, DistilBERT or ModernBERT."
         )
+    max_tokens = _checked_length(max_tokens, loaded.config)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loaded.params)
     optimizer = make_optimizer(optimization)
     if sharding.plan is None:
@@ -118,6 +120,17 @@ def set_up(
         optimizer=optimizer,
         opt_state=zero.init_optimizer(optimizer, params),
     )
+
+
+def _checked_length(max_tokens: int | None, config: EncoderConfig | ModernBertConfig) -> int:
+    if max_tokens is None:
+        return min(Data().max_tokens, config.max_length)
+    if isinstance(config, EncoderConfig) and max_tokens > config.max_length:  # others: no limit
+        raise ValueError(
+            f"`max_tokens` must be at most {config.max_length}, for which the checkpoint has "
+            f"positions; got {max_tokens}."
+        )
+    return max_tokens
 
 
 def describe_devices(setup: Setup) -> str:
