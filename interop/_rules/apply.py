@@ -20,8 +20,8 @@ from .steps import run, run_back
 _NAME_EVERY_TENSOR = (
     "The rules must name every tensor; list tensors that are not parameters in `ignore`."
 )
-_RENAME = (
-    "ave a copy with `interop.save_tensors({name.removeprefix(...): tensor for name, tensor in "
+_COPY = (
+    "save a copy with `interop.save_tensors({name.removeprefix(...): tensor for name, tensor in "
     "interop.open_checkpoint(...).items()}, directory)`."
 )
 _DDP = "module."  # what `DistributedDataParallel` puts before all names
@@ -126,9 +126,9 @@ def check_names(
     prefix = _prefix(missing, unknown) if missing else ""
     if prefix:
         if remedy == _NAME_EVERY_TENSOR:
-            remedy = f"Write it in the rules, or s{_RENAME}"
+            remedy = f"Write it in the rules, or {_COPY}"
         elif prefix == _DDP:  # others may be of a model with more than is asked for
-            remedy = f"S{_RENAME}"
+            remedy = f"To remove it, {_COPY}"
         remedy = f"It has these names with {shown(prefix)} before them. {remedy}"
     found = [f"lacks {first_names(missing)}"] if missing else []
     found += [f"holds unknown {first_names(unknown)}"] if unknown else []
