@@ -111,7 +111,9 @@ def test_a_prefix_of_a_decoder_is_named(tmp_path: Path):
     tensors = {name: interop.ArrayTensor(np.ones(2, np.float32), name) for name in names}
     wanted = ["embed.weight", "layers.0.up.weight", "head.weight"]
     remedy = "It must be of a decoder."
-    with pytest.raises(ValueError, match=r"with 'module\.' before them\. To remove it, save a copy with `inter"):
+    with pytest.raises(
+        ValueError, match=r"with 'module\.' before them\. To remove it, save a copy with `inter"
+    ):
         check_names(tensors, wanted, where="here", remedy=remedy)
     with pytest.raises(ValueError, match=r"It must be of a decoder\.$"):
         check_names(tensors, [*wanted, "norm.weight"], where="here", remedy=remedy)
