@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,8 @@ def test_moments_of_scalars_and_empty_arrays():
     zero = jz.Zero(jz.make_mesh(nodes=2))
     tx = optax.adam(1e-3)
     rules = [Rule(name, name) for name in tree]
-    made = tx.init(tree)[0]._replace(mu=tree, nu=tree, count=jnp.int32(3))
+    adam: Any = tx.init(tree)[0]
+    made = adam._replace(mu=tree, nu=tree, count=jnp.int32(3))
     moments = interop.adam_from((made,), tree, rules=rules)
     for before in (tx.init(tree), zero.init_optimizer(tx, zero.shard(tree))):
         state = interop.load_adam(before, tree, moments, rules=rules)
@@ -201,7 +203,7 @@ def test_adams_that_make_no_one_state(params):
     with pytest.raises(ValueError, match="Two Adams in `opt_state` have moments of `down.bias`"):
         interop.adam_from(twice, params, rules=torch_run.RULES)
     both = {"decayed": optax.adamw(1e-3), "plain": optax.adam(1e-3)}
-    state = optax.partition(both, groups).init(params)
+    state: Any = optax.partition(both, groups).init(params)
     plain = state.inner_states["plain"]
     adam, *others = plain.inner_state
     later = plain._replace(inner_state=(adam._replace(count=jnp.int32(2)), *others))
@@ -317,7 +319,7 @@ def test_other_optimizers_of_a_partition_are_left_alone(tx, checkpoint, params):
     labels = {name: "adam" if name != "embed" else "other" for name in params}
     both = optax.partition({"adam": optax.adam(0.1), "other": tx}, labels)
     ignore = ["embed.weight"]
-    before = both.init(params)
+    before: Any = both.init(params)
     state = interop.load_adam(before, params, checkpoint, rules=torch_run.RULES, ignore=ignore)
     old, new = (x.inner_states["other"] for x in (before, state))
     for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
