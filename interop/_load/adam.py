@@ -112,7 +112,7 @@ def load_adam(
 
 
 def _moved(state: Any, step: int, kinds: Mapping[str, Mapping[str, LazyTensor]]) -> Any:
-    """Replace the states of Adam in a state, and set its counters of updates."""
+    """Replace every Adam state inside `state`, and set the fields that count updates."""
     if _is_adam(state):
         moved = {kind: _filled(state, kind, tensors) for kind, tensors in kinds.items()}
         return state._replace(count=_counter(step, state.count), **moved)

@@ -67,14 +67,14 @@ _DESCRIPTIONS = (
 )
 _OTHER_DTYPE = re.compile(r"(float|bfloat|complex|bits|q?u?int)\d+\w*")
 _SUBCLASS = "torch._utils._rebuild_wrapper_subclass"
-# Functions that make tensors of other kinds, and how to save those.
+# Constructors of tensors that are not read: the kind of tensor, and what to save instead.
 _OTHER_TENSORS = {
     "torch._utils._rebuild_sparse_tensor": ("sparse", "`tensor.to_dense()`"),
     "torch._utils._rebuild_nested_tensor": ("nested", "`tensor.to_padded_tensor(0.0)`"),
     "torch._utils._rebuild_qtensor": ("quantized", "`tensor.dequantize()`"),
     "torch._utils._rebuild_meta_tensor_no_storage": ("meta", "a tensor that has data"),
 }
-# Of a `defaultdict`; `long` and `unicode` are names of Python 2.
+# Default factories of `collections.defaultdict`; `long` and `unicode` are from Python 2.
 _FACTORIES = ("dict", "float", "int", "list", "long", "str", "tuple", "unicode")
 _DCP = "torch.distributed.checkpoint."
 _DESCRIBING = {

@@ -39,8 +39,8 @@ def mark_kept_slices(plan: BlockPlan, weights: frozenset[ShardedParam]) -> Block
         count = collections.Counter(stack.view.weight for stack in stacks)
         for stack in stacks:
             weight = stack.view.weight
-            # A weight that an operation reads both in full and layer by layer is gathered in full
-            # before it.
+            # If an operation reads the weight both in full and layer by layer, the full weight is
+            # gathered first.
             if weight in made_in or first.get(weight, index + 1) <= index:
                 continue
             made_in[weight] = index
@@ -67,10 +67,15 @@ def _in_order(plan: BlockPlan) -> BlockPlan:
         issues = tuple(max(issue, earliest) for issue in group.issues)
         groups.append(dataclasses.replace(group, issues=issues))
     loops = dict(plan.loops)
-    for index in plan.loops:
+    for index, loop in plan.loops.items():
         scanned = {stack.view.weight for stack in plan.uses.loops[index].stacks} - makers[index]
-        for weight in scanned & ready.keys():
-            loops[index] = _start_after(loops[index], ready[weight])
+        issue = max([loop.issue, *(ready[weight] for weight in scanned & ready.keys())])
+        continues = loop.continues
+        if continues is not None and scanned & makers[continues]:
+            # The buckets that the other loop has in flight at its end are gathered over both axes.
+            # Those of this loop start from slices, which are gathered over `local` only.
+            continues = None
+        loops[index] = dataclasses.replace(loop, issue=issue, continues=continues)
     return dataclasses.replace(plan, gather_groups=tuple(groups), loops=loops)
 
 
@@ -80,16 +85,6 @@ def _loop_constants(uses: BlockUses) -> set[ShardedParam]:
     for loop in uses.loops.values():
         found |= {*loop.constants} | _loop_constants(loop.body)
     return found
-
-
-def _start_after(loop: LoopPlan, ready: int) -> LoopPlan:
-    """Delay the first gathers of a loop that reads node slices until operation `ready`.
-
-    The loop cannot continue with the buckets that the loop before `ready` has in flight at its end:
-    these are gathered over both axes, but slices over `local` only.
-    """
-    continues = None if loop.continues == ready - 1 else loop.continues
-    return dataclasses.replace(loop, issue=max(loop.issue, ready), continues=continues)
 
 
 def _keeping(loop: LoopPlan, layer: ShardedParam) -> LoopPlan:

@@ -133,7 +133,7 @@ class Registry:
         return None not in is_otherwise and any(is_otherwise)
 
     def _is_elsewhere(self, x: Any, leaf: LeafSpec) -> bool | None:
-        """Whether an array has another sharding than `leaf`; None if it is traced."""
+        """Whether the sharding of `x` differs from that of `leaf`; None if `x` is traced."""
         if is_traced(x) or isinstance(x, jax.ShapeDtypeStruct):
             return None
         if not isinstance(x, jax.Array):

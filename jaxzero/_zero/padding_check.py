@@ -94,10 +94,11 @@ def _one_of_each_kind(plan: TreePlan) -> list[bool]:
 
 
 def _are_equal(plain: np.ndarray, wide: np.ndarray) -> bool:
-    """Whether updates `[updates, 2, 2, ...]` are those of a padded leaf without the padding.
+    """Whether a padded leaf, once its padding is cut off, has the updates of the plain leaf.
 
-    Norms are sums in another order if leaves are padded, which changes an update by some units in
-    the last place of its largest element, and more once parameters have moved with that.
+    Both arrays are `[updates, *shape]`. Norms are sums in another order if leaves are padded,
+    which changes an update by some units in the last place of its largest element, and more once
+    parameters have moved with that.
     """
     wide = wide[tuple(slice(n) for n in plain.shape)]
     kind = np.complex128 if np.iscomplexobj(plain) else np.float64

@@ -262,7 +262,7 @@ def test_a_frozen_parameter_has_no_moments(checkpoint, params):
 
 
 def test_a_schedule_goes_on_as_in_torch(checkpoint, params):
-    """After three updates, the rate of torch's scheduler is that of the fourth."""
+    """torch's scheduler, after three steps, gives the learning rate of the fourth update."""
     torch = pytest.importorskip("torch", reason="needs torch: its scheduler is the oracle")
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)

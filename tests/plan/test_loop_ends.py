@@ -122,7 +122,7 @@ def test_a_loop_inside_another_does_so_by_default(config, nodes):
 
 @pytest.mark.parametrize("schedule", [DEFAULT, WHOLE, UNITS])
 def test_a_loop_inside_another_makes_node_slices(schedule):
-    """Between nodes all experts are gathered in the loop over them, none before the program."""
+    """The loop over experts gathers them between nodes; nothing is gathered before the program."""
     plan = _plan(_zero("hpz", schedule), 3, _experts_loss, _init_experts)
     node = [x for x in plan.transfers if x.axis == "node" and x.purpose == "weights"]
     assert max(x.trips for x in node) >= 3 * 6  # some experts may be sent before the inner loop

@@ -1,14 +1,10 @@
 """Every optimizer of `optax.contrib`: two updates equal those on one device."""
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 import optax.contrib as oc
 import pytest
 
-import jaxzero as jz
-from tests import zoo
+from .optax_updates import assert_equal_to_one_device
 
 # optax mixes dtypes and ranks, as JAX does by default.
 pytestmark = pytest.mark.standard_promotion
@@ -64,31 +60,6 @@ def test_nothing_that_optax_has_is_left_out():
     assert factories - helpers - OF_EXAMPLES == set(OPTIMIZERS) - {"sam_opaque"}
 
 
-def _loss(params, x):
-    hidden = jnp.tanh(x @ params["up"] + params["bias"][None])
-    return jnp.mean((hidden @ params["down"] - 1.0) ** 2)
-
-
-def _updated(tx, extras, params, state, x, value_and_grad):
-    """Parameters after two updates."""
-
-    @jax.jit
-    def step(params, state, x):
-        value, grads = value_and_grad(params, x)
-        options = {
-            "value": value,
-            "grad_fn": lambda params, _: value_and_grad(params, x)[1],
-            "obj_fn": lambda params: _loss(params, x),
-        }
-        chosen = {name: options[name] for name in extras}
-        updates, state = tx.update(grads, state, params, **chosen)
-        return optax.apply_updates(params, updates), state
-
-    for _ in range(2):
-        params, state = step(params, state, x)
-    return params
-
-
 def _each():
     """Padded leaves take twice as long; a few are always run, and the others by `.ci/run`."""
     for name in OPTIMIZERS:
@@ -100,21 +71,6 @@ def _each():
 @pytest.mark.parametrize(("name", "tree"), list(_each()))
 def test_two_updates_equal_those_on_one_device(name, tree):
     (tx, extras), (mesh, shapes) = OPTIMIZERS[name], TREES[tree]
-    zero = jz.Zero(zoo.make_mesh(mesh))
-    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
-        key = jax.random.key(0)
-        whole = {
-            leaf: zoo.normal(key, i, *shape).astype(np.float64)
-            for i, (leaf, shape) in enumerate(shapes.items())
-        }
-        x = zoo.normal(key, 9, 24, 8, scale=1.0).astype(np.float64)
-        on_one = jax.tree.map(jnp.asarray, whole)
-        state = jax.jit(tx.init)(on_one)
-        want = jax.device_get(_updated(tx, extras, on_one, state, x, jax.value_and_grad(_loss)))
-        params = zero.shard(whole)
-        tx = zero.optimizer(tx) if tree == "padded" else tx
-        state = zero.init_optimizer(tx, params)
-        got = _updated(tx, extras, params, state, x, zero.value_and_grad(_loss))
-        moved = jax.tree.map(lambda new, old: float(abs(new - old).max()), want, whole)
-        assert all(distance > 0 for distance in jax.tree.leaves(moved)), moved
-        zoo.assert_close(jax.device_get(zero.unshard(got)), want, 1e-9, name)
+    assert_equal_to_one_device(
+        name, tx, extras, mesh, shapes, num_updates=2, is_wrapped=tree == "padded"
+    )
