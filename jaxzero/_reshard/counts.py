@@ -9,11 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from jax.sharding import Mesh
 
-from .channels import gives_zeros
 from .digits import groups
 from .move import Move, pairs
-from .parcels import givers, sources
-from .ring import RingMove, row_shape
 from .steps import Step
 from .windowed import WindowedMove
 
@@ -152,8 +149,6 @@ def held_bytes(move: AnyMove, mesh: Mesh) -> int:
         return 2 * result + 3 * window + _decoded_shard(move)
     if not move.steps:
         return _decoded_shard(move)
-    if isinstance(move, RingMove):
-        return _held_by_ring(move, mesh, result)
     piece = move.message.size * move.message.dtype.itemsize
     first = held = piece * math.prod(move.grid(move.route.source))
     most = 0
@@ -163,26 +158,6 @@ def held_bytes(move: AnyMove, mesh: Mesh) -> int:
         held = {"slice": held // num, "gather": held * num}.get(step.kind, held)
         most = max(most, before + held)
     return max(most, first + result) + _decoded_shard(move)
-
-
-def _held_by_ring(move: RingMove, mesh: Mesh, result: int) -> int:
-    """Likewise of a move whose window overlaps with the next one.
-
-    What a window sends and receives stands for a part of the result that is not there yet. While
-    that part is made, what was received is held beside it.
-    """
-    row = row_shape(move, mesh)
-    row_bytes = row.size * row.dtype.itemsize
-    num = math.prod(mesh.shape[digit] for digit in move.across.digits)
-    received = row_bytes * (num - 1)
-    zeros = row_bytes * gives_zeros(move.across.digits, mesh)
-    beyond = max(0, row_bytes + received + zeros - result)
-    if move.codec is None and move.leaf.codec is None:
-        return max(received, beyond) + beyond
-    num = len(sources(mesh, move, givers(mesh, move, 0)))
-    shards = num * math.prod(move.leaf.padded_shape) * np.dtype(move.dtype).itemsize
-    shards //= move.leaf.layout.num_shards if move.leaf.layout else 1
-    return received + shards + result + beyond
 
 
 def _decoded_shard(move: AnyMove) -> int:

@@ -151,42 +151,24 @@ def _slice(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*
 
 
 def _exchange(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*g m"]:
-    return from_parts(all_to_all(parts_of(x, step), step.digits), step, mesh)
-
-
-def parts_of(x: Shaped[Array, "*f m"], step: Step) -> Shaped[Array, "K ..."]:
-    """What a device sends in an exchange: part i to device i of its group."""
     others = [i for i in range(x.ndim) if i not in step.after]
     x = x.transpose([*step.after, *others])
-    num = len(step.digits)
-    return x.reshape(math.prod(x.shape[:num]), *x.shape[num:])
-
-
-def from_parts(x: Shaped[Array, "K ..."], step: Step, mesh: Mesh) -> Shaped[Array, "*g m"]:
-    """The pieces of a device after an exchange, from the parts that it got, by sender."""
     sizes = [mesh.shape[digit] for digit in step.digits]
-    others = [i for i in range(len(sizes) + x.ndim - 1) if i not in step.after]
+    received = all_to_all(x.reshape(math.prod(sizes), *x.shape[len(sizes) :]), step.digits)
     # The leading dims now count the senders: the factors that were split. These have size 1 in the
     # rest, where they stand for those that are split now.
     renamed = dict(zip(step.before, step.after, strict=True))
     order = [*step.before, *(renamed.get(i, i) for i in others)]
-    return x.reshape(*sizes, *x.shape[1:]).transpose(_back(order))
+    return received.reshape(*sizes, *received.shape[1:]).transpose(_back(order))
 
 
 def _gather(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*g m"]:
-    return from_all(all_gather(row_of(x, step)[None], step.digits, 0), step, mesh)
-
-
-def row_of(x: Shaped[Array, "*f m"], step: Step) -> Shaped[Array, ...]:
-    """What a device has of the result of a gather: `x` without the dims of the split factors."""
-    return x.reshape([size for i, size in enumerate(x.shape) if i not in step.before])
-
-
-def from_all(x: Shaped[Array, "K ..."], step: Step, mesh: Mesh) -> Shaped[Array, "*g m"]:
-    """The pieces of a device after a gather, from the rows of all devices of its group."""
+    # Without the dims of the split factors, which have size 1.
+    row = x.reshape([size for i, size in enumerate(x.shape) if i not in step.before])
+    full = all_gather(row[None], step.digits, 0)
     sizes = [mesh.shape[digit] for digit in step.digits]
-    others = [i for i in range(len(sizes) + x.ndim - 1) if i not in step.before]
-    return x.reshape(*sizes, *x.shape[1:]).transpose(_back([*step.before, *others]))
+    others = [i for i in range(x.ndim) if i not in step.before]
+    return full.reshape(*sizes, *full.shape[1:]).transpose(_back([*step.before, *others]))
 
 
 def _back(order: list[Any]) -> np.ndarray:

@@ -18,12 +18,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._codecs import Codec
-from .._mesh import NODE, gloo_workaround
+from .._mesh import NODE
 from .._sharding import LeafSpec, axes_of
 from .counts import AnyMove, held_bytes
 from .digits import Digits
 from .move import Move
-from .ring import RingMove
 from .steps import Route, route
 from .windowed import WindowedMove, height_of, starts_of
 
@@ -69,11 +68,6 @@ class ReshardPlan:
     nodes: np.ndarray
 
     @property
-    def num_overlapped(self) -> int:
-        """How many of the windows, which come first, are of `RingMove`s and overlap."""
-        return sum(isinstance(self.moves[window[0]], RingMove) for window in self.windows)
-
-    @property
     def programs(self) -> list[tuple[AnyMove, ...]]:
         """The moves of each window."""
         moves = ([self.moves[i] for i in window] for window in self.windows)
@@ -91,10 +85,7 @@ def make_plan(
     Plans are cached: planning some hundred arrays takes as long as sending a megabyte on a fast
     network.
     """
-    mesh = sources[0].mesh
-    assert isinstance(mesh, Mesh)
-    uses_gloo = gloo_workaround.uses_gloo(mesh)
-    return _make_plan(tuple(leaves), tuple(sources), tuple(targets), options, uses_gloo)
+    return _make_plan(tuple(leaves), tuple(sources), tuple(targets), options)
 
 
 @functools.lru_cache(maxsize=16)
@@ -103,7 +94,6 @@ def _make_plan(
     sources: tuple[NamedSharding, ...],
     targets: tuple[NamedSharding, ...],
     options: Options,
-    uses_gloo: bool,
 ) -> ReshardPlan:
     mesh, onto = sources[0].mesh, targets[0].mesh
     assert isinstance(mesh, Mesh) and isinstance(onto, Mesh)
@@ -112,7 +102,7 @@ def _make_plan(
     nodes = np.indices(mesh.devices.shape)[dim].ravel()
     other = digits.over(onto) if _same_devices(mesh, targets[0]) else None
     moves = tuple(
-        _move(leaf, source, target, digits, other, options, uses_gloo)
+        _move(leaf, source, target, digits, other, options)
         if _same_devices(mesh, target)
         and math.prod(leaf.shape)
         and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
@@ -167,7 +157,6 @@ def _move(
     digits: Digits,
     other: Digits | None,
     options: Options,
-    uses_gloo: bool,
 ) -> AnyMove:
     dtype = sent_dtype(leaf, options.dtype)
     before = digits.split(plain_spec(leaf, source), len(leaf.shape))
@@ -175,9 +164,7 @@ def _move(
     block = source.shard_shape(leaf.stored_shape)
     if found is not None:
         codec = _codec(leaf, dtype, options) if _sends(found) else None
-        move = Move(leaf, block, found, dtype, codec)
-        ring = RingMove.of(move, digits.mesh) if uses_gloo else None
-        return ring or move
+        return Move(leaf, block, found, dtype, codec)
     split = [dim for dim, names in enumerate(before) if names]
     if len(split) > 1:
         raise NotImplementedError(
@@ -254,23 +241,13 @@ def _codec(leaf: LeafSpec, dtype: Any, options: Options) -> Codec | None:
 def _windows(
     moves: Sequence[AnyMove | None], mesh: Mesh, window_bytes: int
 ) -> tuple[tuple[int, ...], ...]:
-    held = {i: held_bytes(move, mesh) for i, move in enumerate(moves) if move is not None}
-    sizes, rings = {}, {}
-    for i, move in enumerate(moves):
-        if isinstance(move, RingMove):
-            rings[i] = math.prod(move.leaf.shape) * move.dtype.itemsize
-        elif move is not None:
-            sizes[i] = math.prod(move.target_block) * move.dtype.itemsize + held[i]
-    # Those that overlap are as large as the memory of one array allows: the fewer the quicker.
-    most = min(window_bytes, max(rings.values(), default=0))
-    return *_runs({i: held[i] for i in rings}, most), *_runs(sizes, window_bytes)
-
-
-def _runs(sizes: dict[int, int], window_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Cut moves of some sizes into runs of at most `window_bytes`, each of one move at least."""
+    """Cut moves into runs that hold at most `window_bytes`, each of one move at least."""
     windows: list[list[int]] = []
     held = 0
-    for i, size in sizes.items():
+    for i, move in enumerate(moves):
+        if move is None:
+            continue
+        size = math.prod(move.target_block) * move.dtype.itemsize + held_bytes(move, mesh)
         if not windows or held + size > window_bytes:
             windows.append([])
             held = 0

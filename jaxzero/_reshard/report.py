@@ -14,7 +14,6 @@ from .._report import TextTable
 from .._sharding import LeafSpec
 from .counts import AnyMove, Sent, held_bytes, least_elements, sent_by
 from .plan import ReshardPlan, known, plain_spec, spec_without_padding
-from .ring import RingMove
 from .windowed import WindowedMove
 
 
@@ -219,9 +218,6 @@ def how(move: AnyMove) -> str:
     if isinstance(move, WindowedMove):
         return f"all-gather of all rows, in {move.num_windows} windows"
     words = [f"{_NAMES[step.kind]} over {_axes(step.digits)}" for step in move.steps]
-    if isinstance(move, RingMove):
-        words = [f"{word} in memory" for word in words]
-        words[move.at] = f"ring of permutations over {_axes(move.across.digits)}"
     return ", ".join(words) or "copy"
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
@@ -16,11 +15,9 @@ from .._codecs import Codec, check_is_value
 from .._mesh import is_traced
 from .._sharding import LeafSpec, TreePlan, arrays_of, axes_of, rebuild, spread_prefix
 from .._zero import Zero
-from .overlapped import run_overlapped
 from .plan import Options, ReshardPlan, make_plan, sent_dtype, spec_without_padding, uneven_dims
 from .programs import run, viewed
 from .report import ReshardReport, make_report
-from .ring import RingMove
 
 _WINDOW_BYTES = 2**26
 
@@ -42,8 +39,7 @@ def reshard(
     collectives, and each byte enters a node once, however many of its devices need it: for tensor
     parallelism inside a node, an all-to-all over `local`, then an all-gather over `node` of what
     each device needs. `reshard_report` tells the bytes beforehand. The arrays are moved in
-    windows: a device holds its part of the result, and at most about one array more. Between
-    processes of CPUs the windows overlap, and it returns when all of them have arrived.
+    windows: a device holds its part of the result, and at most about one array more.
 
     Where the new cuts do not fit the old ones (a padded dim that is split again, devices in a
     shuffled order) all devices gather all rows, a window at a time, and keep their own. To a mesh
@@ -61,8 +57,7 @@ def reshard(
         codec: encode floats of at least `config.min_quantized_size` elements with this codec where
             they are, and decode them where they arrive. Every device then has decoded numbers, also
             of its own shard.
-        window_bytes: arrays smaller than this are moved together, up to as many bytes; where
-            windows overlap, up to the bytes of the largest array.
+        window_bytes: arrays smaller than this are moved together, up to as many bytes.
 
     Returns:
         The tree with `jax.Array`s in their true shapes, of sharding `NamedSharding(mesh, spec)` in
@@ -99,19 +94,10 @@ def reshard(
 
 def _moved(plan: ReshardPlan, arrays: Sequence[Any]) -> dict[int, jax.Array]:
     """The arrays that have moves, by index, in their new shardings."""
-    mesh, made = plan.digits.mesh, {}
-    num, programs = plan.num_overlapped, plan.programs
-
-    def stored() -> Iterator[list[jax.Array]]:
-        for window in plan.windows:
-            yield [_in_place(arrays[i], plan.sources[i]) for i in window]
-
-    each = stored()
-    rings = [tuple(x for x in moves if isinstance(x, RingMove)) for moves in programs[:num]]
-    overlapped = run_overlapped(mesh, rings, itertools.islice(each, num))
-    others = (run(mesh, moves, next(each)) for moves in programs[num:])
-    for window, stacks in zip(plan.windows, itertools.chain(overlapped, others), strict=True):
-        for i, x in zip(window, stacks, strict=True):
+    made = {}
+    for window, moves in zip(plan.windows, plan.programs, strict=True):
+        stored = [_in_place(arrays[i], plan.sources[i]) for i in window]
+        for i, x in zip(window, run(plan.digits.mesh, moves, stored), strict=True):
             made[i] = viewed(x, plan.leaves[i].shape, plan.targets[i])
     return made
 
