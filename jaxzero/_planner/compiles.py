@@ -6,8 +6,7 @@ softmax and RMS norm into Triton kernels, about half of a compile: steps get lon
 same share in all plans, and memory stays almost the same.
 
 XLA compiles kernels, too, though they never run. It keeps them in a file, for the next program of
-the search, which has many of them. Of two compiles that run at once, each has its own file. They
-are not assembled (`assembler`).
+the search, which has many of them. Of two compiles that run at once, each has its own file.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from jax.sharding import Mesh
 
 from .._hlo import Rates, Timeline, compile_with_host_memory, on_abstract_mesh, timeline
 from .._sharding import compiler_options
-from .assembler import folder_of_cuda
 from .candidates import Candidate
 from .cluster import Cluster
 from .job import Job, Shapes, placed
@@ -92,8 +90,6 @@ class Compiler:
         self._known: dict[Candidate, Any] = {}  # lowered programs
         scratch = Path(tempfile.mkdtemp(prefix="jaxzero-plan-"))
         weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
-        cuda = folder_of_cuda(scratch)
-        self._no_assembler = {"xla_gpu_cuda_data_dir": str(cuda)} if cuda else {}
         self._kernel_files: queue.LifoQueue[str] = queue.LifoQueue()
         for number in range(AT_ONCE):
             self._kernel_files.put(str(scratch / f"kernels-{number}"))
@@ -146,8 +142,7 @@ class Compiler:
         return found
 
     def _compile(self, candidate: Candidate, is_proxy: bool, kernels: str) -> Compiled:
-        options = {**_options(candidate, is_proxy), **self._no_assembler}
-        options["xla_gpu_kernel_cache_file"] = kernels
+        options = {**_options(candidate, is_proxy), "xla_gpu_kernel_cache_file": kernels}
         start = time.perf_counter()
         if candidate.has_host_arrays:
             step, arguments, keywords = self._step(candidate)

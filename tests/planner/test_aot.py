@@ -65,23 +65,6 @@ def test_proxies_and_the_disk(tmp_path):
     assert again.compile(candidate, is_proxy=True).seconds_to_compile == 0
 
 
-@pytest.mark.parametrize("is_proxy", [True, False])
-def test_a_program_that_is_not_assembled_is_the_same(is_proxy):
-    batch = jax.ShapeDtypeStruct((64, 256), jnp.float32)
-    job = Job({"": loss}, init, batch, optax.sgd(1e-3), {})
-    candidates = enumerate_candidates(CLUSTER, ("",), (1,), True)
-    candidate = next(x for x in candidates if x.preset == "zeropp")
-    found = []
-    for assembles in (False, True):
-        compiler = Compiler(job, CLUSTER, None)
-        assert compiler._no_assembler
-        if assembles:
-            compiler._no_assembler = {}
-        found.append(compiler.compile(candidate, is_proxy=is_proxy))
-    assert found[0].text == found[1].text
-    assert found[0].temporary == found[1].temporary
-
-
 def test_the_key_on_disk_has_the_device(tmp_path):
     """The program is emitted alike for both devices; what is compiled of it is not."""
     batch = jax.ShapeDtypeStruct((8, 256), jnp.float32)
