@@ -1,12 +1,16 @@
-"""Compare the StableHLO of many training steps before and after a refactoring.
+"""Compare the programs of many training steps, and their results, before and after a refactoring.
 
     git stash && python -m benchmarks.compiled.lowered write before && git stash pop
     python -m benchmarks.compiled.lowered compare before
 
-Each program is the loss and gradients of one model of the tests' zoo (or of a scanned decoder)
-under one config, on one mesh of fake CPU devices, traced and lowered but not compiled. Source
-locations are left out, and functions are numbered in the order of their definitions, so renaming a
-Python function makes no difference.
+Each program is the loss and gradients (or the whole update) of one model of the tests' zoo, or of a
+decoder, under one config, on one mesh, traced and lowered but not compiled. Source locations are
+left out, and functions are numbered in the order of their definitions, so renaming a Python
+function makes no difference. `write` and `compare` take the same flags:
+
+    --target h200   programs for a mesh of absent GPUs; needs jaxzero[aot]
+    --bits          also run each program on fake CPU devices, and compare hashes of its results
+    --every 8       one program of so many
 """
 
 from __future__ import annotations
@@ -14,22 +18,27 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import hashlib
 import itertools
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import tyro
 from rich.console import Console
 
 import jaxzero as jz
 from benchmarks.shared import _llama
 from tests import zoo
+
+from ._h200 import h200_mesh
 
 _EXAMPLES = 96  # a multiple of four micro-batches on 6 and on 8 devices
 _EVERY = 9  # of the models of the zoo one in so many is lowered, under each preset
@@ -55,59 +64,150 @@ _CONFIGS = {
 }
 _OPTIONS = {"": {}, "k4": {"microbatches": 4}, "halves": {"halves": True}}
 _SIZE = _llama.LlamaSize(layers=4, width=64, hidden=128, heads=4, vocabulary=96)
+_EXPERTS = dataclasses.replace(_SIZE, experts=4)
+_HOST = jz.Offload(weights=True, gradients=True, optimizer=True, min_size=32)
+_TX = optax.adamw(1e-3)
+_TOKENS = 16
 
-Lower = Callable[[], str]
+Target = Literal["cpu", "h200"]
+Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # function, arguments, keywords
 
 
-def programs() -> Iterator[tuple[str, Lower]]:
-    """(name, function that lowers) of each program."""
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One training step.
+
+    Attributes:
+        name: of the file that keeps it.
+        mesh: its mesh, by the name that the zoo gives it.
+        step: the function to be jitted, and its arguments, from a mesh and a function that makes
+            sharded trees: `shard(zero, tree)`.
+    """
+
+    name: str
+    mesh: str
+    step: Callable[[jax.sharding.Mesh, Callable[..., Any]], Step]
+
+    def lowered(self, target: Target) -> str:
+        """Its StableHLO; on absent devices its parameters are abstract."""
+        nodes, local = (int(x) for x in self.mesh.partition("-")[0].split("x"))
+        mesh = zoo.make_mesh(self.mesh) if target == "cpu" else h200_mesh(nodes, local)
+        with jax.set_mesh(mesh):
+            step, arguments, keywords = self.step(
+                mesh, lambda zero, tree: zero.abstract(lambda: tree)
+            )
+            return numbered(jax.jit(step).lower(*arguments, **keywords).as_text())
+
+    def bits(self) -> str:
+        """A hash of its results on fake CPU devices."""
+        mesh = zoo.make_mesh(self.mesh)
+        step, arguments, keywords = self.step(mesh, lambda zero, tree: zero.shard(tree))
+        results = jax.jit(step)(*arguments, **keywords)
+        found = hashlib.sha256()
+        for x in jax.tree.leaves(results):
+            found.update(np.asarray(x).tobytes())
+        return found.hexdigest()
+
+
+def programs() -> Iterator[Program]:
+    """All programs."""
     meshes = itertools.cycle(_MESHES)
     for name, preset in itertools.product(list(zoo.CASES)[::_EVERY], ("zero3", *zoo.PRESETS)):
         yield _of_zoo(name, preset, next(meshes), "")
     for name, config, option in itertools.product(_VARIED, _CONFIGS, _OPTIONS):
         yield _of_zoo(name, config, next(meshes), option)
-    for config, prefetch, unrolled in itertools.product(
-        ("zero3", "zeropp", "zeropp4", "feedback"), (0, 1, 2), (False, True)
+    schedules = [
+        (f"prefetch{prefetch}-{'unrolled' if unrolled else 'scanned'}", prefetch, unrolled)
+        for prefetch, unrolled in itertools.product((0, 1, 2), (False, True))
+    ]
+    for config, (name, prefetch, unrolled) in itertools.product(
+        ("zero3", "zeropp", "zeropp4", "feedback"), schedules
     ):
-        yield _of_decoder(config, prefetch, unrolled)
+        size = dataclasses.replace(_SIZE, unrolled=unrolled)
+        yield _decoder(f"{name}-{config}", _CONFIGS[config], size, prefetch)
+        if config not in ("zero3", "zeropp"):
+            continue
+        host = dataclasses.replace(_CONFIGS[config], offload=_HOST)
+        yield _decoder(f"{name}-{config}-offload", host, size, prefetch)
+        yield _decoder(f"{name}-{config}-update", host, size, prefetch, updates=True)
+        yield _decoder(f"{name}-{config}-k4", _CONFIGS[config], size, prefetch, microbatches=4)
+    window = dataclasses.replace(_HOST, window=2)
+    host = dataclasses.replace(jz.zero3(), offload=window)
+    yield _decoder("scanned-zero3-offload-window2", host, _SIZE)
+    yield _decoder("scanned-zero3-update-window2", host, _SIZE, updates=True)
+    for config, size in itertools.product(("zero3", "zeropp", "zeropp4"), (_SIZE, _EXPERTS)):
+        name = "experts" if size.experts else "scanned"
+        for separate in (False, True):
+            ends = {"separate_ends": separate}
+            yield _decoder(f"{name}-{config}-ends{separate}", _CONFIGS[config], size, **ends)
+    for config in ("zero3", "zeropp"):
+        yield _decoder(f"scanned-{config}-shares", _CONFIGS[config], _SIZE, shares=(2, 1))
 
 
-def _of_zoo(name: str, config: str, mesh: str, option: str) -> tuple[str, Lower]:
-    return "-".join(filter(None, (name, config, mesh, option))), functools.partial(
-        _lower_zoo, zoo.CASES[name], _CONFIGS[config], mesh, _OPTIONS[option]
-    )
+def _of_zoo(name: str, config: str, mesh: str, option: str) -> Program:
+    case, options = zoo.CASES[name], _OPTIONS[option]
 
-
-def _lower_zoo(case: zoo.Case, config: jz.ZeroConfig, mesh: str, options: dict[str, Any]) -> str:
-    zero = jz.Zero(zoo.make_mesh(mesh), config)
-    trees = [zero.shard(tree) for tree in case.init(jax.random.key(0))]
-    batch = jax.tree.map(np.asarray, case.batch(jax.random.key(1), _EXAMPLES))
-    step = zero.value_and_grad(case.loss, case.argnums, has_aux=case.has_aux, **options)
-    state = {}
-    if config.needs_wire_state:
+    def step(mesh: jax.sharding.Mesh, shard: Callable[..., Any]) -> Step:
+        zero = jz.Zero(mesh, _CONFIGS[config])
+        trees = [shard(zero, tree) for tree in case.init(jax.random.key(0))]
+        batch = jax.tree.map(np.asarray, case.batch(jax.random.key(1), _EXAMPLES))
+        function = zero.value_and_grad(case.loss, case.argnums, has_aux=case.has_aux, **options)
         several = isinstance(case.argnums, tuple)
         numbers = case.argnums if isinstance(case.argnums, tuple) else (case.argnums,)
-        states = tuple(zero.init_wire_state(trees[i]) for i in numbers)
-        state["wire_state"] = states if several else states[0]
-    return jax.jit(step).lower(*trees, batch, **state).as_text()
+        states = tuple(_wire_state(zero, trees[i]) for i in numbers)
+        state = {"wire_state": states if several else states[0]} if states[0] is not None else {}
+        return function, (*trees, batch), state
+
+    return Program("-".join(filter(None, (name, config, mesh, option))), mesh, step)
 
 
-def _of_decoder(config: str, prefetch: int, unrolled: bool) -> tuple[str, Lower]:
-    name = f"decoder-{'unrolled' if unrolled else 'scanned'}-{config}-prefetch{prefetch}"
-    return name, functools.partial(_lower_decoder, _CONFIGS[config], prefetch, unrolled)
+def _wire_state(zero: jz.Zero, params: Any) -> Any:
+    """The state of its codecs; None if the config needs none."""
+    if not zero.config.needs_wire_state:
+        return None
+    is_abstract = isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct)
+    init = zero.init_wire_state
+    return jax.eval_shape(init, params) if is_abstract else init(params)
 
 
-def _lower_decoder(config: jz.ZeroConfig, prefetch: int, unrolled: bool) -> str:
-    schedule = jz.CommSchedule(prefetch=prefetch, bucket_bytes=2**16)
-    zero = jz.Zero(zoo.make_mesh("2x4-auto"), dataclasses.replace(config, schedule=schedule))
-    size = dataclasses.replace(_SIZE, unrolled=unrolled)
-    params = zero.abstract(functools.partial(_llama.init, size), jax.random.key(0))
-    batch = jax.ShapeDtypeStruct((zero.num_devices, 16), jnp.int32)
-    state = {}
-    if config.needs_wire_state:
-        state["wire_state"] = jax.eval_shape(zero.init_wire_state, params)
-    step = jax.jit(zero.value_and_grad(functools.partial(_llama.loss, size)))
-    return step.lower(params, batch, **state).as_text()
+def _decoder(
+    name: str,
+    config: jz.ZeroConfig,
+    size: _llama.LlamaSize,
+    prefetch: int = 1,
+    *,
+    updates: bool = False,
+    separate_ends: bool | None = None,
+    shares: tuple[int, ...] | None = None,
+    **options: Any,
+) -> Program:
+    """A step of a small decoder; with `updates` by `value_and_update`."""
+
+    def step(mesh: jax.sharding.Mesh, shard: Callable[..., Any]) -> Step:
+        schedule = jz.CommSchedule(
+            prefetch=prefetch, bucket_bytes=2**16, separate_ends=separate_ends
+        )
+        zero = jz.Zero(mesh, dataclasses.replace(config, schedule=schedule))
+        params = shard(zero, _llama.init(size, jax.random.key(0)))
+        shape = 8 * zero.num_devices, _TOKENS
+        batch = np.random.default_rng(0).integers(0, size.vocabulary, shape, np.int32)
+        loss = functools.partial(_llama.loss, size)
+        if updates:
+            state = zero.init_optimizer(_TX, params)
+            return zero.value_and_update(loss, _TX), (params, state, batch), {}
+        function = zero.value_and_grad(loss, **options)
+        if shares is not None:
+
+            def weighted(params: Any, batch: Any) -> Any:
+                tokens, weights = batch
+                return loss(params, tokens) * weights.sum(), weights.sum()
+
+            function = zero.value_and_grad(weighted, weighted=True, shares=shares)
+            batch = jz.pad_batch(batch, zero, shares=shares)
+        state = _wire_state(zero, params)
+        return function, (params, batch), {} if state is None else {"wire_state": state}
+
+    return Program(f"decoder-{name}", "2x4-auto", step)
 
 
 def numbered(text: str) -> str:
@@ -117,38 +217,73 @@ def numbered(text: str) -> str:
     return re.sub(r"@([\w.$-]+)", lambda m: "@" + numbers.get(m[1], m[1]), text)
 
 
-@dataclasses.dataclass(frozen=True)
-class Write:
-    """Write a file for each program into `folder`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """Which programs.
+
+    Attributes:
+        folder: of the files, one for each program, and of `bits.json`.
+        target: what they are lowered for.
+        bits: whether they are run, too.
+        every: one program of so many.
+    """
 
     folder: tyro.conf.Positional[Path]
+    target: Target = "cpu"
+    bits: bool = False
+    every: int = 1
+
+    def __post_init__(self):
+        if self.bits and self.target != "cpu":
+            raise ValueError("`bits` needs `target` of cpu: on absent devices nothing runs.")
+
+    def programs(self) -> Iterator[Program]:
+        return itertools.islice(programs(), 0, None, self.every)
+
+    def run(self) -> int:
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Write(Chosen):
+    """Write a file for each program into a folder."""
 
     def run(self) -> int:
         self.folder.mkdir(parents=True)
-        for name, lower in programs():
-            (self.folder / f"{name}.mlir").write_text(numbered(lower()))
-        print(f"{len(list(self.folder.iterdir()))} programs in {self.folder}")
+        bits = {}
+        for program in self.programs():
+            text = program.lowered(self.target)
+            (self.folder / f"{program.name}.mlir").write_text(text)
+            if self.bits:
+                bits[program.name] = program.bits()
+        (self.folder / "bits.json").write_text(json.dumps(bits, indent=1))
+        print(f"{len(list(self.folder.glob('*.mlir')))} programs in {self.folder}")
         return 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Compare:
-    """Lower every program again and compare it, byte for byte, with that of `folder`."""
-
-    folder: tyro.conf.Positional[Path]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compare(Chosen):
+    """Lower every program again, and compare it, byte for byte, with that of a folder."""
 
     def run(self) -> int:
         console = Console(soft_wrap=True)
-        equal = different = 0
-        for name, lower in programs():
-            before, after = (self.folder / f"{name}.mlir").read_text(), numbered(lower())
+        known = json.loads((self.folder / "bits.json").read_text())
+        equal, different, other_bits = 0, 0, 0
+        for program in self.programs():
+            before = (self.folder / f"{program.name}.mlir").read_text()
+            after = program.lowered(self.target)
             equal += before == after
             if before != after:
                 different += 1
                 lines = difflib.unified_diff(before.split("\n"), after.split("\n"), n=0)
-                console.print(f"{name} differs:", *itertools.islice(lines, 2, 8), sep="\n")
+                console.print(f"{program.name} differs:", *itertools.islice(lines, 2, 8), sep="\n")
+            if self.bits and program.bits() != known[program.name]:
+                other_bits += 1
+                console.print(f"{program.name} has other results")
         console.print(f"{equal} programs are equal, {different} differ")
-        return int(different > 0)
+        if self.bits:
+            console.print(f"{other_bits} have other results")
+        return int(different + other_bits > 0)
 
 
 if __name__ == "__main__":
