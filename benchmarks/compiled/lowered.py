@@ -92,10 +92,8 @@ class Program:
         """Its StableHLO; on absent devices its parameters are abstract."""
         nodes, local = (int(x) for x in self.mesh.partition("-")[0].split("x"))
         mesh = zoo.make_mesh(self.mesh) if target == "cpu" else h200_mesh(nodes, local)
+        step, arguments, keywords = self.step(mesh, lambda zero, tree: zero.abstract(lambda: tree))
         with jax.set_mesh(mesh):
-            step, arguments, keywords = self.step(
-                mesh, lambda zero, tree: zero.abstract(lambda: tree)
-            )
             return numbered(jax.jit(step).lower(*arguments, **keywords).as_text())
 
     def bits(self) -> str:
@@ -136,10 +134,10 @@ def programs() -> Iterator[Program]:
     yield _decoder("scanned-zero3-offload-window2", host, _SIZE)
     yield _decoder("scanned-zero3-update-window2", host, _SIZE, updates=True)
     for config, size in itertools.product(("zero3", "zeropp", "zeropp4"), (_SIZE, _EXPERTS)):
-        name = "experts" if size.experts else "scanned"
+        layers = "experts" if size.experts else "scanned"
         for separate in (False, True):
-            ends = {"separate_ends": separate}
-            yield _decoder(f"{name}-{config}-ends{separate}", _CONFIGS[config], size, **ends)
+            name = f"{layers}-{config}-ends{separate}"
+            yield _decoder(name, _CONFIGS[config], size, separate_ends=separate)
     for config in ("zero3", "zeropp"):
         yield _decoder(f"scanned-{config}-shares", _CONFIGS[config], _SIZE, shares=(2, 1))
 
