@@ -1,16 +1,17 @@
-"""Run a planned block: gather weights before their use, reduce gradients as they are made.
+"""Run a block: a handler for each kind of instruction, in the order of the plan's list.
 
 A block is a traced program or a loop body. Everything here runs while JAX traces the `shard_map`:
-the operations of the block are bound again, one by one, with the collectives that the plan puts
-between them. `weight_buckets` gathers weights, `gradient_buckets` reduces gradients, `loop` runs
-the loops of a block.
+the operations of the block are bound again, one by one, with the collectives that the list
+(`_plan.instructions`) puts between them. Nothing is decided here. `weight_buckets` gathers weights,
+`gradient_buckets` reduces gradients, `loop` runs the loops of a block.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,10 +29,10 @@ from .._collectives import (
     note_moves,
     reduce_gradient,
 )
-from .._plan import BlockPlan, ShardedParam
-from .._program import Barrier, Constant, Loop, Operation, Value, movable_ops
+from .._plan import BlockPlan, ShardedParam, deferred_instructions, instructions, instructions_of
+from .._program import Barrier, Constant, Operation, Value, movable_ops
 from .gathers import Bind, GatherSources
-from .gradient_buckets import GradientBuckets, Reduced
+from .gradient_buckets import GradientBuckets
 from .loop import loop_prologue, run_loop
 from .loop_layers import Prologue
 from .mean_gradients import host_mean
@@ -92,23 +93,8 @@ class BlockRunner:
         self.updated: dict[int, list[Array]] = {}  # new stacks of leaves that a loop has updated
         self.prologues: dict[int, Prologue] = {}  # of the loops in this block
         self.env: dict[Value, Any] = {}  # the array of every value that is not a view of a weight
-        self._tied_to: Value | None = None  # the value that the last gather waited for
-        self._leaving: list[Value] = []  # gradients on their way to host memory
-        self._constants = {
-            op.outputs[0]: op
-            for op in plan.block.operations
-            if op.name == "broadcast_in_dim" and isinstance(op.inputs[0], Constant)
-        }
-        # Operations that run on reduced shards, by the values that they read, and for each how
-        # many of those values are not reduced yet. They run when the last one arrives, which is
-        # later than their place in the program.
-        self._readers: dict[Value, list[int]] = {}
-        self._missing: dict[int, int] = {}
-        for index in plan.gradients.on_shards:
-            inputs = {x for x in plan.block.operations[index].inputs if isinstance(x, Value)}
-            self._missing[index] = len(inputs)
-            for value in inputs:
-                self._readers.setdefault(value, []).append(index)
+        self._reduce_previous: Callable[[Bind], None] | None = None
+        self._loop_tie: instructions.Tie | None = None  # of the loop that runs now
 
     def inside(self, weights: WeightBuckets) -> BlockRunner:
         """Make a runner for the body of a loop in this block, whose plan `weights` has."""
@@ -118,7 +104,7 @@ class BlockRunner:
         self,
         inputs: Sequence[Any],
         view_outputs: frozenset[int] = frozenset(),
-        reduce_early: Callable[[Bind], None] | None = None,
+        reduce_previous: Callable[[Bind], None] | None = None,
     ) -> list[Any]:
         """Run the block and return its outputs.
 
@@ -128,40 +114,27 @@ class BlockRunner:
         Args:
             inputs: an array for each input of the block.
             view_outputs: indices of outputs.
-            reduce_early: reduces gradients of the last iteration over their first axis, and passes
-                them through a barrier; it is called where the plan says so. None: those in flight.
+            reduce_previous: in a pipelined loop, reduces gradients of the last iteration over their
+                first axis, and passes them through a barrier.
         """
-        block, plan = self.plan.block, self.plan
-        reduce_early = reduce_early or self.gradients.reduce_first_axis
-        for value, x in zip(block.inputs, inputs, strict=True):
-            self._write(value, x)
-        for index in range(len(block.operations) + 1):
-            with self._region(index):
-                if self.segments is not None:
-                    for value, x in self.segments.end(index):
-                        self._write(value, x)
-                if index in plan.reduce_early:
-                    reduce_early(functools.partial(self.pin, plan.reduce_early[index]))
-                self._gather(index)
-                if plan.loss_before and index == plan.loss_before[0]:
-                    self._finish_loss(plan.loss_before[1])
-                if index < len(block.operations):
-                    self._run(index, block.operations[index])
-                    self.weights.drop(index)
-        self.gradients.reduce_rest_in_flight()
-        with self._region(len(block.operations)):
-            self._write_reduced(self.gradients.take_reduced())
-        deferred = plan.deferred_values()
+        block, end = self.plan.block, len(self.plan.block.operations)
+        self._reduce_previous = reduce_previous
+        self.env.update(zip(block.inputs, inputs, strict=True))
+        listed = instructions_of(
+            self.plan,
+            in_pipeline=reduce_previous is not None,
+            repeated=None if self.segments is None else self.segments.repeated,
+        )
+        by_place = {at: list(group) for at, group in itertools.groupby(listed, lambda x: x.at)}
+        for at in range(end + 1):
+            with self._region(at):
+                self._end_segments(at)
+                self._execute(by_place.get(at, ()))
+        deferred = self.plan.deferred_values()
         return [
             None if i in view_outputs or atom in deferred else self._output(i, atom)
             for i, atom in enumerate(block.outputs)
         ]
-
-    def _region(self, index: int) -> contextlib.AbstractContextManager[None]:
-        """Record copies from and to host memory as those of forward or backward."""
-        if self.plan.last_forward is None:
-            return contextlib.nullcontext()
-        return in_region("forward" if index <= self.plan.last_forward else "backward")
 
     def deferred_outputs(self, buckets: Mapping[int, ReduceBucket]) -> dict[int, Any]:
         """Compute the deferred outputs of one iteration, by index of the output.
@@ -169,29 +142,27 @@ class BlockRunner:
         Args:
             buckets: the fully reduced buckets of that iteration, by index of the reduce group.
         """
-        for number, bucket in buckets.items():
-            self.gradients.finish(number, bucket)
-        self._write_reduced(self.gradients.take_reduced())
+        self.gradients.buckets.update(buckets)
+        self._execute(deferred_instructions(self.plan, buckets))
         deferred = self.plan.deferred_values()
         outputs = enumerate(self.plan.block.outputs)
         return {i: self._output(i, atom) for i, atom in outputs if atom in deferred}
 
+    def _execute(self, listed: Iterable[instructions.Instruction]) -> None:
+        for each in listed:
+            _HANDLERS[type(each)](self, each)
+
+    def _region(self, index: int) -> contextlib.AbstractContextManager[None]:
+        """Record copies from and to host memory as those of forward or backward."""
+        if self.plan.last_forward is None:
+            return contextlib.nullcontext()
+        return in_region("forward" if index <= self.plan.last_forward else "backward")
+
+    def _end_segments(self, at: int) -> None:
+        if self.segments is not None:
+            self.env.update(self.segments.end(at))
+
     # Barriers: see [Note: ties] in `_plan.ties`.
-
-    def tie(self, value: Value | None, arrays: list[Any]) -> list[Any]:
-        """Return `arrays`, available only once `value` and recently reduced gradients are.
-
-        These are the gradients reduced since the last tie to another value. At the first tie to
-        `value`, every bucket in flight is also reduced over its next axis.
-        """
-        if value is None or value not in self.env or not arrays:
-            return arrays
-        reduced: Reduced = []
-        if self._tied_to != value:
-            self._tied_to = value
-            reduced = self.gradients.take_reduced()
-            self.gradients.reduce_in_flight((self.env[value],))
-        return self._after(tied(arrays, self.env[value])[0], reduced)
 
     def tie_to(self, value: Value | None, arrays: list[Any]) -> list[Any]:
         """Return `arrays`, available only once `value` is."""
@@ -199,58 +170,77 @@ class BlockRunner:
             return arrays
         return tied(arrays, self.env[value])[0]
 
-    def pin(self, value: Value | None, arrays: list[Any]) -> list[Any]:
-        """Force `arrays` (encoded messages) to be computed before the next reader of `value`."""
-        if value is None or value not in self.env or not arrays:
-            return arrays
-        arrays, self.env[value] = tied(arrays, self.env[value])
-        return arrays
-
-    def _finish_loss(self, value: Value) -> None:
-        """Compute the loss before the first reader of `value`."""
-        loss = self.plan.block.outputs[0]
-        if isinstance(loss, Value) and loss in self.env:
-            (self.env[loss],) = self.pin(value, [self.env[loss]])
-
     def tie_loop(self, carry: list[Any]) -> list[Any]:
-        """Return a loop's initial carry, available only once buckets are reduced one axis further.
+        """Return the initial carry of the loop that runs now, behind the barrier of its tie."""
+        assert self._loop_tie is not None
+        return self._tie(self._loop_tie, carry)
 
-        A bucket is much smaller after its first axis. Without the barrier, XLA may keep the larger
-        buckets until the loop, which may take long, has ended.
-        """
-        gradients = self.gradients
-        gradients.reduce_in_flight()
-        reduced = gradients.take_reduced()
-        in_flight = [bucket for *_, bucket in gradients.in_flight]
-        carry, sent = self._after((carry, in_flight), reduced)
-        pairs = zip(gradients.in_flight, sent, strict=True)
-        gradients.in_flight = [(number, done, bucket) for (number, done, _), bucket in pairs]
-        gradients.reduce_in_flight()
-        return carry
-
-    def _after(self, operands: Any, reduced: Reduced) -> Any:
-        """Return `operands`, available only once the gradients in `reduced` are.
-
-        Gradients of the last such call have then arrived in host memory; otherwise XLA copies all
-        of them at the end of the step.
-        """
-        leaving, self._leaving = self._leaving, []
-        arrays = [x for _, x in reduced], [self.env[value] for value in leaving]
-        operands, (arrays, copies) = lax.optimization_barrier((operands, arrays))
-        self.env.update(zip(leaving, copies, strict=True))
-        self._write_reduced([(value, x) for (value, _), x in zip(reduced, arrays, strict=True)])
+    def _tie(self, tie: instructions.Tie | None, arrays: list[Any]) -> list[Any]:
+        """Pass `arrays` through the barrier of a tie."""
+        if tie is None or not arrays:
+            return arrays
+        self._execute(tie.before)
+        buckets, reduced = self.gradients.buckets, self.gradients.reduced
+        operands: Any = arrays
+        if tie.value is not None:
+            operands = tied(arrays, self.env[tie.value])[0]
+        else:
+            operands = arrays, [buckets[i] for i in tie.buckets]
+        others = [reduced[x] for x in tie.reduced], [self.env[x] for x in tie.copied]
+        # Gradients of the tie before have then arrived in host memory; otherwise XLA copies all of
+        # them at the end of the step.
+        operands, (gradients, copies) = lax.optimization_barrier((operands, others))
+        if tie.value is None:
+            operands, sent = operands
+            buckets.update(zip(tie.buckets, sent, strict=True))
+        self.env.update(zip(tie.copied, copies, strict=True))
+        reduced.update(zip(tie.reduced, gradients, strict=True))
+        self._execute(tie.after)
         return operands
+
+    def _ties(self, tie: instructions.Tie | None) -> Bind:
+        """The barrier of a tie as a function; calls after the first only wait for its value."""
+        left = [tie]
+
+        def bind(arrays: list[Any]) -> list[Any]:
+            if left and arrays:
+                return self._tie(left.pop(), arrays)
+            again = None if tie is None else instructions.Tie(tie.value)
+            return self._tie(again, arrays)
+
+        return bind
+
+    def _pin(self, value: Value | None) -> Bind:
+        """A function that forces arrays to be computed before the next reader of `value`."""
+
+        def bind(arrays: list[Any]) -> list[Any]:
+            if value is None or not arrays:
+                return arrays
+            arrays, self.env[value] = tied(arrays, self.env[value])
+            return arrays
+
+        return bind
 
     # Weights.
 
-    def _gather(self, index: int) -> None:
-        self.weights.fetch(index, self.tie)
-        self.weights.send(index, self.tie, self.pin)
-        for number, loop in self.plan.loops.items():
-            if loop.issue == index and loop.is_pipelined and loop.continues is None:
-                tie = functools.partial(self.tie, loop.tie)
-                self.prologues[number] = loop_prologue(self, number, tie)
-        self.weights.receive(index)
+    def _fetch(self, each: instructions.Fetch) -> None:
+        self.weights.fetch(each.group, functools.partial(self._tie, each.tie))
+
+    def _encode(self, each: instructions.Encode) -> None:
+        tie = functools.partial(self._tie, each.tie)
+        self.weights.encode(each.group, tie, self._pin(each.pin))
+
+    def _send(self, each: instructions.Send) -> None:
+        self.weights.send(each.group, each.axis, self._pin(each.pin))
+
+    def _decode(self, each: instructions.Decode) -> None:
+        self.weights.decode(each.group)
+
+    def _drop(self, each: instructions.Drop) -> None:
+        self.weights.drop(each.weights)
+
+    def _start_loop(self, each: instructions.StartLoop) -> None:
+        self.prologues[each.loop] = loop_prologue(self, each.loop, self._ties(each.tie))
 
     def read(self, atom: Value | Constant) -> Any:
         """The array of a value. For a view: the full weight, with the view's operations applied."""
@@ -270,35 +260,40 @@ class BlockRunner:
         weight, ops = self.plan.uses.views[value].weight, self.plan.uses.views[value].ops
         return movable_ops.before_gather(ops, weight.layout, weight.shape)[1]
 
-    # Gradients.
+    # Operations.
 
-    def _write(self, value: Value, x: Any) -> None:
-        if self.gradients.holds(value):
-            self.gradients.add(value, x)
-        else:
-            self._store(value, x)
+    def _run(self, each: instructions.Run) -> None:
+        operation = self.plan.block.operations[each.at]
+        if self.segments is not None and self.segments.takes(each.at):
+            self.segments.add(each.at, self._gathered)
+            return
+        # Views of weights have no array in a barrier, which is bound without them.
+        views = self.plan.uses.views if isinstance(operation, Barrier) else {}
+        given = [atom for atom in operation.inputs if atom not in views]
+        inputs = [self.read(atom) for atom in given]
+        outputs = operation.bind(inputs)
+        if operation.name == "device_put":
+            note_moves(inputs, outputs)
+        self._write(operation, outputs)
 
-    def _write_reduced(self, reduced: Reduced) -> None:
-        """Store reduced gradients, and run the operations that waited for them."""
-        for value, x in reduced:
-            if value in self.plan.host_gradients:
-                leaf = self.plan.host_gradients[value]
-                x = host_mean(x, leaf.dtype, self.comm.num_devices, leaf.path)
-                self._leaving.append(value)
-            self._store(value, x)
+    def _run_loop(self, each: instructions.RunLoop) -> None:
+        self._loop_tie = each.tie
+        with in_loop(each.at):
+            outputs = run_loop(self, each.at)
+        self._write(self.plan.block.operations[each.at], outputs)
 
-    def _store(self, value: Value, x: Any) -> None:
-        """Store a value, and run each operation on shards that was waiting only for this input."""
-        waiting = [(value, x)]
-        while waiting:
-            value, x = waiting.pop()
-            self.env[value] = x
-            for index in self._readers.get(value, ()):
-                self._missing[index] -= 1
-                if not self._missing[index]:
-                    operation = self.plan.block.operations[index]
-                    layout = self.plan.gradients.on_shards[index]
-                    waiting.append((operation.outputs[0], self._on_shards(operation, layout)))
+    def _write(self, operation: Operation, outputs: Sequence[Any]) -> None:
+        """Keep the arrays that an operation made; outputs of a barrier that are views have none."""
+        made = operation.outputs
+        if isinstance(operation, Barrier):
+            pairs = zip(operation.inputs, made, strict=True)
+            made = [out for given, out in pairs if given not in self.plan.uses.views]
+        self.env.update(zip(made, outputs, strict=True))
+
+    def _run_on_shards(self, each: instructions.RunOnShards) -> None:
+        operation = self.plan.block.operations[each.operation]
+        layout = self.plan.gradients.on_shards[each.operation]
+        self.env[operation.outputs[0]] = self._on_shards(operation, layout)
 
     def _on_shards(self, operation: Operation, layout: Any) -> Any:
         """Run an operation that the plan moved after a reduction, on the reduced shards."""
@@ -312,6 +307,59 @@ class BlockRunner:
         assert op is not None
         return jax.tree.map(lambda x: movable_ops.apply_on_shard((op,), x, layout, source.shape), x)
 
+    def _zeros(self, each: instructions.Zeros) -> None:
+        spec = self.plan.gradients.reduces[each.value]
+        self.env[each.value] = self.gradients.zeros(each.value, spec)
+
+    def _delay(self, each: instructions.Delay) -> None:
+        """Delay the constant that a scatter adds to, until just before the scatter runs.
+
+        The gradient of an embedding starts from zeros as large as the table. They depend on
+        nothing, so without a barrier XLA makes them early and holds them until the scatter.
+        """
+        maker = self.plan.block.operations[each.constant]
+        target = maker.outputs[0]
+        constant = jnp.asarray(self.read(maker.inputs[0]), target.dtype)
+        operands = (constant, self.env[each.value])
+        constant, self.env[each.value] = lax.optimization_barrier(operands)
+        self.env[target] = maker.bind([constant])[0]
+
+    def _finish_loss(self, each: instructions.FinishLoss) -> None:
+        (self.env[each.loss],) = self._pin(each.pin)([self.env[each.loss]])
+
+    # Gradients.
+
+    def _encode_gradients(self, each: instructions.EncodeGradients) -> None:
+        self._end_segments(each.at + 1)
+        values = self.plan.reduce_groups[each.group].values
+        self.gradients.encode(each.group, [self.env.pop(value) for value in values])
+
+    def _reduce(self, each: instructions.Reduce) -> None:
+        bucket = self.gradients.buckets[each.group]
+        if each.tie is not None:
+            bucket, _ = tied(bucket, (self.env[each.tie],))
+        bucket = self.gradients.reduce_next(each.group, each.axis, bucket)
+        self.gradients.buckets[each.group] = bucket
+
+    def _pin_gradients(self, each: instructions.PinGradients) -> None:
+        buckets = self.gradients.buckets
+        pinned = self._pin(each.pin)([buckets[i] for i in each.groups])
+        buckets.update(zip(each.groups, pinned, strict=True))
+
+    def _reduce_previous_layer(self, each: instructions.ReducePrevious) -> None:
+        assert self._reduce_previous is not None
+        self._reduce_previous(self._pin(each.pin))
+
+    def _finish(self, each: instructions.Finish) -> None:
+        self.gradients.finish(each.group, self.gradients.buckets.pop(each.group))
+
+    def _store(self, each: instructions.Store) -> None:
+        x = self.gradients.reduced.pop(each.value)
+        if each.value in self.plan.host_gradients:
+            leaf = self.plan.host_gradients[each.value]
+            x = host_mean(x, leaf.dtype, self.comm.num_devices, leaf.path)
+        self.env[each.value] = x
+
     def _output(self, i: int, atom: Value | Constant) -> Any:
         x = jax.tree.map(jnp.asarray, self.read(atom))
         spec = self.plan.gradients.at_end.get(i)
@@ -320,59 +368,27 @@ class BlockRunner:
         with labelled("gradients", spec.name):
             return reduce_gradient(x, spec, self.comm)
 
-    # Operations.
 
-    def _run(self, index: int, operation: Operation) -> None:
-        views = self.plan.uses.views
-        if index in self.plan.gradients.on_shards:
-            return  # `_store` runs it once its inputs are reduced
-        if self.segments is not None and self.segments.takes(index):
-            self.segments.add(index, self._gathered)
-            return
-        if isinstance(operation, Loop):
-            with in_loop(index):
-                outputs = run_loop(self, index)
-        elif isinstance(operation, Barrier):
-            pairs = zip(operation.inputs, operation.outputs, strict=True)
-            # Views of weights have no array here; the barrier is bound without them.
-            passed = [(given, out) for given, out in pairs if given not in views]
-            results = operation.bind([self.read(given) for given, _ in passed])
-            for (_, out), x in zip(passed, results, strict=True):
-                self._write(out, x)
-            return
-        elif operation.outputs and operation.outputs[0] in views:
-            return
-        elif operation.outputs and operation.outputs[0] in self.plan.zeros:
-            value = operation.outputs[0]
-            spec = self.plan.gradients.reduces[value]
-            self._store(value, self.gradients.zeros(value, spec))
-            return
-        else:
-            if operation.name.startswith("scatter"):
-                self._make_target(operation)
-            inputs = [self.read(atom) for atom in operation.inputs]
-            outputs = operation.bind(inputs)
-            if operation.name == "device_put":
-                note_moves(inputs, outputs)
-        for value, x in zip(operation.outputs, outputs, strict=True):
-            if value not in views:
-                self._write(value, x)
-
-    def _make_target(self, operation: Operation) -> None:
-        """Delay the constant that a scatter adds to, until just before the scatter runs.
-
-        The gradient of an embedding starts from zeros as large as the table. They depend on
-        nothing, so without a barrier XLA makes them early and holds them until the scatter.
-        """
-        target, *_, scattered = operation.inputs
-        if target not in self._constants or scattered not in self.env:
-            return
-        assert isinstance(target, Value) and isinstance(scattered, Value)
-        maker = self._constants[target]
-        constant = jnp.asarray(self.read(maker.inputs[0]), target.dtype)
-        operands = (constant, self.env[scattered])
-        constant, self.env[scattered] = lax.optimization_barrier(operands)
-        self.env[target] = maker.bind([constant])[0]
+_HANDLERS: dict[type[instructions.Instruction], Callable[[BlockRunner, Any], None]] = {
+    instructions.Fetch: BlockRunner._fetch,
+    instructions.Encode: BlockRunner._encode,
+    instructions.Send: BlockRunner._send,
+    instructions.Decode: BlockRunner._decode,
+    instructions.Drop: BlockRunner._drop,
+    instructions.StartLoop: BlockRunner._start_loop,
+    instructions.Run: BlockRunner._run,
+    instructions.RunLoop: BlockRunner._run_loop,
+    instructions.RunOnShards: BlockRunner._run_on_shards,
+    instructions.Zeros: BlockRunner._zeros,
+    instructions.Delay: BlockRunner._delay,
+    instructions.FinishLoss: BlockRunner._finish_loss,
+    instructions.EncodeGradients: BlockRunner._encode_gradients,
+    instructions.Reduce: BlockRunner._reduce,
+    instructions.PinGradients: BlockRunner._pin_gradients,
+    instructions.ReducePrevious: BlockRunner._reduce_previous_layer,
+    instructions.Finish: BlockRunner._finish,
+    instructions.Store: BlockRunner._store,
+}
 
 
 def _add(x: Array, y: Array) -> Array:

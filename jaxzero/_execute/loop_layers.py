@@ -49,7 +49,7 @@ class Runner(Protocol):
         self,
         inputs: Sequence[Any],
         view_outputs: frozenset[int],
-        reduce_early: Callable[[Bind], None] | None = None,
+        reduce_previous: Callable[[Bind], None] | None = None,
     ) -> list[Any]: ...
 
     def deferred_outputs(self, buckets: Mapping[int, ReduceBucket]) -> dict[int, Any]: ...

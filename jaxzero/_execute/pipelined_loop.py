@@ -234,13 +234,13 @@ class PipelinedLoop:
         inside = layers.inside(sources, state.in_flight, next_sources, gathers)
         sent: dict[int, ReduceBucket] = {}
 
-        def reduce_early(bind: Bind) -> None:
+        def reduce_previous(bind: Bind) -> None:
             before = state.deferred
             sent.update(self.deferred.reduce_first(before, bind, between_nodes=reduces))
 
         rows = [state.rows.get(i, x) for i, x in enumerate(rows)]
         inputs = [*self.constants, *state.carry, *rows]
-        outputs = inside.run(inputs, layers.uses.view_outputs, reduce_early)
+        outputs = inside.run(inputs, layers.uses.view_outputs, reduce_previous)
         done = self.deferred.take_final(outputs)
         new = inside.gradients.deferred
         late, end = (

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from .._collectives import CommSpec, ReduceSpec
+from .._collectives import CommSpec, ReduceSpec, reduce_axes
 from .._mesh import HOST, LOCAL, NODE, REDUCTION_HOPS
 from .._plan import (
     BlockPlan,
@@ -133,6 +133,7 @@ def plan_program(
             _reduce_specs(shapes, targets),
             loss,
             _effective_schedule(comm, bool(host)),
+            lambda specs: reduce_axes(specs, comm),
             _num_gather_axes(comm, keeps_slices),
             parameters.offload.window if parameters.offload else 1,
         )

@@ -23,7 +23,7 @@ from jaxtyping import Array, Int32
 
 from .._plan import COSTLY, BlockPlan
 from .._program import Atom, Barrier, Constant, Loop, Operation, Value, is_same_constant
-from .row_versions import RowVersions, is_local
+from .row_versions import RowVersions
 
 Read = Callable[[Value], Any]  # the array of a value; for a view of a weight, the gathered weight
 
@@ -62,6 +62,11 @@ class RowSegments:
         }
         self._repeated = self._find_repeated()
         self._last_reads = self._find_last_reads()
+
+    @property
+    def repeated(self) -> frozenset[Value]:
+        """The outputs of operations that run in every segment that reads them."""
+        return frozenset(x for i in self._repeated for x in self._operations[i].outputs)
 
     def takes(self, index: int) -> bool:
         """Whether operation `index` runs in a segment."""
@@ -117,7 +122,7 @@ class RowSegments:
         """Whether an operation reads arrays in full size: a barrier, or a loop with collectives."""
         operation = self._operations[index]
         if isinstance(operation, Loop):
-            return not is_local(self._plan.loops[index])
+            return not self._plan.loops[index].is_local
         return isinstance(operation, Barrier) or operation.name == "device_put"
 
     def _find_repeated(self) -> set[int]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from .._mesh import NODE, device_index
-from .._plan import BlockPlan, BlockUses, LoopPlan
+from .._plan import BlockPlan, BlockUses
 from .._program import (
     Atom,
     Block,
@@ -145,15 +145,8 @@ def _check_plan(plan: BlockPlan, matched: Correspondence) -> None:
         _check_plan(loop.body, matched)
         versions = matched.operations[plan.block.operations[index]]
         lengths = sorted({x.length for x in versions if isinstance(x, Loop)})
-        if len(lengths) > 1 and not is_local(loop):
+        if len(lengths) > 1 and not loop.is_local:
             raise _unequal(f"the loop at {versions[0].where}", f"runs {lengths} times")
-
-
-def is_local(loop: LoopPlan) -> bool:
-    """Whether a loop has no collectives, so that devices may run it differently."""
-    body, gradients = loop.body, loop.body.gradients
-    sends = body.uses.views or gradients.reduces or gradients.on_shards or gradients.at_end
-    return not sends and all(map(is_local, body.loops.values()))
 
 
 def _check_same(versions: Sequence[Operation]) -> None:

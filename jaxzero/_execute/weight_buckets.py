@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .._collectives import CommSpec, EncodedShards, GatherBucket
 from .._mesh import in_host
-from .._plan import BlockPlan, Gather, GatherGroup, ShardedParam
-from .._program import Value, movable_ops
-from .gathers import GatherSources, decode_bucket, encode_bucket, gather_next_axis, with_barrier
+from .._plan import BlockPlan, ShardedParam
+from .._program import movable_ops
+from .gathers import (
+    Bind,
+    GatherSources,
+    decode_bucket,
+    encode_bucket,
+    gather_next_axis,
+    with_barrier,
+)
 
-Tie = Callable[[Value | None, list[Any]], list[Any]]  # pass arrays through a barrier with a value
 InFlight = dict[int, list[list[GatherBucket]]]  # [group][axis]: buckets gathered over that axis
 
 
@@ -54,81 +59,55 @@ class WeightBuckets:
         self.next_in_flight: InFlight = {}
         self._starts_gathers = starts_gathers
         self._fetched: dict[int, GatherSources] = {}  # by group, shards copied from host memory
-        self._full: dict[tuple, tuple[Gather, Any]] = {}
-        # What happens before an operation: copies from host memory of groups, gathers of (group,
-        # axis), and decoding of groups.
-        self._fetches: dict[int, list[int]] = {}
-        self._sends: dict[int, list[tuple[int, int]]] = {}
-        self._needs: dict[int, list[int]] = {}
-        for number, group in enumerate(plan.gather_groups):
-            self._needs.setdefault(group.at, []).append(number)
-            if group.fetch is not None:
-                self._fetches.setdefault(group.fetch, []).append(number)
-            for axis, issue in enumerate(group.issues):
-                self._sends.setdefault(issue, []).append((number, axis))
+        self._full: dict[tuple[ShardedParam, tuple[movable_ops.Op, ...]], Any] = {}
+        self._encoded: list[GatherBucket] = []  # of the group that is sent next
 
-    def fetch(self, index: int, tie: Tie) -> None:
-        """Start the copies from host memory that the plan puts before operation `index`."""
-        for number in self._fetches.get(index, ()):
-            group = self.plan.gather_groups[number]
-            sources = {x: self.sources[x] for x in self.plan.fetched(number)}
-            shards = {x: shard for x, shard in sources.items() if in_host(shard.data)}
-            data = tie(group.fetch_tie, [x.data for x in shards.values()])
-            self._fetched[number] = {
-                weight: dataclasses.replace(x, data=d).on_device(weight.name, windowed=True)
-                for (weight, x), d in zip(shards.items(), data, strict=True)
-            }
+    def fetch(self, number: int, tie: Bind) -> None:
+        """Copy the shards of a group from host memory to the device."""
+        sources = {x: self.sources[x] for x in self.plan.fetched(number)}
+        shards = {x: shard for x, shard in sources.items() if in_host(shard.data)}
+        data = tie([x.data for x in shards.values()])
+        self._fetched[number] = {
+            weight: dataclasses.replace(x, data=d).on_device(weight.name, windowed=True)
+            for (weight, x), d in zip(shards.items(), data, strict=True)
+        }
 
-    def send(self, index: int, tie: Tie, pin: Tie) -> None:
-        """Start the gathers that the plan puts before operation `index`.
+    def encode(self, number: int, tie: Bind, pin: Bind) -> None:
+        """Encode the shards of a group for its first axis.
 
         Args:
-            index: the operation, as an index into those of the block.
-            tie: passes shards through a barrier with a value, as in `encode_bucket`.
-            pin: passes encoded buckets through a barrier with that value.
+            number: of the group.
+            tie: passes the shards through a barrier, as in `encode_bucket`.
+            pin: likewise the encoded buckets.
         """
-        for number, axis in self._sends.get(index, ()):
-            group = self.plan.gather_groups[number]
-            sent = self.next_in_flight if group.prefetched else self.in_flight
-            if group.prefetched and not axis and not self._starts_gathers:
-                # The same barriers: see [Note: same bits] in `pipelined_loop`.
-                buckets = with_barrier(
-                    self.in_flight[number][0], functools.partial(tie, group.ties[0])
-                )
-                buckets = with_barrier(buckets, functools.partial(pin, group.ties[0]))
-            else:
-                buckets = self._send_axis(number, group, axis, tie, pin)
-            sent.setdefault(number, []).append(buckets)
+        group = self.plan.gather_groups[number]
+        if group.prefetched and not self._starts_gathers:
+            # The same barriers: see [Note: same bits] in `pipelined_loop`.
+            self._encoded = with_barrier(with_barrier(self.in_flight[number][0], tie), pin)
+            return
+        sources = self.next_sources if group.prefetched else self.sources
+        fetched = self._fetched.pop(number, {})
+        self._encoded = encode_bucket(group, sources, self.comm, tie, pin, fetched)
 
-    def _send_axis(
-        self, number: int, group: GatherGroup, axis: int, tie: Tie, pin: Tie
-    ) -> list[GatherBucket]:
+    def send(self, number: int, axis: int, pin: Bind) -> None:
         """Gather a group over one axis; in a pipelined loop, each axis for another layer."""
-        pinned = functools.partial(pin, group.ties[axis])
-        if axis:
-            buckets = with_barrier(self.in_flight[number][axis - 1], pinned)
-        else:
-            sources = self.next_sources if group.prefetched else self.sources
-            tied = functools.partial(tie, group.ties[axis])
-            fetched = self._fetched.pop(number, {})
-            buckets = encode_bucket(group, sources, self.comm, tied, pinned, fetched)
-        return gather_next_axis(group, buckets, self.comm, self.plan.num_hops - axis)
+        group = self.plan.gather_groups[number]
+        sent = self.next_in_flight if group.prefetched else self.in_flight
+        buckets = with_barrier(self.in_flight[number][axis - 1], pin) if axis else self._encoded
+        if axis or not group.prefetched or self._starts_gathers:
+            buckets = gather_next_axis(group, buckets, self.comm, self.plan.num_hops - axis)
+        sent.setdefault(number, []).append(buckets)
 
-    def receive(self, index: int) -> None:
-        """Decode the full weights that operation `index` is the first to need."""
-        for number in self._needs.get(index, ()):
-            group = self.plan.gather_groups[number]
-            arrays = decode_bucket(group, self.in_flight[number][-1], self.sources, self.comm)
-            for gather, x in zip(group.gathers, arrays, strict=True):
-                self._full[gather.weight, gather.ops] = gather, x
+    def decode(self, number: int) -> None:
+        """Decode the full weights of a group."""
+        group = self.plan.gather_groups[number]
+        arrays = decode_bucket(group, self.in_flight[number][-1], self.sources, self.comm)
+        for gather, x in zip(group.gathers, arrays, strict=True):
+            self._full[gather.weight, gather.ops] = x
 
-    def drop(self, index: int) -> None:
-        """Drop full weights that operation `index` was the last to need.
-
-        A full weight that was gathered again by then, for a later use, stays.
-        """
-        dead = [key for key, (gather, _) in self._full.items() if gather.until == index]
-        for key in dead:
+    def drop(self, weights: Iterable[tuple[ShardedParam, tuple[movable_ops.Op, ...]]]) -> None:
+        """Drop full weights, each named by the weight and the operations of its gather."""
+        for key in weights:
             del self._full[key]
 
     def full(self, weight: ShardedParam, ops: tuple[movable_ops.Op, ...]) -> Any:
@@ -143,4 +122,4 @@ class WeightBuckets:
     ) -> tuple[Any, tuple[movable_ops.Op, ...]]:
         """The full weight as it was gathered, and those of `ops` that were not applied before."""
         before, after = movable_ops.before_gather(ops, weight.layout, weight.shape)
-        return self._full[weight, before][1], after
+        return self._full[weight, before], after

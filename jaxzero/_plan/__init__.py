@@ -5,10 +5,13 @@ a `BlockPlan`, which is data: groups of gathers and reductions, each with the op
 it is sent. Runs nothing; `_execute` runs the plan, `_report` prints it.
 """
 
+from . import instructions as instructions
 from .block_plan import BlockPlan as BlockPlan
 from .block_plan import GatherGroup as GatherGroup
 from .block_plan import LoopPlan as LoopPlan
 from .body_work import known_after as known_after
+from .emit import deferred_instructions as deferred_instructions
+from .emit import instructions_of as instructions_of
 from .final_gradients import mark_final_gradients as mark_final_gradients
 from .held_by_loops import most_held as most_held
 from .hpz import mark_kept_slices as mark_kept_slices

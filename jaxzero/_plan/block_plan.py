@@ -43,6 +43,7 @@ class ReduceGroup:
     values: tuple[Value, ...]
     at: int  # the operation that makes the last of these gradients
     deferred: bool = False  # in a loop: sent in the next iteration
+    axes: tuple[str, ...] = ()  # the mesh axes that they are reduced over, in order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +73,13 @@ class LoopPlan:
         return deferred or prefetched or self.window > 0
 
     @property
+    def is_local(self) -> bool:
+        """Whether it has no collectives, so that devices may run it differently."""
+        body, gradients = self.body, self.body.gradients
+        sends = body.uses.views or gradients.reduces or gradients.on_shards or gradients.at_end
+        return not sends and all(loop.is_local for loop in body.loops.values())
+
+    @property
     def updates_last_apart(self) -> bool:
         """Whether its last iterations, which also do what is left of the updates, run apart.
 
@@ -94,7 +102,7 @@ class LoopPlan:
         return range(min(found), max(found) + 1)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # compared by identity
 class BlockPlan:
     """Which weights are gathered and gradients reduced together in a block, and when.
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
+from .._collectives import ReduceSpec
 from .._program import Block, Value
 from .._sharding import CommSchedule
 from .block_plan import ReduceGroup
 from .bucketing import split_into_groups
 from .gradient_reductions import BlockGradients
+
+ReduceAxes = Callable[[Sequence[ReduceSpec]], tuple[str, ...]]  # the axes of a bucket, in order
 
 
 def find_reduce_groups(
@@ -16,6 +20,7 @@ def find_reduce_groups(
     gradients: BlockGradients,
     zeros: frozenset[Value],
     schedule: CommSchedule,
+    axes: ReduceAxes,
     in_loop: bool,
 ) -> list[ReduceGroup]:
     """Cut the reduced gradients of a block into groups, in the order in which they are made."""
@@ -33,7 +38,14 @@ def find_reduce_groups(
     groups = split_into_groups(
         reduced, signature, lambda x: x.num_bytes, schedule.bucket_bytes, is_layer
     )
-    found = [ReduceGroup(tuple(values), makers.get(values[-1], -1)) for values in groups]
+    found = [
+        ReduceGroup(
+            tuple(values),
+            makers.get(values[-1], -1),
+            axes=axes([gradients.reduces[x] for x in values]),
+        )
+        for values in groups
+    ]
     return _last_deferred(block, gradients, found) if in_loop and schedule.prefetch else found
 
 

@@ -43,7 +43,7 @@ from .held_by_loops import limit_held, unchanged_inputs
 from .layer_memory import NO_PEAK, LayerMemory, Peak
 from .lifetimes import Gather, Live, find_gathers, find_passes
 from .param_uses import BlockUses, ShardedParam, View
-from .reduce_groups import find_reduce_groups
+from .reduce_groups import ReduceAxes, find_reduce_groups
 from .start_of_backward import start_of_backward
 from .ties import COSTLY, find_ties, largest_input
 
@@ -54,6 +54,7 @@ def make_plan(
     reduce_specs: Sequence[ReduceSpec | None],
     loss: Value | None,
     schedule: CommSchedule,
+    axes: ReduceAxes,
     num_hops: int = 1,
     window: int = 1,
 ) -> BlockPlan:
@@ -65,6 +66,7 @@ def make_plan(
         reduce_specs: for each output its reduction; None if it is not reduced.
         loss: the value whose operation ends the forward region; None if there is no backward.
         schedule: prefetch distance, bucket size and limits on live weights.
+        axes: the mesh axes that a bucket of gradients is reduced over, in order.
         num_hops: number of mesh axes (of more than one device) that a weight is gathered over.
         window: how many layers, or groups outside of loops, shards in host memory are copied ahead.
     """
@@ -73,7 +75,7 @@ def make_plan(
         if loss in operation.outputs:
             boundary = index
     gradients = find_reduces(block, uses, reduce_specs, schedule.loop_constant_bytes)
-    return _plan_block(block, uses, gradients, boundary, schedule, num_hops, window)
+    return _plan_block(block, uses, gradients, boundary, schedule, axes, num_hops, window)
 
 
 def _plan_block(
@@ -82,6 +84,7 @@ def _plan_block(
     gradients: BlockGradients,
     boundary: int | None,
     schedule: CommSchedule,
+    axes: ReduceAxes,
     num_hops: int,
     window: int,
     unchanged: frozenset[Value] = frozenset(),
@@ -95,9 +98,9 @@ def _plan_block(
     """
     in_loop = boundary is None
     repeats = in_loop and repeats
-    loops = _plan_loops(block, uses, gradients, schedule, num_hops, window)
+    loops = _plan_loops(block, uses, gradients, schedule, axes, num_hops, window)
     zeros = _zeros(block, gradients)
-    reduces = find_reduce_groups(block, gradients, zeros, schedule, repeats)
+    reduces = find_reduce_groups(block, gradients, zeros, schedule, axes, repeats)
     holding = limit_held(schedule) if unchanged else schedule
     gathers, live = find_gathers(len(block.operations), uses, boundary, schedule, holding)
     groups = _grouped(gathers, loops, schedule, in_loop and not unchanged)
@@ -145,6 +148,7 @@ def _plan_loops(
     uses: BlockUses,
     gradients: BlockGradients,
     schedule: CommSchedule,
+    axes: ReduceAxes,
     num_hops: int,
     window: int,
 ) -> dict[int, LoopPlan]:
@@ -165,6 +169,7 @@ def _plan_loops(
                 inner,
                 None,
                 inside,
+                axes,
                 num_hops,
                 window,
                 same,

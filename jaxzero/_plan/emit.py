@@ -1,0 +1,332 @@
+"""Emit the list of instructions that a `BlockPlan` stands for: the whole order of a block.
+
+The operations run in their own order. Gathers are emitted where their group's `issues` say. A
+bucket of gradients is encoded once its last gradient is made; it goes over its first axis at the
+next tie to another value, over the second one tie later, and its gradients pass through the tie
+after that (see [Note: ties]).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from .._program import Barrier, Constant, Loop, Operation, Value, movable_ops
+from .block_plan import BlockPlan
+from .instructions import (
+    Decode,
+    Delay,
+    Drop,
+    Encode,
+    EncodeGradients,
+    Fetch,
+    Finish,
+    FinishLoss,
+    Instruction,
+    PinGradients,
+    Reduce,
+    ReducePrevious,
+    Run,
+    RunLoop,
+    RunOnShards,
+    Send,
+    StartLoop,
+    Store,
+    Tie,
+    Zeros,
+)
+from .lifetimes import Gather
+from .param_uses import ShardedParam
+
+_emitted: weakref.WeakKeyDictionary[BlockPlan, dict[Any, tuple[Instruction, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def instructions_of(
+    plan: BlockPlan, *, in_pipeline: bool = False, repeated: frozenset[Value] | None = None
+) -> tuple[Instruction, ...]:
+    """The instructions of a block, in order.
+
+    Args:
+        plan: of the block.
+        in_pipeline: whether it is the body of a pipelined loop.
+        repeated: where nodes have different numbers of rows, the values that have no array of their
+            own (`_execute.row_segments`). A loop without collectives is an operation like others
+            there, which waits for nothing.
+    """
+    known, options = _emitted.setdefault(plan, {}), (in_pipeline, repeated)
+    if options not in known:
+        known[options] = _Emitter(plan, *options).emit()
+    return known[options]
+
+
+def deferred_instructions(plan: BlockPlan, groups: Iterable[int]) -> tuple[Instruction, ...]:
+    """What is done in a later iteration with deferred groups of a loop's body, once reduced."""
+    emitter = _Emitter(plan, True, None)
+    emitter.at = len(plan.block.operations)
+    for group in groups:
+        emitter.finish(group)
+    emitter.store_all(emitter.take_reduced())
+    return tuple(emitter.done)
+
+
+class _Emitter:
+    """The state of a block while its instructions are emitted."""
+
+    def __init__(self, plan: BlockPlan, in_pipeline: bool, repeated: frozenset[Value] | None):
+        self.plan = plan
+        self.operations = plan.block.operations
+        self.done: list[Instruction] = []
+        self.at = 0
+        self._in_pipeline = in_pipeline
+        self._repeated = repeated
+        self._known: set[Value] = set()  # values that have an array: no views, no unreduced ones
+        self._in_flight: list[tuple[int, int]] = []  # groups of gradients, and axes done
+        self._finished: list[Value] = []  # reduced gradients that wait for a tie
+        self._copied: list[Value] = []  # gradients on their way to host memory
+        self._tied_to: Value | None = None  # the value of the last tie
+        self._full: dict[tuple[ShardedParam, tuple[movable_ops.Op, ...]], Gather] = {}
+        groups = plan.reduce_groups
+        self._group_of = {x: i for i, group in enumerate(groups) for x in group.values}
+        self._unmade = {i: len(group.values) for i, group in enumerate(groups)}
+        # For each value, the operations on shards that read it; for each of these, how many of the
+        # values that it reads are not reduced yet.
+        self._readers: dict[Value, list[int]] = {}
+        self._missing: dict[int, int] = {}
+        for index in plan.gradients.on_shards:
+            inputs = {x for x in self.operations[index].inputs if isinstance(x, Value)}
+            self._missing[index] = len(inputs)
+            for value in inputs:
+                self._readers.setdefault(value, []).append(index)
+        self._constants = {
+            op.outputs[0]: i
+            for i, op in enumerate(self.operations)
+            if op.name == "broadcast_in_dim" and isinstance(op.inputs[0], Constant)
+        }
+
+    def emit(self) -> tuple[Instruction, ...]:
+        plan = self.plan
+        for value in plan.block.inputs:
+            self._make(value)
+        for at in range(len(self.operations) + 1):
+            self.at = at
+            if self.at in plan.reduce_early:
+                self._reduce_early(plan.reduce_early[self.at])
+            self._gather()
+            self._finish_loss()
+            if self.at < len(self.operations):
+                self._run(self.operations[self.at])
+                self._drop()
+        while any(done < self._num_axes(group) for group, done in self._in_flight):
+            self._reduce_in_flight()
+        self.store_all(self.take_reduced())
+        return tuple(self.done)
+
+    def _finish_loss(self) -> None:
+        """Let backward wait for the loss; between segments its array may not be there yet."""
+        loss, before = self.plan.block.outputs[0], self.plan.loss_before
+        if self._repeated is not None or before is None or self.at != before[0]:
+            return
+        if isinstance(loss, Value) and {loss, before[1]} <= self._known:
+            self.done.append(FinishLoss(at=self.at, loss=loss, pin=before[1]))
+
+    # Weights.
+
+    def _gather(self) -> None:
+        groups = self.plan.gather_groups
+        for i, group in enumerate(groups):
+            if group.fetch == self.at:
+                tie = self._tie(group.fetch_tie) if self.plan.fetched(i) else None
+                self.done.append(Fetch(at=self.at, group=i, tie=tie))
+        for i, group in enumerate(groups):
+            for axis, issue in enumerate(group.issues):
+                if issue != self.at:
+                    continue
+                pin = self._if_known(group.ties[axis])
+                if not axis:
+                    tie = self._tie(group.ties[axis])
+                    self.done.append(Encode(at=self.at, group=i, tie=tie, pin=pin))
+                self.done.append(Send(at=self.at, group=i, axis=axis, pin=pin if axis else None))
+        for index, loop in self.plan.loops.items():
+            if loop.issue == self.at and loop.is_pipelined and loop.continues is None:
+                gathers = any(group.prefetched for group in loop.body.gather_groups)
+                fetches = any(stack.in_host for stack in self.plan.uses.loops[index].stacks)
+                tie = self._tie(loop.tie) if gathers or fetches else None
+                self.done.append(StartLoop(at=self.at, loop=index, tie=tie))
+        for i, group in enumerate(groups):
+            if group.at == self.at:
+                self.done.append(Decode(at=self.at, group=i))
+                self._full.update(((x.weight, x.ops), x) for x in group.gathers)
+
+    def _drop(self) -> None:
+        dead = tuple(key for key, gather in self._full.items() if gather.until == self.at)
+        if dead:
+            self.done.append(Drop(at=self.at, weights=dead))
+        for key in dead:
+            del self._full[key]
+
+    # Operations.
+
+    def _run(self, operation: Operation) -> None:
+        first = operation.outputs[0] if operation.outputs else None
+        views = self.plan.uses.views
+        is_passed = isinstance(operation, Barrier)
+        if self.at in self.plan.gradients.on_shards:
+            return  # it runs once its inputs are reduced
+        if isinstance(operation, Loop) and not self._is_like_others():
+            self.done.append(RunLoop(at=self.at, tie=self._tie_loop()))
+        elif first in views and not is_passed:
+            return
+        elif first in self.plan.zeros and not is_passed:
+            assert first is not None
+            self.done.append(Zeros(at=self.at, value=first))
+            self._store(first)
+            return
+        else:
+            if operation.name.startswith("scatter") and self._repeated is None:
+                self._make_target(operation)
+            self.done.append(Run(at=self.at))
+        for value in operation.outputs:
+            if value not in views:
+                self._make(value)
+
+    def _is_like_others(self) -> bool:
+        """Whether a loop waits for nothing."""
+        return self._repeated is not None and self.plan.loops[self.at].is_local
+
+    def _make_target(self, operation: Operation) -> None:
+        target, *_, scattered = operation.inputs
+        if target in self._constants and scattered in self._known:
+            assert isinstance(target, Value) and isinstance(scattered, Value)
+            self.done.append(Delay(at=self.at, constant=self._constants[target], value=scattered))
+
+    def _make(self, value: Value) -> None:
+        """Take note that a value has been made; a group of gradients may be complete by it."""
+        group = self._group_of.get(value)
+        if group is None:
+            self._store(value)
+            return
+        self._unmade[group] -= 1
+        if self._unmade[group]:
+            return
+        self.done.append(EncodeGradients(at=self.at, group=group))
+        if self.plan.reduce_groups[group].deferred:
+            return
+        if self.plan.overlaps:
+            self._in_flight.append((group, 0))
+        else:
+            for axis in range(self._num_axes(group)):
+                self.done.append(Reduce(at=self.at, group=group, axis=axis))
+            self.finish(group)
+
+    def _store(self, value: Value) -> None:
+        """Take note of a value, and run the operations on shards that waited only for it."""
+        waiting = [value]
+        while waiting:
+            value = waiting.pop()
+            if self._repeated is None or value not in self._repeated:
+                self._known.add(value)
+            for index in self._readers.get(value, ()):
+                self._missing[index] -= 1
+                if not self._missing[index]:
+                    self.done.append(RunOnShards(at=self.at, operation=index))
+                    waiting.append(self.operations[index].outputs[0])
+
+    def _if_known(self, value: Value | None) -> Value | None:
+        return value if value in self._known else None
+
+    # Gradients.
+
+    def _num_axes(self, group: int) -> int:
+        return len(self.plan.reduce_groups[group].axes)
+
+    def _reduce_in_flight(self, tie: Value | None = None) -> None:
+        """Reduce every group in flight over its next axis.
+
+        Over the first axis a group is sent as soon as it is encoded; over others once `tie` exists.
+        """
+        for i, (group, done) in enumerate(self._in_flight):
+            if done < self._num_axes(group):
+                waits = tie if done else None
+                self.done.append(Reduce(at=self.at, group=group, axis=done, tie=waits))
+                self._in_flight[i] = group, done + 1
+
+    def _reduce_early(self, pin: Value) -> None:
+        """Reduce the groups in flight over their first axis, before a reader of `pin` runs."""
+        if self._in_pipeline:
+            self.done.append(ReducePrevious(at=self.at, pin=self._if_known(pin)))
+            return
+        for i, (group, done) in enumerate(self._in_flight):
+            if not done:
+                self.done.append(Reduce(at=self.at, group=group, axis=0))
+                self._in_flight[i] = group, 1
+        first = tuple(group for group, done in self._in_flight if done == 1)
+        if first and pin in self._known:
+            self.done.append(PinGradients(at=self.at, groups=first, pin=pin))
+
+    def finish(self, group: int) -> None:
+        self.done.append(Finish(at=self.at, group=group))
+        self._finished.extend(self.plan.reduce_groups[group].values)
+
+    def take_reduced(self) -> tuple[Value, ...]:
+        """The gradients whose reduction has ended since the last call."""
+        ended = [group for group, done in self._in_flight if done == self._num_axes(group)]
+        self._in_flight = [x for x in self._in_flight if x[0] not in ended]
+        for group in ended:
+            self.finish(group)
+        finished, self._finished = self._finished, []
+        return tuple(finished)
+
+    def store_all(self, reduced: Iterable[Value]) -> None:
+        for value in reduced:
+            self.done.append(Store(at=self.at, value=value))
+            if value in self.plan.host_gradients:
+                self._copied.append(value)
+            self._store(value)
+
+    # Ties.
+
+    def _tie(self, value: Value | None) -> Tie | None:
+        """A tie to `value`; at the first to a value, groups in flight go over their next axis."""
+        if value is None or value not in self._known:
+            return None
+        start, reduced = len(self.done), ()
+        if self._tied_to != value:
+            self._tied_to = value
+            reduced = self.take_reduced()
+            self._reduce_in_flight(value)
+        return self._tied(value, start, reduced)
+
+    def _tie_loop(self) -> Tie:
+        """The tie of a loop, before which groups go over one axis, and after which over another.
+
+        A group is much smaller after its first axis. Without the barrier, XLA may keep the larger
+        ones until the loop, which may take long, has ended.
+        """
+        start = len(self.done)
+        self._reduce_in_flight()
+        reduced = self.take_reduced()
+        buckets = tuple(group for group, _ in self._in_flight)
+        return self._tied(None, start, reduced, buckets)
+
+    def _tied(
+        self,
+        value: Value | None,
+        start: int,
+        reduced: tuple[Value, ...],
+        buckets: tuple[int, ...] = (),
+    ) -> Tie:
+        copied, self._copied = self._copied, []
+        before = self._taken(start)
+        self.store_all(reduced)
+        if value is None:
+            self._reduce_in_flight()
+        return Tie(value, before, reduced, tuple(copied), buckets, self._taken(start))
+
+    def _taken(self, start: int) -> tuple[Instruction, ...]:
+        """Take out what has been emitted since there were `start` instructions."""
+        taken = tuple(self.done[start:])
+        del self.done[start:]
+        return taken

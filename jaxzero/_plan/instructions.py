@@ -1,0 +1,198 @@
+"""The instructions of a block: each names what is done, with which bucket or operation, and where.
+
+`emit` turns a `BlockPlan` into a list of these; `_execute.block` has one handler for each kind, and
+decides nothing. The order of a list is the order in which a device's program is traced. XLA may
+change that order, except where a `Tie` or a pin, which become optimization barriers, holds it (see
+[Note: ties] in `ties`).
+
+A group is an index into the plan's `gather_groups` or `reduce_groups`. An axis is an index into the
+mesh axes that a group is sent over, in order: for gathers `node`, then `local`; for reductions
+`local`, then `node`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .._program import Value, movable_ops
+from .param_uses import ShardedParam
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Instruction:
+    """Something that a device does.
+
+    Attributes:
+        at: the operation of the block before which, or with which, it is done; the number of
+            operations for what is done after the last.
+    """
+
+    at: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tie:
+    """A barrier: the operands of the instruction that has it exist only once other arrays do.
+
+    Attributes:
+        value: an array of the program that they wait for; None at a loop.
+        before: done before the barrier.
+        reduced: gradients that pass through it too, after their last reduction.
+        copied: gradients that it waits for, until their copies are in host memory.
+        buckets: groups of gradients in flight that pass through it.
+        after: done after the barrier.
+    """
+
+    value: Value | None
+    before: tuple[Instruction, ...] = ()
+    reduced: tuple[Value, ...] = ()
+    copied: tuple[Value, ...] = ()
+    buckets: tuple[int, ...] = ()
+    after: tuple[Instruction, ...] = ()
+
+
+# Weights.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fetch(Instruction):
+    """Copy the shards of a group from host memory to the device."""
+
+    group: int
+    tie: Tie | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Encode(Instruction):
+    """Encode the shards of a group as messages, which are ready before a reader of `pin` runs."""
+
+    group: int
+    tie: Tie | None
+    pin: Value | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Send(Instruction):
+    """All-gather the messages of a group over one axis; before it, they pass the barrier `pin`."""
+
+    group: int
+    axis: int
+    pin: Value | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decode(Instruction):
+    """Decode a gathered group into full weights."""
+
+    group: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drop(Instruction):
+    """Drop full weights; each is named by its weight and the operations that its gather applied."""
+
+    weights: tuple[tuple[ShardedParam, tuple[movable_ops.Op, ...]], ...]
+
+
+# Operations of the program.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run(Instruction):
+    """Run operation `at`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOnShards(Instruction):
+    """Run an operation, which the plan moved after a reduction, on reduced shards."""
+
+    operation: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Zeros(Instruction):
+    """Make the reduced shard of a gradient that is known to be zero; nothing is sent."""
+
+    value: Value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Delay(Instruction):
+    """Make the constant that operation `at`, a scatter, adds to; not before `value` exists."""
+
+    constant: int  # the operation that makes it
+    value: Value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FinishLoss(Instruction):
+    """Compute the loss before a reader of `pin` runs."""
+
+    loss: Value
+    pin: Value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StartLoop(Instruction):
+    """Start the gathers of a loop's first layers."""
+
+    loop: int
+    tie: Tie | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunLoop(Instruction):
+    """Run the loop that operation `at` is; its carry and the tie's buckets wait for the tie."""
+
+    tie: Tie
+
+
+# Gradients.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncodeGradients(Instruction):
+    """Encode the gradients of a group, all of which have been made, for its first axis."""
+
+    group: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reduce(Instruction):
+    """Reduce a group over one axis, and encode it for the next; not before `tie` exists."""
+
+    group: int
+    axis: int
+    tie: Value | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PinGradients(Instruction):
+    """Let groups in flight pass a barrier before a reader of `pin` runs."""
+
+    groups: tuple[int, ...]
+    pin: Value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReducePrevious(Instruction):
+    """In a pipelined loop: reduce the previous layer's deferred groups over their first axis.
+
+    They are reduced before a reader of `pin` runs.
+    """
+
+    pin: Value | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finish(Instruction):
+    """Take the gradients, sums or means, out of a fully reduced group."""
+
+    group: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Store(Instruction):
+    """Put a reduced gradient in its place: as a mean in host memory, if the plan says so."""
+
+    value: Value
