@@ -134,7 +134,7 @@ def plan_program(
             loss,
             _effective_schedule(comm, bool(host)),
             lambda specs: reduce_axes(specs, comm),
-            _num_gather_axes(comm, keeps_slices),
+            _gather_axes(comm, keeps_slices),
             parameters.offload.window if parameters.offload else 1,
         )
 
@@ -328,13 +328,13 @@ def _outputs(shapes: Any, targets: Sequence[GradientTarget]) -> range:
     return range(first, first + len(targets))
 
 
-def _num_gather_axes(comm: CommSpec, keeps_slices: bool) -> int:
-    """The largest number of mesh axes that the program gathers a weight over; at least 1.
+def _gather_axes(comm: CommSpec, keeps_slices: bool) -> tuple[str, ...]:
+    """The axes that the program gathers a weight over, in order; at least one.
 
     With hpZ it gathers over `local` only, unless it makes node slices itself (`keeps_slices`).
     """
     axes = comm.gather_axes if comm.hpz is None or keeps_slices else (LOCAL,)
-    return max(1, len(comm.axes_with_peers(axes)))
+    return comm.axes_with_peers(axes) or axes[-1:]
 
 
 def _effective_schedule(comm: CommSpec, fetches: bool) -> CommSchedule:

@@ -115,7 +115,7 @@ class BlockPlan:
     gradients: BlockGradients
     gather_groups: tuple[GatherGroup, ...]
     reduce_groups: tuple[ReduceGroup, ...]
-    num_hops: int  # mesh axes of more than one device that a weight is gathered over
+    gather_axes: tuple[str, ...]  # that a weight is gathered over, in order
     overlaps: bool  # whether gradients are reduced while the next group computes
     zeros: frozenset[Value]  # gradients that are known to be zero, and need no reduction
     loops: dict[int, LoopPlan]
@@ -132,6 +132,11 @@ class BlockPlan:
     # and for each a value that nothing reads before they are. In a loop's body these are the
     # deferred gradients of the last iteration. If it is empty, XLA decides when they are reduced.
     reduce_early: Mapping[int, Value] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_hops(self) -> int:
+        """The number of axes that a weight is gathered over."""
+        return len(self.gather_axes)
 
     def fetched(self, number: int) -> list[ShardedParam]:
         """The weights of a group whose shards are copied from host memory, outside of loops.

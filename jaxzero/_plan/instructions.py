@@ -13,6 +13,8 @@ mesh axes that a group is sent over, in order: for gathers `node`, then `local`;
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 
 from .._program import Value, movable_ops
 from .param_uses import ShardedParam
@@ -28,6 +30,17 @@ class Instruction:
     """
 
     at: int
+
+    @property
+    def parts(self) -> Iterator[Instruction]:
+        """This instruction, and those that the tie which it has puts before and after it."""
+        tie: Tie | None = getattr(self, "tie", None)
+        if not isinstance(tie, Tie):
+            yield self
+            return
+        yield from itertools.chain.from_iterable(x.parts for x in tie.before)
+        yield self
+        yield from itertools.chain.from_iterable(x.parts for x in tie.after)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 
 from .._collectives import HostTransfer, ReduceSpec, Transfer, readable_bytes
 from .._program import Loop, Value
 from .block_plan import BlockPlan, GatherGroup, ReduceGroup
+from .emit import instructions_of
 from .held_whole import HeldWhole, find_held_whole
 from .host_steps import HostSteps
-from .plan_step import PlanStep, operation_names, region_name, tied_to
+from .instructions import Reduce
+from .plan_step import Hop, PlanStep, operation_names, region_name, tied_to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Plan:
     @property
     def steps(self) -> tuple[PlanStep, ...]:
         host = HostSteps(self.host_transfers)
-        steps = _steps(self.top, (), 1, host)
+        steps = _Steps(host, bool(self.slice_bytes)).of_block(self.top)
         return (
             *host.whole("device", 0),
             *steps,
@@ -51,7 +54,8 @@ class Plan:
         lines = _lines(self.steps)
         if self.later is not None:
             lines.append("in each later micro-batch, which gathers from node slices (hpZ):")
-            lines += _lines(tuple(_steps(self.later, (), 1, HostSteps(()))))
+            later = _Steps(HostSteps(()), bool(self.slice_bytes)).of_block(self.later)
+            lines += _lines(tuple(later))
         lines += map(str, self.held_whole)
         if self.at_end:
             lines.append(f"at the end: all-reduce {', '.join(self.at_end)}")
@@ -60,12 +64,18 @@ class Plan:
 
 
 def _lines(steps: tuple[PlanStep, ...]) -> list[str]:
-    """A line for each step, in aligned columns."""
+    """A line for each step, and below a bucket one for each hop, in aligned columns."""
     first: dict[tuple, int] = {}  # the operation that first needs an array of a bucket
     for step in steps:
         place = (step.path, step.action, step.group)
         first[place] = min(step.needed, first.get(place, step.needed))
-    rows = [_row(step, first[step.path, step.action, step.group]) for step in steps]
+    rows = []
+    for i, step in enumerate(steps):
+        rows.append(_row(step, first[step.path, step.action, step.group]))
+        following = steps[i + 1] if i + 1 < len(steps) else None
+        bucket = step.path, step.action, step.group
+        if following is None or (following.path, following.action, following.group) != bucket:
+            rows += [_hop_row(step, hop) for hop in step.hops]
     columns = [column for column in zip(*rows, strict=True) if any(column)]
     widths = [max(map(len, column)) for column in columns]
     return [
@@ -118,60 +128,131 @@ def _row(step: PlanStep, first_needed: int) -> tuple[str, ...]:
     return step.region, action, step.name, array, size, when, early, end
 
 
-def _steps(
-    plan: BlockPlan, path: tuple[int, ...], trips: int, host: HostSteps
-) -> Iterator[PlanStep]:
-    events: list[tuple[float, int]] = []
-    events += [(x.fetch - 0.25, i) for i, x in enumerate(plan.gather_groups) if x.fetch is not None]
-    events += [(group.at, i) for i, group in enumerate(plan.gather_groups)]
-    reduces = [*plan.reduce_groups, *_at_end(plan)]
-    events += [(group.at + 0.5, i) for i, group in enumerate(reduces)]
-    events += [(index + 0.25, index) for index in plan.loops]
-    for place, number in sorted(events):
-        match place % 1:
-            case 0.0:
-                yield from _gather_steps(plan, number, plan.gather_groups[number], path, trips)
-            case 0.75:
-                yield from host.of_group(plan, number, path, trips)
-            case 0.5:
-                yield from _reduce_steps(plan, number, reduces[number], path, trips)
-                yield from host.of_reduced(plan, reduces[number], path, trips)
-            case _:
-                loop = plan.block.operations[number]
-                assert isinstance(loop, Loop)
-                body, inside, times = plan.loops[number].body, (*path, number), trips * loop.length
-                yield from host.of_loop(plan, number, inside, times)
-                yield from _steps(body, inside, times, host)
-                yield from host.gradients(plan, number, inside, times)
+def _hop_row(step: PlanStep, hop: Hop) -> tuple[str, ...]:
+    """The cells of the line of one hop of a bucket."""
+    lag = ""
+    if hop.lag:
+        layers = f"{abs(hop.lag)} {'layer' if abs(hop.lag) == 1 else 'layers'}"
+        lag = f"{layers} {'later' if hop.lag > 0 else 'ahead'}"
+    when = f"before {hop.at} {hop.before}" if hop.before else "at the end"
+    return step.region, f"  over {hop.axis}", "", "", "", when, lag, ""
 
 
-def _gather_steps(
-    plan: BlockPlan, number: int, group: GatherGroup, path: tuple[int, ...], trips: int
-) -> Iterator[PlanStep]:
-    names = operation_names(plan)
-    for one in group.gathers:
-        yield PlanStep(
-            region=region_name(path) or one.region,
-            action="gather",
-            group=number,
-            name=one.weight.name,
-            shape=one.shape,
-            dtype=str(one.dtype),
-            num_bytes=one.num_bytes,
-            sent="the iteration before" if group.prefetched else names[group.issues[-1]],
-            at=names[one.at],
-            until=names[one.until],
-            tied=tied_to(plan, group.ties[-1]),
-            trips=trips,
-            start=group.issues[-1],
-            needed=one.at,
-            stop=one.until,
-            path=path,
+@dataclasses.dataclass(frozen=True)
+class _Steps:
+    """Makes the steps of blocks.
+
+    Attributes:
+        host: the copies from and to host memory.
+        has_slices: whether weights are gathered from node slices (hpZ), except by the gathers that
+            make these.
+    """
+
+    host: HostSteps
+    has_slices: bool
+
+    def of_block(
+        self,
+        plan: BlockPlan,
+        path: tuple[int, ...] = (),
+        trips: int = 1,
+        in_pipeline: bool = False,
+    ) -> Iterator[PlanStep]:
+        """The steps of a block, and of the loops in it, in program order."""
+        host, groups = self.host, plan.gather_groups
+        events: list[tuple[float, int]] = []
+        events += [(x.fetch - 0.25, i) for i, x in enumerate(groups) if x.fetch is not None]
+        events += [(group.at, i) for i, group in enumerate(groups)]
+        reduces = [*plan.reduce_groups, *_at_end(plan)]
+        events += [(group.at + 0.5, i) for i, group in enumerate(reduces)]
+        events += [(index + 0.25, index) for index in plan.loops]
+        hops = _reduction_hops(plan, in_pipeline)
+        for place, number in sorted(events):
+            match place % 1:
+                case 0.0:
+                    yield from self._gather(plan, number, path, trips)
+                case 0.75:
+                    yield from host.of_group(plan, number, path, trips)
+                case 0.5:
+                    sent = hops.get(number, ())
+                    yield from _reduce_steps(plan, number, reduces[number], path, trips, sent)
+                    yield from host.of_reduced(plan, reduces[number], path, trips)
+                case _:
+                    loop = plan.block.operations[number]
+                    assert isinstance(loop, Loop)
+                    body, inside = plan.loops[number].body, (*path, number)
+                    times = trips * loop.length
+                    yield from host.of_loop(plan, number, inside, times)
+                    pipelined = plan.loops[number].is_pipelined
+                    yield from self.of_block(body, inside, times, pipelined)
+                    yield from host.gradients(plan, number, inside, times)
+
+    def _gather(
+        self, plan: BlockPlan, number: int, path: tuple[int, ...], trips: int
+    ) -> Iterator[PlanStep]:
+        names, group = operation_names(plan), plan.gather_groups[number]
+        hops = self._gather_hops(plan, group)
+        for one in group.gathers:
+            yield PlanStep(
+                region=region_name(path) or one.region,
+                action="gather",
+                group=number,
+                name=one.weight.name,
+                shape=one.shape,
+                dtype=str(one.dtype),
+                num_bytes=one.num_bytes,
+                sent="the iteration before" if group.prefetched else names[group.issues[-1]],
+                at=names[one.at],
+                until=names[one.until],
+                tied=tied_to(plan, group.ties[-1]),
+                trips=trips,
+                start=group.issues[-1],
+                needed=one.at,
+                stop=one.until,
+                path=path,
+                hops=hops,
+            )
+
+    def _gather_hops(self, plan: BlockPlan, group: GatherGroup) -> tuple[Hop, ...]:
+        from_slices = self.has_slices and not any(one.keeps for one in group.gathers)
+        first = plan.num_hops - 1 if from_slices else 0
+        names = operation_names(plan)
+        return tuple(
+            Hop(
+                plan.gather_axes[i],
+                group.issues[i],
+                names[group.issues[i]],
+                i - plan.num_hops if group.prefetched else 0,
+            )
+            for i in range(first, plan.num_hops)
         )
 
 
+def _reduction_hops(plan: BlockPlan, in_pipeline: bool) -> dict[int, tuple[Hop, ...]]:
+    """The hops of each group of gradients, by its number."""
+    end, names = len(plan.block.operations), [*operation_names(plan)[:-1], ""]
+    early = min(plan.reduce_early, default=end)
+    found: dict[int, list[Hop]] = {}
+    for number, group in enumerate(plan.reduce_groups):
+        if group.deferred:
+            places = [early, *[end] * (len(group.axes) - 1)]
+            hops = zip(group.axes, places, strict=True)
+            found[number] = [Hop(x, at, names[at], 1 + i) for i, (x, at) in enumerate(hops)]
+    listed = instructions_of(plan, in_pipeline=in_pipeline)
+    for each in itertools.chain.from_iterable(x.parts for x in listed):
+        if isinstance(each, Reduce):
+            axis = plan.reduce_groups[each.group].axes[each.axis]
+            found.setdefault(each.group, []).append(Hop(axis, each.at, names[each.at]))
+    return {number: tuple(hops) for number, hops in found.items()}
+
+
 def _reduce_steps(
-    plan: BlockPlan, number: int, group: ReduceGroup, path: tuple[int, ...], trips: int
+    plan: BlockPlan,
+    number: int,
+    group: ReduceGroup,
+    path: tuple[int, ...],
+    trips: int,
+    hops: tuple[Hop, ...],
 ) -> Iterator[PlanStep]:
     names = operation_names(plan)
     makers = {value: i for i, op in enumerate(plan.block.operations) for value in op.outputs}
@@ -194,6 +275,7 @@ def _reduce_steps(
             needed=at,
             stop=group.at,
             path=path,
+            hops=hops,
         )
 
 

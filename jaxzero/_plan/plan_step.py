@@ -9,6 +9,24 @@ from .block_plan import BlockPlan
 
 
 @dataclasses.dataclass(frozen=True)
+class Hop:
+    """A bucket's way over one mesh axis.
+
+    Attributes:
+        axis: the mesh axis.
+        at: the operation of the block, by index, before which the bucket is sent over it; the
+            number of operations at the end.
+        before: its name; "" at the end.
+        lag: in a loop, how many iterations after that of its layer; negative: before.
+    """
+
+    axis: str
+    at: int
+    before: str
+    lag: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class PlanStep:
     """The collective, or the copy from or to host memory, of one array, alone or with others.
 
@@ -38,6 +56,7 @@ class PlanStep:
         ahead: for a fetch in a loop, how many layers before it is sent a layer is copied.
         held: for a fetch in a loop, how many layers of the leaf are on the device at once.
         windowed: whether a copy is of one layer; otherwise of the full leaf, all layers at once.
+        hops: of the bucket of a gather or a reduction, in the order in which it is sent.
     """
 
     region: str
@@ -59,6 +78,7 @@ class PlanStep:
     ahead: int = 0
     held: int = 1
     windowed: bool = True
+    hops: tuple[Hop, ...] = ()
 
 
 def region_name(path: tuple[int, ...]) -> str:

@@ -55,7 +55,7 @@ def make_plan(
     loss: Value | None,
     schedule: CommSchedule,
     axes: ReduceAxes,
-    num_hops: int = 1,
+    gather_axes: tuple[str, ...],
     window: int = 1,
 ) -> BlockPlan:
     """Plan the gathers and reductions of a program.
@@ -67,7 +67,7 @@ def make_plan(
         loss: the value whose operation ends the forward region; None if there is no backward.
         schedule: prefetch distance, bucket size and limits on live weights.
         axes: the mesh axes that a bucket of gradients is reduced over, in order.
-        num_hops: number of mesh axes (of more than one device) that a weight is gathered over.
+        gather_axes: those that a weight is gathered over.
         window: how many layers, or groups outside of loops, shards in host memory are copied ahead.
     """
     boundary = len(block.operations)
@@ -75,7 +75,7 @@ def make_plan(
         if loss in operation.outputs:
             boundary = index
     gradients = find_reduces(block, uses, reduce_specs, schedule.loop_constant_bytes)
-    return _plan_block(block, uses, gradients, boundary, schedule, axes, num_hops, window)
+    return _plan_block(block, uses, gradients, boundary, schedule, axes, gather_axes, window)
 
 
 def _plan_block(
@@ -85,7 +85,7 @@ def _plan_block(
     boundary: int | None,
     schedule: CommSchedule,
     axes: ReduceAxes,
-    num_hops: int,
+    gather_axes: tuple[str, ...],
     window: int,
     unchanged: frozenset[Value] = frozenset(),
     repeats: bool = True,
@@ -98,7 +98,7 @@ def _plan_block(
     """
     in_loop = boundary is None
     repeats = in_loop and repeats
-    loops = _plan_loops(block, uses, gradients, schedule, axes, num_hops, window)
+    loops = _plan_loops(block, uses, gradients, schedule, axes, gather_axes, window)
     zeros = _zeros(block, gradients)
     reduces = find_reduce_groups(block, gradients, zeros, schedule, axes, repeats)
     holding = limit_held(schedule) if unchanged else schedule
@@ -114,11 +114,13 @@ def _plan_block(
         peaks = memory.find_peaks(reduces, None if in_loop else starts)
     gather_groups = []
     for number, gathers in enumerate(groups):
-        issues = _issues(gathers, starts, live, schedule, num_hops)
+        issues = _issues(gathers, starts, live, schedule, len(gather_axes))
         is_prefetched = number < num_prefetched
         if is_prefetched:  # sent for a later layer, beside the last groups of this one
             at = groups[len(groups) - num_prefetched + number][0].at
-            issues = (at,) * (num_hops - 1) + (max(at, peaks.get(0, NO_PEAK).gather_after or 0),)
+            issues = (at,) * (len(gather_axes) - 1) + (
+                max(at, peaks.get(0, NO_PEAK).gather_after or 0),
+            )
         fetched_at = _start_before(issues[0], starts, window if schedule.prefetch else 0)
         if not in_loop:
             issues = _around_peaks(issues, gathers[0].at, peaks)
@@ -133,7 +135,7 @@ def _plan_block(
         gradients,
         tuple(gather_groups),
         tuple(reduces),
-        num_hops,
+        gather_axes,
         schedule.prefetch > 0,
         zeros,
         _with_prologues(block, uses, loops, starts, ties, schedule.prefetch),
@@ -149,7 +151,7 @@ def _plan_loops(
     gradients: BlockGradients,
     schedule: CommSchedule,
     axes: ReduceAxes,
-    num_hops: int,
+    gather_axes: tuple[str, ...],
     window: int,
 ) -> dict[int, LoopPlan]:
     """Plan the bodies of the loops of a block, by index of the loop."""
@@ -170,7 +172,7 @@ def _plan_loops(
                 None,
                 inside,
                 axes,
-                num_hops,
+                gather_axes,
                 window,
                 same,
                 not is_branch,

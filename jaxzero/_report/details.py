@@ -237,12 +237,13 @@ def _timeline(report: ReportData) -> TextTable:
             span.region,
             readable_bytes(span.num_bytes),
             str(span.trips),
+            ", ".join(f"{axis} {at}" for axis, at in span.hops),
         )
         for span in found
     ]
     return TextTable(
         title="From the launch of a bucket to its end, in operations of the program.",
-        headings=("operations", "action", "in", "whole", "times"),
+        headings=("operations", "action", "in", "whole", "times", "sent over"),
         rows=rows,
         notes=[summarized(span.names) for span in found],
         footer=_microbatch_note(_plan(report)),

@@ -35,6 +35,7 @@ class Span:
         trips: how often this happens in a step.
         held: for a fetch in a loop, how many layers are on the device at once.
         windowed: whether a copy is of one layer; otherwise of full leaves.
+        hops: the mesh axes that the bucket is sent over, in order, each with when it is sent.
     """
 
     action: str
@@ -48,6 +49,7 @@ class Span:
     trips: int
     held: int = 1
     windowed: bool = True
+    hops: tuple[tuple[str, int], ...] = ()
 
     @property
     def alive(self) -> int:
@@ -111,6 +113,7 @@ def _span(top: BlockPlan, steps: list[PlanStep]) -> Span:
         first.trips,
         max(step.held for step in steps),
         first.windowed,
+        tuple((x.axis, offset + _after_loops(block, x.at)) for x in first.hops),
     )
 
 
