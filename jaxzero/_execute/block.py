@@ -31,7 +31,6 @@ from .._collectives import (
 )
 from .._plan import BlockPlan, ShardedParam, deferred_instructions, instructions, instructions_of
 from .._program import Barrier, Constant, Operation, Value, movable_ops
-from .gathers import Bind, GatherSources
 from .gradient_buckets import GradientBuckets
 from .loop import loop_prologue, run_loop
 from .loop_layers import Prologue
@@ -40,7 +39,7 @@ from .row_segments import RowSegments
 from .row_versions import RowVersions
 from .ties import tied
 from .update_in_loop import LeafUpdate
-from .weight_buckets import WeightBuckets
+from .weight_buckets import Bind, GatherSources, WeightBuckets
 
 
 def run_block(

@@ -22,11 +22,11 @@ from jaxtyping import Array
 from .._collectives import ReduceBucket, Sum, recording
 from .._mesh import empty_in_host
 from .._plan import LoopPlan
-from .gathers import Bind
 from .gradient_buckets import GradientBuckets
 from .host_stacks import LayerIndex
 from .mean_gradients import host_mean, mean_of_one_microbatch
 from .update_in_loop import Layers, Updated, UpdatesInLoop
+from .weight_buckets import Bind
 
 Outputs = Callable[[Mapping[int, ReduceBucket]], dict[int, Any]]  # `Runner.deferred_outputs`
 

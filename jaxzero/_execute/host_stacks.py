@@ -19,7 +19,7 @@ from jaxtyping import Array
 from .._collectives import EncodedShards
 from .._mesh import in_host
 from .._plan import LoopPlan, Stack, View
-from .gathers import Bind, GatherSources
+from .weight_buckets import Bind, GatherSources
 
 LayerIndex = Callable[[Array], Array]  # the layer of an iteration
 Queues = list[list[Array]]  # for each stack, the shards of successive iterations

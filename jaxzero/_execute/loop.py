@@ -10,10 +10,10 @@ from typing import Any
 
 from .._collectives import repeated
 from .._mesh import in_host
-from .gathers import Bind
 from .loop_layers import LoopLayers, Prologue, Runner
 from .mean_gradients import mean_of_one_microbatch
 from .pipelined_loop import PipelinedLoop
+from .weight_buckets import Bind
 
 
 def run_loop(outer: Runner, index: int) -> list[Any]:

@@ -17,11 +17,18 @@ from .._collectives import CommSpec, EncodedShards, ReduceBucket
 from .._mesh import in_host
 from .._plan import BlockPlan, ShardedParam, Stack, slices_kept_in_program
 from .._program import Atom, Loop, Value
-from .gathers import Bind, GatherSources, encode_bucket, gather_next_axis, on_shard
 from .gradient_buckets import GradientBuckets
 from .host_stacks import Fetched, HostStacks, layer_of
 from .update_in_loop import LeafUpdate
-from .weight_buckets import InFlight, WeightBuckets
+from .weight_buckets import (
+    Bind,
+    GatherSources,
+    InFlight,
+    WeightBuckets,
+    encode_bucket,
+    gather_next_axis,
+    on_shard,
+)
 
 
 @runtime_checkable

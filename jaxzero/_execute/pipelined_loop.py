@@ -34,12 +34,11 @@ from .._mesh import in_host
 from .._plan import ShardedParam, known_after
 from .._xla_of_jax import PRODUCTS_MAY_BE_READ_TWICE
 from .deferred_gradients import Deferred, DeferredGradients
-from .gathers import Bind, GatherSources
 from .gradient_buckets import GradientBuckets
 from .host_stacks import Queues
 from .loop_layers import LoopLayers, Prologue, Runner
 from .update_in_loop import UpdatesInLoop
-from .weight_buckets import InFlight
+from .weight_buckets import Bind, GatherSources, InFlight
 
 _Outputs = tuple[list[Any], list[Array]]  # as `PipelinedLoop._iteration` returns them
 

@@ -30,8 +30,8 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from .._collectives import copy_to_device, copy_to_host
-from .gathers import Bind
 from .host_stacks import LayerIndex
+from .weight_buckets import Bind
 
 Layers = list[Array | None]  # of each stack of a leaf; None: not known, or unchanged
 

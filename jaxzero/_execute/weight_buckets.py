@@ -1,24 +1,39 @@
-"""Gather the weights of one run of a block, bucket by bucket, one mesh axis at a time."""
+"""Gather the weights of one run of a block, bucket by bucket, one mesh axis at a time.
+
+    encode_bucket  ->  gather_next_axis (once for each mesh axis)  ->  decode_bucket
+
+A group of weights becomes one bucket where its weights can share a message, and several where
+they cannot (`_collectives.bucket`). `WeightBuckets` holds those of a run.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from .._collectives import CommSpec, EncodedShards, GatherBucket
-from .._mesh import in_host
-from .._plan import BlockPlan, ShardedParam
-from .._program import movable_ops
-from .gathers import (
-    Bind,
-    GatherSources,
-    decode_bucket,
-    encode_bucket,
-    gather_next_axis,
-    with_barrier,
-)
+import jax
 
+from .._collectives import (
+    CommSpec,
+    EncodedShards,
+    GatherBucket,
+    arrays,
+    gather_hop,
+    labelled,
+    node_slices,
+    picked,
+    start_gather,
+)
+from .._mesh import in_host
+from .._plan import BlockPlan, Gather, GatherGroup, ShardedParam, View
+from .._program import movable_ops
+from .._sharding import DimSharding, unpad
+
+GatherSources = dict[ShardedParam, EncodedShards]
+Bind = Callable[[list[Any]], list[Any]]
 InFlight = dict[int, list[list[GatherBucket]]]  # [group][axis]: buckets gathered over that axis
 
 
@@ -101,8 +116,8 @@ class WeightBuckets:
     def decode(self, number: int) -> None:
         """Decode the full weights of a group."""
         group = self.plan.gather_groups[number]
-        arrays = decode_bucket(group, self.in_flight[number][-1], self.sources, self.comm)
-        for gather, x in zip(group.gathers, arrays, strict=True):
+        weights = decode_bucket(group, self.in_flight[number][-1], self.sources, self.comm)
+        for gather, x in zip(group.gathers, weights, strict=True):
             self._full[gather.weight, gather.ops] = x
 
     def drop(self, weights: Iterable[tuple[ShardedParam, tuple[movable_ops.Op, ...]]]) -> None:
@@ -123,3 +138,146 @@ class WeightBuckets:
         """The full weight as it was gathered, and those of `ops` that were not applied before."""
         before, after = movable_ops.before_gather(ops, weight.layout, weight.shape)
         return self._full[weight, before], after
+
+
+def encode_bucket(
+    group: GatherGroup,
+    sources: GatherSources,
+    comm: CommSpec,
+    tie: Bind,
+    pin: Bind,
+    fetched: Mapping[ShardedParam, EncodedShards] | None = None,
+) -> list[GatherBucket]:
+    """Encode the shards of a group of weights into buckets.
+
+    Args:
+        group: the weights that are gathered together.
+        sources: this device's shard or node slice of each weight. A node slice that is to be kept
+            (hpZ) is gathered here over `node` and replaces the shard in `sources`.
+        comm: axes and codecs.
+        tie: passes the shards through a barrier with a value, so that XLA does not gather before
+            the value exists.
+        pin: passes the encoded buckets through a barrier with that value, so that XLA encodes
+            before the value is used.
+        fetched: shards that have been copied from host memory; others are copied now. A node slice
+            that has been kept since is taken instead.
+
+    Returns:
+        The buckets, for `gather_next_axis`, and after the last axis for `decode_bucket`.
+    """
+    weights = list(dict.fromkeys(gather.weight for gather in group.gathers))
+    given = dict(sources)
+    given.update((x, shards) for x, shards in (fetched or {}).items() if in_host(given[x].data))
+    data = tie([given[x].data for x in weights])
+    tied = {
+        x: dataclasses.replace(given[x], data=d).on_device(x.name, windowed=True)
+        for x, d in zip(weights, data, strict=True)
+    }
+    with _labelled(group):
+        kept = [i for i, gather in enumerate(group.gathers) if gather.keeps]
+        if kept:
+            layers = [group.gathers[i].weight for i in kept]
+            with picked(kept):
+                sizes = [math.prod(x.shape) for x in layers]
+                slices = node_slices(
+                    [tied[x] for x in layers],
+                    sizes,
+                    comm,
+                    lambda buckets: with_barrier(buckets, pin),
+                )
+            tied.update(zip(layers, slices, strict=True))
+            sources.update(zip(layers, slices, strict=True))
+        shards = []
+        for gather in group.gathers:
+            shard = tied[gather.weight]
+            assert shard.kept is None, f"{gather.weight.name} has no node slice yet"
+            ops, _ = _split_ops(gather, shard, comm)
+            shards.append(on_shard(shard, ops, gather.weight)[0] if ops else shard)
+        buckets = start_gather(shards, _sizes(group), comm)
+        # The messages of kept slices were pinned above; what is encoded here depends on them.
+        return buckets if kept else with_barrier(buckets, pin)
+
+
+def gather_next_axis(
+    group: GatherGroup, buckets: Sequence[GatherBucket], comm: CommSpec, num_hops: int
+) -> list[GatherBucket]:
+    """All-gather, over its next axis, each bucket that has at least `num_hops` axes left.
+
+    The other buckets (of node slices, which skip the `node` axis) are returned unchanged.
+    """
+    ready, others = [], []
+    for bucket in buckets:
+        num_left = len(comm.axes_with_peers(bucket.parts[0].axes))
+        (ready if num_left >= num_hops else others).append(bucket)
+    if not ready:
+        return list(buckets)
+    with _labelled(group):
+        return [*gather_hop(ready, _sizes(group), comm), *others]
+
+
+def with_barrier(buckets: Sequence[GatherBucket], bind: Bind) -> list[GatherBucket]:
+    """Pass the data of buckets through the barrier `bind`."""
+    data = bind([x.data for x in buckets])
+    return [dataclasses.replace(x, data=d) for x, d in zip(buckets, data, strict=True)]
+
+
+def decode_bucket(
+    group: GatherGroup, buckets: Sequence[GatherBucket], sources: GatherSources, comm: CommSpec
+) -> list[jax.Array]:
+    """Decode gathered buckets into full weights, and apply the operations of their gathers."""
+    splits = [_split_ops(gather, sources[gather.weight], comm) for gather in group.gathers]
+    dtypes = [_leading_cast(after) for _, after in splits]
+    with _labelled(group):
+        gathered = arrays(buckets, dtypes)
+    full_weights = []
+    for gather, (before, after), x in zip(group.gathers, splits, gathered, strict=True):
+        pushed = movable_ops.push(before, gather.weight.layout, gather.weight.shape)
+        assert pushed is not None
+        x = unpad(x, pushed[0])
+        for op in after:
+            x = op.apply(x)
+        full_weights.append(x)
+    return full_weights
+
+
+def _labelled(group: GatherGroup) -> contextlib.AbstractContextManager[None]:
+    return labelled("weights", *(gather.weight.name for gather in group.gathers))
+
+
+def _leading_cast(ops: tuple[movable_ops.Op, ...]) -> Any:
+    """The dtype to decode to: that of a cast at the start of `ops`; None for the weight's own."""
+    return ops[0].dtype if ops and isinstance(ops[0], movable_ops.ConvertDtype) else None
+
+
+def on_shard(
+    shard: EncodedShards, ops: tuple[movable_ops.Op, ...], weight: ShardedParam
+) -> tuple[EncodedShards, DimSharding]:
+    """Apply `ops` to this device's shard of a weight; return the result and its layout."""
+    pushed = movable_ops.push(ops, weight.layout, weight.shape)
+    assert pushed is not None and shard.kept is None
+    x = movable_ops.apply_on_shard(ops, shard.join(), weight.layout, weight.shape)
+    return dataclasses.replace(EncodedShards.plain(x, pushed[0].dim), axes=shard.axes), pushed[0]
+
+
+def _sizes(group: GatherGroup) -> list[int]:
+    """For each gather, the number of elements of the full array that is sent."""
+    slices = (movable_ops.up_to_last_slice(gather.ops)[0] for gather in group.gathers)
+    pairs = zip(group.gathers, slices, strict=True)
+    return [math.prod(View(gather.weight, ops).shape) for gather, ops in pairs]
+
+
+def _split_ops(
+    gather: Gather, shard: EncodedShards, comm: CommSpec
+) -> tuple[tuple[movable_ops.Op, ...], tuple[movable_ops.Op, ...]]:
+    """Split the operations into those on the shard, before the gather, and those after it.
+
+    Without quantization all of them run before: a cast to 16 bits then halves the bytes. A shard
+    that is quantized is encoded from its stored values, and cast while it is decoded. Then only
+    slices run before the gather, because they make the message smaller.
+    """
+    slices, rest = movable_ops.up_to_last_slice(gather.ops)
+    size = math.prod(View(gather.weight, slices).shape)
+    codecs = [comm.weight_codec(axis, size, gather.weight.dtype) for axis in shard.axes]
+    if shard.codec is not None or any(codec and not codec.is_elementwise for codec in codecs):
+        return slices, rest
+    return gather.ops, ()
