@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +21,8 @@ from jaxzero._plan import instructions as kinds
 from jaxzero._plan.instructions import Instruction
 from jaxzero._program import Barrier, Value
 from tests import zoo
+
+from . import test_schedule
 
 _SHALLOW = jz.CommSchedule(prefetch=2, bucket_bytes=2**12)
 _CONFIGS = {
@@ -218,3 +221,35 @@ def test_two_messages_that_change_places_are_noticed():
         wrong = dataclasses.replace(each, group=(each.group + 1) % len(plan.gather_groups))
         with pytest.raises((_Wrong, KeyError, IndexError)):
             _walk(plan, in_pipeline, [*listed[:i], wrong, *listed[i + 1 :]])
+
+
+def _collectives(jaxpr: Any) -> Iterator[tuple[str, str]]:
+    """The collectives of a traced program in its order, those of a loop's body once."""
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        if name in ("all_gather", "reduce_scatter"):
+            axes = params.get("axis_name", params.get("axes"))
+            yield name, axes if isinstance(axes, str) else "+".join(axes)
+        for x in jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(getattr(x, "jaxpr", x), "eqns"):
+                yield from _collectives(getattr(x, "jaxpr", x))
+
+
+def _sent(plan: BlockPlan) -> Iterator[tuple[str, str]]:
+    """The collectives that a list says a block without loops has, in its order."""
+    for each in itertools.chain.from_iterable(x.parts for x in instructions_of(plan)):
+        if isinstance(each, kinds.Send):
+            yield "all_gather", plan.gather_axes[each.axis]
+        elif isinstance(each, kinds.Reduce):
+            yield "reduce_scatter", plan.reduce_groups[each.group].axes[each.axis]
+
+
+@pytest.mark.parametrize("schedule", ["one ahead", "units", "two ahead, small units"])
+def test_the_program_has_the_collectives_of_the_list_in_its_order(schedule):
+    zero = test_schedule._zero("zero3", test_schedule.SCHEDULES[schedule])
+    params = zero.abstract(test_schedule._init, jax.random.key(0))
+    tokens = np.zeros((16, 3), np.int32)
+    plan = zero.plan(test_schedule._unrolled, params, tokens).top
+    traced = jax.make_jaxpr(zero.value_and_grad(test_schedule._unrolled))(params, tokens)
+    found = list(_collectives(traced.jaxpr))
+    assert len(found) > 4 * test_schedule.LAYERS and found == list(_sent(plan))

@@ -67,6 +67,32 @@ def test_its_columns_are_aligned(zero):
         assert len({line.index(word) for line in lines if word in line}) == 1
 
 
+def _hops(plan, action, name):
+    return [
+        [(x.axis, x.lag) for x in s.hops]
+        for s in plan.steps
+        if (s.action, s.name) == (action, name)
+    ]
+
+
+def test_each_hop_of_a_bucket_has_its_place(zero):
+    params, batch = zero.shard(_params()), np.ones((8, WIDTH), np.float32)
+    plan = zero.plan(_loss, params, batch)
+    assert _hops(plan, "gather", "head") == [[("node", 0), ("local", 0)]]
+    assert _hops(plan, "reduce", "head") == [[("local", 0), ("node", 0)]]
+    # Two layers ahead between nodes, one inside; reductions one and two layers later.
+    assert _hops(plan, "gather", "stack[i]") == [[("node", -2), ("local", -1)]] * 2
+    assert _hops(plan, "reduce", "stack[i]") == [[("local", 1), ("node", 2)]]
+    text = str(plan)
+    assert "over node" in text and "2 layers ahead" in text and "2 layers later" in text
+    kept = jz.Zero(zero.mesh, jz.ZeroConfig(hpz=jz.HpZ(codec=None)))
+    later = _hops(kept.plan(_loss, params, batch), "gather", "stack[i]")
+    assert later == [[("node", -2), ("local", -1)], [("local", -1)]]  # backward: from node slices
+    alone = jz.Zero(jz.make_mesh(1))
+    plan = alone.plan(_loss, alone.shard(_params()), batch)
+    assert _hops(plan, "gather", "head") == [[("local", 0)]] == _hops(plan, "reduce", "head")
+
+
 def test_slices_of_a_stack_are_gathered_one_by_one(zero):
     def loss(params, x):
         for i in range(LAYERS):
