@@ -78,6 +78,8 @@ class Archive:
             any of `NOT_ZIP`.
     """
 
+    pid_items = 5  # of the description of a storage
+
     def __init__(self, file: Path, start: int, where: str, opened: ByteRange):
         self.file, self.where = file, where
         self._start, self._opened = start, opened

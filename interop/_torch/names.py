@@ -141,7 +141,7 @@ class Names:
     def __init__(self, where: str, tensor: MakeTensor | None, records: Collection[str]):
         self._where, self._tensor, self._records = where, tensor, frozenset(records)
         self._tensors = {
-            "torch._utils._rebuild_tensor": Maker(self._plain),
+            "torch._utils._rebuild_tensor": Maker(self._oldest),
             "torch._utils._rebuild_tensor_v2": Maker(self._plain),
             "torch._utils._rebuild_tensor_v3": Maker(self._typed),
             "torch._utils._rebuild_parameter": Maker(self._parameter),
@@ -199,6 +199,11 @@ class Names:
             "it with PyTorch, and save only its tensors: `torch.save(model.state_dict(), path)`."
         )
 
+    def _oldest(
+        self, machine: PickleMachine, storage: Any, offset: Any, shape: Any, strides: Any
+    ) -> Any:
+        return self._made(storage, None, offset, shape, strides, False, None)
+
     def _plain(
         self,
         machine: PickleMachine,
@@ -206,8 +211,8 @@ class Names:
         offset: Any,
         shape: Any,
         strides: Any,
-        requires_grad: Any = False,
-        hooks: Any = None,
+        requires_grad: Any,
+        hooks: Any,
         metadata: Any = None,
     ) -> Any:
         return self._made(storage, None, offset, shape, strides, requires_grad, metadata)
