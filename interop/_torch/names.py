@@ -57,6 +57,7 @@ _STORAGES = {
 }
 # Any class or function whose full name begins with one of these becomes a `Record`.
 _DESCRIPTIONS = (
+    "__torch__.",  # a class of TorchScript
     "deepspeed.",
     "numpy.",
     "torch.distributed._shard.",
@@ -76,6 +77,7 @@ _OTHER_TENSORS = {
 }
 # Default factories of `collections.defaultdict`; `long` and `unicode` are from Python 2.
 _FACTORIES = ("dict", "float", "int", "list", "long", "str", "tuple", "unicode")
+_TYPED_LISTS = ("bool", "double", "int", "tensor")  # with a function of TorchScript each
 _DCP = "torch.distributed.checkpoint."
 _DESCRIBING = {
     _DCP + "filesystem._StorageInfo",
@@ -328,6 +330,10 @@ def _encoded(machine: PickleMachine, text: Any, encoding: Any) -> bytes:
     return text.encode("latin1")
 
 
+def _unchanged(machine: PickleMachine, value: Any, *_: Any) -> Any:
+    return value
+
+
 def _layout(machine: PickleMachine, name: Any) -> _Marker:
     if type(name) is not str or name != "torch.strided":
         raise pickle.UnpicklingError(f"the layout {shown(name)}")
@@ -345,4 +351,7 @@ _CONTAINERS: dict[str, Maker] = {
     "builtins.complex": Maker(_complex),
     "_codecs.encode": Maker(_encoded),
     "torch.serialization._get_layout": Maker(_layout),
+    # Lists and dicts of TorchScript with their types.
+    "torch.jit._pickle.restore_type_tag": Maker(_unchanged),
+    **{f"torch.jit._pickle.build_{kind}list": Maker(_unchanged) for kind in _TYPED_LISTS},
 }

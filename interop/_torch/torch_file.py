@@ -25,6 +25,7 @@ from .legacy import HEAD_BYTES, LegacyFile, is_legacy
 from .names import TorchStorage
 from .record import RecordKind
 from .sizes import are_sizes
+from .torchscript import script_state_dict
 from .unpickle import unpickle
 
 # A tensor may repeat elements of its storage (`expand`); a file may do so up to this many bytes.
@@ -116,13 +117,16 @@ class _Reader:
 
     def read(self, records: Collection[str]) -> Any:
         """Read the object."""
-        return unpickle(
+        content = unpickle(
             self._archive.read("data.pkl"),
             self._archive.where,
             storage=self._storage,
             tensor=self._tensor,
             records=records,
         )
+        if isinstance(self._archive, Archive) and self._archive.is_program:
+            return script_state_dict(content, self._archive)
+        return content
 
     def _storage(self, pid: tuple) -> Any:
         if pid[0] == "module" and type(pid[1]) is RecordKind:  # a class, with its source code
