@@ -17,7 +17,7 @@ from .archive import Archive
 from .record import Record
 
 _DECLARED = re.compile(
-    r"^class (\w+)\(Module\):$|^  __(parameters|buffers)__ = \[(.*)\]$", re.MULTILINE
+    r"^class (\w+)(.*):$|^  __(parameters|buffers)__ = \[(.*)\]$", re.MULTILINE
 )
 _NAMES = re.compile(r'("[^"\\]*", )*')
 _SAVE = "Load it with `torch.jit.load`, and save its `state_dict()`."
@@ -25,8 +25,13 @@ _MAX_CODE_BYTES = 2**26  # of all classes, unpacked
 _MAX_DEPTH, _MAX_MODULES = 100, 100_000  # a module that is at two places counts twice
 
 
+_OTHERS = ("", "(Enum)", "(Interface)", "(NamedTuple)")  # classes that are not of modules
+_OPAQUE = "__torch__.torch.classes."  # written in C++; they have no text
+
+
 @dataclasses.dataclass
 class _Class:
+    is_module: bool
     parameters: list[str] | None = None  # None: not declared
     buffers: list[str] | None = None
 
@@ -41,13 +46,21 @@ class _Classes:
 
     def of(self, value: Any) -> _Class | None:
         """Return the class of a module; None if the value is something else."""
-        if not isinstance(value, Record):
+        if not isinstance(value, Record) or not value.name.startswith("__torch__."):
+            return None
+        if value.name.startswith(_OPAQUE):
             return None
         module, _, name = value.name.rpartition(".")
         entry = f"code/{module.replace('.', '/')}.py"
         if entry not in self._known:
             self._known[entry] = self._read(entry) if entry in self._archive else {}
-        return self._known[entry].get(name)
+        found = self._known[entry].get(name)
+        if found is None:
+            raise ValueError(
+                f"{self._archive.where} does not declare the class {shown(value.name)} of an "
+                f"object in it. {_SAVE}"
+            )
+        return found if found.is_module else None
 
     def _read(self, entry: str) -> dict[str, _Class]:
         self._code_bytes += self._archive.unpacked_size(entry)
@@ -57,16 +70,16 @@ class _Classes:
                 f"{_SAVE}"
             )
         found: dict[str, _Class] = {}
-        made = _Class()
-        for name, kind, listed in _DECLARED.findall(self._archive.read(entry).decode()):
-            if name:
-                made = found[name] = _Class()
-            elif _NAMES.fullmatch(listed):
+        made = _Class(False)
+        for name, base, kind, listed in _DECLARED.findall(self._archive.read(entry).decode()):
+            if name and base in ("(Module)", *_OTHERS):
+                made = found[name] = _Class(base == "(Module)")
+            elif kind and _NAMES.fullmatch(listed):
                 setattr(made, kind, re.findall(r'"([^"]*)"', listed))
             else:
                 raise ValueError(
-                    f"{self._archive.where} declares {kind} in a form that is not known: "
-                    f"{shown(listed)}. {_SAVE}"
+                    f"{self._archive.where} declares {shown(name + base or listed)} in a form that "
+                    f"is not known. {_SAVE}"
                 )
         return found
 
@@ -98,9 +111,15 @@ def script_state_dict(program: Any, archive: Archive) -> dict[str, LazyTensor]:
                 f"{archive.where} does not declare the parameters of {shown(prefix)}. {_SAVE}"
             )
         # Programs of old versions declare no buffers: there every other tensor is one.
-        buffers = state.keys() - set(kind.parameters) if kind.buffers is None else kind.buffers
-        for name in (*kind.parameters, *(each for each in state if each in set(buffers))):
-            if isinstance(state.get(name), LazyTensor):
+        others = [name for name, value in state.items() if isinstance(value, LazyTensor)]
+        buffers = kind.buffers if kind.buffers is not None else others
+        for name in dict.fromkeys((*kind.parameters, *buffers)):
+            if not isinstance(state.get(name, ...), LazyTensor | None):
+                raise ValueError(
+                    f"{archive.where} declares {shown(prefix + name)} as a tensor, and holds none. "
+                    f"{_SAVE}"
+                )
+            if state[name] is not None:
                 tensors[prefix + name] = state[name]
         inner = [(key, value) for key, value in state.items() if classes.of(value) is not None]
         if any(type(key) is not str for key, _ in inner):
