@@ -1,4 +1,4 @@
-"""Locate the parts of a file that `torch.save` wrote before PyTorch 1.6, and check that it is whole.
+"""Locate the parts of a file that PyTorch wrote before 1.6, and check that it is whole.
 
 It is a row of five pickles (a magic number, a version, a description of the machine, the object,
 the keys of its storages), followed by the storages in the order of the keys: for each the number of

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from jaxzero.interop._tensors import (
     read_step,
 )
 
+from .numbered import names_of_numbers, parameters_in
 from .torch_file import TorchTensor, read_torch_file
 
+Order = Callable[[], Sequence[str]]
 WEIGHTS = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"  # maps each tensor to one of several files
 _MAX_DEPTH, _MAX_PATH = 16, 1000  # of dicts that contain a state dict; characters of a dotted path
@@ -39,10 +41,14 @@ def open_torch_file(file: Path, key: str | None, records: Collection[str]) -> Ch
     held = _entry(content, key, file) if key is not None else _state_dict(content, file)
     tensors = _named(held, file)
     optimizers = _optimizers_in(content)
-    if not optimizers:
-        return Checkpoint(path=file, form="torch.save", tensors=tensors)
     moments = functools.partial(_only_moments, optimizers, tensors, str(file))
-    return Checkpoint(path=file, form="torch.save", tensors=tensors, moments=moments)
+    return Checkpoint(
+        path=file,
+        form="torch.save",
+        tensors=tensors,
+        moments=moments if optimizers else None,
+        in_order=True,
+    )
 
 
 def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
@@ -51,7 +57,7 @@ def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
     if not index.is_file():
         file = directory / WEIGHTS
         tensors = _named(_state_dict(read_torch_file(file, records=records), file), file)
-        return Checkpoint(path=directory, form="torch.save", tensors=tensors)
+        return Checkpoint(path=directory, form="torch.save", tensors=tensors, in_order=True)
     tensors: dict[str, LazyTensor] = {}
     file_of = by_plain_name(read_index(index), repr(str(index)))
     for file in sorted({directory / name for name in file_of.values()}):
@@ -106,11 +112,32 @@ def read_index(index: Path) -> dict[str, str]:
     return file_of
 
 
+def read_optimizer(
+    file: Path,
+    checkpoint: Checkpoint,
+    names: Sequence[str] | None,
+    *,
+    order: Order,
+    of_trainer: bool,
+    records: Collection[str],
+) -> AdamMoments:
+    """Read the moments of a model from a file that holds an optimizer; see `moments_of`."""
+    optimizers = _optimizers_in(read_torch_file(file, records=records))
+    if not optimizers:
+        raise ValueError(f"{str(file)!r} holds no state of an optimizer. Give one that does.")
+    return _only_moments(
+        optimizers, checkpoint.tensors, repr(str(file)), names, order=order, of_trainer=of_trainer
+    )
+
+
 def _only_moments(
     optimizers: Sequence[tuple[str, Mapping[str, Any]]],
     tensors: Mapping[str, LazyTensor],
     where: str,
     names: Sequence[str] | None = None,
+    *,
+    order: Order | None = None,
+    of_trainer: bool = False,
 ) -> AdamMoments:
     if len(optimizers) > 1:
         paths = first_names([path for path, _ in optimizers])
@@ -119,7 +146,7 @@ def _only_moments(
             "the model that is read. Save each model with its optimizer in a file of its own, and "
             "open that. Weights can be read without it."
         )
-    return moments_of(optimizers[0][1], tensors, where, names)
+    return moments_of(optimizers[0][1], tensors, where, names, order=order, of_trainer=of_trainer)
 
 
 def moments_of(
@@ -127,6 +154,9 @@ def moments_of(
     tensors: Mapping[str, LazyTensor],
     where: str,
     names: Sequence[str] | None = None,
+    *,
+    order: Order | None = None,
+    of_trainer: bool = False,
 ) -> AdamMoments:
     """Extract Adam's moments from an optimizer's state dict.
 
@@ -136,8 +166,11 @@ def moments_of(
         tensors: tensors of the model by name.
         where: file name, for messages.
         names: names of the parameters in the optimizer's order. If None, the names that the
-            optimizer recorded; or the names of the model, if there is one group and the shapes of
-            its moments match those of the model in order.
+            optimizer recorded; or those that `names_of_numbers` finds.
+        order: returns the names of the model's parameters in the order of `model.parameters()`, or
+            raises a `ValueError` with the reason why it is not known. If None, `tensors` are in the
+            order of the model's state dict.
+        of_trainer: whether the Trainer of transformers made the optimizer's groups.
     """
     state = dict(optimizer["state"])
     if not state:
@@ -146,12 +179,15 @@ def moments_of(
             "Adam or AdamW, and no other optimizer is read. Start with a new optimizer state; "
             "weights can be loaded without it."
         )
+    groups = optimizer["param_groups"]
     if not all(isinstance(each, str) for each in state):
-        state = _by_name(state, optimizer["param_groups"], tensors, where, names)
+        order = order or functools.partial(parameters_in, tensors)
+        state = _by_name(state, groups, tensors, where, names, order, of_trainer)
     state = by_plain_name(state, where)
     state = {name: _with_name(name, held) for name, held in state.items()}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    return gather_moments(state, shapes, where, read_step)
+    betas = groups[0].get("betas") if groups else None
+    return gather_moments(state, shapes, where, read_step, betas)
 
 
 def _by_name(
@@ -160,26 +196,15 @@ def _by_name(
     tensors: Mapping[str, LazyTensor],
     where: str,
     names: Sequence[str] | None,
+    order: Order,
+    of_trainer: bool,
 ) -> dict[str, Any]:
     numbers = [number for group in groups for number in group["params"]]
     kept = [name for group in groups for name in group.get("param_names", ())]
     if names is None and len(kept) == len(numbers):
         names = [plain_name(name) for name in kept]
     if names is None:
-        for number in numbers:
-            if number in state and "exp_avg" not in state[number]:
-                check_is_adam(
-                    state[number], f"The optimizer in {where}, whose parameters are numbers,"
-                )
-        shapes = [tuple(state[n]["exp_avg"].shape) if n in state else None for n in numbers]
-        same = len(groups) == 1 and shapes == [tensor.shape for tensor in tensors.values()]
-        if not same:
-            raise ValueError(
-                f"The optimizer in {where} identifies its {len(numbers)} parameters by number, and "
-                f"they cannot be matched to the {len(tensors)} tensors of the model. Pass "
-                "`names=`: the names in the order of the optimizer, group after group."
-            )
-        names = list(tensors)
+        return _matched(state, groups, tensors, where, order, of_trainer)
     if len(names) != len(numbers):
         raise ValueError(
             f"`names` must name the {len(numbers)} parameters of the optimizer in {where}; got "
@@ -187,6 +212,45 @@ def _by_name(
         )
     pairs = zip(names, numbers, strict=True)
     return {name: state[number] for name, number in pairs if number in state}
+
+
+def _matched(
+    state: Mapping[Any, Any],
+    groups: Sequence[Mapping[str, Any]],
+    tensors: Mapping[str, LazyTensor],
+    where: str,
+    order: Order,
+    of_trainer: bool,
+) -> dict[str, Any]:
+    def ordered() -> Sequence[str]:
+        # The Trainer's first group decays.
+        known = of_trainer and len(groups) == 2 and groups[1].get("weight_decay") == 0
+        if len(groups) != 1 and not known:
+            raise ValueError(f"nothing says how they were divided into {len(groups)} groups")
+        return order()
+
+    for held in state.values():
+        if "exp_avg" not in held:
+            check_is_adam(held, f"The optimizer in {where}, whose parameters are numbers,")
+    names = parameters_in(tensors)
+    try:
+        found = names_of_numbers(
+            [group["params"] for group in groups],
+            {number: tuple(held["exp_avg"].shape) for number, held in state.items()},
+            {name: tensors[name].shape for name in names},
+            ordered,
+            of_trainer=of_trainer and len(groups) == 2,
+        )
+    except ValueError as error:
+        count = sum(len(group["params"]) for group in groups)
+        raise ValueError(
+            f"The optimizer in {where} identifies its {count} parameters by number, and they "
+            f"cannot be matched to the {len(tensors)} tensors of the model: {error}. Pass "
+            "`names=`, the names in the order of the optimizer, which its program gives: "
+            "`[n for g in optimizer.param_groups for p in g['params'] for n, each in "
+            "model.named_parameters() if each is p]`."
+        ) from error
+    return {name: state[number] for number, name in found.items()}
 
 
 def _with_name(name: str, held: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,11 @@ class TorchTensor(LazyTensor):
         return f"{shown(self.name)} in {str(self.file)!r}"
 
     @property
+    def place(self) -> tuple:
+        """What two names of one tensor have in common, in a file."""
+        return self.file, self.start, self.shape, self.strides, self.dtype
+
+    @property
     def _span(self) -> int:
         """Number of elements from the first to the last, including gaps between strides."""
         return _span(self.shape, self.strides)

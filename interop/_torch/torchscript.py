@@ -10,15 +10,13 @@ import dataclasses
 import re
 from typing import Any
 
-from jaxzero._text import escaped, shown
+from jaxzero._text import shown
 from jaxzero.interop._tensors import LazyTensor
 
 from .archive import Archive
 from .record import Record
 
-_DECLARED = re.compile(
-    r"^class (\w+)(.*):$|^  __(parameters|buffers)__ = \[(.*)\]$", re.MULTILINE
-)
+_DECLARED = re.compile(r"^class (\w+)(.*):$|^  __(parameters|buffers)__ = \[(.*)\]$", re.MULTILINE)
 _NAMES = re.compile(r'("[^"\\]*", )*')
 _SAVE = "Load it with `torch.jit.load`, and save its `state_dict()`."
 _MAX_CODE_BYTES = 2**26  # of all classes, unpacked

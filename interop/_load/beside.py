@@ -1,0 +1,108 @@
+"""The optimizer's state in a file of its own, beside the model that it trained.
+
+The Trainer of transformers writes `optimizer.pt` into `checkpoint-N`, and Accelerate's `save_state`
+writes `optimizer.bin`. Both hold `optimizer.state_dict()`, with numbers for parameters. Files of
+safetensors are sorted, so the order of the model is not in them; transformers knows it where
+`config.json` names one of its classes.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from jaxzero._text import escaped, shown
+from jaxzero.interop._tensors import AdamMoments, Checkpoint
+from jaxzero.interop._torch import parameters_in, read_optimizer
+
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+_SECOND = "optimizer_1.bin"  # Accelerate's, if there are several
+_OF_TRAINER = "trainer_state.json"
+
+
+def with_optimizer(
+    checkpoint: Checkpoint, given: Path | str | None, records: Collection[str]
+) -> Checkpoint:
+    """Add the moments of the optimizer's file that is given, or that lies in the directory.
+
+    Raises:
+        ValueError: the file that is given does not exist, or the checkpoint has an optimizer.
+    """
+    directory = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    if given is None:
+        found = [checkpoint.path / name for name in _OPTIMIZERS if checkpoint.path == directory]
+        found = [file for file in found if file.is_file()]
+        if checkpoint.moments is not None or not found:
+            return checkpoint
+    else:
+        found = [Path(given)]
+        if checkpoint.moments is not None or not found[0].is_file():
+            why = "is not a file" if checkpoint.moments is None else "is given, and it has one"
+            raise ValueError(
+                f"`optimizer` must be a file of `torch.save`, for a checkpoint without the state "
+                f"of an optimizer, such as {str(checkpoint.path)!r}; {str(given)!r} {why}."
+            )
+
+    def moments(names: Sequence[str] | None = None) -> AdamMoments:
+        several = [*found, *([directory / _SECOND] if given is None else [])]
+        several = [file.name for file in several if file.is_file()]
+        if len(several) > 1:
+            raise ValueError(
+                f"{str(directory)!r} holds the optimizers {', '.join(several)}, and nothing says "
+                "which trained the model. Name one: `open_checkpoint(path, optimizer=file)`."
+            )
+        return read_optimizer(
+            found[0],
+            checkpoint,
+            names,
+            order=functools.partial(_order, checkpoint, directory),
+            of_trainer=(found[0].parent / _OF_TRAINER).is_file(),
+            records=records,
+        )
+
+    return dataclasses.replace(checkpoint, moments=moments)
+
+
+def _order(checkpoint: Checkpoint, directory: Path) -> Sequence[str]:
+    """Return the names of the model's parameters, in the order of `model.parameters()`.
+
+    Raises:
+        ValueError: it is not known; the message is the reason.
+    """
+    if checkpoint.in_order:
+        return parameters_in(checkpoint.tensors)
+    unknown = f"the order of the model is not in {checkpoint.form}, and "
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+        (kind,), version = config["architectures"], str(config["transformers_version"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        raise ValueError(f"{unknown}no config.json names its class") from None
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{unknown}{' and '.join(missing)} is not installed to make it")
+    import torch
+    import transformers
+
+    here = transformers.__version__
+    if version.split(".")[:2] != here.split(".")[:2]:  # a class may have changed its order
+        raise ValueError(
+            f"{unknown}was saved with transformers {escaped(version)}, where {here} is installed"
+        )
+    model_class = getattr(transformers, kind, None) if isinstance(kind, str) else None
+    if not isinstance(model_class, type) or not issubclass(
+        model_class, transformers.PreTrainedModel
+    ):
+        raise ValueError(f"{unknown}transformers has no {shown(kind)}")
+    settings = model_class.config_class.from_pretrained(directory, local_files_only=True)
+    if getattr(settings, "num_hidden_layers", 0) > len(checkpoint):
+        raise ValueError(f"{unknown}config.json says more layers than it has tensors")
+    with torch.device("meta"):
+        model = model_class(settings)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    held = {name: tensor.shape for name, tensor in checkpoint.items()}
+    differing = [name for name, shape in shapes.items() if held.get(name) != shape]
+    if differing:
+        raise ValueError(f"{unknown}of {shown(kind)}, {shown(differing[0])} is not like in it")
+    return list(shapes)
