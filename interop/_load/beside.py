@@ -12,6 +12,7 @@ import importlib.util
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxzero._text import escaped, shown
 from jaxzero.interop._tensors import AdamMoments, Checkpoint
@@ -76,33 +77,46 @@ def _order(checkpoint: Checkpoint, directory: Path) -> Sequence[str]:
     unknown = f"the order of the model is not in {checkpoint.form}, and "
     try:
         config = json.loads((directory / "config.json").read_bytes())
-        (kind,), version = config["architectures"], str(config["transformers_version"])
+        (kind,), version = map(str, config["architectures"]), str(config["transformers_version"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         raise ValueError(f"{unknown}no config.json names its class") from None
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(f"{unknown}{' and '.join(missing)} is not installed to make it")
+        raise ValueError(f"{unknown}{' and '.join(missing)} is not installed to tell it")
+    shapes = _parameters_by_transformers(directory, kind, version, len(checkpoint), unknown)
+    held = {name: tensor.shape for name, tensor in checkpoint.items()}
+    differing = [name for name, shape in shapes.items() if held.get(name) != shape]
+    if differing:
+        raise ValueError(f"{unknown}{shown(differing[0])} of {shown(kind)} is not like that in it")
+    return list(shapes)
+
+
+def _parameters_by_transformers(
+    directory: Path, kind: str, version: str, num_tensors: int, unknown: str
+) -> dict[str, tuple[int, ...]]:
+    """Make a model of transformers without data; return its parameters' names and shapes."""
     import torch
     import transformers
 
     here = transformers.__version__
     if version.split(".")[:2] != here.split(".")[:2]:  # a class may have changed its order
         raise ValueError(
-            f"{unknown}was saved with transformers {escaped(version)}, where {here} is installed"
+            f"{unknown}it was saved with transformers {escaped(version)}, where {here} is installed"
         )
-    model_class = getattr(transformers, kind, None) if isinstance(kind, str) else None
+    model_class = getattr(transformers, kind, None)
     if not isinstance(model_class, type) or not issubclass(
         model_class, transformers.PreTrainedModel
     ):
         raise ValueError(f"{unknown}transformers has no {shown(kind)}")
-    settings = model_class.config_class.from_pretrained(directory, local_files_only=True)
-    if getattr(settings, "num_hidden_layers", 0) > len(checkpoint):
-        raise ValueError(f"{unknown}config.json says more layers than it has tensors")
-    with torch.device("meta"):
-        model = model_class(settings)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    held = {name: tensor.shape for name, tensor in checkpoint.items()}
-    differing = [name for name, shape in shapes.items() if held.get(name) != shape]
-    if differing:
-        raise ValueError(f"{unknown}of {shown(kind)}, {shown(differing[0])} is not like in it")
-    return list(shapes)
+    try:
+        config_class: Any = model_class.config_class
+        settings = config_class.from_pretrained(directory, local_files_only=True)
+        if getattr(settings, "num_hidden_layers", 0) > num_tensors:
+            raise ValueError("more layers than tensors")
+        with torch.device("meta"):
+            model = model_class(settings)
+    except Exception as error:  # whatever that class raises
+        raise ValueError(
+            f"{unknown}transformers makes no {shown(kind)} of config.json ({escaped(error)})"
+        ) from error
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -146,7 +146,7 @@ def gather_moments(
 
 
 def _are_betas(value: object) -> TypeGuard[tuple[float, float]]:
-    pair = type(value) in (tuple, list) and len(value) == 2
+    pair = isinstance(value, tuple | list) and len(value) == 2
     return pair and all(type(beta) is float and 0 <= beta < 1 for beta in value)
 
 

@@ -269,9 +269,9 @@ def _state_dict(content: Any, file: Path) -> Mapping[str, Any]:
         return next(iter(found.values()))
     if not found and _optimizers_in(content):
         raise ValueError(
-            f"{str(file)!r} holds the state of an optimizer, and no model. Save both in one file: "
-            "`torch.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, path)`"
-            ", or open the file of the model for its weights."
+            f"{str(file)!r} holds the state of an optimizer, and no model. Open the model with it: "
+            f"`open_checkpoint(model, optimizer={str(file)!r})`. In the directory of a model, "
+            "`optimizer.pt` and `optimizer.bin` are found: then give the directory."
         )
     if not found:
         raise ValueError(f"{str(file)!r} holds no dict of tensors. Save `model.state_dict()`.")
