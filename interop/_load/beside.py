@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxzero._text import escaped, shown
 from jaxzero.interop._tensors import AdamMoments, Checkpoint
-from jaxzero.interop._torch import parameters_in, read_optimizer
+from jaxzero.interop._torch import ModelOrder, parameters_in, read_optimizer
 
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 _SECOND = "optimizer_1.bin"  # Accelerate's, if there are several
@@ -66,14 +66,14 @@ def with_optimizer(
     return dataclasses.replace(checkpoint, moments=moments)
 
 
-def _order(checkpoint: Checkpoint, directory: Path) -> Sequence[str]:
-    """Return the names of the model's parameters, in the order of `model.parameters()`.
+def _order(checkpoint: Checkpoint, directory: Path) -> ModelOrder:
+    """Return the order of the model's parameters.
 
     Raises:
         ValueError: it is not known; the message is the reason.
     """
     if checkpoint.in_order:
-        return parameters_in(checkpoint.tensors)
+        return ModelOrder(parameters_in(checkpoint.tensors))
     unknown = f"the order of the model is not in {checkpoint.form}, and "
     try:
         config = json.loads((directory / "config.json").read_bytes())
@@ -83,19 +83,6 @@ def _order(checkpoint: Checkpoint, directory: Path) -> Sequence[str]:
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"{unknown}{' and '.join(missing)} is not installed to tell it")
-    shapes = _parameters_by_transformers(directory, kind, version, len(checkpoint), unknown)
-    held = {name: tensor.shape for name, tensor in checkpoint.items()}
-    differing = [name for name, shape in shapes.items() if held.get(name) != shape]
-    if differing:
-        raise ValueError(f"{unknown}{shown(differing[0])} of {shown(kind)} is not like that in it")
-    return list(shapes)
-
-
-def _parameters_by_transformers(
-    directory: Path, kind: str, version: str, num_tensors: int, unknown: str
-) -> dict[str, tuple[int, ...]]:
-    """Make a model of transformers without data; return its parameters' names and shapes."""
-    import torch
     import transformers
 
     here = transformers.__version__
@@ -103,20 +90,35 @@ def _parameters_by_transformers(
         raise ValueError(
             f"{unknown}it was saved with transformers {escaped(version)}, where {here} is installed"
         )
-    model_class = getattr(transformers, kind, None)
-    if not isinstance(model_class, type) or not issubclass(
-        model_class, transformers.PreTrainedModel
-    ):
-        raise ValueError(f"{unknown}transformers has no {shown(kind)}")
     try:
-        config_class: Any = model_class.config_class
-        settings = config_class.from_pretrained(directory, local_files_only=True)
-        if getattr(settings, "num_hidden_layers", 0) > num_tensors:
-            raise ValueError("more layers than tensors")
-        with torch.device("meta"):
-            model = model_class(settings)
+        model = _model_of_transformers(directory, kind, len(checkpoint))
+        trainer: Any = transformers.Trainer
+        decayed = trainer.get_decay_parameter_names(None, model)  # it does not use `self`
     except Exception as error:  # whatever that class raises
         raise ValueError(
             f"{unknown}transformers makes no {shown(kind)} of config.json ({escaped(error)})"
         ) from error
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    names = [name for name, _ in model.named_parameters()]
+    held = {name: tensor.shape for name, tensor in checkpoint.items()}
+    for name, parameter in model.named_parameters():
+        if held.get(name) != tuple(parameter.shape):
+            raise ValueError(f"{unknown}{shown(name)} of {shown(kind)} is not like that in it")
+    return ModelOrder(names, decayed)
+
+
+def _model_of_transformers(directory: Path, kind: str, num_tensors: int) -> Any:
+    """Make the model of a config.json without data."""
+    import torch
+    import transformers
+
+    model_class: Any = getattr(transformers, kind, None)
+    if not isinstance(model_class, type) or not issubclass(
+        model_class, transformers.PreTrainedModel
+    ):
+        raise ValueError("there is no such model")
+    config_class: Any = model_class.config_class
+    settings = config_class.from_pretrained(directory, local_files_only=True)
+    if getattr(settings, "num_hidden_layers", 0) > num_tensors:
+        raise ValueError("more layers than tensors")
+    with torch.device("meta"):
+        return model_class(settings)

@@ -145,7 +145,7 @@ def gather_moments(
     return AdamMoments(step=last, exp_avg=means, exp_avg_sq=squares, steps=fewer, **known)
 
 
-def _are_betas(value: object) -> TypeGuard[tuple[float, float]]:
+def _are_betas(value: Any) -> TypeGuard[tuple[float, float]]:
     pair = isinstance(value, tuple | list) and len(value) == 2
     return pair and all(type(beta) is float and 0 <= beta < 1 for beta in value)
 

@@ -9,7 +9,8 @@ ways it gets the same name.
 """
 
 import collections
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from jaxzero._text import shown
 from jaxzero.interop._tensors import LazyTensor
@@ -20,6 +21,19 @@ Shape = tuple[int, ...]
 _Taken = tuple[int, ...]  # how many parameters each group has
 _MAX_STATES = 2**20
 _BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class ModelOrder(NamedTuple):
+    """The parameters of a model, and how the Trainer of transformers divides them.
+
+    Attributes:
+        names: in the order of `model.parameters()`.
+        decayed: those of the first of its two groups; None if it is only known that no name with
+            "bias" in it is one of them.
+    """
+
+    names: Sequence[str]
+    decayed: Collection[str] | None = None
 
 
 def parameters_in(tensors: Mapping[str, LazyTensor]) -> list[str]:
@@ -44,7 +58,7 @@ def names_of_numbers(
     groups: Sequence[Sequence[int]],
     moments: Mapping[int, Shape],
     shapes: Mapping[str, Shape],
-    order: Callable[[], Sequence[str]],
+    order: Callable[[], ModelOrder],
     *,
     of_trainer: bool,
 ) -> dict[int, str]:
@@ -54,9 +68,9 @@ def names_of_numbers(
         groups: the numbers of each group, in its order.
         moments: number -> shape, of those that have a state.
         shapes: name -> shape, of all tensors that may be parameters.
-        order: returns names of `shapes` in the order of `model.parameters()`, or raises a
-            `ValueError` with the reason why it is not known.
-        of_trainer: the first of two groups has no parameter with "bias" in its name.
+        order: returns names of `shapes` in the order of the model, or raises a `ValueError` with
+            the reason why it is not known.
+        of_trainer: whether the Trainer of transformers made the groups.
 
     Raises:
         ValueError: a number cannot be told; the message is the reason.
@@ -90,19 +104,19 @@ class _Ways:
         groups: Sequence[Sequence[int]],
         moments: Mapping[int, Shape],
         shapes: Mapping[str, Shape],
-        order: Sequence[str],
+        order: ModelOrder,
         of_trainer: bool,
     ) -> None:
         self._groups, self._moments, self._shapes = groups, moments, shapes
-        self._order, self._of_trainer = order, of_trainer
-        self._spare = len(order) - sum(map(len, groups))  # names that no group takes
+        self._order, self._of_trainer = order, of_trainer and len(groups) == 2
+        self._spare = len(order.names) - sum(map(len, groups))  # names that no group takes
 
     def candidates(self) -> dict[int, list[str]]:
         """Return the names that each number can have."""
         end = tuple(map(len, self._groups))
         reached = [{(0,) * len(end)}]
         num_states = 0
-        for index, name in enumerate(self._order):
+        for index, name in enumerate(self._order.names):
             reached.append(
                 {
                     after
@@ -117,11 +131,11 @@ class _Ways:
         if end not in reached[-1]:
             raise ValueError(
                 "their shapes do not follow each other in the model, which may have "
-                f"{len(self._order)} parameters"
+                f"{len(self._order.names)} parameters"
             )
         found = collections.defaultdict(list)
         alive = {end}
-        for name, befores in zip(self._order[::-1], reached[-2::-1], strict=True):
+        for name, befores in zip(self._order.names[::-1], reached[-2::-1], strict=True):
             moves = [(b, n) for b in befores for a, n in self._moves(b, name) if a in alive]
             alive = {before for before, _ in moves}
             for number in {number for _, number in moves if number is not None}:
@@ -133,7 +147,14 @@ class _Ways:
         yield before, None
         for index, group in enumerate(self._groups):
             taken = before[index]
-            if taken == len(group) or (self._of_trainer and index == 0 and "bias" in name):
+            if taken == len(group) or not self._may_hold(index, name):
                 continue
             if self._moments.get(group[taken], self._shapes[name]) == self._shapes[name]:
                 yield (*before[:index], taken + 1, *before[index + 1 :]), group[taken]
+
+    def _may_hold(self, group: int, name: str) -> bool:
+        if not self._of_trainer:
+            return True
+        if self._order.decayed is None:
+            return group == 1 or "bias" not in name
+        return (name in self._order.decayed) == (group == 0)

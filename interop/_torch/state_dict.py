@@ -19,10 +19,10 @@ from jaxzero.interop._tensors import (
     read_step,
 )
 
-from .numbered import names_of_numbers, parameters_in
+from .numbered import ModelOrder, names_of_numbers, parameters_in
 from .torch_file import TorchTensor, read_torch_file
 
-Order = Callable[[], Sequence[str]]
+Order = Callable[[], ModelOrder]
 WEIGHTS = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"  # maps each tensor to one of several files
 _MAX_DEPTH, _MAX_PATH = 16, 1000  # of dicts that contain a state dict; characters of a dotted path
@@ -167,9 +167,9 @@ def moments_of(
         where: file name, for messages.
         names: names of the parameters in the optimizer's order. If None, the names that the
             optimizer recorded; or those that `names_of_numbers` finds.
-        order: returns the names of the model's parameters in the order of `model.parameters()`, or
-            raises a `ValueError` with the reason why it is not known. If None, `tensors` are in the
-            order of the model's state dict.
+        order: returns the order of the model's parameters, or raises a `ValueError` with the
+            reason why it is not known. If None, `tensors` are in the order of the model's state
+            dict.
         of_trainer: whether the Trainer of transformers made the optimizer's groups.
     """
     state = dict(optimizer["state"])
@@ -181,7 +181,7 @@ def moments_of(
         )
     groups = optimizer["param_groups"]
     if not all(isinstance(each, str) for each in state):
-        order = order or functools.partial(parameters_in, tensors)
+        order = order or (lambda: ModelOrder(parameters_in(tensors)))
         state = _by_name(state, groups, tensors, where, names, order, of_trainer)
     state = by_plain_name(state, where)
     state = {name: _with_name(name, held) for name, held in state.items()}
@@ -222,7 +222,7 @@ def _matched(
     order: Order,
     of_trainer: bool,
 ) -> dict[str, Any]:
-    def ordered() -> Sequence[str]:
+    def ordered() -> ModelOrder:
         # The Trainer's first group decays.
         known = of_trainer and len(groups) == 2 and groups[1].get("weight_decay") == 0
         if len(groups) != 1 and not known:
@@ -239,7 +239,7 @@ def _matched(
             {number: tuple(held["exp_avg"].shape) for number, held in state.items()},
             {name: tensors[name].shape for name in names},
             ordered,
-            of_trainer=of_trainer and len(groups) == 2,
+            of_trainer=of_trainer,
         )
     except ValueError as error:
         count = sum(len(group["params"]) for group in groups)
