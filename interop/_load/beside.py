@@ -102,7 +102,9 @@ def _order(checkpoint: Checkpoint, directory: Path) -> ModelOrder:
     held = {name: tensor.shape for name, tensor in checkpoint.items()}
     for name, parameter in model.named_parameters():
         if held.get(name) != tuple(parameter.shape):
-            raise ValueError(f"{unknown}{shown(name)} of {shown(kind)} is not like that in it")
+            raise ValueError(
+                f"{unknown}{shown(name)} of {shown(kind)} has another name or shape in the files"
+            )
     return ModelOrder(names, decayed)
 
 

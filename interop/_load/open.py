@@ -22,7 +22,7 @@ def open_checkpoint(
     """Open a checkpoint of PyTorch as a mapping from names to tensors that are read when indexed.
 
     Reads safetensors (a file, or a directory with one or with parts and their index), files of
-    `torch.save` (also in parts), directories of `torch.distributed.checkpoint` (FSDP, FSDP2),
+    `torch.save` (also in parts), programs of `torch.jit.save`, directories of `torch.distributed.checkpoint` (FSDP, FSDP2),
     checkpoints of DeepSpeed ZeRO stages 1 to 3, and universal ones. PyTorch is not needed, and
     nothing that a file pickles is run.
 

@@ -92,14 +92,34 @@ def pack(path: Path, entries: dict[str, bytes]) -> None:
 @pytest.mark.parametrize(
     ("entry", "old", "new", "message"),
     [
-        ("test_torchscript.py", b"class Net(Module)", b"class Not(Module)", "declare the class '__torch_"),
-        ("test_torchscript.py", b"(Module):", b"(Thing):", r"'Net\(Thing\)' in a form that is not known"),
+        (
+            "test_torchscript.py",
+            b"class Net(Module)",
+            b"class Not(Module)",
+            "declare the class '__torch_",
+        ),
+        (
+            "test_torchscript.py",
+            b"(Module):",
+            b"(Thing):",
+            r"'Net\(Thing\)' in a form that is not known",
+        ),
         ("test_torchscript.py", b'["table", ]', b'["t\\x61ble", ]', "in a form that is not known"),
         ("test_torchscript.py", b'["table", ]', b'["numbers", ]', "declares 'numbers' as a tensor"),
         ("test_torchscript.py", b'["table", ]', b'["missing", ]', "declares 'missing' as a tensor"),
         ("linear.py", b"__parameters__", b"__params__", "not declare the parameters of 'linear.'"),
-        ("data.pkl", b"torchscript\nNet\n", b"torchscript\nInner\n", "declares 'scale' as a tensor"),
-        ("data.pkl", b"__torch__.tests.interop.test_torchscript\nNet\n", b"os\nsystem\n", "names `os.system`"),
+        (
+            "data.pkl",
+            b"torchscript\nNet\n",
+            b"torchscript\nInner\n",
+            "declares 'scale' as a tensor",
+        ),
+        (
+            "data.pkl",
+            b"__torch__.tests.interop.test_torchscript\nNet\n",
+            b"os\nsystem\n",
+            "names `os.system`",
+        ),
     ],
 )
 def test_programs_that_lie(entry: str, old: bytes, new: bytes, message: str, tmp_path, scripted):
