@@ -18,23 +18,21 @@ from jaxzero._text import escaped, shown
 from jaxzero.interop._tensors import AdamMoments, Checkpoint
 from jaxzero.interop._torch import ModelOrder, parameters_in, read_optimizer
 
-_OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
-_SECOND = "optimizer_1.bin"  # Accelerate's, if there are several
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_1.bin")  # the last: of several
 _OF_TRAINER = "trainer_state.json"
 
 
 def with_optimizer(
-    checkpoint: Checkpoint, given: Path | str | None, records: Collection[str]
+    checkpoint: Checkpoint, path: Path, given: Path | str | None, records: Collection[str]
 ) -> Checkpoint:
-    """Add the moments of the optimizer's file that is given, or that lies in the directory.
+    """Add the moments of the optimizer's file that is given, or that lies in the directory `path`.
 
     Raises:
         ValueError: the file that is given does not exist, or the checkpoint has an optimizer.
     """
-    directory = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    directory = path if path.is_dir() else path.parent
     if given is None:
-        found = [checkpoint.path / name for name in _OPTIMIZERS if checkpoint.path == directory]
-        found = [file for file in found if file.is_file()]
+        found = [path / name for name in _OPTIMIZERS if (path / name).is_file()]
         if checkpoint.moments is not None or not found:
             return checkpoint
     else:
@@ -43,16 +41,15 @@ def with_optimizer(
             why = "is not a file" if checkpoint.moments is None else "is given, and it has one"
             raise ValueError(
                 f"`optimizer` must be a file of `torch.save`, for a checkpoint without the state "
-                f"of an optimizer, such as {str(checkpoint.path)!r}; {str(given)!r} {why}."
+                f"of an optimizer, such as {str(path)!r}; {str(given)!r} {why}."
             )
 
     def moments(names: Sequence[str] | None = None) -> AdamMoments:
-        several = [*found, *([directory / _SECOND] if given is None else [])]
-        several = [file.name for file in several if file.is_file()]
-        if len(several) > 1:
+        if len(found) > 1:
             raise ValueError(
-                f"{str(directory)!r} holds the optimizers {', '.join(several)}, and nothing says "
-                "which trained the model. Name one: `open_checkpoint(path, optimizer=file)`."
+                f"{str(path)!r} holds the optimizers {', '.join(file.name for file in found)}, and "
+                "nothing says which trained the model. Name one: `open_checkpoint(path, "
+                "optimizer=file)`."
             )
         return read_optimizer(
             found[0],

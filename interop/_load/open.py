@@ -22,9 +22,9 @@ def open_checkpoint(
     """Open a checkpoint of PyTorch as a mapping from names to tensors that are read when indexed.
 
     Reads safetensors (a file, or a directory with one or with parts and their index), files of
-    `torch.save` (also in parts), programs of `torch.jit.save`, directories of `torch.distributed.checkpoint` (FSDP, FSDP2),
-    checkpoints of DeepSpeed ZeRO stages 1 to 3, and universal ones. PyTorch is not needed, and
-    nothing that a file pickles is run.
+    `torch.save` (also in parts) and `torch.jit.save`, directories of `torch.distributed.checkpoint`
+    (FSDP, FSDP2), checkpoints of DeepSpeed ZeRO stages 1 to 3, and universal ones. PyTorch is not
+    needed, and nothing that a file pickles is run.
 
     Args:
         path: a file or a directory: for DeepSpeed the one with `latest`, or that of a step.
@@ -60,7 +60,7 @@ def open_checkpoint(
         check_form(form)
     for form in (*forms, *known_forms()):
         if form.recognizes(path):
-            return with_optimizer(_opened(form, path, key, records), optimizer, records)
+            return with_optimizer(_opened(form, path, key, records), path, optimizer, records)
     inside = [each.name for each in sorted(path.iterdir()) if _is_checkpoint(each)]
     raise ValueError(
         f"{str(path)!r} holds no checkpoint that is known: no safetensors, no {WEIGHTS}, no "

@@ -25,7 +25,7 @@ class Inner(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.arange(3.0))
         self.register_buffer("absent", None)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x * self.scale
 
 
@@ -45,7 +45,7 @@ class Net(torch.nn.Module):
         self.settings = {"a": torch.ones(1)}
         self.numbers = [1, 2]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y = self.row(self.norm(self.again(self.linear(x)))) + self.table + self.attribute
         y = self.named["a-b"](y) + self.named["c"](y) + self.numbers[0]
         return y + torch.tensor([1.0, 2.0, 3.0]) + self.settings["a"]
