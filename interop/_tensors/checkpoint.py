@@ -94,8 +94,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
         if self.moments is None:
             raise ValueError(
                 f"{str(self.path)!r} ({self.form}) holds no optimizer state of Adam, the "
-                "only one that is read. Give the checkpoint that was written for resuming, or "
-                "start with a new state."
+                "only one that is read. Give the checkpoint that was written for resuming, or the "
+                "optimizer's file, as `open_checkpoint(path, optimizer=file)`; or start with a new "
+                "state."
             )
         with laid_out_as(self.form, self.path):
             return self.moments(names)
