@@ -9,6 +9,7 @@ ways it gets the same name.
 """
 
 import collections
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -96,33 +97,29 @@ def _doubtful(found: Mapping[int, Sequence[str]]) -> int | None:
     )
 
 
+@dataclasses.dataclass(frozen=True)
 class _Ways:
     """The ways in which groups can take their parameters from a list of names."""
 
-    def __init__(
-        self,
-        groups: Sequence[Sequence[int]],
-        moments: Mapping[int, Shape],
-        shapes: Mapping[str, Shape],
-        order: ModelOrder,
-        of_trainer: bool,
-    ) -> None:
-        self._groups, self._moments, self._shapes = groups, moments, shapes
-        self._order, self._of_trainer = order, of_trainer and len(groups) == 2
-        self._spare = len(order.names) - sum(map(len, groups))  # names that no group takes
+    groups: Sequence[Sequence[int]]
+    moments: Mapping[int, Shape]
+    shapes: Mapping[str, Shape]
+    order: ModelOrder
+    of_trainer: bool
 
     def candidates(self) -> dict[int, list[str]]:
         """Return the names that each number can have."""
-        end = tuple(map(len, self._groups))
+        end = tuple(map(len, self.groups))
+        spare = len(self.order.names) - sum(end)  # names that no group takes
         reached = [{(0,) * len(end)}]
         num_states = 0
-        for index, name in enumerate(self._order.names):
+        for index, name in enumerate(self.order.names):
             reached.append(
                 {
                     after
                     for before in reached[-1]
                     for after, _ in self._moves(before, name)
-                    if index + 1 - sum(after) <= self._spare
+                    if index + 1 - sum(after) <= spare
                 }
             )
             num_states += len(reached[-1])
@@ -131,11 +128,11 @@ class _Ways:
         if end not in reached[-1]:
             raise ValueError(
                 "their shapes do not follow each other in the model, which may have "
-                f"{len(self._order.names)} parameters"
+                f"{len(self.order.names)} parameters"
             )
         found = collections.defaultdict(list)
         alive = {end}
-        for name, befores in zip(self._order.names[::-1], reached[-2::-1], strict=True):
+        for name, befores in zip(self.order.names[::-1], reached[-2::-1], strict=True):
             moves = [(b, n) for b in befores for a, n in self._moves(b, name) if a in alive]
             alive = {before for before, _ in moves}
             for number in {number for _, number in moves if number is not None}:
@@ -145,16 +142,16 @@ class _Ways:
     def _moves(self, before: _Taken, name: str) -> Iterator[tuple[_Taken, int | None]]:
         """List what can follow when a name is left out, or taken by a group as its next."""
         yield before, None
-        for index, group in enumerate(self._groups):
+        for index, group in enumerate(self.groups):
             taken = before[index]
             if taken == len(group) or not self._may_hold(index, name):
                 continue
-            if self._moments.get(group[taken], self._shapes[name]) == self._shapes[name]:
+            if self.moments.get(group[taken], self.shapes[name]) == self.shapes[name]:
                 yield (*before[:index], taken + 1, *before[index + 1 :]), group[taken]
 
     def _may_hold(self, group: int, name: str) -> bool:
-        if not self._of_trainer:
+        if not self.of_trainer or len(self.groups) != 2:
             return True
-        if self._order.decayed is None:
+        if self.order.decayed is None:
             return group == 1 or "bias" not in name
-        return (name in self._order.decayed) == (group == 0)
+        return (name in self.order.decayed) == (group == 0)
