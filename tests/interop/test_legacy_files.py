@@ -154,7 +154,8 @@ def fuzz_legacy(path: Path, count: int, seed: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             theirs = torch.load(path, weights_only=True, map_location="cpu")
-        assert same(ours, theirs) or same(ours, theirs.get("net"))
+        nets = [theirs, *(each for each in theirs.values() if isinstance(each, dict))]
+        assert any(same(ours, each) for each in nets)
 
     accepted = fuzz(path, count, seed, damage=damage, read=interop.open_checkpoint, check=check)
     assert accepted > count // 50
@@ -165,5 +166,6 @@ def test_damaged_files(tmp_path: Path):
 
 
 @pytest.mark.ci
+@pytest.mark.filterwarnings("ignore:.*invalid escape sequence")  # of a text in a damaged pickle
 def test_many_damaged_files(tmp_path: Path):
     fuzz_legacy(tmp_path / "m.pt", 5000, seed=1)
