@@ -6,8 +6,8 @@ directory. Jobs and scripts use it.
 Loading returns a tree whose leaves are tensors *in a file*; `zero.shard` reads from each only the
 slices that its devices own. Saving writes the same files, tensor by tensor. Rules map names and
 layouts, and both directions use the same rules. PyTorch is imported only when one of these is
-called: `embed_with_transformers`, `torch_state_dict`, and `write_checkpoint` with
-`form="torch"` or `"dcp"`.
+called: `embed_with_transformers`, `torch_state_dict`, `write_checkpoint` with `form="torch"` or
+`"dcp"`, and `adam()` of a checkpoint of the Trainer of transformers in safetensors.
 
     rules = [interop.Rule("kernel", "fc.weight", interop.Transpose())]
     loaded = interop.load_into({"kernel": shape}, "checkpoint", rules=rules)

@@ -27,6 +27,7 @@ from jaxzero.interop._tensors import (
     named_leaves,
 )
 
+from .adam_steps import counts_of, steps_of_names, steps_of_paths
 from .convert_file import to_torch
 
 # States that hold more than a counter, and the field that counts all updates of the run.
@@ -52,6 +53,7 @@ def load_adam(
     rules: Iterable[Rule] | None = None,
     ignore: Iterable[str] = (),
     accept: str | Rule | Iterable[str | Rule] = (),
+    steps: int | None = None,
 ) -> Any:
     """Load the moments of a PyTorch run into an optax state, to continue that run.
 
@@ -63,6 +65,10 @@ def load_adam(
     `optax.ema`, other optimizers of a partition, and what was gathered since the last update by
     `optax.MultiSteps`, `optax.apply_every` or `jz.simigrad`. Each process reads only the shards of
     its devices.
+
+    A parameter may have taken fewer steps than others, such as one of a layer that was added late.
+    Each Adam gets the count of its parameters: to keep different counts, give those parameters an
+    Adam of their own (`optax.partition`). Counters of schedules get the largest count.
 
     The states of `optax.radam`, `optax.yogi` and `optax.adamax` are of Adam's type and are replaced
     as well; `nu` of `adamax` is a maximum, so do not load Adam's into it.
@@ -76,13 +82,15 @@ def load_adam(
             them, for which `source` must be a `Checkpoint`.
         ignore: names of parameters of the checkpoint that the tree does not have.
         accept: as in `load_into`: what you have checked of the proposed rules.
+        steps: the count of an Adam whose parameters have taken different numbers of steps.
 
     Returns:
         A state with the structure and shardings of `opt_state`.
 
     Raises:
         ValueError: `opt_state` or `source` has no Adam state, or their parameters differ; or a
-            proposed rule has to be confirmed or chosen.
+            proposed rule has to be confirmed or chosen; or parameters of one Adam have taken
+            different numbers of steps, and `steps` is left out.
     """
     if not isinstance(source, Checkpoint | AdamMoments):
         raise ValueError(
@@ -101,6 +109,7 @@ def load_adam(
     shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(tree).leaves.items()}
     states = adam_states(opt_state)
     wanted = {path: shapes[path] for path in _paths_of(states, shapes)}
+    counts = counts_of(states, steps_of_paths(rules, wanted, moments), moments, steps)
     kinds = {
         kind: to_ours(rules, wanted, held, where=f"(`{name}`)", ignore=ignore, remedy=_FROZEN)
         for kind, name, held in (
@@ -108,20 +117,22 @@ def load_adam(
             ("nu", "exp_avg_sq", moments.exp_avg_sq),
         )
     }
-    return _moved(opt_state, moments.step, kinds)
+    return _moved(opt_state, moments.step, counts, kinds)
 
 
-def _moved(state: Any, step: int, kinds: Mapping[str, Mapping[str, LazyTensor]]) -> Any:
+def _moved(
+    state: Any, step: int, counts: Mapping[int, int], kinds: Mapping[str, Mapping[str, LazyTensor]]
+) -> Any:
     """Replace every Adam state inside `state`, and set the fields that count updates."""
     if _is_adam(state):
         moved = {kind: _filled(state, kind, tensors) for kind, tensors in kinds.items()}
-        return state._replace(count=_counter(step, state.count), **moved)
+        return state._replace(count=_counter(counts[id(state)], state.count), **moved)
 
     def stops(x: Any) -> bool:
         return x is not state and (_is_adam(x) or _is_counting(x))
 
     def within(x: Any) -> Any:
-        return _moved(x, step, kinds) if stops(x) else x
+        return _moved(x, step, counts, kinds) if stops(x) else x
 
     moved = jax.tree.map(within, state, is_leaf=stops)
     field = _counts_updates(state, stops) if _is_counting(state) else None
@@ -170,8 +181,8 @@ def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoment
         rules: the rules given to `load_into`.
 
     Raises:
-        ValueError: `opt_state` has no Adam state, several of one parameter or of different steps,
-            or its parameters are not those of `tree`.
+        ValueError: `opt_state` has no Adam state, or several of one parameter; its parameters are
+            not those of `tree`; or parameters of one tensor have taken different steps.
     """
     shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(tree).leaves.items()}
     states = adam_states(opt_state)
@@ -182,13 +193,11 @@ def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoment
             f"Two Adams in `opt_state` have moments of `{twice}`, and PyTorch has one. Pass the "
             "part of `opt_state` that is meant."
         )
-    steps = sorted({int(np.asarray(state.count)) for state in states})
-    if len(steps) > 1:
-        raise ValueError(
-            f"The Adams in `opt_state` have taken different steps: {', '.join(map(str, steps))}. "
-            "The moments of a checkpoint have one step: pass the part of `opt_state` that is meant."
-        )
-    rules = tuple(rules)
+    steps_of = {
+        path: int(np.asarray(state.count))
+        for state in states
+        for path in named_leaves(state.mu).leaves
+    }
     means, squares = (
         to_theirs(
             rules,
@@ -200,7 +209,13 @@ def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoment
         )
         for kind in ("mu", "nu")
     )
-    return AdamMoments(step=steps[0], exp_avg=means, exp_avg_sq=squares)
+    last = max(steps_of.values(), default=0)
+    return AdamMoments(
+        step=last,
+        exp_avg=means,
+        exp_avg_sq=squares,
+        steps={name: n for name, n in steps_of_names(rules, shapes, steps_of) if n != last},
+    )
 
 
 def torch_state_dict(moments: AdamMoments, param_groups: Sequence[Mapping[str, Any]]) -> dict:
@@ -231,7 +246,7 @@ def torch_state_dict(moments: AdamMoments, param_groups: Sequence[Mapping[str, A
     means, squares = (to_torch(kind) for kind in (moments.exp_avg, moments.exp_avg_sq))
     state = {
         number: {
-            "step": torch.tensor(float(moments.step)),
+            "step": torch.tensor(float(moments.steps.get(name, moments.step))),
             "exp_avg": means[name],
             "exp_avg_sq": squares[name],
         }

@@ -7,6 +7,7 @@ from jaxzero._text import first_names
 from jaxzero.interop._tensors import Checkpoint
 from jaxzero.interop._torch import METADATA, WEIGHTS
 
+from .beside import with_optimizer
 from .forms import CheckpointForm, check_form, known_forms
 
 
@@ -16,13 +17,14 @@ def open_checkpoint(
     key: str | None = None,
     records: Collection[str] = (),
     forms: Sequence[CheckpointForm] = (),
+    optimizer: Path | str | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of PyTorch as a mapping from names to tensors that are read when indexed.
 
     Reads safetensors (a file, or a directory with one or with parts and their index), files of
-    `torch.save` (also in parts), directories of `torch.distributed.checkpoint` (FSDP, FSDP2),
-    checkpoints of DeepSpeed ZeRO stages 1 to 3, and universal ones. PyTorch is not needed, and
-    nothing that a file pickles is run.
+    `torch.save` (also in parts) and `torch.jit.save`, directories of `torch.distributed.checkpoint`
+    (FSDP, FSDP2), checkpoints of DeepSpeed ZeRO stages 1 to 3, and universal ones. PyTorch is not
+    needed, and nothing that a file pickles is run.
 
     Args:
         path: a file or a directory: for DeepSpeed the one with `latest`, or that of a step.
@@ -33,6 +35,8 @@ def open_checkpoint(
             imported: what is kept of such an object is never used.
         forms: forms of your own, tried before those above. `register_checkpoint_form` adds one for
             every call.
+        optimizer: a file of `torch.save` with `optimizer.state_dict()`, if the checkpoint has none.
+            `optimizer.pt` and `optimizer.bin` in its directory are found.
 
     Returns:
         The tensors by name, without the components that `torch.compile`, FSDP and activation
@@ -56,7 +60,7 @@ def open_checkpoint(
         check_form(form)
     for form in (*forms, *known_forms()):
         if form.recognizes(path):
-            return _opened(form, path, key, records)
+            return with_optimizer(_opened(form, path, key, records), path, optimizer, records)
     inside = [each.name for each in sorted(path.iterdir()) if _is_checkpoint(each)]
     raise ValueError(
         f"{str(path)!r} holds no checkpoint that is known: no safetensors, no {WEIGHTS}, no "

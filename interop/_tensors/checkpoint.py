@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from jaxzero._collectives import readable_bytes
 from jaxzero._text import escaped, first_names, shown
@@ -25,13 +25,23 @@ class AdamMoments:
     so they are copied unchanged.
     """
 
-    step: int  # number of updates so far
+    step: int  # number of updates so far: the most that a parameter took
     exp_avg: Mapping[str, LazyTensor]  # mean of gradients; `mu` in optax
     exp_avg_sq: Mapping[str, LazyTensor]  # mean of squared gradients; `nu` in optax
+    # Number of updates of parameters that took fewer, such as those of a layer that was added late.
+    steps: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    betas: tuple[float, float] = (0.9, 0.999)  # decay of the means; PyTorch's defaults if unknown
 
     def __repr__(self) -> str:
         both = [*self.exp_avg.values(), *self.exp_avg_sq.values()]
-        return f"<AdamMoments after {self.step} steps: {_summary(both)}>"
+        return f"<AdamMoments after {self.steps_text}: {_summary(both)}>"
+
+    @property
+    def steps_text(self) -> str:
+        """The number of steps, for people: `3 steps (fewer of 2 parameters)`."""
+        return f"{self.step} steps" + (
+            f" (fewer of {len(self.steps)} parameters)" if self.steps else ""
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -44,6 +54,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         tensors: name -> tensor; read when indexed.
         aliases: name of a tied weight -> name of the tensor that it shares.
         moments: reads the moments of Adam, given `names` (see `adam`); None if there are none.
+        in_order: whether `tensors` are in the order of the model's state dict.
     """
 
     path: Path
@@ -51,6 +62,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     tensors: Mapping[str, LazyTensor]
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     moments: Moments | None = None
+    in_order: bool = False
 
     def __getitem__(self, name: str) -> LazyTensor:
         return self.tensors[name]
@@ -82,8 +94,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
         if self.moments is None:
             raise ValueError(
                 f"{str(self.path)!r} ({self.form}) holds no optimizer state of Adam, the "
-                "only one that is read. Give the checkpoint that was written for resuming, or "
-                "start with a new state."
+                "only one that is read. Give the checkpoint that was written for resuming, or the "
+                "optimizer's file, as `open_checkpoint(path, optimizer=file)`; or start with a new "
+                "state."
             )
         with laid_out_as(self.form, self.path):
             return self.moments(names)
@@ -102,6 +115,7 @@ def gather_moments(
     shapes: Mapping[str, tuple[int, ...]],
     where: str,
     step: Callable[[object], int],
+    betas: object = None,
 ) -> AdamMoments:
     """Convert an optimizer state that is grouped by parameter to `AdamMoments`.
 
@@ -110,6 +124,7 @@ def gather_moments(
         shapes: name -> shape of the parameter.
         where: the file or directory, for messages.
         step: converts a stored step (a number or a tensor) to an integer.
+        betas: what the file says that they are.
     """
     means, squares, steps = {}, {}, {}
     for name, held in state.items():
@@ -123,18 +138,17 @@ def gather_moments(
                 )
         means[name], squares[name] = held["exp_avg"], held["exp_avg_sq"]
         steps[name] = step(held["step"])
-    if len(set(steps.values())) != 1:
-        least, most = (pick(steps, key=steps.__getitem__, default="") for pick in (min, max))
-        raise ValueError(
-            f"{where} has different steps for different parameters: "
-            + (
-                f"{steps[least]} for {shown(least)}, {steps[most]} for {shown(most)}"
-                if steps
-                else "no state"
-            )
-            + ". optax has one step count for all; train with every parameter in each step."
-        )
-    return AdamMoments(step=next(iter(steps.values())), exp_avg=means, exp_avg_sq=squares)
+    if not steps:
+        raise ValueError(f"{where} has no optimizer state of a parameter. Start with a new one.")
+    last = max(steps.values())
+    fewer = {name: count for name, count in steps.items() if count != last}
+    known = {"betas": betas} if _are_betas(betas) else {}
+    return AdamMoments(step=last, exp_avg=means, exp_avg_sq=squares, steps=fewer, **known)
+
+
+def _are_betas(value: Any) -> TypeGuard[tuple[float, float]]:
+    pair = isinstance(value, tuple | list) and len(value) == 2
+    return pair and all(type(beta) is float and 0 <= beta < 1 for beta in value)
 
 
 def check_no_others(entries: Iterable[Any], what: str) -> None:

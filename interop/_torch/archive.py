@@ -10,6 +10,7 @@ itself requires (a version, one folder that holds all entries) is required too.
 import io
 import struct
 import zipfile
+import zlib
 from pathlib import Path
 
 from jaxzero._regular_file import open_regular
@@ -78,12 +79,15 @@ class Archive:
             any of `NOT_ZIP`.
     """
 
+    pid_items = 5  # of the description of a storage
+
     def __init__(self, file: Path, start: int, where: str, opened: ByteRange):
         self.file, self.where = file, where
         self._start, self._opened = start, opened
         self._archive = zipfile.ZipFile(opened)
         infos = self._archive.infolist()
         self._prefix = self._prefix_of(infos)
+        self.is_program = f"{self._prefix}constants.pkl" in self._archive.namelist()
         self._check_directory(infos)
         self._begins = self._check_entries(sorted(infos, key=lambda info: info.header_offset))
         self._check_versions()
@@ -109,13 +113,17 @@ class Archive:
         name = self._prefix + entry
         return self._start + self._begins[name], self._archive.getinfo(name).file_size
 
+    def unpacked_size(self, entry: str) -> int:
+        """Return the size in bytes of an entry that `read` returns."""
+        return self._archive.getinfo(self._prefix + entry).file_size
+
     def _prefix_of(self, infos: list[zipfile.ZipInfo]) -> str:
         names = [info.filename for info in infos]
         prefix = names[0].partition("/")[0] + "/" if names else ""
-        if f"{prefix}data.pkl" not in names or f"{prefix}constants.pkl" in names:
+        if f"{prefix}data.pkl" not in names:
             raise ValueError(
-                f"{self.where} is a zip archive without a `data.pkl`, or a program of TorchScript, "
-                "so `torch.save` did not write it. Give a file that holds a state dict."
+                f"{self.where} is a zip archive without a `data.pkl`, so `torch.save` did not "
+                "write it. Give a file that holds a state dict."
             )
         return prefix
 
@@ -168,8 +176,9 @@ class Archive:
                     f"entry {shown(name)} is there twice, or outside `{escaped(self._prefix)}`"
                 )
             seen.add(lower)
+            is_code = self.is_program and name.startswith(f"{self._prefix}code/")
             compressed = info.compress_type != zipfile.ZIP_STORED
-            if compressed or info.file_size != info.compress_size:
+            if not is_code and (compressed or info.file_size != info.compress_size):
                 raise ValueError(
                     f"{self.where} is a compressed archive, which `torch.save` does not write. "
                     "Unpack it and pack it again without compression (`zip -0`)."
@@ -186,7 +195,7 @@ class Archive:
                     f"one before it ends at {ends[0]}"
                 )
             begins[info.filename] = begin = self._check_local(info)
-            end = begin + info.file_size
+            end = begin + info.compress_size
             has_descriptor = info.flag_bits & _HAS_DESCRIPTOR
             ends = [end + each for each in _DESCRIPTOR_BYTES] if has_descriptor else [end]
         if self._archive.start_dir not in ends:
@@ -238,6 +247,8 @@ class Archive:
 # `zipfile` raises any of these for archives that are truncated or have inconsistent headers.
 NOT_ZIP = (
     zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
     KeyError,
     NotImplementedError,
     OSError,
@@ -263,6 +274,6 @@ def not_an_archive(file: Path, start: int, where: str, error: Exception) -> str:
             "checkpoint again."
         )
     return (
-        f"{where} is not a zip archive, which `torch.save` has written since PyTorch 1.6. If it is "
-        "older, load it with `torch.load(path, weights_only=True)` and save it again."
+        f"{where} is not a zip archive, which `torch.save` has written since PyTorch 1.6, and not "
+        "of the form before that. Copy or download it again, or give another file."
     )

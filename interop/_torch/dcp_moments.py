@@ -11,7 +11,7 @@ from jaxzero._text import shown
 from jaxzero.interop._tensors import AdamMoments, LazyTensor, plain_name
 
 from .dcp_names import Path, path_text, state_entry
-from .state_dict import moments_of
+from .moments import moments_of
 
 States = Mapping[Path, Mapping[str, Mapping[str, Any]]]
 

@@ -164,8 +164,8 @@ def _open_zero(
                 f"{str(ranks[0].file)!r} gives its groups the steps {steps} instead of one. optax "
                 "has one step count for all; train every parameter in each step."
             )
-        kinds = {kind: of(kind) for kind in MOMENTS}
-        return AdamMoments(step=steps[0], **kinds)
+        means, squares = map(of, MOMENTS)
+        return AdamMoments(step=steps[0], exp_avg=means, exp_avg_sq=squares)
 
     trained = of("fp32")
     if stage == 3:

@@ -57,6 +57,7 @@ _STORAGES = {
 }
 # Any class or function whose full name begins with one of these becomes a `Record`.
 _DESCRIPTIONS = (
+    "__torch__.",  # a class of TorchScript
     "deepspeed.",
     "numpy.",
     "torch.distributed._shard.",
@@ -76,6 +77,7 @@ _OTHER_TENSORS = {
 }
 # Default factories of `collections.defaultdict`; `long` and `unicode` are from Python 2.
 _FACTORIES = ("dict", "float", "int", "list", "long", "str", "tuple", "unicode")
+_TYPED_LISTS = ("bool", "double", "int", "tensor")  # with a function of TorchScript each
 _DCP = "torch.distributed.checkpoint."
 _DESCRIBING = {
     _DCP + "filesystem._StorageInfo",
@@ -141,7 +143,7 @@ class Names:
     def __init__(self, where: str, tensor: MakeTensor | None, records: Collection[str]):
         self._where, self._tensor, self._records = where, tensor, frozenset(records)
         self._tensors = {
-            "torch._utils._rebuild_tensor": Maker(self._plain),
+            "torch._utils._rebuild_tensor": Maker(self._oldest),
             "torch._utils._rebuild_tensor_v2": Maker(self._plain),
             "torch._utils._rebuild_tensor_v3": Maker(self._typed),
             "torch._utils._rebuild_parameter": Maker(self._parameter),
@@ -199,6 +201,11 @@ class Names:
             "it with PyTorch, and save only its tensors: `torch.save(model.state_dict(), path)`."
         )
 
+    def _oldest(
+        self, machine: PickleMachine, storage: Any, offset: Any, shape: Any, strides: Any
+    ) -> Any:
+        return self._made(storage, None, offset, shape, strides, False, None)
+
     def _plain(
         self,
         machine: PickleMachine,
@@ -206,8 +213,8 @@ class Names:
         offset: Any,
         shape: Any,
         strides: Any,
-        requires_grad: Any = False,
-        hooks: Any = None,
+        requires_grad: Any,
+        hooks: Any,
         metadata: Any = None,
     ) -> Any:
         return self._made(storage, None, offset, shape, strides, requires_grad, metadata)
@@ -323,6 +330,10 @@ def _encoded(machine: PickleMachine, text: Any, encoding: Any) -> bytes:
     return text.encode("latin1")
 
 
+def _unchanged(machine: PickleMachine, value: Any, *_: Any) -> Any:
+    return value
+
+
 def _layout(machine: PickleMachine, name: Any) -> _Marker:
     if type(name) is not str or name != "torch.strided":
         raise pickle.UnpicklingError(f"the layout {shown(name)}")
@@ -340,4 +351,7 @@ _CONTAINERS: dict[str, Maker] = {
     "builtins.complex": Maker(_complex),
     "_codecs.encode": Maker(_encoded),
     "torch.serialization._get_layout": Maker(_layout),
+    # Lists and dicts of TorchScript with their types.
+    "torch.jit._pickle.restore_type_tag": Maker(_unchanged),
+    **{f"torch.jit._pickle.build_{kind}list": Maker(_unchanged) for kind in _TYPED_LISTS},
 }

@@ -253,6 +253,12 @@ def _memoize(machine: PickleMachine, index: int) -> None:
     machine.memo[index] = machine.stack[-1]
 
 
+def _text_of_python_2(machine: PickleMachine, text: str) -> None:
+    if not text.isascii():
+        raise pickle.UnpicklingError(f"text of Python 2 in an unknown encoding, {shown(text)}")
+    machine.push(text)
+
+
 def _refuse_protocol(machine: PickleMachine, _: Any) -> None:
     raise pickle.UnpicklingError("a protocol in the middle")
 
@@ -269,6 +275,8 @@ _OPERATIONS: dict[str, _Operation] = {
     "NONE": lambda machine, _: machine.push(None),
     "NEWTRUE": lambda machine, _: machine.push(True),
     "NEWFALSE": lambda machine, _: machine.push(False),
+    "BINSTRING": _text_of_python_2,
+    "SHORT_BINSTRING": _text_of_python_2,
     "EMPTY_TUPLE": lambda machine, _: machine.push(()),
     "EMPTY_LIST": lambda machine, _: machine.push([]),
     "EMPTY_DICT": lambda machine, _: machine.push({}),

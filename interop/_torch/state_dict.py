@@ -13,12 +13,9 @@ from jaxzero.interop._tensors import (
     Checkpoint,
     LazyTensor,
     by_plain_name,
-    check_is_adam,
-    gather_moments,
-    plain_name,
-    read_step,
 )
 
+from .moments import Order, moments_of
 from .torch_file import TorchTensor, read_torch_file
 
 WEIGHTS = "pytorch_model.bin"
@@ -39,10 +36,14 @@ def open_torch_file(file: Path, key: str | None, records: Collection[str]) -> Ch
     held = _entry(content, key, file) if key is not None else _state_dict(content, file)
     tensors = _named(held, file)
     optimizers = _optimizers_in(content)
-    if not optimizers:
-        return Checkpoint(path=file, form="torch.save", tensors=tensors)
     moments = functools.partial(_only_moments, optimizers, tensors, str(file))
-    return Checkpoint(path=file, form="torch.save", tensors=tensors, moments=moments)
+    return Checkpoint(
+        path=file,
+        form="torch.save",
+        tensors=tensors,
+        moments=moments if optimizers else None,
+        in_order=True,
+    )
 
 
 def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
@@ -51,7 +52,7 @@ def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
     if not index.is_file():
         file = directory / WEIGHTS
         tensors = _named(_state_dict(read_torch_file(file, records=records), file), file)
-        return Checkpoint(path=directory, form="torch.save", tensors=tensors)
+        return Checkpoint(path=directory, form="torch.save", tensors=tensors, in_order=True)
     tensors: dict[str, LazyTensor] = {}
     file_of = by_plain_name(read_index(index), repr(str(index)))
     for file in sorted({directory / name for name in file_of.values()}):
@@ -106,11 +107,32 @@ def read_index(index: Path) -> dict[str, str]:
     return file_of
 
 
+def read_optimizer(
+    file: Path,
+    checkpoint: Checkpoint,
+    names: Sequence[str] | None,
+    *,
+    order: Order,
+    of_trainer: bool,
+    records: Collection[str],
+) -> AdamMoments:
+    """Read the moments of a model from a file that holds an optimizer; see `moments_of`."""
+    optimizers = _optimizers_in(read_torch_file(file, records=records))
+    if not optimizers:
+        raise ValueError(f"{str(file)!r} holds no state of an optimizer. Give one that does.")
+    return _only_moments(
+        optimizers, checkpoint.tensors, repr(str(file)), names, order=order, of_trainer=of_trainer
+    )
+
+
 def _only_moments(
     optimizers: Sequence[tuple[str, Mapping[str, Any]]],
     tensors: Mapping[str, LazyTensor],
     where: str,
     names: Sequence[str] | None = None,
+    *,
+    order: Order | None = None,
+    of_trainer: bool = False,
 ) -> AdamMoments:
     if len(optimizers) > 1:
         paths = first_names([path for path, _ in optimizers])
@@ -119,83 +141,7 @@ def _only_moments(
             "the model that is read. Save each model with its optimizer in a file of its own, and "
             "open that. Weights can be read without it."
         )
-    return moments_of(optimizers[0][1], tensors, where, names)
-
-
-def moments_of(
-    optimizer: Mapping[str, Any],
-    tensors: Mapping[str, LazyTensor],
-    where: str,
-    names: Sequence[str] | None = None,
-) -> AdamMoments:
-    """Extract Adam's moments from an optimizer's state dict.
-
-    Args:
-        optimizer: result of `optimizer.state_dict()`, with `state` and `param_groups`. It
-            identifies parameters by number, or by name if FSDP wrote it.
-        tensors: tensors of the model by name.
-        where: file name, for messages.
-        names: names of the parameters in the optimizer's order. If None, the names that the
-            optimizer recorded; or the names of the model, if there is one group and the shapes of
-            its moments match those of the model in order.
-    """
-    state = dict(optimizer["state"])
-    if not state:
-        raise ValueError(
-            f"The optimizer in {where} has no state of any parameter: it took no step, or is not "
-            "Adam or AdamW, and no other optimizer is read. Start with a new optimizer state; "
-            "weights can be loaded without it."
-        )
-    if not all(isinstance(each, str) for each in state):
-        state = _by_name(state, optimizer["param_groups"], tensors, where, names)
-    state = by_plain_name(state, where)
-    state = {name: _with_name(name, held) for name, held in state.items()}
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    return gather_moments(state, shapes, where, read_step)
-
-
-def _by_name(
-    state: Mapping[Any, Any],
-    groups: Sequence[Mapping[str, Any]],
-    tensors: Mapping[str, LazyTensor],
-    where: str,
-    names: Sequence[str] | None,
-) -> dict[str, Any]:
-    numbers = [number for group in groups for number in group["params"]]
-    kept = [name for group in groups for name in group.get("param_names", ())]
-    if names is None and len(kept) == len(numbers):
-        names = [plain_name(name) for name in kept]
-    if names is None:
-        for number in numbers:
-            if number in state and "exp_avg" not in state[number]:
-                check_is_adam(
-                    state[number], f"The optimizer in {where}, whose parameters are numbers,"
-                )
-        shapes = [tuple(state[n]["exp_avg"].shape) if n in state else None for n in numbers]
-        same = len(groups) == 1 and shapes == [tensor.shape for tensor in tensors.values()]
-        if not same:
-            raise ValueError(
-                f"The optimizer in {where} identifies its {len(numbers)} parameters by number, and "
-                f"they cannot be matched to the {len(tensors)} tensors of the model. Pass "
-                "`names=`: the names in the order of the optimizer, group after group."
-            )
-        names = list(tensors)
-    if len(names) != len(numbers):
-        raise ValueError(
-            f"`names` must name the {len(numbers)} parameters of the optimizer in {where}; got "
-            f"{len(names)}. Leave out buffers, frozen parameters, and the second name of tied ones."
-        )
-    pairs = zip(names, numbers, strict=True)
-    return {name: state[number] for name, number in pairs if number in state}
-
-
-def _with_name(name: str, held: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: dataclasses.replace(value, name=f"{name}.{key}")
-        if isinstance(value, TorchTensor)
-        else value
-        for key, value in held.items()
-    }
+    return moments_of(optimizers[0][1], tensors, where, names, order=order, of_trainer=of_trainer)
 
 
 def _state_dict(content: Any, file: Path) -> Mapping[str, Any]:
@@ -205,9 +151,9 @@ def _state_dict(content: Any, file: Path) -> Mapping[str, Any]:
         return next(iter(found.values()))
     if not found and _optimizers_in(content):
         raise ValueError(
-            f"{str(file)!r} holds the state of an optimizer, and no model. Save both in one file: "
-            "`torch.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, path)`"
-            ", or open the file of the model for its weights."
+            f"{str(file)!r} holds the state of an optimizer, and no model. Open the model with it: "
+            f"`open_checkpoint(model, optimizer={str(file)!r})`. In the directory of a model, "
+            "`optimizer.pt` and `optimizer.bin` are found: then give the directory."
         )
     if not found:
         raise ValueError(f"{str(file)!r} holds no dict of tensors. Save `model.state_dict()`.")

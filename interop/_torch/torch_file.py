@@ -21,7 +21,11 @@ from jaxzero._text import shown
 from jaxzero.interop._tensors import Box, LazyTensor
 
 from .archive import NOT_ZIP, Archive, ByteRange, not_an_archive
+from .legacy import HEAD_BYTES, LegacyFile, is_legacy
 from .names import TorchStorage
+from .record import RecordKind
+from .sizes import are_sizes
+from .torchscript import script_state_dict
 from .unpickle import unpickle
 
 # A tensor may repeat elements of its storage (`expand`); a file may do so up to this many bytes.
@@ -43,6 +47,11 @@ class TorchTensor(LazyTensor):
     def label(self) -> str:
         """Name and file, for messages."""
         return f"{shown(self.name)} in {str(self.file)!r}"
+
+    @property
+    def place(self) -> tuple:
+        """What two names of one tensor have in common, in a file."""
+        return self.file, self.start, self.shape, self.strides, self.dtype
 
     @property
     def _span(self) -> int:
@@ -94,8 +103,11 @@ def read_torch_file(
         )
     try:
         with ByteRange(file, start, length) as opened:
-            reader = _Reader(Archive(file, start, where, opened), name)
-            return reader.read(records)
+            if is_legacy(opened.read(HEAD_BYTES)):
+                archive = LegacyFile(file, start, length, where, records)
+            else:
+                archive = Archive(file, start, where, opened)
+            return _Reader(archive, name).read(records)
     except NOT_ZIP as error:
         raise ValueError(not_an_archive(file, start, where, error)) from error
 
@@ -103,38 +115,48 @@ def read_torch_file(
 class _Reader:
     """Makes the storages and tensors that the pickle of one archive describes."""
 
-    def __init__(self, archive: Archive, name: str):
+    def __init__(self, archive: Archive | LegacyFile, name: str):
         self._archive, self._name = archive, name
-        self._storages: dict[str, tuple[TorchStorage, int, _Storage]] = {}
+        self._storages: dict[str, tuple[tuple, _Storage]] = {}
         self._repeated_bytes = 0
 
     def read(self, records: Collection[str]) -> Any:
         """Read the object."""
-        return unpickle(
+        content = unpickle(
             self._archive.read("data.pkl"),
             self._archive.where,
             storage=self._storage,
             tensor=self._tensor,
             records=records,
         )
+        if isinstance(self._archive, Archive) and self._archive.is_program:
+            return script_state_dict(content, self._archive)
+        return content
 
-    def _storage(self, pid: tuple) -> _Storage:
-        kind, of, key, _, count = pid
+    def _storage(self, pid: tuple) -> Any:
+        if pid[0] == "module" and type(pid[1]) is RecordKind:  # a class, with its source code
+            return pid[1]
+        kind, of, key, _, count, *more = pid
+        # In legacy files a storage may be a view of another: its own key, first element, and size.
+        view = more[0] if more and more[0] is not None else (key, 0, count)
         well_formed = type(kind) is str and kind == "storage" and type(key) is str
-        if not well_formed or type(of) is not TorchStorage or type(count) is not int or count < 0:
+        well_formed &= type(of) is TorchStorage and len(pid) == self._archive.pid_items
+        well_formed &= type(view) is tuple and len(view) == 3
+        if not well_formed or type(view[0]) is not str or not are_sizes((count, *view[1:])):
             raise ValueError(f"a storage described as {shown(pid)}")
-        if key in self._storages:
-            known_of, known_count, known = self._storages[key]
-            if (known_of, known_count) != (of, count):
+        known = self._storages.get(view[0])
+        if known is not None:
+            if known[0] != (of, key, count, view):
                 raise ValueError(f"storage {shown(key)} of two dtypes or sizes")
-            return known
+            return known[1]
         begin, size = self._archive.place(f"data/{key}")
-        if count * of.dtype.itemsize > size:
+        itemsize = of.dtype.itemsize
+        if count * itemsize > size or view[1] + view[2] > count:
             raise ValueError(
                 f"storage {shown(key)} of {shown(count)} x {of.dtype}, which has {size} bytes"
             )
-        made = _Storage(of.dtype, begin, count * of.dtype.itemsize)
-        self._storages[key] = of, count, made
+        made = _Storage(of.dtype, begin + view[1] * itemsize, view[2] * itemsize)
+        self._storages[view[0]] = (of, key, count, view), made
         return made
 
     def _tensor(

@@ -112,7 +112,7 @@ def test_other_archives(tmp_path: Path):
     with pytest.raises(ValueError, match=r"o\.bin' is a zip archive without a `data\.pkl`"):
         interop.open_checkpoint(tmp_path / "o.bin")
     (tmp_path / "old.bin").write_bytes(b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
-    with pytest.raises(ValueError, match=r"old\.bin' is not a zip archive.*PyTorch 1\.6"):
+    with pytest.raises(ValueError, match=r"old\.bin' is not a whole file of `torch\.save` .pickle"):
         interop.open_checkpoint(tmp_path / "old.bin")
     for name in (".metadata", "__0_0.distcp"):
         (tmp_path / "dcp").mkdir(exist_ok=True)

@@ -86,7 +86,9 @@ def test_dicts_with_a_factory_are_passed_over(factory, tmp_path: Path):
 def test_an_optimizer_without_a_model(tmp_path: Path):
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    with pytest.raises(ValueError, match="the state of an optimizer, and no model. Save both in"):
+    with pytest.raises(
+        ValueError, match="the state of an optimizer, and no model. Open the model with"
+    ):
         interop.open_checkpoint(tmp_path / "optimizer.pt")
 
 

@@ -94,4 +94,4 @@ def _optimizer(checkpoint: Checkpoint) -> str:
         moments = checkpoint.adam()
     except ValueError as error:
         return f"optimizer state: {error}"
-    return f"Adam after {moments.step} steps, moments of {len(moments.exp_avg)} parameters"
+    return f"Adam after {moments.steps_text}, moments of {len(moments.exp_avg)} parameters"

@@ -1,0 +1,123 @@
+"""The optimizer's state in a file of its own, beside the model that it trained.
+
+The Trainer of transformers writes `optimizer.pt` into `checkpoint-N`, and Accelerate's `save_state`
+writes `optimizer.bin`. Both hold `optimizer.state_dict()`, with numbers for parameters. Files of
+safetensors are sorted, so the order of the model is not in them; transformers knows it where
+`config.json` names one of its classes.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxzero._text import escaped, shown
+from jaxzero.interop._tensors import AdamMoments, Checkpoint
+from jaxzero.interop._torch import ModelOrder, parameters_in, read_optimizer
+
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_1.bin")  # the last: of several
+_OF_TRAINER = "trainer_state.json"
+
+
+def with_optimizer(
+    checkpoint: Checkpoint, path: Path, given: Path | str | None, records: Collection[str]
+) -> Checkpoint:
+    """Add the moments of the optimizer's file that is given, or that lies in the directory `path`.
+
+    Raises:
+        ValueError: the file that is given does not exist, or the checkpoint has an optimizer.
+    """
+    directory = path if path.is_dir() else path.parent
+    if given is None:
+        found = [path / name for name in _OPTIMIZERS if (path / name).is_file()]
+        if checkpoint.moments is not None or not found:
+            return checkpoint
+    else:
+        found = [Path(given)]
+        if checkpoint.moments is not None or not found[0].is_file():
+            why = "is not a file" if checkpoint.moments is None else "is given, and it has one"
+            raise ValueError(
+                f"`optimizer` must be a file of `torch.save`, for a checkpoint without the state "
+                f"of an optimizer, such as {str(path)!r}; {str(given)!r} {why}."
+            )
+
+    def moments(names: Sequence[str] | None = None) -> AdamMoments:
+        if len(found) > 1:
+            raise ValueError(
+                f"{str(path)!r} holds the optimizers {', '.join(file.name for file in found)}, and "
+                "nothing says which trained the model. Name one: `open_checkpoint(path, "
+                "optimizer=file)`."
+            )
+        return read_optimizer(
+            found[0],
+            checkpoint,
+            names,
+            order=functools.partial(_order, checkpoint, directory),
+            of_trainer=(found[0].parent / _OF_TRAINER).is_file(),
+            records=records,
+        )
+
+    return dataclasses.replace(checkpoint, moments=moments)
+
+
+def _order(checkpoint: Checkpoint, directory: Path) -> ModelOrder:
+    """Return the order of the model's parameters.
+
+    Raises:
+        ValueError: it is not known; the message is the reason.
+    """
+    if checkpoint.in_order:
+        return ModelOrder(parameters_in(checkpoint.tensors))
+    unknown = f"the order of the model is not in {checkpoint.form}, and "
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+        (kind,), version = map(str, config["architectures"]), str(config["transformers_version"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        raise ValueError(f"{unknown}no config.json names its class") from None
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{unknown}{' and '.join(missing)} is not installed to tell it")
+    import transformers
+
+    here = transformers.__version__
+    if version.split(".")[:2] != here.split(".")[:2]:  # a class may have changed its order
+        raise ValueError(
+            f"{unknown}it was saved with transformers {escaped(version)}, where {here} is installed"
+        )
+    try:
+        model = _model_of_transformers(directory, kind, len(checkpoint))
+        trainer: Any = transformers.Trainer
+        decayed = trainer.get_decay_parameter_names(None, model)  # it does not use `self`
+    except Exception as error:  # whatever that class raises
+        raise ValueError(
+            f"{unknown}transformers makes no {shown(kind)} of config.json ({escaped(error)})"
+        ) from error
+    names = [name for name, _ in model.named_parameters()]
+    held = {name: tensor.shape for name, tensor in checkpoint.items()}
+    for name, parameter in model.named_parameters():
+        if held.get(name) != tuple(parameter.shape):
+            raise ValueError(
+                f"{unknown}{shown(name)} of {shown(kind)} has another name or shape in the files"
+            )
+    return ModelOrder(names, decayed)
+
+
+def _model_of_transformers(directory: Path, kind: str, num_tensors: int) -> Any:
+    """Make the model of a config.json without data."""
+    import torch
+    import transformers
+
+    model_class: Any = getattr(transformers, kind, None)
+    if not isinstance(model_class, type) or not issubclass(
+        model_class, transformers.PreTrainedModel
+    ):
+        raise ValueError("there is no such model")
+    config_class: Any = model_class.config_class
+    settings = config_class.from_pretrained(directory, local_files_only=True)
+    if getattr(settings, "num_hidden_layers", 0) > num_tensors:
+        raise ValueError("more layers than tensors")
+    with torch.device("meta"):
+        return model_class(settings)
