@@ -6,7 +6,7 @@ directory. Jobs and scripts use it.
 Loading returns a tree whose leaves are tensors *in a file*; `zero.shard` reads from each only the
 slices that its devices own. Saving writes the same files, tensor by tensor. Rules map names and
 layouts, and both directions use the same rules. PyTorch is imported only when one of these is
-called: `embed_with_transformers`, `torch_state_dict`, and `write_checkpoint` with
+called: `compare`, `embed_with_transformers`, `torch_state_dict`, and `write_checkpoint` with
 `form="torch"` or `"dcp"`.
 
     rules = [interop.Rule("kernel", "fc.weight", interop.Transpose())]
@@ -30,6 +30,9 @@ from jaxzero._deepspeed import DeepSpeedRun as DeepSpeedRun
 from jaxzero._deepspeed import DynamicScale as DynamicScale
 from jaxzero._deepspeed import loss_scale_of as loss_scale_of
 from jaxzero._deepspeed import scale_loss as scale_loss
+from jaxzero.interop._compare import ComparedOutput as ComparedOutput
+from jaxzero.interop._compare import Comparison as Comparison
+from jaxzero.interop._compare import compare as compare
 from jaxzero.interop._huggingface import DecoderFamily as DecoderFamily
 from jaxzero.interop._huggingface import LoadedDecoder as LoadedDecoder
 from jaxzero.interop._huggingface import LoadedEncoder as LoadedEncoder
