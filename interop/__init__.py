@@ -36,6 +36,7 @@ from jaxzero.interop._compare import compare as compare
 from jaxzero.interop._huggingface import DecoderFamily as DecoderFamily
 from jaxzero.interop._huggingface import LoadedDecoder as LoadedDecoder
 from jaxzero.interop._huggingface import LoadedEncoder as LoadedEncoder
+from jaxzero.interop._huggingface import compare_with_transformers as compare_with_transformers
 from jaxzero.interop._huggingface import decoder_family as decoder_family
 from jaxzero.interop._huggingface import embed_with_transformers as embed_with_transformers
 from jaxzero.interop._huggingface import export_decoder as export_decoder

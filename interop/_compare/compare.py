@@ -1,6 +1,7 @@
 """Run both models on the same inputs, and compare outputs by name."""
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from .result import ComparedOutput, Comparison
 from .torch_run import TorchCall, run_torch
 from .trees import Named, call, jax_array, map_arrays, named_arrays
 
-_FACTOR = 4.0
+_FACTOR = 2.0
 _USELESS = 0.5  # a bound that zeros or other weights may keep
 _RECORD = (
     "Pass the model, as `jax_module`, whose submodules are called in `function`; or let `function` "
@@ -66,10 +67,10 @@ def compare(
             of the module's parameters.
 
     Returns:
-        A `Comparison`. `print` it, or `assert result.agrees, result`. A difference is the largest
+        A `Comparison`: `print` it, or `assert result.agrees, result`. A difference is the largest
         absolute one, divided by the largest absolute value of PyTorch's output. Its bound is
 
-            4 sqrt(n) (eps + sqrt(k) eps_sum)
+            2 sqrt(n) (eps + sqrt(k) eps_sum)
 
         `n`: parameters, and submodules without parameters, that were used until there. Each rounds
         once, by up to `eps` / 2 and independently, so the sum grows with the root of their number.
@@ -140,16 +141,23 @@ def _submodules(
     pairs = pairs_of(names, calls, theirs, dims)
     if not pairs:
         raise ValueError(
-            f"No name of `submodules` fits: ours are {first_names(list(calls)) or 'none'}; those "
-            f"of PyTorch are {first_names(list(theirs)) or 'none'}. {'' if calls else _RECORD}"
+            f"No name of `submodules` fits: ours were called {_shown(calls)}; those of PyTorch "
+            f"{_shown(theirs)}. Leave it out to compare outputs only. {'' if calls else _RECORD}"
         )
-    rows = []
+    lengths: dict[str, list[tuple[int, ...]]] = {}  # of stacks
+    for pair in pairs:
+        lengths.setdefault(pair.ours, []).append(tuple(n + 1 for n in pair.index))
+    rows, paired = [], (set(), set())
     for pair in pairs:
         last = [theirs[name] for name in pair.theirs]
         ours = calls[pair.ours]
         if len(last[0]) == 1 and len(ours) > 1:  # of each example, in a vmap
             ours = [np.stack(ours)]
-        ours = [each[pair.index] if each.ndim >= len(pair.index) else each for each in ours]
+        if any(each.shape[: len(pair.index)] != max(lengths[pair.ours]) for each in ours):
+            continue  # a stack of parameters whose outputs are none
+        paired[0].update(pair.theirs)
+        paired[1].add(pair.ours)
+        ours = [each[pair.index] for each in ours]
         for number, (mine, *others) in enumerate(zip(ours, *last, strict=False)):
             place, end = max(others, key=lambda each: each[0])
             outputs = [each.array for _, each in others if each.array is not None]
@@ -158,9 +166,8 @@ def _submodules(
             rows.append((place, row))
         if any(len(each) != len(ours) for each in last):
             alone[0].append(f"{pair.theirs[0]} (called {len(last[0])} times, ours {len(ours)})")
-    paired = {name for pair in pairs for name in pair.theirs}
-    alone[0].extend(name for name in theirs if name not in paired)
-    alone[1].extend(name for name in calls if name not in {pair.ours for pair in pairs})
+    alone[0].extend(name for name in theirs if name not in paired[0])
+    alone[1].extend(name for name in calls if name not in paired[1])
     return [row for _, row in sorted(rows, key=lambda each: each[0])]
 
 
@@ -177,7 +184,7 @@ def _outputs(
     if output is not None:
         chosen = {name: x for name, x in held.items() if f"{name}.".startswith(f"{output}.")}
         if not chosen:
-            raise ValueError(f"`output` {output!r} is none of {first_names(list(held))}.")
+            raise ValueError(f"`output` {output!r} is none of {_shown(held)}.")
         alone[0].extend(f"output.{name}" for name in held if name not in chosen)
         held = {name.removeprefix(output).removeprefix("."): x for name, x in chosen.items()}
     if len(ours.arrays) == 1 and len(held) == 1:
@@ -186,9 +193,8 @@ def _outputs(
         names = [(name, name) for name in ours.arrays if name in held]
     if not names:
         raise ValueError(
-            f"`function` returns the outputs {first_names(list(ours.arrays)) or 'none'}, and "
-            f"`module` {first_names(list(held)) or 'none'}: none of one name. Name the output of "
-            "`module` in `output`, or return a dict with its names."
+            f"Outputs of `function` are {_shown(ours.arrays)}; of `module` {_shown(held)}: no name "
+            "is the same. Name that of `module` in `output`, or return a dict with its names."
         )
     for side, named, known in ((0, theirs, held), (1, ours, ours.arrays)):
         rest = [name for name in known if name not in {each[1 - side] for each in names}]
@@ -197,8 +203,13 @@ def _outputs(
     for mine, other in names:
         full = ".".join(name for name in (output, other) if name)
         pair = Pair(_of_output(mine), (), (_of_output(full),), (), 0)
-        rows.append(_row(pair, ours.arrays[mine], [held[other]], torch_calls[-1], dtypes, ""))
+        row = _row(pair, ours.arrays[mine], [held[other]], torch_calls[-1], dtypes, "")
+        rows.append(dataclasses.replace(row, of_model=True))
     return rows
+
+
+def _shown(names: Iterable[str]) -> str:
+    return first_names([name or "the only one" for name in names]) or "none"
 
 
 def _of_output(name: str) -> str:
@@ -213,20 +224,45 @@ def _row(
     dtypes: list[Any],
     suffix: str,
 ) -> ComparedOutput:
-    candidates = pair.candidates(outputs, ours.size)
-    differences = [difference_of(ours, each.reshape(ours.shape)) for each in candidates]
-    shapes = ", ".join(str(list(each.shape)) for each in outputs)
+    readings = [_in_shape_of(ours, each) for each in pair.readings(outputs)]
+    differences = [difference_of(ours, each) for each in readings if each is not None]
     dtype, bound = bound_of([ours.dtype, *(x.dtype for x in outputs), *dtypes], end)
     known = [each for each in differences if not math.isnan(each)]
+    notes = [f"shape in PyTorch: {list(x.shape)}" for x in outputs if x.shape != ours.shape]
+    if known and min(known) > bound > 0:
+        scales = (_scale(ours, each, bound) for each in readings if each is not None)
+        notes += [f"PyTorch's is {scale:.6g} times ours" for scale in scales if scale][:1]
     return ComparedOutput(
         torch_name=" + ".join(pair.theirs) + suffix,
         jax_name=pair.ours + (str(list(pair.index)) if pair.index else "") + suffix,
         shape=ours.shape,
         dtype=dtype,
-        difference=min(known) if known else math.nan if candidates else math.inf,
+        difference=min(known) if known else math.nan if differences else math.inf,
         bound=bound,
-        note="" if shapes == str(list(ours.shape)) else f"shape in PyTorch: {shapes}",
+        note="; ".join(notes),
     )
+
+
+def _in_shape_of(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray | None:
+    """PyTorch's output in the shape of ours, or in one that ours is repeated to; None if neither.
+
+    Embeddings of positions, for one, may be computed once for all rows.
+    """
+    if ours.size == theirs.size:
+        return theirs.reshape(ours.shape)
+    fits = ours.ndim == theirs.ndim and all(
+        n in (1, m) for n, m in zip(ours.shape, theirs.shape, strict=True)
+    )
+    return theirs if fits else None
+
+
+def _scale(ours: np.ndarray, theirs: np.ndarray, bound: float) -> float | None:
+    """The number that makes PyTorch's output of ours, if there is one."""
+    place = np.unravel_index(np.abs(ours).argmax(), ours.shape)
+    if ours.shape != theirs.shape or not ours.size or not ours[place]:
+        return None
+    scale = float((theirs[place] / ours[place]).real)
+    return scale if difference_of(ours * scale, theirs) <= bound else None
 
 
 def bound_of(dtypes: Iterable[Any], end: TorchCall) -> tuple[str, float]:
@@ -250,7 +286,7 @@ def difference_of(ours: np.ndarray, theirs: np.ndarray) -> float:
     if not jnp.issubdtype(ours.dtype, jnp.inexact) and np.array_equal(ours, theirs):
         return 0.0
     kind = np.complex128 if np.iscomplexobj(ours) or np.iscomplexobj(theirs) else np.float64
-    ours, theirs = ours.astype(kind), theirs.astype(kind)
+    ours, theirs = np.broadcast_to(ours.astype(kind), theirs.shape), theirs.astype(kind)
     if np.isnan(ours).any() or np.isnan(theirs).any():
         return math.nan
     is_finite = np.isfinite(ours) & np.isfinite(theirs)

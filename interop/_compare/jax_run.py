@@ -13,8 +13,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+from jaxzero._mesh import is_traced
 
 from .trees import as_numpy, first_array
 
@@ -43,7 +46,7 @@ def recorded(model: Any) -> Iterator[Calls]:
             finally:
                 active.discard(id(self))
             array = first_array(output)
-            if isinstance(array, jax.core.Tracer):  # in a vmap: one call for each example
+            if is_traced(array):  # in a vmap: one call for each example
                 jax.debug.callback(lambda x: _add(calls, name, x), array)
             else:
                 _add(calls, name, array)
@@ -64,7 +67,7 @@ def recorded(model: Any) -> Iterator[Calls]:
 
 
 def _add(calls: Calls, name: str, output: Any) -> None:
-    if output is not None and not jax.dtypes.issubdtype(output.dtype, jax.dtypes.extended):
+    if name and output is not None and not jnp.issubdtype(output.dtype, jax.dtypes.extended):
         array = as_numpy(output)
         assert array is not None
         calls.setdefault(name, []).append(array)

@@ -39,10 +39,10 @@ class Pair:
     steps: tuple[Step, ...]
     part: int
 
-    def candidates(self, outputs: list[np.ndarray], size: int) -> list[np.ndarray]:
-        """The readings of PyTorch's outputs that have `size` elements, as ours may be laid out.
+    def readings(self, outputs: list[np.ndarray]) -> list[np.ndarray]:
+        """PyTorch's outputs in the layouts that ours may have.
 
-        As it is; with channels last; and after the steps.
+        As it is; with channels last; with heads after tokens; and after the steps.
         """
         found = []
         if len(outputs) == 1:
@@ -50,6 +50,8 @@ class Pair:
             found.append(output)
             if output.ndim > 2:
                 found.append(np.moveaxis(output, 1, -1))
+            if output.ndim > 3:
+                found.append(np.swapaxes(output, 1, 2))
         if self.steps and all(each.ndim for each in outputs):
             rows = [np.moveaxis(each, -1, 0) for each in outputs]
             tensors: Any = tuple(ArrayTensor(each.reshape(len(each), -1), "") for each in rows)
@@ -61,7 +63,7 @@ class Pair:
                 pass
             else:
                 found += [output, np.moveaxis(output, -1, 0)]
-        return [each for each in found if each.size == size]
+        return found
 
 
 def pairs_of(

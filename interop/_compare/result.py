@@ -24,6 +24,7 @@ class ComparedOutput:
             if the numbers of elements differ.
         bound: what rounding may make of it; see `compare`.
         note: what else there is to say, such as another shape in PyTorch; mostly empty.
+        of_model: whether it is an output of the model, not of a submodule.
     """
 
     torch_name: str
@@ -33,6 +34,7 @@ class ComparedOutput:
     difference: float
     bound: float
     note: str = ""
+    of_model: bool = False
 
     @property
     def agrees(self) -> bool:
@@ -57,8 +59,12 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether every difference is within its bound."""
-        return self.first_difference is None
+        """Whether the outputs of the model agree.
+
+        A submodule may differ all the same, where something is computed inside of the one and
+        outside of the other, such as the factor on Gemma's embeddings.
+        """
+        return all(each.agrees for each in self.outputs if each.of_model)
 
     @property
     def first_difference(self) -> ComparedOutput | None:
@@ -87,16 +93,22 @@ class Comparison:
         return "\n".join(table.lines(_WIDTH))
 
     def _verdict(self) -> str:
+        agree = "The outputs agree" if self.agrees else "The outputs differ"
         first = self.first_difference
         if first is None:
-            return f"All {len(self.outputs)} agree, up to rounding."
+            return f"{agree}, up to rounding."
+        if first.of_model:
+            return f"{agree}."
+        if self.agrees:
+            return (
+                f"{agree}, but not those of `{first.torch_name}`: something may be computed inside "
+                "of the one and outside of the other."
+            )
         earlier = self.outputs[: self.outputs.index(first)]
-        after = f", which comes after `{earlier[-1].torch_name}`, which agrees" if earlier else ""
+        after = f", after `{earlier[-1].torch_name}`, which agrees" if earlier else ""
         return (
-            f"The first that differs is `{first.torch_name}`{after}: compare its weights and "
-            "settings (such as epsilon), and what is computed from the one to the other."
-            if earlier
-            else f"The first that differs is `{first.torch_name}`."
+            f"{agree}. The first layer that differs is `{first.torch_name}`{after}: compare its "
+            "weights, its settings (epsilon), and what is computed before it."
         )
 
     def _unmatched(self) -> list[str]:

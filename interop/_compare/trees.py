@@ -91,7 +91,7 @@ def jax_array(given: Any) -> jax.Array:
     Raises:
         ValueError: it holds an integer that this dtype lacks.
     """
-    array = as_numpy(given) if hasattr(given, "detach") else given
+    array: Any = as_numpy(given) if hasattr(given, "detach") else given
     found = jnp.asarray(array)
     if jnp.issubdtype(found.dtype, jnp.integer) and not np.array_equal(found, array):
         raise ValueError(f"`inputs` hold integers that {found.dtype} lacks, which JAX would use.")
