@@ -1,7 +1,7 @@
 """Load and export encoders in Hugging Face directories: weights, `config.json`, tokenizer."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -66,7 +66,13 @@ def load_encoder(
     return LoadedEncoder(config, graph, params)
 
 
-def export_encoder(params: Any, directory: Path | str, *, source: Path | str) -> Path:
+def export_encoder(
+    params: Any,
+    directory: Path | str,
+    *,
+    source: Path | str,
+    dtype: np.typing.DTypeLike | Literal["source"] | None = None,
+) -> Path:
     """Write parameters as a directory that `transformers` loads.
 
     `sentence-transformers` loads it as well if it is an encoder of text. The write is atomic, as in
@@ -77,6 +83,9 @@ def export_encoder(params: Any, directory: Path | str, *, source: Path | str) ->
         directory: where to write.
         source: the directory that was loaded. Its `config.json`, tokenizer files and the tensors
             that the model does not use (such as a pooler) are copied.
+        dtype: dtype of floating-point parameters: "source" for that of each tensor in `source`, as
+            of a bfloat16 checkpoint that was trained in float32. None keeps that of `params`.
+            Buffers that are copied keep theirs.
 
     Returns:
         `directory`.
@@ -96,6 +105,7 @@ def export_encoder(params: Any, directory: Path | str, *, source: Path | str) ->
         source=source,
         checkpoint=checkpoint,
         carried=family.carried,
+        dtype=dtype,
     )
 
 

@@ -23,6 +23,7 @@ import optax
 
 from .._mesh import in_host, is_traced
 from .._sharding import LeafSpec, TreePlan, arrays_of
+from .._text import first_names
 from .._warnings import warn
 from .optimizer_state import TrueShapes
 from .padding_check import one_of_each_kind, typed_like
@@ -61,15 +62,13 @@ def warn_of_rounding(tx: optax.GradientTransformation, params: Any, plan: TreePl
         if is_stuck and is_narrow
     ]
     if found:
-        dtype = next(leaf.dtype for leaf in plan.leaves if leaf.path == found[0])
-        others = f" and {len(found) - 1} other kinds of leaves" if len(found) > 1 else ""
         warn(
-            f"Most elements of `{found[0]}`{others} are {dtype} and would never change: an update "
-            "of this optimizer is smaller than half of the distance to the next number. Train "
-            'parameters in float32 and cast them in the loss: load with `dtype="float32"` '
-            "(decoders and encoders of jaxzero compute in `compute_dtype`), or shard `jax.tree.map("
-            'lambda x: x.astype("float32"), params)`. An optimizer that keeps a copy in float32, '
-            "or rounds stochastically, works too."
+            f"In {first_names(found)}, parameters in 16 bits, most elements would never change: an "
+            "update of this optimizer is smaller than half of the distance to the next number. "
+            'Train parameters in float32 and cast them in the loss: load with `dtype="float32"` '
+            "(jaxzero's models compute in their `compute_dtype`), or shard `jax.tree.map(lambda x: "
+            'x.astype("float32"), params)`. Optimizers that keep copies in float32, or round '
+            "stochastically, work too."
         )
 
 
