@@ -49,7 +49,8 @@ def load_decoder(
     Args:
         directory: holds `config.json` and weights in a form that `open_checkpoint` reads, such as
             `model.safetensors` or `pytorch_model.bin`, in one file or in parts.
-        dtype: dtype of the parameters; None keeps that of the file.
+        dtype: dtype of the parameters; None keeps that of the file. Train in "float32": updates of
+            parameters in 16 bits may be rounded away.
         family: how to read it; by default the family of its `model_type`.
         **changes: fields of `DecoderConfig` to override, such as `compute_dtype`, `scan_layers`
             and `remat`.

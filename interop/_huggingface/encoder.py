@@ -38,7 +38,8 @@ def load_encoder(
     Args:
         directory: a folder with `config.json` and weights in a format that `open_checkpoint`
             supports, such as `model.safetensors` or `pytorch_model.bin`, in one file or in parts.
-        dtype: dtype of the parameters; None keeps the dtype of the file.
+        dtype: dtype of the parameters; None keeps that of the file. Train in "float32": updates of
+            parameters in 16 bits may be rounded away.
         **changes: fields of the config to override, such as `compute_dtype`.
 
     Returns:
