@@ -6,7 +6,7 @@ optimizer is run on tiny leaves, all elements of which are as large as the media
 weights. Gradients keep their signs, which gives the largest steps, and are of size 1 or `_LARGE`.
 Nothing is said if anything changes, as with optimizers whose updates follow the gradients (SGD) or
 are rounded stochastically; if all updates are exactly 0, as those of frozen leaves; and if the
-state holds a copy of the parameters with more bits.
+state holds a copy of the leaf with more bits.
 
 Schedules are run at steps that grow by `_GROWTH` from update to update, so that the end of a
 warm-up is seen.
@@ -48,14 +48,20 @@ def warn_of_rounding(tx: optax.GradientTransformation, params: Any, plan: TreePl
         return
     tx = tx.inner if isinstance(tx, TrueShapes) else tx
     tried = one_of_each_kind(plan)
-    sizes = [
-        _median(x) if is_in and is_narrow else 1.0
-        for x, is_in, is_narrow in zip(arrays, tried, narrow, strict=True)
-    ]
-    try:
-        stuck = _stuck(tx, plan, sizes, tried)
-    except Exception:  # it needs more than gradients, or all leaves: it cannot be said
-        return
+    # optax relies on JAX's default promotion of dtypes, which a user may have made strict.
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        jax.ensure_compile_time_eval(),  # a `jit` may be tracing this
+    ):
+        sizes = [
+            _median(x) if is_in and is_narrow else 1.0
+            for x, is_in, is_narrow in zip(arrays, tried, narrow, strict=True)
+        ]
+        try:
+            stuck = _stuck(tx, plan, sizes, tried)
+        except Exception:  # it needs more than gradients, or all leaves: it cannot be said
+            return
     found = [
         leaf.path
         for leaf, is_stuck, is_narrow in zip(plan.leaves, stuck, narrow, strict=True)
@@ -77,7 +83,7 @@ def _is_narrow(leaf: LeafSpec) -> bool:
 
 
 def _median(x: jax.Array) -> float:
-    """The median of the absolute values of a part of the first shard here, without zeros."""
+    """The median of the absolute values of a part of the first shard here."""
     if not x.addressable_shards:
         return 0.0
     data = x.addressable_shards[0].data
@@ -85,7 +91,7 @@ def _median(x: jax.Array) -> float:
         data = np.asarray(data)  # where nothing computes
     sampled = [1] * (data.ndim - 2) + [_SAMPLED] * min(data.ndim, 2)
     values = np.abs(np.asarray(data[tuple(map(slice, sampled))], np.float32))
-    values = values[(values > 0) & np.isfinite(values)]
+    values = values[np.isfinite(values)]
     # One of the values, since where it lies between two powers of 2 counts.
     return float(np.sort(values)[values.size // 2]) if values.size else 0.0
 
@@ -104,13 +110,7 @@ def _stuck(
             leaves.append(jnp.asarray(values, leaf.dtype) if is_in else None)
         trees.append(plan.whole(leaves))
     params, *grads = trees
-    # optax relies on JAX's default promotion of dtypes, which a user may have made strict.
-    with (
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
-        jax.ensure_compile_time_eval(),  # a `jit` may be tracing this
-    ):
-        flags = _run(tx, params, grads)
+    flags = _run(tx, params, grads)
     places = iter(range(sum(tried)))
     order = [next(places) if is_in else None for is_in in tried]
     return [i is not None and bool(flags[1, i] and not flags[0, i]) for i in order]
@@ -129,31 +129,27 @@ def _run(tx: optax.GradientTransformation, params: Any, all_grads: list[Any]) ->
         return typed_like(state, new), changed, jnp.array([flags, nonzero])
 
     first = tx.init(params)
-    if _holds_wider_copy(first, params):
-        return np.zeros((2, len(arrays_of(params))), bool)
+    copied = _copied(first, params)
     first = typed_like(first, first)
     counters, found = _counters(first), []
     for grads in all_grads:
-        state, changed = first, params
+        state, current = first, params
         for i in range(_NUM_UPDATES):
             leaves, treedef = jax.tree.flatten(state)
             for place in counters if i else ():
                 leaves[place] = jnp.asarray(int(_GROWTH**i), leaves[place].dtype)
-            state, changed, flags = update(grads, jax.tree.unflatten(treedef, leaves), changed)
+            state, current, flags = update(grads, jax.tree.unflatten(treedef, leaves), current)
             found.append(flags)
-    return np.any(jax.device_get(found), axis=0)
+    changed, updated = np.any(jax.device_get(found), axis=0)
+    return np.stack([changed | copied, updated])
 
 
-def _holds_wider_copy(state: Any, params: Any) -> bool:
-    """Whether all parameters in 16 bits are in the state with more bits."""
+def _copied(state: Any, params: Any) -> np.ndarray:
+    """For each leaf, whether a copy of it with more bits is in the state."""
     held = [np.asarray(x) for x in jax.tree.leaves(state)]
     wide = [x for x in held if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize >= 4]
-    narrow = [np.asarray(x) for x in arrays_of(params) if x.dtype.itemsize < 4]
-    return all(
-        any(np.array_equal(copy, x.astype(copy.dtype)) for copy in wide)
-        for x in narrow
-        if x.ndim and x.any()
-    )
+    leaves = [np.asarray(x, np.float32) for x in arrays_of(params)]
+    return np.array([any(np.array_equal(copy, x) for copy in wide) for x in leaves])
 
 
 def _counters(state: Any) -> list[int]:
