@@ -148,8 +148,13 @@ def _copied(state: Any, params: Any) -> np.ndarray:
     """For each leaf, whether a copy of it with more bits is in the state."""
     held = [np.asarray(x) for x in jax.tree.leaves(state)]
     wide = [x for x in held if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize >= 4]
-    leaves = [np.asarray(x, np.float32) for x in arrays_of(params)]
-    return np.array([any(np.array_equal(copy, x) for copy in wide) for x in leaves])
+    narrow = [np.asarray(x) if x.dtype.itemsize < 4 else None for x in arrays_of(params)]
+    return np.array(
+        [
+            x is not None and any(np.array_equal(copy, x.astype(copy.dtype)) for copy in wide)
+            for x in narrow
+        ]
+    )
 
 
 def _counters(state: Any) -> list[int]:
