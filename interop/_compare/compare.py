@@ -84,9 +84,11 @@ def compare(
 
     Raises:
         ImportError: PyTorch is not installed.
+        TypeError: `module` is no `torch.nn.Module`, or `function` cannot be called.
         ValueError: there is nothing to compare: `output` is needed, or no name of `submodules`
             fits; or the dtype is so coarse that the bound is 0.5 or more.
     """
+    _check(function, module)
     model = getattr(function, "__self__", function) if jax_module is None else jax_module
     returns_both = submodules is not False and not submodules_of(model)
     with contextlib.ExitStack() as stack:
@@ -116,6 +118,22 @@ def compare(
                 "`module.float()`, and parameters and activations of float32 in `function`."
             )
     return Comparison(tuple(rows), tuple(alone[0]), tuple(alone[1]))
+
+
+def _check(function: Any, module: Any) -> None:
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            "Comparing with PyTorch needs torch, which is optional. Install it with "
+            '`pip install -e ".[torch]"` in a checkout of jaxzero.'
+        ) from error
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"`module` must be a `torch.nn.Module`; got {type(module).__name__}.")
+    if not callable(function) or isinstance(function, torch.nn.Module):
+        raise TypeError(
+            f"`function` must be a function or model of JAX; got {type(function).__name__}."
+        )
 
 
 def _both(returned: Any) -> tuple[Any, Calls]:

