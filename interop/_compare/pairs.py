@@ -5,7 +5,9 @@ Its steps say how the outputs correspond: rows of a weight are features of the o
 splits or reorders rows, as that of fused or rotated heads does, does it with the output as well.
 """
 
+import collections
 import dataclasses
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -88,26 +90,26 @@ def pairs_of(
         rules = [Rule(name, other) for name, other in names.items()]
     else:
         rules = _of_parameters(rules_in(names), dims)
-    found = [pair for rule in rules for pair in _filled(rule, ours, theirs)]
+    found: dict[Any, Pair] = {}
+    for pair in (pair for rule in rules for pair in _filled(rule, ours, theirs)):
+        found.setdefault((pair.ours, pair.index, pair.theirs), pair)
     # Two layers of PyTorch may be added to one of ours.
-    places: dict[Any, set[tuple[str, ...]]] = {}
-    for pair in found:
-        places.setdefault((pair.ours, pair.index), set()).add(pair.theirs)
-    return [pair for pair in found if len(places[pair.ours, pair.index]) == 1]
+    places = collections.Counter(key[:2] for key in found)
+    return [pair for key, pair in found.items() if places[key[:2]] == 1]
 
 
 def _of_parameters(rules: Iterable[Rule], dims: Mapping[str, int]) -> list[Rule]:
-    """Rules of modules, each with the steps of a bias, which has no columns, if there is one."""
-    found: dict[Any, Rule] = {}
+    """Rules of modules; those of biases, whose steps are for features only, come first."""
+    found: list[tuple[bool, Rule]] = []
     for rule in rules:
         if _ends(rule.ours) <= set(_OURS) and _ends(rule.theirs) <= set(_THEIRS):
             ours = tuple(_module(path.removeprefix("params.")) for path in rule.ours)
             theirs = tuple(_module(name) for name in rule.theirs)
             pattern = pattern_of(rule.theirs[0])
-            rank = next((n for name, n in dims.items() if pattern.fullmatch(name)), 2)
-            if "" not in ours + theirs and ((ours, theirs) not in found or rank == 1):
-                found[ours, theirs] = Rule(ours, theirs, *rule.steps)
-    return list(found.values())
+            is_bias = any(n == 1 for name, n in dims.items() if pattern.fullmatch(name))
+            if "" not in ours + theirs:
+                found.append((not is_bias, Rule(ours, theirs, *rule.steps)))
+    return [rule for _, rule in sorted(found, key=operator.itemgetter(0))]
 
 
 def _ends(names: tuple[str, ...]) -> set[str]:

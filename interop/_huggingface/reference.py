@@ -4,6 +4,7 @@ Both are optional (`pip install -e ".[torch]"` in a checkout) and are imported o
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from jaxzero.interop._compare import Comparison, compare
+from jaxzero.interop._rules import Rule
 from jaxzero.models import DecoderConfig, ViTConfig, read_config
 
 from .decoder import LoadedDecoder, load_decoder
@@ -21,6 +23,16 @@ from .encoder import LoadedEncoder, load_encoder
 from .encoder_family import ENCODERS, encoder_family
 from .family import family_of
 
+# Modules of a ViT as transformers 5 calls them in memory; in files they keep these names.
+_RENAMED = {
+    "encoder.layer.": "layers.",
+    "attention.attention.query": "attention.q_proj",
+    "attention.attention.key": "attention.k_proj",
+    "attention.attention.value": "attention.v_proj",
+    "attention.output.dense": "attention.o_proj",
+    "intermediate.dense": "mlp.fc1",
+    "}.output.dense": "}.mlp.fc2",
+}
 _ROWS, _LENGTH = 3, 13  # rows and tokens that are compared; as no usual number of heads
 
 
@@ -124,9 +136,16 @@ def _load(directory: Path | str) -> tuple[LoadedDecoder | LoadedEncoder, Any]:
     }
     if content.get("model_type") in ENCODERS:
         loaded = load_encoder(directory, **options)
-        return loaded, encoder_family(directory).rules(loaded.config)
+        rules = encoder_family(directory).rules(loaded.config)
+        if isinstance(loaded.config, ViTConfig):
+            rules += tuple(Rule(x.ours, tuple(map(_renamed, x.theirs)), *x.steps) for x in rules)
+        return loaded, rules
     loaded = load_decoder(directory, **options)
     return loaded, family_of(content, path).rules(loaded.config)
+
+
+def _renamed(name: str) -> str:
+    return functools.reduce(lambda name, old: name.replace(old, _RENAMED[old]), _RENAMED, name)
 
 
 def _imported() -> tuple[Any, Any]:

@@ -12,20 +12,36 @@ pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", reason="needs transformers")
 
 
-@pytest.mark.parametrize("name", ["gemma1", pytest.param("roberta", marks=pytest.mark.ci)])
+FAMILIES = tiny_models.DECODERS | tiny_models.MORE_DECODERS | tiny_models.ENCODERS
+MARKS = {"gemma1": (), "roberta": pytest.mark.ci, "phi3-partial": pytest.mark.ci}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=MARKS.get(x, pytest.mark.exhaustive)) for x in FAMILIES],
+)
 def test_known_families_agree_with_transformers(name: str, tmp_path):
-    table = tiny_models.DECODERS | tiny_models.ENCODERS
-    model = tiny_models.make(*table[name], causal=name in tiny_models.DECODERS)
-    result = interop.compare_with_transformers(
-        tiny_models.save(model, tmp_path / name), submodules=True
-    )
+    model = tiny_models.make(*FAMILIES[name], causal=name not in tiny_models.ENCODERS)
+    source = tiny_models.save(model, tmp_path / name)
+    result = interop.compare_with_transformers(source, submodules=True)
     assert result.agrees and len(result.outputs) > 15, result
-    differing = [each for each in result.outputs if not each.agrees]
-    if name == "gemma1":  # PyTorch scales embeddings in the layer, jaxzero after it
-        assert [x.torch_name for x in differing] == ["model.embed_tokens"]
-        assert differing[0].note == f"PyTorch's is {32**0.5:.6g} times ours"
-    else:
-        assert not differing
+    differing = {each.torch_name: each.note for each in result.outputs if not each.agrees}
+    # PyTorch scales Gemma's embeddings in the layer, jaxzero after it.
+    scaled = {"model.embed_tokens": f"PyTorch's is {32**0.5:.6g} times ours"}
+    assert differing == (scaled if name.startswith("gemma") else {})
+
+
+def test_every_layer_of_a_vit_is_compared(tmp_path):
+    """transformers gives its modules other names than its files."""
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_labels": 3}
+    config = transformers.ViTConfig(num_hidden_layers=1, image_size=8, patch_size=4, **sizes)
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path)
+    result = interop.compare_with_transformers(tmp_path, submodules=True)
+    assert result.agrees and result.first_difference is None, result
+    layers = [each for each in result.outputs if each.jax_name.startswith("vit.layers.0.")]
+    assert len(layers) == 8
 
 
 def test_the_command_names_the_layer_that_a_wrong_family_gets_wrong(tmp_path, capsys, monkeypatch):
