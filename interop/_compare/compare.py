@@ -1,7 +1,6 @@
 """Run both models on the same inputs, and compare outputs by name."""
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -57,8 +56,9 @@ def compare(
         submodules: compares their outputs too. True: their names are equal. Otherwise names of ours
             to those of PyTorch, such as `{"layers.{i}.up": "h.{i}.mlp.fc"}`, or the rules of
             `load_into`, which also say which rows of weights, and so which features, changed
-            places. Outputs may be laid out as in PyTorch, with channels last, or as rules say: the
-            layout that fits best is compared.
+            places. Outputs may be laid out as in PyTorch, with channels last, with heads after
+            tokens, or as rules say: the layout that fits best is compared, and noted. Outputs of
+            the models that have one shape must have one layout.
         jax_module: the model of Flax NNX, Equinox or plain classes whose submodules `function`
             calls; by default `function` itself, or that of a bound method. If there is none,
             `function` must return `(outputs, intermediates)`: arrays in nested dicts by name, as
@@ -78,9 +78,9 @@ def compare(
         norm, of which the same holds. `eps` is that of the coarsest floating-point dtype among both
         outputs, the parameters of `module` and `dtype`; sums have it too, but float32 where it has
         16 bits. The factor covers both models, the largest of many elements, and what is computed
-        between submodules. Integers must be equal. Differences of settings may be smaller: an
-        epsilon of 1e-6 or 1e-5 is the same in float32 where variances are about 1. float64 tells
-        them apart (`jax.enable_x64()`, `module.double()`).
+        between submodules. Integers must be equal. Differences of settings may be smaller: in
+        float32 an epsilon of 1e-6 or 1e-5 is the same where variances are about 1; in float64 it is
+        not (`jax.enable_x64()`, `module.double()`).
 
     Raises:
         ImportError: PyTorch is not installed.
@@ -221,8 +221,8 @@ def _outputs(
     for mine, other in names:
         full = ".".join(name for name in (output, other) if name)
         pair = Pair(_of_output(mine), (), (_of_output(full),), (), 0)
-        row = _row(pair, ours.arrays[mine], [held[other]], torch_calls[-1], dtypes, "")
-        rows.append(dataclasses.replace(row, of_model=True))
+        given = (pair, ours.arrays[mine], [held[other]], torch_calls[-1], dtypes)
+        rows.append(_row(*given, of_model=True))
     return rows
 
 
@@ -240,24 +240,34 @@ def _row(
     outputs: list[np.ndarray],
     end: TorchCall,
     dtypes: list[Any],
-    suffix: str,
+    suffix: str = "",
+    of_model: bool = False,
 ) -> ComparedOutput:
-    readings = [_in_shape_of(ours, each) for each in pair.readings(outputs)]
-    differences = [difference_of(ours, each) for each in readings if each is not None]
+    readings = {
+        layout: reading
+        for layout, each in pair.readings(outputs).items()
+        if (reading := _in_shape_of(ours, each)) is not None
+    }
+    if of_model and ours.shape == outputs[0].shape:
+        readings = {"": outputs[0]}
+    differences = {layout: difference_of(ours, each) for layout, each in readings.items()}
     dtype, bound = bound_of([ours.dtype, *(x.dtype for x in outputs), *dtypes], end)
-    known = [each for each in differences if not math.isnan(each)]
+    known = {layout: each for layout, each in differences.items() if not math.isnan(each)}
+    best = min(known, key=known.__getitem__, default="")
     notes = [f"shape in PyTorch: {list(x.shape)}" for x in outputs if x.shape != ours.shape]
-    if known and min(known) > bound > 0:
-        scales = (_scale(ours, each, bound) for each in readings if each is not None)
-        notes += [f"PyTorch's is {scale:.6g} times ours" for scale in scales if scale][:1]
+    notes += [f"compared {best}"] if best else []
+    if known and known[best] > bound > 0:
+        scale = _scale(ours, readings[best], bound)
+        notes += [f"PyTorch's is {scale:.6g} times ours"] if scale else []
     return ComparedOutput(
         torch_name=" + ".join(pair.theirs) + suffix,
         jax_name=pair.ours + (str(list(pair.index)) if pair.index else "") + suffix,
         shape=ours.shape,
         dtype=dtype,
-        difference=min(known) if known else math.nan if differences else math.inf,
+        difference=known[best] if known else math.nan if differences else math.inf,
         bound=bound,
         note="; ".join(notes),
+        of_model=of_model,
     )
 
 
@@ -301,8 +311,8 @@ def _eps(dtype: Any) -> float:
 
 def difference_of(ours: np.ndarray, theirs: np.ndarray) -> float:
     """The largest absolute difference, divided by the largest absolute value of `theirs`."""
-    if not jnp.issubdtype(ours.dtype, jnp.inexact) and np.array_equal(ours, theirs):
-        return 0.0
+    if not jnp.issubdtype(ours.dtype, jnp.inexact):
+        return 0.0 if np.array_equal(ours, theirs) else math.inf
     kind = np.complex128 if np.iscomplexobj(ours) or np.iscomplexobj(theirs) else np.float64
     ours, theirs = np.broadcast_to(ours.astype(kind), theirs.shape), theirs.astype(kind)
     if np.isnan(ours).any() or np.isnan(theirs).any():

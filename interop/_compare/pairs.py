@@ -41,19 +41,16 @@ class Pair:
     steps: tuple[Step, ...]
     part: int
 
-    def readings(self, outputs: list[np.ndarray]) -> list[np.ndarray]:
-        """PyTorch's outputs in the layouts that ours may have.
-
-        As it is; with channels last; with heads after tokens; and after the steps.
-        """
-        found = []
+    def readings(self, outputs: list[np.ndarray]) -> dict[str, np.ndarray]:
+        """PyTorch's outputs in the layouts that ours may have; "" if it is the same."""
+        found = {}
         if len(outputs) == 1:
             (output,) = outputs
-            found.append(output)
+            found[""] = output
             if output.ndim > 2:
-                found.append(np.moveaxis(output, 1, -1))
+                found["channels last"] = np.moveaxis(output, 1, -1)
             if output.ndim > 3:
-                found.append(np.swapaxes(output, 1, 2))
+                found["heads after tokens"] = np.swapaxes(output, 1, 2)
         if self.steps and all(each.ndim for each in outputs):
             rows = [np.moveaxis(each, -1, 0) for each in outputs]
             tensors: Any = tuple(ArrayTensor(each.reshape(len(each), -1), "") for each in rows)
@@ -64,7 +61,8 @@ class Pair:
             except (ValueError, IndexError):  # a step for columns, of which outputs have others
                 pass
             else:
-                found += [output, np.moveaxis(output, -1, 0)]
+                found["as the rule says"] = output
+                found["as the rule says, features last"] = np.moveaxis(output, -1, 0)
         return found
 
 

@@ -20,8 +20,8 @@ class ComparedOutput:
         shape: shape of ours.
         dtype: the coarsest dtype that took part, from which the bound follows.
         difference: largest absolute difference, divided by the largest absolute value of
-            PyTorch's; NaN if one of the two holds a NaN; infinite if only one holds an infinity, or
-            if the numbers of elements differ.
+            PyTorch's; NaN if one of the two holds a NaN; infinite if only one holds an infinity, if
+            integers are not equal, or if the numbers of elements differ.
         bound: what rounding may make of it; see `compare`.
         note: what else there is to say, such as another shape in PyTorch; mostly empty.
         of_model: whether it is an output of the model, not of a submodule.

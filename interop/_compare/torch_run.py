@@ -46,15 +46,16 @@ def run_torch(module: Any, inputs: Any, *, record: bool) -> tuple[Any, list[Torc
     calls: list[TorchCall] = []
 
     def add(name: str, each: Any, _: Any, output: Any) -> None:
-        own = list(each.parameters(recurse=False))
+        own = len(list(each.parameters(recurse=False)))
         is_leaf = next(each.children(), None) is None
+        held = list(each.parameters())  # also of children that are used without a call
         last = calls[-1] if calls else TorchCall("", None, 0, 1)
         calls.append(
             TorchCall(
                 name,
                 as_numpy(first_array(output)) if record and name else None,
-                last.num_roundings + max(len(own), int(is_leaf)),
-                max([last.longest_sum, *map(_summed, own)]),
+                max(last.num_roundings + max(own, int(is_leaf)), len(held)),
+                max([last.longest_sum, *map(_summed, held)]),
             )
         )
 

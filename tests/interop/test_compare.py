@@ -284,6 +284,7 @@ def test_of_every_library(make: Any):
         ([1.0, 2.0], [np.inf, 2.0], np.inf),
         ([0.0, 0.0], [0.0, 0.0], 0.0),
         ([0.0, 1.0], [0.0, 0.0], np.inf),
+        ([2**53], [2**53 + 1], np.inf),
         ([1j, 2.0], [1j, 2.0 + 2j], 2 / 8**0.5),
         ([], [], 0.0),
     ],
@@ -315,6 +316,25 @@ def test_integers_must_be_equal_and_nan_is_a_difference():
     assert np.isnan(root.difference)
     other = interop.compare(lambda x: ours(x) | {"place": jnp.argmin(x, -1)}, module, {"x": X})
     assert not other.outputs[0].agrees
+
+
+def test_layouts_are_noted_and_outputs_of_one_shape_have_one():
+    class Square(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.same = torch.nn.Identity()
+
+        def forward(self, x):
+            return self.same(x)
+
+    x = np.random.default_rng(0).normal(size=(4, 4, 4)).astype(np.float32)
+    moved = np.moveaxis(x, 1, -1)
+    result = interop.compare(lambda _: (moved, {"same": moved}), Square(), x, submodules=True)
+    inner, output = result.outputs
+    assert inner.agrees and inner.note == "compared channels last"
+    assert not output.agrees and not result.agrees
+    (output,) = interop.compare(lambda _: moved[:, :2], Square(), x[:, :, :2]).outputs
+    assert output.agrees and output.note == "shape in PyTorch: [4, 4, 2]; compared channels last"
 
 
 def test_bound_of_16_bits():
