@@ -53,6 +53,7 @@ def warn_of_rounding(tx: optax.GradientTransformation, params: Any, plan: TreePl
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
         jax.ensure_compile_time_eval(),  # a `jit` may be tracing this
+        jax.transfer_guard("allow"),  # of a few numbers, which are no transfers of the user's
     ):
         sizes = [
             _median(x) if is_in and is_narrow else 1.0

@@ -132,6 +132,20 @@ def test_only_leaves_in_16_bits_that_are_large_for_the_rate(zero: jz.Zero):
     assert "'up'" in warned_of(zero, optax.adamw(1e-6), zero.shard(weights(np.float16)))
 
 
+def test_under_a_transfer_guard_and_in_a_jit(zero: jz.Zero):
+    params, tx = zero.shard(weights(jnp.bfloat16)), optax.adam(1e-5)
+    with jax.transfer_guard("disallow"):
+        assert "would never change" in warned_of(zero, tx, params)
+
+    @jax.jit
+    def traced(x):
+        assert "would never change" in warned_of(zero, tx, params)
+        return x
+
+    traced(jnp.zeros(()))
+    assert warned_of(zero, tx, zero.abstract(lambda: params)) == ""
+
+
 def test_it_is_true(zero: jz.Zero):
     """After 20 steps of Adam at 1e-5, with gradients that keep their signs."""
     params, tx = zero.shard(weights(jnp.bfloat16)), optax.adam(1e-5)
