@@ -274,7 +274,8 @@ def finetune(settings: Settings) -> tuple[list[float], Any]:
     if write is not None:
         print(f"After training: {write(trained, frozen)}")
     whole = merge(loaded.params, zero.unshard(trained)) if settings.lora_rank else trained
-    interop.export_decoder(whole, settings.out, source=settings.model)
+    interop.export_decoder(whole, settings.out, source=settings.model, dtype="source")
+    print(f"Written to {settings.out}, in the dtype of {settings.model}.")
     return losses, trained
 
 

@@ -6,8 +6,9 @@ directory. Jobs and scripts use it.
 Loading returns a tree whose leaves are tensors *in a file*; `zero.shard` reads from each only the
 slices that its devices own. Saving writes the same files, tensor by tensor. Rules map names and
 layouts, and both directions use the same rules. PyTorch is imported only when one of these is
-called: `embed_with_transformers`, `torch_state_dict`, `write_checkpoint` with `form="torch"` or
-`"dcp"`, and `adam()` of a checkpoint of the Trainer of transformers in safetensors.
+called: `compare`, `embed_with_transformers`, `torch_state_dict`, `write_checkpoint` with
+`form="torch"` or `"dcp"`, and `adam()` of a checkpoint of the Trainer of transformers in
+safetensors.
 
     rules = [interop.Rule("kernel", "fc.weight", interop.Transpose())]
     loaded = interop.load_into({"kernel": shape}, "checkpoint", rules=rules)
@@ -30,9 +31,13 @@ from jaxzero._deepspeed import DeepSpeedRun as DeepSpeedRun
 from jaxzero._deepspeed import DynamicScale as DynamicScale
 from jaxzero._deepspeed import loss_scale_of as loss_scale_of
 from jaxzero._deepspeed import scale_loss as scale_loss
+from jaxzero.interop._compare import ComparedOutput as ComparedOutput
+from jaxzero.interop._compare import Comparison as Comparison
+from jaxzero.interop._compare import compare as compare
 from jaxzero.interop._huggingface import DecoderFamily as DecoderFamily
 from jaxzero.interop._huggingface import LoadedDecoder as LoadedDecoder
 from jaxzero.interop._huggingface import LoadedEncoder as LoadedEncoder
+from jaxzero.interop._huggingface import compare_with_transformers as compare_with_transformers
 from jaxzero.interop._huggingface import decoder_family as decoder_family
 from jaxzero.interop._huggingface import embed_with_transformers as embed_with_transformers
 from jaxzero.interop._huggingface import export_decoder as export_decoder

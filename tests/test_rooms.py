@@ -44,7 +44,7 @@ FLOORS = [
     ],
     ["jaxzero.interop._tensors"],
     ["jaxzero.interop._rules", "jaxzero.interop._torch", "jaxzero.interop._safetensors"],
-    ["jaxzero.interop._match"],
+    ["jaxzero.interop._match", "jaxzero.interop._compare"],
     ["jaxzero.interop._load"],
     ["jaxzero.interop._huggingface"],
     ["jaxzero.interop"],

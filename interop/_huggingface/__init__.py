@@ -13,4 +13,5 @@ from .encoder import load_encoder as load_encoder
 from .family import DecoderFamily as DecoderFamily
 from .family import decoder_family as decoder_family
 from .family import register_decoder_family as register_decoder_family
+from .reference import compare_with_transformers as compare_with_transformers
 from .reference import embed_with_transformers as embed_with_transformers

@@ -1,7 +1,7 @@
 """Load and export decoders in Hugging Face directories: weights, `config.json`, tokenizer."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -49,7 +49,8 @@ def load_decoder(
     Args:
         directory: holds `config.json` and weights in a form that `open_checkpoint` reads, such as
             `model.safetensors` or `pytorch_model.bin`, in one file or in parts.
-        dtype: dtype of the parameters; None keeps that of the file.
+        dtype: dtype of the parameters; None keeps that of the file. Train in "float32": updates of
+            parameters in 16 bits may be rounded away.
         family: how to read it; by default the family of its `model_type`.
         **changes: fields of `DecoderConfig` to override, such as `compute_dtype`, `scan_layers`
             and `remat`.
@@ -84,6 +85,7 @@ def export_decoder(
     directory: Path | str,
     *,
     source: Path | str,
+    dtype: np.typing.DTypeLike | Literal["source"] | None = None,
     family: DecoderFamily | None = None,
 ) -> Path:
     """Write parameters as a directory that `transformers.AutoModelForCausalLM` loads.
@@ -97,6 +99,9 @@ def export_decoder(
         source: the directory that was loaded. Its `config.json`, tokenizer files and buffers
             (masks, rotary frequencies) are copied. Like transformers, it does not write a head
             that is tied to the embeddings.
+        dtype: dtype of floating-point parameters: "source" for that of each tensor in `source`, as
+            of a bfloat16 checkpoint that was trained in float32. None keeps that of `params`.
+            Buffers that are copied keep theirs.
         family: the family of `source`; by default the one registered for its `model_type`.
 
     Returns:
@@ -118,6 +123,7 @@ def export_decoder(
         source=source,
         checkpoint=checkpoint,
         carried=family.buffers,
+        dtype=dtype,
     )
 
 

@@ -1,7 +1,7 @@
 """Load and export encoders in Hugging Face directories: weights, `config.json`, tokenizer."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -38,7 +38,8 @@ def load_encoder(
     Args:
         directory: a folder with `config.json` and weights in a format that `open_checkpoint`
             supports, such as `model.safetensors` or `pytorch_model.bin`, in one file or in parts.
-        dtype: dtype of the parameters; None keeps the dtype of the file.
+        dtype: dtype of the parameters; None keeps that of the file. Train in "float32": updates of
+            parameters in 16 bits may be rounded away.
         **changes: fields of the config to override, such as `compute_dtype`.
 
     Returns:
@@ -66,7 +67,13 @@ def load_encoder(
     return LoadedEncoder(config, graph, params)
 
 
-def export_encoder(params: Any, directory: Path | str, *, source: Path | str) -> Path:
+def export_encoder(
+    params: Any,
+    directory: Path | str,
+    *,
+    source: Path | str,
+    dtype: np.typing.DTypeLike | Literal["source"] | None = None,
+) -> Path:
     """Write parameters as a directory that `transformers` loads.
 
     `sentence-transformers` loads it as well if it is an encoder of text. The write is atomic, as in
@@ -77,6 +84,9 @@ def export_encoder(params: Any, directory: Path | str, *, source: Path | str) ->
         directory: where to write.
         source: the directory that was loaded. Its `config.json`, tokenizer files and the tensors
             that the model does not use (such as a pooler) are copied.
+        dtype: dtype of floating-point parameters: "source" for that of each tensor in `source`, as
+            of a bfloat16 checkpoint that was trained in float32. None keeps that of `params`.
+            Buffers that are copied keep theirs.
 
     Returns:
         `directory`.
@@ -96,6 +106,7 @@ def export_encoder(params: Any, directory: Path | str, *, source: Path | str) ->
         source=source,
         checkpoint=checkpoint,
         carried=family.carried,
+        dtype=dtype,
     )
 
 

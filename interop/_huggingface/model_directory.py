@@ -4,7 +4,7 @@ import fnmatch
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -59,6 +59,7 @@ def save_params(
     source: Path | str,
     checkpoint: Checkpoint,
     carried: Iterable[str],
+    dtype: np.typing.DTypeLike | Literal["source"] | None,
 ) -> Path:
     """Write parameters, and copy the config and tokenizer of `source`: inverse of `load_params`.
 
@@ -72,11 +73,13 @@ def save_params(
         checkpoint: the checkpoint in it.
         carried: patterns (with `*`) for names of tensors that are copied from `checkpoint`, if
             they are not parameters.
+        dtype: dtype of the parameters; "source" for that of each tensor in `checkpoint`.
 
     Raises:
         ValueError: `params` and `abstract` differ, or `directory` is `source`.
     """
-    tensors = tensors_from(params, rules, like=abstract)
+    as_there = isinstance(dtype, str) and dtype == "source"
+    tensors = tensors_from(params, rules, like=abstract, dtype=checkpoint if as_there else dtype)
     for name, held in checkpoint.items():
         if name not in tensors and any(fnmatch.fnmatchcase(name, pattern) for pattern in carried):
             tensors[name] = held

@@ -1,14 +1,39 @@
-"""Compute reference embeddings with Hugging Face transformers on PyTorch.
+"""Compute with Hugging Face transformers on PyTorch, to compare.
 
 Both are optional (`pip install -e ".[torch]"` in a checkout) and are imported only when called.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+
+from jaxzero.interop._compare import Comparison, compare
+from jaxzero.interop._rules import Rule
+from jaxzero.models import DecoderConfig, ViTConfig, read_config
+
+from .decoder import LoadedDecoder, load_decoder
+from .encoder import LoadedEncoder, load_encoder
+from .encoder_family import ENCODERS, encoder_family
+from .family import family_of
+
+# Modules of a ViT as transformers 5 calls them in memory; in files they keep these names.
+_RENAMED = {
+    "encoder.layer.": "layers.",
+    "attention.attention.query": "attention.q_proj",
+    "attention.attention.key": "attention.k_proj",
+    "attention.attention.value": "attention.v_proj",
+    "attention.output.dense": "attention.o_proj",
+    "intermediate.dense": "mlp.fc1",
+    "}.output.dense": "}.mlp.fc2",
+}
+_ROWS, _LENGTH = 3, 13  # rows and tokens that are compared; as no usual number of heads
 
 
 def embed_with_transformers(
@@ -30,15 +55,7 @@ def embed_with_transformers(
     Raises:
         ImportError: torch or transformers is not installed.
     """
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise ImportError(
-            "Comparing with PyTorch needs torch and transformers, which are optional. Install them "
-            'with `pip install -e ".[torch]"` in a checkout of jaxzero.'
-        ) from error
-
+    torch, transformers = _imported()
     with _without_progress_bar(transformers):
         model = transformers.AutoModel.from_pretrained(
             directory, local_files_only=True, dtype=torch.float32
@@ -54,6 +71,93 @@ def embed_with_transformers(
             mean = (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
             vectors.append(torch.nn.functional.normalize(mean, dim=-1).numpy())
     return np.concatenate(vectors)
+
+
+def compare_with_transformers(directory: Path | str, *, submodules: bool = False) -> Comparison:
+    """Compare the outputs of `jaxzero.models` for a checkpoint with those of transformers.
+
+    Both read the weights into float32, whatever their dtype in the file, and compute on the CPU
+    with random inputs: three rows of 13 tokens without padding, or three images. So the memory
+    must hold the model twice.
+
+    Args:
+        directory: a Hugging Face directory that `load_decoder` or `load_encoder` reads.
+        submodules: compare the outputs of the layers too.
+
+    Raises:
+        ImportError: torch or transformers is not installed.
+        ValueError: the directory is no such checkpoint.
+    """
+    torch, transformers = _imported()
+    loaded, rules = _load(directory)
+    config = loaded.config
+    # As lists of layers, so that each of them can be recorded.
+    model = nnx.merge(
+        loaded.graph, jax.tree.map(lambda tensor: jnp.asarray(tensor.read()), loaded.params)
+    )
+    random, output = np.random.default_rng(0), "logits"
+    if isinstance(config, ViTConfig):
+        kind = "AutoModelForImageClassification" if config.num_labels else "AutoModel"
+        output = "logits" if config.num_labels else "last_hidden_state"
+        images = random.normal(size=(_ROWS, config.num_channels, *config.image_size))
+        inputs, torch_inputs = (images,), {"pixel_values": images}
+    else:
+        length = min(_LENGTH, config.max_length)
+        ids = random.integers(config.vocabulary_size, size=(_ROWS, length))
+        padding = read_config(directory)[0].get("pad_token_id")  # may have no position
+        ids = np.where(ids == padding, (ids + 1) % config.vocabulary_size, ids)
+        mask = np.ones(ids.shape, bool)
+        inputs, torch_inputs = (ids, mask), {"input_ids": ids, "attention_mask": mask}
+        kind = "AutoModelForCausalLM"
+        if not isinstance(config, DecoderConfig):
+            kind, output = "AutoModel", "last_hidden_state"
+    with _without_progress_bar(transformers):
+        reference = getattr(transformers, kind).from_pretrained(
+            directory, local_files_only=True, dtype=torch.float32
+        )
+    return compare(
+        model,
+        reference,
+        inputs,
+        torch_inputs=torch_inputs,
+        output=output,
+        submodules=rules if submodules else False,
+    )
+
+
+def _load(directory: Path | str) -> tuple[LoadedDecoder | LoadedEncoder, Any]:
+    """A checkpoint in float32, with its layers in a list, and its rules."""
+    content, path = read_config(directory)
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "compute_dtype": "float32",
+        "scan_layers": False,
+        "remat": "none",
+    }
+    if content.get("model_type") in ENCODERS:
+        loaded = load_encoder(directory, **options)
+        rules = encoder_family(directory).rules(loaded.config)
+        if isinstance(loaded.config, ViTConfig):
+            rules += tuple(Rule(x.ours, tuple(map(_renamed, x.theirs)), *x.steps) for x in rules)
+        return loaded, rules
+    loaded = load_decoder(directory, **options)
+    return loaded, family_of(content, path).rules(loaded.config)
+
+
+def _renamed(name: str) -> str:
+    return functools.reduce(lambda name, old: name.replace(old, _RENAMED[old]), _RENAMED, name)
+
+
+def _imported() -> tuple[Any, Any]:
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            "Comparing with PyTorch needs torch and transformers, which are optional. Install them "
+            'with `pip install -e ".[torch]"` in a checkout of jaxzero.'
+        ) from error
+    return torch, transformers
 
 
 @contextlib.contextmanager

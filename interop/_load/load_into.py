@@ -76,7 +76,13 @@ def load_into(
     )
 
 
-def tensors_from(tree: Any, rules: Iterable[Rule], *, like: Any = None) -> dict[str, LazyTensor]:
+def tensors_from(
+    tree: Any,
+    rules: Iterable[Rule],
+    *,
+    like: Any = None,
+    dtype: np.typing.DTypeLike | Mapping[str, LazyTensor] | None = None,
+) -> dict[str, LazyTensor]:
     """Convert parameters to the tensors of a checkpoint: the inverse of `load_into`.
 
     Tensors are lazy: `save_tensors` gathers and reads them one by one.
@@ -85,6 +91,9 @@ def tensors_from(tree: Any, rules: Iterable[Rule], *, like: Any = None) -> dict[
         tree: parameters: full arrays, or shards from `zero.shard`.
         rules: the rules given to `load_into`.
         like: a tree with the expected paths and shapes, such as the result of `load_into`.
+        dtype: dtype of floating-point tensors; or tensors by name, such as the checkpoint that was
+            loaded, each of which gives its dtype to that of the same name. None keeps that of the
+            parameters. Reading a number that the dtype cannot hold raises `ValueError`.
 
     Raises:
         ValueError: the rules do not fit the tree, `tree` and `like` differ, or a parameter is
@@ -99,7 +108,19 @@ def tensors_from(tree: Any, rules: Iterable[Rule], *, like: Any = None) -> dict[
             f"two trees ({len(differing)} such paths). Pass a tree like the one that was loaded."
         )
     held = {path: _held(leaf, tuple(wanted[path].shape), path) for path, leaf in leaves.items()}
-    return to_theirs(rules, held)
+    tensors = to_theirs(rules, held)
+    if dtype is None:
+        return tensors
+    if isinstance(dtype, Mapping):
+        dtypes = {name: dtype[name].dtype for name in tensors if name in dtype}
+    else:
+        dtypes = dict.fromkeys(tensors, _checked(dtype))
+    return {
+        name: x.astype(dtypes[name])
+        if name in dtypes and all(jnp.issubdtype(y, jnp.floating) for y in (x.dtype, dtypes[name]))
+        else x
+        for name, x in tensors.items()
+    }
 
 
 def _held(leaf: Any, shape: tuple[int, ...], path: str) -> LazyTensor:

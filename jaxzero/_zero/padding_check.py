@@ -54,7 +54,7 @@ def warn_of_padding(
     what = f"{len(padded)} leaves are padded with zeros on this mesh, `{padded[0]}` the first, and "
     try:
         widen = _widened if as_arrays else _stored_wide
-        is_same = _is_same(tx, plan, widen, _one_of_each_kind(plan), _NUM_UPDATES)
+        is_same = _is_same(tx, plan, widen, one_of_each_kind(plan), _NUM_UPDATES)
         if is_same and len(set(map(_kind, plan.leaves))) < len(plan.leaves):
             is_same = _is_same(tx, plan, widen, [True] * len(plan.leaves), 1)
     except Exception as error:  # the optimizer is someone else's code, and only tried here
@@ -87,7 +87,7 @@ def _kind(leaf: LeafSpec) -> Any:
     return path, len(leaf.shape), leaf.dtype, dim
 
 
-def _one_of_each_kind(plan: TreePlan) -> list[bool]:
+def one_of_each_kind(plan: TreePlan) -> list[bool]:
     """For each leaf, whether it is the first of its kind: the others would be slow to compile."""
     kinds = list(map(_kind, plan.leaves))
     return [kinds.index(kind) == i for i, kind in enumerate(kinds)]
@@ -174,7 +174,7 @@ def _run(
     def update(grads: Any, state: Any, params: Any) -> Any:
         extras = _extras(tx, params, grads) if with_extras else {}
         updates, new = tx.update(grads, state, params, **extras)
-        return updates, _typed_like(state, new), optax.apply_updates(params, updates)
+        return updates, typed_like(state, new), optax.apply_updates(params, updates)
 
     if num_updates == 1:  # one program, in which XLA folds the first state
         first = jax.jit(lambda grads, params: update(grads, tx.init(params), params)[0])
@@ -182,7 +182,7 @@ def _run(
         return [np.asarray(x)[None] for x in arrays_of(updates)]
     params = jax.tree.map(jnp.asarray, params)
     state = jax.jit(tx.init)(params)
-    state = _typed_like(state, state)
+    state = typed_like(state, state)
     found = []
     for i in range(num_updates):
         updates, state, params = update(jax.tree.map(lambda x: x[i], grads), state, params)  # noqa: B023
@@ -190,7 +190,7 @@ def _run(
     return [np.stack(each) for each in zip(*jax.device_get(found), strict=True)]
 
 
-def _typed_like(old: Any, new: Any) -> Any:
+def typed_like(old: Any, new: Any) -> Any:
     """Cast `new` to the dtypes of `old`, so that all updates run in one compiled program."""
     return jax.tree.map(lambda x, y: jnp.asarray(y, jnp.asarray(x).dtype), old, new)
 

@@ -33,6 +33,7 @@ from .init_fn import Initializer
 from .optimizer_state import init_state, plan_state, trained_part, true_shapes
 from .padding_check import warn_of_padding
 from .placement import gather_full, make_leaves, pad_leaf, place_tree, stored_struct
+from .rounding_check import warn_of_rounding
 
 AnyTrees = TypeVar("AnyTrees", bound="ShardedTrees")
 
@@ -160,12 +161,16 @@ class ShardedTrees:
         In an `eqx.Module` or `nnx.Module`, `tx` gets `None` for the leaves that the module does not
         train, as in the gradients.
 
+        It warns if `tx`, which is tried on tiny leaves, would give padded leaves other updates than
+        their own (`zero.optimizer`), or leaves in 16 bits none that is not rounded away.
+
         Raises:
             ValueError: `params` did not come from this `Zero`; or `tx` keeps statistics of another
                 shape for a padded leaf, as Adafactor does, and is not wrapped (`zero.optimizer`).
         """
         params, plan = trained_part(params, self._plan_of(params))
         warn_of_padding(tx, plan)
+        warn_of_rounding(tx, params, plan)
         state_plan = self._states.add(plan_state(tx, plan, self._devices, self.config))
         return init_state(tx, params, state_plan, self.mesh, self._state_axes)
 

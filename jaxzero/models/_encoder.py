@@ -36,7 +36,7 @@ class Encoder(nnx.Module):
     Example:
         ```python
         graph, params = nnx.split(nnx.eval_shape(lambda: Encoder(config, rngs=nnx.Rngs(0))))
-        params = zero.shard(interop.load_encoder(directory).params)
+        params = zero.shard(interop.load_encoder(directory, dtype="float32").params)
         hidden = nnx.merge(graph, params)(ids, mask)
         ```
     """

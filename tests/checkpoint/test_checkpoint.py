@@ -40,7 +40,7 @@ def _zero(nodes, devices):
 def saved(tmp_path_factory):
     zero, directory = _zero(2, 6), tmp_path_factory.mktemp("saved")
     params = zero.init(_init)
-    tx = zero.optimizer(optax.adafactor(1e-3, min_dim_size_to_factor=4))
+    tx = zero.optimizer(optax.adafactor(1e-2, min_dim_size_to_factor=4))
     state = {"params": params, "opt_state": zero.init_optimizer(tx, params), "step": jnp.int32(3)}
     with jz.Checkpoints(directory, zero) as checkpoints:
         assert checkpoints.latest_step() is None
@@ -54,7 +54,7 @@ def test_restore_on_any_mesh(saved, nodes, devices):
     directory, old, state = saved
     zero = _zero(nodes, devices)
     params = zero.abstract(_init)
-    tx = zero.optimizer(optax.adafactor(1e-3, min_dim_size_to_factor=4))
+    tx = zero.optimizer(optax.adafactor(1e-2, min_dim_size_to_factor=4))
     like = {"params": params, "opt_state": zero.init_optimizer(tx, params), "step": jnp.int32(0)}
     with jz.Checkpoints(directory, zero) as checkpoints:
         _, restored, extra = checkpoints.restore(like)

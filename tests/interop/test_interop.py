@@ -48,10 +48,12 @@ def test_loaded_parameters_are_those_of_the_file(checkpoint: Path):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_round_trip_is_bit_exact(tmp_path: Path, dtype):
+@pytest.mark.parametrize("trained", [None, np.float32])
+def test_round_trip_is_bit_exact(tmp_path: Path, dtype, trained):
     source = tiny_checkpoint.write(tmp_path / "source", tiny_checkpoint.tensors(dtype))
-    params = read_all(interop.load_encoder(source).params)
-    export = interop.export_encoder(params, tmp_path / "export", source=source)
+    params = read_all(interop.load_encoder(source, dtype=trained).params)
+    back = None if trained is None else "source"
+    export = interop.export_encoder(params, tmp_path / "export", source=source, dtype=back)
     before, after = (load_file(folder / "model.safetensors") for folder in (source, export))
     assert before.keys() == after.keys()
     for name, array in before.items():
@@ -60,6 +62,20 @@ def test_round_trip_is_bit_exact(tmp_path: Path, dtype):
     assert json.loads((export / "config.json").read_text())["torch_dtype"] == np.dtype(dtype).name
     for name in ("tokenizer.json", "tokenizer_config.json", "1_Pooling/config.json"):
         assert (export / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_export_in_another_dtype(checkpoint: Path, tmp_path: Path):
+    params = read_all(interop.load_encoder(checkpoint).params)
+    held = load_file(checkpoint / "model.safetensors")
+    for dtype in (ml_dtypes.bfloat16, "float16"):
+        export = interop.export_encoder(params, tmp_path / "export", source=checkpoint, dtype=dtype)
+        written = load_file(export / "model.safetensors")
+        assert json.loads((export / "config.json").read_text())["torch_dtype"] == np.dtype(dtype)
+        assert written[UP].tobytes() == held[UP].astype(dtype).tobytes()
+        assert written["embeddings.position_ids"].dtype == np.int64
+    for wrong in ("sourc", "int32"):
+        with pytest.raises(ValueError, match="`dtype` must be that of floating-point numbers"):
+            interop.export_encoder(params, tmp_path / "x", source=checkpoint, dtype=wrong)
 
 
 def test_export_loads_in_transformers(checkpoint: Path, tmp_path: Path):

@@ -8,7 +8,14 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ...interop import Checkpoint, LazyTensor, check_copy, open_checkpoint, write_checkpoint
+from ...interop import (
+    Checkpoint,
+    LazyTensor,
+    check_copy,
+    compare_with_transformers,
+    open_checkpoint,
+    write_checkpoint,
+)
 from .._settings import Convert
 from .display import line_of
 from .inspect_run import find_checkpoint
@@ -17,11 +24,12 @@ _FILES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def convert(settings: Convert, console: Console) -> None:
-    """Write a copy of a checkpoint in another format, and compare it if `settings.check`.
+    """Write a copy of a checkpoint in another format, and compare it if `settings` asks for it.
 
     Raises:
         ValueError: the source cannot be opened, the target exists or ends in .safetensors,
-            `settings.dtype` cannot hold a value, or the copy differs.
+            `settings.dtype` cannot hold a value, the copy or its outputs differ, or its outputs
+            cannot be compared.
     """
     if settings.target.exists():
         raise ValueError(
@@ -40,6 +48,7 @@ def convert(settings: Convert, console: Console) -> None:
             f"{str(settings.target)!r} would be a directory: safetensors are written with their "
             f"config and index. Name it {settings.target.stem!r}."
         )
+    _check_outputs_possible(settings, form)
     tensors = {name: _cast(x, settings.dtype) for name, x in checkpoint.items()}
     changed = any(tensor.dtype != checkpoint[name].dtype for name, tensor in tensors.items())
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True))
@@ -67,9 +76,26 @@ def convert(settings: Convert, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if settings.check_outputs or settings.check_layers:
+        compared = compare_with_transformers(settings.target, submodules=settings.check_layers)
+        console.out(str(compared), highlight=False)
+        if not compared.agrees:
+            raise ValueError(
+                f"{str(settings.target)!r} was written, but transformers computes something else "
+                "with it than jaxzero does."
+            )
     if checkpoint.moments is not None:
         text = f"The optimizer state was not copied: {_readable(checkpoint)}"
         console.print(line_of(text), highlight=False, soft_wrap=True)
+
+
+def _check_outputs_possible(settings: Convert, form: str) -> None:
+    asked = settings.check_outputs or settings.check_layers
+    if asked and not (form == "safetensors" and (settings.source / "config.json").is_file()):
+        raise ValueError(
+            "`check_outputs` needs a source with a `config.json`, and a target that is a directory "
+            f"of safetensors; got {str(settings.source)!r}, and {str(settings.target)!r} as {form}."
+        )
 
 
 def _readable(checkpoint: Checkpoint) -> str:

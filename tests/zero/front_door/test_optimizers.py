@@ -185,6 +185,7 @@ def test_padding_that_the_first_small_update_does_not_show_is_warned_of(auto, na
 
 
 @pytest.mark.standard_promotion
+@pytest.mark.filterwarnings("ignore:In .* parameters in 16 bits")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

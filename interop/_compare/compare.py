@@ -1,0 +1,326 @@
+"""Run both models on the same inputs, and compare outputs by name."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxzero._text import first_names
+from jaxzero.interop._rules import Rule
+
+from .jax_run import Calls, calls_in, recorded, submodules_of
+from .pairs import Pair, pairs_of
+from .result import ComparedOutput, Comparison
+from .torch_run import TorchCall, run_torch
+from .trees import Named, call, jax_array, map_arrays, named_arrays
+
+_FACTOR = 2.0
+_USELESS = 0.5  # a bound that zeros or other weights may keep
+_RECORD = (
+    "Pass the model, as `jax_module`, whose submodules are called in `function`; or let `function` "
+    'return `(outputs, intermediates)`: of Linen `model.apply(variables, x, mutable="intermediates"'
+    ", capture_intermediates=True)`, or arrays by name."
+)
+
+
+def compare(
+    function: Callable[..., Any],
+    module: Any,
+    inputs: Any,
+    *,
+    torch_inputs: Any = None,
+    output: str | None = None,
+    submodules: bool | Mapping[str, str] | Iterable[Rule] = False,
+    jax_module: Any = None,
+    dtype: np.typing.DTypeLike | None = None,
+) -> Comparison:
+    """Compare what a JAX function and a PyTorch module compute from the same inputs.
+
+    It shows whether a checkpoint was converted rightly, also where shapes and names cannot: the
+    order of flattened dimensions, of rotary pairs and of fused heads, and settings such as epsilon.
+    The module runs in evaluation mode and without gradients, and is in its own mode afterwards; the
+    function runs with `jax.default_matmul_precision("highest")`. Turn off dropout in it.
+
+    Args:
+        function: computes with arrays in full (`zero.unshard`), or a model that can be called.
+        module: a `torch.nn.Module`.
+        inputs: of both: a tuple or list of positional arguments, a dict of named ones, or a single
+            argument; of arrays, tensors, and anything else. Integers have 64 bits in PyTorch.
+        torch_inputs: those of `module`, where they are others, such as images in NCHW.
+        output: name of the output of `module` to compare, such as "logits", where it has several
+            and `function` has one.
+        submodules: compares their outputs too. True: their names are equal. Otherwise names of ours
+            to those of PyTorch, such as `{"layers.{i}.up": "h.{i}.mlp.fc"}`, or the rules of
+            `load_into`, which also say which rows of weights, and so which features, changed
+            places. Outputs may be laid out as in PyTorch, with channels last, with heads after
+            tokens, or as rules say: the layout that fits best is compared, and noted. Outputs of
+            the models that have one shape must have one layout.
+        jax_module: the model of Flax NNX, Equinox or plain classes whose submodules `function`
+            calls; by default `function` itself, or that of a bound method. If there is none,
+            `function` must return `(outputs, intermediates)`: arrays in nested dicts by name, as
+            `capture_intermediates` of Linen, `nnx.capture` or a function of yours makes them.
+        dtype: that in which the models compute, if it is coarser than the dtypes of the outputs and
+            of the module's parameters.
+
+    Returns:
+        A `Comparison`: `print` it, or `assert result.agrees, result`. A difference is the largest
+        absolute one, divided by the largest absolute value of PyTorch's output. Its bound is
+
+            2 sqrt(n) (eps + sqrt(k) eps_sum)
+
+        `n`: parameters, and submodules without parameters, that were used until there. Each rounds
+        once, by up to `eps` / 2 and independently, so the sum grows with the root of their number.
+        `k`: the longest sum until there, over the inputs of a linear layer or the features of a
+        norm, of which the same holds. `eps` is that of the coarsest floating-point dtype among both
+        outputs, the parameters of `module` and `dtype`; sums have it too, but float32 where it has
+        16 bits. The factor covers both models, the largest of many elements, and what is computed
+        between submodules. Integers must be equal. Differences of settings may be smaller: in
+        float32 an epsilon of 1e-6 or 1e-5 is the same where variances are about 1; in float64 it is
+        not (`jax.enable_x64()`, `module.double()`).
+
+    Raises:
+        ImportError: PyTorch is not installed.
+        TypeError: `module` is no `torch.nn.Module`, or `function` cannot be called.
+        ValueError: there is nothing to compare: `output` is needed, or no name of `submodules`
+            fits; or the dtype is so coarse that the bound is 0.5 or more.
+    """
+    _check(function, module)
+    model = getattr(function, "__self__", function) if jax_module is None else jax_module
+    returns_both = submodules is not False and not submodules_of(model)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.default_matmul_precision("highest"))
+        calls: Calls = {}
+        if submodules is not False and not returns_both:
+            stack.enter_context(jax.disable_jit())  # in a `jit` the arrays of a model are others
+            calls = stack.enter_context(recorded(model))
+        ours = call(function, map_arrays(jax_array, inputs))
+    if returns_both:
+        ours, calls = _both(ours)
+    given = inputs if torch_inputs is None else torch_inputs
+    theirs, torch_calls = run_torch(module, given, record=submodules is not False)
+    kinds = {str(each.dtype).removeprefix("torch.") for each in module.parameters()}
+    dtypes = [jnp.dtype(kind) for kind in kinds] + ([] if dtype is None else [jnp.dtype(dtype)])
+    rows: list[ComparedOutput] = []
+    alone: tuple[list[str], list[str]] = ([], [])
+    if submodules is not False:
+        dims = {name: each.ndim for name, each in module.named_parameters()}
+        rows = _submodules(submodules, calls, torch_calls, dims, dtypes, alone)
+    rows += _outputs(named_arrays(ours), named_arrays(theirs), output, torch_calls, dtypes, alone)
+    for row in rows:
+        if row.bound >= _USELESS:
+            raise ValueError(
+                f"{row.dtype} is too coarse to tell anything of `{row.torch_name}`: rounding alone "
+                f"may make {row.bound:.1f} of its largest value. Compare both in float32: "
+                "`module.float()`, and parameters and activations of float32 in `function`."
+            )
+    return Comparison(tuple(rows), tuple(alone[0]), tuple(alone[1]))
+
+
+def _check(function: Any, module: Any) -> None:
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            "Comparing with PyTorch needs torch, which is optional. Install it with "
+            '`pip install -e ".[torch]"` in a checkout of jaxzero.'
+        ) from error
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"`module` must be a `torch.nn.Module`; got {type(module).__name__}.")
+    if not callable(function) or isinstance(function, torch.nn.Module):
+        raise TypeError(
+            f"`function` must be a function or model of JAX; got {type(function).__name__}."
+        )
+
+
+def _both(returned: Any) -> tuple[Any, Calls]:
+    calls = calls_in(returned[1]) if isinstance(returned, tuple) and len(returned) == 2 else {}
+    if not calls:
+        raise ValueError(f"`submodules` needs the outputs of ours by name. {_RECORD}")
+    return returned[0], calls
+
+
+def _submodules(
+    names: Any,
+    calls: Calls,
+    torch_calls: list[TorchCall],
+    dims: Mapping[str, int],
+    dtypes: list[Any],
+    alone: tuple[list[str], list[str]],
+) -> list[ComparedOutput]:
+    """A row for each call of a submodule, in PyTorch's order; add the other names to `alone`."""
+    theirs: dict[str, list[tuple[int, TorchCall]]] = {}
+    for place, each in enumerate(torch_calls):
+        if each.array is not None:
+            theirs.setdefault(each.name, []).append((place, each))
+    pairs = pairs_of(names, calls, theirs, dims)
+    if not pairs:
+        raise ValueError(
+            f"No name of `submodules` fits: ours were called {_shown(calls)}; those of PyTorch "
+            f"{_shown(theirs)}. Leave it out to compare outputs only. {'' if calls else _RECORD}"
+        )
+    lengths: dict[str, list[tuple[int, ...]]] = {}  # of stacks
+    for pair in pairs:
+        lengths.setdefault(pair.ours, []).append(tuple(n + 1 for n in pair.index))
+    rows, paired = [], (set(), set())
+    for pair in pairs:
+        last = [theirs[name] for name in pair.theirs]
+        ours = calls[pair.ours]
+        if len(last[0]) == 1 and len(ours) > 1:  # of each example, in a vmap
+            ours = [np.stack(ours)]
+        if any(each.shape[: len(pair.index)] != max(lengths[pair.ours]) for each in ours):
+            continue  # a stack of parameters whose outputs are none
+        paired[0].update(pair.theirs)
+        paired[1].add(pair.ours)
+        ours = [each[pair.index] for each in ours]
+        for number, (mine, *others) in enumerate(zip(ours, *last, strict=False)):
+            place, end = max(others, key=lambda each: each[0])
+            outputs = [each.array for _, each in others if each.array is not None]
+            suffix = f" (call {number + 1})" if len(ours) > 1 else ""
+            row = _row(pair, mine, outputs, end, dtypes, suffix)
+            rows.append((place, row))
+        if any(len(each) != len(ours) for each in last):
+            alone[0].append(f"{pair.theirs[0]} (called {len(last[0])} times, ours {len(ours)})")
+    alone[0].extend(name for name in theirs if name not in paired[0])
+    alone[1].extend(name for name in calls if name not in paired[1])
+    return [row for _, row in sorted(rows, key=lambda each: each[0])]
+
+
+def _outputs(
+    ours: Named,
+    theirs: Named,
+    output: str | None,
+    torch_calls: list[TorchCall],
+    dtypes: list[Any],
+    alone: tuple[list[str], list[str]],
+) -> list[ComparedOutput]:
+    """A row for each output of the models; add the names of the others to `alone`."""
+    held = theirs.arrays
+    if output is not None:
+        chosen = {name: x for name, x in held.items() if f"{name}.".startswith(f"{output}.")}
+        if not chosen:
+            raise ValueError(f"`output` {output!r} is none of {_shown(held)}.")
+        alone[0].extend(f"output.{name}" for name in held if name not in chosen)
+        held = {name.removeprefix(output).removeprefix("."): x for name, x in chosen.items()}
+    if len(ours.arrays) == 1 and len(held) == 1:
+        names = [(*ours.arrays, *held)]
+    else:
+        names = [(name, name) for name in ours.arrays if name in held]
+    if not names:
+        raise ValueError(
+            f"Outputs of `function` are {_shown(ours.arrays)}; of `module` {_shown(held)}: no name "
+            "is the same. Name that of `module` in `output`, or return a dict with its names."
+        )
+    for side, named, known in ((0, theirs, held), (1, ours, ours.arrays)):
+        rest = [name for name in known if name not in {each[1 - side] for each in names}]
+        alone[side].extend(_of_output(name) for name in (*rest, *named.others))
+    rows = []
+    for mine, other in names:
+        full = ".".join(name for name in (output, other) if name)
+        pair = Pair(_of_output(mine), (), (_of_output(full),), (), 0)
+        given = (pair, ours.arrays[mine], [held[other]], torch_calls[-1], dtypes)
+        rows.append(_row(*given, of_model=True))
+    return rows
+
+
+def _shown(names: Iterable[str]) -> str:
+    return first_names([name or "the only one" for name in names]) or "none"
+
+
+def _of_output(name: str) -> str:
+    return f"output.{name}" if name else "output"
+
+
+def _row(
+    pair: Pair,
+    ours: np.ndarray,
+    outputs: list[np.ndarray],
+    end: TorchCall,
+    dtypes: list[Any],
+    suffix: str = "",
+    of_model: bool = False,
+) -> ComparedOutput:
+    readings = {
+        layout: reading
+        for layout, each in pair.readings(outputs).items()
+        if (reading := _in_shape_of(ours, each)) is not None
+    }
+    if of_model and ours.shape == outputs[0].shape:
+        readings = {"": outputs[0]}
+    differences = {layout: difference_of(ours, each) for layout, each in readings.items()}
+    dtype, bound = bound_of([ours.dtype, *(x.dtype for x in outputs), *dtypes], end)
+    known = {layout: each for layout, each in differences.items() if not math.isnan(each)}
+    best = min(known, key=known.__getitem__, default="")
+    notes = [f"shape in PyTorch: {list(x.shape)}" for x in outputs if x.shape != ours.shape]
+    notes += [f"compared {best}"] if best else []
+    if known and known[best] > bound > 0:
+        scale = _scale(ours, readings[best], bound)
+        notes += [f"PyTorch's is {scale:.6g} times ours"] if scale else []
+    return ComparedOutput(
+        torch_name=" + ".join(pair.theirs) + suffix,
+        jax_name=pair.ours + (str(list(pair.index)) if pair.index else "") + suffix,
+        shape=ours.shape,
+        dtype=dtype,
+        difference=known[best] if known else math.nan if differences else math.inf,
+        bound=bound,
+        note="; ".join(notes),
+        of_model=of_model,
+    )
+
+
+def _in_shape_of(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray | None:
+    """PyTorch's output in the shape of ours, or in one that ours is repeated to; None if neither.
+
+    Embeddings of positions, for one, may be computed once for all rows.
+    """
+    if ours.size == theirs.size:
+        return theirs.reshape(ours.shape)
+    fits = ours.ndim == theirs.ndim and all(
+        n in (1, m) for n, m in zip(ours.shape, theirs.shape, strict=True)
+    )
+    return theirs if fits else None
+
+
+def _scale(ours: np.ndarray, theirs: np.ndarray, bound: float) -> float | None:
+    """The number that makes PyTorch's output of ours, if there is one."""
+    place = np.unravel_index(np.abs(ours).argmax(), ours.shape)
+    if ours.shape != theirs.shape or not ours.size or not ours[place]:
+        return None
+    scale = float((theirs[place] / ours[place]).real)
+    return scale if difference_of(ours * scale, theirs) <= bound else None
+
+
+def bound_of(dtypes: Iterable[Any], end: TorchCall) -> tuple[str, float]:
+    """The coarsest dtype, and the bound of a relative difference; see `compare`."""
+    dtypes = list(dtypes)
+    if not jnp.issubdtype(dtypes[0], jnp.inexact):
+        return dtypes[0].name, 0.0
+    coarsest = max((x for x in dtypes if jnp.issubdtype(x, jnp.inexact)), key=_eps)
+    eps = _eps(coarsest)
+    eps_sum = min(eps, _eps(np.float32)) if coarsest.itemsize < 4 else eps
+    factor = _FACTOR * math.sqrt(end.num_roundings)
+    return coarsest.name, factor * (eps + math.sqrt(end.longest_sum) * eps_sum)
+
+
+def _eps(dtype: Any) -> float:
+    return float(jnp.finfo(dtype).eps)
+
+
+def difference_of(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """The largest absolute difference, divided by the largest absolute value of `theirs`."""
+    if not jnp.issubdtype(ours.dtype, jnp.inexact):
+        return 0.0 if np.array_equal(ours, theirs) else math.inf
+    kind = np.complex128 if np.iscomplexobj(ours) or np.iscomplexobj(theirs) else np.float64
+    ours, theirs = np.broadcast_to(ours.astype(kind), theirs.shape), theirs.astype(kind)
+    if np.isnan(ours).any() or np.isnan(theirs).any():
+        return math.nan
+    is_finite = np.isfinite(ours) & np.isfinite(theirs)
+    if not np.array_equal(ours[~is_finite], theirs[~is_finite]):
+        return math.inf
+    ours, theirs = ours[is_finite], theirs[is_finite]
+    distance = float(np.abs(ours - theirs).max(initial=0))
+    scale = float(np.abs(theirs).max(initial=0))
+    return distance / scale if scale else math.inf if distance else 0.0

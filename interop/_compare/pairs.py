@@ -1,0 +1,142 @@
+"""Which submodule of ours is which of PyTorch: from a mapping of names, or the rules of parameters.
+
+A rule `Rule("layers.{i}.up.kernel", "h.{i}.fc.weight", ...)` says that `layers.3.up` is `h.3.fc`.
+Its steps say how the outputs correspond: rows of a weight are features of the output, so what
+splits or reorders rows, as that of fused or rotated heads does, does it with the output as well.
+"""
+
+import collections
+import dataclasses
+import operator
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxzero.interop._rules import Rule, Step, pattern_of, rules_in
+from jaxzero.interop._tensors import ArrayTensor
+
+# Names of parameters of layers; other parameters may be those of a part of a module.
+_OURS = ("bias", "embedding", "kernel", "scale", "weight")
+_THEIRS = ("bias", "weight")
+_VARIABLE = re.compile(r"\{(\w+)\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Outputs of ours, and those of PyTorch that they correspond to.
+
+    Attributes:
+        ours: name of a submodule.
+        index: the element of its output, where layers are a stack.
+        theirs: names of submodules of PyTorch; several if ours fuses them.
+        steps: turn rows of their weights into ours.
+        part: which result of the steps is ours.
+    """
+
+    ours: str
+    index: tuple[int, ...]
+    theirs: tuple[str, ...]
+    steps: tuple[Step, ...]
+    part: int
+
+    def readings(self, outputs: list[np.ndarray]) -> dict[str, np.ndarray]:
+        """PyTorch's outputs in the layouts that ours may have; "" if it is the same."""
+        found = {}
+        if len(outputs) == 1:
+            (output,) = outputs
+            found[""] = output
+            if output.ndim > 2:
+                found["channels last"] = np.moveaxis(output, 1, -1)
+            if output.ndim > 3:
+                found["heads after tokens"] = np.swapaxes(output, 1, 2)
+        if self.steps and all(each.ndim for each in outputs):
+            rows = [np.moveaxis(each, -1, 0) for each in outputs]
+            tensors: Any = tuple(ArrayTensor(each.reshape(len(each), -1), "") for each in rows)
+            try:
+                for step in self.steps:
+                    tensors = step(tensors)
+                output = tensors[self.part].read()
+            except (ValueError, IndexError):  # a step for columns, of which outputs have others
+                pass
+            else:
+                found["as the rule says"] = output
+                found["as the rule says, features last"] = np.moveaxis(output, -1, 0)
+        return found
+
+
+def pairs_of(
+    names: Any, ours: Iterable[str], theirs: Iterable[str], dims: Mapping[str, int]
+) -> list[Pair]:
+    """Pair the submodules that were recorded.
+
+    Args:
+        names: True for equal names; a mapping from ours to theirs, with variables as in rules; or
+            rules.
+        ours: names of our submodules.
+        theirs: names of PyTorch's.
+        dims: number of dimensions of PyTorch's parameters, by name.
+
+    Raises:
+        ValueError: `names` is none of these.
+    """
+    ours, theirs = list(ours), list(theirs)
+    if names is True:
+        rules = [Rule(name, name) for name in ours]
+    elif isinstance(names, Mapping):
+        rules = [Rule(name, other) for name, other in names.items()]
+    else:
+        rules = _of_parameters(rules_in(names), dims)
+    found: dict[Any, Pair] = {}
+    for pair in (pair for rule in rules for pair in _filled(rule, ours, theirs)):
+        found.setdefault((pair.ours, pair.index, pair.theirs), pair)
+    # Two layers of PyTorch may be added to one of ours.
+    places = collections.Counter(key[:2] for key in found)
+    return [pair for key, pair in found.items() if places[key[:2]] == 1]
+
+
+def _of_parameters(rules: Iterable[Rule], dims: Mapping[str, int]) -> list[Rule]:
+    """Rules of modules; those of biases, whose steps are for features only, come first."""
+    found: list[tuple[bool, Rule]] = []
+    for rule in rules:
+        if _ends(rule.ours) <= set(_OURS) and _ends(rule.theirs) <= set(_THEIRS):
+            ours = tuple(_module(path.removeprefix("params.")) for path in rule.ours)
+            theirs = tuple(_module(name) for name in rule.theirs)
+            pattern = pattern_of(rule.theirs[0])
+            is_bias = any(n == 1 for name, n in dims.items() if pattern.fullmatch(name))
+            if "" not in ours + theirs:
+                found.append((not is_bias, Rule(ours, theirs, *rule.steps)))
+    return [rule for _, rule in sorted(found, key=operator.itemgetter(0))]
+
+
+def _ends(names: tuple[str, ...]) -> set[str]:
+    return {name.rpartition(".")[2] for name in names}
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _filled(rule: Rule, ours: list[str], theirs: list[str]) -> Iterator[Pair]:
+    """The pairs of a rule: for each of our names that fits, and each layer of its stack."""
+    for name in ours:
+        match = pattern_of(rule.ours[0]).fullmatch(name)
+        if match is None:
+            continue
+        names = [_with(each, match.groupdict()) for each in rule.ours]
+        wanted = [_with(each, match.groupdict()) for each in rule.theirs]
+        for other in theirs:
+            inner = pattern_of(wanted[0]).fullmatch(other)
+            if inner is None:
+                continue
+            numbers = inner.groupdict()
+            index = tuple(int(number) for number in numbers.values())
+            others = tuple(_with(each, numbers) for each in wanted)
+            if set(others) <= set(theirs):
+                for part, each in enumerate(names):
+                    yield Pair(each, index, others, rule.steps, part)
+
+
+def _with(pattern: str, numbers: Mapping[str, str]) -> str:
+    return _VARIABLE.sub(lambda found: numbers.get(found[1], found[0]), pattern)

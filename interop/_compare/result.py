@@ -1,0 +1,125 @@
+"""The result of a comparison: a row for each output, with its difference beside its bound."""
+
+import dataclasses
+import re
+from collections.abc import Iterable
+
+from jaxzero._report import TextTable
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # between dots
+_WIDTH = 100  # columns of the table
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedOutput:
+    """One output of the two models.
+
+    Attributes:
+        torch_name: name of the submodule of PyTorch, or of the output: `output.logits`.
+        jax_name: name of ours.
+        shape: shape of ours.
+        dtype: the coarsest dtype that took part, from which the bound follows.
+        difference: largest absolute difference, divided by the largest absolute value of
+            PyTorch's; NaN if one of the two holds a NaN; infinite if only one holds an infinity, if
+            integers are not equal, or if the numbers of elements differ.
+        bound: what rounding may make of it; see `compare`.
+        note: what else there is to say, such as another shape in PyTorch; mostly empty.
+        of_model: whether it is an output of the model, not of a submodule.
+    """
+
+    torch_name: str
+    jax_name: str
+    shape: tuple[int, ...]
+    dtype: str
+    difference: float
+    bound: float
+    note: str = ""
+    of_model: bool = False
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the difference is within the bound. NaN is not."""
+        return self.difference <= self.bound
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What `compare` found; it prints as a table.
+
+    Attributes:
+        outputs: what was compared: submodules in the order in which PyTorch computed them, then
+            the outputs of the model.
+        only_in_torch: submodules and outputs of PyTorch that were compared with nothing.
+        only_in_jax: those of ours.
+    """
+
+    outputs: tuple[ComparedOutput, ...]
+    only_in_torch: tuple[str, ...] = ()
+    only_in_jax: tuple[str, ...] = ()
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the outputs of the model agree.
+
+        A submodule may differ all the same, where something is computed inside of the one and
+        outside of the other, such as the factor on Gemma's embeddings.
+        """
+        return all(each.agrees for each in self.outputs if each.of_model)
+
+    @property
+    def first_difference(self) -> ComparedOutput | None:
+        """The first output that differs, in the order in which PyTorch computed them."""
+        return next((each for each in self.outputs if not each.agrees), None)
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                each.torch_name,
+                each.jax_name,
+                str(list(each.shape)),
+                each.dtype,
+                f"{each.difference:.1e}",
+                f"{each.bound:.1e}",
+                "" if each.agrees else "DIFFERS",
+            )
+            for each in self.outputs
+        ]
+        table = TextTable(
+            headings=("torch", "jax", "shape", "dtype", "difference", "bound", ""),
+            rows=rows,
+            notes=[each.note for each in self.outputs],
+            footer=(self._verdict(), *self._unmatched()),
+        )
+        return "\n".join(table.lines(_WIDTH))
+
+    def _verdict(self) -> str:
+        agree = "The outputs agree" if self.agrees else "The outputs differ"
+        first = self.first_difference
+        if first is None:
+            return f"{agree}, up to rounding."
+        if first.of_model:
+            return f"{agree}."
+        if self.agrees:
+            return (
+                f"{agree}, but not those of `{first.torch_name}`: something may be computed inside "
+                "of the one and outside of the other."
+            )
+        earlier = self.outputs[: self.outputs.index(first)]
+        after = f", after `{earlier[-1].torch_name}`, which agrees" if earlier else ""
+        return (
+            f"{agree}. The first layer that differs is `{first.torch_name}`{after}: compare its "
+            "weights, its settings (epsilon), and what is computed before it."
+        )
+
+    def _unmatched(self) -> list[str]:
+        sides = (("torch", self.only_in_torch), ("jax", self.only_in_jax))
+        return [f"Only in {side}: {_grouped(names)}" for side, names in sides if names]
+
+
+def _grouped(names: Iterable[str]) -> str:
+    """Names, of which those that differ in numbers only are one."""
+    counts: dict[str, int] = {}
+    for name in names:
+        pattern = _NUMBER.sub("*", name)
+        counts[pattern] = counts.get(pattern, 0) + 1
+    return ", ".join(name if n == 1 else f"{name} (x{n})" for name, n in counts.items())

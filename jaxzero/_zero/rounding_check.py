@@ -1,0 +1,177 @@
+"""Warn if updates of parameters in 16 bits would round away, by running the optimizer.
+
+bfloat16 has 8 significant bits, so w + u is w if |u| < |w| / 512. The updates of Adam are about as
+large as the learning rate, whatever the gradients: at 1e-5 weights of 0.02 never change. So the
+optimizer is run on tiny leaves, all elements of which are as large as the median of a sample of the
+weights. Gradients keep their signs, which gives the largest steps, and are of size 1 or `_LARGE`.
+Nothing is said if anything changes, as with optimizers whose updates follow the gradients (SGD) or
+are rounded stochastically; if all updates are exactly 0, as those of frozen leaves; and if the
+state holds a copy of the leaf with more bits.
+
+Schedules are run at steps that grow by `_GROWTH` from update to update, so that the end of a
+warm-up is seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._mesh import in_host, is_traced
+from .._sharding import LeafSpec, TreePlan, arrays_of
+from .._text import first_names
+from .._warnings import warn
+from .optimizer_state import TrueShapes
+from .padding_check import one_of_each_kind, typed_like
+
+_NUM_UPDATES = 32
+_LARGE = 1e4
+_GROWTH = 1.6  # to the power of 31: 2 million
+_SAMPLED = 64  # elements of each of the last two dims
+
+
+def warn_of_rounding(tx: optax.GradientTransformation, params: Any, plan: TreePlan) -> None:
+    """Warn if the updates of `tx` are too small for parameters in 16 bits, whatever the gradients.
+
+    Args:
+        tx: the optimizer.
+        params: the trained parameters; nothing is done if they are abstract or traced.
+        plan: their layouts.
+    """
+    arrays = arrays_of(params)
+    narrow = [_is_narrow(leaf) for leaf in plan.leaves]
+    if not any(narrow) or any(is_traced(x) or not isinstance(x, jax.Array) for x in arrays):
+        return
+    tx = tx.inner if isinstance(tx, TrueShapes) else tx
+    tried = one_of_each_kind(plan)
+    # optax relies on JAX's default promotion of dtypes, which a user may have made strict.
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        jax.ensure_compile_time_eval(),  # a `jit` may be tracing this
+        jax.transfer_guard("allow"),  # of a few numbers, which are no transfers of the user's
+    ):
+        sizes = [
+            _median(x) if is_in and is_narrow else 1.0
+            for x, is_in, is_narrow in zip(arrays, tried, narrow, strict=True)
+        ]
+        try:
+            stuck = _stuck(tx, plan, sizes, tried)
+        except Exception:  # it needs more than gradients, or all leaves: it cannot be said
+            return
+    found = [
+        leaf.path
+        for leaf, is_stuck, is_narrow in zip(plan.leaves, stuck, narrow, strict=True)
+        if is_stuck and is_narrow
+    ]
+    if found:
+        warn(
+            f"In {first_names(found)}, parameters in 16 bits, most elements would never change: an "
+            "update of this optimizer is smaller than half of the distance to the next number. "
+            'Train parameters in float32 and cast them in the loss: load with `dtype="float32"` '
+            "(jaxzero's models compute in their `compute_dtype`), or shard `jax.tree.map(lambda x: "
+            'x.astype("float32"), params)`. Optimizers that keep copies in float32, or round '
+            "stochastically, work too."
+        )
+
+
+def _is_narrow(leaf: LeafSpec) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+
+
+def _median(x: jax.Array) -> float:
+    """The median of the absolute values of a part of the first shard here."""
+    if not x.addressable_shards:
+        return 0.0
+    data = x.addressable_shards[0].data
+    if in_host(x):
+        data = np.asarray(data)  # where nothing computes
+    sampled = [1] * (data.ndim - 2) + [_SAMPLED] * min(data.ndim, 2)
+    values = np.abs(np.asarray(data[tuple(map(slice, sampled))], np.float32))
+    values = values[np.isfinite(values)]
+    # One of the values, since where it lies between two powers of 2 counts.
+    return float(np.sort(values)[values.size // 2]) if values.size else 0.0
+
+
+def _stuck(
+    tx: optax.GradientTransformation, plan: TreePlan, sizes: list[float], tried: list[bool]
+) -> list[bool]:
+    """For each leaf, whether it has updates other than 0, and none changes it."""
+    random = np.random.default_rng(0)
+    trees = []
+    for scale in (None, 1.0, _LARGE):  # parameters, gradients
+        leaves = []
+        for leaf, size, is_in in zip(plan.leaves, sizes, tried, strict=True):
+            signs = random.choice([-1.0, 1.0], (2,) * len(leaf.shape))
+            values = signs * (size if scale is None else scale)
+            leaves.append(jnp.asarray(values, leaf.dtype) if is_in else None)
+        trees.append(plan.whole(leaves))
+    params, *grads = trees
+    flags = _run(tx, params, grads)
+    places = iter(range(sum(tried)))
+    order = [next(places) if is_in else None for is_in in tried]
+    return [i is not None and bool(flags[1, i] and not flags[0, i]) for i in order]
+
+
+def _run(tx: optax.GradientTransformation, params: Any, all_grads: list[Any]) -> np.ndarray:
+    """For each leaf, whether an update changes it, and whether one is not 0: `[2, leaves]`."""
+
+    @jax.jit
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        updates, new = tx.update(grads, state, params)
+        changed = optax.apply_updates(params, updates)
+        pairs = zip(arrays_of(params), arrays_of(changed), strict=True)
+        flags = [jnp.any(old != new) for old, new in pairs]
+        nonzero = [jnp.any(x != 0) for x in arrays_of(updates)]
+        return typed_like(state, new), changed, jnp.array([flags, nonzero])
+
+    first = tx.init(params)
+    copied = _copied(first, params)
+    first = typed_like(first, first)
+    counters, found = _counters(first), []
+    for grads in all_grads:
+        state, current = first, params
+        for i in range(_NUM_UPDATES):
+            leaves, treedef = jax.tree.flatten(state)
+            for place in counters if i else ():
+                leaves[place] = jnp.asarray(int(_GROWTH**i), leaves[place].dtype)
+            state, current, flags = update(grads, jax.tree.unflatten(treedef, leaves), current)
+            found.append(flags)
+    changed, updated = np.any(jax.device_get(found), axis=0)
+    return np.stack([changed | copied, updated])
+
+
+def _copied(state: Any, params: Any) -> np.ndarray:
+    """For each leaf, whether a copy of it with more bits is in the state."""
+    held = [np.asarray(x) for x in jax.tree.leaves(state)]
+    wide = [x for x in held if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize >= 4]
+    narrow = [np.asarray(x) if x.dtype.itemsize < 4 else None for x in arrays_of(params)]
+    return np.array(
+        [
+            x is not None and any(np.array_equal(copy, x.astype(copy.dtype)) for copy in wide)
+            for x in narrow
+        ]
+    )
+
+
+def _counters(state: Any) -> list[int]:
+    """Places of the integers in the state that schedules read; not those that correct moments."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    owners = {
+        path[:i]
+        for path, _ in leaves
+        for i, key in enumerate(path)
+        if getattr(key, "name", None) in ("mu", "nu")
+    }
+    return [
+        place
+        for place, (path, x) in enumerate(leaves)
+        if jnp.issubdtype(x.dtype, jnp.integer)
+        and not x.ndim
+        and path[:-1] not in owners
+        and getattr(path[-1], "name", None) != "mini_step"  # of `optax.MultiSteps`
+    ]
