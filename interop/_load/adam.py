@@ -17,7 +17,7 @@ import optax
 from jaxzero._sharding import data_of
 from jaxzero._text import shown
 from jaxzero.interop._match import settled
-from jaxzero.interop._rules import Rule, patterns_in, rules_in, to_ours, to_theirs
+from jaxzero.interop._rules import Rule, check_moves, patterns_in, rules_in, to_ours, to_theirs
 from jaxzero.interop._tensors import (
     AdamMoments,
     ArrayTensor,
@@ -97,6 +97,7 @@ def load_adam(
         rules, ignore = tuple(proposal.rules), (*ignore, *proposal.left_out)
     elif accept:
         raise ValueError("`accept` is for rules that are proposed, when `rules` is left out.")
+    check_moves(rules)
     moments = source.adam() if isinstance(source, Checkpoint) else source
     shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(tree).leaves.items()}
     states = adam_states(opt_state)
@@ -189,6 +190,7 @@ def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoment
             "The moments of a checkpoint have one step: pass the part of `opt_state` that is meant."
         )
     rules = tuple(rules)
+    check_moves(rules)
     means, squares = (
         to_theirs(
             rules,

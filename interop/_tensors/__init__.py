@@ -11,6 +11,7 @@ from .boxes import common_box as common_box
 from .boxes import runs as runs
 from .boxes import slices_within as slices_within
 from .boxes import whole_box as whole_box
+from .by_slice import BySlice as BySlice
 from .checkpoint import AdamMoments as AdamMoments
 from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import check_is_adam as check_is_adam
