@@ -66,13 +66,17 @@ class AddBiases(Step):
 
 @dataclasses.dataclass(frozen=True)
 class _DivideBias(Step):
-    inverse: AddBiases  # pyright: ignore[reportIncompatibleMethodOverride]
+    of: AddBiases
+
+    @property
+    def inverse(self) -> AddBiases:
+        return self.of
 
     def __call__(self, tensors: Tensors) -> Tensors:
-        parts = 4 if self.inverse.cell == "gru" else 1
+        parts = 4 if self.of.cell == "gru" else 1
         if len(tensors) != 1 or tensors[0].ndim != 1 or tensors[0].shape[0] % parts:
             raise ValueError(
-                f"{self.inverse} makes one bias"
+                f"{self.of} makes one bias"
                 f"{' of 4 equal parts' if parts == 4 else ''}; got {[x.shape for x in tensors]}."
             )
         (total,) = tensors
@@ -80,7 +84,7 @@ class _DivideBias(Step):
         added = total.narrow(0, 0, 2 * each) if parts == 4 else total
         divided = (
             (added, BySlice((added,), added.shape, 0, np.zeros_like))
-            if self.inverse.back == "first"
+            if self.of.back == "first"
             else (BySlice((added,), added.shape, 0, _half),) * 2
         )
         if parts == 1:
@@ -136,14 +140,18 @@ class WeightNorm(Step):
 
 @dataclasses.dataclass(frozen=True)
 class _TakeNorms(Step):
-    inverse: WeightNorm  # pyright: ignore[reportIncompatibleMethodOverride]
+    of: WeightNorm
+
+    @property
+    def inverse(self) -> WeightNorm:
+        return self.of
 
     def __call__(self, tensors: Tensors) -> Tensors:
-        if len(tensors) != 1 or not self.inverse._fits(tensors[0].shape):
+        if len(tensors) != 1 or not self.of._fits(tensors[0].shape):
             shapes = [each.shape for each in tensors]
-            raise ValueError(f"{self.inverse} makes one weight; got shapes {shapes}.")
-        dim = self.inverse.dim
-        shape = self.inverse.norms_of(tensors[0].shape)
+            raise ValueError(f"{self.of} makes one weight; got shapes {shapes}.")
+        dim = self.of.dim
+        shape = self.of.norms_of(tensors[0].shape)
         norms = BySlice(tensors, shape, dim, lambda w: _norms(dim, w).astype(w.dtype))
         return norms, tensors[0]
 
