@@ -6,8 +6,10 @@ that is follows from the numbers of channels and from the order of the layers in
 Whether a model rotates halves or interleaved pairs is known of Meta's names only (`RotaryPairs`).
 """
 
+import collections
+import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxzero.interop._rules import (
@@ -26,6 +28,8 @@ from .possible_steps import Steps
 Decided = Sequence[tuple[Pair, Mapping[str, Steps]]]
 _META = re.compile(r"(^|\.)(wq|wk|wqkv|rope\.freqs|freqs_cis|tok_embeddings)(\.|$)")
 _FREQUENCIES = re.compile(r"(^|\.)(rope\.freqs|freqs_cis)$")
+
+_COMMON = {"layer", "linear", "model", "module", "self", "convolution"}
 
 
 class Question(NamedTuple):
@@ -68,14 +72,14 @@ def layer_of(name: str, shape: tuple[int, ...], steps: Iterable[Step]) -> Layer 
 
 
 def flattened(
-    decided: Decided, known: Iterable[Layer], order: Sequence[str]
+    decided: Decided, known: Iterable[Layer], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Question]:
     """Ask about linear layers beside convolutions, and norms between them.
 
     Args:
         decided: pairs of modules with the steps of each role.
         known: layers of rules that the caller has given.
-        order: names of all tensors, in the order of the checkpoint.
+        shapes: name -> shape of all tensors, in the order of the checkpoint.
 
     Returns:
         Path of a parameter -> the question.
@@ -91,31 +95,22 @@ def flattened(
             layers[layer.name] = layer
     if not any(layer.is_convolution for layer in layers.values()):
         return {}
-    names, in_order = _ordered(order, layers)
-    line = [layers[name] for name in names if name in layers]
+    line = _Line(layers, shapes)
+    reads = line.images_read()
     found: dict[str, Question] = {}
-    asked: set[str] = set()
     for each, steps in decided:
         tensor = each.theirs.tensors.get("weight")
         layer = tensor and layers.get(_first(each, tensor))
         if layer is None or layer.is_convolution or each.theirs.part is not None:
             continue
-        at = line.index(layer)
-        image, is_sure = _before(line, at, asked)
+        image, is_sure = reads.get(layer.name, (None, True))
         before = image and _Image(image.name, image.outputs, layer.inputs)
-        image = _after(line, at, in_order)
+        image = line.image_made(layer, reads)
         after = image and _Image(image.name, image.inputs, layer.outputs)
-        if before is not None:
-            asked.add(layer.name)
         found |= _questions(each, steps, before, after, is_sure)
-        here = names.index(layer.name)
-        if before is not None and is_sure:
-            there = names.index(before.name)
-            between = names[there + 1 if there < here else 0 : here]
-            found |= _norms(decided, before, set(between))
-        if after is not None:
-            there = names.index(after.name)
-            found |= _norms(decided, after, set(names[here + 1 : there if there > here else None]))
+        for image in (before if is_sure else None, after):
+            if image is not None:
+                found |= _norms(decided, image, line.names_beside(layer, image))
     return found
 
 
@@ -155,62 +150,97 @@ def _first(each: Pair, tensor: Tensor) -> str:
     return min(each.theirs.members) if each.theirs.stack else tensor.name
 
 
-def _ordered(order: Sequence[str], layers: Mapping[str, Layer]) -> tuple[list[str], bool]:
-    """Names in the order of definition, and whether the checkpoint has that order.
+class _Line:
+    """The layers of a checkpoint in the order of definition, as far as the file has it.
 
-    safetensors sorts names as text, with 10 before 2; then numbers at least are in order.
+    safetensors sorts names as text, with 10 before 2; then numbers at least are put in order.
     """
-    names = [name for name in order if name in layers]
-    if names != sorted(names):
-        return list(order), True
-    return sorted(order, key=pieces_with_numbers), False
+
+    def __init__(self, layers: Mapping[str, Layer], shapes: Mapping[str, tuple[int, ...]]):
+        names = [name for name, shape in shapes.items() if shape]
+        self._is_sorted = names == sorted(names)
+        self._names = sorted(names, key=_with_numbers) if self._is_sorted else names
+        self._place = {name: place for place, name in enumerate(self._names)}
+        self._layers = sorted(layers.values(), key=lambda x: self._place[x.name])
+        self._outputs = collections.Counter(x.outputs for x in self._layers)
+        self._convolutions = [x for x in self._layers if x.is_convolution]
+
+    def images_read(self) -> dict[str, tuple[Layer, bool]]:
+        """Name of a linear layer -> the convolution whose flattened image it may read, and whether
+        it surely does.
+        """
+        first = self._place[self._convolutions[0].name]
+        found: dict[str, tuple[Layer, bool]] = {}
+        for at, layer in enumerate(self._layers):
+            if not layer.is_convolution:
+                earlier = (self._layers[k] for k in range(at - 1, -1, -1))
+                is_first = self._place[layer.name] < first
+                later = (self._layers[k] for k in range(len(self._layers) - 1, at, -1))
+                image = _before(layer, itertools.chain(earlier, later if is_first else ()), found)
+                if image is not None and not (is_first and layer.inputs % image[0].outputs):
+                    found[layer.name] = image
+        return found
+
+    def image_made(self, layer: Layer, reads: Collection[str]) -> Layer | None:
+        """The convolution for whose input the outputs of a linear layer may be reshaped."""
+        size, place = layer.outputs, self._place[layer.name]
+        if self._last_reader(reads).get(size, -1) > place:
+            return None
+        later = (x for x in self._convolutions if self._place[x.name] > place)
+        following = [*itertools.islice(later, 1)]
+        if self._is_sorted:
+            following = [x for x in self._convolutions if x.inputs > 1 and size % x.inputs == 0]
+            words = _words(layer) - _COMMON
+            following = [x for x in following if x.is_transposed or words & _words(x)]
+        if any(x.inputs == size for x in following):
+            return None
+        return next((x for x in following if x.inputs > 1 and size % x.inputs == 0), None)
+
+    def _last_reader(self, reads: Collection[str]) -> dict[int, int]:
+        """Number of inputs -> the place of the last linear layer that has them from another."""
+        if not hasattr(self, "_readers"):
+            linear = (x for x in self._layers if not x.is_convolution and x.name not in reads)
+            self._readers = {x.inputs: self._place[x.name] for x in linear}
+        return self._readers
+
+    def names_beside(self, layer: Layer, image: "_Image") -> set[str] | None:
+        """Names between a layer and a convolution; None for all, if no other layer has its size."""
+        own = layer.outputs == image.size
+        if self._outputs[image.size] == own:
+            return None
+        ends = sorted((self._place[layer.name], self._place[image.name]))
+        return set(self._names[ends[0] + 1 : ends[1]])
 
 
-def pieces_with_numbers(name: str) -> list[tuple[str, int]]:
+def _with_numbers(name: str) -> list[tuple[str, int]]:
     pieces = [*pieces_of(name), "0"]
     return [(text, int(number)) for text, number in zip(pieces[::2], pieces[1::2], strict=True)]
 
 
-def _before(line: Sequence[Layer], at: int, asked: set[str]) -> tuple[Layer | None, bool]:
-    """The convolution whose flattened image a linear layer may read, and whether it surely does.
+def _words(layer: Layer) -> frozenset[str]:
+    return words_of(layer.name.rpartition(".")[0])
 
-    It is the last one before the layer whose channels divide the inputs, unless a linear layer, or
-    the channels themselves, give as many numbers.
+
+def _before(
+    linear: Layer, earlier: Iterable[Layer], found: Mapping[str, tuple[Layer, bool]]
+) -> tuple[Layer, bool] | None:
+    """The last convolution whose channels divide the inputs of a linear layer.
+
+    None if a linear layer nearer to it, or the channels themselves, give as many numbers.
     """
-    size, earlier = line[at].inputs, line[:at][::-1]
-    is_first = not any(x.is_convolution for x in earlier)
-    is_sure, nearest = True, None
-    for layer in (*earlier, *line[:at:-1]) if is_first else earlier:
+    size, is_sure, beside = linear.inputs, True, None
+    for layer in earlier:
         if layer.outputs == size:
-            if layer.is_convolution or layer.name not in asked or layer.inputs != size:
-                return None, True
-            image, _ = _before(line, line.index(layer), asked)
-            return image, False  # the layer may follow the square one, or stand beside it
+            # It may follow a square layer that reads an image, or stand beside it.
+            is_square = not layer.is_convolution and layer.inputs == size and layer.name in found
+            return (found[layer.name][0], False) if is_square else None
         if layer.is_convolution and size % layer.outputs == 0:
             if layer.outputs > 1:
                 return layer, is_sure
-            is_sure = False  # the order of one channel is the same
-        elif layer.is_convolution and nearest is None and not is_first:
-            nearest = layer if size > 2 * layer.outputs else None
-    return nearest, False
-
-
-def _after(line: Sequence[Layer], at: int, in_order: bool) -> Layer | None:
-    """The convolution for whose input the outputs of a linear layer may be reshaped."""
-    size, later = line[at].outputs, line[at + 1 :]
-    if any(not x.is_convolution and x.inputs == size for x in later):
-        return None
-    following = [x for x in later if x.is_convolution][:1]
-    if not in_order:
-        root = line[at].name.partition(".")[0]
-        following = [x for x in following if x.name.partition(".")[0] == root]
-        following += [x for x in line if x.is_transposed]
-    for layer in following:
-        if layer.inputs == size:
-            return None
-        if layer.inputs > 1 and size % layer.inputs == 0:
-            return layer
-    return None
+            is_sure = False  # one channel has the same order
+        elif layer.is_convolution and beside is None:
+            beside = layer
+    return None if beside is None or size < 2 * beside.outputs else (beside, False)
 
 
 def _questions(
@@ -240,8 +270,8 @@ def _questions(
     return found
 
 
-def _norms(decided: Decided, image: _Image, names: set[str]) -> dict[str, Question]:
-    """Norms of a flattened image have its order too."""
+def _norms(decided: Decided, image: _Image, names: set[str] | None) -> dict[str, Question]:
+    """Norms of a flattened image have its order too; `names` are those in question, None for all."""
     return {
         each.ours.tensors[role].name: Question(
             each.theirs.tensors[role].name,
@@ -250,9 +280,10 @@ def _norms(decided: Decided, image: _Image, names: set[str]) -> dict[str, Questi
             image.why("it may normalise"),
         )
         for each, steps in decided
-        if each.theirs.members <= names
+        if each.theirs.tensors["weight"].shape == (image.size,)
+        if names is None or each.theirs.members <= names
         for role, plain in steps.items()
-        if each.theirs.tensors[role].shape == (image.size,) and not plain
+        if not plain
     }
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from .names import Module, Tensor, fuses_attention, say_the_same, shapes_of, similarity, words_of
 from .possible_steps import Steps, possible_steps
 
-TRANSPOSED = re.compile("transpose|deconv|upconv", re.IGNORECASE)
+TRANSPOSED = re.compile(r"transpose|deconv|upconv|convt(?![a-z])|tconv", re.IGNORECASE)
 _MARGIN = 0.05  # required lead in similarity of the best candidate over the second
 
 

@@ -95,7 +95,7 @@ def match(
     order = {path: number for number, path in enumerate(leaves)}
     pairs.sort(key=lambda each: min(order[path] for path in each.ours.members))
     decided, reasons, open_steps = _settle(pairs)
-    asked = flattened(decided, known_layers, [*with_weights(held)[0]])
+    asked = flattened(decided, known_layers, with_weights(held)[0])
     asked |= rotary(decided, held, leaves)
     found, open_parts = _rules(decided, asked)
     used = {name for each in pairs for name in each.theirs.members}.union(known_names)
