@@ -157,9 +157,7 @@ def _open_pairs(asked: Mapping[str, Question]) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _layouts(
-    asked: Mapping[str, Question], paths: Iterable[str]
-) -> dict[str, tuple[str, str]]:
+def _layouts(asked: Mapping[str, Question], paths: Iterable[str]) -> dict[str, tuple[str, str]]:
     """The two rules of tensors with an unknown number of heads, by the pattern of their names."""
     rules = [Rule(path, x.name, *x.other) for path, x in asked.items() if x.steps is None]
     return {

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from jaxzero.interop._tensors import BySlice, LazyTensor, concatenate
+from jaxzero.interop._tensors import BySlice, concatenate
 
 from .rule import Rule
 from .steps import Step, Tensors
@@ -46,7 +46,12 @@ class AddBiases(Step):
     def __call__(self, tensors: Tensors) -> Tensors:
         shapes = [each.shape for each in tensors]
         parts = 3 if self.cell == "gru" else 1
-        if len(shapes) != 2 or shapes[0] != shapes[1] or len(shapes[0]) != 1 or shapes[0][0] % parts:
+        if (
+            len(shapes) != 2
+            or shapes[0] != shapes[1]
+            or len(shapes[0]) != 1
+            or shapes[0][0] % parts
+        ):
             raise ValueError(
                 f"{self} takes the two biases of a layer, `bias_ih` and `bias_hh`, of one size"
                 f"{' that 3 divides' if parts == 3 else ''}; got shapes {shapes}."

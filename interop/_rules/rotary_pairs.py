@@ -59,7 +59,9 @@ class RotaryPairs(Step):
         counts = self.num_heads
         counts = counts if isinstance(counts, tuple) else (counts,) * len(tensors)
         if len(counts) != len(tensors):
-            raise ValueError(f"{self} has {len(counts)} numbers of heads for {len(tensors)} tensors.")
+            raise ValueError(
+                f"{self} has {len(counts)} numbers of heads for {len(tensors)} tensors."
+            )
         return tuple(
             self._reordered(each, count) if count else each
             for each, count in zip(tensors, counts, strict=True)

@@ -55,7 +55,9 @@ class BySlice(LazyTensor):
         boxes = source.own_boxes()
         whole = whole_box(source.shape)
         held = [(0, 0) if self.dim is None else box[self.dim] for box in boxes]
-        parts = [box for box, part in zip(boxes, held, strict=True) if box != self._slice(whole, part)]
+        parts = [
+            box for box, part in zip(boxes, held, strict=True) if box != self._slice(whole, part)
+        ]
         if others or parts:
             raise NotImplementedError(
                 f"{self.label} is split over processes along a dimension over which its values are "

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from jaxzero import interop
-from jaxzero.interop import RotaryPairs, Rule, Split, SplitHeads, Transpose, match
+from jaxzero.interop import match
 from jaxzero.interop._tensors.lazy import ArrayTensor
 
 torch = pytest.importorskip("torch")
