@@ -67,8 +67,8 @@ def save_params(
         abstract: shapes of the model's parameters.
         rules: rules of the model family.
         directory: where to write.
-        source: the directory that was loaded, or a file in it. DeepSpeed's `checkpoint.path` is that of a step in
-            it, which has no config.
+        source: the directory that was loaded, or a file in it. DeepSpeed's `checkpoint.path` is
+            that of a step in it, which has no config.
         checkpoint: the checkpoint in it.
         carried: patterns (with `*`) for names of tensors that are copied from `checkpoint`, if
             they are not parameters.

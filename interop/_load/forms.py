@@ -135,8 +135,10 @@ class Safetensors(CheckpointForm):
         _refuse_key(self.name, path, key)
         if path.is_dir() and not _is_whole_model(path) and (told := adapter_in(path)):
             raise ValueError(f"{str(path)!r} {told}")
-        tensors, aliases = (by_plain_name(x, repr(str(path))) for x in tensors_and_aliases(path))
-        aliases = {name: plain_name(other) for name, other in aliases.items()}
+        held, tied = tensors_and_aliases(path)
+        tied = by_plain_name(tied, repr(str(path)))
+        aliases = {name: plain_name(other) for name, other in tied.items()}
+        tensors = by_plain_name(held, repr(str(path)))
         tensors |= {name: tensors[other] for name, other in aliases.items()}
         return Checkpoint(path=path, form=self.name, tensors=tensors, aliases=aliases)
 

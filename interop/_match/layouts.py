@@ -271,7 +271,7 @@ def _questions(
 
 
 def _norms(decided: Decided, image: _Image, names: set[str] | None) -> dict[str, Question]:
-    """Norms of a flattened image have its order too; `names` are those in question, None for all."""
+    """Norms of a flattened image have its order too: of the tensors in `names`, None for all."""
     return {
         each.ours.tensors[role].name: Question(
             each.theirs.tensors[role].name,

@@ -60,7 +60,8 @@ class RotaryPairs(Step):
         counts = counts if isinstance(counts, tuple) else (counts,) * len(tensors)
         if len(counts) != len(tensors):
             raise ValueError(
-                f"{self} has {len(counts)} numbers of heads for {len(tensors)} tensors."
+                f"{self} has {len(counts)} numbers of heads for {len(tensors)} tensors. Give one "
+                "for each, and 0 for a tensor that is not rotated."
             )
         return tuple(
             self._reordered(each, count) if count else each

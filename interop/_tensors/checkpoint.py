@@ -185,7 +185,7 @@ def check_no_other(index: Path, files: Iterable[str]) -> None:
     """
     whole = index.parent / index.name.partition(".index.")[0]
     files = sorted(set(files))
-    if not whole.is_file() or files == [whole.name]:
+    if not whole.is_file() or whole.name in files:
         return
     missing = [name for name in files if not (index.parent / name).is_file()]
     of_them = f", of which {len(missing)} are missing" if missing else ""

@@ -55,6 +55,7 @@ _HTML = (
 _JSON = ("text in JSON", "Give the file of weights beside it, or their directory.")
 _TAR = ("an archive of tar", _PACKED)
 _ZEROS = ("nothing but zeros where it begins, as a download that was cut off leaves", _AGAIN)
+_OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # of PyTorch before 1.6
 _LONGEST = 512  # bytes that are looked at; tar has its name from byte 257 on
 
 
@@ -86,7 +87,8 @@ def _kind_of(head: bytes) -> tuple[str, str] | None:
         return _JSON
     if head[257:262] == b"ustar":
         return _TAR
-    if len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5:  # the protocol
+    is_pickle = len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5  # the protocol
+    if is_pickle and not head.startswith(_OLD_TORCH):
         return _PICKLE
     if _begins_msgpack(head):
         return _MSGPACK
