@@ -29,7 +29,7 @@ Decided = Sequence[tuple[Pair, Mapping[str, Steps]]]
 _META = re.compile(r"(^|\.)(wq|wk|wqkv|rope\.freqs|freqs_cis|tok_embeddings)(\.|$)")
 _FREQUENCIES = re.compile(r"(^|\.)(rope\.freqs|freqs_cis)$")
 
-_COMMON = {"layer", "linear", "model", "module", "self", "convolution"}
+_DECODES = re.compile("decod|generat|unflatten", re.IGNORECASE)
 
 
 class Question(NamedTuple):
@@ -170,6 +170,7 @@ class _Line:
         it surely does.
         """
         first = self._place[self._convolutions[0].name]
+        channels = {x.outputs for x in self._convolutions}
         found: dict[str, tuple[Layer, bool]] = {}
         for at, layer in enumerate(self._layers):
             if not layer.is_convolution:
@@ -178,7 +179,8 @@ class _Line:
                 later = (self._layers[k] for k in range(len(self._layers) - 1, at, -1))
                 image = _before(layer, itertools.chain(earlier, later if is_first else ()), found)
                 if image is not None and not (is_first and layer.inputs % image[0].outputs):
-                    found[layer.name] = image
+                    as_many = self._is_sorted and layer.inputs in channels
+                    found[layer.name] = (image[0], image[1] and not as_many)
         return found
 
     def image_made(self, layer: Layer, reads: Collection[str]) -> Layer | None:
@@ -190,8 +192,10 @@ class _Line:
         following = [*itertools.islice(later, 1)]
         if self._is_sorted:
             following = [x for x in self._convolutions if x.inputs > 1 and size % x.inputs == 0]
-            words = _words(layer) - _COMMON
-            following = [x for x in following if x.is_transposed or words & _words(x)]
+            decodes = _DECODES.search(layer.name)
+            following = [
+                x for x in following if x.is_transposed or (decodes and _DECODES.search(x.name))
+            ]
         if any(x.inputs == size for x in following):
             return None
         return next((x for x in following if x.inputs > 1 and size % x.inputs == 0), None)
@@ -215,10 +219,6 @@ class _Line:
 def _with_numbers(name: str) -> list[tuple[str, int]]:
     pieces = [*pieces_of(name), "0"]
     return [(text, int(number)) for text, number in zip(pieces[::2], pieces[1::2], strict=True)]
-
-
-def _words(layer: Layer) -> frozenset[str]:
-    return words_of(layer.name.rpartition(".")[0])
 
 
 def _before(
@@ -280,7 +280,7 @@ def _norms(decided: Decided, image: _Image, names: set[str] | None) -> dict[str,
             image.why("it may normalise"),
         )
         for each, steps in decided
-        if each.theirs.tensors["weight"].shape == (image.size,)
+        if {x.shape for x in each.theirs.tensors.values()} == {(image.size,)}
         if names is None or each.theirs.members <= names
         for role, plain in steps.items()
         if not plain
