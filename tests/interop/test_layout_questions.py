@@ -210,7 +210,7 @@ def test_outputs_of_a_convnet_equal_torch():
     torch.manual_seed(0)
     model = nn.Sequential()
     model.conv, model.fc = nn.Conv2d(2, 4, 3), nn.Linear(4 * 2 * 3, 4 * 2 * 3)
-    model.deconv, rng = nn.Conv2d(4, 3, 1), np.random.default_rng(0)
+    model.out, rng = nn.Conv2d(4, 3, 1), np.random.default_rng(0)
     x = rng.normal(size=(2, 2, 4, 5)).astype(np.float32)
     tree, held = tree_of(model), tensors_of(model)
     loaded = interop.load_into(tree, held, accept="*")
@@ -224,10 +224,10 @@ def test_outputs_of_a_convnet_equal_torch():
 
     y = conv(jnp.transpose(x, (0, 2, 3, 1)), p["conv"]).reshape(2, -1)
     y = (y @ p["fc"]["kernel"] + p["fc"]["bias"][None]).reshape(2, 2, 3, 4)
-    got = conv(y, p["deconv"])
+    got = conv(y, p["out"])
     with torch.no_grad():
         z = model.fc(model.conv(torch.from_numpy(x)).flatten(1)).reshape(2, 4, 2, 3)
-        wanted = model.deconv(z).numpy().transpose(0, 2, 3, 1)
+        wanted = model.out(z).numpy().transpose(0, 2, 3, 1)
     np.testing.assert_allclose(got, wanted, rtol=0, atol=24 * 2**-23 * np.abs(wanted).max())
     back = interop.tensors_from(p, match(tree, held).rules, like=loaded)
     assert all(np.array_equal(back[name].read(), held[name].read()) for name in held)
