@@ -57,14 +57,17 @@ from jaxzero.interop._load import torch_state_dict as torch_state_dict
 from jaxzero.interop._load import write_checkpoint as write_checkpoint
 from jaxzero.interop._match import Proposal as Proposal
 from jaxzero.interop._match import match as match
+from jaxzero.interop._rules import AddBiases as AddBiases
 from jaxzero.interop._rules import Flatten as Flatten
 from jaxzero.interop._rules import Merge as Merge
 from jaxzero.interop._rules import MergeHeads as MergeHeads
+from jaxzero.interop._rules import RotaryPairs as RotaryPairs
 from jaxzero.interop._rules import Rule as Rule
 from jaxzero.interop._rules import Split as Split
 from jaxzero.interop._rules import SplitHeads as SplitHeads
 from jaxzero.interop._rules import Transpose as Transpose
 from jaxzero.interop._rules import Unflatten as Unflatten
+from jaxzero.interop._rules import WeightNorm as WeightNorm
 from jaxzero.interop._safetensors import FileTensor as FileTensor
 from jaxzero.interop._safetensors import save_tensors as save_tensors
 from jaxzero.interop._safetensors import tensors_in as tensors_in

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -44,6 +45,17 @@ def first_names(names: Sequence[str]) -> str:
     """Format the first three names of a list, and the number of the others."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(shown(name) for name in names[:3]) + rest
+
+
+def to_download(path: Path) -> str:
+    """Advice where a path that is not there may be the id of a model on a hub; "" elsewhere."""
+    parts = path.parts
+    if path.exists() or path.is_absolute() or len(parts) != 2 or parts[0] in (".", ".."):
+        return ""
+    return (
+        f" If it is a model on the Hugging Face hub, download it, `hf download {escaped(path)} "
+        f"--local-dir {escaped(parts[1])}`, and give the directory {shown(parts[1])}."
+    )
 
 
 def _cut(text: str, most: int = _MAX_CHARACTERS) -> str:

@@ -48,7 +48,8 @@ def load_decoder(
 
     Args:
         directory: holds `config.json` and weights in a form that `open_checkpoint` reads, such as
-            `model.safetensors` or `pytorch_model.bin`, in one file or in parts.
+            `model.safetensors` or `pytorch_model.bin`, in one file or in parts. Where there are
+            several, give the file or index to read.
         dtype: dtype of the parameters; None keeps that of the file. Train in "float32": updates of
             parameters in 16 bits may be rounded away.
         family: how to read it; by default the family of its `model_type`.

@@ -68,8 +68,8 @@ def save_params(
         abstract: shapes of the model's parameters.
         rules: rules of the model family.
         directory: where to write.
-        source: the directory that was loaded. DeepSpeed's `checkpoint.path` is that of a step in
-            it, which has no config.
+        source: the directory that was loaded, or a file in it. DeepSpeed's `checkpoint.path` is
+            that of a step in it, which has no config.
         checkpoint: the checkpoint in it.
         carried: patterns (with `*`) for names of tensors that are copied from `checkpoint`, if
             they are not parameters.
@@ -83,7 +83,8 @@ def save_params(
     for name, held in checkpoint.items():
         if name not in tensors and any(fnmatch.fnmatchcase(name, pattern) for pattern in carried):
             tensors[name] = held
-    return save_tensors(tensors, directory, source=source)
+    source = Path(source)
+    return save_tensors(tensors, directory, source=source.parent if source.is_file() else source)
 
 
 def is_stacked(params: Any) -> bool:

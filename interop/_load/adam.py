@@ -17,7 +17,7 @@ import optax
 from jaxzero._sharding import data_of
 from jaxzero._text import shown
 from jaxzero.interop._match import settled
-from jaxzero.interop._rules import Rule, patterns_in, rules_in, to_ours, to_theirs
+from jaxzero.interop._rules import Rule, check_moves, patterns_in, rules_in, to_ours, to_theirs
 from jaxzero.interop._tensors import (
     AdamMoments,
     ArrayTensor,
@@ -105,6 +105,7 @@ def load_adam(
         rules, ignore = tuple(proposal.rules), (*ignore, *proposal.left_out)
     elif accept:
         raise ValueError("`accept` is for rules that are proposed, when `rules` is left out.")
+    check_moves(rules)
     moments = source.adam() if isinstance(source, Checkpoint) else source
     shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(tree).leaves.items()}
     states = adam_states(opt_state)
@@ -198,6 +199,8 @@ def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoment
         for state in states
         for path in named_leaves(state.mu).leaves
     }
+    rules = tuple(rules)
+    check_moves(rules)
     means, squares = (
         to_theirs(
             rules,

@@ -8,9 +8,10 @@ import abc
 from collections.abc import Collection
 from pathlib import Path
 
+from jaxzero._text import first_names
 from jaxzero.interop._safetensors import INDEX as SAFETENSORS_INDEX
-from jaxzero.interop._safetensors import SINGLE, tensors_in
-from jaxzero.interop._tensors import Checkpoint, by_plain_name, laid_out_as
+from jaxzero.interop._safetensors import INDEX_SUFFIX, SINGLE, tensors_and_aliases
+from jaxzero.interop._tensors import Checkpoint, by_plain_name, laid_out_as, plain_name
 from jaxzero.interop._torch import (
     INDEX,
     METADATA,
@@ -100,7 +101,7 @@ class TorchSave(CheckpointForm):
 
     def recognizes(self, path: Path) -> bool:
         if path.is_file():
-            return path.suffix != ".safetensors"
+            return not path.name.endswith((".safetensors", INDEX_SUFFIX))
         has_parts = (path / WEIGHTS).is_file() or (path / INDEX).is_file()
         return has_parts and not _is_whole_model(path)
 
@@ -112,7 +113,7 @@ class TorchSave(CheckpointForm):
                 f"{str(path)!r} is one file of a checkpoint of DeepSpeed, and holds a part of each "
                 f"tensor. Give the directory, {str(path.parent)!r}."
             )
-        if path.is_file():
+        if path.is_file() and not path.name.endswith(".bin.index.json"):
             return open_torch_file(path, key, records)
         _refuse_key("torch.save in parts", path, key)
         return open_torch_parts(path, records)
@@ -125,15 +126,21 @@ class Safetensors(CheckpointForm):
 
     def recognizes(self, path: Path) -> bool:
         if path.is_file():
-            return path.suffix == ".safetensors"
+            return path.name.endswith((".safetensors", INDEX_SUFFIX))
         return _is_whole_model(path) or any(path.glob("*.safetensors"))
 
     def open(
         self, path: Path, *, key: str | None = None, records: Collection[str] = ()
     ) -> Checkpoint:
         _refuse_key(self.name, path, key)
-        tensors = by_plain_name(tensors_in(path), repr(str(path)))
-        return Checkpoint(path=path, form=self.name, tensors=tensors)
+        if path.is_dir() and not _is_whole_model(path) and (told := adapter_in(path)):
+            raise ValueError(f"{str(path)!r} {told}")
+        held, tied = tensors_and_aliases(path)
+        tied = by_plain_name(tied, repr(str(path)))
+        aliases = {name: plain_name(other) for name, other in tied.items()}
+        tensors = by_plain_name(held, repr(str(path)))
+        tensors |= {name: tensors[other] for name, other in aliases.items()}
+        return Checkpoint(path=path, form=self.name, tensors=tensors, aliases=aliases)
 
 
 def _refuse_key(form: str, path: Path, key: str | None) -> None:
@@ -142,6 +149,19 @@ def _refuse_key(form: str, path: Path, key: str | None) -> None:
             f"`key` is {key!r}, but {str(path)!r} ({form}) holds the tensors of one model, not "
             "several state dicts. Leave `key` out."
         )
+
+
+def adapter_in(path: Path) -> str | None:
+    """What to do with a directory of PEFT, as the rest of a sentence; None if it is none."""
+    if not (path / "adapter_config.json").is_file():
+        return None
+    files = [file.name for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern)]
+    return (
+        "holds an adapter of PEFT, such as LoRA, and not the model that it changes. Merge them: "
+        "`peft.AutoPeftModelForCausalLM.from_pretrained(directory).merge_and_unload()"
+        ".save_pretrained(merged)`, and give `merged`. For the tensors of the adapter itself, give "
+        f"its file: {first_names(files)}."
+    )
 
 
 def _is_whole_model(path: Path) -> bool:

@@ -3,12 +3,14 @@
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from jaxzero._text import first_names
-from jaxzero.interop._tensors import Checkpoint
+from jaxzero._text import first_names, shown, to_download
+from jaxzero.interop._tensors import Checkpoint, kind_of_file
 from jaxzero.interop._torch import METADATA, WEIGHTS
 
 from .beside import with_optimizer
-from .forms import CheckpointForm, check_form, known_forms
+from .forms import CheckpointForm, adapter_in, check_form, known_forms
+
+_NO_WEIGHTS = (".json", ".jsonl", ".txt", ".md", ".py", ".html", ".xml")
 
 
 def open_checkpoint(
@@ -27,12 +29,13 @@ def open_checkpoint(
     needed, and nothing that a file pickles is run.
 
     Args:
-        path: a file or a directory: for DeepSpeed the one with `latest`, or that of a step.
+        path: a file or a directory: for DeepSpeed the one with `latest`, or that of a step. An
+            index of Hugging Face stands for the parts that it names.
         key: dotted path of the model's state dict, where a file of `torch.save`, or a distributed
             checkpoint, holds several. Of a distributed checkpoint that was saved without flattening
             its dict: what the names of the model begin with, such as "model" of `model.up.weight`.
-        records: classes, such as "my_package.Config", that a pickle may name. They are not
-            imported: what is kept of such an object is never used.
+        records: classes that a pickle may name, such as "my_package.Config", or patterns, such as
+            "my_package.*". They are not imported: what is kept of such an object is never used.
         forms: forms of your own, tried before those above. `register_checkpoint_form` adds one for
             every call.
         optimizer: a file of `torch.save` with `optimizer.state_dict()`, if the checkpoint has none.
@@ -55,22 +58,32 @@ def open_checkpoint(
     """
     path = Path(path)
     if not path.is_file() and not path.is_dir():
-        raise ValueError(f"{str(path)!r} is neither a file nor a directory.")
+        raise ValueError(f"{str(path)!r} is neither a file nor a directory.{to_download(path)}")
     for form in forms:
         check_form(form)
     for form in (*forms, *known_forms()):
         if form.recognizes(path):
             return with_optimizer(_opened(form, path, key, records), path, optimizer, records)
+    if (told := adapter_in(path)) is not None:
+        raise ValueError(f"{str(path)!r} {told}")
     inside = [each.name for each in sorted(path.iterdir()) if _is_checkpoint(each)]
     raise ValueError(
         f"{str(path)!r} holds no checkpoint that is known: no safetensors, no {WEIGHTS}, no "
         f"{METADATA} of torch.distributed.checkpoint, no `latest` of DeepSpeed. "
+        + _others_in(path)
         + (
             f"Give one of the directories in it that are checkpoints: {first_names(inside)}."
             if inside
             else "Give the directory that holds one of them, or a file."
         )
     )
+
+
+def _others_in(path: Path) -> str:
+    """Say what the first file is that is known by its first bytes."""
+    files = (x for x in sorted(path.iterdir()) if x.is_file() and x.suffix not in _NO_WEIGHTS)
+    told = ((file, kind_of_file(file)) for file in files)
+    return next((f"{shown(file.name)} in it {kind} " for file, kind in told if kind), "")
 
 
 def _is_checkpoint(path: Path) -> bool:

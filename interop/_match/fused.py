@@ -12,36 +12,41 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jaxzero.interop._rules import Rule, Split, SplitHeads, Transpose
+from jaxzero.interop._rules import RotaryPairs, Rule, Split, SplitHeads, Transpose
 
 from .generalize import generalize
 from .names import Module, Tensor, similarity, words_of
 from .possible_steps import Steps, possible_steps
 
 _PARTS = ("query", "key", "value")
+_UNKNOWN = (0, 0, 0)  # numbers of heads, until they are written
 
 
 class Found(NamedTuple):
     """Fused tensors and the parameters that come from them.
 
     Attributes:
-        layouts: pattern of the tensors' names -> the two rules as text: whole, and head by head.
+        layouts: pattern of the tensors' names -> the two rules as text: whole, and head by head;
+            then, if rotary pairs may have to be turned, the same with `RotaryPairs`.
         undecided: path of a parameter -> the tensor that it is a part of.
         members: names of all fused tensors.
     """
 
-    layouts: dict[str, tuple[str, str]]
+    layouts: dict[str, tuple[str, ...]]
     undecided: dict[str, tuple[str, ...]]
     members: set[str]
 
 
-def find_fused(ours: Sequence[Module], theirs: Sequence[Module], paths: Sequence[str]) -> Found:
+def find_fused(
+    ours: Sequence[Module], theirs: Sequence[Module], paths: Sequence[str], *, interleaved: bool
+) -> Found:
     """Match query, key and value modules of the model with fused tensors.
 
     Args:
         ours: modules of the model that have no counterpart.
         theirs: modules of the checkpoint that have none, also stacked ones.
         paths: paths of all parameters.
+        interleaved: names say that rotary pairs may have to be turned (`layouts`).
     """
     rules: dict[Rule, int | None] = {}  # for the whole layout -> number of heads, where known
     left, members = list(theirs), set()
@@ -57,7 +62,11 @@ def find_fused(ours: Sequence[Module], theirs: Sequence[Module], paths: Sequence
     for rule, num_heads in rules.items():
         general[num_heads].append(rule)
     layouts = {
-        rule.theirs[0]: (str(rule), _head_by_head(rule, num_heads))
+        rule.theirs[0]: tuple(
+            text
+            for each in (rule, *([_turned(rule)] if interleaved else []))
+            for text in (_with_heads(str(each), rule, num_heads), _head_by_head(each, num_heads))
+        )
         for num_heads, members in general.items()
         for rule in generalize(members, paths)
     }
@@ -135,4 +144,22 @@ def _head_by_head(rule: Rule, num_heads: int | None) -> str:
         each = (f"{x} // H" if num_heads is None else str(x // num_heads) for x in split.sizes)
         sizes = f"({', '.join(each)})"
     step = f"{SplitHeads.__name__}(dim={split.dim}, num_heads={heads}, sizes={sizes})"
-    return str(rule).replace(repr(split), step, 1)
+    return _with_heads(str(rule).replace(repr(split), step, 1), rule, num_heads)
+
+
+def _turned(rule: Rule) -> Rule:
+    split, *rest = rule.steps
+    assert isinstance(split, Split)
+    turn = RotaryPairs(_UNKNOWN, dim=split.dim)
+    return Rule(rule.ours, rule.theirs, split, turn, *rest)
+
+
+def _with_heads(text: str, rule: Rule, num_heads: int | None) -> str:
+    """Write the numbers of heads of query and key; `H` and `G` stand for unknown ones."""
+    split = rule.steps[0]
+    assert isinstance(split, Split)
+    equal = isinstance(split.sizes, int)
+    query, key = ("H", "H" if equal else "G") if num_heads is None else (num_heads, num_heads)
+    if num_heads is not None and isinstance(split.sizes, tuple):
+        query = num_heads * split.sizes[0] // split.sizes[1]
+    return text.replace(str(_UNKNOWN), f"({query}, {key}, 0)")

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from .names import Module, Tensor, fuses_attention, say_the_same, shapes_of, similarity, words_of
 from .possible_steps import Steps, possible_steps
 
-_TRANSPOSED = re.compile("transpose|deconv|upconv", re.IGNORECASE)
+TRANSPOSED = re.compile(r"transpose|deconv|upconv|convt(?![a-z])|tconv", re.IGNORECASE)
 _MARGIN = 0.05  # required lead in similarity of the best candidate over the second
 
 
@@ -42,7 +42,7 @@ class Pair:
         if self.num_rivals and any(a != b for a, b in ranks):
             return "the names agree, their numbers do not"
         is_convolution = any(len(x.shape) > 2 for x in self.theirs.tensors.values())
-        if is_convolution and (_TRANSPOSED.search(ours) or _TRANSPOSED.search(theirs)):
+        if is_convolution and (TRANSPOSED.search(ours) or TRANSPOSED.search(theirs)):
             return "a transposed convolution may exchange inputs and outputs, and flip its window"
         same_name = ours.rpartition(".")[2] == theirs.rpartition(".")[2]
         if self.theirs.part is None and fuses_attention(theirs) and not same_name:

@@ -20,6 +20,8 @@ class Proposal:
             shapes allow another choice; and why. Confirm each of them.
         fused: pattern of names of tensors that fuse query, key and value -> two rules as text, one
             for each layout. Shapes do not tell which is right.
+        rotary: pattern of names of queries and keys whose rotary pairs are in one of two layouts ->
+            two rules as text, where `H` stands for a number of heads that shapes do not tell.
         undecided: path of each other parameter -> names of the tensors it may come from.
         misfits: path of an undecided parameter -> why nothing fits it, where that is known. The
             others of its module, such as the bias beside a kernel of another shape, are not here.
@@ -29,7 +31,8 @@ class Proposal:
 
     rules: tuple[Rule, ...]
     assumed: Mapping[Rule, str]
-    fused: Mapping[str, tuple[str, str]]
+    fused: Mapping[str, tuple[str, ...]]
+    rotary: Mapping[str, tuple[str, str]]
     undecided: Mapping[str, tuple[str, ...]]
     misfits: Mapping[str, str]
     unused: tuple[str, ...]
@@ -37,8 +40,7 @@ class Proposal:
 
     def __str__(self) -> str:
         lines = ["rules = (", *(f"    {self._with_reason(rule)}" for rule in self.rules), ")"]
-        for name, texts in self.fused.items():
-            lines += [f"fused: {name!r}: {_ONE_OF_TWO}", *(f"    {text}" for text in texts)]
+        lines += self._choices(len(self.fused) + len(self.rotary))
         for path, names in self.undecided.items():
             fitting = " or ".join(escaped(name) for name in names)
             fitting = fitting or self.misfits.get(path, "nothing fits")
@@ -58,17 +60,12 @@ class Proposal:
                 tensor unused, or a rule is assumed and not accepted. The message has the rules to
                 choose from, or to confirm.
         """
-        if self.fused:
-            shown = [
-                line
-                for name, texts in list(self.fused.items())[:_SHOWN]
-                for line in (f"{name!r}: {_ONE_OF_TWO}", *(f"    {text}" for text in texts))
-            ]
+        if self.fused or self.rotary:
             raise ValueError(
-                "\n".join(shown) + "\nFind out which one the model that wrote the checkpoint uses, "
-                "put its number of attention heads in place of H (of the key's, if they are "
-                "fewer), and pass the rule in `accept`. docs/howto/rules.md lists the layouts of "
-                "known families."
+                "\n".join(self._choices(_SHOWN)) + "\nFind out which one the model that wrote the "
+                "checkpoint uses, put its number of attention heads in place of H (of the key's, "
+                "if they are fewer), and pass the rule in `accept`. docs/howto/rules.md lists the "
+                "layouts of known families."
             )
         if self.undecided:
             path = next(iter(self.misfits or self.undecided))
@@ -87,6 +84,20 @@ class Proposal:
                 "right, name them in `ignore`; if not, pass `rules`."
             )
         self._raise_if_assumed(accept)
+
+    def _choices(self, most: int) -> list[str]:
+        """Tensors of which one of several rules is right, each with the rules."""
+        choices = [
+            (f"{kind}: {name!r}: {what}", texts)
+            for kind, what, layouts in (
+                ("fused", _ONE_OF_TWO, self.fused),
+                ("rotary", _PAIRS, self.rotary),
+            )
+            for name, texts in layouts.items()
+        ]
+        return [
+            line for what, texts in choices[:most] for line in (what, *(f"    {x}" for x in texts))
+        ]
 
     def _raise_if_assumed(self, accept: Collection[str]) -> None:
         open_rules = [
@@ -111,6 +122,11 @@ class Proposal:
 _ONE_OF_TWO = (
     "query, key and value are fused in this tensor, either each as a whole (`Split`) or head by "
     "head (`SplitHeads`). The shape is the same, so the rule is one of:"
+)
+_PAIRS = (
+    "names of Meta's form, such as `wq` and `tok_embeddings`, mean interleaved rotary pairs; "
+    "`jaxzero.models` and transformers rotate halves. `RotaryPairs` converts one to the other, and "
+    "shapes do not tell the number of heads. The rule is one of:"
 )
 
 

@@ -19,10 +19,12 @@ from typing import Any
 
 from jaxzero._without_gc import without_gc
 from jaxzero.interop._rules import (
+    RotaryPairs,
     Rule,
     Shapes,
     Split,
     Transpose,
+    WeightNorm,
     pattern_of,
     patterns_in,
     rules_in,
@@ -32,14 +34,17 @@ from jaxzero.interop._tensors import LazyTensor, named_leaves
 
 from .fused import find_fused
 from .generalize import generalize
+from .layouts import Layer, Question, flattened, is_meta, layer_of, rotary, text_of
 from .misfits import misfits_of
 from .names import Module, modules_of, parts_of
 from .pairs import Pair, pair
 from .possible_steps import Steps
 from .proposal import Proposal
 from .stacks import stacks_of
+from .weight_norms import from_tensors, tensors_of, with_weights
 
-_LEFT_OUT = ("*num_batches_tracked",)  # torch's update counter of running statistics
+# torch's update counter of running statistics, and the state of Transformer Engine's fp8.
+_LEFT_OUT = ("*num_batches_tracked", "*_extra_state")
 
 
 @without_gc()  # a third of the time, with a hundred thousand names
@@ -54,10 +59,11 @@ def match(
 
     It supports linear layers, convolutions and attention of Flax, Equinox and PyTorch, also fused
     as in `torch.nn.MultiheadAttention`; norms with and without running statistics; embeddings;
-    layers that are numbered differently, or stacked for a scan. Names and shapes do not show in
-    which order an image was flattened before a linear layer (torch has channels first), nor that a
-    convolution is a transposed one, which torch lays out differently: write those rules yourself.
-    Review the proposed rules and keep them in your code.
+    layers that are numbered differently, or stacked for a scan; torch's weight norm. What names and
+    shapes leave open is asked: in which order an image was flattened beside a linear layer, which
+    elements rotary embeddings pair, the layout of fused attention. They do not show that a
+    convolution is a transposed one, unless its name says so: torch lays it out differently. Review
+    the proposed rules and keep them in your code.
 
     Args:
         tree: parameters of the model: arrays or `jax.ShapeDtypeStruct`s.
@@ -75,40 +81,48 @@ def match(
             f"`source` must be tensors by name, as `interop.open_checkpoint` gives; got {source!r}."
         )
     known = rules_in(rules)
-    known_paths, known_names = _covered(known, shapes)
+    held = {name: tuple(x.shape) for name, x in source.items()}
+    known_paths, known_names, known_layers = _covered(known, shapes, held)
     ours = modules_of({path: shapes[path] for path in leaves if path not in known_paths})
     ignore = (*patterns_in(ignore), *_LEFT_OUT)
     out = [name for name in source if any(fnmatch.fnmatchcase(name, each) for each in ignore)]
-    single = modules_of(
-        {name: x.shape for name, x in source.items() if name not in {*out, *known_names}}
-    )
+    left = {name: x for name, x in held.items() if name not in {*out, *known_names}}
+    weights, normed = with_weights(left)
+    single = modules_of(weights)
     with_stacks = [*single, *stacks_of(single)]
     parts = parts_of(single)
     pairs, rivals = pair(ours, [*with_stacks, *parts, *stacks_of(parts)])
     order = {path: number for number, path in enumerate(leaves)}
     pairs.sort(key=lambda each: min(order[path] for path in each.ours.members))
     decided, reasons, open_steps = _settle(pairs)
-    found, open_parts = _rules(decided)
+    asked = flattened(decided, known_layers, with_weights(held)[0])
+    asked |= rotary(decided, held, leaves)
+    found, open_parts = _rules(decided, asked)
     used = {name for each in pairs for name in each.theirs.members}.union(known_names)
     paired = {each.ours.name for each in pairs}
     lone = [module for module in ours if module.name not in paired]
-    fused = find_fused(lone, _unused(with_stacks, used), list(leaves))
+    left_over = _unused(with_stacks, used)
+    fused = find_fused(lone, left_over, list(leaves), interleaved=is_meta([*held, *leaves]))
+    unused = _unused(with_stacks, used | fused.members)
     used |= fused.members
+    used.update(*(tensors_of(name, old=how.old) for name, how in normed.items() if name in used))
     made = known_paths.union(*(rule.ours for rule in found))
-    undecided = rivals | open_steps | open_parts | fused.undecided
+    undecided = rivals | open_steps | open_parts | fused.undecided | _open_pairs(asked)
     undecided = {path: undecided[path] for path in leaves if path not in made}
-    proposed = (*known, *generalize(found, leaves))
+    proposed = (*known, *generalize(from_tensors(found, normed), leaves))
+    aliases = [name for name in getattr(source, "aliases", ()) if name not in {*used, *out}]
     return Proposal(
         rules=proposed,
-        assumed=_by_rule(reasons, proposed),
+        assumed=_by_rule(reasons, asked, proposed),
         fused=fused.layouts,
+        rotary=_layouts(asked, leaves),
         undecided=undecided,
         misfits=misfits_of(
             [module for module in lone if all(undecided.get(x) == () for x in module.members)],
-            _unused(with_stacks, used),
+            unused,
         ),
-        unused=tuple(name for name in source if name not in used and name not in out),
-        left_out=tuple(out),
+        unused=tuple(name for name in source if name not in {*used, *out, *aliases}),
+        left_out=(*out, *aliases),
     )
 
 
@@ -116,8 +130,10 @@ def _unused(modules: Iterable[Module], used: set[str]) -> list[Module]:
     return [module for module in modules if used.isdisjoint(module.members)]
 
 
-def _covered(rules: tuple[Rule, ...], shapes: Shapes) -> tuple[set[str], set[str]]:
-    """Paths of the parameters, and names of the tensors, that rules speak of."""
+def _covered(
+    rules: tuple[Rule, ...], shapes: Shapes, held: Shapes
+) -> tuple[set[str], set[str], list[Layer]]:
+    """Paths of the parameters, and names and layers of the tensors, that rules speak of."""
     paths: set[str] = set()
     for rule in rules:
         patterns = [pattern_of(each) for each in rule.ours]
@@ -126,17 +142,52 @@ def _covered(rules: tuple[Rule, ...], shapes: Shapes) -> tuple[set[str], set[str
             raise ValueError(f"{rule} matches no parameter of the tree. Correct its `ours`.")
         paths |= matched
     uses = uses_of(rules, {path: shapes[path] for path in paths})
-    return paths, {name for use in uses for names in use.theirs.values() for name in names}
+    steps_of = {
+        name: use.rule.steps for use in uses for names in use.theirs.values() for name in names
+    }
+    layers = (layer_of(x, held[x], steps) for x, steps in steps_of.items() if x in held)
+    return paths, set(steps_of), [each for each in layers if each is not None]
 
 
-def _by_rule(reasons: Mapping[str, str], rules: Iterable[Rule]) -> dict[Rule, str]:
+def _open_pairs(asked: Mapping[str, Question]) -> dict[str, tuple[str, ...]]:
+    return {
+        path: (f"{each.name!r} with rotary pairs in one of two layouts",)
+        for path, each in asked.items()
+        if each.steps is None
+    }
+
+
+def _layouts(asked: Mapping[str, Question], paths: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """The two rules of tensors with an unknown number of heads, by the pattern of their names."""
+    rules = [Rule(path, x.name, *x.other) for path, x in asked.items() if x.steps is None]
+    return {
+        rule.theirs[0]: (text_of(rule), str(_without_pairs(rule)))
+        for rule in generalize(rules, paths)
+    }
+
+
+def _without_pairs(rule: Rule) -> Rule:
+    steps = (step for step in rule.steps if not isinstance(step, RotaryPairs))
+    return Rule(rule.ours, rule.theirs, *steps)
+
+
+def _by_rule(
+    reasons: Mapping[str, str], asked: Mapping[str, Question], rules: Iterable[Rule]
+) -> dict[Rule, str]:
     """Map rules to the reasons why they are assumed, from those of single parameters."""
     assumed = {}
     for rule in rules:
         patterns = [pattern_of(each) for each in rule.ours]
-        found = [
-            why for path, why in reasons.items() if any(each.fullmatch(path) for each in patterns)
-        ]
+
+        def speaks_of(path: str, patterns: list = patterns) -> bool:
+            return any(each.fullmatch(path) for each in patterns)
+
+        found = [why for path, why in reasons.items() if speaks_of(path)]
+        for path, question in asked.items():
+            if question.steps is not None and speaks_of(path):
+                computed = [step for step in rule.steps[:1] if isinstance(step, WeightNorm)]
+                other = Rule(rule.ours, rule.theirs, *computed, *question.other)
+                found.append(f"{question.why}; or else {text_of(other)}")
         if found:
             assumed[rule] = "; ".join(dict.fromkeys(found))
     return assumed
@@ -192,13 +243,17 @@ def _is_transposed(steps: Steps) -> bool:
 
 
 def _rules(
-    decided: list[tuple[Pair, dict[str, Steps]]],
+    decided: list[tuple[Pair, dict[str, Steps]]], asked: Mapping[str, Question]
 ) -> tuple[list[Rule], dict[str, tuple[str, ...]]]:
     rules, undecided = [], {}
     parts: dict[tuple[str, Steps], dict[int, str]] = collections.defaultdict(dict)
     for each, steps in decided:
         for role, chosen in steps.items():
             path, name = each.ours.tensors[role].name, each.theirs.tensors[role].name
+            if path in asked:
+                chosen = asked[path].steps
+            if chosen is None:
+                continue
             if each.theirs.part is None:
                 rules.append(Rule(path, name, *chosen))
             else:

@@ -1,11 +1,15 @@
 """Rules that map tensors of a checkpoint to parameters of a tree, and back.
 
 In: rules and named tensors. Out: a lazy tensor per parameter, or per tensor of the checkpoint.
-The two directions are exact inverses.
+The two directions are exact inverses, but for steps that compute (`AddBiases`, `WeightNorm`).
 """
 
 from .apply import to_ours as to_ours
 from .apply import to_theirs as to_theirs
+from .computed import AddBiases as AddBiases
+from .computed import WeightNorm as WeightNorm
+from .computed import check_moves as check_moves
+from .rotary_pairs import RotaryPairs as RotaryPairs
 from .rule import Rule as Rule
 from .rule import Shapes as Shapes
 from .rule import pattern_of as pattern_of

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxzero._regular_file import open_regular, regular_size
 from jaxzero._text import escaped, shown
-from jaxzero.interop._tensors import MAX_DIMS, LazyTensor
+from jaxzero.interop._tensors import MAX_DIMS, LazyTensor, kind_of_file
 
 # The order is that of the library, which writes tensors from the last dtype to the first, so that
 # each begins at a multiple of its element size.
@@ -59,8 +59,11 @@ class Entry(NamedTuple):
     offset: int  # of its first byte, from the start of the file
 
 
-def read_header(file: Path) -> list[Entry]:
+def read_header(file: Path) -> tuple[list[Entry], dict[str, str]]:
     """Read and validate the header of a file, without reading tensor data.
+
+    Returns:
+        Its tensors, and its metadata.
 
     Raises:
         ValueError: the file is truncated, the header is malformed, or the tensors do not cover the
@@ -78,10 +81,13 @@ def read_header(file: Path) -> list[Entry]:
                     "file. If its name ends in .safetensors, rename it so that it ends in .pt; "
                     "then open it with `interop.open_checkpoint`."
                 )
+            if (kind := kind_of_file(file)) is not None:
+                raise ValueError(f"{str(file)!r} {kind}")
             raise _broken(file, f"its {size} bytes do not hold the {length} of its header")
         text = opened.read(length)
     header = _parse(file, text)
-    _check_whole(file, header.get(_METADATA, {}))
+    metadata = header.get(_METADATA, {})
+    _check_whole(file, metadata)
     entries = [
         _entry(file, name, content, 8 + length)
         for name, content in header.items()
@@ -98,7 +104,7 @@ def read_header(file: Path) -> list[Entry]:
         end += _num_bytes(entry)
     if end != size:
         raise _broken(file, f"it has {size} bytes, and its tensors end at {end}")
-    return entries
+    return entries, metadata
 
 
 def header_of(tensors: Mapping[str, LazyTensor]) -> bytes:

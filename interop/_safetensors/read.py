@@ -15,10 +15,10 @@ import numpy as np
 
 from jaxzero._regular_file import read_regular
 from jaxzero._text import escaped, first_names, shown
-from jaxzero.interop._tensors import Box, LazyTensor, box_shape
+from jaxzero.interop._tensors import Box, LazyTensor, box_shape, check_no_other
 
 from .header import read_header
-from .which_files import files_in, index_in
+from .which_files import INDEX_SUFFIX, files_in, index_in
 
 _MAX_INDEX_BYTES = 2**26
 _LEAST_MAPPED = 2**16  # bytes; reading less than this takes no longer than mapping it
@@ -87,29 +87,44 @@ def tensors_in(path: Path | str) -> dict[str, FileTensor]:
     """List the tensors of a safetensors checkpoint (others: `open_checkpoint`). Reads headers only.
 
     Args:
-        path: a safetensors file, or a directory with `model.safetensors` or with several files and
-            their index. Files of other names are opened if there is one, or one set of numbered
-            parts.
+        path: a safetensors file, an index of several, or a directory with `model.safetensors` or
+            with several files and their index. Files of other names are opened if there is one, or
+            one set of numbered parts.
 
     Raises:
         ValueError: there is no safetensors checkpoint, or several; a file of it is missing,
-            truncated or broken, a dtype is not supported, or the index does not match the files.
+            truncated or broken, a dtype is not supported, or the index does not match the files;
+            or there is a whole file beside an index that names others.
+    """
+    return tensors_and_aliases(path)[0]
+
+
+def tensors_and_aliases(path: Path | str) -> tuple[dict[str, FileTensor], dict[str, str]]:
+    """As `tensors_in`, and name of a tensor that was left out -> name of the equal one.
+
+    `safetensors.torch.save_model` writes tied weights once, and the other names as metadata.
     """
     path = Path(path)
-    if path.is_file():
+    given = path if path.name.endswith(INDEX_SUFFIX) and path.is_file() else None
+    if path.is_file() and given is None:
         return _tensors_in_files([path], path)
-    index = index_in(path)
+    index = given or index_in(path)
     if index is None:
         return _tensors_in_files(files_in(path), path)
     file_of = _read_index(index)
-    tensors = _tensors_in_files([path / name for name in sorted(set(file_of.values()))], path)
+    if given is None:
+        check_no_other(index, file_of.values())
+    folder = index.parent
+    tensors, aliases = _tensors_in_files(
+        [folder / name for name in sorted(set(file_of.values()))], folder
+    )
     for name, file in file_of.items():
         if name not in tensors or tensors[name].file.name != file:
             raise ValueError(
                 f"{str(index)!r} says that tensor {shown(name)} is in {escaped(file)}, which does "
                 "not hold it. Copy or download the checkpoint again."
             )
-    return tensors
+    return tensors, aliases
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -126,7 +141,9 @@ def _read_index(index: Path) -> dict[str, str]:
     return file_of
 
 
-def _tensors_in_files(files: list[Path], path: Path) -> dict[str, FileTensor]:
+def _tensors_in_files(
+    files: list[Path], path: Path
+) -> tuple[dict[str, FileTensor], dict[str, str]]:
     missing = [file.name for file in files if not file.exists() or file.is_dir()]
     if missing:
         raise ValueError(
@@ -135,8 +152,11 @@ def _tensors_in_files(files: list[Path], path: Path) -> dict[str, FileTensor]:
             "such as `pytorch_model.bin`."
         )
     found: dict[str, FileTensor] = {}
+    told: dict[str, str] = {}
     for file in files:
-        for name, dtype, shape, offset in read_header(file):
+        entries, metadata = read_header(file)
+        told |= metadata
+        for name, dtype, shape, offset in entries:
             if name in found:
                 raise ValueError(
                     f"Tensor {shown(name)} is in {escaped(found[name].file.name)} and in "
@@ -144,4 +164,5 @@ def _tensors_in_files(files: list[Path], path: Path) -> dict[str, FileTensor]:
                     "checkpoint: save the checkpoint again into an empty directory."
                 )
             found[name] = FileTensor(file=file, name=name, shape=shape, dtype=dtype, offset=offset)
-    return found
+    aliases = {name: x for name, x in told.items() if x in found and name not in found}
+    return found, aliases

@@ -6,7 +6,8 @@ from pathlib import Path
 from jaxzero._text import first_names
 
 SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"  # maps each tensor to one of several files
+INDEX_SUFFIX = ".safetensors.index.json"
+INDEX = f"model{INDEX_SUFFIX}"  # maps each tensor to one of several files
 _NUMBERED = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
 
 
@@ -16,7 +17,7 @@ def index_in(path: Path) -> Path | None:
         return path / INDEX
     if (path / SINGLE).is_file():
         return None
-    found = [file for file in path.glob("*.safetensors.index.json") if file.is_file()]
+    found = [file for file in path.glob(f"*{INDEX_SUFFIX}") if file.is_file()]
     return found[0] if len(found) == 1 else None
 
 

@@ -11,13 +11,17 @@ from .boxes import common_box as common_box
 from .boxes import runs as runs
 from .boxes import slices_within as slices_within
 from .boxes import whole_box as whole_box
+from .by_slice import BySlice as BySlice
 from .checkpoint import AdamMoments as AdamMoments
 from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import check_is_adam as check_is_adam
+from .checkpoint import check_no_other as check_no_other
 from .checkpoint import check_no_others as check_no_others
 from .checkpoint import gather_moments as gather_moments
 from .checkpoint import laid_out_as as laid_out_as
 from .checkpoint import read_step as read_step
+from .first_bytes import kind_of_archive as kind_of_archive
+from .first_bytes import kind_of_file as kind_of_file
 from .lazy import ArrayTensor as ArrayTensor
 from .lazy import LazyTensor as LazyTensor
 from .lazy import as_lazy as as_lazy

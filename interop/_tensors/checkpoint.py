@@ -13,6 +13,7 @@ from jaxzero._text import escaped, first_names, shown
 
 from .lazy import LazyTensor
 
+_WHOLE = ("model.safetensors", "pytorch_model.bin")  # before their indexes, for transformers
 _ADAM = ("exp_avg", "exp_avg_sq", "step")
 Moments = Callable[[Sequence[str] | None], "AdamMoments"]
 
@@ -188,6 +189,27 @@ def read_step(value: Any) -> int:
     if not 0 <= value < 2**63:
         raise ValueError(f"A step must be a count that is not negative; got {shown(value)}.")
     return int(value)
+
+
+def check_no_other(index: Path, files: Iterable[str]) -> None:
+    """Raise `ValueError` if an index names other files than the whole one beside it.
+
+    Saving a model in one file over a model in parts, or in parts over one file, leaves the other
+    behind. transformers reads the whole file, whichever is newer.
+    """
+    whole = index.parent / index.name.partition(".index.")[0]
+    files = sorted(set(files))
+    if not whole.is_file() or whole.name in files:
+        return
+    missing = [name for name in files if not (index.parent / name).is_file()]
+    of_them = f", of which {len(missing)} are missing" if missing else ""
+    reader = "; transformers reads " + repr(whole.name) if whole.name in _WHOLE else ""
+    raise ValueError(
+        f"{str(index.parent)!r} holds {whole.name!r}, and {index.name!r}, which names other files: "
+        f"{first_names(files)}{of_them}. One of the two was left behind when the model was saved "
+        f"again{reader}. Give the path of the one to read, {str(whole)!r} or {str(index)!r}, or "
+        "remove the other."
+    )
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from jaxzero._regular_file import open_regular
 from jaxzero._text import escaped, shown
+from jaxzero.interop._tensors import kind_of_archive, kind_of_file
 
 _LOCAL = struct.Struct("<4s5H3L2H")  # header of an entry, before its name
 _END = struct.Struct("<4s4H2LH")  # end of the directory, without a comment
@@ -119,6 +120,8 @@ class Archive:
 
     def _prefix_of(self, infos: list[zipfile.ZipInfo]) -> str:
         names = [info.filename for info in infos]
+        if (kind := kind_of_archive(names)) is not None:
+            raise ValueError(f"{self.where} {kind}")
         prefix = names[0].partition("/")[0] + "/" if names else ""
         if f"{prefix}data.pkl" not in names:
             raise ValueError(
@@ -263,6 +266,8 @@ def not_an_archive(file: Path, start: int, where: str, error: Exception) -> str:
     with open_regular(file) as opened:
         opened.seek(start)
         begin = opened.read(9)
+    if (kind := kind_of_file(file, start)) is not None:
+        return f"{where} {kind}"
     if begin[8:] == b"{":  # the header's length, and its text
         return (
             f"{where} looks like a safetensors file. If it is, rename it so that its name ends in "

@@ -7,6 +7,7 @@ anything is called.
 """
 
 import collections
+import fnmatch
 import pickle
 import re
 from collections.abc import Callable, Collection
@@ -99,6 +100,7 @@ _DESCRIBING = {
     *(f"{module}.{name}" for module in ("__builtin__", "builtins") for name in _FACTORIES),
     "collections.deque",
     "collections.defaultdict",
+    "_io.BytesIO",  # the `_extra_state` of Transformer Engine
     "datetime.datetime",
     "datetime.timedelta",
     "torch.device",
@@ -137,11 +139,11 @@ class Names:
     Args:
         where: file name, for messages.
         tensor: makes a tensor; None if the pickle may hold none.
-        records: full names of further classes to be read as `Record`s.
+        records: full names of further classes to be read as `Record`s, or patterns (with `*`).
     """
 
     def __init__(self, where: str, tensor: MakeTensor | None, records: Collection[str]):
-        self._where, self._tensor, self._records = where, tensor, frozenset(records)
+        self._where, self._tensor, self._records = where, tensor, tuple(records)
         self._tensors = {
             "torch._utils._rebuild_tensor": Maker(self._oldest),
             "torch._utils._rebuild_tensor_v2": Maker(self._plain),
@@ -168,7 +170,8 @@ class Names:
             return self._tensors[full]
         if full in ("torch.Tensor", "torch.nn.parameter.Parameter"):
             return _Marker(full)
-        if full in _DESCRIBING or full in self._records or full.startswith(_DESCRIPTIONS):
+        known = full in _DESCRIBING or full.startswith(_DESCRIPTIONS)
+        if known or any(fnmatch.fnmatchcase(full, each) for each in self._records):
             return RecordKind(full)
         if full == _SUBCLASS:
             raise Refused(
@@ -176,11 +179,12 @@ class Names:
                 "each process saves only its shard. Save with `torch.distributed.checkpoint`, or "
                 "save `tensor.full_tensor()` of each."
             )
-        if full.startswith("torch.nn.modules.") and full not in self._records:
+        if full.startswith("torch.nn.modules."):
             raise Refused(
                 f"{self._where} holds a whole module (`{escaped(full)}`), whose class is code. "
-                "Nothing was run. If you trust its author, load it with PyTorch and save only its "
-                "tensors: `torch.save(model.state_dict(), path)`."
+                "Nothing was run. If you trust its author, load it with `torch.load(path, "
+                "map_location='cpu', weights_only=False)`, and save only its tensors: "
+                "`torch.save(model.state_dict(), path)`."
             )
         if full in _OTHER_TENSORS:
             kind, instead = _OTHER_TENSORS[full]
@@ -197,8 +201,10 @@ class Names:
             f"{self._where} names `{escaped(full)}`, which is neither a tensor nor a description "
             "of a run, and could be code. Nothing was run. If it is a class of which no object is "
             f"needed, `interop.open_checkpoint(path, records=[{escaped(full)!r}])` passes over "
-            "them, and does not import it. If you trust the author of the file, you can also load "
-            "it with PyTorch, and save only its tensors: `torch.save(model.state_dict(), path)`."
+            "them (`--records` of `jaxzero inspect` and `convert`; `*` matches any text), and does "
+            "not import it. If you trust the author of the file, you can also load it with "
+            "`torch.load(path, map_location='cpu', weights_only=False)`, and save only its "
+            "tensors: `torch.save(model.state_dict(), path)`."
         )
 
     def _oldest(

@@ -13,13 +13,16 @@ from jaxzero.interop._tensors import (
     Checkpoint,
     LazyTensor,
     by_plain_name,
+    check_no_other,
 )
 
 from .moments import Order, moments_of
+from .record import Record
 from .torch_file import TorchTensor, read_torch_file
 
 WEIGHTS = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"  # maps each tensor to one of several files
+_EXTRA = "_extra_state"  # what a module adds to its state dict, of any type
 _MAX_DEPTH, _MAX_PATH = 16, 1000  # of dicts that contain a state dict; characters of a dotted path
 
 
@@ -47,14 +50,18 @@ def open_torch_file(file: Path, key: str | None, records: Collection[str]) -> Ch
 
 
 def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
-    """Open a directory with `pytorch_model.bin`, or with its parts and their index."""
-    index = directory / INDEX
+    """Open a directory with `pytorch_model.bin`, or with its parts and their index, or an index."""
+    is_directory = directory.is_dir()
+    index = directory / INDEX if is_directory else directory
+    directory = index.parent
     if not index.is_file():
         file = directory / WEIGHTS
         tensors = _named(_state_dict(read_torch_file(file, records=records), file), file)
         return Checkpoint(path=directory, form="torch.save", tensors=tensors, in_order=True)
     tensors: dict[str, LazyTensor] = {}
     file_of = by_plain_name(read_index(index), repr(str(index)))
+    if is_directory:
+        check_no_other(index, file_of.values())
     for file in sorted({directory / name for name in file_of.values()}):
         held = _named(_state_dict(read_torch_file(file, records=records), file), file)
         absent = [name for name in file_of if file_of[name] == file.name and name not in held]
@@ -227,9 +234,10 @@ def _named(held: Mapping[Any, Any], file: Path) -> dict[str, LazyTensor]:
             )
         if isinstance(value, TorchTensor):
             tensors[name] = dataclasses.replace(value, name=name)
-        elif value is not None:
+        elif value is not None and not name.endswith(_EXTRA):
+            kind = value.name if isinstance(value, Record) else type(value).__name__
             raise ValueError(
-                f"{shown(name)} in {str(file)!r} is not a tensor but a {type(value).__name__}. "
+                f"{shown(name)} in {str(file)!r} is not a tensor but a {escaped(kind)}. "
                 "Remove it from the state dict and save that again."
             )
     return by_plain_name(tensors, repr(str(file)))

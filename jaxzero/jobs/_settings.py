@@ -350,6 +350,9 @@ class Inspect:
     key: Annotated[str | None, arg(metavar="KEY")] = None
     """Which entry of a file with several state dicts is the model's."""
 
+    records: Annotated[tuple[str, ...], arg(metavar="CLASS")] = ()
+    """Classes that a pickle may name, passed over and not imported: "my_package.*"."""
+
     every: bool = False
     """A row for every tensor. Otherwise those that differ only in numbers of layers share one."""
 
@@ -386,6 +389,9 @@ class Convert:
 
     key: Annotated[str | None, arg(metavar="KEY")] = None
     """Which entry of a file with several state dicts is the model's."""
+
+    records: Annotated[tuple[str, ...], arg(metavar="CLASS")] = ()
+    """Classes that a pickle may name, passed over and not imported: "my_package.*"."""
 
     def __post_init__(self):
         _positive(self, "max_shard_gb", finite=True)

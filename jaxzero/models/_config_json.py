@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .._checked_json import JsonKeys, Kind, exactly, read_json, shown
+from .._text import to_download
 from ._config_keys import KEYS
 
 Config = TypeVar("Config")
@@ -12,6 +13,12 @@ Row = TypeVar("Row")
 
 CHOOSE_ANOTHER = "Choose another checkpoint, or write its model beside those of `jaxzero.models`."
 _REMEDY = "Correct the file, or copy or download the checkpoint again."
+_WEIGHTS = (".safetensors", ".bin", ".index.json")
+_ADAPTER = (
+    " This one holds an adapter of PEFT, such as LoRA: merge it into its model with "
+    "`peft.AutoPeftModelForCausalLM.from_pretrained(directory).merge_and_unload()"
+    ".save_pretrained(merged)`, and give `merged`."
+)
 _MISSING = (
     "Save the checkpoint again with `save_pretrained` of a current transformers release, which "
     "writes every size."
@@ -22,17 +29,21 @@ def read_config(path: Path | str) -> tuple[dict[str, Any], Path]:
     """Return the content of the file, and its path. Values are not checked.
 
     Args:
-        path: the file, or its directory.
+        path: the file, its directory, or a file of weights (or their index) in that directory.
 
     Raises:
         ValueError: there is no such file, or it is not a JSON object (see `read_json`).
     """
     path = Path(path)
+    if path.is_file() and path.name.endswith(_WEIGHTS):
+        path = path.parent
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
+        adapter = (path.parent / "adapter_config.json").is_file()
         raise ValueError(
             f"There is no `config.json` at {str(path)!r}. Give a directory that "
-            "`save_pretrained` of Hugging Face transformers wrote."
+            f"`save_pretrained` of Hugging Face transformers wrote.{to_download(path)}"
+            + (_ADAPTER if adapter else "")
         )
     return read_json(path, remedy=_REMEDY), path
 

@@ -132,7 +132,7 @@ def test_files_that_are_cut_short(tmp_path: Path):
     path = tmp_path / "m.pt"
     for size in [0, 3, 30, *range(100, len(whole), 487), len(whole) - 1]:
         path.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=r"m\.pt' is not (a whole file|a zip archive)"):
+        with pytest.raises(ValueError, match=r"m\.pt' is (not (a whole file|a zip archive)|empty)"):
             interop.open_checkpoint(path)
 
 

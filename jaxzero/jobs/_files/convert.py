@@ -41,7 +41,7 @@ def convert(settings: Convert, console: Console) -> None:
             "the weights that the run has exported (`jaxzero train`: the folder `export`), or "
             "restore it with `jz.Checkpoints` and write them with `interop.save_tensors`."
         )
-    checkpoint = open_checkpoint(settings.source, key=settings.key)
+    checkpoint = open_checkpoint(settings.source, key=settings.key, records=settings.records)
     form = settings.form or ("torch" if settings.target.suffix in _FILES else "safetensors")
     if settings.target.suffix == ".safetensors":
         raise ValueError(

@@ -39,7 +39,7 @@ def inspect(settings: Inspect, console: Console) -> None:
             )
         inspect_checkpoint(own, console)
         return
-    checkpoint = open_checkpoint(settings.path, key=settings.key)
+    checkpoint = open_checkpoint(settings.path, key=settings.key, records=settings.records)
     tensors = {name: x for name, x in checkpoint.items() if name not in checkpoint.aliases}
     size = sum(tensor.size for tensor in tensors.values())
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())

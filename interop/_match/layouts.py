@@ -1,0 +1,372 @@
+"""Ask for layouts that no shape tells: the order of flattened images, and that of rotary pairs.
+
+torch flattens an image channels first, `[c, h, w]`, and Flax channels last, `[h, w, c]`. A linear
+layer that reads one, or whose outputs are reshaped to one, needs its rows reordered. Which layer
+that is follows from the numbers of channels and from the order of the layers in the checkpoint.
+Whether a model rotates halves or interleaved pairs is known of Meta's names only (`RotaryPairs`).
+"""
+
+import collections
+import itertools
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from jaxzero.interop._rules import (
+    Flatten,
+    RotaryPairs,
+    Rule,
+    Step,
+    Transpose,
+    Unflatten,
+)
+
+from .names import Tensor, pieces_of, words_of
+from .pairs import TRANSPOSED, Pair
+from .possible_steps import Steps
+
+Decided = Sequence[tuple[Pair, Mapping[str, Steps]]]
+_META = re.compile(r"(^|\.)(wq|wk|wqkv|rope\.freqs|freqs_cis|tok_embeddings)(\.|$)")
+_FREQUENCIES = re.compile(r"(^|\.)(rope\.freqs|freqs_cis)$")
+
+_DECODES = re.compile("decod|generat|unflatten", re.IGNORECASE)
+
+
+class Question(NamedTuple):
+    """Two rules for one parameter, of which shapes allow both.
+
+    Attributes:
+        name: the tensor.
+        steps: those that are proposed; None if they hold an unknown number of heads.
+        other: those of the other rule.
+        why: what to find out.
+    """
+
+    name: str
+    steps: Steps | None
+    other: Steps
+    why: str
+
+
+class Layer(NamedTuple):
+    """A linear layer or a convolution of the checkpoint, in torch's layout."""
+
+    name: str
+    inputs: int
+    outputs: int
+    is_convolution: bool
+    is_transposed: bool
+
+
+def layer_of(name: str, shape: tuple[int, ...], steps: Iterable[Step]) -> Layer | None:
+    """The layer of a weight, from the steps that turn it into a kernel; None if it is none."""
+    turns = [each for each in steps if isinstance(each, Transpose)]
+    if len(shape) == 2:
+        return Layer(name, shape[1], shape[0], False, False)
+    window = tuple(range(2, len(shape)))
+    if len(shape) < 3 or not any(x.dims in ((*window, 1, 0), (*window, 0, 1)) for x in turns):
+        return None
+    is_transposed = bool(TRANSPOSED.search(name)) or (*window, 0, 1) in [x.dims for x in turns]
+    inputs, outputs = shape[:2] if is_transposed else shape[1::-1]
+    return Layer(name, inputs, outputs, True, is_transposed)
+
+
+def flattened(
+    decided: Decided, known: Iterable[Layer], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Question]:
+    """Ask about linear layers beside convolutions, and norms between them.
+
+    Args:
+        decided: pairs of modules with the steps of each role.
+        known: layers of rules that the caller has given.
+        shapes: name -> shape of all tensors, in the order of the checkpoint.
+
+    Returns:
+        Path of a parameter -> the question.
+    """
+    layers = {each.name: each for each in known}
+    for each, steps in decided:
+        tensor = each.theirs.tensors.get("weight")
+        if tensor is None or "weight" not in steps or each.theirs.part is not None:
+            continue
+        layer = layer_of(_first(each, tensor), tensor.shape, steps["weight"])
+        is_table = each.ours.tensors["weight"].name.endswith("embedding")
+        if layer is not None and not is_table:
+            layers[layer.name] = layer
+    if not any(layer.is_convolution for layer in layers.values()):
+        return {}
+    line = _Line(layers, shapes)
+    reads = line.images_read()
+    found: dict[str, Question] = {}
+    for each, steps in decided:
+        tensor = each.theirs.tensors.get("weight")
+        layer = tensor and layers.get(_first(each, tensor))
+        if layer is None or layer.is_convolution or each.theirs.part is not None:
+            continue
+        image, is_sure = reads.get(layer.name, (None, True))
+        before = image and _Image(image.name, image.outputs, layer.inputs)
+        image = line.image_made(layer, reads)
+        after = image and _Image(image.name, image.inputs, layer.outputs)
+        found |= _questions(each, steps, before, after, is_sure)
+        for image in (before if is_sure else None, after):
+            if image is not None:
+                found |= _norms(decided, image, line.names_beside(layer, image))
+    return found
+
+
+class _Image(NamedTuple):
+    """An image that a linear layer reads or makes: `size` numbers, beside a convolution."""
+
+    name: str
+    channels: int
+    size: int
+
+    def channels_last(self, dim: int, num_dims: int) -> Steps:
+        """The steps that reorder a dimension from channels first to channels last."""
+        if self.size % self.channels:
+            return ()
+        dims = list(range(num_dims + 1))
+        dims[dim], dims[dim + 1] = dim + 1, dim
+        rest = self.size // self.channels
+        first, last = (self.channels, rest), (rest, self.channels)
+        return (Unflatten(dim, first), Transpose(*dims), Flatten(dim, last))
+
+    def why(self, what: str) -> str:
+        """The question, before the other rule."""
+        if self.size % self.channels:
+            return (
+                f"{what} a flattened image of {self.channels} channels ({self.name!r}) beside "
+                "other numbers; torch has channels first and Flax last. If so, reorder the tensor "
+                "as an array and load from `{**checkpoint, name: array}`"
+            )
+        rest = self.size // self.channels
+        return (
+            f"{what} a flattened image of {self.channels} channels ({self.name!r}), "
+            f"[{self.channels}, {rest}] in torch and [{rest}, {self.channels}] in Flax"
+        )
+
+
+def _first(each: Pair, tensor: Tensor) -> str:
+    return min(each.theirs.members) if each.theirs.stack else tensor.name
+
+
+class _Line:
+    """The layers of a checkpoint in the order of definition, as far as the file has it.
+
+    safetensors sorts names as text, with 10 before 2; then numbers at least are put in order.
+    """
+
+    def __init__(self, layers: Mapping[str, Layer], shapes: Mapping[str, tuple[int, ...]]):
+        names = [name for name, shape in shapes.items() if shape]
+        self._is_sorted = names == sorted(names)
+        self._names = sorted(names, key=_with_numbers) if self._is_sorted else names
+        self._place = {name: place for place, name in enumerate(self._names)}
+        self._layers = sorted(layers.values(), key=lambda x: self._place[x.name])
+        self._outputs = collections.Counter(x.outputs for x in self._layers)
+        self._convolutions = [x for x in self._layers if x.is_convolution]
+
+    def images_read(self) -> dict[str, tuple[Layer, bool]]:
+        """Name of a linear layer -> the convolution whose flattened image it may read, and whether
+        it surely does.
+        """
+        first = self._place[self._convolutions[0].name]
+        channels = {x.outputs for x in self._convolutions}
+        found: dict[str, tuple[Layer, bool]] = {}
+        for at, layer in enumerate(self._layers):
+            if not layer.is_convolution:
+                earlier = (self._layers[k] for k in range(at - 1, -1, -1))
+                is_first = self._place[layer.name] < first
+                later = (self._layers[k] for k in range(len(self._layers) - 1, at, -1))
+                image = _before(layer, itertools.chain(earlier, later if is_first else ()), found)
+                if image is not None and not (is_first and layer.inputs % image[0].outputs):
+                    as_many = self._is_sorted and layer.inputs in channels
+                    found[layer.name] = (image[0], image[1] and not as_many)
+        return found
+
+    def image_made(self, layer: Layer, reads: Collection[str]) -> Layer | None:
+        """The convolution for whose input the outputs of a linear layer may be reshaped."""
+        size, place = layer.outputs, self._place[layer.name]
+        if self._last_reader(reads).get(size, -1) > place:
+            return None
+        later = (x for x in self._convolutions if self._place[x.name] > place)
+        following = [*itertools.islice(later, 1)]
+        if self._is_sorted:
+            following = [x for x in self._convolutions if x.inputs > 1 and size % x.inputs == 0]
+            decodes = _DECODES.search(layer.name)
+            following = [
+                x for x in following if x.is_transposed or (decodes and _DECODES.search(x.name))
+            ]
+        if any(x.inputs == size for x in following):
+            return None
+        return next((x for x in following if x.inputs > 1 and size % x.inputs == 0), None)
+
+    def _last_reader(self, reads: Collection[str]) -> dict[int, int]:
+        """Number of inputs -> the place of the last linear layer that has them from another."""
+        if not hasattr(self, "_readers"):
+            linear = (x for x in self._layers if not x.is_convolution and x.name not in reads)
+            self._readers = {x.inputs: self._place[x.name] for x in linear}
+        return self._readers
+
+    def names_beside(self, layer: Layer, image: "_Image") -> set[str] | None:
+        """Names between a layer and a convolution; None for all, if no other layer has its size."""
+        own = layer.outputs == image.size
+        if self._outputs[image.size] == own:
+            return None
+        ends = sorted((self._place[layer.name], self._place[image.name]))
+        return set(self._names[ends[0] + 1 : ends[1]])
+
+
+def _with_numbers(name: str) -> list[tuple[str, int]]:
+    pieces = [*pieces_of(name), "0"]
+    return [(text, int(number)) for text, number in zip(pieces[::2], pieces[1::2], strict=True)]
+
+
+def _before(
+    linear: Layer, earlier: Iterable[Layer], found: Mapping[str, tuple[Layer, bool]]
+) -> tuple[Layer, bool] | None:
+    """The last convolution whose channels divide the inputs of a linear layer.
+
+    None if a linear layer nearer to it, or the channels themselves, give as many numbers.
+    """
+    size, is_sure, beside = linear.inputs, True, None
+    for layer in earlier:
+        if layer.outputs == size:
+            # It may follow a square layer that reads an image, or stand beside it.
+            is_square = not layer.is_convolution and layer.inputs == size and layer.name in found
+            return (found[layer.name][0], False) if is_square else None
+        if layer.is_convolution and size % layer.outputs == 0:
+            if layer.outputs > 1:
+                return layer, is_sure
+            is_sure = False  # one channel has the same order
+        elif layer.is_convolution and beside is None:
+            beside = layer
+    return None if beside is None or size < 2 * beside.outputs else (beside, False)
+
+
+def _questions(
+    each: Pair,
+    steps: Mapping[str, Steps],
+    before: _Image | None,
+    after: _Image | None,
+    is_sure: bool,
+) -> dict[str, Question]:
+    found = {}
+    for role, plain in steps.items():
+        ours, theirs = each.ours.tensors[role], each.theirs.tensors[role]
+        is_weight = role == "weight"
+        as_stored = is_weight and ours.name.endswith("kernel") and Transpose() not in plain
+        outputs, inputs = (1, 0) if as_stored else (0, 1)
+        why, reordered = [], ()
+        if before is not None and is_weight:
+            why.append(before.why("its inputs may be"))
+            reordered += before.channels_last(inputs, 2)
+        if after is not None:
+            why.append(after.why("its outputs may be"))
+            reordered += after.channels_last(outputs, len(theirs.shape))
+        if why:
+            other = (*reordered, *plain)
+            two = (other, plain) if is_sure else (plain, other)
+            found[ours.name] = Question(theirs.name, *two, "; ".join(why))
+    return found
+
+
+def _norms(decided: Decided, image: _Image, names: set[str] | None) -> dict[str, Question]:
+    """Norms of a flattened image have its order too: of the tensors in `names`, None for all."""
+    return {
+        each.ours.tensors[role].name: Question(
+            each.theirs.tensors[role].name,
+            image.channels_last(0, 1),
+            plain,
+            image.why("it may normalise"),
+        )
+        for each, steps in decided
+        if {x.shape for x in each.theirs.tensors.values()} == {(image.size,)}
+        if names is None or each.theirs.members <= names
+        for role, plain in steps.items()
+        if not plain
+    }
+
+
+def rotary(
+    decided: Decided, shapes: Mapping[str, tuple[int, ...]], paths: Iterable[str]
+) -> dict[str, Question]:
+    """Ask about queries and keys, if names of the checkpoint or of the model are Meta's.
+
+    Args:
+        decided: pairs of modules with the steps of each role.
+        shapes: name -> shape, of all tensors of the checkpoint.
+        paths: paths of all parameters.
+
+    Returns:
+        Path of a parameter -> the question.
+    """
+    from_meta, to_meta = is_meta(shapes), is_meta(paths)
+    if not from_meta and not to_meta:
+        return {}
+    rotated = [(each, steps) for each, steps in decided if _is_rotated(each)]
+    sizes = [2 * shape[-1] for name, shape in shapes.items() if shape and _FREQUENCIES.search(name)]
+    rotary_dim = sizes[0] if sizes else None
+    most = max((x.shape[0] for each, _ in rotated for x in each.theirs.tensors.values()), default=0)
+    heads = [x for two in rotated if (x := _head_dim(*two, most)) is not None]
+    head_dim = heads[0] if heads else rotary_dim
+    to = "halves" if from_meta else "interleaved"
+    found = {}
+    for each, steps in rotated:
+        for role, plain in steps.items():
+            ours, theirs = each.ours.tensors[role], each.theirs.tensors[role]
+            as_stored = ours.name.endswith("kernel") and Transpose() not in plain
+            dim = len(theirs.shape) - 1 if as_stored else 0
+            num_heads = 0 if head_dim is None else theirs.shape[dim] // head_dim
+            part = rotary_dim if rotary_dim != head_dim else None
+            turned = (RotaryPairs(num_heads, to, dim, part), *plain)
+            if from_meta and to_meta:
+                found[ours.name] = Question(theirs.name, plain, turned, _BOTH_META)
+            else:
+                steps_known = turned if num_heads else None
+                why = _FROM_META if from_meta else _TO_META
+                found[ours.name] = Question(
+                    theirs.name, steps_known, plain if num_heads else turned, why
+                )
+    return found
+
+
+_FROM_META = (
+    "names of Meta's form mean interleaved rotary pairs, and the step turns them for a model that "
+    "rotates halves, as `jaxzero.models` and transformers"
+)
+_TO_META = (
+    "names of Meta's form in the model mean that it rotates interleaved pairs, and those of the "
+    "checkpoint that it has halves"
+)
+_BOTH_META = (
+    "names of Meta's form mean interleaved rotary pairs on both sides; a model that rotates halves "
+    "needs them turned"
+)
+
+
+def is_meta(names: Iterable[str]) -> bool:
+    """Whether names have the form of Meta's Llama, whose rotary pairs are interleaved."""
+    return any(map(_META.search, names))
+
+
+def _is_rotated(each: Pair) -> bool:
+    """Whether a module is a query or a key, or a norm of one."""
+    words = (words_of(name) & {"query", "key"} for name in (each.theirs.name, each.ours.name))
+    return each.theirs.part is None and any(len(found) == 1 for found in words)
+
+
+def _head_dim(each: Pair, steps: Mapping[str, Steps], most: int) -> int | None:
+    """The size of a head, where the model has a dim for heads, or norms of single heads."""
+    for role, plain in steps.items():
+        split = [step for step in plain if isinstance(step, Unflatten)]
+        if split:
+            return split[-1].sizes[-1]
+        shape = each.theirs.tensors[role].shape
+        if "norm" in words_of(each.theirs.name) and shape[-1] < most:
+            return shape[-1]
+    return None
+
+
+def text_of(rule: Rule) -> str:
+    """A rule as text, with `H` for an unknown number of heads."""
+    return str(rule).replace("RotaryPairs(0", "RotaryPairs(H")

@@ -1,0 +1,191 @@
+"""Steps that compute: the sum of two biases, and a weight from its direction and norm.
+
+The other steps only move elements, and so they also map Adam's moments. Those of a sum or of a
+product are not the sum or the product of the moments: `check_moves` refuses such rules for them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+import numpy as np
+
+from jaxzero.interop._tensors import BySlice, concatenate
+
+from .rule import Rule
+from .steps import Step, Tensors
+
+Cell = Literal["rnn", "lstm", "gru"]
+Back = Literal["first", "halves"]
+
+
+@dataclasses.dataclass(frozen=True)
+class AddBiases(Step):
+    """Add the two biases of a recurrent layer of torch, where the model has one.
+
+    From `(bias_ih, bias_hh)` of `torch.nn.RNN` or `LSTM`, `[gates * h]`, it makes their sum. In
+    `torch.nn.GRU`, `[3 * h]`, the last third of `bias_hh` is multiplied by the reset gate, so it
+    stays apart: the result is `[4 * h]`, the sums for the gates r and z, then n of `bias_ih`, then
+    n of `bias_hh`. `Split` divides it among gates.
+
+    Attributes:
+        cell: "rnn", "lstm" or "gru".
+        back: how a sum is divided when it is written: "first" writes all of it as `bias_ih`, and
+            zeros as `bias_hh`; "halves" writes one half as each.
+    """
+
+    cell: Cell
+    back: Back = "first"
+
+    def __post_init__(self):
+        for name, kinds in (("cell", Cell), ("back", Back)):
+            if getattr(self, name) not in get_args(kinds):
+                raise ValueError(f"`{name}` must be one of {get_args(kinds)}; got {self}.")
+
+    def __call__(self, tensors: Tensors) -> Tensors:
+        shapes = [each.shape for each in tensors]
+        parts = 3 if self.cell == "gru" else 1
+        if (
+            len(shapes) != 2
+            or shapes[0] != shapes[1]
+            or len(shapes[0]) != 1
+            or shapes[0][0] % parts
+        ):
+            raise ValueError(
+                f"{self} takes the two biases of a layer, `bias_ih` and `bias_hh`, of one size"
+                f"{' that 3 divides' if parts == 3 else ''}; got shapes {shapes}."
+            )
+        (size,) = shapes[0]
+        end = size - size // 3 if self.cell == "gru" else size
+        both = tuple(each.narrow(0, 0, end) for each in tensors)
+        total = BySlice(both, both[0].shape, 0, lambda a, b: (a + b).astype(a.dtype))
+        apart = [each.narrow(0, end, size) for each in tensors] if end < size else []
+        return (concatenate((total, *apart), 0),)
+
+    @property
+    def inverse(self) -> Step:
+        """Divides the sum by the rule of `back`."""
+        return _DivideBias(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class _DivideBias(Step):
+    of: AddBiases
+
+    @property
+    def inverse(self) -> AddBiases:
+        return self.of
+
+    def __call__(self, tensors: Tensors) -> Tensors:
+        parts = 4 if self.of.cell == "gru" else 1
+        if len(tensors) != 1 or tensors[0].ndim != 1 or tensors[0].shape[0] % parts:
+            raise ValueError(
+                f"{self.of} makes one bias"
+                f"{' of 4 equal parts' if parts == 4 else ''}; got {[x.shape for x in tensors]}."
+            )
+        (total,) = tensors
+        each = total.shape[0] // parts
+        added = total.narrow(0, 0, 2 * each) if parts == 4 else total
+        divided = (
+            (added, BySlice((added,), added.shape, 0, np.zeros_like))
+            if self.of.back == "first"
+            else (BySlice((added,), added.shape, 0, _half),) * 2
+        )
+        if parts == 1:
+            return divided
+        apart = (total.narrow(0, k * each, (k + 1) * each) for k in (2, 3))
+        return tuple(concatenate(two, 0) for two in zip(divided, apart, strict=True))
+
+
+def _half(x: np.ndarray) -> np.ndarray:
+    return (x / 2).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightNorm(Step):
+    """Compute a weight that torch stores as norm and direction, `g * v / |v|`.
+
+    The tensors are `(weight_g, weight_v)` of `torch.nn.utils.weight_norm`, or
+    `(parametrizations.weight.original0, parametrizations.weight.original1)` of
+    `torch.nn.utils.parametrizations.weight_norm`. The other direction writes `g = |w|` and `v = w`,
+    which give the weight again. Norms are computed in float32 at least.
+
+    Attributes:
+        dim: dimension that keeps a norm for each of its elements; None for one norm of all.
+    """
+
+    dim: int | None = 0
+
+    def __post_init__(self):
+        if self.dim is not None and (not isinstance(self.dim, int) or self.dim < 0):
+            raise ValueError(f"`dim` must be an integer from 0 on, or None; got {self}.")
+
+    def __call__(self, tensors: Tensors) -> Tensors:
+        shapes = [each.shape for each in tensors]
+        if len(shapes) != 2 or not self._fits(shapes[1]) or shapes[0] != self.norms_of(shapes[1]):
+            raise ValueError(f"{self} takes the norms, and the directions; got shapes {shapes}.")
+        weight = functools.partial(_weight, self.dim)
+        return (BySlice(tensors, shapes[1], self.dim, weight),)
+
+    def _fits(self, shape: tuple[int, ...]) -> bool:
+        return self.dim is None or self.dim < len(shape)
+
+    def norms_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the norms of a weight."""
+        if self.dim is None:
+            return ()
+        return tuple(size if dim == self.dim else 1 for dim, size in enumerate(shape))
+
+    @property
+    def inverse(self) -> Step:
+        """Computes the norms; the directions are the weight itself."""
+        return _TakeNorms(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class _TakeNorms(Step):
+    of: WeightNorm
+
+    @property
+    def inverse(self) -> WeightNorm:
+        return self.of
+
+    def __call__(self, tensors: Tensors) -> Tensors:
+        if len(tensors) != 1 or not self.of._fits(tensors[0].shape):
+            shapes = [each.shape for each in tensors]
+            raise ValueError(f"{self.of} makes one weight; got shapes {shapes}.")
+        dim = self.of.dim
+        shape = self.of.norms_of(tensors[0].shape)
+        norms = BySlice(tensors, shape, dim, lambda w: _norms(dim, w).astype(w.dtype))
+        return norms, tensors[0]
+
+
+def _weight(dim: int | None, norms: np.ndarray, directions: np.ndarray) -> np.ndarray:
+    wide = _wide(directions)
+    scale = norms.astype(wide.dtype) / _norms(dim, directions)
+    return (wide * scale).astype(directions.dtype)
+
+
+def _norms(dim: int | None, weight: np.ndarray) -> np.ndarray:
+    wide = _wide(weight)
+    axes = tuple(n for n in range(weight.ndim) if n != dim)
+    return np.sqrt(np.square(wide).sum(axis=axes, keepdims=dim is not None))
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    return x if x.dtype == np.float64 else x.astype(np.float32)
+
+
+COMPUTING: tuple[type[Step], ...] = (AddBiases, WeightNorm)
+
+
+def check_moves(rules: Iterable[Rule]) -> None:
+    """Raise `ValueError` if a rule computes values, so that it does not map moments."""
+    for rule in rules:
+        if any(isinstance(step, COMPUTING) for step in rule.steps):
+            raise ValueError(
+                f"{rule} computes a parameter from several tensors, so the moments of these are "
+                "not those of the parameter. Start with a new optimizer state; weights can be "
+                "loaded without it."
+            )
