@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import eval_jaxpr
@@ -76,20 +76,23 @@ def traced_once(function: Callable, *args: Any) -> tuple[Callable, Any]:
     return traced, shapes
 
 
-def open_program(function: Callable, *args: Any) -> tuple[Callable, list[Any], Any]:
-    """Trace `function` and turn the arrays that it closes over into arguments.
+class OpenProgram(NamedTuple):
+    """A traced function, and the arrays that it closes over."""
 
-    Returns:
-        A function `run(constants, arrays)` of flat lists that closes over no array; the constants;
-        and the tree structure of the function's result.
-    """
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    run: Callable[[list[Any], list[Any]], list[Any]]  # of the constants, and of the arguments
+    constants: list[Any]
+    types: list[Any]  # of the results, weak types included
+
+
+def open_program(function: Callable, *args: Any) -> OpenProgram:
+    """Trace `function`, which returns a list of arrays; what it closes over becomes arguments."""
+    closed = jax.make_jaxpr(function)(*args)
     jaxpr = closed.jaxpr
 
     def run(constants: list[Any], arrays: list[Any]) -> list[Any]:
         return eval_jaxpr(jaxpr, constants, *arrays)
 
-    return run, list(closed.consts), jax.tree.structure(shapes)
+    return OpenProgram(run, list(closed.consts), list(closed.out_avals))
 
 
 def rewritten(

@@ -15,6 +15,7 @@ from .._sharding import TreePlan, arrays_of, flatten, statics_of
 from .._windowed_update import UpdateLayouts, windowed_update
 from .optimizer_state import TrueShapes, trained_part
 from .placement import constrain
+from .programs import Programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,7 @@ def apply_gradients(
     params: Any,
     layouts: Layouts,
     extra_args: Mapping[str, Any],
+    programs: Programs,
 ) -> tuple[Any, Any]:
     """The new parameters and the new state; see `Zero.apply_gradients`."""
     trees = (grads, state, params)
@@ -62,7 +64,7 @@ def apply_gradients(
         trees = [plan.stored(x) for plan, x in zip(plans, arrays, strict=True)]
         return [arrays_of(x) for x in _apply(tx, trees, plans, layouts, extra_args)]
 
-    new_params, new_state = jax.jit(update)(arrays)
+    new_params, new_state = programs.run(update, arrays)
     return plans[2].stored(new_params), plans[1].stored(new_state)
 
 

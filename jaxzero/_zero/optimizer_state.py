@@ -47,6 +47,7 @@ from .._sharding import (
 )
 from .host_memory import check_room
 from .placement import constrain, make_leaves, pad_leaf, stored_struct, unpad_leaf
+from .programs import Programs
 
 
 class TrueShapes(optax.GradientTransformationExtraArgs):
@@ -166,7 +167,7 @@ def init_state(
     tx: optax.GradientTransformation,
     params: Any,
     plan: TreePlan,
-    mesh: Mesh,
+    programs: Programs,
     axes: tuple[str, ...],
 ) -> Any:
     """`tx.init(params)`, with each leaf made on the devices that keep it.
@@ -175,9 +176,10 @@ def init_state(
         tx: the optimizer.
         params: arrays, traced arrays, or `ShapeDtypeStruct`s (then so is the result).
         plan: layouts of the state.
-        mesh: the mesh that the state is laid out on.
+        programs: those compiled before, on the mesh that the state is laid out on.
         axes: the mesh axes that shard the state.
     """
+    mesh = programs.mesh
     given = jax.tree.leaves(params)
     if any(is_traced(x) for x in given):
         pairs = zip(arrays_of(tx.init(jax.tree.map(to_device, params))), plan.leaves, strict=True)
@@ -193,7 +195,7 @@ def init_state(
             return arrays_of(tx.init(jax.tree.map(to_device, params)))
 
         check_room("optimizer state", plan.leaves, mesh, axes)
-        made = make_leaves(state, plan.leaves, mesh, axes, params)
+        made = make_leaves(state, plan.leaves, programs, axes, params)
     return plan.stored(made)
 
 

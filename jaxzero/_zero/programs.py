@@ -11,54 +11,110 @@ from __future__ import annotations
 
 import collections
 import hashlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from .._mesh import is_traced, is_tracing
 from .._program import open_program
+from .._sharding import is_array, rebuild, statics_of
+from .._warnings import warn
 
-_MOST_KEPT = 16  # compiled programs of one function, for various batch shapes and dtypes
+_MOST_KEPT = 64  # compiled programs of one `Zero`, for its functions, shapes and dtypes
 
 
 class Programs:
-    """The compiled programs of one function that `value_and_grad` or `apply` has returned."""
+    """The compiled programs of one `Zero`, without the arrays and functions they were made of.
 
-    def __init__(self):
-        self._kept: collections.OrderedDict[str, Callable] = collections.OrderedDict()
+    Args:
+        mesh: the mesh that the programs run on.
+    """
 
-    def run(self, program: Callable, *args: Any) -> Any:
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self._kept: collections.OrderedDict[str, Any] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def run(self, program: Callable, *args: Any, out_shardings: Any = None) -> Any:
         """Return `program(*args)`; an equal program that was compiled before is reused.
 
         If a transformation such as `jax.jit` is tracing the call, the program becomes part of that
         trace, and nothing is cached. `jax.disable_jit` has no effect on it.
 
         Args:
-            program: a function from trees of arrays to a tree of arrays.
+            program: a function of trees of arrays. It returns a tree, whose leaves that are not
+                arrays (strings, functions) are returned as they are.
             args: trees of arrays or tracers.
+            out_shardings: a sharding for each array that is returned, or one for all; None leaves
+                them to the compiler.
         """
         with jax.disable_jit(False):
-            return self._run(program, *args)
+            return self._run(program, args, out_shardings)
 
-    def _run(self, program: Callable, *args: Any) -> Any:
-        if is_tracing() or any(is_traced(x) for x in jax.tree.leaves(args)):
-            return jax.jit(program)(*args)
-        opened, constants, treedef = open_program(program, *args)
-        if any(is_traced(x) for x in constants):  # it closes over values of an outer transformation
-            return jax.jit(program)(*args)
-        flat = jax.jit(opened)
+    def _run(self, program: Callable, args: Sequence[Any], out_shardings: Any) -> Any:
+        found: list[Any] = []
+
+        def arrays_only(*args: Any) -> list[Any]:
+            leaves, treedef = jax.tree.flatten(program(*args))
+            found[:] = [treedef, statics_of(leaves)]
+            return [x for x in leaves if is_array(x)]
+
+        if out_shardings is not None and not isinstance(out_shardings, jax.sharding.Sharding):
+            out_shardings = jax.tree.leaves(out_shardings)
         arrays = jax.tree.leaves(args)
-        text = flat.lower(constants, arrays).as_text()
+        is_part = is_tracing() or any(map(is_traced, arrays))
+        opened = None if is_part else open_program(arrays_only, *args)
+        # A closure may also hold values of an outer transformation.
+        if opened is None or any(map(is_traced, opened.constants)):
+            made = jax.jit(arrays_only, out_shardings=out_shardings)(*args)
+        else:
+            lowered = jax.jit(opened.run, out_shardings=out_shardings).lower(
+                opened.constants, arrays
+            )
+            # Weak types and shardings of the results are not in the text.
+            compiled = self._compiled(lowered, f"{opened.types} {out_shardings}")
+            made = compiled(_placed(opened.constants, compiled), arrays)
+        return rebuild(*found, made)
+
+    def _compiled(self, lowered: Any, results: str) -> Any:
+        text = lowered.as_text()
         # The text of a callback does not identify which Python function it calls, so a program with
         # callbacks is never reused.
-        if "callback" not in text:
-            flat = self._keep(hashlib.sha256(text.encode()).hexdigest(), flat)
-        return jax.tree.unflatten(treedef, flat(constants, arrays))
+        if "callback" in text:
+            return lowered.compile()
+        key = hashlib.sha256(f"{text} {results}".encode()).hexdigest()
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        compiled = lowered.compile()
+        with self._lock:
+            self._kept[key] = compiled
+            is_full = len(self._kept) > _MOST_KEPT
+            if is_full:
+                self._kept.popitem(last=False)
+        if is_full:
+            warn(
+                f"{_MOST_KEPT} different programs have been compiled outside of `jax.jit`, and the "
+                "oldest of them is compiled again when it is next called. Python numbers among "
+                "the arguments, and batches of many shapes, make a program for each value: pass "
+                "numbers as arrays, or call the step under `jax.jit`."
+            )
+        return compiled
 
-    def _keep(self, key: str, program: Callable) -> Callable:
-        kept = self._kept.setdefault(key, program)
-        self._kept.move_to_end(key)
-        if len(self._kept) > _MOST_KEPT:
-            self._kept.popitem(last=False)
-        return kept
+
+def _placed(constants: Sequence[Any], compiled: Any) -> list[Any]:
+    """The arrays that a function closes over, on the devices where the program takes them.
+
+    So no call makes a transfer that `jax.transfer_guard("disallow")` would refuse.
+    """
+    shardings = compiled.input_shardings[0][0]
+    return [
+        x
+        if sharding is None or not sharding.is_fully_addressable or getattr(x, "committed", False)
+        else jax.device_put(x, sharding)
+        for x, sharding in zip(constants, shardings, strict=True)
+    ]

@@ -33,6 +33,7 @@ from .init_fn import Initializer
 from .optimizer_state import init_state, plan_state, trained_part, true_shapes
 from .padding_check import warn_of_padding
 from .placement import gather_full, make_leaves, pad_leaf, place_tree, stored_struct
+from .programs import Programs
 
 AnyTrees = TypeVar("AnyTrees", bound="ShardedTrees")
 
@@ -48,6 +49,7 @@ class ShardedTrees:
             )
         self.mesh = physical(mesh)
         self._devices = mesh
+        self._programs = Programs(self.mesh)
         self.config = zero3() if config is None else config
         if self.config.offload is not None:
             check_platform(mesh)
@@ -91,7 +93,8 @@ class ShardedTrees:
 
         check_room("parameters", plan.leaves, self.mesh, self._weight_axes)
         gloo_groups.connect(self.mesh)
-        return plan.stored(make_leaves(stored, plan.leaves, self.mesh, self._weight_axes, *args))
+        made = make_leaves(stored, plan.leaves, self._programs, self._weight_axes, *args)
+        return plan.stored(made)
 
     def abstract(
         self, init_fn: Callable, *args: Any, specs: Any = None, codec: Codec | None = None
@@ -128,7 +131,7 @@ class ShardedTrees:
         check_room("parameters", plan.leaves, self.mesh, self._weight_axes)
         gloo_groups.connect(self.mesh)
         arrays = [x for x in flatten(tree)[1] if is_array(x)]
-        return plan.stored(place_tree(plan, arrays, self.mesh, self._weight_axes))
+        return plan.stored(place_tree(plan, arrays, self._programs, self._weight_axes))
 
     def unshard(self, tree: Any) -> Any:
         """Gather a sharded tree: ordinary arrays in their true shapes, in full on every device.
@@ -140,7 +143,7 @@ class ShardedTrees:
             ValueError: an array in it was not laid out by this `Zero`.
         """
         plan = self._plan_of(tree)
-        return plan.whole(gather_full(plan, arrays_of(tree), self.mesh))
+        return plan.whole(gather_full(plan, arrays_of(tree), self._programs))
 
     def shardings(self, tree: Any) -> Any:
         """The tree of `NamedSharding`s in which `tree` is stored, for `out_shardings` and the like.
@@ -167,7 +170,7 @@ class ShardedTrees:
         params, plan = trained_part(params, self._plan_of(params))
         warn_of_padding(tx, plan)
         state_plan = self._states.add(plan_state(tx, plan, self._devices, self.config))
-        return init_state(tx, params, state_plan, self.mesh, self._state_axes)
+        return init_state(tx, params, state_plan, self._programs, self._state_axes)
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
         """Wrap `tx` so that it sees padded leaves in their true shapes.
@@ -228,7 +231,7 @@ class ShardedTrees:
             ValueError: a tree did not come from this `Zero`, or they do not fit each other.
         """
         layouts = self._layouts(self._plan_of(grads), params, opt_state)
-        return apply_gradients(tx, grads, opt_state, params, layouts, extra_args)
+        return apply_gradients(tx, grads, opt_state, params, layouts, extra_args, self._programs)
 
     def report(self, params: Any, opt_state: Any = None, plan: Plan | None = None) -> Report:
         """Report how leaves are sharded, bytes held and sent, and the largest model that fits.
