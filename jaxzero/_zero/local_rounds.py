@@ -254,7 +254,8 @@ class LocalRounds:
         inner = self._zero._on_one_node
         layouts = Layouts.of(self.method, plan, state_plan, trained, inner._devices, inner.config)
         inner._know(layouts.params, layouts.opt_state)
-        warn_of_padding(self.method.outer, layouts.outer_plan, remedy=_OF_OUTER, as_arrays=True)
+        outer, programs = self.method.outer, self._zero._programs
+        warn_of_padding(outer, layouts.outer_plan, programs, remedy=_OF_OUTER, as_arrays=True)
         self._layouts, self._plan = layouts, plan
         return layouts
 

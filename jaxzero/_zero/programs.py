@@ -21,9 +21,8 @@ from jax.sharding import Mesh
 from .._mesh import is_traced, is_tracing
 from .._program import open_program
 from .._sharding import is_array, rebuild, statics_of
-from .._warnings import warn
 
-_MOST_KEPT = 64  # compiled programs of one `Zero`, for its functions, shapes and dtypes
+_MOST_KEPT = 64  # compiled programs of one `Zero`, for various functions, shapes and dtypes
 
 
 class Programs:
@@ -52,9 +51,10 @@ class Programs:
                 them to the compiler.
         """
         with jax.disable_jit(False):
-            return self._run(program, args, out_shardings)
+            return self.ready(program, *args, out_shardings=out_shardings)(*args)
 
-    def _run(self, program: Callable, args: Sequence[Any], out_shardings: Any) -> Any:
+    def ready(self, program: Callable, *args: Any, out_shardings: Any = None) -> Callable:
+        """The function that `run` calls, for several calls with arguments of the same types."""
         found: list[Any] = []
 
         def arrays_only(*args: Any) -> list[Any]:
@@ -69,15 +69,18 @@ class Programs:
         opened = None if is_part else open_program(arrays_only, *args)
         # A closure may also hold values of an outer transformation.
         if opened is None or any(map(is_traced, opened.constants)):
-            made = jax.jit(arrays_only, out_shardings=out_shardings)(*args)
-        else:
-            lowered = jax.jit(opened.run, out_shardings=out_shardings).lower(
-                opened.constants, arrays
-            )
-            # Weak types and shardings of the results are not in the text.
-            compiled = self._compiled(lowered, f"{opened.types} {out_shardings}")
-            made = compiled(_placed(opened.constants, compiled), arrays)
-        return rebuild(*found, made)
+            part = jax.jit(arrays_only, out_shardings=out_shardings)
+
+            def call(*args: Any) -> Any:
+                made = part(*args)  # which sets `found`
+                return rebuild(*found, made)
+
+            return call
+        lowered = jax.jit(opened.run, out_shardings=out_shardings).lower(opened.constants, arrays)
+        # Weak types and shardings of the results are not in the text.
+        compiled = self._compiled(lowered, f"{opened.types} {out_shardings}")
+        constants = _placed(opened.constants, compiled)
+        return lambda *args: rebuild(*found, compiled(constants, jax.tree.leaves(args)))
 
     def _compiled(self, lowered: Any, results: str) -> Any:
         text = lowered.as_text()
@@ -93,16 +96,8 @@ class Programs:
         compiled = lowered.compile()
         with self._lock:
             self._kept[key] = compiled
-            is_full = len(self._kept) > _MOST_KEPT
-            if is_full:
+            if len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
-        if is_full:
-            warn(
-                f"{_MOST_KEPT} different programs have been compiled outside of `jax.jit`, and the "
-                "oldest of them is compiled again when it is next called. Python numbers among "
-                "the arguments, and batches of many shapes, make a program for each value: pass "
-                "numbers as arrays, or call the step under `jax.jit`."
-            )
         return compiled
 
 

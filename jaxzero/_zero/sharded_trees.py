@@ -168,7 +168,7 @@ class ShardedTrees:
                 shape for a padded leaf, as Adafactor does, and is not wrapped (`zero.optimizer`).
         """
         params, plan = trained_part(params, self._plan_of(params))
-        warn_of_padding(tx, plan)
+        warn_of_padding(tx, plan, self._programs)
         state_plan = self._states.add(plan_state(tx, plan, self._devices, self.config))
         return init_state(tx, params, state_plan, self._programs, self._state_axes)
 

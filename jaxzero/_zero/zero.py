@@ -89,8 +89,10 @@ class Zero(ShardedTrees):
             NotImplementedError: the config uses error feedback, or encodes sums twice.
         """
         leaves = self._plan_of(grads).leaves
-        return measure_codec_noise(
-            leaves, arrays_of(grads), self._here._devices, self.config, microbatches
+        devices = self._here._devices
+        return self._programs.run(
+            lambda grads: measure_codec_noise(leaves, grads, devices, self.config, microbatches),
+            arrays_of(grads),
         )
 
     def freeze(
