@@ -148,8 +148,6 @@ def _updates(
             return _run(programs, tx, False, num_updates, *trees)
         except Exception:  # Some need more than gradients, which, not fitting a loss, can cancel.
             return _run(programs, tx, True, 1, *trees)
-                programs, tx, True, 1, *trees
-            )  # gradients that do not fit the loss can cancel
 
 
 def _sample(random: np.random.Generator, leaf: LeafSpec, lead: tuple[int, ...]) -> np.ndarray:
