@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from .._mesh import bare
 from .._warnings import warn
-from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, is_ref
+from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, is_mutable, is_ref
 from .layout_requests import explaining, without_our_axes
 
 CALLS = {
@@ -29,6 +29,12 @@ CALLS = {
     "eval_jaxpr": "call_jaxpr",  # `closed_call` from JAX 0.12 on
 }
 REMAT = {"checkpoint", "remat", "remat2"}
+OF_MUTABLE = (
+    "Every device runs the function on its own rows, and would write a value of its own. Pass the "
+    "value, `ref[...]`, as an argument; return the new one with `has_aux=True`, where `aux_reduce` "
+    "says how the values of devices are combined, and write it outside: `ref[...] = aux`. A "
+    "`jax.new_ref` that the function makes itself needs nothing."
+)
 _ALIAS = {"copy", "copy_p", "name"}  # their output is their only input
 
 
@@ -44,8 +50,34 @@ def trace(function: Callable, *avals: Any) -> tuple[Block, Any]:
     """
     with explaining():
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*map(bare, avals))
+    _check_mutable(closed.consts)
     _warn_of_split(closed.consts)
+    closed = _with_own_tokens(closed)
     return without_dead_code(_block(without_our_axes(closed))), shapes
+
+
+def _check_mutable(constants: Sequence[Any]) -> None:
+    """Raise `ValueError` for a mutable array that the function closes over."""
+    for x in constants:
+        if is_mutable(x):
+            raise ValueError(
+                f"The function closes over a mutable array (`jax.Ref`) {x.dtype}{list(x.shape)}. "
+                + OF_MUTABLE
+            )
+
+
+def _with_own_tokens(closed: Any) -> Any:
+    """The program with tokens of its own for those that it closes over, which carry no data."""
+    is_token = [not hasattr(x, "shape") for x in closed.consts]
+    if not any(is_token):
+        return closed
+
+    def run(*args: Any) -> list[Any]:
+        pairs = zip(closed.consts, is_token, strict=True)
+        constants = [jax.lax.create_token() if token else x for x, token in pairs]
+        return eval_jaxpr(closed.jaxpr, constants, *args)
+
+    return jax.make_jaxpr(run)(*closed.in_avals)
 
 
 def _warn_of_split(constants: Sequence[Any]) -> None:

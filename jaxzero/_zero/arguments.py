@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from .._mesh import AXES, AnyMesh, is_one_node
+from .._program import OF_MUTABLE, is_mutable
 from .._sharding import (
     Registry,
     Static,
@@ -141,6 +142,7 @@ def resolve(
             )
     given = _spec_for_each(in_specs, len(args), argnums) + [None] * len(kwargs)
     values = [*args, *kwargs.values()]
+    _check_mutable(values, names)
     _check_specs(given, values, names, registry)
     asked = asked_batches(batch_argnums, len(args), tuple(kwargs), parameters)
     is_told = asked is not None or in_specs is not None
@@ -156,6 +158,17 @@ def resolve(
     if not asked and not is_told:
         warn_of_no_batch(num_devices)
     return Call(arguments, len(args), tuple(kwargs)), [leaves for _, leaves in resolved]
+
+
+def _check_mutable(values: Sequence[Any], names: Sequence[str]) -> None:
+    """Raise `ValueError` for a mutable array, which devices would change in different ways."""
+    for name, value in zip(names, values, strict=True):
+        for path, x in _array_paths(value):
+            if is_mutable(x):
+                raise ValueError(
+                    f"{name}, leaf `{path_name(path)}`: it is a mutable array (`jax.Ref`) "
+                    f"{x.dtype}{list(x.shape)}. {OF_MUTABLE}"
+                )
 
 
 def _fill_in_batches(
