@@ -113,7 +113,7 @@ class OpenProgram(NamedTuple):
 
     run: Callable[[list[Any], list[Any]], list[Any]]  # of the constants, and of the arguments
     constants: list[Any]
-    types: list[Any]  # of the results, weak types included
+    types: str  # of constants, arguments and results, weak types included
 
 
 def open_program(function: Callable, *args: Any) -> OpenProgram:
@@ -124,7 +124,8 @@ def open_program(function: Callable, *args: Any) -> OpenProgram:
     def run(constants: list[Any], arrays: list[Any]) -> list[Any]:
         return eval_jaxpr(jaxpr, constants, *arrays)
 
-    return OpenProgram(run, list(closed.consts), list(closed.out_avals))
+    values = [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars]
+    return OpenProgram(run, list(closed.consts), str([x.aval for x in values]))
 
 
 def rewritten(

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from .._mesh import in_host, is_traced
 from .._sharding import TreePlan, arrays_of, flatten, statics_of
 from .._windowed_update import UpdateLayouts, windowed_update
+from .init_fn import numbers_as_arrays
 from .optimizer_state import TrueShapes, trained_part
 from .placement import constrain
 from .programs import Programs
@@ -86,7 +87,7 @@ def _apply(
         run = optax.with_extra_args_support(tx).update
         updates, new_state = run(grads, state, trained, **extra_args)
         new = optax.apply_updates(trained, updates)
-    return with_untrained(params, trained, new), new_state
+    return with_untrained(params, trained, new), numbers_as_arrays(new_state)
 
 
 def _by_windows(

@@ -32,7 +32,6 @@ from .._sharding import (
     StoredArray,
     TreePlan,
     ZeroConfig,
-    arrays_of,
     data_of,
     flatten,
     in_memory,
@@ -46,6 +45,7 @@ from .._sharding import (
     trained_leaves,
 )
 from .host_memory import check_room
+from .init_fn import Initializer
 from .placement import constrain, make_leaves, pad_leaf, stored_struct, unpad_leaf
 from .programs import Programs
 
@@ -93,10 +93,11 @@ def plan_state(
     parameters = {leaf.path: leaf for leaf in params.leaves}
     if is_wrapped:
         unpadded = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in params.leaves]
-        state = jax.eval_shape(tx.inner.init, params.whole(unpadded))
+        state = Initializer(tx.inner.init).shapes(params.whole(unpadded))
         plan = plan_tree(state, mesh, config)
     else:
-        state = jax.eval_shape(tx.init, params.stored([leaf.stored for leaf in params.leaves]))
+        stored = params.stored([leaf.stored for leaf in params.leaves])
+        state = Initializer(tx.init).shapes(stored)
         _check_shapes(state)
         plan = plan_as_stored(state, mesh, config)
     paths, leaves, _ = flatten(state)
@@ -180,9 +181,14 @@ def init_state(
         axes: the mesh axes that shard the state.
     """
     mesh = programs.mesh
+    run = Initializer(tx.init)
+
+    def state(params: Any) -> list[Any]:
+        return [data_of(x) for x in run(jax.tree.map(to_device, params))]
+
     given = jax.tree.leaves(params)
     if any(is_traced(x) for x in given):
-        pairs = zip(arrays_of(tx.init(jax.tree.map(to_device, params))), plan.leaves, strict=True)
+        pairs = zip(state(params), plan.leaves, strict=True)
         made = [
             x if leaf.memory_kind is None else to_host(x)
             for x, leaf in ((constrain(x, mesh, leaf.spec(axes)), leaf) for x, leaf in pairs)
@@ -190,10 +196,6 @@ def init_state(
     elif any(isinstance(x, jax.ShapeDtypeStruct) for x in given):
         made = [stored_struct(leaf, mesh, axes) for leaf in plan.leaves]
     else:
-
-        def state(params: Any) -> list[Any]:
-            return arrays_of(tx.init(jax.tree.map(to_device, params)))
-
         check_room("optimizer state", plan.leaves, mesh, axes)
         made = make_leaves(state, plan.leaves, programs, axes, params)
     return plan.stored(made)
@@ -223,7 +225,7 @@ def true_shapes(
 
     def init(params):
         plan = state_plan_of(result, plan_of(params))
-        pairs = zip(plan.leaves, arrays_of(inner.init(_unpadded(params))), strict=True)
+        pairs = zip(plan.leaves, Initializer(inner.init)(_unpadded(params)), strict=True)
         return plan.stored([pad_leaf(leaf, x) for leaf, x in pairs])
 
     def update(updates, state, params=None, **extra_args):

@@ -77,7 +77,7 @@ class Programs:
 
             return call
         lowered = jax.jit(opened.run, out_shardings=out_shardings).lower(opened.constants, arrays)
-        # Weak types and shardings of the results are not in the text.
+        # Arguments that are not used, weak types and shardings of results are not in the text.
         compiled = self._compiled(lowered, f"{opened.types} {out_shardings}")
         constants = _placed(opened.constants, compiled)
         return lambda *args: rebuild(*found, compiled(constants, jax.tree.leaves(args)))

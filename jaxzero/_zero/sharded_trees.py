@@ -29,7 +29,7 @@ from .._sharding import (
 )
 from .apply_gradients import Layouts, apply_gradients
 from .host_memory import check_patterns, check_platform, check_room
-from .init_fn import Initializer
+from .init_fn import Initializer, numbers_as_arrays
 from .optimizer_state import init_state, plan_state, trained_part, true_shapes
 from .padding_check import warn_of_padding
 from .placement import gather_full, make_leaves, pad_leaf, place_tree, stored_struct
@@ -230,6 +230,7 @@ class ShardedTrees:
                 Adafactor, `optax.MultiSteps`); the error names the leaf and the line of `tx`.
             ValueError: a tree did not come from this `Zero`, or they do not fit each other.
         """
+        opt_state = numbers_as_arrays(opt_state)  # of an update outside of `jit`
         layouts = self._layouts(self._plan_of(grads), params, opt_state)
         return apply_gradients(tx, grads, opt_state, params, layouts, extra_args, self._programs)
 
