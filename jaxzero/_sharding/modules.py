@@ -36,6 +36,23 @@ def trained_leaves(tree: Any) -> list[bool | None]:
     return found
 
 
+def plain_arrays(tree: Any) -> list[str]:
+    """The paths of floating-point arrays that an `nnx.Module` holds, and not in a `Variable`."""
+    nnx = sys.modules.get("flax.nnx")
+    pairs, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: is_stored(x) or _is_nnx(x)
+    )
+    return [
+        path_name((*outer, *path))
+        for outer, part in pairs
+        if nnx is not None and _is_nnx(part)
+        for path, x in jax.tree_util.tree_flatten_with_path(
+            part, is_leaf=lambda x: is_stored(x) or isinstance(x, nnx.Variable)
+        )[0]
+        if not isinstance(x, nnx.Variable) and _is_inexact(x)
+    ]
+
+
 def mutated_leaf(
     before: Mapping[str, ModuleLeaf], after: Mapping[str, ModuleLeaf], returned: Collection[int]
 ) -> tuple[str, str] | None:

@@ -28,6 +28,7 @@ from .._sharding import (
     is_array,
     is_stored,
     path_name,
+    plain_arrays,
     rebuild,
     split_dim,
     spread_prefix,
@@ -35,6 +36,7 @@ from .._sharding import (
     trained_leaves,
     unwrapped,
 )
+from .._warnings import warn
 from .batch_choice import (
     BatchArgnums,
     asked_batches,
@@ -351,6 +353,7 @@ def check_differentiable(argument: Argument, leaves: Sequence[Any], allow_int: b
                 "`argnums`."
             )
     value = argument.rebuild(leaves)
+    _check_is_trained(argument, plain_arrays(value))
     paths, found, _ = flatten(value)
     for path, leaf, kind in zip(paths, found, trained_leaves(value), strict=True):
         if kind is not None:  # in a module: leaves that it does not train get None as gradient
@@ -363,6 +366,33 @@ def check_differentiable(argument: Argument, leaves: Sequence[Any], allow_int: b
             f"{shown}. Pass it in an argument that is not in `argnums`, or use "
             "`allow_int=True`."
         )
+
+
+def _check_is_trained(argument: Argument, plain: Sequence[str]) -> None:
+    """Raise `ValueError` if a module trains none of its leaves; warn if it has plain arrays.
+
+    Args:
+        argument: the differentiated argument.
+        plain: the paths of arrays that its `nnx.Module`s hold, and not in an `nnx.Variable`.
+    """
+    kinds = argument.module_trains
+    is_trained = not kinds or any(kind is not False for kind in kinds)
+    if is_trained and not plain:
+        return
+    of_plain = (
+        f" Among them are plain arrays, `{plain[0]}` the first of {len(plain)}: make those to be "
+        "trained `nnx.Param(array)`, and others `nnx.Variable(array)`."
+    )
+    if not is_trained:
+        raise ValueError(
+            f"{argument.name} holds no leaf that its module trains, so nothing would get a "
+            "gradient. Of an `nnx.Module` each `nnx.Param` of floats is trained, of an "
+            f"`eqx.Module` each array of floats.{of_plain if plain else ''}"
+        )
+    warn(
+        f"{argument.name}: an `nnx.Module` trains its `nnx.Param`s, and the gradient of other "
+        f"leaves is None.{of_plain}"
+    )
 
 
 def _array_paths(value: Any) -> list[tuple[Any, Any]]:

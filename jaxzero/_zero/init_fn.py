@@ -40,6 +40,13 @@ class Initializer:
             return [x for x in leaves if is_array(x)]
 
         arrays = jax.eval_shape(run, *args)
+        if "Tracer(" in str(kept["treedef"]):
+            raise ValueError(
+                "`init_fn` returns a module that holds an array as a static attribute, as an "
+                "`nnx.Module` does in `jax.jit` with a plain array (`self.w = array`). Make it "
+                "`nnx.Param(array)` to train it, or `nnx.Variable(array)`; or lay out a module "
+                "that is made outside of `jit`: `zero.shard(Model(...))`."
+            )
         return rebuild(kept["treedef"], kept["statics"], arrays)
 
 
