@@ -22,6 +22,7 @@ from .modules import nnx_leaves as nnx_leaves
 from .modules import plain_arrays as plain_arrays
 from .modules import rng_leaves as rng_leaves
 from .modules import trained_leaves as trained_leaves
+from .modules import unboxed as unboxed
 from .offload import Offload as Offload
 from .padding import pad as pad
 from .padding import unpad as unpad

@@ -23,9 +23,14 @@ class Initializer:
 
     def __init__(self, init_fn: Callable):
         self.init_fn = init_fn
+        self._context = jax.sharding.get_abstract_mesh()
 
     def __call__(self, *args: Any) -> list[Any]:
-        leaves = flatten(numbers_as_arrays(self.init_fn(*args)))[1]
+        # Without the mesh of the program, if the caller has none: where Flax Linen finds a mesh, it
+        # asks for the axes that `nn.with_partitioning` names.
+        with jax.sharding.use_abstract_mesh(self._context):
+            tree = self.init_fn(*args)
+        leaves = flatten(numbers_as_arrays(tree))[1]
         return [x for x in leaves if is_array(x)]
 
     def shapes(self, *args: Any) -> Any:

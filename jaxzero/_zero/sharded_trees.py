@@ -25,6 +25,7 @@ from .._sharding import (
     is_stored,
     offloaded,
     plan_tree,
+    unboxed,
     zero3,
 )
 from .apply_gradients import Layouts, apply_gradients
@@ -68,9 +69,11 @@ class ShardedTrees:
         """Run `init_fn(*args)` so that each device makes only its own shards.
 
         Args:
-            init_fn: returns a tree of arrays (and `None`s), an `eqx.Module` or an `nnx.Module`.
+            init_fn: returns a tree of arrays (and `None`s), an `eqx.Module` or an `nnx.Module`. Boxes
+                of `nn.with_partitioning` in it are removed.
             args: arguments of `init_fn`, such as a key.
-            specs: a tree prefix of `PartitionSpec`s over mesh axes other than `node` and `local`.
+            specs: a tree prefix of `PartitionSpec`s over mesh axes other than `node` and `local`. By
+                default those that boxes name.
 
         Returns:
             The tree of global `jax.Array`s in their own shapes, each split on one dim over all
@@ -314,6 +317,8 @@ class ShardedTrees:
         return self.config.num_shards(self._devices)
 
     def _plan(self, tree: Any, specs: Any, codec: Codec | None = None) -> TreePlan:
+        others = [axis for axis in self.mesh.axis_names if axis not in AXES]
+        tree, specs = unboxed(tree, specs, others)
         plan = plan_tree(tree, self._devices, self.config, specs, codec)
         offload = self.config.offload
         if offload is not None:
