@@ -43,6 +43,10 @@ class ShardedTrees:
     """The part of `Zero` that shards trees; see `Zero` for the arguments."""
 
     def __init__(self, mesh: AnyMesh, config: ZeroConfig | None = None):
+        if isinstance(mesh, ZeroConfig):
+            raise ValueError(
+                f"`mesh` comes before `config`: `jz.Zero(jz.make_mesh(), config)`; got {mesh!r}."
+            )
         check_mesh(mesh)
         if config is not None and not isinstance(config, ZeroConfig):
             raise ValueError(
@@ -69,11 +73,11 @@ class ShardedTrees:
         """Run `init_fn(*args)` so that each device makes only its own shards.
 
         Args:
-            init_fn: returns a tree of arrays (and `None`s), an `eqx.Module` or an `nnx.Module`. Boxes
-                of `nn.with_partitioning` in it are removed.
+            init_fn: returns a tree of arrays (and `None`s), an `eqx.Module` or an `nnx.Module`.
+                Boxes of `nn.with_partitioning` are removed.
             args: arguments of `init_fn`, such as a key.
-            specs: a tree prefix of `PartitionSpec`s over mesh axes other than `node` and `local`. By
-                default those that boxes name.
+            specs: a tree prefix of `PartitionSpec`s over mesh axes other than `node` and `local`.
+                By default those that the boxes name.
 
         Returns:
             The tree of global `jax.Array`s in their own shapes, each split on one dim over all
@@ -355,3 +359,7 @@ class ShardedTrees:
             return here._plans.plan_of(tree)
         except ValueError as error:
             raise ValueError(f"The given tree: {error}") from error
+
+
+# Python's errors about missing arguments then name the class that users call.
+ShardedTrees.__init__.__qualname__ = "Zero.__init__"
