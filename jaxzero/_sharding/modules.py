@@ -68,13 +68,15 @@ def unboxed(tree: Any, specs: Any, axes: Collection[str]) -> tuple[Any, Any]:
 def plain_arrays(tree: Any) -> list[str]:
     """The paths of floating-point arrays that an `nnx.Module` holds, and not in a `Variable`."""
     nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return []
     pairs, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda x: is_stored(x) or _is_nnx(x)
     )
     return [
         path_name((*outer, *path))
         for outer, part in pairs
-        if nnx is not None and _is_nnx(part)
+        if _is_nnx(part)
         for path, x in jax.tree_util.tree_flatten_with_path(
             part, is_leaf=lambda x: is_stored(x) or isinstance(x, nnx.Variable)
         )[0]

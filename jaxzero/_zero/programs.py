@@ -55,11 +55,11 @@ class Programs:
 
     def ready(self, program: Callable, *args: Any, out_shardings: Any = None) -> Callable:
         """The function that `run` calls, for several calls with arguments of the same types."""
-        found: list[Any] = []
+        found: dict[str, Any] = {}
 
         def arrays_only(*args: Any) -> list[Any]:
             leaves, treedef = jax.tree.flatten(program(*args))
-            found[:] = [treedef, statics_of(leaves)]
+            found.update(treedef=treedef, statics=statics_of(leaves))
             return [x for x in leaves if is_array(x)]
 
         if out_shardings is not None and not isinstance(out_shardings, jax.sharding.Sharding):
@@ -73,14 +73,14 @@ class Programs:
 
             def call(*args: Any) -> Any:
                 made = part(*args)  # which sets `found`
-                return rebuild(*found, made)
+                return rebuild(arrays=made, **found)
 
             return call
         lowered = jax.jit(opened.run, out_shardings=out_shardings).lower(opened.constants, arrays)
         # Arguments that are not used, weak types and shardings of results are not in the text.
         compiled = self._compiled(lowered, f"{opened.types} {out_shardings}")
         constants = _placed(opened.constants, compiled)
-        return lambda *args: rebuild(*found, compiled(constants, jax.tree.leaves(args)))
+        return lambda *args: rebuild(arrays=compiled(constants, jax.tree.leaves(args)), **found)
 
     def _compiled(self, lowered: Any, results: str) -> Any:
         text = lowered.as_text()

@@ -16,10 +16,11 @@ from .._local_steps import LocalSteps
 from .._plan import Plan
 from .._sharding import arrays_of
 from .._simigrad import CodecNoise
-from .arguments import BATCH, check_differentiable
+from .arguments import BATCH
 from .batch_choice import BatchArgnums
 from .call_results import gradient_options, returned, wire_state_of
 from .codec_noise import measure_codec_noise
+from .differentiable import check_differentiable
 from .freezing import Freezing
 from .frozen_prefix import Names
 from .local_checks import check_local_steps, local_method
