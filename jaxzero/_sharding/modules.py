@@ -67,9 +67,9 @@ def unboxed(tree: Any, specs: Any, axes: Collection[str]) -> tuple[Any, Any]:
 
 def plain_arrays(tree: Any) -> list[str]:
     """The paths of floating-point arrays that an `nnx.Module` holds, and not in a `Variable`."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
+    if "flax.nnx" not in sys.modules:
         return []
+    nnx = sys.modules["flax.nnx"]
     pairs, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda x: is_stored(x) or _is_nnx(x)
     )

@@ -10,13 +10,14 @@ number of elements, or decides by shape (Adafactor, Muon), does not: `true_shape
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 
 from .._mesh import (
     HOST,
@@ -205,7 +206,7 @@ def true_shapes(
     tx: optax.GradientTransformation,
     plan_of: Callable[[Any], TreePlan],
     state_plan_of: Callable[[optax.GradientTransformation, TreePlan], TreePlan],
-    mesh: Mesh,
+    programs: Programs,
     axes: tuple[str, ...],
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap `tx` so that its inputs are unpadded, and its outputs padded again.
@@ -218,10 +219,10 @@ def true_shapes(
         tx: the optimizer.
         plan_of: the layout of a tree of parameters or gradients.
         state_plan_of: the layout of an optimizer's state, from that of the parameters.
-        mesh: the mesh that trees are laid out on.
+        programs: those compiled before, on the mesh that trees are laid out on.
         axes: the mesh axes that split optimizer state.
     """
-    inner = optax.with_extra_args_support(tx)
+    inner, mesh = optax.with_extra_args_support(tx), programs.mesh
 
     def init(params):
         plan = state_plan_of(result, plan_of(params))
@@ -248,7 +249,7 @@ def true_shapes(
             plan = plan_of(updates)
             plans = (plan, state_plan_of(result, plan))
             out = tuple(x.stored(x.shardings(mesh, axes)) for x in plans)
-            run = with_automatic_axes(run, out, mesh)
+            run = functools.partial(programs.run, with_automatic_axes(run, out, mesh))
         return run(updates, state, params, arrays)
 
     result = TrueShapes(init, update)

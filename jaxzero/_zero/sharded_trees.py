@@ -195,7 +195,7 @@ class ShardedTrees:
             tx,
             self._plan_of,
             lambda tx, plan: plan_state(tx, plan, self._here._devices, self.config),
-            self.mesh,
+            self._programs,
             self._state_axes,
         )
 
