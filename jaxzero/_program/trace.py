@@ -16,10 +16,10 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 from jax.sharding import NamedSharding
 
-from .._mesh import bare
+from .._mesh import bare, rewrite
 from .._warnings import warn
 from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, is_mutable, is_ref
-from .layout_requests import explaining, without_our_axes
+from .layout_requests import CALLBACKS, explaining, without_our_axes
 
 CALLS = {
     "jit": "jaxpr",
@@ -113,7 +113,9 @@ class OpenProgram(NamedTuple):
 
     run: Callable[[list[Any], list[Any]], list[Any]]  # of the constants, and of the arguments
     constants: list[Any]
-    types: str  # of constants, arguments and results, weak types included
+    types: list[str]  # of constants, arguments and results, weak types included
+    prints: list[str]  # parameters of each `jax.debug.print`
+    calls_python: bool  # whether it has callbacks of other kinds
 
 
 def open_program(function: Callable, *args: Any) -> OpenProgram:
@@ -124,8 +126,19 @@ def open_program(function: Callable, *args: Any) -> OpenProgram:
     def run(constants: list[Any], arrays: list[Any]) -> list[Any]:
         return eval_jaxpr(jaxpr, constants, *arrays)
 
-    values = [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars]
-    return OpenProgram(run, list(closed.consts), str([x.aval for x in values]))
+    types = [str(x.aval) for x in (*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars)]
+    prints: list[str] = []
+    calls: list[str] = []
+
+    def note(equation: Any) -> Any:
+        if equation.primitive.name == "debug_print":
+            prints.append(str(equation.params))
+        elif equation.primitive.name in CALLBACKS:
+            calls.append(equation.primitive.name)
+        return equation
+
+    rewrite(jaxpr, note)
+    return OpenProgram(run, list(closed.consts), types, prints, bool(calls))
 
 
 def rewritten(

@@ -77,18 +77,18 @@ class Programs:
 
             return call
         lowered = jax.jit(opened.run, out_shardings=out_shardings).lower(opened.constants, arrays)
-        # Arguments that are not used, weak types and shardings of results are not in the text.
-        compiled = self._compiled(lowered, f"{opened.types} {out_shardings}")
+        text = lowered.as_text()
+        # Which Python function a callback calls is not in the text, so it is compiled at each call.
+        if opened.calls_python or ("callback" in text and not opened.prints):
+            compiled = lowered.compile()
+        else:  # nor are arguments that are not used, and weak types and shardings of the results
+            parts = (text, opened.types, opened.prints, out_shardings)
+            compiled = self._compiled("\n".join(map(str, parts)), lowered)
         constants = _placed(opened.constants, compiled)
         return lambda *args: rebuild(arrays=compiled(constants, jax.tree.leaves(args)), **found)
 
-    def _compiled(self, lowered: Any, results: str) -> Any:
-        text = lowered.as_text()
-        # The text of a callback does not identify which Python function it calls, so a program with
-        # callbacks is never reused.
-        if "callback" in text:
-            return lowered.compile()
-        key = hashlib.sha256(f"{text} {results}".encode()).hexdigest()
+    def _compiled(self, text: str, lowered: Any) -> Any:
+        key = hashlib.sha256(text.encode()).hexdigest()
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
