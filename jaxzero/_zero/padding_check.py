@@ -157,6 +157,7 @@ def _updates(
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
         jax.ensure_compile_time_eval(),  # a `jit` may be tracing this
+        jax.transfer_guard("allow"),  # of a few numbers, which are no transfers of the user's
     ):
         try:
             return _run(programs, tx, False, num_updates, *trees)
