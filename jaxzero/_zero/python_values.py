@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 
+from .._mesh import bare, is_traced
 from .._warnings import INSIDE
-from .arguments import Call
 
 _ERRORS = (
     jax.errors.ConcretizationTypeError,  # also of `if` and `while`
@@ -18,6 +19,7 @@ _ERRORS = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+_ARRAY = re.compile(r"\barrays\[(\d+)\]")  # as JAX names an argument of our traced functions
 _OF_A_PART = re.compile(r"while tracing the function (?!function at \S*device_step\.py)")
 _REMEDY = (
     "`zero.value_and_grad` and `zero.apply` always trace the function, also outside of `jax.jit`, "
@@ -28,12 +30,16 @@ _REMEDY = (
 
 
 @contextlib.contextmanager
-def explaining_values(call: Call, num_before: int) -> Iterator[None]:
+def explaining_values(
+    function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
+) -> Iterator[None]:
     """Say of such errors which arguments the value depends on, in which line, and the remedy.
 
     Args:
-        call: the arguments of the function.
-        num_before: how many arrays are traced before those of the arguments.
+        function: the user's function, which is called inside.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        names: the names of all of them in error messages.
 
     Raises:
         ValueError: in place of JAX's error.
@@ -42,29 +48,41 @@ def explaining_values(call: Call, num_before: int) -> Iterator[None]:
         yield
     except Exception as error:
         said = str(error)
-        numbers = [int(i) - num_before for i in re.findall(r"\barrays\[(\d+)\]", said)]
         # In a part with a trace of its own (a `scan`, a `jit`), JAX names what is to be named.
-        if _OF_A_PART.search(said) or not (isinstance(error, _ERRORS) or numbers):
+        if _OF_A_PART.search(said) or not (isinstance(error, _ERRORS) or _ARRAY.search(said)):
             raise
-        names = _names(call)
-        of = " and ".join(dict.fromkeys(names[i] for i in numbers if 0 <= i < len(names)))
-        depends = f", which depends on {of}" if of else ""
+        of = " and ".join(_read_arguments(function, args, kwargs, names))
         raise ValueError(
-            f"The function reads a value of an array in Python{depends}: {_line(error)}. "
-            f"{_REMEDY} JAX said: {said.splitlines()[0]}"
+            f"The function reads a value of an array in Python{of and f', which depends on {of}'}: "
+            f"{_line(error)}. {_REMEDY} JAX said: {said.splitlines()[0]}"
         ) from error
 
 
-def _names(call: Call) -> list[str]:
-    """The argument of each traced array: those of sharded trees come first."""
-    return [
-        argument.name
-        for is_sharded in (True, False)
-        for argument in call.arguments
-        if (argument.plan is not None) is is_sharded
-        for static in argument.statics
-        if static is None
-    ]
+def _read_arguments(
+    function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
+) -> list[str]:
+    """The names of the arguments that the value depends on, as far as JAX tells.
+
+    JAX tells it of a function that is not being differentiated, so it is traced again.
+    """
+    values = [*args, *kwargs.values()]
+    leaves, treedef = jax.tree.flatten(values)
+    owners = [name for name, x in zip(names, values, strict=True) for _ in jax.tree.leaves(x)]
+    numbers = [i for i, x in enumerate(leaves) if is_traced(x)]
+
+    def again(*arrays: Any) -> None:
+        filled = list(leaves)
+        for i, x in zip(numbers, arrays, strict=True):
+            filled[i] = x
+        new = jax.tree.unflatten(treedef, filled)
+        function(*new[: len(args)], **dict(zip(kwargs, new[len(args) :], strict=True)))
+
+    try:
+        jax.eval_shape(again, *(bare(leaves[i]) for i in numbers))
+    except Exception as error:  # the same one
+        found = [owners[numbers[int(i)]] for i in _ARRAY.findall(str(error))]
+        return list(dict.fromkeys(found))
+    return []
 
 
 def _line(error: Exception) -> str:

@@ -28,7 +28,6 @@ from .options import Options
 from .outputs import Outputs, values_of
 from .placement import constrain
 from .program_updates import ProgramUpdates
-from .python_values import explaining_values
 from .row_outputs import shapes_with_twice_the_rows
 
 
@@ -230,8 +229,7 @@ class Transform:
 
     def _called(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
         names = [argument.name for argument in self.call.arguments]
-        with explaining_values(self.call, int(self.options.microbatches > 1)):
-            return call_checked(self.function, args, kwargs, names)
+        return call_checked(self.function, args, kwargs, names)
 
     def _rebuild(self, stored: list[Any], inputs: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         remaining = {True: iter(stored), False: iter(inputs)}
