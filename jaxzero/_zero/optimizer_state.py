@@ -10,7 +10,6 @@ number of elements, or decides by shape (Adafactor, Muon), does not: `true_shape
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -249,7 +248,8 @@ def true_shapes(
             plan = plan_of(updates)
             plans = (plan, state_plan_of(result, plan))
             out = tuple(x.stored(x.shardings(mesh, axes)) for x in plans)
-            run = functools.partial(programs.run, with_automatic_axes(run, out, mesh))
+            automatic = with_automatic_axes(run, out, mesh)
+            return programs.run(automatic, updates, state, params, arrays)
         return run(updates, state, params, arrays)
 
     result = TrueShapes(init, update)

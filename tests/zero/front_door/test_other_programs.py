@@ -229,7 +229,7 @@ def test_boxes_that_name_mesh_axes_are_removed(kind):
     boxed = init()
 
     def loss(variables, x):
-        return jnp.mean((model.apply(variables, x) - 1) ** 2)
+        return jnp.mean((jnp.asarray(model.apply(variables, x)) - 1) ** 2)
 
     for params in (zero.init(init), zero.shard(boxed)):
         kernel = params["params"]["Dense_0"]["kernel"]
