@@ -48,19 +48,19 @@ def _check(config: ZeroConfig) -> None:
 
 def measure_codec_noise(
     leaves: tuple[LeafSpec, ...],
-    gradients: Sequence[Array],
     mesh: AnyMesh,
     config: ZeroConfig,
     microbatches: int,
+    gradients: Sequence[Array],
 ) -> CodecNoise:
     """Measure the errors of encoding gradient shards; sends one all-reduce of three scalars.
 
     Args:
         leaves: layouts of the parameters.
-        gradients: mean gradients, in stored form.
         mesh: the mesh that the gradients are on.
         config: gives the codecs.
         microbatches: number of micro-batches of a device that the gradients are means over.
+        gradients: mean gradients, in stored form.
 
     Raises:
         ValueError: `microbatches` is not an integer of at least 1.

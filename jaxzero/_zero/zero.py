@@ -91,10 +91,8 @@ class Zero(ShardedTrees):
         """
         leaves = self._plan_of(grads).leaves
         devices = self._here._devices
-        return self._programs.run(
-            lambda grads: measure_codec_noise(leaves, grads, devices, self.config, microbatches),
-            arrays_of(grads),
-        )
+        measure = functools.partial(measure_codec_noise, leaves, devices, self.config, microbatches)
+        return self._programs.run(measure, arrays_of(grads))
 
     def freeze(
         self, params: Any, prefix: int, *, layers: Names, before: Names, codec: Codec | None = None
@@ -151,7 +149,8 @@ class Zero(ShardedTrees):
             argnums: positions of the differentiated arguments: trees from `init` or
                 `shard`, or parts of such trees, renamed or put together. Other arguments may
                 be such trees too (frozen parameters); they are also gathered just before use.
-            has_aux: `f` returns `(loss, aux)`.
+            has_aux: `f` returns `(loss, aux)`. Leaves of `aux` that are neither arrays nor numbers
+                (strings, functions) are returned unchanged.
             allow_int: integer leaves get gradients of type `float0`, as in JAX.
             microbatches: cut the rows of each device into this many equal micro-batches, run
                 them one after the other, and add up gradients as shards in float32.
