@@ -17,6 +17,7 @@ from .init_fn import numbers_as_arrays
 from .optimizer_state import TrueShapes, trained_part
 from .placement import constrain
 from .programs import Programs
+from .python_values import explaining_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,9 @@ def _apply(
         new = split(plan, new, layouts.mesh, layouts.weight_axes)
     else:
         run = optax.with_extra_args_support(tx).update
-        updates, new_state = run(grads, state, trained, **extra_args)
+        names = ("`grads`", "`opt_state`", "`params`", *(f"`{key}`" for key in extra_args))
+        with explaining_values(run, (grads, state, trained), extra_args, names):
+            updates, new_state = run(grads, state, trained, **extra_args)
         new = optax.apply_updates(trained, updates)
     return with_untrained(params, trained, new), numbers_as_arrays(new_state)
 

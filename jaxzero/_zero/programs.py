@@ -19,7 +19,7 @@ import jax
 from jax.sharding import Mesh
 
 from .._mesh import is_traced, is_tracing
-from .._program import open_program
+from .._program import is_mutable, open_program
 from .._sharding import is_array, rebuild, statics_of
 
 _MOST_KEPT = 64  # compiled programs of one `Zero`, for various functions, shapes and dtypes
@@ -76,6 +76,12 @@ class Programs:
                 return rebuild(arrays=made, **found)
 
             return call
+        for x in (*opened.constants, *arrays):
+            if is_mutable(x):
+                raise ValueError(
+                    "A function that `zero` runs is given, or closes over, a mutable array "
+                    f"(`jax.Ref`) {x.dtype}{list(x.shape)}. Pass its value, `ref[...]`."
+                )
         lowered = jax.jit(opened.run, out_shardings=out_shardings).lower(opened.constants, arrays)
         text = lowered.as_text()
         # Which Python function a callback calls is not in the text, so it is compiled at each call.

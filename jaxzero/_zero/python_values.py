@@ -1,8 +1,9 @@
-"""Explain JAX's errors where a loss reads the values of arrays in Python, as in `if loss > 1:`."""
+"""Explain JAX's errors where a function reads values of arrays in Python, as in `if loss > 1:`."""
 
 from __future__ import annotations
 
 import contextlib
+import pathlib
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,12 +21,12 @@ _ERRORS = (
     jax.errors.TracerIntegerConversionError,
 )
 _ARRAY = re.compile(r"\barrays\[(\d+)\]")  # as JAX names an argument of our traced functions
-_OF_A_PART = re.compile(r"while tracing the function (?!function at \S*device_step\.py)")
+_PACKAGE = re.escape(str(pathlib.Path(__file__).parents[1]))
+_OF_A_PART = re.compile(rf"while tracing the function \S+ at (?!{_PACKAGE})")
 _REMEDY = (
-    "`zero.value_and_grad` and `zero.apply` always trace the function, also outside of `jax.jit`, "
-    "so arrays have no values in it. Use `jnp.where` or `jax.lax.cond` for a branch and "
-    "`jax.debug.print` for a print; return what is read with `has_aux=True`, or pass a Python "
-    "number, which is not traced."
+    "`zero` always traces the function, also outside of `jax.jit`, so arrays have no values in it. "
+    "Use `jnp.where` or `jax.lax.cond` for a branch and `jax.debug.print` for a print; return what "
+    "is read (`has_aux=True`), or pass a Python number, which is not traced."
 )
 
 

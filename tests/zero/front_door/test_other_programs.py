@@ -42,6 +42,8 @@ def test_mutable_arrays_of_the_caller_are_refused_by_name(auto):
             wrap(step)(params, {"mean": ref}, x)
     with pytest.raises(ValueError, match="`state` .*mutable array"):
         auto.apply(argument)(params, {"mean": ref}, x)
+    with pytest.raises(ValueError, match=r"mutable array .*Pass its value, `ref\[\.\.\.\]`"):
+        auto.init(lambda ref: {"w": jnp.ones(3) * ref[...]}, ref)
 
 
 def test_a_mutable_array_of_the_function_itself(auto):
@@ -169,6 +171,18 @@ def test_a_loss_that_reads_values_in_python(auto, reads, names, microbatches):
     step = auto.value_and_grad(_loss_that(reads), microbatches=microbatches)
     with pytest.raises(ValueError, match=what):
         step(auto.shard(whole_params()), make_rows(auto))
+
+
+def test_an_optimizer_that_reads_values_in_python(auto):
+    def halved_if_large(updates, state, params=None):
+        del params
+        if optax.tree.norm(updates) > 1:
+            updates = jax.tree.map(lambda x: x / 2, updates)
+        return updates, state
+
+    tx, params = optax.GradientTransformation(lambda _: (), halved_if_large), whole_params()
+    with pytest.raises(ValueError, match=r"depends on `grads`: `if optax\.tree\.norm"):
+        auto.apply_gradients(tx, auto.shard(params), (), auto.shard(params))
 
 
 def test_python_code_in_a_part_with_its_own_trace_keeps_the_error_of_jax(auto):
