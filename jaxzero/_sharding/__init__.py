@@ -8,6 +8,7 @@ from .config import CommSchedule as CommSchedule
 from .config import HpZ as HpZ
 from .config import PerAxis as PerAxis
 from .config import ZeroConfig as ZeroConfig
+from .config import without_defaults as without_defaults
 from .hops import ErrorFeedback as ErrorFeedback
 from .hops import GradientHop as GradientHop
 from .hops import WeightDelta as WeightDelta

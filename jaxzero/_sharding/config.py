@@ -167,9 +167,6 @@ class ZeroConfig:
     schedule: CommSchedule = CommSchedule()
     offload: Offload | None = None
 
-    def __repr__(self) -> str:
-        return _changed(self)
-
     def __post_init__(self):
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"`stage` must be 0, 1, 2 or 3; got {self.stage!r}.")
@@ -267,10 +264,10 @@ class ZeroConfig:
         return isinstance(self.weights.node, Hop) or isinstance(self.gradients.node, Hop)
 
 
-def _changed(x: Any) -> str:
+def without_defaults(x: Any) -> str:
     """The `repr` of a dataclass without the fields that have their default."""
     if not dataclasses.is_dataclass(x):
         return repr(x)
     fields = [(field, getattr(x, field.name)) for field in dataclasses.fields(x)]
-    shown = [f"{f.name}={_changed(value)}" for f, value in fields if value != f.default]
+    shown = [f"{f.name}={without_defaults(value)}" for f, value in fields if value != f.default]
     return f"{type(x).__name__}({', '.join(shown)})"

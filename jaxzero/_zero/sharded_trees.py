@@ -26,6 +26,7 @@ from .._sharding import (
     offloaded,
     plan_tree,
     unboxed,
+    without_defaults,
     zero3,
 )
 from .apply_gradients import Layouts, apply_gradients
@@ -45,7 +46,8 @@ class ShardedTrees:
     def __init__(self, mesh: AnyMesh, config: ZeroConfig | None = None):
         if isinstance(mesh, ZeroConfig):
             raise ValueError(
-                f"`mesh` comes before `config`: `jz.Zero(jz.make_mesh(), config)`; got {mesh!r}."
+                "`mesh` comes before `config`: `jz.Zero(jz.make_mesh(), config)`; got "
+                f"{without_defaults(mesh)}."
             )
         check_mesh(mesh)
         if config is not None and not isinstance(config, ZeroConfig):

@@ -14,7 +14,7 @@ from .._collectives import CommSpec
 from .._execute import LocalWireState, WireState, first_state
 from .._local_steps import LocalSteps
 from .._plan import Plan
-from .._sharding import arrays_of
+from .._sharding import arrays_of, without_defaults
 from .._simigrad import CodecNoise
 from .arguments import BATCH
 from .batch_choice import BatchArgnums
@@ -58,7 +58,7 @@ class Zero(ShardedTrees):
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self._devices.shape.items())
-        return f"Zero({sizes}; {self.config})"
+        return f"Zero({sizes}; {without_defaults(self.config)})"
 
     def init_wire_state(self, params: Any) -> WireState:
         """Make the wire state, which hops keep from step to step, before the first step.

@@ -111,9 +111,9 @@ def test_a_zero_without_a_mesh_or_with_the_config_first():
         jz.Zero()  # pyright: ignore[reportCallIssue]
     with _raises("`mesh` comes before `config`", "jz.Zero(jz.make_mesh(), config)"):
         jz.Zero(jz.zeropp())  # pyright: ignore[reportArgumentType]
-    assert repr(jz.zero3()) == "ZeroConfig()"
     config = jz.ZeroConfig(stage=2, gradients=jz.PerAxis(node=jz.Int8(block=64)))
-    assert repr(config) == "ZeroConfig(stage=2, gradients=PerAxis(node=Int8(block=64)))"
+    shown = "node=2, local=4; ZeroConfig(stage=2, gradients=PerAxis(node=Int8(block=64)))"
+    assert repr(jz.Zero(jz.make_mesh(nodes=2), config)) == f"Zero({shown})"
 
 
 def test_nodes_that_do_not_divide_the_devices():
