@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 
-_INSIDE = ("jaxzero", "jax", "jaxtyping", "beartype", "contextlib", "functools")
+INSIDE = ("jaxzero", "jax", "jaxtyping", "beartype", "contextlib", "functools")
 
 
 def warn(message: str) -> None:
@@ -13,7 +13,7 @@ def warn(message: str) -> None:
     level, frame = 1, sys._getframe()
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in _INSIDE:
+        if package not in INSIDE:
             break
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)

@@ -7,9 +7,12 @@ jaxzero sample checkpoints/7b --prompt "Once upon a time"
 jaxzero inspect checkpoints/7b
 jaxzero convert checkpoints/7b exported --dtype bfloat16 --check
 jaxzero launch --nodes 2 --restart 3 -- train.py
+jaxzero --version
 """
 
+import difflib
 import errno
+import importlib.metadata
 import shlex
 import sys
 import traceback
@@ -62,6 +65,12 @@ def _parsed(arguments: Sequence[str]) -> Any:
     The flags of a command are parsed by themselves, so that errors point to its own `--help`.
     """
     shape = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in _COMMANDS:
+        near = difflib.get_close_matches(arguments[0], _COMMANDS, n=1)
+        meant = (
+            f"Do you mean `jaxzero {near[0]}`?" if near else f"There are {', '.join(_COMMANDS)}."
+        )
+        raise ValueError(f"There is no command `jaxzero {arguments[0]}`. {meant}")
     if arguments and arguments[0] in _COMMANDS:
         settings = _COMMANDS[arguments[0]]
         check_repeated(arguments, settings)
@@ -88,6 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     console, errors = Console(), Console(stderr=True)
+    if arguments == ["--version"]:
+        console.print(f"jaxzero {importlib.metadata.version('jaxzero')}", highlight=False)
+        return 0
     try:
         command = _parsed(arguments)
         match command:

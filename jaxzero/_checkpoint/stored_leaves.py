@@ -164,7 +164,7 @@ def true_array(named: Named, zero: Zero) -> Any:
     if leaf.layout is None or not leaf.layout.is_padded:
         return x
     layout, sharding = leaf.layout, _in_memory_of(x, _even_sharding(leaf, zero))
-    return run_automatic(lambda x: unpad(to_device(x), layout), sharding, zero.mesh, x)
+    return run_automatic(lambda x: unpad(to_device(x), layout), sharding, zero._programs, x)
 
 
 def digests_of_own(named: Mapping[str, Named]) -> dict[str, str]:
@@ -237,7 +237,7 @@ def stored_array(named: Named, x: jax.Array | None, zero: Zero) -> jax.Array:
     sharding = getattr(like, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
     auto = _in_memory_of(like, NamedSharding(auto_mesh(zero.mesh), spec))
-    return run_automatic(lambda x: pad_leaf(leaf, to_device(x)), auto, zero.mesh, given)
+    return run_automatic(lambda x: pad_leaf(leaf, to_device(x)), auto, zero._programs, given)
 
 
 def check_same_leaves(

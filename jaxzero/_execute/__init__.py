@@ -12,7 +12,7 @@ from .program_plan import Parameters as Parameters
 from .update_in_loop import LeafUpdate as LeafUpdate
 from .wire_state import LocalWireState as LocalWireState
 from .wire_state import WireState as WireState
+from .wire_state import first_state as first_state
 from .wire_state import from_tree as from_tree
-from .wire_state import make_state as make_state
 from .wire_state import specs_of as specs_of
 from .wire_state import to_tree as to_tree

@@ -9,7 +9,7 @@ The caller passes the state from step to step and saves it, like optimizer state
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from .._collectives import CommSpec
 from .._mesh import LOCAL, NODE, AnyMesh, map_devices, to_device
-from .._sharding import GradientHop, LeafSpec, TreePlan, arrays_of
+from .._sharding import GradientHop, LeafSpec, TreePlan
 from .weight_differences import first_slice, has_kept_slice
 
 
@@ -84,14 +84,15 @@ def error_array(leaf: LeafSpec, comm: CommSpec) -> StateArray | None:
     return StateArray((comm.sizes[NODE], *leaf.padded_shape), hop.dtype, spec)
 
 
-def make_state(
-    plan: TreePlan, params: Any, axes: tuple[str, ...], mesh: AnyMesh, comm: CommSpec
-) -> WireState:
-    """Make the state before the first step: gathered node slices, and residuals of zero.
+def first_state(
+    plan: TreePlan, axes: tuple[str, ...], mesh: AnyMesh, comm: CommSpec
+) -> Callable[[list[Array]], WireState]:
+    """A function that makes the first state: gathered node slices, and residuals of zero.
+
+    It takes the stored arrays of the parameters.
 
     Args:
         plan: leaves and structure of the parameters.
-        params: the parameters, in stored form.
         axes: the mesh axes that shard the parameters.
         mesh: the mesh that the parameters are on.
         comm: its codecs decide which leaves have node slices or residuals.
@@ -102,7 +103,7 @@ def make_state(
         in_specs=([leaf.spec(axes, manual_only=True) for leaf in plan.leaves],),
         out_specs=specs_of(plan.leaves, comm),
     )
-    return to_tree(plan, jax.jit(mapped)(arrays_of(params)))
+    return lambda arrays: to_tree(plan, mapped(arrays))
 
 
 def _first_state(

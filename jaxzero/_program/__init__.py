@@ -29,6 +29,7 @@ from .ir import Loop as Loop
 from .ir import Operation as Operation
 from .ir import Value as Value
 from .ir import exchanged_or_effect as exchanged_or_effect
+from .ir import is_mutable as is_mutable
 from .kept_values import kept_values as kept_values
 from .known_part import known_part as known_part
 from .known_part import rest_part as rest_part
@@ -38,6 +39,7 @@ from .sink_into_loops import sink_into_loops as sink_into_loops
 from .split_conds import split_conds as split_conds
 from .split_stacks import SplitStack as SplitStack
 from .split_stacks import run_on_split_stacks as run_on_split_stacks
+from .trace import OF_MUTABLE as OF_MUTABLE
 from .trace import open_program as open_program
 from .trace import trace as trace
 from .trace import traced_once as traced_once

@@ -250,6 +250,11 @@ def is_ref(aval: Any) -> bool:
     return hasattr(aval, "inner_aval")
 
 
+def is_mutable(x: Any) -> bool:
+    """Whether `x` is a mutable array (`jax.Ref`), traced or not."""
+    return isinstance(x, jax.Ref) or (is_traced(x) and is_ref(jax.typeof(x)))
+
+
 def _exchange(name: str, x: Any, params: dict[str, Any]) -> Any:
     """Run a collective of the user's program between simulated devices."""
     axes = params["axis_name"]

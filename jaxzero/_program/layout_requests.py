@@ -21,7 +21,7 @@ from .._mesh import simulated as simulate
 from .._warnings import warn
 
 _OURS = ("node", "local")
-_CALLBACKS = {"debug_callback", "debug_print", "io_callback", "pure_callback"}
+CALLBACKS = {"debug_callback", "debug_print", "io_callback", "pure_callback"}
 _RUNS = (
     "A function given to `zero.value_and_grad` or `zero.apply` runs once on every device, inside a "
     f"`shard_map` over {_OURS}, on that device's rows of the batch and on full parameters."
@@ -91,7 +91,7 @@ def _checked(equation: Any) -> Any:
         axes = {*params.get("newly_manual_axes", _OURS)}
         if simulate.is_simulating() or not axes.isdisjoint(_OURS):
             raise ValueError(f"{_OF_SHARD_MAP} It is over {tuple(sorted(axes))}.")
-    elif name in _CALLBACKS:
+    elif name in CALLBACKS:
         _check_callback(equation)
     elif is_one_node():
         _check_stays_in_node(name, params)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import eval_jaxpr
@@ -16,10 +16,10 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 from jax.sharding import NamedSharding
 
-from .._mesh import bare
+from .._mesh import bare, rewrite
 from .._warnings import warn
-from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, is_ref
-from .layout_requests import explaining, without_our_axes
+from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, is_mutable, is_ref
+from .layout_requests import CALLBACKS, explaining, without_our_axes
 
 CALLS = {
     "jit": "jaxpr",
@@ -29,6 +29,12 @@ CALLS = {
     "eval_jaxpr": "call_jaxpr",  # `closed_call` from JAX 0.12 on
 }
 REMAT = {"checkpoint", "remat", "remat2"}
+OF_MUTABLE = (
+    "Every device runs the function on its own rows, and would write a value of its own. Pass the "
+    "value, `ref[...]`, as an argument; return the new one with `has_aux=True`, where `aux_reduce` "
+    "says how the values of devices are combined, and write it outside: `ref[...] = aux`. A "
+    "`jax.new_ref` that the function makes itself needs nothing."
+)
 _ALIAS = {"copy", "copy_p", "name"}  # their output is their only input
 
 
@@ -44,8 +50,34 @@ def trace(function: Callable, *avals: Any) -> tuple[Block, Any]:
     """
     with explaining():
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*map(bare, avals))
+    _check_mutable(closed.consts)
     _warn_of_split(closed.consts)
+    closed = _with_own_tokens(closed)
     return without_dead_code(_block(without_our_axes(closed))), shapes
+
+
+def _check_mutable(constants: Sequence[Any]) -> None:
+    """Raise `ValueError` for a mutable array that the function closes over."""
+    for x in constants:
+        if is_mutable(x):
+            raise ValueError(
+                f"The function closes over a mutable array (`jax.Ref`) {x.dtype}{list(x.shape)}. "
+                + OF_MUTABLE
+            )
+
+
+def _with_own_tokens(closed: Any) -> Any:
+    """The program with tokens of its own for those that it closes over, which carry no data."""
+    is_token = [not hasattr(x, "shape") for x in closed.consts]
+    if not any(is_token):
+        return closed
+
+    def run(*args: Any) -> list[Any]:
+        pairs = zip(closed.consts, is_token, strict=True)
+        constants = [jax.lax.create_token() if token else x for x, token in pairs]
+        return eval_jaxpr(closed.jaxpr, constants, *args)
+
+    return jax.make_jaxpr(run)(*closed.in_avals)
 
 
 def _warn_of_split(constants: Sequence[Any]) -> None:
@@ -76,20 +108,37 @@ def traced_once(function: Callable, *args: Any) -> tuple[Callable, Any]:
     return traced, shapes
 
 
-def open_program(function: Callable, *args: Any) -> tuple[Callable, list[Any], Any]:
-    """Trace `function` and turn the arrays that it closes over into arguments.
+class OpenProgram(NamedTuple):
+    """A traced function, and the arrays that it closes over."""
 
-    Returns:
-        A function `run(constants, arrays)` of flat lists that closes over no array; the constants;
-        and the tree structure of the function's result.
-    """
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    run: Callable[[list[Any], list[Any]], list[Any]]  # of the constants, and of the arguments
+    constants: list[Any]
+    types: list[str]  # of constants, arguments and results, weak types included
+    prints: list[str]  # parameters of each `jax.debug.print`
+    calls_python: bool  # whether it has callbacks of other kinds
+
+
+def open_program(function: Callable, *args: Any) -> OpenProgram:
+    """Trace `function`, which returns a list of arrays; what it closes over becomes arguments."""
+    closed = jax.make_jaxpr(function)(*args)
     jaxpr = closed.jaxpr
 
     def run(constants: list[Any], arrays: list[Any]) -> list[Any]:
         return eval_jaxpr(jaxpr, constants, *arrays)
 
-    return run, list(closed.consts), jax.tree.structure(shapes)
+    types = [str(x.aval) for x in (*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars)]
+    prints: list[str] = []
+    calls: list[str] = []
+
+    def note(equation: Any) -> Any:
+        if equation.primitive.name == "debug_print":
+            prints.append(str(equation.params))
+        elif equation.primitive.name in CALLBACKS:
+            calls.append(equation.primitive.name)
+        return equation
+
+    rewrite(jaxpr, note)
+    return OpenProgram(run, list(closed.consts), types, prints, bool(calls))
 
 
 def rewritten(

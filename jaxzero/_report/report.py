@@ -21,6 +21,9 @@ from .traffic import Traffic
 class Report(ReportData):
     """The layout of a training job's state, and what a step of it sends."""
 
+    def __repr__(self) -> str:
+        return "\n".join(summary_lines(self, available_details(self)))
+
     def print(
         self, detail: str | Sequence[str] | None = None, console: Console | None = None
     ) -> None:

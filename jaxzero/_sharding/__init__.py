@@ -8,6 +8,7 @@ from .config import CommSchedule as CommSchedule
 from .config import HpZ as HpZ
 from .config import PerAxis as PerAxis
 from .config import ZeroConfig as ZeroConfig
+from .config import without_defaults as without_defaults
 from .hops import ErrorFeedback as ErrorFeedback
 from .hops import GradientHop as GradientHop
 from .hops import WeightDelta as WeightDelta
@@ -19,8 +20,10 @@ from .layout import layout_of_leaf as layout_of_leaf
 from .layout import layouts_by_preference as layouts_by_preference
 from .modules import mutated_leaf as mutated_leaf
 from .modules import nnx_leaves as nnx_leaves
+from .modules import plain_arrays as plain_arrays
 from .modules import rng_leaves as rng_leaves
 from .modules import trained_leaves as trained_leaves
+from .modules import unboxed as unboxed
 from .offload import Offload as Offload
 from .padding import pad as pad
 from .padding import unpad as unpad

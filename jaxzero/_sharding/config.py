@@ -262,3 +262,12 @@ class ZeroConfig:
     def needs_wire_state(self) -> bool:
         """Whether a hop keeps arrays from step to step, in the wire state."""
         return isinstance(self.weights.node, Hop) or isinstance(self.gradients.node, Hop)
+
+
+def without_defaults(x: Any) -> str:
+    """The `repr` of a dataclass without the fields that have their default."""
+    if not dataclasses.is_dataclass(x):
+        return repr(x)
+    fields = [(field, getattr(x, field.name)) for field in dataclasses.fields(x)]
+    shown = [f"{f.name}={without_defaults(value)}" for f, value in fields if value != f.default]
+    return f"{type(x).__name__}({', '.join(shown)})"

@@ -1,4 +1,4 @@
-"""Find the leaves of an `eqx.Module` or `nnx.Module` that are trained.
+"""Find the leaves of an `eqx.Module` or `nnx.Module` that are trained; unbox those of Linen.
 
 Both libraries register their modules as pytrees whose leaves are not all parameters. Equinox has
 activation functions and Python numbers among the leaves, and trains the inexact arrays. Flax NNX
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from .paths import path_name
 from .stored_array import flatten, is_array, is_stored
@@ -34,6 +35,53 @@ def trained_leaves(tree: Any) -> list[bool | None]:
         else:
             found.append(None)
     return found
+
+
+def unboxed(tree: Any, specs: Any, axes: Collection[str]) -> tuple[Any, Any]:
+    """The tree with arrays for the `nn.Partitioned` boxes of Flax Linen, and its `specs`.
+
+    A box names mesh axes of GSPMD. Without `specs`, those among `axes` split its array.
+    """
+    meta = sys.modules.get("flax.core.meta")
+    if meta is None:
+        return tree, specs
+
+    def is_leaf(x: Any) -> bool:
+        return is_stored(x) or isinstance(x, meta.Partitioned)
+
+    def spec(x: Any) -> PartitionSpec:
+        names = x.names if isinstance(x, meta.Partitioned) else ()
+        entries = [(name,) if isinstance(name, str) else name or () for name in names]
+        kept = [tuple(name for name in entry if name in axes) for entry in entries]
+        return PartitionSpec(*(entry or None for entry in kept))
+
+    boxes = [x for x in jax.tree.leaves(tree, is_leaf=is_leaf) if isinstance(x, meta.Partitioned)]
+    if not boxes:
+        return tree, specs
+    if specs is None and axes:
+        specs = jax.tree.map(spec, tree, is_leaf=is_leaf)
+    return jax.tree.map(
+        lambda x: x.value if isinstance(x, meta.Partitioned) else x, tree, is_leaf=is_leaf
+    ), specs
+
+
+def plain_arrays(tree: Any) -> list[str]:
+    """The paths of floating-point arrays that an `nnx.Module` holds, and not in a `Variable`."""
+    if "flax.nnx" not in sys.modules:
+        return []
+    nnx = sys.modules["flax.nnx"]
+    pairs, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: is_stored(x) or _is_nnx(x)
+    )
+    return [
+        path_name((*outer, *path))
+        for outer, part in pairs
+        if _is_nnx(part)
+        for path, x in jax.tree_util.tree_flatten_with_path(
+            part, is_leaf=lambda x: is_stored(x) or isinstance(x, nnx.Variable)
+        )[0]
+        if not isinstance(x, nnx.Variable) and _is_inexact(x)
+    ]
 
 
 def mutated_leaf(

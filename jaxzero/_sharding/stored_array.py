@@ -24,7 +24,18 @@ _BINARY = "add sub mul matmul truediv floordiv mod divmod pow and or xor lshift 
 _OTHERS = "neg pos abs invert lt le gt ge getitem len iter contains bool float int index"
 
 
-class StoredArray:
+class _Explained(type):
+    """The type of `StoredArray`, whose `repr` JAX prints when two trees do not match."""
+
+    def __repr__(cls) -> str:
+        return (
+            f"{super().__repr__()} (a leaf that `jz.Zero` holds padded or encoded; it matches only "
+            "its like: lay out the other tree by `zero.shard`, or make this one ordinary arrays by "
+            "`zero.unshard`; of `nnx.Optimizer`, see the how-to of Flax NNX)"
+        )
+
+
+class StoredArray(metaclass=_Explained):
     """A parameter, gradient or optimizer moment in the padded or encoded form of `jz.Zero`.
 
     Attributes:
@@ -213,6 +224,12 @@ def _register_with_flax() -> None:
     meta = sys.modules.get("flax.core.meta")
     if meta is not None and not issubclass(StoredArray, meta.AxisMetadata):
         meta.AxisMetadata.register(StoredArray)
+        serialization = sys.modules["flax.serialization"]  # which `flax` imports too
+        serialization.register_serialization_state(StoredArray, _not_in_bytes, _not_in_bytes)
+
+
+def _not_in_bytes(x: StoredArray, *_: Any) -> NoReturn:
+    raise TypeError(_message(x, "`flax.serialization`"))
 
 
 jax.tree_util.register_pytree_with_keys(

@@ -13,8 +13,11 @@ from jax.sharding import Mesh
 from .._mesh import in_host, is_traced
 from .._sharding import TreePlan, arrays_of, flatten, statics_of
 from .._windowed_update import UpdateLayouts, windowed_update
+from .init_fn import numbers_as_arrays
 from .optimizer_state import TrueShapes, trained_part
 from .placement import constrain
+from .programs import Programs
+from .python_values import explaining_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +48,7 @@ def apply_gradients(
     params: Any,
     layouts: Layouts,
     extra_args: Mapping[str, Any],
+    programs: Programs,
 ) -> tuple[Any, Any]:
     """The new parameters and the new state; see `Zero.apply_gradients`."""
     trees = (grads, state, params)
@@ -62,7 +66,7 @@ def apply_gradients(
         trees = [plan.stored(x) for plan, x in zip(plans, arrays, strict=True)]
         return [arrays_of(x) for x in _apply(tx, trees, plans, layouts, extra_args)]
 
-    new_params, new_state = jax.jit(update)(arrays)
+    new_params, new_state = programs.run(update, arrays)
     return plans[2].stored(new_params), plans[1].stored(new_state)
 
 
@@ -82,9 +86,11 @@ def _apply(
         new = split(plan, new, layouts.mesh, layouts.weight_axes)
     else:
         run = optax.with_extra_args_support(tx).update
-        updates, new_state = run(grads, state, trained, **extra_args)
+        names = ("`grads`", "`opt_state`", "`params`", *(f"`{key}`" for key in extra_args))
+        with explaining_values(run, (grads, state, trained), extra_args, names):
+            updates, new_state = run(grads, state, trained, **extra_args)
         new = optax.apply_updates(trained, updates)
-    return with_untrained(params, trained, new), new_state
+    return with_untrained(params, trained, new), numbers_as_arrays(new_state)
 
 
 def _by_windows(

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from .._mesh import AXES, AnyMesh, is_one_node
+from .._program import OF_MUTABLE, is_mutable
 from .._sharding import (
     Registry,
     Static,
@@ -141,6 +142,7 @@ def resolve(
             )
     given = _spec_for_each(in_specs, len(args), argnums) + [None] * len(kwargs)
     values = [*args, *kwargs.values()]
+    _check_mutable(values, names)
     _check_specs(given, values, names, registry)
     asked = asked_batches(batch_argnums, len(args), tuple(kwargs), parameters)
     is_told = asked is not None or in_specs is not None
@@ -156,6 +158,17 @@ def resolve(
     if not asked and not is_told:
         warn_of_no_batch(num_devices)
     return Call(arguments, len(args), tuple(kwargs)), [leaves for _, leaves in resolved]
+
+
+def _check_mutable(values: Sequence[Any], names: Sequence[str]) -> None:
+    """Raise `ValueError` for a mutable array, which devices would change in different ways."""
+    for name, value in zip(names, values, strict=True):
+        for path, x in _array_paths(value):
+            if is_mutable(x):
+                raise ValueError(
+                    f"{name}, leaf `{path_name(path)}`: it is a mutable array (`jax.Ref`) "
+                    f"{x.dtype}{list(x.shape)}. {OF_MUTABLE}"
+                )
 
 
 def _fill_in_batches(
@@ -326,30 +339,6 @@ def check_meshes(call: Call, arrays: Sequence[Sequence[Any]], mesh: Mesh) -> Non
                     "batch by `jax.device_put(batch, NamedSharding(zero.mesh, zero.batch_spec))`, "
                     "parameters by `zero.shard(tree)`."
                 )
-
-
-def check_differentiable(argument: Argument, leaves: Sequence[Any], allow_int: bool) -> None:
-    """Raise `ValueError` if a leaf of a differentiated argument cannot have a gradient."""
-    for leaf in argument.plan.leaves if argument.plan else ():
-        if leaf.codec is not None:
-            raise ValueError(
-                f"{argument.name}, leaf `{leaf.path}`: it is stored as messages of "
-                f"{leaf.codec}, which cannot be trained. Pass it in an argument that is not in "
-                "`argnums`."
-            )
-    value = argument.rebuild(leaves)
-    paths, found, _ = flatten(value)
-    for path, leaf, kind in zip(paths, found, trained_leaves(value), strict=True):
-        if kind is not None:  # in a module: leaves that it does not train get None as gradient
-            continue
-        if is_array(leaf) and (allow_int or jnp.issubdtype(leaf.dtype, jnp.inexact)):
-            continue
-        shown = leaf.dtype if is_array(leaf) else type(leaf).__name__
-        raise ValueError(
-            f"{argument.name}, leaf `{path_name(path)}`: cannot differentiate with respect to "
-            f"{shown}. Pass it in an argument that is not in `argnums`, or use "
-            "`allow_int=True`."
-        )
 
 
 def _array_paths(value: Any) -> list[tuple[Any, Any]]:

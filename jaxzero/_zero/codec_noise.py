@@ -14,10 +14,8 @@ and m are k times as large; with hpZ a node sends the mean over its micro-batche
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float32
@@ -50,19 +48,19 @@ def _check(config: ZeroConfig) -> None:
 
 def measure_codec_noise(
     leaves: tuple[LeafSpec, ...],
-    gradients: Sequence[Array],
     mesh: AnyMesh,
     config: ZeroConfig,
     microbatches: int,
+    gradients: Sequence[Array],
 ) -> CodecNoise:
     """Measure the errors of encoding gradient shards; sends one all-reduce of three scalars.
 
     Args:
         leaves: layouts of the parameters.
-        gradients: mean gradients, in stored form.
         mesh: the mesh that the gradients are on.
         config: gives the codecs.
         microbatches: number of micro-batches of a device that the gradients are means over.
+        gradients: mean gradients, in stored form.
 
     Raises:
         ValueError: `microbatches` is not an integer of at least 1.
@@ -72,7 +70,7 @@ def measure_codec_noise(
     _check(config)
     pairs = zip(leaves, gradients, strict=True)
     known = [(leaf, x) for leaf, x in pairs if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    measure = _measurement(tuple(leaf for leaf, _ in known), mesh, config)
+    measure = _measurement([leaf for leaf, _ in known], mesh, config)
     energy, local_error, node_error = measure([x for _, x in known])
     scale = jnp.where(energy > 0, 1 / energy, 0.0)
     local, node = local_error * scale, node_error * scale  # r_l^2, r_n^2
@@ -82,9 +80,8 @@ def measure_codec_noise(
     return CodecNoise(local + node, of_signal)
 
 
-@functools.lru_cache(maxsize=64)
-def _measurement(leaves: tuple[LeafSpec, ...], mesh: AnyMesh, config: ZeroConfig) -> Callable:
-    """The jitted program that returns `[|x|^2, squared error on local, squared error on node]`."""
+def _measurement(leaves: Sequence[LeafSpec], mesh: AnyMesh, config: ZeroConfig) -> Callable:
+    """The program that returns `[|x|^2, squared error on local, squared error on node]`."""
     comm = CommSpec.of(mesh, config)
 
     def on_device(shards: list[Array]) -> Float32[Array, " 3"]:
@@ -97,7 +94,7 @@ def _measurement(leaves: tuple[LeafSpec, ...], mesh: AnyMesh, config: ZeroConfig
         return all_reduce(sums, AXES)
 
     specs = [leaf.spec(config.axes, manual_only=True) for leaf in leaves]
-    return jax.jit(map_devices(on_device, mesh, (specs,), PartitionSpec()))
+    return map_devices(on_device, mesh, (specs,), PartitionSpec())
 
 
 def _codec(leaf: LeafSpec, axis: str, comm: CommSpec) -> Codec | None:

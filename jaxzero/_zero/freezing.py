@@ -226,13 +226,13 @@ class Freezing:
     def _split(self, tree: Any, cut: TreeCut, axes: tuple[str, ...]) -> tuple[Any, Any]:
         arrays = arrays_of(tree)
         check_untraced(arrays)
-        active, frozen = split_arrays(cut, arrays, self._zero.mesh, axes)
+        active, frozen = split_arrays(cut, arrays, self._zero._programs, axes)
         return cut.active.stored(active), cut.frozen.stored(frozen)
 
     def _join(self, active: Any, frozen: Any, cut: TreeCut, axes: tuple[str, ...]) -> Any:
         parts = arrays_of(active), arrays_of(frozen)
         check_untraced([*parts[0], *parts[1]])
-        return cut.whole.stored(join_arrays(cut, *parts, self._zero.mesh, axes))
+        return cut.whole.stored(join_arrays(cut, *parts, self._zero._programs, axes))
 
     def _leaves(self, active: Any, frozen: Any) -> list[Any]:
         """The arrays of the whole tree inside a program: in full, stacks in two parts."""

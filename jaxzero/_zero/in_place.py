@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from .._sharding import mutated_leaf, nnx_leaves
+from .python_values import explaining_values
 
 
 def call_checked(
@@ -22,12 +23,13 @@ def call_checked(
         names: the names of all of them in error messages.
 
     Raises:
-        ValueError: it has changed an `nnx.Module` or `nnx.Rngs` in place, and does not return
-            the new value.
+        ValueError: it reads values of arrays in Python; or it has changed an `nnx.Module` or
+            `nnx.Rngs` in place, and does not return the new value.
     """
     values = [*args, *kwargs.values()]
     before = [nnx_leaves(value) for value in values]
-    output = function(*args, **kwargs)
+    with explaining_values(function, args, kwargs, names):
+        output = function(*args, **kwargs)
     returned = {id(x) for x in jax.tree.leaves(output)}
     for name, old, value in zip(names, before, values, strict=True):
         changed = mutated_leaf(old, nnx_leaves(value), returned)

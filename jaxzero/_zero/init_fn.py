@@ -1,4 +1,4 @@
-"""Run a user's initialization function under `jit`, which can return only arrays.
+"""Run a function that makes parameters or optimizer state under `jit`, which returns only arrays.
 
 An Equinox or NNX module also holds functions and Python values, which are kept aside.
 """
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .._sharding import flatten, is_array, rebuild, statics_of, trained_leaves
 
@@ -22,9 +23,15 @@ class Initializer:
 
     def __init__(self, init_fn: Callable):
         self.init_fn = init_fn
+        self._context = jax.sharding.get_abstract_mesh()
 
     def __call__(self, *args: Any) -> list[Any]:
-        return [x for x in self._leaves(self.init_fn(*args)) if is_array(x)]
+        # Without the mesh of the program, if the caller has none: where Flax Linen finds a mesh, it
+        # asks for the axes that `nn.with_partitioning` names.
+        with jax.sharding.use_abstract_mesh(self._context):
+            tree = self.init_fn(*args)
+        leaves = flatten(numbers_as_arrays(tree))[1]
+        return [x for x in leaves if is_array(x)]
 
     def shapes(self, *args: Any) -> Any:
         """The tree that `init_fn` returns, with `ShapeDtypeStruct`s for its arrays."""
@@ -32,20 +39,33 @@ class Initializer:
         kept: dict[str, Any] = {}
 
         def run(*args: Any) -> list[Any]:
-            tree = self.init_fn(*args)
-            leaves = self._leaves(tree)
-            kept.update(treedef=flatten(tree)[2], statics=statics_of(leaves))
+            tree = numbers_as_arrays(self.init_fn(*args))
+            _, leaves, treedef = flatten(tree)
+            kept.update(treedef=treedef, statics=statics_of(leaves))
             return [x for x in leaves if is_array(x)]
 
         arrays = jax.eval_shape(run, *args)
+        if "Tracer(" in str(kept["treedef"]):
+            raise ValueError(
+                "`init_fn` returns a module that holds an array as a static attribute, as an "
+                "`nnx.Module` does in `jax.jit` with a plain array (`self.w = array`). Make it "
+                "`nnx.Param(array)` to train it, or `nnx.Variable(array)`; or lay out a module "
+                "that is made outside of `jit`: `zero.shard(Model(...))`."
+            )
         return rebuild(kept["treedef"], kept["statics"], arrays)
 
-    def _leaves(self, tree: Any) -> list[Any]:
-        leaves = flatten(tree)[1]
-        return [
-            jax.numpy.asarray(x) if kind is None and isinstance(x, int | float | complex) else x
-            for x, kind in zip(leaves, trained_leaves(tree), strict=True)
-        ]
+
+def numbers_as_arrays(tree: Any) -> Any:
+    """The tree with arrays for its Python numbers, except those in a module."""
+    _, leaves, treedef = flatten(tree)
+    pairs = zip(leaves, trained_leaves(tree), strict=True)
+    return jax.tree.unflatten(
+        treedef,
+        [
+            jnp.asarray(x) if kind is None and isinstance(x, int | float | complex) else x
+            for x, kind in pairs
+        ],
+    )
 
 
 def _check_arrays(args: tuple[Any, ...]) -> None:

@@ -31,7 +31,6 @@ from .local_state import (
 from .local_step import LocalStep
 from .padding_check import warn_of_padding
 from .placement import auto_mesh, constrain, pad_leaf, run_automatic, stored_struct, unpad_leaf
-from .programs import Programs
 from .sharded_trees import ShardedTrees
 
 _OF_OUTER = (
@@ -50,7 +49,6 @@ class LocalRounds:
         assert not isinstance(zero._devices, NodeMesh)
         self._mesh = zero._devices
         self._layouts: Layouts | None = None
-        self._programs = Programs()
 
     @property
     def num_nodes(self) -> int:
@@ -151,7 +149,7 @@ class LocalRounds:
             rows = [constrain(x, self._zero.mesh, spec) for x, spec in pairs]
             return on_nodes(self._placed(layouts, arrays), rows)
 
-        new, metrics = self._programs.run(program, arrays, rows)
+        new, metrics = self._zero._programs.run(program, arrays, rows)
         fields = {name: kept.tree(self.num_nodes, new[name]) for name, kept in layouts.kept.items()}
         return LocalState(**fields), jax.tree.unflatten(found["metrics"], metrics)
 
@@ -175,8 +173,8 @@ class LocalRounds:
             return plan.stored([constrain(x, mesh, leaf.spec(axes)) for x, leaf in pairs])
         auto = auto_mesh(mesh)
         on = self._mesh if isinstance(self._mesh, SimulatedMesh) else auto
-        run = functools.partial(make, on=on)
-        return plan.stored(run_automatic(run, plan.shardings(auto, axes), mesh, arrays))
+        run, programs = functools.partial(make, on=on), self._zero._programs
+        return plan.stored(run_automatic(run, plan.shardings(auto, axes), programs, arrays))
 
     def rejoin(self, state: LocalState) -> LocalState:
         """A state that another number of nodes saved, for the nodes of this mesh.
@@ -256,7 +254,8 @@ class LocalRounds:
         inner = self._zero._on_one_node
         layouts = Layouts.of(self.method, plan, state_plan, trained, inner._devices, inner.config)
         inner._know(layouts.params, layouts.opt_state)
-        warn_of_padding(self.method.outer, layouts.outer_plan, remedy=_OF_OUTER, as_arrays=True)
+        outer, programs = self.method.outer, self._zero._programs
+        warn_of_padding(outer, layouts.outer_plan, programs, remedy=_OF_OUTER, as_arrays=True)
         self._layouts, self._plan = layouts, plan
         return layouts
 
@@ -292,7 +291,7 @@ class LocalRounds:
             name: [leaf.sharding(mesh, kept.axes) for leaf in kept.global_leaves(nodes)]
             for name, kept in layouts.kept.items()
         }
-        made = run_automatic(make, shardings, self._zero.mesh, arrays)
+        made = run_automatic(make, shardings, self._zero._programs, arrays)
         return LocalState(
             **{name: kept.tree(nodes, made[name]) for name, kept in layouts.kept.items()}
         )

@@ -13,6 +13,7 @@ from .._local_steps import Inner
 from .._sharding import StoredArray, TreePlan, data_of, flatten, is_array, path_name
 from .local_layouts import Layouts
 from .placement import constrain
+from .python_values import explaining_values
 
 _REMEDY = "Return `(params, opt_state, metrics)`, with the trees that the step was given, updated."
 
@@ -36,7 +37,9 @@ class LocalStep:
     def __call__(self, inner: Inner, batch: Any) -> tuple[Inner, list[Array]]:
         plans = self._layouts.params, self._layouts.opt_state
         trees = [plan.stored(arrays) for plan, arrays in zip(plans, inner, strict=True)]
-        result = self._step(*trees, batch)
+        args = (*trees, batch)
+        with explaining_values(self._step, args, {}, ("`params`", "`opt_state`", "`batch`")):
+            result = self._step(*args)
         if not isinstance(result, tuple) or len(result) != 3:
             raise ValueError(
                 "`step` must return three values; got "

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 
 from .._mesh import (
     HOST,
@@ -32,7 +32,6 @@ from .._sharding import (
     StoredArray,
     TreePlan,
     ZeroConfig,
-    arrays_of,
     data_of,
     flatten,
     in_memory,
@@ -46,7 +45,9 @@ from .._sharding import (
     trained_leaves,
 )
 from .host_memory import check_room
+from .init_fn import Initializer
 from .placement import constrain, make_leaves, pad_leaf, stored_struct, unpad_leaf
+from .programs import Programs
 
 
 class TrueShapes(optax.GradientTransformationExtraArgs):
@@ -92,10 +93,11 @@ def plan_state(
     parameters = {leaf.path: leaf for leaf in params.leaves}
     if is_wrapped:
         unpadded = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in params.leaves]
-        state = jax.eval_shape(tx.inner.init, params.whole(unpadded))
+        state = Initializer(tx.inner.init).shapes(params.whole(unpadded))
         plan = plan_tree(state, mesh, config)
     else:
-        state = jax.eval_shape(tx.init, params.stored([leaf.stored for leaf in params.leaves]))
+        stored = params.stored([leaf.stored for leaf in params.leaves])
+        state = Initializer(tx.init).shapes(stored)
         _check_shapes(state)
         plan = plan_as_stored(state, mesh, config)
     paths, leaves, _ = flatten(state)
@@ -166,7 +168,7 @@ def init_state(
     tx: optax.GradientTransformation,
     params: Any,
     plan: TreePlan,
-    mesh: Mesh,
+    programs: Programs,
     axes: tuple[str, ...],
 ) -> Any:
     """`tx.init(params)`, with each leaf made on the devices that keep it.
@@ -175,12 +177,18 @@ def init_state(
         tx: the optimizer.
         params: arrays, traced arrays, or `ShapeDtypeStruct`s (then so is the result).
         plan: layouts of the state.
-        mesh: the mesh that the state is laid out on.
+        programs: those compiled before, on the mesh that the state is laid out on.
         axes: the mesh axes that shard the state.
     """
+    mesh = programs.mesh
+    run = Initializer(tx.init)
+
+    def state(params: Any) -> list[Any]:
+        return [data_of(x) for x in run(jax.tree.map(to_device, params))]
+
     given = jax.tree.leaves(params)
     if any(is_traced(x) for x in given):
-        pairs = zip(arrays_of(tx.init(jax.tree.map(to_device, params))), plan.leaves, strict=True)
+        pairs = zip(state(params), plan.leaves, strict=True)
         made = [
             x if leaf.memory_kind is None else to_host(x)
             for x, leaf in ((constrain(x, mesh, leaf.spec(axes)), leaf) for x, leaf in pairs)
@@ -188,12 +196,8 @@ def init_state(
     elif any(isinstance(x, jax.ShapeDtypeStruct) for x in given):
         made = [stored_struct(leaf, mesh, axes) for leaf in plan.leaves]
     else:
-
-        def state(params: Any) -> list[Any]:
-            return arrays_of(tx.init(jax.tree.map(to_device, params)))
-
         check_room("optimizer state", plan.leaves, mesh, axes)
-        made = make_leaves(state, plan.leaves, mesh, axes, params)
+        made = make_leaves(state, plan.leaves, programs, axes, params)
     return plan.stored(made)
 
 
@@ -201,7 +205,7 @@ def true_shapes(
     tx: optax.GradientTransformation,
     plan_of: Callable[[Any], TreePlan],
     state_plan_of: Callable[[optax.GradientTransformation, TreePlan], TreePlan],
-    mesh: Mesh,
+    programs: Programs,
     axes: tuple[str, ...],
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap `tx` so that its inputs are unpadded, and its outputs padded again.
@@ -214,14 +218,14 @@ def true_shapes(
         tx: the optimizer.
         plan_of: the layout of a tree of parameters or gradients.
         state_plan_of: the layout of an optimizer's state, from that of the parameters.
-        mesh: the mesh that trees are laid out on.
+        programs: those compiled before, on the mesh that trees are laid out on.
         axes: the mesh axes that split optimizer state.
     """
-    inner = optax.with_extra_args_support(tx)
+    inner, mesh = optax.with_extra_args_support(tx), programs.mesh
 
     def init(params):
         plan = state_plan_of(result, plan_of(params))
-        pairs = zip(plan.leaves, arrays_of(inner.init(_unpadded(params))), strict=True)
+        pairs = zip(plan.leaves, Initializer(inner.init)(_unpadded(params)), strict=True)
         return plan.stored([pad_leaf(leaf, x) for leaf, x in pairs])
 
     def update(updates, state, params=None, **extra_args):
@@ -244,7 +248,8 @@ def true_shapes(
             plan = plan_of(updates)
             plans = (plan, state_plan_of(result, plan))
             out = tuple(x.stored(x.shardings(mesh, axes)) for x in plans)
-            run = with_automatic_axes(run, out, mesh)
+            automatic = with_automatic_axes(run, out, mesh)
+            return programs.run(automatic, updates, state, params, arrays)
         return run(updates, state, params, arrays)
 
     result = TrueShapes(init, update)

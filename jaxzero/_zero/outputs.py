@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from .._collectives import CommSpec
 from .._execute import REDUCTIONS, combine
-from .._sharding import path_name, rng_leaves, spread_prefix
+from .._mesh import is_traced
+from .._sharding import Static, is_array, path_name, rebuild, rng_leaves, spread_prefix
 from .options import Options
 
 _Doubled = Callable[[], Sequence[tuple[int, ...]] | None]
@@ -29,27 +31,30 @@ class Outputs:
         self.options = options
         self.rows = rows
         self.treedef: Any = None
+        self.statics: list[Static | None] = []
         self.how: list[str] = []
 
     def record(self, tree: Any, doubled: _Doubled | None = None) -> list[Any]:
         """Flatten what the user returned; decide how each leaf is combined over devices.
+
+        Leaves that are neither arrays nor numbers, such as functions, are returned by `join`.
 
         Args:
             tree: the outputs.
             doubled: gives the shapes that the leaves have with twice as many rows, or None; called
                 only where a leaf may have a value for each row.
         """
-        paths_and_leaves, self.treedef = jax.tree_util.tree_flatten_with_path(tree)
-        pairs = zip(self._asked(tree), rng_leaves(tree), strict=True)
-        asked = [how or ("first" if is_rng else None) for how, is_rng in pairs]
-        leaves = [jnp.asarray(leaf) for _, leaf in paths_and_leaves]
+        pairs, self.treedef = jax.tree_util.tree_flatten_with_path(tree)
+        self.statics = [None if _is_value(x) else Static(x) for _, x in pairs]
+        found = zip(pairs, self._asked(tree), rng_leaves(tree), strict=True)
+        known = [each for each in found if _is_value(each[0][1])]
+        paths = [path_name(path) for (path, _), _, _ in known]
+        asked = [how or ("first" if is_rng else None) for _, how, is_rng in known]
+        leaves = values_of(tree)
         self.how = [
-            self._checked(how, path_name(path), leaf)
-            if how
-            else self._default(path_name(path), leaf)
-            for how, (path, _), leaf in zip(asked, paths_and_leaves, leaves, strict=True)
+            self._checked(how, path, leaf) if how else self._default(path, leaf)
+            for how, path, leaf in zip(asked, paths, leaves, strict=True)
         ]
-        paths = [path_name(path) for path, _ in paths_and_leaves]
         if doubled is not None and any(map(self._may_be_rows, asked, leaves)):
             self._refuse_rows(paths, asked, leaves, doubled())
         if self.options.shares is not None:
@@ -154,7 +159,17 @@ class Outputs:
         """Rebuild the tree that the function returned, from global arrays as `part` gives them."""
         remaining = {False: iter(replicated), True: iter(rows)}
         leaves = [next(remaining[how in ("stack", "concat")]) for how in self.how]
-        return jax.tree.unflatten(self.treedef, leaves)
+        return rebuild(self.treedef, self.statics, leaves)
+
+
+def values_of(tree: Any) -> list[Array]:
+    """The arrays and numbers of what a function returned, as arrays."""
+    return [jnp.asarray(x) for x in jax.tree.leaves(tree) if _is_value(x)]
+
+
+def _is_value(x: Any) -> bool:
+    is_number = isinstance(x, int | float | complex | np.generic)
+    return is_number or is_array(x) or is_traced(x) or hasattr(x, "__jax_array__")
 
 
 def _proposal(leaf: Array) -> str:

@@ -10,6 +10,7 @@ larger threshold, can go unnoticed.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import re
@@ -24,6 +25,7 @@ import optax
 from .._sharding import DimSharding, LeafSpec, StoredArray, TreePlan, arrays_of
 from .._warnings import warn
 from .optimizer_state import TrueShapes
+from .programs import Programs
 
 _NUM_UPDATES = 32
 _LARGE = 1e4
@@ -33,6 +35,7 @@ _REMEDY = "Wrap it: `tx = zero.optimizer(tx)`."
 def warn_of_padding(
     tx: optax.GradientTransformation,
     plan: TreePlan,
+    programs: Programs,
     *,
     remedy: str = _REMEDY,
     as_arrays: bool = False,
@@ -45,6 +48,7 @@ def warn_of_padding(
     Args:
         tx: the optimizer.
         plan: layouts of the parameters.
+        programs: those compiled before.
         remedy: the end of the warning.
         as_arrays: whether it sees padded leaves as arrays, and not as `StoredArray`s.
     """
@@ -54,9 +58,10 @@ def warn_of_padding(
     what = f"{len(padded)} leaves are padded with zeros on this mesh, `{padded[0]}` the first, and "
     try:
         widen = _widened if as_arrays else _stored_wide
-        is_same = _is_same(tx, plan, widen, one_of_each_kind(plan), _NUM_UPDATES)
+        trial = functools.partial(_is_same, programs, tx, plan, widen)
+        is_same = trial(one_of_each_kind(plan), _NUM_UPDATES)
         if is_same and len(set(map(_kind, plan.leaves))) < len(plan.leaves):
-            is_same = _is_same(tx, plan, widen, [True] * len(plan.leaves), 1)
+            is_same = trial([True] * len(plan.leaves), 1)
     except Exception as error:  # the optimizer is someone else's code, and only tried here
         warn(
             f"{what}whether this optimizer gives them the updates of their own shapes could not "
@@ -69,6 +74,7 @@ def warn_of_padding(
 
 
 def _is_same(
+    programs: Programs,
     tx: optax.GradientTransformation,
     plan: TreePlan,
     widen: Callable[..., Any],
@@ -76,8 +82,24 @@ def _is_same(
     num_updates: int,
 ) -> bool:
     """Whether `tx` computes the same updates for the leaves of `is_tried` if `widen` pads them."""
-    plain, wide = (_updates(tx, plan, each, is_tried, num_updates) for each in (None, widen))
-    return all(map(_are_equal, plain, wide))
+    plain, wide = (
+        _updates(programs, tx, plan, each, is_tried, num_updates) for each in (None, widen)
+    )
+    num = min(map(_num_before_overflow, plain), default=0)
+    return all(_are_equal(x[:num], y[:num]) for x, y in zip(plain, wide, strict=True))
+
+
+def _num_before_overflow(updates: np.ndarray) -> int:
+    """The number of updates before the first one with squares that may overflow in a norm.
+
+    Parameters grow that far under an optimizer without a learning rate that multiplies gradients
+    by their norm, and then rounding decides between a number, infinity and NaN.
+    """
+    if not jnp.issubdtype(updates.dtype, jnp.inexact):
+        return len(updates)
+    most = float(jnp.finfo(updates.dtype).max) ** 0.5 / 64
+    is_large = np.isfinite(updates) & (np.abs(updates) > most)
+    return int(np.argmax([*is_large.reshape(len(updates), -1).any(axis=1), True]))
 
 
 def _kind(leaf: LeafSpec) -> Any:
@@ -111,6 +133,7 @@ def _are_equal(plain: np.ndarray, wide: np.ndarray) -> bool:
 
 
 def _updates(
+    programs: Programs,
     tx: optax.GradientTransformation,
     plan: TreePlan,
     widen: Callable[..., Any] | None,
@@ -134,11 +157,12 @@ def _updates(
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
         jax.ensure_compile_time_eval(),  # a `jit` may be tracing this
+        jax.transfer_guard("allow"),  # of a few numbers, which are no transfers of the user's
     ):
         try:
-            return _run(tx, False, num_updates, *trees)
-        except Exception:  # some optimizers need more than gradients
-            return _run(tx, True, 1, *trees)  # gradients that do not fit the loss can cancel
+            return _run(programs, tx, False, num_updates, *trees)
+        except Exception:  # Some need more than gradients, which, not fitting a loss, can cancel.
+            return _run(programs, tx, True, 1, *trees)
 
 
 def _sample(random: np.random.Generator, leaf: LeafSpec, lead: tuple[int, ...]) -> np.ndarray:
@@ -160,6 +184,7 @@ def _dtype_of(leaf: LeafSpec) -> Any:
 
 
 def _run(
+    programs: Programs,
     tx: optax.GradientTransformation,
     with_extras: bool,
     num_updates: int,
@@ -170,22 +195,26 @@ def _run(
     tx = optax.with_extra_args_support(tx)
 
     # One program and many calls: a loop in the program takes XLA longer to compile.
-    @jax.jit
     def update(grads: Any, state: Any, params: Any) -> Any:
         extras = _extras(tx, params, grads) if with_extras else {}
         updates, new = tx.update(grads, state, params, **extras)
         return updates, typed_like(state, new), optax.apply_updates(params, updates)
 
     if num_updates == 1:  # one program, in which XLA folds the first state
-        first = jax.jit(lambda grads, params: update(grads, tx.init(params), params)[0])
-        updates = first(jax.tree.map(lambda x: x[0], grads), params)
+        updates = programs.run(
+            lambda grads, params: update(grads, tx.init(params), params)[0],
+            jax.tree.map(lambda x: x[0], grads),
+            params,
+        )
         return [np.asarray(x)[None] for x in arrays_of(updates)]
     params = jax.tree.map(jnp.asarray, params)
-    state = jax.jit(tx.init)(params)
+    state = programs.run(tx.init, params)
     state = typed_like(state, state)
     found = []
-    for i in range(num_updates):
-        updates, state, params = update(jax.tree.map(lambda x: x[i], grads), state, params)  # noqa: B023
+    gradients = [jax.tree.map(lambda x: x[i], grads) for i in range(num_updates)]  # noqa: B023
+    take_step = programs.ready(update, gradients[0], state, params)
+    for each in gradients:
+        updates, state, params = take_step(each, state, params)
         found.append(arrays_of(updates))
     return [np.stack(each) for each in zip(*jax.device_get(found), strict=True)]
 

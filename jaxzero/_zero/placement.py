@@ -32,6 +32,7 @@ from .._mesh import (
 )
 from .._sharding import LeafSpec, StoredArray, TreePlan, pad, unpad
 from .host_memory import in_parts
+from .programs import Programs
 from .transfers import InTransfer, Placed, Transfers, copy_slices, finished
 
 
@@ -40,21 +41,23 @@ def auto_mesh(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def run_automatic(function: Any, out_shardings: Any, mesh: Mesh, *args: Any) -> Any:
-    """Run a function under `jit` with automatic axes; its outputs are sharded on `mesh`.
+def run_automatic(function: Any, out_shardings: Any, programs: Programs, *args: Any) -> Any:
+    """Run a function under `jit` with automatic axes; its outputs are sharded on the mesh.
 
     Args:
         function: a function of trees of arrays.
         out_shardings: shardings of its outputs, over `auto_mesh(mesh)`.
-        mesh: the mesh to run on; arguments that are sharded on it are passed without a copy.
+        programs: compiled before, and the mesh to run on; arguments that are sharded on it are
+            passed without a copy.
         args: arguments of `function`.
     """
+    mesh = programs.mesh
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         check_context(mesh)  # arrays that were made under it name its axes in their types
     auto = auto_mesh(mesh)
     args = jax.tree.map(lambda x: on_mesh(x, auto) if _is_on(x, mesh) else x, args)
-    with jax.sharding.use_abstract_mesh(auto.abstract_mesh), jax.disable_jit(False):
-        made = jax.jit(function, out_shardings=out_shardings)(*args)
+    with jax.sharding.use_abstract_mesh(auto.abstract_mesh):
+        made = programs.run(function, *args, out_shardings=out_shardings)
     if any(map(is_traced, jax.tree.leaves(made))):
         if AxisType.Explicit in mesh.axis_types:
             raise ValueError(
@@ -80,7 +83,7 @@ def stored_struct(leaf: LeafSpec, mesh: Mesh, axes: tuple[str, ...]) -> jax.Shap
 def make_leaves(
     function: Callable[..., list[Any]],
     leaves: Sequence[LeafSpec],
-    mesh: Mesh,
+    programs: Programs,
     axes: tuple[str, ...],
     *args: Any,
 ) -> list[jax.Array]:
@@ -92,10 +95,11 @@ def make_leaves(
     Args:
         function: returns a stored array for each leaf; it runs once for each program.
         leaves: the layouts.
-        mesh: the mesh that the arrays are sharded on.
+        programs: those compiled before, on the mesh that the arrays are sharded on.
         axes: the mesh axes that split them.
         args: arguments of `function`.
     """
+    mesh = programs.mesh
     made: dict[int, jax.Array] = {}
     for group in in_parts(leaves, mesh, axes):
         shardings = [leaves[i].sharding(auto_mesh(mesh), axes) for i in group]
@@ -104,7 +108,7 @@ def make_leaves(
             arrays = function(*args)
             return [arrays[i] for i in group]
 
-        made |= zip(group, run_automatic(part, shardings, mesh, *args), strict=True)
+        made |= zip(group, run_automatic(part, shardings, programs, *args), strict=True)
     return [made[i] for i in range(len(leaves))]
 
 
@@ -136,9 +140,9 @@ def unpad_leaf(leaf: LeafSpec, x: Any) -> Any:
 
 
 def place(
-    leaf: LeafSpec, source: Any, mesh: Mesh, axes: tuple[str, ...], transfers: Transfers
+    leaf: LeafSpec, source: Any, programs: Programs, axes: tuple[str, ...], transfers: Transfers
 ) -> Placed:
-    """Shard one array over the mesh, in stored form.
+    """Shard one array over the mesh of `programs`, in stored form.
 
     Only the slices that this process's devices own are read from `source`. If it has a method
     `borrow`, that is called with them: its arrays may share memory with a file, and are copied
@@ -146,19 +150,22 @@ def place(
     done once for all devices: each page of the file is then mapped once, and not for each device.
     If it also has a method `astype`, that casts it where its dtype is not that of the leaf.
     """
+    mesh = programs.mesh
     if leaf.codec is not None:
         plain = dataclasses.replace(leaf, codec=None)
-        padded = finished(place(plain, source, mesh, axes, transfers))
+        padded = finished(place(plain, source, programs, axes, transfers))
         sharding = leaf.sharding(auto_mesh(mesh), axes)
-        return run_automatic(lambda x: to_stored(to_device(x), leaf), sharding, mesh, padded)
+        return run_automatic(lambda x: to_stored(to_device(x), leaf), sharding, programs, padded)
     sharding = leaf.sharding(mesh, axes)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return jax.device_put(source, sharding)
     if isinstance(source, jax.Array) and leaf.is_plain and _is_on(source, mesh):
         return _alone(jax.device_put(source, sharding))  # between devices, or not at all
     if isinstance(source, jax.Array) and not source.is_fully_addressable:
-        padded = jax.jit(lambda x: pad_leaf(leaf, to_device(x)), out_shardings=sharding)
-        return _alone(padded(_without_explicit_axes(source)))
+        source = _without_explicit_axes(source)
+        return _alone(
+            programs.run(lambda x: pad_leaf(leaf, to_device(x)), source, out_shardings=sharding)
+        )
     source = _without_explicit_axes(source)
     if hasattr(source, "borrow") and hasattr(source, "astype") and source.dtype != leaf.dtype:
         # A 64-bit tensor in a file, while JAX has 32 bits: a cast that refuses what does not fit.
@@ -240,13 +247,15 @@ def _padded_slice(
     return np.pad(data, widths) if any(after for _, after in widths) else data
 
 
-def place_tree(plan: TreePlan, leaves: list[Any], mesh: Mesh, axes: tuple[str, ...]) -> list[Any]:
+def place_tree(
+    plan: TreePlan, leaves: list[Any], programs: Programs, axes: tuple[str, ...]
+) -> list[Any]:
     """Shard arrays over `axes`: at once, or as part of the program if they are traced.
 
     Args:
         plan: layouts of the tree.
         leaves: the full arrays of the tree; a `StoredArray` is padded or encoded already.
-        mesh: the mesh to shard them on.
+        programs: those compiled before, on the mesh to shard them on.
         axes: the mesh axes that shard them.
 
     Returns:
@@ -257,14 +266,14 @@ def place_tree(plan: TreePlan, leaves: list[Any], mesh: Mesh, axes: tuple[str, .
         for leaf, x in zip(plan.leaves, leaves, strict=True):
             if isinstance(x, StoredArray) or is_traced(x):
                 stored = x.data if isinstance(x, StoredArray) else pad_leaf(leaf, x)
-                stored = constrain(stored, mesh, leaf.spec(axes))
+                stored = constrain(stored, programs.mesh, leaf.spec(axes))
                 placed.append(stored if leaf.memory_kind is None else to_host(stored))
             else:
-                placed.append(place(leaf, x, mesh, axes, transfers))
+                placed.append(place(leaf, x, programs, axes, transfers))
         return [finished(x) for x in placed]
 
 
-def gather_full(plan: TreePlan, leaves: list[Any], mesh: Mesh) -> list[Any]:
+def gather_full(plan: TreePlan, leaves: list[Any], programs: Programs) -> list[Any]:
     """Gather every leaf in full, in its true shape, on every device."""
     float0 = jax.dtypes.float0  # the gradient of an integer: nothing to gather
     arrays = [i for i, x in enumerate(leaves) if x.dtype != float0]
@@ -275,10 +284,10 @@ def gather_full(plan: TreePlan, leaves: list[Any], mesh: Mesh) -> list[Any]:
         return [unpad_leaf(plan.leaves[i], to_device(x)) for i, x in pairs]
 
     if any(is_traced(x) for x in given):
-        made = unpadded([constrain(x, mesh, PartitionSpec()) for x in given])
+        made = unpadded([constrain(x, programs.mesh, PartitionSpec()) for x in given])
     else:
-        replicated = NamedSharding(auto_mesh(mesh), PartitionSpec())
-        made = run_automatic(unpadded, replicated, mesh, given)
+        replicated = NamedSharding(auto_mesh(programs.mesh), PartitionSpec())
+        made = run_automatic(unpadded, replicated, programs, given)
     by_number = dict(zip(arrays, made, strict=True))
     return [
         by_number[i] if i in by_number else np.zeros(leaf.shape, float0)

@@ -11,54 +11,111 @@ from __future__ import annotations
 
 import collections
 import hashlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from .._mesh import is_traced, is_tracing
-from .._program import open_program
+from .._program import is_mutable, open_program
+from .._sharding import is_array, rebuild, statics_of
 
-_MOST_KEPT = 16  # compiled programs of one function, for various batch shapes and dtypes
+_MOST_KEPT = 64  # compiled programs of one `Zero`, for various functions, shapes and dtypes
 
 
 class Programs:
-    """The compiled programs of one function that `value_and_grad` or `apply` has returned."""
+    """The compiled programs of one `Zero`, without the arrays and functions they were made of.
 
-    def __init__(self):
-        self._kept: collections.OrderedDict[str, Callable] = collections.OrderedDict()
+    Args:
+        mesh: the mesh that the programs run on.
+    """
 
-    def run(self, program: Callable, *args: Any) -> Any:
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self._kept: collections.OrderedDict[str, Any] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def run(self, program: Callable, *args: Any, out_shardings: Any = None) -> Any:
         """Return `program(*args)`; an equal program that was compiled before is reused.
 
         If a transformation such as `jax.jit` is tracing the call, the program becomes part of that
         trace, and nothing is cached. `jax.disable_jit` has no effect on it.
 
         Args:
-            program: a function from trees of arrays to a tree of arrays.
+            program: a function of trees of arrays. It returns a tree, whose leaves that are not
+                arrays (strings, functions) are returned as they are.
             args: trees of arrays or tracers.
+            out_shardings: a sharding for each array that is returned, or one for all; None leaves
+                them to the compiler.
         """
         with jax.disable_jit(False):
-            return self._run(program, *args)
+            return self.ready(program, *args, out_shardings=out_shardings)(*args)
 
-    def _run(self, program: Callable, *args: Any) -> Any:
-        if is_tracing() or any(is_traced(x) for x in jax.tree.leaves(args)):
-            return jax.jit(program)(*args)
-        opened, constants, treedef = open_program(program, *args)
-        if any(is_traced(x) for x in constants):  # it closes over values of an outer transformation
-            return jax.jit(program)(*args)
-        flat = jax.jit(opened)
+    def ready(self, program: Callable, *args: Any, out_shardings: Any = None) -> Callable:
+        """The function that `run` calls, for several calls with arguments of the same types."""
+        found: dict[str, Any] = {}
+
+        def arrays_only(*args: Any) -> list[Any]:
+            leaves, treedef = jax.tree.flatten(program(*args))
+            found.update(treedef=treedef, statics=statics_of(leaves))
+            return [x for x in leaves if is_array(x)]
+
+        if out_shardings is not None and not isinstance(out_shardings, jax.sharding.Sharding):
+            out_shardings = jax.tree.leaves(out_shardings)
         arrays = jax.tree.leaves(args)
-        text = flat.lower(constants, arrays).as_text()
-        # The text of a callback does not identify which Python function it calls, so a program with
-        # callbacks is never reused.
-        if "callback" not in text:
-            flat = self._keep(hashlib.sha256(text.encode()).hexdigest(), flat)
-        return jax.tree.unflatten(treedef, flat(constants, arrays))
+        is_part = is_tracing() or any(map(is_traced, arrays))
+        opened = None if is_part else open_program(arrays_only, *args)
+        # A closure may also hold values of an outer transformation.
+        if opened is None or any(map(is_traced, opened.constants)):
+            part = jax.jit(arrays_only, out_shardings=out_shardings)
 
-    def _keep(self, key: str, program: Callable) -> Callable:
-        kept = self._kept.setdefault(key, program)
-        self._kept.move_to_end(key)
-        if len(self._kept) > _MOST_KEPT:
-            self._kept.popitem(last=False)
-        return kept
+            def call(*args: Any) -> Any:
+                made = part(*args)  # which sets `found`
+                return rebuild(arrays=made, **found)
+
+            return call
+        for x in (*opened.constants, *arrays):
+            if is_mutable(x):
+                raise ValueError(
+                    "A function that `zero` runs is given, or closes over, a mutable array "
+                    f"(`jax.Ref`) {x.dtype}{list(x.shape)}. Pass its value, `ref[...]`."
+                )
+        lowered = jax.jit(opened.run, out_shardings=out_shardings).lower(opened.constants, arrays)
+        text = lowered.as_text()
+        # Which Python function a callback calls is not in the text, so it is compiled at each call.
+        if opened.calls_python or ("callback" in text and not opened.prints):
+            compiled = lowered.compile()
+        else:  # nor are arguments that are not used, and weak types and shardings of the results
+            parts = (text, opened.types, opened.prints, out_shardings)
+            compiled = self._compiled("\n".join(map(str, parts)), lowered)
+        constants = _placed(opened.constants, compiled)
+        return lambda *args: rebuild(arrays=compiled(constants, jax.tree.leaves(args)), **found)
+
+    def _compiled(self, text: str, lowered: Any) -> Any:
+        key = hashlib.sha256(text.encode()).hexdigest()
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        compiled = lowered.compile()
+        with self._lock:
+            self._kept[key] = compiled
+            if len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+        return compiled
+
+
+def _placed(constants: Sequence[Any], compiled: Any) -> list[Any]:
+    """The arrays that a function closes over, on the devices where the program takes them.
+
+    So no call makes a transfer that `jax.transfer_guard("disallow")` would refuse.
+    """
+    shardings = compiled.input_shardings[0][0]
+    return [
+        x
+        if sharding is None or not sharding.is_fully_addressable or getattr(x, "committed", False)
+        else jax.device_put(x, sharding)
+        for x, sharding in zip(constants, shardings, strict=True)
+    ]

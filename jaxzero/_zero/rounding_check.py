@@ -27,6 +27,7 @@ from .._text import first_names
 from .._warnings import warn
 from .optimizer_state import TrueShapes
 from .padding_check import one_of_each_kind, typed_like
+from .programs import Programs
 
 _NUM_UPDATES = 32
 _LARGE = 1e4
@@ -34,13 +35,16 @@ _GROWTH = 1.6  # to the power of 31: 2 million
 _SAMPLED = 64  # elements of each of the last two dims
 
 
-def warn_of_rounding(tx: optax.GradientTransformation, params: Any, plan: TreePlan) -> None:
+def warn_of_rounding(
+    tx: optax.GradientTransformation, params: Any, plan: TreePlan, programs: Programs
+) -> None:
     """Warn if the updates of `tx` are too small for parameters in 16 bits, whatever the gradients.
 
     Args:
         tx: the optimizer.
         params: the trained parameters; nothing is done if they are abstract or traced.
         plan: their layouts.
+        programs: compiles the trials.
     """
     arrays = arrays_of(params)
     narrow = [_is_narrow(leaf) for leaf in plan.leaves]
@@ -60,7 +64,7 @@ def warn_of_rounding(tx: optax.GradientTransformation, params: Any, plan: TreePl
             for x, is_in, is_narrow in zip(arrays, tried, narrow, strict=True)
         ]
         try:
-            stuck = _stuck(tx, plan, sizes, tried)
+            stuck = _stuck(programs, tx, plan, sizes, tried)
         except Exception:  # it needs more than gradients, or all leaves: it cannot be said
             return
     found = [
@@ -98,7 +102,11 @@ def _median(x: jax.Array) -> float:
 
 
 def _stuck(
-    tx: optax.GradientTransformation, plan: TreePlan, sizes: list[float], tried: list[bool]
+    programs: Programs,
+    tx: optax.GradientTransformation,
+    plan: TreePlan,
+    sizes: list[float],
+    tried: list[bool],
 ) -> list[bool]:
     """For each leaf, whether it has updates other than 0, and none changes it."""
     random = np.random.default_rng(0)
@@ -111,16 +119,17 @@ def _stuck(
             leaves.append(jnp.asarray(values, leaf.dtype) if is_in else None)
         trees.append(plan.whole(leaves))
     params, *grads = trees
-    flags = _run(tx, params, grads)
+    flags = _run(programs, tx, params, grads)
     places = iter(range(sum(tried)))
     order = [next(places) if is_in else None for is_in in tried]
     return [i is not None and bool(flags[1, i] and not flags[0, i]) for i in order]
 
 
-def _run(tx: optax.GradientTransformation, params: Any, all_grads: list[Any]) -> np.ndarray:
+def _run(
+    programs: Programs, tx: optax.GradientTransformation, params: Any, all_grads: list[Any]
+) -> np.ndarray:
     """For each leaf, whether an update changes it, and whether one is not 0: `[2, leaves]`."""
 
-    @jax.jit
     def update(grads: Any, state: Any, params: Any) -> Any:
         updates, new = tx.update(grads, state, params)
         changed = optax.apply_updates(params, updates)
@@ -129,17 +138,18 @@ def _run(tx: optax.GradientTransformation, params: Any, all_grads: list[Any]) ->
         nonzero = [jnp.any(x != 0) for x in arrays_of(updates)]
         return typed_like(state, new), changed, jnp.array([flags, nonzero])
 
-    first = tx.init(params)
+    first = programs.run(tx.init, params)
     copied = _copied(first, params)
     first = typed_like(first, first)
     counters, found = _counters(first), []
+    take_step = programs.ready(update, all_grads[0], first, params)
     for grads in all_grads:
         state, current = first, params
         for i in range(_NUM_UPDATES):
             leaves, treedef = jax.tree.flatten(state)
             for place in counters if i else ():
                 leaves[place] = jnp.asarray(int(_GROWTH**i), leaves[place].dtype)
-            state, current, flags = update(grads, jax.tree.unflatten(treedef, leaves), current)
+            state, current, flags = take_step(grads, jax.tree.unflatten(treedef, leaves), current)
             found.append(flags)
     changed, updated = np.any(jax.device_get(found), axis=0)
     return np.stack([changed | copied, updated])

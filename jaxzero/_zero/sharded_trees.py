@@ -25,14 +25,17 @@ from .._sharding import (
     is_stored,
     offloaded,
     plan_tree,
+    unboxed,
+    without_defaults,
     zero3,
 )
 from .apply_gradients import Layouts, apply_gradients
 from .host_memory import check_patterns, check_platform, check_room
-from .init_fn import Initializer
+from .init_fn import Initializer, numbers_as_arrays
 from .optimizer_state import init_state, plan_state, trained_part, true_shapes
 from .padding_check import warn_of_padding
 from .placement import gather_full, make_leaves, pad_leaf, place_tree, stored_struct
+from .programs import Programs
 from .rounding_check import warn_of_rounding
 
 AnyTrees = TypeVar("AnyTrees", bound="ShardedTrees")
@@ -42,6 +45,11 @@ class ShardedTrees:
     """The part of `Zero` that shards trees; see `Zero` for the arguments."""
 
     def __init__(self, mesh: AnyMesh, config: ZeroConfig | None = None):
+        if isinstance(mesh, ZeroConfig):
+            raise ValueError(
+                "`mesh` comes before `config`: `jz.Zero(jz.make_mesh(), config)`; got "
+                f"{without_defaults(mesh)}."
+            )
         check_mesh(mesh)
         if config is not None and not isinstance(config, ZeroConfig):
             raise ValueError(
@@ -49,6 +57,7 @@ class ShardedTrees:
             )
         self.mesh = physical(mesh)
         self._devices = mesh
+        self._programs = Programs(self.mesh)
         self.config = zero3() if config is None else config
         if self.config.offload is not None:
             check_platform(mesh)
@@ -68,8 +77,10 @@ class ShardedTrees:
 
         Args:
             init_fn: returns a tree of arrays (and `None`s), an `eqx.Module` or an `nnx.Module`.
+                Boxes of `nn.with_partitioning` are removed.
             args: arguments of `init_fn`, such as a key.
             specs: a tree prefix of `PartitionSpec`s over mesh axes other than `node` and `local`.
+                By default those that the boxes name.
 
         Returns:
             The tree of global `jax.Array`s in their own shapes, each split on one dim over all
@@ -92,7 +103,8 @@ class ShardedTrees:
 
         check_room("parameters", plan.leaves, self.mesh, self._weight_axes)
         gloo_groups.connect(self.mesh)
-        return plan.stored(make_leaves(stored, plan.leaves, self.mesh, self._weight_axes, *args))
+        made = make_leaves(stored, plan.leaves, self._programs, self._weight_axes, *args)
+        return plan.stored(made)
 
     def abstract(
         self, init_fn: Callable, *args: Any, specs: Any = None, codec: Codec | None = None
@@ -129,7 +141,7 @@ class ShardedTrees:
         check_room("parameters", plan.leaves, self.mesh, self._weight_axes)
         gloo_groups.connect(self.mesh)
         arrays = [x for x in flatten(tree)[1] if is_array(x)]
-        return plan.stored(place_tree(plan, arrays, self.mesh, self._weight_axes))
+        return plan.stored(place_tree(plan, arrays, self._programs, self._weight_axes))
 
     def unshard(self, tree: Any) -> Any:
         """Gather a sharded tree: ordinary arrays in their true shapes, in full on every device.
@@ -141,7 +153,7 @@ class ShardedTrees:
             ValueError: an array in it was not laid out by this `Zero`.
         """
         plan = self._plan_of(tree)
-        return plan.whole(gather_full(plan, arrays_of(tree), self.mesh))
+        return plan.whole(gather_full(plan, arrays_of(tree), self._programs))
 
     def shardings(self, tree: Any) -> Any:
         """The tree of `NamedSharding`s in which `tree` is stored, for `out_shardings` and the like.
@@ -169,10 +181,10 @@ class ShardedTrees:
                 shape for a padded leaf, as Adafactor does, and is not wrapped (`zero.optimizer`).
         """
         params, plan = trained_part(params, self._plan_of(params))
-        warn_of_padding(tx, plan)
-        warn_of_rounding(tx, params, plan)
+        warn_of_padding(tx, plan, self._programs)
+        warn_of_rounding(tx, params, plan, self._programs)
         state_plan = self._states.add(plan_state(tx, plan, self._devices, self.config))
-        return init_state(tx, params, state_plan, self.mesh, self._state_axes)
+        return init_state(tx, params, state_plan, self._programs, self._state_axes)
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
         """Wrap `tx` so that it sees padded leaves in their true shapes.
@@ -190,7 +202,7 @@ class ShardedTrees:
             tx,
             self._plan_of,
             lambda tx, plan: plan_state(tx, plan, self._here._devices, self.config),
-            self.mesh,
+            self._programs,
             self._state_axes,
         )
 
@@ -232,8 +244,9 @@ class ShardedTrees:
                 Adafactor, `optax.MultiSteps`); the error names the leaf and the line of `tx`.
             ValueError: a tree did not come from this `Zero`, or they do not fit each other.
         """
+        opt_state = numbers_as_arrays(opt_state)  # of an update outside of `jit`
         layouts = self._layouts(self._plan_of(grads), params, opt_state)
-        return apply_gradients(tx, grads, opt_state, params, layouts, extra_args)
+        return apply_gradients(tx, grads, opt_state, params, layouts, extra_args, self._programs)
 
     def report(self, params: Any, opt_state: Any = None, plan: Plan | None = None) -> Report:
         """Report how leaves are sharded, bytes held and sent, and the largest model that fits.
@@ -315,6 +328,8 @@ class ShardedTrees:
         return self.config.num_shards(self._devices)
 
     def _plan(self, tree: Any, specs: Any, codec: Codec | None = None) -> TreePlan:
+        others = [axis for axis in self.mesh.axis_names if axis not in AXES]
+        tree, specs = unboxed(tree, specs, others)
         plan = plan_tree(tree, self._devices, self.config, specs, codec)
         offload = self.config.offload
         if offload is not None:
@@ -351,3 +366,7 @@ class ShardedTrees:
             return here._plans.plan_of(tree)
         except ValueError as error:
             raise ValueError(f"The given tree: {error}") from error
+
+
+# Python's errors about missing arguments then name the class that users call.
+ShardedTrees.__init__.__qualname__ = "Zero.__init__"

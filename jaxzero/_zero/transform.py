@@ -25,7 +25,7 @@ from .arguments import BATCH, Argument, Call
 from .in_place import call_checked
 from .loss import check_loss, split_aux, split_weight
 from .options import Options
-from .outputs import Outputs
+from .outputs import Outputs, values_of
 from .placement import constrain
 from .program_updates import ProgramUpdates
 from .row_outputs import shapes_with_twice_the_rows
@@ -52,8 +52,11 @@ class Transform:
 
         The plan has gathers, reductions, transfers and copies.
         """
-        # A new function each time: `eval_shape` does not trace the same function twice.
-        jax.eval_shape(lambda *args: run(*args), *args)
+
+        def traced(*args: Any) -> None:  # new each time: `eval_shape` traces a function only once
+            run(*args)
+
+        jax.eval_shape(traced, *args)
         assert self._plan is not None
         return self._plan
 
@@ -204,7 +207,7 @@ class Transform:
 
         def aux_of(inputs):
             args, kwargs = self._rebuild(stored, inputs)
-            return split_aux(self._called(args, kwargs), options.has_aux)[1]
+            return values_of(split_aux(self._called(args, kwargs), options.has_aux)[1])
 
         doubled = functools.partial(shapes_with_twice_the_rows, aux_of, inputs, specs)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from .._codecs import Codec
 from .._mesh import AnyMesh, is_traced, to_device
@@ -28,6 +28,7 @@ from .._sharding import (
     rebuild,
 )
 from .placement import auto_mesh, pad_leaf, run_automatic, stored_struct, unpad_leaf
+from .programs import Programs
 
 Rows = int | None
 """How much of an array is frozen: its first rows (0: nothing); None: all of it."""
@@ -136,14 +137,14 @@ def _lay_out(
 
 
 def split_arrays(
-    cut: TreeCut, arrays: Sequence[Any], mesh: Mesh, axes: tuple[str, ...]
+    cut: TreeCut, arrays: Sequence[Any], programs: Programs, axes: tuple[str, ...]
 ) -> tuple[list[Any], list[Any]]:
     """Cut the stored arrays of a tree.
 
     Args:
         cut: the layouts.
         arrays: the stored arrays (or `ShapeDtypeStruct`s) of the whole tree.
-        mesh: the mesh that they are sharded on.
+        programs: those compiled before, on the mesh that the arrays are sharded on.
         axes: the mesh axes that split them.
 
     Returns:
@@ -156,13 +157,13 @@ def split_arrays(
         cut.whole.leaves, arrays, cut.rows, layouts, strict=True
     ):
         if rest is None:
-            frozen += _cut_leaf(old, x, [(first, slice(None))], mesh, axes)
+            frozen += _cut_leaf(old, x, [(first, slice(None))], programs, axes)
         elif first is None:
             active.append(x)
         else:
             assert rows is not None
             parts = [(rest, slice(rows, None)), (first, slice(rows))]
-            made = _cut_leaf(old, x, parts, mesh, axes)
+            made = _cut_leaf(old, x, parts, programs, axes)
             active.append(made[0])
             frozen.append(made[1])
     return active, frozen
@@ -172,7 +173,7 @@ def join_arrays(
     cut: TreeCut,
     active: Sequence[Any],
     frozen: Sequence[Any],
-    mesh: Mesh,
+    programs: Programs,
     axes: tuple[str, ...],
 ) -> list[Any]:
     """The stored arrays of the whole tree; the reverse of `split_arrays`.
@@ -181,35 +182,35 @@ def join_arrays(
     """
     layouts = cut.pairs(cut.active.leaves, cut.frozen.leaves)
     found = zip(cut.whole.leaves, layouts, cut.pairs(active, frozen), strict=True)
-    return [_join_leaf(old, parts, arrays, mesh, axes) for old, parts, arrays in found]
+    return [_join_leaf(old, parts, arrays, programs, axes) for old, parts, arrays in found]
 
 
 def _cut_leaf(
     old: LeafSpec,
     x: Any,
     parts: Sequence[tuple[LeafSpec, slice]],
-    mesh: Mesh,
+    programs: Programs,
     axes: tuple[str, ...],
 ) -> list[Any]:
     """Rows of a stored array, each in the layout of its own shape."""
     if len(parts) == 1 and parts[0][0].codec is None:
         return [x]
     if isinstance(x, jax.ShapeDtypeStruct):
-        return [stored_struct(leaf, mesh, axes) for leaf, _ in parts]
+        return [stored_struct(leaf, programs.mesh, axes) for leaf, _ in parts]
 
     def run(x: Any) -> list[Any]:
         full = unpad_leaf(old, to_device(x))
         return [pad_leaf(leaf, full[rows]) for leaf, rows in parts]
 
-    shardings = [leaf.sharding(auto_mesh(mesh), axes) for leaf, _ in parts]
-    return run_automatic(run, shardings, mesh, x)
+    shardings = [leaf.sharding(auto_mesh(programs.mesh), axes) for leaf, _ in parts]
+    return run_automatic(run, shardings, programs, x)
 
 
 def _join_leaf(
     old: LeafSpec,
     parts: tuple[LeafSpec | None, LeafSpec | None],
     arrays: tuple[Any, Any],
-    mesh: Mesh,
+    programs: Programs,
     axes: tuple[str, ...],
 ) -> Any:
     rest, first = arrays
@@ -218,15 +219,15 @@ def _join_leaf(
     if rest is None and parts[1] is not None and parts[1].codec is None:
         return first
     if isinstance(first, jax.ShapeDtypeStruct):
-        return stored_struct(old, mesh, axes)
+        return stored_struct(old, programs.mesh, axes)
     known = [(leaf, x) for leaf, x in zip(parts, arrays, strict=True) if leaf is not None][::-1]
 
     def run(arrays: list[Any]) -> Any:
         pairs = zip([leaf for leaf, _ in known], arrays, strict=True)
         return pad_leaf(old, jnp.concatenate([unpad_leaf(leaf, to_device(x)) for leaf, x in pairs]))
 
-    sharding = old.sharding(auto_mesh(mesh), axes)
-    return run_automatic(run, sharding, mesh, [x for _, x in known])
+    sharding = old.sharding(auto_mesh(programs.mesh), axes)
+    return run_automatic(run, sharding, programs, [x for _, x in known])
 
 
 def check_untraced(arrays: Sequence[Any]) -> None:

@@ -55,6 +55,7 @@ class Step:
         tx: the optimizer.
         opt_state: its state.
         layouts: of gradients, state and parameters.
+        programs: those compiled before.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Step:
         params: Any,
         opt_state: Any,
         layouts: Layouts,
+        programs: Programs,
     ):
         self._transform = transform
         self._tx = tx
@@ -72,16 +74,16 @@ class Step:
             for plan, tree in ((layouts.params, params), (layouts.state, opt_state))
         )
         self._layouts = layouts
+        self._programs = programs
 
-    def run(self, programs: Programs, arrays: list[list[Any]], opt_state: Any) -> tuple[Any, ...]:
+    def run(self, arrays: list[list[Any]], opt_state: Any) -> tuple[Any, ...]:
         """The result of the step.
 
         Args:
-            programs: the programs compiled before.
             arrays: of each argument of the loss.
             opt_state: the optimizer state.
         """
-        value, *outputs = programs.run(self._traced, arrays, arrays_of(opt_state))
+        value, *outputs = self._programs.run(self._traced, arrays, arrays_of(opt_state))
         pairs = zip(self._plans, outputs, strict=True)
         return value, *(plan.stored(x) for plan, x in pairs)
 
@@ -97,7 +99,9 @@ class Step:
         else:
             outputs = self._transform.program(arrays, LocalWireState())
             value, grads = returned(self._transform, outputs, True, False)
-            new = apply_gradients(self._tx, grads, opt_state, params, self._layouts, {})
+            new = apply_gradients(
+                self._tx, grads, opt_state, params, self._layouts, {}, self._programs
+            )
         return value, *map(arrays_of, new)
 
     def _with_offload(

@@ -11,15 +11,16 @@ from jax.sharding import PartitionSpec
 
 from .._codecs import Codec
 from .._collectives import CommSpec
-from .._execute import LocalWireState, WireState, make_state
+from .._execute import LocalWireState, WireState, first_state
 from .._local_steps import LocalSteps
 from .._plan import Plan
-from .._sharding import arrays_of
+from .._sharding import arrays_of, without_defaults
 from .._simigrad import CodecNoise
-from .arguments import BATCH, check_differentiable
+from .arguments import BATCH
 from .batch_choice import BatchArgnums
 from .call_results import gradient_options, returned, wire_state_of
 from .codec_noise import measure_codec_noise
+from .differentiable import check_differentiable
 from .freezing import Freezing
 from .frozen_prefix import Names
 from .local_checks import check_local_steps, local_method
@@ -27,7 +28,6 @@ from .local_rounds import LocalRounds
 from .options import Options, argument_numbers
 from .outputs import flat_reductions
 from .prepare import prepare
-from .programs import Programs
 from .sharded_trees import ShardedTrees
 from .value_and_update import Step, check_one_program
 
@@ -58,7 +58,7 @@ class Zero(ShardedTrees):
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self._devices.shape.items())
-        return f"Zero({sizes}; {self.config})"
+        return f"Zero({sizes}; {without_defaults(self.config)})"
 
     def init_wire_state(self, params: Any) -> WireState:
         """Make the wire state, which hops keep from step to step, before the first step.
@@ -75,7 +75,8 @@ class Zero(ShardedTrees):
             ValueError: `params` did not come from this `Zero`.
         """
         comm = CommSpec.of(self._devices, self.config)
-        return make_state(self._plan_of(params), params, self._weight_axes, self._devices, comm)
+        make = first_state(self._plan_of(params), self._weight_axes, self._devices, comm)
+        return self._programs.run(make, arrays_of(params))
 
     def codec_noise(self, grads: Any, *, microbatches: int = 1) -> CodecNoise:
         """Measure the noise that the codecs add to gradients such as `grads`, for `jz.simigrad`.
@@ -89,9 +90,9 @@ class Zero(ShardedTrees):
             NotImplementedError: the config uses error feedback, or encodes sums twice.
         """
         leaves = self._plan_of(grads).leaves
-        return measure_codec_noise(
-            leaves, arrays_of(grads), self._here._devices, self.config, microbatches
-        )
+        devices = self._here._devices
+        measure = functools.partial(measure_codec_noise, leaves, devices, self.config, microbatches)
+        return self._programs.run(measure, arrays_of(grads))
 
     def freeze(
         self, params: Any, prefix: int, *, layers: Names, before: Names, codec: Codec | None = None
@@ -148,7 +149,8 @@ class Zero(ShardedTrees):
             argnums: positions of the differentiated arguments: trees from `init` or
                 `shard`, or parts of such trees, renamed or put together. Other arguments may
                 be such trees too (frozen parameters); they are also gathered just before use.
-            has_aux: `f` returns `(loss, aux)`.
+            has_aux: `f` returns `(loss, aux)`. Leaves of `aux` that are neither arrays nor numbers
+                (strings, functions) are returned unchanged.
             allow_int: integer leaves get gradients of type `float0`, as in JAX.
             microbatches: cut the rows of each device into this many equal micro-batches, run
                 them one after the other, and add up gradients as shards in float32.
@@ -207,15 +209,13 @@ class Zero(ShardedTrees):
             shares=shares,
         )
 
-        programs = Programs()
-
         @functools.wraps(f)
         def wrapped(*args, wire_state=None, **kwargs):
             transform, arrays = prepare(self, f, args, kwargs, options, batch_argnums, in_specs)
             for number in transform.options.argnums:
                 check_differentiable(transform.call.arguments[number], arrays[number], allow_int)
             local_state = wire_state_of(transform, wire_state)
-            outputs = programs.run(transform.program, arrays, local_state)
+            outputs = self._programs.run(transform.program, arrays, local_state)
             return returned(transform, outputs, isinstance(argnums, int), wire_state is not None)
 
         return wrapped
@@ -270,7 +270,6 @@ class Zero(ShardedTrees):
         options = gradient_options(
             self._devices, self.config, has_aux=has_aux, aux_reduce=aux_reduce
         )
-        programs = Programs()
 
         @functools.wraps(f)
         def step(params, opt_state, *args, **kwargs):
@@ -279,7 +278,8 @@ class Zero(ShardedTrees):
             )
             check_differentiable(transform.call.arguments[0], arrays[0], False)
             layouts = self._update_layouts(params, opt_state)
-            return Step(transform, tx, params, opt_state, layouts).run(programs, arrays, opt_state)
+            run = Step(transform, tx, params, opt_state, layouts, self._programs).run
+            return run(arrays, opt_state)
 
         return step
 
@@ -311,12 +311,10 @@ class Zero(ShardedTrees):
         reduce = flat_reductions("out_reduce", out_reduce)
         options = Options(numbers, has_gradients=False, reduce=reduce)
 
-        programs = Programs()
-
         @functools.wraps(f)
         def wrapped(*args, **kwargs):
             transform, arrays = prepare(self, f, args, kwargs, options, batch_argnums, in_specs)
-            return programs.run(transform.program, arrays, LocalWireState())[2]
+            return self._programs.run(transform.program, arrays, LocalWireState())[2]
 
         return wrapped
 
@@ -358,7 +356,8 @@ class Zero(ShardedTrees):
         transform, arrays = prepare(self, f, args, kwargs, options, batch_argnums, in_specs)
         if tx is not None:
             layouts = self._update_layouts(args[0], opt_state)
-            return Step(transform, tx, args[0], opt_state, layouts).plan(arrays, opt_state)
+            step = Step(transform, tx, args[0], opt_state, layouts, self._programs)
+            return step.plan(arrays, opt_state)
         return transform.plan(transform.program, arrays, wire_state_of(transform, wire_state))
 
     def local_steps(

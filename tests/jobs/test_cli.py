@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -73,6 +74,17 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]):
     text = capsys.readouterr().out
     assert "usage: jaxzero [-h] {train,report,plan,sample,inspect,convert,launch}" in text
     assert "Fine-tune a text encoder to find code by its description." in text
+
+
+def test_a_mistyped_command_and_the_version(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["trian", "--steps", "3"]) == 2
+    assert capsys.readouterr().err == (
+        "Error: There is no command `jaxzero trian`. Do you mean `jaxzero train`?\n"
+    )
+    assert cli.main(["xyz"]) == 2
+    assert "There are train, report, plan, sample, inspect" in capsys.readouterr().err
+    assert cli.main(["--version"]) == 0
+    assert re.fullmatch(r"jaxzero \d+\.\d+\S*\n", capsys.readouterr().out)
 
 
 def test_mistakes_are_one_line_and_status_2(monkeypatch, capsys: pytest.CaptureFixture[str]):

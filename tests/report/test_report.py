@@ -75,6 +75,7 @@ def test_five_lines_answer_the_questions():
     assert re.search(r"16\.12 KiB at most; largest layers \(3 leaves\), for 6 of \d+ ops", whole)
     assert "all-gather of embedding, 8.00 KiB, nothing to overlap with; 1 more" in wait
     assert details.split(maxsplit=1) == ["Details", " ".join(DETAILS)]
+    assert repr(report).splitlines() == str(report).splitlines() == _lines(report)
 
 
 def test_one_node_says_what_enters_a_device():

@@ -106,6 +106,16 @@ def test_something_else_than_a_mesh(mesh):
         check_mesh(mesh)
 
 
+def test_a_zero_without_a_mesh_or_with_the_config_first():
+    with pytest.raises(TypeError, match=r"Zero\.__init__\(\) missing 1 .*'mesh'"):
+        jz.Zero()  # pyright: ignore[reportCallIssue]
+    with _raises("`mesh` comes before `config`", "jz.Zero(jz.make_mesh(), config)"):
+        jz.Zero(jz.zeropp())  # pyright: ignore[reportArgumentType]
+    config = jz.ZeroConfig(stage=2, gradients=jz.PerAxis(node=jz.Int8(block=64)))
+    shown = "node=2, local=4; ZeroConfig(stage=2, gradients=PerAxis(node=Int8(block=64)))"
+    assert repr(jz.Zero(jz.make_mesh(nodes=2), config)) == f"Zero({shown})"
+
+
 def test_nodes_that_do_not_divide_the_devices():
     with _raises("`nodes`", "8", "3"):
         jz.make_mesh(nodes=3, devices=jax.devices()[:8])

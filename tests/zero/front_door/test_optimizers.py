@@ -174,6 +174,7 @@ _SAME = {
     ),
     "prodigy": optax.contrib.prodigy(1.0),
     "schedule_free": optax.contrib.schedule_free_adamw(0.1),
+    "growing": optax.scale_by_param_block_norm(),  # to infinity, since it has no learning rate
 }
 
 
