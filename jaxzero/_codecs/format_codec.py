@@ -260,17 +260,20 @@ class FormatCodec(Codec):
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
         """Half a step between codes, or a full one if rounding is stochastic, times the scale.
 
-        With rotation, a number's error is at most the sum of the errors in its group.
+        In a rotated block, a number's error is at most the sum of the errors in its group.
         """
         near, wide = to_float32(x).astype(np.float64), x.astype(np.float64)
+        bound = self._code_bound(near, np.zeros_like(near))
         if self.hadamard:
             rotated = _rotate(near, 1 / _GROUP, 1 / _TAIL)
             # 32 additions in float32 round at most 32 times.
             doubt = _GROUP * _EPS * _rotate(np.abs(near), 1 / _GROUP, 1 / _TAIL, signed=False)
-            bound = self._code_bound(rotated, doubt) + doubt
-            bound = _rotate(bound, 1.0, _TAIL, signed=False)
-        else:
-            bound = self._code_bound(near, np.zeros_like(near))
+            of_rotated = self._code_bound(rotated, doubt) + doubt
+            of_rotated = _rotate(of_rotated, 1.0, _TAIL, signed=False)
+            is_zero = near == 0
+            is_zero[..., x.shape[-1] // _GROUP * _GROUP :] = False
+            is_kept = largest_of_blocks(is_zero, self.block) > 0
+            bound = np.where(is_kept, bound, of_rotated)
         bound = np.where(np.isnan(bound), np.inf, bound)
         with np.errstate(invalid="ignore"):
             return bound + np.where(np.isfinite(wide), np.abs(wide - near), 0.0)
