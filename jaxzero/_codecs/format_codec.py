@@ -151,15 +151,13 @@ class FormatCodec(Codec):
         num: int,
         *,
         divisor: int,
-        dtype: DTypeLike,
         seed: Integer[Array, ""] | int | None = None,
         place: kernels.Place | None = None,
     ) -> UInt8[Array, "num _"]:
         source_format = source.format_for(self.implementation)
         if source_format is None:
-            options = {"divisor": divisor, "dtype": dtype, "seed": seed, "place": place}
+            options = {"divisor": divisor, "seed": seed, "place": place}
             return super().recode(message, source, shape, dim, num, **options)
-        # Not rounded to `dtype`: what follows is float32, so XLA would leave that out too.
         return kernels.dequantize_sum_requantize(
             message,
             source_format,
@@ -211,12 +209,11 @@ class FormatCodec(Codec):
         num: int,
         *,
         divisor: int,
-        dtype: DTypeLike,
         seed: Integer[Array, ""] | int | None = None,
     ) -> UInt8[Array, "num ..."]:
         source_format = source.format_for(self.implementation)
         if self.implementation == "mosaic_gpu" or source_format is None:
-            options = {"divisor": divisor, "dtype": dtype, "seed": seed}
+            options = {"divisor": divisor, "seed": seed}
             return super().recode_tiled(message, source, shape, dim, num, **options)
         return kernels.dequantize_sum_requantize_tiled(
             message,

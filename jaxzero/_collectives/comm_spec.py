@@ -103,7 +103,7 @@ class CommSpec:
         codec = getattr(self.weights, axis)
         if isinstance(codec, WeightHop):  # here without a wire state
             codec = self.hpz and self.hpz.codec
-        return self.suitable(codec, num, dtype)
+        return self.suitable_for_weights(codec, num, dtype)
 
     def gradient_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
         """The codec of a gradient over `axis`; narrow floats (16 bits or fewer) get a `Cast`."""
@@ -112,6 +112,11 @@ class CommSpec:
             codec = codec.codec
         codec = self.suitable(codec, num, dtype)
         return Cast(dtype) if codec is None and is_narrow_float(dtype) else codec
+
+    def suitable_for_weights(self, codec: Codec | None, num: int, dtype: DTypeLike) -> Codec | None:
+        """`suitable`, if a message has fewer bits: more would carry nothing, without a sum."""
+        codec = self.suitable(codec, num, dtype)
+        return codec if codec is not None and codec.bits < 8 * jnp.dtype(dtype).itemsize else None
 
     def suitable(self, codec: Codec | None, num: int, dtype: DTypeLike) -> Codec | None:
         """`codec` if it encodes arrays of `num` elements of type `dtype`; otherwise None."""

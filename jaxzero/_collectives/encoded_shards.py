@@ -135,12 +135,11 @@ class EncodedShards:
         assert self.codec is not None
         dtype = self.dtype if dtype is None else dtype
         codec, lead = self.codec, self.lead
-        read_as = dtype if codec.decodes_into_any_dtype else self.dtype
 
         def one(message: Any) -> Array:
             shape, dim = self.shape[lead:], self.dim - lead
             decode = codec.decode_tiled if self.tiled else codec.decode_pieces
-            return decode(message, shape, dim, read_as).astype(dtype)
+            return decode(message, shape, dim, dtype)
 
         for _ in range(lead):
             one = jax.vmap(one)

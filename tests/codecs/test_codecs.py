@@ -157,7 +157,7 @@ def test_a_sum_is_rotated_back_once_and_again_on_its_way_to_the_next_hop():
     message = codec.encode(jax.random.normal(jax.random.key(0), (3, 6400)))
 
     def recode(num, message):
-        return codec.recode(message, codec, shape, 1, num, divisor=1, dtype=jnp.float32)
+        return codec.recode(message, codec, shape, 1, num, divisor=1)
 
     def rotations(f):
         return str(jax.make_jaxpr(f)(message)).count("dot_general[")
@@ -185,10 +185,12 @@ def test_what_is_zero_on_every_device_is_zero_in_the_sum(kind, rounding):
     message = jax.vmap(lambda row, seed: codec.encode(row, seed=seed))(x, jnp.arange(5))
     total = np.asarray(codec.decode_sum(message, num))
     assert not total[is_zero].any()
-    again = codec.recode(message, codec, (num,), 0, 2, divisor=5, dtype=jnp.float32, seed=7)
+    again = codec.recode(message, codec, (num,), 0, 2, divisor=5, seed=7)
     mean = np.asarray(codec.decode_pieces(again, (num // 2,), 0, jnp.float32))
     assert not mean[is_zero].any()
-    bound = codec.error_bound(x).sum(0) / 5 + codec.error_bound(total.reshape(2, -1) / 5).reshape(-1)
+    bound = codec.error_bound(x).sum(0) / 5 + codec.error_bound(total.reshape(2, -1) / 5).reshape(
+        -1
+    )
     assert (np.abs(mean - x.mean(0, dtype=np.float64)) <= bound * (1 + 1e-6)).all()
 
 
@@ -211,7 +213,7 @@ def test_a_mean_is_its_sum_with_another_scale(divisor, scale_dtype):
     rows = pk.quantize(jnp.asarray(codes)[None], format)
     total = np.asarray(pk.dequantize_sum(rows, format, num=6400)).astype(np.float64)
     codec = jz.Int8(block=64, scale_dtype=jnp.dtype(scale_dtype))
-    message = codec.recode(rows, codec, (6400,), 0, 1, divisor=divisor, dtype=jnp.float32)
+    message = codec.recode(rows, codec, (6400,), 0, 1, divisor=divisor)
     oracle.check_message(codec, total / divisor, np.asarray(message[0]))
 
 

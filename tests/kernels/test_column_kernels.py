@@ -205,7 +205,7 @@ OPERATIONS = {
     "dequantize": lambda x, codec: codec.decode_tiled(x, (256, 512), 0, jnp.bfloat16),
     "sum": lambda x, codec: codec.sum_tiled(x, (256, 512)),
     "requantize": lambda x, codec: codec.recode_tiled(
-        x, codec, (256, 512), 0, 2, divisor=2, dtype=jnp.float32, seed=1
+        x, codec, (256, 512), 0, 2, divisor=2, seed=1
     ),
 }
 
