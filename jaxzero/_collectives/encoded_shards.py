@@ -147,13 +147,12 @@ class EncodedShards:
 
     def gather(self, axis: str, form: MessageForm = MessageForm()) -> EncodedShards:  # noqa: B008
         """Put the shards of all devices along `axis` side by side."""
-        gathered = self.over(axis)
+        gathered, forms = self.over(axis), (self.codec or self.dtype,)
         if self.codec is not None:
-            return dataclasses.replace(gathered, data=all_gather(self.data, axis, self.lead))
-        if form.tiled:
-            x = all_gather(self.data, axis, self.dim)
-        else:
-            x = from_bits(all_gather(to_bits(self.data), axis, self.dim), self.dtype)
+            data = all_gather(self.data, axis, self.lead, forms=forms)
+            return dataclasses.replace(gathered, data=data)
+        bits = self.data if form.tiled else to_bits(self.data)
+        x = from_bits(all_gather(bits, axis, self.dim, forms=forms), self.dtype)
         return dataclasses.replace(gathered, data=x, shape=tuple(x.shape))
 
     def over(self, axis: str) -> EncodedShards:

@@ -71,7 +71,7 @@ def reduce_over_node(
     # After a step that overflowed, NaN in the residual would spoil every later step too.
     residual = jnp.where(jnp.isfinite(residual), residual, 0)
     shape = shard_shape(x.shape, layout.dim, comm.sizes[NODE])
-    shard = sum_of(PartialSums(_exchange(message, NODE), codec, shape), half)
+    shard = sum_of(PartialSums(_exchange(message, NODE, codec), codec, shape), half)
     return *as_pair(shard), _from_rows(residual, x, layout.dim).astype(error.dtype)
 
 
@@ -104,7 +104,7 @@ def _coded_hop(
     seed = rounding_seed(axis)
     message = written(encoded(x, dim, num, codec, num_summed, comm.form, seed))
     shape = shard_shape(x.shape, dim, num)
-    return PartialSums(_exchange(message, axis), codec, shape, num_summed, comm.form.tiled)
+    return PartialSums(_exchange(message, axis, codec), codec, shape, num_summed, comm.form.tiled)
 
 
 def encoded(
@@ -160,9 +160,11 @@ def _from_rows(rows: Shaped[Array, "num n"], like: Shaped[Array, ...], dim: int)
     return joined_rows(rows, shard_shape(like.shape, dim, len(rows)), dim)
 
 
-def _exchange(message: Shaped[Array, "num ..."], axis: str) -> Shaped[Array, "num ..."]:
+def _exchange(
+    message: Shaped[Array, "num ..."], axis: str, codec: Codec
+) -> Shaped[Array, "num ..."]:
     """Send row i to device i of `axis`. The barrier keeps the encoding before the exchange."""
-    return all_to_all(lax.optimization_barrier(message), axis)
+    return all_to_all(lax.optimization_barrier(message), axis, forms=(codec,))
 
 
 def sum_over(

@@ -161,7 +161,7 @@ def _reduce_one(
     codec = one.codec(axis, comm)
     assert codec is not None
     shares = widths([spec.message_column(axis, comm) for spec in specs])
-    received = all_to_all(bucket.coded, axis, shares=shares)
+    received = all_to_all(bucket.coded, axis, shares=shares, forms=(codec,))
     return PartialSums(received, codec, one.shard_shape(axis, comm), num_summed)
 
 
@@ -277,12 +277,13 @@ def _reduce_over(
             codec, shape = specs[i].codec(axis, comm), specs[i].shard_shape(axis, comm)
             assert codec is not None
             with picked([i]):
-                received = all_to_all(message, axis)
+                received = all_to_all(message, axis, forms=(codec,))
             arrays[i] = PartialSums(received, codec, shape, num_summed, tiled=True)
     elif bucket.coded is not None:
         columns = [specs[i].message_column(axis, comm) for i in coded]
+        forms = [specs[i].codec(axis, comm) for i in coded]
         with picked(coded):
-            received = all_to_all(bucket.coded, axis, shares=widths(columns))
+            received = all_to_all(bucket.coded, axis, shares=widths(columns), forms=forms)
         partial = []
         for i, message in zip(coded, in_place(received, columns), strict=True):
             codec, shape = specs[i].codec(axis, comm), specs[i].shard_shape(axis, comm)
