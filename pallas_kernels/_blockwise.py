@@ -81,9 +81,9 @@ def _index(x_kb: Shaped[Array, "*rows k b"]) -> UInt32[Array, "*rows k b"]:
 
 
 def scales(
-    x_kb: Float32[Array, "*rows k b"], limit: float, dtype: DTypeLike, divisor: int = 1
-) -> Float32[Array, "*rows k"]:
-    """The scale of each block of `x / divisor`, exactly as it is sent.
+    largest: Float32[Array, "*shape"], limit: float, dtype: DTypeLike, divisor: int = 1
+) -> Float32[Array, "*shape"]:
+    """The scale of each block of `x / divisor`, exactly as it is sent, from the largest `|x|`.
 
     It is NaN for a block that is not all finite. `x / divisor` itself is never computed (`divide`).
 
@@ -91,15 +91,8 @@ def scales(
     is rounded on its bits, and stays a float32 here: XLA may drop a cast to bfloat16 and
     back, and the codes would then belong to another scale than the one sent.
     """
-    return scales_for(jnp.max(jnp.abs(x_kb), axis=-1), limit, dtype, divisor)
-
-
-def scales_for(
-    amax: Float32[Array, "*shape"], limit: float, dtype: DTypeLike, divisor: int = 1
-) -> Float32[Array, "*shape"]:
-    """`scales` of blocks whose largest magnitudes are `amax`."""
-    largest = jnp.maximum(amax * not_above(1 / (limit * divisor)), TINY)
-    scale = jnp.where(jnp.isfinite(amax), largest, jnp.nan)
+    exact = jnp.maximum(largest * not_above(1 / (limit * divisor)), TINY)
+    scale = jnp.where(jnp.isfinite(largest), exact, jnp.nan)
     if jnp.dtype(dtype).itemsize == 4:
         return scale
     bits = lax.bitcast_convert_type(scale, jnp.uint32)
@@ -117,17 +110,12 @@ def not_above(x: float) -> np.float32:
     return nearest if float(nearest) <= x else np.nextafter(nearest, np.float32(0))
 
 
-def has_zero(
-    x: Float32[Array, "*shape"], axis: int, is_rotated: Bool[Array, "*shape"] | None = None
-) -> Bool[Array, "*rest"]:
-    """Whether there is an exact zero along `axis`, which keeps it as a dim of 1.
+def has_zero(x: Float[Array, "*shape"], axis: int) -> Bool[Array, "*rest"]:
+    """Whether there is a zero along `axis`, which is kept as a dim of 1.
 
-    Only numbers at which `is_rotated` count, if it is given. The bits decide, since some platforms
-    compare numbers below 2**-126 as zeros.
+    On platforms that treat numbers below 2**-126 as zeros, these count.
     """
-    is_zero = lax.bitcast_convert_type(x, jnp.uint32) << jnp.uint32(1) == 0
-    is_zero = is_zero if is_rotated is None else is_zero & is_rotated
-    return jnp.max(is_zero.astype(jnp.float32), axis=axis, keepdims=True) > 0
+    return jnp.min(jnp.abs(x), axis=axis, keepdims=True) == 0
 
 
 def scales_of(scale: Float32[Array, "*shape"], *, rotated: bool) -> Float32[Array, "*shape"]:
@@ -266,7 +254,7 @@ def round_to_float(
 
 def rotate(
     x_kb: Float32[Array, "*rows k b"], num: int, width: int = GROUP
-) -> tuple[Float32[Array, "*rows k b"], Bool[Array, "*rows k"]]:
+) -> tuple[Float32[Array, "*rows k b"], Bool[Array, "*rows k"], Float32[Array, "*rows k"]]:
     """Multiply each full group of 32 by H/32, where H is Hadamard's matrix of +1 and -1.
 
     An outlier is spread over its group, which then needs a smaller scale. No sum overflows. What
@@ -277,13 +265,19 @@ def rotate(
     128 lanes of a TPU, which would pad 32 numbers to 128. The blocks have a multiple of `width`.
 
     Returns:
-        The blocks, and whether each was left as it is.
+        The blocks; whether each was left as it is; and its largest magnitude, which is taken of
+        both forms of a block, so that XLA:CPU does not write the chosen one to memory.
     """
     whole = num // GROUP * GROUP
-    is_rotated = None if whole == x_kb.shape[-2] * x_kb.shape[-1] else _index(x_kb) < whole
-    is_kept = has_zero(x_kb, -1, is_rotated)
+    tested_kb = x_kb
+    if whole < x_kb.shape[-2] * x_kb.shape[-1]:  # neither the tail nor padding is rotated
+        tested_kb = jnp.where(_index(x_kb) < jnp.uint32(whole), x_kb, 1)
+    is_kept = has_zero(tested_kb, -1)
     rotated_kb = _rotate(x_kb, num, 1 / GROUP, 1 / _TAIL, width)
-    return jnp.where(is_kept, x_kb, rotated_kb), is_kept[..., 0]
+    largest_k, of_rotated_k = (jnp.max(jnp.abs(x), axis=-1) for x in (x_kb, rotated_kb))
+    is_kept_k = is_kept[..., 0]
+    largest_k = jnp.where(is_kept_k, largest_k, of_rotated_k)
+    return jnp.where(is_kept, x_kb, rotated_kb), is_kept_k, largest_k
 
 
 def unrotate(

@@ -308,7 +308,7 @@ def _encoded(
     """
     format, width = target.format, target.num_blocks * target.format.block
     largest = jnp.max(jnp.abs(x_br), axis=0, keepdims=True)
-    scale = blocks.scales_for(largest, format.limit, format.scale_dtype, divisor)
+    scale = blocks.scales(largest, format.limit, format.scale_dtype, divisor)
     u_br = None
     if format.rounding == "stochastic":
         b, r = (lax.broadcasted_iota(jnp.int32, x_br.shape, dim) for dim in (0, 1))

@@ -293,7 +293,7 @@ def _write(
     size = _bytes(format)
     tile_layout.write(ref, message + first * size, size, codes, scratch.get("codes"))
     start = message + format.code_bytes(num) + first * format.scale_bytes
-    scale_r = scale_r if is_kept_r is None else jnp.where(is_kept_r > 0, -scale_r, scale_r)
+    scale_r = scale_r if is_kept_r is None else jnp.where(is_kept_r, -scale_r, scale_r)
     for i, byte in enumerate(tile.scale_bytes(scale_r, format)):
         memory.store(ref, Window(start, tile_layout.rows, format.scale_bytes, i), byte)
 

@@ -83,10 +83,11 @@ def encode(
     """
     num = x.shape[-1]
     x_kb = blocks.split(blocks.to_float32(x), format.block)
-    is_kept_k = None
+    is_kept_k = largest_k = None
     if format.hadamard:
-        x_kb, is_kept_k = blocks.rotate(x_kb, num, width)
-    codes_kb, scale_k = round_blocks(x_kb, format, seed, start=start, divisor=divisor)
+        x_kb, is_kept_k, largest_k = blocks.rotate(x_kb, num, width)
+    options = {"start": start, "divisor": divisor, "largest_k": largest_k}
+    codes_kb, scale_k = round_blocks(x_kb, format, seed, **options)
     codes = blocks.pack(codes_kb, num, format.bits)
     scale_k = scale_k if is_kept_k is None else jnp.where(is_kept_k, -scale_k, scale_k)
     return codes, blocks.write_scales(scale_k, format.scale_dtype)
@@ -100,15 +101,18 @@ def round_blocks(
     start: int = 0,
     divisor: int = 1,
     index_kb: UInt32[Array, "*rows k b"] | None = None,
+    largest_k: Float32[Array, "*rows k"] | None = None,
 ) -> tuple[UInt8[Array, "*rows k b"], Float32[Array, "*rows k"]]:
     """Encode `x / divisor`, of numbers that are rotated already if the format rotates.
 
     Returns:
         The codes, one per byte, and the scales.
 
-    `start` is as in `encode`; `index_kb` as in `blocks.uniforms`.
+    `start` is as in `encode`; `index_kb` as in `blocks.uniforms`; `largest_k` is the largest
+    magnitude of each block, where it is known.
     """
-    scale_k = blocks.scales(x_kb, format.limit, format.scale_dtype, divisor)
+    largest_k = jnp.max(jnp.abs(x_kb), axis=-1) if largest_k is None else largest_k
+    scale_k = blocks.scales(largest_k, format.limit, format.scale_dtype, divisor)
     is_random = format.rounding == "stochastic"
     u_kb = blocks.uniforms(x_kb, scale_k, seed, start, index_kb) if is_random else None
     scaled_kb = blocks.divide(x_kb, scale_k, format.limit, format.scale_dtype, divisor)

@@ -151,15 +151,12 @@ def keep_zeros(
     """Choose the rotated numbers of each row, or its own if there is an exact zero among them.
 
     Returns:
-        The numbers, and for each row 1 if they are its own, else 0. See `_blockwise`.
+        The numbers, and whether each row has its own. See `_blockwise`.
     """
-    magnitudes_w = [lax.bitcast_convert_type(x_w, jnp.uint32) << jnp.uint32(1) for x_w in parts_w]
-    is_kept_r = _largest(
-        [jnp.where(bits_w == 0, 1.0, 0.0).astype(jnp.float32) for bits_w in magnitudes_w]
-    )
-    is_kept_w = along(is_kept_r, shape) > 0
+    negative_r = _largest([-jnp.abs(x_w) for x_w in parts_w])
+    is_kept_w = along(negative_r, shape) >= 0
     pairs = zip(parts_w, rotated_w, strict=True)
-    return [jnp.where(is_kept_w, x_w, y_w) for x_w, y_w in pairs], is_kept_r
+    return [jnp.where(is_kept_w, x_w, y_w) for x_w, y_w in pairs], negative_r >= 0
 
 
 def scale_bytes(scale_r: Array, format: Format) -> list[Array]:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, DTypeLike, Float, Float32, Float64, Integer, Shaped, UInt8
+from jaxtyping import Array, Bool, DTypeLike, Float, Float32, Float64, Integer, Shaped, UInt8
 
 from .. import pallas_kernels as kernels
 from .blockwise import largest_of_blocks, to_float32
@@ -267,13 +267,20 @@ class FormatCodec(Codec):
             doubt = _GROUP * _EPS * _rotate(np.abs(near), 1 / _GROUP, 1 / _TAIL, signed=False)
             of_rotated = self._code_bound(rotated, doubt) + doubt
             of_rotated = _rotate(of_rotated, 1.0, _TAIL, signed=False)
-            is_zero = near == 0
-            is_zero[..., x.shape[-1] // _GROUP * _GROUP :] = False
-            is_kept = largest_of_blocks(is_zero, self.block) > 0
+            is_kept, may_be_kept = (self._is_kept(near, least) for least in (0.0, _TINY))
+            of_rotated = np.where(may_be_kept, np.maximum(bound, of_rotated), of_rotated)
             bound = np.where(is_kept, bound, of_rotated)
         bound = np.where(np.isnan(bound), np.inf, bound)
         with np.errstate(invalid="ignore"):
             return bound + np.where(np.isfinite(wide), np.abs(wide - near), 0.0)
+
+    def _is_kept(
+        self, x: Float64[np.ndarray, "*rows n"], zero: float
+    ) -> Bool[np.ndarray, "*rows n"]:
+        """Whether each number's block is not rotated, if numbers up to `zero` count as zeros."""
+        is_zero = np.abs(x) <= zero
+        is_zero[..., x.shape[-1] // _GROUP * _GROUP :] = False
+        return largest_of_blocks(is_zero, self.block) > 0
 
     def _code_bound(
         self, x: Float64[np.ndarray, "*rows n"], doubt: Float64[np.ndarray, "*rows n"]
