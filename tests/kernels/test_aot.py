@@ -222,7 +222,7 @@ def test_a_step_of_zeropp_compiles_with_kernels(dump):
     kernels = re.findall(r"custom_call_target=\"mosaic_gpu\w*\"", text)
     assert len(kernels) > 10
     names = {path.name.rpartition("_")[0] for path in dump.glob("*.ptx")}
-    assert {"quantize", "dequantize", "dequantize_sum_requantize"} <= names
+    assert {"quantize", "dequantize", "dequantize_sum"} <= names
     for path in dump.glob("*.ptxas"):
         assert_nothing_spills(path.read_text())
     makers = made_by(text)
