@@ -4,6 +4,12 @@ A row of numbers is cut into blocks of `b` elements, the last filled up with zer
 a scale `s = max|x| / limit`, where `limit` is the largest code, so that nothing clips. The code of
 `x` is the one nearest to `x / s`, or with stochastic rounding one of the two around it.
 
+[Note: exact zeros] A rotation would turn an exact zero among other numbers into a rounding error,
+and Adam moves a weight by its rate for a gradient of any size. So a block that holds an exact zero
+is not rotated: zero has the code 0, and a number that is 0 on every device stays 0 in the sum. The
+sign of the scale, which is free, says so: it is negative for a block that a rotating format left as
+it is. Receivers add up the two kinds of blocks apart, and rotate back the sum of one of them.
+
 Quotients are written as products with a reciprocal. XLA turns some quotients into such products but
 not all, and codes would then depend on what an encoder is compiled together with.
 
@@ -23,7 +29,7 @@ import operator
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, BFloat16, DTypeLike, Float, Float32, Shaped, UInt8, UInt32
+from jaxtyping import Array, BFloat16, Bool, DTypeLike, Float, Float32, Shaped, UInt8, UInt32
 
 from ._format import check_packable
 
@@ -75,9 +81,9 @@ def _index(x_kb: Shaped[Array, "*rows k b"]) -> UInt32[Array, "*rows k b"]:
 
 
 def scales(
-    x_kb: Float32[Array, "*rows k b"], limit: float, dtype: DTypeLike, divisor: int = 1
-) -> Float32[Array, "*rows k"]:
-    """The scale of each block of `x / divisor`, exactly as it is sent.
+    largest: Float32[Array, "*shape"], limit: float, dtype: DTypeLike, divisor: int = 1
+) -> Float32[Array, "*shape"]:
+    """The scale of each block of `x / divisor`, exactly as it is sent, from the largest `|x|`.
 
     It is NaN for a block that is not all finite. `x / divisor` itself is never computed (`divide`).
 
@@ -85,15 +91,8 @@ def scales(
     is rounded on its bits, and stays a float32 here: XLA may drop a cast to bfloat16 and
     back, and the codes would then belong to another scale than the one sent.
     """
-    return scales_for(jnp.max(jnp.abs(x_kb), axis=-1), limit, dtype, divisor)
-
-
-def scales_for(
-    amax: Float32[Array, "*shape"], limit: float, dtype: DTypeLike, divisor: int = 1
-) -> Float32[Array, "*shape"]:
-    """`scales` of blocks whose largest magnitudes are `amax`."""
-    largest = jnp.maximum(amax * not_above(1 / (limit * divisor)), TINY)
-    scale = jnp.where(jnp.isfinite(amax), largest, jnp.nan)
+    exact = jnp.maximum(largest * not_above(1 / (limit * divisor)), TINY)
+    scale = jnp.where(jnp.isfinite(largest), exact, jnp.nan)
     if jnp.dtype(dtype).itemsize == 4:
         return scale
     bits = lax.bitcast_convert_type(scale, jnp.uint32)
@@ -109,6 +108,22 @@ def not_above(x: float) -> np.float32:
     """
     nearest = np.float32(x)
     return nearest if float(nearest) <= x else np.nextafter(nearest, np.float32(0))
+
+
+def has_zero(x: Float[Array, "*shape"], axis: int) -> Bool[Array, "*rest"]:
+    """Whether there is a zero along `axis`, which is kept as a dim of 1.
+
+    On platforms that treat numbers below 2**-126 as zeros, these count.
+    """
+    return jnp.min(jnp.abs(x), axis=axis, keepdims=True) == 0
+
+
+def scales_of(scale: Float32[Array, "*shape"], *, rotated: bool) -> Float32[Array, "*shape"]:
+    """The scales of the blocks that are rotated, or of those that are not, and 0 for the others.
+
+    NaN stays NaN. See [Note: exact zeros].
+    """
+    return jnp.maximum(scale if rotated else -scale, 0)
 
 
 def write_scales(scale_k: Float32[Array, "*rows k"], dtype: DTypeLike) -> UInt8[Array, "*rows m"]:
@@ -239,16 +254,30 @@ def round_to_float(
 
 def rotate(
     x_kb: Float32[Array, "*rows k b"], num: int, width: int = GROUP
-) -> Float32[Array, "*rows k b"]:
+) -> tuple[Float32[Array, "*rows k b"], Bool[Array, "*rows k"], Float32[Array, "*rows k"]]:
     """Multiply each full group of 32 by H/32, where H is Hadamard's matrix of +1 and -1.
 
     An outlier is spread over its group, which then needs a smaller scale. No sum overflows. What
     full groups leave of the `num` elements of a row is divided by 8, to shrink about as much.
+    Blocks with an exact zero in a full group are left as they are ([Note: exact zeros]).
 
     `width` is the size of the matrix that is multiplied by: several groups, side by side, fill the
     128 lanes of a TPU, which would pad 32 numbers to 128. The blocks have a multiple of `width`.
+
+    Returns:
+        The blocks; whether each was left as it is; and its largest magnitude, which is taken of
+        both forms of a block, so that XLA:CPU does not write the chosen one to memory.
     """
-    return _rotate(x_kb, num, 1 / GROUP, 1 / _TAIL, width)
+    whole = num // GROUP * GROUP
+    tested_kb = x_kb
+    if whole < x_kb.shape[-2] * x_kb.shape[-1]:  # neither the tail nor padding is rotated
+        tested_kb = jnp.where(_index(x_kb) < jnp.uint32(whole), x_kb, 1)
+    is_kept = has_zero(tested_kb, -1)
+    rotated_kb = _rotate(x_kb, num, 1 / GROUP, 1 / _TAIL, width)
+    largest_k, of_rotated_k = (jnp.max(jnp.abs(x), axis=-1) for x in (x_kb, rotated_kb))
+    is_kept_k = is_kept[..., 0]
+    largest_k = jnp.where(is_kept_k, largest_k, of_rotated_k)
+    return jnp.where(is_kept, x_kb, rotated_kb), is_kept_k, largest_k
 
 
 def unrotate(

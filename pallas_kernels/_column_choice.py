@@ -160,8 +160,7 @@ def dequantize_sum_requantize(
     read, written = (Rows(f, x[-1] // f.block) for f, x in ((source, shape), (target, piece)))
     walk = None
     in_order = along_columns or math.prod(shape[:dim]) == 1
-    is_free = implementation is None and not (source.hadamard or target.hadamard)
-    if is_free and in_order and takes(source, target):
+    if implementation is None and in_order and takes(source, target):
         size = (2 * len(message) * read.of_block + written.of_block) * LANES
         kept = len(message) * read.kept_bytes + written.kept_bytes
         walk = Walk.of(written.num_blocks, [read, written], size, kept)

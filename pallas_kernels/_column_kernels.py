@@ -4,7 +4,7 @@ XLA compiles an operation on columns as five to ten fusions, each unrolled over 
 so anew for every shape. In a kernel a grid walks over a message, 128 columns and a chunk of blocks
 at a time, and a loop over the blocks of a chunk: a block, which is a matrix of `b` x 128, is read,
 rotated, rounded and packed, or decoded, added up and rotated back. A thirtieth of the instructions
-is left. The product with Hadamard's matrix also transposes.
+is left.
 
 Scales, whose rows follow those of codes, are kept in the core's memory until the last step of the
 grid, which writes them. Where messages are read, their scales are a second block of the array.
@@ -25,11 +25,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, DTypeLike, Float, Float32, Int32, UInt8, UInt32
+from jaxtyping import Array, BFloat16, DTypeLike, Float, Float32, Int32, UInt8, UInt32
 
 from . import _blockwise as blocks
 from ._column_walk import LANES, Rows, Walk
@@ -61,9 +60,10 @@ def quantize(
             if rows % LANES:
                 row = first_row + lax.broadcasted_iota(jnp.int32, x_rb.shape, 0)
                 x_rb = jnp.where(row < rows, x_rb, jnp.zeros_like(x_rb))
-            return _transposed(x_rb, matrix_ref[...] if format.hadamard else None)
+            return x_rb.astype(jnp.float32).T
 
-        _write(block, out_ref, scales_ref, seed_ref, target, walk, divisor)
+        matrix = matrix_ref[...] if format.hadamard else None
+        _write(block, matrix, pieces.dtype, out_ref, scales_ref, seed_ref, target, walk, divisor)
 
     last = walk.num_chunks - 1
     x_block = (1, LANES, walk.chunk * format.block)
@@ -80,7 +80,7 @@ def quantize(
         compiler_params=_PARAMETERS,
         interpret=interpret,
         name="quantize_columns",
-    )(seed.reshape(1, 1), _hadamard(1 / blocks.GROUP), pieces)
+    )(seed.reshape(1, 1), _hadamard(), pieces)
 
 
 @functools.partial(jax.jit, static_argnames=("format", "walk", "rows", "dtype", "interpret"))
@@ -124,7 +124,7 @@ def dequantize_sum(
         compiler_params=_PARAMETERS,
         interpret=interpret,
         name="dequantize_sum_columns",
-    )(_hadamard(1.0), message, message)
+    )(_hadamard(), message, message)
 
 
 @functools.partial(
@@ -153,7 +153,7 @@ def dequantize_sum_requantize(
     divisor: int = 1,
     interpret: bool = False,
 ) -> UInt8[Array, "num t2 r2"]:
-    """Sum messages, divide, and encode `num` pieces of `rows` rows; neither format rotates.
+    """Sum messages, divide, and encode `num` pieces of `rows` rows.
 
     Args:
         message: messages of each piece. Or `cut` is 1, and a piece is some blocks of each column,
@@ -172,27 +172,34 @@ def dequantize_sum_requantize(
         return 0, c, p * (rows // LANES) + r
 
     def kernel(
-        seed_ref: Any, codes_ref: Any, sent_ref: Any, out_ref: Any, read_ref: Any, scales_ref: Any
+        seed_ref: Any,
+        matrix_ref: Any,
+        codes_ref: Any,
+        sent_ref: Any,
+        out_ref: Any,
+        read_ref: Any,
+        scales_ref: Any,
     ) -> None:
         _read_scales(sent_ref, read_ref)
+        to_read, to_write = (matrix_ref[...] if x.hadamard else None for x in (source, target))
         _, chunk, _ = place(pl.program_id(0), 0, pl.program_id(2))
 
         def block(i: Int32[Array, ""]) -> Float32[Array, "b 128"]:
             k = chunk * walk.chunk + i
-            return _sum(codes_ref, read_ref, i, k, read, None, jnp.float32)
+            return _sum(codes_ref, read_ref, i, k, read, to_read, jnp.float32)
 
-        _write(block, out_ref, scales_ref, seed_ref, write, walk, divisor)
+        _write(block, to_write, jnp.float32, out_ref, scales_ref, seed_ref, write, walk, divisor)
 
     return pl.pallas_call(
         kernel,
         grid=(num, math.ceil(rows / LANES), walk.num_chunks + 1),
-        in_specs=[_SEED, *_source_specs(senders, read, walk, place)],
+        in_specs=[_SEED, _MATRIX_SPEC, *_source_specs(senders, read, walk, place)],
         **_message(num, rows, write, walk),
         scratch_shapes=[_memory(read, senders), _memory(write)],
         compiler_params=_PARAMETERS,
         interpret=interpret,
         name="dequantize_sum_requantize_columns",
-    )(seed.reshape(1, 1), message, message)
+    )(seed.reshape(1, 1), _hadamard(), message, message)
 
 
 _SEED = pl.BlockSpec(memory_space=pltpu.SMEM)
@@ -201,9 +208,9 @@ _MATRIX_SPEC = pl.BlockSpec((_MATRIX, _MATRIX), lambda p, r, c: (0, 0))
 _PARAMETERS = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"))
 
 
-def _hadamard(factor: float) -> Float[Array, "128 128"]:
-    """Hadamard's matrix times a power of two, exact in bfloat16."""
-    return jnp.asarray(blocks.hadamard(_MATRIX) * np.float32(factor), jnp.bfloat16)
+def _hadamard() -> Float[Array, "128 128"]:
+    """Hadamard's matrix, exact in bfloat16."""
+    return jnp.asarray(blocks.hadamard(_MATRIX), jnp.bfloat16)
 
 
 def _message(num: int, rows: int, target: Rows, walk: Walk) -> dict[str, Any]:
@@ -241,34 +248,10 @@ def _range(i: Int32[Array, ""], size: int) -> Any:
     return pl.ds(pl.multiple_of(i * size, size), size)
 
 
-def _transposed(
-    x_rb: Float[Array, "128 b"], matrix: Float[Array, "128 128"] | None
-) -> Float32[Array, "b 128"]:
-    """A block as a matrix of columns, in which each group was multiplied by a matrix.
-
-    A float32 is the sum of three bfloat16, as in `_columns`.
-    """
-    if matrix is None:
-        return x_rb.astype(jnp.float32).T
-    parts = blocks.bfloat16_parts(x_rb)
-    groups = range(0, x_rb.shape[1], _MATRIX)
-    both = (((1,), (1,)), ((), ()))
-    return jnp.concatenate(
-        [
-            functools.reduce(
-                jnp.add, (_product(matrix, x[:, i : i + _MATRIX], both) for x in parts)
-            )
-            for i in groups
-        ]
-    )
-
-
-def _product(x: Any, y: Any, dims: Any) -> Float32[Array, "128 128"]:
-    return lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)
-
-
 def _write(
     block: Any,
+    matrix: Float[Array, "128 128"] | None,
+    dtype: DTypeLike,
     out_ref: Any,
     scales_ref: Any,
     seed_ref: Any,
@@ -276,7 +259,10 @@ def _write(
     walk: Walk,
     divisor: int,
 ) -> None:
-    """Encode `block(i)` for the blocks of a chunk, or write the scales, in the last step."""
+    """Encode `block(i)` for the blocks of a chunk, or write the scales, in the last step.
+
+    Its numbers are exact in `dtype`.
+    """
     chunk, first_row, format = pl.program_id(2), pl.program_id(1) * LANES, target.format
 
     @pl.when(chunk == 0)
@@ -287,7 +273,13 @@ def _write(
     def _codes():
         def body(i: Int32[Array, ""], _: None) -> None:
             k = chunk * walk.chunk + i
-            codes, scale = _encoded(block(i), k, first_row, seed_ref[0, 0], target, divisor)
+            x_br, is_kept = block(i), None
+            if matrix is not None:
+                is_kept = blocks.has_zero(x_br, 0)
+                parts = blocks.bfloat16_parts((x_br * (1 / blocks.GROUP)).astype(dtype))
+                x_br = jnp.where(is_kept, x_br, _rotated(parts, matrix))
+            codes, scale = _encoded(x_br, k, first_row, seed_ref[0, 0], target, divisor)
+            scale = scale if is_kept is None else jnp.where(is_kept, -scale, scale)
             out_ref[0, _range(i, target.of_block), :] = codes.astype(jnp.uint8)
             bits = lax.bitcast_convert_type(scale, jnp.uint32)
             for plane in range(format.scale_bytes):
@@ -316,7 +308,7 @@ def _encoded(
     """
     format, width = target.format, target.num_blocks * target.format.block
     largest = jnp.max(jnp.abs(x_br), axis=0, keepdims=True)
-    scale = blocks.scales_for(largest, format.limit, format.scale_dtype, divisor)
+    scale = blocks.scales(largest, format.limit, format.scale_dtype, divisor)
     u_br = None
     if format.rounding == "stochastic":
         b, r = (lax.broadcasted_iota(jnp.int32, x_br.shape, dim) for dim in (0, 1))
@@ -358,9 +350,11 @@ def _sum(
     def decoded(sender: Any) -> Float32[Array, "b 128"]:
         packed = codes_ref[sender, 0, _range(i, source.of_block), :].astype(jnp.int32)
         x = _unpacked(packed, source.format.bits).astype(jnp.float32)
+        scale = _scale(scales_ref, sender, k, source)
         if matrix is not None:
-            x = _rotated(x, matrix)
-        return to_dtype(x * _scale(scales_ref, sender, k, source), dtype).astype(jnp.float32)
+            x = jnp.where(scale < 0, x, _rotated([x.astype(jnp.bfloat16)], matrix))
+            scale = jnp.abs(scale)
+        return to_dtype(x * scale, dtype).astype(jnp.float32)
 
     num = scales_ref.shape[0]
     return lax.fori_loop(1, num, lambda sender, total: total + decoded(sender), decoded(0))
@@ -374,12 +368,17 @@ def _unpacked(packed: Int32[Array, "h 128"], bits: int) -> Int32[Array, "b 128"]
 
 
 def _rotated(
-    codes_br: Float32[Array, "b 128"], matrix: Float[Array, "128 128"]
+    parts_br: list[BFloat16[Array, "b 128"]], matrix: Float[Array, "128 128"]
 ) -> Float32[Array, "b 128"]:
-    """Multiply each group of codes, which are exact in bfloat16, by a matrix."""
-    groups = range(0, len(codes_br), _MATRIX)
-    x, plain = codes_br.astype(jnp.bfloat16), (((1,), (0,)), ((), ()))
-    return jnp.concatenate([_product(matrix, x[i : i + _MATRIX], plain) for i in groups])
+    """Multiply each group of numbers, which are the sums of `parts_br`, by a matrix."""
+    plain = (((1,), (0,)), ((), ()))
+
+    def product(i: int) -> Float32[Array, "128 128"]:
+        x = [part[i : i + _MATRIX] for part in parts_br]
+        wide: dict[str, Any] = {"preferred_element_type": jnp.float32}
+        return functools.reduce(jnp.add, [lax.dot_general(matrix, y, plain, **wide) for y in x])
+
+    return jnp.concatenate([product(i) for i in range(0, len(parts_br[0]), _MATRIX)])
 
 
 def _scale(

@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -102,13 +104,19 @@ def encode(
     divisor: int = 1,
 ) -> UInt8[Array, "n t r"]:
     """The messages of `x / divisor`, of pieces of `shape` in blocks."""
+    is_kept_nkr = None
     if format.hadamard:
-        x_nkbr = _rotated(x_nkbr, 1 / blocks.GROUP)
+        rotated = _rotated(x_nkbr, 1 / blocks.GROUP)
+        x_nkbr = blocks.to_float32(x_nkbr)
+        is_kept = blocks.has_zero(x_nkbr, 2)
+        x_nkbr, is_kept_nkr = jnp.where(is_kept, x_nkbr, rotated), is_kept[:, :, 0]
     x_nkrb = jnp.swapaxes(blocks.to_float32(x_nkbr), 2, 3)
     index = _index(x_nkrb.shape, shape) if format.rounding == "stochastic" else None
     codes_nkrb, scale_nkr = _reference.round_blocks(
         x_nkrb, format, seed, divisor=divisor, index_kb=index
     )
+    if is_kept_nkr is not None:
+        scale_nkr = jnp.where(is_kept_nkr, -scale_nkr, scale_nkr)
     codes_nkhr = _packed(jnp.swapaxes(codes_nkrb, 2, 3), format.bits)
     num, num_blocks, size, rows = codes_nkhr.shape
     scales = _scale_bytes(scale_nkr, format)
@@ -121,16 +129,24 @@ def decode(
     message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...], dtype: DTypeLike
 ) -> Float[Array, "n k b r"]:
     """The numbers in messages of pieces of `shape`."""
+    x_nkbr, scale_nk1r = _read(message, format, shape)
+    if format.hadamard:  # before scales come in, so that sums are exact, and so is bfloat16
+        rotated = _rotated(x_nkbr.astype(jnp.bfloat16), 1.0)
+        x_nkbr, scale_nk1r = jnp.where(scale_nk1r < 0, x_nkbr, rotated), jnp.abs(scale_nk1r)
+    return _reference.to_dtype(x_nkbr * scale_nk1r, dtype)
+
+
+def _read(
+    message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...]
+) -> tuple[Float32[Array, "n k b r"], Float32[Array, "n k 1 r"]]:
+    """The numbers that codes stand for, and the scales, which are negative as in messages."""
     num, _, rows = message.shape
     width = shape[-1] // num_parts(shape, format)
     num_blocks, size = width // format.block, format.code_bytes(format.block)
     codes = lax.slice_in_dim(message, 0, num_blocks * size, axis=1)
     codes_nkbr = _unpacked(codes.reshape(num, num_blocks, size, rows), format.bits)
-    x_nkbr = _reference.from_codes(codes_nkbr, format)
-    if format.hadamard:  # before scales come in, so that sums are exact, and so is bfloat16
-        x_nkbr = _rotated(x_nkbr.astype(jnp.bfloat16), 1.0)
     scale_nkr = _read_scales(message, num_blocks * size, num_blocks, format)
-    return _reference.to_dtype(x_nkbr * scale_nkr[:, :, None], dtype)
+    return _reference.from_codes(codes_nkbr, format), scale_nkr[:, :, None]
 
 
 def decode_sum(
@@ -177,7 +193,8 @@ def _sum(
     those of sums in float32 in three, which also compile for longer.
     """
     if not format.hadamard:
-        return _plain_sum(message, format, shape)
+        decoded = functools.partial(decode, format=format, shape=shape, dtype=jnp.float32)
+        return _sum_of(decoded, message)
     return lax.platform_dependent(
         message,
         tpu=functools.partial(_sum_of_decoded, format=format, shape=shape),
@@ -185,14 +202,16 @@ def _sum(
     )
 
 
-def _plain_sum(
-    message: UInt8[Array, "n p t r"], format: Format, shape: tuple[int, ...]
+def _sum_of(
+    decoded: Callable[[UInt8[Array, "p t r"]], Float32[Array, "p k b r"]],
+    message: UInt8[Array, "n p t r"],
 ) -> Float32[Array, "p k b r"]:
+    """The sum over the senders of what is decoded from their messages."""
     if len(message) > blocks.ADDED:
-        return _sum_of_decoded(message, format, shape)
+        return blocks.add_up(jax.vmap(decoded)(message))
     # Cut before they are decoded: XLA fuses that with the additions, or it writes all in float32.
     senders = (lax.index_in_dim(message, i, keepdims=False) for i in range(len(message)))
-    return functools.reduce(jnp.add, (decode(x, format, shape, jnp.float32) for x in senders))
+    return functools.reduce(jnp.add, map(decoded, senders))
 
 
 def _sum_of_decoded(
@@ -206,7 +225,13 @@ def _sum_of_decoded(
 def _sum_rotated_after(
     message: UInt8[Array, "n p t r"], format: Format, shape: tuple[int, ...]
 ) -> Float32[Array, "p k b r"]:
-    return _rotated(_plain_sum(message, format.unrotated, shape), 1.0)
+    def scaled(message: UInt8[Array, "p t r"], rotated: bool) -> Float32[Array, "p k b r"]:
+        x_pkbr, scale_pk1r = _read(message, format, shape)
+        x_pkbr = x_pkbr * blocks.scales_of(scale_pk1r, rotated=rotated)
+        return _reference.to_dtype(x_pkbr, jnp.float32)
+
+    rotated, kept = (_sum_of(functools.partial(scaled, rotated=x), message) for x in (True, False))
+    return _rotated(rotated, 1.0) + kept
 
 
 def _index(shape: tuple[int, ...], piece: tuple[int, ...]) -> UInt32[Array, "n k r b"]:

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Float32, Integer, UInt8, UInt32
 
 from . import _reference
-from ._blockwise import GROUP
 from ._config import DEFAULT, Implementation
 from ._format import Format
 from ._in_place import InPlace, Place, cut_out
@@ -102,7 +101,7 @@ def dequantize_sum(
 ) -> Float32[Array, " num"]:
     """Sum the messages of `n` devices, each of `num` numbers, in float32.
 
-    If the format rotates, the sum is rotated back once, instead of each message.
+    If the format rotates, the sum of rotated blocks is rotated back once, instead of each message.
 
     Args:
         message: the message of each device, such as an all-to-all returns; or columns of a larger
@@ -133,10 +132,9 @@ def dequantize_sum_requantize(
 ) -> UInt8[Array, "k _"]:
     """Sum messages, and write pieces of the sum as messages again: the middle of qgZ.
 
-    A kernel keeps the sum in registers. If the two formats have different block sizes, or blocks
-    cross pieces, there are two kernels, and the sum lies in memory between them. If both formats
-    rotate, and the pieces are whole groups of 32, nothing is rotated here, since the sum of
-    rotated messages is the rotated sum.
+    A kernel keeps the sum in registers. If the two formats have different block sizes, blocks
+    cross pieces, or a format rotates, there are two kernels, and the sum lies in memory between
+    them.
 
     Args:
         message: the message of each device, or columns of a larger array (`InPlace`).
@@ -161,8 +159,6 @@ def dequantize_sum_requantize(
     operation = "dequantize_sum_requantize"
     module = _implementation(implementation, operation, [source, target], jnp.float32, size)
     _check(place, shape[1], target.num_bytes(shape[0] * shape[2]))
-    if source.hadamard and target.hadamard and shape[2] % GROUP == 0:
-        source, target = source.unrotated, target.unrotated
     args = (_for(module, message), source, target, shape, as_uint32(seed), divisor)
     if module is not _reference:
         return module.dequantize_sum_requantize(*args, place)

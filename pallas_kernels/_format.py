@@ -51,7 +51,8 @@ class Format:
         kind: kind of the codes. Integers are symmetric; two of 4 bits share a byte.
         block: numbers for each scale, a power of two from 32 to 8192.
         rounding: "nearest", or "stochastic", by a hash of a seed and the number.
-        hadamard: 32 multiplies each 32 numbers by Hadamard's matrix first.
+        hadamard: 32 multiplies each 32 numbers by Hadamard's matrix first, in blocks without an
+            exact zero; the scales of other blocks are negative.
         scale_dtype: dtype of the scales, `jnp.bfloat16` or `jnp.float32`.
 
     Raises:
@@ -118,11 +119,6 @@ class Format:
         info = jnp.finfo(self.kind)
         exponent = np.frexp(np.maximum(np.abs(x), float(info.smallest_normal)))[1] - 1
         return np.exp2(exponent - float(info.nmant))
-
-    @property
-    def unrotated(self) -> Format:
-        """This format without rotation; a message in it holds numbers that are rotated already."""
-        return dataclasses.replace(self, hadamard=None)
 
     @property
     def scale_bytes(self) -> int:

@@ -33,6 +33,7 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import DTypeLike, Float, Float32, UInt8, UInt32
 
+from . import _blockwise as blocks
 from . import _memory as memory
 from . import _reference as reference
 from . import _tile as tile
@@ -149,8 +150,7 @@ def dequantize_sum(
 
     def body(message_ref: Any, out_ref: Any, **scratch: Any) -> None:
         start, _, first = _here(walk)
-        parts = _sum(message_ref, message, first, num, format.unrotated, tile_layout, scratch)
-        parts = _rotated(parts) if format.hadamard else parts
+        parts = _sum(message_ref, message, first, num, format, tile_layout, scratch)
         tile_layout.write(out_ref, start, tile_layout.block, parts, scratch.get("numbers"))
 
     scratch = _scratch(
@@ -279,8 +279,10 @@ def _write(
     divisor: int,
 ) -> None:
     """Quantize a tile; write it as the blocks from `first` on of the message at byte `message`."""
+    is_kept_r = None
     if format.hadamard:
-        parts = _rotated([x * jnp.float32(1 / 32) for x in parts])
+        rotated = tile.rotate([x * jnp.float32(1 / 32) for x in parts])
+        parts, is_kept_r = tile.keep_zeros(parts, rotated, tile_layout.shape)
     scale_r = tile.scales(parts, format, divisor)
     indices = seed = None
     if seeds:
@@ -291,6 +293,7 @@ def _write(
     size = _bytes(format)
     tile_layout.write(ref, message + first * size, size, codes, scratch.get("codes"))
     start = message + format.code_bytes(num) + first * format.scale_bytes
+    scale_r = scale_r if is_kept_r is None else jnp.where(is_kept_r, -scale_r, scale_r)
     for i, byte in enumerate(tile.scale_bytes(scale_r, format)):
         memory.store(ref, Window(start, tile_layout.rows, format.scale_bytes, i), byte)
 
@@ -305,18 +308,36 @@ def _read(
     scratch: dict[str, Any],
 ) -> list[Array]:
     """Read and dequantize a tile (float32); the reverse of `_write`."""
+    shape = tile_layout.shape
+    parts, scale_r = _load(ref, message, first, num, format, tile_layout, scratch)
+    if format.hadamard:
+        is_kept_w, rotated = tile.along(scale_r, shape) < 0, tile.rotate(parts)
+        parts = [jnp.where(is_kept_w, x, y) for x, y in zip(parts, rotated, strict=True)]
+        scale_r = jnp.abs(scale_r)
+    return _scaled(parts, scale_r, shape)
+
+
+def _load(
+    ref: Any,
+    message: Any,
+    first: Any,
+    num: int,
+    format: Format,
+    tile_layout: TileLayout,
+    scratch: dict[str, Any],
+) -> tuple[list[Array], Array]:
+    """Read a tile: the numbers that its codes stand for, and the scale of each row."""
     size = _bytes(format)
     codes = tile_layout.read(ref, message + first * size, size, scratch.get("codes"))
-    parts = tile.decode(codes, format)
-    if format.hadamard:
-        parts = _rotated(parts)
     start = message + format.code_bytes(num) + first * format.scale_bytes
-    windows = [
-        Window(start, tile_layout.rows, format.scale_bytes, i) for i in range(format.scale_bytes)
-    ]
-    layout = tile_layout.shape.row_layout
+    rows, num_bytes, layout = tile_layout.rows, format.scale_bytes, tile_layout.shape.row_layout
+    windows = [Window(start, rows, num_bytes, i) for i in range(num_bytes)]
     scale_r = tile.read_scales([memory.load(ref, w, layout) for w in windows], format)
-    return [_clipped(x * tile.along(scale_r, tile_layout.shape), jnp.float32) for x in parts]
+    return tile.decode(codes, format), scale_r
+
+
+def _scaled(parts: list[Array], scale_r: Array, shape: tile.Shape) -> list[Array]:
+    return [_clipped(x * tile.along(scale_r, shape), jnp.float32) for x in parts]
 
 
 def _sum(
@@ -328,27 +349,34 @@ def _sum(
     tile_layout: TileLayout,
     scratch: dict[str, Any],
 ) -> list[Array]:
-    """Sum a tile over all messages, in their order (float32)."""
+    """Sum a tile over all messages, in their order (float32).
+
+    If the format rotates, rotated blocks are summed apart, and their sum is rotated back.
+    """
+
+    def terms(peer: Any) -> list[Array]:
+        begin = messages.begin(peer)
+        parts, scale_r = _load(ref, begin, first, num, format, tile_layout, scratch)
+        scales = [scale_r]
+        if format.hadamard:
+            scales = [blocks.scales_of(scale_r, rotated=kind) for kind in (True, False)]
+        return [x for scale_r in scales for x in _scaled(parts, scale_r, tile_layout.shape)]
 
     def add(peer: Any, total: list[Array]) -> list[Array]:
-        parts = _read(ref, messages.begin(peer), first, num, format, tile_layout, scratch)
-        return [x + y for x, y in zip(total, parts, strict=True)]
+        return [x + y for x, y in zip(total, terms(peer), strict=True)]
 
     peers = len(messages)
-    parts = _read(ref, messages.begin(0), first, num, format, tile_layout, scratch)
-    total = [x + jnp.float32(0) for x in parts]
+    total = [x + jnp.float32(0) for x in terms(0)]
     # Loads of rotated tiles go through shared memory: too many instructions to unroll.
     if peers > (_UNROLLED if not tile_layout.rotated else 1):
-        return lax.fori_loop(1, peers, add, total)
-    for peer in range(1, peers):
-        total = add(peer, total)
-    return total
-
-
-def _rotated(parts: list[Array]) -> list[Array]:
-    """Rotate each group of 32 parts."""
-    groups = [tile.rotate(parts[i : i + 32]) for i in range(0, len(parts), 32)]
-    return [x for group in groups for x in group]
+        total = lax.fori_loop(1, peers, add, total)
+    else:
+        for peer in range(1, peers):
+            total = add(peer, total)
+    if not format.hadamard:
+        return total
+    half = len(total) // 2
+    return [x + y for x, y in zip(tile.rotate(total[:half]), total[half:], strict=True)]
 
 
 def _clipped(x: Array, dtype: DTypeLike) -> Array:

@@ -83,10 +83,13 @@ def encode(
     """
     num = x.shape[-1]
     x_kb = blocks.split(blocks.to_float32(x), format.block)
+    is_kept_k = largest_k = None
     if format.hadamard:
-        x_kb = blocks.rotate(x_kb, num, width)
-    codes_kb, scale_k = round_blocks(x_kb, format, seed, start=start, divisor=divisor)
+        x_kb, is_kept_k, largest_k = blocks.rotate(x_kb, num, width)
+    options = {"start": start, "divisor": divisor, "largest_k": largest_k}
+    codes_kb, scale_k = round_blocks(x_kb, format, seed, **options)
     codes = blocks.pack(codes_kb, num, format.bits)
+    scale_k = scale_k if is_kept_k is None else jnp.where(is_kept_k, -scale_k, scale_k)
     return codes, blocks.write_scales(scale_k, format.scale_dtype)
 
 
@@ -98,15 +101,18 @@ def round_blocks(
     start: int = 0,
     divisor: int = 1,
     index_kb: UInt32[Array, "*rows k b"] | None = None,
+    largest_k: Float32[Array, "*rows k"] | None = None,
 ) -> tuple[UInt8[Array, "*rows k b"], Float32[Array, "*rows k"]]:
     """Encode `x / divisor`, of numbers that are rotated already if the format rotates.
 
     Returns:
         The codes, one per byte, and the scales.
 
-    `start` is as in `encode`; `index_kb` as in `blocks.uniforms`.
+    `start` is as in `encode`; `index_kb` as in `blocks.uniforms`; `largest_k` is the largest
+    magnitude of each block, where it is known.
     """
-    scale_k = blocks.scales(x_kb, format.limit, format.scale_dtype, divisor)
+    largest_k = jnp.max(jnp.abs(x_kb), axis=-1) if largest_k is None else largest_k
+    scale_k = blocks.scales(largest_k, format.limit, format.scale_dtype, divisor)
     is_random = format.rounding == "stochastic"
     u_kb = blocks.uniforms(x_kb, scale_k, seed, start, index_kb) if is_random else None
     scaled_kb = blocks.divide(x_kb, scale_k, format.limit, format.scale_dtype, divisor)
@@ -127,12 +133,12 @@ def decode(
     width: int = blocks.GROUP,
 ) -> Float[Array, "rows num"]:
     """Decode rows of `num` numbers from the bytes of codes and scales; the reverse of `encode`."""
-    scale_k = blocks.read_scales(scales, format.scale_dtype)
+    scale_k1 = blocks.read_scales(scales, format.scale_dtype)[..., None]
     x_kb = from_codes(blocks.unpack(codes, num, format.block, format.bits), format)
     if format.hadamard:  # before scales come in, so that sums are exact
-        x_kb = blocks.unrotate(x_kb, num, width)
-    x = blocks.join(x_kb * scale_k[..., None], num)
-    return to_dtype(x, dtype)
+        x_kb = jnp.where(scale_k1 < 0, x_kb, blocks.unrotate(x_kb, num, width))
+        scale_k1 = jnp.abs(scale_k1)
+    return to_dtype(blocks.join(x_kb * scale_k1, num), dtype)
 
 
 def from_codes(codes: UInt8[Array, "*dims"], format: Format) -> Float32[Array, "*dims"]:
@@ -155,11 +161,17 @@ def decode_sum(
     num: int,
     width: int = blocks.GROUP,
 ) -> Float32[Array, " num"]:
-    """Decode rows of `num` numbers and add them up; only the sum is rotated back."""
-    total = blocks.add_up(decode(codes, scales, format.unrotated, num, jnp.float32))
+    """Decode rows of `num` numbers and add them up; only a sum is rotated back."""
     if not format.hadamard:
-        return total
-    return blocks.join(blocks.unrotate(blocks.split(total, width), num, width), num)
+        return blocks.add_up(decode(codes, scales, format, num, jnp.float32))
+    scale_k1 = blocks.read_scales(scales, format.scale_dtype)[..., None]
+    x_kb = from_codes(blocks.unpack(codes, num, format.block, format.bits), format)
+
+    def total_kb(rotated: bool) -> Float32[Array, "k b"]:
+        scaled_kb = x_kb * blocks.scales_of(scale_k1, rotated=rotated)
+        return blocks.add_up(to_dtype(scaled_kb, jnp.float32))
+
+    return blocks.join(blocks.unrotate(total_kb(True), num, width) + total_kb(False), num)
 
 
 def largest(dtype: DTypeLike) -> float:

@@ -123,11 +123,7 @@ def scales(parts_w: Sequence[Array], format: Format, divisor: int = 1) -> Array:
     The result is rounded up to the scale type of the format, so it equals the value that the
     receiver decodes. It is NaN where the row holds a NaN or an infinity.
     """
-    amax_r = functools.reduce(jnp.maximum, [jnp.abs(x_w) for x_w in parts_w])
-    if len(amax_r) == 1:
-        amax_r = jnp.max(jnp.max(amax_r, axis=1), axis=0)
-    elif amax_r.ndim > 1:
-        amax_r = jnp.max(amax_r, axis=1)
+    amax_r = _largest([jnp.abs(x_w) for x_w in parts_w])
     scale_r = jnp.maximum(amax_r * blocks.not_above(1 / (format.limit * divisor)), blocks.TINY)
     # The maximum over a row of NaN may be NaN or minus infinity; the test must reject both.
     is_finite = (amax_r >= 0) & (amax_r < _INFINITY)
@@ -139,6 +135,28 @@ def scales(parts_w: Sequence[Array], format: Format, divisor: int = 1) -> Array:
     bits_r = lax.bitcast_convert_type(scale_r, jnp.uint32)
     bits_r = jnp.where(is_finite, bits_r + jnp.uint32(0xFFFF), bits_r)
     return lax.bitcast_convert_type(bits_r & jnp.uint32(0xFFFF0000), jnp.float32)
+
+
+def _largest(parts_w: Sequence[Array]) -> Array:
+    """The largest number of each row."""
+    amax_r = functools.reduce(jnp.maximum, parts_w)
+    if len(amax_r) == 1:
+        return jnp.max(jnp.max(amax_r, axis=1), axis=0)
+    return jnp.max(amax_r, axis=1) if amax_r.ndim > 1 else amax_r
+
+
+def keep_zeros(
+    parts_w: Sequence[Array], rotated_w: Sequence[Array], shape: Shape
+) -> tuple[list[Array], Array]:
+    """Choose the rotated numbers of each row, or its own if there is an exact zero among them.
+
+    Returns:
+        The numbers, and whether each row has its own. See `_blockwise`.
+    """
+    negative_r = _largest([-jnp.abs(x_w) for x_w in parts_w])
+    is_kept_w = along(negative_r, shape) >= 0
+    pairs = zip(parts_w, rotated_w, strict=True)
+    return [jnp.where(is_kept_w, x_w, y_w) for x_w, y_w in pairs], negative_r >= 0
 
 
 def scale_bytes(scale_r: Array, format: Format) -> list[Array]:
@@ -220,10 +238,10 @@ def along(x_r: Array, shape: Shape) -> Array:
 
 
 def rotate(parts_w: Sequence[Array]) -> list[Array]:
-    """Multiply 32 parts by the 32 x 32 Hadamard matrix (unnormalized), by butterflies."""
+    """Multiply each 32 parts by the 32 x 32 Hadamard matrix (unnormalized), by butterflies."""
     parts, distance = list(parts_w), 1
     while distance < blocks.GROUP:
-        for i in range(blocks.GROUP):
+        for i in range(len(parts)):
             if not i & distance:
                 a, b = parts[i], parts[i + distance]
                 parts[i], parts[i + distance] = a + b, a - b

@@ -20,7 +20,6 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Float32, Integer, Shaped, UInt8
 
 from . import _column_choice, _columns, _reference
-from ._blockwise import GROUP
 from ._config import Implementation
 from ._dispatch import as_uint32
 from ._format import Format
@@ -104,11 +103,8 @@ def dequantize_sum_requantize_tiled(
 ) -> UInt8[Array, "num r _"]:
     """Sum messages of `quantize_tiled`, divide, and encode the pieces of the quotient alike.
 
-    The sum, of `shape`, is cut into `num` pieces along `dim`. As in `dequantize_sum_requantize`,
-    the sum of rotated messages is not rotated back and again.
+    The sum, of `shape`, is cut into `num` pieces along `dim`.
     """
-    if source.hadamard and target.hadamard and math.prod(shape[dim:]) // num % GROUP == 0:
-        source, target = source.unrotated, target.unrotated
     piece = (*shape[:dim], shape[dim] // num, *shape[dim + 1 :])
     parts = _columns.num_parts(shape, source), _columns.num_parts(piece, target)
     if parts == (1, 1) and source.block == target.block:

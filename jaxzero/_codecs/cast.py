@@ -1,4 +1,4 @@
-"""`Cast`: floats rounded to a narrower float type."""
+"""`Cast`: floats in another float type."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from .narrow_floats import bits_dtype, from_bits, to_bits
 
 @dataclasses.dataclass(frozen=True)
 class Cast(Codec):
-    """Send floats rounded to a narrower float.
+    """Send floats in `dtype`.
 
-    Use it to gather float32 weights, or to reduce float32 gradients, in 16 bits.
-    Sums are still taken in float32. Arrays that are not wider floats than `dtype`
-    are sent in their own dtype.
+    Use it to gather float32 weights, or to reduce float32 gradients, in 16 bits; or to reduce
+    gradients that are made in 16 bits in float32, so that the sum over a node is not rounded before
+    it is sent on. Sums are taken in float32 in any case. Weights that are not wider than `dtype`
+    are sent in their own dtype: they are not added up, so more bits would carry nothing.
 
     Args:
         dtype: the float type on the wire, such as `jnp.bfloat16`.
@@ -44,7 +45,7 @@ class Cast(Codec):
 
     @property
     def bits(self) -> int:
-        """Bits per number on the wire, for numbers wider than `dtype`."""
+        """Bits per number on the wire."""
         return 8 * jnp.dtype(self.dtype).itemsize
 
     @property
@@ -55,40 +56,30 @@ class Cast(Codec):
     def is_joinable(self) -> bool:
         return True
 
-    @property
-    def decodes_into_any_dtype(self) -> bool:
-        """False: `decode` infers from the original dtype whether the numbers were cast."""
-        return False
-
     def is_used_for(self, num: int, dtype: DTypeLike, min_quantized_size: int) -> bool:
-        """Whether `dtype` is a float type wider than the one on the wire.
+        """Whether `dtype` is another float type than the one on the wire.
 
         Arrays of any size are cast: `num` and `min_quantized_size` matter only to other codecs.
         """
-        return self.wire_dtype(dtype) != dtype
-
-    def wire_dtype(self, dtype: DTypeLike) -> jnp.dtype:
-        """The type on the wire for an array of type `dtype`."""
-        old, new = jnp.dtype(dtype), jnp.dtype(self.dtype)
-        wider = jnp.issubdtype(old, jnp.floating) and old.itemsize > new.itemsize
-        return new if wider else old
+        return jnp.issubdtype(dtype, jnp.floating) and self.dtype != dtype
 
     def num_bytes(self, num: int, dtype: DTypeLike) -> int:
-        return num * self.wire_dtype(dtype).itemsize
+        return num * jnp.dtype(self.dtype).itemsize
 
     def message(self, num: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         """One element for each number; floats of 8 and 16 bits become unsigned integers."""
-        return jax.ShapeDtypeStruct((num,), bits_dtype(self.wire_dtype(dtype)))
+        return jax.ShapeDtypeStruct((num,), bits_dtype(self.dtype))
 
     def encode(
         self, x: Shaped[Array, "*rows n"], *, seed: Integer[Array, ""] | int | None = None
     ) -> Shaped[Array, "*rows n"]:
-        return to_bits(x.astype(self.wire_dtype(x.dtype)))
+        self._check_floats(x)
+        return to_bits(x.astype(self.dtype))
 
     def decode(
         self, message: Shaped[Array, "*rows n"], num: int, dtype: DTypeLike
     ) -> Shaped[Array, "*rows n"]:
-        return from_bits(message, self.wire_dtype(dtype)).astype(dtype)
+        return from_bits(message, self.dtype).astype(dtype)
 
     def encode_tiled(
         self,
@@ -99,7 +90,7 @@ class Cast(Codec):
         seed: Integer[Array, ""] | int | None = None,
     ) -> Shaped[Array, "num ..."]:
         """The pieces in their own shape, and in the float type on the wire."""
-        return kernels.pieces_of(x, dim, num).astype(self.wire_dtype(x.dtype))
+        return kernels.pieces_of(x, dim, num).astype(self.dtype)
 
     def decode_tiled(
         self, message: Shaped[Array, "num ..."], shape: tuple[int, ...], dim: int, dtype: DTypeLike
@@ -113,9 +104,9 @@ class Cast(Codec):
 
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
         """Half a step of `dtype`; infinite outside its range."""
-        info = jnp.finfo(self.wire_dtype(x.dtype))
+        info, given = jnp.finfo(self.dtype), jnp.finfo(x.dtype)
         wide = np.abs(x.astype(np.float64))
-        if info.dtype == x.dtype:
+        if info.nmant >= given.nmant and info.nexp >= given.nexp:
             return np.where(np.isfinite(wide), 0.0, np.inf)
         # A step is `eps` times the power of two below a number; it is even below normal numbers.
         bound = np.maximum(wide, float(info.smallest_normal)) * float(info.eps) / 2

@@ -89,7 +89,7 @@ class Codec(abc.ABC):
             message: from `encode`.
             num: how many numbers there are in a row.
             dtype: the float type of the result, which may differ from that of the numbers that
-                were encoded (see `decodes_into_any_dtype`).
+                were encoded.
         """
 
     @abc.abstractmethod
@@ -131,11 +131,6 @@ class Codec(abc.ABC):
         programs of unrolled layers smaller.
         """
         return False
-
-    @property
-    def decodes_into_any_dtype(self) -> bool:
-        """Whether `decode` can return any float `dtype`, or only that of the encoded numbers."""
-        return True
 
     @property
     def writes_in_place(self) -> bool:
@@ -270,11 +265,12 @@ class Codec(abc.ABC):
         num: int,
         *,
         divisor: int,
-        dtype: DTypeLike,
         seed: Integer[Array, ""] | int | None = None,
         place: kernels.Place | None = None,
     ) -> Shaped[Array, "num _"]:
         """Sum messages of `source`, divide by `divisor`, and encode each piece of the result.
+
+        Sums and means are in float32.
 
         Args:
             message: encoded arrays of `shape`, one per peer.
@@ -283,13 +279,12 @@ class Codec(abc.ABC):
             dim: the dim that the sum is cut along.
             num: number of pieces.
             divisor: the sum is divided by it, to give a mean.
-            dtype: dtype that the mean is rounded to before encoding.
             seed: seed of stochastic rounding; None means 0.
             place: columns of a larger array to write the messages into.
         """
         total = source.decode_sum(message, math.prod(shape)).reshape(shape)
         mean = total if divisor == 1 else total / jnp.float32(divisor)
-        return self.encode_pieces(mean.astype(dtype), dim, num, seed=seed, place=place)
+        return self.encode_pieces(mean, dim, num, seed=seed, place=place)
 
     # Messages in a form that fills the tiles of an array on a TPU, instead of rows of bytes. By
     # default they are rows.
@@ -326,13 +321,12 @@ class Codec(abc.ABC):
         num: int,
         *,
         divisor: int,
-        dtype: DTypeLike,
         seed: Integer[Array, ""] | int | None = None,
     ) -> Shaped[Array, "num ..."]:
         """`recode` of messages of `encode_tiled` into such messages."""
         total = source.sum_tiled(message, shape)
         mean = total if divisor == 1 else total / jnp.float32(divisor)
-        return self.encode_tiled(mean.astype(dtype), dim, num, seed=seed)
+        return self.encode_tiled(mean, dim, num, seed=seed)
 
 
 def check_is_value(codec: Codec) -> None:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, DTypeLike, Float, Float32, Float64, Integer, Shaped, UInt8
+from jaxtyping import Array, Bool, DTypeLike, Float, Float32, Float64, Integer, Shaped, UInt8
 
 from .. import pallas_kernels as kernels
 from .blockwise import largest_of_blocks, to_float32
@@ -151,15 +151,13 @@ class FormatCodec(Codec):
         num: int,
         *,
         divisor: int,
-        dtype: DTypeLike,
         seed: Integer[Array, ""] | int | None = None,
         place: kernels.Place | None = None,
     ) -> UInt8[Array, "num _"]:
         source_format = source.format_for(self.implementation)
         if source_format is None:
-            options = {"divisor": divisor, "dtype": dtype, "seed": seed, "place": place}
+            options = {"divisor": divisor, "seed": seed, "place": place}
             return super().recode(message, source, shape, dim, num, **options)
-        # Not rounded to `dtype`: what follows is float32, so XLA would leave that out too.
         return kernels.dequantize_sum_requantize(
             message,
             source_format,
@@ -211,12 +209,11 @@ class FormatCodec(Codec):
         num: int,
         *,
         divisor: int,
-        dtype: DTypeLike,
         seed: Integer[Array, ""] | int | None = None,
     ) -> UInt8[Array, "num ..."]:
         source_format = source.format_for(self.implementation)
         if self.implementation == "mosaic_gpu" or source_format is None:
-            options = {"divisor": divisor, "dtype": dtype, "seed": seed}
+            options = {"divisor": divisor, "seed": seed}
             return super().recode_tiled(message, source, shape, dim, num, **options)
         return kernels.dequantize_sum_requantize_tiled(
             message,
@@ -260,20 +257,30 @@ class FormatCodec(Codec):
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
         """Half a step between codes, or a full one if rounding is stochastic, times the scale.
 
-        With rotation, a number's error is at most the sum of the errors in its group.
+        In a rotated block, a number's error is at most the sum of the errors in its group.
         """
         near, wide = to_float32(x).astype(np.float64), x.astype(np.float64)
+        bound = self._code_bound(near, np.zeros_like(near))
         if self.hadamard:
             rotated = _rotate(near, 1 / _GROUP, 1 / _TAIL)
             # 32 additions in float32 round at most 32 times.
             doubt = _GROUP * _EPS * _rotate(np.abs(near), 1 / _GROUP, 1 / _TAIL, signed=False)
-            bound = self._code_bound(rotated, doubt) + doubt
-            bound = _rotate(bound, 1.0, _TAIL, signed=False)
-        else:
-            bound = self._code_bound(near, np.zeros_like(near))
+            of_rotated = self._code_bound(rotated, doubt) + doubt
+            of_rotated = _rotate(of_rotated, 1.0, _TAIL, signed=False)
+            is_kept, may_be_kept = (self._is_kept(near, least) for least in (0.0, _TINY))
+            of_rotated = np.where(may_be_kept, np.maximum(bound, of_rotated), of_rotated)
+            bound = np.where(is_kept, bound, of_rotated)
         bound = np.where(np.isnan(bound), np.inf, bound)
         with np.errstate(invalid="ignore"):
             return bound + np.where(np.isfinite(wide), np.abs(wide - near), 0.0)
+
+    def _is_kept(
+        self, x: Float64[np.ndarray, "*rows n"], zero: float
+    ) -> Bool[np.ndarray, "*rows n"]:
+        """Whether each number's block is not rotated, if numbers up to `zero` count as zeros."""
+        is_zero = np.abs(x) <= zero
+        is_zero[..., x.shape[-1] // _GROUP * _GROUP :] = False
+        return largest_of_blocks(is_zero, self.block) > 0
 
     def _code_bound(
         self, x: Float64[np.ndarray, "*rows n"], doubt: Float64[np.ndarray, "*rows n"]

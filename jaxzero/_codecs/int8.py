@@ -25,7 +25,8 @@ class Int8(FormatCodec):
         rounding: "nearest" has the smaller error, half a step at most; "stochastic", up to one
             step, is right on average, for what is summed over many devices or steps.
         hadamard: 32 multiplies each 32 numbers by an orthogonal matrix, which spreads outliers:
-            better for heavy tails, a little worse where most numbers are zero.
+            better for heavy tails. Blocks with an exact zero are not multiplied, so that it arrives
+            as zero.
         scale_dtype: dtype of the scales, `jnp.bfloat16` or `jnp.float32`.
         implementation: what writes and reads messages: "xla", "mosaic_gpu" (kernels for NVIDIA
             GPUs, which compile and were never executed on one; JAX 0.11.2 or newer), or `None`

@@ -54,7 +54,8 @@ class GatherBucket:
             if len(self.parts) == 1:
                 shards = dataclasses.replace(self.parts[0], data=self.data).gather(axis, form)
                 return _single(shards, self.positions[0])
-            data = all_gather(self.data, axis, 0, widths(_columns(self.parts)))
+            forms = [x.codec or x.dtype for x in self.parts]
+            data = all_gather(self.data, axis, 0, widths(_columns(self.parts)), forms)
             return GatherBucket(data, tuple(x.over(axis) for x in self.parts), self.positions)
 
     def renumbered(self, numbers: Sequence[int]) -> GatherBucket:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
@@ -12,6 +12,7 @@ from jaxtyping import DTypeLike
 from .._codecs import Cast, Codec, is_narrow_float
 from .._mesh import AXES, LOCAL, NODE, AnyMesh, physical
 from .._sharding import CommSchedule, GradientHop, HpZ, PerAxis, WeightHop, ZeroConfig
+from .ledger import Transfer
 from .message_form import MessageForm
 
 
@@ -79,15 +80,19 @@ class CommSpec:
         """The axes among `axes` that have more than one device."""
         return tuple(axis for axis in axes if self.sizes[axis] > 1)
 
-    @property
-    def described(self) -> tuple[str, ...]:
-        """A line for each codec in use: what it encodes, and for which axis."""
-        lines = [
-            f"{what} over {axis}: {getattr(codecs, axis)}"
-            for what, codecs in (("weights", self.weights), ("gradients", self.gradients))
-            for axis in self.axes_with_peers(AXES)
-            if getattr(codecs, axis) is not None
-        ]
+    def described(self, transfers: Sequence[Transfer]) -> tuple[str, ...]:
+        """A line for each axis with a codec: what weights or gradients are sent as, in all."""
+        lines = []
+        for what, codecs in (("weights", self.weights), ("gradients", self.gradients)):
+            for axis in self.axes_with_peers(AXES):
+                if (asked := getattr(codecs, axis)) is None:
+                    continue
+                is_hop = isinstance(asked, GradientHop | WeightHop)
+                names = {str(asked.codec): str(asked)} if is_hop else {}
+                here = [x for x in transfers if (x.purpose, x.axis) == (what, axis)]
+                sent = dict.fromkeys(names.get(form, form) for x in here for form in x.forms)
+                forms = sorted(sent, key=lambda form: form != str(asked))  # the codec first
+                lines += [f"{what} over {axis}: {', '.join(forms)}"] if forms else []
         if self.hpz is not None and self.hpz.codec is not None:
             lines.append(f"kept slices (hpZ): {self.hpz.codec}")
         return tuple(lines)
@@ -103,7 +108,7 @@ class CommSpec:
         codec = getattr(self.weights, axis)
         if isinstance(codec, WeightHop):  # here without a wire state
             codec = self.hpz and self.hpz.codec
-        return self.suitable(codec, num, dtype)
+        return self.suitable_for_weights(codec, num, dtype)
 
     def gradient_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
         """The codec of a gradient over `axis`; narrow floats (16 bits or fewer) get a `Cast`."""
@@ -112,6 +117,11 @@ class CommSpec:
             codec = codec.codec
         codec = self.suitable(codec, num, dtype)
         return Cast(dtype) if codec is None and is_narrow_float(dtype) else codec
+
+    def suitable_for_weights(self, codec: Codec | None, num: int, dtype: DTypeLike) -> Codec | None:
+        """`suitable`, if a message has fewer bits: more would carry nothing, without a sum."""
+        codec = self.suitable(codec, num, dtype)
+        return codec if codec is not None and codec.bits < 8 * jnp.dtype(dtype).itemsize else None
 
     def suitable(self, codec: Codec | None, num: int, dtype: DTypeLike) -> Codec | None:
         """`codec` if it encodes arrays of `num` elements of type `dtype`; otherwise None."""

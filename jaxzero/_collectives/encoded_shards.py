@@ -135,12 +135,11 @@ class EncodedShards:
         assert self.codec is not None
         dtype = self.dtype if dtype is None else dtype
         codec, lead = self.codec, self.lead
-        read_as = dtype if codec.decodes_into_any_dtype else self.dtype
 
         def one(message: Any) -> Array:
             shape, dim = self.shape[lead:], self.dim - lead
             decode = codec.decode_tiled if self.tiled else codec.decode_pieces
-            return decode(message, shape, dim, read_as).astype(dtype)
+            return decode(message, shape, dim, dtype)
 
         for _ in range(lead):
             one = jax.vmap(one)
@@ -148,13 +147,12 @@ class EncodedShards:
 
     def gather(self, axis: str, form: MessageForm = MessageForm()) -> EncodedShards:  # noqa: B008
         """Put the shards of all devices along `axis` side by side."""
-        gathered = self.over(axis)
+        gathered, forms = self.over(axis), (self.codec or self.dtype,)
         if self.codec is not None:
-            return dataclasses.replace(gathered, data=all_gather(self.data, axis, self.lead))
-        if form.tiled:
-            x = all_gather(self.data, axis, self.dim)
-        else:
-            x = from_bits(all_gather(to_bits(self.data), axis, self.dim), self.dtype)
+            data = all_gather(self.data, axis, self.lead, forms=forms)
+            return dataclasses.replace(gathered, data=data)
+        bits = self.data if form.tiled else to_bits(self.data)
+        x = from_bits(all_gather(bits, axis, self.dim, forms=forms), self.dtype)
         return dataclasses.replace(gathered, data=x, shape=tuple(x.shape))
 
     def over(self, axis: str) -> EncodedShards:

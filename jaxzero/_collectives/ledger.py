@@ -35,6 +35,8 @@ class Transfer:
         collective: "all-gather", "all-to-all", "reduce-scatter" or "all-reduce".
         axis: the mesh axis that it runs over, of those with more than one device; or "node+local".
         dtype: dtype on the wire.
+        forms: what the numbers are sent as, in the order of the message: codecs by name, and the
+            dtypes of arrays without one.
         num_bytes: size on one device of the gathered result, of the array that is exchanged or
             scattered, or of the array that is all-reduced.
         entering_bytes: bytes that one device receives: `num_bytes * (n - 1) / n` over `n` devices,
@@ -57,6 +59,7 @@ class Transfer:
     trips: int = 1
     microbatches: int = 0
     parts: tuple[tuple[str, int], ...] = ()
+    forms: tuple[str, ...] = ()
 
     def by_leaf(self) -> tuple[Transfer, ...]:
         """One transfer for each leaf, with its part of the bytes."""
@@ -130,6 +133,7 @@ class Ledger:
         dtype: Any,
         num_bytes: int,
         shares: tuple[int, ...] = (),
+        forms: Sequence[Any] = (),
     ) -> None:
         """Record one collective, unless all its axes have one device.
 
@@ -139,6 +143,7 @@ class Ledger:
             dtype: dtype on the wire.
             num_bytes: as in `Transfer`.
             shares: bytes of each leaf in a row of a message for several leaves.
+            forms: the codec of each leaf, or its dtype; none: `dtype`.
         """
         axes = tuple(a for a in ((axis,) if isinstance(axis, str) else axis) if self.sizes[a] > 1)
         if not axes:
@@ -162,6 +167,7 @@ class Ledger:
                 entering_bytes=sent * (num - 1) // num,
                 node_bytes=sent * (nodes - 1) // nodes,
                 parts=parts,
+                forms=tuple(dict.fromkeys(map(str, forms or (dtype,)))),
             )
         )
 
@@ -283,11 +289,13 @@ def current_ledger() -> Ledger | None:
     return _ledger.get()
 
 
-def note(collective: str, axis: Axes, x: Any, shares: tuple[int, ...] = ()) -> None:
+def note(
+    collective: str, axis: Axes, x: Any, shares: tuple[int, ...] = (), forms: Sequence[Any] = ()
+) -> None:
     """Record a collective on `x` in the current ledger, if there is one."""
     ledger = _ledger.get()
     if ledger is not None:
-        ledger.note(collective, axis, x.dtype, x.size * x.dtype.itemsize, shares)
+        ledger.note(collective, axis, x.dtype, x.size * x.dtype.itemsize, shares, forms)
 
 
 def readable_bytes(num_bytes: int) -> str:

@@ -65,7 +65,7 @@ def encode_node_slice(
     that is kept between steps is not `tiled`: its form does not depend on the platform.
     """
     assert comm.hpz is not None
-    codec = comm.suitable(comm.hpz.codec, size, node_slice.dtype)
+    codec = comm.suitable_for_weights(comm.hpz.codec, size, node_slice.dtype)
     return node_slice.encode(codec, (LOCAL,), tiled=tiled)
 
 

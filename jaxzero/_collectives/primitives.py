@@ -16,17 +16,22 @@ from .._mesh import NODE, gloo_workaround, program_axes, varying
 from .ledger import Axes, note
 
 # `shares`: for a message of several leaves, the bytes that each leaf has in a row.
+# `forms`: the codecs of the leaves, or their dtypes; none: the dtype of the message.
 
 
 def all_gather(
-    x: Shaped[Array, ...], axis: Axes, dim: int, shares: tuple[int, ...] = ()
+    x: Shaped[Array, ...],
+    axis: Axes,
+    dim: int,
+    shares: tuple[int, ...] = (),
+    forms: Sequence[Any] = (),
 ) -> Shaped[Array, ...]:
     """Concatenate the arrays of all devices along `dim`, in the order of `axis`."""
     axes = program_axes(axis)
     if not axes:
         return x
     full = gloo_workaround.all_gather(x, axes, dim)
-    note("all-gather", axes, full, shares)
+    note("all-gather", axes, full, shares, forms)
     return full
 
 
@@ -43,16 +48,17 @@ def all_to_all(
     split_dim: int = 0,
     concat_dim: int = 0,
     shares: tuple[int, ...] = (),
+    forms: Sequence[Any] = (),
 ) -> Shaped[Array, ...]:
     """Split `x` along `split_dim`, send part i to device i, and concatenate what is received.
 
-    The parts are concatenated along `concat_dim`, in the order of `axis`. `shares` is for the
-    ledger only (see above).
+    The parts are concatenated along `concat_dim`, in the order of `axis`. `shares` and `forms` are
+    for the ledger only (see above).
     """
     axes = program_axes(axis)
     if not axes:
         return x
-    note("all-to-all", axes, x, shares)
+    note("all-to-all", axes, x, shares, forms)
     x = varying(x, axes)
     return gloo_workaround.all_to_all(x, axes, split_dim, concat_dim)
 

@@ -60,7 +60,7 @@ def reduce_over_node(
         return *as_pair(reduce_to_shard(x, NODE, layout.dim, comm)), error
     half = comm.first_half_size(NODE)
     if error is None:
-        partial = _coded_hop(x, NODE, layout.dim, dtype, codec, comm)
+        partial = _coded_hop(x, NODE, layout.dim, codec, comm)
         return *as_pair(sum_of(partial, half)), None
     hop = comm.gradients.node
     assert isinstance(hop, GradientHop)
@@ -71,7 +71,7 @@ def reduce_over_node(
     # After a step that overflowed, NaN in the residual would spoil every later step too.
     residual = jnp.where(jnp.isfinite(residual), residual, 0)
     shape = shard_shape(x.shape, layout.dim, comm.sizes[NODE])
-    shard = sum_of(PartialSums(_exchange(message, NODE), codec, shape), half)
+    shard = sum_of(PartialSums(_exchange(message, NODE, codec), codec, shape), half)
     return *as_pair(shard), _from_rows(residual, x, layout.dim).astype(error.dtype)
 
 
@@ -92,7 +92,6 @@ def _coded_hop(
     x: Shaped[Array, ...],
     axis: str,
     dim: int,
-    dtype: DTypeLike,
     codec: Codec,
     comm: CommSpec,
     num_summed: int = 1,
@@ -103,16 +102,15 @@ def _coded_hop(
     """
     num = comm.sizes[axis]
     seed = rounding_seed(axis)
-    message = written(encoded(x, dim, num, dtype, codec, num_summed, comm.form, seed))
+    message = written(encoded(x, dim, num, codec, num_summed, comm.form, seed))
     shape = shard_shape(x.shape, dim, num)
-    return PartialSums(_exchange(message, axis), codec, shape, num_summed, comm.form.tiled)
+    return PartialSums(_exchange(message, axis, codec), codec, shape, num_summed, comm.form.tiled)
 
 
 def encoded(
     x: Array | PartialSums,
     dim: int,
     num: int,
-    dtype: DTypeLike,
     codec: Codec,
     num_summed: int,
     form: MessageForm,
@@ -125,12 +123,12 @@ def encoded(
     if isinstance(x, PartialSums) and x.num_summed == 1 and x.decoded is None:
         args = (x.message, x.codec, x.shape, dim, num)
         recode = codec.recode_tiled if form.tiled else codec.recode
-        write = functools.partial(recode, *args, divisor=num_summed, dtype=dtype, seed=seed)
+        dtype, write = jnp.float32, functools.partial(recode, *args, divisor=num_summed, seed=seed)
     else:
         x = total_of(x)
         mean = x if num_summed == 1 else x / jnp.asarray(num_summed, x.dtype)
         encode = codec.encode_tiled if form.tiled else codec.encode_pieces
-        write = functools.partial(encode, mean.astype(dtype), dim, num, seed=seed)
+        dtype, write = mean.dtype, functools.partial(encode, mean, dim, num, seed=seed)
     write = jax.named_scope("encode")(write)
     if form.tiled or not codec.writes_in_place:
         return write()
@@ -162,9 +160,11 @@ def _from_rows(rows: Shaped[Array, "num n"], like: Shaped[Array, ...], dim: int)
     return joined_rows(rows, shard_shape(like.shape, dim, len(rows)), dim)
 
 
-def _exchange(message: Shaped[Array, "num ..."], axis: str) -> Shaped[Array, "num ..."]:
+def _exchange(
+    message: Shaped[Array, "num ..."], axis: str, codec: Codec
+) -> Shaped[Array, "num ..."]:
     """Send row i to device i of `axis`. The barrier keeps the encoding before the exchange."""
-    return all_to_all(lax.optimization_barrier(message), axis)
+    return all_to_all(lax.optimization_barrier(message), axis, forms=(codec,))
 
 
 def sum_over(
@@ -180,13 +180,13 @@ def sum_over(
     num, half = comm.sizes[axis], comm.first_half_size(axis)
     if num == 1:
         return x, None
-    codec = comm.gradient_codec(axis, size, x.dtype)
+    codec, x = comm.gradient_codec(axis, size, x.dtype), x.astype(accumulator_dtype(x.dtype))
     if codec is None or getattr(comm.gradients, axis) is None:
-        (full,), (half_sum,) = _sum_plain([x.astype(accumulator_dtype(x.dtype))], axis, comm)
+        (full,), (half_sum,) = _sum_plain([x], axis, comm)
         return full, half_sum
     layout = DimSharding(0, x.size, num)
     padded = pad(x.reshape(-1), layout)
-    partial = _coded_hop(padded, axis, 0, x.dtype, codec, comm, num_summed)
+    partial = _coded_hop(padded, axis, 0, codec, comm, num_summed)
     shard, half_sum = as_pair(sum_of(partial, half))
     scale = jnp.asarray(num_summed * num, x.dtype)
     mean = EncodedShards.plain(shard.astype(x.dtype) / scale, 0)

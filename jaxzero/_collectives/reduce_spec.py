@@ -12,10 +12,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from .._codecs import Codec
 from .._mesh import REDUCTION_HOPS
 from .._sharding import DimSharding
-from .comm_spec import CommSpec
+from .comm_spec import CommSpec, accumulator_dtype
 from .packing import Column
 
 
@@ -49,6 +51,13 @@ class ReduceSpec:
         """The codec that the gradient is sent with over `axis`."""
         return comm.gradient_codec(axis, math.prod(self.shape), self.dtype)
 
+    def dtype_at(self, axis: str, comm: CommSpec) -> Any:
+        """The dtype of the sum that is sent over `axis`: float32 once it has been decoded."""
+        before = [x for x in REDUCTION_HOPS[: REDUCTION_HOPS.index(axis)] if self.scatters(x, comm)]
+        if any(self.codec(hop, comm) is not None for hop in before):
+            return jnp.dtype(jnp.float32)
+        return accumulator_dtype(self.dtype) if before else self.dtype
+
     def shard_shape(self, axis: str, comm: CommSpec) -> tuple[int, ...]:
         """The shape of a device's shard after the reduction over `axis` and the axes before it."""
         done = REDUCTION_HOPS[: REDUCTION_HOPS.index(axis) + 1]
@@ -60,7 +69,8 @@ class ReduceSpec:
         """Length and dtype of the message for each device along `axis`."""
         codec = self.codec(axis, comm)
         assert codec is not None
-        return _message_size(codec, math.prod(self.shard_shape(axis, comm)), self.dtype)
+        num = math.prod(self.shard_shape(axis, comm))
+        return _message_size(codec, num, self.dtype_at(axis, comm))
 
 
 def reduce_axes(specs: Sequence[ReduceSpec], comm: CommSpec) -> tuple[str, ...]:

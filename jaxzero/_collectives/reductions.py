@@ -26,7 +26,6 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from .._codecs import rows_of
-from .._mesh import REDUCTION_HOPS
 from .._sharding import pad
 from .comm_spec import CommSpec, accumulator_dtype
 from .ledger import picked
@@ -162,7 +161,7 @@ def _reduce_one(
     codec = one.codec(axis, comm)
     assert codec is not None
     shares = widths([spec.message_column(axis, comm) for spec in specs])
-    received = all_to_all(bucket.coded, axis, shares=shares)
+    received = all_to_all(bucket.coded, axis, shares=shares, forms=(codec,))
     return PartialSums(received, codec, one.shard_shape(axis, comm), num_summed)
 
 
@@ -193,19 +192,11 @@ def _split_by_codec(
         if spec.codec(axis, comm) is not None:
             coded.append(i)
         else:
-            dtype = _dtype_at(spec, axis, comm)
+            dtype = spec.dtype_at(axis, comm)
             joins = comm.form.joins(math.prod(spec.shape) * jnp.dtype(dtype).itemsize)
             name = str(dtype) if can_join(dtype) and joins else f"{dtype} {i}"
             summed.setdefault(name, []).append(i)
     return coded, summed
-
-
-def _dtype_at(spec: ReduceSpec, axis: str, comm: CommSpec) -> Any:
-    """The dtype of the sum before it is reduced over `axis`: float32 once it has been decoded."""
-    for hop in REDUCTION_HOPS[: REDUCTION_HOPS.index(axis)]:
-        if spec.scatters(hop, comm) and spec.codec(hop, comm) is not None:
-            return jnp.dtype(jnp.float32)
-    return accumulator_dtype(spec.dtype)
 
 
 def _encode_bucket(
@@ -258,15 +249,15 @@ def _messages(
         assert codec is not None
         is_sum = not isinstance(x, PartialSums) or x.decoded is not None
         joinable = codec.is_joinable and is_sum and not comm.form.tiled
-        return codec, specs[i].dtype, total_of(x).dtype if joinable else i
+        return codec, total_of(x).dtype if joinable else i
 
-    for (codec, dtype, _), run in itertools.groupby(coded, kind):
+    for (codec, _), run in itertools.groupby(coded, kind):
         numbers = list(run)
         x, dim = arrays[numbers[0]], specs[numbers[0]].layout.dim
         if len(numbers) > 1:
             pairs = [(total_of(arrays[i]), specs[i].layout.dim) for i in numbers]
             x, dim = join([rows_of(*pair, num) for pair in pairs]), 0
-        messages.append(encoded(x, dim, num, dtype, codec, num_summed, comm.form, seed))
+        messages.append(encoded(x, dim, num, codec, num_summed, comm.form, seed))
     return messages
 
 
@@ -286,12 +277,13 @@ def _reduce_over(
             codec, shape = specs[i].codec(axis, comm), specs[i].shard_shape(axis, comm)
             assert codec is not None
             with picked([i]):
-                received = all_to_all(message, axis)
+                received = all_to_all(message, axis, forms=(codec,))
             arrays[i] = PartialSums(received, codec, shape, num_summed, tiled=True)
     elif bucket.coded is not None:
         columns = [specs[i].message_column(axis, comm) for i in coded]
+        forms = [specs[i].codec(axis, comm) for i in coded]
         with picked(coded):
-            received = all_to_all(bucket.coded, axis, shares=widths(columns))
+            received = all_to_all(bucket.coded, axis, shares=widths(columns), forms=forms)
         partial = []
         for i, message in zip(coded, in_place(received, columns), strict=True):
             codec, shape = specs[i].codec(axis, comm), specs[i].shard_shape(axis, comm)

@@ -270,13 +270,13 @@ def _is_node(keys: Keys, name: str, mesh: AnyMesh) -> bool:
 def _read_gradients(keys: Keys) -> PerAxis:
     if keys.get("zero_optimization.zero_quantized_gradients", False):
         return zeropp().gradients
-    name = keys.get("communication_data_type", "fp32")
+    name = keys.get("communication_data_type", None)
+    if name is None:
+        return PerAxis()
     if name not in _DTYPES:
         raise keys.error(
             "communication_data_type", f"must be one of {', '.join(_DTYPES)}; got {shown(name)}"
         )
-    if _DTYPES[name] == jnp.float32:
-        return PerAxis()
     return PerAxis(node=Cast(_DTYPES[name]), local=Cast(_DTYPES[name]))
 
 

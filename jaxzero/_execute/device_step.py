@@ -168,7 +168,6 @@ def _plan_of_step(
         program.top,
         at_end=tuple(x.leaf.path for x in program.targets if x.reduce_spec is None),
         slice_bytes=sum(x.nbytes for x in slices),
-        codecs=comm.described,
         microbatches=microbatches,
         later=program.later,
     )

@@ -24,7 +24,7 @@ def has_kept_slice(leaf: LeafSpec, comm: CommSpec) -> bool:
     hop = comm.weights.node
     if not isinstance(hop, WeightHop) or leaf.layout is None or leaf.codec is not None:
         return False
-    suitable = comm.suitable(hop.codec, leaf.layer_size, leaf.dtype) is not None
+    suitable = comm.suitable_for_weights(hop.codec, leaf.layer_size, leaf.dtype) is not None
     return suitable and comm.sizes[NODE] > 1
 
 
@@ -42,7 +42,7 @@ def kept_slice(data: Shaped[Array, ...], leaf: LeafSpec, comm: CommSpec) -> Enco
     lead, dim = leaf.num_lead, leaf.layout.dim
     shape = list(leaf.padded_shape)
     shape[dim] //= comm.sizes[LOCAL]
-    codec = comm.suitable(comm.hpz.codec, leaf.layer_size, leaf.dtype)
+    codec = comm.suitable_for_weights(comm.hpz.codec, leaf.layer_size, leaf.dtype)
     return EncodedShards(data, codec, tuple(shape), dim, leaf.dtype, lead)
 
 

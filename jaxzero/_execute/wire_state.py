@@ -65,7 +65,7 @@ def slice_array(leaf: LeafSpec, comm: CommSpec) -> StateArray | None:
         return None
     assert leaf.layout is not None and comm.hpz is not None
     lead, dim = leaf.num_lead, leaf.layout.dim
-    codec = comm.suitable(comm.hpz.codec, leaf.layer_size, leaf.dtype)
+    codec = comm.suitable_for_weights(comm.hpz.codec, leaf.layer_size, leaf.dtype)
     if codec is None:
         return StateArray(leaf.padded_shape, leaf.dtype, PartitionSpec(*[None] * dim, LOCAL))
     messages = leaf.messages(codec, comm.sizes[LOCAL])

@@ -29,7 +29,7 @@ class Plan:
     transfers: tuple[Transfer, ...] = ()  # every collective, in the order it was issued
     slice_bytes: int = 0  # bytes of the node slices that one device keeps for the step (hpZ)
     host_transfers: tuple[HostTransfer, ...] = ()  # every copy from or to host memory
-    codecs: tuple[str, ...] = ()  # a line for each codec: what it encodes, and over which axis
+    codecs: tuple[str, ...] = ()  # a line for each axis with a codec: what arrays are sent as
     microbatches: int = 1  # in a step
     # With hpZ and several micro-batches, `top` and `steps` are those of the first, which keeps node
     # slices. This is the plan of the others, which gather from the slices.

@@ -235,7 +235,8 @@ def _codec(leaf: LeafSpec, dtype: Any, options: Options) -> Codec | None:
     codec = options.codec
     if codec is None or not jnp.issubdtype(dtype, jnp.floating):
         return None
-    return codec if codec.is_used_for(leaf.layer_size, dtype, options.min_quantized_size) else None
+    is_used = codec.is_used_for(leaf.layer_size, dtype, options.min_quantized_size)
+    return codec if is_used and codec.bits < 8 * jnp.dtype(dtype).itemsize else None
 
 
 def _windows(

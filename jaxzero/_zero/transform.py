@@ -177,6 +177,7 @@ class Transform:
             result.plan,
             transfers=tuple(ledger.transfers),
             host_transfers=tuple(ledger.host_transfers),
+            codecs=self.comm.described(ledger.transfers),
         )
         updated = [result.updated.get(i) for i in leaf_updates]
         return result.loss, result.gradients, parts, result.wire_state, result.halves, updated

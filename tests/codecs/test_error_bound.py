@@ -75,6 +75,16 @@ def test_numbers_of_one_size(codec, x, exponent):
 
 
 @each_codec
+def test_zeros_arrive_as_zeros(codec):
+    """Also the only one in a block of large numbers, and whatever the sign and the seed."""
+    x = np.random.default_rng(1).standard_t(2, size=(8, NUM)).astype(np.float32)
+    is_zero = np.random.default_rng(2).random(x.shape) < np.linspace(0, 0.5, 8)[:, None]
+    x[is_zero] = np.where(x[is_zero] < 0, np.float32(-0.0), 0)
+    for seed in (0, 1):
+        assert not oracle.round_trip(codec, x, np.uint32(seed))[is_zero].any()
+
+
+@each_codec
 def test_the_bound_says_something(codec):
     """Of normal numbers the worst loses half of what is allowed, unless many share the bound."""
     x = np.random.default_rng(0).normal(size=(64, 320)).astype(np.float32)

@@ -204,6 +204,10 @@ def test_zero_is_set_up(mesh):
     made = jz.from_deepspeed(config(**mics), mesh).zero.config
     cast = jz.Cast(jnp.bfloat16)
     assert (made.split, made.gradients) == ("local", jz.PerAxis(node=cast, local=cast))
+    wide = config(bf16={"enabled": True}, communication_data_type="fp32")
+    cast = jz.Cast(jnp.float32)
+    made = jz.from_deepspeed(wide, mesh).zero.config
+    assert made.gradients == jz.PerAxis(node=cast, local=cast)
 
 
 def test_keys_without_effect_are_named(mesh):

@@ -100,10 +100,10 @@ def test_kernels_move_16_bytes_at_once(devices, dump, op, format, dtype):
     assert not re.search(r" (copy|transpose|concatenate|fusion)\(", text), text
 
 
-@pytest.mark.parametrize("op", OPERATIONS)
+@pytest.mark.parametrize("op", OPERATIONS[:3])
 @pytest.mark.parametrize("format", ROTATED, ids=lambda x: f"{x.kind}/{x.block}")
 def test_rotated_kernels_stay_in_registers(devices, dump, op, format):
-    """They go through shared memory, four bytes of a lane at once."""
+    """They go through shared memory, four bytes of a lane at once; a sum is encoded by a second."""
     text, _, said = compiled(devices, dump, *cuda_program(op, format, 2**18))
     assert_nothing_spills(said)
     assert text.count("custom-call(") == 1
@@ -222,7 +222,7 @@ def test_a_step_of_zeropp_compiles_with_kernels(dump):
     kernels = re.findall(r"custom_call_target=\"mosaic_gpu\w*\"", text)
     assert len(kernels) > 10
     names = {path.name.rpartition("_")[0] for path in dump.glob("*.ptx")}
-    assert {"quantize", "dequantize", "dequantize_sum_requantize"} <= names
+    assert {"quantize", "dequantize", "dequantize_sum"} <= names
     for path in dump.glob("*.ptxas"):
         assert_nothing_spills(path.read_text())
     makers = made_by(text)

@@ -144,7 +144,7 @@ def test_kernels_read_weights_as_xla():
 @pytest.mark.parametrize(
     ("name", "shape", "dim", "num", "chunks"),
     _on_two_of(
-        ["int8", "int8_float32_scales", "int4", "stochastic"],
+        ["int8", "int8_float32_scales", "int4", "stochastic", "int4_rotated"],
         [((512, 1024), 0, 2, 2), ((480, 512), 0, 2, 1), ((240, 2048), 1, 2, 2)],
     ),
 )
@@ -205,7 +205,7 @@ OPERATIONS = {
     "dequantize": lambda x, codec: codec.decode_tiled(x, (256, 512), 0, jnp.bfloat16),
     "sum": lambda x, codec: codec.sum_tiled(x, (256, 512)),
     "requantize": lambda x, codec: codec.recode_tiled(
-        x, codec, (256, 512), 0, 2, divisor=2, dtype=jnp.float32, seed=1
+        x, codec, (256, 512), 0, 2, divisor=2, seed=1
     ),
 }
 

@@ -87,6 +87,70 @@ def test_one_mean_for_every_shape(name, mesh, microbatches):
         )
 
 
+ZEROS = {
+    **CONFIGS,
+    "rotated feedback": jz.zero3(gradients=jz.PerAxis(node=jz.ErrorFeedback())),
+    "stochastic": jz.zero3(
+        gradients=jz.PerAxis(
+            node=jz.Int4(hadamard=32, rounding="stochastic"),
+            local=jz.Float8(hadamard=32, rounding="stochastic"),
+        )
+    ),
+}
+
+
+_QUICK = {"zeropp": 2, "rotated feedback": 1, "stochastic": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches"),
+    [
+        pytest.param(name, num, marks=[] if num == _QUICK.get(name) else pytest.mark.exhaustive)
+        for name in ZEROS
+        for num in (1, 2)
+    ],
+)
+def test_what_has_no_gradient_gets_none(name, microbatches):
+    """A padding row, unseen tokens and masked weights, among others in one block of a codec."""
+    width, seen = 40, 30  # blocks of 128 hold parts of four rows
+    mask = np.tril(np.ones((width, width), np.float32))
+    whole = {"rows": zoo.normal(jax.random.key(0), 0, 48, width), "w": mask * 0.1}
+    ids = jax.random.randint(jax.random.key(1), (48 * microbatches,), 0, seen)
+
+    def loss(params, ids):
+        rows = params["rows"][ids] * (ids != 0).astype(jnp.float32)[:, None]
+        return jnp.mean((jnp.tanh(rows @ (params["w"] * mask)) - 0.5) ** 2)
+
+    zero = _zero(ZEROS[name])
+    params, state = zero.shard(whole), {}
+    if zero.config.needs_wire_state:
+        state = {"wire_state": zero.init_wire_state(params)}
+    step = jax.jit(zero.value_and_grad(loss, microbatches=microbatches))
+    for _ in range(2):  # the second adds residuals
+        _, grads, *others = step(params, ids, **state)
+        state = {"wire_state": others[0]} if others else {}
+        got, want = zero.unshard(grads), jax.jit(jax.grad(loss))(whole, ids)
+        assert not got["rows"][0].any() and not got["rows"][seen:].any()
+        assert not got["w"][mask == 0].any()
+        assert np.abs(got["w"] - want["w"]).max() > 0, "Nothing was encoded."
+
+
+def test_weights_that_did_not_change_are_sent_as_such():
+    """Rotated differences: a weight that was not updated does not move on any node."""
+    rotated = jz.PerAxis(node=jz.WeightDelta(jz.Int4(hadamard=32)))
+    zero = _zero(jz.ZeroConfig(weights=rotated, hpz=jz.HpZ(codec=None)))
+    w = np.asarray(zoo.normal(jax.random.key(0), 0, 64, 64))
+    new = w.copy()
+    new[:, ::7] += 0.01 * np.asarray(zoo.normal(jax.random.key(1), 1, 64, 10))
+    state = zero.init_wire_state(zero.shard({"w": w}))
+    _, grads, _ = zero.value_and_grad(lambda p, x: 0.5 * jnp.sum(p["w"] ** 2) + 0 * x.sum())(
+        zero.shard({"w": new}), np.zeros(8, np.float32), wire_state=state
+    )
+    used = np.asarray(zero.unshard(grads)["w"])  # its own gradient
+    np.testing.assert_array_equal(used[new == w], w[new == w])
+    assert np.abs(used - new)[:, ::7].max() > 0, "Nothing was encoded."
+
+
 def test_forward_and_backward_read_the_same_weights():
     """With gradients that travel whole, all is as if the quantised weights were the weights."""
     whole = {"w": zoo.normal(jax.random.key(0), 0, 16, 24)}
