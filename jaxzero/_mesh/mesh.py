@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import eval_jaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jaxtyping import Array, Shaped
 
 from .._processes import hosts, process_count
 from .gloo_workaround import uses_gloo, with_workaround
+from .loop_order import eval_in_order
 from .one_node import LOCAL, NODE, AnyMesh, NodeMesh, is_one_node, without_node
 from .per_device import without_mesh
 from .simulated import SimulatedMesh
@@ -134,7 +136,8 @@ def map_devices(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any
     if isinstance(devices, Mesh):
         if uses_gloo(devices):
             function = with_workaround(function)
-        function = without_mesh(function)
+        on_cpus = devices.devices.flat[0].platform == "cpu"
+        function = without_mesh(function, eval_in_order if on_cpus else eval_jaxpr)
     if not isinstance(mesh, Mesh):
         return mesh.map(function, in_specs, out_specs)
     check_context(mesh)
