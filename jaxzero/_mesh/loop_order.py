@@ -6,13 +6,16 @@ inside the loop and after it are then in flight at once. All have the same chann
 XLA:CPU and Gloo find out which messages belong together: devices would exchange the messages of
 different collectives. Each would also block a thread, of which there may be one for each device.
 
-So loops with collectives carry a token, and every collective that may begin beside such a loop
-reads it. The token is a number that is 0, which XLA cannot know.
+So a loop with collectives carries a token: a number that is 0, which XLA cannot know. It depends on
+every collective before the loop, and every collective after the loop depends on it, also in the
+next program of the same trace (`in_turn`).
 """
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +25,9 @@ from jax import lax
 from jax.extend import core as jex
 from jax.extend import source_info_util
 from jaxtyping import Array, Int32
+
+from .one_node import LOCAL, NODE
+from .per_device import is_tracing
 
 Token = Int32[Array, ""]
 
@@ -38,9 +44,58 @@ _CALLS = {
 }
 
 
-def eval_in_order(jaxpr: Any, constants: Sequence[Any], *arguments: Any) -> list[Any]:
-    """Evaluate the jaxpr of a per-device program, as `jax.core.eval_jaxpr` does, with tokens."""
-    return _Order(None).run(jaxpr, constants, arguments)
+# The last token of each trace under way. A token is alive as long as its program is part of one.
+_last_tokens: contextvars.ContextVar[tuple[tuple[Any, weakref.ref], ...]] = contextvars.ContextVar(
+    "jaxzero_last_tokens", default=()
+)
+
+
+def in_turn(program: Callable, *args: Any) -> Any:
+    """Call a program after all others with collectives in this trace.
+
+    Args:
+        program: a function of a list of tokens and `args`; returns another list, and any tree of
+            arrays. There is one token, or none: on GPUs and TPUs, or without collectives.
+        args: trees of arrays.
+
+    Returns:
+        The tree of arrays.
+    """
+    tokens, outputs = program(last_tokens(), *args)
+    if not tokens or not is_tracing():
+        return outputs
+    remember(tokens)
+    # The barrier keeps the token alive, which nothing else may read, as long as any output.
+    return jax.tree.map(lambda x: lax.optimization_barrier((x, *tokens))[0], outputs)
+
+
+def last_tokens() -> list[Token]:
+    """The token of the last program with collectives in this trace; none if there is no such."""
+    state = jex.get_opaque_trace_state(convention="jaxzero")
+    found = [token() for other, token in _last_tokens.get() if other == state]
+    return [token for token in found if token is not None]
+
+
+def remember(tokens: Sequence[Token]) -> None:
+    """Let the next program of this trace come after the one that `tokens` depend on."""
+    state = jex.get_opaque_trace_state(convention="jaxzero")
+    others = [x for x in _last_tokens.get() if x[0] != state and x[1]() is not None]
+    _last_tokens.set((*others, *((state, weakref.ref(token)) for token in tokens)))
+
+
+def in_order(function: Callable) -> Callable:
+    """Wrap a function that runs on each device as a program for `in_turn`."""
+
+    def program(tokens: list[Token], *args: Any) -> tuple[list[Token], Any]:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        order = _Order(*tokens)
+        outputs = order.run(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        if order.since:
+            order.wait_for_all()
+        tokens = [] if order.token is None else [order.token]
+        return tokens, jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+    return program
 
 
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
@@ -60,7 +115,7 @@ class _Order:
         since: a result of each collective after it.
     """
 
-    token: Token | None
+    token: Token | None = None
     since: list[Any] = dataclasses.field(default_factory=list)
 
     def run(self, jaxpr: Any, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
@@ -86,20 +141,25 @@ class _Order:
             outputs = _bind(equation, self._wait(inputs))
             self.since.append(outputs[0])
             return outputs
-        self.token = _read(_unknown_zero() if self.token is None else self.token, self.since)
+        token = self.wait_for_all()
         match name:
             case "scan":
-                outputs, self.token = _scan(params, inputs, self.token)
+                outputs, self.token = _scan(params, inputs, token)
             case "while":
-                outputs, self.token = _while(params, inputs, self.token)
+                outputs, self.token = _while(params, inputs, token)
             case "cond" if "branches_platforms" not in params:
                 branches = [_body(branch) for branch in params["branches"]]
-                outputs, self.token = lax.switch(inputs[0], branches, inputs[1:], self.token)
+                outputs, self.token = lax.switch(inputs[0], branches, inputs[1:], token)
             case _:
                 outputs = _bind(equation, self._wait(inputs))
-                self.token = _read(self.token, outputs)
-        self.since = []
+                self.token = _read(token, outputs)
         return outputs
+
+    def wait_for_all(self) -> Token:
+        """The token, which then depends on all that came before."""
+        self.token = _read(_unknown_zero() if self.token is None else self.token, self.since)
+        self.since = []
+        return self.token
 
     def _wait(self, arrays: list[Any]) -> list[Any]:
         """The same arrays, which XLA takes to depend on the token."""
@@ -177,8 +237,7 @@ def _read(token: Token, arrays: Sequence[Any]) -> Token:
 
 
 def _unknown_zero() -> Token:
-    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-    return lax.shift_right_arithmetic(lax.axis_index(axes), jnp.int32(31))
+    return lax.shift_right_arithmetic(lax.axis_index((NODE, LOCAL)), jnp.int32(31))
 
 
 def communicates(equation: Any) -> bool:

@@ -30,13 +30,8 @@ from .._without_gc import without_gc
 _ASK_FOR_THE_DEVICE = {"axis_index", "debug_callback", "debug_print"}
 
 
-def without_mesh(function: Callable, evaluate: Callable = eval_jaxpr) -> Callable:
-    """Wrap a function of trees of arrays as a `shard_map` body that is traced without the mesh.
-
-    Args:
-        function: the body.
-        evaluate: evaluates its jaxpr, like `jax.core.eval_jaxpr`.
-    """
+def without_mesh(function: Callable) -> Callable:
+    """Wrap a function of trees of arrays as a `shard_map` body that is traced without the mesh."""
 
     @functools.wraps(function)
     def body(*args):
@@ -51,7 +46,7 @@ def without_mesh(function: Callable, evaluate: Callable = eval_jaxpr) -> Callabl
         with jax.sharding.use_abstract_mesh(mesh.update_axis_types(automatic)), without_gc():
             closed, shapes = jax.make_jaxpr(per_device, return_shape=True)(*map(bare, leaves))
             constants = closed.consts
-            called = _as_one_call(closed.jaxpr, constants, leaves, evaluate)
+            called = _as_one_call(closed.jaxpr, constants, leaves)
         if len(mesh.manual_axes) < len(mesh.axis_names):
             called = _with_mesh_context(mesh, called)
         outputs = jex.jaxpr_as_fun(called)(*constants, *leaves)
@@ -84,9 +79,7 @@ batching.defvectorized(_forward_only_p)
 mlir.register_lowering(_forward_only_p, lambda ctx, x: [x])
 
 
-def _as_one_call(
-    jaxpr: Any, constants: list[Any], leaves: list[Any], evaluate: Callable
-) -> Any:
+def _as_one_call(jaxpr: Any, constants: list[Any], leaves: list[Any]) -> Any:
     """Wrap `jaxpr` in a jaxpr with one equation, a `jit` that calls it.
 
     Arrays that the user's function closes over become arguments of the `jit`: as constants of the
@@ -95,7 +88,7 @@ def _as_one_call(
 
     @jax.jit
     def call(constants, leaves):
-        return evaluate(jaxpr, constants, *leaves)
+        return eval_jaxpr(jaxpr, constants, *leaves)
 
     return jax.make_jaxpr(call)([*map(bare, constants)], [*map(bare, leaves)])
 

@@ -10,13 +10,14 @@ and compiles once.
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from .._mesh import is_traced, is_tracing
+from .._mesh import in_turn, is_traced, is_tracing, last_tokens, remember
 from .._program import open_program
 
 _MOST_KEPT = 16  # compiled programs of one function, for various batch shapes and dtypes
@@ -43,10 +44,10 @@ class Programs:
 
     def _run(self, program: Callable, *args: Any) -> Any:
         if is_tracing() or any(is_traced(x) for x in jax.tree.leaves(args)):
-            return jax.jit(program)(*args)
+            return in_turn(_with_tokens(program), *args)
         opened, constants, treedef = open_program(program, *args)
         if any(is_traced(x) for x in constants):  # it closes over values of an outer transformation
-            return jax.jit(program)(*args)
+            return in_turn(_with_tokens(program), *args)
         flat = jax.jit(opened)
         arrays = jax.tree.leaves(args)
         text = flat.lower(constants, arrays).as_text()
@@ -62,3 +63,16 @@ class Programs:
         if len(self._kept) > _MOST_KEPT:
             self._kept.popitem(last=False)
         return kept
+
+
+def _with_tokens(program: Callable) -> Callable:
+    """A program as a `jit` of its own, for `in_turn`."""
+
+    @jax.jit
+    @functools.wraps(program)
+    def call(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:
+        remember(tokens)
+        outputs = program(*args)
+        return last_tokens(), outputs
+
+    return call
