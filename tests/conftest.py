@@ -34,9 +34,6 @@ os.environ["XLA_FLAGS"] = " ".join(
 ).strip()
 # Fake devices are what the suite is about, so a GPU does not become the default by being there.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# XLA:CPU has a thread for each device, or for each of so many cores. Where a device waits in two
-# collectives at once, one thread for each is too few: all wait for the device that has none.
-os.environ.setdefault("NPROC", "32")
 # Two pytest workers already use both cores, so NumPy and torch get one thread each. OpenBLAS
 # threads busy-wait: with more of them the planner's tests took twice the CPU time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -9,6 +9,10 @@ from . import gloo_groups as gloo_groups
 from . import gloo_workaround as gloo_workaround
 from . import simulated as simulated
 from .gloo_workaround import reduce_scatter as reduce_scatter
+from .loop_order import in_turn as in_turn
+from .loop_order import last_tokens as last_tokens
+from .loop_order import remember as remember
+from .loop_order import scan_sizes as scan_sizes
 from .memory import HOST as HOST
 from .memory import empty_in_host as empty_in_host
 from .memory import in_host as in_host

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
@@ -11,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from .._processes import hosts, process_count
 from .gloo_workaround import uses_gloo, with_workaround
+from .loop_order import in_order, in_turn
 from .one_node import LOCAL, NODE, AnyMesh, NodeMesh, is_one_node, without_node
 from .per_device import without_mesh
 from .simulated import SimulatedMesh
@@ -131,11 +133,20 @@ def map_devices(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any
     the devices of one node.
     """
     devices = mesh.mesh if isinstance(mesh, NodeMesh) else mesh
-    if isinstance(devices, Mesh):
-        if uses_gloo(devices):
-            function = with_workaround(function)
-        function = without_mesh(function)
-    if not isinstance(mesh, Mesh):
+    if not isinstance(devices, Mesh):
+        return mesh.map(function, in_specs, out_specs)
+    if uses_gloo(devices):
+        function = with_workaround(function)
+    if devices.devices.flat[0].platform != "cpu":
+        return _mapped(without_mesh(function), mesh, in_specs, out_specs)
+    everywhere = PartitionSpec()  # of tokens
+    program = without_mesh(in_order(function))
+    run = _mapped(program, mesh, (everywhere, *in_specs), (everywhere, out_specs))
+    return functools.partial(in_turn, run)
+
+
+def _mapped(function: Callable, mesh: Mesh | NodeMesh, in_specs: Any, out_specs: Any) -> Callable:
+    if isinstance(mesh, NodeMesh):
         return mesh.map(function, in_specs, out_specs)
     check_context(mesh)
     return jax.shard_map(

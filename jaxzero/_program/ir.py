@@ -1,8 +1,8 @@
 """The intermediate representation of a traced program: blocks of operations that can be re-bound.
 
 `trace` makes blocks from functions; `per_device` and `layout_requests` handle what jaxprs contain
-about meshes, and `memory` has a primitive of its own. Only these five modules know jaxprs, so a new
-JAX release affects only them.
+about meshes, `loop_order` orders them for CPUs, and `memory` has a primitive of its own. Only these
+six modules know jaxprs, so a new JAX release affects only them.
 """
 
 from __future__ import annotations

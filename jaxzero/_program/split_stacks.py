@@ -24,11 +24,11 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 from jaxtyping import Array, Shaped
 
-from .._mesh import bare
+from .._mesh import bare, scan_sizes
 from .._warnings import warn
 from .elementwise import is_elementwise
 from .ir import Operation, Value
-from .trace import CALLS, REMAT, has_shardings, scan_sizes
+from .trace import CALLS, REMAT, has_shardings
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 from jax.sharding import NamedSharding
 
-from .._mesh import bare, rewrite
+from .._mesh import bare, rewrite, scan_sizes
 from .._warnings import warn
 from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, is_mutable, is_ref
 from .layout_requests import CALLBACKS, explaining, without_our_axes
@@ -233,14 +233,6 @@ def has_shardings(params: dict[str, Any]) -> bool:
     """Whether a nested `jit` requests shardings, which inlining would drop."""
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
-
-
-def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
-    """Numbers of constants and carried values, which parameters name differently by JAX version."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    constants, carry, _ = params["ft_in"].unpack()
-    return len(constants), len(carry)
 
 
 def _barrier(equation: Any, inputs: list[Atom], operations: list[Operation]) -> list[Atom]:

@@ -10,6 +10,7 @@ and compiles once.
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from .._mesh import is_traced, is_tracing
+from .._mesh import in_turn, is_traced, is_tracing, last_tokens, remember
 from .._program import is_mutable, open_program
 from .._sharding import is_array, rebuild, statics_of
 
@@ -69,10 +70,10 @@ class Programs:
         opened = None if is_part else open_program(arrays_only, *args)
         # A closure may also hold values of an outer transformation.
         if opened is None or any(map(is_traced, opened.constants)):
-            part = jax.jit(arrays_only, out_shardings=out_shardings)
+            part = _with_tokens(arrays_only, out_shardings)
 
             def call(*args: Any) -> Any:
-                made = part(*args)  # which sets `found`
+                made = in_turn(part, *args)  # which sets `found`
                 return rebuild(arrays=made, **found)
 
             return call
@@ -119,3 +120,14 @@ def _placed(constants: Sequence[Any], compiled: Any) -> list[Any]:
         else jax.device_put(x, sharding)
         for x, sharding in zip(constants, shardings, strict=True)
     ]
+
+
+def _with_tokens(program: Callable, out_shardings: Any) -> Callable:
+    """A program as a `jit` of its own, for `in_turn`."""
+
+    def call(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:
+        remember(tokens)
+        outputs = program(*args)
+        return last_tokens(), outputs
+
+    return jax.jit(functools.wraps(program)(call), out_shardings=(None, out_shardings))

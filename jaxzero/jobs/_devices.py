@@ -1,7 +1,6 @@
 """Choose the devices of a job: accelerators if there are any, else simulated CPU devices."""
 
 import contextlib
-import os
 from typing import Any
 
 import jax
@@ -9,9 +8,6 @@ import jax
 from .._processes import process_count
 
 _FAKE_DEVICES = 8
-# Threads of XLA:CPU, which otherwise has one for each device. A device may wait in two collectives
-# at once; if no thread is left for another device, all wait forever.
-_THREADS = 32
 
 
 def choose_devices(num_devices: int | None) -> list[Any]:
@@ -27,7 +23,6 @@ def choose_devices(num_devices: int | None) -> list[Any]:
     if jax.config.values["jax_num_cpu_devices"] < 0:  # not set by the user
         with contextlib.suppress(RuntimeError):  # a backend runs already: take its devices
             jax.config.update("jax_num_cpu_devices", _fake_devices(num_devices))
-            os.environ.setdefault("NPROC", str(_THREADS))  # XLA looks there
     found = jax.devices()
     if num_devices is not None and num_devices > len(found):
         raise ValueError(

@@ -49,7 +49,7 @@ def _run(program: str, **environment: str) -> str:
         text=True,
         timeout=300,
         check=False,
-        env={**os.environ, "NPROC": "32", **environment},
+        env={**os.environ, **environment},
     )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr

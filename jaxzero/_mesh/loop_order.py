@@ -1,0 +1,262 @@
+"""On CPUs, keep what communicates from running beside a loop that does.
+
+XLA:CPU runs the collectives of one computation in turn. But it only waits for a loop (or a `cond`)
+to *begin* before it begins the next collective, unless that reads what the loop writes. Collectives
+inside the loop and after it are then in flight at once. All have the same channel id, by which
+XLA:CPU and Gloo find out which messages belong together: devices would exchange the messages of
+different collectives. Each would also block a thread, of which there may be one for each device.
+
+So a loop with collectives carries a token: a number that is 0, which XLA cannot know. It depends on
+every collective before the loop, and every collective after the loop depends on it, also in the
+next program of the same trace (`in_turn`).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex
+from jax.extend import source_info_util
+from jaxtyping import Array, Int32
+
+from .one_node import LOCAL, NODE
+from .per_device import is_tracing
+
+Token = Int32[Array, ""]
+
+_LOCAL = {"axis_index", "pvary", "pcast"}  # they name an axis and send nothing
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",  # `closed_call` from JAX 0.12 on
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+}
+
+
+# The last token of each trace under way. A token is alive as long as its program is part of one.
+_last_tokens: contextvars.ContextVar[tuple[tuple[Any, weakref.ref], ...]] = contextvars.ContextVar(
+    "jaxzero_last_tokens", default=()
+)
+
+
+def in_turn(program: Callable, *args: Any) -> Any:
+    """Call a program after all others with collectives in this trace.
+
+    Args:
+        program: a function of a list of tokens and `args`; returns another list, and any tree of
+            arrays. There is one token, or none: on GPUs and TPUs, or without collectives.
+        args: trees of arrays.
+
+    Returns:
+        The tree of arrays.
+    """
+    tokens, outputs = program(last_tokens(), *args)
+    if not tokens or not is_tracing():
+        return outputs
+    remember(tokens)
+    # The barrier keeps the token alive, which nothing else may read, as long as any output.
+    return jax.tree.map(lambda x: lax.optimization_barrier((x, *tokens))[0], outputs)
+
+
+def last_tokens() -> list[Token]:
+    """The token of the last program with collectives in this trace; none if there is no such."""
+    state = jex.get_opaque_trace_state(convention="jaxzero")
+    found = [token() for other, token in _last_tokens.get() if other == state]
+    return [token for token in found if token is not None]
+
+
+def remember(tokens: Sequence[Token]) -> None:
+    """Let the next program of this trace come after the one that `tokens` depend on."""
+    state = jex.get_opaque_trace_state(convention="jaxzero")
+    others = [x for x in _last_tokens.get() if x[0] != state and x[1]() is not None]
+    _last_tokens.set((*others, *((state, weakref.ref(token)) for token in tokens)))
+
+
+def in_order(function: Callable) -> Callable:
+    """Wrap a function that runs on each device as a program for `in_turn`."""
+
+    def program(tokens: list[Token], *args: Any) -> tuple[list[Token], Any]:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        order = _Order(*tokens)
+        outputs = order.run(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        if order.since:
+            order.wait_for_all()
+        tokens = [] if order.token is None else [order.token]
+        return tokens, jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+    return program
+
+
+def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """Numbers of constants and carried values, which parameters name differently by JAX version."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(constants), len(carry)
+
+
+@dataclasses.dataclass
+class _Order:
+    """The order of what communicates in a program, or in a loop's body.
+
+    Attributes:
+        token: depends on the last loop; None if no loop with collectives came before.
+        since: a result of each collective after it.
+    """
+
+    token: Token | None = None
+    since: list[Any] = dataclasses.field(default_factory=list)
+
+    def run(self, jaxpr: Any, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        values = dict(zip(jaxpr.constvars, constants, strict=True))
+        values.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, jex.Literal) else values[atom]
+
+        for equation in jaxpr.eqns:
+            args = [read(atom) for atom in equation.invars]
+            source = equation.source_info
+            with source_info_util.user_context(source.traceback, name_stack=source.name_stack):
+                run = self._communicate if communicates(equation) else _bind
+                values.update(zip(equation.outvars, run(equation, args), strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _communicate(self, equation: Any, inputs: list[Any]) -> list[Any]:
+        name, params = equation.primitive.name, equation.params
+        if name in _CALLS:
+            return self.run(*_opened(params[_CALLS[name]]), inputs)
+        if not list(_inner_jaxprs(equation)):
+            outputs = _bind(equation, self._wait(inputs))
+            self.since.append(outputs[0])
+            return outputs
+        token = self.wait_for_all()
+        match name:
+            case "scan":
+                outputs, self.token = _scan(params, inputs, token)
+            case "while":
+                outputs, self.token = _while(params, inputs, token)
+            case "cond" if "branches_platforms" not in params:
+                branches = [_body(branch) for branch in params["branches"]]
+                outputs, self.token = lax.switch(inputs[0], branches, inputs[1:], token)
+            case _:
+                outputs = _bind(equation, self._wait(inputs))
+                self.token = _read(token, outputs)
+        return outputs
+
+    def wait_for_all(self) -> Token:
+        """The token, which then depends on all that came before."""
+        self.token = _read(_unknown_zero() if self.token is None else self.token, self.since)
+        self.since = []
+        return self.token
+
+    def _wait(self, arrays: list[Any]) -> list[Any]:
+        """The same arrays, which XLA takes to depend on the token."""
+        if self.token is None:
+            return arrays
+        return [lax.select_n(self.token == 0, lax.full_like(x, 0), x) for x in arrays]
+
+
+def _bind(equation: Any, inputs: Sequence[Any]) -> list[Any]:
+    params = equation.primitive.get_bind_params(equation.params)
+    args, params = params if isinstance(params, tuple) else ((), params)
+    with equation.ctx.manager:
+        out = equation.primitive.bind(*args, *inputs, **params)
+    return list(out) if equation.primitive.multiple_results else [out]
+
+
+def _body(closed: Any) -> Callable[[list[Any], Token], tuple[list[Any], Token]]:
+    """A body or a branch, as a function of its inputs and of the token.
+
+    The token that it returns depends on what the body computes. XLA would take another one out of
+    the loop, and nothing would wait for the loop.
+    """
+
+    def run(inputs: list[Any], token: Token) -> tuple[list[Any], Token]:
+        order = _Order(token)
+        outputs = order.run(*_opened(closed), inputs)
+        return outputs, _read(order.token, order.since or outputs)
+
+    return run
+
+
+def _scan(params: dict[str, Any], inputs: list[Any], token: Token) -> tuple[list[Any], Token]:
+    num_constants, num_carry = scan_sizes(params)
+    constants, first = inputs[:num_constants], num_constants + num_carry
+    run = _body(params["jaxpr"])
+
+    def step(carry: tuple[Token, list[Any]], slices: list[Any]) -> Any:
+        token, values = carry
+        outputs, token = run([*constants, *values, *slices], token)
+        return (token, outputs[:num_carry]), outputs[num_carry:]
+
+    (token, carry), stacks = lax.scan(
+        step,
+        (token, inputs[num_constants:first]),
+        inputs[first:],
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *stacks], token
+
+
+def _while(params: dict[str, Any], inputs: list[Any], token: Token) -> tuple[list[Any], Token]:
+    first, second = params["cond_nconsts"], params["body_nconsts"]
+    asked, constants = inputs[:first], inputs[first : first + second]
+    condition, run = _body(params["cond_jaxpr"]), _body(params["body_jaxpr"])
+
+    def goes_on(carry: tuple[Token, list[Any]]) -> Any:
+        return condition([*asked, *carry[1]], carry[0])[0][0]
+
+    def step(carry: tuple[Token, list[Any]]) -> Any:
+        outputs, token = run([*constants, *carry[1]], carry[0])
+        return token, outputs
+
+    token, outputs = lax.while_loop(goes_on, step, (token, inputs[first + second :]))
+    return outputs, token
+
+
+def _read(token: Token, arrays: Sequence[Any]) -> Token:
+    """The same token, which XLA takes to depend on `arrays`."""
+    for x in arrays:
+        if x.size and jnp.issubdtype(x.dtype, jnp.number):
+            token = token & (x[(0,) * x.ndim] != 0).astype(token.dtype)
+    return token
+
+
+def _unknown_zero() -> Token:
+    return lax.shift_right_arithmetic(lax.axis_index((NODE, LOCAL)), jnp.int32(31))
+
+
+def communicates(equation: Any) -> bool:
+    """Whether an equation is a collective, or has collectives inside."""
+    if not any(type(effect).__name__ == "NamedAxisEffect" for effect in equation.effects):
+        return False
+    inner = list(_inner_jaxprs(equation))
+    if not inner:
+        return equation.primitive.name not in _LOCAL
+    return any(communicates(x) for jaxpr in inner for x in jaxpr.eqns)
+
+
+def _inner_jaxprs(equation: Any) -> Iterator[Any]:
+    for param in equation.params.values():
+        for x in param if isinstance(param, tuple) else (param,):
+            if isinstance(x, jex.Jaxpr | jex.ClosedJaxpr):
+                yield _opened(x)[0]
+
+
+def _opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """A jaxpr, and its constants if it is a closed one (as all are from JAX 0.11 on)."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())

@@ -1,0 +1,112 @@
+"""On CPUs nothing with collectives runs beside a loop with collectives (`_mesh.loop_order`)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jaxzero as jz
+
+from .loop_order import num_loops, side_by_side
+
+AXES = ("node", "local")
+WIDTH, LAYERS, ROWS = 32, 3, 16
+
+
+def _params() -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32) / WIDTH**0.5)
+    return {"in": draw(WIDTH, WIDTH), "layers": draw(LAYERS, WIDTH, WIDTH), "scale": draw(WIDTH)}
+
+
+def _batch(seed: int = 1) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((ROWS, WIDTH), np.float32))
+
+
+def _loss(params, x):
+    x = jnp.tanh(x @ params["in"])
+    x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])
+    return jnp.mean((x @ params["scale"]) ** 2)
+
+
+def _own_collectives(params, x):
+    """Collectives of the user: in a scan, a while loop and a cond, and beside them."""
+
+    def normalized(x, w):
+        return x @ w / (1 + lax.psum(jnp.sum(x**2), AXES)), lax.psum(jnp.max(x), "local")
+
+    y, maxima = lax.scan(normalized, x, params["layers"])
+    steps = lax.while_loop(lambda n: lax.psum(n, AXES) < 40.0, lambda n: n + 1.0, jnp.float32(0))
+    z = lax.cond(
+        jnp.sum(x) < 1e6, lambda z: lax.psum(jnp.sum(z), "local"), jnp.sum, x
+    )
+    everyone = lax.all_gather(x @ params["in"], "node", tiled=True)
+    loss = jnp.mean(y**2) + jnp.mean(everyone**2) + jnp.mean(maxima) * 1e-3 + z * 1e-6
+    return loss + 0 * steps + jnp.mean(params["scale"])
+
+
+def _step(zero: jz.Zero, loss=_loss, **options):
+    grads = zero.value_and_grad(loss, **options)
+    if zero.config.needs_wire_state:
+        return lambda params, x: grads(params, x, wire_state=zero.init_wire_state(params))
+    return lambda params, x: grads(params, x)
+
+
+def _adamw(zero: jz.Zero):
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    grads = zero.value_and_grad(_loss)
+
+    def step(params, x):
+        opt_state = zero.init_optimizer(tx, params)
+        loss, g = grads(params, x)
+        updates, opt_state = tx.update(g, opt_state, params)
+        return loss, optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def _update_in_backward(zero: jz.Zero):
+    tx = optax.adamw(1e-3)
+    run = zero.value_and_update(_loss, tx)
+    return lambda params, x: run(params, zero.init_optimizer(tx, params), x)
+
+
+def _two_calls(zero: jz.Zero):
+    grads, apply = zero.value_and_grad(_loss), zero.apply(_loss)
+
+    def step(params, x):
+        halved = jax.tree.map(lambda g: g / 2, grads(params, x)[1])
+        return halved, apply(params, -x), grads(params, 2 * x)
+
+    return step
+
+
+PROGRAMS = {
+    "zero3": lambda: (jz.zero3(), _step),
+    "zeropp": lambda: (jz.zeropp(), _step),
+    "zeropp4": lambda: (jz.zeropp4(), _step),
+    "micro-batches": lambda: (jz.zero3(), lambda zero: _step(zero, microbatches=2)),
+    "own collectives": lambda: (jz.zero3(), lambda zero: _step(zero, _own_collectives)),
+    "AdamW": lambda: (jz.zero3(), _adamw),
+    "update in backward": lambda: (jz.zero3(), _update_in_backward),
+    "two calls": lambda: (jz.zero3(), _two_calls),
+}
+
+
+def _compiled(name: str) -> str:
+    config, make = PROGRAMS[name]()
+    zero = jz.Zero(jz.make_mesh(nodes=2), config)
+    params = zero.shard(_params())
+    return jax.jit(make(zero)).lower(params, _batch()).compile().as_text()
+
+
+@pytest.mark.standard_promotion  # for optax
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_nothing_runs_beside_a_loop(name):
+    text = _compiled(name)
+    assert num_loops(text) >= 2
+    assert side_by_side(text) == []
