@@ -32,7 +32,43 @@ REMAT = {"checkpoint", "remat", "remat2"}
 _ALIAS = {"copy", "copy_p", "name"}  # their output is their only input
 
 
-def trace(function: Callable, *avals: Any) -> tuple[Block, Any]:
+@dataclasses.dataclass(frozen=True)
+class OpenProgram:
+    """A traced function, apart from the arrays that it closes over.
+
+    Attributes:
+        jaxpr: takes the constants and the arguments.
+        constants: the arrays that the function closes over, tracers of outer transformations too.
+        shapes: the tree of `ShapeDtypeStruct`s that it returns.
+    """
+
+    jaxpr: Any
+    constants: list[Any]
+    shapes: Any
+
+    @property
+    def run(self) -> Callable[[list[Any], list[Any]], list[Any]]:
+        """A function `run(constants, arrays)` of flat lists that closes over no array."""
+        jaxpr = self.jaxpr
+
+        def run(constants: list[Any], arrays: list[Any]) -> list[Any]:
+            return eval_jaxpr(jaxpr, constants, *arrays)
+
+        return run
+
+    @property
+    def treedef(self) -> Any:
+        """The tree structure of the function's result."""
+        return jax.tree.structure(self.shapes)
+
+
+def open_program(function: Callable, *args: Any) -> OpenProgram:
+    """Trace `function(*args)`, and turn the arrays that it closes over into arguments."""
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    return OpenProgram(closed.jaxpr, list(closed.consts), shapes)
+
+
+def trace(function: Callable, *avals: Any) -> tuple[Block, OpenProgram]:
     """Trace `function` to a block without dead operations.
 
     Args:
@@ -40,12 +76,13 @@ def trace(function: Callable, *avals: Any) -> tuple[Block, Any]:
         avals: `ShapeDtypeStruct`s or arrays, of which only shape and dtype are used.
 
     Returns:
-        The block and the tree of `ShapeDtypeStruct`s that `function` returns.
+        The block, and the trace that it is made of.
     """
     with explaining():
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*map(bare, avals))
-    _warn_of_split(closed.consts)
-    return without_dead_code(_block(without_our_axes(closed))), shapes
+        program = open_program(function, *map(bare, avals))
+    _warn_of_split(program.constants)
+    closed = without_our_axes(jex.ClosedJaxpr(program.jaxpr, program.constants))
+    return without_dead_code(_block(closed)), program
 
 
 def _warn_of_split(constants: Sequence[Any]) -> None:
@@ -74,22 +111,6 @@ def traced_once(function: Callable, *args: Any) -> tuple[Callable, Any]:
         return jax.tree.unflatten(structure, run(*jax.tree.leaves(args)))
 
     return traced, shapes
-
-
-def open_program(function: Callable, *args: Any) -> tuple[Callable, list[Any], Any]:
-    """Trace `function` and turn the arrays that it closes over into arguments.
-
-    Returns:
-        A function `run(constants, arrays)` of flat lists that closes over no array; the constants;
-        and the tree structure of the function's result.
-    """
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    jaxpr = closed.jaxpr
-
-    def run(constants: list[Any], arrays: list[Any]) -> list[Any]:
-        return eval_jaxpr(jaxpr, constants, *arrays)
-
-    return run, list(closed.consts), jax.tree.structure(shapes)
 
 
 def rewritten(

@@ -44,17 +44,17 @@ class Programs:
     def _run(self, program: Callable, *args: Any) -> Any:
         if is_tracing() or any(is_traced(x) for x in jax.tree.leaves(args)):
             return jax.jit(program)(*args)
-        opened, constants, treedef = open_program(program, *args)
-        if any(is_traced(x) for x in constants):  # it closes over values of an outer transformation
+        opened = open_program(program, *args)
+        if any(is_traced(x) for x in opened.constants):  # it closes over values of an outer transformation
             return jax.jit(program)(*args)
-        flat = jax.jit(opened)
+        flat = jax.jit(opened.run)
         arrays = jax.tree.leaves(args)
-        text = flat.lower(constants, arrays).as_text()
+        text = flat.lower(opened.constants, arrays).as_text()
         # The text of a callback does not identify which Python function it calls, so a program with
         # callbacks is never reused.
         if "callback" not in text:
             flat = self._keep(hashlib.sha256(text.encode()).hexdigest(), flat)
-        return jax.tree.unflatten(treedef, flat(constants, arrays))
+        return jax.tree.unflatten(opened.treedef, flat(opened.constants, arrays))
 
     def _keep(self, key: str, program: Callable) -> Callable:
         kept = self._kept.setdefault(key, program)

@@ -19,7 +19,8 @@ from .._collectives import CommSpec, Ledger, labelled, recording
 from .._execute import LocalWireState, Parameters, run_on_device, specs_of
 from .._mesh import AXES, AnyMesh, forward_only, map_devices, physical
 from .._plan import Plan
-from .._sharding import ZeroConfig, split_dim
+from .._program import OpenProgram
+from .._sharding import HpZ, PerAxis, ZeroConfig, split_dim
 from .._simigrad import GradientHalves
 from .arguments import BATCH, Argument, Call
 from .in_place import call_checked
@@ -29,23 +30,33 @@ from .outputs import Outputs
 from .placement import constrain
 from .program_updates import ProgramUpdates
 from .row_outputs import shapes_with_twice_the_rows
+from .tangents import Derivative, tangents_like, with_tangents, zeros
 
 
 class Transform:
     """A user's function for the arguments of one call: its sharded program, and the plan of it."""
 
     def __init__(
-        self, function: Callable, call: Call, options: Options, mesh: AnyMesh, config: ZeroConfig
+        self,
+        function: Callable,
+        call: Call,
+        options: Options,
+        mesh: AnyMesh,
+        config: ZeroConfig,
+        flat: Callable | None = None,
     ):
         self.function = function
         self.call = call
+        self.flat = flat or self._flat
         self.options = options
         self.devices = mesh
         self.mesh = physical(mesh)
         self.config = config
         self.comm = CommSpec.of(mesh, config, options.halves)
         self.parameters = _parameters(call, options, config, self.comm.num_shards)
-        self._plan: Plan | None = None  # set by tracing `program`
+        # Set by tracing `program`: its plan, and what `flat` was traced to.
+        self._plan: Plan | None = None
+        self._traced: OpenProgram | None = None
 
     def plan(self, run: Callable, *args: Any) -> Plan:
         """Trace `run(*args)`, which calls `program`, and return the plan of that.
@@ -71,8 +82,7 @@ class Transform:
         """
         updates = updates or ProgramUpdates(None)
         given = updates.arguments
-        in_specs = [self._specs(argument) for argument in self.call.arguments]
-        state_specs = self._state_specs(wire_state)
+        in_specs, state_specs = self._in_specs, self._state_specs(wire_state)
         if AxisType.Explicit in self.mesh.axis_types:
             arrays = [
                 [constrain(x, self.mesh, spec) for x, spec in zip(leaves, specs, strict=True)]
@@ -85,18 +95,40 @@ class Transform:
                 [constrain(x, self.mesh, spec) for x in each]
                 for each, spec in zip(given, updates.in_specs, strict=True)
             ]
-        axes = self.config.axes if self.parameters.gradients_split else ()
+        outputs = Outputs(self.options, self._rows_per_microbatch(arrays))
+        loss, gradients, parts, wire_state, halves, updated = self._run(
+            arrays, wire_state, given, outputs, updates
+        )
+        axes = self._gradient_axes
+        gradients = [
+            constrain(x, self.mesh, self.parameters.leaves[i].spec(axes))
+            if x is not None and self.parameters.leaves[i].other_axes
+            else x
+            for x, i in zip(gradients, self.parameters.differentiated, strict=True)
+        ]
+        loss, gradients, parts, halves = forward_only((loss, gradients, parts, halves))
+        return loss, gradients, outputs.join(*parts), wire_state, halves, updated
+
+    def _run(
+        self,
+        arrays: list[list[Array]],
+        wire_state: LocalWireState,
+        given: list[list[Array]],
+        outputs: Outputs,
+        updates: ProgramUpdates,
+    ) -> Any:
+        """Run the program on every device; its results are global arrays."""
+        state_specs = self._state_specs(wire_state)
         gradient_specs = [
-            self.parameters.leaves[i].spec(axes, manual_only=True)
+            self.parameters.leaves[i].spec(self._gradient_axes, manual_only=True)
             for i in self.parameters.differentiated
         ]
-        outputs = Outputs(self.options, self._rows_per_microbatch(arrays))
         mapped = map_devices(
             lambda arrays, wire_state, given: self._on_device(
                 arrays, wire_state, given, outputs, updates
             ),
             self.devices,
-            in_specs=(in_specs, state_specs, updates.in_specs),
+            in_specs=(self._in_specs, state_specs, updates.in_specs),
             out_specs=(
                 PartitionSpec(),
                 gradient_specs,
@@ -106,15 +138,58 @@ class Transform:
                 updates.out_specs,
             ),
         )
-        loss, gradients, parts, wire_state, halves, updated = mapped(arrays, wire_state, given)
-        gradients = [
-            constrain(x, self.mesh, self.parameters.leaves[i].spec(axes))
-            if x is not None and self.parameters.leaves[i].other_axes
-            else x
-            for x, i in zip(gradients, self.parameters.differentiated, strict=True)
-        ]
-        loss, gradients, parts, halves = forward_only((loss, gradients, parts, halves))
-        return loss, gradients, outputs.join(*parts), wire_state, halves, updated
+        return with_tangents(
+            mapped,
+            (arrays, wire_state, given),
+            lambda: self._traced,
+            functools.partial(self._tangents, outputs, updates),
+        )
+
+    def _tangents(
+        self, outputs: Outputs, updates: ProgramUpdates, derivative: Derivative, results: Any
+    ) -> Any:
+        """The tangents of what `_run` returns, by a program without codecs."""
+        self._check_tangents(derivative, updates)
+        call, arrays = derivative.arguments(self.call)
+        hpz = self.config.hpz and HpZ(codec=None)
+        config = dataclasses.replace(
+            self.config, weights=PerAxis(), gradients=PerAxis(), hpz=hpz
+        )
+        program = Transform(
+            self.function, call, self.options, self.devices, config, derivative.flat(self.call)
+        )
+        of_outputs = Outputs(self.options, None)
+        of_outputs.how = derivative.floats(outputs.how)
+        loss, gradients, parts, *_ = program._run(
+            arrays, LocalWireState(), [[]], of_outputs, ProgramUpdates(None)
+        )
+        assert self._plan is not None and program._plan is not None
+        self._plan = self._plan.with_tangents(program._plan)
+        parts = tuple(map(tangents_like, results[2], parts))
+        return loss, gradients, parts, *zeros(results[3:])
+
+    def _check_tangents(self, derivative: Derivative, updates: ProgramUpdates) -> None:
+        """Raise `NotImplementedError` for a program whose tangents are not computed."""
+        reasons = {
+            "with `halves=True`: leave it out there": self.options.halves,
+            "with `shares`: leave them out there": self.options.shares is not None,
+            "from `zero.value_and_update`, with arrays in host memory: use `zero.value_and_grad` "
+            "and `zero.apply_gradients`": bool(updates.leaves),
+            "with respect to its wire state": derivative.of_state,
+        }
+        for reason, is_given in reasons.items():
+            if is_given:
+                raise NotImplementedError(
+                    f"`jax.jvp` and other derivatives of a function {reason}."
+                )
+
+    @property
+    def _gradient_axes(self) -> tuple[str, ...]:
+        return self.config.axes if self.parameters.gradients_split else ()
+
+    @property
+    def _in_specs(self) -> list[list[PartitionSpec]]:
+        return [self._specs(argument) for argument in self.call.arguments]
 
     def _specs(self, argument: Argument) -> list[PartitionSpec]:
         if argument.plan is None:
@@ -157,7 +232,7 @@ class Transform:
         ledger = Ledger(self.comm.sizes)
         with recording(ledger):
             result = run_on_device(
-                lambda stored, inputs: self._flat(stored, inputs, specs, outputs),
+                lambda stored, inputs: self.flat(stored, inputs, specs, outputs),
                 self.parameters,
                 stored,
                 wire_state,
@@ -170,6 +245,7 @@ class Transform:
             )
             with labelled("other", "aux" if self.options.has_gradients else "output"):
                 parts = outputs.part(result.others, self.comm)
+        self._traced = result.program
         self._plan = dataclasses.replace(
             result.plan,
             transfers=tuple(ledger.transfers),
