@@ -59,10 +59,9 @@ def _refuse_tangents(weights: tuple[Array], tangents: tuple[Any]) -> tuple[Array
     if isinstance(tangents[0], SymbolicZero):
         return weights[0], tangents[0]
     raise NotImplementedError(
-        "A `jax.jvp` of a function with `weighted=True` differentiates what the weights of examples "
-        "are computed from, and they are taken as constant. Return them through "
-        "`jax.lax.stop_gradient` if they are; otherwise return their sum and that of the losses as "
-        "`aux`, and divide outside."
+        "`jax.jvp` differentiates with respect to what the weight of `weighted=True` is computed "
+        "from. If it is to be constant there, return it through `jax.lax.stop_gradient`; otherwise "
+        "return both sums as `aux`, reduced by 'sum', and divide outside."
     )
 
 

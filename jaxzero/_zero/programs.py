@@ -45,7 +45,9 @@ class Programs:
         if is_tracing() or any(is_traced(x) for x in jax.tree.leaves(args)):
             return jax.jit(program)(*args)
         opened = open_program(program, *args)
-        if any(is_traced(x) for x in opened.constants):  # it closes over values of an outer transformation
+        if any(
+            is_traced(x) for x in opened.constants
+        ):  # it closes over values of an outer transformation
             return jax.jit(program)(*args)
         flat = jax.jit(opened.run)
         arrays = jax.tree.leaves(args)

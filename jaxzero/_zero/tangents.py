@@ -1,8 +1,8 @@
-"""Tangents of a sharded program, for `jax.jvp` and `jax.linearize`.
+"""Tangents of sharded programs, for `jax.jvp` and `jax.linearize`.
 
 Messages are integers, packed bits, or floats sent as bits, and none of these have tangents. So JAX
-does not differentiate the program. A second program computes the tangents, and is made like the
-first, from the `jax.jvp` of the function that was traced for it: the tangents of weights are
+does not differentiate a sharded program. A second program computes the tangents, and is made like
+the first, from the `jax.jvp` of the function that was traced for it: the tangents of weights are
 further sharded weights, which are gathered where they are used, and the tangents of gradients are
 reduced as gradients are. It has no codecs: those of the first program are differentiated straight
 through, and everything in it travels in the precision of the leaf.
@@ -25,28 +25,20 @@ from .._sharding import TreePlan
 from .arguments import Argument, Call
 from .loss import constant_weight
 
+# The tangents of a program's results, from `(constants, args)`, their tangents, and the results.
+Rule = Callable[[Any, Any, Any], Any]
 
-Rule = Callable[["Derivative", Any], Any]  # of the results of the program; returns their tangents
 
-
-def with_tangents(
-    mapped: Callable, args: Any, traced: Callable[[], OpenProgram], tangents: Rule
-) -> Any:
-    """Call `mapped(*args)`, as a function that JAX can differentiate forward.
+def run_with_tangents(program: OpenProgram, args: Any, tangents_of: Rule) -> Any:
+    """Run a traced program as a function that JAX differentiates by a rule.
 
     Args:
-        mapped: the program, a function of global arrays: those of arguments, the wire state, and
-            the arrays of updates.
-        args: the trees of these arrays.
-        traced: returns what the function on one device was traced to, once `mapped` is traced.
-        tangents: computes the tangents of the results.
+        program: the program. It keeps the rule as long as it is compiled; so the rule should hold
+            no arrays.
+        args: its arguments, a tree of arrays.
+        tangents_of: the rule. Tangents that are known to be zero are `SymbolicZero`s.
     """
-    program = open_program(mapped, *args)
-    run, treedef, function = program.run, program.treedef, traced()
-    # The rule stays with a compiled program, and must hold no arrays.
-    numbers = {id(x): i for i, x in enumerate(program.constants)}
-    places = [numbers[id(x)] for x in function.constants]
-    function = dataclasses.replace(function, constants=[])
+    run, treedef = program.run, program.treedef
     # JAX calls the rule later: outside of `map_nodes`, for a program of one node.
     context = contextvars.copy_context()
 
@@ -54,131 +46,177 @@ def with_tangents(
     def call(constants: list[Any], args: Any) -> Any:
         return jax.tree.unflatten(treedef, run(constants, jax.tree.leaves(args)))
 
-    def rule(primals: Any, changes: Any) -> tuple[Any, Any]:
+    def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
         results = call(*primals)
-        (constants, args), (of_constants, of_args) = _known_together(primals, changes)
-        derivative = Derivative(
-            function,
-            [constants[i] for i in places],
-            [of_constants[i] for i in places],
-            args[0],
-            of_args[0],
-            any(map(_is_varied, jax.tree.leaves(of_args[1:]))),
-        )
-        return results, context.copy().run(tangents, derivative, results)
+        return results, context.copy().run(tangents_of, primals, tangents, results)
 
     call.defjvp(rule, symbolic_zeros=True)
     return call(program.constants, args)
 
 
-@dataclasses.dataclass(frozen=True)
-class Derivative:
-    """The derivative of a function on one device, and the arguments of its sharded program.
+def run_straight_through(program: Callable, exact: Callable, *args: Any) -> Any:
+    """Run `program(*args)`; its tangents are those of `exact`, which encodes no messages.
 
-    Attributes:
-        function: the function, traced on flat lists.
-        constants: the arrays that it closes over.
-        of_constants: their tangents.
-        arrays: the global arrays of each argument of the program.
-        of_arrays: their tangents.
-        of_state: whether wire state or updates have tangents.
+    Raises:
+        NotImplementedError: JAX differentiates with respect to what the program closes over.
     """
 
-    function: OpenProgram
+    def tangents_of(primals: Any, tangents: Any, results: Any) -> Any:
+        if any(map(is_varied, jax.tree.leaves(tangents[0]))):
+            raise NotImplementedError(
+                "Rounds of local steps have no derivatives with respect to what the step closes "
+                "over. Keep it in `opt_state`, or pass it with the batches."
+            )
+        leaves, treedef = jax.tree.flatten(primals[1])
+        function = lambda leaves: exact(*jax.tree.unflatten(treedef, leaves))  # noqa: E731
+        return jvp_of_some(function, leaves, jax.tree.leaves(tangents[1]))[1]
+
+    return run_with_tangents(open_program(program, *args), args, tangents_of)
+
+
+def jvp_of_some(function: Callable, primals: list[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    """`jax.jvp` of a function of a list of arrays, of which only some have a tangent."""
+    varied = [i for i, x in enumerate(tangents) if x is not None and is_varied(x)]
+
+    def of_varied(arrays: list[Any]) -> Any:
+        merged = list(primals)
+        for i, x in zip(varied, arrays, strict=True):
+            merged[i] = x
+        return function(merged)
+
+    return jax.jvp(of_varied, ([primals[i] for i in varied],), ([tangents[i] for i in varied],))
+
+
+@dataclasses.dataclass(frozen=True)
+class Differentiable:
+    """The function on one device that a program was made from, to be differentiated.
+
+    Attributes:
+        traced: the function, traced on flat lists, without the arrays that it closes over.
+        places: where these are among the constants of the program.
+        call: the arguments of the program.
+    """
+
+    traced: OpenProgram
+    places: tuple[int, ...]
+    call: Call
+
+    @classmethod
+    def of(cls, traced: OpenProgram, program: OpenProgram, call: Call) -> Differentiable:
+        numbers = {id(x): i for i, x in enumerate(program.constants)}
+        places = tuple(numbers[id(x)] for x in traced.constants)
+        return cls(dataclasses.replace(traced, constants=[]), places, call)
+
+    def along(self, primals: Any, tangents: Any) -> Derivative:
+        """The derivative at these constants and arguments of the program, along these tangents."""
+        (constants, args), (of_constants, of_args) = _known_together(primals, tangents)
+        return Derivative(
+            self.traced,
+            [constants[i] for i in self.places],
+            [of_constants[i] for i in self.places],
+            self.call,
+            args[0],
+            of_args[0],
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Derivative:
+    """The derivative of a function, and the arguments of a sharded program of it.
+
+    Attributes:
+        traced: the function.
+        constants: the arrays that it closes over.
+        of_constants: their tangents.
+        call: the arguments of the function's program.
+        arrays: the global arrays of each argument.
+        of_arrays: their tangents.
+    """
+
+    traced: OpenProgram
     constants: list[Any]
     of_constants: list[Any]
+    call: Call
     arrays: list[list[Any]]
     of_arrays: list[list[Any]]
-    of_state: bool
 
-    def arguments(self, call: Call) -> tuple[Call, list[list[Any]]]:
-        """`call` and its arrays, with two further arguments: tangents of weights, and of others."""
+    def arguments(self) -> tuple[Call, list[list[Any]]]:
+        """The arguments with two more, tangents of weights and of others; and their arrays."""
         leaves, weights, specs, others = [], [], [], []
-        for argument, tangents in zip(call.arguments, self.of_arrays, strict=True):
+        for argument, tangents in zip(self.call.arguments, self.of_arrays, strict=True):
             if argument.plan is not None:
                 pairs = zip(argument.plan.leaves, tangents, strict=True)
-                leaves += [leaf for leaf, x in pairs if _is_varied(x)]
-                weights += filter(_is_varied, tangents)
+                leaves += [leaf for leaf, x in pairs if is_varied(x)]
+                weights += filter(is_varied, tangents)
             else:
                 pairs = zip(argument.specs, tangents, strict=True)
-                specs += [spec for spec, x in pairs if _is_varied(x)]
-                others += filter(_is_varied, tangents)
+                specs += [spec for spec, x in pairs if is_varied(x)]
+                others += filter(is_varied, tangents)
         plan, untrained = TreePlan(None, tuple(leaves), ()), (False,) * len(leaves)
-        further = (
+        more = (
             Argument("tangents", None, (), plan, (), untrained),
             Argument("tangents", None, (), None, tuple(specs), (False,) * len(specs)),
         )
-        call = dataclasses.replace(call, arguments=(*call.arguments, *further))
+        call = dataclasses.replace(self.call, arguments=(*self.call.arguments, *more))
         return call, [*self.arrays, weights, others]
 
-    def flat(self, call: Call) -> Callable:
-        """The derivative as a function of the full arrays of `arguments(call)`, on flat lists."""
-        kinds = [[], []]  # of weights, and of others: which have tangents
-        for argument, tangents in zip(call.arguments, self.of_arrays, strict=True):
-            kinds[argument.plan is None] += map(_is_varied, tangents)
+    def flat(self, stored: list[Any], inputs: list[Any], *_: Any) -> Any:
+        """The derivative on one device, on flat lists.
 
-        def flat(stored: list[Any], inputs: list[Any], *_: Any) -> Any:
-            index = current_microbatch()
-            indices = [] if index is None else [index]
-            primals, tangents = [], []
-            for arrays, varied in zip((stored, inputs), kinds, strict=True):
-                further = iter(arrays[len(varied) :])
-                primals += arrays[: len(varied)]
-                tangents += [next(further) if is_varied else None for is_varied in varied]
-            return self._differentiated(indices, primals, tangents)
+        Args:
+            stored: the full weights, and the tangents of some.
+            inputs: the other arguments, and the tangents of some.
 
-        return flat
-
-    def floats(self, reductions: Sequence[str]) -> list[str]:
-        """The reductions of the other outputs that have tangents, among those of all."""
-        pairs = zip(reductions, self.function.shapes[3], strict=True)
-        return [how for how, x in pairs if jnp.issubdtype(x.dtype, jnp.inexact)]
-
-    def _differentiated(
-        self, indices: list[Any], primals: list[Any], tangents: list[Any]
-    ) -> tuple[Any, Any, list[Any], list[Any]]:
-        """Tangents of loss, gradients and other outputs, and the weight of the examples."""
-        all_primals = [*self.constants, *indices, *primals]
-        changes = [x if _is_varied(x) else None for x in self.of_constants]
-        all_tangents = [*changes, *[None] * len(indices), *tangents]
-        varied = [i for i, x in enumerate(all_tangents) if x is not None]
+        Returns:
+            Tangents of the loss, the weight of the examples, tangents of gradients and of those
+            other outputs that are floats.
+        """
+        index = current_microbatch()
+        primals = [*self.constants, *([] if index is None else [index])]
+        tangents = [*self.of_constants, *([] if index is None else [None])]
+        for arrays, is_weight in ((stored, True), (inputs, False)):
+            pairs = zip(self.call.arguments, self.of_arrays, strict=True)
+            mine = [
+                x for argument, xs in pairs if (argument.plan is not None) == is_weight for x in xs
+            ]
+            more = iter(arrays[len(mine) :])
+            primals += arrays[: len(mine)]
+            tangents += [next(more) if is_varied(x) else None for x in mine]
+        num = len(self.constants)
 
         def function(arrays: list[Any]) -> Any:
-            merged = list(all_primals)
-            for i, x in zip(varied, arrays, strict=True):
-                merged[i] = x
-            num = len(self.constants)
-            outputs = self.function.run(merged[:num], merged[num:])
-            loss, weight, gradients, others = jax.tree.unflatten(self.function.treedef, outputs)
+            outputs = self.traced.run(arrays[:num], arrays[num:])
+            loss, weight, gradients, others = jax.tree.unflatten(self.traced.treedef, outputs)
             return loss, weight if weight is None else constant_weight(weight), gradients, others
 
-        pairs = ([values[i] for i in varied] for values in (all_primals, all_tangents))
-        (_, weight, *_), (loss, _, gradients, others) = jax.jvp(
-            function, *([x] for x in pairs)
-        )
-        return loss, weight, gradients, list(filter(_is_varied, others))
+        values, (loss, _, gradients, others) = jvp_of_some(function, primals, tangents)
+        return loss, values[1], gradients, list(filter(is_varied, others))
+
+    def floats(self, reductions: Sequence[str]) -> list[str]:
+        """Those of `reductions` that are of other outputs which are floats."""
+        pairs = zip(reductions, self.traced.shapes[3], strict=True)
+        return [how for how, x in pairs if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
-def tangents_like(results: list[Any], tangents: Sequence[Any]) -> list[Any]:
-    """A tangent for each array: the next of `tangents` for floats, zero for others."""
-    remaining = iter(tangents)
-    return [
-        next(remaining) if jnp.issubdtype(x.dtype, jnp.inexact) else zeros(x) for x in results
-    ]
+def tangents_like(results: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    """A tangent for each array: the next of `tangents` for a float, zero for any other."""
+    more = iter(tangents)
+    return [next(more) if jnp.issubdtype(x.dtype, jnp.inexact) else zeros(x) for x in results]
 
 
 def zeros(tree: Any) -> Any:
-    """The tangents of arrays that do not change."""
+    """Tangents that are known to be zero."""
     return jax.tree.map(lambda x: zero_from_primal(x, symbolic_zeros=True), tree)
 
 
-def _is_varied(tangent: Any) -> bool:
+def is_varied(tangent: Any) -> bool:
+    """Whether a tangent is an array of floats, and not known to be zero."""
     return not isinstance(tangent, SymbolicZero) and tangent.dtype != jax.dtypes.float0
 
 
 def _known_together(primals: Any, tangents: Any) -> tuple[Any, Any]:
     leaves, treedef = jax.tree.flatten((primals, tangents))
-    arrays = [i for i, x in enumerate(leaves) if _is_varied(x)]
+    arrays = [i for i, x in enumerate(leaves) if is_varied(x)]
     for i, x in zip(arrays, known_together([leaves[i] for i in arrays]), strict=True):
         leaves[i] = x
     return jax.tree.unflatten(treedef, leaves)

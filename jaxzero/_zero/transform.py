@@ -19,7 +19,7 @@ from .._collectives import CommSpec, Ledger, labelled, recording
 from .._execute import LocalWireState, Parameters, run_on_device, specs_of
 from .._mesh import AXES, AnyMesh, forward_only, map_devices, physical
 from .._plan import Plan
-from .._program import OpenProgram
+from .._program import OpenProgram, open_program
 from .._sharding import HpZ, PerAxis, ZeroConfig, split_dim
 from .._simigrad import GradientHalves
 from .arguments import BATCH, Argument, Call
@@ -30,7 +30,14 @@ from .outputs import Outputs
 from .placement import constrain
 from .program_updates import ProgramUpdates
 from .row_outputs import shapes_with_twice_the_rows
-from .tangents import Derivative, tangents_like, with_tangents, zeros
+from .tangents import (
+    Derivative,
+    Differentiable,
+    is_varied,
+    run_with_tangents,
+    tangents_like,
+    zeros,
+)
 
 
 class Transform:
@@ -138,50 +145,48 @@ class Transform:
                 updates.out_specs,
             ),
         )
-        return with_tangents(
-            mapped,
-            (arrays, wire_state, given),
-            lambda: self._traced,
-            functools.partial(self._tangents, outputs, updates),
-        )
+        args = arrays, wire_state, given
+        program = open_program(mapped, *args)
+        assert self._traced is not None
+        function = Differentiable.of(self._traced, program, self.call)
 
-    def _tangents(
-        self, outputs: Outputs, updates: ProgramUpdates, derivative: Derivative, results: Any
-    ) -> Any:
+        def tangents_of(primals: Any, tangents: Any, results: Any) -> Any:
+            self._check_tangents(updates, tangents[1])
+            return self._tangents(function.along(primals, tangents), outputs, results)
+
+        return run_with_tangents(program, args, tangents_of)
+
+    def _tangents(self, derivative: Derivative, outputs: Outputs, results: Any) -> Any:
         """The tangents of what `_run` returns, by a program without codecs."""
-        self._check_tangents(derivative, updates)
-        call, arrays = derivative.arguments(self.call)
+        call, arrays = derivative.arguments()
         hpz = self.config.hpz and HpZ(codec=None)
-        config = dataclasses.replace(
-            self.config, weights=PerAxis(), gradients=PerAxis(), hpz=hpz
-        )
+        config = dataclasses.replace(self.config, weights=PerAxis(), gradients=PerAxis(), hpz=hpz)
         program = Transform(
-            self.function, call, self.options, self.devices, config, derivative.flat(self.call)
+            self.function, call, self.options, self.devices, config, derivative.flat
         )
         of_outputs = Outputs(self.options, None)
         of_outputs.how = derivative.floats(outputs.how)
-        loss, gradients, parts, *_ = program._run(
-            arrays, LocalWireState(), [[]], of_outputs, ProgramUpdates(None)
-        )
+        made = program._run(arrays, LocalWireState(), [[]], of_outputs, ProgramUpdates(None))
+        loss, gradients, parts, *_ = made
         assert self._plan is not None and program._plan is not None
         self._plan = self._plan.with_tangents(program._plan)
         parts = tuple(map(tangents_like, results[2], parts))
         return loss, gradients, parts, *zeros(results[3:])
 
-    def _check_tangents(self, derivative: Derivative, updates: ProgramUpdates) -> None:
+    def _check_tangents(self, updates: ProgramUpdates, tangents: Any) -> None:
         """Raise `NotImplementedError` for a program whose tangents are not computed."""
         reasons = {
-            "with `halves=True`: leave it out there": self.options.halves,
-            "with `shares`: leave them out there": self.options.shares is not None,
-            "from `zero.value_and_update`, with arrays in host memory: use `zero.value_and_grad` "
-            "and `zero.apply_gradients`": bool(updates.leaves),
-            "with respect to its wire state": derivative.of_state,
+            "with `halves=True`. Leave it out there": self.options.halves,
+            "with `shares`. Leave them out there": self.options.shares is not None,
+            "with respect to its wire state. Pass `jax.lax.stop_gradient(wire_state)`": (
+                any(map(is_varied, jax.tree.leaves(tangents[1])))
+            ),
+            "from `zero.value_and_update` that updates arrays in host memory. Use "
+            "`zero.value_and_grad` and `zero.apply_gradients`": bool(updates.leaves),
         }
         for reason, is_given in reasons.items():
             if is_given:
-                raise NotImplementedError(
-                    f"`jax.jvp` and other derivatives of a function {reason}."
-                )
+                raise NotImplementedError(f"`jax.jvp` of a function {reason}.")
 
     @property
     def _gradient_axes(self) -> tuple[str, ...]:
